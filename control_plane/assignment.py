@@ -1,0 +1,45 @@
+"""Where partitions are placed: pure, deterministic, spread evenly.
+
+The scheme is Kafka's (AdminUtils, without racks): leaders go round the brokers, and the followers of each full round
+stand one broker further from their leaders, so that a broker that dies leaves its work to all others and not to one.
+
+    4 brokers, 2 replicas:   round 0   [0 1] [1 2] [2 3] [3 0]
+                             round 1   [0 2] [1 3] [2 0] [3 1]
+                             round 2   [0 3] [1 0] [2 1] [3 2]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from zlib import crc32
+
+
+def place(partitions: int, replication_factor: int, brokers: Collection[int], *, first: int = 0) -> list[list[int]]:
+    """The replicas of each partition, the preferred leader first.
+
+    `first` turns the round, so that topics of one partition do not all begin at the same broker. With fewer brokers
+    than `replication_factor` each partition stands on all of them.
+
+    Leaders differ by at most 1 between brokers, replicas by at most `replication_factor`.
+    """
+    ring = sorted(set(brokers))
+    if not ring:
+        raise ValueError("there is no broker to place partitions on")
+    count = len(ring)
+    followers = min(replication_factor, count) - 1
+    placed: list[list[int]] = []
+    for partition in range(partitions):
+        leader = (first + partition) % count
+        turn = partition // count
+        placed.append([ring[leader], *(ring[(leader + _gap(turn, nth, count)) % count] for nth in range(followers))])
+    return placed
+
+
+def _gap(turn: int, nth: int, brokers: int) -> int:
+    """How far from its leader the nth follower stands: 1 to brokers - 1, and different for each nth."""
+    return 1 + (turn + nth) % (brokers - 1)
+
+
+def first_for(topic: str) -> int:
+    """Where the round begins for a topic: spread by name, the same on every broker."""
+    return crc32(topic.encode())

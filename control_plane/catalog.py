@@ -1,0 +1,459 @@
+"""Typed operations over any control plane: what the brokers share, each change by compare-and-set.
+
+A change is read, decided, committed against the version that was read; when someone else was faster it is decided
+again, at most ATTEMPTS times. After an unknown outcome the tree is read again (sync first), never assumed: each change
+here is either recognised as done in what is then read, or harmless to repeat.
+
+Nothing is cached: whoever needs speed keeps what it read, and reads again when the plane's bell rings.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from portalmq import wire
+from portalmq.control_plane import state
+from portalmq.control_plane.assignment import first_for, place
+from portalmq.control_plane.plane import (
+    COMMIT_OPS_MAX,
+    Check,
+    Conflict,
+    ControlPlane,
+    Create,
+    Delete,
+    Op,
+    OutcomeUnknown,
+    PlaneError,
+    PlaneUnavailable,
+    Set,
+)
+from portalmq.control_plane.state import BrokerState, GroupState, PartitionState, Tombstone, TopicState
+from portalmq.errors import GroupModeMismatch, GroupNotFound, InvalidRequest, TopicExists, TopicNotFound, Unavailable
+
+ATTEMPTS = 16
+PRODUCER_ID_BLOCK = 1_000
+RECEIPT_KEY_BYTES = 32
+
+T = TypeVar("T")
+StateT = TypeVar("StateT", bound=msgspec.Struct)
+
+
+class BrokerIdTaken(PlaneError):
+    """A live broker with another data directory has this id."""
+
+
+@dataclass(frozen=True, slots=True)
+class Versioned(Generic[T]):
+    """What a node held, and the version to compare with when it is set."""
+
+    value: T
+    version: int
+
+
+class Catalog:
+    """`random_bytes` makes ids and keys; a simulation passes its own."""
+
+    def __init__(self, plane: ControlPlane, *, random_bytes: Callable[[int], bytes] = os.urandom) -> None:
+        self.plane = plane
+        self._random_bytes = random_bytes
+        # Ids of the block this process took, not yet given away. What is left at its end is never used.
+        self._producer_ids = range(0)
+
+    # --- the cluster and its brokers ---
+
+    def cluster_id(self) -> str:
+        """The cluster's id, made by whoever asks first."""
+        return self._made_once(state.CLUSTER_ID, lambda: self._unique().encode()).decode()
+
+    def receipt_key(self) -> bytes:
+        """The key that signs receipts, made by whoever asks first."""
+        return self._made_once(state.RECEIPT_KEY, lambda: self._random_bytes(RECEIPT_KEY_BYTES))
+
+    def register_broker(self, broker_id: int, broker: BrokerState) -> None:
+        """Make the broker known for as long as its session lasts.
+
+        An entry left by an earlier session of the same data directory is replaced. Raises BrokerIdTaken for another's.
+        """
+        path = state.broker_path(broker_id)
+
+        def register() -> None:
+            create = Create(path, state.encode(broker), ephemeral=True)
+            held = self.plane.get(path)
+            if held is None:
+                self.plane.commit(create)
+                return
+            other = state.decode(held.data, BrokerState)
+            if other.store_uuid != broker.store_uuid:
+                raise BrokerIdTaken(f"broker id {broker_id} is held by {other.url}, which has another data directory")
+            if other != broker:
+                self.plane.commit(Delete(path, held.version), create)
+
+        self._until_fitting(f"broker {broker_id}", register)
+
+    def brokers(self) -> dict[int, BrokerState]:
+        """The brokers that have a session, by id."""
+        found = self._all(state.BROKERS, BrokerState)
+        return {int(broker_id): broker for broker_id, broker in sorted(found.items(), key=lambda item: int(item[0]))}
+
+    # --- topics ---
+
+    def topics(self) -> dict[str, TopicState]:
+        return self._all(state.TOPICS, TopicState)
+
+    def find_topic(self, name: str) -> TopicState | None:
+        held = self._read(state.topic_path(wire.check_name(name, "topic")), TopicState)
+        return held.value if held else None
+
+    def topic(self, name: str) -> TopicState:
+        """Raises TopicNotFound."""
+        topic = self.find_topic(name)
+        if topic is None:
+            raise TopicNotFound(f"there is no topic {name!r}")
+        return topic
+
+    def create_topic(
+        self,
+        name: str,
+        request: wire.CreateTopic,
+        *,
+        brokers: Mapping[int, BrokerState],
+        default_replication_factor: int = 3,
+    ) -> tuple[TopicState, bool]:
+        """Make the topic on the live `brokers`; answers it, and whether it was made now.
+
+        One that exists alike in the fields given is answered as it is. Raises TopicExists when a field differs, and
+        InvalidRequest for wrong settings or for more replicas, asked for by name, than there are brokers.
+        """
+        wire.check_name(name, "topic")
+        config = _patched(wire.TopicConfig(), request.config)
+        tried: set[str] = set()
+
+        def create() -> tuple[TopicState, bool]:
+            existing = self.find_topic(name)
+            if existing is not None:
+                if existing.topic_id not in tried:
+                    _check_alike(existing, request)
+                return existing, existing.topic_id in tried
+            partitions = request.partitions or 1
+            factor = _replication_factor(request, config, len(brokers), default_replication_factor)
+            topic = TopicState(name, self._unique(), partitions, partitions, factor, config)
+            tried.add(topic.topic_id)
+            # The topic's own node comes last: until then nobody sees its partitions, and `sweep` may remove them.
+            # Version 1 tells the home made here from one that a later commit would make implicitly, after a sweep.
+            home = state.topic_partitions_path(topic.topic_id)
+            self._commit_in_parts(
+                [Create(home), Set(home, name.encode(), 0), *self._new_partitions(topic, brokers, since=0)],
+                guard=[Check(home, 1)],
+                last=[Create(state.topic_path(name), state.encode(topic))],
+            )
+            return topic, True
+
+        return self._until_fitting(f"topic {name!r}", create)
+
+    def alter_topic(self, name: str, request: wire.AlterTopic, *, brokers: Mapping[int, BrokerState]) -> TopicState:
+        """Change settings, add partitions. Raises TopicNotFound, and InvalidRequest for fewer partitions."""
+
+        def alter() -> TopicState:
+            held = self._read(state.topic_path(wire.check_name(name, "topic")), TopicState)
+            if held is None:
+                raise TopicNotFound(f"there is no topic {name!r}")
+            topic = held.value
+            partitions = request.partitions or topic.partitions
+            if partitions < topic.partitions:
+                raise InvalidRequest(
+                    f"topic {name!r} has {topic.partitions} partitions, and their number can only grow: "
+                    f"make a new topic with {partitions}, and copy"
+                )
+            altered = msgspec.structs.replace(
+                topic, partitions=partitions, config=_patched(topic.config, request.config)
+            )
+            _check_min_insync(altered.config, altered.replication_factor)
+            if altered != topic:
+                self._commit_in_parts(
+                    self._new_partitions(altered, brokers, since=topic.partitions),
+                    last=[Set(state.topic_path(name), state.encode(altered), held.version)],
+                )
+            return altered
+
+        return self._until_fitting(f"topic {name!r}", alter)
+
+    def delete_topic(self, name: str, *, now_ms: int) -> TopicState:
+        """Remove the topic and leave a tombstone, the authority to remove its files. Raises TopicNotFound."""
+        doomed: TopicState | None = None
+
+        def delete() -> TopicState:
+            nonlocal doomed
+            held = self._read(state.topic_path(wire.check_name(name, "topic")), TopicState)
+            if doomed is not None and self.plane.get(state.tombstone_path(doomed.topic_id)) is not None:
+                return doomed  # an attempt whose outcome was unknown went through
+            if held is None:
+                raise TopicNotFound(f"there is no topic {name!r}")
+            doomed = held.value
+            tombstone = Tombstone(name, doomed.topic_id, doomed.partitions, now_ms)
+            self.plane.commit(
+                Delete(state.topic_path(name), held.version),
+                Create(state.tombstone_path(doomed.topic_id), state.encode(tombstone)),
+            )
+            return doomed
+
+        topic = self._until_fitting(f"topic {name!r}", delete)
+        self._remove_partitions(topic.topic_id)
+        return topic
+
+    def tombstones(self) -> dict[str, Tombstone]:
+        """The deleted topics whose files may still be somewhere, by topic id."""
+        return self._all(state.DELETED, Tombstone)
+
+    def forget_tombstone(self, topic_id: str) -> None:
+        """Every broker has removed the topic's files."""
+        held = self.plane.get(state.tombstone_path(topic_id))
+        if held is not None:
+            self.plane.commit(Delete(held.path, held.version))
+
+    def sweep(self) -> int:
+        """Remove partitions that no topic owns: what a crash left of a creation or a deletion. Answers of how many."""
+        homes = self.plane.children(state.PARTITIONS)
+        strays = sorted(set(homes) - self._topic_ids())
+        for topic_id in strays:
+            # A creation still going on checks this version in its last commit: from here on it cannot go through.
+            held = self.plane.get(state.topic_partitions_path(topic_id))
+            if held is not None:
+                self.plane.commit(Set(held.path, held.data, held.version))
+        strays = sorted(set(strays) - self._topic_ids()) if strays else []
+        for topic_id in strays:
+            self._remove_partitions(topic_id)
+        return len(strays)
+
+    # --- partitions ---
+
+    def partition(self, topic_id: str, partition: int) -> Versioned[PartitionState] | None:
+        return self._read(state.partition_path(topic_id, partition), PartitionState)
+
+    def partitions(self, topic: TopicState) -> dict[int, Versioned[PartitionState]]:
+        """The state of each partition; one that is just being removed is left out."""
+        found = ((number, self.partition(topic.topic_id, number)) for number in range(topic.partitions))
+        return {number: held for number, held in found if held is not None}
+
+    def set_partition(self, topic_id: str, partition: int, value: PartitionState, version: int) -> int:
+        """Compare-and-set; answers the new version. Raises Conflict when it does not fit, OutcomeUnknown."""
+        return self.plane.commit(Set(state.partition_path(topic_id, partition), state.encode(value), version))[0]
+
+    # --- groups ---
+
+    def groups(self) -> dict[str, GroupState]:
+        return self._all(state.GROUPS, GroupState)
+
+    def find_group(self, name: str) -> GroupState | None:
+        held = self._read(state.group_path(wire.check_name(name, "group")), GroupState)
+        return held.value if held else None
+
+    def group(self, name: str) -> GroupState:
+        """Raises GroupNotFound."""
+        group = self.find_group(name)
+        if group is None:
+            raise GroupNotFound(f"there is no group {name!r}")
+        return group
+
+    def ensure_group(self, name: str) -> GroupState:
+        """The group, made with the default settings when it is missing."""
+        return self.find_group(name) or self.put_group(name, {})[0]
+
+    def put_group(self, name: str, patch: dict[str, Any]) -> tuple[GroupState, bool]:
+        """Make the group, or change the settings that `patch` names; answers it, and whether it was made now.
+
+        Raises GroupModeMismatch for another mode (a group keeps its own), InvalidRequest for wrong settings.
+        """
+
+        def put() -> tuple[GroupState, bool]:
+            path = state.group_path(wire.check_name(name, "group"))
+            held = self._read(path, GroupState)
+            if held is None:
+                group = GroupState(name, _patched(wire.GroupConfig(), patch))
+                self.plane.commit(Create(path, state.encode(group)))
+                return group, True
+            group = GroupState(name, _patched(held.value.config, patch))
+            if group.config.mode != held.value.config.mode:
+                raise GroupModeMismatch(
+                    f"group {name!r} works in {held.value.config.mode} mode and keeps it: "
+                    f"delete it first, or take another name"
+                )
+            if group != held.value:
+                self.plane.commit(Set(path, state.encode(group), held.version))
+            return group, False
+
+        return self._until_fitting(f"group {name!r}", put)
+
+    def delete_group(self, name: str) -> None:
+        """Raises GroupNotFound."""
+
+        def delete() -> None:
+            held = self._read(state.group_path(wire.check_name(name, "group")), GroupState)
+            if held is None:
+                raise GroupNotFound(f"there is no group {name!r}")
+            self.plane.commit(Delete(state.group_path(name), held.version))
+
+        self._until_fitting(f"group {name!r}", delete)
+
+    # --- producers ---
+
+    def next_producer(self, name: str | None) -> wire.ProducerIdentity:
+        """An identity for an idempotent producer: a fresh id; under a name, always the same id with the next epoch."""
+        if name is None:
+            return wire.ProducerIdentity(id=self._next_producer_id(), epoch=0)
+        path = state.producer_path(wire.check_name(name, "producer"))
+
+        def take_over() -> wire.ProducerIdentity:
+            held = self._read(path, state.ProducerState)
+            if held is None:
+                identity = state.ProducerState(self._next_producer_id(), 0)
+                self.plane.commit(Create(path, state.encode(identity)))
+            else:
+                identity = msgspec.structs.replace(held.value, epoch=held.value.epoch + 1)
+                self.plane.commit(Set(path, state.encode(identity), held.version))
+            return wire.ProducerIdentity(id=identity.id, epoch=identity.epoch)
+
+        return self._until_fitting(f"producer {name!r}", take_over)
+
+    def _next_producer_id(self) -> int:
+        if not self._producer_ids:
+            self._producer_ids = self._until_fitting("producer ids", self._take_producer_ids)
+        taken, self._producer_ids = self._producer_ids[0], self._producer_ids[1:]
+        return taken
+
+    def _take_producer_ids(self) -> range:
+        held = self._read(state.PRODUCER_IDS, state.ProducerIds)
+        first = held.value.next if held else 1
+        data = state.encode(state.ProducerIds(first + PRODUCER_ID_BLOCK))
+        self.plane.commit(Set(state.PRODUCER_IDS, data, held.version) if held else Create(state.PRODUCER_IDS, data))
+        return range(first, first + PRODUCER_ID_BLOCK)
+
+    # --- inside ---
+
+    def _unique(self) -> str:
+        return self._random_bytes(16).hex()
+
+    def _made_once(self, path: str, make: Callable[[], bytes]) -> bytes:
+        def load() -> bytes:
+            held = self.plane.get(path)
+            if held is None:
+                self.plane.commit(Create(path, make()))
+                held = self.plane.get(path)
+            assert held is not None, path
+            return held.data
+
+        return self._until_fitting(path, load)
+
+    def _read(self, path: str, kind: type[StateT]) -> Versioned[StateT] | None:
+        held = self.plane.get(path)
+        return Versioned(state.decode(held.data, kind), held.version) if held else None
+
+    def _all(self, parent: str, kind: type[StateT]) -> dict[str, StateT]:
+        found = ((name, self._read(f"{parent}/{name}", kind)) for name in self.plane.children(parent))
+        return {name: held.value for name, held in found if held is not None}
+
+    def _topic_ids(self) -> set[str]:
+        return {topic.topic_id for topic in self.topics().values()}
+
+    def _new_partitions(self, topic: TopicState, brokers: Mapping[int, BrokerState], *, since: int) -> list[Op]:
+        """The partitions from `since` on that are not there yet; a growth that broke off may have left some."""
+        if topic.partitions == since:
+            return []
+        if not brokers:
+            raise Unavailable("no broker is live to hold the new partitions")
+        held = set(self.plane.children(state.topic_partitions_path(topic.topic_id)))
+        placed = place(topic.partitions, topic.replication_factor, brokers, first=first_for(topic.name))
+        return [
+            Create(state.partition_path(topic.topic_id, number), state.encode(_new_partition(placed[number], brokers)))
+            for number in range(since, topic.partitions)
+            if str(number) not in held
+        ]
+
+    def _commit_in_parts(self, ops: list[Op], *, guard: Sequence[Op] = (), last: Sequence[Op] = ()) -> None:
+        """Commit `ops` in as many commits as it takes: `guard` in each but the first, and in the final one `last`,
+        which makes them all count."""
+        room = COMMIT_OPS_MAX - len(guard) - len(last)
+        before: Sequence[Op] = ()
+        while len(ops) > room:
+            self.plane.commit(*before, *ops[:room])
+            ops, before = ops[room:], guard
+        self.plane.commit(*before, *ops, *last)
+
+    def _remove_partitions(self, topic_id: str) -> None:
+        home = state.topic_partitions_path(topic_id)
+
+        def remove() -> None:
+            paths: Iterable[str] = [f"{home}/{number}" for number in self.plane.children(home)]
+            doomed = [node for node in map(self.plane.get, [*paths, home]) if node is not None]
+            self._commit_in_parts([Delete(node.path, node.version) for node in doomed])
+
+        self._until_fitting(f"partitions of {topic_id}", remove)
+
+    def _until_fitting(self, what: str, attempt: Callable[[], T]) -> T:
+        """Run `attempt` (read, decide, commit) until nobody changed in between what it had read."""
+        unknown: OutcomeUnknown | None = None
+        for _ in range(ATTEMPTS):
+            try:
+                if unknown:
+                    self.plane.sync()
+                return attempt()
+            except Conflict:
+                continue
+            except OutcomeUnknown as lost:
+                unknown = lost
+            except PlaneUnavailable:
+                # Of this attempt nothing was applied; of an earlier one, who knows.
+                raise unknown or PlaneUnavailable(f"{what}: the control plane does not answer") from None
+        raise unknown or Unavailable(f"{what}: others changed it {ATTEMPTS} times in between, try again")
+
+
+def _patched(config: state.ConfigT, patch: dict[str, Any]) -> state.ConfigT:
+    try:
+        return state.patched(config, patch)
+    except msgspec.ValidationError as fault:
+        raise InvalidRequest(f"config: {fault}") from None
+
+
+def _check_alike(topic: TopicState, request: wire.CreateTopic) -> None:
+    """Raises TopicExists when a field that the request gives differs."""
+    differing = [
+        name
+        for name in ("partitions", "replication_factor")
+        if getattr(request, name) is not None and getattr(request, name) != getattr(topic, name)
+    ]
+    asked = _patched(topic.config, request.config)
+    differing += [f"config.{name}" for name in request.config if getattr(asked, name) != getattr(topic.config, name)]
+    if differing:
+        raise TopicExists(f"topic {topic.name!r} exists with another {', '.join(differing)}: alter it with PATCH")
+
+
+def _replication_factor(request: wire.CreateTopic, config: wire.TopicConfig, live: int, default: int) -> int:
+    if request.replication_factor is not None and request.replication_factor > live:
+        raise InvalidRequest(f"replication_factor {request.replication_factor} needs as many brokers; {live} live now")
+    factor = request.replication_factor or default
+    _check_min_insync(config, factor)
+    return factor
+
+
+def _check_min_insync(config: wire.TopicConfig, replication_factor: int) -> None:
+    if config.min_insync_replicas is not None and config.min_insync_replicas > replication_factor:
+        raise InvalidRequest(
+            f"min_insync_replicas {config.min_insync_replicas} is more than the {replication_factor} replicas "
+            f"of the topic: nothing could ever be acknowledged"
+        )
+
+
+def _new_partition(replicas: list[int], brokers: Mapping[int, BrokerState]) -> PartitionState:
+    """An empty partition: all its replicas hold all of nothing, so all are in sync, and the first leads."""
+    return PartitionState(
+        leader=replicas[0],
+        leader_epoch=1,
+        isr=tuple(replicas),
+        replicas=tuple(replicas),
+        store_uuids={broker_id: brokers[broker_id].store_uuid for broker_id in replicas},
+        incarnations={broker_id: brokers[broker_id].incarnation for broker_id in replicas},
+    )

@@ -1,0 +1,206 @@
+"""The control plane as the rest of the house sees it: a small tree of versioned nodes, shared by all brokers.
+
+The contract is what ZooKeeper gives, and no more, so that the one-process stand-in (`standalone`) and a real ensemble
+behave alike and pass one contract suite (tests/contract). Everything above it (`catalog`, `controller`) is shared.
+
+    node      a path ("/topics/temp_1"), some bytes, and a version: 0 when created, one more after each Set. A node that
+              was deleted and made again starts at 0 once more, so a path that is reused needs a unique id in its data
+              or in its path for a compare-and-set to be safe.
+    commit    several operations, applied in order, all or none.
+    ephemeral a node that goes when the session of its maker ends. A hint, never proof of life. It has no children.
+    parents   are made implicitly: empty, persistent, version 0. They may stay when the commit they were made for fails.
+    watch     a doorbell: "something may have changed, look again". It may ring late, twice, and for nothing.
+
+Rejected: watches on single paths. They are dropped on a disconnect, coalesce, and miss a node that was deleted and
+made again; whoever hears the bell reads what it needs afresh.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol, assert_never
+
+from portalmq.errors import Unavailable
+
+DATA_BYTES_MAX = 64 * 1024
+# ZooKeeper refuses packets above 1 MB (jute.maxbuffer), a whole commit included.
+COMMIT_OPS_MAX = 100
+COMMIT_BYTES_MAX = 512 * 1024
+
+_PATH = re.compile(r"(/[^/\x00-\x1f\x7f-\x9f]+)+\Z")
+
+
+class PlaneError(Exception):
+    """Base of what a control plane raises.
+
+    PlaneError
+    |-- Conflict             nothing was applied; read again and decide again
+    |   |-- VersionMismatch  |-- NodeExists
+    |   `-- NodeMissing      `-- NodeNotEmpty
+    |-- PlaneUnavailable     nothing was applied; the plane does not answer
+    `-- OutcomeUnknown       the commit may have been applied, or may yet be: sync, read, and see
+    """
+
+
+class Conflict(PlaneError):
+    """The tree is not as the commit expects it. Nothing was applied."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(f"{type(self).__name__}: {path}")
+        self.path = path
+
+
+class VersionMismatch(Conflict):
+    """The node has another version than the one named."""
+
+
+class NodeExists(Conflict):
+    """A node to be created is there already."""
+
+
+class NodeMissing(Conflict):
+    """A node to be set, deleted or checked is not there."""
+
+
+class NodeNotEmpty(Conflict):
+    """A node to be deleted has children."""
+
+
+class PlaneUnavailable(PlaneError, Unavailable):
+    """The control plane does not answer. Nothing was applied."""
+
+    def __init__(self, detail: str) -> None:
+        Unavailable.__init__(self, detail, retry_after_s=1.0)
+
+
+class OutcomeUnknown(PlaneError, Unavailable):
+    """The answer to a commit was lost: it may have been applied, or may yet be."""
+
+    def __init__(self, detail: str) -> None:
+        Unavailable.__init__(self, detail, outcome="unknown", retry_after_s=1.0)
+
+
+class PlaneState(Enum):
+    """How the session stands. ZooKeeper tells of LOST only after it was reached again: hold a lease of your own."""
+
+    CONNECTED = "connected"
+    SUSPENDED = "suspended"
+    LOST = "lost"
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    path: str
+    data: bytes
+    version: int
+    ephemeral: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Create:
+    path: str
+    data: bytes = b""
+    ephemeral: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Set:
+    path: str
+    data: bytes
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Delete:
+    path: str
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    path: str
+    version: int
+
+
+Op = Create | Set | Delete | Check
+
+
+class ControlPlane(Protocol):
+    @property
+    def state(self) -> PlaneState: ...
+
+    @property
+    def last_answered(self) -> float:
+        """`time.monotonic()` of the last answered request: a leader's local lease counts from here."""
+        ...
+
+    def start(self) -> None:
+        """Open the session. Raises PlaneUnavailable when there is none to be had."""
+        ...
+
+    def close(self) -> None:
+        """End the session; its ephemeral nodes go. Closing twice is allowed."""
+        ...
+
+    def get(self, path: str) -> Node | None:
+        """The node, or None. May be older than another broker's latest commit, unless `sync` came before."""
+        ...
+
+    def children(self, path: str) -> list[str]:
+        """The names right below `path`, sorted; none when the node is missing."""
+        ...
+
+    def commit(self, *ops: Op) -> list[int]:
+        """Apply all operations in order, or none. Answers the version of each node after it, -1 for a Delete.
+
+        Raises Conflict's subclasses for the first operation that does not fit, PlaneUnavailable, and OutcomeUnknown.
+        """
+        ...
+
+    def sync(self) -> None:
+        """What was committed anywhere before this call is seen by the reads after it."""
+        ...
+
+    def watch(self, callback: Callable[[], None]) -> None:
+        """Call `callback` after anything may have changed, the state of the session included.
+
+        A callback only leaves a note for its owner. It never calls the plane, and never blocks.
+        """
+        ...
+
+
+def check_path(path: str) -> str:
+    """`path`, when every plane can hold it. A bad one is a mistake of ours, so it raises ValueError."""
+    if not _PATH.match(path) or any(part in {".", ".."} for part in path.split("/")):
+        raise ValueError(f"not a path of the control plane: {path!r}")
+    return path
+
+
+def check_commit(ops: tuple[Op, ...]) -> None:
+    """Refuse, with ValueError, what some plane could not take: too many operations, too much data, a bad path."""
+    if len(ops) > COMMIT_OPS_MAX:
+        raise ValueError(f"a commit holds at most {COMMIT_OPS_MAX} operations, not {len(ops)}")
+    total = 0
+    for op in ops:
+        check_path(op.path)
+        match op:
+            case Create() | Set():
+                if len(op.data) > DATA_BYTES_MAX:
+                    raise ValueError(f"{op.path}: a node holds at most {DATA_BYTES_MAX} bytes, not {len(op.data)}")
+                total += len(op.data)
+            case Delete() | Check():
+                pass
+            case _:
+                assert_never(op)
+        if not isinstance(op, Create) and op.version < 0:
+            raise ValueError(f"{op.path}: a version is 0 or more, there is no wildcard")
+    if total > COMMIT_BYTES_MAX:
+        raise ValueError(f"a commit carries at most {COMMIT_BYTES_MAX} bytes, not {total}")
+
+
+def parent_of(path: str) -> str:
+    """The path one level up; "" above the first level."""
+    return path.rpartition("/")[0]

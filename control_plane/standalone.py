@@ -1,0 +1,367 @@
+"""The control plane in one process, without ZooKeeper: the same contract, durable in one file.
+
+The tree lives in memory. `<directory>/journal` holds each commit as one record, fsynced before the commit returns:
+
+    MAGIC 4 | length 4 | crc32(payload) 4 | payload: msgpack [[path, data, version] or [path, nil, -1] for gone, …]
+
+So a commit is on disk whole or not at all. kill -9 can tear only the last record, which was then never answered; it
+is dropped at the next start. A damaged record with a whole one behind it is no torn tail but a damaged disk: then the
+start is refused, because going on would forget answered commits. When the journal has outgrown the tree, it is written
+anew (the tree as records) beside the old one and renamed over it.
+
+Ephemeral nodes are not written, since they end with the process. Rejected: SQLite (apsw belongs to the storage room,
+and this tree is small), and a new snapshot for each commit (a thousand topics would cost a thousand times their size).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import struct
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import assert_never
+
+import msgspec
+
+from portalmq.control_plane.plane import (
+    COMMIT_BYTES_MAX,
+    Check,
+    Create,
+    Delete,
+    Node,
+    NodeExists,
+    NodeMissing,
+    NodeNotEmpty,
+    Op,
+    OutcomeUnknown,
+    PlaneError,
+    PlaneState,
+    PlaneUnavailable,
+    Set,
+    VersionMismatch,
+    check_commit,
+    check_path,
+    parent_of,
+)
+
+_MAGIC = b"PMQ1"
+_HEADER = struct.Struct(">4sII")
+_COMPACT_BYTES_MIN = 1024 * 1024
+
+Change = tuple[str, bytes | None, int]
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(list[Change]).decode
+
+
+class JournalInUse(PlaneError):
+    """Another process has this journal open."""
+
+
+class JournalDamaged(PlaneError):
+    """The journal holds a damaged record with whole ones behind it: answered commits would be lost by going on."""
+
+
+class Standalone:
+    """A `ControlPlane` for one broker; `directory` is made when it is missing.
+
+    It belongs to one thread: every method runs to its end without yielding, a commit's fsync included.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._path = directory / "journal"
+        self._nodes: dict[str, Node] = {}
+        self._children: dict[str, set[str]] = {}
+        self._callbacks: list[Callable[[], None]] = []
+        self._state = PlaneState.LOST
+        self._lock = -1
+        self._journal = -1
+        # Invariant: the journal's file is this long, and all of it is fsynced.
+        self._journal_bytes = 0
+        self._compact_at_bytes = _COMPACT_BYTES_MIN
+
+    @property
+    def state(self) -> PlaneState:
+        return self._state
+
+    @property
+    def last_answered(self) -> float:
+        return time.monotonic()
+
+    def start(self) -> None:
+        """Raises JournalInUse, JournalDamaged, and OSError when the directory cannot be used."""
+        assert self._lock == -1, "started twice"
+        self._directory.mkdir(parents=True, exist_ok=True)
+        self._lock = _locked(self._directory / "lock")
+        try:
+            self._load()
+        except BaseException:
+            self.close()
+            raise
+        self._state = PlaneState.CONNECTED
+
+    def close(self) -> None:
+        """The tree ends with the session: what is read afterwards is what stands on disk, after the next start."""
+        self._state = PlaneState.LOST
+        for descriptor in (self._journal, self._lock):
+            if descriptor != -1:
+                os.close(descriptor)
+        self._journal = self._lock = -1
+        self._nodes.clear()
+        self._children.clear()
+
+    def get(self, path: str) -> Node | None:
+        self._check_connected()
+        return self._nodes.get(check_path(path))
+
+    def children(self, path: str) -> list[str]:
+        self._check_connected()
+        return sorted(self._children.get(check_path(path), ()))
+
+    def sync(self) -> None:
+        self._check_connected()
+
+    def watch(self, callback: Callable[[], None]) -> None:
+        self._callbacks.append(callback)
+
+    def commit(self, *ops: Op) -> list[int]:
+        self._check_connected()
+        check_commit(ops)
+        draft = _Draft(self._nodes, self._children)
+        versions = [draft.apply(op) for op in ops]
+        if not draft.changed:
+            return versions
+        # Ephemeral nodes are not the journal's business; one that takes a lasting node's place means that it is gone.
+        lasting: list[Change] = [
+            (path, None, -1) if node is None or node.ephemeral else (path, node.data, node.version)
+            for path, node in draft.changed.items()
+            if _lasts(node) or _lasts(self._nodes.get(path))
+        ]
+        if lasting:
+            self._append(lasting)
+        self._install(draft.changed)
+        if self._journal_bytes > self._compact_at_bytes:
+            self._compact()
+        for callback in self._callbacks:
+            callback()
+        return versions
+
+    def _check_connected(self) -> None:
+        if self._state is not PlaneState.CONNECTED:
+            raise PlaneUnavailable(f"the control plane in {self._directory} is closed, or its disk failed")
+
+    def _install(self, changed: dict[str, Node | None]) -> None:
+        for path, node in changed.items():
+            parent, _, name = path.rpartition("/")
+            if node is None:
+                self._nodes.pop(path, None)
+                names = self._children.get(parent, set())
+                names.discard(name)
+                if not names:
+                    self._children.pop(parent, None)
+            else:
+                self._nodes[path] = node
+                self._children.setdefault(parent, set()).add(name)
+
+    def _append(self, changes: list[Change]) -> None:
+        record = _record(changes)
+        try:
+            _write_all(self._journal, record)
+            os.fdatasync(self._journal)
+        except OSError as fault:
+            # After a failed fsync the kernel may have dropped the pages: only a new start, which reads the file, knows.
+            self._state = PlaneState.LOST
+            raise OutcomeUnknown(
+                f"cannot write {self._path}: {fault}; mend the disk and start the broker again"
+            ) from fault
+        self._journal_bytes += len(record)
+
+    def _compact(self) -> None:
+        """Write the journal anew, from the tree. Failing at that is no harm: the old journal stands, and grows on."""
+        lasting: Iterator[Change] = (
+            (path, node.data, node.version) for path, node in self._nodes.items() if not node.ephemeral
+        )
+        size = 0
+        fresh_path = self._path.with_suffix(".new")
+        fresh = -1
+        try:
+            fresh = os.open(fresh_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            for batch in _batched(lasting):
+                record = _record(batch)
+                _write_all(fresh, record)
+                size += len(record)
+            os.fsync(fresh)
+            os.rename(fresh_path, self._path)
+        except OSError:
+            if fresh != -1:
+                os.close(fresh)
+            fresh_path.unlink(missing_ok=True)
+            self._compact_at_bytes = 2 * self._journal_bytes
+            return
+        os.close(self._journal)
+        self._journal, self._journal_bytes = fresh, size
+        self._compact_at_bytes = max(_COMPACT_BYTES_MIN, 2 * size)
+        try:
+            _sync_directory(self._directory)
+        except OSError:
+            # A crash could bring the old journal back, without the commits that would follow: take none.
+            self._state = PlaneState.LOST
+
+    def _load(self) -> None:
+        self._path.with_suffix(".new").unlink(missing_ok=True)
+        self._journal = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        data = self._path.read_bytes()
+        end = 0
+        while found := _record_at(data, end):
+            changes, end = found
+            self._install(
+                {path: None if held is None else Node(path, held, version) for path, held, version in changes}
+            )
+        if _whole_record_behind(data, end):
+            raise JournalDamaged(
+                f"{self._path} is damaged at byte {end}, with whole records behind it. Restore the data directory "
+                f"from a copy; or, to go on without what came after that byte, truncate the file there"
+            )
+        if end < len(data):
+            os.ftruncate(self._journal, end)
+        # The tail that was read may have been written but not fsynced by a process that was killed.
+        os.fsync(self._journal)
+        _sync_directory(self._directory)
+        _sync_directory(self._directory.parent)
+        self._journal_bytes = end
+        self._compact_at_bytes = max(_COMPACT_BYTES_MIN, 2 * end)
+
+
+class _Draft:
+    """The tree as it will be if the commit goes through; `changed` holds what differs, None for a node that goes."""
+
+    def __init__(self, nodes: dict[str, Node], children: dict[str, set[str]]) -> None:
+        self._nodes = nodes
+        self._children = children
+        self.changed: dict[str, Node | None] = {}
+
+    def apply(self, op: Op) -> int:
+        """Apply one operation; answers the node's version after it, -1 when it is gone."""
+        match op:
+            case Create(path, data, ephemeral):
+                if self._get(path) is not None:
+                    raise NodeExists(path)
+                self._make_parents(path)
+                self.changed[path] = Node(path, data, 0, ephemeral)
+                return 0
+            case Set(path, data, version):
+                node = self._expect(path, version)
+                self.changed[path] = Node(path, data, version + 1, node.ephemeral)
+                return version + 1
+            case Delete(path, version):
+                self._expect(path, version)
+                if self._has_children(path):
+                    raise NodeNotEmpty(path)
+                self.changed[path] = None
+                return -1
+            case Check(path, version):
+                self._expect(path, version)
+                return version
+            case _:
+                assert_never(op)
+
+    def _get(self, path: str) -> Node | None:
+        return self.changed[path] if path in self.changed else self._nodes.get(path)
+
+    def _expect(self, path: str, version: int) -> Node:
+        node = self._get(path)
+        if node is None:
+            raise NodeMissing(path)
+        if node.version != version:
+            raise VersionMismatch(path)
+        return node
+
+    def _make_parents(self, path: str) -> None:
+        parent = parent_of(path)
+        if not parent:
+            return
+        node = self._get(parent)
+        if node is None:
+            self._make_parents(parent)
+            self.changed[parent] = Node(parent, b"", 0)
+        elif node.ephemeral:
+            raise ValueError(f"{path}: an ephemeral node has no children")
+
+    def _has_children(self, path: str) -> bool:
+        held = (f"{path}/{name}" for name in self._children.get(path, ()))
+        if any(self._get(child) is not None for child in held):
+            return True
+        return any(node is not None and parent_of(child) == path for child, node in self.changed.items())
+
+
+def _lasts(node: Node | None) -> bool:
+    return node is not None and not node.ephemeral
+
+
+def _record(changes: list[Change]) -> bytes:
+    payload = _encode(changes)
+    return _HEADER.pack(_MAGIC, len(payload), zlib.crc32(payload)) + payload
+
+
+def _record_at(data: bytes, start: int) -> tuple[list[Change], int] | None:
+    """The whole record that begins at `start` and where it ends, or None."""
+    if len(data) - start < _HEADER.size:
+        return None
+    magic, length, crc = _HEADER.unpack_from(data, start)
+    end = start + _HEADER.size + length
+    if magic != _MAGIC or end > len(data):
+        return None
+    payload = data[start + _HEADER.size : end]
+    if zlib.crc32(payload) != crc:
+        return None
+    return _decode(payload), end
+
+
+def _whole_record_behind(data: bytes, bad: int) -> bool:
+    start = data.find(_MAGIC, bad + 1)
+    while start != -1:
+        if _record_at(data, start) is not None:
+            return True
+        start = data.find(_MAGIC, start + 1)
+    return False
+
+
+def _batched(changes: Iterator[Change]) -> Iterator[list[Change]]:
+    """The changes in lists of bounded size, so that no record of a rewritten journal is huge."""
+    batch: list[Change] = []
+    size = 0
+    for change in changes:
+        batch.append(change)
+        size += len(change[0]) + len(change[1] or b"")
+        if size > COMMIT_BYTES_MAX:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(descriptor, view) :]
+
+
+def _sync_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _locked(path: Path) -> int:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise JournalInUse(f"another process uses {path.parent}: stop it, or name another data directory") from None
+    return descriptor

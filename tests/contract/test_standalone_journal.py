@@ -1,0 +1,193 @@
+"""The one-process control plane under crashes: what was answered stays, what was torn never was."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from bisect import bisect_right
+from pathlib import Path
+
+import pytest
+
+from portalmq.control_plane import standalone
+from portalmq.control_plane.plane import Create, Delete, OutcomeUnknown, PlaneState, PlaneUnavailable, Set
+from portalmq.control_plane.standalone import JournalDamaged, JournalInUse, Standalone
+
+
+def opened(directory: Path) -> Standalone:
+    plane = Standalone(directory)
+    plane.start()
+    return plane
+
+
+def tree(plane: Standalone, path: str = "/n") -> dict[str, tuple[bytes, int]]:
+    found = (plane.get(f"{path}/{name}") for name in plane.children(path))
+    return {node.path: (node.data, node.version) for node in found if node}
+
+
+def test_a_journal_cut_at_any_byte_holds_exactly_the_commits_that_are_whole(tmp_path: Path) -> None:
+    plane = opened(tmp_path / "whole")
+    journal = tmp_path / "whole" / "journal"
+    ends, trees = [0], [tree(plane)]
+    for number in range(5):
+        for ops in (
+            [Create(f"/n/{number}", b"x" * number), Create(f"/n/{number}-twin")],
+            [Set(f"/n/{number}", b"changed", 0), Delete(f"/n/{number}-twin", 0)],
+        ):
+            plane.commit(*ops)
+            ends.append(journal.stat().st_size)
+            trees.append(tree(plane))
+    whole = journal.read_bytes()
+    plane.close()
+    cut_directory = tmp_path / "cut"
+    cut_directory.mkdir()
+    for cut in range(len(whole) + 1):
+        (cut_directory / "journal").write_bytes(whole[:cut])
+        plane = opened(cut_directory)
+        assert tree(plane) == trees[bisect_right(ends, cut) - 1]
+        plane.commit(Create("/after/the-crash"))
+        plane.close()
+        plane = opened(cut_directory)
+        assert tree(plane) == trees[bisect_right(ends, cut) - 1]
+        assert plane.children("/after") == ["the-crash"]
+        plane.close()
+
+
+@pytest.mark.parametrize("garbage", [b"\0" * 40, b"PMQ1", b"PMQ1\0\0\0\4\0\0\0\0abcd", os.urandom(64)])
+def test_garbage_after_the_last_commit_is_dropped(tmp_path: Path, garbage: bytes) -> None:
+    plane = opened(tmp_path)
+    plane.commit(Create("/n/a"))
+    plane.close()
+    with (tmp_path / "journal").open("ab") as journal:
+        journal.write(garbage)
+    plane = opened(tmp_path)
+    plane.commit(Create("/n/b"))
+    plane.close()
+    plane = opened(tmp_path)
+    assert list(tree(plane)) == ["/n/a", "/n/b"]
+    plane.close()
+
+
+def test_damage_before_whole_commits_refuses_the_start_and_changes_nothing(tmp_path: Path) -> None:
+    plane = opened(tmp_path)
+    for number in range(3):
+        plane.commit(Create(f"/n/{number}", b"payload"))
+    plane.close()
+    journal = tmp_path / "journal"
+    damaged = bytearray(journal.read_bytes())
+    damaged[20] ^= 1
+    journal.write_bytes(damaged)
+    with pytest.raises(JournalDamaged, match="damaged at byte 0"):
+        opened(tmp_path)
+    assert journal.read_bytes() == damaged
+
+
+def test_two_processes_cannot_share_a_journal(tmp_path: Path) -> None:
+    plane = opened(tmp_path)
+    with pytest.raises(JournalInUse, match="another process uses"):
+        opened(tmp_path)
+    plane.close()
+    opened(tmp_path).close()
+
+
+def test_the_journal_is_rewritten_before_it_outgrows_the_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(standalone, "_COMPACT_BYTES_MIN", 2_000)
+    plane = opened(tmp_path)
+    plane.commit(Create("/me", ephemeral=True), Create("/n/a", b"0"))
+    sizes = set()
+    for version in range(1_000):
+        plane.commit(Set("/n/a", b"%d" % version, version))
+        sizes.add((tmp_path / "journal").stat().st_size)
+    assert max(sizes) < 4_000
+    assert plane.get("/me") is not None
+    plane.close()
+    plane = opened(tmp_path)
+    assert tree(plane) == {"/n/a": (b"999", 1_000)}
+    assert plane.get("/me") is None
+    plane.close()
+
+
+def test_a_failed_rewrite_leaves_the_old_journal_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(standalone, "_COMPACT_BYTES_MIN", 200)
+    plane = opened(tmp_path)
+
+    def refuse(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(standalone.os, "rename", refuse)
+        for number in range(20):
+            plane.commit(Create(f"/n/{number}", b"x" * 20))
+    plane.close()
+    assert not (tmp_path / "journal.new").exists()
+    plane = opened(tmp_path)
+    assert len(tree(plane)) == 20
+    plane.close()
+
+
+def test_a_failed_fsync_leaves_the_outcome_unknown_and_takes_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plane = opened(tmp_path)
+    plane.commit(Create("/n/before"))
+
+    def fail(_: int) -> None:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(standalone.os, "fdatasync", fail)
+        with pytest.raises(OutcomeUnknown) as caught:
+            plane.commit(Create("/n/unknown"))
+    assert (caught.value.outcome, caught.value.retryable) == ("unknown", True)
+    assert plane.state is PlaneState.LOST
+    with pytest.raises(PlaneUnavailable):
+        plane.commit(Create("/n/after"))
+    plane.close()
+    plane = opened(tmp_path)
+    assert "/n/before" in tree(plane)
+    assert "/n/after" not in tree(plane)
+    plane.close()
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from portalmq.control_plane import standalone
+from portalmq.control_plane.plane import Create, Delete, Set
+standalone._COMPACT_BYTES_MIN = 3_000  # many rewrites, so that the kill falls into them too
+plane = standalone.Standalone(Path(sys.argv[1]))
+plane.start()
+counter = plane.get("/n/counter")
+version = counter.version if counter else plane.commit(Create("/n/counter", b"0"), Create("/n/mirror", b"0"))[0]
+while True:
+    data = b"%d" % (version + 1)
+    plane.commit(Set("/n/counter", data, version), Set("/n/mirror", data, version))
+    version += 1
+    print(version, flush=True)
+"""
+
+
+def test_kill_9_in_a_loop_of_commits_loses_nothing_that_was_answered(tmp_path: Path) -> None:
+    answered = 0
+    for round_number in range(6):
+        writer = subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True, bufsize=1
+        )
+        assert writer.stdout
+        for _ in range(40 + 17 * round_number):
+            answered = int(writer.stdout.readline())
+        writer.send_signal(signal.SIGKILL)
+        rest = writer.stdout.read().split("\n")
+        answered = max([answered, *(int(line) for line in rest[:-1])])
+        writer.stdout.close()
+        writer.wait()
+        plane = opened(tmp_path)
+        counter, mirror = plane.get("/n/counter"), plane.get("/n/mirror")
+        plane.close()
+        assert counter
+        assert mirror
+        assert (counter.data, counter.version) == (mirror.data, mirror.version), "half a commit"
+        assert counter.version in {answered, answered + 1}
+        assert counter.data == b"%d" % counter.version

@@ -1,0 +1,380 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from portalmq import wire
+from portalmq.control_plane import state
+from portalmq.control_plane.catalog import ATTEMPTS, PRODUCER_ID_BLOCK, BrokerIdTaken, Catalog
+from portalmq.control_plane.plane import Create, Op, OutcomeUnknown, VersionMismatch
+from portalmq.control_plane.standalone import Standalone
+from portalmq.control_plane.state import BrokerState
+from portalmq.errors import (
+    GroupModeMismatch,
+    GroupNotFound,
+    InvalidRequest,
+    PortalMQError,
+    TopicExists,
+    TopicNotFound,
+    Unavailable,
+)
+
+ONE = {1: BrokerState("http://localhost:5000", 4, "store-1")}
+THREE = {number: BrokerState(f"http://localhost:500{number}", number, f"store-{number}") for number in (1, 2, 3)}
+
+
+class Interrupted(Standalone):
+    """A plane whose next commits can be met by somebody else's, or lose their answers."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self.meanwhile: list[Callable[[], object]] = []
+        self.lose_answers = 0
+        self.lose_requests = 0
+
+    def commit(self, *ops: Op) -> list[int]:
+        if self.meanwhile:
+            self.meanwhile.pop(0)()
+        if self.lose_requests:
+            self.lose_requests -= 1
+            raise OutcomeUnknown("the request was lost")
+        versions = super().commit(*ops)
+        if self.lose_answers:
+            self.lose_answers -= 1
+            raise OutcomeUnknown("the answer was lost")
+        return versions
+
+
+@pytest.fixture
+def plane(tmp_path: Path) -> Iterator[Interrupted]:
+    made = Interrupted(tmp_path)
+    made.start()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def catalog(plane: Interrupted) -> Catalog:
+    return Catalog(plane)
+
+
+def create(catalog: Catalog, name: str = "t", **fields: object) -> tuple[state.TopicState, bool]:
+    return catalog.create_topic(name, wire.CreateTopic(**fields), brokers=ONE)  # type: ignore[arg-type]
+
+
+class TestTheCluster:
+    def test_id_and_key_are_made_once_and_kept(self, plane: Interrupted, catalog: Catalog) -> None:
+        made = catalog.cluster_id(), catalog.receipt_key()
+        assert len(made[1]) == 32
+        assert (catalog.cluster_id(), catalog.receipt_key()) == made
+        assert (Catalog(plane).cluster_id(), Catalog(plane).receipt_key()) == made
+
+    def test_when_two_brokers_make_the_key_the_first_wins(self, plane: Interrupted, catalog: Catalog) -> None:
+        plane.meanwhile.append(lambda: plane.commit(Create(state.RECEIPT_KEY, b"first")))
+        assert catalog.receipt_key() == b"first"
+
+    @pytest.mark.parametrize("lost", ["lose_answers", "lose_requests"])
+    def test_a_lost_answer_makes_no_second_key(self, plane: Interrupted, catalog: Catalog, lost: str) -> None:
+        setattr(plane, lost, 1)
+        assert catalog.receipt_key() == catalog.receipt_key()
+
+
+class TestBrokers:
+    def test_a_registered_broker_is_listed(self, catalog: Catalog) -> None:
+        catalog.register_broker(10, ONE[1])
+        catalog.register_broker(9, ONE[1])
+        assert list(catalog.brokers().items()) == [(9, ONE[1]), (10, ONE[1])]
+
+    def test_a_restart_within_the_old_session_replaces_its_own_entry(self, catalog: Catalog) -> None:
+        catalog.register_broker(1, BrokerState("http://old", 1, "store"))
+        catalog.register_broker(1, BrokerState("http://new", 2, "store"))
+        assert catalog.brokers() == {1: BrokerState("http://new", 2, "store")}
+
+    def test_another_data_directory_cannot_take_the_id(self, catalog: Catalog) -> None:
+        catalog.register_broker(1, BrokerState("http://first", 1, "store"))
+        with pytest.raises(BrokerIdTaken, match="http://first"):
+            catalog.register_broker(1, BrokerState("http://second", 2, "other store"))
+
+
+class TestCreatingTopics:
+    def test_a_new_topic_has_a_leader_for_each_partition(self, catalog: Catalog) -> None:
+        topic, created = catalog.create_topic("t", wire.CreateTopic(partitions=6), brokers=THREE)
+        assert created
+        assert (topic.partitions, topic.first_partitions, topic.replication_factor) == (6, 6, 3)
+        held = catalog.partitions(topic)
+        assert sorted(partition.value.leader or 0 for partition in held.values()) == [1, 1, 2, 2, 3, 3]
+        for partition in held.values():
+            assert partition.value.leader_epoch == 1
+            assert partition.value.isr == partition.value.replicas
+            assert partition.value.store_uuids == {1: "store-1", 2: "store-2", 3: "store-3"}
+            assert partition.value.incarnations == {1: 1, 2: 2, 3: 3}
+
+    def test_with_fewer_brokers_than_the_default_factor_it_starts_on_those(self, catalog: Catalog) -> None:
+        topic, _ = create(catalog)
+        assert topic.replication_factor == 3
+        assert catalog.partitions(topic)[0].value.replicas == (1,)
+
+    def test_one_that_is_alike_in_the_fields_given_is_answered(self, catalog: Catalog) -> None:
+        first, _ = create(catalog, partitions=2, config={"retention_ms": 5})
+        for fields in ({}, {"partitions": 2}, {"config": {"retention_ms": 5}}, {"config": {"cleanup": "delete"}}):
+            assert create(catalog, **fields) == (first, False)
+
+    @pytest.mark.parametrize(
+        ("fields", "named"),
+        [
+            ({"partitions": 3}, "partitions"),
+            ({"replication_factor": 1}, "replication_factor"),
+            ({"config": {"retention_ms": None}}, "config.retention_ms"),
+        ],
+    )
+    def test_one_that_differs_is_refused(self, catalog: Catalog, fields: dict[str, object], named: str) -> None:
+        create(catalog, partitions=2)
+        with pytest.raises(TopicExists, match=named):
+            create(catalog, **fields)
+
+    @pytest.mark.parametrize(
+        "fields",
+        [
+            {"config": {"retention": 1}},
+            {"config": {"retention_ms": "long"}},
+            {"config": {"retention_ms": 0}},
+            {"replication_factor": 2},
+            {"config": {"min_insync_replicas": 4}},
+        ],
+    )
+    def test_wrong_settings_are_refused(self, catalog: Catalog, fields: dict[str, object]) -> None:
+        with pytest.raises(InvalidRequest):
+            create(catalog, **fields)
+        assert catalog.topics() == {}
+
+    @pytest.mark.parametrize("name", ["", "a/b", "..", "a b", "x" * 191])
+    def test_a_name_outside_the_pattern_is_refused(self, catalog: Catalog, name: str) -> None:
+        for call in (lambda: create(catalog, name), lambda: catalog.topic(name), lambda: catalog.ensure_group(name)):
+            with pytest.raises(InvalidRequest):
+                call()
+
+    def test_without_brokers_it_has_to_wait(self, catalog: Catalog) -> None:
+        with pytest.raises(Unavailable):
+            catalog.create_topic("t", wire.CreateTopic(), brokers={})
+
+    def test_a_thousand_partitions_take_several_commits_and_appear_at_once(
+        self, plane: Interrupted, catalog: Catalog
+    ) -> None:
+        seen: list[int] = []
+        plane.watch(lambda: seen.append(len(catalog.topics())))
+        topic, _ = create(catalog, partitions=1_000)
+        assert len(catalog.partitions(topic)) == 1_000
+        assert seen == [0] * 10 + [1]
+
+    def test_of_two_creations_at_once_one_wins_and_its_partitions_stand(
+        self, plane: Interrupted, catalog: Catalog
+    ) -> None:
+        plane.meanwhile = [lambda: None, lambda: create(Catalog(plane), partitions=150)]
+        topic, created = create(catalog, partitions=150)
+        assert not created
+        assert catalog.sweep() == 1
+        assert plane.children(state.PARTITIONS) == [topic.topic_id]
+        assert len(catalog.partitions(topic)) == 150
+
+    @pytest.mark.parametrize("lost", ["lose_answers", "lose_requests"])
+    def test_a_lost_answer_is_looked_up(self, plane: Interrupted, catalog: Catalog, lost: str) -> None:
+        setattr(plane, lost, 1)
+        topic, created = create(catalog)
+        assert created
+        assert catalog.topics() == {"t": topic}
+
+    @pytest.mark.parametrize("before", range(6))
+    def test_a_sweep_in_the_middle_of_a_creation_takes_nothing_that_is_used(
+        self, plane: Interrupted, catalog: Catalog, before: int
+    ) -> None:
+        plane.meanwhile = [lambda: None] * before + [lambda: Catalog(plane).sweep()]
+        topic, created = create(catalog, partitions=150)
+        assert created
+        assert len(catalog.partitions(topic)) == 150
+
+
+class TestAlteringTopics:
+    def test_settings_change_and_others_stay(self, catalog: Catalog) -> None:
+        create(catalog, config={"retention_ms": 5})
+        altered = catalog.alter_topic("t", wire.AlterTopic(config={"max_backlog_messages": 9}), brokers=ONE)
+        assert (altered.config.retention_ms, altered.config.max_backlog_messages) == (5, 9)
+        assert catalog.topic("t") == altered
+
+    def test_partitions_are_added_and_the_first_count_is_remembered(self, catalog: Catalog) -> None:
+        topic, _ = create(catalog, partitions=2)
+        before = catalog.partitions(topic)
+        altered = catalog.alter_topic("t", wire.AlterTopic(partitions=5), brokers=ONE)
+        assert (altered.partitions, altered.first_partitions) == (5, 2)
+        after = catalog.partitions(altered)
+        assert len(after) == 5
+        assert {number: after[number] for number in before} == before
+
+    def test_a_growth_that_broke_off_is_finished_by_the_next(self, plane: Interrupted, catalog: Catalog) -> None:
+        create(catalog)
+        plane.meanwhile = [lambda: None, lambda: catalog.put_group("g", {}), *[plane.close]]
+        with pytest.raises(Unavailable):
+            catalog.alter_topic("t", wire.AlterTopic(partitions=300), brokers=ONE)
+        plane.start()
+        assert catalog.topic("t").partitions == 1
+        altered = catalog.alter_topic("t", wire.AlterTopic(partitions=300), brokers=ONE)
+        assert len(catalog.partitions(altered)) == 300
+
+    def test_partitions_cannot_be_taken_away(self, catalog: Catalog) -> None:
+        create(catalog, partitions=2)
+        with pytest.raises(InvalidRequest, match="only grow"):
+            catalog.alter_topic("t", wire.AlterTopic(partitions=1), brokers=ONE)
+
+    def test_two_changes_at_once_both_count(self, plane: Interrupted, catalog: Catalog) -> None:
+        create(catalog)
+        other = wire.AlterTopic(config={"retention_ms": 1})
+        plane.meanwhile.append(lambda: Catalog(plane).alter_topic("t", other, brokers=ONE))
+        catalog.alter_topic("t", wire.AlterTopic(config={"retention_bytes": 2}), brokers=ONE)
+        config = catalog.topic("t").config
+        assert (config.retention_ms, config.retention_bytes) == (1, 2)
+
+    def test_a_missing_topic_is_not_found(self, catalog: Catalog) -> None:
+        with pytest.raises(TopicNotFound):
+            catalog.alter_topic("t", wire.AlterTopic(), brokers=ONE)
+
+
+class TestDeletingTopics:
+    def test_a_tombstone_is_left_and_the_partitions_go(self, plane: Interrupted, catalog: Catalog) -> None:
+        topic, _ = create(catalog, partitions=250)
+        assert catalog.delete_topic("t", now_ms=77) == topic
+        assert catalog.find_topic("t") is None
+        assert plane.children(state.PARTITIONS) == []
+        assert catalog.tombstones() == {topic.topic_id: state.Tombstone("t", topic.topic_id, 250, 77)}
+        catalog.forget_tombstone(topic.topic_id)
+        assert catalog.tombstones() == {}
+
+    def test_a_topic_of_the_same_name_is_another_topic(self, catalog: Catalog) -> None:
+        old, _ = create(catalog)
+        held = catalog.partitions(old)[0]
+        catalog.delete_topic("t", now_ms=0)
+        new, created = create(catalog)
+        assert created
+        assert new.topic_id != old.topic_id
+        with pytest.raises(Exception, match="NodeMissing"):
+            catalog.set_partition(old.topic_id, 0, held.value, held.version)
+
+    def test_a_missing_topic_is_not_found(self, catalog: Catalog) -> None:
+        with pytest.raises(TopicNotFound):
+            catalog.delete_topic("t", now_ms=0)
+
+    @pytest.mark.parametrize("lost", ["lose_answers", "lose_requests"])
+    def test_a_lost_answer_is_looked_up(self, plane: Interrupted, catalog: Catalog, lost: str) -> None:
+        topic, _ = create(catalog)
+        setattr(plane, lost, 1)
+        assert catalog.delete_topic("t", now_ms=0) == topic
+        assert list(catalog.tombstones()) == [topic.topic_id]
+
+    def test_what_a_crash_left_is_swept(self, plane: Interrupted, catalog: Catalog) -> None:
+        create(catalog, "kept")
+        create(catalog)
+        plane.meanwhile = [lambda: None, plane.close]
+        with pytest.raises(Unavailable):
+            catalog.delete_topic("t", now_ms=0)
+        plane.start()
+        assert len(plane.children(state.PARTITIONS)) == 2
+        assert catalog.sweep() == 1
+        assert plane.children(state.PARTITIONS) == [catalog.topic("kept").topic_id]
+        assert catalog.sweep() == 0
+
+
+class TestPartitions:
+    def test_only_one_of_two_writers_with_the_same_version_succeeds(self, catalog: Catalog) -> None:
+        topic, _ = create(catalog)
+        held = catalog.partitions(topic)[0]
+        assert catalog.set_partition(topic.topic_id, 0, held.value, held.version) == held.version + 1
+        with pytest.raises(VersionMismatch):
+            catalog.set_partition(topic.topic_id, 0, held.value, held.version)
+
+    def test_a_missing_partition_is_none(self, catalog: Catalog) -> None:
+        assert catalog.partition("no-such-topic", 0) is None
+
+
+class TestGroups:
+    def test_first_use_makes_it_with_defaults(self, catalog: Catalog) -> None:
+        assert catalog.ensure_group("g").config == wire.GroupConfig()
+        assert list(catalog.groups()) == ["g"]
+
+    def test_settings_change_and_others_stay(self, catalog: Catalog) -> None:
+        assert catalog.put_group("g", {"max_deliveries": 9})[1]
+        group, created = catalog.put_group("g", {"ordering": "key"})
+        assert not created
+        assert (group.config.max_deliveries, group.config.ordering) == (9, "key")
+        assert catalog.ensure_group("g") == group
+
+    def test_the_mode_stays(self, catalog: Catalog) -> None:
+        catalog.put_group("g", {"mode": "queue"})
+        with pytest.raises(GroupModeMismatch):
+            catalog.put_group("g", {"mode": "stream"})
+
+    def test_wrong_settings_are_refused(self, catalog: Catalog) -> None:
+        with pytest.raises(InvalidRequest):
+            catalog.put_group("g", {"max_deliveries": 0})
+
+    def test_a_deleted_group_is_gone(self, catalog: Catalog) -> None:
+        catalog.ensure_group("g")
+        catalog.delete_group("g")
+        for call in (catalog.group, catalog.delete_group):
+            with pytest.raises(GroupNotFound):
+                call("g")
+
+
+class TestProducers:
+    def test_anonymous_ids_differ_between_brokers_and_restarts(self, plane: Interrupted) -> None:
+        catalogs = [Catalog(plane) for _ in range(3)]
+        given = [catalog.next_producer(None) for catalog in catalogs for _ in range(PRODUCER_ID_BLOCK + 5)]
+        assert len({identity.id for identity in given}) == len(given)
+        assert {identity.epoch for identity in given} == {0}
+
+    def test_a_named_producer_keeps_its_id_and_raises_its_epoch(self, plane: Interrupted, catalog: Catalog) -> None:
+        first = catalog.next_producer("billing")
+        assert first.epoch == 0
+        assert Catalog(plane).next_producer("billing") == wire.ProducerIdentity(first.id, 1)
+        assert catalog.next_producer("billing") == wire.ProducerIdentity(first.id, 2)
+        assert catalog.next_producer("shipping").id != first.id
+
+    @pytest.mark.parametrize("lost", ["lose_answers", "lose_requests"])
+    def test_no_two_owners_get_one_epoch_when_an_answer_is_lost(
+        self, plane: Interrupted, catalog: Catalog, lost: str
+    ) -> None:
+        first = catalog.next_producer("billing")
+        setattr(plane, lost, 1)
+        second = catalog.next_producer("billing")
+        third = catalog.next_producer("billing")
+        assert first.epoch < second.epoch < third.epoch
+
+
+class TestContention:
+    def test_it_gives_up_after_a_bounded_number_of_attempts(self, plane: Interrupted, catalog: Catalog) -> None:
+        create(catalog)
+        retentions = iter(range(1, 1_000))
+
+        def change_it_first() -> None:
+            plane.meanwhile, kept = [], plane.meanwhile
+            Catalog(plane).alter_topic("t", wire.AlterTopic(config={"retention_ms": next(retentions)}), brokers=ONE)
+            plane.meanwhile = kept
+
+        plane.meanwhile = [change_it_first] * 1_000
+        with pytest.raises(Unavailable, match=f"{ATTEMPTS} times"):
+            catalog.alter_topic("t", wire.AlterTopic(config={"retention_bytes": 1}), brokers=ONE)
+
+    def test_a_plane_that_goes_away_after_a_lost_answer_leaves_the_outcome_unknown(
+        self, plane: Interrupted, catalog: Catalog
+    ) -> None:
+        plane.lose_answers = 1
+        plane.watch(lambda: plane.meanwhile.append(plane.close))
+        original = plane.sync
+
+        def gone() -> None:
+            plane.close()
+            original()
+
+        plane.sync = gone  # type: ignore[method-assign]
+        with pytest.raises(PortalMQError) as caught:
+            create(catalog)
+        assert caught.value.outcome == "unknown"
