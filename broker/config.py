@@ -1,0 +1,218 @@
+"""Every setting of a broker, with its unit, its default and where it may come from.
+
+A setting is looked for in this order: command-line option, `PORTALMQ_<NAME>` in the environment, `portalmq.toml` in the
+working directory (or `--config FILE`), default. One table, the fields of `BrokerConfig`, feeds all four, so a new
+setting is one new field. This module is imported before the fork: it stays light.
+"""
+
+from __future__ import annotations
+
+import difflib
+import ipaddress
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Literal
+
+EX_USAGE = 2
+EX_UNAVAILABLE = 69
+EX_SOFTWARE = 70
+EX_CANTCREAT = 73
+EX_STORAGE = 74
+
+ENVIRONMENT_PREFIX = "PORTALMQ_"
+CONFIG_FILE = "portalmq.toml"
+MIB = 1024 * 1024
+
+
+class StartupError(Exception):
+    """The broker cannot start. The sentence says what to do, the exit code who is at fault."""
+
+    def __init__(self, sentence: str, exit_code: int) -> None:
+        super().__init__(sentence)
+        self.exit_code = exit_code
+
+
+class UsageError(StartupError):
+    """A setting is wrong (exit 2)."""
+
+    def __init__(self, sentence: str) -> None:
+        super().__init__(sentence, EX_USAGE)
+
+
+def _setting(default: Any, meaning: str, *, at_least: float | None = None, secret: bool = False) -> Any:
+    return field(default=default, repr=not secret, metadata={"help": meaning, "at_least": at_least})
+
+
+@dataclass(frozen=True, slots=True)
+class BrokerConfig:
+    """Settings of one broker process. Units are in the names; a size is in bytes, a count has no unit."""
+
+    host: str = _setting("127.0.0.1", "address to listen on")
+    port: int = _setting(5000, "port to listen on; 0 takes a free one", at_least=0)
+    data_dir: Path = _setting(Path("data/{port}"), "directory of the messages; {port} stands for the port")
+    zookeeper: str = _setting("localhost:2181", "ZooKeeper as host:port,host:port/chroot, or 'none' for a single broker")
+    broker_id: int | None = _setting(None, "number of this broker, kept in the data directory", at_least=0)
+    advertised_url: str | None = _setting(None, "URL that clients reach this broker at (default http://HOST:PORT)")
+    token_file: Path | None = _setting(None, "file with one secret a line; calls must carry one of them")
+    secret: str | None = _setting(None, "one secret, instead of a token file", secret=True)
+    insecure: bool = _setting(False, "allow an address other than loopback without a token")
+    tls_cert: Path | None = _setting(None, "certificate chain (PEM): the broker then speaks HTTPS")
+    tls_key: Path | None = _setting(None, "private key of the certificate (PEM)")
+    log_format: Literal["text", "json"] = _setting("text", "form of the log on stderr")
+    log_level: Literal["debug", "info", "warning", "error"] = _setting("info", "least severity that is logged")
+
+    auto_create_topics: bool = _setting(True, "create a topic when it is first used")
+    default_replication_factor: int = _setting(3, "replicas of a topic that names no number", at_least=1)
+
+    body_bytes_max: int = _setting(8 * MIB, "largest request body", at_least=1024)
+    body_timeout_s: float = _setting(30.0, "longest pause of a client within a request or an answer", at_least=0.1)
+    keepalive_s: int = _setting(75, "how long an idle connection is kept", at_least=1)
+    worker_connections: int = _setting(10_000, "most connections at a time", at_least=10)
+    parked_receives_max: int = _setting(5_000, "most waiting calls at a time; more are answered 429", at_least=1)
+    drain_timeout_s: float = _setting(10.0, "how long running calls may take after SIGTERM", at_least=0.1)
+
+    storage_threads: int = _setting(4, "native threads that write to disk", at_least=1)
+    disk_low_water_bytes: int = _setting(256 * MIB, "free space below which produce is answered 507", at_least=0)
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            least, value = each.metadata["at_least"], getattr(self, each.name)
+            if least is not None and value is not None and value < least:
+                raise UsageError(f"{each.name} is {value}, but must be at least {least:g}")
+        if self.port > 65_535:
+            raise UsageError(f"port is {self.port}, but must be at most 65535")
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise UsageError("tls_cert and tls_key go together: give both, or neither")
+        if self.parked_receives_max >= self.worker_connections:
+            raise UsageError("parked_receives_max must be below worker_connections, or waiting calls shut out all others")
+
+    @property
+    def url(self) -> str:
+        """Where clients reach this broker."""
+        if self.advertised_url:
+            return self.advertised_url.rstrip("/")
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{'https' if self.tls_cert else 'http'}://{host}:{self.port}"
+
+    def at_port(self, port: int) -> BrokerConfig:
+        """The same settings with the port that was really bound, and the data directory that goes with it."""
+        return replace(self, port=port, data_dir=Path(str(self.data_dir).replace("{port}", str(port))))
+
+
+def is_loopback(host: str) -> bool:
+    """True when only this machine can reach `host`."""
+    if host.lower() in {"localhost", "ip6-localhost"}:
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _read_bool(text: str) -> bool:
+    word = text.strip().lower()
+    if word in {"1", "true", "yes", "on"}:
+        return True
+    if word in {"0", "false", "no", "off"}:
+        return False
+    raise ValueError("true or false")
+
+
+def _read_word(*words: str) -> Any:
+    def read(text: str) -> str:
+        if text not in words:
+            raise ValueError(" or ".join(words))
+        return text
+
+    return read
+
+
+def _read_int(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError("a whole number") from None
+
+
+def _read_float(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError("a number") from None
+
+
+# How the text of a setting is read, by the annotation of its field.
+READERS: dict[str, Any] = {
+    "str": str,
+    "str | None": str,
+    "int": _read_int,
+    "int | None": _read_int,
+    "float": _read_float,
+    "bool": _read_bool,
+    "Path": Path,
+    "Path | None": Path,
+    'Literal["text", "json"]': _read_word("text", "json"),
+    'Literal["debug", "info", "warning", "error"]': _read_word("debug", "info", "warning", "error"),
+}
+
+SETTINGS = {each.name: each for each in fields(BrokerConfig)}
+
+
+def read_setting(name: str, value: Any, source: str) -> Any:
+    """`value` of setting `name` in its own type; text is parsed, a value of TOML must have the right type already."""
+    reader = READERS[str(SETTINGS[name].type)]
+    try:
+        return reader(value if isinstance(value, str) else _toml_text(value))
+    except ValueError as wanted:
+        raise UsageError(f"{source}: {name} is {value!r}, but must be {wanted}") from None
+
+
+def _toml_text(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int | float):
+        return str(value)
+    raise ValueError("a single value")
+
+
+def load_config(
+    options: Mapping[str, Any], *, environ: Mapping[str, str] | None = None, file: Path | None = None
+) -> BrokerConfig:
+    """The settings from `options` (None means not given), the environment, the file and the defaults, in this order.
+
+    Raises UsageError with the name and the source of the setting that is wrong.
+    """
+    environ = os.environ if environ is None else environ
+    values = _from_file(file)
+    for name in SETTINGS:
+        variable = ENVIRONMENT_PREFIX + name.upper()
+        if environ.get(variable):
+            values[name] = read_setting(name, environ[variable], variable)
+    for name, value in options.items():
+        if value is not None:
+            option = "--" + name.replace("_", "-")
+            values[name] = read_setting(name, value, option) if isinstance(value, str) else value
+    return BrokerConfig(**values)
+
+
+def _from_file(file: Path | None) -> dict[str, Any]:
+    path = file or Path(CONFIG_FILE)
+    if file is None and not path.exists():
+        return {}
+    try:
+        document = tomllib.loads(path.read_text("utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as fault:
+        raise UsageError(f"{path} cannot be read as TOML: {fault}") from None
+    values = {}
+    for key, value in document.items():
+        if isinstance(value, dict):  # a table belongs to another command
+            continue
+        name = key.replace("-", "_")
+        if name not in SETTINGS:
+            near = difflib.get_close_matches(name, SETTINGS, n=1)
+            raise UsageError(f"{path}: there is no setting {key!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+        values[name] = read_setting(name, value, str(path))
+    return values

@@ -1,0 +1,382 @@
+"""Queue groups at work on this broker: receive, ack, nack, extend, and the consumers that sleep until there is a message.
+
+A receive takes what it can; with nothing to take it parks, with an interest at each of its partitions. When a partition
+has something, it wakes one sleeper. Whoever was woken takes what it can and then wakes the next one if something is
+left: so one message wakes one consumer, and a thousand sleepers cost nothing.
+
+Everything here runs on the hub's thread. A grant is applied before its record is on its way to the disk and before any
+payload is read, with no switch of greenlets in between, so no message is handed to two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple, Protocol
+
+import gevent
+from gevent.event import Event
+
+from portalmq.broker.clock import Clock
+from portalmq.broker.core.delivery import GroupDelivery, Plan
+from portalmq.broker.core.fold import SpanFold
+from portalmq.broker.core.receipts import Receipt, ReceiptBook
+from portalmq.broker.core.records import Ack, Extend, Grant, GroupStart, Nack, ranges_of
+from portalmq.broker.partition import Partition, Piece
+from portalmq.broker.storage.batch import Record
+from portalmq.errors import Backpressure
+from portalmq.wire import GroupConfig
+
+
+class Peer(Protocol):
+    """The connection of a client that waits."""
+
+    def gone(self) -> bool:
+        """Whether the other side has closed."""
+        ...
+
+    def watch(self, on_gone: Callable[[], None]) -> Callable[[], None]:
+        """Call `on_gone` once when the client goes away; returns what ends the watch."""
+        ...
+
+
+class Delivered(NamedTuple):
+    """A message under a lease."""
+
+    topic: str
+    partition: int
+    offset: int
+    timestamp_ms: int
+    record: Record
+    receipt: str
+    delivery_count: int
+    lease_expires_at_ms: int
+
+    @property
+    def stored(self) -> Delivered:
+        """Itself: it has all that a stored message has."""
+        return self
+
+
+class ReceiveOptions(NamedTuple):
+    max_messages: int
+    visibility_timeout_ms: int
+    consumer: str
+    attempt_id: str | None
+
+
+class Waiter:
+    """A parked receive. It is woken at most once a round, by one partition."""
+
+    __slots__ = ("cancelled", "event", "woken")
+
+    def __init__(self) -> None:
+        self.event = Event()
+        self.woken = False
+        self.cancelled = False
+
+    def wake(self) -> None:
+        self.woken = True
+        self.event.set()
+
+    def cancel(self) -> None:
+        self.cancelled = True
+        self.event.set()
+
+    def sleep(self, timeout_s: float) -> None:
+        """Until woken, cancelled, or out of time; ready for the next round then."""
+        self.event.wait(timeout_s)
+        self.event.clear()
+        self.woken = False
+
+
+class GroupPartition:
+    """One group on one partition: its fold, and who sleeps here."""
+
+    def __init__(self, partition: Partition, group: str, book: ReceiptBook, clock: Clock) -> None:
+        self.partition = partition
+        self.group = group
+        self._book = book
+        self._clock = clock
+        self._sleepers: dict[Waiter, None] = {}
+        self._timer: gevent.Greenlet | None = None
+        self._timer_at_ms = 0
+        partition.on_readable.append(self.notify)
+
+    @property
+    def delivery(self) -> GroupDelivery:
+        return self.partition.delivery[self.group]
+
+    def detach(self) -> None:
+        self.partition.on_readable.remove(self.notify)
+        self._disarm()
+        for waiter in tuple(self._sleepers):
+            waiter.cancel()
+
+    # --- sleeping and waking -----------------------------------------------------------------------------------------
+
+    def park(self, waiter: Waiter) -> None:
+        self._sleepers[waiter] = None
+        self._arm()
+
+    def leave(self, waiter: Waiter) -> None:
+        self._sleepers.pop(waiter, None)
+        if not self._sleepers:
+            self._disarm()
+
+    def notify(self) -> None:
+        """Something may be there to take: wake one sleeper that is not awake already."""
+        if not self._sleepers or not self.has_messages():
+            self._arm()
+            return
+        first = next(iter(self._sleepers))
+        if not first.woken:
+            first.wake()
+
+    def has_messages(self) -> bool:
+        delivery = self.partition.delivery.get(self.group)
+        if delivery is None:
+            return False
+        return delivery.may_take_fresh(self.partition.readable_end) or delivery.has_returned(self._clock.now_ms())
+
+    def _arm(self) -> None:
+        """While someone sleeps, ring when the next lease or back-off ends."""
+        if not self._sleepers or self.group not in self.partition.delivery:
+            return
+        at_ms = self.delivery.next_wakeup_ms()
+        if at_ms is None or (self._timer is not None and self._timer_at_ms <= at_ms):
+            return
+        self._disarm()
+        self._timer_at_ms = at_ms
+        self._timer = gevent.spawn_later(max(0, at_ms - self._clock.now_ms()) / 1000, self._ring)
+
+    def _disarm(self) -> None:
+        if self._timer is not None:
+            self._timer.kill(block=False)
+            self._timer = None
+
+    def _ring(self) -> None:
+        self._timer = None
+        self.notify()
+
+    # --- receive -----------------------------------------------------------------------------------------------------
+
+    def start_at(self, start: str) -> None:
+        """Begin on this partition, durably: the place is fixed by the group's first use."""
+        earliest = self.partition.log.log_start_offset
+        offset = earliest if start == "earliest" else self.partition.high_watermark
+        record = GroupStart(offset, self._clock.now_ms())
+        self.partition.settle(self.partition.append_group_record(self.group, record))
+
+    def take(self, options: ReceiveOptions) -> list[Delivered]:
+        """Lease what is there, at most `max_messages`."""
+        now_ms = self._clock.now_ms()
+        pieces, next_offset = self._chosen(self.delivery.plan(now_ms, options.max_messages))
+        if not pieces:
+            return []
+        deadline_ms = now_ms + options.visibility_timeout_ms
+        grant = Grant(
+            tuple([(piece.start, piece.end, deliveries) for piece, deliveries in pieces]),
+            next_offset,
+            now_ms,
+            deadline_ms,
+            options.consumer,
+            options.attempt_id,
+        )
+        self.partition.append_group_record(self.group, grant)
+        self._arm()
+        return self._delivered(pieces, deadline_ms)
+
+    def _chosen(self, plan: Plan) -> tuple[list[tuple[Piece, int]], int]:
+        pieces = [
+            (piece, span.deliveries + 1)
+            for span in plan.returned
+            for piece in self.partition.pieces(span.start, span.end, span.end - span.start)
+        ]
+        next_offset = plan.fresh_from
+        if plan.fresh_max and plan.fresh_from < self.partition.readable_end:
+            for piece in self.partition.pieces(plan.fresh_from, self.partition.readable_end, plan.fresh_max):
+                pieces.append((piece, 1))
+                next_offset = piece.end
+        return pieces, next_offset
+
+    def replay(self, attempt_id: str) -> list[Delivered] | None:
+        """What the first receive with this attempt id got and still holds; None for an unknown one."""
+        spans = self.delivery.replay(attempt_id, self._clock.now_ms())
+        if spans is None:
+            return None
+        return [message for span in spans for message in self._under_lease(span)]
+
+    def _under_lease(self, span: SpanFold) -> list[Delivered]:
+        pieces = self.partition.pieces(span.start, span.end, span.end - span.start)
+        return self._delivered([(piece, span.deliveries) for piece in pieces], span.available_at_ms)
+
+    def _delivered(self, pieces: Iterable[tuple[Piece, int]], deadline_ms: int) -> list[Delivered]:
+        topic, number = self.partition.topic, self.partition.number
+        leader_epoch = self.partition.replica.leader_epoch
+        write = self._book.writer(number, leader_epoch)
+        return [
+            Delivered(
+                topic, number, offset, piece.batch.appended_at_ms, record, write(offset, deliveries), deliveries, deadline_ms
+            )
+            for piece, deliveries in pieces
+            for offset, record in enumerate(piece.records(), piece.start)
+        ]
+
+    # --- settle ------------------------------------------------------------------------------------------------------
+
+    def ack(self, receipts: list[Receipt]) -> tuple[list[bool], Callable[[], None]]:
+        """Which receipts count, and what to call to wait until their record is committed."""
+        now_ms = self._clock.now_ms()
+        delivery = self.delivery
+        verdicts = [delivery.may_ack(receipt.offset, receipt.delivery, now_ms) for receipt in receipts]
+        offsets = [receipt.offset for receipt, good in zip(receipts, verdicts, strict=True) if good]
+        ranges = ranges_of(delivery.unfinished(offsets))
+        if not ranges:
+            return verdicts, _no_wait
+        pending = self.partition.append_group_record(self.group, Ack(ranges, now_ms))
+        return verdicts, lambda: self.partition.settle(pending)
+
+    def nack(
+        self, receipts: list[Receipt], delay_ms: int | None, reason: str | None, config: GroupConfig
+    ) -> tuple[list[bool], Callable[[], None]]:
+        now_ms = self._clock.now_ms()
+        verdicts = [self.delivery.holds(receipt.offset, receipt.delivery) for receipt in receipts]
+        by_delay: dict[int, list[int]] = {}
+        for receipt, good in zip(receipts, verdicts, strict=True):
+            if good:
+                delay = delay_ms if delay_ms is not None else _backoff_ms(config, receipt.delivery)
+                by_delay.setdefault(delay, []).append(receipt.offset)
+        if not by_delay:
+            return verdicts, _no_wait
+        ranges = [
+            (start, end, now_ms + delay) for delay, offsets in by_delay.items() for start, end in ranges_of(offsets)
+        ]
+        pending = self.partition.append_group_record(self.group, Nack(tuple(ranges), now_ms, reason))
+        self.notify()
+        return verdicts, lambda: self.partition.settle(pending)
+
+    def extend(self, receipts: list[Receipt], visibility_timeout_ms: int) -> list[bool]:
+        """Leases are soft, so is their extension: it is logged, and not waited for."""
+        now_ms = self._clock.now_ms()
+        verdicts = [self.delivery.holds(receipt.offset, receipt.delivery) for receipt in receipts]
+        offsets = [receipt.offset for receipt, good in zip(receipts, verdicts, strict=True) if good]
+        if offsets:
+            record = Extend(ranges_of(offsets), now_ms + visibility_timeout_ms, now_ms)
+            self.partition.append_group_record(self.group, record)
+            self._arm()
+        return verdicts
+
+    # --- counting ----------------------------------------------------------------------------------------------------
+
+    def counts(self) -> dict[str, int]:
+        """ready, in_flight, scheduled (in a back-off), lag: messages; oldest_unacked_ms: the age of the oldest."""
+        now_ms = self._clock.now_ms()
+        log, delivery = self.partition.log, self.partition.delivery.get(self.group)
+        high_watermark = self.partition.high_watermark
+        if delivery is None:
+            return {"ready": 0, "in_flight": 0, "scheduled": 0, "lag": 0, "oldest_unacked_ms": 0}
+        fresh = max(0, log.messages_before(high_watermark) - log.messages_before(min(delivery.next, high_watermark)))
+        counted = {"ready": fresh, "in_flight": 0, "scheduled": 0}
+        for span in delivery.spans():
+            waiting = span.available_at_ms > now_ms
+            counted["ready" if not waiting else "in_flight" if span.leased else "scheduled"] += span.end - span.start
+        lag = sum(counted.values())
+        return {**counted, "lag": lag, "oldest_unacked_ms": self._oldest_age_ms() if lag else 0}
+
+    def _oldest_age_ms(self) -> int:
+        for piece in self.partition.pieces(self.delivery.floor(), self.partition.high_watermark, 1):
+            return max(0, self._clock.wall_ms() - piece.batch.appended_at_ms)
+        return 0
+
+
+def _no_wait() -> None:
+    """Nothing was written, so there is nothing to wait for."""
+
+
+def _backoff_ms(config: GroupConfig, delivery: int) -> int:
+    return config.retry_backoff_ms[min(delivery, len(config.retry_backoff_ms)) - 1]
+
+
+class ParkingLot:
+    """How many receives may sleep on this broker at once; the surplus is told to come back."""
+
+    def __init__(self, parked_max: int) -> None:
+        self.parked_max = parked_max
+        self.waiters: dict[Waiter, None] = {}
+        self._events: dict[Event, None] = {}
+        self.closed = False
+
+    def enter(self, waiter: Waiter) -> None:
+        if len(self.waiters) >= self.parked_max:
+            raise Backpressure(f"{self.parked_max} receives wait on this broker already", retry_after_s=1)
+        self.waiters[waiter] = None
+
+    def leave(self, waiter: Waiter) -> None:
+        self.waiters.pop(waiter, None)
+
+    def hold(self, event: Event) -> Callable[[], None]:
+        """Set `event` when the lot closes; returns what lets go of it."""
+        self._events[event] = None
+        if self.closed:
+            event.set()
+        return lambda: self._events.pop(event, None)
+
+    def close(self) -> None:
+        """End every wait, now and from now on."""
+        self.closed = True
+        for event in tuple(self._events):
+            event.set()
+        for waiter in tuple(self.waiters):
+            waiter.cancel()
+
+
+def receive(
+    groups: list[GroupPartition], options: ReceiveOptions, wait_s: float, peer: Peer | None, lot: ParkingLot
+) -> list[Delivered]:
+    """Messages from any of the partitions, in the order given; waits for the first one up to `wait_s` seconds."""
+    if options.attempt_id is not None:
+        replayed = [found for group in groups if (found := group.replay(options.attempt_id)) is not None]
+        if replayed:
+            return [message for messages in replayed for message in messages]
+    taken = _take(groups, options)
+    if taken or wait_s <= 0 or lot.closed:
+        return taken
+    waiter = Waiter()
+    lot.enter(waiter)
+    unwatch = peer.watch(waiter.cancel) if peer is not None else _no_wait
+    for group in groups:
+        group.park(waiter)
+    try:
+        return _sleep_and_take(groups, options, wait_s, waiter, peer)
+    finally:
+        unwatch()
+        lot.leave(waiter)
+        for group in groups:
+            group.leave(waiter)
+            group.notify()
+
+
+def _sleep_and_take(
+    groups: list[GroupPartition], options: ReceiveOptions, wait_s: float, waiter: Waiter, peer: Peer | None
+) -> list[Delivered]:
+    clock = groups[0].partition.host.clock
+    deadline_ms = clock.now_ms() + int(wait_s * 1000)
+    while True:
+        left_ms = deadline_ms - clock.now_ms()
+        waiter.sleep(max(0, left_ms) / 1000)
+        if waiter.cancelled or (peer is not None and peer.gone()):
+            return []
+        taken = _take(groups, options)
+        if taken or left_ms <= 0:
+            return taken
+
+
+def _take(groups: list[GroupPartition], options: ReceiveOptions) -> list[Delivered]:
+    taken: list[Delivered] = []
+    for group in groups:
+        left = options.max_messages - len(taken)
+        if left <= 0:
+            break
+        if group.has_messages():
+            taken += group.take(options._replace(max_messages=left))
+    return taken

@@ -1,0 +1,196 @@
+"""All queue groups of this broker: their settings, their partitions, and the fan-out of receive and settle.
+
+A group's settings stand in the control plane; what it has received and acked stands in the log of each partition. A
+group begins on a topic with its first receive: on all partitions there are, at its `start`; partitions that are added
+later are read from their beginning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from portalmq import wire
+from portalmq.broker.clock import Clock
+from portalmq.broker.core.receipts import Receipt, ReceiptBook, tag_of, topic_tag
+from portalmq.broker.delivery import Delivered, GroupPartition, ParkingLot, Peer, ReceiveOptions, receive
+from portalmq.broker.partition import Partition
+from portalmq.broker.topics import Topic, Topics
+from portalmq.control_plane.catalog import Catalog
+from portalmq.errors import GroupNotFound, InvalidRequest
+
+Settle = Callable[[GroupPartition, list[Receipt]], tuple[list[bool], Callable[[], None]]]
+
+
+class Groups:
+    def __init__(
+        self, catalog: Catalog, topics: Topics, clock: Clock, receipt_key: bytes, parked_receives_max: int
+    ) -> None:
+        self._catalog = catalog
+        self._topics = topics
+        self._clock = clock
+        self._key = receipt_key
+        self._configs: dict[str, wire.GroupConfig] = {}
+        self._attached: dict[tuple[str, str, int], GroupPartition] = {}
+        self._books: dict[tuple[str, str], ReceiptBook] = {}
+        self._turn: dict[str, int] = {}
+        self.lot = ParkingLot(parked_receives_max)
+        self.on_acked: Callable[[str, str, int], None] = lambda topic, group, messages: None
+
+    def open_all(self) -> None:
+        """Learn the settings of all groups, and take up those that the partitions' logs know."""
+        self._configs = {name: state.config for name, state in self._catalog.groups().items()}
+        for topic in self._topics:
+            for partition in topic.partitions:
+                for group in tuple(partition.delivery):
+                    if group in self._configs:
+                        self._attach(topic, partition, group)
+
+    # --- settings ----------------------------------------------------------------------------------------------------
+
+    def put(self, name: str, patch: dict[str, object]) -> bool:
+        """Create the group or change its settings; True when it is new."""
+        for setting, only in (("mode", "queue"), ("delivery", "at_least_once"), ("ordering", "none")):
+            if patch.get(setting, only) != only:
+                raise InvalidRequest(f"{setting} {patch[setting]!r} is not supported by this release, {only!r} is")
+        state, created = self._catalog.put_group(name, patch)
+        self._configs[name] = state.config
+        return created
+
+    def config(self, name: str) -> wire.GroupConfig:
+        """Raises GroupNotFound."""
+        config = self._configs.get(name)
+        if config is None:
+            wire.check_name(name, "group")
+            raise GroupNotFound(f"there is no group {name!r}: its first receive creates it")
+        return config
+
+    def delete(self, name: str) -> None:
+        self.config(name)
+        for key, group in tuple(self._attached.items()):
+            if key[0] == name:
+                self._detach(key)
+                group.partition.end_group(name)
+        self._catalog.delete_group(name)
+        del self._configs[name]
+
+    def names(self) -> list[str]:
+        return sorted(self._configs)
+
+    # --- partitions --------------------------------------------------------------------------------------------------
+
+    def _attach(self, topic: Topic, partition: Partition, group: str) -> GroupPartition:
+        book_key = (group, topic.state.topic_id)
+        book = self._books.get(book_key)
+        if book is None:
+            book = self._books[book_key] = ReceiptBook(self._key, topic.state.topic_id, group)
+        attached = GroupPartition(partition, group, book, self._clock)
+        self._attached[group, topic.name, partition.number] = attached
+        return attached
+
+    def _detach(self, key: tuple[str, str, int]) -> None:
+        self._attached.pop(key).detach()
+
+    def forget_topic(self, topic: Topic) -> None:
+        for key in [key for key in self._attached if key[1] == topic.name]:
+            self._detach(key)
+        for book_key in [key for key in self._books if key[1] == topic.state.topic_id]:
+            del self._books[book_key]
+
+    def _on_topic(self, group: str, topic: Topic, config: wire.GroupConfig) -> list[GroupPartition]:
+        """The group on every partition of a topic; it begins there if it has not yet."""
+        name, partitions = topic.name, topic.partitions
+        found = [self._attached.get((group, name, partition.number)) for partition in partitions]
+        known = any(found)
+        attached: list[GroupPartition] = []
+        for partition, there in zip(partitions, found, strict=True):
+            if there is None:
+                there = self._attached.get((group, name, partition.number)) or self._attach(topic, partition, group)
+                there.start_at("earliest" if known else config.start)
+            attached.append(there)
+        return attached
+
+    def on_partitions(self, group: str) -> list[GroupPartition]:
+        return [attached for key, attached in self._attached.items() if key[0] == group]
+
+    # --- receive and settle ------------------------------------------------------------------------------------------
+
+    def receive(self, name: str, request: wire.ReceiveRequest, peer: Peer | None) -> list[Delivered]:
+        config = self._ensure(name)
+        groups = [
+            group
+            for topic in dict.fromkeys(request.topics)
+            for group in self._on_topic(name, self._topics.get_or_create(topic), config)
+        ]
+        turn = self._turn[name] = (self._turn.get(name, -1) + 1) % len(groups)
+        options = ReceiveOptions(
+            request.max_messages,
+            request.visibility_timeout_ms or config.visibility_timeout_ms,
+            request.consumer,
+            request.attempt_id,
+        )
+        return receive(groups[turn:] + groups[:turn], options, request.wait_ms / 1000, peer, self.lot)
+
+    def _ensure(self, name: str) -> wire.GroupConfig:
+        config = self._configs.get(name)
+        if config is None:
+            wire.check_name(name, "group")
+            config = self._configs[name] = self._catalog.ensure_group(name).config
+        return config
+
+    def ack(self, name: str, receipts: list[str]) -> list[bool]:
+        acked: dict[str, int] = {}
+
+        def settle(group: GroupPartition, own: list[Receipt]) -> tuple[list[bool], Callable[[], None]]:
+            verdicts, wait = group.ack(own)
+            acked[group.partition.topic] = acked.get(group.partition.topic, 0) + sum(verdicts)
+            return verdicts, wait
+
+        verdicts = self._settle(name, receipts, settle)
+        for topic, messages in acked.items():
+            self.on_acked(topic, name, messages)
+        return verdicts
+
+    def nack(self, name: str, receipts: list[str], delay_ms: int | None, reason: str | None) -> list[bool]:
+        config = self.config(name)
+        return self._settle(name, receipts, lambda group, own: group.nack(own, delay_ms, reason, config))
+
+    def extend(self, name: str, receipts: list[str], visibility_timeout_ms: int | None) -> list[bool]:
+        timeout_ms = visibility_timeout_ms or self.config(name).visibility_timeout_ms
+        return self._settle(name, receipts, lambda group, own: (group.extend(own, timeout_ms), lambda: None))
+
+    def _settle(self, name: str, texts: list[str], settle: Settle) -> list[bool]:
+        """Check all receipts before any is used, settle them by partition, and wait until that is committed."""
+        self.config(name)
+        by_partition = self._checked(name, texts)
+        verdicts = [False] * len(texts)
+        waits: list[Callable[[], None]] = []
+        for attached, indexed in by_partition.values():
+            good, wait = settle(attached, [receipt for _, receipt in indexed])
+            waits.append(wait)
+            for (index, _), verdict in zip(indexed, good, strict=True):
+                verdicts[index] = verdict
+        for wait in waits:
+            wait()
+        return verdicts
+
+    def _checked(
+        self, name: str, texts: list[str]
+    ) -> dict[tuple[bytes, int], tuple[GroupPartition, list[tuple[int, Receipt]]]]:
+        by_tag = {topic_tag(topic.state.topic_id): topic for topic in self._topics}
+        found: dict[tuple[bytes, int], tuple[GroupPartition, list[tuple[int, Receipt]]]] = {}
+        books: dict[bytes, tuple[Topic, ReceiptBook]] = {}
+        for index, text in enumerate(texts):
+            tag = tag_of(text)
+            if tag not in books:
+                topic = by_tag.get(tag)
+                book = self._books.get((name, topic.state.topic_id)) if topic else None
+                if topic is None or book is None:
+                    raise InvalidRequest(f"receipt {index} belongs to no topic that group {name!r} has received from")
+                books[tag] = topic, book
+            topic, book = books[tag]
+            receipt = book.check(text)
+            key = (tag, receipt.partition)
+            if key not in found:
+                found[key] = (self._attached[name, topic.name, receipt.partition], [])
+            found[key][1].append((index, receipt))
+        return found

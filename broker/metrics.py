@@ -1,0 +1,226 @@
+"""What the broker counts, in Prometheus' form (https://prometheus.io/docs/practices/naming/).
+
+Counters are raised where the thing happens; what is a state (lag, size, leadership) is read from the domain when
+Prometheus asks. Label values are topics, groups and route templates, never a raw path, so that a stranger's requests
+make no new series. A labelled child is looked up once and kept: `labels()` costs more than the count itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Final
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
+REQUEST_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+COMMIT_BUCKETS_S = (0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLag:
+    """How far a group is behind on one partition: messages not yet done, and the age of the oldest of them."""
+
+    topic: str
+    partition: int
+    group: str
+    lag: int
+    oldest_unacked_age_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class PartitionGauge:
+    topic: str
+    partition: int
+    leading: bool
+    log_start_offset: int
+    high_watermark: int
+
+
+@dataclass(frozen=True, slots=True)
+class Gauges:
+    """The state of the domain at one moment. `storage_bytes` goes by the kind of file ("db", "wal")."""
+
+    group_lags: list[GroupLag] = field(default_factory=list)
+    partitions: list[PartitionGauge] = field(default_factory=list)
+    storage_bytes: dict[str, int] = field(default_factory=dict)
+    coordinator_connected: bool = False
+
+
+class Metrics:
+    """The counters of one broker. The methods are called on the hot path: each is a dictionary look-up and an add."""
+
+    def __init__(self, version: str, *, broker_id: int | None = None) -> None:
+        self.registry = CollectorRegistry()
+        self._published = self._counter("messages_published", "Messages appended", "topic")
+        self._bytes = self._counter("bytes_published", "Bytes of the payloads appended", "topic")
+        self._delivered = self._counter("messages_delivered", "Messages handed out under a lease", "topic", "group")
+        self._redelivered = self._counter("messages_redelivered", "Messages handed out again", "topic", "group")
+        self._acked = self._counter("messages_acked", "Messages acknowledged", "group")
+        self._requests = Histogram(
+            "portalmq_request_duration_seconds",
+            "Duration of HTTP requests, waiting included",
+            ("route", "method", "status"),
+            buckets=REQUEST_BUCKETS_S,
+            registry=self.registry,
+        )
+        self._commits = Histogram(
+            "portalmq_storage_commit_duration_seconds",
+            "Duration of a durable commit to disk",
+            buckets=COMMIT_BUCKETS_S,
+            registry=self.registry,
+        )
+        self._of_topic: dict[str, tuple[Counter, Counter]] = {}
+        self._of_group: dict[tuple[str, str], tuple[Counter, Counter]] = {}
+        self._acks_of_group: dict[str, Counter] = {}
+        self._of_route: dict[tuple[str, str, int], Histogram] = {}
+        # How many calls wait now; the HTTP room knows.
+        self.waiting: Callable[[], int] = lambda: 0
+        labels = {"version": version} | ({} if broker_id is None else {"broker_id": str(broker_id)})
+        self.registry.register(_Constant("portalmq_build_info", "Version of this broker", labels))
+
+    def published(self, topic: str, messages: int, size_bytes: int) -> None:
+        """`messages` with payloads of `size_bytes` together were appended to `topic`."""
+        children = self._of_topic.get(topic)
+        if children is None:
+            children = self._of_topic[topic] = (self._published.labels(topic), self._bytes.labels(topic))
+        children[0].inc(messages)
+        children[1].inc(size_bytes)
+
+    def delivered(self, topic: str, group: str, messages: int, redelivered: int = 0) -> None:
+        """`messages` of `topic` were leased to `group`; `redelivered` of them not for the first time."""
+        children = self._group_children(topic, group)
+        children[0].inc(messages)
+        if redelivered:
+            children[1].inc(redelivered)
+
+    def acked(self, group: str, messages: int) -> None:
+        child = self._acks_of_group.get(group)
+        if child is None:
+            child = self._acks_of_group[group] = self._acked.labels(group)
+        child.inc(messages)
+
+    def committed(self, seconds: float) -> None:
+        """A transaction was written and fsynced."""
+        self._commits.observe(seconds)
+
+    def request(self, route: str, method: str, status: int, seconds: float) -> None:
+        key = (route, method, status)
+        child = self._of_route.get(key)
+        if child is None:
+            child = self._of_route[key] = self._requests.labels(route, method, str(status))
+        child.observe(seconds)
+
+    def forget_topic(self, topic: str) -> None:
+        """The topic was deleted: its series end."""
+        if self._of_topic.pop(topic, None) is not None:
+            self._published.remove(topic)
+            self._bytes.remove(topic)
+        self._forget([key for key in self._of_group if key[0] == topic])
+
+    def forget_group(self, group: str) -> None:
+        """The group was deleted: its series end."""
+        if self._acks_of_group.pop(group, None) is not None:
+            self._acked.remove(group)
+        self._forget([key for key in self._of_group if key[1] == group])
+
+    def _forget(self, keys: list[tuple[str, str]]) -> None:
+        for key in keys:
+            del self._of_group[key]
+            self._delivered.remove(*key)
+            self._redelivered.remove(*key)
+
+    def observe(self, gauges: Callable[[], Gauges]) -> None:
+        """Show the domain's state from now on."""
+        self.registry.register(_Gauges(gauges, lambda: self.waiting()))
+
+    def exposition(self) -> bytes:
+        return generate_latest(self.registry)
+
+    def _counter(self, name: str, meaning: str, *labels: str) -> Counter:
+        return Counter(f"portalmq_{name}", meaning, labels, registry=self.registry)
+
+    def _group_children(self, topic: str, group: str) -> tuple[Counter, Counter]:
+        key = (topic, group)
+        children = self._of_group.get(key)
+        if children is None:
+            children = self._of_group[key] = (self._delivered.labels(*key), self._redelivered.labels(*key))
+        return children
+
+
+class _Constant(Collector):
+    def __init__(self, name: str, meaning: str, labels: dict[str, str]) -> None:
+        self._name, self._meaning, self._labels = name, meaning, labels
+
+    def collect(self) -> Iterator[Metric]:
+        yield _gauge(self._name, self._meaning, tuple(self._labels), [(tuple(self._labels.values()), 1)])
+
+
+class _Gauges(Collector):
+    """Reads the domain's state when Prometheus scrapes."""
+
+    def __init__(self, read: Callable[[], Gauges], waiting: Callable[[], int]) -> None:
+        self._read = read
+        self._waiting = waiting
+
+    def describe(self) -> list[Metric]:
+        return []  # without this, registering would read the domain at once
+
+    def collect(self) -> Iterator[Metric]:
+        state = self._read()
+        of_lag, of_partition = ("topic", "partition", "group"), ("topic", "partition")
+        yield _gauge(
+            "portalmq_group_lag_messages",
+            "Messages of the partition that the group has not done",
+            of_lag,
+            [((each.topic, str(each.partition), each.group), each.lag) for each in state.group_lags],
+        )
+        yield _gauge(
+            "portalmq_oldest_unacked_age_seconds",
+            "Age of the oldest message that the group has not done",
+            of_lag,
+            [((each.topic, str(each.partition), each.group), each.oldest_unacked_age_s) for each in state.group_lags],
+        )
+        yield _gauge(
+            "portalmq_partition_leader",
+            "1 while this broker leads the partition",
+            of_partition,
+            [((each.topic, str(each.partition)), int(each.leading)) for each in state.partitions],
+        )
+        yield _gauge(
+            "portalmq_partition_log_start_offset",
+            "First offset that is still there",
+            of_partition,
+            [((each.topic, str(each.partition)), each.log_start_offset) for each in state.partitions],
+        )
+        yield _gauge(
+            "portalmq_partition_high_watermark",
+            "First offset that is not yet readable",
+            of_partition,
+            [((each.topic, str(each.partition)), each.high_watermark) for each in state.partitions],
+        )
+        yield _gauge(
+            "portalmq_storage_bytes",
+            "Bytes on disk, by kind of file",
+            ("file",),
+            [((kind,), size) for kind, size in sorted(state.storage_bytes.items())],
+        )
+        yield _gauge(
+            "portalmq_coordinator_connected",
+            "1 while the control plane answers",
+            (),
+            [((), int(state.coordinator_connected))],
+        )
+        yield _gauge("portalmq_waiting_calls", "Calls that wait for messages", (), [((), self._waiting())])
+
+
+def _gauge(
+    name: str, meaning: str, labels: tuple[str, ...], samples: Iterable[tuple[tuple[str, ...], float]]
+) -> GaugeMetricFamily:
+    family = GaugeMetricFamily(name, meaning, labels=labels)
+    for values, value in samples:
+        family.add_metric(values, value)
+    return family

@@ -1,0 +1,199 @@
+"""The composition root: from settings to a running broker. Nothing but the commands imports it.
+
+    serve     in the arbiter, before the fork: every check that can refuse the start, each with its exit code and a
+              sentence; then gunicorn. Imports stay light here, since the arbiter lives as long as the broker.
+    BrokerProcess   in the worker: builds the domain and the application, starts, drains and closes them.
+
+Checked before the fork, because a worker that cannot start must not leave a port that answers nothing: settings (2),
+ZooKeeper (69), the port and the data directory (73).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import resource
+import socket
+import sys
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from gunicorn.app.base import BaseApplication
+
+from portalmq.broker.auth import Auth, auth_from
+from portalmq.broker.config import (
+    EX_CANTCREAT,
+    EX_SOFTWARE,
+    EX_STORAGE,
+    EX_UNAVAILABLE,
+    BrokerConfig,
+    StartupError,
+    UsageError,
+)
+from portalmq.broker.logs import ServerLogger, start_logging
+from portalmq.broker.process import BrokerArbiter, BrokerWorker, post_request, pre_request
+from portalmq.broker.storage.disk import DataDirectory, DataDirectoryInUse, WrongDataDirectory
+
+if TYPE_CHECKING:
+    from flask import Flask
+
+log = logging.getLogger("portalmq.server")
+
+BACKLOG = 2048
+ZOOKEEPER_PORT = 2181
+ZOOKEEPER_TRIES_S = 2.0
+# File descriptors beside the connections: segments, state files, the server's own.
+DESCRIPTORS_BESIDE = 2_000
+
+
+def serve(config: BrokerConfig, *, announce: bool = False) -> NoReturn:
+    """Run one broker until it is told to end. Does not return: the process ends with the broker's exit code.
+
+    With `announce`, one line with the URL goes to stderr when it is ready. Raises StartupError.
+    """
+    auth = auth_from(config)
+    check_zookeeper(config.zookeeper)
+    listener = bind(config)
+    config = config.at_port(listener.getsockname()[1])
+    start_logging(config)
+    _raise_descriptor_limit(config.worker_connections + DESCRIPTORS_BESIDE)
+    with lock_data_directory(config) as directory:
+        BrokerArbiter(_Application(config, auth, directory, listener, announce=announce)).run()
+    sys.exit(EX_SOFTWARE)  # run() ends the process itself
+
+
+# --- what can refuse the start ---------------------------------------------------------------------------------------
+
+
+def check_zookeeper(zookeeper: str) -> None:
+    """This release runs a single broker. Raises StartupError for anything but "none"."""
+    if zookeeper.strip().lower() == "none":
+        return
+    places = [place for place in zookeeper.partition("/")[0].split(",") if place]
+    if any([_answers(place) for place in places]):
+        raise StartupError(
+            f"a ZooKeeper answers at {zookeeper}, but this release runs a single broker, which keeps its metadata itself: "
+            "start it with `--zookeeper none`, or with `portalmq dev`",
+            EX_UNAVAILABLE,
+        )
+    raise StartupError(
+        f"no ZooKeeper answers at {', '.join(places) or zookeeper!r}: start one (Debian: `apt-get install zookeeperd`; "
+        "any system: `zkServer.sh start`) and name it with --zookeeper HOST:PORT. "
+        "`portalmq dev` runs one broker that needs none",
+        EX_UNAVAILABLE,
+    )
+
+
+def _answers(place: str) -> bool:
+    host, _, port = place.rpartition(":") if ":" in place else (place, "", str(ZOOKEEPER_PORT))
+    if not port.isdigit() or not 0 < int(port) < 65_536:
+        raise UsageError(f"zookeeper is {place!r}, but must be HOST:PORT,HOST:PORT/CHROOT, or 'none'")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=ZOOKEEPER_TRIES_S).close()
+    except OSError:
+        return False
+    return True
+
+
+def bind(config: BrokerConfig) -> socket.socket:
+    """The listening socket. Raises StartupError when the port is taken, UsageError when the host is not ours."""
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    try:
+        return socket.create_server((config.host, config.port), family=family, backlog=BACKLOG)
+    except OSError as fault:
+        if fault.errno == errno.EADDRINUSE:
+            raise StartupError(
+                f"port {config.port} of {config.host} is taken: stop the other program, or choose another port",
+                EX_CANTCREAT,
+            ) from None
+        if fault.errno == errno.EACCES:
+            raise StartupError(f"port {config.port} needs rights that this user lacks: choose one above 1023", EX_CANTCREAT) from None
+        raise UsageError(f"cannot listen on {config.host}: {fault.strerror or fault}") from None
+
+
+def lock_data_directory(config: BrokerConfig) -> DataDirectory:
+    """The data directory, ours for as long as this process lives. Raises StartupError when it cannot be."""
+    try:
+        return DataDirectory(config.data_dir)
+    except (DataDirectoryInUse, WrongDataDirectory, OSError) as fault:
+        raise StartupError(str(fault), EX_CANTCREAT) from None
+
+
+def _raise_descriptor_limit(wanted: int) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < allowed:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+
+
+# --- gunicorn --------------------------------------------------------------------------------------------------------
+
+
+class _Application(BaseApplication):  # type: ignore[misc]
+    """gunicorn, embedded: its settings come from ours and from nowhere else."""
+
+    def __init__(
+        self, config: BrokerConfig, auth: Auth, directory: DataDirectory, listener: socket.socket, *, announce: bool
+    ) -> None:
+        self.config = config
+        self.listener = listener
+        self.broker_process = BrokerProcess(config, auth, directory, announce=announce)
+        super().__init__()
+
+    def load_config(self) -> None:
+        settings: dict[str, Any] = {
+            "bind": f"fd://{self.listener.fileno()}",
+            "workers": 1,
+            "worker_class": f"{BrokerWorker.__module__}.{BrokerWorker.__qualname__}",
+            "worker_connections": self.config.worker_connections,
+            "keepalive": self.config.keepalive_s,
+            "timeout": 0,  # a heartbeat file would have the arbiter kill a worker that waits for a slow disk
+            "graceful_timeout": int(self.config.drain_timeout_s) + 5,
+            "control_socket_disable": True,  # it would stand at one path for all brokers of a user
+            "accesslog": None,
+            "errorlog": "-",
+            "logger_class": ServerLogger,
+            "forwarded_allow_ips": "",  # no header may pretend another client or scheme
+            "http_protocols": "h1",
+            "limit_request_line": 8190,
+            "limit_request_fields": 100,
+            "limit_request_field_size": 8190,
+            "pre_request": pre_request,
+            "post_request": post_request,
+            "proc_name": "portalmq",
+        }
+        if self.config.tls_cert is not None:
+            settings |= {"certfile": str(self.config.tls_cert), "keyfile": str(self.config.tls_key)}
+        for name, value in settings.items():
+            self.cfg.set(name, value)
+
+    def load(self) -> Flask:
+        return self.broker_process.build()
+
+
+# --- the worker ------------------------------------------------------------------------------------------------------
+
+
+class BrokerProcess:
+    """The broker inside the worker."""
+
+    def __init__(self, config: BrokerConfig, auth: Auth, directory: DataDirectory, *, announce: bool) -> None:
+        self.config = config
+        self._auth = auth
+        self._directory = directory
+        self._announce = announce
+
+    def build(self) -> Flask:
+        """Put the broker together. The heavy imports are here, so that the arbiter stays small."""
+        from portalmq.broker.api.app import create_app
+        from portalmq.broker.broker import Broker
+        from portalmq.broker.gauges import gauges_of
+        from portalmq.broker.metrics import Metrics
+        from portalmq.control_plane.catalog import Catalog
+        from portalmq.control_plane.plane import PlaneState
+        from portalmq.control_plane.standalone import Standalone
+    
+        raise NotImplementedError

@@ -1,0 +1,206 @@
+"""Everything that can go wrong, once.
+
+Each error class carries the stable code of the HTTP contract, its status, whether a repeat may help, and what is known
+of the outcome. The broker raises these classes, one place turns them into `application/problem+json` (RFC 9457), and
+the client turns the answer back into the same class.
+
+    PortalMQError
+    |-- InvalidRequest 400          |-- StaleReceipt 409            |-- MessageTooLarge 413
+    |-- Unauthorized 401            |-- Fenced 409                  |-- UnsupportedMediaType 415
+    |-- Forbidden 403               |-- IllegalGeneration 409       |-- OffsetOutOfRange 416
+    |-- TopicNotFound 404           |-- OutOfOrderSequence 409      |-- NotLeader 421
+    |-- GroupNotFound 404           |-- TopicExists 409             |-- IdempotencyKeyReused 422
+    |-- PartitionNotFound 404       |-- LockHeld 409                |-- Backpressure 429
+    |-- LockNotFound 404            |-- RequestInProgress 409       |-- NotEnoughReplicas 503
+    |-- MessageNotFound 404         |-- GroupModeMismatch 409       |-- Unavailable 503
+    |-- NotFound 404                |-- MethodNotAllowed 405        `-- StorageFull 507
+
+The outcome is one of three words: `not_applied` (nothing happened, and nothing will), `unknown` (it may have happened,
+or may yet), `partial` (the items answered "ok" were applied, the others were not).
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+Outcome = Literal["not_applied", "unknown", "partial"]
+
+PROBLEM_TYPE_BASE = "urn:portalmq:error:"
+
+
+class PortalMQError(Exception):
+    """Base of every error of PortalMQ.
+
+    `code` is stable and meant for programs, `str(error)` is for people and says what to do. `extra` holds members that
+    a single error adds to its problem document (for instance `leader_url`, `results`).
+    """
+
+    code: ClassVar[str] = "unavailable"
+    status: ClassVar[int] = 503
+    title: ClassVar[str] = "PortalMQ error"
+    retryable_by_default: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        detail: str = "",
+        *,
+        retryable: bool | None = None,
+        outcome: Outcome = "not_applied",
+        retry_after_s: float | None = None,
+        **extra: Any,
+    ) -> None:
+        super().__init__(detail or self.title)
+        self.detail = detail or self.title
+        self.retryable = self.retryable_by_default if retryable is None else retryable
+        self.outcome: Outcome = outcome
+        self.retry_after_s = retry_after_s
+        self.extra = extra
+
+    def problem(self) -> dict[str, Any]:
+        """The members of the RFC 9457 problem document of this error."""
+        return {
+            "type": PROBLEM_TYPE_BASE + self.code,
+            "title": self.title,
+            "status": self.status,
+            "detail": self.detail,
+            "code": self.code,
+            "retryable": self.retryable,
+            "outcome": self.outcome,
+            **self.extra,
+        }
+
+
+class InvalidRequest(PortalMQError):
+    code, status, title = "invalid_request", 400, "The request is not valid"
+
+
+class Unauthorized(PortalMQError):
+    code, status, title = "unauthorized", 401, "A valid token is needed"
+
+
+class Forbidden(PortalMQError):
+    code, status, title = "forbidden", 403, "The token does not allow this"
+
+
+class NotFound(PortalMQError):
+    code, status, title = "not_found", 404, "There is no such resource"
+
+
+class TopicNotFound(NotFound):
+    code, status, title = "topic_not_found", 404, "There is no such topic"
+
+
+class GroupNotFound(NotFound):
+    code, status, title = "group_not_found", 404, "There is no such group"
+
+
+class PartitionNotFound(NotFound):
+    code, status, title = "partition_not_found", 404, "There is no such partition"
+
+
+class LockNotFound(NotFound):
+    code, status, title = "lock_not_found", 404, "There is no such lock"
+
+
+class MessageNotFound(NotFound):
+    code, status, title = "message_not_found", 404, "There is no such message"
+
+
+class MethodNotAllowed(PortalMQError):
+    code, status, title = "method_not_allowed", 405, "The resource does not support this method"
+
+
+class TopicExists(PortalMQError):
+    code, status, title = "topic_exists", 409, "The topic exists with other settings"
+
+
+class LockHeld(PortalMQError):
+    code, status, title, retryable_by_default = "lock_held", 409, "The lock is held", True
+
+
+class RequestInProgress(PortalMQError):
+    code, status, title, retryable_by_default = "request_in_progress", 409, "The first request is still running", True
+
+
+class GroupModeMismatch(PortalMQError):
+    code, status, title = "group_mode_mismatch", 409, "The group works in the other mode"
+
+
+class StaleReceipt(PortalMQError):
+    code, status, title = "stale_receipt", 409, "The lease has passed on"
+
+
+class Fenced(PortalMQError):
+    code, status, title = "fenced", 409, "A newer owner has taken over"
+
+
+class IllegalGeneration(PortalMQError):
+    code, status, title = "illegal_generation", 409, "The group has moved to another generation"
+
+
+class OutOfOrderSequence(PortalMQError):
+    code, status, title = "out_of_order_sequence", 409, "The producer's sequence has a gap"
+
+
+class MessageTooLarge(PortalMQError):
+    code, status, title = "message_too_large", 413, "The body or a message is too large"
+
+
+class UnsupportedMediaType(PortalMQError):
+    code, status, title = "unsupported_media_type", 415, "The content type or encoding is not supported"
+
+
+class OffsetOutOfRange(PortalMQError):
+    code, status, title = "offset_out_of_range", 416, "The offset is outside the log"
+
+
+class NotLeader(PortalMQError):
+    code, status, title, retryable_by_default = "not_leader", 421, "Another broker leads this partition", True
+
+
+class IdempotencyKeyReused(PortalMQError):
+    code, status, title = "idempotency_key_reused", 422, "The Idempotency-Key was used for another message"
+
+
+class Backpressure(PortalMQError):
+    code, status, title, retryable_by_default = "backpressure", 429, "Too much at once", True
+
+
+class NotEnoughReplicas(PortalMQError):
+    code, status, title, retryable_by_default = "not_enough_replicas", 503, "Too few replicas are in sync", True
+
+
+class Unavailable(PortalMQError):
+    code, status, title, retryable_by_default = "unavailable", 503, "The broker cannot answer now", True
+
+
+class StorageFull(PortalMQError):
+    code, status, title, retryable_by_default = "storage_full", 507, "The disk is nearly full", True
+
+
+def _subclasses(cls: type[PortalMQError]) -> list[type[PortalMQError]]:
+    return [cls, *(deeper for direct in cls.__subclasses__() for deeper in _subclasses(direct))]
+
+
+ERRORS_BY_CODE: dict[str, type[PortalMQError]] = {cls.code: cls for cls in reversed(_subclasses(PortalMQError))}
+
+
+def error_from_problem(problem: dict[str, Any], *, retry_after_s: float | None = None) -> PortalMQError:
+    """The error that a problem document describes; an unknown code becomes the base class with that code.
+
+    A document without an `outcome` is read as `unknown`: a stranger in the path (a proxy, say) may have written it.
+    """
+    known = {"type", "title", "status", "detail", "code", "retryable", "outcome", "instance"}
+    extra = {name: value for name, value in problem.items() if name not in known and name != "retry_after_s"}
+    cls = ERRORS_BY_CODE.get(str(problem.get("code")), PortalMQError)
+    error = cls(
+        str(problem.get("detail") or problem.get("title") or ""),
+        retryable=bool(problem.get("retryable", cls.retryable_by_default)),
+        outcome=problem.get("outcome", "unknown"),
+        retry_after_s=retry_after_s,
+        **extra,
+    )
+    if cls is PortalMQError:
+        error.code = str(problem.get("code", cls.code))  # type: ignore[misc]
+        error.status = int(problem.get("status", cls.status))  # type: ignore[misc]
+    return error

@@ -1,0 +1,80 @@
+"""What a consumer holds in its hand, and what a producer gets back: two small values."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from portalmq.consumer import Consumer
+
+
+@dataclass(frozen=True, slots=True)
+class RecordMetadata:
+    """Where a sent message stands: `offset` in `partition` of `topic`, appended at `timestamp_ms` (Unix, UTC).
+
+    With `acks="none"` nothing is known: partition and offset are -1, the time is 0.
+    """
+
+    topic: str
+    partition: int
+    offset: int
+    timestamp_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message as it was sent. `value` is the payload's bytes; `text` and `json()` read it.
+
+    A message that came from a queue group carries its lease: `receipt`, `delivery_count` (1 at the first delivery),
+    `lease_expires_at_ms` (Unix time of the leader's clock), and can be acked, nacked and extended.
+    """
+
+    topic: str
+    partition: int
+    offset: int
+    key: bytes | None
+    value: bytes
+    headers: Mapping[str, str]
+    content_type: str
+    timestamp_ms: int
+    delivery_count: int = 0
+    receipt: str | None = None
+    lease_expires_at_ms: int = 0
+    deliver_at_ms: int | None = None
+    expires_at_ms: int | None = None
+    priority: int = 0
+    _consumer: Consumer | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def id(self) -> str:
+        """`<partition>-<offset>`, unique within the topic."""
+        return f"{self.partition}-{self.offset}"
+
+    @property
+    def text(self) -> str:
+        """The payload as UTF-8 text. Raises UnicodeDecodeError when it is none."""
+        return self.value.decode("utf-8")
+
+    def json(self) -> Any:
+        """The payload parsed as JSON. Raises json.JSONDecodeError when it is none."""
+        return json.loads(self.value)
+
+    def ack(self) -> None:
+        """Say that the message is done. Raises StaleReceipt when its lease has passed to another consumer."""
+        self._leased_by().ack(self)
+
+    def nack(self, delay_s: float | None = None, reason: str | None = None) -> None:
+        """Give the message back for redelivery, after `delay_s` seconds (default: the group's back-off)."""
+        self._leased_by().nack(self, delay_s=delay_s, reason=reason)
+
+    def extend(self, visibility_timeout_s: float | None = None) -> None:
+        """Hold the lease for `visibility_timeout_s` seconds more from now (default: the group's)."""
+        self._leased_by().extend(self, visibility_timeout_s)
+
+    def _leased_by(self) -> Consumer:
+        if self._consumer is None:
+            raise RuntimeError("this message was browsed, not received by a queue group: there is no lease to settle")
+        return self._consumer

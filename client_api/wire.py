@@ -1,0 +1,417 @@
+"""The HTTP contract, once: paths, media types, header names, limits and the shape of every body.
+
+The client encodes with these Structs and the broker decodes with them (and the other way round), so the two cannot
+drift apart. Requests refuse unknown fields, because a misspelt option that is silently ignored loses messages; answers
+tolerate them, because a newer broker may say more.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import re
+from typing import Annotated, Any, Literal, TypeVar
+from urllib.parse import quote
+
+import msgspec
+
+from portalmq.errors import InvalidRequest
+
+JSON = "application/json"
+TEXT = "text/plain; charset=utf-8"
+BYTES = "application/octet-stream"
+BATCH_JSON = "application/vnd.portalmq.batch+json"
+BATCH_MSGPACK = "application/vnd.portalmq.batch+msgpack"
+NDJSON = "application/x-ndjson"
+PROBLEM = "application/problem+json"
+EVENT_STREAM = "text/event-stream"
+
+HEADER_KEY = "PortalMQ-Key"
+HEADER_DELAY_MS = "PortalMQ-Delay-Ms"
+HEADER_DELIVER_AT = "PortalMQ-Deliver-At"
+HEADER_TTL_MS = "PortalMQ-Ttl-Ms"
+HEADER_PRIORITY = "PortalMQ-Priority"
+HEADER_PREFIX = "PortalMQ-Header-"
+HEADER_IDEMPOTENCY_KEY = "Idempotency-Key"
+HEADER_NO_FORWARD = "PortalMQ-No-Forward"
+
+NAME = re.compile(r"[A-Za-z0-9._-]{1,190}\Z")
+
+BODY_BYTES_MAX = 8 * 1024 * 1024
+MESSAGE_BYTES_MAX = 1024 * 1024
+BATCH_MESSAGES_MAX = 10_000
+RECEIVE_MESSAGES_MAX = 10_000
+BROWSE_MESSAGES_MAX = 1_000
+WAIT_MS_MAX = 60_000
+VISIBILITY_TIMEOUT_MS_MAX = 12 * 3600 * 1000
+HEADERS_MAX = 64
+HEADER_BYTES_MAX = 8 * 1024
+KEY_BYTES_MAX = 4 * 1024
+PARTITIONS_MAX = 1_000
+
+Acks = Literal["all", "leader", "none"]
+
+NonNegative = Annotated[int, msgspec.Meta(ge=0)]
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+
+
+def check_name(name: str, what: str) -> str:
+    """`name` if it may name a topic, a group or a lock; raises InvalidRequest else."""
+    if not NAME.match(name) or name in {".", ".."}:
+        raise InvalidRequest(
+            f"{name[:200]!r} cannot name a {what}: 1 to 190 of the characters A-Z a-z 0-9 . _ - , and not '.' or '..'"
+        )
+    return name
+
+
+def topic_path(topic: str) -> str:
+    return f"/v1/topics/{quote(topic, safe='')}"
+
+
+def messages_path(topic: str) -> str:
+    return f"/v1/topics/{quote(topic, safe='')}/messages"
+
+
+def partition_messages_path(topic: str, partition: int) -> str:
+    return f"/v1/topics/{quote(topic, safe='')}/partitions/{partition}/messages"
+
+
+def group_path(group: str, verb: str = "") -> str:
+    return f"/v1/groups/{quote(group, safe='')}" + (f"/{verb}" if verb else "")
+
+
+# --- produce ---------------------------------------------------------------------------------------------------------
+
+
+class ProducerStamp(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Identity of an idempotent batch (KIP-98): the batch is appended once for (id, epoch, sequence)."""
+
+    id: NonNegative
+    epoch: NonNegative
+    sequence: NonNegative
+
+
+class JsonMessage(msgspec.Struct, gc=False, omit_defaults=True, forbid_unknown_fields=True):
+    """A message in a JSON batch. `value` is kept as the JSON text that came."""
+
+    value: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    value_base64: str | None = None
+    key: str | None = None
+    key_base64: str | None = None
+    headers: dict[str, str] | None = None
+    content_type: str | None = None
+    partition: NonNegative | None = None
+    delay_ms: NonNegative | None = None
+    deliver_at_ms: NonNegative | None = None
+    ttl_ms: Positive | None = None
+    priority: int = 0
+
+
+class PackMessage(msgspec.Struct, gc=False, omit_defaults=True, forbid_unknown_fields=True):
+    """A message in a MessagePack batch. A binary `value` is the payload itself, any other is stored as JSON."""
+
+    value: Any = msgspec.UNSET
+    value_base64: str | None = None
+    key: Any = None  # str, bytes or None: msgspec knows no union of the two
+    key_base64: str | None = None
+    headers: dict[str, str] | None = None
+    content_type: str | None = None
+    partition: NonNegative | None = None
+    delay_ms: NonNegative | None = None
+    deliver_at_ms: NonNegative | None = None
+    ttl_ms: Positive | None = None
+    priority: int = 0
+
+
+class JsonBatch(msgspec.Struct, forbid_unknown_fields=True):
+    messages: list[JsonMessage]
+    producer: ProducerStamp | None = None
+
+
+class PackBatch(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
+    messages: list[PackMessage]
+    producer: ProducerStamp | None = None
+
+
+class Produced(msgspec.Struct, frozen=True, gc=False):
+    """Where one message of a batch went."""
+
+    partition: int
+    offset: int
+    timestamp_ms: int
+
+
+class ProduceResults(msgspec.Struct):
+    """Answer to a batch, in the order of its messages. A result that carries `error` was not applied or is unknown."""
+
+    results: list[dict[str, Any]]
+
+
+class ProducedRange(msgspec.Struct, frozen=True):
+    """Short answer to a single-partition batch, given when the request says `Prefer: return=minimal` (RFC 7240)."""
+
+    partition: int
+    base_offset: int
+    count: int
+    timestamp_ms: int
+
+
+class ProducerIdRequest(msgspec.Struct, forbid_unknown_fields=True):
+    name: str | None = None
+
+
+class ProducerIdentity(msgspec.Struct, frozen=True):
+    id: int
+    epoch: int
+
+
+# --- topics ----------------------------------------------------------------------------------------------------------
+
+DAY_MS = 24 * 3600 * 1000
+
+
+class TopicConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Settings of a topic; None means without a limit, or the cluster's default."""
+
+    min_insync_replicas: Positive | None = None
+    retention_ms: Positive | None = 7 * DAY_MS
+    retention_bytes: Positive | None = None
+    segment_bytes: Annotated[int, msgspec.Meta(ge=1024 * 1024, le=1 << 40)] = 256 * 1024 * 1024
+    max_message_bytes: Annotated[int, msgspec.Meta(ge=1, le=BODY_BYTES_MAX)] = MESSAGE_BYTES_MAX
+    dedup_window_ms: Positive = DAY_MS
+    default_ttl_ms: Positive | None = None
+    max_backlog_messages: Positive | None = None
+    cleanup: Literal["delete", "compact"] = "delete"
+
+
+class CreateTopic(msgspec.Struct, forbid_unknown_fields=True):
+    partitions: Annotated[int, msgspec.Meta(ge=1, le=PARTITIONS_MAX)] | None = None
+    replication_factor: Annotated[int, msgspec.Meta(ge=1, le=32)] | None = None
+    config: dict[str, Any] = {}
+
+
+class AlterTopic(msgspec.Struct, forbid_unknown_fields=True):
+    partitions: Annotated[int, msgspec.Meta(ge=1, le=PARTITIONS_MAX)] | None = None
+    config: dict[str, Any] = {}
+
+
+class TopicSummary(msgspec.Struct):
+    name: str
+    partitions: int
+    replication_factor: int
+
+
+class PartitionDescription(msgspec.Struct):
+    partition: int
+    leader: int | None
+    leader_epoch: int
+    replicas: list[int]
+    isr: list[int]
+    log_start_offset: int
+    high_watermark: int
+    size_bytes: int
+
+
+class TopicDescription(msgspec.Struct):
+    name: str
+    partitions: list[PartitionDescription]
+    config: TopicConfig
+    topic_id: str = ""
+    replication_factor: int = 1
+
+
+# --- browse ----------------------------------------------------------------------------------------------------------
+
+
+class JsonMessageOut(msgspec.Struct, gc=False, omit_defaults=True):
+    """A message as JSON answers show it; the parts of a lease are there when it was received."""
+
+    id: str
+    topic: str
+    partition: int
+    offset: int
+    key: str | None
+    content_type: str
+    headers: dict[str, str]
+    timestamp_ms: int
+    value: msgspec.Raw | str | msgspec.UnsetType = msgspec.UNSET
+    value_base64: str | msgspec.UnsetType = msgspec.UNSET
+    key_base64: str | msgspec.UnsetType = msgspec.UNSET
+    deliver_at_ms: int | None = None
+    expires_at_ms: int | None = None
+    priority: int = 0
+    receipt: str | None = None
+    delivery_count: int | None = None
+    lease_expires_at_ms: int | None = None
+
+
+class PackMessageOut(msgspec.Struct, gc=False, omit_defaults=True):
+    """The same in MessagePack: key and value are binary, just as they were sent. `topic` stands beside the list."""
+
+    partition: int
+    offset: int
+    value: bytes
+    timestamp_ms: int
+    key: bytes | None = None
+    content_type: str = BYTES
+    headers: dict[str, str] | None = None
+    deliver_at_ms: int | None = None
+    expires_at_ms: int | None = None
+    priority: int = 0
+    topic: str = ""
+    receipt: str | None = None
+    delivery_count: int | None = None
+    lease_expires_at_ms: int | None = None
+
+
+class BrowsePage(msgspec.Struct):
+    """A page of a partition. `next_offset` is where to go on; `high_watermark` the first offset not yet readable."""
+
+    messages: list[Any]
+    next_offset: int
+    log_start_offset: int
+    high_watermark: int
+
+
+class PackBrowsePage(msgspec.Struct):
+    messages: list[PackMessageOut]
+    next_offset: int
+    log_start_offset: int
+    high_watermark: int
+
+
+# --- groups ----------------------------------------------------------------------------------------------------------
+
+
+class GroupConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    mode: Literal["queue", "stream"] = "queue"
+    start: Literal["earliest", "latest"] = "earliest"
+    delivery: Literal["at_least_once", "at_most_once", "exactly_once"] = "at_least_once"
+    visibility_timeout_ms: Annotated[int, msgspec.Meta(ge=1, le=VISIBILITY_TIMEOUT_MS_MAX)] = 30_000
+    max_deliveries: Positive = 5
+    retry_backoff_ms: Annotated[tuple[NonNegative, ...], msgspec.Meta(min_length=1, max_length=100)] = (0,)
+    dead_letter_topic: str = "{topic}.dlq"
+    ordering: Literal["none", "key"] = "none"
+
+
+class ReceiveRequest(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
+    topics: Annotated[list[str], msgspec.Meta(min_length=1, max_length=1_000)]
+    max_messages: Annotated[int, msgspec.Meta(ge=1, le=RECEIVE_MESSAGES_MAX)] = 10
+    wait_ms: Annotated[int, msgspec.Meta(ge=0, le=WAIT_MS_MAX)] = 0
+    visibility_timeout_ms: Annotated[int, msgspec.Meta(ge=1, le=VISIBILITY_TIMEOUT_MS_MAX)] | None = None
+    consumer: Annotated[str, msgspec.Meta(max_length=190)] = ""
+    attempt_id: Annotated[str, msgspec.Meta(min_length=1, max_length=190)] | None = None
+
+
+class PackReceived(msgspec.Struct):
+    messages: list[PackMessageOut]
+
+
+Receipts = Annotated[list[str], msgspec.Meta(min_length=1, max_length=RECEIVE_MESSAGES_MAX)]
+
+
+class AckRequest(msgspec.Struct, forbid_unknown_fields=True):
+    receipts: Receipts
+
+
+class NackRequest(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
+    receipts: Receipts
+    delay_ms: Annotated[int, msgspec.Meta(ge=0, le=VISIBILITY_TIMEOUT_MS_MAX)] | None = None
+    reason: Annotated[str, msgspec.Meta(max_length=1_000)] | None = None
+
+
+class ExtendRequest(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
+    receipts: Receipts
+    visibility_timeout_ms: Annotated[int, msgspec.Meta(ge=1, le=VISIBILITY_TIMEOUT_MS_MAX)] | None = None
+
+
+class ReceiptResult(msgspec.Struct, frozen=True, gc=False):
+    receipt: str
+    status: Literal["ok", "stale_receipt"]
+
+
+class ReceiptResults(msgspec.Struct):
+    results: list[ReceiptResult]
+
+
+class GroupDescription(msgspec.Struct):
+    """State of a group. The counts are messages, `oldest_unacked_ms` is the age of the oldest not yet acked."""
+
+    group: str
+    mode: str
+    members: list[str]
+    ready: int
+    in_flight: int
+    scheduled: int
+    dead: int
+    lag: int
+    oldest_unacked_ms: int
+    config: GroupConfig
+
+
+# --- cluster ---------------------------------------------------------------------------------------------------------
+
+
+class BrokerDescription(msgspec.Struct):
+    id: int
+    url: str
+    live: bool
+
+
+class ClusterDescription(msgspec.Struct):
+    cluster_id: str
+    controller: int | None
+    brokers: list[BrokerDescription]
+
+
+class PartitionLeader(msgspec.Struct):
+    partition: int
+    leader: int | None
+    leader_epoch: int
+    leader_url: str | None
+
+
+class TopicMetadata(msgspec.Struct):
+    name: str
+    partitions: list[PartitionLeader]
+
+
+class Metadata(msgspec.Struct):
+    """Who leads what, for clients that go to the leader directly."""
+
+    brokers: list[BrokerDescription]
+    topics: list[TopicMetadata]
+
+
+# --- decoding --------------------------------------------------------------------------------------------------------
+
+T = TypeVar("T")
+
+
+def decode_json(body: bytes, kind: type[T]) -> T:
+    """`body` as a `kind`; an empty body counts as `{}`. Raises InvalidRequest with the place of the fault."""
+    try:
+        return msgspec.json.decode(body or b"{}", type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as fault:
+        raise InvalidRequest(f"the JSON body is not valid: {fault}") from None
+
+
+def decode_msgpack(body: bytes, kind: type[T]) -> T:
+    """`body` as a `kind`. Raises InvalidRequest with the place of the fault."""
+    try:
+        return msgspec.msgpack.decode(body, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as fault:
+        raise InvalidRequest(f"the MessagePack body is not valid: {fault}") from None
+
+
+def decode_base64(text: str, what: str) -> bytes:
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as fault:
+        raise InvalidRequest(f"{what} is not base64 (RFC 4648, section 4): {fault}") from None
+
+
+def is_json_type(content_type: str) -> bool:
+    """True for application/json and every `…+json` type (RFC 6839), with or without parameters."""
+    essence = content_type.partition(";")[0].strip().lower()
+    return essence == JSON or essence.endswith("+json")
