@@ -1,0 +1,78 @@
+"""`portalmq broker` and `portalmq dev`: the settings as options, and the exit code with a sentence when they are wrong.
+
+The options are made from the fields of BrokerConfig, so the two cannot differ. The server is imported only when it is
+to run: this module is loaded for every `portalmq` command.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from portalmq.broker.config import ENVIRONMENT_PREFIX, SETTINGS, BrokerConfig, StartupError, load_config
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def _with_settings(*left_out: str) -> Callable[[Command], Command]:
+    """Adds an option for every setting but those `left_out`."""
+
+    def add(command: Command) -> Command:
+        for name, setting in reversed(SETTINGS.items()):
+            if name in left_out or name == "port":
+                continue
+            option = "--" + name.replace("_", "-")
+            default = setting.default
+            meaning = setting.metadata["help"] + f" [{ENVIRONMENT_PREFIX}{name.upper()}"
+            meaning += f"; default {default}]" if default not in (None, False, True) else "]"
+            if setting.type == "bool":
+                declared = option if default is False else f"{option}/--no-{option[2:]}"
+                command = click.option(declared, name, is_flag=True, default=None, help=meaning)(command)
+            else:
+                command = click.option(option, name, metavar=_metavar(str(setting.type)), help=meaning)(command)
+        command = click.option("--config", "file", type=click.Path(path_type=Path), help="settings in TOML")(command)
+        return click.argument("port", required=False, metavar="[PORT]")(command)
+
+    return add
+
+
+def _metavar(kind: str) -> str:
+    return "FILE" if "Path" in kind else "N" if kind.startswith(("int", "float")) else "TEXT"
+
+
+@click.command(short_help="Run one broker of a cluster.")
+@_with_settings()
+def broker(file: Path | None, **options: Any) -> None:
+    """Run one broker on PORT (default 5000; 0 takes a free one).
+
+    Example: portalmq broker 5000 --zookeeper none --data-dir /var/lib/portalmq
+    """
+    _run(file, options, announce=False)
+
+
+@click.command(short_help="Run a single broker for development: no ZooKeeper, no Java.")
+@_with_settings("zookeeper")
+def dev(file: Path | None, **options: Any) -> None:
+    """Run a single broker on PORT (default 5000; 0 takes a free one), with the same API, and say when it is ready.
+
+    Example: portalmq dev 5000
+    """
+    _run(file, {**options, "zookeeper": "none"}, announce=True)
+
+
+def _run(file: Path | None, options: dict[str, Any], *, announce: bool) -> None:
+    try:
+        config: BrokerConfig = load_config(options, file=file)
+        from portalmq.broker.server import serve
+
+        serve(config, announce=announce)
+    except StartupError as error:
+        click.echo(f"portalmq: {error}", err=True)
+        sys.exit(error.exit_code)
+    except ImportError as missing:
+        click.echo(f"portalmq: {missing.name} is not installed: `pip install 'portalmq[broker]'`", err=True)
+        sys.exit(2)
