@@ -1,0 +1,59 @@
+# Each target sets up what it needs, in .venv: nothing but Python 3.11 or newer and make has to be there before.
+# The network is used for the packages alone, and only when setup.cfg has changed.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+TYPES := build/types/portalmq
+# Two at a time: tests that start brokers are bound by the processors, not by waiting.
+TEST_PROCESSES ?= 2
+
+.PHONY: help demo test up bench lint types format clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo    sensors, controllers and a broker that is killed half way, in about a minute"
+	@echo "make test    the test suite"
+	@echo "make up      a broker that stays, in the foreground"
+	@echo "make bench   how fast it is here"
+	@echo "make lint    style and types (make types: types alone; make format: mend the style)"
+
+demo: $(READY)
+	@exec $(BIN)/python -m portalmq.demo_iot.demo
+
+test: $(READY)
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) $(TESTS)
+
+up: $(READY)
+	@exec $(BIN)/portalmq dev
+
+bench: $(READY)
+	@exec $(BIN)/portalmq bench
+
+lint: $(READY) types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+# mypy does not see packages that an editable install renames, so it is shown a tree of links that has their names.
+types: $(READY)
+	@rm -rf $(TYPES) && mkdir -p $(TYPES)
+	@ln -s $(CURDIR)/client_api/* $(TYPES)/
+	@ln -s $(CURDIR)/broker $(CURDIR)/control_plane $(CURDIR)/demo_iot $(TYPES)/
+	cd build/types && MYPYPATH=. $(CURDIR)/$(BIN)/mypy --strict --config-file $(CURDIR)/setup.cfg \
+		--cache-dir $(CURDIR)/.mypy_cache -p portalmq
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+$(READY): setup.cfg pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "PortalMQ needs Python 3.11 or newer; name one with: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 2; }
+	@test -x $(BIN)/pip || $(PYTHON) -m venv --clear $(VENV) \
+		|| { echo "No virtual environment: on Debian and Ubuntu, apt install python3-venv mends it" >&2; exit 2; }
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[broker,dev]"
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,266 @@
+"""The house: who may import whom, what the wheel carries, what the documents promise. Read with `ast`, no imports run.
+
+The rooms, ground floor first; each sees the ones named behind it and itself:
+
+    contract  <- client <- cli, demo
+    contract  <- core, storage, tree <- control
+    contract, core, storage, tree, control <- domain <- api <- server
+"""
+
+from __future__ import annotations
+
+import ast
+import configparser
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+LINES_MAX = 500
+
+FOLDERS = {
+    "broker": "portalmq.broker",
+    "client_api": "portalmq",
+    "control_plane": "portalmq.control_plane",
+    "demo_iot": "portalmq.demo_iot",
+    "spark": "portalmq.spark",
+}
+
+# The longest prefix counts.
+ROOM_OF = {
+    "portalmq": "client",
+    "portalmq.errors": "contract",
+    "portalmq.wire": "contract",
+    "portalmq.message": "contract",
+    "portalmq.cli": "cli",
+    "portalmq.broker": "domain",
+    "portalmq.broker.core": "core",
+    "portalmq.broker.storage": "storage",
+    "portalmq.broker.api": "api",
+    "portalmq.broker.gauges": "server",
+    "portalmq.broker.process": "server",
+    "portalmq.broker.logs": "server",
+    "portalmq.broker.server": "server",
+    "portalmq.broker.commands": "server",
+    "portalmq.broker.bench": "demo",
+    "portalmq.control_plane": "control",
+    "portalmq.control_plane.plane": "tree",
+    "portalmq.control_plane.state": "tree",
+    "portalmq.control_plane.assignment": "tree",
+    "portalmq.demo_iot": "demo",
+    "portalmq.spark": "demo",
+}
+
+MAY_IMPORT = {
+    "contract": {"contract"},
+    "client": {"contract", "client"},
+    "cli": {"contract", "client", "cli"},
+    "demo": {"contract", "client", "demo"},
+    "core": {"contract", "core"},
+    "storage": {"contract", "storage"},
+    "tree": {"contract", "tree"},
+    "control": {"contract", "tree", "control"},
+    "domain": {"contract", "core", "storage", "tree", "control", "domain"},
+    "api": {"contract", "core", "storage", "domain", "api"},
+    "server": {"contract", "storage", "tree", "control", "domain", "api", "server"},
+}
+
+ONLY_IN = {
+    "apsw": "portalmq.broker.storage",
+    "sqlite3": "portalmq.broker.storage",
+    "kazoo": "portalmq.control_plane.zookeeper",
+    "flask": "portalmq.broker",
+    "gunicorn": "portalmq.broker",
+    "gevent": "portalmq.broker",
+}
+
+# The core decides: time, chance, disks, sockets and logs are its callers' business.
+IMPURE = {
+    *("asyncio", "concurrent", "datetime", "flask", "gevent", "http", "io", "logging", "multiprocessing", "os"),
+    *("pathlib", "queue", "random", "requests", "secrets", "select", "shutil", "signal", "socket", "sqlite3", "ssl"),
+    *("subprocess", "tempfile", "threading", "time", "urllib", "urllib3", "uuid", "apsw", "kazoo", "gunicorn"),
+}
+
+
+def module_name(file: Path) -> str:
+    folder, *rest = file.relative_to(ROOT).with_suffix("").parts
+    return ".".join([FOLDERS[folder], *(part for part in rest if part != "__init__")])
+
+
+@cache
+def modules() -> dict[str, Path]:
+    """Every module of the product, by its import name."""
+    files = (file for folder in FOLDERS for file in sorted((ROOT / folder).rglob("*.py")))
+    return {module_name(file): file for file in files}
+
+
+def imports_of(file: Path) -> Iterator[str]:
+    """What a file imports when it runs, as absolute names; imports for type checkers alone do not count."""
+    tree = ast.parse(file.read_text(), str(file))
+    skipped: set[int] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) in {"TYPE_CHECKING", "typing.TYPE_CHECKING"}:
+            skipped |= {id(inner) for statement in node.body for inner in ast.walk(statement)}
+    for node in ast.walk(tree):
+        if id(node) in skipped:
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}:{node.lineno}: write imports as `portalmq.…`"
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                yield name if name in modules() else node.module or ""
+
+
+def room_of(module: str) -> str:
+    while module not in ROOM_OF:
+        module = module.rpartition(".")[0]
+    return ROOM_OF[module]
+
+
+def every_import() -> Iterator[tuple[str, str]]:
+    for module, file in modules().items():
+        for imported in imports_of(file):
+            yield module, imported
+
+
+def setup() -> configparser.ConfigParser:
+    parser = configparser.ConfigParser()
+    parser.read(ROOT / "setup.cfg")
+    return parser
+
+
+def test_there_is_a_house_to_look_at() -> None:
+    assert len(modules()) > 20
+    assert ("portalmq.control_plane.standalone", "portalmq.control_plane.plane") in set(every_import())
+
+
+def test_imports_run_one_way() -> None:
+    # `portalmq` itself is the shop window: it opens a client module only when one of its names is asked for.
+    wrong = [
+        f"{module} ({room_of(module)}) imports {imported} ({room_of(imported)})"
+        for module, imported in every_import()
+        if imported.startswith("portalmq.") and room_of(imported) not in MAY_IMPORT[room_of(module)]
+    ]
+    assert wrong == []
+
+
+def test_each_foreign_library_has_its_room() -> None:
+    wrong = [
+        f"{module} imports {imported}: only {ONLY_IN[top]} may"
+        for module, imported in every_import()
+        if (top := imported.partition(".")[0]) in ONLY_IN and not f"{module}.".startswith(f"{ONLY_IN[top]}.")
+    ]
+    assert wrong == []
+
+
+def test_the_core_is_pure() -> None:
+    wrong = [
+        f"{module} imports {imported}"
+        for module, imported in every_import()
+        if room_of(module) == "core" and imported.partition(".")[0] in IMPURE
+    ]
+    assert wrong == []
+
+
+def test_nobody_imports_the_folders_by_their_bare_names() -> None:
+    """`broker.x` and `portalmq.broker.x` would be two modules with two sets of classes."""
+    tests = {str(file): file for file in sorted((ROOT / "tests").rglob("*.py"))}
+    wrong = [
+        f"{name} imports {imported}"
+        for name, file in {**modules(), **tests}.items()
+        for imported in imports_of(file)
+        if imported.partition(".")[0] in FOLDERS
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("folder", ["broker", "demo_iot"])
+def test_no_module_of_a_folder_that_scripts_run_in_hides_the_standard_library(folder: str) -> None:
+    """`python sensor.py` puts its folder first on the path: a `queue.py` beside it would hide the real one."""
+    names = {file.stem for file in (ROOT / folder).glob("*.py")} | {
+        package.parent.name for package in (ROOT / folder).glob("*/__init__.py")
+    }
+    assert names & sys.stdlib_module_names == set()
+
+
+def test_the_root_hides_no_standard_library_module_either() -> None:
+    names = {file.stem for file in ROOT.glob("*.py")} | {*FOLDERS}
+    assert names & sys.stdlib_module_names == set()
+
+
+def test_every_package_is_listed_or_it_would_be_silently_missing_from_the_wheel() -> None:
+    options = setup()["options"]
+    listed = set(options["packages"].split())
+    homes = dict(line.split(" = ") for line in options["package_dir"].strip().splitlines())
+    found = {name: str(file.parent.relative_to(ROOT)) for name, file in modules().items() if file.name == "__init__.py"}
+    in_no_package = {str(file.parent) for file in modules().values() if not (file.parent / "__init__.py").exists()}
+    assert in_no_package == set()
+    assert listed == set(found)
+    assert homes == found
+
+
+def test_data_files_that_the_code_reads_are_packaged() -> None:
+    packaged = setup()["options.package_data"]
+    homes = {name: file.parent for name, file in modules().items() if file.name == "__init__.py"}
+    for package, patterns in packaged.items():
+        for pattern in patterns.split():
+            assert list(homes[package].glob(pattern)), f"{package}: nothing matches {pattern}"
+    assert "data/*.csv" in packaged["portalmq.demo_iot"]
+
+
+def test_files_stay_readable() -> None:
+    long = {
+        str(file.relative_to(ROOT)): lines
+        for file in [*modules().values(), *(ROOT / "tests").rglob("*.py")]
+        if (lines := len(file.read_text().splitlines())) > LINES_MAX
+    }
+    assert long == {}
+
+
+def test_no_file_names_a_place_that_is_only_on_one_machine() -> None:
+    homes = ("/home" + "/", "/Users" + "/", "/root" + "/", str(Path.home()) + "/")
+    suffixes = {".py", ".md", ".cfg", ".toml", ".yml", ".yaml", ".sh", ""}
+    named = [
+        str(file.relative_to(ROOT))
+        for file in tracked_files()
+        if file.suffix in suffixes and any(home in file.read_text(errors="replace") for home in homes)
+    ]
+    assert named == []
+
+
+def tracked_files() -> Iterator[Path]:
+    for entry in sorted(ROOT.iterdir()):
+        if entry.name in {*FOLDERS, "tests", ".ci"}:
+            yield from (file for file in sorted(entry.rglob("*")) if file.is_file() and "__pycache__" not in file.parts)
+        elif entry.is_file() and entry.name != "LICENSE":
+            yield entry
+
+
+def test_every_command_stands_in_the_readme() -> None:
+    from portalmq.cli.main import main
+
+    readme = (ROOT / "README.md").read_text()
+    context = main.make_context("portalmq", [], resilient_parsing=True)
+    missing = [name for name in main.list_commands(context) if f"portalmq {name}" not in readme]
+    assert missing == []
+
+
+def test_every_make_target_is_phony_and_explained() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    phony = next(line for line in makefile.splitlines() if line.startswith(".PHONY:")).split()[1:]
+    for target in ("demo", "test", "up", "bench", "lint", "types"):
+        assert target in phony
+        assert f"\n{target}:" in makefile
+        assert f"make {target}" in (ROOT / "CONTRIBUTING.md").read_text()
+
+
+def test_docs_that_should_be_there_are() -> None:
+    for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE"):
+        assert (ROOT / name).stat().st_size > 200, name
+    assert "Apache License" in (ROOT / "LICENSE").read_text()
+    assert f"[{setup()['metadata']['version']}]" in (ROOT / "CHANGELOG.md").read_text()
