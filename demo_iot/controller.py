@@ -1,0 +1,90 @@
+"""A controller: `python controller.py temp_1` watches over a sensor's readings and says which need attention.
+
+It sleeps until a message comes. Two controllers on one topic are one group, so they share its messages; what a
+controller that dies had in hand goes to the other. The ledger is written before a message is acknowledged, so nothing
+that was acknowledged is missing there.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+from portalmq import Consumer, Message, PortalMQError
+from portalmq.demo_iot.ledger import Entry, Ledger
+from portalmq.demo_iot.readings import KINDS
+
+
+def verdict(reading: dict[str, Any]) -> str:
+    """What a controller makes of a reading: "ok", "missing", or what is wrong, beginning with ALERT."""
+    kind, value = KINDS.get(reading.get("kind", "")), reading.get("value")
+    if value is None:
+        return "missing"
+    if kind is None:
+        return f"ALERT unknown kind of sensor {reading.get('kind')!r}"
+    if value < kind.low:
+        return f"ALERT below {kind.low:g} {kind.unit}"
+    if value > kind.high:
+        return f"ALERT above {kind.high:g} {kind.unit}"
+    return "ok"
+
+
+def line(message: Message, reading: dict[str, Any]) -> str:
+    again = f" (delivery {message.delivery_count})" if message.delivery_count > 1 else ""
+    value = reading.get("value")
+    told = "-" if value is None else f"{value:g} {reading.get('unit', '')}"
+    return f"{message.topic} #{reading.get('n')} {reading.get('measured_at')} {told} {verdict(reading)}{again}"
+
+
+def control(consumer: Consumer, ledger: Ledger, count: int | None) -> None:
+    """React to messages as they come, until the consumer is closed or `count` were handled."""
+    for handled, message in enumerate(consumer, start=1):
+        reading = message.json()
+        click.echo(line(message, reading))
+        ledger.write(Entry(time.monotonic(), message.topic, message.id, reading))
+        if handled == count:
+            message.ack()  # asking for the next would ack it too, and there is to be no next
+            return
+
+
+def close_on_sigterm(consumer: Consumer) -> None:
+    """End the loop on SIGTERM. In a thread of its own: the handler runs in the middle of whatever the loop is doing."""
+    signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=consumer.close).start())
+
+
+@click.command()
+@click.argument("topics", metavar="TOPIC...", nargs=-1, required=True)
+@click.option("--server", envvar="PORTALMQ_URL", help="URL of a broker [PORTALMQ_URL; default http://localhost:5000]")
+@click.option("--group", default="controllers", show_default=True, help="Controllers of one group share the messages.")
+@click.option("--count", type=click.IntRange(min=1), help="Stop after so many readings.")
+@click.option(
+    "--lease",
+    "lease_s",
+    default=30.0,
+    show_default=True,
+    type=click.FloatRange(min=0.1),
+    help="Seconds after which a reading that was not done goes to another controller.",
+)
+@click.option("--ledger", type=click.Path(path_type=Path), help="Note each reading in this file.")
+def main(
+    topics: tuple[str, ...], server: str | None, group: str, count: int | None, lease_s: float, ledger: Path | None
+) -> None:
+    """Watch over the readings in TOPIC and react to each: `ok`, `missing`, or ALERT."""
+    try:
+        with (
+            Ledger(ledger) as book,
+            Consumer(*topics, group=group, bootstrap=server, visibility_timeout_s=lease_s) as consumer,
+        ):
+            close_on_sigterm(consumer)
+            control(consumer, book, count)
+    except PortalMQError as error:
+        raise click.ClickException(str(error)) from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""What the sensors measure: the weather of 2013 at New York's three airports, hour by hour, as it really was.
+
+The file has a row for each hour and station; a sensor of one kind replays one column of one station. Gaps of the real
+measurement stay gaps: they are sent as readings without a value, so that every row can be counted.
+"""
+
+from __future__ import annotations
+
+import csv
+import itertools
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+DATA = Path(__file__).parent / "data" / "weather-2013.csv"
+STATIONS = ("EWR", "JFK", "LGA")
+GAPS = {"", "NA"}
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of sensor: its column, and the band of values that needs nobody's attention."""
+
+    column: str
+    unit: str
+    low: float
+    high: float
+
+
+KINDS = {
+    "temp": Kind("temperature_f", "F", low=20.0, high=95.0),
+    "humidity": Kind("relative_humidity_pct", "%", low=20.0, high=95.0),
+    "pressure": Kind("pressure_hpa", "hPa", low=995.0, high=1035.0),
+    "wind": Kind("wind_speed_mph", "mph", low=0.0, high=30.0),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """One measurement; `n` counts a sensor's readings from 1, so that no two are alike."""
+
+    sensor: str
+    station: str
+    kind: str
+    unit: str
+    value: float | None
+    measured_at: str
+    n: int
+
+    def message(self) -> dict[str, Any]:
+        """What goes over the wire. A gap says that it is one."""
+        message = asdict(self)
+        if self.value is None:
+            message["quality"] = "missing"
+        return message
+
+
+def topic_of(kind: str, sensor_id: int) -> str:
+    return f"{kind}_{sensor_id}"
+
+
+def station_of(sensor_id: int) -> str:
+    """Sensors 1, 2 and 3 stand at EWR, JFK and LGA, the fourth at EWR again."""
+    return STATIONS[(sensor_id - 1) % len(STATIONS)]
+
+
+def year(kind: str, sensor_id: int, data: Path = DATA) -> Iterator[Reading]:
+    """The sensor's readings of the whole year, in order."""
+    sensor, station, of = topic_of(kind, sensor_id), station_of(sensor_id), KINDS[kind]
+    with data.open(newline="") as file:
+        rows = (row for row in csv.DictReader(file) if row["station"] == station)
+        for n, row in enumerate(rows, start=1):
+            text = row[of.column]
+            yield Reading(sensor, station, kind, of.unit, None if text in GAPS else float(text), row["measured_at"], n)
+
+
+def replay(kind: str, sensor_id: int, data: Path = DATA) -> Iterator[Reading]:
+    """The year over and over, for a sensor that runs until it is stopped; `n` counts on."""
+    readings = list(year(kind, sensor_id, data))
+    for n in itertools.count(1):
+        first = readings[(n - 1) % len(readings)]
+        yield Reading(first.sensor, first.station, first.kind, first.unit, first.value, first.measured_at, n)

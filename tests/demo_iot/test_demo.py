@@ -1,0 +1,148 @@
+"""The parts of the demo that need no broker, and what its last line says."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from portalmq import Producer, RecordMetadata
+from portalmq.demo_iot import controller
+from portalmq.demo_iot.crew import Crew, DemoFailed, wait_for
+from portalmq.demo_iot.demo import Books, conclude, counts_of_a_year
+from portalmq.demo_iot.ledger import Entry, Ledger, read
+from portalmq.demo_iot.readings import year
+from portalmq.demo_iot.sensor import Sensor
+from portalmq.errors import Unavailable
+
+
+class TestControllers:
+    @pytest.mark.parametrize(
+        ("reading", "word"),
+        [
+            ({"kind": "temp", "value": 60.0}, "ok"),
+            ({"kind": "temp", "value": 3.0}, "ALERT below 20 F"),
+            ({"kind": "temp", "value": 100.0}, "ALERT above 95 F"),
+            ({"kind": "wind", "value": 45.0}, "ALERT above 30 mph"),
+            ({"kind": "pressure", "value": None, "quality": "missing"}, "missing"),
+            ({"kind": "sound", "value": 3.0}, "ALERT unknown kind of sensor 'sound'"),
+        ],
+    )
+    def test_they_say_what_needs_attention(self, reading: dict[str, Any], word: str) -> None:
+        assert controller.verdict(reading) == word
+
+
+class ProducerStandIn:
+    """Acknowledges every reading at once, but those in `refused`."""
+
+    def __init__(self, refused: set[int]) -> None:
+        self._refused = refused
+        self._offset = 0
+
+    def send(self, topic: str, value: dict[str, Any], *, key: str) -> Future[RecordMetadata]:
+        future: Future[RecordMetadata] = Future()
+        if value["n"] in self._refused:
+            future.set_exception(Unavailable("no broker"))
+        else:
+            future.set_result(RecordMetadata(topic, 0, self._offset, 0))
+            self._offset += 1
+        return future
+
+
+class TestSensors:
+    def test_the_ledger_has_what_was_acknowledged_and_only_that(self, tmp_path: Path) -> None:
+        readings = list(year("pressure", 3))[:40]
+        with Ledger(tmp_path / "sent") as ledger:
+            sensor = Sensor(cast(Producer, ProducerStandIn(refused={5, 40})), ledger)
+            sensor.run(readings, interval_s=0)
+        entries = list(read([tmp_path / "sent"]))
+        assert [entry.message for entry in entries] == [
+            reading.message() for reading in readings if reading.n not in {5, 40}
+        ]
+        assert [entry.id for entry in entries] == [f"0-{offset}" for offset in range(38)]
+        assert sensor.failed == 2
+
+    def test_readings_keep_their_distance(self) -> None:
+        began = time.monotonic()
+        Sensor(cast(Producer, ProducerStandIn(set())), Ledger(None)).run(list(year("temp", 1))[:6], interval_s=0.02)
+        assert time.monotonic() - began >= 0.1
+
+
+class TestTheLastLine:
+    def run(self, directory: Path, *, lose: int | None = None) -> bool:
+        books = Books(directory)
+        for path in books.all_sent + books.all_delivered:
+            path.touch()
+        with Ledger(books.sent("temp", 1)) as sent, Ledger(books.delivered("temp", 2)) as delivered:
+            for reading in list(year("temp", 1))[:50]:
+                entry = Entry(reading.n / 10, "temp_1", f"0-{reading.n}", reading.message())
+                sent.write(entry)
+                if reading.n != lose:
+                    delivered.write(entry)
+        return conclude(books, killed_at=2.05)
+
+    def test_it_says_ok_when_all_was_delivered(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert self.run(tmp_path)
+        last = capsys.readouterr().out.splitlines()[-1]
+        assert last == "DEMO OK sent=50 delivered=50 lost=0 duplicates=0 failover_ms=100"
+
+    def test_a_planted_loss_is_reported_with_what_is_missing(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert not self.run(tmp_path, lose=17)
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[-1] == "DEMO FAILED sent=50 delivered=49 lost=1 duplicates=0 failover_ms=100"
+        assert any('"n": 17' in line for line in lines)
+
+    def test_the_whole_year_is_every_row_for_each_kind(self) -> None:
+        assert sum(counts_of_a_year(None).values()) == 104_460
+        assert set(counts_of_a_year(7).values()) == {7}
+
+
+class TestTheCrew:
+    def test_leaving_ends_every_process(self, tmp_path: Path) -> None:
+        with Crew(tmp_path) as crew:
+            workers = [crew.start(f"sleeper-{n}", "-c", "import time; time.sleep(60)") for n in range(2)]
+            assert [worker.exit_code for worker in workers] == [None] * 2
+        assert [worker.exit_code for worker in workers] == [-signal.SIGKILL] * 2
+
+    def test_a_failure_is_told_with_the_end_of_the_log(self, tmp_path: Path) -> None:
+        with Crew(tmp_path) as crew:
+            worker = crew.start("sensor-x", "-c", "import sys; print('first'); sys.exit('no broker')")
+            wait_for(lambda: worker.exit_code is not None, 10, "it did not end")
+            with pytest.raises(DemoFailed, match=r"(?s)sensor-x ended with 1.*first.*no broker"):
+                worker.check_not_failed()
+
+    def test_waiting_has_an_end(self) -> None:
+        with pytest.raises(DemoFailed, match=r"it never came within 0\.1 s"):
+            wait_for(lambda: False, 0.1, "it never came")
+
+    def test_a_conductor_that_is_killed_leaves_no_process(self, tmp_path: Path) -> None:
+        conductor = (
+            "import sys, time; from pathlib import Path; from portalmq.demo_iot.crew import Crew\n"
+            "crew = Crew(Path(sys.argv[1])); worker = crew.start('w', '-c', 'import time; time.sleep(60)')\n"
+            "print(worker._process.pid, flush=True); time.sleep(60)"
+        )
+        process = subprocess.Popen([sys.executable, "-c", conductor, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+        assert process.stdout
+        child = int(process.stdout.readline())
+        process.kill()
+        process.wait()
+        process.stdout.close()
+        wait_for(lambda: not is_running(child), 10, "the child outlived its conductor")
+
+
+def is_running(pid: int) -> bool:
+    """Neither gone, nor a zombie that waits for init."""
+    try:
+        os.kill(pid, 0)
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (ProcessLookupError, FileNotFoundError):
+        return False
