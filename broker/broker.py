@@ -21,14 +21,13 @@ from portalmq.broker.clock import Clock
 from portalmq.broker.config import BrokerConfig
 from portalmq.broker.delivery import Delivered, Peer
 from portalmq.broker.groups import Groups
-from portalmq.broker.metrics import Gauges, GroupLag, Metrics, PartitionGauge
+from portalmq.broker.metrics import Metrics
 from portalmq.broker.partition import Partition
 from portalmq.broker.storage.batch import Record
 from portalmq.broker.storage.disk import DiskGuard
 from portalmq.broker.topics import Topic, Topics
 from portalmq.control_plane.catalog import Catalog
 from portalmq.control_plane.controller import take_over
-from portalmq.control_plane.plane import PlaneState
 from portalmq.control_plane.state import BrokerState
 from portalmq.errors import InvalidRequest, PortalMQError, Unavailable
 
@@ -384,24 +383,6 @@ class Broker:
             "parked_receives": len(self.groups.lot.waiters),
             "disk_full": self.disk_is_full(),
         }
-
-    def gauges(self) -> Gauges:
-        """The state of the domain, for a scrape."""
-        partitions = [(topic.name, partition) for topic in self.topics for partition in topic.partitions]
-        return Gauges(
-            group_lags=[
-                GroupLag(group.partition.topic, group.partition.number, name, counts["lag"], counts["oldest_unacked_ms"] / 1000)
-                for name in self.groups.names()
-                for group in self.groups.on_partitions(name)
-                for counts in [group.counts()]
-            ],
-            partitions=[
-                PartitionGauge(name, each.number, each.replica.leading, each.log.log_start_offset, each.high_watermark)
-                for name, each in partitions
-            ],
-            storage_bytes={"db": sum(each.log.size_bytes for _, each in partitions)},
-            coordinator_connected=self._catalog.plane.state is PlaneState.CONNECTED,
-        )
 
     def _check_open(self) -> None:
         if self._draining.is_set():

@@ -26,6 +26,9 @@ ENVIRONMENT_PREFIX = "PORTALMQ_"
 CONFIG_FILE = "portalmq.toml"
 MIB = 1024 * 1024
 
+LogFormat = Literal["text", "json"]
+LogLevel = Literal["debug", "info", "warning", "error"]
+
 
 class StartupError(Exception):
     """The broker cannot start. The sentence says what to do, the exit code who is at fault."""
@@ -61,8 +64,8 @@ class BrokerConfig:
     insecure: bool = _setting(False, "allow an address other than loopback without a token")
     tls_cert: Path | None = _setting(None, "certificate chain (PEM): the broker then speaks HTTPS")
     tls_key: Path | None = _setting(None, "private key of the certificate (PEM)")
-    log_format: Literal["text", "json"] = _setting("text", "form of the log on stderr")
-    log_level: Literal["debug", "info", "warning", "error"] = _setting("info", "least severity that is logged")
+    log_format: LogFormat = _setting("text", "form of the log on stderr")
+    log_level: LogLevel = _setting("info", "least severity that is logged")
 
     auto_create_topics: bool = _setting(True, "create a topic when it is first used")
     default_replication_factor: int = _setting(3, "replicas of a topic that names no number", at_least=1)
@@ -97,9 +100,14 @@ class BrokerConfig:
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{'https' if self.tls_cert else 'http'}://{host}:{self.port}"
 
+    @property
+    def data_directory(self) -> Path:
+        """`data_dir` with the port put in."""
+        return Path(str(self.data_dir).replace("{port}", str(self.port)))
+
     def at_port(self, port: int) -> BrokerConfig:
-        """The same settings with the port that was really bound, and the data directory that goes with it."""
-        return replace(self, port=port, data_dir=Path(str(self.data_dir).replace("{port}", str(port))))
+        """The same settings with the port that was really bound."""
+        return replace(self, port=port)
 
 
 def is_loopback(host: str) -> bool:
@@ -154,8 +162,8 @@ READERS: dict[str, Any] = {
     "bool": _read_bool,
     "Path": Path,
     "Path | None": Path,
-    'Literal["text", "json"]': _read_word("text", "json"),
-    'Literal["debug", "info", "warning", "error"]': _read_word("debug", "info", "warning", "error"),
+    "LogFormat": _read_word("text", "json"),
+    "LogLevel": _read_word("debug", "info", "warning", "error"),
 }
 
 SETTINGS = {each.name: each for each in fields(BrokerConfig)}

@@ -46,7 +46,7 @@ def start_logging(config: BrokerConfig) -> None:
         logger.handlers[:] = [handler]
         logger.propagate = False
     logging.getLogger("portalmq").setLevel(config.log_level.upper())
-    logging.getLogger("gunicorn.error").setLevel("DEBUG" if config.log_level == "debug" else "WARNING")
+    logging.getLogger("gunicorn.error").setLevel("INFO" if config.log_level == "debug" else "WARNING")
 
 
 class ServerLogger(Logger):  # type: ignore[misc]

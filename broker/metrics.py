@@ -59,7 +59,7 @@ class Metrics:
         self._bytes = self._counter("bytes_published", "Bytes of the payloads appended", "topic")
         self._delivered = self._counter("messages_delivered", "Messages handed out under a lease", "topic", "group")
         self._redelivered = self._counter("messages_redelivered", "Messages handed out again", "topic", "group")
-        self._acked = self._counter("messages_acked", "Messages acknowledged", "group")
+        self._acked = self._counter("messages_acked", "Messages acknowledged", "topic", "group")
         self._requests = Histogram(
             "portalmq_request_duration_seconds",
             "Duration of HTTP requests, waiting included",
@@ -74,8 +74,7 @@ class Metrics:
             registry=self.registry,
         )
         self._of_topic: dict[str, tuple[Counter, Counter]] = {}
-        self._of_group: dict[tuple[str, str], tuple[Counter, Counter]] = {}
-        self._acks_of_group: dict[str, Counter] = {}
+        self._of_group: dict[tuple[str, str], tuple[Counter, Counter, Counter]] = {}
         self._of_route: dict[tuple[str, str, int], Histogram] = {}
         # How many calls wait now; the HTTP room knows.
         self.waiting: Callable[[], int] = lambda: 0
@@ -97,11 +96,9 @@ class Metrics:
         if redelivered:
             children[1].inc(redelivered)
 
-    def acked(self, group: str, messages: int) -> None:
-        child = self._acks_of_group.get(group)
-        if child is None:
-            child = self._acks_of_group[group] = self._acked.labels(group)
-        child.inc(messages)
+    def acked(self, topic: str, group: str, messages: int) -> None:
+        """`group` is done with `messages` of `topic`."""
+        self._group_children(topic, group)[2].inc(messages)
 
     def committed(self, seconds: float) -> None:
         """A transaction was written and fsynced."""
@@ -123,15 +120,13 @@ class Metrics:
 
     def forget_group(self, group: str) -> None:
         """The group was deleted: its series end."""
-        if self._acks_of_group.pop(group, None) is not None:
-            self._acked.remove(group)
         self._forget([key for key in self._of_group if key[1] == group])
 
     def _forget(self, keys: list[tuple[str, str]]) -> None:
         for key in keys:
             del self._of_group[key]
-            self._delivered.remove(*key)
-            self._redelivered.remove(*key)
+            for counter in (self._delivered, self._redelivered, self._acked):
+                counter.remove(*key)
 
     def observe(self, gauges: Callable[[], Gauges]) -> None:
         """Show the domain's state from now on."""
@@ -143,11 +138,15 @@ class Metrics:
     def _counter(self, name: str, meaning: str, *labels: str) -> Counter:
         return Counter(f"portalmq_{name}", meaning, labels, registry=self.registry)
 
-    def _group_children(self, topic: str, group: str) -> tuple[Counter, Counter]:
+    def _group_children(self, topic: str, group: str) -> tuple[Counter, Counter, Counter]:
         key = (topic, group)
         children = self._of_group.get(key)
         if children is None:
-            children = self._of_group[key] = (self._delivered.labels(*key), self._redelivered.labels(*key))
+            children = self._of_group[key] = (
+                self._delivered.labels(*key),
+                self._redelivered.labels(*key),
+                self._acked.labels(*key),
+            )
         return children
 
 

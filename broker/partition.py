@@ -181,6 +181,8 @@ class Partition:
         )
         self._messages_next = self.log.message_count_total
         self.readable_end = self._last_message_end(self.replica.high_watermark)
+        # Messages that were on disk at the start, above the high watermark that was saved last.
+        self._recovered_end = self._last_message_end(self.log.end_offset)
 
     def _snapshot_to_start_from(self) -> tuple[PartitionFold, int]:
         saved = self._state_file.load()
@@ -188,7 +190,7 @@ class Partition:
             return saved
         newest = self.log.newest_state()
         if newest is None:
-            return PartitionFold(applied=self.log.base_offset), self.log.base_offset
+            return PartitionFold(), 0
         fold = decode_fold(newest.body)
         fold.applied = newest.end_offset
         return fold, newest.end_offset
@@ -390,6 +392,8 @@ class Partition:
 
     def _on_high_watermark(self, high_watermark: int) -> None:
         readable_end = self.readable_end
+        if readable_end < self._recovered_end <= high_watermark:
+            readable_end = self._recovered_end
         while self._uncommitted and self._uncommitted[0].batch.end_offset <= high_watermark:
             pending = self._uncommitted.popleft()
             if pending.batch.kind == Kind.MESSAGES:
@@ -591,7 +595,8 @@ class Partition:
             if wall_ms - delivery.last_active_ms < group_expiry_ms:
                 upto = min(upto, delivery.floor())
         upto = max(upto, self.log.log_start_offset)
-        if upto <= self.log.base_offset or not self.log.droppable(upto):
+        sealed = self.log.sealed_segments
+        if not sealed or sealed[0].end_offset > upto:
             return
         self.replica.producers.expire(self.replica.last_timestamp_ms - self.dedup_window_ms)
         self.settle(self.append_control(Kind.STATE, encode_fold(self.snapshot())))

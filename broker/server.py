@@ -17,9 +17,13 @@ import os
 import resource
 import socket
 import sys
+import time
+from collections.abc import Callable
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any, NoReturn
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
+import gevent
 from gunicorn.app.base import BaseApplication
 
 from portalmq.broker.auth import Auth, auth_from
@@ -34,16 +38,25 @@ from portalmq.broker.config import (
 )
 from portalmq.broker.logs import ServerLogger, start_logging
 from portalmq.broker.process import BrokerArbiter, BrokerWorker, post_request, pre_request
-from portalmq.broker.storage.disk import DataDirectory, DataDirectoryInUse, WrongDataDirectory
+from portalmq.broker.storage.disk import DataDirectory, DirectoryInUse, DiskGuard, WrongCluster
+from portalmq.broker.storage.errors import StorageError
+from portalmq.broker.storage.files import write_atomically
 
 if TYPE_CHECKING:
     from flask import Flask
 
+    from portalmq.broker.broker import Broker
+    from portalmq.control_plane.standalone import Standalone
+
+T = TypeVar("T")
 log = logging.getLogger("portalmq.server")
 
 BACKLOG = 2048
 ZOOKEEPER_PORT = 2181
 ZOOKEEPER_TRIES_S = 2.0
+IN_USE_PATIENCE_S = 1.0
+IN_USE_RETRY_S = 0.05
+ANSWER_BEFORE_EXIT_S = 0.25
 # File descriptors beside the connections: segments, state files, the server's own.
 DESCRIPTORS_BESIDE = 2_000
 
@@ -59,9 +72,9 @@ def serve(config: BrokerConfig, *, announce: bool = False) -> NoReturn:
     config = config.at_port(listener.getsockname()[1])
     start_logging(config)
     _raise_descriptor_limit(config.worker_connections + DESCRIPTORS_BESIDE)
-    with lock_data_directory(config) as directory:
-        BrokerArbiter(_Application(config, auth, directory, listener, announce=announce)).run()
-    sys.exit(EX_SOFTWARE)  # run() ends the process itself
+    directory = lock_data_directory(config)
+    BrokerArbiter(_Application(config, auth, directory, listener, announce=announce)).run()
+    sys.exit(EX_SOFTWARE)  # not reached: run() ends the process itself
 
 
 # --- what can refuse the start ---------------------------------------------------------------------------------------
@@ -101,24 +114,43 @@ def bind(config: BrokerConfig) -> socket.socket:
     """The listening socket. Raises StartupError when the port is taken, UsageError when the host is not ours."""
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     try:
-        return socket.create_server((config.host, config.port), family=family, backlog=BACKLOG)
+        return _patiently(
+            lambda: socket.create_server((config.host, config.port), family=family, backlog=BACKLOG),
+            lambda fault: isinstance(fault, OSError) and fault.errno == errno.EADDRINUSE,
+        )
     except OSError as fault:
         if fault.errno == errno.EADDRINUSE:
-            raise StartupError(
-                f"port {config.port} of {config.host} is taken: stop the other program, or choose another port",
-                EX_CANTCREAT,
-            ) from None
+            sentence = f"port {config.port} of {config.host} is taken: stop the other program, or choose another port"
+            raise StartupError(sentence, EX_CANTCREAT) from None
         if fault.errno == errno.EACCES:
-            raise StartupError(f"port {config.port} needs rights that this user lacks: choose one above 1023", EX_CANTCREAT) from None
+            sentence = f"port {config.port} needs rights that this user lacks: choose one above 1023"
+            raise StartupError(sentence, EX_CANTCREAT) from None
         raise UsageError(f"cannot listen on {config.host}: {fault.strerror or fault}") from None
 
 
 def lock_data_directory(config: BrokerConfig) -> DataDirectory:
     """The data directory, ours for as long as this process lives. Raises StartupError when it cannot be."""
     try:
-        return DataDirectory(config.data_dir)
-    except (DataDirectoryInUse, WrongDataDirectory, OSError) as fault:
+        return _patiently(
+            lambda: DataDirectory.open(config.data_directory, broker_id=config.broker_id),
+            lambda fault: isinstance(fault, DirectoryInUse),
+        )
+    except (DirectoryInUse, WrongCluster) as fault:
         raise StartupError(str(fault), EX_CANTCREAT) from None
+    except StorageError as fault:
+        raise StartupError(str(fault), EX_STORAGE) from None
+
+
+def _patiently(attempt: Callable[[], T], in_use: Callable[[Exception], bool]) -> T:
+    """Try for a moment longer: a broker that was killed just now lets go of its port and lock a little later."""
+    deadline = time.monotonic() + IN_USE_PATIENCE_S
+    while True:
+        try:
+            return attempt()
+        except Exception as fault:
+            if not in_use(fault) or time.monotonic() > deadline:
+                raise
+        time.sleep(IN_USE_RETRY_S)
 
 
 def _raise_descriptor_limit(wanted: int) -> None:
@@ -185,9 +217,17 @@ class BrokerProcess:
         self._auth = auth
         self._directory = directory
         self._announce = announce
+        self._broker: Broker
+        self._plane: Standalone
 
     def build(self) -> Flask:
         """Put the broker together. The heavy imports are here, so that the arbiter stays small."""
+        try:
+            return self._build()
+        except Exception as fault:
+            self._end(fault)
+
+    def _build(self) -> Flask:
         from portalmq.broker.api.app import create_app
         from portalmq.broker.broker import Broker
         from portalmq.broker.gauges import gauges_of
@@ -195,5 +235,94 @@ class BrokerProcess:
         from portalmq.control_plane.catalog import Catalog
         from portalmq.control_plane.plane import PlaneState
         from portalmq.control_plane.standalone import Standalone
-    
-        raise NotImplementedError
+        from portalmq.control_plane.state import BrokerState
+
+        identity = self._directory.identity
+        plane = Standalone(self._directory.path / "control")
+        plane.start()
+        catalog = Catalog(plane)
+        _join_cluster(plane, identity.cluster_id)
+        metrics = Metrics(version("portalmq"), broker_id=identity.broker_id)
+        broker = Broker(
+            self.config,
+            catalog,
+            broker_id=identity.broker_id,
+            me=BrokerState(self.config.url, _next_incarnation(self._directory.path), identity.store_uuid),
+            disk=DiskGuard(self._directory.path, low_water_bytes=self.config.disk_low_water_bytes),
+            metrics=metrics,
+            on_fatal=self._on_storage_fault,
+        )
+        metrics.observe(lambda: gauges_of(broker, connected=plane.state is PlaneState.CONNECTED))
+        self._broker, self._plane = broker, plane
+        return create_app(broker, self.config, metrics, self._auth)
+
+    def start(self) -> None:
+        """Open what is on disk and begin to serve. Runs as a greenlet: /livez answers meanwhile."""
+        try:
+            self._broker.start()
+        except Exception as fault:
+            self._end(fault)
+        ready = f"PortalMQ broker {self._broker.broker_id} is ready at {self.config.url}"
+        if self._announce:
+            print(f"{ready} (data in {self.config.data_directory})", file=sys.stderr, flush=True)
+        else:
+            log.info("%s (data in %s)", ready, self.config.data_directory)
+
+    def drain(self) -> None:
+        """Not ready any more; waiting calls end."""
+        log.info("draining")
+        self._broker.drain()
+
+    def close(self) -> None:
+        try:
+            self._broker.close()
+            self._plane.close()
+        except Exception as fault:
+            self._end(fault)
+
+    def _on_storage_fault(self, fault: BaseException) -> None:
+        """Nothing can be promised any more. The calls that wait for the disk are answered `unknown` first."""
+        log.critical("the storage failed, the broker ends: %s", fault, exc_info=fault)
+        gevent.spawn_later(ANSWER_BEFORE_EXIT_S, _exit, EX_STORAGE)
+
+    def _end(self, fault: Exception) -> NoReturn:
+        """The broker cannot start, or cannot end well."""
+        if isinstance(fault, StorageError):
+            log.critical("the storage failed: %s", fault)
+            _exit(EX_STORAGE)
+        if isinstance(fault, StartupError):
+            log.critical("%s", fault)
+            _exit(fault.exit_code)
+        log.critical("the broker failed", exc_info=fault)
+        _exit(EX_SOFTWARE)
+
+
+def _join_cluster(plane: Standalone, cluster_id: str) -> None:
+    """The cluster of one takes its id from the data directory. Raises StartupError when it has another already."""
+    from portalmq.control_plane.plane import Create
+    from portalmq.control_plane.state import CLUSTER_ID
+
+    held = plane.get(CLUSTER_ID)
+    if held is None:
+        plane.commit(Create(CLUSTER_ID, cluster_id.encode("ascii")))
+    elif held.data != cluster_id.encode("ascii"):
+        raise StartupError(
+            f"the data directory is of cluster {cluster_id}, the metadata in it of cluster {held.data.decode()}: "
+            "one of them was copied here from elsewhere; put back what belongs together",
+            EX_CANTCREAT,
+        )
+
+
+def _next_incarnation(directory: Path) -> int:
+    """A number that rises at each start of this broker, kept in a file."""
+    path = directory / "incarnation"
+    before = int(path.read_text("ascii")) if path.exists() else 0
+    write_atomically(path, f"{before + 1}\n".encode("ascii"))
+    return before + 1
+
+
+def _exit(code: int) -> NoReturn:
+    """End this process at once: within a greenlet, sys.exit would end the greenlet alone."""
+    logging.shutdown()
+    sys.stderr.flush()
+    os._exit(code)

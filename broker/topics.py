@@ -15,10 +15,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from gevent.lock import BoundedSemaphore
+
 from portalmq import wire
 from portalmq.broker.core.events import PartitionStateChanged
 from portalmq.broker.partition import Partition, PartitionHost
-from portalmq.broker.storage.log import Log, LogIdentity
+from portalmq.broker.storage.log import Log
+from portalmq.broker.storage.schema import LogIdentity
 from portalmq.broker.storage.state import StateFile
 from portalmq.control_plane.catalog import Catalog
 from portalmq.control_plane.state import PartitionState, TopicState
@@ -70,6 +73,7 @@ class Topics:
         self._auto_create = auto_create
         self._default_replication_factor = default_replication_factor
         self._topics: dict[str, Topic] = {}
+        self._changing = BoundedSemaphore()
         self.on_removed: Callable[[Topic], None] = lambda topic: None
 
     def __iter__(self) -> Iterator[Topic]:
@@ -103,14 +107,16 @@ class Topics:
 
     def _open(self, state: TopicState) -> Topic:
         topic = Topic(state, [])
+        topic.partitions = self._opened(state, [])
         self._topics[state.name] = topic
-        self._open_partitions(topic)
         return topic
 
-    def _open_partitions(self, topic: Topic) -> None:
-        state = topic.state
+    def _opened(self, state: TopicState, there: list[Partition]) -> list[Partition]:
+        """All partitions of the topic: those that are open already, and the rest. It waits for the disk, so nobody
+        is shown a topic before this is done."""
+        partitions = list(there)
         words = self._catalog.partitions(state)
-        for number in range(len(topic.partitions), state.partitions):
+        for number in range(len(there), state.partitions):
             directory = self._root / _folder(state) / str(number)
             identity = LogIdentity(self._cluster_id, state.name, state.topic_id, number)
             partition = Partition(
@@ -118,11 +124,12 @@ class Topics:
                 state.name,
                 number,
                 Log.open(directory, identity=identity, segment_bytes=state.config.segment_bytes),
-                StateFile(directory / "state.sqlite", identity),
+                StateFile(directory, identity=identity),
                 dedup_window_ms=state.config.dedup_window_ms,
             )
             partition.lead(_word(words[number].value, state))
-            topic.partitions.append(partition)
+            partitions.append(partition)
+        return partitions
 
     # --- finding -----------------------------------------------------------------------------------------------------
 
@@ -149,6 +156,10 @@ class Topics:
     def create(self, name: str, request: wire.CreateTopic) -> tuple[Topic, bool]:
         """The topic, and whether it is new. Raises TopicExists when it exists with other settings."""
         _check_supported(request.config)
+        with self._changing:
+            return self._create(name, request)
+
+    def _create(self, name: str, request: wire.CreateTopic) -> tuple[Topic, bool]:
         state, created = self._catalog.create_topic(
             name,
             request,
@@ -161,11 +172,15 @@ class Topics:
         return topic, created
 
     def alter(self, name: str, request: wire.AlterTopic) -> Topic:
-        topic = self.get(name)
+        self.get(name)
         _check_supported(request.config)
-        topic.state = self._catalog.alter_topic(name, request, brokers=self._catalog.brokers())
-        config = topic.state.config
-        self._open_partitions(topic)
+        with self._changing:
+            return self._alter(self.get(name), request)
+
+    def _alter(self, topic: Topic, request: wire.AlterTopic) -> Topic:
+        state = self._catalog.alter_topic(topic.name, request, brokers=self._catalog.brokers())
+        config = state.config
+        topic.partitions, topic.state = self._opened(state, topic.partitions), state
         for partition in topic.partitions:
             partition.dedup_window_ms = config.dedup_window_ms
             partition.log.segment_bytes = config.segment_bytes
@@ -173,7 +188,11 @@ class Topics:
 
     def delete(self, name: str) -> None:
         """Remove the topic: first its name and its tombstone, then its files."""
-        topic = self.get(name)
+        with self._changing:
+            self._delete(self.get(name))
+
+    def _delete(self, topic: Topic) -> None:
+        name = topic.name
         self._catalog.delete_topic(name, now_ms=self._host.clock.wall_ms())
         del self._topics[name]
         self.on_removed(topic)

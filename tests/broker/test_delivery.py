@@ -1,0 +1,317 @@
+"""Queue groups over a real log: leases, receipts, sleepers, restarts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gevent
+import pytest
+from support.domain import FakePeer, Fixture, HandClock, records, running
+
+from portalmq import wire
+from portalmq.errors import Backpressure, GroupNotFound, InvalidRequest
+
+LEASE_MS = 30_000
+
+
+@pytest.fixture
+def fixture(tmp_path: Path):
+    with running(tmp_path) as it:
+        yield it
+
+
+def send(fixture: Fixture, *values: str, topic: str = "t", **more) -> None:
+    fixture.broker.produce(topic, records(*values), None, acks="all", **more)
+
+
+def receive(fixture: Fixture, *topics: str, group: str = "g", peer=None, **more):
+    return fixture.broker.receive(group, wire.ReceiveRequest(list(topics) or ["t"], **more), peer)
+
+
+def texts(messages) -> list[str]:
+    return [message.record.value.decode() for message in messages]
+
+
+def test_messages_come_in_order_and_only_once_while_leased(fixture):
+    send(fixture, "a", "b", "c")
+    assert texts(receive(fixture, max_messages=2)) == ["a", "b"]
+    assert texts(receive(fixture, max_messages=2)) == ["c"]
+    assert receive(fixture) == []
+
+
+def test_an_acked_message_never_comes_again(fixture):
+    send(fixture, "a", "b")
+    first, second = receive(fixture)
+    assert fixture.broker.ack("g", [first.receipt]) == [True]
+    fixture.clock.advance(LEASE_MS + 1)
+    (again,) = receive(fixture)
+    assert (again.offset, again.delivery_count) == (second.offset, 2)
+
+
+def test_a_nacked_message_comes_back_at_once_or_after_its_delay(fixture):
+    send(fixture, "a", "b")
+    first, second = receive(fixture)
+    assert fixture.broker.nack("g", [first.receipt], None, "no") == [True]
+    assert fixture.broker.nack("g", [second.receipt], 5_000, None) == [True]
+    assert texts(receive(fixture)) == ["a"]
+    fixture.clock.advance(5_000)
+    assert texts(receive(fixture)) == ["b"]
+
+
+def test_the_groups_back_off_grows_with_the_deliveries(fixture):
+    fixture.broker.put_group("g", {"retry_backoff_ms": [100, 1_000]})
+    send(fixture, "a")
+    for wait_ms in (100, 1_000, 1_000):
+        (message,) = receive(fixture)
+        fixture.broker.nack("g", [message.receipt], None, None)
+        fixture.clock.advance(wait_ms - 1)
+        assert receive(fixture) == []
+        fixture.clock.advance(1)
+
+
+def test_an_extended_lease_holds_longer(fixture):
+    send(fixture, "a")
+    (message,) = receive(fixture, visibility_timeout_ms=1_000)
+    assert fixture.broker.extend("g", [message.receipt], 10_000) == [True]
+    fixture.clock.advance(5_000)
+    assert receive(fixture) == []
+    fixture.clock.advance(5_000)
+    assert texts(receive(fixture)) == ["a"]
+
+
+def test_a_receipt_is_stale_once_someone_else_has_the_message(fixture):
+    send(fixture, "a")
+    (first,) = receive(fixture)
+    fixture.clock.advance(LEASE_MS)
+    (second,) = receive(fixture)
+    assert fixture.broker.ack("g", [first.receipt]) == [False]
+    assert fixture.broker.extend("g", [first.receipt], None) == [False]
+    assert fixture.broker.nack("g", [first.receipt], None, None) == [False]
+    assert fixture.broker.ack("g", [second.receipt]) == [True]
+    assert fixture.broker.ack("g", [first.receipt]) == [True], "done is done, whoever says so"
+
+
+def test_receipts_are_checked_before_any_is_used(fixture):
+    send(fixture, "a")
+    (message,) = receive(fixture)
+    with pytest.raises(InvalidRequest):
+        fixture.broker.ack("g", [message.receipt, "nonsense"])
+    fixture.clock.advance(LEASE_MS)
+    assert texts(receive(fixture)) == ["a"]
+
+
+def test_a_receipt_of_another_group_is_refused(fixture):
+    send(fixture, "a")
+    (message,) = receive(fixture)
+    receive(fixture, group="other")
+    with pytest.raises(InvalidRequest):
+        fixture.broker.ack("other", [message.receipt])
+    with pytest.raises(GroupNotFound):
+        fixture.broker.ack("unknown", [message.receipt])
+
+
+def test_groups_do_not_disturb_each_other(fixture):
+    send(fixture, "a")
+    assert texts(receive(fixture, group="one")) == ["a"]
+    assert texts(receive(fixture, group="two")) == ["a"]
+
+
+def test_max_messages_holds_over_partitions_and_all_are_served(fixture):
+    fixture.broker.create_topic("t", wire.CreateTopic(partitions=3))
+    for number in range(3):
+        send(fixture, *[f"{number}-{n}" for n in range(4)], partition=number)
+    first = receive(fixture, max_messages=5)
+    assert len(first) == 5
+    rest = [message for _ in range(2) for message in receive(fixture, max_messages=5)]
+    assert len({text for text in texts([*first, *rest])}) == 12
+
+
+def test_a_group_that_starts_at_the_latest_skips_what_was_there(fixture):
+    send(fixture, "old")
+    fixture.broker.put_group("g", {"start": "latest"})
+    assert receive(fixture) == []
+    send(fixture, "new")
+    assert texts(receive(fixture)) == ["new"]
+
+
+def test_partitions_added_later_are_read_from_their_beginning(fixture):
+    fixture.broker.put_group("g", {"start": "latest"})
+    receive(fixture)
+    fixture.broker.alter_topic("t", wire.AlterTopic(partitions=2))
+    send(fixture, "early", partition=1)
+    assert texts(receive(fixture)) == ["early"]
+
+
+def test_a_repeated_attempt_gets_the_same_messages_and_receipts(fixture):
+    send(fixture, "a", "b", "c")
+    first = receive(fixture, max_messages=2, attempt_id="x")
+    assert receive(fixture, max_messages=2, attempt_id="x") == first
+    assert texts(receive(fixture, max_messages=2, attempt_id="y")) == ["c"]
+
+
+def test_a_message_whose_consumers_vanished_twice_comes_alone(fixture):
+    send(fixture, *"abcd")
+    for _ in range(3):
+        assert len(receive(fixture)) == 4
+        fixture.clock.advance(LEASE_MS)
+    assert texts(receive(fixture)) == ["a"]
+    assert texts(receive(fixture)) == ["b"]
+
+
+def test_the_description_counts_messages(fixture):
+    send(fixture, *"abcdef")
+    fixture.clock.advance(1_000)
+    messages = receive(fixture, max_messages=3)
+    fixture.broker.ack("g", [messages[0].receipt])
+    fixture.broker.nack("g", [messages[1].receipt], 60_000, None)
+    described = fixture.broker.describe_group("g")
+    assert (described.ready, described.in_flight, described.scheduled, described.lag) == (3, 1, 1, 5)
+    assert described.oldest_unacked_ms == 1_000
+
+
+def test_a_deleted_group_begins_anew(fixture):
+    send(fixture, "a")
+    (message,) = receive(fixture)
+    fixture.broker.ack("g", [message.receipt])
+    fixture.broker.delete_group("g")
+    with pytest.raises(GroupNotFound):
+        fixture.broker.describe_group("g")
+    assert texts(receive(fixture)) == ["a"]
+
+
+# --- sleeping --------------------------------------------------------------------------------------------------------
+
+
+def park(fixture: Fixture, *topics: str, **more):
+    greenlet = gevent.spawn(receive, fixture, *topics, wait_ms=30_000, **more)
+    before = len(fixture.broker.groups.lot.waiters)
+    with gevent.Timeout(5):
+        while len(fixture.broker.groups.lot.waiters) == before:
+            gevent.sleep(0.001)
+    return greenlet
+
+
+def finished(*greenlets):
+    gevent.joinall(greenlets, timeout=0.3)
+    return [greenlet for greenlet in greenlets if greenlet.ready()]
+
+
+def test_a_sleeper_wakes_when_a_message_comes(fixture):
+    sleeper = park(fixture)
+    send(fixture, "a")
+    assert texts(sleeper.get(timeout=5)) == ["a"]
+
+
+def test_one_message_wakes_one_sleeper(fixture):
+    sleepers = [park(fixture) for _ in range(5)]
+    send(fixture, "a")
+    (awake,) = finished(*sleepers)
+    assert texts(awake.get()) == ["a"]
+    assert len(fixture.broker.groups.lot.waiters) == 4
+
+
+def test_sleepers_are_served_in_the_order_they_came(fixture):
+    sleepers = [park(fixture, max_messages=1) for _ in range(3)]
+    send(fixture, "a", "b")
+    assert [texts(sleeper.get(timeout=5)) for sleeper in sleepers[:2]] == [["a"], ["b"]]
+    assert not sleepers[2].ready()
+
+
+def test_a_sleeper_watches_all_partitions_of_all_its_topics(fixture):
+    fixture.broker.create_topic("t", wire.CreateTopic(partitions=3))
+    sleeper = park(fixture, "u", "t")
+    send(fixture, "a", partition=2)
+    assert texts(sleeper.get(timeout=5)) == ["a"]
+
+
+def test_a_client_that_has_gone_gets_nothing(fixture):
+    peer = FakePeer()
+    gone, there = park(fixture, peer=peer), park(fixture)
+    peer.leave()
+    assert gone.get(timeout=5) == []
+    send(fixture, "a")
+    (message,) = there.get(timeout=5)
+    assert message.delivery_count == 1
+
+
+def test_a_client_that_goes_just_as_a_message_comes_gets_nothing(fixture):
+    peer = FakePeer()
+    gone, there = park(fixture, peer=peer), park(fixture)
+    peer.has_gone = True  # not noticed by the watch yet
+    send(fixture, "a")
+    (message,) = there.get(timeout=5)
+    assert (gone.get(timeout=5), message.delivery_count) == ([], 1)
+
+
+def test_a_nack_wakes_a_sleeper(fixture):
+    send(fixture, "a")
+    (message,) = receive(fixture)
+    sleeper = park(fixture)
+    fixture.broker.nack("g", [message.receipt], None, None)
+    assert texts(sleeper.get(timeout=5)) == ["a"]
+
+
+def test_a_lease_that_ends_wakes_a_sleeper(fixture):
+    send(fixture, "a")
+    receive(fixture, visibility_timeout_ms=50)
+    sleeper = park(fixture)
+    assert not sleeper.ready()
+    fixture.clock.advance(50)
+    assert texts(sleeper.get(timeout=5)) == ["a"]
+
+
+def test_a_wait_that_ends_gives_an_empty_list(fixture):
+    fixture.broker.create_topic("t", wire.CreateTopic())
+    fixture_clock_moves = gevent.spawn_later(0.02, fixture.clock.advance, 1_000)
+    assert receive(fixture, wait_ms=10) == []
+    fixture_clock_moves.join()
+    assert fixture.broker.groups.lot.waiters == {}
+
+
+def test_drain_ends_every_wait(fixture):
+    sleepers = [park(fixture) for _ in range(3)]
+    fixture.broker.drain()
+    assert [sleeper.get(timeout=5) for sleeper in sleepers] == [[], [], []]
+
+
+def test_more_sleepers_than_the_bound_are_told_to_come_back(fixture):
+    fixture.broker.groups.lot.parked_max = 1
+    park(fixture)
+    with pytest.raises(Backpressure):
+        receive(fixture, wait_ms=1_000)
+
+
+# --- restarts --------------------------------------------------------------------------------------------------------
+
+
+def test_leases_acks_and_counts_survive_a_restart(tmp_path):
+    clock = HandClock()
+    with running(tmp_path, clock) as before:
+        send(before, "a", "b", "c")
+        first, second, _ = receive(before)
+        before.broker.ack("g", [first.receipt])
+    with running(tmp_path, clock) as after:
+        assert receive(after) == [], "the leases still run"
+        assert after.broker.ack("g", [second.receipt]) == [True], "a receipt of the epoch before still counts"
+        clock.advance(LEASE_MS)
+        (again,) = receive(after)
+        assert (again.record.value, again.delivery_count) == (b"c", 2)
+
+
+def test_a_clock_set_back_by_an_hour_during_a_restart_does_not_prolong_leases(tmp_path):
+    with running(tmp_path, HandClock()) as before:
+        send(before, "a")
+        receive(before)
+    clock = HandClock()
+    clock.advance(-3_600_000)
+    with running(tmp_path, clock) as after:
+        clock.advance(LEASE_MS)
+        assert texts(receive(after)) == ["a"]
+
+
+def test_a_clock_set_back_by_an_hour_does_not_set_timestamps_back(fixture):
+    send(fixture, "a")
+    fixture.clock.day_ms -= 3_600_000
+    send(fixture, "b")
+    first, second = receive(fixture)
+    assert second.timestamp_ms >= first.timestamp_ms

@@ -1,0 +1,69 @@
+"""What the broker counts, as Prometheus reads it."""
+
+from __future__ import annotations
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from portalmq.broker.metrics import Gauges, GroupLag, Metrics, PartitionGauge
+
+
+def samples(metrics: Metrics) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    families = text_string_to_metric_families(metrics.exposition().decode())
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in families
+        for sample in family.samples
+    }
+
+
+def test_messages_are_counted_by_topic_and_group():
+    metrics = Metrics("1.2.3")
+    metrics.published("t", 3, 30)
+    metrics.published("t", 2, 20)
+    metrics.delivered("t", "g", 4, 1)
+    metrics.acked("t", "g", 4)
+    metrics.committed(0.002)
+    found = samples(metrics)
+    assert found["portalmq_messages_published_total", (("topic", "t"),)] == 5
+    assert found["portalmq_bytes_published_total", (("topic", "t"),)] == 50
+    assert found["portalmq_messages_delivered_total", (("group", "g"), ("topic", "t"))] == 4
+    assert found["portalmq_messages_redelivered_total", (("group", "g"), ("topic", "t"))] == 1
+    assert found["portalmq_messages_acked_total", (("group", "g"), ("topic", "t"))] == 4
+    assert found["portalmq_storage_commit_duration_seconds_count", ()] == 1
+    assert found["portalmq_build_info", (("version", "1.2.3"),)] == 1
+
+
+def test_a_deleted_topic_and_a_deleted_group_lose_their_series():
+    metrics = Metrics("0")
+    for topic in ("t", "u"):
+        metrics.published(topic, 1, 1)
+        metrics.delivered(topic, "g", 1, 0)
+    metrics.acked("t", "g", 1)
+    metrics.forget_topic("t")
+    metrics.forget_topic("never there")
+    assert not [key for key in samples(metrics) if ("topic", "t") in key[1]]
+    metrics.forget_group("g")
+    assert not [key for key in samples(metrics) if ("group", "g") in key[1]]
+
+
+def test_the_state_is_read_when_it_is_asked_for():
+    metrics = Metrics("0")
+    state = Gauges([GroupLag("t", 0, "g", 5, 1.5)], [PartitionGauge("t", 0, True, 2, 9)], {"log": 100}, True)
+    asked = []
+    metrics.observe(lambda: asked.append(1) or state)
+    assert not asked
+    found = samples(metrics)
+    place = (("partition", "0"), ("topic", "t"))
+    assert found["portalmq_group_lag_messages", (("group", "g"), *place)] == 5
+    assert found["portalmq_oldest_unacked_age_seconds", (("group", "g"), *place)] == 1.5
+    assert found["portalmq_partition_leader", place] == 1
+    assert found["portalmq_partition_high_watermark", place] == 9
+    assert found["portalmq_storage_bytes", (("file", "log"),)] == 100
+    assert found["portalmq_coordinator_connected", ()] == 1
+    assert found["portalmq_waiting_calls", ()] == 0
+
+
+def test_a_topics_name_cannot_break_the_format():
+    metrics = Metrics("0")
+    metrics.published('a"b\\c', 1, 1)
+    assert samples(metrics)["portalmq_messages_published_total", (("topic", 'a"b\\c'),)] == 1
