@@ -1,6 +1,7 @@
 """What SQLite alone does with our schema: the yardstick that the benchmark holds the whole broker against.
 
-One connection, one thread, no HTTP, no checks: `executemany` of ready tuples, a transaction and an fsync for each batch.
+One connection, one thread, no HTTP, no checks: `executemany` of ready tuples, with a transaction and an fsync for each
+batch.
 """
 
 from __future__ import annotations

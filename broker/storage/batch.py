@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import zlib
 from enum import IntEnum
-from itertools import pairwise
 
 import msgspec
 
@@ -104,9 +103,3 @@ def checksum(batch: Batch) -> int:
 def sealed_batch(batch: Batch) -> Batch:
     """The batch with its checksum."""
     return msgspec.structs.replace(batch, crc=checksum(batch))
-
-
-def assert_dense(batches: list[Batch]) -> None:
-    """Batches that go into the log together follow each other without a hole."""
-    for before, after in pairwise(batches):
-        assert before.end_offset == after.base_offset, (before.base_offset, before.count, after.base_offset)

@@ -1,0 +1,169 @@
+"""The data directory: whose it is, that one broker uses it, and that it does not run full.
+
+A full disk stops more than writes: SQLite can then neither delete nor checkpoint, so retention cannot free the room
+that is missing. Hence two measures. Below a low-water mark the broker refuses new messages (507) while there is still
+room for its own work; and a ballast file can be given up when even that was not enough.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from portalmq.broker.storage.errors import StorageError, StorageFault, faults_of
+from portalmq.broker.storage.files import make_directory, sync_directory, write_atomically
+
+LOW_WATER_BYTES = 512 * 1024 * 1024
+BALLAST_BYTES = 16 * 1024 * 1024
+CHECK_INTERVAL_MS = 100
+
+
+class DirectoryInUse(StorageError):
+    """Another broker process uses this data directory."""
+
+
+class WrongCluster(StorageError):
+    """The data directory belongs to another cluster or another broker."""
+
+
+class DiskGuard:
+    """Tells when the disk under `data_dir` is nearly full, and holds a reserve there."""
+
+    def __init__(
+        self, data_dir: Path, *, low_water_bytes: int = LOW_WATER_BYTES, ballast_bytes: int = BALLAST_BYTES
+    ) -> None:
+        self.data_dir = data_dir
+        self.low_water_bytes = low_water_bytes
+        self.ballast_path = data_dir / "ballast"
+        self._checked_at_ms: int | None = None
+        self._full = False
+        if ballast_bytes > 0:
+            self._take_ballast(ballast_bytes)
+
+    def _take_ballast(self, size: int) -> None:
+        """Reserves `size` bytes. A disk without room for it stays without: `full` says so soon enough."""
+        try:
+            descriptor = os.open(self.ballast_path, os.O_RDWR | os.O_CREAT, 0o640)
+            try:
+                os.posix_fallocate(descriptor, 0, size)
+                os.ftruncate(descriptor, size)
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                self.ballast_path.unlink()
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise StorageFault(f"{self.ballast_path}: {error}") from error
+
+    def free_bytes(self) -> int:
+        """What an ordinary user may still write there."""
+        with faults_of(self.data_dir):
+            status = os.statvfs(self.data_dir)
+            return status.f_bavail * status.f_frsize
+
+    def full(self, now_ms: int) -> bool:
+        """Whether new messages are to be refused. Asks the file system at most every 100 ms of `now_ms`."""
+        checked_at_ms = self._checked_at_ms
+        if checked_at_ms is None or not 0 <= now_ms - checked_at_ms < CHECK_INTERVAL_MS:
+            self._full = self.free_bytes() < self.low_water_bytes
+            self._checked_at_ms = now_ms
+        return self._full
+
+    def release(self) -> bool:
+        """Gives the ballast up, to make room for deleting. False when there is none any more."""
+        with faults_of(self.ballast_path):
+            try:
+                self.ballast_path.unlink()
+            except FileNotFoundError:
+                return False
+            sync_directory(self.data_dir)
+        self._checked_at_ms = None
+        return True
+
+
+class StoreIdentity(msgspec.Struct, frozen=True):
+    """Whose data it is. `store_uuid` tells this disk from an emptied one put in its place."""
+
+    cluster_id: str
+    broker_id: int
+    store_uuid: str
+
+
+@dataclass(frozen=True, slots=True)
+class DataDirectory:
+    """A broker's data directory, locked for this process and, if it forks, its children."""
+
+    path: Path
+    identity: StoreIdentity
+    _lock: int
+
+    @classmethod
+    def open(cls, path: Path, *, cluster_id: str | None = None, broker_id: int | None = None) -> DataDirectory:
+        """Locks `path`, made when missing. What is None is taken from the directory; a new one gets an id of its own.
+
+        Raises DirectoryInUse, WrongCluster, StorageFault.
+        """
+        with faults_of(path):
+            make_directory(path)
+            lock = _lock(path / "lock")
+            try:
+                identity = _identity(path / "identity.json", cluster_id, broker_id)
+            except BaseException:
+                os.close(lock)
+                raise
+        return cls(path, identity, lock)
+
+    def partition_directory(self, topic: str, topic_id: str, partition: int) -> Path:
+        return self.path / "partitions" / f"{topic}@{topic_id}" / str(partition)
+
+    def close(self) -> None:
+        """Gives the lock back."""
+        os.close(self._lock)
+
+
+def _lock(path: Path) -> int:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o640)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip() or "unknown"
+        os.close(descriptor)
+        raise DirectoryInUse(
+            f"{path.parent} is used by the process {holder}: stop it, or choose another --data-dir"
+        ) from None
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+    return descriptor
+
+
+def _identity(path: Path, cluster_id: str | None, broker_id: int | None) -> StoreIdentity:
+    try:
+        identity = msgspec.json.decode(path.read_bytes(), type=StoreIdentity)
+    except FileNotFoundError:
+        identity = StoreIdentity(
+            cluster_id=uuid.uuid4().hex if cluster_id is None else cluster_id,
+            broker_id=1 if broker_id is None else broker_id,
+            store_uuid=uuid.uuid4().hex,
+        )
+        write_atomically(path, msgspec.json.encode(identity) + b"\n")
+        return identity
+    except msgspec.DecodeError as error:
+        raise StorageFault(f"{path} is damaged: {error}; restore it from a copy") from error
+    if cluster_id is not None and cluster_id != identity.cluster_id:
+        raise WrongCluster(
+            f"{path.parent} holds data of the cluster {identity.cluster_id}, this is the cluster {cluster_id}:"
+            " choose another --data-dir, or adopt the data on purpose"
+        )
+    if broker_id is not None and broker_id != identity.broker_id:
+        raise WrongCluster(
+            f"{path.parent} holds data of the broker {identity.broker_id}, this is the broker {broker_id}:"
+            " choose another --data-dir or --broker-id"
+        )
+    return identity

@@ -1,0 +1,40 @@
+"""Durable changes of a directory: a name that was written, replaced or removed stays so after a power cut."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+
+def sync_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """`path` has the old content or the new one at every moment, and the new one durably on return."""
+    draft = path.with_name(path.name + ".new")
+    with open(draft, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(draft, path)
+    sync_directory(path.parent)
+
+
+def make_directory(path: Path) -> None:
+    """Creates `path` and its missing parents durably."""
+    missing = [directory for directory in (path, *path.parents) if not directory.exists()]
+    for directory in reversed(missing):
+        directory.mkdir(mode=0o750, exist_ok=True)
+        sync_directory(directory.parent)
+
+
+def sha256_of(path: Path) -> str:
+    """Only for a file that no connection of this process has open with locks: closing it would drop them (POSIX)."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,336 @@
+"""The log of one partition: a directory of segment files, dense in offsets, one of them active.
+
+    0000...0000.sqlite  sealed   final: 0444, in the manifest, read with immutable=1
+    0000...4711.sqlite  rolled   complete, but not yet sealed
+    0000...9000.sqlite  active   the only one that is appended to
+
+Every change goes through states that `open` understands, so a kill at any moment leaves a valid log: a new segment is
+renamed into place when it is complete; segments are removed from the end that keeps the rest contiguous (the newest
+first when truncating, the oldest first when dropping); the manifest is written last when sealing and first when undoing
+it; what nothing explains any more (leftovers of creating, a -wal without its database) is deleted at the next open.
+
+Threads: changes wait for each other, and reads wait for each other, on native turns; an append and a read run side by
+side, on the two connections of the segment. No method switches greenlets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from portalmq.broker.storage.batch import Batch, Kind
+from portalmq.broker.storage.errors import DiskFull, StorageFault, faults_of
+from portalmq.broker.storage.files import make_directory, sync_directory
+from portalmq.broker.storage.manifest import SealedSegment, entry_of, read_manifest, write_manifest
+from portalmq.broker.storage.reading import ReadableLog
+from portalmq.broker.storage.recovery import open_segments, remove_leftovers
+from portalmq.broker.storage.schema import PAGE_BYTES, LogIdentity
+from portalmq.broker.storage.segment import Segment
+from portalmq.broker.storage.turn import Turn
+
+SEGMENT_BYTES = 256 * 1024 * 1024
+# From the first size on a checkpoint is due, when the writer has nobody waiting; at the second, append does it itself.
+WAL_BYTES_DUE = 16 * 1024 * 1024
+WAL_BYTES_MAX = 64 * 1024 * 1024
+
+
+class Log(ReadableLog):
+    """Append, read and shorten one partition's log. Open it with `Log.open`; times are arguments, Unix ms.
+
+    Invariants: log_start_offset <= end_offset; everything below end_offset is durable.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        identity: LogIdentity,
+        segments: Sequence[Segment],
+        sealed: dict[int, SealedSegment],
+        segment_bytes: int,
+    ) -> None:
+        super().__init__(segments)
+        self.directory = directory
+        self.identity = identity
+        self.segment_bytes = segment_bytes
+        self._sealed = sealed
+        self._fault: StorageFault | None = None
+        self._parked = False
+        self._closed = False
+        # Taken in this order, where more than one is.
+        self._sealing, self._writing, self._reading = Turn(), Turn(), Turn()
+
+    # --- opening ------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def open(cls, directory: Path, *, identity: LogIdentity, segment_bytes: int = SEGMENT_BYTES) -> Log:
+        """The log in `directory`, made when there is none, recovered after whatever ended its last user.
+
+        All that is found is on disk, fsynced, before it is claimed. Raises WrongLog, StorageFault, DiskFull.
+        """
+        with faults_of(directory):
+            make_directory(directory)
+            remove_leftovers(directory)
+            sealed = read_manifest(directory, identity)
+            segments = open_segments(directory, identity, sealed)
+        return cls(directory, identity, segments, sealed, segment_bytes)
+
+    @property
+    def sealed_segments(self) -> list[SealedSegment]:
+        """The manifest, oldest first."""
+        return [self._sealed[base_offset] for base_offset in sorted(self._sealed)]
+
+    @property
+    def checkpoint_due(self) -> bool:
+        """Whether `checkpoint` should be called once nobody waits for an append."""
+        return self._active.wal_pages * PAGE_BYTES >= WAL_BYTES_DUE
+
+    # --- changing -----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _change(self, *, all_or_fault: bool = False) -> Iterator[None]:
+        """The turn to change the log. After a fault there is none: the next fsync could lie about the last.
+
+        `all_or_fault`: the change has several steps, so a full disk in the middle is a fault too.
+        """
+        with self._writing:
+            self._check_usable()
+            if self._parked:
+                self._unpark()
+            try:
+                with faults_of(self.directory):
+                    yield
+            except StorageFault as fault:
+                self._fault = fault
+                raise
+            except DiskFull as full:
+                if not all_or_fault:
+                    raise
+                self._fault = StorageFault(str(full))
+                raise self._fault from full
+
+    def _check_usable(self) -> None:
+        if self._closed:
+            raise RuntimeError(f"the log {self.directory} is closed")
+        if self._fault is not None:
+            raise StorageFault(f"{self.directory} had a fault before: {self._fault}; restart the broker")
+
+    def append(self, batches: Sequence[Batch]) -> None:
+        """Appends all of `batches` or none, in one transaction; durable on return.
+
+        They carry on from end_offset without a hole, with messages_before, times and checksums filled in; a ValueError
+        says where they do not. DiskFull: not applied. StorageFault: unknown.
+        """
+        if not batches:
+            return
+        with self._change():
+            self._check_continues(batches)
+            if self._active.bytes >= self.segment_bytes:
+                self._roll()
+            active = self._active
+            active.append(batches)
+            self._tail = self._tail_of_active()
+            if active.wal_pages * PAGE_BYTES >= WAL_BYTES_MAX:
+                active.checkpoint()
+
+    def _check_continues(self, batches: Sequence[Batch]) -> None:
+        end_offset, messages, timestamp_ms = self._tail
+        for batch in batches:
+            if batch.base_offset != end_offset or batch.messages_before != messages:
+                raise ValueError(
+                    f"the log goes on at offset {end_offset} after {messages} messages, the batch at"
+                    f" {batch.base_offset} after {batch.messages_before}"
+                )
+            if batch.count != (len(batch.records) if batch.kind == Kind.MESSAGES else 1) or batch.count < 1:
+                raise ValueError(f"the batch at {batch.base_offset} says {batch.count} records and has another number")
+            if batch.appended_at_ms < timestamp_ms:
+                raise ValueError(
+                    f"the batch at {batch.base_offset} is of {batch.appended_at_ms} ms, before {timestamp_ms} ms"
+                )
+            end_offset += batch.count
+            messages += batch.message_count
+            timestamp_ms = batch.appended_at_ms
+
+    def checkpoint(self) -> None:
+        """Moves the write-ahead log into the database, as far as readers allow."""
+        with self._change():
+            self._active.checkpoint()
+
+    def roll(self) -> None:
+        """Starts a new segment, unless the active one is empty."""
+        with self._change():
+            self._roll()
+
+    def _roll(self) -> None:
+        active = self._active
+        if active.end_offset == active.base_offset:
+            return
+        fresh = Segment.create(
+            self.directory,
+            self.identity,
+            base_offset=active.end_offset,
+            messages_before=active.messages_end,
+            timestamp_before_ms=active.last_timestamp_ms,
+            log_start_offset=self._log_start_offset,
+        )
+        self._segments = (*self._segments, fresh)
+
+    def seal(self, below: int) -> int:
+        """Seals the rolled segments that end at or below `below`, oldest first; how many were sealed.
+
+        A segment that another process is reading waits for the next call. Hashing takes a second or so for each GiB:
+        appends and reads go on meanwhile.
+        """
+        count = 0
+        with self._sealing:
+            for segment in self._segments[:-1]:
+                if segment.end_offset > below:
+                    break
+                if segment.base_offset in self._sealed:
+                    continue
+                if not segment.settled and not self._settle(segment):
+                    break
+                with faults_of(segment.path):
+                    entry = entry_of(segment)
+                with self._change(all_or_fault=True):
+                    if segment in self._segments:
+                        sealed = {**self._sealed, segment.base_offset: entry}
+                        write_manifest(self.directory, self.identity, sealed.values())
+                        self._sealed = sealed
+                        count += 1
+        return count
+
+    def _settle(self, segment: Segment) -> bool:
+        with self._change(all_or_fault=True):
+            with self._reading:
+                _ = segment.writer
+            segment.checkpoint()  # most of the work, while reads go on
+            with self._reading:
+                return segment.settle()
+
+    def truncate(self, to_offset: int) -> None:
+        """Drops everything from `to_offset` on, durably. It must be a border between batches (ValueError else)."""
+        if not self._log_start_offset <= to_offset <= self.end_offset:
+            raise ValueError(f"cannot truncate [{self._log_start_offset}, {self.end_offset}) to {to_offset}")
+        if to_offset == self.end_offset:
+            return
+        with self._sealing, self._change(all_or_fault=True), self._reading:
+            position = self._position(to_offset)
+            last, later = self._segments[position], self._segments[position + 1 :]
+            if not last.is_border(to_offset):
+                raise ValueError(f"offset {to_offset} is within a batch, and a batch is whole or not at all")
+            for segment in (last, *later):
+                self._close_reader(segment)
+            self._unseal(segment.base_offset for segment in (last, *later))
+            if last.settled:
+                last.open_live()
+            last.set_log_start(self._log_start_offset)
+            for segment in reversed(later):
+                segment.remove()
+                sync_directory(self.directory)
+            last.cut(to_offset)
+            last.log_start_offset = self._log_start_offset
+            self._segments = self._segments[: position + 1]
+            self._tail = self._tail_of_active()
+
+    def _unseal(self, base_offsets: Iterator[int]) -> None:
+        gone = set(base_offsets) & self._sealed.keys()
+        if gone:
+            sealed = {base: entry for base, entry in self._sealed.items() if base not in gone}
+            write_manifest(self.directory, self.identity, sealed.values())
+            self._sealed = sealed
+
+    def advance_log_start(self, offset: int) -> None:
+        """Messages below `offset` are gone from now on, durably. Never goes back; the files stay until dropped."""
+        if offset > self.end_offset:
+            raise ValueError(f"the log start cannot pass the log's end {self.end_offset}: {offset}")
+        with self._change():
+            self._advance_log_start(offset)
+
+    def _advance_log_start(self, offset: int) -> None:
+        if offset > self._log_start_offset:
+            self._active.set_log_start(offset)
+            self._log_start_offset = offset
+
+    def drop_segments_below(self, offset: int) -> int:
+        """Unlinks the leading sealed segments that end at or below `offset`; how many. The log start moves along."""
+        with self._change(all_or_fault=True):
+            victims = []
+            for segment in self._segments[:-1]:
+                if segment.end_offset > offset or segment.base_offset not in self._sealed:
+                    break
+                victims.append(segment)
+            if not victims:
+                return 0
+            self._advance_log_start(victims[-1].end_offset)
+            with self._reading:
+                self._segments = self._segments[len(victims) :]
+                for segment in victims:
+                    self._close_reader(segment)
+            for segment in victims:
+                segment.remove()
+            sync_directory(self.directory)
+            self._unseal(segment.base_offset for segment in victims)
+            return len(victims)
+
+    def retention_candidate(self, now_ms: int, retention_ms: int | None, retention_bytes: int | None) -> int:
+        """The offset below which whole sealed segments are too old, or too much. None: no such limit.
+
+        A segment is as old as the newest append or delivery time in it.
+        """
+        size = self.size_bytes
+        offset = self._segments[0].base_offset
+        for segment in self._segments[:-1]:
+            entry = self._sealed.get(segment.base_offset)
+            if entry is None:
+                break
+            old = retention_ms is not None and entry.newest_ms < now_ms - retention_ms
+            if not old and (retention_bytes is None or size <= retention_bytes):
+                break
+            size -= entry.bytes
+            offset = entry.end_offset
+        return offset
+
+    # --- idling -------------------------------------------------------------------------------------------------
+
+    def park(self) -> None:
+        """Closes every file until the log is used again."""
+        with self._writing, self._reading:
+            if not self._closed and self._fault is None:
+                self._close_files()
+                self._parked = True
+
+    def _unpark(self) -> None:
+        with faults_of(self.directory), self._reading:
+            self._active.open_live()
+            self._parked = False
+
+    def close(self) -> None:
+        """Closes the log for good. After a fault nothing is flushed: the next open finds what is there."""
+        with self._sealing, self._writing, self._reading:
+            if not self._closed:
+                self._closed = True
+                if self._fault is None:
+                    self._close_files()
+
+    def _close_files(self) -> None:
+        self._open_sealed.clear()
+        with faults_of(self.directory):
+            for segment in self._segments:
+                segment.close()
+
+    @contextmanager
+    def _read(self) -> Iterator[None]:
+        """The turn to read."""
+        while True:
+            if self._closed:
+                raise RuntimeError(f"the log {self.directory} is closed")
+            if self._parked:
+                with self._writing:
+                    if self._parked:
+                        self._unpark()
+            with self._reading:
+                if not self._parked:
+                    with faults_of(self.directory):
+                        yield
+                    return

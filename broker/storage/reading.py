@@ -1,0 +1,213 @@
+"""The reading half of a log: queries over its segments, in offset order.
+
+Readers hold no snapshot across calls: what is below the end is final, until a truncation, which waits for its turn.
+Of the sealed segments only the few that were read last are kept open.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, closing
+from typing import NamedTuple
+
+from portalmq.broker.storage.batch import Batch, Kind
+from portalmq.broker.storage.errors import OffsetPurged
+from portalmq.broker.storage.segment import Segment
+
+SEALED_READERS_MAX = 4
+SCAN_BATCHES = 512
+
+
+class _Tail(NamedTuple):
+    """Where the log ends, replaced as a whole so that no reader sees half of an append."""
+
+    end_offset: int
+    messages: int
+    last_timestamp_ms: int
+
+
+class ReadableLog:
+    """What can be asked of a log. Times are Unix ms."""
+
+    def __init__(self, segments: Sequence[Segment]) -> None:
+        self._segments = tuple(segments)
+        self._log_start_offset = max(self._active.log_start_offset, self.base_offset)
+        self._tail = self._tail_of_active()
+        self._open_sealed: OrderedDict[int, Segment] = OrderedDict()
+
+    def _read(self) -> AbstractContextManager[None]:
+        """The turn to read, with the files open."""
+        raise NotImplementedError
+
+    # --- what is known without reading --------------------------------------------------------------------------
+
+    @property
+    def log_start_offset(self) -> int:
+        """Messages below are gone, although their file may still stand."""
+        return self._log_start_offset
+
+    @property
+    def end_offset(self) -> int:
+        """The next offset to be written; everything below is durable."""
+        return self._tail.end_offset
+
+    @property
+    def message_count_total(self) -> int:
+        """All messages that this partition has ever held below its end."""
+        return self._tail.messages
+
+    @property
+    def last_timestamp_ms(self) -> int:
+        """When the last batch was appended. The next one may not be earlier. 0 in a new log."""
+        return self._tail.last_timestamp_ms
+
+    @property
+    def size_bytes(self) -> int:
+        """The size of the databases, without the write-ahead log."""
+        return sum(segment.bytes for segment in self._segments)
+
+    @property
+    def base_offset(self) -> int:
+        """Where the oldest file begins: at or below the log start."""
+        return self._segments[0].base_offset
+
+    @property
+    def _active(self) -> Segment:
+        return self._segments[-1]
+
+    def _tail_of_active(self) -> _Tail:
+        active = self._active
+        return _Tail(active.end_offset, active.messages_end, active.last_timestamp_ms)
+
+    # --- reading ------------------------------------------------------------------------------------------------
+
+    def _position(self, offset: int) -> int:
+        """Which segment holds `offset`, or would: the last one whose base is not above it."""
+        return max(0, bisect_right(self._segments, offset, key=lambda segment: segment.base_offset) - 1)
+
+    def _used(self, segment: Segment) -> Segment:
+        """`segment`, after closing the sealed one that was not read for longest when too many are open."""
+        if segment.settled:
+            self._open_sealed[segment.base_offset] = segment
+            self._open_sealed.move_to_end(segment.base_offset)
+            if len(self._open_sealed) > SEALED_READERS_MAX:
+                _, coldest = self._open_sealed.popitem(last=False)
+                coldest.close_reader()
+        return segment
+
+    def _close_reader(self, segment: Segment) -> None:
+        self._open_sealed.pop(segment.base_offset, None)
+        segment.close_reader()
+
+    def read(
+        self, offset: int, *, max_messages: int | None = None, max_bytes: int | None = None, below: int | None = None
+    ) -> list[Batch]:
+        """Whole batches, checked, from the one that contains `offset` on, control records included.
+
+        Stops after the batch with which a limit is reached (bytes of keys, values and bodies), so there is at least one
+        if there is any; and before the first batch that starts at or above `below`. Raises OffsetPurged, CorruptBatch.
+        """
+        below = min(self.end_offset, self.end_offset if below is None else below)
+        found: list[Batch] = []
+        messages = size = 0
+        with self._read():
+            if offset < self._log_start_offset:
+                raise OffsetPurged(offset, self._log_start_offset)
+            for segment in self._segments[self._position(offset) :]:
+                if segment.base_offset >= below:
+                    break
+                with closing(self._used(segment).batches(offset, below)) as batches:
+                    for batch in batches:
+                        found.append(batch)
+                        messages += batch.message_count
+                        size += _payload_bytes(batch)
+                        if max_messages is not None and messages >= max_messages:
+                            return found
+                        if max_bytes is not None and size >= max_bytes:
+                            return found
+        return found
+
+    def message_runs(self, start: int, end: int, limit: int) -> list[tuple[int, int]]:
+        """The ranges [a, b) of message offsets within [start, end), merged, at most `limit` messages in all."""
+        runs: list[tuple[int, int]] = []
+        with self._read():
+            start = max(start, self._log_start_offset)
+            end = min(end, self.end_offset)
+            for segment in self._segments[self._position(start) :]:
+                if segment.base_offset >= end or limit <= 0:
+                    break
+                for base_offset, batch_end in self._used(segment).message_runs(start, end, limit):
+                    first = max(base_offset, start)
+                    last = min(batch_end, end, first + limit)
+                    limit -= last - first
+                    if runs and runs[-1][1] == first:
+                        runs[-1] = (runs[-1][0], last)
+                    else:
+                        runs.append((first, last))
+                    if limit <= 0:
+                        break
+        return runs
+
+    def messages_before(self, offset: int) -> int:
+        """How many messages this partition holds, or held, below `offset` (any offset): exact, for lag."""
+        end_offset, messages, _ = self._tail
+        if offset >= end_offset:
+            return messages
+        with self._read():
+            segment = self._segments[self._position(offset)]
+            return self._used(segment).messages_below(offset)
+
+    def find_message_id(self, message_id: bytes, since_ms: int) -> tuple[int, bytes | None, int] | None:
+        """(offset, body hash, append time) of the newest message with this id appended at or after `since_ms`."""
+        with self._read():
+            for segment in reversed(self._segments):
+                if segment.last_timestamp_ms < since_ms:
+                    return None
+                found = self._used(segment).message_of_id(message_id, since_ms)
+                if found is not None:
+                    return found
+        return None
+
+    def offset_for_time(self, timestamp_ms: int) -> int:
+        """The first offset of the first batch appended at or after `timestamp_ms`; the end when there is none."""
+        with self._read():
+            for segment in self._segments:
+                if segment.end_offset > segment.base_offset and segment.last_timestamp_ms >= timestamp_ms:
+                    return max(self._log_start_offset, self._used(segment).offset_for_time(timestamp_ms))
+        return self.end_offset
+
+    def control_records(self, from_offset: int = 0) -> Iterator[Batch]:
+        """The control records from `from_offset` on, checked; below the log start too, while their file stands."""
+        return self._scan(from_offset, lambda segment, offset: segment.control_batches(offset, SCAN_BATCHES))
+
+    def producer_batches(self, from_offset: int = 0) -> Iterator[Batch]:
+        """The headers of idempotent producers' batches from `from_offset` on, without records and so unchecked."""
+        return self._scan(from_offset, lambda segment, offset: segment.producer_headers(offset, SCAN_BATCHES))
+
+    def _scan(self, offset: int, fetch: Callable[[Segment, int], list[Batch]]) -> Iterator[Batch]:
+        end_offset = self.end_offset
+        while offset < end_offset:
+            with self._read():
+                position = self._position(offset)
+                segment = self._segments[position]
+                batches = fetch(self._used(segment), offset)
+                end_of_segment = segment.end_offset
+            yield from batches
+            offset = batches[-1].end_offset if len(batches) == SCAN_BATCHES else max(end_of_segment, offset + 1)
+
+    def newest_state(self, below: int | None = None) -> Batch | None:
+        """The newest STATE record (below `below`), checked."""
+        below = self.end_offset if below is None else below
+        with self._read():
+            for segment in reversed(self._segments):
+                if segment.base_offset < below:
+                    found = self._used(segment).newest_control(Kind.STATE, below)
+                    if found is not None:
+                        return found
+        return None
+
+
+def _payload_bytes(batch: Batch) -> int:
+    return len(batch.body) + sum([len(record.value) + len(record.key or b"") for record in batch.records])

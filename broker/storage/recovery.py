@@ -1,0 +1,88 @@
+"""What `Log.open` does before anything is claimed: tidy up, open every segment, see that they join without a hole.
+
+A kill can come between any two steps of creating, sealing, truncating or dropping. What each leaves behind is listed
+where the step is taken (log.py); here it is finished or undone. What no interrupted step can explain is a fault, not
+something to repair by guessing: a segment that is missing holds acknowledged messages.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from portalmq.broker.storage.errors import StorageFault
+from portalmq.broker.storage.files import sync_directory
+from portalmq.broker.storage.manifest import MANIFEST_NAME, SealedSegment
+from portalmq.broker.storage.schema import LogIdentity
+from portalmq.broker.storage.segment import CREATING, SEGMENT_NAME, Segment
+
+
+def remove_leftovers(directory: Path) -> None:
+    """What an interrupted creation, removal or manifest left behind."""
+    names = {entry.name for entry in os.scandir(directory)}
+    for name in names:
+        main, _, suffix = name.partition(".sqlite")
+        orphan = suffix in ("-wal", "-shm", "-journal") and f"{main}.sqlite" not in names
+        if suffix == CREATING or name == MANIFEST_NAME + ".new" or (orphan and SEGMENT_NAME.match(f"{main}.sqlite")):
+            os.unlink(directory / name)
+
+
+def open_segments(directory: Path, identity: LogIdentity, sealed: dict[int, SealedSegment]) -> list[Segment]:
+    """All segments of the log, oldest first. Entries of `sealed` that have no file any more are removed from it."""
+    names = sorted(entry.name for entry in os.scandir(directory) if SEGMENT_NAME.match(entry.name))
+    if not names:
+        if sealed:
+            raise StorageFault(f"{directory} has a manifest and no segment: its files were taken away; put them back")
+        return [
+            Segment.create(
+                directory, identity, base_offset=0, messages_before=0, timestamp_before_ms=0, log_start_offset=0
+            )
+        ]
+    last_base_offset = int(names[-1][:20])
+    if sealed and max(sealed) >= last_base_offset:  # the active segment is never sealed
+        raise StorageFault(
+            f"{directory} has no segment after {names[-1]}, but the manifest knows of more: put the files back"
+        )
+    segments = [_open_segment(directory / name, identity, sealed, last_base_offset) for name in names]
+    contiguous = _contiguous_end(directory, segments)
+    for base_offset in sealed.keys() - {segment.base_offset for segment in contiguous}:
+        del sealed[base_offset]  # the rest of an interrupted drop
+    return contiguous
+
+
+def _open_segment(
+    path: Path, identity: LogIdentity, sealed: dict[int, SealedSegment], last_base_offset: int
+) -> Segment:
+    segment = Segment(path, identity)
+    entry = sealed.get(segment.base_offset)
+    if entry is None:
+        segment.open_live()
+        if segment.base_offset != last_base_offset:
+            segment.close()
+        return segment
+    if path.stat().st_size != entry.bytes:
+        raise StorageFault(f"{path} has {path.stat().st_size} bytes, the manifest says {entry.bytes}: restore the file")
+    segment.settled = True
+    segment.end_offset = entry.end_offset
+    segment.messages_before, segment.messages_end = entry.messages_before, entry.messages_end
+    segment.last_timestamp_ms = entry.last_timestamp_ms
+    segment.bytes = entry.bytes
+    return segment
+
+
+def _contiguous_end(directory: Path, segments: list[Segment]) -> list[Segment]:
+    """The segments that join without a hole up to the last. Before a hole there stands only what was being dropped."""
+    for position in range(len(segments) - 1, 0, -1):
+        before, after = segments[position - 1], segments[position]
+        if before.end_offset == after.base_offset and before.messages_end == after.messages_before:
+            continue
+        if after.base_offset > segments[-1].log_start_offset:
+            raise StorageFault(
+                f"{directory}: {before.path.name} ends at offset {before.end_offset} and {after.path.name} follows;"
+                " a segment is missing: put it back"
+            )
+        for segment in segments[:position]:
+            segment.remove()
+        sync_directory(directory)
+        return segments[position:]
+    return segments

@@ -1,0 +1,493 @@
+"""One file of the log: its birth, its two connections, and the SQL on it.
+
+A segment is live (WAL; one connection writes and checkpoints, another, mode=ro, reads) or settled (no WAL, mode 0444,
+read with immutable=1, which takes no locks). It is born complete: built in memory, written under another name, renamed.
+A Segment is the hand on one file and knows no other; the Log decides what happens to which.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Generator, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import apsw
+import msgspec
+
+from portalmq.broker.storage.batch import Batch, Kind, Record, checksum
+from portalmq.broker.storage.errors import CorruptBatch, StorageFault, WrongLog
+from portalmq.broker.storage.files import sync_directory
+from portalmq.broker.storage.rows import (
+    BATCH_COLUMNS,
+    MESSAGE_COLUMNS,
+    ContentTypes,
+    batch_of,
+    insert_batches,
+    insert_messages,
+    preset_content_types,
+    record_of,
+)
+from portalmq.broker.storage.schema import PAGE_BYTES, SCHEMA_VERSION, SEGMENT_DDL, LogIdentity
+
+SEGMENT_NAME = re.compile(r"\d{20}\.sqlite\Z")
+CREATING = ".creating"
+
+# Another process that reads can hold up a write for a moment; inside the process nothing does.
+BUSY_TIMEOUT_MS = 5_000
+FOREIGN_READER_WAIT_MS = 200
+CACHE_KIB = 4_096
+
+
+def segment_path(directory: Path, base_offset: int) -> Path:
+    return directory / f"{base_offset:020d}.sqlite"
+
+
+class Segment:
+    """One segment file. What is known of it without reading:
+
+    Invariants: base_offset <= end_offset; messages_before <= messages_end. `bytes` is the size of the database.
+    """
+
+    def __init__(self, path: Path, identity: LogIdentity) -> None:
+        self.path = path
+        self.identity = identity
+        self.base_offset = self.end_offset = int(path.name[:20])
+        self.messages_before = self.messages_end = 0
+        self.last_timestamp_ms = 0
+        self.log_start_offset = 0
+        self.bytes = 0
+        self.wal_pages = 0
+        self.settled = False
+        self._writer: apsw.Connection | None = None
+        self._reader: apsw.Connection | None = None
+        self._content_types: ContentTypes | None = None
+        self._content_type_names: dict[int, str] = {}
+
+    # --- life ---------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def create(
+        cls,
+        directory: Path,
+        identity: LogIdentity,
+        *,
+        base_offset: int,
+        messages_before: int,
+        timestamp_before_ms: int,
+        log_start_offset: int,
+    ) -> Segment:
+        """A new empty segment, durable under its name on return; on an error there is none."""
+        meta = {
+            **identity.as_meta(),
+            "schema_version": SCHEMA_VERSION,
+            "base_offset": base_offset,
+            "messages_before": messages_before,
+            "timestamp_before_ms": timestamp_before_ms,
+            "log_start_offset": log_start_offset,
+        }
+        with contextlib.closing(apsw.Connection(":memory:")) as draft:
+            draft.execute(f"PRAGMA page_size = {PAGE_BYTES}")
+            draft.execute(SEGMENT_DDL)
+            preset_content_types(draft)
+            draft.executemany("INSERT INTO meta VALUES (?, ?)", meta.items())
+            image = draft.serialize("main")
+        path = segment_path(directory, base_offset)
+        creating = path.with_name(path.name + CREATING)
+        try:
+            with open(creating, "wb", opener=lambda name, flags: os.open(name, flags, 0o640)) as file:
+                file.write(image)
+                file.flush()
+                os.fsync(file.fileno())
+            os.rename(creating, path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                creating.unlink()
+            raise
+        sync_directory(directory)
+        segment = cls(path, identity)
+        segment.open_live()
+        return segment
+
+    def open_live(self) -> None:
+        """Opens the file for writing and makes everything in it durable before anything of it is claimed.
+
+        Frames that SQLite recovers from the WAL after a kill are readable, but the kill may have come before their
+        fsync: only the checkpoint (or, with a foreign reader in its way, a commit) puts them on disk.
+        """
+        os.chmod(self.path, 0o640)  # the kill may have come while it was being settled
+        writer = apsw.Connection(str(self.path), flags=apsw.SQLITE_OPEN_READWRITE)
+        try:
+            writer.set_busy_timeout(BUSY_TIMEOUT_MS)
+            mode = writer.execute("PRAGMA journal_mode = WAL").get
+            writer.execute("PRAGMA synchronous = FULL")
+            writer.execute("PRAGMA wal_autocheckpoint = 0")
+            writer.execute(f"PRAGMA cache_size = -{CACHE_KIB}")
+            writer.execute("PRAGMA trusted_schema = OFF")
+            writer.execute("PRAGMA cell_size_check = ON")
+            if (mode, writer.execute("PRAGMA synchronous").get) != ("wal", 2):
+                raise StorageFault(f"{self.path}: SQLite refused WAL with synchronous=FULL (a network file system?)")
+            self._read_meta(writer)
+            self._make_durable(writer)
+            self._read_end(writer)
+            writer.set_wal_hook(self._committed)
+            self._content_types = ContentTypes(writer)
+        except BaseException:
+            writer.close(True)
+            raise
+        self._writer = writer
+        self.settled = False
+        self.wal_pages = 0
+
+    def _make_durable(self, writer: apsw.Connection) -> None:
+        try:
+            writer.set_busy_timeout(FOREIGN_READER_WAIT_MS)
+            writer.wal_checkpoint("main", apsw.SQLITE_CHECKPOINT_TRUNCATE)
+        except apsw.BusyError:
+            writer.execute("UPDATE meta SET value = value WHERE key = 'schema_version'")
+        finally:
+            writer.set_busy_timeout(BUSY_TIMEOUT_MS)
+
+    def _committed(self, _connection: apsw.Connection, _database: str, pages: int) -> int:
+        self.wal_pages = pages
+        return apsw.SQLITE_OK
+
+    def _read_meta(self, connection: apsw.Connection) -> None:
+        try:
+            meta = dict(connection.execute("SELECT key, value FROM meta"))
+        except apsw.SQLError as error:
+            raise WrongLog(f"{self.path} is not a segment of a log: {error}") from error
+        if meta.get("schema_version") != SCHEMA_VERSION:
+            raise WrongLog(
+                f"{self.path} has schema version {meta.get('schema_version')}, this broker reads {SCHEMA_VERSION}:"
+                " run the version that wrote it"
+            )
+        expected = {**self.identity.as_meta(), "base_offset": int(self.path.name[:20])}
+        found = {key: meta.get(key) for key in expected}
+        if found != expected:
+            raise WrongLog(f"{self.path} belongs to {found}, expected {expected}: move it to where it came from")
+        self.messages_before = self.messages_end = meta["messages_before"]
+        self.last_timestamp_ms = meta["timestamp_before_ms"]
+        self.log_start_offset = meta["log_start_offset"]
+
+    def _read_end(self, connection: apsw.Connection) -> None:
+        row = connection.execute(
+            "SELECT base_offset + count, messages_before + iif(kind = 0, count, 0), appended_at_ms FROM batches"
+            " ORDER BY base_offset DESC LIMIT 1"
+        ).fetchone()
+        if row is None:
+            self.end_offset, self.messages_end = self.base_offset, self.messages_before
+        else:
+            self.end_offset, self.messages_end, self.last_timestamp_ms = row
+        self.bytes = connection.execute("PRAGMA page_count").get * PAGE_BYTES
+
+    @property
+    def writer(self) -> apsw.Connection:
+        assert not self.settled, "a settled file changes only after open_live()"
+        if self._writer is None:
+            self.open_live()
+        assert self._writer is not None
+        return self._writer
+
+    @property
+    def reader(self) -> apsw.Connection:
+        if self._reader is None:
+            if not self.settled:
+                _ = self.writer  # recovers and creates the WAL, which a read-only connection would do badly
+            reader = self._connect_to_read()
+            try:
+                self._read_only_identity(reader)
+            except BaseException:
+                reader.close(True)
+                raise
+            self._reader = reader
+        return self._reader
+
+    def _connect_to_read(self) -> apsw.Connection:
+        mode = "immutable=1" if self.settled else "mode=ro"
+        reader = apsw.Connection(
+            f"file:{quote(str(self.path))}?{mode}", flags=apsw.SQLITE_OPEN_READONLY | apsw.SQLITE_OPEN_URI
+        )
+        reader.set_busy_timeout(BUSY_TIMEOUT_MS)
+        reader.execute("PRAGMA trusted_schema = OFF")
+        return reader
+
+    def _read_only_identity(self, reader: apsw.Connection) -> None:
+        if self.settled:  # a live segment was checked by its writer
+            self._read_meta_of_settled(reader)
+        self._content_type_names = dict(reader.execute("SELECT id, name FROM content_types"))
+
+    def _read_meta_of_settled(self, reader: apsw.Connection) -> None:
+        known = (self.messages_before, self.messages_end, self.last_timestamp_ms, self.log_start_offset)
+        self._read_meta(reader)
+        self.messages_before, self.messages_end, self.last_timestamp_ms, self.log_start_offset = known
+
+    @property
+    def is_read(self) -> bool:
+        return self._reader is not None
+
+    def close_reader(self) -> None:
+        if self._reader is not None:
+            self._reader.close(True)
+            self._reader = None
+
+    def close(self) -> None:
+        """Closes both connections; the writer last, because the last one to close checkpoints and removes the WAL."""
+        self.close_reader()
+        if self._writer is not None:
+            self._writer.set_wal_hook(None)
+            self._writer.close(True)
+            self._writer = None
+
+    def settle(self) -> bool:
+        """Makes the file final: no WAL, mode 0444. False when a foreign reader holds it; nothing changed then."""
+        writer = self.writer
+        self.close_reader()
+        try:
+            writer.set_busy_timeout(0)
+            writer.wal_checkpoint("main", apsw.SQLITE_CHECKPOINT_TRUNCATE)
+            mode = writer.execute("PRAGMA journal_mode = DELETE").get
+        except (apsw.BusyError, apsw.LockedError):
+            return False
+        finally:
+            writer.set_busy_timeout(BUSY_TIMEOUT_MS)
+        if mode != "delete":
+            return False
+        self.bytes = writer.execute("PRAGMA page_count").get * PAGE_BYTES
+        self.close()
+        os.chmod(self.path, 0o444)
+        self.settled = True
+        return True
+
+    def remove(self) -> None:
+        """Unlinks the file, then what belongs to it: a leftover -wal would poison a new file of the same name."""
+        self.close()
+        os.unlink(self.path)
+        for suffix in ("-wal", "-shm", "-journal"):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(f"{self.path}{suffix}")
+
+    # --- writing ------------------------------------------------------------------------------------------------
+
+    def append(self, batches: Sequence[Batch]) -> None:
+        """All of `batches` in one transaction and one fsync. On any error none is applied, unless it is a fault."""
+        writer = self.writer
+        assert self._content_types is not None
+        writer.execute("BEGIN IMMEDIATE")
+        try:
+            insert_batches(writer, batches)
+            for offset, timestamp_ms, records in _neighbours(batches):
+                insert_messages(writer, self._content_types, offset, timestamp_ms, records)
+            size = writer.execute("PRAGMA page_count").get * PAGE_BYTES
+            writer.execute("COMMIT")
+        except BaseException:
+            self._roll_back(writer)
+            raise
+        last = batches[-1]
+        self.end_offset = last.end_offset
+        self.messages_end = last.messages_before + last.message_count
+        self.last_timestamp_ms = last.appended_at_ms
+        self.bytes = size
+
+    def _roll_back(self, writer: apsw.Connection) -> None:
+        if writer.in_transaction:  # SQLITE_FULL and I/O errors have rolled back already
+            writer.execute("ROLLBACK")
+        self._content_types = ContentTypes(writer)
+
+    def cut(self, to_offset: int) -> None:
+        """Deletes everything from `to_offset` on, durably."""
+        writer = self.writer
+        writer.execute("BEGIN IMMEDIATE")
+        try:
+            writer.execute("DELETE FROM messages WHERE offset >= ?", (to_offset,))
+            writer.execute("DELETE FROM records WHERE offset >= ?", (to_offset,))
+            writer.execute("DELETE FROM batches WHERE base_offset >= ?", (to_offset,))
+            writer.execute("COMMIT")
+        except BaseException:
+            self._roll_back(writer)
+            raise
+        self._read_meta(writer)
+        self._read_end(writer)
+
+    def set_log_start(self, offset: int) -> None:
+        self.writer.execute("UPDATE meta SET value = ? WHERE key = 'log_start_offset'", (offset,))
+        self.log_start_offset = offset
+
+    def checkpoint(self) -> None:
+        """Moves what it can from the WAL into the database, waiting for nobody."""
+        in_wal, moved = self.writer.wal_checkpoint("main", apsw.SQLITE_CHECKPOINT_PASSIVE)
+        if moved == in_wal:
+            self.wal_pages = 0  # the next commit starts the WAL from its beginning
+
+    # --- reading ------------------------------------------------------------------------------------------------
+
+    def batches(self, offset: int, below: int) -> Generator[Batch]:
+        """Whole batches in order, checked, from the one that contains `offset` to the last that starts below `below`.
+
+        Lazy: rows are read as batches are taken.
+        """
+        with contextlib.ExitStack() as cursors:  # an open cursor would pin the WAL
+            headers = cursors.enter_context(contextlib.closing(self._headers(offset, below)))
+            messages: Iterator[Any] | None = None
+            for row in headers:
+                if row[3] != Kind.MESSAGES:
+                    yield self._control_batch(row)
+                    continue
+                if messages is None:
+                    messages = cursors.enter_context(contextlib.closing(self._messages(row[0])))
+                yield self._message_batch(row, messages)
+
+    def _headers(self, offset: int, below: int) -> apsw.Cursor:
+        return self.reader.execute(
+            f"SELECT {BATCH_COLUMNS}, crc FROM batches AS b"
+            " WHERE base_offset >= coalesce((SELECT max(base_offset) FROM batches WHERE base_offset <= ?1), ?1)"
+            " AND base_offset < ?2 ORDER BY base_offset",
+            (offset, below),
+        )
+
+    def _messages(self, offset: int) -> apsw.Cursor:
+        return self.reader.execute(
+            f"SELECT {MESSAGE_COLUMNS} FROM messages WHERE offset >= ? ORDER BY offset", (offset,)
+        )
+
+    def _control_batch(self, row: Sequence[Any]) -> Batch:
+        record = self.reader.execute("SELECT group_name, body FROM records WHERE offset = ?", (row[0],)).fetchone()
+        if record is None:
+            raise CorruptBatch(self.path, row[0], "its record is missing")
+        return self._checked(batch_of(row[:-1], row[-1], group=record[0], body=record[1]))
+
+    def _message_batch(self, row: Sequence[Any], messages: Iterator[Any]) -> Batch:
+        base_offset, count = row[0], row[1]
+        names = self._content_type_names
+        records: list[Record] = []
+        try:
+            rows = list(islice(messages, count))
+            if not rows or rows[0][-1] != base_offset or rows[-1][-1] != base_offset + count - 1:
+                raise CorruptBatch(self.path, base_offset, "messages are missing")
+            try:
+                records = [record_of(message, names) for message in rows]
+            except KeyError:  # a content type that came after this connection
+                names = self._content_type_names = dict(self.reader.execute("SELECT id, name FROM content_types"))
+                records = [record_of(message, names) for message in rows]
+        except (KeyError, ValueError, TypeError, msgspec.MsgspecError) as error:
+            raise CorruptBatch(self.path, base_offset, f"unreadable: {error}") from error
+        return self._checked(batch_of(row[:-1], row[-1], tuple(records)))
+
+    def _checked(self, batch: Batch) -> Batch:
+        try:
+            found = checksum(batch)
+        except (TypeError, ValueError, OverflowError, msgspec.MsgspecError) as error:
+            raise CorruptBatch(self.path, batch.base_offset, f"unreadable: {error}") from error
+        if found != batch.crc:
+            raise CorruptBatch(self.path, batch.base_offset, f"checksum {found:08x} instead of {batch.crc:08x}")
+        return batch
+
+    def control_batches(self, offset: int, limit: int) -> list[Batch]:
+        """Up to `limit` control records from `offset` on, checked. The messages between them cost nothing."""
+        rows = self.reader.execute(
+            f"SELECT {BATCH_COLUMNS}, b.crc, r.group_name, r.body FROM records AS r CROSS JOIN batches AS b"
+            " ON b.base_offset = r.offset WHERE r.offset >= ? ORDER BY r.offset LIMIT ?",
+            (offset, limit),
+        )
+        return [self._checked(batch_of(row[:9], row[9], group=row[10], body=row[11])) for row in rows]
+
+    def newest_control(self, kind: int, below: int) -> Batch | None:
+        row = self.reader.execute(
+            "SELECT offset FROM records WHERE kind = ? AND offset < ? ORDER BY offset DESC LIMIT 1", (kind, below)
+        ).fetchone()
+        return self.control_batches(row[0], 1)[0] if row else None
+
+    def producer_headers(self, offset: int, limit: int) -> list[Batch]:
+        """Up to `limit` batches of idempotent producers from `offset` on, without their records."""
+        rows = self.reader.execute(
+            f"SELECT {BATCH_COLUMNS}, crc FROM batches AS b"
+            " WHERE base_offset >= ? AND kind = 0 AND producer_id IS NOT NULL ORDER BY base_offset LIMIT ?",
+            (offset, limit),
+        )
+        return [batch_of(row[:-1], row[-1]) for row in rows]
+
+    def message_runs(self, start: int, end: int, limit: int) -> list[tuple[int, int]]:
+        """Up to `limit` of the message batches that touch [start, end), as (base offset, end offset)."""
+        # Seek the first message: after many acks it can be far behind `start`.
+        first = self.reader.execute("SELECT offset FROM messages WHERE offset >= ? LIMIT 1", (start,)).get
+        if first is None or first >= end:
+            return []
+        rows: Any = self.reader.execute(
+            "SELECT base_offset, base_offset + count FROM batches"
+            " WHERE base_offset >= (SELECT max(base_offset) FROM batches WHERE base_offset <= ?)"
+            " AND base_offset < ? AND kind = 0 ORDER BY base_offset LIMIT ?",
+            (first, end, limit),
+        )
+        return list(rows)
+
+    def messages_below(self, offset: int) -> int:
+        """How many messages the partition holds, or held, below `offset`, which is in this segment."""
+        row = self.reader.execute(
+            "SELECT base_offset, count, messages_before, kind FROM batches WHERE base_offset <= ?"
+            " ORDER BY base_offset DESC LIMIT 1",
+            (offset,),
+        ).fetchone()
+        if row is None:
+            return self.messages_before
+        base_offset, count, messages_before, kind = row
+        return int(messages_before) + (min(offset - base_offset, count) if kind == Kind.MESSAGES else 0)
+
+    def is_border(self, offset: int) -> bool:
+        """Whether no batch of this segment straddles `offset`."""
+        end = self.reader.execute(
+            "SELECT base_offset + count FROM batches WHERE base_offset < ? ORDER BY base_offset DESC LIMIT 1", (offset,)
+        ).get
+        return end is None or end <= offset
+
+    def message_of_id(self, message_id: bytes, since_ms: int) -> tuple[int, bytes | None, int] | None:
+        row = self.reader.execute(
+            "SELECT offset, body_hash, timestamp_ms FROM messages WHERE message_id = ? AND timestamp_ms >= ?"
+            " ORDER BY offset DESC LIMIT 1",
+            (message_id, since_ms),
+        ).fetchone()
+        return None if row is None else (row[0], row[1], row[2])
+
+    def offset_for_time(self, timestamp_ms: int) -> int:
+        """The first offset of the first batch appended at or after that time, or the end. Times never fall: bisect."""
+        low, high = self.base_offset, self.end_offset
+        while low < high:  # the answer is in [low, high]
+            middle = (low + high) // 2
+            row = self.reader.execute(
+                "SELECT base_offset, count, appended_at_ms FROM batches WHERE base_offset <= ?"
+                " ORDER BY base_offset DESC LIMIT 1",
+                (middle,),
+            ).fetchone()
+            if row is None:
+                raise CorruptBatch(self.path, middle, "its header is missing")
+            base_offset, count, appended_at_ms = row
+            if appended_at_ms >= timestamp_ms:
+                high = base_offset
+            else:
+                low = base_offset + count
+        return low
+
+    def newest_ms(self) -> int:
+        """The latest time that keeps a message of this settled segment: its append or its delivery. Reads the file."""
+        with contextlib.closing(self._connect_to_read()) as connection:
+            delivered = connection.execute("SELECT coalesce(max(deliver_at_ms), 0) FROM messages").get
+        return max(self.last_timestamp_ms, int(delivered))
+
+
+def _neighbours(batches: Sequence[Batch]) -> Iterator[tuple[int, int, Sequence[Record]]]:
+    """Message batches that stand side by side with the same time, joined: (offset, time, records)."""
+    offset, timestamp_ms = -1, -1
+    records: list[Record] = []
+    for batch in batches:
+        if batch.kind != Kind.MESSAGES:
+            continue
+        if batch.base_offset != offset + len(records) or batch.appended_at_ms != timestamp_ms:
+            if records:
+                yield offset, timestamp_ms, records
+            offset, timestamp_ms, records = batch.base_offset, batch.appended_at_ms, []
+        records.extend(batch.records)
+    if records:
+        yield offset, timestamp_ms, records
