@@ -230,11 +230,23 @@ class GroupPartition:
         delivery = self.delivery
         verdicts = [delivery.may_ack(receipt.offset, receipt.delivery, now_ms) for receipt in receipts]
         offsets = [receipt.offset for receipt, good in zip(receipts, verdicts, strict=True) if good]
-        ranges = ranges_of(delivery.unfinished(offsets))
+        unfinished = delivery.unfinished(offsets)
+        ranges = ranges_of(unfinished + self._holes_below(unfinished))
         if not ranges:
             return verdicts, _no_wait
         pending = self.partition.append_group_record(self.group, Ack(ranges, now_ms))
         return verdicts, lambda: self.partition.settle(pending)
+
+    def _holes_below(self, offsets: list[int]) -> list[int]:
+        """The places without a message between `next` and the last of `offsets`.
+
+        There are some when a kill took the grant of what is now acked: the messages in between are handed out again,
+        but control records never would be, so they are done from now on.
+        """
+        start, end = self.delivery.next, max(offsets, default=0)
+        pieces = self.partition.pieces(start, end, end - start) if start < end else ()
+        messages = {offset for piece in pieces for offset in range(piece.start, piece.end)}
+        return [offset for offset in range(start, end) if offset not in messages]
 
     def nack(
         self, receipts: list[Receipt], delay_ms: int | None, reason: str | None, config: GroupConfig

@@ -9,6 +9,7 @@ import pytest
 from support.domain import FakePeer, Fixture, HandClock, records, running
 
 from portalmq import wire
+from portalmq.broker.core.delivery import GroupDelivery
 from portalmq.errors import Backpressure, GroupNotFound, InvalidRequest
 
 LEASE_MS = 30_000
@@ -315,3 +316,21 @@ def test_a_clock_set_back_by_an_hour_does_not_set_timestamps_back(fixture):
     send(fixture, "b")
     first, second = receive(fixture)
     assert second.timestamp_ms >= first.timestamp_ms
+
+
+def test_an_ack_whose_grant_was_lost_in_a_kill_leaves_nothing_that_is_no_message(fixture):
+    """Control records between the messages would otherwise wait for ever to be handed out, as messages that are ready."""
+    send(fixture, "a")
+    (first,) = receive(fixture)
+    partition = fixture.broker.topics.get("t").partition(0)
+    assert fixture.broker.ack("g", [first.receipt]) == [True]
+    before = partition.delivery["g"].snapshot()
+    send(fixture, "left out", "b")
+    _, second = receive(fixture)
+    partition.delivery["g"] = GroupDelivery(before)  # as after a kill -9 that came before the grant was on disk
+    assert fixture.broker.ack("g", [second.receipt]) == [True]
+    assert fixture.broker.describe_group("g").ready == 1
+    (again,) = receive(fixture)
+    assert again.record.value == b"left out"
+    assert fixture.broker.ack("g", [again.receipt]) == [True]
+    assert fixture.broker.describe_group("g").lag == 0
