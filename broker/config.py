@@ -5,6 +5,7 @@ working directory (or `--config FILE`), default. One table, the fields of `Broke
 setting is one new field. This module is imported before the fork: it stays light.
 """
 
+# ruff: noqa: RUF009 - `_setting` makes a dataclasses.field
 from __future__ import annotations
 
 import difflib
@@ -56,7 +57,9 @@ class BrokerConfig:
     host: str = _setting("127.0.0.1", "address to listen on")
     port: int = _setting(5000, "port to listen on; 0 takes a free one", at_least=0)
     data_dir: Path = _setting(Path("data/{port}"), "directory of the messages; {port} stands for the port")
-    zookeeper: str = _setting("localhost:2181", "ZooKeeper as host:port,host:port/chroot, or 'none' for a single broker")
+    zookeeper: str = _setting(
+        "localhost:2181", "ZooKeeper as host:port,host:port/chroot, or 'none' for a single broker"
+    )
     broker_id: int | None = _setting(None, "number of this broker, kept in the data directory", at_least=0)
     advertised_url: str | None = _setting(None, "URL that clients reach this broker at (default http://HOST:PORT)")
     token_file: Path | None = _setting(None, "file with one secret a line; calls must carry one of them")
@@ -90,7 +93,9 @@ class BrokerConfig:
         if (self.tls_cert is None) != (self.tls_key is None):
             raise UsageError("tls_cert and tls_key go together: give both, or neither")
         if self.parked_receives_max >= self.worker_connections:
-            raise UsageError("parked_receives_max must be below worker_connections, or waiting calls shut out all others")
+            raise UsageError(
+                "parked_receives_max must be below worker_connections, or waiting calls shut out all others"
+            )
 
     @property
     def url(self) -> str:

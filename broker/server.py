@@ -19,6 +19,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -69,7 +70,7 @@ def serve(config: BrokerConfig, *, announce: bool = False) -> NoReturn:
     auth = auth_from(config)
     check_zookeeper(config.zookeeper)
     listener = bind(config)
-    config = config.at_port(listener.getsockname()[1])
+    config = reachable(config.at_port(listener.getsockname()[1]))
     start_logging(config)
     _raise_descriptor_limit(config.worker_connections + DESCRIPTORS_BESIDE)
     directory = lock_data_directory(config)
@@ -85,9 +86,9 @@ def check_zookeeper(zookeeper: str) -> None:
     if zookeeper.strip().lower() == "none":
         return
     places = [place for place in zookeeper.partition("/")[0].split(",") if place]
-    if any([_answers(place) for place in places]):
+    if any(_answers(place) for place in places):
         raise StartupError(
-            f"a ZooKeeper answers at {zookeeper}, but this release runs a single broker, which keeps its metadata itself: "
+            f"a ZooKeeper answers at {zookeeper}, but this release runs a single broker that keeps its metadata itself: "
             "start it with `--zookeeper none`, or with `portalmq dev`",
             EX_UNAVAILABLE,
         )
@@ -126,6 +127,18 @@ def bind(config: BrokerConfig) -> socket.socket:
             sentence = f"port {config.port} needs rights that this user lacks: choose one above 1023"
             raise StartupError(sentence, EX_CANTCREAT) from None
         raise UsageError(f"cannot listen on {config.host}: {fault.strerror or fault}") from None
+
+
+def reachable(config: BrokerConfig) -> BrokerConfig:
+    """The settings with a URL that clients can use when the broker listens on every address of the machine."""
+    if config.advertised_url or config.host not in {"0.0.0.0", "::"}:
+        return config
+    name = socket.gethostname()
+    try:
+        socket.getaddrinfo(name, None)
+    except OSError:
+        name = "localhost"
+    return replace(config, advertised_url=replace(config, host=name).url)
 
 
 def lock_data_directory(config: BrokerConfig) -> DataDirectory:
@@ -224,7 +237,7 @@ class BrokerProcess:
         """Put the broker together. The heavy imports are here, so that the arbiter stays small."""
         try:
             return self._build()
-        except Exception as fault:
+        except Exception as fault:  # noqa: BLE001 - whatever it was, the process ends with its exit code
             self._end(fault)
 
     def _build(self) -> Flask:
@@ -260,7 +273,7 @@ class BrokerProcess:
         """Open what is on disk and begin to serve. Runs as a greenlet: /livez answers meanwhile."""
         try:
             self._broker.start()
-        except Exception as fault:
+        except Exception as fault:  # noqa: BLE001 - whatever it was, the process ends with its exit code
             self._end(fault)
         ready = f"PortalMQ broker {self._broker.broker_id} is ready at {self.config.url}"
         if self._announce:
@@ -277,7 +290,7 @@ class BrokerProcess:
         try:
             self._broker.close()
             self._plane.close()
-        except Exception as fault:
+        except Exception as fault:  # noqa: BLE001 - whatever it was, the process ends with its exit code
             self._end(fault)
 
     def _on_storage_fault(self, fault: BaseException) -> None:

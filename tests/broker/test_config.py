@@ -17,7 +17,9 @@ def elsewhere(tmp_path, monkeypatch):
 
 
 def test_an_option_beats_the_environment_which_beats_the_file_which_beats_the_default(elsewhere):
-    (elsewhere / "portalmq.toml").write_text('host = "::1"\nport = 1\nlog-format = "json"\ndefault_replication_factor = 2\n')
+    (elsewhere / "portalmq.toml").write_text(
+        'host = "::1"\nport = 1\nlog-format = "json"\ndefault_replication_factor = 2\n'
+    )
     config = load_config({"port": "3", "host": None}, environ={"PORTALMQ_PORT": "2", "PORTALMQ_LOG_FORMAT": "text"})
     assert (config.port, config.log_format, config.host, config.default_replication_factor) == (3, "text", "::1", 2)
     assert config.keepalive_s == 75
@@ -36,7 +38,14 @@ def test_types_are_read_from_the_environment(elsewhere):
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("PORT", "x"), ("PORT", "-1"), ("PORT", "65536"), ("INSECURE", "maybe"), ("LOG_FORMAT", "xml"), ("BODY_BYTES_MAX", "5")]
+    [
+        ("PORT", "x"),
+        ("PORT", "-1"),
+        ("PORT", "65536"),
+        ("INSECURE", "maybe"),
+        ("LOG_FORMAT", "xml"),
+        ("BODY_BYTES_MAX", "5"),
+    ]
     + [("DRAIN_TIMEOUT_S", "soon"), ("TLS_CERT", "cert.pem"), ("PARKED_RECEIVES_MAX", "10000")],
 )
 def test_a_wrong_setting_is_named(elsewhere, name, value):

@@ -1,0 +1,61 @@
+"""The Flask application: the route table, the guard before every route, the count after it."""
+
+from __future__ import annotations
+
+from functools import partial
+from time import perf_counter
+
+from flask import Flask, Response, g, request
+
+from portalmq.broker.api import problems
+from portalmq.broker.api.body import close_after_answer, leaves_bytes_unread
+from portalmq.broker.api.domain import Domain
+from portalmq.broker.api.room import Room
+from portalmq.broker.api.routes import ROUTES
+from portalmq.broker.auth import Auth
+from portalmq.broker.config import BrokerConfig
+from portalmq.broker.metrics import Metrics
+from portalmq.errors import Unauthorized, Unavailable
+
+
+def create_app(broker: Domain, config: BrokerConfig, metrics: Metrics, auth: Auth) -> Flask:
+    """The WSGI application of one broker."""
+    room = Room(broker, config, metrics, auth)
+    metrics.waiting = lambda: room.waiting
+    app = Flask(__name__, static_folder=None)
+    # Both would answer a misspelt path with a redirect, and a redirected POST loses its body in many clients.
+    app.url_map.strict_slashes = False
+    app.url_map.merge_slashes = False
+    open_endpoints, early_endpoints = set(), set()
+    for route in ROUTES:
+        endpoint = f"{route.method} {route.path}"
+        app.add_url_rule(route.path, endpoint, partial(route.view, room), methods=[route.method])
+        if route.is_open:
+            open_endpoints.add(endpoint)
+        if route.while_starting:
+            early_endpoints.add(endpoint)
+
+    def guard() -> None:
+        g.started = perf_counter()
+        endpoint = request.endpoint
+        if endpoint not in open_endpoints and not auth.allows(request.environ.get("HTTP_AUTHORIZATION")):
+            raise Unauthorized("send `Authorization: Bearer <token>` with one of the broker's tokens")
+        if not broker.ready and endpoint is not None and endpoint not in early_endpoints:
+            raise Unavailable("the broker is starting or draining: use another, or repeat", retry_after_s=1)
+
+    def count(response: Response) -> Response:
+        if leaves_bytes_unread(request.environ):
+            close_after_answer(request.environ)
+        rule = request.url_rule
+        metrics.request(
+            rule.rule if rule is not None else "unknown",
+            request.method if rule is not None else "any",
+            response.status_code,
+            perf_counter() - g.started,
+        )
+        return response
+
+    app.before_request(guard)
+    app.after_request(count)
+    problems.install(app)
+    return app

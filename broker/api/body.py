@@ -1,0 +1,79 @@
+"""Reading a request's body: counted while it streams, whole or not at all.
+
+Flask's MAX_CONTENT_LENGTH is of no use here: with a chunked body it stops reading at the limit and hands over what it
+has, silently. So the stream of WSGI is read directly. A body that is too large, cut short, or not wanted at all (a 404)
+leaves the rest of it on the connection, where it must not be read as the next request: such a connection is closed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from portalmq.errors import InvalidRequest, MessageTooLarge, UnsupportedMediaType
+
+_READ = "portalmq.body_was_read"
+
+
+def read_body(environ: dict[str, Any], bytes_max: int) -> bytes:
+    """The body, at most `bytes_max` bytes of it.
+
+    Raises MessageTooLarge, InvalidRequest when it is cut short or its framing is broken, and UnsupportedMediaType when
+    it is compressed. In each of these cases the connection is closed after the answer.
+    """
+    encoding = environ.get("HTTP_CONTENT_ENCODING", "").strip().lower()
+    if encoding not in {"", "identity"}:
+        raise UnsupportedMediaType(f"Content-Encoding {encoding[:40]!r} is not supported: send the body as it is")
+    length = _content_length(environ)
+    if length is not None and length > bytes_max:
+        raise _too_large(bytes_max)
+    if length is None and not environ.get("wsgi.input_terminated"):
+        environ[_READ] = True  # neither a length nor a terminated stream: there is no body
+        return b""
+    try:
+        body: bytes = environ["wsgi.input"].read(bytes_max + 1 if length is None else length)
+    except TimeoutError:
+        raise InvalidRequest("the body did not arrive in time; nothing was applied") from None
+    except (OSError, ValueError, EOFError) as fault:
+        raise InvalidRequest(f"the body was cut short: {type(fault).__name__}; nothing was applied") from None
+    except Exception as fault:
+        if not _is_framing_error(fault):
+            raise
+        raise InvalidRequest(f"the body's framing is broken: {type(fault).__name__}; nothing was applied") from None
+    if len(body) > bytes_max:
+        raise _too_large(bytes_max)
+    if length is not None and len(body) < length:
+        raise InvalidRequest(f"the body ended after {len(body)} of {length} bytes; nothing was applied")
+    environ[_READ] = True
+    return body
+
+
+def leaves_bytes_unread(environ: dict[str, Any]) -> bool:
+    """True when the request has a body that was not read to its end."""
+    if _READ in environ:
+        return False
+    return "HTTP_TRANSFER_ENCODING" in environ or environ.get("CONTENT_LENGTH", "") not in {"", "0"}
+
+
+def close_after_answer(environ: dict[str, Any]) -> None:
+    """Ask the server to close the connection once this request is answered."""
+    closer = getattr(environ.get("wsgi.input"), "close_connection", None)  # set by `process.pre_request`
+    if closer is not None:
+        closer()
+
+
+def _content_length(environ: dict[str, Any]) -> int | None:
+    text = environ.get("CONTENT_LENGTH", "")
+    if not text:
+        return None
+    if not (text.isascii() and text.isdigit()):
+        raise InvalidRequest("Content-Length is not a number")
+    return int(text)
+
+
+def _too_large(bytes_max: int) -> MessageTooLarge:
+    return MessageTooLarge(f"the body is larger than {bytes_max} bytes: send smaller messages, or fewer at a time")
+
+
+def _is_framing_error(fault: Exception) -> bool:
+    """gunicorn's parser errors, told by their home so that this room needs no import of the server."""
+    return type(fault).__module__.startswith("gunicorn.http")

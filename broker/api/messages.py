@@ -1,0 +1,221 @@
+"""Messages: produce them, browse a partition, follow its tail, read a whole topic."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+import msgspec
+from flask import Response, request
+
+from portalmq import wire
+from portalmq.broker.api import outgoing
+from portalmq.broker.api.incoming import Incoming, decode_messages
+from portalmq.broker.api.peer import peer_of
+from portalmq.broker.api.query import whole_number
+from portalmq.broker.api.room import Room, accepts, answer, answer_packed, query
+from portalmq.errors import InvalidRequest, PortalMQError, Unavailable
+
+BROWSE_MESSAGES = 100
+TAIL_COMMENT_MS = 15_000
+TAIL_RETRY_MS = 1_000
+
+_encode_json = msgspec.json.Encoder().encode
+_encode_pack = msgspec.msgpack.Encoder().encode
+
+
+# --- produce ---------------------------------------------------------------------------------------------------------
+
+
+def produce(room: Room, topic: str) -> Response:
+    wire.check_name(topic, "topic")
+    parameters = query("partition", "acks")
+    partition = parameters.number("partition")
+    acks: wire.Acks = parameters.choice("acks", "all", "all", "leader", "none")
+    incoming = decode_messages(request.content_type, room.body(), request.environ)
+    if not incoming.records:
+        return answer({"results": []}, 202 if acks == "none" else 200)
+    partition = _one_partition(incoming, partition)
+    if _wants_minimal() and partition is not None and not incoming.single:
+        return _produce_range(room, topic, incoming, partition, acks)
+    results = room.domain.produce(
+        topic,
+        incoming.records,
+        incoming.partitions,
+        acks=acks,
+        partition=partition,
+        producer=incoming.producer,
+        idempotency_key=incoming.idempotency_key,
+    )
+    return _single_answer(topic, results[0]) if incoming.single else _batch_answer(results, acks)
+
+
+def _one_partition(incoming: Incoming, partition: int | None) -> int | None:
+    """The partition of the query, which no message may contradict."""
+    if partition is None or incoming.partitions is None:
+        return partition
+    for index, named in enumerate(incoming.partitions):
+        if named is not None and named != partition:
+            raise InvalidRequest(f"message {index} names partition {named}, the query names {partition}")
+    return partition
+
+
+def _wants_minimal() -> bool:
+    return "return=minimal" in request.environ.get("HTTP_PREFER", "").replace(" ", "").lower()
+
+
+def _produce_range(room: Room, topic: str, incoming: Incoming, partition: int, acks: wire.Acks) -> Response:
+    produced = room.domain.produce_range(
+        topic, incoming.records, acks=acks, partition=partition, producer=incoming.producer
+    )
+    response = _answer_as_asked(produced, 202 if acks == "none" else 200)
+    response.headers["Preference-Applied"] = "return=minimal"
+    return response
+
+
+def _single_answer(topic: str, result: wire.Produced | PortalMQError) -> Response:
+    if isinstance(result, PortalMQError):
+        raise result
+    if result.offset < 0:
+        return answer({"topic": topic}, 202)
+    return answer(
+        {
+            "id": f"{result.partition}-{result.offset}",
+            "topic": topic,
+            "partition": result.partition,
+            "offset": result.offset,
+            "timestamp_ms": result.timestamp_ms,
+        }
+    )
+
+
+def _batch_answer(results: Sequence[wire.Produced | PortalMQError], acks: wire.Acks) -> Response:
+    if acks == "none":
+        return _answer_as_asked({"results": [_unknown_place(result) for result in results]}, 202)
+    if any(isinstance(result, PortalMQError) for result in results):
+        return _answer_as_asked({"results": [_shown(result) for result in results]})
+    return _answer_as_asked({"results": results})
+
+
+def _shown(result: wire.Produced | PortalMQError) -> Any:
+    return {"error": result.problem()} if isinstance(result, PortalMQError) else result
+
+
+def _unknown_place(result: wire.Produced | PortalMQError) -> Any:
+    return {"error": result.problem()} if isinstance(result, PortalMQError) else {}
+
+
+def _answer_as_asked(value: Any, status: int = 200) -> Response:
+    if accepts(wire.BATCH_MSGPACK):
+        return answer_packed(_encode_pack(value), status)
+    return Response(_encode_json(value), status, content_type=wire.JSON)
+
+
+# --- browse ----------------------------------------------------------------------------------------------------------
+
+
+def browse(room: Room, topic: str, partition: str) -> Response:
+    wire.check_name(topic, "topic")
+    number = whole_number(partition, "the partition")
+    parameters = query("offset", "at", "limit", "wait_ms")
+    offset, position = _start(parameters.text("offset"))
+    at_ms = parameters.instant_ms("at")
+    if at_ms is not None and (offset is not None or position is not None):
+        raise InvalidRequest("give offset, or at, and not both")
+    limit = min(parameters.number("limit", least=1) or BROWSE_MESSAGES, wire.BROWSE_MESSAGES_MAX)
+    wait_ms = parameters.number("wait_ms") or 0
+    if wait_ms > wire.WAIT_MS_MAX:
+        raise InvalidRequest(f"wait_ms is {wait_ms}, but must be at most {wire.WAIT_MS_MAX}")
+    start: dict[str, Any] = {"offset": offset, "position": position, "at_ms": at_ms}
+    if accepts(wire.EVENT_STREAM):
+        return _tail(room, topic, number, start)
+    with room.parked(wait_ms):
+        page = room.domain.browse(topic, number, **start, limit=limit, wait_ms=wait_ms, peer=peer_of(request.environ))
+    if accepts(wire.NDJSON):
+        response = Response(b"".join(map(outgoing.json_line, page.messages)), content_type=wire.NDJSON)
+        response.headers["PortalMQ-Next-Offset"] = str(page.next_offset)
+        response.headers["PortalMQ-High-Watermark"] = str(page.high_watermark)
+        return response
+    packed = accepts(wire.BATCH_MSGPACK)
+    body = outgoing.encode_page(page, packed=packed)
+    return answer_packed(body) if packed else Response(body, content_type=wire.JSON)
+
+
+def _start(text: str | None) -> tuple[int | None, str | None]:
+    if text is None or text in {"earliest", "latest"}:
+        return None, text
+    return whole_number(text, "offset (a number, earliest or latest)"), None
+
+
+def _tail(room: Room, topic: str, partition: int, start: dict[str, Any]) -> Response:
+    """The partition as server-sent events, until the client goes or the broker drains."""
+    last_id = request.environ.get("HTTP_LAST_EVENT_ID")
+    if last_id:
+        start = {"offset": whole_number(last_id, "Last-Event-ID") + 1, "position": None, "at_ms": None}
+    peer = peer_of(request.environ)
+    # The first page is read here, so that a wrong topic or offset is still answered with a problem.
+    page = room.domain.browse(topic, partition, **start, limit=BROWSE_MESSAGES, wait_ms=0, peer=peer)
+
+    def events(page: Any) -> Iterator[bytes]:
+        with room.parked(TAIL_COMMENT_MS):
+            yield b"retry: %d\n\n" % TAIL_RETRY_MS
+            while True:
+                if page.messages:
+                    yield b"".join(map(outgoing.server_sent_event, page.messages))
+                elif not room.domain.ready or (peer is not None and peer.gone()):
+                    return
+                else:
+                    yield b": still here\n\n"
+                try:
+                    page = room.domain.browse(
+                        topic,
+                        partition,
+                        offset=page.next_offset,
+                        position=None,
+                        at_ms=None,
+                        limit=BROWSE_MESSAGES,
+                        wait_ms=TAIL_COMMENT_MS,
+                        peer=peer,
+                    )
+                except Unavailable:
+                    return  # draining: the client resumes elsewhere, from its last event's id
+                except PortalMQError as error:
+                    yield b"event: error\ndata: %s\n\n" % _encode_json(error.problem())
+                    return
+
+    headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+    body: Any = b"" if request.method == "HEAD" else events(page)
+    return Response(body, content_type=wire.EVENT_STREAM, headers=headers)
+
+
+def read_all(room: Room, topic: str) -> Response:
+    """Every message of the topic: streamed as NDJSON, or a page of at most 1,000 with `more`."""
+    wire.check_name(topic, "topic")
+    limit = query("limit").number("limit", least=1)
+    if accepts(wire.NDJSON):
+        lines: Any = b"" if request.method == "HEAD" else _lines(room.domain.read_all(topic, limit))
+        return Response(lines, content_type=wire.NDJSON)
+    size = min(limit or wire.BROWSE_MESSAGES_MAX, wire.BROWSE_MESSAGES_MAX)
+    messages = [outgoing.json_message(stored) for stored in islice(room.domain.read_all(topic, size + 1), size + 1)]
+    return answer({"messages": messages[:size], "more": len(messages) > size})
+
+
+def _lines(messages: Iterator[Any]) -> Iterator[bytes]:
+    """Lines in blocks, so that a block and not each message is one write. The first block is read at once: a topic that
+    is not there must still be answered with a problem."""
+    block = list(islice(messages, BROWSE_MESSAGES))
+
+    def blocks(block: list[Any]) -> Iterator[bytes]:
+        while block:
+            yield b"".join(map(outgoing.json_line, block))
+            block = list(islice(messages, BROWSE_MESSAGES))
+
+    return blocks(block)
+
+
+def new_producer(room: Room) -> Response:
+    named = wire.decode_json(room.body(), wire.ProducerIdRequest)
+    if named.name is not None:
+        wire.check_name(named.name, "producer")
+    return answer(room.domain.new_producer(named.name))

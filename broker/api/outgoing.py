@@ -1,0 +1,150 @@
+"""Messages on their way out: as JSON that people read, or as MessagePack that the client library reads."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterable
+
+import msgspec
+
+from portalmq import wire
+from portalmq.broker.api.domain import Delivered, Page, Stored
+from portalmq.broker.storage.batch import Record
+
+_json = msgspec.json.Encoder()
+_pack = msgspec.msgpack.Encoder()
+_check_json = msgspec.json.Decoder(msgspec.Raw).decode
+
+
+def json_message(stored: Stored | Delivered) -> wire.JsonMessageOut:
+    """The message as JSON answers show it."""
+    record = stored.record
+    message = wire.JsonMessageOut(
+        id=f"{stored.partition}-{stored.offset}",
+        topic=stored.topic,
+        partition=stored.partition,
+        offset=stored.offset,
+        key=None,
+        content_type=record.content_type,
+        headers=record.headers or {},
+        timestamp_ms=stored.timestamp_ms,
+        deliver_at_ms=record.deliver_at_ms,
+        expires_at_ms=record.expires_at_ms,
+        priority=record.priority,
+    )
+    if record.key is not None:
+        try:
+            message.key = record.key.decode("utf-8")
+        except UnicodeDecodeError:
+            message.key_base64 = base64.b64encode(record.key).decode("ascii")
+    _show_value(message, record)
+    return message
+
+
+def json_delivered(delivered: Delivered) -> wire.JsonMessageOut:
+    message = json_message(delivered)
+    message.receipt = delivered.receipt
+    message.delivery_count = delivered.delivery_count
+    message.lease_expires_at_ms = delivered.lease_expires_at_ms
+    return message
+
+
+def _show_value(message: wire.JsonMessageOut, record: Record) -> None:
+    try:
+        text = record.value.decode("utf-8")
+    except UnicodeDecodeError:
+        message.value_base64 = base64.b64encode(record.value).decode("ascii")
+        return
+    message.value = _embedded_json(record.value) if wire.is_json_type(record.content_type) else text
+    if message.value is msgspec.UNSET:
+        message.value = text
+
+
+def _embedded_json(value: bytes) -> msgspec.Raw | msgspec.UnsetType:
+    """The payload as a part of a JSON answer, on one line; UNSET when it is no JSON, whatever its content type says."""
+    try:
+        _check_json(value)
+        if b"\n" in value or b"\r" in value:
+            value = msgspec.json.format(value, indent=-1)
+    except (msgspec.DecodeError, RecursionError):
+        return msgspec.UNSET
+    return msgspec.Raw(value)
+
+
+def pack_page_messages(messages: Iterable[Stored]) -> list[wire.PackMessageOut]:
+    out = []
+    for stored in messages:
+        record = stored.record
+        out.append(
+            wire.PackMessageOut(
+                stored.partition,
+                stored.offset,
+                record.value,
+                stored.timestamp_ms,
+                record.key,
+                record.content_type,
+                record.headers,
+                record.deliver_at_ms,
+                record.expires_at_ms,
+                record.priority,
+                stored.topic,
+            )
+        )
+    return out
+
+
+def pack_delivered(messages: Iterable[Delivered]) -> list[wire.PackMessageOut]:
+    out = []
+    for delivered in messages:
+        record = delivered.record
+        out.append(
+            wire.PackMessageOut(
+                delivered.partition,
+                delivered.offset,
+                record.value,
+                delivered.timestamp_ms,
+                record.key,
+                record.content_type,
+                record.headers,
+                record.deliver_at_ms,
+                record.expires_at_ms,
+                record.priority,
+                delivered.topic,
+                delivered.receipt,
+                delivered.delivery_count,
+                delivered.lease_expires_at_ms,
+            )
+        )
+    return out
+
+
+def encode_received(messages: Iterable[Delivered], *, packed: bool) -> bytes:
+    if packed:
+        return _pack.encode(wire.PackReceived(pack_delivered(messages)))
+    return _json.encode({"messages": [json_delivered(delivered) for delivered in messages]})
+
+
+def encode_page(page: Page, *, packed: bool) -> bytes:
+    if packed:
+        return _pack.encode(
+            wire.PackBrowsePage(
+                pack_page_messages(page.messages), page.next_offset, page.log_start_offset, page.high_watermark
+            )
+        )
+    return _json.encode(
+        wire.BrowsePage(
+            [json_message(stored) for stored in page.messages],
+            page.next_offset,
+            page.log_start_offset,
+            page.high_watermark,
+        )
+    )
+
+
+def json_line(stored: Stored) -> bytes:
+    return _json.encode(json_message(stored)) + b"\n"
+
+
+def server_sent_event(stored: Stored) -> bytes:
+    """One message as a server-sent event (WHATWG HTML, 9.2); its id is the offset, so that a client can resume."""
+    return b"id: %d\ndata: %s\n\n" % (stored.offset, _json.encode(json_message(stored)))

@@ -1,0 +1,119 @@
+"""The one place where an error becomes an answer: `application/problem+json` (RFC 9457), whatever went wrong."""
+
+from __future__ import annotations
+
+import logging
+import math
+from http import HTTPStatus
+from typing import Any
+
+import msgspec
+from flask import Flask, Response, request
+from werkzeug.exceptions import HTTPException
+from werkzeug.routing import RequestRedirect
+
+from portalmq import wire
+from portalmq.broker.api.body import close_after_answer
+from portalmq.errors import (
+    PROBLEM_TYPE_BASE,
+    InvalidRequest,
+    MessageTooLarge,
+    MethodNotAllowed,
+    NotFound,
+    PortalMQError,
+    Unauthorized,
+    UnsupportedMediaType,
+)
+
+log = logging.getLogger("portalmq.api")
+
+RETRY_AFTER_STATUSES = frozenset({429, 503})
+RETRY_AFTER_DEFAULT_S = 1.0
+
+# What werkzeug and Flask refuse by themselves, as the errors of our contract.
+_BY_STATUS: dict[int, type[PortalMQError]] = {
+    400: InvalidRequest,
+    404: NotFound,
+    405: MethodNotAllowed,
+    413: MessageTooLarge,
+    415: UnsupportedMediaType,
+}
+
+
+class InternalError(PortalMQError):
+    """A fault of ours. Whether anything was applied is not known."""
+
+    code, status, title = "internal", 500, "The broker made a mistake"
+
+
+def install(app: Flask) -> None:
+    app.register_error_handler(PortalMQError, answer)
+    app.register_error_handler(HTTPException, answer_http)
+    app.register_error_handler(Exception, answer_unexpected)
+
+
+def answer(error: PortalMQError) -> Response:
+    """The response that tells of `error`."""
+    response = Response(msgspec.json.encode(error.problem()), error.status, content_type=wire.PROBLEM)
+    if error.status in RETRY_AFTER_STATUSES:
+        wait_s = RETRY_AFTER_DEFAULT_S if error.retry_after_s is None else error.retry_after_s
+        response.headers["Retry-After"] = str(max(1, math.ceil(wait_s)))
+    if isinstance(error, Unauthorized):
+        response.headers["WWW-Authenticate"] = 'Bearer realm="portalmq"'
+    return response
+
+
+def answer_http(fault: HTTPException) -> Response:
+    """An error of the framework (an unknown path, a wrong method) in our form."""
+    status = fault.code or 500
+    if isinstance(fault, RequestRedirect) or status < 400:
+        return fault.get_response()  # type: ignore[return-value]
+    cls = _BY_STATUS.get(status)
+    if cls is not None:
+        response = answer(cls(_detail(status)))
+    else:
+        response = Response(_plain_problem(status), status, content_type=wire.PROBLEM)
+    for name, value in fault.get_headers():
+        if name == "Allow":
+            response.headers[name] = value
+    return response
+
+
+def answer_unexpected(fault: Exception) -> Response:
+    """A fault of ours: the log gets the trace, the client gets none of it."""
+    log.error("%s %s failed", request.method, request.url_rule or "?", exc_info=fault)
+    close_after_answer(request.environ)
+    return answer(
+        InternalError(
+            "the broker failed on this request; the broker's log tells why", outcome="unknown", retryable=False
+        )
+    )
+
+
+def _detail(status: int) -> str:
+    if status == 404:
+        return f"there is nothing at {request.path[:200]!r}"
+    if status == 405:
+        return f"{request.method[:20]} is not supported at {request.path[:200]!r}; the Allow header tells what is"
+    return ""
+
+
+def _plain_problem(status: int) -> bytes:
+    title = HTTPStatus(status).phrase if status in HTTPStatus._value2member_map_ else "Error"
+    code = title.lower().replace(" ", "_")
+    return msgspec.json.encode(
+        {
+            "type": PROBLEM_TYPE_BASE + code,
+            "title": title,
+            "status": status,
+            "detail": title,
+            "code": code,
+            "retryable": False,
+            "outcome": "not_applied" if status < 500 else "unknown",
+        }
+    )
+
+
+def error_members(error: PortalMQError) -> dict[str, Any]:
+    """The error of one message among others, as it stands in a result."""
+    return error.problem()

@@ -1,0 +1,69 @@
+"""Query parameters: read strictly, because a misspelt `before_ofset` that is ignored purges a whole topic."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Any
+
+from werkzeug.datastructures import MultiDict
+
+from portalmq.errors import InvalidRequest
+
+# Above this a number is no offset of ours, and not every JSON reader keeps it exact.
+INTEGER_MAX = 2**53 - 1
+
+
+class Query:
+    """The parameters of one request; one that is not in `known`, or comes twice, is refused."""
+
+    def __init__(self, arguments: MultiDict[str, str], *known: str) -> None:
+        for name in arguments:
+            if name not in known:
+                allowed = ", ".join(known) or "none"
+                raise InvalidRequest(f"there is no query parameter {name[:100]!r} here; known: {allowed}")
+            if len(arguments.getlist(name)) > 1:
+                raise InvalidRequest(f"the query parameter {name!r} is given twice")
+        self._arguments = arguments
+
+    def text(self, name: str) -> str | None:
+        return self._arguments.get(name)
+
+    def number(self, name: str, *, least: int = 0) -> int | None:
+        """The parameter as a whole number from `least` up, or None when it is not given."""
+        text = self._arguments.get(name)
+        return None if text is None else whole_number(text, f"the query parameter {name!r}", least=least)
+
+    def choice(self, name: str, default: str, *words: str) -> Any:
+        text = self._arguments.get(name, default)
+        if text not in words:
+            raise InvalidRequest(
+                f"the query parameter {name!r} is {text[:100]!r}, but must be one of {', '.join(words)}"
+            )
+        return text
+
+    def instant_ms(self, name: str) -> int | None:
+        """The parameter as an RFC 3339 time in Unix milliseconds, or None when it is not given."""
+        text = self._arguments.get(name)
+        if text is None:
+            return None
+        try:
+            # a "+" that was not percent-encoded arrives as a space
+            moment = datetime.fromisoformat(text.replace(" ", "+") if text.count(" ") == 1 and "T" in text else text)
+        except ValueError:
+            raise InvalidRequest(f"{name} is {text[:100]!r}, but must be a time as 2026-01-31T12:00:00Z") from None
+        if moment.tzinfo is None:
+            raise InvalidRequest(f"{name} is {text[:100]!r}, which names no zone: write 2026-01-31T12:00:00Z")
+        return int(moment.timestamp() * 1000)
+
+
+def whole_number(text: str, what: str, *, least: int = 0) -> int:
+    """`text` as a whole number from `least` up. Raises InvalidRequest that names `what` else."""
+    digits = text[1:] if text[:1] == "-" else text
+    if not (digits.isascii() and digits.isdigit()) or len(digits) > 20:
+        raise InvalidRequest(f"{what} is {text[:100]!r}, but must be a whole number")
+    number = int(text)
+    if number < least:
+        raise InvalidRequest(f"{what} is {number}, but must be at least {least}")
+    if number > INTEGER_MAX:
+        raise InvalidRequest(f"{what} is {number}, but must be at most {INTEGER_MAX}")
+    return number

@@ -1,0 +1,77 @@
+"""What every route is given: the domain, the settings, the counters, and the bounded room for calls that wait."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+from flask import Response, request
+
+from portalmq import wire
+from portalmq.broker.api.body import read_body
+from portalmq.broker.api.domain import Domain
+from portalmq.broker.api.query import Query
+from portalmq.broker.auth import Auth
+from portalmq.broker.config import BrokerConfig
+from portalmq.broker.metrics import Metrics
+from portalmq.errors import Backpressure
+
+_encode = msgspec.json.Encoder().encode
+
+
+class Room:
+    """Invariant: 0 <= waiting <= config.parked_receives_max."""
+
+    def __init__(self, domain: Domain, config: BrokerConfig, metrics: Metrics, auth: Auth) -> None:
+        self.domain = domain
+        self.config = config
+        self.metrics = metrics
+        self.auth = auth
+        self.waiting = 0
+
+    def body(self) -> bytes:
+        """The body of the current request. Raises what `read_body` raises."""
+        return read_body(request.environ, self.config.body_bytes_max)
+
+    @contextmanager
+    def parked(self, wait_ms: int) -> Iterator[None]:
+        """Holds a place for a call that may wait. Raises Backpressure when all are taken.
+
+        Each waiting call holds a connection, and connections are bounded: without this, waiting receives would shut out
+        every produce.
+        """
+        if wait_ms <= 0:
+            yield
+            return
+        if self.waiting >= self.config.parked_receives_max:
+            raise Backpressure(
+                f"{self.waiting} calls wait already: ask again later, or with wait_ms=0", retry_after_s=1
+            )
+        self.waiting += 1
+        try:
+            yield
+        finally:
+            self.waiting -= 1
+
+
+def query(*known: str) -> Query:
+    return Query(request.args, *known)
+
+
+def accepts(media_type: str) -> bool:
+    """True when the request asks for `media_type` by name. Wildcards mean JSON, which needs no asking."""
+    return media_type in request.environ.get("HTTP_ACCEPT", "").lower()
+
+
+def answer(value: Any, status: int = 200) -> Response:
+    return Response(_encode(value), status, content_type=wire.JSON)
+
+
+def answer_packed(body: bytes, status: int = 200) -> Response:
+    return Response(body, status, content_type=wire.BATCH_MSGPACK)
+
+
+def no_content() -> Response:
+    return Response(status=204)

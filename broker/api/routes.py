@@ -1,0 +1,49 @@
+"""The route table: every door of the broker on one screen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from flask import Response
+
+from portalmq.broker.api import cluster, groups, messages, topics
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """A door. `is_open` lets everyone in; `while_starting` serves before the broker is ready and while it drains."""
+
+    method: str
+    path: str
+    view: Callable[..., Response]
+    is_open: bool = False
+    while_starting: bool = False
+
+
+ROUTES = (
+    Route("GET", "/livez", cluster.live, is_open=True, while_starting=True),
+    Route("GET", "/readyz", cluster.ready, is_open=True, while_starting=True),
+    Route("GET", "/healthz", cluster.health, is_open=True, while_starting=True),
+    Route("GET", "/metrics", cluster.exposition, while_starting=True),
+    Route("GET", "/v1/cluster", cluster.describe),
+    Route("GET", "/v1/metadata", cluster.metadata),
+    Route("GET", "/v1/topics", topics.list_all),
+    Route("PUT", "/v1/topics/<topic>", topics.create),
+    Route("GET", "/v1/topics/<topic>", topics.show),
+    Route("PATCH", "/v1/topics/<topic>", topics.alter),
+    Route("DELETE", "/v1/topics/<topic>", topics.delete),
+    Route("POST", "/v1/topics/<topic>/messages", messages.produce),
+    Route("GET", "/v1/topics/<topic>/messages", messages.read_all),
+    Route("DELETE", "/v1/topics/<topic>/messages", topics.purge),
+    Route("GET", "/v1/topics/<topic>/partitions/<partition>/messages", messages.browse),
+    Route("POST", "/v1/producers", messages.new_producer),
+    Route("GET", "/v1/groups", groups.list_all),
+    Route("PUT", "/v1/groups/<group>", groups.put),
+    Route("GET", "/v1/groups/<group>", groups.show),
+    Route("DELETE", "/v1/groups/<group>", groups.delete),
+    Route("POST", "/v1/groups/<group>/receive", groups.receive),
+    Route("POST", "/v1/groups/<group>/ack", groups.ack),
+    Route("POST", "/v1/groups/<group>/nack", groups.nack),
+    Route("POST", "/v1/groups/<group>/extend", groups.extend),
+)

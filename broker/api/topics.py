@@ -1,0 +1,40 @@
+"""Topics: create, list, show, alter, delete, purge."""
+
+from __future__ import annotations
+
+from flask import Response
+
+from portalmq import wire
+from portalmq.broker.api.room import Room, answer, no_content, query
+
+
+def list_all(room: Room) -> Response:
+    return answer({"topics": room.domain.list_topics()})
+
+
+def create(room: Room, topic: str) -> Response:
+    wire.check_name(topic, "topic")
+    description, created = room.domain.create_topic(topic, wire.decode_json(room.body(), wire.CreateTopic))
+    return answer(description, 201 if created else 200)
+
+
+def show(room: Room, topic: str) -> Response:
+    return answer(room.domain.describe_topic(wire.check_name(topic, "topic")))
+
+
+def alter(room: Room, topic: str) -> Response:
+    wire.check_name(topic, "topic")
+    return answer(room.domain.alter_topic(topic, wire.decode_json(room.body(), wire.AlterTopic)))
+
+
+def delete(room: Room, topic: str) -> Response:
+    room.domain.delete_topic(wire.check_name(topic, "topic"))
+    room.metrics.forget_topic(topic)
+    return no_content()
+
+
+def purge(room: Room, topic: str) -> Response:
+    wire.check_name(topic, "topic")
+    parameters = query("partition", "before_offset")
+    room.domain.purge(topic, partition=parameters.number("partition"), before_offset=parameters.number("before_offset"))
+    return no_content()

@@ -1,0 +1,116 @@
+"""Bodies are counted while they stream: too large, cut short, compressed or broken, nothing of them is applied."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+from gunicorn.http.errors import InvalidChunkSize, NoMoreData
+
+from portalmq.broker.api.body import leaves_bytes_unread, read_body
+from portalmq.errors import InvalidRequest, MessageTooLarge, UnsupportedMediaType
+
+
+class Stream(io.BytesIO):
+    """A body that may break after what it holds."""
+
+    fault: Exception | None = None
+    closed_by_us = False
+
+    def read(self, size: int | None = -1) -> bytes:
+        data = super().read(size)
+        if self.fault is not None:
+            raise self.fault
+        return data
+
+    def close_connection(self) -> None:
+        self.closed_by_us = True
+
+
+def environ(body: bytes, length: int | None = None, **more: Any) -> dict[str, Any]:
+    about = {"HTTP_TRANSFER_ENCODING": "chunked"} if length is None else {"CONTENT_LENGTH": str(length)}
+    return {"wsgi.input": Stream(body), "wsgi.input_terminated": True, **about, **more}
+
+
+def test_a_body_of_known_length_is_read_whole():
+    assert read_body(environ(b"12345", 5), 5) == b"12345"
+
+
+def test_a_chunked_body_is_counted():
+    assert read_body(environ(b"12345"), 5) == b"12345"
+    with pytest.raises(MessageTooLarge):
+        read_body(environ(b"123456"), 5)
+
+
+def test_a_body_that_announces_too_much_is_not_read_at_all():
+    request = environ(b"123456", 6)
+    with pytest.raises(MessageTooLarge):
+        read_body(request, 5)
+    assert request["wsgi.input"].tell() == 0
+    assert leaves_bytes_unread(request)
+
+
+def test_a_body_that_is_cut_short_is_refused():
+    request = environ(b"123", 5)
+    with pytest.raises(InvalidRequest, match="3 of 5"):
+        read_body(request, 5)
+    assert leaves_bytes_unread(request)
+
+
+@pytest.mark.parametrize("fault", [NoMoreData(), InvalidChunkSize(b"x"), ConnectionResetError(), TimeoutError()])
+def test_a_body_whose_framing_breaks_is_refused(fault):
+    request = environ(b"123")
+    request["wsgi.input"].fault = fault
+    with pytest.raises(InvalidRequest, match="nothing was applied"):
+        read_body(request, 5)
+
+
+def test_a_fault_of_ours_is_not_taken_for_the_clients():
+    request = environ(b"123")
+    request["wsgi.input"].fault = KeyError("ours")
+    with pytest.raises(KeyError):
+        read_body(request, 5)
+
+
+@pytest.mark.parametrize("length", ["-1", "1e3", "٣", "0x5"])
+def test_a_length_that_is_no_number_is_refused(length):
+    with pytest.raises(InvalidRequest):
+        read_body({"CONTENT_LENGTH": length, "wsgi.input": Stream(b"")}, 5)
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "br", "identity, gzip", "zstd"])
+def test_a_compressed_body_is_not_supported(encoding):
+    with pytest.raises(UnsupportedMediaType):
+        read_body(environ(b"x", 1, HTTP_CONTENT_ENCODING=encoding), 5)
+    assert read_body(environ(b"x", 1, HTTP_CONTENT_ENCODING="identity"), 5) == b"x"
+
+
+def test_no_length_and_no_chunks_is_no_body():
+    assert read_body({"wsgi.input": Stream(b"the next request")}, 50) == b""
+
+
+@pytest.mark.parametrize(
+    ("path", "status"), [("/v1/topics/t/messages", 413), ("/v1/nothing", 404), ("/livez", 405), ("/v1/topics/..", 405)]
+)
+def test_a_connection_with_unread_bytes_is_closed_after_the_answer(client, domain, path, status):
+    stream = Stream(b"x" * 100_001)
+    answer = client.post(path, input_stream=stream, content_length=100_001, content_type="text/plain")
+    assert answer.status_code == status
+    assert stream.closed_by_us
+    assert domain.logs == {}
+
+
+def test_a_connection_whose_body_was_read_is_kept(client):
+    stream = Stream(b"hello")
+    assert client.post("/v1/topics/t/messages", input_stream=stream, content_length=5).status_code == 200
+    assert not stream.closed_by_us
+
+
+def test_a_compressed_batch_is_answered_415(client, problem_of):
+    answer = client.post("/v1/topics/t/messages", data=b"x", headers={"Content-Encoding": "gzip"})
+    problem_of(answer, 415, "unsupported_media_type")
+
+
+def test_the_limit_itself_is_allowed(client):
+    assert client.post("/v1/topics/t/messages", data=b"x" * 100_000).status_code == 200

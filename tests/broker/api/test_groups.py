@@ -1,0 +1,106 @@
+"""Groups and their receipts, topics and their settings: one call each, and the answer in the contract's form."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from portalmq import wire
+from portalmq.broker.storage.batch import Record
+
+
+def test_received_messages_carry_their_lease(client, domain):
+    domain.logs["t"] = [[Record(b"1", "application/json")]]
+    answer = client.post("/v1/groups/g/receive", json={"topics": ["t"], "wait_ms": 5})
+    message = answer.get_json()["messages"][0]
+    assert (message["value"], message["receipt"], message["delivery_count"]) == (1, "r0", 1)
+    assert message["lease_expires_at_ms"] == 1_700_000_030_000
+    request = domain.last("receive")["request"]
+    assert (request.topics, request.wait_ms, request.max_messages) == (["t"], 5, 10)
+
+
+def test_received_messages_come_as_messagepack_when_asked_for(client, domain):
+    domain.logs["t"] = [[Record(b"\x00", "image/png", b"k")]]
+    answer = client.post("/v1/groups/g/receive", json={"topics": ["t"]}, headers={"Accept": wire.BATCH_MSGPACK})
+    message = msgspec.msgpack.decode(answer.data, type=wire.PackReceived).messages[0]
+    assert (message.topic, message.value, message.key, message.receipt) == ("t", b"\x00", b"k", "r0")
+
+
+def test_an_empty_receive_is_an_empty_list(client):
+    assert client.post("/v1/groups/g/receive", json={"topics": ["t"]}).get_json() == {"messages": []}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [{}, {"topics": []}, {"topics": ["a b"]}, {"topics": "t"}, {"topics": ["t"], "wait_ms": 60_001}]
+    + [{"topics": ["t"], "max_messages": 0}, {"topics": ["t"], "wiat_ms": 1}, {"topics": ["t"], "attempt_id": ""}, []],
+    ids=str,
+)
+def test_a_wrong_receive_is_refused(client, domain, problem_of, body):
+    problem_of(client.post("/v1/groups/g/receive", json=body), 400, "invalid_request")
+    assert domain.calls == []
+
+
+@pytest.mark.parametrize("verb", ["ack", "nack", "extend"])
+def test_receipts_are_answered_one_by_one(client, domain, problem_of, verb):
+    answer = client.post(f"/v1/groups/g/{verb}", json={"receipts": ["a", "b"]})
+    assert answer.get_json() == {"results": [{"receipt": "a", "status": "ok"}, {"receipt": "b", "status": "ok"}]}
+    domain.stale.add("a")
+    problem = problem_of(
+        client.post(f"/v1/groups/g/{verb}", json={"receipts": ["a", "b"]}), 409, "stale_receipt", "partial"
+    )
+    assert problem["results"] == [{"receipt": "a", "status": "stale_receipt"}, {"receipt": "b", "status": "ok"}]
+    problem_of(client.post(f"/v1/groups/g/{verb}", json={"receipts": []}), 400, "invalid_request")
+
+
+def test_settings_of_a_nack_and_an_extend_reach_the_domain(client, domain):
+    client.post("/v1/groups/g/nack", json={"receipts": ["a"], "delay_ms": 5, "reason": "busy"})
+    assert domain.last("nack") == {"group": "g", "receipts": ["a"], "delay_ms": 5, "reason": "busy"}
+    client.post("/v1/groups/g/extend", json={"receipts": ["a"], "visibility_timeout_ms": 9})
+    assert domain.last("extend")["visibility_timeout_ms"] == 9
+
+
+def test_a_group_is_made_shown_listed_and_deleted(client, domain, problem_of):
+    assert client.put("/v1/groups/g", json={"max_deliveries": 3}).status_code == 201
+    assert domain.last("put_group")["config_patch"] == {"max_deliveries": 3}
+    assert client.put("/v1/groups/g").status_code == 200
+    assert client.get("/v1/groups/g").get_json()["group"] == "g"
+    assert [group["group"] for group in client.get("/v1/groups").get_json()["groups"]] == ["g"]
+    assert client.delete("/v1/groups/g").status_code == 204
+    problem_of(client.get("/v1/groups/g"), 404, "group_not_found")
+    problem_of(client.put("/v1/groups/g", json=[1]), 400, "invalid_request")
+
+
+def test_a_topic_is_made_shown_listed_altered_and_deleted(client, domain, problem_of):
+    assert client.put("/v1/topics/t", json={"partitions": 2}).status_code == 201
+    assert client.put("/v1/topics/t").status_code == 200
+    shown = client.get("/v1/topics/t").get_json()
+    assert (shown["name"], len(shown["partitions"])) == ("t", 2)
+    assert client.get("/v1/topics").get_json() == {"topics": [{"name": "t", "partitions": 2, "replication_factor": 1}]}
+    assert client.patch("/v1/topics/t", json={"config": {"retention_ms": 5}}).status_code == 200
+    assert domain.last("alter_topic")["request"].config == {"retention_ms": 5}
+    assert client.delete("/v1/topics/t").status_code == 204
+    problem_of(client.delete("/v1/topics/t"), 404, "topic_not_found")
+
+
+@pytest.mark.parametrize(
+    "body", [{"partitions": 0}, {"partitions": 1001}, {"partitions": "2"}, {"replicas": 1}], ids=str
+)
+def test_wrong_settings_of_a_topic_are_refused(client, problem_of, body):
+    problem_of(client.put("/v1/topics/t", json=body), 400, "invalid_request")
+
+
+def test_a_purge_takes_a_place_and_refuses_a_misspelt_one(client, domain, problem_of):
+    assert client.delete("/v1/topics/t/messages?before_offset=5&partition=1").status_code == 204
+    assert domain.last("purge") == {"name": "t", "partition": 1, "before_offset": 5}
+    domain.calls.clear()
+    problem_of(client.delete("/v1/topics/t/messages?before_ofset=5"), 400, "invalid_request")
+    assert domain.calls == []
+
+
+def test_the_cluster_and_its_metadata_are_shown(client, domain):
+    assert client.get("/v1/cluster").get_json()["brokers"] == [{"id": 7, "url": "http://x", "live": True}]
+    client.get("/v1/metadata?topics=a,b")
+    assert domain.last("metadata") == {"topics": ["a", "b"]}
+    client.get("/v1/metadata")
+    assert domain.last("metadata") == {"topics": None}

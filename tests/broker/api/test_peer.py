@@ -1,0 +1,79 @@
+"""A waiting client is known to be gone when it is gone, and not because it has sent its next request already."""
+
+from __future__ import annotations
+
+import gevent
+import pytest
+from gevent import socket
+from gevent.event import Event
+
+from portalmq.broker.api.peer import SocketPeer, peer_of
+
+
+@pytest.fixture
+def pair():
+    ours, theirs = socket.socketpair()
+    yield ours, theirs
+    ours.close()
+    theirs.close()
+
+
+def test_a_client_that_waits_is_there(pair):
+    assert not SocketPeer(pair[0]).gone()
+
+
+def test_a_client_that_closed_is_gone(pair):
+    pair[1].close()
+    assert SocketPeer(pair[0]).gone()
+
+
+def test_a_client_that_pipelined_is_there_until_it_closes(pair):
+    ours, theirs = pair
+    theirs.sendall(b"GET / HTTP/1.1\r\n")
+    assert not SocketPeer(ours).gone()
+    theirs.close()
+    assert SocketPeer(ours).gone()
+
+
+def test_the_watch_rings_once_when_the_client_goes(pair):
+    ours, theirs = pair
+    rung = []
+    gone = Event()
+    stop = SocketPeer(ours).watch(lambda: (rung.append(1), gone.set()))
+    assert not gone.wait(0.01)
+    theirs.close()
+    assert gone.wait(5)
+    gevent.idle()
+    stop()
+    assert rung == [1]
+
+
+def test_a_stopped_watch_is_silent(pair):
+    ours, theirs = pair
+    rung = []
+    SocketPeer(ours).watch(lambda: rung.append(1))()
+    theirs.close()
+    gevent.idle()
+    assert rung == []
+
+
+def test_the_watch_does_not_ring_for_a_pipelined_request(pair):
+    ours, theirs = pair
+    rung = []
+    stop = SocketPeer(ours).watch(lambda: rung.append(1))
+    theirs.sendall(b"GET / HTTP/1.1\r\n")
+    gevent.idle()
+    stop()
+    assert rung == []
+
+
+def test_a_socket_closed_on_our_side_counts_as_gone(pair):
+    pair[0].close()
+    rung = []
+    assert SocketPeer(pair[0]).gone()
+    SocketPeer(pair[0]).watch(lambda: rung.append(1))()
+    assert rung == [1]
+
+
+def test_without_a_socket_there_is_no_peer():
+    assert peer_of({}) is None

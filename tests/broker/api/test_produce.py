@@ -1,0 +1,391 @@
+"""Every form in which messages come in: what is stored, what is answered, what is refused and leaves nothing behind."""
+
+from __future__ import annotations
+
+import base64
+import json
+
+import msgspec
+import pytest
+
+from portalmq import wire
+from portalmq.broker.storage.batch import Record
+from portalmq.errors import Backpressure, MessageTooLarge
+
+URL = "/v1/topics/t/messages"
+BYTES = "application/octet-stream"
+
+
+def post_json(client, batch, url=URL, **options):
+    return client.post(url, data=json.dumps(batch), content_type=wire.BATCH_JSON, **options)
+
+
+def post_pack(client, batch, url=URL, **options):
+    return client.post(url, data=msgspec.msgpack.encode(batch), content_type=wire.BATCH_MSGPACK, **options)
+
+
+def stored(domain, topic="t", partition=0):
+    return domain.logs[topic][partition]
+
+
+# --- one message, as it is ---
+
+
+def test_any_body_is_one_message_with_its_content_type(client, domain):
+    answer = client.post(URL, data=b"hello", content_type="text/plain")
+    assert answer.status_code == 200
+    assert answer.get_json() == {
+        "id": "0-0",
+        "topic": "t",
+        "partition": 0,
+        "offset": 0,
+        "timestamp_ms": 1_700_000_000_000,
+    }
+    assert stored(domain) == [Record(b"hello", "text/plain")]
+
+
+def test_an_empty_body_is_an_empty_message_and_no_type_means_bytes(client, domain):
+    assert client.post(URL).status_code == 200
+    assert stored(domain) == [Record(b"", BYTES)]
+
+
+def test_what_curl_sends_with_d_is_kept_as_it_is(client, domain):
+    client.post(URL, data=b"a=1&b=2", content_type="application/x-www-form-urlencoded")
+    assert stored(domain) == [Record(b"a=1&b=2", "application/x-www-form-urlencoded")]
+
+
+def test_headers_of_the_request_become_headers_of_the_message_in_lower_case(client, domain):
+    headers = {
+        "PortalMQ-Header-Trace-Id": "Abc",
+        "ce-id": "1",
+        "CE-Source": "/sensor",
+        "traceparent": "00-aa-bb-01",
+        "tracestate": "x=1",
+        "X-Other": "not kept",
+    }
+    client.post(URL, data=b"x", headers=headers)
+    assert stored(domain)[0].headers == {
+        "trace-id": "Abc",
+        "ce-id": "1",
+        "ce-source": "/sensor",
+        "traceparent": "00-aa-bb-01",
+        "tracestate": "x=1",
+    }
+
+
+def test_key_and_headers_are_utf_8(client, domain):
+    as_wsgi_gives_it = "Zürich ❄".encode().decode("latin-1")
+    client.post(URL, data=b"x", headers={"PortalMQ-Key": as_wsgi_gives_it, "PortalMQ-Header-City": as_wsgi_gives_it})
+    assert stored(domain)[0].key == "Zürich ❄".encode()
+    assert stored(domain)[0].headers == {"city": "Zürich ❄"}
+
+
+def test_a_key_that_is_not_utf_8_is_refused(client, domain, problem_of):
+    problem_of(client.post(URL, data=b"x", headers={"PortalMQ-Key": "caf\xe9"}), 400, "invalid_request")
+    assert domain.logs == {}
+
+
+def test_a_json_body_must_be_json(client, domain, problem_of):
+    assert client.post(URL, data=b' {"a": 1}', content_type="application/json").status_code == 200
+    assert stored(domain)[0].value == b' {"a": 1}'
+    for body in (b"{", b'"\xff"', b"[" * 90_000):
+        problem_of(client.post(URL, data=body, content_type="application/cloudevents+json"), 400, "invalid_request")
+    assert len(stored(domain)) == 1
+
+
+@pytest.mark.parametrize(("sent", "meant"), [("abc-1", "abc-1"), ('"abc-1"', "abc-1"), (r'"a\"b"', 'a"b')])
+def test_an_idempotency_key_is_accepted_bare_and_quoted(client, domain, sent, meant):
+    assert client.post(URL, data=b"x", headers={"Idempotency-Key": sent}).status_code == 200
+    assert domain.last("produce")["idempotency_key"] == meant
+
+
+@pytest.mark.parametrize("sent", ["", '"', '""', '"open', "x" * 256])
+def test_a_malformed_idempotency_key_is_refused(client, problem_of, sent):
+    problem_of(client.post(URL, data=b"x", headers={"Idempotency-Key": sent}), 400, "invalid_request")
+
+
+def test_an_idempotency_key_on_a_batch_is_refused(client, problem_of):
+    answer = post_json(client, {"messages": [{"value": 1}]}, headers={"Idempotency-Key": "k"})
+    assert "producer" in problem_of(answer, 400, "invalid_request")["detail"]
+
+
+@pytest.mark.parametrize(
+    "header", [("PortalMQ-Delay-Ms", "1"), ("PortalMQ-Deliver-At", "2030-01-01T00:00:00Z"), ("PortalMQ-Ttl-Ms", "5")]
+)
+def test_scheduling_is_refused_rather_than_ignored(client, domain, problem_of, header):
+    problem = problem_of(client.post(URL, data=b"x", headers=dict([header])), 400, "invalid_request")
+    assert "later release" in problem["detail"]
+    assert domain.logs == {}
+
+
+@pytest.mark.parametrize("priority", ["1", "31", "32", "-1", "x"])
+def test_only_priority_zero_is_served(client, problem_of, priority):
+    problem_of(client.post(URL, data=b"x", headers={"PortalMQ-Priority": priority}), 400, "invalid_request")
+    assert client.post(URL, data=b"x", headers={"PortalMQ-Priority": "0"}).status_code == 200
+
+
+def test_acks_none_answers_202_without_an_offset(client):
+    answer = client.post(f"{URL}?acks=none", data=b"x")
+    assert (answer.status_code, "offset" in answer.get_json()) == (202, False)
+
+
+def test_a_single_message_that_is_refused_is_a_problem(client, domain, problem_of):
+    domain.refuse_records[0] = MessageTooLarge("the message has 9 bytes, the limit is 8")
+    problem_of(client.post(URL, data=b"123456789"), 413, "message_too_large")
+
+
+# --- JSON batches ---
+
+
+def test_a_json_batch_keeps_each_value_as_the_json_text_that_came(client, domain):
+    body = b'{"messages":[{"value": {"b": 1.50, "a": [1, 2]}},{"value":null},{"value":"text"},{"value_base64":"AP8="}]}'
+    answer = client.post(URL, data=body, content_type=wire.BATCH_JSON)
+    assert answer.get_json() == {
+        "results": [{"partition": 0, "offset": n, "timestamp_ms": 1_700_000_000_000} for n in range(4)]
+    }
+    assert stored(domain) == [
+        Record(b'{"b": 1.50, "a": [1, 2]}', "application/json"),
+        Record(b"null", "application/json"),
+        Record(b'"text"', "application/json"),
+        Record(b"\x00\xff", BYTES),
+    ]
+
+
+def test_text_in_a_json_batch_is_text_when_its_content_type_says_so(client, domain):
+    message = {"value": 'say "hi"\n', "content_type": "text/plain; charset=utf-8"}
+    post_json(client, {"messages": [message]})
+    assert stored(domain) == [Record(b'say "hi"\n', "text/plain; charset=utf-8")]
+
+
+def test_keys_headers_and_partitions_of_a_json_batch(client, domain):
+    domain.logs["t"] = [[], [], []]
+    batch = {
+        "messages": [
+            {"value": 1, "key": "k", "headers": {"A-B": "c"}, "partition": 2},
+            {"value": 2, "key_base64": "/w=="},
+        ]
+    }
+    assert post_json(client, batch).status_code == 200
+    assert stored(domain, partition=2) == [Record(b"1", "application/json", b"k", {"a-b": "c"})]
+    assert stored(domain) == [Record(b"2", "application/json", b"\xff")]
+    assert domain.last("produce")["partitions"] == [2, None]
+
+
+WRONG_JSON_MESSAGES = [
+    {},
+    {"value": 1, "value_base64": "AA=="},
+    {"value_base64": "not base64!"},
+    {"value": 1, "key": "a", "key_base64": "AA=="},
+    {"value": 1, "key": 5},
+    {"value": 1, "key": "k" * 5000},
+    {"value": 1, "headers": {"a": 1}},
+    {"value": 1, "headers": {"a": "1", "A": "2"}},
+    {"value": 1, "headers": {"": "x"}},
+    {"value": 1, "headers": {f"h{n}": "x" for n in range(65)}},
+    {"value": 1, "headers": {"h": "x" * 9000}},
+    {"value": 1, "partition": -1},
+    {"value": 1, "partition": "0"},
+    {"value": 1, "delay_ms": 5},
+    {"value": 1, "deliver_at_ms": 5},
+    {"value": 1, "ttl_ms": 5},
+    {"value": 1, "priority": 1},
+    {"value": 1, "priority": 32},
+    {"value": 1, "priority": -1},
+    {"value": 1, "content_type": ""},
+    {"value": 1, "content_type": "x" * 300},
+    {"value": 1, "valeu": 2},
+]
+
+
+@pytest.mark.parametrize("wrong", WRONG_JSON_MESSAGES, ids=lambda wrong: str(wrong)[:40])
+def test_a_batch_with_one_wrong_message_is_refused_whole_and_the_message_is_named(client, domain, problem_of, wrong):
+    detail = problem_of(post_json(client, {"messages": [{"value": 0}, wrong]}), 400, "invalid_request")["detail"]
+    assert "message 1" in detail or "messages[" in detail
+    assert domain.logs == {}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"{",
+        b"[]",
+        b'{"messages":5}',
+        b'{"messages":[5]}',
+        b'{"messages":[{"value":}]}',
+        b'{"messages":[{"value":"\xff"}]}',
+    ]
+    + [b'{"massages":[]}', b"{}", b"", b'{"messages":[{"value":' + b"[" * 50_000],
+)
+def test_broken_json_is_refused(client, domain, problem_of, body):
+    problem_of(client.post(URL, data=body, content_type=wire.BATCH_JSON), 400, "invalid_request")
+    assert domain.logs == {}
+
+
+def test_an_empty_batch_has_no_results(client, domain):
+    assert post_json(client, {"messages": []}).get_json() == {"results": []}
+    assert domain.logs == {}
+
+
+def test_too_many_messages_are_too_large(client, domain, problem_of):
+    message = b'{"value":1}'
+    body = b'{"messages":[' + b",".join([message] * 10_001) + b"]}"
+    assert len(body) > 100_000  # refused by its size already, so try NDJSON, which is denser
+    answer = client.post(URL, data=b"1\n" * 10_001, content_type=wire.NDJSON)
+    problem_of(answer, 413, "message_too_large")
+    assert domain.logs == {}
+
+
+def test_results_carry_the_error_of_a_single_message(client, domain):
+    domain.refuse_records[1] = Backpressure("too much", retry_after_s=1)
+    results = post_json(client, {"messages": [{"value": 1}, {"value": 2}]}).get_json()["results"]
+    assert results[0]["offset"] == 0
+    assert results[1]["error"]["code"] == "backpressure"
+    assert results[1]["error"]["outcome"] == "not_applied"
+
+
+def test_a_producers_stamp_reaches_the_domain(client, domain):
+    post_json(client, {"messages": [{"value": 1}], "producer": {"id": 3, "epoch": 1, "sequence": 9}})
+    assert domain.last("produce")["producer"] == wire.ProducerStamp(3, 1, 9)
+
+
+# --- MessagePack ---
+
+
+def test_a_messagepack_batch_of_bytes_is_stored_as_sent(client, domain):
+    messages = [
+        {"value": b"\x00\x01", "content_type": "image/png", "key": b"k"},
+        {"value": b"", "content_type": BYTES, "headers": {"A": "1"}},
+    ]
+    assert post_pack(client, {"messages": messages}).status_code == 200
+    assert stored(domain) == [Record(b"\x00\x01", "image/png", b"k"), Record(b"", BYTES, None, {"a": "1"})]
+
+
+def test_values_that_are_not_bytes_are_stored_as_json(client, domain):
+    messages = [
+        {"value": {"a": [1, None]}},
+        {"value": "text"},
+        {"value": "text", "content_type": "text/plain"},
+        {"value": None},
+        {"value": b"raw"},
+        {"value_base64": "AA==", "key": "text key", "partition": 0},
+        {"value": 1, "key_base64": "/w=="},
+    ]
+    assert post_pack(client, {"messages": messages}).status_code == 200
+    assert stored(domain) == [
+        Record(b'{"a":[1,null]}', "application/json"),
+        Record(b'"text"', "application/json"),
+        Record(b"text", "text/plain"),
+        Record(b"null", "application/json"),
+        Record(b"raw", BYTES),
+        Record(b"\x00", BYTES, b"text key"),
+        Record(b"1", "application/json", b"\xff"),
+    ]
+
+
+def test_the_short_way_and_the_long_way_store_the_same(client, domain):
+    messages = [{"value": b"x", "content_type": BYTES, "key": b"k", "headers": {"H": "v"}}]
+    post_pack(client, {"messages": messages})
+    post_pack(client, {"messages": [{**messages[0], "priority": 0}]})
+    assert stored(domain)[0] == stored(domain)[1]
+
+
+@pytest.mark.parametrize(
+    "wrong", [*WRONG_JSON_MESSAGES[:2], *WRONG_JSON_MESSAGES[3:]], ids=lambda wrong: str(wrong)[:40]
+)
+def test_a_messagepack_batch_is_checked_as_a_json_batch_is(client, domain, problem_of, wrong):
+    messages = [{"value": b"x", "content_type": BYTES}, wrong]
+    problem_of(post_pack(client, {"messages": messages}), 400, "invalid_request")
+    assert domain.logs == {}
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"\xc1", b"\x80", b"\x81\xa8messages\x01", b"\x81\xa8messages\xdd\xff\xff\xff\xff", b"\x91" * 50_000]
+)
+def test_broken_messagepack_is_refused(client, domain, problem_of, body):
+    problem_of(client.post(URL, data=body, content_type=wire.BATCH_MSGPACK), 400, "invalid_request")
+    assert domain.logs == {}
+
+
+def test_a_value_that_json_cannot_say_is_refused(client, problem_of):
+    batch = {"messages": [{"value": msgspec.msgpack.Ext(5, b"x")}]}
+    problem_of(post_pack(client, batch), 400, "invalid_request")
+
+
+def test_results_come_as_messagepack_when_asked_for(client):
+    answer = post_pack(client, {"messages": [{"value": b"x"}]}, headers={"Accept": wire.BATCH_MSGPACK})
+    assert answer.content_type == wire.BATCH_MSGPACK
+    assert msgspec.msgpack.decode(answer.data) == {
+        "results": [{"partition": 0, "offset": 0, "timestamp_ms": 1_700_000_000_000}]
+    }
+
+
+def test_a_short_answer_is_given_when_preferred_and_the_partition_is_named(client, domain):
+    answer = post_pack(
+        client, {"messages": [{"value": b"x"}] * 3}, url=f"{URL}?partition=0", headers={"Prefer": "return=minimal"}
+    )
+    assert answer.get_json() == {"partition": 0, "base_offset": 0, "count": 3, "timestamp_ms": 1_700_000_000_000}
+    assert answer.headers["Preference-Applied"] == "return=minimal"
+    assert domain.calls[-1][0] == "produce_range"
+
+
+def test_without_a_partition_the_preference_is_passed_over(client):
+    answer = post_pack(client, {"messages": [{"value": b"x"}] * 2}, headers={"Prefer": "return=minimal"})
+    assert len(answer.get_json()["results"]) == 2
+    assert "Preference-Applied" not in answer.headers
+
+
+# --- NDJSON ---
+
+
+def test_each_line_of_ndjson_is_one_value(client, domain):
+    answer = client.post(URL, data=b'{"a":1}\n\n 5 \r\n"x"', content_type="application/x-ndjson; charset=utf-8")
+    assert len(answer.get_json()["results"]) == 3
+    assert [record.value for record in stored(domain)] == [b'{"a":1}', b"5", b'"x"']
+    assert {record.content_type for record in stored(domain)} == {"application/json"}
+
+
+def test_a_line_that_is_not_json_is_named(client, domain, problem_of):
+    answer = client.post(URL, data=b"1\n2\n{oops\n", content_type=wire.NDJSON)
+    assert "line 3" in problem_of(answer, 400, "invalid_request")["detail"]
+    assert domain.logs == {}
+
+
+# --- the query ---
+
+
+@pytest.mark.parametrize(
+    "query",
+    ["partition=-1", "partition=x", "partition=", "partition=1.5", "acks=some", "ack=none", "partition=0&partition=1"],
+)
+def test_wrong_query_parameters_are_refused(client, domain, problem_of, query):
+    problem_of(client.post(f"{URL}?{query}", data=b"x"), 400, "invalid_request")
+    assert domain.logs == {}
+
+
+def test_an_unknown_partition_is_not_found(client, problem_of):
+    problem_of(client.post(f"{URL}?partition=5", data=b"x"), 404, "partition_not_found")
+
+
+def test_a_message_must_not_contradict_the_query(client, domain, problem_of):
+    domain.logs["t"] = [[], []]
+    batch = {"messages": [{"value": 1, "partition": 0}]}
+    problem_of(post_json(client, batch, url=f"{URL}?partition=1"), 400, "invalid_request")
+    assert post_json(client, batch, url=f"{URL}?partition=0").status_code == 200
+
+
+@pytest.mark.parametrize("name", ["a b", "ä", "x" * 191, "..", ".", "a:b"])
+def test_a_name_outside_the_pattern_is_refused(client, domain, problem_of, name):
+    problem_of(client.post(f"/v1/topics/{name}/messages", data=b"x"), 400, "invalid_request")
+    assert domain.logs == {}
+
+
+def test_a_new_producer_gets_an_identity(client, domain, problem_of):
+    assert client.post("/v1/producers", data=b'{"name":"p"}').get_json() == {"id": 5, "epoch": 2}
+    assert client.post("/v1/producers").get_json() == {"id": 5, "epoch": 2}
+    assert domain.last("new_producer") == {"name": None}
+    problem_of(client.post("/v1/producers", data=b'{"name":"a b"}'), 400, "invalid_request")
+
+
+def test_base64_of_a_value_is_decoded_strictly(client, problem_of):
+    urlsafe = base64.urlsafe_b64encode(b"\xff\xfe\xfd").decode()
+    problem_of(post_json(client, {"messages": [{"value_base64": urlsafe}]}), 400, "invalid_request")

@@ -1,0 +1,215 @@
+"""A real broker in a process of its own, for tests: started on a free port, waited for, and always ended.
+
+    with BrokerProcess(directory) as broker:
+        broker.request("POST", "/v1/topics/t/messages", b"hello")
+        broker.kill()       # SIGKILL to the started process, as a crash
+        broker.start()      # again, on the same directory and port
+
+Every wait is bounded. What the broker says is in `broker.stderr()`, and in the failure when it does not start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import psutil
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+START_WITHIN_S = 20.0
+END_WITHIN_S = 20.0
+POLL_S = 0.02
+
+
+def wait_until_gone(process: psutil.Process) -> None:
+    """Until the process has ended; one that nobody has collected yet (a zombie) has."""
+    deadline = time.monotonic() + END_WITHIN_S
+    while not has_ended(process):
+        if time.monotonic() > deadline:
+            raise AssertionError(f"process {process.pid} is still there after {END_WITHIN_S} s")
+        time.sleep(POLL_S)
+
+
+def has_ended(process: psutil.Process) -> bool:
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+@dataclass(frozen=True)
+class Answer:
+    status: int
+    headers: http.client.HTTPMessage
+    body: bytes
+
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+
+class BrokerProcess:
+    """One broker without ZooKeeper. `options` are command-line options, `environment` is added to ours, and `prelude`
+    is Python that runs first in the process: a test breaks something there."""
+
+    def __init__(
+        self,
+        directory: Path,
+        *options: str,
+        command: tuple[str, ...] = ("broker", "--zookeeper", "none"),
+        environment: dict[str, str] | None = None,
+        prelude: str = "",
+    ) -> None:
+        self.directory = directory
+        self.data_dir = directory / "data"
+        self.options = options
+        self.command = command
+        self.environment = environment or {}
+        self.prelude = prelude
+        self.port = 0
+        self.ready_after_s = 0.0
+        self._process: subprocess.Popen[bytes] | None = None
+        self._starts = 0
+
+    # --- life --------------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> BrokerProcess:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.end()
+
+    def launch(self) -> subprocess.Popen[bytes]:
+        """Start the process and wait for nothing. A port that was bound once is asked for again."""
+        name, *more = self.command
+        program = f"{self.prelude}\nfrom portalmq.broker.commands import {name}; {name}(prog_name='portalmq {name}')"
+        arguments = [sys.executable, "-c", program, str(self.port), "--data-dir", str(self.data_dir)]
+        arguments += [*more, *self.options]
+        inherited = {key: value for key, value in os.environ.items() if not key.startswith("PORTALMQ_")}
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self._starts += 1
+        with self._log_path().open("wb") as log:
+            self._process = subprocess.Popen(
+                arguments,
+                cwd=self.directory,
+                env=inherited | self.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+        return self._process
+
+    def start(self) -> None:
+        """Start, and return once /readyz says so."""
+        started = time.monotonic()
+        process = self.launch()
+        while not (self._learn_port() and self._is_ready()):
+            if process.poll() is not None:
+                raise AssertionError(f"the broker ended with {process.returncode}:\n{self.stderr()}")
+            if time.monotonic() - started > START_WITHIN_S:
+                self.end()
+                raise AssertionError(f"the broker was not ready within {START_WITHIN_S} s:\n{self.stderr()}")
+            time.sleep(POLL_S)
+        self.ready_after_s = time.monotonic() - started
+
+    def wait(self, within_s: float = END_WITHIN_S) -> int:
+        """The exit code, once the process has ended."""
+        return self.process.wait(within_s)
+
+    def stop(self) -> int:
+        """SIGTERM; the exit code."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.wait()
+
+    def kill(self) -> None:
+        """SIGKILL to the started process, and wait until all its children are gone too."""
+        family = self.family()
+        self.process.kill()
+        self.wait()
+        for process in family:
+            wait_until_gone(process)
+
+    def restart(self) -> None:
+        self.stop()
+        self.start()
+
+    def end(self) -> None:
+        """End the process whatever state it is in."""
+        if self._process is not None and self._process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.send_signal(signal.SIGCONT)
+            self.kill()
+
+    # --- looking -----------------------------------------------------------------------------------------------------
+
+    @property
+    def process(self) -> subprocess.Popen[bytes]:
+        assert self._process is not None, "the broker was not started"
+        return self._process
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def worker(self) -> psutil.Process:
+        (worker,) = psutil.Process(self.process.pid).children()
+        return worker
+
+    def family(self) -> list[psutil.Process]:
+        """The started process and its children."""
+        try:
+            process = psutil.Process(self.process.pid)
+            return [process, *process.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return []
+
+    def stderr(self) -> str:
+        """What the latest start has said so far."""
+        return self._log_path().read_text("utf-8", "replace")
+
+    def _log_path(self) -> Path:
+        return self.directory / f"stderr-{self._starts}"
+
+    def _learn_port(self) -> bool:
+        """With port 0 the real one is known from what the broker says; it is kept for the next start."""
+        if self.port == 0:
+            found = re.search(r"is ready at \w+://\S+:(\d+) .*\n", self.stderr())
+            if found is not None:
+                self.port = int(found[1])
+        return self.port != 0
+
+    def _is_ready(self) -> bool:
+        try:
+            return self.request("GET", "/readyz", timeout_s=5).status == 200
+        except OSError:
+            return False
+
+    # --- talking -----------------------------------------------------------------------------------------------------
+
+    def request(
+        self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None, timeout_s: float = 30.0
+    ) -> Answer:
+        """One call on a connection of its own. A body that is not bytes goes as JSON."""
+        if body is not None and not isinstance(body, bytes):
+            body = json.dumps(body).encode("utf-8")
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)
+        try:
+            connection.request(method, path, body, headers or {})
+            response = connection.getresponse()
+            return Answer(response.status, response.headers, response.read())
+        finally:
+            connection.close()

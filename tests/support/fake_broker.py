@@ -1,0 +1,192 @@
+"""A domain of a few dictionaries, for tests of the HTTP room: it keeps what it is given and can be told to refuse."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+from portalmq import wire
+from portalmq.broker.broker import Page, Stored
+from portalmq.broker.delivery import Delivered
+from portalmq.errors import (
+    GroupNotFound,
+    OffsetOutOfRange,
+    PartitionNotFound,
+    PortalMQError,
+    TopicNotFound,
+)
+
+NOW_MS = 1_700_000_000_000
+
+
+class FakeBroker:
+    broker_id = 7
+    cluster_id = "c" * 32
+
+    def __init__(self) -> None:
+        self.ready = True
+        self.logs: dict[str, list[list[Any]]] = {}
+        self.group_names: list[str] = []
+        self.calls: list[tuple[str, dict[str, Any]]] = []
+        self.refuse: Exception | None = None
+        self.refuse_records: dict[int, PortalMQError] = {}
+        self.stale: set[str] = set()
+        self.taken: dict[tuple[str, str], int] = defaultdict(int)
+
+    def _called(self, call: str, /, **arguments: Any) -> None:
+        self.calls.append((call, arguments))
+        if self.refuse is not None:
+            raise self.refuse
+
+    def last(self, name: str) -> dict[str, Any]:
+        return next(arguments for called, arguments in reversed(self.calls) if called == name)
+
+    # topics
+
+    def create_topic(self, name: str, request: wire.CreateTopic) -> tuple[wire.TopicDescription, bool]:
+        self._called("create_topic", name=name, request=request)
+        created = name not in self.logs
+        if created:
+            self.logs[name] = [[] for _ in range(request.partitions or 1)]
+        return self._described(name), created
+
+    def list_topics(self) -> list[wire.TopicSummary]:
+        self._called("list_topics")
+        return [wire.TopicSummary(name, len(log), 1) for name, log in sorted(self.logs.items())]
+
+    def describe_topic(self, name: str) -> wire.TopicDescription:
+        self._called("describe_topic", name=name)
+        return self._described(name)
+
+    def alter_topic(self, name: str, request: wire.AlterTopic) -> wire.TopicDescription:
+        self._called("alter_topic", name=name, request=request)
+        return self._described(name)
+
+    def delete_topic(self, name: str) -> None:
+        self._called("delete_topic", name=name)
+        self._log(name)
+        del self.logs[name]
+
+    def purge(self, name: str, *, partition: int | None, before_offset: int | None) -> None:
+        self._called("purge", name=name, partition=partition, before_offset=before_offset)
+
+    def _log(self, name: str) -> list[list[Any]]:
+        if name not in self.logs:
+            raise TopicNotFound(f"there is no topic {name!r}")
+        return self.logs[name]
+
+    def _described(self, name: str) -> wire.TopicDescription:
+        partitions = [
+            wire.PartitionDescription(number, 7, 1, [7], [7], 0, len(log), 0)
+            for number, log in enumerate(self._log(name))
+        ]
+        return wire.TopicDescription(name, partitions, wire.TopicConfig())
+
+    # messages
+
+    def produce(self, topic: str, records: list[Any], partitions: Any, **options: Any) -> list[Any]:
+        self._called("produce", topic=topic, records=records, partitions=partitions, **options)
+        logs = self.logs.setdefault(topic, [[]])
+        results: list[Any] = []
+        for index, record in enumerate(records):
+            if index in self.refuse_records:
+                results.append(self.refuse_records[index])
+                continue
+            number = options["partition"] or (partitions[index] if partitions else None) or 0
+            if number >= len(logs):
+                raise PartitionNotFound(f"topic {topic!r} has no partition {number}")
+            logs[number].append(record)
+            offset = -1 if options["acks"] == "none" else len(logs[number]) - 1
+            results.append(wire.Produced(number, offset, NOW_MS))
+        return results
+
+    def produce_range(self, topic: str, records: list[Any], **options: Any) -> wire.ProducedRange:
+        self._called("produce_range", topic=topic, records=records, **options)
+        log = self.logs.setdefault(topic, [[]])[options["partition"]]
+        log.extend(records)
+        return wire.ProducedRange(options["partition"], len(log) - len(records), len(records), NOW_MS)
+
+    def new_producer(self, name: str | None) -> wire.ProducerIdentity:
+        self._called("new_producer", name=name)
+        return wire.ProducerIdentity(5, 2)
+
+    def browse(self, topic: str, partition: int, **options: Any) -> Page:
+        self._called("browse", topic=topic, partition=partition, **options)
+        logs = self._log(topic)
+        if partition >= len(logs):
+            raise PartitionNotFound(f"topic {topic!r} has no partition {partition}")
+        end = len(logs[partition])
+        start = end if options["position"] == "latest" else options["offset"] or 0
+        if start > end:
+            raise OffsetOutOfRange(f"offset {start} is beyond {end}")
+        stop = min(end, start + options["limit"])
+        messages = [self._stored(topic, partition, offset) for offset in range(start, stop)]
+        return Page(messages, stop, 0, end)
+
+    def _stored(self, topic: str, partition: int, offset: int) -> Stored:
+        return Stored(topic, partition, offset, NOW_MS, self.logs[topic][partition][offset])
+
+    def read_all(self, topic: str, limit: int | None) -> Any:
+        self._called("read_all", topic=topic, limit=limit)
+        places = [(number, at) for number, log in enumerate(self._log(topic)) for at in range(len(log))]
+        return (self._stored(topic, number, at) for number, at in places[:limit])
+
+    # groups
+
+    def put_group(self, name: str, config_patch: dict[str, Any]) -> tuple[wire.GroupDescription, bool]:
+        self._called("put_group", name=name, config_patch=config_patch)
+        created = name not in self.group_names
+        if created:
+            self.group_names.append(name)
+        return self._group(name), created
+
+    def describe_group(self, name: str) -> wire.GroupDescription:
+        self._called("describe_group", name=name)
+        return self._group(name)
+
+    def list_groups(self) -> list[wire.GroupDescription]:
+        return [self._group(name) for name in self.group_names]
+
+    def delete_group(self, name: str) -> None:
+        self._called("delete_group", name=name)
+        self._group(name)
+        self.group_names.remove(name)
+
+    def _group(self, name: str) -> wire.GroupDescription:
+        if name not in self.group_names:
+            raise GroupNotFound(f"there is no group {name!r}")
+        return wire.GroupDescription(name, "queue", [], 0, 0, 0, 0, 0, 0, wire.GroupConfig())
+
+    def receive(self, group: str, request: wire.ReceiveRequest, peer: Any) -> list[Delivered]:
+        self._called("receive", group=group, request=request, peer=peer)
+        delivered = []
+        for topic in request.topics:
+            for record in self.logs.get(topic, [[]])[0][self.taken[group, topic] :][: request.max_messages]:
+                at = self.taken[group, topic]
+                self.taken[group, topic] += 1
+                delivered.append(Delivered(topic, 0, at, NOW_MS, record, f"r{at}", 1, NOW_MS + 30_000))
+        return delivered
+
+    def ack(self, group: str, receipts: list[str]) -> list[bool]:
+        self._called("ack", group=group, receipts=receipts)
+        return [receipt not in self.stale for receipt in receipts]
+
+    def nack(self, group: str, receipts: list[str], delay_ms: int | None, reason: str | None) -> list[bool]:
+        self._called("nack", group=group, receipts=receipts, delay_ms=delay_ms, reason=reason)
+        return [receipt not in self.stale for receipt in receipts]
+
+    def extend(self, group: str, receipts: list[str], visibility_timeout_ms: int | None) -> list[bool]:
+        self._called("extend", group=group, receipts=receipts, visibility_timeout_ms=visibility_timeout_ms)
+        return [receipt not in self.stale for receipt in receipts]
+
+    # cluster
+
+    def cluster(self) -> wire.ClusterDescription:
+        return wire.ClusterDescription(self.cluster_id, 7, [wire.BrokerDescription(7, "http://x", True)])
+
+    def metadata(self, topics: list[str] | None) -> wire.Metadata:
+        self._called("metadata", topics=topics)
+        return wire.Metadata([], [])
+
+    def health(self) -> dict[str, object]:
+        return {"disk_full": False}
