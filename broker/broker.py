@@ -226,10 +226,10 @@ class Broker:
     ) -> wire.ProducedRange:
         """Append a batch to one partition, all or nothing."""
         self._check_open()
-        result = producing.produce_range(
+        result, size_bytes = producing.produce_range(
             self.topics.get_or_create(topic), records, partition, acks=acks, producer=producer
         )
-        self.metrics.published(topic, len(records), sum([len(record.value) for record in records]))
+        self.metrics.published(topic, len(records), size_bytes)
         return result
 
     def new_producer(self, name: str | None) -> wire.ProducerIdentity:

@@ -15,11 +15,15 @@ BATCH_COST_BYTES = 400
 RECORD_COST_BYTES = 250
 
 
-def cost_bytes(batch: Batch) -> int:
+def cost_bytes(batch: Batch, payload_bytes: int) -> int:
     """About what the batch holds in memory."""
     if batch.kind != Kind.MESSAGES:
-        return BATCH_COST_BYTES + len(batch.body)
-    return BATCH_COST_BYTES + sum([len(record.value) for record in batch.records]) + batch.count * RECORD_COST_BYTES
+        return BATCH_COST_BYTES + payload_bytes
+    return BATCH_COST_BYTES + payload_bytes + batch.count * RECORD_COST_BYTES
+
+
+def payload_bytes(batch: Batch) -> int:
+    return len(batch.body) + sum([len(record.value) for record in batch.records])
 
 
 class BatchCache:
@@ -31,12 +35,13 @@ class BatchCache:
         self._batches: OrderedDict[tuple[int, int], tuple[Batch, int]] = OrderedDict()
         self._bases: dict[int, list[int]] = {}
 
-    def put(self, partition: int, batch: Batch) -> None:
+    def put(self, partition: int, batch: Batch, size_bytes: int) -> None:
+        """Keep a batch whose payloads have `size_bytes` together."""
         key = (partition, batch.base_offset)
         if key in self._batches:
             self._batches.move_to_end(key)
             return
-        cost = cost_bytes(batch)
+        cost = cost_bytes(batch, size_bytes)
         if cost > self.bytes_max:
             return
         self._batches[key] = (batch, cost)

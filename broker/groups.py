@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from portalmq import wire
 from portalmq.broker.clock import Clock
-from portalmq.broker.core.receipts import Receipt, ReceiptBook, tag_of, topic_tag
+from portalmq.broker.core.receipts import TAG_BYTES, Receipt, ReceiptBook, decode
 from portalmq.broker.delivery import Delivered, GroupPartition, ParkingLot, Peer, ReceiveOptions, receive
 from portalmq.broker.partition import Partition
 from portalmq.broker.topics import Topic, Topics
@@ -176,21 +176,24 @@ class Groups:
     def _checked(
         self, name: str, texts: list[str]
     ) -> dict[tuple[bytes, int], tuple[GroupPartition, list[tuple[int, Receipt]]]]:
-        by_tag = {topic_tag(topic.state.topic_id): topic for topic in self._topics}
         found: dict[tuple[bytes, int], tuple[GroupPartition, list[tuple[int, Receipt]]]] = {}
         books: dict[bytes, tuple[Topic, ReceiptBook]] = {}
         for index, text in enumerate(texts):
-            tag = tag_of(text)
+            raw = decode(text)
+            tag = raw[:TAG_BYTES]
             if tag not in books:
-                topic = by_tag.get(tag)
-                book = self._books.get((name, topic.state.topic_id)) if topic else None
-                if topic is None or book is None:
-                    raise InvalidRequest(f"receipt {index} belongs to no topic that group {name!r} has received from")
-                books[tag] = topic, book
+                books[tag] = self._book_of(name, tag, index)
             topic, book = books[tag]
-            receipt = book.check(text)
+            receipt = book.check(raw)
             key = (tag, receipt.partition)
             if key not in found:
                 found[key] = (self._attached[name, topic.name, receipt.partition], [])
             found[key][1].append((index, receipt))
         return found
+
+    def _book_of(self, name: str, tag: bytes, index: int) -> tuple[Topic, ReceiptBook]:
+        topic = next((topic for topic in self._topics if topic.tag == tag), None)
+        book = self._books.get((name, topic.state.topic_id)) if topic else None
+        if topic is None or book is None:
+            raise InvalidRequest(f"receipt {index} belongs to no topic that group {name!r} has received from")
+        return topic, book

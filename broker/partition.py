@@ -21,7 +21,7 @@ import msgspec
 from gevent.event import Event
 from gevent.threadpool import ThreadPool
 
-from portalmq.broker.cache import BatchCache
+from portalmq.broker.cache import BatchCache, payload_bytes
 from portalmq.broker.clock import Clock
 from portalmq.broker.core.delivery import GroupDelivery
 from portalmq.broker.core.events import (
@@ -357,7 +357,7 @@ class Partition:
         for pending, batch in zip(taken, batches, strict=True):
             pending.batch = batch
             self._queued_bytes -= pending.size_bytes
-            self.host.cache.put(self._cache_key, batch)
+            self.host.cache.put(self._cache_key, batch, pending.size_bytes)
             self._uncommitted.append(pending)
         if self._unwritten_ids:
             self._forget_written_ids(batches[-1].end_offset)
@@ -519,7 +519,7 @@ class Partition:
             self.host.storage_failed(fault)
             raise Unavailable("the storage failed", outcome="not_applied") from fault
         for batch in reversed(batches):
-            self.host.cache.put(self._cache_key, batch)
+            self.host.cache.put(self._cache_key, batch, payload_bytes(batch))
         return batches[0] if batches else None
 
     def check_offset(self, offset: int) -> None:

@@ -20,7 +20,6 @@ from portalmq.broker.topics import Topic
 from portalmq.errors import IdempotencyKeyReused, InvalidRequest, MessageTooLarge, PortalMQError
 from portalmq.wire import Acks, Produced, ProducedRange, ProducerStamp
 
-RECORD_OVERHEAD_BYTES = 64
 _turns = count()
 
 
@@ -36,7 +35,7 @@ class _Share:
 
 
 def size_of(topic: Topic, records: list[Record]) -> int:
-    """Bytes of all records together, roughly as stored. Raises MessageTooLarge for one over the topic's limit."""
+    """Bytes of all payloads together. Raises MessageTooLarge for one over the topic's limit."""
     limit = topic.state.config.max_message_bytes
     lengths = [len(record.value) for record in records]
     if max(lengths) > limit:
@@ -44,17 +43,17 @@ def size_of(topic: Topic, records: list[Record]) -> int:
         raise MessageTooLarge(
             f"message {index} has {lengths[index]} bytes, topic {topic.name!r} takes {limit} (max_message_bytes)"
         )
-    return sum(lengths) + RECORD_OVERHEAD_BYTES * len(records)
+    return sum(lengths)
 
 
 def produce_range(
     topic: Topic, records: list[Record], number: int, *, acks: Acks, producer: ProducerStamp | None
-) -> ProducedRange:
-    """Append a batch to one partition, all or nothing."""
+) -> tuple[ProducedRange, int]:
+    """Append a batch to one partition, all or nothing; also answers the bytes of its payloads."""
     size = size_of(topic, records)
     stamp = Stamp(producer.id, producer.epoch, producer.sequence) if producer else None
     base_offset, timestamp_ms = topic.partition(number).append(tuple(records), size, stamp=stamp, acks=acks)
-    return ProducedRange(number, base_offset, len(records), timestamp_ms)
+    return ProducedRange(number, base_offset, len(records), timestamp_ms), size
 
 
 def produce(
@@ -149,7 +148,7 @@ def _submit_all(
         if not share.records:
             continue
         records = tuple(share.records)
-        size = sum([len(record.value) for record in records]) + RECORD_OVERHEAD_BYTES * len(records)
+        size = sum([len(record.value) for record in records])
         try:
             share.pending = share.partition.submit(records, size, stamp=stamp, acks=acks)
         except PortalMQError as error:

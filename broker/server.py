@@ -88,7 +88,7 @@ def check_zookeeper(zookeeper: str) -> None:
     places = [place for place in zookeeper.partition("/")[0].split(",") if place]
     if any(_answers(place) for place in places):
         raise StartupError(
-            f"a ZooKeeper answers at {zookeeper}, but this release runs a single broker that keeps its metadata itself: "
+            f"a ZooKeeper answers at {zookeeper}, but this release runs a single broker that keeps its own metadata: "
             "start it with `--zookeeper none`, or with `portalmq dev`",
             EX_UNAVAILABLE,
         )
@@ -184,13 +184,13 @@ class _Application(BaseApplication):  # type: ignore[misc]
         self, config: BrokerConfig, auth: Auth, directory: DataDirectory, listener: socket.socket, *, announce: bool
     ) -> None:
         self.config = config
-        self.listener = listener
+        self._listener_fd = listener.detach()  # gunicorn takes the descriptor over, and closes it
         self.broker_process = BrokerProcess(config, auth, directory, announce=announce)
         super().__init__()
 
     def load_config(self) -> None:
         settings: dict[str, Any] = {
-            "bind": f"fd://{self.listener.fileno()}",
+            "bind": f"fd://{self._listener_fd}",
             "workers": 1,
             "worker_class": f"{BrokerWorker.__module__}.{BrokerWorker.__qualname__}",
             "worker_connections": self.config.worker_connections,

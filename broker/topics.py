@@ -19,6 +19,7 @@ from gevent.lock import BoundedSemaphore
 
 from portalmq import wire
 from portalmq.broker.core.events import PartitionStateChanged
+from portalmq.broker.core.receipts import topic_tag
 from portalmq.broker.partition import Partition, PartitionHost
 from portalmq.broker.storage.log import Log
 from portalmq.broker.storage.schema import LogIdentity
@@ -38,6 +39,9 @@ class Topic:
 
     state: TopicState
     partitions: list[Partition]
+
+    def __post_init__(self) -> None:
+        self.tag = topic_tag(self.state.topic_id)
 
     @property
     def name(self) -> str:

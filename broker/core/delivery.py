@@ -128,11 +128,16 @@ class GroupDelivery:
             )
         self.next = max(self.next, grant.next)
         if grant.attempt_id is not None:
-            for attempt_id, (deadline_ms, _) in list(self.attempts.items()):
-                if deadline_ms > grant.granted_at_ms and len(self.attempts) < ATTEMPTS_MAX:
-                    break  # insertion order is nearly the order of deadlines: the rest is younger
-                del self.attempts[attempt_id]
+            self._forget_attempts(grant.granted_at_ms)
             self.attempts[grant.attempt_id] = (grant.deadline_ms, [(start, end) for start, end, _ in grant.ranges])
+
+    def _forget_attempts(self, now_ms: int) -> None:
+        """Attempts stand nearly in the order of their deadlines: drop the first ones that are over or too many."""
+        while self.attempts:
+            oldest = next(iter(self.attempts))
+            if self.attempts[oldest][0] > now_ms and len(self.attempts) < ATTEMPTS_MAX:
+                return
+            del self.attempts[oldest]
 
     def _finish(self, start: int, end: int) -> None:
         self._cut(start, end)

@@ -22,6 +22,8 @@ from portalmq.errors import InvalidRequest
 
 _FIELDS = Struct(">8sHQII")
 _MAC_BYTES = 13
+_FIELDS_BYTES = _FIELDS.size
+TAG_BYTES = 8
 TEXT_LENGTH = 52
 _TO_URL_SAFE = bytes.maketrans(b"+/", b"-_")
 _FROM_URL_SAFE = bytes.maketrans(b"-_", b"+/")
@@ -59,28 +61,23 @@ class ReceiptBook:
 
         return write
 
-    def check(self, text: str) -> Receipt:
-        """The receipt in `text`. Raises InvalidRequest when it is not one of ours for this group."""
-        raw = decode(text)
-        fields = raw[: _FIELDS.size]
+    def check(self, raw: bytes) -> Receipt:
+        """The receipt in the bytes that `decode` gave. Raises InvalidRequest when it is not one of ours for this group."""
+        fields = raw[:_FIELDS_BYTES]
         mac = self._mac.copy()
         mac.update(fields)
-        if not compare_digest(mac.digest(), raw[_FIELDS.size :]):
-            raise not_a_receipt(text)
-        return Receipt(*_FIELDS.unpack(fields))
-
-
-def tag_of(text: str) -> bytes:
-    """The topic tag of a receipt that has not been checked yet: it tells whose book is to check it."""
-    return decode(text)[:8]
+        if not compare_digest(mac.digest(), raw[_FIELDS_BYTES:]):
+            raise not_a_receipt(b2a_base64(raw, newline=False).translate(_TO_URL_SAFE).decode("ascii"))
+        return Receipt._make(_FIELDS.unpack(fields))
 
 
 def decode(text: str) -> bytes:
+    """The bytes of a receipt that is still to be checked; the first TAG_BYTES tell whose book is to check it."""
     try:
         raw = a2b_base64(text.encode("ascii").translate(_FROM_URL_SAFE), strict_mode=True)
     except (Base64Error, ValueError):
         raw = b""
-    if len(raw) != _FIELDS.size + _MAC_BYTES:
+    if len(raw) != _FIELDS_BYTES + _MAC_BYTES:
         raise not_a_receipt(text)
     return raw
 
