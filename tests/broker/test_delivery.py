@@ -319,7 +319,7 @@ def test_a_clock_set_back_by_an_hour_does_not_set_timestamps_back(fixture):
 
 
 def test_an_ack_whose_grant_was_lost_in_a_kill_leaves_nothing_that_is_no_message(fixture):
-    """Control records between the messages would otherwise wait for ever to be handed out, as messages that are ready."""
+    """Control records between the messages would otherwise count as ready, and wait for ever to be handed out."""
     send(fixture, "a")
     (first,) = receive(fixture)
     partition = fixture.broker.topics.get("t").partition(0)
