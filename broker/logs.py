@@ -56,5 +56,10 @@ class ServerLogger(Logger):  # type: ignore[misc]
         self.cfg = cfg
         self._access_log_enabled = False
 
+    def exception(self, msg: Any, *args: Any, **kwargs: Any) -> None:
+        """A client that does not read its answer in time is its own fault, and worth no trace."""
+        if not isinstance(sys.exc_info()[1], TimeoutError):
+            super().exception(msg, *args, **kwargs)
+
     def access(self, *_: Any) -> None:
         """Requests are counted in /metrics, not written."""

@@ -27,6 +27,7 @@ from gunicorn.arbiter import Arbiter
 from gunicorn.errors import HaltServer
 from gunicorn.http import errors as http_errors
 from gunicorn.sock import ssl_context
+from gunicorn.workers.base_async import AsyncWorker
 from gunicorn.workers.ggevent import GeventWorker
 
 from portalmq.broker.config import EX_SOFTWARE
@@ -145,12 +146,18 @@ class BrokerWorker(GeventWorker):  # type: ignore[misc]
 
     def _serve(self, listener: Any) -> StreamServer:
         listener.setblocking(1)
-        tls = {"ssl_context": ssl_context(self.cfg)} if self.cfg.is_ssl else {}
+        # The handshake is left to `handle`, where a failed one is no more than a refused request.
+        tls = {"ssl_context": ssl_context(self.cfg), "do_handshake_on_connect": False} if self.cfg.is_ssl else {}
         server = StreamServer(
             listener, handle=partial(self.handle, listener), spawn=Pool(self.worker_connections), **tls
         )
         server.start()
         return server
+
+    def handle(self, listener: Any, client: Any, addr: Any) -> None:
+        # Bounds the handshake. Between requests gunicorn's own keep-alive timer is the shorter one.
+        client.settimeout(idle_timeout_s(self))
+        AsyncWorker.handle(self, listener, client, addr)
 
     def _idle_within(self, seconds: float) -> bool:
         """Wait for running requests; idle connections are not waited for."""
@@ -246,8 +253,13 @@ def post_request(worker: BrokerWorker, req: Any, environ: dict[str, Any], resp: 
         # Closing with unread bytes in the buffer sends RST, which can destroy the answer before the client reads it.
         util.close_graceful(sock, timeout=LINGER_S, max_drain=LINGER_BYTES_MAX)
     else:
-        sock.settimeout(None)
+        sock.settimeout(idle_timeout_s(worker))
     gevent.sleep(0)
+
+
+def idle_timeout_s(worker: BrokerWorker) -> float:
+    """How long a read between two requests may take; longer than the keep-alive timer that ends it quietly."""
+    return float(worker.cfg.keepalive) + 5.0
 
 
 def _announced_length(req: Any) -> int:
