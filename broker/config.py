@@ -206,7 +206,7 @@ def load_config(
             values[name] = read_setting(name, environ[variable], variable)
     for name, value in options.items():
         if value is not None:
-            option = "--" + name.replace("_", "-")
+            option = "PORT" if name == "port" else "--" + name.replace("_", "-")
             values[name] = read_setting(name, value, option) if isinstance(value, str) else value
     return BrokerConfig(**values)
 
