@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 CACHE_BYTES = 32 * 1024 * 1024
 SAVE_STATE_EVERY_S = 1.0
 RETAIN_EVERY_S = 10.0
+REST_EVERY_S = 60.0
 GROUP_EXPIRY_MS = 7 * wire.DAY_MS
 
 
@@ -110,6 +111,7 @@ class Broker:
         self._upkeep = [
             gevent.spawn(self._every, SAVE_STATE_EVERY_S, self._save_state),
             gevent.spawn(self._every, RETAIN_EVERY_S, self._retain),
+            gevent.spawn(self._every, REST_EVERY_S, self._rest),
         ]
         self.ready = True
 
@@ -138,6 +140,11 @@ class Broker:
         for topic in self.topics:
             for partition in topic.partitions:
                 partition.save_state()
+
+    def _rest(self) -> None:
+        for topic in self.topics:
+            for partition in topic.partitions:
+                partition.rest_if_idle()
 
     def _retain(self) -> None:
         for topic in self.topics:

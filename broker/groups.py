@@ -98,13 +98,11 @@ class Groups:
 
     def _on_topic(self, group: str, topic: Topic, config: wire.GroupConfig) -> list[GroupPartition]:
         """The group on every partition of a topic; it begins there if it has not yet."""
-        name, partitions = topic.name, topic.partitions
-        found = [self._attached.get((group, name, partition.number)) for partition in partitions]
-        known = any(found)
+        known = any([group in partition.delivery for partition in topic.partitions])
         attached: list[GroupPartition] = []
-        for partition, there in zip(partitions, found, strict=True):
-            if there is None:
-                there = self._attached.get((group, name, partition.number)) or self._attach(topic, partition, group)
+        for partition in topic.partitions:
+            there = self._attached.get((group, topic.name, partition.number)) or self._attach(topic, partition, group)
+            if group not in partition.delivery:
                 there.start_at("earliest" if known else config.start)
             attached.append(there)
         return attached

@@ -41,7 +41,7 @@ from portalmq.broker.core.producers import Producers
 from portalmq.broker.core.records import Ack, Extend, Grant, GroupRecord, GroupStart, Nack, Purge
 from portalmq.broker.core.replica import PartitionReplica
 from portalmq.broker.storage.batch import Batch, Kind, Record, sealed_batch
-from portalmq.broker.storage.errors import CorruptBatch, DiskFull, StorageFault
+from portalmq.broker.storage.errors import CorruptBatch, DiskFull, StorageError, StorageFault
 from portalmq.broker.storage.log import Log
 from portalmq.broker.storage.state import StateFile
 from portalmq.errors import (
@@ -139,6 +139,7 @@ class Partition:
         self.delivery: dict[str, GroupDelivery] = {}
         self.on_readable: list[Callable[[], None]] = []
         self.changed = False
+        self._used = True
         self._state_file = state_file
         self._cache_key = next(_numbers)
         self._queue: deque[Pending] = deque()
@@ -319,7 +320,7 @@ class Partition:
         self._messages_next += batch.message_count
         self._queue.append(pending)
         self._queued_bytes += pending.size_bytes
-        self.changed = True
+        self.changed = self._used = True
         if self._written.is_set():
             self._written.clear()
             gevent.spawn(self._write)
@@ -329,8 +330,14 @@ class Partition:
     def _write(self) -> None:
         """Commit what waits, until nothing does. One at a time a partition."""
         try:
-            while self._queue:
-                self._write_once(self._next_transaction())
+            while self._queue or self.log.checkpoint_due:
+                if self._queue:
+                    self._write_once(self._next_transaction())
+                else:
+                    self.host.pool.apply(self.log.checkpoint)
+        except Exception as fault:  # whatever it is, those who wait would wait in vain
+            self.host.storage_failed(fault)
+            raise
         finally:
             self._written.set()
 
@@ -344,15 +351,15 @@ class Partition:
         return taken
 
     def _write_once(self, taken: list[Pending]) -> None:
-        try:
-            batches, seconds = self.host.pool.apply(_commit, (self.log, [pending.batch for pending in taken]))
-        except DiskFull:
+        written = self.host.pool.apply(_commit, (self.log, [pending.batch for pending in taken]))
+        if isinstance(written, DiskFull):
             self._roll_back(taken)
             return
-        except StorageFault as fault:
-            self.host.storage_failed(fault)
+        if isinstance(written, StorageError):
+            self.host.storage_failed(written)
             self._fail(taken, Unavailable("the storage failed while this was written", outcome="unknown"))
             return
+        batches, seconds = written
         self.host.committed(seconds)
         for pending, batch in zip(taken, batches, strict=True):
             pending.batch = batch
@@ -379,6 +386,9 @@ class Partition:
         if state is not None:
             self._perform(self.replica.step(state, self.host.clock.wall_ms()))
         self._fail(taken + waiting, full)
+        for _, pending in self._duplicates:  # what they repeat is not in the log, or they may simply ask again
+            pending.finish(full)
+        self._duplicates.clear()
 
     def _fail(self, pendings: list[Pending], error: PortalMQError) -> None:
         for pending in pendings:
@@ -506,6 +516,7 @@ class Partition:
 
     def _read(self, offset: int, end: int) -> Batch | None:
         """The batch of the first message in [offset, end), read from disk with some that follow it."""
+        self._used = True
         try:
             runs = self.log.message_runs(offset, end, 1)
             if not runs:
@@ -603,6 +614,13 @@ class Partition:
         self._purge_groups(upto)
         self.host.pool.apply(self.log.drop_segments_below, (upto,))
 
+    def rest_if_idle(self) -> None:
+        """Close the files when nothing was read or written since the last call; the next use opens them again."""
+        used, self._used = self._used, False
+        if not used and self._written.is_set() and not self.changed:
+            self.host.pool.apply(self.log.park)
+            self._state_file.park()
+
     def close(self) -> None:
         """Refuse new work, write what waits, save the fold, close the files."""
         self._closed = True
@@ -613,9 +631,15 @@ class Partition:
         self._state_file.close()
 
 
-def _commit(log: Log, batches: list[Batch]) -> tuple[list[Batch], float]:
-    """On a native thread: checksum the batches and write them in one transaction. Answers them, and the seconds."""
+def _commit(log: Log, batches: list[Batch]) -> tuple[list[Batch], float] | StorageError:
+    """On a native thread: checksum the batches and write them in one transaction. Answers them, and the seconds.
+
+    A fault is answered and not raised, as gevent would print it.
+    """
     sealed = [sealed_batch(batch) for batch in batches]
     begin = perf_counter()
-    log.append(sealed)
+    try:
+        log.append(sealed)
+    except StorageError as fault:
+        return fault
     return sealed, perf_counter() - begin

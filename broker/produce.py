@@ -77,7 +77,15 @@ def produce(
     _submit_all(shares, results, acks, Stamp(producer.id, producer.epoch, producer.sequence) if producer else None)
     for share in shares.values():
         _collect(share, results)
-    return [result for result in results if result is not None]
+    return _unless_all_failed([result for result in results if result is not None])
+
+
+def _unless_all_failed(results: list[Produced | PortalMQError]) -> list[Produced | PortalMQError]:
+    """The results; raised instead, when nothing of the request went in: unknown when that holds for any of it."""
+    errors = [result for result in results if isinstance(result, PortalMQError)]
+    if errors and len(errors) == len(results):
+        raise next((error for error in errors if error.outcome == "unknown"), errors[0])
+    return results
 
 
 def _identified(record: Record, key: str, index: int) -> Record:

@@ -11,6 +11,7 @@ import pytest
 from support.domain import Fixture, HandClock, records, running
 
 from portalmq import wire
+from portalmq.broker.storage.errors import DiskFull, StorageFault
 from portalmq.errors import (
     Fenced,
     IdempotencyKeyReused,
@@ -419,3 +420,83 @@ def test_calls_after_the_drain_are_refused_and_nothing_is_applied(fixture):
         send(fixture, "b")
     assert caught.value.outcome == "not_applied"
     assert texts(page(fixture).messages) == ["a"]
+
+
+def refuse_once(fixture: Fixture, monkeypatch) -> None:
+    """The next transaction meets a full disk that the guard did not see coming."""
+    log = fixture.broker.topics.get("t").partition(0).log
+    append = log.append
+
+    def refused(batches) -> None:
+        monkeypatch.setattr(log, "append", append)
+        raise DiskFull("no room")
+
+    monkeypatch.setattr(log, "append", refused)
+
+
+def test_a_transaction_that_the_disk_refuses_leaves_no_trace(fixture, monkeypatch):
+    send(fixture, "a", producer=stamp(0))
+    refuse_once(fixture, monkeypatch)
+    with pytest.raises(StorageFull) as caught:
+        send(fixture, "b", producer=stamp(1))
+    assert caught.value.outcome == "not_applied"
+    send(fixture, "b", producer=stamp(1))
+    assert texts(page(fixture).messages) == ["a", "b"]
+
+
+def test_what_was_queued_behind_a_refused_transaction_is_refused_with_it(fixture, monkeypatch):
+    fixture.broker.create_topic("t", wire.CreateTopic())
+    refuse_once(fixture, monkeypatch)
+    greenlets = [gevent.spawn(send, fixture, str(n), producer=stamp(n)) for n in range(5)]
+    gevent.joinall(greenlets, timeout=20)
+    refused = [isinstance(greenlet.exception, StorageFull) for greenlet in greenlets]
+    assert refused == [True] * 5
+    for n in range(5):
+        send(fixture, str(n), producer=stamp(n))
+    assert texts(page(fixture).messages) == ["0", "1", "2", "3", "4"]
+
+
+def test_an_ack_that_the_disk_refuses_leaves_the_message_leased(fixture, monkeypatch):
+    send(fixture, "a")
+    (message,) = fixture.broker.receive("g", wire.ReceiveRequest(["t"]), None)
+    fixture.broker.topics.get("t").partition(0).wait_committed(3)
+    refuse_once(fixture, monkeypatch)
+    with pytest.raises(StorageFull):
+        fixture.broker.ack("g", [message.receipt])
+    assert fixture.broker.describe_group("g").in_flight == 1
+    assert fixture.broker.ack("g", [message.receipt]) == [True]
+    assert fixture.broker.describe_group("g").lag == 0
+
+
+def test_a_group_whose_start_was_refused_begins_at_its_next_receive(fixture, monkeypatch):
+    send(fixture, "a")
+    refuse_once(fixture, monkeypatch)
+    with pytest.raises(StorageFull):
+        fixture.broker.receive("g", wire.ReceiveRequest(["t"]), None)
+    (message,) = fixture.broker.receive("g", wire.ReceiveRequest(["t"]), None)
+    assert message.delivery_count == 1
+
+
+def test_a_storage_fault_is_answered_unknown_and_ends_the_broker(fixture, monkeypatch):
+    send(fixture, "a")
+    log = fixture.broker.topics.get("t").partition(0).log
+
+    def failed(batches) -> None:
+        raise StorageFault("I/O error")
+
+    monkeypatch.setattr(log, "append", failed)
+    with pytest.raises(Unavailable) as caught:
+        send(fixture, "b")
+    assert caught.value.outcome == "unknown"
+    assert len(fixture.faults) == 1
+    assert not fixture.broker.ready
+
+
+def test_an_idle_partition_closes_its_files_and_opens_them_again(fixture):
+    send(fixture, "a")
+    fixture.broker._save_state()
+    fixture.broker._rest()
+    fixture.broker._rest()
+    assert texts(page(fixture).messages) == ["a"]
+    send(fixture, "b")
+    assert texts(page(fixture).messages) == ["a", "b"]
