@@ -93,9 +93,9 @@ def check_zookeeper(zookeeper: str) -> None:
             EX_UNAVAILABLE,
         )
     raise StartupError(
-        f"no ZooKeeper answers at {', '.join(places) or 'no address at all'}: start one (Debian: `apt-get install zookeeperd`; "
-        "any system: `zkServer.sh start`) and name it with --zookeeper HOST:PORT. "
-        "`portalmq dev` runs one broker that needs none",
+        f"no ZooKeeper answers at {', '.join(places) or 'no address at all'}: "
+        "start one (Debian: `apt-get install zookeeperd`; any system: `zkServer.sh start`) and name it with "
+        "--zookeeper HOST:PORT. `portalmq dev` runs one broker that needs none",
         EX_UNAVAILABLE,
     )
 
