@@ -53,7 +53,9 @@ def bench(messages: int, sends: int, parked: int, rounds: int, data_dir: Path | 
 def _round(directory: Path, messages: int, sends: int) -> dict[str, float]:
     directory.mkdir(parents=True)
     batches = max(1, messages // BATCH_MESSAGES)
-    figures = {"bare_insert_per_s": executemany_rate(directory, batches=batches, batch_messages=BATCH_MESSAGES, value=VALUE)}
+    figures = {
+        "bare_insert_per_s": executemany_rate(directory, batches=batches, batch_messages=BATCH_MESSAGES, value=VALUE)
+    }
     with _broker(directory / "data") as (url, _):
         figures["produce_per_s"] = _produce_rate(url, "bulk", messages)
         figures["receive_ack_per_s"] = _receive_rate(url, "bulk", messages)
@@ -83,7 +85,7 @@ def _receive_rate(url: str, topic: str, messages: int, consumers: int = 2) -> fl
                 while batch := consumer.poll(timeout_s=0, max_messages=RECEIVE_MESSAGES):
                     consumer.ack(batch)
                     counts[index] += len(batch)
-        except BaseException as failure:
+        except Exception as failure:  # noqa: BLE001 - told at the end, whatever it was
             failures.append(failure)
 
     threads = [threading.Thread(target=consume, args=(index,)) for index in range(consumers)]
@@ -156,7 +158,10 @@ def _park(url: str) -> socket.socket:
     host, _, port = url.removeprefix("http://").partition(":")
     body = json.dumps({"topics": ["silent"], "wait_ms": 60_000}).encode()
     connection = socket.create_connection((host, int(port)), timeout=30)
-    head = f"POST /v1/groups/parked/receive HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    head = (
+        "POST /v1/groups/parked/receive HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(body)}\r\n\r\n"
+    )
     connection.sendall(head.encode() + body)
     return connection
 
@@ -200,7 +205,9 @@ _last_ready_s = 0.0
 
 @contextmanager
 def _broker(data_dir: Path) -> Iterator[tuple[str, int]]:
-    with _server("-m", "portalmq.cli.main", "dev", "{port}", "--data-dir", str(data_dir), "--log-level", "warning") as it:
+    with _server(
+        "-m", "portalmq.cli.main", "dev", "{port}", "--data-dir", str(data_dir), "--log-level", "warning"
+    ) as it:
         yield it
 
 

@@ -133,7 +133,7 @@ class Broker:
                 work()
             except PortalMQError as error:
                 log.warning("upkeep will be tried again: %s", error)
-            except Exception as fault:
+            except Exception as fault:  # noqa: BLE001 - upkeep that failed in any other way fails the broker
                 self.storage_failed(fault)
 
     def _save_state(self) -> None:

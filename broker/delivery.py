@@ -1,4 +1,4 @@
-"""Queue groups at work on this broker: receive, ack, nack, extend, and the consumers that sleep until there is a message.
+"""A queue group on a partition: receive, ack, nack, extend, and the consumers that sleep until a message comes.
 
 A receive takes what it can; with nothing to take it parks, with an interest at each of its partitions. When a partition
 has something, it wakes one sleeper. Whoever was woken takes what it can and then wakes the next one if something is
@@ -216,7 +216,14 @@ class GroupPartition:
         write = self._book.writer(number, leader_epoch)
         return [
             Delivered(
-                topic, number, offset, piece.batch.appended_at_ms, record, write(offset, deliveries), deliveries, deadline_ms
+                topic,
+                number,
+                offset,
+                piece.batch.appended_at_ms,
+                record,
+                write(offset, deliveries),
+                deliveries,
+                deadline_ms,
             )
             for piece, deliveries in pieces
             for offset, record in enumerate(piece.records(), piece.start)

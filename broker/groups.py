@@ -98,7 +98,7 @@ class Groups:
 
     def _on_topic(self, group: str, topic: Topic, config: wire.GroupConfig) -> list[GroupPartition]:
         """The group on every partition of a topic; it begins there if it has not yet."""
-        known = any([group in partition.delivery for partition in topic.partitions])
+        known = any(group in partition.delivery for partition in topic.partitions)
         attached: list[GroupPartition] = []
         for partition in topic.partitions:
             there = self._attached.get((group, topic.name, partition.number)) or self._attach(topic, partition, group)

@@ -434,9 +434,7 @@ class Partition:
         self._duplicates = [(end, pending) for end, pending in self._duplicates if end > high_watermark]
 
     def _on_step_down(self, action: StepDown) -> None:
-        error = NotLeader(
-            "the leadership moved while this was on its way", leader=action.leader, outcome="unknown"
-        )
+        error = NotLeader("the leadership moved while this was on its way", leader=action.leader, outcome="unknown")
         for pending in self._uncommitted:
             pending.finish(error)
         for _, pending in self._duplicates:

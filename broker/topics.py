@@ -230,7 +230,5 @@ def _word(state: PartitionState, topic: TopicState) -> PartitionStateChanged:
         leader_epoch=state.leader_epoch,
         isr=frozenset(state.isr),
         replicas=tuple(state.replicas),
-        min_insync_replicas=min(
-            len(state.replicas), topic.config.min_insync_replicas or len(state.replicas) // 2 + 1
-        ),
+        min_insync_replicas=min(len(state.replicas), topic.config.min_insync_replicas or len(state.replicas) // 2 + 1),
     )

@@ -93,9 +93,7 @@ class GroupDelivery:
                 self.last_active_ms = max(self.last_active_ms, record.at_ms)
                 for start, end, available_at_ms in record.ranges:
                     for span in self._cut(start, end):
-                        self._insert(
-                            msgspec.structs.replace(span, leased=False, available_at_ms=available_at_ms)
-                        )
+                        self._insert(msgspec.structs.replace(span, leased=False, available_at_ms=available_at_ms))
             case Extend():
                 self.last_active_ms = max(self.last_active_ms, record.at_ms)
                 for start, end in record.ranges:
@@ -123,9 +121,7 @@ class GroupDelivery:
         for start, end, deliveries in grant.ranges:
             before = self._cut(start, end)
             expiries = max((span.expiries + span.leased for span in before), default=0)
-            self._insert(
-                SpanFold(start, end, deliveries, expiries, True, grant.granted_at_ms, grant.deadline_ms)
-            )
+            self._insert(SpanFold(start, end, deliveries, expiries, True, grant.granted_at_ms, grant.deadline_ms))
         self.next = max(self.next, grant.next)
         if grant.attempt_id is not None:
             self._forget_attempts(grant.granted_at_ms)

@@ -19,7 +19,9 @@ class Producers:
     """The producers of one partition. `expire` forgets by the log's time, never by the wall clock."""
 
     def __init__(self, folds: list[ProducerFold]) -> None:
-        self._by_id = {fold.producer_id: ProducerFold(fold.producer_id, fold.epoch, list(fold.batches)) for fold in folds}
+        self._by_id = {
+            fold.producer_id: ProducerFold(fold.producer_id, fold.epoch, list(fold.batches)) for fold in folds
+        }
 
     def snapshot(self) -> list[ProducerFold]:
         return [ProducerFold(fold.producer_id, fold.epoch, list(fold.batches)) for fold in self._by_id.values()]
@@ -36,7 +38,8 @@ class Producers:
                 f" {stamp.producer_epoch}: another instance of the producer has taken over"
             )
         if known is None or stamp.producer_epoch > known.epoch:
-            return self._begin(stamp)
+            self._check_begins(stamp)
+            return None
         for sequence, length, base_offset, appended_at_ms in known.batches:
             if sequence == stamp.sequence and length == count:
                 return base_offset, appended_at_ms
@@ -49,7 +52,7 @@ class Producers:
             )
         return None
 
-    def _begin(self, stamp: Stamp) -> None:
+    def _check_begins(self, stamp: Stamp) -> None:
         if stamp.sequence != 0:
             raise OutOfOrderSequence(
                 f"producer {stamp.producer_id} is not known here in epoch {stamp.producer_epoch}, so its first"

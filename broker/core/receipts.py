@@ -62,7 +62,7 @@ class ReceiptBook:
         return write
 
     def check(self, raw: bytes) -> Receipt:
-        """The receipt in the bytes that `decode` gave. Raises InvalidRequest when it is not one of ours for this group."""
+        """The receipt in the bytes that `decode` gave. Raises InvalidRequest when it is none of this group's."""
         fields = raw[:_FIELDS_BYTES]
         mac = self._mac.copy()
         mac.update(fields)

@@ -115,6 +115,8 @@ class ReadableLog:
         with self._read():
             if offset < self._log_start_offset:
                 raise OffsetPurged(offset, self._log_start_offset)
+            if offset >= below:
+                return []
             for segment in self._segments[self._position(offset) :]:
                 if segment.base_offset >= below:
                     break

@@ -43,8 +43,15 @@ def open_segments(directory: Path, identity: LogIdentity, sealed: dict[int, Seal
         raise StorageFault(
             f"{directory} has no segment after {names[-1]}, but the manifest knows of more: put the files back"
         )
-    segments = [_open_segment(directory / name, identity, sealed, last_base_offset) for name in names]
-    contiguous = _contiguous_end(directory, segments)
+    segments: list[Segment] = []
+    try:
+        for name in names:
+            segments.append(_open_segment(directory / name, identity, sealed, last_base_offset))
+        contiguous = _contiguous_end(directory, segments)
+    except BaseException:
+        for segment in segments:
+            segment.close()
+        raise
     for base_offset in sealed.keys() - {segment.base_offset for segment in contiguous}:
         del sealed[base_offset]  # the rest of an interrupted drop
     return contiguous

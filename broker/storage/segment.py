@@ -383,7 +383,7 @@ class Segment:
         except (TypeError, ValueError, OverflowError, msgspec.MsgspecError) as error:
             raise CorruptBatch(self.path, batch.base_offset, f"unreadable: {error}") from error
         if found != batch.crc:
-            raise CorruptBatch(self.path, batch.base_offset, f"checksum {found:08x} instead of {batch.crc:08x}")
+            raise CorruptBatch(self.path, batch.base_offset, f"its checksum is {found}, not {batch.crc}")
         return batch
 
     def control_batches(self, offset: int, limit: int) -> list[Batch]:

@@ -124,7 +124,7 @@ def test_max_messages_holds_over_partitions_and_all_are_served(fixture):
     first = receive(fixture, max_messages=5)
     assert len(first) == 5
     rest = [message for _ in range(2) for message in receive(fixture, max_messages=5)]
-    assert len({text for text in texts([*first, *rest])}) == 12
+    assert len(set(texts([*first, *rest]))) == 12
 
 
 def test_a_group_that_starts_at_the_latest_skips_what_was_there(fixture):

@@ -1,4 +1,4 @@
-"""A broker's domain without HTTP and without processes: real logs in a temporary directory, a clock that is set by hand."""
+"""A broker's domain without HTTP or processes: real logs in a temporary directory, a clock that is set by hand."""
 
 from __future__ import annotations
 

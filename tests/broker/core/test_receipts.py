@@ -23,7 +23,11 @@ def test_a_receipt_says_what_was_written(partition, offset, delivery, epoch):
 
 @pytest.mark.parametrize(
     "other",
-    [ReceiptBook(KEY, "topic-id", "other"), ReceiptBook(KEY, "other", "group"), ReceiptBook(KEY[::-1], "topic-id", "group")],
+    [
+        ReceiptBook(KEY, "topic-id", "other"),
+        ReceiptBook(KEY, "other", "group"),
+        ReceiptBook(KEY[::-1], "topic-id", "group"),
+    ],
     ids=["another group", "another topic", "another cluster"],
 )
 def test_a_receipt_counts_only_where_it_was_given(other):

@@ -1,0 +1,241 @@
+"""A kill at any moment leaves a valid log in which everything acknowledged is found."""
+
+import os
+import random
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from support.log_files import Writer, crash_image, everything, open_log, reading_from, three_segments
+
+from portalmq.broker.storage import log as log_module
+from portalmq.broker.storage import manifest as manifest_module
+from portalmq.broker.storage.segment import Segment
+
+STEPS = [
+    *((os, name) for name in ("rename", "replace", "unlink", "chmod", "fsync")),
+    *((Segment, name) for name in ("open_live", "set_log_start", "settle", "checkpoint", "cut", "remove", "close")),
+    (log_module, "write_manifest"),
+    *((manifest_module, name) for name in ("write_atomically", "sha256_of")),
+]
+
+
+class Killed(BaseException):
+    """The process ended here."""
+
+
+class Killer:
+    """Copies the files and ends the run at the `at`-th step, counted before and after every call in STEPS."""
+
+    def __init__(self, monkeypatch, directory, image, at):
+        self.steps, self.at, self.directory, self.image = 0, at, directory, image
+        self.patch = monkeypatch
+        for owner, name in STEPS:
+            monkeypatch.setattr(owner, name, self.wrapped(getattr(owner, name)))
+
+    def wrapped(self, function):
+        def call(*arguments, **keywords):
+            self.step()
+            result = function(*arguments, **keywords)
+            self.step()
+            return result
+
+        return call
+
+    def step(self):
+        self.steps += 1
+        if self.steps == self.at:
+            self.patch.undo()
+            crash_image(self.directory, self.image)
+            raise Killed
+
+
+def seal(log):
+    log.seal(90)
+
+
+def seal_and_drop(log):
+    log.seal(90)
+    log.drop_segments_below(90)
+
+
+def roll(log):
+    log.roll()
+    Writer(log).put(b"more")
+
+
+CHANGES = {
+    "roll": (roll, 90),
+    "seal": (seal, 90),
+    "seal and drop": (seal_and_drop, 90),
+    "truncate far": (lambda log: log.truncate(10), 10),
+    "truncate to a border of segments": (lambda log: log.truncate(60), 60),
+    "truncate sealed": (lambda log: (log.seal(90), log.truncate(10)), 10),
+    "advance": (lambda log: log.advance_log_start(45), 90),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_kill_at_every_step_of_a_change_leaves_a_valid_log(tmp_path, monkeypatch, name):
+    change, keeps = CHANGES[name]
+    at = 0
+    while True:
+        at += 1
+        directory, image = tmp_path / f"log-{at}", tmp_path / f"image-{at}"
+        log, sent = three_segments(directory)
+        with monkeypatch.context() as patch:
+            killer = Killer(patch, directory, image, at)
+            try:
+                change(log)
+            except Killed:
+                pass
+            else:
+                break
+        found_log = open_log(image)
+        found = everything(found_log)
+        start = found_log.log_start_offset
+        assert all(batch in found for batch in sent if start <= batch.base_offset < keeps), (name, at)
+        assert found_log.end_offset >= keeps
+        assert start in (0, 30, 45, 60)
+        ours = [path.name for path in image.iterdir() if not path.name.endswith((".sqlite", "-wal", "-shm", ".json"))]
+        assert ours == []
+        if found_log.end_offset == 90 and start == 0:  # what was interrupted can be done now
+            change(found_log)
+        last = Writer(found_log).put(b"after")
+        found_log.close()
+        assert everything(open_log(image))[-1] == last
+    assert killer.steps == at - 1
+    assert at > 1
+
+
+def test_frames_that_only_the_wal_holds_are_found_after_a_kill(tmp_path):
+    log, sent = three_segments(tmp_path / "log")
+    image = crash_image(tmp_path / "log", tmp_path / "image")
+    assert list(image.glob("*-wal"))
+    log = open_log(image)
+    assert everything(log) == sent
+    assert {wal.stat().st_size for wal in image.glob("*-wal")} == {0}
+
+
+def test_a_torn_end_of_the_wal_is_not_there(tmp_path):
+    log = open_log(tmp_path / "log")
+    writer = Writer(log)
+    first = writer.put(b"first")
+    size = next((tmp_path / "log").glob("*-wal")).stat().st_size
+    writer.put(b"second")
+    image = crash_image(tmp_path / "log", tmp_path / "image")
+    os.truncate(next(image.glob("*-wal")), size + 5_000)
+    log = open_log(image)
+    assert everything(log) == [first]
+    assert log.end_offset == 1
+
+
+def test_open_makes_recovered_frames_durable_even_when_a_reader_is_in_the_way(tmp_path):
+    log = open_log(tmp_path / "log")
+    writer = Writer(log)
+    sent = [writer.put(b"1")]
+    image = crash_image(tmp_path / "log", tmp_path / "image")
+    reader = reading_from(next(image.glob("0*.sqlite")))
+    log = open_log(image)
+    assert everything(log) == sent
+    assert log._segments[-1].wal_pages > 0  # the commit that took the checkpoint's place
+    reader.close()
+
+
+def test_leftovers_are_removed_and_strangers_are_left_alone(tmp_path):
+    log, sent = three_segments(tmp_path)
+    log.close()
+    leftovers = [
+        f"{90:020d}.sqlite.creating",
+        "manifest.json.new",
+        f"{90:020d}.sqlite-wal",
+        f"{90:020d}.sqlite-shm",
+        f"{90:020d}.sqlite-journal",
+    ]
+    strangers = ["state.sqlite-wal", "notes.txt", "1.sqlite"]
+    for name in leftovers + strangers:
+        (tmp_path / name).write_bytes(b"rubbish")
+    log = open_log(tmp_path)
+    assert everything(log) == sent
+    assert not any((tmp_path / name).exists() for name in leftovers)
+    assert all((tmp_path / name).exists() for name in strangers)
+
+
+def test_a_new_segment_never_meets_an_old_wal_of_its_name(tmp_path):
+    log, sent = three_segments(tmp_path)
+    crash_image(tmp_path, tmp_path.with_name("other"))
+    log.truncate(60)
+    log.close()
+    shutil.copy(tmp_path.with_name("other") / f"{60:020d}.sqlite-wal", tmp_path / f"{90:020d}.sqlite-wal")
+    log = open_log(tmp_path)
+    writer = Writer(log, at_ms=9_000)
+    fresh = [writer.put(*[b"%d" % n] * 10) for n in range(3)]
+    log.roll()
+    fresh.append(writer.put(b"in the new file"))
+    log.close()
+    assert everything(open_log(tmp_path)) == [*sent[:6], *fresh]
+
+
+def test_an_interrupted_drop_that_left_a_hole_below_the_log_start_is_finished(tmp_path):
+    log, sent = three_segments(tmp_path)
+    log.seal(90)
+    log.advance_log_start(60)
+    log.close()
+    (tmp_path / f"{30:020d}.sqlite").unlink()
+    log = open_log(tmp_path)
+    assert everything(log) == sent[6:]
+    assert not (tmp_path / f"{0:020d}.sqlite").exists()
+
+
+# --- kill -9 ----------------------------------------------------------------------------------------------------------
+
+CHILD = Path(__file__).with_name("killed_writer.py")
+KILLS = 18
+
+
+def run_until_killed(directory, seed, after_s):
+    """Runs the writer, kills it `after_s` after its first word; what it said: (log start, acknowledged end) at last."""
+    with subprocess.Popen(
+        [sys.executable, str(CHILD), str(directory), str(seed)], stdout=subprocess.PIPE, cwd=CHILD.parents[2]
+    ) as child:
+        said = bytearray()
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline:
+            if select.select([child.stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                chunk = os.read(child.stdout.fileno(), 1 << 16)
+                if not chunk:
+                    break
+                if not said:
+                    deadline = time.monotonic() + after_s
+                said += chunk
+        child.send_signal(signal.SIGKILL)
+        said += child.stdout.read()
+        child.wait()
+    assert child.returncode == -signal.SIGKILL, said[-500:]
+    return [tuple(map(int, line.split())) for line in said.decode().splitlines(keepends=True) if line.endswith("\n")]
+
+
+def test_whatever_was_acknowledged_survives_kill_9(tmp_path):
+    """The writer says `start floor end` after every change: messages [start, floor) are settled, [floor, end) may still
+    be truncated by the change that is under way."""
+    directory = tmp_path / "log"
+    chance = random.Random(20_240_607)
+    words = 0
+    for kill in range(KILLS):
+        said = run_until_killed(directory, kill, chance.uniform(0.0, 0.25))
+        words += len(said)
+        start, floor, _ = said[-1]
+        log = open_log(directory, segment_bytes=60_000)
+        assert log.log_start_offset >= start
+        assert log.end_offset >= floor
+        for batch in everything(log):
+            for offset, record in enumerate(batch.records, batch.base_offset):
+                assert record.value.split(b"/")[0] == b"%d" % offset
+        assert log.messages_before(log.end_offset) == log.message_count_total
+        log.close()
+    assert words > KILLS * 5
