@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import gevent
+import msgspec
 from gevent.event import Event
 from gevent.threadpool import ThreadPool
 
@@ -40,7 +41,7 @@ REST_EVERY_S = 60.0
 GROUP_EXPIRY_MS = 7 * wire.DAY_MS
 
 
-class Stored(NamedTuple):
+class Stored(msgspec.Struct, gc=False, frozen=True):
     """A message in the log."""
 
     topic: str

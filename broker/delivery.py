@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple, Protocol
 
 import gevent
+import msgspec
 from gevent.event import Event
 
 from portalmq.broker.clock import Clock
@@ -39,7 +40,7 @@ class Peer(Protocol):
         ...
 
 
-class Delivered(NamedTuple):
+class Delivered(msgspec.Struct, gc=False, frozen=True):
     """A message under a lease."""
 
     topic: str
@@ -50,11 +51,6 @@ class Delivered(NamedTuple):
     receipt: str
     delivery_count: int
     lease_expires_at_ms: int
-
-    @property
-    def stored(self) -> Delivered:
-        """Itself: it has all that a stored message has."""
-        return self
 
 
 class ReceiveOptions(NamedTuple):
