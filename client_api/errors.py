@@ -182,7 +182,8 @@ def _subclasses(cls: type[PortalMQError]) -> list[type[PortalMQError]]:
     return [cls, *(deeper for direct in cls.__subclasses__() for deeper in _subclasses(direct))]
 
 
-ERRORS_BY_CODE: dict[str, type[PortalMQError]] = {cls.code: cls for cls in reversed(_subclasses(PortalMQError))}
+# The base class comes first, so that Unavailable, which shares its code, takes its place.
+ERRORS_BY_CODE: dict[str, type[PortalMQError]] = {cls.code: cls for cls in _subclasses(PortalMQError)}
 
 
 def error_from_problem(problem: dict[str, Any], *, retry_after_s: float | None = None) -> PortalMQError:

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from portalmq.wire import PackMessageOut
+
 if TYPE_CHECKING:
     from portalmq.consumer import Consumer
 
@@ -78,3 +80,24 @@ class Message:
         if self._consumer is None:
             raise RuntimeError("this message was browsed, not received by a queue group: there is no lease to settle")
         return self._consumer
+
+
+def message_from_wire(packed: PackMessageOut, topic: str, consumer: Consumer | None = None) -> Message:
+    """The message that an answer carries. `topic` counts when the answer names it once, beside the list."""
+    return Message(
+        packed.topic or topic,
+        packed.partition,
+        packed.offset,
+        packed.key,
+        packed.value,
+        packed.headers or {},
+        packed.content_type,
+        packed.timestamp_ms,
+        packed.delivery_count or 0,
+        packed.receipt,
+        packed.lease_expires_at_ms or 0,
+        packed.deliver_at_ms,
+        packed.expires_at_ms,
+        packed.priority,
+        consumer,
+    )

@@ -1,0 +1,106 @@
+"""PortalMQ for Python: send, receive and administer over HTTP.
+
+    from portalmq import Producer, Consumer, Admin
+
+Names are loaded when they are first used, so that `import portalmq` and the command line start quickly.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module, metadata
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from portalmq.admin import Admin
+    from portalmq.consumer import Consumer
+    from portalmq.errors import (
+        Backpressure,
+        Fenced,
+        Forbidden,
+        GroupModeMismatch,
+        GroupNotFound,
+        IdempotencyKeyReused,
+        IllegalGeneration,
+        InvalidRequest,
+        LockHeld,
+        LockNotFound,
+        MessageNotFound,
+        MessageTooLarge,
+        MethodNotAllowed,
+        NotEnoughReplicas,
+        NotFound,
+        NotLeader,
+        OffsetOutOfRange,
+        OutOfOrderSequence,
+        PartitionNotFound,
+        PortalMQError,
+        RequestInProgress,
+        StaleReceipt,
+        StorageFull,
+        TopicExists,
+        TopicNotFound,
+        Unauthorized,
+        Unavailable,
+        UnsupportedMediaType,
+    )
+    from portalmq.message import Message, RecordMetadata
+    from portalmq.producer import Producer
+
+__all__ = [
+    "Admin",
+    "Backpressure",
+    "Consumer",
+    "Fenced",
+    "Forbidden",
+    "GroupModeMismatch",
+    "GroupNotFound",
+    "IdempotencyKeyReused",
+    "IllegalGeneration",
+    "InvalidRequest",
+    "LockHeld",
+    "LockNotFound",
+    "Message",
+    "MessageNotFound",
+    "MessageTooLarge",
+    "MethodNotAllowed",
+    "NotEnoughReplicas",
+    "NotFound",
+    "NotLeader",
+    "OffsetOutOfRange",
+    "OutOfOrderSequence",
+    "PartitionNotFound",
+    "PortalMQError",
+    "Producer",
+    "RecordMetadata",
+    "RequestInProgress",
+    "StaleReceipt",
+    "StorageFull",
+    "TopicExists",
+    "TopicNotFound",
+    "Unauthorized",
+    "Unavailable",
+    "UnsupportedMediaType",
+]
+
+_HOMES = {
+    "Admin": "portalmq.admin",
+    "Consumer": "portalmq.consumer",
+    "Message": "portalmq.message",
+    "Producer": "portalmq.producer",
+    "RecordMetadata": "portalmq.message",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        value: Any = metadata.version("portalmq")
+    elif name in __all__:
+        value = getattr(import_module(_HOMES.get(name, "portalmq.errors")), name)
+    else:
+        raise AttributeError(f"module 'portalmq' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])

@@ -1,0 +1,206 @@
+"""The administrator's view: topics, groups, the cluster, and a look into queues that changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from datetime import UTC, datetime
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import msgspec
+
+from portalmq import wire
+from portalmq.message import Message, message_from_wire
+from portalmq.transport import Bootstrap, Request, Transport, decode_answer, with_query
+
+BROWSE_WAIT_S_MAX = 20.0
+
+Position = int | Literal["earliest", "latest"]
+
+
+class _TopicList(msgspec.Struct):
+    topics: list[wire.TopicSummary]
+
+
+class _GroupList(msgspec.Struct):
+    groups: list[wire.GroupDescription]
+
+
+class Admin:
+    """Thread-safe. Every call raises the PortalMQError that the broker answered."""
+
+    def __init__(self, bootstrap: Bootstrap = None, *, token: str | None = None, timeout_s: float = 30) -> None:
+        """`timeout_s` bounds each call, its retries included."""
+        self._transport = Transport(bootstrap, token=token, timeout_s=timeout_s)
+
+    @property
+    def urls(self) -> list[str]:
+        """Where this client looks for a broker."""
+        return [address.url for address in self._transport.bootstrap]
+
+    # --- topics ------------------------------------------------------------------------------------------------------
+
+    def create_topic(
+        self,
+        name: str,
+        *,
+        partitions: int | None = None,
+        replication_factor: int | None = None,
+        config: Mapping[str, Any] | None = None,
+    ) -> wire.TopicDescription:
+        """Make a topic. One that exists alike in the fields given is fine; raises TopicExists when one differs."""
+        body = _given(partitions=partitions, replication_factor=replication_factor, config=config)
+        return self._transport.send_json("PUT", _topic(name), body, wire.TopicDescription)
+
+    def topics(self) -> list[wire.TopicSummary]:
+        return self._transport.get("/v1/topics", _TopicList).topics
+
+    def describe(self, topic: str) -> wire.TopicDescription:
+        return self._transport.get(_topic(topic), wire.TopicDescription)
+
+    def alter_topic(
+        self, name: str, *, partitions: int | None = None, config: Mapping[str, Any] | None = None
+    ) -> wire.TopicDescription:
+        """Change settings, or add partitions (their number never falls). None in `config` sets the default."""
+        return self._transport.send_json(
+            "PATCH", _topic(name), _given(partitions=partitions, config=config), wire.TopicDescription
+        )
+
+    def delete_topic(self, name: str) -> None:
+        self._transport.call(Request("DELETE", _topic(name), repeatable=True))
+
+    def purge(self, topic: str, *, partition: int | None = None, before_offset: int | None = None) -> None:
+        """Delete the topic's messages, all or those below an offset. Groups go on behind them."""
+        query = {"partition": partition, "before_offset": before_offset}
+        path = with_query(wire.messages_path(wire.check_name(topic, "topic")), query)
+        self._transport.call(Request("DELETE", path, repeatable=True))
+
+    # --- groups ------------------------------------------------------------------------------------------------------
+
+    def groups(self) -> list[wire.GroupDescription]:
+        return self._transport.get("/v1/groups", _GroupList).groups
+
+    def group(self, name: str) -> wire.GroupDescription:
+        return self._transport.get(_group(name), wire.GroupDescription)
+
+    def create_group(self, name: str, **config: Any) -> wire.GroupDescription:
+        """Make or change a group; `config` as in wire.GroupConfig, for instance visibility_timeout_ms=5000."""
+        return self._transport.send_json("PUT", _group(name), config, wire.GroupDescription)
+
+    def delete_group(self, name: str) -> None:
+        self._transport.call(Request("DELETE", _group(name), repeatable=True))
+
+    def lag(self, group: str) -> int:
+        """How many messages the group has not yet acked."""
+        return self.group(group).lag
+
+    # --- the cluster -------------------------------------------------------------------------------------------------
+
+    def cluster(self) -> wire.ClusterDescription:
+        return self._transport.get("/v1/cluster", wire.ClusterDescription)
+
+    def metadata(self, topics: Iterable[str] | None = None) -> wire.Metadata:
+        """Who leads what; of `topics`, those that exist."""
+        return self._transport.metadata(topics)
+
+    def health(self) -> dict[str, Any]:
+        """What the answering broker says of itself."""
+        return self._transport.get("/healthz", dict[str, Any])
+
+    # --- looking at messages -----------------------------------------------------------------------------------------
+
+    def browse(
+        self,
+        topic: str,
+        partition: int = 0,
+        *,
+        offset: Position = "earliest",
+        at: datetime | None = None,
+        limit: int = 100,
+        wait_s: float = 0,
+    ) -> wire.PackBrowsePage:
+        """One page of a partition from `offset` on, or from the first message at or after the time `at`."""
+        query: dict[str, object] = {"limit": limit}
+        if at is None:
+            query["offset"] = offset
+        else:
+            query["at"] = at.astimezone(UTC).isoformat().replace("+00:00", "Z")
+        if wait_s > 0:
+            query["wait_ms"] = round(min(wait_s, BROWSE_WAIT_S_MAX) * 1000)
+        path = with_query(wire.partition_messages_path(wire.check_name(topic, "topic"), partition), query)
+        request = Request(
+            "GET", path, headers=(("Accept", wire.BATCH_MSGPACK),), repeatable=True, leader_of=(topic, partition),
+            wait_s=wait_s,
+        )  # fmt: skip
+        return decode_answer(self._transport.call(request), wire.PackBrowsePage)
+
+    def peek(
+        self,
+        topic: str,
+        *,
+        partition: int | None = None,
+        offset: Position = "earliest",
+        at: datetime | None = None,
+        limit: int | None = 10,
+    ) -> Iterator[Message]:
+        """Messages as they stand, partition after partition, up to what is readable now. Consumes nothing."""
+        wire.check_name(topic, "topic")
+        if partition is None:
+            partitions = [description.partition for description in self.describe(topic).partitions]
+        else:
+            partitions = [partition]
+        left = limit
+        for each in partitions:
+            for message in self._peek_partition(topic, each, offset, at, left):
+                yield message
+                left = None if left is None else left - 1
+            if left is not None and left <= 0:
+                return
+
+    def read_all(self, topic: str, limit: int | None = None) -> Iterator[Message]:
+        """The whole queue over all partitions, page by page."""
+        return self.peek(topic, limit=limit)
+
+    def _peek_partition(
+        self, topic: str, partition: int, offset: Position, at: datetime | None, limit: int | None
+    ) -> Iterator[Message]:
+        end: int | None = None
+        while limit is None or limit > 0:
+            size = wire.BROWSE_MESSAGES_MAX if limit is None else min(limit, wire.BROWSE_MESSAGES_MAX)
+            page = self.browse(topic, partition, offset=offset, at=at, limit=size)
+            # What comes in while we read is not followed: the reading ends.
+            end = page.high_watermark if end is None else end
+            for packed in page.messages:
+                if packed.offset >= end:
+                    return
+                yield message_from_wire(packed, topic)
+            if limit is not None:
+                limit -= len(page.messages)
+            if page.next_offset >= end or page.next_offset == offset:
+                return
+            offset, at = page.next_offset, None
+
+    # --- the end -----------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        self._transport.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, fault: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _topic(name: str) -> str:
+    return wire.topic_path(wire.check_name(name, "topic"))
+
+
+def _group(name: str) -> str:
+    return wire.group_path(wire.check_name(name, "group"))
+
+
+def _given(**fields: object) -> dict[str, object]:
+    return {name: value for name, value in fields.items() if value is not None}

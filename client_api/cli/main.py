@@ -1,0 +1,106 @@
+"""`portalmq`: the group of all commands, and what every failure looks like from outside.
+
+Exit codes: 0 done, 1 an error that the broker or the data gave, 2 usage, 69 no broker reachable (EX_UNAVAILABLE of
+sysexits.h), 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+import click
+
+from portalmq.cli.groups import group_commands
+from portalmq.cli.messages import consume, peek, produce
+from portalmq.cli.session import connection_options, status
+from portalmq.cli.topics import topic_commands
+from portalmq.errors import PortalMQError
+
+EXIT_ERROR = 1
+EXIT_UNREACHABLE = 69
+
+
+class CommandLine(click.Group):
+    """Loads commands of other rooms when they are asked for, and turns errors into a sentence and an exit code."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted({*super().list_commands(ctx), *_room_commands()})
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        own = super().get_command(ctx, cmd_name)
+        if own is not None:
+            return own
+        entry = _room_commands().get(cmd_name)
+        return None if entry is None else _load(entry)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            result = super().invoke(ctx)
+            sys.stdout.flush()
+            return result
+        except PortalMQError as error:
+            click.echo(f"portalmq: {_sentence(error)}", err=True)
+            ctx.exit(EXIT_UNREACHABLE if "looked_at" in error.extra else EXIT_ERROR)
+        except BrokenPipeError:
+            # The reader (`| head`) has what it wanted. Nothing may be written at exit either.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            ctx.exit(0)
+
+
+def _room_commands() -> dict[str, EntryPoint]:
+    return {entry.name: entry for entry in entry_points(group="portalmq.commands")}
+
+
+def _load(entry: EntryPoint) -> click.Command:
+    """The command, or one in its place that says how to install what is missing."""
+    try:
+        command = entry.load()
+        assert isinstance(command, click.Command)
+        return command
+    except ImportError as missing:
+        hint = f"portalmq {entry.name} is not installed here ({missing}). Install it: {_install_hint(entry)}"
+    except Exception as broken:  # noqa: BLE001 - whatever another room does wrong, the other commands work
+        hint = f"portalmq {entry.name} cannot be loaded: {broken!r}. Install it anew: {_install_hint(entry)}"
+
+    def explain(arguments: tuple[str, ...]) -> None:
+        raise click.ClickException(hint)
+
+    return click.Command(
+        entry.name,
+        callback=explain,
+        params=[click.Argument(["arguments"], nargs=-1, type=click.UNPROCESSED)],
+        context_settings={"ignore_unknown_options": True, "help_option_names": []},
+        short_help=f"(not installed: {_install_hint(entry)})",
+    )
+
+
+def _install_hint(entry: EntryPoint) -> str:
+    extra = "spark" if ".spark" in entry.value else "broker"
+    return f'pip install "portalmq[{extra}]"'
+
+
+def _sentence(error: PortalMQError) -> str:
+    if "looked_at" not in error.extra:
+        return error.detail
+    looked_at = ", ".join(error.extra["looked_at"])
+    return (
+        f"no broker answers at {looked_at}. Start one with `portalmq dev`, or name yours with --server (PORTALMQ_URL)."
+    )
+
+
+@click.group(cls=CommandLine, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="portalmq", message="portalmq %(version)s")
+@connection_options
+def main() -> None:
+    """A message queue you can curl, query with SQL, and trust."""
+
+
+for _command in (topic_commands, produce, consume, peek, group_commands, status):
+    main.add_command(_command)
+
+
+if __name__ == "__main__":
+    main()

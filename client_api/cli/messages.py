@@ -1,0 +1,284 @@
+"""`portalmq produce`, `consume` and `peek`: messages as lines.
+
+Lines are what pipes carry: produce sends one message a line, consume prints one a line. With `-o ndjson` a message is
+printed whole, as the HTTP API shows it.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import click
+import msgspec
+
+from portalmq import wire
+from portalmq.admin import Admin, Position
+from portalmq.batching import SendFuture
+from portalmq.cli.output import message_row, show_rows, show_value
+from portalmq.cli.session import Session, with_session
+from portalmq.consumer import Consumer
+from portalmq.errors import PortalMQError
+from portalmq.message import Message, message_from_wire
+from portalmq.producer import Producer
+
+UNCONFIRMED_MAX = 20_000
+TAIL_WAIT_S = 10.0
+ROUND_WAIT_S = 0.2
+END_WAIT_S = 1.0
+
+_DURATION_UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
+
+
+def _headers(ctx: click.Context, parameter: click.Parameter, given: tuple[str, ...]) -> dict[str, str]:
+    pairs = [pair.partition("=") for pair in given]
+    for name, equals, _ in pairs:
+        if not equals or not name:
+            raise click.BadParameter(f"{name!r} is not NAME=VALUE")
+    return {name.lower(): value for name, _, value in pairs}
+
+
+def _moment(ctx: click.Context, parameter: click.Parameter, given: str | None) -> datetime | None:
+    """A time as RFC 3339, or how long ago: 90s, 15m, 2h, 7d."""
+    if given is None:
+        return None
+    if given[-1:] in _DURATION_UNITS and given[:-1].isdigit():
+        return datetime.now(UTC) - timedelta(**{_DURATION_UNITS[given[-1]]: int(given[:-1])})
+    try:
+        moment = datetime.fromisoformat(given)
+    except ValueError:
+        raise click.BadParameter(
+            f"{given!r} is no time; write 2026-05-01T12:00:00Z, or 15m for 15 minutes ago"
+        ) from None
+    return moment if moment.tzinfo else moment.astimezone()
+
+
+# --- produce ---------------------------------------------------------------------------------------------------------
+
+
+@click.command()
+@click.argument("topic")
+@click.option("-k", "--key", help="Key of every message: they go to one partition, in order.")
+@click.option(
+    "-H", "--header", multiple=True, metavar="NAME=VALUE", callback=_headers, help="A header of every message."
+)
+@click.option("--ndjson", is_flag=True, help="Each line is a JSON value (checked, and sent as application/json).")
+@click.option("--partition", type=click.IntRange(0), help="Send to this partition.")
+@click.option("--acks", type=click.Choice(["all", "leader", "none"]), default="all", show_default=True)
+@with_session
+def produce(
+    session: Session,
+    topic: str,
+    key: str | None,
+    header: dict[str, str],
+    ndjson: bool,
+    partition: int | None,
+    acks: wire.Acks,
+) -> None:
+    """Send each line of stdin to TOPIC as one message.
+
+    Example: seq 1000 | portalmq produce numbers
+    """
+    session.admin().close()
+    started = time.monotonic()
+    tally = _Tally()
+    with Producer(session.server, token=session.token, acks=acks) as producer:
+        for number, line in enumerate(sys.stdin.buffer, start=1):
+            try:
+                value, content_type = _value_of(line.rstrip(b"\r\n"), ndjson)
+            except ValueError as fault:
+                tally.refuse(f"line {number}: {fault}")
+                continue
+            future = producer.send(
+                topic, value, key=key, headers=header or None, partition=partition, content_type=content_type
+            )
+            tally.expect(future)
+        producer.flush()
+        tally.settle(0)
+    seconds = time.monotonic() - started
+    click.echo(f"sent {tally.sent} messages to {topic} in {seconds:.2f} s", err=True)
+    if tally.failed:
+        raise click.ClickException(f"{tally.failed} messages were not sent; the first: {tally.first_failure}")
+
+
+def _value_of(line: bytes, ndjson: bool) -> tuple[bytes | str, str | None]:
+    if ndjson:
+        try:
+            msgspec.json.decode(line)
+        except (msgspec.DecodeError, UnicodeDecodeError) as fault:
+            raise ValueError(f"not JSON: {fault}") from None
+        return line, wire.JSON
+    try:
+        return line.decode("utf-8"), None
+    except UnicodeDecodeError:
+        return line, None
+
+
+class _Tally:
+    """What became of the sends. At most UNCONFIRMED_MAX futures are kept."""
+
+    def __init__(self) -> None:
+        self.sent = 0
+        self.failed = 0
+        self.first_failure = ""
+        self._unconfirmed: list[SendFuture] = []
+
+    def expect(self, future: SendFuture) -> None:
+        self._unconfirmed.append(future)
+        if len(self._unconfirmed) >= UNCONFIRMED_MAX:
+            self.settle(UNCONFIRMED_MAX // 2)
+
+    def settle(self, keep: int) -> None:
+        """Wait for all but the newest `keep`."""
+        done = self._unconfirmed[: len(self._unconfirmed) - keep]
+        self._unconfirmed = self._unconfirmed[len(done) :]
+        for future in done:
+            try:
+                future.result()
+                self.sent += 1
+            except PortalMQError as error:
+                self.refuse(error.detail)
+
+    def refuse(self, reason: str) -> None:
+        self.failed += 1
+        self.first_failure = self.first_failure or reason
+
+
+# --- consume and peek ------------------------------------------------------------------------------------------------
+
+
+@click.command()
+@click.argument("topic")
+@click.option("-g", "--group", help="Consume as this group: each message goes to one of its consumers, and is acked.")
+@click.option("--from-beginning", is_flag=True, help="Start with the oldest message.")
+@click.option(
+    "--offset", type=click.IntRange(0), help="Start at this offset (needs --partition on a partitioned topic)."
+)
+@click.option("--since", callback=_moment, metavar="TIME", help="Start at a time: RFC 3339, or 15m, 2h, 7d ago.")
+@click.option("--partition", type=click.IntRange(0), help="Read this partition only (not with --group).")
+@click.option("-n", "--count", type=click.IntRange(1), help="Stop after so many messages.")
+@click.option("--exit-at-end", is_flag=True, help="Stop when no more messages are there.")
+@with_session
+def consume(
+    session: Session,
+    topic: str,
+    group: str | None,
+    from_beginning: bool,
+    offset: int | None,
+    since: datetime | None,
+    partition: int | None,
+    count: int | None,
+    exit_at_end: bool,
+) -> None:
+    """Print the messages of TOPIC, a line each, and wait for more.
+
+    Without --group it only looks: nothing is consumed, and it starts with what comes in from now on.
+    """
+    if sum([from_beginning, offset is not None, since is not None]) > 1:
+        raise click.UsageError("give one of --from-beginning, --offset and --since")
+    if group is not None and (offset is not None or since is not None or partition is not None):
+        raise click.UsageError("a group keeps its own place: --offset, --since and --partition do not go with --group")
+    with session.admin() as admin:
+        if group is not None:
+            messages = _of_group(session, topic, group, count, exit_at_end)
+        else:
+            start: Position = (
+                offset if offset is not None else "earliest" if from_beginning or exit_at_end else "latest"
+            )
+            messages = _of_topic(admin, topic, partition, start, since, exit_at_end)
+        shown = 0
+        for message in messages:
+            _show(message, session.output)
+            shown += 1
+            if count is not None and shown >= count:
+                break
+        if isinstance(messages, Iterator):
+            getattr(messages, "close", lambda: None)()
+    click.echo(f"{shown} messages", err=True)
+
+
+def _show(message: Message, form: str) -> None:
+    if form == "table":
+        show_value(message)
+    else:
+        sys.stdout.write(msgspec.json.encode(message_row(message)).decode() + "\n")
+        sys.stdout.flush()
+
+
+def _of_group(session: Session, topic: str, group: str, count: int | None, exit_at_end: bool) -> Iterator[Message]:
+    """Messages for the group. Each is acked once it is printed, the last one too."""
+    with Consumer(
+        topic,
+        group=group,
+        bootstrap=session.server,
+        token=session.token,
+        max_messages=min(count or 100, 100),
+        idle_timeout_s=END_WAIT_S if exit_at_end else None,
+        manual_ack=True,
+    ) as consumer:
+        printed: list[Message] = []
+        try:
+            for message in consumer:
+                printed.append(message)
+                yield message
+                if len(printed) >= 100:
+                    consumer.ack(printed)
+                    printed = []
+        finally:
+            if printed:
+                consumer.ack(printed)
+
+
+def _of_topic(
+    admin: Admin, topic: str, partition: int | None, start: Position, since: datetime | None, exit_at_end: bool
+) -> Iterator[Message]:
+    """Messages of all the partitions in turn; for ever, or up to the end of each."""
+    if partition is None:
+        places: dict[int, Position] = {each.partition: start for each in admin.describe(topic).partitions}
+    else:
+        places = {partition: start}
+    if isinstance(start, int) and len(places) > 1:
+        raise click.UsageError(
+            f"{topic} has {len(places)} partitions: say which one the offset is in, with --partition"
+        )
+    begun: set[int] = set()
+    wait_s = 0.0
+    while places:
+        found = False
+        for each, place in list(places.items()):
+            at = since if each not in begun else None
+            page = admin.browse(topic, each, offset=place, at=at, limit=wire.BROWSE_MESSAGES_MAX, wait_s=wait_s)
+            begun.add(each)
+            places[each] = page.next_offset
+            for packed in page.messages:
+                found = True
+                yield message_from_wire(packed, topic)
+            if exit_at_end and page.next_offset >= page.high_watermark:
+                del places[each]
+        wait_s = 0.0 if found else (TAIL_WAIT_S if len(places) == 1 else ROUND_WAIT_S)
+
+
+@click.command()
+@click.argument("topic")
+@click.option("-n", "--count", type=click.IntRange(1), default=10, show_default=True, help="How many messages.")
+@click.option("--partition", type=click.IntRange(0), help="Look into this partition only.")
+@click.option("--offset", type=click.IntRange(0), help="Start at this offset.")
+@click.option("--since", callback=_moment, metavar="TIME", help="Start at a time: RFC 3339, or 15m, 2h, 7d ago.")
+@with_session
+def peek(
+    session: Session, topic: str, count: int, partition: int | None, offset: int | None, since: datetime | None
+) -> None:
+    """Show messages of TOPIC with their keys, headers and times. Consumes nothing."""
+    with session.admin() as admin:
+        start: Position = "earliest" if offset is None else offset
+        messages = admin.peek(topic, partition=partition, offset=start, at=since, limit=count)
+        show_rows(map(_row, messages), session.output, ["id", "time", "key", "content_type", "value"])
+
+
+def _row(message: Message) -> dict[str, Any]:
+    row = message_row(message)
+    time_of_day = datetime.fromtimestamp(message.timestamp_ms / 1000, UTC).isoformat(timespec="milliseconds")
+    return {**row, "time": time_of_day.replace("+00:00", "Z")}

@@ -1,0 +1,137 @@
+"""Data on stdout in one of three forms: an aligned table, one JSON document, or one JSON object a line."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+from typing import Any, Literal
+
+import click
+import msgspec
+
+from portalmq import wire
+from portalmq.message import Message
+
+Form = Literal["table", "json", "ndjson"]
+
+# A long listing is aligned by its first rows and streams from there on.
+ALIGNED_BY_ROWS = 100
+CELL_WIDTH_MAX = 60
+
+
+def show_rows(rows: Iterable[Mapping[str, Any]], form: Form, columns: list[str]) -> None:
+    """Rows as they come. A table shows `columns`, JSON shows all there is."""
+    if form == "table":
+        _show_table(rows, columns)
+    elif form == "json":
+        _show_array(rows)
+    else:
+        for row in rows:
+            _write(_json(row) + "\n")
+
+
+def show_one(fields: Mapping[str, Any], form: Form) -> None:
+    """One object: as `name  value` lines, or as JSON."""
+    if form != "table":
+        _write(_json(fields) + "\n")
+        return
+    width = max((len(name) for name in fields), default=0)
+    for name, value in fields.items():
+        _write(f"{_bold(name.ljust(width))}  {_cell(value)}\n")
+
+
+def message_row(message: Message) -> dict[str, Any]:
+    """A message as the HTTP API shows it in JSON."""
+    row: dict[str, Any] = {
+        "id": message.id,
+        "topic": message.topic,
+        "partition": message.partition,
+        "offset": message.offset,
+        "key": None,
+        **_payload(message),
+        "content_type": message.content_type,
+        "headers": dict(message.headers),
+        "timestamp_ms": message.timestamp_ms,
+    }
+    if message.key is not None:
+        row.update(_text_or_base64("key", message.key))
+    for name in ("deliver_at_ms", "expires_at_ms", "receipt"):
+        if getattr(message, name) is not None:
+            row[name] = getattr(message, name)
+    for name in ("priority", "delivery_count", "lease_expires_at_ms"):
+        if getattr(message, name):
+            row[name] = getattr(message, name)
+    return row
+
+
+def show_value(message: Message) -> None:
+    """The payload as it was sent, and a line feed."""
+    out = sys.stdout.buffer
+    out.write(message.value + b"\n")
+    out.flush()
+
+
+def _payload(message: Message) -> dict[str, Any]:
+    if wire.is_json_type(message.content_type):
+        try:
+            return {"value": msgspec.json.decode(message.value)}
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            pass
+    return _text_or_base64("value", message.value)
+
+
+def _text_or_base64(name: str, content: bytes) -> dict[str, Any]:
+    try:
+        return {name: content.decode("utf-8")}
+    except UnicodeDecodeError:
+        # msgspec writes bytes as base64.
+        return {f"{name}_base64": content} if name == "value" else {name: None, f"{name}_base64": content}
+
+
+def _show_table(rows: Iterable[Mapping[str, Any]], columns: list[str]) -> None:
+    cells = ([_cell(row.get(column)) for column in columns] for row in rows)
+    first = list(islice(cells, ALIGNED_BY_ROWS))
+    widths = [max([len(column), *(len(row[at]) for row in first)]) for at, column in enumerate(columns)]
+    _write(_bold(_line([column.upper() for column in columns], widths)) + "\n")
+    for row in _then(first, cells):
+        _write(_line(row, widths) + "\n")
+
+
+def _then(first: list[list[str]], rest: Iterator[list[str]]) -> Iterator[list[str]]:
+    yield from first
+    yield from rest
+
+
+def _show_array(rows: Iterable[Mapping[str, Any]]) -> None:
+    between = "["
+    for row in rows:
+        _write(between + _json(row))
+        between = ",\n "
+    _write("[]\n" if between == "[" else "]\n")
+
+
+def _line(cells: list[str], widths: list[int]) -> str:
+    return "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    text = value if isinstance(value, str) else _json(value)
+    # A message may hold escape sequences; a terminal must not obey them.
+    text = "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
+    return text if len(text) <= CELL_WIDTH_MAX else text[: CELL_WIDTH_MAX - 1] + "…"
+
+
+def _json(value: Any) -> str:
+    return msgspec.json.encode(value).decode()
+
+
+def _bold(text: str) -> str:
+    return click.style(text, bold=True) if sys.stdout.isatty() and "NO_COLOR" not in os.environ else text
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)

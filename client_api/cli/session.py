@@ -1,0 +1,110 @@
+"""The options that every command shares (where the broker is, the token, the form of the output), and `status`.
+
+They may stand before the command or behind it; behind wins.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import click
+import msgspec
+
+from portalmq.admin import Admin
+from portalmq.cli.output import Form, show_one, show_rows
+
+# A command is somebody waiting: a broker that is not there is said so soon.
+COMMAND_TIMEOUT_S = 30.0
+REACH_TIMEOUT_S = 2.0
+
+_SETTINGS = ("server", "token_file", "output")
+
+
+class Session:
+    """Where and how a command works."""
+
+    def __init__(self, server: str | None, token_file: Path | None, output: Form) -> None:
+        self.server = server
+        self.output = output
+        self.token = None if token_file is None else _read_token(token_file)
+
+    def admin(self) -> Admin:
+        """An Admin whose broker is there. Raises Unavailable within seconds when none is."""
+        try:
+            with Admin(self.server, token=self.token, timeout_s=REACH_TIMEOUT_S) as probe:
+                probe.metadata([])
+            return Admin(self.server, token=self.token, timeout_s=COMMAND_TIMEOUT_S)
+        except ValueError as fault:
+            raise click.UsageError(str(fault)) from None
+
+
+def _read_token(file: Path) -> str:
+    try:
+        lines = [line.strip() for line in file.read_text().splitlines()]
+    except OSError as fault:
+        raise click.UsageError(f"--token-file: {fault}") from None
+    token = next((line for line in lines if line and not line.startswith("#")), None)
+    if token is None:
+        raise click.UsageError(f"--token-file: {file} holds no token")
+    return token
+
+
+def connection_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds --server, --token-file and -o; stores what is given for the commands below."""
+
+    @functools.wraps(command)
+    def remember(*arguments: Any, **options: Any) -> Any:
+        settings = click.get_current_context().ensure_object(dict)
+        for name in _SETTINGS:
+            given = options.pop(name)
+            if given is not None:
+                settings[name] = given
+        return command(*arguments, **options)
+
+    remember = click.option(
+        "-o", "--output", type=click.Choice(["table", "json", "ndjson"]), help="Form of the data on stdout."
+    )(remember)
+    remember = click.option(
+        "--token-file", type=click.Path(path_type=Path, dir_okay=False), envvar="PORTALMQ_CLIENT_TOKEN_FILE",
+        help="File with the token to show to the broker.",
+    )(remember)  # fmt: skip
+    return click.option(
+        "--server",
+        metavar="URL",
+        help="Where the broker is; several with commas. [PORTALMQ_URL, http://localhost:5000]",
+    )(remember)
+
+
+def with_session(command: Callable[..., Any]) -> Callable[..., Any]:
+    """As connection_options, and hands the command a Session as its first argument."""
+
+    @connection_options
+    @functools.wraps(command)
+    def run(*arguments: Any, **options: Any) -> Any:
+        settings = click.get_current_context().ensure_object(dict)
+        output = cast(Form, settings.get("output", "table"))
+        return command(Session(settings.get("server"), settings.get("token_file"), output), *arguments, **options)
+
+    return run
+
+
+def fields(struct: msgspec.Struct) -> dict[str, Any]:
+    """The struct as a dict, for the output."""
+    return cast(dict[str, Any], msgspec.to_builtins(struct))
+
+
+@click.command()
+@with_session
+def status(session: Session) -> None:
+    """Show the cluster: its brokers, and how the one that answers feels."""
+    with session.admin() as admin:
+        cluster = fields(admin.cluster())
+        if session.output == "table":
+            brokers = cluster.pop("brokers")
+            show_one({**cluster, **admin.health()}, session.output)
+            show_rows(brokers, session.output, ["id", "url", "live"])
+        else:
+            show_one({**cluster, "health": admin.health()}, session.output)

@@ -1,0 +1,123 @@
+"""`portalmq topic`: create, list, show, alter, delete, purge."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+import msgspec
+
+from portalmq.cli.output import show_one, show_rows
+from portalmq.cli.session import Session, fields, with_session
+
+_PARTITION_COLUMNS = ["partition", "leader", "leader_epoch", "replicas", "isr"]
+_PARTITION_COLUMNS += ["log_start_offset", "high_watermark", "size_bytes"]
+
+
+@click.group("topic")
+def topic_commands() -> None:
+    """Create, show and change topics."""
+
+
+def _setting(ctx: click.Context, parameter: click.Parameter, given: tuple[str, ...]) -> dict[str, Any]:
+    """`name=value` pairs; a value is JSON where it can be (numbers, null), else text."""
+    config: dict[str, Any] = {}
+    for pair in given:
+        name, equals, value = pair.partition("=")
+        if not equals or not name:
+            raise click.BadParameter(f"{pair!r} is not NAME=VALUE")
+        try:
+            config[name] = msgspec.json.decode(value)
+        except msgspec.DecodeError:
+            config[name] = value
+    return config
+
+
+_config_option = click.option(
+    "-c",
+    "--config",
+    multiple=True,
+    metavar="NAME=VALUE",
+    callback=_setting,
+    help="A setting, e.g. retention_ms=3600000.",
+)
+
+
+@topic_commands.command()
+@click.argument("name")
+@click.option("-p", "--partitions", type=click.IntRange(1), help="How many partitions [1].")
+@click.option("-r", "--replication-factor", type=click.IntRange(1), help="On how many brokers each partition stands.")
+@_config_option
+@with_session
+def create(
+    session: Session, name: str, partitions: int | None, replication_factor: int | None, config: dict[str, Any]
+) -> None:
+    """Make topic NAME. It may exist already, if it is alike in what is given here."""
+    with session.admin() as admin:
+        admin.create_topic(name, partitions=partitions, replication_factor=replication_factor, config=config or None)
+    click.echo(f"topic {name} is there", err=True)
+
+
+@topic_commands.command("list")
+@with_session
+def list_topics(session: Session) -> None:
+    """List all topics."""
+    with session.admin() as admin:
+        show_rows(map(fields, admin.topics()), session.output, ["name", "partitions", "replication_factor"])
+
+
+@topic_commands.command()
+@click.argument("name")
+@with_session
+def show(session: Session, name: str) -> None:
+    """Show topic NAME: its partitions and settings."""
+    with session.admin() as admin:
+        topic = fields(admin.describe(name))
+    if session.output == "table":
+        partitions = topic.pop("partitions")
+        show_one({**topic, **topic.pop("config")}, session.output)
+        show_rows(partitions, session.output, _PARTITION_COLUMNS)
+    else:
+        show_one(topic, session.output)
+
+
+@topic_commands.command()
+@click.argument("name")
+@click.option("-p", "--partitions", type=click.IntRange(1), help="The new number of partitions; it only grows.")
+@_config_option
+@with_session
+def alter(session: Session, name: str, partitions: int | None, config: dict[str, Any]) -> None:
+    """Change settings of topic NAME (NAME=null sets the default), or add partitions."""
+    if partitions is None and not config:
+        raise click.UsageError("nothing to change: give --partitions or --config")
+    with session.admin() as admin:
+        admin.alter_topic(name, partitions=partitions, config=config or None)
+    click.echo(f"topic {name} is changed", err=True)
+
+
+@topic_commands.command()
+@click.argument("name")
+@click.option("-y", "--yes", is_flag=True, help="Do not ask.")
+@with_session
+def delete(session: Session, name: str, yes: bool) -> None:
+    """Delete topic NAME with all its messages."""
+    if not yes:
+        click.confirm(f"Delete topic {name} and all its messages?", abort=True, err=True)
+    with session.admin() as admin:
+        admin.delete_topic(name)
+    click.echo(f"topic {name} is deleted", err=True)
+
+
+@topic_commands.command()
+@click.argument("name")
+@click.option("--partition", type=click.IntRange(0), help="Only this partition.")
+@click.option("--before-offset", type=click.IntRange(0), help="Only messages below this offset.")
+@click.option("-y", "--yes", is_flag=True, help="Do not ask.")
+@with_session
+def purge(session: Session, name: str, partition: int | None, before_offset: int | None, yes: bool) -> None:
+    """Delete the messages of topic NAME, not the topic."""
+    if not yes:
+        click.confirm(f"Delete the messages of topic {name}?", abort=True, err=True)
+    with session.admin() as admin:
+        admin.purge(name, partition=partition, before_offset=before_offset)
+    click.echo(f"topic {name} is purged", err=True)

@@ -1,0 +1,245 @@
+"""What one consumer holds of a queue group: leased messages, and what is to become of them.
+
+    receive --> waiting --take--> handed out --finish--> to be acked --flush--> acked
+                   |                  |
+                   `---- release (nack, at close) ----'
+
+Messages wait here while the ones before them are handled, and their leases run meanwhile. So a keeper thread extends
+the leases of what waits, as long as the message in hand is within its own lease; a consumer that is stuck for longer
+gives the waiting ones back, for others to take. The keeper also sends acks that nobody else sent in time.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from typing import Literal
+
+import msgspec
+
+from portalmq import wire
+from portalmq.errors import PortalMQError, StaleReceipt
+from portalmq.transport import Request, Transport
+
+_log = logging.getLogger("portalmq.consumer")
+
+ACK_DELAY_S_MAX = 0.1
+RELEASE_TIMEOUT_S = 5.0
+
+Verb = Literal["ack", "nack", "extend"]
+
+
+class Leases:
+    """Thread-safe. The lock is re-entrant because garbage collection may close a consumer in any thread."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        group: str,
+        visibility_timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._transport = transport
+        self._group = group
+        self._visibility_s = visibility_timeout_s
+        self._clock = clock
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._waiting: deque[wire.PackMessageOut] = deque()
+        # All that waits came in one answer or was extended in one call: one end of lease for all.
+        self._waiting_until = 0.0
+        self._handed: dict[str, None] = {}
+        self._handed_at = 0.0
+        self._to_ack: list[str] = []
+        self._to_ack_since = 0.0
+        # Held while acks are on their way, so that flush() also waits for those the keeper has taken up.
+        self._flushing = threading.RLock()
+        self._failure: PortalMQError | None = None
+        self._keeper: threading.Thread | None = None
+        self._wakes_at = -math.inf
+        self._closed = False
+
+    # --- the consumer's thread ---------------------------------------------------------------------------------------
+
+    def hold(self, messages: Sequence[wire.PackMessageOut]) -> None:
+        """Keep what a receive brought. Only called while nothing waits."""
+        with self._lock:
+            assert not self._waiting
+            self._waiting.extend(messages)
+            self._waiting_until = self._clock() + self._visibility_s
+            if messages:
+                self._start_keeper()
+                self._wake_keeper(self._waiting_until - self._visibility_s / 2)
+
+    def take(self) -> wire.PackMessageOut | None:
+        """The next message in whose lease there is time left. From here on it is the user's."""
+        with self._lock:
+            now = self._clock()
+            if self._waiting and now >= self._waiting_until:
+                _log.warning("%d messages waited longer than their lease and go to others", len(self._waiting))
+                self._waiting.clear()
+            if not self._waiting:
+                return None
+            message = self._waiting.popleft()
+            if message.receipt is not None:
+                self._handed[message.receipt] = None
+                self._handed_at = now
+            return message
+
+    def finish_handed(self) -> None:
+        """What was handed out is done: ack it with the next flush."""
+        with self._lock:
+            if self._failure is not None:
+                failure, self._failure = self._failure, None
+                raise failure
+            if not self._handed:
+                return
+            if not self._to_ack:
+                self._to_ack_since = self._clock()
+                self._wake_keeper(self._to_ack_since + ACK_DELAY_S_MAX)
+            self._to_ack += self._handed
+            self._handed = {}
+
+    def flush(self) -> None:
+        """Send the acks that have gathered. A stale one is logged: its message has gone to another consumer."""
+        with self._flushing:
+            with self._lock:
+                receipts, self._to_ack = self._to_ack, []
+            if receipts:
+                try:
+                    self._settle("ack", receipts, {})
+                except StaleReceipt as error:
+                    _log.warning(
+                        "%d messages were handled longer than their lease of %g s and will be delivered again",
+                        len(_stale_among(error, receipts)),
+                        self._visibility_s,
+                    )
+
+    def settle(self, verb: Verb, receipts: list[str], options: dict[str, object]) -> None:
+        """Ack, nack or extend by the user's word. Raises StaleReceipt, with all that could be done being done."""
+        try:
+            self._settle(verb, receipts, options)
+        except StaleReceipt as error:
+            self._forget(_stale_among(error, receipts) if verb == "extend" else receipts)
+            raise
+        if verb != "extend":
+            self._forget(receipts)
+
+    def _forget(self, receipts: Collection[str]) -> None:
+        with self._lock:
+            for receipt in receipts:
+                self._handed.pop(receipt, None)
+
+    def keep_only_waiting(self) -> None:
+        """The user settles what was handed out (manual_ack): closing must not give it back."""
+        with self._lock:
+            self._handed = {}
+
+    # --- the keeper --------------------------------------------------------------------------------------------------
+
+    def _start_keeper(self) -> None:
+        if self._keeper is None:
+            self._keeper = threading.Thread(target=self._keep, name="portalmq-lease-keeper", daemon=True)
+            self._keeper.start()
+
+    def _keep(self) -> None:
+        while True:
+            with self._lock:
+                if self._closed:
+                    return
+                now = self._clock()
+                acks_at = self._to_ack_since + ACK_DELAY_S_MAX if self._to_ack else math.inf
+                extension_at = self._waiting_until - self._visibility_s / 2 if self._waiting else math.inf
+                self._wakes_at = min(acks_at, extension_at)
+                if now < self._wakes_at:
+                    self._changed.wait(None if self._wakes_at == math.inf else self._wakes_at - now)
+                    continue
+            try:
+                if now >= acks_at:
+                    self.flush()
+                if now >= extension_at:
+                    self._keep_waiting(now)
+            except PortalMQError as error:
+                with self._lock:
+                    if not self._closed:
+                        self._failure = error
+                    if now >= extension_at:
+                        # Not to be extended, so not to be handed out either: their leases run out.
+                        self._waiting.clear()
+
+    def _wake_keeper(self, at: float) -> None:
+        """There is something to do at the time `at`, which the keeper may not know of."""
+        if at < self._wakes_at:
+            self._changed.notify_all()
+
+    def _keep_waiting(self, now: float) -> None:
+        with self._lock:
+            receipts = [message.receipt for message in self._waiting if message.receipt is not None]
+            stuck = bool(self._handed) and now >= self._handed_at + self._visibility_s
+            if stuck:
+                self._waiting.clear()
+        if stuck:
+            _log.warning("the message in hand has taken longer than its lease: %d others are given back", len(receipts))
+            self._give_back(receipts, "the consumer is stuck", delay_ms=0)
+            return
+        gone: set[str] = set()
+        try:
+            self._settle("extend", receipts, {"visibility_timeout_ms": round(self._visibility_s * 1000)})
+        except StaleReceipt as error:
+            gone = _stale_among(error, receipts)
+        with self._lock:
+            self._waiting = deque(message for message in self._waiting if message.receipt not in gone)
+            self._waiting_until = now + self._visibility_s
+
+    # --- the end -----------------------------------------------------------------------------------------------------
+
+    def release(self) -> None:
+        """Send the last acks and give back what was not done. Failures only mean that leases run out by themselves."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._changed.notify_all()
+            waiting = [message.receipt for message in self._waiting if message.receipt is not None]
+            handed = list(self._handed)
+            self._waiting.clear()
+            self._handed = {}
+        try:
+            self.flush()
+        except PortalMQError as error:
+            _log.warning("the last messages could not be acked and will be delivered again: %s", error)
+        self._give_back(handed, "the consumer closed before it was done", delay_ms=None)
+        self._give_back(waiting, "the consumer closed before it came to it", delay_ms=0)
+
+    def _give_back(self, receipts: list[str], reason: str, *, delay_ms: int | None) -> None:
+        if not receipts:
+            return
+        options: dict[str, object] = {"reason": reason}
+        if delay_ms is not None:
+            options["delay_ms"] = delay_ms
+        try:
+            self._settle("nack", receipts, options)
+        except PortalMQError as error:
+            _log.debug("could not give %d messages back: %s", len(receipts), error)
+
+    def _settle(self, verb: Verb, receipts: list[str], options: dict[str, object]) -> None:
+        request = Request(
+            "POST",
+            wire.group_path(self._group, verb),
+            msgspec.json.encode({"receipts": receipts, **options}),
+            (("Content-Type", wire.JSON),),
+            repeatable=True,
+        )
+        self._transport.call(request, timeout_s=RELEASE_TIMEOUT_S if self._closed else None)
+
+
+def _stale_among(error: StaleReceipt, receipts: list[str]) -> set[str]:
+    """The receipts that an answer refused; all of them when it does not say."""
+    results = error.extra.get("results")
+    if not isinstance(results, list):
+        return set(receipts)
+    return {str(result.get("receipt")) for result in results if result.get("status") != "ok"}

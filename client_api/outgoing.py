@@ -1,0 +1,72 @@
+"""A message on its way out: a value of the user's becomes the payload, type and options that travel."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any
+
+import msgspec
+
+from portalmq import wire
+
+# The share of a message in a request beside its payload, counted so that a body stays below the broker's limit.
+MESSAGE_OVERHEAD_BYTES = 64
+
+_encode_json = msgspec.json.Encoder().encode
+
+
+class Plain(msgspec.Struct, gc=False):
+    """A message that is nothing but bytes: the cheapest thing that encodes as a wire.PackMessage."""
+
+    value: bytes
+
+
+def pack(
+    value: Any,
+    key: str | bytes | None,
+    headers: Mapping[str, str] | None,
+    delay_s: float | None,
+    deliver_at: datetime | float | None,
+    ttl_s: float | None,
+    priority: int,
+    content_type: str | None,
+) -> tuple[wire.PackMessage, int]:
+    """The message as it travels, and its size. Raises TypeError for a value that is no bytes, text or JSON."""
+    natural: str | None = None
+    if isinstance(value, bytes | bytearray | memoryview):
+        payload = bytes(value)
+    elif isinstance(value, str):
+        payload, natural = value.encode(), wire.TEXT
+    else:
+        payload, natural = _encode_json(value), wire.JSON
+    size = len(payload) + MESSAGE_OVERHEAD_BYTES
+    if key is not None:
+        size += len(key.encode() if isinstance(key, str) else key)
+    if headers:
+        size += sum(len(name.encode()) + len(text.encode()) + 8 for name, text in headers.items())
+    message = wire.PackMessage(
+        value=payload,
+        key=key,
+        headers=dict(headers) if headers else None,
+        content_type=content_type or natural,
+        delay_ms=None if delay_s is None else _milliseconds(delay_s, "delay_s"),
+        deliver_at_ms=None if deliver_at is None else _milliseconds(_unix_seconds(deliver_at), "deliver_at"),
+        ttl_ms=None if ttl_s is None else max(1, _milliseconds(ttl_s, "ttl_s")),
+        priority=priority,
+    )
+    return message, size
+
+
+def _milliseconds(seconds: float, what: str) -> int:
+    if not 0 <= seconds < 1e12:
+        raise ValueError(f"{what}={seconds!r} must not be negative")
+    return round(seconds * 1000)
+
+
+def _unix_seconds(moment: datetime | float) -> float:
+    if isinstance(moment, datetime):
+        if moment.tzinfo is None:
+            raise ValueError("deliver_at needs a time zone, for instance datetime.now(UTC)")
+        return moment.timestamp()
+    return moment

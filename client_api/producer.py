@@ -1,0 +1,446 @@
+"""The producer: `send()` puts a message into a batch and returns; sender threads bring batches to their leaders.
+
+    send() --> Lane.open --full, lingered or hurried--> Lane.queue --> a sender --Delivery--> leader --> futures
+
+A lane (a partition) is with one sender at a time, which keeps its order; portalmq.delivery makes it exactly-once.
+A thread that waits in `result()` sends its batch itself when the lane is free: two thread switches fewer.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import threading
+import time
+import weakref
+import zlib
+from collections import deque
+from collections.abc import Mapping
+from datetime import datetime
+from types import TracebackType
+from typing import Any, Self
+
+from portalmq import wire
+from portalmq.batching import Batch, Lane, SendFuture
+from portalmq.delivery import Delivery
+from portalmq.errors import Backpressure, MessageTooLarge
+from portalmq.outgoing import MESSAGE_OVERHEAD_BYTES, Plain, pack
+from portalmq.partitions import Topic, Topics
+from portalmq.transport import Bootstrap, Transport
+
+_log = logging.getLogger("portalmq.producer")
+
+SENDERS_MAX = 4
+BATCH_BYTES_MAX = wire.BODY_BYTES_MAX - 64 * 1024
+# After the last message the sender looks at the clock this many times more, each linger_ms, before it sleeps for good:
+# while messages keep coming one by one, no send() has to wake it.
+IDLE_LOOKS = 20
+# Below this a waiting thread does not send itself: its time might end in the middle of a request.
+HELP_TIMEOUT_S_MIN = 1.0
+
+
+class Producer:
+    """Sends messages to topics. Thread-safe; use one for a process, and close it (or use `with`).
+
+    A message is appended exactly once, whatever is retried, unless `idempotent=False`. `acks` says when a send counts:
+    "all" (on disk on every in-sync replica), "leader" (on the leader's disk), "none" (not waited for, offset -1).
+    A process that forks makes its producers after the fork.
+    """
+
+    def __init__(
+        self,
+        bootstrap: Bootstrap = None,
+        *,
+        acks: wire.Acks = "all",
+        linger_ms: float = 5,
+        batch_messages: int = 1000,
+        batch_bytes: int = 1_000_000,
+        idempotent: bool = True,
+        producer_name: str | None = None,
+        compression: str | None = None,
+        delivery_timeout_s: float = 120,
+        token: str | None = None,
+        max_block_s: float = 60,
+        buffer_messages: int = 100_000,
+        buffer_bytes: int = 64 * 1024 * 1024,
+        transport: Transport | None = None,
+    ) -> None:
+        """`linger_ms`: how long a message waits for others; `delivery_timeout_s`: how long a send is tried before its
+        future fails; `max_block_s`: how long `send()` waits for room in the buffer, or for a broker to name the
+        topic's partitions. `producer_name`: a later producer of that name fences this one.
+        """
+        if acks not in ("all", "leader", "none"):
+            raise ValueError(f"acks={acks!r}: use 'all', 'leader' or 'none'")
+        if compression is not None:
+            raise ValueError(f"compression={compression!r} is not supported; only None is")
+        if not 1 <= batch_messages <= wire.BATCH_MESSAGES_MAX:
+            raise ValueError(f"batch_messages must be 1 to {wire.BATCH_MESSAGES_MAX}")
+        if not 1 <= batch_bytes <= BATCH_BYTES_MAX:
+            raise ValueError(f"batch_bytes must be 1 to {BATCH_BYTES_MAX}")
+        if linger_ms < 0 or delivery_timeout_s <= 0 or max_block_s < 0 or buffer_messages < 1 or buffer_bytes < 1:
+            raise ValueError("times and limits must be positive")
+        if producer_name is not None and not idempotent:
+            raise ValueError("a producer_name fences by its sequence numbers: it needs idempotent=True")
+        self._transport = transport or Transport(bootstrap, token=token, timeout_s=delivery_timeout_s)
+        self._delivery = Delivery(
+            self._transport,
+            acks,
+            idempotent=idempotent,
+            producer_name=producer_name,
+            delivery_timeout_s=delivery_timeout_s,
+        )
+        self._linger_s = linger_ms / 1000
+        self._batch_messages = min(batch_messages, buffer_messages)
+        self._batch_bytes = batch_bytes
+        self._idempotent = idempotent
+        self._delivery_timeout_s = delivery_timeout_s
+        self._max_block_s = max_block_s
+        self._buffer_messages = buffer_messages
+        self._buffer_bytes = buffer_bytes
+
+        self._lock = threading.Lock()
+        self._work = threading.Condition(self._lock)
+        self._room = threading.Condition(self._lock)
+        self._topics = Topics(self._transport, lambda topic, partition: Lane(topic, partition, acks), max_block_s)
+        # Invariants, under the lock: a lane is in `_open` while lane.open is a batch; in one of `_ready`, `_paused` or
+        # a sender's hands while lane.scheduled; `_unsettled` holds every batch that has a message and no outcome.
+        self._open: dict[Lane, None] = {}
+        self._ready: deque[Lane] = deque()
+        self._paused: list[Lane] = []
+        self._unsettled: set[Batch] = set()
+        self._buffered_messages = 0
+        self._buffered_bytes = 0
+        self._senders: list[threading.Thread] = []
+        self._resting = 0
+        self._has_watch = False
+        self._sleeps_deep = True
+        self._flushing = 0
+        self._closed = False
+        _close_at_exit(self)
+
+    # --- sending -----------------------------------------------------------------------------------------------------
+
+    def send(
+        self,
+        topic: str,
+        value: Any,
+        *,
+        key: str | bytes | None = None,
+        headers: Mapping[str, str] | None = None,
+        partition: int | None = None,
+        delay_s: float | None = None,
+        deliver_at: datetime | float | None = None,
+        ttl_s: float | None = None,
+        priority: int = 0,
+        content_type: str | None = None,
+    ) -> SendFuture:
+        """Send `value` (bytes, text, or anything JSON) to `topic`; returns at once with the future RecordMetadata.
+
+        Messages of one `key` go to one partition and keep their order. `deliver_at` is a datetime with a time zone,
+        or Unix seconds. Blocks only while the buffer is full. Raises Backpressure when it stays full for
+        `max_block_s`, MessageTooLarge, TypeError for a value that is not JSON-able, RuntimeError once closed.
+        """
+        if (
+            type(value) is bytes
+            and key is None
+            and headers is None
+            and delay_s is None
+            and deliver_at is None
+            and ttl_s is None
+            and priority == 0
+            and content_type is None
+        ):
+            message: Any = Plain(value)
+            size = len(value) + MESSAGE_OVERHEAD_BYTES
+        else:
+            message, size = pack(value, key, headers, delay_s, deliver_at, ttl_s, priority, content_type)
+        if size > BATCH_BYTES_MAX:
+            raise MessageTooLarge(f"the message takes {size} bytes, a request at most {BATCH_BYTES_MAX}")
+        known = self._topics.get(topic)
+        if known is None:
+            known = self._meet(topic)
+        lanes = known.lanes
+        if partition is not None:
+            lane = self._topics.lane(topic, partition)
+        elif key is not None:
+            lane = lanes[zlib.crc32(key.encode() if isinstance(key, str) else key) % len(lanes)]
+        else:
+            lane = lanes[known.sticky]
+        with self._lock:
+            if (
+                self._buffered_messages >= self._buffer_messages
+                or self._buffered_bytes >= self._buffer_bytes
+                or self._closed
+            ):
+                self._wait_for_room()
+            batch = lane.open
+            if batch is not None and batch.size + size > self._batch_bytes:
+                self._seal(lane, batch)
+                batch = None
+            if batch is None:
+                batch = self._open_batch(lane)
+            messages = batch.messages
+            index = len(messages)
+            messages.append(message)
+            batch.size += size
+            self._buffered_messages += 1
+            self._buffered_bytes += size
+            if index + 1 >= self._batch_messages or batch.size >= self._batch_bytes:
+                self._seal(lane, batch)
+        return SendFuture(batch, index)
+
+    def _meet(self, name: str) -> Topic:
+        if self._closed:
+            raise RuntimeError("the producer is closed")
+        return self._topics.meet(name)
+
+    def _open_batch(self, lane: Lane) -> Batch:
+        now = time.monotonic()
+        batch = Batch(lane, now, now + self._delivery_timeout_s, self._hurry)
+        lane.open = batch
+        self._open[lane] = None
+        self._unsettled.add(batch)
+        if self._sleeps_deep:
+            self._wake()
+        return batch
+
+    def _seal(self, lane: Lane, batch: Batch) -> None:
+        """Close the lane's open batch and put it in line."""
+        self._close_batch(lane, batch)
+        lane.queue.append(batch)
+        if not lane.scheduled:
+            lane.scheduled = True
+            self._ready.append(lane)
+            self._wake()
+
+    def _close_batch(self, lane: Lane, batch: Batch) -> None:
+        batch.seal()
+        lane.open = None
+        del self._open[lane]
+        self._topics[lane.topic].batch_closed(lane)
+
+    def _wait_for_room(self) -> None:
+        deadline = time.monotonic() + self._max_block_s
+        while not self._closed and (
+            self._buffered_messages >= self._buffer_messages or self._buffered_bytes >= self._buffer_bytes
+        ):
+            left = deadline - time.monotonic()
+            # Nothing lingers while somebody waits for room.
+            self._flushing += 1
+            self._wake()
+            try:
+                has_room = left > 0 and self._room.wait(left)
+            finally:
+                self._flushing -= 1
+            if not has_room and time.monotonic() >= deadline:
+                raise Backpressure(
+                    f"the producer's buffer stayed full for {self._max_block_s:g} s "
+                    f"({self._buffered_messages} messages, {self._buffered_bytes} bytes wait for the broker)",
+                    outcome="not_applied",
+                )
+        if self._closed:
+            raise RuntimeError("the producer is closed")
+
+    # --- sender threads ----------------------------------------------------------------------------------------------
+
+    def _wake(self) -> None:
+        """There is something to do: wake a resting sender, or start one."""
+        if self._resting:
+            self._work.notify()
+        elif len(self._senders) < SENDERS_MAX and len(self._senders) <= len(self._ready):
+            sender = threading.Thread(target=self._run_sender, name="portalmq-sender", daemon=True)
+            self._senders.append(sender)
+            sender.start()
+
+    def _run_sender(self) -> None:
+        while True:
+            with self._lock:
+                lane = self._next_lane()
+                if lane is None:
+                    return
+                batch = lane.queue.popleft()
+            self._serve(lane, batch, None)
+            self._topics.refresh_if_old(lane.topic)
+
+    def _next_lane(self) -> Lane | None:
+        """Wait for a lane with a batch to send; None at the end. Holds the lock."""
+        looks = 0
+        while True:
+            until = self._collect_due()
+            if self._ready:
+                lane = self._ready.popleft()
+                if self._ready or self._open or self._paused:
+                    self._wake()
+                return lane
+            if self._closed and not self._unsettled:
+                self._work.notify_all()
+                return None
+            timeout = None
+            watches = not self._has_watch
+            if watches:
+                looks = 0 if until is not None else looks + 1
+                if until is not None:
+                    timeout = until
+                elif looks <= IDLE_LOOKS and self._linger_s >= 0.001:
+                    timeout = self._linger_s
+                self._has_watch = True
+                self._sleeps_deep = timeout is None or self._linger_s < 0.001
+            self._resting += 1
+            try:
+                self._work.wait(timeout)
+            finally:
+                self._resting -= 1
+                if watches:
+                    self._has_watch, self._sleeps_deep = False, True
+
+    def _collect_due(self) -> float | None:
+        """Put every lane in line whose pause or linger is over. Returns the seconds until the next is, if any is."""
+        now = time.monotonic()
+        until: float | None = None
+        for lane in [lane for lane in self._paused if lane.retry_at <= now]:
+            self._paused.remove(lane)
+            self._ready.append(lane)
+        if self._paused:
+            until = min(lane.retry_at for lane in self._paused) - now
+        for lane in list(self._open):
+            batch = lane.open
+            assert batch is not None
+            if lane.scheduled:
+                continue
+            left = batch.born + self._linger_s - now
+            if left <= 0 or batch.urgent or self._flushing or self._closed:
+                self._close_batch(lane, batch)
+                lane.queue.append(batch)
+                lane.scheduled = True
+                self._ready.append(lane)
+            else:
+                until = left if until is None else min(until, left)
+        return until
+
+    def _hurry(self, batch: Batch, timeout: float | None) -> float | None:
+        """Send `batch` now, in this thread when its lane is free. Returns what is left of `timeout`."""
+        lane = batch.lane
+        may_help = timeout is None or timeout >= HELP_TIMEOUT_S_MIN
+        if timeout is not None and not self._idempotent:
+            # A request that is cut off by the caller's time could not be repeated.
+            may_help = False
+        with self._lock:
+            if batch.settled or lane.open is not batch:
+                return timeout
+            batch.urgent = True
+            if lane.scheduled:
+                return timeout
+            if not may_help:
+                self._seal(lane, batch)
+                return timeout
+            self._close_batch(lane, batch)
+            lane.scheduled = True
+        started = time.monotonic()
+        self._serve(lane, batch, timeout)
+        return None if timeout is None else max(0.0, timeout - (time.monotonic() - started))
+
+    def _serve(self, lane: Lane, batch: Batch, limit_s: float | None) -> None:
+        """Try to send the batch; leave the lane to whoever is to go on with it."""
+        try:
+            pause_s = self._delivery.advance(lane, batch, limit_s)
+        except BaseException as fault:
+            self._delivery.give_up(lane, batch, fault)
+            pause_s = None
+            if not isinstance(fault, Exception):
+                self._release(lane, batch, pause_s)
+                raise
+        self._release(lane, batch, pause_s)
+
+    def _release(self, lane: Lane, batch: Batch, pause_s: float | None) -> None:
+        if pause_s is None:
+            was_watched = batch.settle()
+            for count, error in batch.failures():
+                if not was_watched:
+                    _log.error("%d messages to %s/%d failed: %s", count, lane.topic, lane.partition, error)
+        with self._lock:
+            if pause_s is not None:
+                lane.queue.appendleft(batch)
+                lane.retry_at = time.monotonic() + pause_s
+                self._paused.append(lane)
+                self._wake()
+                return
+            self._unsettled.discard(batch)
+            self._buffered_messages -= batch.count
+            self._buffered_bytes -= batch.size
+            self._room.notify_all()
+            if lane.queue:
+                self._ready.append(lane)
+                self._wake()
+                return
+            lane.scheduled = False
+            follower = lane.open
+            if follower is not None and (follower.urgent or self._flushing or self._closed):
+                self._seal(lane, follower)
+            elif follower is not None or self._closed:
+                self._wake()
+
+    # --- the end -----------------------------------------------------------------------------------------------------
+
+    def flush(self, timeout: float | None = None) -> None:
+        """Wait until everything sent so far has its outcome, good or bad: the futures tell which.
+
+        Raises TimeoutError after `timeout` seconds.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        with self._lock:
+            mine = set(self._unsettled)
+            self._flushing += 1
+            self._wake()
+            try:
+                while mine := mine & self._unsettled:
+                    left = None if deadline is None else deadline - time.monotonic()
+                    if left is not None and left <= 0:
+                        raise TimeoutError(f"{sum(len(batch.messages) for batch in mine)} messages are still unsent")
+                    self._room.wait(left)
+            finally:
+                self._flushing -= 1
+
+    def close(self, timeout: float | None = None) -> None:
+        """Flush and stop. What is not sent after `timeout` seconds (default: the delivery timeout) fails."""
+        with self._lock:
+            if self._closed:
+                return
+        try:
+            self.flush(self._delivery_timeout_s if timeout is None else timeout)
+        except TimeoutError as late:
+            _log.error("closed with messages unsent: %s", late)
+        finally:
+            with self._lock:
+                self._closed = True
+                for batch in self._unsettled:
+                    batch.deadline = 0.0
+                for lane in self._paused:
+                    lane.retry_at = 0.0
+                self._work.notify_all()
+                self._room.notify_all()
+                if self._unsettled:
+                    self._wake()
+            self._transport.close()
+            for sender in self._senders:
+                sender.join(timeout=1.0)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, fault: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _close_at_exit(producer: Producer) -> None:
+    """A program that forgets close() still gets its messages out."""
+    reference = weakref.ref(producer)
+
+    def close() -> None:
+        producer = reference()
+        if producer is not None:
+            producer.close()
+
+    atexit.register(close)
+    weakref.finalize(producer, atexit.unregister, close).atexit = False

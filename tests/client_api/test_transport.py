@@ -1,0 +1,354 @@
+"""Where calls go, when they are repeated, and what is said of the outcome."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from http.client import HTTPMessage
+
+import pytest
+from support.scripted_broker import ScriptedBroker, hang_up, hold, lose_answer, refuse
+
+from portalmq import errors, wire
+from portalmq.connection import Address, Answer, NoAnswer, NotSent, parse_address
+from portalmq.transport import Backoff, Request, Transport, bootstrap_addresses
+
+GET = Request("GET", "/v1/metadata", repeatable=True)
+ONCE = Request("POST", "/v1/producers", b"{}")
+
+
+class Network:
+    """Answers from a list instead of a network; time passes only when the transport pauses."""
+
+    def __init__(self, *outcomes: Answer | Exception) -> None:
+        self.outcomes = list(outcomes)
+        self.asked: list[tuple[str, bytes]] = []
+        self.now = 0.0
+        self.pauses: list[float] = []
+
+    def exchange(self, address: Address, method: str, head: bytes, body: bytes, timeout_s: float) -> Answer:
+        self.asked.append((address.url, head))
+        outcome = self.outcomes.pop(0) if len(self.outcomes) > 1 else self.outcomes[0]
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    def close(self) -> None:
+        pass
+
+    def pause(self, seconds: float) -> None:
+        self.pauses.append(seconds)
+        self.now += seconds
+
+    def transport(self, bootstrap: str = "http://one:1", **options: float) -> Transport:
+        return Transport(bootstrap, pool=self, clock=lambda: self.now, pause=self.pause, chance=lambda: 1.0, **options)
+
+
+def answer(status: int = 200, body: bytes = b"{}", **headers: str) -> Answer:
+    message = HTTPMessage()
+    for name, value in headers.items():
+        message[name.replace("_", "-")] = value
+    return Answer(status, message, body)
+
+
+def failure(code: str, **members: object) -> Answer:
+    error = errors.ERRORS_BY_CODE[code]("scripted", **members)  # type: ignore[arg-type]
+    headers = {"Content_Type": wire.PROBLEM}
+    if error.retry_after_s is not None:
+        headers["Retry_After"] = str(error.retry_after_s)
+    import msgspec
+
+    return answer(error.status, msgspec.json.encode(error.problem()), **headers)
+
+
+# --- where -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_default_broker_is_port_5000_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PORTALMQ_URL", raising=False)
+    assert [address.url for address in bootstrap_addresses(None)] == ["http://localhost:5000"]
+
+
+def test_the_environment_names_several_brokers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PORTALMQ_URL", "http://a:1, b:2,https://c")
+    assert [address.url for address in bootstrap_addresses(None)] == ["http://a:1", "http://b:2", "https://c:443"]
+
+
+@pytest.mark.parametrize("url", ["zk://localhost:2181", "http://user:secret@host", "http://", "http://host?x=1", " "])
+def test_a_url_that_is_no_broker_is_refused_at_once(url: str) -> None:
+    with pytest.raises(ValueError, match=r".+"):
+        bootstrap_addresses([url])
+
+
+def test_a_path_before_the_api_is_kept() -> None:
+    assert parse_address("http://host/queue/").url == "http://host:5000/queue"
+
+
+# --- when again ------------------------------------------------------------------------------------------------------
+
+
+def test_a_refused_connection_is_tried_again_until_the_broker_is_there() -> None:
+    network = Network(NotSent("refused"), NotSent("refused"), answer())
+    assert network.transport().call(ONCE).status == 200
+    assert len(network.asked) == 3
+
+
+def test_pauses_grow_and_are_bounded() -> None:
+    network = Network(NotSent("refused"))
+    with pytest.raises(errors.Unavailable) as caught:
+        network.transport(timeout_s=10).call(GET)
+    assert network.pauses[:4] == [0.02, 0.04, 0.08, 0.16]
+    assert max(network.pauses) == Backoff.MAX_S
+    assert network.now < 10
+    assert caught.value.outcome == "not_applied"
+    assert caught.value.extra["looked_at"] == ["http://one:1"]
+
+
+def test_retry_after_is_honoured() -> None:
+    network = Network(failure("backpressure", retry_after_s=3.0), answer())
+    network.transport().call(ONCE)
+    assert network.pauses == [3.0]
+
+
+def test_a_retry_after_beyond_the_deadline_ends_the_call_at_once() -> None:
+    network = Network(failure("backpressure", retry_after_s=20.0))
+    with pytest.raises(errors.Backpressure):
+        network.transport(timeout_s=5).call(ONCE)
+    assert network.pauses == []
+
+
+def test_a_lost_answer_is_not_repeated_unless_the_request_is_repeatable() -> None:
+    network = Network(NoAnswer("gone"), answer())
+    with pytest.raises(errors.Unavailable) as caught:
+        network.transport().call(ONCE)
+    assert caught.value.outcome == "unknown"
+    assert len(network.asked) == 1
+
+
+def test_a_lost_answer_is_repeated_when_the_request_is_repeatable() -> None:
+    network = Network(NoAnswer("gone"), answer())
+    assert network.transport().call(GET).status == 200
+
+
+def test_an_unknown_outcome_stays_unknown_whatever_later_tries_say() -> None:
+    network = Network(NoAnswer("gone"), NotSent("refused"))
+    put = Request("PUT", "/v1/topics/t", b"{}", repeatable=True)
+    with pytest.raises(errors.Unavailable) as caught:
+        network.transport(timeout_s=5).call(put)
+    assert caught.value.outcome == "unknown"
+
+
+def test_an_error_that_no_repeat_mends_is_raised_as_it_is() -> None:
+    network = Network(failure("topic_not_found"))
+    with pytest.raises(errors.TopicNotFound):
+        network.transport().call(GET)
+    assert len(network.asked) == 1
+
+
+def test_a_closed_transport_stops_repeating() -> None:
+    network = Network(NotSent("refused"))
+    transport = network.transport()
+    transport.close()
+    with pytest.raises(errors.Unavailable):
+        transport.call(GET)
+    assert len(network.asked) == 1
+
+
+# --- what strangers say ----------------------------------------------------------------------------------------------
+
+
+def test_a_redirect_is_not_followed() -> None:
+    network = Network(answer(302, Location="http://elsewhere:1/"))
+    with pytest.raises(errors.Unavailable, match="redirects to http://elsewhere:1/"):
+        network.transport().call(GET)
+    assert [url for url, _ in network.asked] == ["http://one:1"]
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "outcome"),
+    [
+        (401, errors.Unauthorized, "not_applied"),
+        (404, errors.NotFound, "not_applied"),
+        (413, errors.MessageTooLarge, "not_applied"),
+        (500, errors.Unavailable, "unknown"),
+        (418, errors.PortalMQError, "not_applied"),
+    ],
+)
+def test_a_status_without_a_problem_document_is_judged_by_the_status(
+    status: int, kind: type[errors.PortalMQError], outcome: str
+) -> None:
+    with pytest.raises(kind) as caught:
+        Network(answer(status, b"<html>")).transport().call(GET)
+    assert caught.value.outcome == outcome
+
+
+def test_an_answer_that_is_no_json_is_said_so() -> None:
+    with pytest.raises(errors.Unavailable, match="none of PortalMQ's"):
+        Network(answer(200, b"<html>")).transport().get("/v1/cluster", wire.ClusterDescription)
+
+
+def test_the_token_goes_as_a_bearer_and_must_be_one_line() -> None:
+    network = Network(answer())
+    Transport("http://one:1", token="secret", pool=network).call(GET)
+    assert b"\r\nAuthorization: Bearer secret\r\n" in network.asked[0][1]
+    with pytest.raises(ValueError, match="one line"):
+        Transport("http://one:1", token="a\r\nX: y")
+
+
+# --- leaders ---------------------------------------------------------------------------------------------------------
+
+
+def metadata(leader: str) -> Answer:
+    document = wire.Metadata(
+        [wire.BrokerDescription(1, "http://one:1", True), wire.BrokerDescription(2, "http://two:2", True)],
+        [wire.TopicMetadata("t", [wire.PartitionLeader(0, 1, 1, leader)])],
+    )
+    import msgspec
+
+    return answer(body=msgspec.json.encode(document))
+
+
+TO_LEADER = Request("POST", "/v1/topics/t/messages", b"{}", leader_of=("t", 0))
+
+
+def test_a_call_goes_to_the_leader_and_asks_not_to_be_forwarded() -> None:
+    network = Network(metadata("http://two:2"), answer())
+    transport = network.transport()
+    transport.metadata(["t"])
+    transport.call(TO_LEADER)
+    url, head = network.asked[-1]
+    assert url == "http://two:2"
+    assert b"PortalMQ-No-Forward: 1" in head
+
+
+def test_a_call_follows_the_leader_after_421() -> None:
+    network = Network(metadata("http://one:1"), failure("not_leader"), metadata("http://two:2"), answer())
+    transport = network.transport()
+    transport.metadata(["t"])
+    transport.call(TO_LEADER)
+    assert [url for url, _ in network.asked][1:] == ["http://one:1", "http://one:1", "http://two:2"]
+
+
+def test_a_leader_that_refuses_is_left_out_and_another_broker_is_asked() -> None:
+    network = Network(metadata("http://two:2"), NotSent("refused"), metadata("http://two:2"), answer())
+    transport = network.transport()
+    transport.metadata(["t"])
+    transport.call(TO_LEADER)
+    url, head = network.asked[-1]
+    assert url == "http://one:1"
+    assert b"PortalMQ-No-Forward" not in head, "another broker may forward it"
+
+
+def test_a_leader_under_another_scheme_is_not_believed() -> None:
+    network = Network(metadata("http://two:2"), answer())
+    transport = network.transport("https://one:1")
+    transport.metadata(["t"])
+    transport.call(TO_LEADER)
+    assert network.asked[-1][0] == "https://one:1", "the token would travel in clear"
+
+
+# --- over real sockets -----------------------------------------------------------------------------------------------
+
+
+def test_connections_are_kept_alive() -> None:
+    with ScriptedBroker() as broker:
+        transport = Transport(broker.url)
+        transport.call(GET)
+        transport.call(GET)
+        transport.close()
+        assert len({call.connection for call in broker.calls}) == 1
+
+
+def test_a_connection_that_the_broker_closed_meanwhile_is_replaced_without_a_pause() -> None:
+    with ScriptedBroker() as broker:
+        pauses: list[float] = []
+        transport = Transport(broker.url, pause=pauses.append)
+        transport.call(ONCE)
+        broker.drop_connections()
+        transport.call(ONCE)
+        transport.close()
+        assert len(broker.calls) == 2
+        assert pauses == []
+
+
+def test_a_connection_that_breaks_under_a_repeatable_request_is_replaced_without_a_pause() -> None:
+    with ScriptedBroker() as broker:
+        pauses: list[float] = []
+        transport = Transport(broker.url, pause=pauses.append)
+        transport.call(GET)
+        broker.script("GET", "/v1/metadata", [hang_up])
+        transport.call(GET)
+        transport.close()
+        assert pauses == []
+
+
+def test_a_connection_that_breaks_under_a_request_that_is_not_repeatable_ends_unknown() -> None:
+    with ScriptedBroker() as broker:
+        transport = Transport(broker.url)
+        transport.call(ONCE)
+        broker.script("POST", "/v1/producers", [lose_answer])
+        with pytest.raises(errors.Unavailable) as caught:
+            transport.call(ONCE)
+        transport.close()
+        assert caught.value.outcome == "unknown"
+        assert len(broker.calls) == 2
+
+
+def test_a_broker_that_does_not_answer_in_time_leaves_the_outcome_unknown() -> None:
+    answered = threading.Event()
+    with ScriptedBroker() as broker:
+        broker.script("POST", "/v1/producers", [hold(answered)])
+        transport = Transport(broker.url, timeout_s=0.2)
+        with pytest.raises(errors.Unavailable, match="no answer within") as caught:
+            transport.call(ONCE)
+        answered.set()
+        transport.close()
+        assert caught.value.outcome == "unknown"
+
+
+def test_closing_ends_a_call_that_waits_for_its_answer() -> None:
+    answered = threading.Event()
+    with ScriptedBroker() as broker:
+        broker.script("GET", "/v1/metadata", [hold(answered)])
+        transport = Transport(broker.url)
+        failures: list[BaseException] = []
+
+        def ask() -> None:
+            with pytest.raises(errors.Unavailable) as caught:
+                transport.call(GET)
+            failures.append(caught.value)
+
+        thread = threading.Thread(target=ask)
+        thread.start()
+        broker.wait_for(lambda: len(broker.calls) == 1)
+        transport.close()
+        thread.join(10)
+        answered.set()
+        assert failures
+
+
+def test_a_large_body_arrives_whole() -> None:
+    with ScriptedBroker() as broker:
+        body = bytes(range(256)) * 16_384
+        transport = Transport(broker.url)
+        broker.script("PUT", "/v1/topics/t", [refuse(409, "topic_exists")])
+        with pytest.raises(errors.TopicExists):
+            transport.call(Request("PUT", "/v1/topics/t", body, repeatable=True))
+        transport.close()
+        assert broker.calls[0].body == body
+
+
+def test_importing_the_package_loads_neither_http_nor_the_other_rooms() -> None:
+    code = "import sys, portalmq; print([m for m in sys.modules if m in ('http.client', 'click', 'portalmq.broker')])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
+
+
+def test_every_public_name_is_there() -> None:
+    import portalmq
+
+    assert all(getattr(portalmq, name) for name in portalmq.__all__)
+    assert set(portalmq.__all__) >= {cls.__name__ for cls in errors.ERRORS_BY_CODE.values() if cls.__name__ != "Error"}
+    assert portalmq.__version__
+    with pytest.raises(AttributeError):
+        _ = portalmq.Nothing
