@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 from flask import Response, request
+from werkzeug.datastructures import MultiDict
 
 from portalmq import wire
 from portalmq.broker.api.body import read_body
@@ -18,6 +19,7 @@ from portalmq.broker.config import BrokerConfig
 from portalmq.broker.metrics import Metrics
 from portalmq.errors import Backpressure
 
+_NOTHING: MultiDict[str, str] = MultiDict()
 _encode = msgspec.json.Encoder().encode
 
 
@@ -57,7 +59,7 @@ class Room:
 
 
 def query(*known: str) -> Query:
-    return Query(request.args, *known)
+    return Query(request.args if request.environ.get("QUERY_STRING") else _NOTHING, *known)
 
 
 def accepts(media_type: str) -> bool:
