@@ -115,7 +115,7 @@ class TestTheCrew:
 
     def test_a_failure_is_told_with_the_end_of_the_log(self, tmp_path: Path) -> None:
         with Crew(tmp_path) as crew:
-            worker = crew.start("sensor-x", "-c", "import sys; print('first'); sys.exit('no broker')")
+            worker = crew.start("sensor-x", "-c", "import sys; print('first', flush=True); sys.exit('no broker')")
             wait_for(lambda: worker.exit_code is not None, 10, "it did not end")
             with pytest.raises(DemoFailed, match=r"(?s)sensor-x ended with 1.*first.*no broker"):
                 worker.check_not_failed()
