@@ -252,12 +252,21 @@ class ConnectionPool:
                 self._tls = ssl.create_default_context()
             return self._tls
 
+    def rest(self) -> None:
+        """Close what is idle. The pool can still be used."""
+        with self._lock:
+            self._close_idle()
+
+    def _close_idle(self) -> None:
+        for host in self._hosts.values():
+            while host.idle:
+                host.idle.pop().close()
+
     def close(self) -> None:
         """Close what is idle and abort what is not: a thread that waits for an answer gets NoAnswer at once."""
         with self._lock:
             self._closed = True
+            self._close_idle()
             for host in self._hosts.values():
-                while host.idle:
-                    host.idle.pop().close()
                 for connection in host.in_use:
                     connection.abort()

@@ -217,4 +217,5 @@ def _shut_down(closed: threading.Event, receiving: Transport, settling: Transpor
     closed.set()
     receiving.close()
     leases.release()
-    settling.close()
+    # Not closed: with manual_ack, other threads may still have messages in hand to ack.
+    settling.rest()

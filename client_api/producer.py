@@ -30,7 +30,8 @@ from portalmq.transport import Bootstrap, Transport
 
 _log = logging.getLogger("portalmq.producer")
 
-SENDERS_MAX = 4
+# Started as they are needed. A broker that hangs holds as many as it has partitions; the others go on meanwhile.
+SENDERS_MAX = 8
 BATCH_BYTES_MAX = wire.BODY_BYTES_MAX - 64 * 1024
 # After the last message the sender looks at the clock this many times more, each linger_ms, before it sleeps for good:
 # while messages keep coming one by one, no send() has to wake it.
@@ -247,7 +248,7 @@ class Producer:
         """There is something to do: wake a resting sender, or start one."""
         if self._resting:
             self._work.notify()
-        elif len(self._senders) < SENDERS_MAX and len(self._senders) <= len(self._ready):
+        elif len(self._senders) < SENDERS_MAX:
             sender = threading.Thread(target=self._run_sender, name="portalmq-sender", daemon=True)
             self._senders.append(sender)
             sender.start()
@@ -278,7 +279,7 @@ class Producer:
             timeout = None
             watches = not self._has_watch
             if watches:
-                looks = 0 if until is not None else looks + 1
+                looks = 0 if self._open else looks + 1
                 if until is not None:
                     timeout = until
                 elif looks <= IDLE_LOOKS and self._linger_s >= 0.001:

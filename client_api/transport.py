@@ -36,6 +36,7 @@ DEFAULT_URL = "http://localhost:5000"
 REQUEST_TIMEOUT_S = 15.0
 CALL_TIMEOUT_S = 120.0
 RETRY_AFTER_S_MAX = 30.0
+TIMEOUT_S_MIN = 0.01
 # How long a broker that refused a connection is left out while others can be asked.
 SHUN_S = 1.0
 
@@ -72,6 +73,7 @@ class Exchanger(Protocol):
     """What a transport needs from a pool of connections."""
 
     def exchange(self, address: Address, method: str, head: bytes, body: bytes, timeout_s: float) -> Answer: ...
+    def rest(self) -> None: ...
     def close(self) -> None: ...
 
 
@@ -175,6 +177,8 @@ class Transport:
 
         A kept connection that turns out to be closed is no try: it is replaced at once, when that is safe.
         """
+        if self._clock() >= deadline:
+            raise Unavailable("the time for this call is over", outcome="not_applied")
         topic = None if request.leader_of is None else request.leader_of[0]
         if topic is not None and topic in self._outdated:
             self._look_up_leaders(topic, deadline)
@@ -199,9 +203,7 @@ class Transport:
         """The answer, and whether it took a second connection to get it."""
         stale: NoAnswer | None = None
         while True:
-            timeout_s = min(REQUEST_TIMEOUT_S + request.wait_s, deadline - self._clock())
-            if timeout_s <= 0:
-                raise stale or NotSent("the time for this call is over")
+            timeout_s = min(REQUEST_TIMEOUT_S + request.wait_s, max(deadline - self._clock(), TIMEOUT_S_MIN))
             try:
                 answer = self._pool.exchange(address, request.method, head, request.body, timeout_s)
                 return answer, stale is not None
@@ -291,6 +293,10 @@ class Transport:
         self._shunned[address] = self._clock() + SHUN_S
         if topic is not None:
             self._outdated.add(topic)
+
+    def rest(self) -> None:
+        """Close idle connections; the next call opens one."""
+        self._pool.rest()
 
     def close(self) -> None:
         """End waits and retries of other threads, close the connections."""

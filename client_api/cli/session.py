@@ -68,7 +68,7 @@ def connection_options(command: Callable[..., Any]) -> Callable[..., Any]:
         "-o", "--output", type=click.Choice(["table", "json", "ndjson"]), help="Form of the data on stdout."
     )(remember)
     remember = click.option(
-        "--token-file", type=click.Path(path_type=Path, dir_okay=False), envvar="PORTALMQ_CLIENT_TOKEN_FILE",
+        "--token-file", type=click.Path(path_type=Path, dir_okay=False),
         help="File with the token to show to the broker.",
     )(remember)  # fmt: skip
     return click.option(

@@ -467,6 +467,34 @@ def test_a_result_with_too_short_a_time_raises_timeout_and_the_message_still_arr
         assert future.result(10).offset == 0
 
 
+def test_a_waiting_thread_that_sends_itself_hands_over_when_its_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("portalmq.producer.HELP_TIMEOUT_S_MIN", 0)
+    released = threading.Event()
+    with ScriptedBroker() as broker, Producer(broker.url, linger_ms=LONG) as producer:
+        producer.send("t", b"zero").result(10)
+        broker.script("POST", PRODUCE, [hold(released)])
+        future = producer.send("t", b"one")
+        with pytest.raises(TimeoutError):
+            future.result(0.05)
+        assert future.result(10).offset == 1, "a sender has taken over"
+        released.set()
+        broker.wait_for(lambda: len(broker.calls_of("POST", PRODUCE)) == 3)
+        assert broker.values("t") == [b"zero", b"one"]
+
+
+def test_a_partition_that_hangs_does_not_hold_the_others() -> None:
+    released = threading.Event()
+    with ScriptedBroker(3) as broker, Producer(broker.url, linger_ms=1) as producer:
+        producer.send("t", b"", partition=0).result(10)
+        broker.script("POST", PRODUCE, [hold(released), hold(released)])
+        stuck = [producer.send("t", b"stuck", partition=partition) for partition in (0, 1)]
+        broker.wait_for(lambda: len(broker.calls_of("POST", PRODUCE)) == 3)
+        done, _ = concurrent.futures.wait([producer.send("t", b"free", partition=2)], timeout=10)
+        assert len(done) == 1
+        released.set()
+        concurrent.futures.wait(stuck, timeout=10)
+
+
 def test_a_cheap_message_is_a_message_of_the_contract() -> None:
     from portalmq.outgoing import Plain
 

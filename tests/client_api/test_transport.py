@@ -34,6 +34,9 @@ class Network:
             raise outcome
         return outcome
 
+    def rest(self) -> None:
+        pass
+
     def close(self) -> None:
         pass
 

@@ -1,0 +1,292 @@
+"""The command line: data on stdout, talk on stderr, exit codes that scripts can rely on."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import msgspec
+import pytest
+from click.testing import CliRunner, Result
+from support.scripted_broker import Call, Reply, ScriptedBroker, refuse
+
+from portalmq import wire
+from portalmq.cli import main as cli
+from portalmq.cli.main import main
+
+PARTITION = wire.PartitionDescription(0, 1, 1, [1], [1], 0, 3, 100)
+TOPIC = wire.TopicDescription("t", [PARTITION], wire.TopicConfig())
+GROUP = wire.GroupDescription("g", "queue", [], 2, 1, 0, 0, 3, 1500, wire.GroupConfig())
+
+
+@pytest.fixture
+def broker() -> Iterator[ScriptedBroker]:
+    with ScriptedBroker() as broker:
+        yield broker
+
+
+def run(broker: ScriptedBroker, *arguments: str, stdin: str | bytes | None = None) -> Result:
+    return CliRunner().invoke(main, [*arguments, "--server", broker.url], input=stdin)
+
+
+def reply(body: object, status: int = 200):  # type: ignore[no-untyped-def]
+    return lambda broker, call: Reply(status, msgspec.json.encode(body))
+
+
+def browse(broker: ScriptedBroker, call: Call) -> Reply:
+    """Pages of what the scripted broker holds."""
+    log = broker.topics["t"][0]
+    given = call.query.get("offset", "earliest")
+    start = 0 if given == "earliest" else len(log) if given == "latest" else int(given)
+    stop = min(len(log), start + int(call.query["limit"]))
+    messages = [
+        wire.PackMessageOut(
+            0, offset, log[offset].value, 1_700_000_000_000, content_type=log[offset].content_type or wire.BYTES
+        )
+        for offset in range(start, stop)
+    ]
+    page = wire.PackBrowsePage(messages, stop, 0, len(log))
+    return Reply(200, msgspec.msgpack.encode(page), wire.BATCH_MSGPACK)
+
+
+# --- the frame -------------------------------------------------------------------------------------------------------
+
+
+def test_help_names_every_command() -> None:
+    result = CliRunner().invoke(main, ["--help"])
+    assert result.exit_code == 0
+    for name in ("topic", "produce", "consume", "peek", "group", "status", "broker", "dev"):
+        assert f"\n  {name} " in result.stdout
+
+
+def test_every_command_explains_itself() -> None:
+    for words in (
+        ["topic", "create"],
+        ["topic", "purge"],
+        ["produce"],
+        ["consume"],
+        ["peek"],
+        ["group", "lag"],
+        ["status"],
+    ):
+        result = CliRunner().invoke(main, [*words, "--help"])
+        assert result.exit_code == 0
+        assert "Usage:" in result.stdout
+
+
+def test_a_broker_that_is_not_there_is_exit_69_with_where_and_how(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("portalmq.cli.session.REACH_TIMEOUT_S", 0.1)
+    for words in (["status"], ["topic", "list"], ["produce", "t"], ["consume", "t"]):
+        result = CliRunner().invoke(main, [*words, "--server", "http://127.0.0.1:1"])
+        assert result.exit_code == 69
+        assert "http://127.0.0.1:1" in result.stderr
+        assert "portalmq dev" in result.stderr
+        assert result.stdout == ""
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["nonsense"], ["topic", "create"], ["consume", "t", "--offset", "x"], ["status", "--server", "zk://here:2181"]],
+)
+def test_a_wrong_call_is_exit_2(words: list[str]) -> None:
+    assert CliRunner().invoke(main, words).exit_code == 2
+
+
+def test_an_error_of_the_broker_is_exit_1_with_its_sentence(broker: ScriptedBroker) -> None:
+    broker.script("GET", "/v1/topics/t", [refuse(404, "topic_not_found")])
+    result = run(broker, "topic", "show", "t")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr == "portalmq: scripted topic_not_found\n"
+
+
+def test_options_may_stand_before_the_command(broker: ScriptedBroker, tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("# mine\nsecret\n")
+    broker.script("GET", "/v1/topics", [reply({"topics": []})])
+    words = ["--server", broker.url, "--token-file", str(token), "-o", "json", "topic", "list"]
+    result = CliRunner().invoke(main, words)
+    assert json.loads(result.stdout) == []
+    assert broker.calls[-1].headers["authorization"] == "Bearer secret"
+
+
+def test_a_command_of_another_room_that_is_not_installed_says_how_to_install_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    broken = EntryPoint("report", "portalmq.spark.nowhere:report", "portalmq.commands")
+    monkeypatch.setattr(cli, "_room_commands", lambda: {"report": broken})
+    result = CliRunner().invoke(main, ["report", "--data-dir", "x"])
+    assert result.exit_code == 1
+    assert 'pip install "portalmq[spark]"' in result.stderr
+    assert "report" in CliRunner().invoke(main, ["--help"]).stdout
+
+
+def test_the_command_line_of_the_client_loads_no_other_room() -> None:
+    code = (
+        "import sys, portalmq.cli.main; print([m for m in sys.modules if m.startswith(('portalmq.broker', 'flask'))])"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
+
+
+# --- topics, groups, status ------------------------------------------------------------------------------------------
+
+
+def test_topics_are_listed_in_three_forms(broker: ScriptedBroker) -> None:
+    topics = {"topics": [wire.TopicSummary("t", 2, 1), wire.TopicSummary("longer", 1, 1)]}
+    broker.script("GET", "/v1/topics", [reply(topics)] * 3)
+    table = run(broker, "topic", "list").stdout.splitlines()
+    assert table == ["NAME    PARTITIONS  REPLICATION_FACTOR", "t       2           1", "longer  1           1"]
+    assert [row["name"] for row in json.loads(run(broker, "topic", "list", "-o", "json").stdout)] == ["t", "longer"]
+    lines = run(broker, "topic", "list", "-o", "ndjson").stdout.splitlines()
+    assert [json.loads(line)["name"] for line in lines] == ["t", "longer"]
+
+
+def test_a_topic_is_created_with_settings(broker: ScriptedBroker) -> None:
+    broker.script("PUT", "/v1/topics/t", [reply(TOPIC, 201)])
+    result = run(broker, "topic", "create", "t", "-p", "3", "-c", "retention_ms=1000", "-c", "cleanup=compact")
+    assert (result.exit_code, result.stdout) == (0, "")
+    assert broker.calls[-1].json() == {"partitions": 3, "config": {"retention_ms": 1000, "cleanup": "compact"}}
+
+
+def test_a_topic_is_shown_and_altered(broker: ScriptedBroker) -> None:
+    broker.script("GET", "/v1/topics/t", [reply(TOPIC)] * 2)
+    broker.script("PATCH", "/v1/topics/t", [reply(TOPIC)])
+    assert "high_watermark".upper() in run(broker, "topic", "show", "t").stdout
+    assert json.loads(run(broker, "topic", "show", "t", "-o", "json").stdout)["name"] == "t"
+    run(broker, "topic", "alter", "t", "-c", "retention_bytes=null")
+    assert broker.calls[-1].json() == {"config": {"retention_bytes": None}}
+    assert run(broker, "topic", "alter", "t").exit_code == 2
+
+
+def test_deleting_and_purging_ask_first(broker: ScriptedBroker) -> None:
+    broker.script("DELETE", "/v1/topics/t", [reply(None, 204)] * 2)
+    assert run(broker, "topic", "delete", "t", stdin="n\n").exit_code == 1
+    assert broker.calls == []
+    assert run(broker, "topic", "delete", "t", stdin="y\n").exit_code == 0
+    assert run(broker, "topic", "purge", "t", "-y", "--before-offset", "5").exit_code == 0
+    assert broker.calls[-1].query == {"before_offset": "5"}
+
+
+def test_groups_and_their_lag_are_shown(broker: ScriptedBroker) -> None:
+    broker.script("GET", "/v1/groups/g", [reply(GROUP)] * 2)
+    broker.script("GET", "/v1/groups", [reply({"groups": [GROUP]})])
+    assert "g" in run(broker, "group", "list").stdout.splitlines()[1]
+    assert "max_deliveries" in run(broker, "group", "show", "g").stdout
+    lag = json.loads(run(broker, "group", "lag", "g", "-o", "json").stdout)
+    assert lag == {"group": "g", "lag": 3, "oldest_unacked_ms": 1500}
+
+
+def test_status_shows_the_brokers(broker: ScriptedBroker) -> None:
+    cluster = wire.ClusterDescription("c" * 8, 1, [wire.BrokerDescription(1, "http://one:1", True)])
+    broker.script("GET", "/v1/cluster", [reply(cluster)] * 2)
+    broker.script("GET", "/healthz", [reply({"status": "ready"})] * 2)
+    assert "http://one:1" in run(broker, "status").stdout
+    assert json.loads(run(broker, "status", "-o", "json").stdout)["health"] == {"status": "ready"}
+
+
+# --- produce ---------------------------------------------------------------------------------------------------------
+
+
+def test_produce_sends_each_line(broker: ScriptedBroker) -> None:
+    result = run(broker, "produce", "t", "-k", "key", "-H", "Source=test", stdin="one\r\n\ntwo")
+    assert (result.exit_code, result.stdout) == (0, "")
+    assert "sent 3 messages to t" in result.stderr
+    first, _, _ = broker.topics["t"][0]
+    assert broker.values("t") == [b"one", b"", b"two"]
+    assert (first.key, first.headers, first.content_type) == ("key", {"source": "test"}, wire.TEXT)
+
+
+def test_produce_sends_lines_that_are_no_text_as_bytes(broker: ScriptedBroker) -> None:
+    run(broker, "produce", "t", stdin=b"\xff\xfe\n")
+    assert (broker.values("t"), broker.topics["t"][0][0].content_type) == ([b"\xff\xfe"], None)
+
+
+def test_produce_ndjson_checks_each_line_and_sends_the_good_ones(broker: ScriptedBroker) -> None:
+    result = run(broker, "produce", "t", "--ndjson", stdin='{"a": 1}\nnonsense\n2\n')
+    assert result.exit_code == 1
+    assert broker.values("t") == [b'{"a": 1}', b"2"]
+    assert broker.topics["t"][0][0].content_type == wire.JSON
+    assert "1 messages were not sent; the first: line 2: not JSON" in result.stderr
+
+
+def test_produce_fails_when_a_message_is_refused(broker: ScriptedBroker) -> None:
+    broker.script("POST", "/v1/topics/t/messages", [refuse(403, "forbidden")])
+    result = run(broker, "produce", "t", stdin="one\n")
+    assert result.exit_code == 1
+    assert "1 messages were not sent; the first: scripted forbidden" in result.stderr
+
+
+# --- consume and peek ------------------------------------------------------------------------------------------------
+
+
+def test_consume_as_a_group_prints_and_acks(broker: ScriptedBroker) -> None:
+    broker.fill("t", [b"one", b"\xff", b"three"])
+    result = run(broker, "consume", "t", "--group", "g", "-n", "2")
+    assert result.stdout_bytes == b"one\n\xff\n"
+    assert "2 messages" in result.stderr
+    assert broker.done == {("t", 0, 0), ("t", 0, 1)}
+    assert broker.leased == {}
+
+
+def test_consume_as_a_group_ends_at_the_end(broker: ScriptedBroker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("portalmq.cli.messages.END_WAIT_S", 0.05)
+    broker.fill("t", [b"%d" % number for number in range(250)])
+    result = run(broker, "consume", "t", "--group", "g", "--exit-at-end", "-o", "ndjson")
+    assert [json.loads(line)["value"] for line in result.stdout.splitlines()] == [str(number) for number in range(250)]
+    assert len(broker.done) == 250
+
+
+def test_consume_without_a_group_only_looks(broker: ScriptedBroker) -> None:
+    broker.fill("t", [b"one", b"two", b"three"])
+    broker.script("GET", "/v1/topics/t/partitions", [browse] * 10)
+    broker.script("GET", "/v1/topics/t", [reply(TOPIC)] * 10)
+    assert run(broker, "consume", "t", "--from-beginning", "--exit-at-end").stdout == "one\ntwo\nthree\n"
+    assert run(broker, "consume", "t", "--offset", "1", "-n", "1").stdout == "two\n"
+    assert not [call for call in broker.calls if call.path.startswith("/v1/groups")]
+
+
+def test_consume_starts_at_a_time(broker: ScriptedBroker) -> None:
+    broker.fill("t", [])
+    broker.script("GET", "/v1/topics/t/partitions", [browse] * 10)
+    broker.script("GET", "/v1/topics/t", [reply(TOPIC)] * 10)
+    run(broker, "consume", "t", "--since", "2026-05-01T12:00:00Z", "--exit-at-end")
+    assert broker.calls[-1].query["at"] == "2026-05-01T12:00:00Z"
+    assert run(broker, "consume", "t", "--since", "yesterday").exit_code == 2
+    assert run(broker, "consume", "t", "--since", "15m", "--exit-at-end").exit_code == 0
+
+
+@pytest.mark.parametrize("words", [["--from-beginning", "--offset", "1"], ["--group", "g", "--offset", "1"]])
+def test_consume_refuses_places_that_contradict(broker: ScriptedBroker, words: list[str]) -> None:
+    assert run(broker, "consume", "t", *words).exit_code == 2
+
+
+def test_peek_shows_messages_in_a_table_that_no_message_can_break(broker: ScriptedBroker) -> None:
+    broker.topics["t"] = [[wire.PackMessage(value=b"\x1b[31mred\nline", content_type=wire.TEXT)]]
+    broker.script("GET", "/v1/topics/t/partitions", [browse] * 2)
+    broker.script("GET", "/v1/topics/t", [reply(TOPIC)] * 2)
+    header, row = run(broker, "peek", "t").stdout.splitlines()
+    assert header.split() == ["ID", "TIME", "KEY", "CONTENT_TYPE", "VALUE"]
+    assert row.endswith(r"\x1b[31mred\nline")
+    shown = json.loads(run(broker, "peek", "t", "-o", "json").stdout)
+    assert (shown[0]["id"], shown[0]["value"]) == ("0-0", "\x1b[31mred\nline")
+
+
+def test_a_reader_that_goes_away_is_no_error(broker: ScriptedBroker) -> None:
+    broker.fill("t", [b"x" * 1000] * 500)
+    broker.script("GET", "/v1/topics/t/partitions", [browse] * 10)
+    broker.script("GET", "/v1/topics/t", [reply(TOPIC)] * 10)
+    program = f"{sys.executable} -m portalmq.cli.main consume t --from-beginning --exit-at-end --server {broker.url}"
+    piped = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {program} | head -n 1 | wc -c"],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        env=dict(os.environ),
+    )
+    assert piped.stdout.strip() == "1001"
+    assert "Traceback" not in piped.stderr
+    assert piped.returncode == 0

@@ -1,0 +1,385 @@
+"""What a consumer of a queue group promises: when a message is acked, and what happens to the ones that are not."""
+
+from __future__ import annotations
+
+import collections
+import gc
+import itertools
+import threading
+from collections.abc import Callable
+
+import pytest
+from support.scripted_broker import ScriptedBroker, hang_up, hold, lose_answer, refuse
+
+from portalmq import Consumer, Forbidden, GroupModeMismatch, Message, StaleReceipt, Unavailable, wire
+from portalmq.lease import Leases
+
+RECEIVE = "/v1/groups/g/receive"
+ACK = "/v1/groups/g/ack"
+NACK = "/v1/groups/g/nack"
+EXTEND = "/v1/groups/g/extend"
+
+
+def consumer(broker: ScriptedBroker, **options: object) -> Consumer:
+    return Consumer("t", group="g", bootstrap=broker.url, **{"idle_timeout_s": 0, **options})  # type: ignore[arg-type]
+
+
+def receipts(broker: ScriptedBroker, path: str) -> list[list[str]]:
+    return [call.json()["receipts"] for call in broker.calls_of("POST", path)]
+
+
+def test_iterating_hands_out_every_message_and_acks_them_all() -> None:
+    with ScriptedBroker() as broker:
+        broker.fill("t", [b"1", b"2", b"3"])
+        with consumer(broker) as messages:
+            assert [message.value for message in messages] == [b"1", b"2", b"3"]
+            assert receipts(broker, ACK) == [["t.0.0.1", "t.0.1.1", "t.0.2.1"]], "together, before the next receive"
+        assert receipts(broker, NACK) == []
+
+
+def test_a_message_is_what_was_sent() -> None:
+    with ScriptedBroker() as broker:
+        broker.topics["t"] = [[wire.PackMessage(value=b'{"a":1}', content_type=wire.JSON)]]
+        with consumer(broker) as messages:
+            message = next(messages)
+            assert isinstance(message, Message)
+            assert (message.id, message.json(), message.delivery_count) == ("0-0", {"a": 1}, 1)
+
+
+def test_an_exception_in_the_body_gives_the_message_and_the_waiting_ones_back() -> None:
+    with ScriptedBroker() as broker:
+        broker.fill("t", [b"1", b"2", b"3", b"4"])
+
+        def handle(message: Message) -> None:
+            if message.value == b"2":
+                raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError), consumer(broker) as messages:
+            collections.deque(map(handle, messages))
+        assert receipts(broker, ACK) == [["t.0.0.1"]]
+        assert receipts(broker, NACK) == [["t.0.1.1"], ["t.0.2.1", "t.0.3.1"]]
+        handed, waiting = (call.json() for call in broker.calls_of("POST", NACK))
+        assert "delay_ms" not in handed, "the group's back-off holds for what failed"
+        assert waiting["delay_ms"] == 0, "what was never begun is free at once"
+        with consumer(broker) as messages:
+            assert [(message.value, message.delivery_count) for message in messages] == [
+                (b"2", 2),
+                (b"3", 2),
+                (b"4", 2),
+            ]
+
+
+def test_a_consumer_that_nobody_closes_gives_back_when_it_is_collected() -> None:
+    with ScriptedBroker() as broker:
+        broker.fill("t", [b"1", b"2"])
+
+        def handle() -> None:
+            for _ in consumer(broker):
+                raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            handle()
+        gc.collect()
+        assert sorted(itertools.chain(*receipts(broker, NACK))) == ["t.0.0.1", "t.0.1.1"]
+
+
+def test_a_message_is_acked_soon_after_the_next_is_asked_for() -> None:
+    with ScriptedBroker() as broker:
+        broker.fill("t", [b"1", b"2"])
+        with consumer(broker) as messages:
+            next(messages)
+            next(messages)
+            # Nothing is asked of the consumer any more: its keeper sends the ack.
+            broker.wait_for(lambda: ("t", 0, 0) in broker.done)
+            assert receipts(broker, ACK) == [["t.0.0.1"]]
+
+
+def test_an_idle_timeout_ends_the_iteration_and_a_new_one_goes_on() -> None:
+    with ScriptedBroker() as broker, consumer(broker, idle_timeout_s=0.05) as messages:
+        assert list(messages) == []
+        broker.fill("t", [b"late"])
+        assert [message.value for message in messages] == [b"late"]
+
+
+def test_closing_ends_an_iteration_that_waits_in_another_thread() -> None:
+    released = threading.Event()
+    with ScriptedBroker() as broker:
+        broker.script("POST", RECEIVE, [hold(released)])
+        messages = consumer(broker, idle_timeout_s=None)
+        ended = threading.Event()
+
+        def iterate() -> None:
+            assert list(messages) == []
+            ended.set()
+
+        thread = threading.Thread(target=iterate)
+        thread.start()
+        broker.wait_for(lambda: len(broker.calls_of("POST", RECEIVE)) == 1)
+        messages.close()
+        assert ended.wait(10)
+        thread.join()
+        released.set()
+
+
+def test_what_a_receive_asks_for() -> None:
+    with ScriptedBroker() as broker:
+        with consumer(broker, max_messages=7, visibility_timeout_s=2) as messages:
+            messages.poll(0)
+            messages.poll(0)
+        first, second = (call.json() for call in broker.calls_of("POST", RECEIVE))
+        assert (first["topics"], first["max_messages"], first["visibility_timeout_ms"]) == (["t"], 7, 2000)
+        assert first["consumer"] == second["consumer"]
+        assert first["attempt_id"] != second["attempt_id"]
+
+
+def test_start_latest_is_told_to_the_group_once_before_the_first_receive() -> None:
+    with ScriptedBroker() as broker, consumer(broker, start="latest") as messages:
+        messages.poll(0)
+        messages.poll(0)
+        assert [(call.method, call.path) for call in broker.calls] == [
+            ("PUT", "/v1/groups/g"),
+            ("POST", RECEIVE),
+            ("POST", RECEIVE),
+        ]
+        assert broker.calls[0].json() == {"start": "latest"}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"mode": "stream"}, {"delivery": "exactly_once"}, {"start": "middle"}, {"max_messages": 0}],
+)
+def test_options_that_do_not_work_are_refused_with_a_sentence(options: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=r".+"):
+        Consumer("t", **options)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="topic"):
+        Consumer()
+
+
+# --- poll ------------------------------------------------------------------------------------------------------------
+
+
+def test_poll_returns_at_most_what_it_is_asked_for_and_keeps_the_rest() -> None:
+    with ScriptedBroker() as broker:
+        broker.fill("t", [b"1", b"2", b"3"])
+        with consumer(broker) as messages:
+            assert [message.value for message in messages.poll(1, 2)] == [b"1", b"2"]
+            assert [message.value for message in messages.poll(1, 2)] == [b"3"]
+            assert messages.poll(0) == []
+        assert len(broker.done) == 3, "each poll acks the one before"
+
+
+def test_poll_waits_no_longer_than_it_is_told() -> None:
+    with ScriptedBroker() as broker, consumer(broker) as messages:
+        assert messages.poll(0.05) == []
+
+
+# --- settling by hand ------------------------------------------------------------------------------------------------
+
+
+def test_with_manual_ack_nothing_is_acked_unless_it_is_said() -> None:
+    with ScriptedBroker() as broker:
+        broker.fill("t", [b"1", b"2", b"3"])
+        with consumer(broker, manual_ack=True) as messages:
+            first, second, third = messages
+            assert receipts(broker, ACK) == []
+            messages.ack([first, second])
+            third.nack(delay_s=1.5, reason="no time")
+        assert receipts(broker, ACK) == [["t.0.0.1", "t.0.1.1"]]
+        assert broker.calls_of("POST", NACK)[0].json() == {
+            "receipts": ["t.0.2.1"],
+            "delay_ms": 1500,
+            "reason": "no time",
+        }
+
+
+def test_with_manual_ack_what_is_in_hand_at_the_end_is_left_to_its_lease() -> None:
+    with ScriptedBroker() as broker:
+        broker.fill("t", [b"1", b"2"])
+        with consumer(broker, manual_ack=True) as messages:
+            message = next(messages)
+        assert receipts(broker, NACK) == [["t.0.1.1"]], "only what was never handed out"
+        message.ack()
+        assert broker.done == {("t", 0, 0)}
+
+
+def test_a_message_that_the_body_settles_itself_is_not_acked_again() -> None:
+    with ScriptedBroker() as broker:
+        broker.fill("t", [b"1", b"2"])
+        with consumer(broker) as messages:
+            next(messages).nack(reason="not now")
+            next(messages).ack()
+            assert messages.poll(0)[0].delivery_count == 2
+        assert receipts(broker, ACK) == [["t.0.1.1"]]
+
+
+def test_extend_prolongs_the_lease() -> None:
+    with ScriptedBroker() as broker:
+        broker.fill("t", [b"1"])
+        with consumer(broker) as messages:
+            message = next(messages)
+            message.extend(60)
+            message.extend()
+        asked = [call.json()["visibility_timeout_ms"] for call in broker.calls_of("POST", EXTEND)]
+        assert asked == [60_000, 30_000]
+
+
+def test_a_stale_receipt_is_raised_with_what_was_done() -> None:
+    with ScriptedBroker() as broker:
+        broker.fill("t", [b"1", b"2"])
+        with consumer(broker, manual_ack=True) as messages:
+            first, second = messages
+            del broker.leased["t.0.0.1"]
+            with pytest.raises(StaleReceipt) as caught:
+                messages.ack([first, second])
+            assert [result["status"] for result in caught.value.extra["results"]] == ["stale_receipt", "ok"]
+
+
+def test_a_stale_receipt_while_iterating_is_logged_and_the_loop_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    with ScriptedBroker() as broker:
+        broker.fill("t", [b"1", b"2"])
+        with consumer(broker, max_messages=1) as messages:
+            next(messages)
+            del broker.leased["t.0.0.1"]
+            broker.done.add(("t", 0, 0))
+            broker.deliveries["t", 0, 0] += 1
+            broker.done.clear()
+            broker.leased["t.0.0.2"] = ("t", 0, 0)
+            assert next(messages).value == b"2"
+        assert "1 messages were handled longer than their lease" in caplog.text
+
+
+def test_a_message_without_a_lease_cannot_be_settled() -> None:
+    browsed = Message("t", 0, 0, None, b"", {}, wire.BYTES, 0)
+    with pytest.raises(RuntimeError, match="browsed"):
+        browsed.ack()
+    with ScriptedBroker() as broker, consumer(broker) as messages, pytest.raises(ValueError, match="browsed"):
+        messages.ack(browsed)
+
+
+# --- trouble ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_lost_answer_to_a_receive_loses_no_message() -> None:
+    with ScriptedBroker() as broker:
+        broker.fill("t", [b"1", b"2"])
+        broker.script("POST", RECEIVE, [lose_answer, hang_up, refuse(503, "unavailable")])
+        with consumer(broker) as messages:
+            assert [(message.value, message.delivery_count) for message in messages] == [(b"1", 1), (b"2", 1)]
+        attempts = [call.json()["attempt_id"] for call in broker.calls_of("POST", RECEIVE)]
+        assert len(set(attempts[:4])) == 1
+
+
+def test_a_lost_answer_to_an_ack_is_no_error() -> None:
+    with ScriptedBroker() as broker:
+        broker.fill("t", [b"1"])
+        broker.script("POST", ACK, [lose_answer])
+        with consumer(broker) as messages:
+            assert len(list(messages)) == 1
+        assert broker.done == {("t", 0, 0)}
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "kind"), [("forbidden", 403, Forbidden), ("group_mode_mismatch", 409, GroupModeMismatch)]
+)
+def test_an_error_that_waiting_does_not_mend_ends_the_iteration(code: str, status: int, kind: type[Exception]) -> None:
+    with ScriptedBroker() as broker, consumer(broker) as messages:
+        broker.script("POST", RECEIVE, [refuse(status, code)])
+        with pytest.raises(kind):
+            next(messages)
+
+
+def test_an_ack_that_is_refused_for_good_is_raised_in_the_loop() -> None:
+    with ScriptedBroker() as broker:
+        broker.fill("t", [b"1"])
+        broker.script("POST", ACK, [refuse(403, "forbidden")])
+        with consumer(broker) as messages, pytest.raises(Forbidden):
+            list(messages)
+
+
+# --- leases of what waits --------------------------------------------------------------------------------------------
+
+
+class Broker:
+    """Stands for the transport of Leases: notes what is sent."""
+
+    def __init__(self, fail: Exception | None = None) -> None:
+        self.sent: list[tuple[str, list[str]]] = []
+        self.fail = fail
+
+    def call(self, request: object, timeout_s: float | None = None) -> None:
+        import msgspec
+
+        verb = request.path.rsplit("/", 1)[1]  # type: ignore[attr-defined]
+        self.sent.append((verb, msgspec.json.decode(request.body)["receipts"]))  # type: ignore[attr-defined]
+        if self.fail is not None:
+            raise self.fail
+
+
+def leases(broker: Broker, clock: Callable[[], float]) -> Leases:
+    held = Leases(broker, "g", 30.0, clock)  # type: ignore[arg-type]
+    held._keeper = threading.current_thread()
+    held.hold([wire.PackMessageOut(0, offset, b"", 0, receipt=f"r{offset}") for offset in range(3)])
+    return held
+
+
+def test_a_message_whose_lease_has_run_out_is_not_handed_out() -> None:
+    now = [0.0]
+    held = leases(Broker(), lambda: now[0])
+    assert held.take() is not None
+    now[0] = 30.0
+    assert held.take() is None
+
+
+def test_what_waits_is_extended_while_the_one_before_is_handled() -> None:
+    now = [0.0]
+    broker = Broker()
+    held = leases(broker, lambda: now[0])
+    held.take()
+    now[0] = 16.0
+    held._keep_waiting(now[0])
+    assert broker.sent == [("extend", ["r1", "r2"])]
+    now[0] = 45.0
+    assert held.take() is not None
+
+
+def test_what_waits_behind_a_stuck_message_is_given_back() -> None:
+    now = [0.0]
+    broker = Broker()
+    held = leases(broker, lambda: now[0])
+    held.take()
+    now[0] = 31.0
+    held._keep_waiting(now[0])
+    assert broker.sent == [("nack", ["r1", "r2"])]
+    assert held.take() is None
+
+
+def test_what_was_lost_while_it_waited_is_not_handed_out() -> None:
+    now = [0.0]
+    results = [{"receipt": "r1", "status": "stale_receipt"}, {"receipt": "r2", "status": "ok"}]
+    held = leases(Broker(StaleReceipt("stale", results=results)), lambda: now[0])
+    held.take()
+    held._keep_waiting(20.0)
+    message = held.take()
+    assert message is not None
+    assert message.receipt == "r2"
+
+
+def test_release_does_not_fail_without_a_broker() -> None:
+    broker = Broker(Unavailable("gone"))
+    held = leases(broker, lambda: 0.0)
+    held.take()
+    held.finish_handed()
+    held.release()
+    held.release()
+    assert [verb for verb, _ in broker.sent] == ["ack", "nack"]
+
+
+def test_the_keeper_ends_with_the_consumer() -> None:
+    with ScriptedBroker() as broker:
+        broker.fill("t", [b"1"])
+        with consumer(broker) as messages:
+            next(messages)
+            keeper = messages._leases._keeper
+            assert keeper is not None
+        keeper.join(10)
+        assert not keeper.is_alive()
