@@ -12,7 +12,7 @@
       producer_id, producer_epoch, sequence    NULL without an idempotent producer; the first message's sequence
       appended_at_ms   Unix time in ms, never falling along the log
       crc              CRC-32 of the whole batch (batch.checksum)
-    content_types  the names of the content types in this file; 0, 1 and 2 are the same in every file
+    content_types  id, name: the content types in this file; 0, 1 and 2 are the same in every file
     messages       one row a message
       offset           its place in the partition: rising, with gaps where control records stand
       key, value       TEXT when text (below), else BLOB; never re-encoded: the bytes are the sender's
@@ -24,7 +24,7 @@
       priority         higher first; 0 by default
       message_id       16 bytes, the identity for deduplication; NULL without
       body_hash        hash of what was sent under message_id, to tell a repeat from another message
-    records        the bodies of the control records
+    records        the control records: offset, kind, group_name (empty without a group), body (MessagePack)
     messages_with_type   view: messages with the content type's name and their batch's columns
 
 A value stands as TEXT when its content type is JSON or text/* and the bytes are UTF-8 without NUL, so that eyes and

@@ -2,7 +2,10 @@
 
 Under gevent's monkey patching a `threading.Lock` switches greenlets when it waits, and so would let other code run in
 the middle of a read on the event loop. A Turn blocks the whole thread instead, for the few milliseconds that it takes.
-It is a queue with one token: the C implementation is the one primitive that gevent leaves alone.
+It is made of queues with one token: their C implementation is the one primitive that gevent leaves alone.
+
+Who waits for the turn stands in the door, so that a thread that gives the turn up and wants it back at once cannot
+pass by: with one token alone, an event loop busy with reads kept a writer waiting for minutes.
 """
 
 from __future__ import annotations
@@ -11,16 +14,22 @@ from _queue import SimpleQueue
 
 
 class Turn:
-    """A native, non-reentrant lock: `with turn: ...`."""
+    """A native, non-reentrant, fair lock: `with turn: ...`."""
 
-    __slots__ = ("_token",)
+    __slots__ = ("_door", "_token")
 
     def __init__(self) -> None:
+        self._door: SimpleQueue[None] = SimpleQueue()
         self._token: SimpleQueue[None] = SimpleQueue()
+        self._door.put(None)
         self._token.put(None)
 
     def __enter__(self) -> None:
-        self._token.get()
+        self._door.get()
+        try:
+            self._token.get()
+        finally:
+            self._door.put(None)
 
     def __exit__(self, *exc_info: object) -> None:
         self._token.put(None)

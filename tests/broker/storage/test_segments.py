@@ -5,13 +5,14 @@ import json
 import os
 import sqlite3
 import stat
+from concurrent.futures import ThreadPoolExecutor
 
 import apsw
 import pytest
 from support.log_files import Writer, everything, numbered, open_log, reading_from, three_segments
 
 from portalmq.broker.storage.batch import Kind, Record
-from portalmq.broker.storage.errors import DiskFull, StorageFault, faults_of
+from portalmq.broker.storage.errors import DiskFull, OffsetPurged, StorageFault, faults_of
 
 
 def file_of(directory, base_offset):
@@ -242,6 +243,35 @@ def test_a_message_to_be_delivered_later_keeps_its_segment(tmp_path):
     log.seal(2)
     assert log.retention_candidate(3_000, 1_000, None) == 0
     assert log.retention_candidate(6_001, 1_000, None) == 2
+
+
+def test_reads_go_on_while_segments_are_sealed_dropped_and_parked(tmp_path):
+    log = open_log(tmp_path)
+    writer = Writer(log)
+    writer.put(*numbered(10))
+
+    def change():
+        for number in range(1, 60):
+            writer.put(*numbered(10, 10 * number))
+            log.roll()
+            log.seal(log.end_offset - 20)
+            if number % 4 == 0:
+                log.drop_segments_below(log.end_offset - 50)
+            if number % 5 == 0:
+                log.park()
+
+    with ThreadPoolExecutor(1) as pool:
+        changing = pool.submit(change)
+        while not changing.done():
+            try:
+                batches = log.read(log.log_start_offset)
+            except OffsetPurged:
+                continue
+            values = [record.value for batch in batches for record in batch.records]
+            assert values == numbered(len(values), batches[0].base_offset)
+            assert log.messages_before(log.end_offset - 5) >= batches[-1].end_offset - 5
+        changing.result()
+    assert log.end_offset == 600
 
 
 # --- errors of the file system ----------------------------------------------------------------------------------------

@@ -1,0 +1,251 @@
+"""The fold at rest: it comes back as it was or not at all, and people can read it."""
+
+import os
+import time
+
+import apsw
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.log_files import IDENTITY, Writer, numbered, open_log
+
+from portalmq.broker.core.fold import GroupFold, PartitionFold, ProducerFold, SpanFold, encode_fold
+from portalmq.broker.storage.batch import Kind
+from portalmq.broker.storage.errors import DiskFull
+from portalmq.broker.storage.schema import LogIdentity
+from portalmq.broker.storage.state import StateFile
+
+LATER_MS = 9_000_000_000_000
+
+
+def fold_of_two_groups():
+    return PartitionFold(
+        applied=100,
+        log_start_offset=5,
+        epochs=[(1, 0), (4, 50)],
+        producers=[ProducerFold(7, 2, [(0, 10, 20, 1_000), (10, 5, 31, 1_100)]), ProducerFold(3, 0, [])],
+        groups=[
+            GroupFold(
+                "workers",
+                5,
+                60,
+                [
+                    SpanFold(10, 12, 1, 0, True, 1_000, LATER_MS),
+                    SpanFold(20, 25, 2, 1, False, 1_000, 1_500),
+                    SpanFold(30, 31, 1, 0, False, 1_000, LATER_MS),
+                ],
+                {"attempt-b": (9_000, [(10, 11), (11, 12)]), "attempt-a": (8_000, [])},
+                1_234,
+            ),
+            GroupFold("audit", 0, 90, []),
+        ],
+    )
+
+
+def view(directory, name):
+    connection = apsw.Connection(str(directory / "state.sqlite"), flags=apsw.SQLITE_OPEN_READONLY)
+    names = [row[1] for row in connection.execute(f"PRAGMA table_info({name})")]
+    return [dict(zip(names, row, strict=True)) for row in connection.execute(f"SELECT * FROM {name}")]
+
+
+def test_nothing_is_loaded_where_nothing_was_saved(tmp_path):
+    state = StateFile(tmp_path, identity=IDENTITY)
+    assert state.load() is None
+    assert state.highest_epoch() == -1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_fold_comes_back_as_it_was(tmp_path):
+    state = StateFile(tmp_path, identity=IDENTITY)
+    state.save(fold_of_two_groups(), 95)
+    assert state.load() == (fold_of_two_groups(), 95)
+    state.close()
+    assert StateFile(tmp_path, identity=IDENTITY).load() == (fold_of_two_groups(), 95)
+
+
+numbers = st.integers(0, 2**53)
+spans = st.lists(st.builds(SpanFold, numbers, numbers, numbers, numbers, st.booleans(), numbers, numbers), max_size=4)
+groups = st.builds(
+    GroupFold,
+    st.sampled_from(["a", "b", "c"]),
+    numbers,
+    numbers,
+    spans.map(lambda found: list({span.start: span for span in sorted(found, key=lambda span: span.start)}.values())),
+    st.dictionaries(
+        st.text(max_size=5), st.tuples(numbers, st.lists(st.tuples(numbers, numbers), max_size=3)), max_size=3
+    ),
+    numbers,
+)
+producers = st.builds(
+    ProducerFold, st.integers(0, 4), numbers, st.lists(st.tuples(numbers, numbers, numbers, numbers), max_size=3)
+)
+folds = st.builds(
+    PartitionFold,
+    numbers,
+    numbers,
+    st.lists(st.tuples(numbers, numbers), max_size=3, unique_by=lambda epoch: epoch[0]).map(sorted),
+    st.lists(producers, max_size=4, unique_by=lambda producer: producer.producer_id),
+    st.lists(groups, max_size=3, unique_by=lambda group: group.group),
+)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(folds, min_size=1, max_size=4), st.booleans())
+def test_any_fold_comes_back_after_any_fold(tmp_path_factory, saved, reopen):
+    directory = tmp_path_factory.mktemp("state")
+    state = StateFile(directory, identity=IDENTITY)
+    for fold in saved:
+        state.save(fold, 1)
+        if reopen:
+            state.park()
+    loaded = state.load()
+    assert loaded is not None
+    assert encode_fold(loaded[0]) == encode_fold(saved[-1])
+    state.close()
+
+
+def test_only_what_changed_is_written(tmp_path):
+    state = StateFile(tmp_path, identity=IDENTITY)
+    fold = fold_of_two_groups()
+    fold.groups += [GroupFold(f"g{n}", 0, 0, []) for n in range(200)]
+    state.save(fold, 95)
+    before = state._connection.total_changes()
+    fold.applied, fold.groups[7].next = 101, 9
+    state.save(fold, 96)
+    assert state._connection.total_changes() - before < 15
+    assert state.load() == (fold, 96)
+
+
+def test_groups_and_producers_that_are_gone_are_gone(tmp_path):
+    state = StateFile(tmp_path, identity=IDENTITY)
+    fold = fold_of_two_groups()
+    state.save(fold, 95)
+    smaller = msgspec.structs.replace(fold, groups=fold.groups[1:], producers=fold.producers[1:])
+    state.save(smaller, 95)
+    assert state.load() == (smaller, 95)
+    assert view(tmp_path, "spans") == view(tmp_path, "attempts") == view(tmp_path, "producer_batches") == []
+
+
+def test_another_logs_state_is_not_loaded_and_is_replaced(tmp_path):
+    StateFile(tmp_path, identity=IDENTITY).save(fold_of_two_groups(), 95)
+    other = StateFile(tmp_path, identity=LogIdentity("cluster-1", "orders", "topic-id-2", 0))
+    assert other.load() is None
+    assert other.highest_epoch() == -1
+    other.save(PartitionFold(applied=1), 1)
+    assert other.load() == (PartitionFold(applied=1), 1)
+
+
+@pytest.mark.parametrize("damage", [b"", b"rubbish" * 1_000])
+def test_a_damaged_file_is_not_loaded_and_is_replaced(tmp_path, damage):
+    state = StateFile(tmp_path, identity=IDENTITY)
+    state.save(fold_of_two_groups(), 95)
+    state.close()
+    (tmp_path / "state.sqlite").write_bytes(damage)
+    assert state.load() is None
+    assert state.highest_epoch() == -1
+    state.save(fold_of_two_groups(), 96)
+    assert state.load() == (fold_of_two_groups(), 96)
+
+
+@pytest.mark.parametrize("meddling", [
+    "UPDATE spans SET end_offset = 13 WHERE start_offset = 10",
+    "DELETE FROM groups WHERE group_name = 'workers'",
+    "DELETE FROM producers",
+    "UPDATE meta SET value = 99 WHERE key = 'applied'",
+    "DELETE FROM meta WHERE key = 'digest'",
+    "DROP TABLE attempts",
+    "DROP TABLE meta",
+])  # fmt: skip
+def test_a_state_that_does_not_add_up_is_not_loaded(tmp_path, meddling):
+    state = StateFile(tmp_path, identity=IDENTITY)
+    state.save(fold_of_two_groups(), 95)
+    state.close()
+    connection = apsw.Connection(str(tmp_path / "state.sqlite"))
+    connection.execute(meddling)
+    connection.close()
+    assert state.load() is None
+    state.save(fold_of_two_groups(), 96)
+    assert state.load() == (fold_of_two_groups(), 96)
+
+
+def test_the_highest_epoch_never_falls_and_outlives_a_save(tmp_path):
+    state = StateFile(tmp_path, identity=IDENTITY)
+    state.save_highest_epoch(7)
+    state.save_highest_epoch(5)
+    assert state.load() is None
+    state.save(fold_of_two_groups(), 95)
+    state.close()
+    assert StateFile(tmp_path, identity=IDENTITY).highest_epoch() == 7
+
+
+def test_the_epoch_is_fsynced_and_the_fold_is_not(tmp_path):
+    state = StateFile(tmp_path, identity=IDENTITY)
+    state.save_highest_epoch(1)
+    assert state._connection.execute("PRAGMA synchronous").get == 2
+    state.save(fold_of_two_groups(), 95)
+    assert state._connection.execute("PRAGMA synchronous").get == 1
+
+
+def test_a_full_disk_keeps_the_state_that_was(tmp_path):
+    state = StateFile(tmp_path, identity=IDENTITY)
+    state.save(fold_of_two_groups(), 95)
+    connection = state._connection
+    connection.execute(f"PRAGMA max_page_count = {connection.execute('PRAGMA page_count').get}")
+    large = fold_of_two_groups()
+    large.groups[0].attempts = {f"attempt-{n}": (n, [(n, n + 1)]) for n in range(2_000)}
+    with pytest.raises(DiskFull):
+        state.save(large, 96)
+    assert state.load() == (fold_of_two_groups(), 95)
+    state.save(fold_of_two_groups(), 97)
+    assert state.load() == (fold_of_two_groups(), 97)
+
+
+def test_a_parked_state_holds_no_file(tmp_path):
+    state = StateFile(tmp_path, identity=IDENTITY)
+    state.save(fold_of_two_groups(), 95)
+    state.park()
+    assert os.listdir(tmp_path) == ["state.sqlite"]
+    assert state.load() == (fold_of_two_groups(), 95)
+
+
+# --- the views --------------------------------------------------------------------------------------------------------
+
+
+def test_the_views_tell_what_is_where(tmp_path):
+    StateFile(tmp_path, identity=IDENTITY).save(fold_of_two_groups(), 95)
+    assert view(tmp_path, "in_flight") == [{
+        "group_name": "workers", "start_offset": 10, "end_offset": 12, "messages": 2, "deliveries": 1,
+        "granted_at_ms": 1_000, "lease_expires_at_ms": LATER_MS,
+    }]  # fmt: skip
+    assert view(tmp_path, "scheduled") == [{
+        "group_name": "workers", "start_offset": 30, "end_offset": 31, "deliveries": 1, "available_at_ms": LATER_MS,
+    }]  # fmt: skip
+    assert [tuple(row.values()) for row in view(tmp_path, "ready")] == [
+        ("workers", 20, 25, 2), ("audit", 90, 95, 0), ("workers", 60, 95, 0),
+    ]  # fmt: skip
+    assert view(tmp_path, "dead") == []
+
+
+def test_a_lease_that_has_run_out_is_ready_again(tmp_path):
+    fold = fold_of_two_groups()
+    fold.groups[0].spans = [SpanFold(10, 12, 1, 0, True, 1_000, int(time.time() * 1_000) - 5_000)]
+    StateFile(tmp_path, identity=IDENTITY).save(fold, 60)
+    assert view(tmp_path, "in_flight") == []
+    assert [tuple(row.values()) for row in view(tmp_path, "ready")] == [("workers", 10, 12, 1)]
+
+
+def test_the_lag_counts_messages_and_not_offsets(tmp_path):
+    log = open_log(tmp_path)
+    writer = Writer(log)
+    for _ in range(10):
+        writer.put(*numbered(4))
+        writer.put_control(Kind.ACK)
+    fold = PartitionFold(applied=50, groups=[GroupFold("g", 0, 20, [SpanFold(6, 9, 1, 0, True, 0, LATER_MS)])])
+    state = StateFile(tmp_path, identity=IDENTITY)
+    state.save(fold, 50)
+    assert [row["lag"] for row in view(tmp_path, "lag")] == [None]
+    state.save(fold, 50, log.messages_before)
+    assert view(tmp_path, "lag") == [{
+        "group_name": "g", "next_offset": 20, "high_watermark": 50, "never_delivered": 24, "not_done": 3, "lag": 27,
+    }]  # fmt: skip
