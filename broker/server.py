@@ -42,6 +42,7 @@ from portalmq.broker.process import BrokerArbiter, BrokerWorker, post_request, p
 from portalmq.broker.storage.disk import DataDirectory, DirectoryInUse, DiskGuard, WrongCluster
 from portalmq.broker.storage.errors import StorageError
 from portalmq.broker.storage.files import write_atomically
+from portalmq.control_plane.plane import PlaneError, PlaneState, PlaneUnavailable
 
 if TYPE_CHECKING:
     from flask import Flask
@@ -246,13 +247,13 @@ class BrokerProcess:
         from portalmq.broker.gauges import gauges_of
         from portalmq.broker.metrics import Metrics
         from portalmq.control_plane.catalog import Catalog
-        from portalmq.control_plane.plane import PlaneState
         from portalmq.control_plane.standalone import Standalone
         from portalmq.control_plane.state import BrokerState
 
         identity = self._directory.identity
         plane = Standalone(self._directory.path / "control")
         plane.start()
+        plane.watch(lambda: self._on_plane_changed(plane))
         catalog = Catalog(plane)
         _join_cluster(plane, identity.cluster_id)
         metrics = Metrics(version("portalmq"), broker_id=identity.broker_id)
@@ -298,9 +299,14 @@ class BrokerProcess:
         log.critical("the storage failed, the broker ends: %s", fault, exc_info=fault)
         gevent.spawn_later(ANSWER_BEFORE_EXIT_S, _exit, EX_STORAGE)
 
+    def _on_plane_changed(self, plane: Standalone) -> None:
+        """The plane of one broker is lost only when its journal cannot be written."""
+        if plane.state is PlaneState.LOST:
+            self._on_storage_fault(PlaneUnavailable("the journal of the metadata cannot be written"))
+
     def _end(self, fault: Exception) -> NoReturn:
         """The broker cannot start, or cannot end well."""
-        if isinstance(fault, StorageError):
+        if isinstance(fault, (StorageError, PlaneError)):
             log.critical("the storage failed: %s", fault)
             _exit(EX_STORAGE)
         if isinstance(fault, StartupError):

@@ -145,13 +145,20 @@ class Standalone:
         self._install(draft.changed)
         if self._journal_bytes > self._compact_at_bytes:
             self._compact()
-        for callback in self._callbacks:
-            callback()
+        self._ring()
         return versions
 
     def _check_connected(self) -> None:
         if self._state is not PlaneState.CONNECTED:
             raise PlaneUnavailable(f"the control plane in {self._directory} is closed, or its disk failed")
+
+    def _ring(self) -> None:
+        for callback in self._callbacks:
+            callback()
+
+    def _lose(self) -> None:
+        self._state = PlaneState.LOST
+        self._ring()
 
     def _install(self, changed: dict[str, Node | None]) -> None:
         for path, node in changed.items():
@@ -173,7 +180,7 @@ class Standalone:
             os.fdatasync(self._journal)
         except OSError as fault:
             # After a failed fsync the kernel may have dropped the pages: only a new start, which reads the file, knows.
-            self._state = PlaneState.LOST
+            self._lose()
             raise OutcomeUnknown(
                 f"cannot write {self._path}: {fault}; mend the disk and start the broker again"
             ) from fault
@@ -208,7 +215,7 @@ class Standalone:
             _sync_directory(self._directory)
         except OSError:
             # A crash could bring the old journal back, without the commits that would follow: take none.
-            self._state = PlaneState.LOST
+            self._lose()
 
     def _load(self) -> None:
         self._path.with_suffix(".new").unlink(missing_ok=True)

@@ -184,8 +184,8 @@ def test_nobody_imports_the_folders_by_their_bare_names() -> None:
     assert wrong == []
 
 
-@pytest.mark.parametrize("folder", ["broker", "demo_iot"])
-def test_no_module_of_a_folder_that_scripts_run_in_hides_the_standard_library(folder: str) -> None:
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_no_module_hides_the_standard_library_from_a_script_beside_it(folder: str) -> None:
     """`python sensor.py` puts its folder first on the path: a `queue.py` beside it would hide the real one."""
     names = {file.stem for file in (ROOT / folder).glob("*.py")} | {
         package.parent.name for package in (ROOT / folder).glob("*/__init__.py")

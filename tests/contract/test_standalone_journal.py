@@ -135,6 +135,8 @@ def test_a_failed_fsync_leaves_the_outcome_unknown_and_takes_no_more(
 ) -> None:
     plane = opened(tmp_path)
     plane.commit(Create("/n/before"))
+    states: list[PlaneState] = []
+    plane.watch(lambda: states.append(plane.state))
 
     def fail(_: int) -> None:
         raise OSError(5, "Input/output error")
@@ -144,7 +146,7 @@ def test_a_failed_fsync_leaves_the_outcome_unknown_and_takes_no_more(
         with pytest.raises(OutcomeUnknown) as caught:
             plane.commit(Create("/n/unknown"))
     assert (caught.value.outcome, caught.value.retryable) == ("unknown", True)
-    assert plane.state is PlaneState.LOST
+    assert states == [PlaneState.LOST], "the owner was not told"
     with pytest.raises(PlaneUnavailable):
         plane.commit(Create("/n/after"))
     plane.close()
