@@ -178,7 +178,7 @@ class GroupPartition:
             options.consumer,
             options.attempt_id,
         )
-        self.partition.append_group_record(self.group, grant)
+        self.partition.append_group_record(self.group, grant, is_soft=True)
         self._arm()
         return self._delivered(pieces, deadline_ms)
 
@@ -277,7 +277,7 @@ class GroupPartition:
         offsets = [receipt.offset for receipt, good in zip(receipts, verdicts, strict=True) if good]
         if offsets:
             record = Extend(ranges_of(offsets), now_ms + visibility_timeout_ms, now_ms)
-            self.partition.append_group_record(self.group, record)
+            self.partition.append_group_record(self.group, record, is_soft=True)
             self._arm()
         return verdicts
 

@@ -59,6 +59,8 @@ QUEUED_BYTES_MAX = 64 * 1024 * 1024
 READ_MESSAGES = 1_000
 READ_BYTES = 1024 * 1024
 COMMIT_WAIT_S = 60.0
+# What nobody waits for (a grant) shares the transaction of what comes within this time.
+SOFT_LINGER_S = 0.005
 
 _encode = msgspec.msgpack.encode
 _RECORD_TYPES: dict[int, type[GroupRecord]] = {
@@ -91,7 +93,7 @@ class PartitionHost(Protocol):
 class Pending:
     """A batch on its way: filled in when it is on disk, or refused."""
 
-    __slots__ = ("acks", "appended_at_ms", "base_offset", "batch", "done", "error", "messages", "size_bytes", "stamp")
+    __slots__ = ("acks", "appended_at_ms", "base_offset", "batch", "done", "error", "is_soft", "size_bytes", "stamp")
 
     def __init__(self, batch: Batch, size_bytes: int, stamp: Stamp | None, acks: Acks) -> None:
         self.batch = batch
@@ -101,6 +103,7 @@ class Pending:
         self.base_offset = -1
         self.appended_at_ms = 0
         self.error: PortalMQError | None = None
+        self.is_soft = False
         self.done = Event()
 
     def finish(self, error: PortalMQError | None = None) -> None:
@@ -148,6 +151,8 @@ class Partition:
         self._duplicates: list[tuple[int, Pending]] = []
         self._unwritten_ids: dict[bytes, tuple[int, bytes | None, int]] = {}
         self._browsers: set[Event] = set()
+        self._writer: gevent.Greenlet | None = None
+        self._lingering = False
         self._written = Event()
         self._written.set()
         self._closed = False
@@ -250,16 +255,17 @@ class Partition:
         self._wait(pending)
         return pending.base_offset, pending.appended_at_ms
 
-    def append_control(self, kind: Kind, body: bytes, group: str = "") -> Pending:
-        """Append a control record; the caller may `settle` it or let it go."""
-        batch = Batch(0, 1, 0, kind, 0, 0, group=group, body=body)
-        return self._submit(Pending(batch, len(body), None, "all"), 1, is_control=True)
+    def append_control(self, kind: Kind, body: bytes, group: str = "", *, is_soft: bool = False) -> Pending:
+        """Append a control record. A soft one is not hurried to the disk, as nobody is going to `settle` it."""
+        pending = Pending(Batch(0, 1, 0, kind, 0, 0, group=group, body=body), len(body), None, "all")
+        pending.is_soft = is_soft
+        return self._submit(pending, 1, is_control=True)
 
-    def append_group_record(self, group: str, record: GroupRecord) -> Pending:
+    def append_group_record(self, group: str, record: GroupRecord, *, is_soft: bool = False) -> Pending:
         """Fold a group's record and append it: from here on the group's state has it."""
         kind = _KINDS[type(record)]
         body = _encode(record)
-        pending = self.append_control(kind, body, group)
+        pending = self.append_control(kind, body, group, is_soft=is_soft)
         self._fold_record(kind, group, record)
         return pending
 
@@ -321,14 +327,20 @@ class Partition:
         self._queue.append(pending)
         self._queued_bytes += pending.size_bytes
         self.changed = self._used = True
-        if self._written.is_set():
-            self._written.clear()
-            gevent.spawn(self._write)
+        self._written.clear()
+        if self._writer is None:
+            self._lingering = pending.is_soft
+            self._writer = gevent.spawn_later(SOFT_LINGER_S, self._write) if pending.is_soft else gevent.spawn(self._write)
+        elif self._lingering and not pending.is_soft:
+            self._writer.kill(block=False)
+            self._writer = gevent.spawn(self._write)
+            self._lingering = False
 
     # --- writing -----------------------------------------------------------------------------------------------------
 
     def _write(self) -> None:
         """Commit what waits, until nothing does. One at a time a partition."""
+        self._lingering = False
         try:
             while self._queue or self.log.checkpoint_due:
                 if self._queue:
@@ -339,6 +351,7 @@ class Partition:
             self.host.storage_failed(fault)
             raise
         finally:
+            self._writer = None
             self._written.set()
 
     def _next_transaction(self) -> list[Pending]:
