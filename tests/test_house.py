@@ -21,7 +21,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 # About 500 is the aim; a file that passes it may finish its sentence.
-LINES_MAX = 640
+LINES_MAX = 700
 
 FOLDERS = {
     "broker": "portalmq.broker",
