@@ -22,7 +22,8 @@ from portalmq.broker.core.delivery import GroupDelivery, Plan
 from portalmq.broker.core.fold import SpanFold
 from portalmq.broker.core.receipts import Receipt, ReceiptBook
 from portalmq.broker.core.records import Ack, Extend, Grant, GroupStart, Nack, ranges_of
-from portalmq.broker.partition import Partition, Piece
+from portalmq.broker.partition import Partition
+from portalmq.broker.reader import Piece
 from portalmq.broker.storage.batch import Record
 from portalmq.errors import Backpressure
 from portalmq.wire import GroupConfig
@@ -161,7 +162,7 @@ class GroupPartition:
         earliest = self.partition.log.log_start_offset
         offset = earliest if start == "earliest" else self.partition.high_watermark
         record = GroupStart(offset, self._clock.now_ms())
-        self.partition.settle(self.partition.append_group_record(self.group, record))
+        self.partition.append_group_record(self.group, record).wait()
 
     def take(self, options: ReceiveOptions) -> list[Delivered]:
         """Lease what is there, at most `max_messages`."""
@@ -238,7 +239,7 @@ class GroupPartition:
         if not ranges:
             return verdicts, _no_wait
         pending = self.partition.append_group_record(self.group, Ack(ranges, now_ms))
-        return verdicts, lambda: self.partition.settle(pending)
+        return verdicts, pending.wait
 
     def _holes_below(self, offsets: list[int]) -> list[int]:
         """The places without a message between `next` and the last of `offsets`.
@@ -268,7 +269,7 @@ class GroupPartition:
         ]
         pending = self.partition.append_group_record(self.group, Nack(tuple(ranges), now_ms, reason))
         self.notify()
-        return verdicts, lambda: self.partition.settle(pending)
+        return verdicts, pending.wait
 
     def extend(self, receipts: list[Receipt], visibility_timeout_ms: int) -> list[bool]:
         """Leases are soft, so is their extension: it is logged, and not waited for."""

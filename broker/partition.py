@@ -13,15 +13,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import count
-from time import perf_counter
 from typing import Any, Protocol
 
-import gevent
 import msgspec
 from gevent.event import Event
-from gevent.threadpool import ThreadPool
 
-from portalmq.broker.cache import BatchCache, payload_bytes
+from portalmq.broker.cache import BatchCache
 from portalmq.broker.clock import Clock
 from portalmq.broker.core.delivery import GroupDelivery
 from portalmq.broker.core.events import (
@@ -40,27 +37,22 @@ from portalmq.broker.core.fold import GroupFold, PartitionFold, decode_fold, enc
 from portalmq.broker.core.producers import Producers
 from portalmq.broker.core.records import Ack, Extend, Grant, GroupRecord, GroupStart, Nack, Purge
 from portalmq.broker.core.replica import PartitionReplica
-from portalmq.broker.storage.batch import Batch, Kind, Record, sealed_batch
-from portalmq.broker.storage.errors import CorruptBatch, DiskFull, StorageError, StorageFault
+from portalmq.broker.reader import Piece, Reader
+from portalmq.broker.storage.batch import Batch, Kind, Record
+from portalmq.broker.storage.errors import DiskFull
 from portalmq.broker.storage.log import Log
 from portalmq.broker.storage.state import StateFile
+from portalmq.broker.writer import Pending, Writer, WriterHost
 from portalmq.errors import (
     Backpressure,
     NotLeader,
     OffsetOutOfRange,
-    PortalMQError,
     StorageFull,
     Unavailable,
 )
 from portalmq.wire import Acks
 
-COMMIT_MESSAGES_MAX = 50_000
 QUEUED_BYTES_MAX = 64 * 1024 * 1024
-READ_MESSAGES = 1_000
-READ_BYTES = 1024 * 1024
-COMMIT_WAIT_S = 60.0
-# What nobody waits for (a grant) shares the transaction of what comes within this time.
-SOFT_LINGER_S = 0.005
 
 _encode = msgspec.msgpack.encode
 _RECORD_TYPES: dict[int, type[GroupRecord]] = {
@@ -73,56 +65,14 @@ _RECORD_TYPES: dict[int, type[GroupRecord]] = {
 _KINDS = {record_type: Kind(kind) for kind, record_type in _RECORD_TYPES.items()}
 
 
-class PartitionHost(Protocol):
+class PartitionHost(WriterHost, Protocol):
     """What a partition needs of the broker it stands on."""
 
     broker_id: int
-    pool: ThreadPool
     clock: Clock
     cache: BatchCache
 
     def disk_is_full(self) -> bool: ...
-
-    def storage_failed(self, fault: BaseException) -> None:
-        """Called for a fault after which nothing can be promised: the broker ends."""
-        ...
-
-    def committed(self, seconds: float) -> None: ...
-
-
-class Pending:
-    """A batch on its way: filled in when it is on disk, or refused."""
-
-    __slots__ = ("acks", "appended_at_ms", "base_offset", "batch", "done", "error", "is_soft", "size_bytes", "stamp")
-
-    def __init__(self, batch: Batch, size_bytes: int, stamp: Stamp | None, acks: Acks) -> None:
-        self.batch = batch
-        self.size_bytes = size_bytes
-        self.stamp = stamp
-        self.acks = acks
-        self.base_offset = -1
-        self.appended_at_ms = 0
-        self.error: PortalMQError | None = None
-        self.is_soft = False
-        self.done = Event()
-
-    def finish(self, error: PortalMQError | None = None) -> None:
-        self.error = error
-        self.done.set()
-
-
-class Piece(msgspec.Struct, gc=False, frozen=True):
-    """Messages [start, end) of one batch."""
-
-    batch: Batch
-    start: int
-    end: int
-
-    def records(self) -> tuple[Record, ...]:
-        base = self.batch.base_offset
-        if self.start == base and self.end == self.batch.end_offset:
-            return self.batch.records
-        return self.batch.records[self.start - base : self.end - base]
 
 
 _numbers = count()
@@ -142,19 +92,15 @@ class Partition:
         self.delivery: dict[str, GroupDelivery] = {}
         self.on_readable: list[Callable[[], None]] = []
         self.changed = False
-        self._used = True
         self._state_file = state_file
         self._cache_key = next(_numbers)
-        self._queue: deque[Pending] = deque()
-        self._queued_bytes = 0
+        self._writer = Writer(host, log, self._on_written, self._on_refused)
+        self._reader = Reader(log, host.cache, self._cache_key, host.storage_failed)
         self._uncommitted: deque[Pending] = deque()
         self._duplicates: list[tuple[int, Pending]] = []
         self._unwritten_ids: dict[bytes, tuple[int, bytes | None, int]] = {}
         self._browsers: set[Event] = set()
-        self._writer: gevent.Greenlet | None = None
-        self._lingering = False
-        self._written = Event()
-        self._written.set()
+        self._used = True
         self._closed = False
         self._load()
 
@@ -186,9 +132,9 @@ class Partition:
             last_timestamp_ms=self.log.last_timestamp_ms,
         )
         self._messages_next = self.log.message_count_total
-        self.readable_end = self._last_message_end(self.replica.high_watermark)
+        self.readable_end = self._reader.last_message_end(self.replica.high_watermark)
         # Messages that were on disk at the start, above the high watermark that was saved last.
-        self._recovered_end = self._last_message_end(self.log.end_offset)
+        self._recovered_end = self._reader.last_message_end(self.log.end_offset)
 
     def _snapshot_to_start_from(self) -> tuple[PartitionFold, int]:
         saved = self._state_file.load()
@@ -201,26 +147,12 @@ class Partition:
         fold.applied = newest.end_offset
         return fold, newest.end_offset
 
-    def _last_message_end(self, below: int) -> int:
-        """The end of the last message below `below`; the log's start when there is none."""
-        total = self.log.messages_before(below)
-        low, high = self.log.log_start_offset, below
-        if self.log.messages_before(low) == total:
-            return low
-        while low < high:  # the least offset below which all messages are
-            middle = (low + high) // 2
-            if self.log.messages_before(middle) < total:
-                low = middle + 1
-            else:
-                high = middle
-        return low
-
     def lead(self, state: PartitionStateChanged) -> None:
         """Take the control plane's word; returns once a new epoch's start is committed."""
         if state.leader_epoch > self.replica.highest_epoch:
             self._state_file.save_highest_epoch(state.leader_epoch)
         self._perform(self.replica.step(state, self.host.clock.wall_ms()))
-        self._wait_written()
+        self._writer.wait_idle()
         now_ms = self.host.clock.now_ms()
         for delivery in self.delivery.values():
             delivery.take_over(now_ms)
@@ -243,22 +175,21 @@ class Partition:
         """The first half of append: offsets are allotted on return."""
         if self.host.disk_is_full():
             raise StorageFull("the broker's disk is nearly full: free space or add disk, then repeat", retry_after_s=5)
-        if self._queued_bytes > QUEUED_BYTES_MAX:
-            raise Backpressure(f"{self._queued_bytes} bytes wait for the disk already", retry_after_s=0.5)
+        if self._writer.queued_bytes > QUEUED_BYTES_MAX:
+            raise Backpressure(f"{self._writer.queued_bytes} bytes wait for the disk already", retry_after_s=0.5)
         batch = Batch(0, len(records), 0, Kind.MESSAGES, 0, 0, records=records)
-        return self._submit(Pending(batch, size_bytes, stamp, acks), len(records), is_control=False)
+        return self._submit(Pending(batch, size_bytes, stamp=stamp, acks=acks), len(records), is_control=False)
 
     def outcome(self, pending: Pending) -> tuple[int, int]:
         """The second half of append: wait until the batch is as safe as its acks ask."""
         if pending.acks == "none":
             return -1, 0
-        self._wait(pending)
+        pending.wait()
         return pending.base_offset, pending.appended_at_ms
 
     def append_control(self, kind: Kind, body: bytes, group: str = "", *, is_soft: bool = False) -> Pending:
         """Append a control record. A soft one is not hurried to the disk, as nobody is going to `settle` it."""
-        pending = Pending(Batch(0, 1, 0, kind, 0, 0, group=group, body=body), len(body), None, "all")
-        pending.is_soft = is_soft
+        pending = Pending(Batch(0, 1, 0, kind, 0, 0, group=group, body=body), len(body), is_soft=is_soft)
         return self._submit(pending, 1, is_control=True)
 
     def append_group_record(self, group: str, record: GroupRecord, *, is_soft: bool = False) -> Pending:
@@ -269,10 +200,6 @@ class Partition:
         self._fold_record(kind, group, record)
         return pending
 
-    def settle(self, pending: Pending) -> None:
-        """Wait until a control record is committed."""
-        self._wait(pending)
-
     def _submit(self, pending: Pending, size: int, *, is_control: bool) -> Pending:
         if self._closed:
             raise Unavailable("the partition is being closed", retry_after_s=0.5)
@@ -281,12 +208,6 @@ class Partition:
         if pending.error is not None:
             raise pending.error
         return pending
-
-    def _wait(self, pending: Pending) -> None:
-        if not pending.done.wait(COMMIT_WAIT_S):
-            raise Unavailable(f"not committed within {COMMIT_WAIT_S:.0f} s", outcome="unknown", retry_after_s=1)
-        if pending.error is not None:
-            raise pending.error
 
     def _perform(self, actions: list[Action]) -> None:
         for action in actions:
@@ -306,7 +227,7 @@ class Partition:
     def _enqueue(self, action: Append) -> None:
         pending: Any = action.token
         if pending is None:
-            pending = Pending(Batch(0, 1, 0, Kind.EPOCH_START, 0, 0), 0, None, "all")
+            pending = Pending(Batch(0, 1, 0, Kind.EPOCH_START, 0, 0))
         stamp = pending.stamp
         pending.base_offset, pending.appended_at_ms = action.base_offset, action.appended_at_ms
         pending.batch = batch = Batch(
@@ -324,92 +245,37 @@ class Partition:
             pending.batch.body,
         )
         self._messages_next += batch.message_count
-        self._queue.append(pending)
-        self._queued_bytes += pending.size_bytes
         self.changed = self._used = True
-        self._written.clear()
-        if self._writer is None:
-            self._lingering = pending.is_soft
-            self._writer = gevent.spawn_later(SOFT_LINGER_S, self._write) if pending.is_soft else gevent.spawn(self._write)
-        elif self._lingering and not pending.is_soft:
-            self._writer.kill(block=False)
-            self._writer = gevent.spawn(self._write)
-            self._lingering = False
+        self._writer.put(pending)
 
-    # --- writing -----------------------------------------------------------------------------------------------------
+    # --- what the writer tells ---------------------------------------------------------------------------------------
 
-    def _write(self) -> None:
-        """Commit what waits, until nothing does. One at a time a partition."""
-        self._lingering = False
-        try:
-            while self._queue or self.log.checkpoint_due:
-                if self._queue:
-                    self._write_once(self._next_transaction())
-                else:
-                    self.host.pool.apply(self.log.checkpoint)
-        except Exception as fault:  # whatever it is, those who wait would wait in vain
-            self.host.storage_failed(fault)
-            raise
-        finally:
-            self._writer = None
-            self._written.set()
-
-    def _next_transaction(self) -> list[Pending]:
-        taken: list[Pending] = []
-        messages = 0
-        while self._queue and messages < COMMIT_MESSAGES_MAX:
-            pending = self._queue.popleft()
-            taken.append(pending)
-            messages += pending.batch.count
-        return taken
-
-    def _write_once(self, taken: list[Pending]) -> None:
-        written = self.host.pool.apply(_commit, (self.log, [pending.batch for pending in taken]))
-        if isinstance(written, DiskFull):
-            self._roll_back(taken)
-            return
-        if isinstance(written, StorageError):
-            self.host.storage_failed(written)
-            self._fail(taken, Unavailable("the storage failed while this was written", outcome="unknown"))
-            return
-        batches, seconds = written
-        self.host.committed(seconds)
-        for pending, batch in zip(taken, batches, strict=True):
-            pending.batch = batch
-            self._queued_bytes -= pending.size_bytes
-            self.host.cache.put(self._cache_key, batch, pending.size_bytes)
-            self._uncommitted.append(pending)
+    def _on_written(self, taken: list[Pending]) -> None:
+        """These batches are on disk."""
+        for pending in taken:
+            self.host.cache.put(self._cache_key, pending.batch, pending.size_bytes)
+        self._uncommitted += taken
+        end_offset = taken[-1].batch.end_offset
         if self._unwritten_ids:
-            self._forget_written_ids(batches[-1].end_offset)
-        self._perform(self.replica.step(Appended(batches[-1].end_offset), self.host.clock.wall_ms()))
+            self._unwritten_ids = {key: place for key, place in self._unwritten_ids.items() if place[0] >= end_offset}
+        self._perform(self.replica.step(Appended(end_offset), self.host.clock.wall_ms()))
         for pending in taken:
             if pending.acks == "leader" and not pending.done.is_set():
                 pending.finish()
 
-    def _forget_written_ids(self, end: int) -> None:
-        self._unwritten_ids = {key: place for key, place in self._unwritten_ids.items() if place[0] >= end}
-
-    def _roll_back(self, taken: list[Pending]) -> None:
+    def _on_refused(self, taken: list[Pending]) -> None:
         """The disk refused a transaction: none of it, and nothing that was allotted after it, is in the log."""
         full = StorageFull("the broker's disk is full: free space or add disk, then repeat", retry_after_s=5)
-        waiting, self._queue = list(self._queue), deque()
         state = self.replica.state
         self._unwritten_ids.clear()
         self._load()
         if state is not None:
             self._perform(self.replica.step(state, self.host.clock.wall_ms()))
-        self._fail(taken + waiting, full)
+        for pending in taken:
+            pending.finish(full)
         for _, pending in self._duplicates:  # what they repeat is not in the log, or they may simply ask again
             pending.finish(full)
         self._duplicates.clear()
-
-    def _fail(self, pendings: list[Pending], error: PortalMQError) -> None:
-        for pending in pendings:
-            self._queued_bytes -= pending.size_bytes
-            pending.finish(error)
-
-    def _wait_written(self) -> None:
-        self._written.wait(COMMIT_WAIT_S)
 
     # --- what moves when the high watermark does ---------------------------------------------------------------------
 
@@ -475,9 +341,9 @@ class Partition:
         """Return once `offset` is below the high watermark."""
         if offset < self.replica.high_watermark:
             return
-        pending = Pending(Batch(offset, 1, 0, Kind.MESSAGES, 0, 0), 0, None, "all")
+        pending = Pending(Batch(offset, 1, 0, Kind.MESSAGES, 0, 0))
         self._duplicates.append((offset + 1, pending))
-        self._wait(pending)
+        pending.wait()
 
     # --- the groups' fold --------------------------------------------------------------------------------------------
 
@@ -506,43 +372,13 @@ class Partition:
             return
         pending = self.append_control(Kind.GROUP_END, b"", group)
         self.delivery.pop(group, None)
-        self.settle(pending)
+        pending.wait()
 
     # --- reading -----------------------------------------------------------------------------------------------------
 
     def pieces(self, start: int, end: int, limit: int) -> Iterator[Piece]:
         """The messages in [start, end), at most `limit`, as pieces of batches. Raises Unavailable for a damaged one."""
-        offset = max(start, self.log.log_start_offset)
-        while offset < end and limit > 0:
-            batch = self.host.cache.find(self._cache_key, offset) or self._read(offset, end)
-            if batch is None:
-                return
-            if batch.kind == Kind.MESSAGES:
-                piece = Piece(batch, max(offset, batch.base_offset), min(end, batch.end_offset))
-                if piece.end - piece.start > limit:
-                    piece = Piece(batch, piece.start, piece.start + limit)
-                limit -= piece.end - piece.start
-                yield piece
-            offset = batch.end_offset
-
-    def _read(self, offset: int, end: int) -> Batch | None:
-        """The batch of the first message in [offset, end), read from disk with some that follow it."""
-        self._used = True
-        try:
-            runs = self.log.message_runs(offset, end, 1)
-            if not runs:
-                return None
-            batches = self.log.read(runs[0][0], max_messages=READ_MESSAGES, max_bytes=READ_BYTES, below=end)
-        except CorruptBatch as fault:
-            raise Unavailable(
-                f"partition {self.number} of {self.topic!r} is damaged on this broker: {fault}", outcome="not_applied"
-            ) from fault
-        except StorageFault as fault:
-            self.host.storage_failed(fault)
-            raise Unavailable("the storage failed", outcome="not_applied") from fault
-        for batch in reversed(batches):
-            self.host.cache.put(self._cache_key, batch, payload_bytes(batch))
-        return batches[0] if batches else None
+        return self._reader.pieces(start, end, limit)
 
     def check_offset(self, offset: int) -> None:
         """Raises OffsetOutOfRange, or Unavailable when the offset may yet be (KIP-207)."""
@@ -593,7 +429,9 @@ class Partition:
             return
         self.changed = False
         try:
-            self.host.pool.apply(self._state_file.save, (self.snapshot(), self.high_watermark))
+            self.host.pool.apply(
+                self._state_file.save, (self.snapshot(), self.high_watermark, self.log.messages_before)
+            )
         except DiskFull:
             self.changed = True
 
@@ -604,7 +442,7 @@ class Partition:
             return
         pending = self.append_control(Kind.PURGE, _encode(Purge(upto)))
         self._purge_groups(upto)
-        self.settle(pending)
+        pending.wait()
         self.host.pool.apply(self.log.advance_log_start, (upto,))
         self.readable_end = max(self.readable_end, upto)
 
@@ -621,36 +459,22 @@ class Partition:
         if not sealed or sealed[0].end_offset > upto:
             return
         self.replica.producers.expire(self.replica.last_timestamp_ms - self.dedup_window_ms)
-        self.settle(self.append_control(Kind.STATE, encode_fold(self.snapshot())))
+        self.append_control(Kind.STATE, encode_fold(self.snapshot())).wait()
         self._purge_groups(upto)
         self.host.pool.apply(self.log.drop_segments_below, (upto,))
 
     def rest_if_idle(self) -> None:
         """Close the files when nothing was read or written since the last call; the next use opens them again."""
-        used, self._used = self._used, False
-        if not used and self._written.is_set() and not self.changed:
+        used, self._used, self._reader.used = self._used or self._reader.used, False, False
+        if not used and self._writer.is_idle and not self.changed:
             self.host.pool.apply(self.log.park)
             self._state_file.park()
 
     def close(self) -> None:
         """Refuse new work, write what waits, save the fold, close the files."""
         self._closed = True
-        self._wait_written()
+        self._writer.wait_idle()
         self.save_state()
         self.host.cache.drop(self._cache_key)
         self.log.close()
         self._state_file.close()
-
-
-def _commit(log: Log, batches: list[Batch]) -> tuple[list[Batch], float] | StorageError:
-    """On a native thread: checksum the batches and write them in one transaction. Answers them, and the seconds.
-
-    A fault is answered and not raised, as gevent would print it.
-    """
-    sealed = [sealed_batch(batch) for batch in batches]
-    begin = perf_counter()
-    try:
-        log.append(sealed)
-    except StorageError as fault:
-        return fault
-    return sealed, perf_counter() - begin

@@ -14,9 +14,10 @@ from itertools import count
 import msgspec
 
 from portalmq.broker.core.events import Stamp
-from portalmq.broker.partition import Partition, Pending
+from portalmq.broker.partition import Partition
 from portalmq.broker.storage.batch import Record
 from portalmq.broker.topics import Topic
+from portalmq.broker.writer import Pending
 from portalmq.errors import IdempotencyKeyReused, InvalidRequest, MessageTooLarge, PortalMQError
 from portalmq.wire import Acks, Produced, ProducedRange, ProducerStamp
 

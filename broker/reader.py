@@ -1,0 +1,89 @@
+"""Reading messages of one partition, from the cache or from the files, as pieces of batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import msgspec
+
+from portalmq.broker.cache import BatchCache, payload_bytes
+from portalmq.broker.storage.batch import Batch, Kind, Record
+from portalmq.broker.storage.errors import CorruptBatch, OffsetPurged, StorageFault
+from portalmq.broker.storage.log import Log
+from portalmq.errors import Unavailable
+
+# Read ahead this much: whoever reads one message usually reads the next ones too.
+READ_MESSAGES = 1_000
+READ_BYTES = 1024 * 1024
+
+
+class Piece(msgspec.Struct, gc=False, frozen=True):
+    """Messages [start, end) of one batch."""
+
+    batch: Batch
+    start: int
+    end: int
+
+    def records(self) -> tuple[Record, ...]:
+        base = self.batch.base_offset
+        if self.start == base and self.end == self.batch.end_offset:
+            return self.batch.records
+        return self.batch.records[self.start - base : self.end - base]
+
+
+class Reader:
+    """`key` names the partition in the cache; `on_fault` hears of a file that cannot be read."""
+
+    def __init__(self, log: Log, cache: BatchCache, key: int, on_fault: Callable[[BaseException], None]) -> None:
+        self._log = log
+        self._cache = cache
+        self._key = key
+        self._on_fault = on_fault
+        self.used = False
+
+    def pieces(self, start: int, end: int, limit: int) -> Iterator[Piece]:
+        """The messages in [start, end), at most `limit`, by offset. Raises Unavailable for what is damaged."""
+        offset = max(start, self._log.log_start_offset)
+        while offset < end and limit > 0:
+            batch = self._cache.find(self._key, offset) or self._read(offset, end)
+            if batch is None:
+                return
+            if batch.kind == Kind.MESSAGES:
+                first, last = max(offset, batch.base_offset), min(end, batch.end_offset)
+                piece = Piece(batch, first, min(last, first + limit))
+                limit -= piece.end - piece.start
+                yield piece
+            offset = batch.end_offset
+
+    def _read(self, offset: int, end: int) -> Batch | None:
+        """The batch of the first message in [offset, end), read from disk with some that follow it."""
+        self.used = True
+        try:
+            runs = self._log.message_runs(offset, end, 1)
+            if not runs:
+                return None
+            batches = self._log.read(runs[0][0], max_messages=READ_MESSAGES, max_bytes=READ_BYTES, below=end)
+        except OffsetPurged:
+            return None  # it went while we looked
+        except CorruptBatch as fault:
+            raise Unavailable(f"a batch is damaged on this broker: {fault}", outcome="not_applied") from fault
+        except StorageFault as fault:
+            self._on_fault(fault)
+            raise Unavailable("the storage failed", outcome="not_applied") from fault
+        for batch in reversed(batches):
+            self._cache.put(self._key, batch, payload_bytes(batch))
+        return batches[0] if batches else None
+
+    def last_message_end(self, below: int) -> int:
+        """The end of the last message below `below`; the log's start when there is none."""
+        total = self._log.messages_before(below)
+        low, high = self._log.log_start_offset, below
+        if self._log.messages_before(low) == total:
+            return low
+        while low < high:  # the least offset below which all messages are
+            middle = (low + high) // 2
+            if self._log.messages_before(middle) < total:
+                low = middle + 1
+            else:
+                high = middle
+        return low
