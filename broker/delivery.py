@@ -10,7 +10,7 @@ payload is read, with no switch of greenlets in between, so no message is handed
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import gevent
@@ -20,7 +20,7 @@ from gevent.event import Event
 from portalmq.broker.clock import Clock
 from portalmq.broker.core.delivery import GroupDelivery, Plan
 from portalmq.broker.core.fold import SpanFold
-from portalmq.broker.core.receipts import Receipt, ReceiptBook
+from portalmq.broker.core.receipts import ReceiptBook
 from portalmq.broker.core.records import Ack, Extend, Grant, GroupStart, Nack, ranges_of
 from portalmq.broker.partition import Partition
 from portalmq.broker.reader import Piece
@@ -52,6 +52,18 @@ class Delivered(msgspec.Struct, gc=False, frozen=True):
     receipt: str
     delivery_count: int
     lease_expires_at_ms: int
+
+
+class Shown(NamedTuple):
+    """Receipts of one lease: its delivery number, their places in the request, their offsets."""
+
+    delivery: int
+    indexes: list[int]
+    offsets: list[int]
+
+
+# Neighbouring pieces with their delivery number, the same in all of a run: they share a range and a receipt's head.
+Run = list[tuple[Piece, int]]
 
 
 class ReceiveOptions(NamedTuple):
@@ -170,18 +182,13 @@ class GroupPartition:
         pieces, next_offset = self._chosen(self.delivery.plan(now_ms, options.max_messages))
         if not pieces:
             return []
+        runs = _runs(pieces)
         deadline_ms = now_ms + options.visibility_timeout_ms
-        grant = Grant(
-            tuple([(piece.start, piece.end, deliveries) for piece, deliveries in pieces]),
-            next_offset,
-            now_ms,
-            deadline_ms,
-            options.consumer,
-            options.attempt_id,
-        )
+        ranges = tuple([(run[0][0].start, run[-1][0].end, run[0][1]) for run in runs])
+        grant = Grant(ranges, next_offset, now_ms, deadline_ms, options.consumer, options.attempt_id)
         self.partition.append_group_record(self.group, grant, is_soft=True)
         self._arm()
-        return self._delivered(pieces, deadline_ms)
+        return self._delivered(runs, deadline_ms)
 
     def _chosen(self, plan: Plan) -> tuple[list[tuple[Piece, int]], int]:
         pieces = [
@@ -205,36 +212,34 @@ class GroupPartition:
 
     def _under_lease(self, span: SpanFold) -> list[Delivered]:
         pieces = self.partition.pieces(span.start, span.end, span.end - span.start)
-        return self._delivered([(piece, span.deliveries) for piece in pieces], span.available_at_ms)
+        return self._delivered(_runs([(piece, span.deliveries) for piece in pieces]), span.available_at_ms)
 
-    def _delivered(self, pieces: Iterable[tuple[Piece, int]], deadline_ms: int) -> list[Delivered]:
+    def _delivered(self, runs: list[Run], deadline_ms: int) -> list[Delivered]:
         topic, number = self.partition.topic, self.partition.number
         leader_epoch = self.partition.replica.leader_epoch
-        write = self._book.writer(number, leader_epoch)
-        return [
-            Delivered(
-                topic,
-                number,
-                offset,
-                piece.batch.appended_at_ms,
-                record,
-                write(offset, deliveries),
-                deliveries,
-                deadline_ms,
-            )
-            for piece, deliveries in pieces
-            for offset, record in enumerate(piece.records(), piece.start)
-        ]
+        delivered: list[Delivered] = []
+        for run in runs:
+            first, deliveries = run[0][0].start, run[0][1]
+            receipt = self._book.writer(number, first, run[-1][0].end - first, deliveries, leader_epoch)
+            delivered += [
+                Delivered(topic, number, offset, timestamp_ms, record, receipt(offset), deliveries, deadline_ms)
+                for piece, _ in run
+                for timestamp_ms in (piece.batch.appended_at_ms,)
+                for offset, record in enumerate(piece.records(), piece.start)
+            ]
+        return delivered
 
     # --- settle ------------------------------------------------------------------------------------------------------
 
-    def ack(self, receipts: list[Receipt]) -> tuple[list[bool], Callable[[], None]]:
+    def ack(self, shown: list[Shown]) -> tuple[list[bool], Callable[[], None]]:
         """Which receipts count, and what to call to wait until their record is committed."""
         now_ms = self._clock.now_ms()
-        delivery = self.delivery
-        verdicts = [delivery.may_ack(receipt.offset, receipt.delivery, now_ms) for receipt in receipts]
-        offsets = [receipt.offset for receipt, good in zip(receipts, verdicts, strict=True) if good]
-        unfinished = delivery.unfinished(offsets)
+        verdicts: list[bool] = []
+        unfinished: list[int] = []
+        for each in shown:
+            good, more = self.delivery.ackable(each.offsets, each.delivery, now_ms)
+            verdicts += good
+            unfinished += more
         ranges = ranges_of(unfinished + self._holes_below(unfinished))
         if not ranges:
             return verdicts, _no_wait
@@ -253,34 +258,41 @@ class GroupPartition:
         return [offset for offset in range(start, end) if offset not in messages]
 
     def nack(
-        self, receipts: list[Receipt], delay_ms: int | None, reason: str | None, config: GroupConfig
+        self, shown: list[Shown], delay_ms: int | None, reason: str | None, config: GroupConfig
     ) -> tuple[list[bool], Callable[[], None]]:
         now_ms = self._clock.now_ms()
-        verdicts = [self.delivery.holds(receipt.offset, receipt.delivery) for receipt in receipts]
-        by_delay: dict[int, list[int]] = {}
-        for receipt, good in zip(receipts, verdicts, strict=True):
-            if good:
-                delay = delay_ms if delay_ms is not None else _backoff_ms(config, receipt.delivery)
-                by_delay.setdefault(delay, []).append(receipt.offset)
-        if not by_delay:
-            return verdicts, _no_wait
+        verdicts, held = self._held(shown)
         ranges = [
-            (start, end, now_ms + delay) for delay, offsets in by_delay.items() for start, end in ranges_of(offsets)
+            (start, end, now_ms + (delay_ms if delay_ms is not None else _backoff_ms(config, delivery)))
+            for delivery, offsets in held
+            for start, end in ranges_of(offsets)
         ]
+        if not ranges:
+            return verdicts, _no_wait
         pending = self.partition.append_group_record(self.group, Nack(tuple(ranges), now_ms, reason))
         self.notify()
         return verdicts, pending.wait
 
-    def extend(self, receipts: list[Receipt], visibility_timeout_ms: int) -> list[bool]:
+    def extend(self, shown: list[Shown], visibility_timeout_ms: int) -> list[bool]:
         """Leases are soft, so is their extension: it is logged, and not waited for."""
         now_ms = self._clock.now_ms()
-        verdicts = [self.delivery.holds(receipt.offset, receipt.delivery) for receipt in receipts]
-        offsets = [receipt.offset for receipt, good in zip(receipts, verdicts, strict=True) if good]
+        verdicts, held = self._held(shown)
+        offsets = [offset for _, offsets in held for offset in offsets]
         if offsets:
             record = Extend(ranges_of(offsets), now_ms + visibility_timeout_ms, now_ms)
             self.partition.append_group_record(self.group, record, is_soft=True)
             self._arm()
         return verdicts
+
+    def _held(self, shown: list[Shown]) -> tuple[list[bool], list[tuple[int, list[int]]]]:
+        """Which receipts are of the latest lease of their message, and those offsets, by delivery number."""
+        verdicts: list[bool] = []
+        held: list[tuple[int, list[int]]] = []
+        for each in shown:
+            good = [self.delivery.holds(offset, each.delivery) for offset in each.offsets]
+            verdicts += good
+            held.append((each.delivery, [offset for offset, holds in zip(each.offsets, good, strict=True) if holds]))
+        return verdicts, held
 
     # --- counting ----------------------------------------------------------------------------------------------------
 
@@ -303,6 +315,18 @@ class GroupPartition:
         for piece in self.partition.pieces(self.delivery.floor(), self.partition.high_watermark, 1):
             return max(0, self._clock.wall_ms() - piece.batch.appended_at_ms)
         return 0
+
+
+def _runs(pieces: list[tuple[Piece, int]]) -> list[Run]:
+    runs: list[Run] = []
+    end, last = -1, 0
+    for piece, deliveries in pieces:
+        if piece.start == end and deliveries == last:
+            runs[-1].append((piece, deliveries))
+        else:
+            runs.append([(piece, deliveries)])
+        end, last = piece.end, deliveries
+    return runs
 
 
 def _no_wait() -> None:

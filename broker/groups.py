@@ -11,14 +11,14 @@ from collections.abc import Callable
 
 from portalmq import wire
 from portalmq.broker.clock import Clock
-from portalmq.broker.core.receipts import TAG_BYTES, Receipt, ReceiptBook, decode
-from portalmq.broker.delivery import Delivered, GroupPartition, ParkingLot, Peer, ReceiveOptions, receive
+from portalmq.broker.core.receipts import HEAD_LENGTH, Lease, ReceiptBook, offset_of, tag_of
+from portalmq.broker.delivery import Delivered, GroupPartition, ParkingLot, Peer, ReceiveOptions, Shown, receive
 from portalmq.broker.partition import Partition
 from portalmq.broker.topics import Topic, Topics
 from portalmq.control_plane.catalog import Catalog
 from portalmq.errors import GroupNotFound, InvalidRequest
 
-Settle = Callable[[GroupPartition, list[Receipt]], tuple[list[bool], Callable[[], None]]]
+Settle = Callable[[GroupPartition, list[Shown]], tuple[list[bool], Callable[[], None]]]
 
 
 class Groups:
@@ -138,7 +138,7 @@ class Groups:
     def ack(self, name: str, receipts: list[str]) -> list[bool]:
         acked: dict[str, int] = {}
 
-        def settle(group: GroupPartition, own: list[Receipt]) -> tuple[list[bool], Callable[[], None]]:
+        def settle(group: GroupPartition, own: list[Shown]) -> tuple[list[bool], Callable[[], None]]:
             verdicts, wait = group.ack(own)
             acked[group.partition.topic] = acked.get(group.partition.topic, 0) + sum(verdicts)
             return verdicts, wait
@@ -159,35 +159,34 @@ class Groups:
     def _settle(self, name: str, texts: list[str], settle: Settle) -> list[bool]:
         """Check all receipts before any is used, settle them by partition, and wait until that is committed."""
         self.config(name)
-        by_partition = self._checked(name, texts)
         verdicts = [False] * len(texts)
         waits: list[Callable[[], None]] = []
-        for attached, indexed in by_partition.values():
-            good, wait = settle(attached, [receipt for _, receipt in indexed])
+        for attached, shown in self._checked(name, texts).items():
+            good, wait = settle(attached, shown)
             waits.append(wait)
-            for (index, _), verdict in zip(indexed, good, strict=True):
+            indexes = [index for each in shown for index in each.indexes]
+            for index, verdict in zip(indexes, good, strict=True):
                 verdicts[index] = verdict
         for wait in waits:
             wait()
         return verdicts
 
-    def _checked(
-        self, name: str, texts: list[str]
-    ) -> dict[tuple[bytes, int], tuple[GroupPartition, list[tuple[int, Receipt]]]]:
-        found: dict[tuple[bytes, int], tuple[GroupPartition, list[tuple[int, Receipt]]]] = {}
-        books: dict[bytes, tuple[Topic, ReceiptBook]] = {}
+    def _checked(self, name: str, texts: list[str]) -> dict[GroupPartition, list[Shown]]:
+        """The receipts by partition, and there by lease. Raises InvalidRequest when one of them is not ours."""
+        by_head: dict[str, tuple[Lease, Shown]] = {}
+        by_partition: dict[GroupPartition, list[Shown]] = {}
         for index, text in enumerate(texts):
-            raw = decode(text)
-            tag = raw[:TAG_BYTES]
-            if tag not in books:
-                books[tag] = self._book_of(name, tag, index)
-            topic, book = books[tag]
-            receipt = book.check(raw)
-            key = (tag, receipt.partition)
-            if key not in found:
-                found[key] = (self._attached[name, topic.name, receipt.partition], [])
-            found[key][1].append((index, receipt))
-        return found
+            head = text[:HEAD_LENGTH]
+            found = by_head.get(head)
+            if found is None:
+                topic, book = self._book_of(name, tag_of(head), index)
+                lease = book.check(head)
+                found = by_head[head] = (lease, Shown(lease.delivery, [], []))
+                by_partition.setdefault(self._attached[name, topic.name, lease.partition], []).append(found[1])
+            lease, shown = found
+            shown.indexes.append(index)
+            shown.offsets.append(offset_of(text, lease))
+        return by_partition
 
     def _book_of(self, name: str, tag: bytes, index: int) -> tuple[Topic, ReceiptBook]:
         topic = next((topic for topic in self._topics if topic.tag == tag), None)

@@ -1,7 +1,7 @@
 """A queue group on one partition: who holds which message until when, and what is done.
 
 The state is a fold over the partition's log: `apply` is its only door, and takes the records of records.py. Decisions
-(`plan`, `may_ack`, ...) only read; the shell turns a decision into a record, applies it and appends it to the log. On
+(`plan`, `ackable`, ...) only read; the shell turns a decision into a record, applies it and appends it to the log. On
 the leader the fold therefore runs over all that was appended, ahead of the high watermark: two consumers must not get
 one message while the first one's grant is on its way to the disk. That is safe because nothing is *answered* before
 its record is committed, and because a leader that steps down throws this object away and folds the log anew.
@@ -18,7 +18,7 @@ Offsets are numbers here; payloads, clocks and settings never enter.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
@@ -212,26 +212,32 @@ class GroupDelivery:
             ]
         return found
 
-    def may_ack(self, offset: int, delivery: int, now_ms: int) -> bool:
-        """Whether a receipt still counts: always when the message is done already (acking twice is fine); else as
-        long as no later delivery of it is out."""
-        span = self._at(offset)
-        if span is None or span.deliveries <= delivery:
-            return True
-        return not (span.leased and span.available_at_ms > now_ms)
+    def ackable(self, offsets: Iterable[int], delivery: int, now_ms: int) -> tuple[list[bool], list[int]]:
+        """Whether receipts of the `delivery`-th lease still count, and those of the offsets that are not done yet.
+
+        One counts when its message is done already (acking twice is fine), or no later delivery of it is out.
+        """
+        verdicts: list[bool] = []
+        unfinished: list[int] = []
+        span: SpanFold | None = None
+        for offset in offsets:
+            if span is None or not span.start <= offset < span.end:
+                span = self._at(offset)
+            if span is None:
+                verdicts.append(True)
+                if offset >= self.next:
+                    unfinished.append(offset)
+                continue
+            good = span.deliveries <= delivery or not (span.leased and span.available_at_ms > now_ms)
+            verdicts.append(good)
+            if good:
+                unfinished.append(offset)
+        return verdicts, unfinished
 
     def holds(self, offset: int, delivery: int) -> bool:
         """Whether the delivery is the latest one and its lease has neither been given back nor passed on."""
         span = self._at(offset)
         return span is not None and span.leased and span.deliveries <= delivery
-
-    def deliveries(self, offset: int) -> int:
-        span = self._at(offset)
-        return 0 if span is None else span.deliveries
-
-    def unfinished(self, offsets: list[int]) -> list[int]:
-        """Those of `offsets` that are not done yet."""
-        return [offset for offset in offsets if offset >= self.next or self._at(offset) is not None]
 
     def may_take_fresh(self, readable_end: int) -> bool:
         """Whether there are messages that were never handed out, and room to hand them out."""

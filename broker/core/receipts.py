@@ -1,8 +1,12 @@
 """Receipts: what a consumer shows to settle a message, unforgeable and self-contained.
 
-    0        8          10       18        22        26      39 bytes, base64url without padding: 52 characters
-    | topic  | partition| offset | delivery| leader  | MAC  |
-    | tag    | u16      | u64    | u32     | epoch   |      |
+Messages that are handed out together, side by side and for the same time, share the head of their receipts; only the
+last three bytes tell them apart. So a receive of a hundred messages signs once, and an ack of them checks once. A
+consumer can thus make up the receipts of its own lease, and of no other.
+
+    0        8          10      18      22         26      30    45     48 bytes, base64url: 64 characters
+    | topic  | partition| first | count | delivery | leader| MAC | nth  |
+    | tag    | u16      | u64   | u32   | u32      | epoch |     | u24  |
 
 The MAC is keyed BLAKE2b (RFC 7693) over the topic's id, the group and the fields before it; the key is the cluster's.
 The group is not in the text: a receipt shown to another group simply fails its check.
@@ -13,6 +17,7 @@ from __future__ import annotations
 from binascii import Error as Base64Error
 from binascii import a2b_base64, b2a_base64
 from collections.abc import Callable
+from functools import lru_cache
 from hashlib import blake2b
 from hmac import compare_digest
 from struct import Struct
@@ -20,19 +25,23 @@ from typing import NamedTuple
 
 from portalmq.errors import InvalidRequest
 
-_FIELDS = Struct(">8sHQII")
-_MAC_BYTES = 13
+_FIELDS = Struct(">8sHQIII")
 _FIELDS_BYTES = _FIELDS.size
-TAG_BYTES = 8
-TEXT_LENGTH = 52
+_MAC_BYTES = 15
+HEAD_LENGTH = 60
+TEXT_LENGTH = 64
+COUNT_MAX = 1 << 24
 _TO_URL_SAFE = bytes.maketrans(b"+/", b"-_")
 _FROM_URL_SAFE = bytes.maketrans(b"-_", b"+/")
 
 
-class Receipt(NamedTuple):
+class Lease(NamedTuple):
+    """What the head of a receipt says: the `messages` from offset `first` on of a partition, in their `delivery`-th lease."""
+
     topic_tag: bytes
     partition: int
-    offset: int
+    first: int
+    messages: int
     delivery: int
     leader_epoch: int
 
@@ -49,38 +58,63 @@ class ReceiptBook:
         self._tag = topic_tag(topic_id)
         self._mac = blake2b(f"{topic_id}\n{group}\n".encode(), digest_size=_MAC_BYTES, key=key[:64])
 
-    def writer(self, partition: int, leader_epoch: int) -> Callable[[int, int], str]:
-        """What writes the receipts of a partition: (offset, delivery) -> text. One a receive, as this is hot."""
-        pack, tag, begin = _FIELDS.pack, self._tag, self._mac.copy
+    def writer(self, partition: int, first: int, count: int, delivery: int, leader_epoch: int) -> Callable[[int], str]:
+        """What writes the receipt of an offset in [first, first + count)."""
+        assert 0 < count <= COUNT_MAX
+        fields = _FIELDS.pack(self._tag, partition, first, count, delivery, leader_epoch)
+        head = _to_text(fields + self._signature(fields))
+        return lambda offset: head + _nth_text(offset - first)
 
-        def write(offset: int, delivery: int) -> str:
-            fields = pack(tag, partition, offset, delivery, leader_epoch)
-            mac = begin()
-            mac.update(fields)
-            return b2a_base64(fields + mac.digest(), newline=False).translate(_TO_URL_SAFE).decode("ascii")
-
-        return write
-
-    def check(self, raw: bytes) -> Receipt:
-        """The receipt in the bytes that `decode` gave. Raises InvalidRequest when it is none of this group's."""
+    def check(self, head: str) -> Lease:
+        """What a receipt's first HEAD_LENGTH letters say. Raises InvalidRequest when it is none of this group's."""
+        raw = _from_text(head, _FIELDS_BYTES + _MAC_BYTES)
         fields = raw[:_FIELDS_BYTES]
+        if not compare_digest(self._signature(fields), raw[_FIELDS_BYTES:]):
+            raise not_a_receipt(head)
+        return Lease._make(_FIELDS.unpack(fields))
+
+    def _signature(self, fields: bytes) -> bytes:
         mac = self._mac.copy()
         mac.update(fields)
-        if not compare_digest(mac.digest(), raw[_FIELDS_BYTES:]):
-            raise not_a_receipt(b2a_base64(raw, newline=False).translate(_TO_URL_SAFE).decode("ascii"))
-        return Receipt._make(_FIELDS.unpack(fields))
+        return mac.digest()
 
 
-def decode(text: str) -> bytes:
-    """The bytes of a receipt that is still to be checked; the first TAG_BYTES tell whose book is to check it."""
-    try:
-        raw = a2b_base64(text.encode("ascii").translate(_FROM_URL_SAFE), strict_mode=True)
-    except (Base64Error, ValueError):
-        raw = b""
-    if len(raw) != _FIELDS_BYTES + _MAC_BYTES:
+def tag_of(head: str) -> bytes:
+    """The topic's tag in a head that is still to be checked: it tells whose book is to check it."""
+    return _from_text(head, _FIELDS_BYTES + _MAC_BYTES)[:8]
+
+
+def offset_of(text: str, lease: Lease) -> int:
+    """The offset that a receipt with this lease in its head is for. Raises InvalidRequest when the two do not match."""
+    nth = _nth(text[HEAD_LENGTH:])
+    if nth >= lease.messages:
         raise not_a_receipt(text)
-    return raw
+    return lease.first + nth
 
 
 def not_a_receipt(text: str) -> InvalidRequest:
     return InvalidRequest(f"{text[:80]!r} is not a receipt of this group: send receipts back as receive gave them")
+
+
+@lru_cache(maxsize=10_000)
+def _nth_text(nth: int) -> str:
+    return _to_text(nth.to_bytes(3))
+
+
+@lru_cache(maxsize=10_000)
+def _nth(text: str) -> int:
+    return int.from_bytes(_from_text(text, 3))
+
+
+def _to_text(raw: bytes) -> str:
+    return b2a_base64(raw, newline=False).translate(_TO_URL_SAFE).decode("ascii")
+
+
+def _from_text(text: str, size: int) -> bytes:
+    try:
+        raw = a2b_base64(text.encode("ascii").translate(_FROM_URL_SAFE), strict_mode=True)
+    except (Base64Error, ValueError):
+        raw = b""
+    if len(raw) != size:
+        raise not_a_receipt(text)
+    return raw

@@ -135,18 +135,25 @@ def test_acking_twice_is_fine():
     group = new_group()
     grant(group, (0, 1, 1))
     group.apply(Ack(((0, 1),), 1))
-    assert group.may_ack(0, delivery=1, now_ms=2)
-    assert group.unfinished([0]) == []
+    assert group.ackable([0], delivery=1, now_ms=2) == ([True], [])
 
 
 def test_a_receipt_counts_until_a_later_delivery_is_out():
     group = new_group()
     grant(group, (0, 1, 1), now=0, lease=10)
-    assert group.may_ack(0, delivery=1, now_ms=50), "expired, but nobody else has it"
+    assert group.ackable([0], delivery=1, now_ms=50) == ([True], [0]), "expired, but nobody else has it"
     grant(group, (0, 1, 2), now=50, lease=10)
-    assert not group.may_ack(0, delivery=1, now_ms=55)
-    assert group.may_ack(0, delivery=2, now_ms=55)
-    assert group.may_ack(0, delivery=1, now_ms=70), "the second lease ended too"
+    assert group.ackable([0], delivery=1, now_ms=55) == ([False], [])
+    assert group.ackable([0], delivery=2, now_ms=55) == ([True], [0])
+    assert group.ackable([0], delivery=1, now_ms=70) == ([True], [0]), "the second lease ended too"
+
+
+def test_receipts_of_several_spans_are_judged_one_by_one():
+    group = new_group()
+    grant(group, (0, 2, 1), (4, 6, 1), now=0, lease=10)
+    group.apply(Ack(((1, 2),), 1))
+    grant(group, (5, 6, 2), now=10, lease=10)
+    assert group.ackable([0, 1, 4, 5, 9], delivery=1, now_ms=15) == ([True, True, True, False, True], [0, 4, 9])
 
 
 def test_a_nack_or_extend_needs_the_latest_delivery():

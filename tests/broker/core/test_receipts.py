@@ -6,19 +6,38 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from portalmq.broker.core.receipts import TAG_BYTES, TEXT_LENGTH, ReceiptBook, decode, topic_tag
+from portalmq.broker.core.receipts import (
+    COUNT_MAX,
+    HEAD_LENGTH,
+    TEXT_LENGTH,
+    ReceiptBook,
+    offset_of,
+    tag_of,
+    topic_tag,
+)
 from portalmq.errors import InvalidRequest
 
 KEY = bytes(range(32))
+BOOK = ReceiptBook(KEY, "topic-id", "group")
 
 
-@given(st.integers(0, 2**16 - 1), st.integers(0, 2**63), st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1))
-def test_a_receipt_says_what_was_written(partition, offset, delivery, epoch):
-    book = ReceiptBook(KEY, "topic-id", "group")
-    text = book.writer(partition, epoch)(offset, delivery)
+def read(book: ReceiptBook, text: str) -> tuple[int, int, int, int]:
+    lease = book.check(text[:HEAD_LENGTH])
+    return lease.partition, offset_of(text, lease), lease.delivery, lease.leader_epoch
+
+
+@given(
+    st.integers(0, 2**16 - 1),
+    st.integers(0, 2**62),
+    st.integers(0, COUNT_MAX - 1),
+    st.integers(0, 2**32 - 1),
+    st.integers(0, 2**32 - 1),
+)
+def test_a_receipt_says_what_was_written(partition, first, nth, delivery, epoch):
+    text = BOOK.writer(partition, first, nth + 1, delivery, epoch)(first + nth)
     assert len(text) == TEXT_LENGTH
-    assert book.check(decode(text)) == (topic_tag("topic-id"), partition, offset, delivery, epoch)
-    assert decode(text)[:TAG_BYTES] == topic_tag("topic-id")
+    assert read(BOOK, text) == (partition, first + nth, delivery, epoch)
+    assert tag_of(text[:HEAD_LENGTH]) == topic_tag("topic-id")
 
 
 @pytest.mark.parametrize(
@@ -31,24 +50,31 @@ def test_a_receipt_says_what_was_written(partition, offset, delivery, epoch):
     ids=["another group", "another topic", "another cluster"],
 )
 def test_a_receipt_counts_only_where_it_was_given(other):
-    text = ReceiptBook(KEY, "topic-id", "group").writer(0, 1)(5, 1)
+    text = BOOK.writer(0, 5, 1, 1, 1)(5)
     with pytest.raises(InvalidRequest):
-        other.check(decode(text))
+        read(other, text)
 
 
-@given(st.integers(0, TEXT_LENGTH - 1), st.sampled_from("AZaz09-_"))
-def test_a_changed_receipt_is_refused(at, letter):
-    book = ReceiptBook(KEY, "topic-id", "group")
-    text = book.writer(3, 1)(5, 1)
+@given(st.integers(0, HEAD_LENGTH - 1), st.sampled_from("AZaz09-_"))
+def test_a_changed_head_is_refused(at, letter):
+    text = BOOK.writer(3, 5, 1, 1, 1)(5)
     changed = text[:at] + letter + text[at + 1 :]
-    if changed == text:
-        assert book.check(decode(changed))
-    else:
+    if changed != text:
         with pytest.raises(InvalidRequest):
-            book.check(decode(changed))
+            read(BOOK, changed)
+
+
+def test_no_receipt_can_be_made_up_for_a_message_outside_the_lease():
+    head = BOOK.writer(0, 5, 3, 1, 1)(5)[:HEAD_LENGTH]
+    others = ReceiptBook(KEY, "topic-id", "group").writer(0, 0, 100, 1, 1)
+    assert read(BOOK, head + others(2)[HEAD_LENGTH:]) == (0, 7, 1, 1)
+    with pytest.raises(InvalidRequest):
+        read(BOOK, head + others(3)[HEAD_LENGTH:])
 
 
 @given(st.text(max_size=80))
 def test_any_other_text_is_refused_with_a_sentence(text):
     with pytest.raises(InvalidRequest, match="not a receipt"):
-        ReceiptBook(KEY, "t", "g").check(decode(text))
+        read(BOOK, text)
+    with pytest.raises(InvalidRequest, match="not a receipt"):
+        tag_of(text[:HEAD_LENGTH])
