@@ -9,6 +9,7 @@ unchanged, and a future that nobody looks at costs two attributes.
 from __future__ import annotations
 
 import copy
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -21,6 +22,8 @@ from portalmq.message import RecordMetadata
 
 if TYPE_CHECKING:
     from portalmq.transport import Backoff
+
+_log = logging.getLogger("portalmq.producer")
 
 # The attributes of concurrent.futures.Future's state, all made when the first of them is missed.
 _FUTURE_STATE = frozenset(vars(Future()))
@@ -108,6 +111,7 @@ class Batch:
         "_hurry",
         "_lock",
         "_outcomes",
+        "_was_seen",
         "_watched",
         "body",
         "born",
@@ -141,6 +145,7 @@ class Batch:
         self._hurry = hurry
         self._lock = threading.Lock()
         self._watched: list[SendFuture] = []
+        self._was_seen = False
         self._outcomes: list[tuple[int, int, wire.ProducedRange | PortalMQError]] = []
 
     def seal(self) -> None:
@@ -151,6 +156,9 @@ class Batch:
     def finish_range(self, outcome: wire.ProducedRange | PortalMQError) -> None:
         """The topmost range is done."""
         start, end = self.ranges.pop()
+        if isinstance(outcome, PortalMQError):
+            # Its traceback holds the frames of the sender, and they hold this batch: a cycle.
+            outcome = outcome.with_traceback(None)
         self._outcomes.append((start, end, outcome))
         self.body, self.unknown = None, False
 
@@ -161,12 +169,8 @@ class Batch:
         self.ranges += [(middle, end), (start, middle)]
         self.body = None
 
-    def failures(self) -> list[tuple[int, PortalMQError]]:
-        """(number of messages, error) of every range that failed."""
-        return [(end - start, what) for start, end, what in self._outcomes if isinstance(what, PortalMQError)]
-
-    def settle(self) -> bool:
-        """Tell the futures, run their callbacks in this thread. False when nobody was looking."""
+    def settle(self) -> None:
+        """Tell the futures, run their callbacks in this thread."""
         assert not self.ranges
         with self._lock:
             self.settled = True
@@ -178,10 +182,10 @@ class Batch:
                 future.set_exception(outcome)
             else:
                 future.set_result(outcome)
-        return bool(watched)
 
     def outcome(self, index: int) -> RecordMetadata | PortalMQError:
         """The fate of the message at `index`. Only once settled."""
+        self._was_seen = True
         for start, end, what in self._outcomes:
             if start <= index < end:
                 if isinstance(what, PortalMQError):
@@ -212,3 +216,11 @@ class Batch:
                 self._watched.append(future)
             # One step, so that no other thread ever sees half a state.
             future.__dict__.update(vars(real))
+
+    def __del__(self) -> None:
+        """A failure that nobody has looked at, and nobody can any more, is at least logged."""
+        if not self._was_seen:
+            for start, end, what in self._outcomes:
+                if isinstance(what, PortalMQError):
+                    where = f"{self.lane.topic}/{self.lane.partition}"
+                    _log.error("%d messages to %s failed and nobody asked: %s", end - start, where, what)

@@ -112,8 +112,11 @@ class Consumer:
             messages = self._take(at_most)
             if messages:
                 return messages
-            self._leases.flush()
             left_s = RECEIVE_WAIT_S if deadline is None else max(0.0, deadline - time.monotonic())
+            if left_s > 0:
+                self._leases.flush_soon()
+            else:
+                self._leases.flush()
             received = self._receive(min(left_s, RECEIVE_WAIT_S), at_most)
             if not received and left_s <= 0:
                 break

@@ -28,6 +28,7 @@ from portalmq.transport import Request, Transport
 _log = logging.getLogger("portalmq.consumer")
 
 ACK_DELAY_S_MAX = 0.1
+ACKS_WAITING_MAX = 5_000
 RELEASE_TIMEOUT_S = 5.0
 
 Verb = Literal["ack", "nack", "extend"]
@@ -104,12 +105,26 @@ class Leases:
             self._to_ack += self._handed
             self._handed = {}
 
+    def flush_soon(self) -> None:
+        """Have the keeper send the acks now, so that the next receive does not wait for them.
+
+        While one request of acks is on its way the next ones gather; from ACKS_WAITING_MAX on it is waited for.
+        """
+        with self._lock:
+            is_full = len(self._to_ack) >= ACKS_WAITING_MAX
+            if self._to_ack and not is_full:
+                self._to_ack_since = -math.inf
+                self._wake_keeper(-math.inf)
+        if is_full:
+            self.flush()
+
     def flush(self) -> None:
         """Send the acks that have gathered. A stale one is logged: its message has gone to another consumer."""
         with self._flushing:
             with self._lock:
-                receipts, self._to_ack = self._to_ack, []
-            if receipts:
+                gathered, self._to_ack = self._to_ack, []
+            for start in range(0, len(gathered), wire.RECEIVE_MESSAGES_MAX):
+                receipts = gathered[start : start + wire.RECEIVE_MESSAGES_MAX]
                 try:
                     self._settle("ack", receipts, {})
                 except StaleReceipt as error:
@@ -128,6 +143,8 @@ class Leases:
             raise
         if verb != "extend":
             self._forget(receipts)
+        if self._closed:
+            self._transport.rest()
 
     def _forget(self, receipts: Collection[str]) -> None:
         with self._lock:
@@ -173,7 +190,7 @@ class Leases:
 
     def _wake_keeper(self, at: float) -> None:
         """There is something to do at the time `at`, which the keeper may not know of."""
-        if at < self._wakes_at:
+        if at < self._wakes_at or at == -math.inf:
             self._changed.notify_all()
 
     def _keep_waiting(self, now: float) -> None:

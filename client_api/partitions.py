@@ -22,7 +22,7 @@ REFRESH_TIMEOUT_S = 5.0
 class Topic:
     """What a producer knows of a topic.
 
-    `sticky` is the lane that messages without a key go to until its batch is closed; then it moves to the next one.
+    `sticky` is the lane that messages without a key go to until its batch is full; then it moves to the next one.
     """
 
     __slots__ = ("known_at", "lanes", "sticky")
@@ -33,7 +33,7 @@ class Topic:
         self.sticky = random.randrange(len(lanes))
         self.known_at = known_at
 
-    def batch_closed(self, lane: Lane) -> None:
+    def move_on_from(self, lane: Lane) -> None:
         if self.lanes[self.sticky] is lane:
             self.sticky = (self.sticky + 1) % len(self.lanes)
 

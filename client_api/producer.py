@@ -66,9 +66,10 @@ class Producer:
         buffer_bytes: int = 64 * 1024 * 1024,
         transport: Transport | None = None,
     ) -> None:
-        """`linger_ms`: how long a message waits for others; `delivery_timeout_s`: how long a send is tried before its
-        future fails; `max_block_s`: how long `send()` waits for room in the buffer, or for a broker to name the
-        topic's partitions. `producer_name`: a later producer of that name fences this one.
+        """`linger_ms`: how long a message waits for others, unless `batch_messages` or `batch_bytes` are there before.
+        While a request is on its way its partition gathers on, up to `batch_bytes`. `delivery_timeout_s`: how long a
+        send is tried before its future fails. `max_block_s`: how long `send()` waits for room in the buffer, or for a
+        broker to name the topic's partitions. `producer_name`: a later producer of that name fences this one.
         """
         if acks not in ("all", "leader", "none"):
             raise ValueError(f"acks={acks!r}: use 'all', 'leader' or 'none'")
@@ -187,7 +188,7 @@ class Producer:
             self._buffered_messages += 1
             self._buffered_bytes += size
             if index + 1 >= self._batch_messages or batch.size >= self._batch_bytes:
-                self._seal(lane, batch)
+                self._filled(known, lane, batch)
         return SendFuture(batch, index)
 
     def _meet(self, name: str) -> Topic:
@@ -205,6 +206,14 @@ class Producer:
             self._wake()
         return batch
 
+    def _filled(self, topic: Topic, lane: Lane, batch: Batch) -> None:
+        """The batch may leave. While one before it is on its way it can take more, up to its bytes: under load the
+        requests grow, and a broker that pays for a request (with an fsync) carries two to three times as much."""
+        if batch.size >= self._batch_bytes or len(batch.messages) >= wire.BATCH_MESSAGES_MAX or not lane.scheduled:
+            self._seal(lane, batch)
+        else:
+            topic.move_on_from(lane)
+
     def _seal(self, lane: Lane, batch: Batch) -> None:
         """Close the lane's open batch and put it in line."""
         self._close_batch(lane, batch)
@@ -218,7 +227,7 @@ class Producer:
         batch.seal()
         lane.open = None
         del self._open[lane]
-        self._topics[lane.topic].batch_closed(lane)
+        self._topics[lane.topic].move_on_from(lane)
 
     def _wait_for_room(self) -> None:
         deadline = time.monotonic() + self._max_block_s
@@ -261,6 +270,8 @@ class Producer:
                     return
                 batch = lane.queue.popleft()
             self._serve(lane, batch, None)
+            # Or its failure would be logged only when the next batch comes (see Batch.__del__).
+            del batch
             self._topics.refresh_if_old(lane.topic)
 
     def _next_lane(self) -> Lane | None:
@@ -354,10 +365,7 @@ class Producer:
 
     def _release(self, lane: Lane, batch: Batch, pause_s: float | None) -> None:
         if pause_s is None:
-            was_watched = batch.settle()
-            for count, error in batch.failures():
-                if not was_watched:
-                    _log.error("%d messages to %s/%d failed: %s", count, lane.topic, lane.partition, error)
+            batch.settle()
         with self._lock:
             if pause_s is not None:
                 lane.queue.appendleft(batch)
@@ -375,7 +383,9 @@ class Producer:
                 return
             lane.scheduled = False
             follower = lane.open
-            if follower is not None and (follower.urgent or self._flushing or self._closed):
+            if follower is not None and (
+                len(follower.messages) >= self._batch_messages or follower.urgent or self._flushing or self._closed
+            ):
                 self._seal(lane, follower)
             elif follower is not None or self._closed:
                 self._wake()

@@ -26,7 +26,6 @@ from portalmq.connection import Address, Answer, ConnectionPool, NoAnswer, NotSe
 from portalmq.errors import (
     ERRORS_BY_CODE,
     NotLeader,
-    Outcome,
     PortalMQError,
     Unavailable,
     error_from_problem,
@@ -138,17 +137,14 @@ class Transport:
                 return self.attempt(request, deadline)
             except PortalMQError as error:
                 was_unknown = was_unknown or error.outcome == "unknown"
-                if was_unknown and request.method != "GET" and error.outcome == "not_applied":
-                    outcome: Outcome = "unknown"
-                else:
-                    outcome = error.outcome
                 wait_s = backoff.next_s(error.retry_after_s)
-                if not may_repeat(error, request.repeatable) or self._clock() + wait_s >= deadline:
-                    error.outcome = outcome
-                    raise
-                self.pause(wait_s)
-                if self._closing.is_set():
-                    raise
+                if may_repeat(error, request.repeatable) and self._clock() + wait_s < deadline:
+                    self.pause(wait_s)
+                    if self._clock() < deadline and not self._closing.is_set():
+                        continue
+                if was_unknown and error.outcome == "not_applied" and request.method != "GET":
+                    error.outcome = "unknown"
+                raise
 
     def pause(self, seconds: float) -> None:
         """Wait between two tries; close() ends it."""

@@ -75,7 +75,8 @@ def show(session: Session, name: str) -> None:
         topic = fields(admin.describe(name))
     if session.output == "table":
         partitions = topic.pop("partitions")
-        show_one({**topic, **topic.pop("config")}, session.output)
+        config = topic.pop("config")
+        show_one({**topic, **config}, session.output)
         show_rows(partitions, session.output, _PARTITION_COLUMNS)
     else:
         show_one(topic, session.output)

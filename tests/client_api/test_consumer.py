@@ -94,6 +94,20 @@ def test_a_message_is_acked_soon_after_the_next_is_asked_for() -> None:
             assert receipts(broker, ACK) == [["t.0.0.1"]]
 
 
+def test_an_ack_on_its_way_does_not_hold_up_the_next_receive() -> None:
+    released = threading.Event()
+    with ScriptedBroker() as broker:
+        broker.fill("t", [b"1", b"2", b"3", b"4"])
+        broker.script("POST", ACK, [hold(released)])
+        with consumer(broker, max_messages=1, idle_timeout_s=10) as messages:
+            next(messages)
+            next(messages)
+            broker.wait_for(lambda: len(broker.calls_of("POST", ACK)) == 1)
+            assert [next(messages).value, next(messages).value] == [b"3", b"4"]
+            released.set()
+        assert receipts(broker, ACK) == [["t.0.0.1"], ["t.0.1.1", "t.0.2.1"]], "those behind it go together"
+
+
 def test_an_idle_timeout_ends_the_iteration_and_a_new_one_goes_on() -> None:
     with ScriptedBroker() as broker, consumer(broker, idle_timeout_s=0.05) as messages:
         assert list(messages) == []

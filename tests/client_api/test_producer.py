@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import gc
 import threading
 import zlib
 from concurrent.futures import Future
@@ -104,10 +105,25 @@ def test_options_that_do_not_work_are_refused_with_a_sentence(options: dict[str,
 
 def test_messages_that_come_together_travel_together() -> None:
     with ScriptedBroker() as broker, Producer(broker.url, linger_ms=LONG, batch_messages=10) as producer:
-        futures = [producer.send("t", b"%d" % number) for number in range(25)]
-        producer.flush(10)
-        assert [len(call.batch().messages) for call in broker.calls_of("POST", PRODUCE)] == [10, 10, 5]
-        assert [future.result().offset for future in futures] == list(range(25))
+        futures = [producer.send("t", b"%d" % number) for number in range(9)]
+        assert broker.calls_of("POST", PRODUCE) == []
+        futures.append(producer.send("t", b"9"))
+        broker.wait_for(lambda: broker.values("t") == [b"%d" % number for number in range(10)])
+        assert [future.result(10).offset for future in futures] == list(range(10))
+        assert len(broker.calls_of("POST", PRODUCE)) == 1
+
+
+def test_what_gathers_while_a_request_is_on_its_way_travels_together() -> None:
+    released = threading.Event()
+    with ScriptedBroker() as broker, Producer(broker.url, linger_ms=LONG, batch_messages=10) as producer:
+        broker.script("POST", PRODUCE, [hold(released)])
+        futures = [producer.send("t", b"%d" % number) for number in range(10)]
+        broker.wait_for(lambda: len(broker.calls_of("POST", PRODUCE)) == 1)
+        futures += [producer.send("t", b"%d" % number) for number in range(10, 45)]
+        released.set()
+        concurrent.futures.wait(futures, timeout=10)
+        assert [len(call.batch().messages) for call in broker.calls_of("POST", PRODUCE)] == [10, 35]
+        assert [future.result().offset for future in futures] == list(range(45))
 
 
 def test_a_batch_is_bounded_in_bytes() -> None:
@@ -179,7 +195,9 @@ def test_messages_without_a_key_are_spread_batch_by_batch() -> None:
             producer.send("t", b"%d" % number)
         producer.flush(10)
         assert [len(log) for log in broker.topics["t"]] == [10, 10, 10]
-        assert {len(call.batch().messages) for call in broker.calls_of("POST", PRODUCE)} == {5}
+        for log in broker.topics["t"]:
+            first, second = (int(message.value) for message in (log[0], log[5]))
+            assert [int(message.value) for message in log] == [*range(first, first + 5), *range(second, second + 5)]
 
 
 def test_a_partition_that_was_added_is_found_when_it_is_named() -> None:
@@ -454,6 +472,22 @@ def test_every_result_of_a_failed_batch_raises_an_exception_of_its_own() -> None
         assert isinstance(first, Forbidden)
         assert isinstance(second, Forbidden)
         assert first is not second
+
+
+def test_a_failure_that_nobody_asks_for_is_logged_and_one_that_is_asked_for_is_not(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with ScriptedBroker() as broker, Producer(broker.url, linger_ms=LONG) as producer:
+        broker.script("POST", PRODUCE, [refuse(403, "forbidden")] * 2)
+        future = producer.send("t", b"one")
+        producer.flush(10)
+        assert isinstance(future.exception(), Forbidden)
+        del future
+        gc.collect()
+        assert caplog.text == ""
+        producer.send("t", b"two")
+        producer.close()
+        assert "1 messages to t/0 failed and nobody asked: scripted forbidden" in caplog.text
 
 
 def test_a_result_with_too_short_a_time_raises_timeout_and_the_message_still_arrives() -> None:
