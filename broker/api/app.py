@@ -10,12 +10,12 @@ from flask import Flask, Response, g, request
 from portalmq.broker.api import problems
 from portalmq.broker.api.body import close_after_answer, leaves_bytes_unread
 from portalmq.broker.api.domain import Domain
-from portalmq.broker.api.room import Room
-from portalmq.broker.api.routes import ROUTES
+from portalmq.broker.api.doors import Doors, check_ready, check_token
+from portalmq.broker.api.room import Answer, Room
+from portalmq.broker.api.routes import ROUTES, Route
 from portalmq.broker.auth import Auth
 from portalmq.broker.config import BrokerConfig
 from portalmq.broker.metrics import Metrics
-from portalmq.errors import Unauthorized, Unavailable
 
 
 def create_app(broker: Domain, config: BrokerConfig, metrics: Metrics, auth: Auth) -> Flask:
@@ -29,7 +29,7 @@ def create_app(broker: Domain, config: BrokerConfig, metrics: Metrics, auth: Aut
     open_endpoints, early_endpoints = set(), set()
     for route in ROUTES:
         endpoint = f"{route.method} {route.path}"
-        app.add_url_rule(route.path, endpoint, partial(route.view, room), methods=[route.method])
+        app.add_url_rule(route.path, endpoint, partial(_respond, route, room), methods=[route.method])
         if route.is_open:
             open_endpoints.add(endpoint)
         if route.while_starting:
@@ -38,10 +38,10 @@ def create_app(broker: Domain, config: BrokerConfig, metrics: Metrics, auth: Aut
     def guard() -> None:
         g.started = perf_counter()
         endpoint = request.endpoint
-        if endpoint not in open_endpoints and not auth.allows(request.environ.get("HTTP_AUTHORIZATION")):
-            raise Unauthorized("send `Authorization: Bearer <token>` with one of the broker's tokens")
-        if not broker.ready and endpoint is not None and endpoint not in early_endpoints:
-            raise Unavailable("the broker is starting or draining: use another, or repeat", retry_after_s=1)
+        if endpoint not in open_endpoints:
+            check_token(room, request.environ.get("HTTP_AUTHORIZATION"))
+        if endpoint is not None and endpoint not in early_endpoints:
+            check_ready(room)
 
     def count(response: Response) -> Response:
         if leaves_bytes_unread(request.environ):
@@ -58,4 +58,10 @@ def create_app(broker: Domain, config: BrokerConfig, metrics: Metrics, auth: Aut
     app.before_request(guard)
     app.after_request(count)
     problems.install(app)
+    app.wsgi_app = Doors(app, room)  # type: ignore[method-assign]
     return app
+
+
+def _respond(route: Route, room: Room, **names: str) -> Response:
+    answer = route.view(room, request.environ, *names.values()) if route.is_traffic else route.view(room, **names)
+    return answer.response() if isinstance(answer, Answer) else answer

@@ -1,8 +1,8 @@
-"""Messages: produce them, browse a partition, follow its tail, read a whole topic."""
+"""Messages: browse a partition, follow its tail, read a whole topic. Producing them is in traffic.py."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
@@ -11,7 +11,6 @@ from flask import Response, request
 
 from portalmq import wire
 from portalmq.broker.api import outgoing
-from portalmq.broker.api.incoming import Incoming, decode_messages
 from portalmq.broker.api.peer import peer_of
 from portalmq.broker.api.query import whole_number
 from portalmq.broker.api.room import Room, accepts, answer, answer_packed, query
@@ -23,93 +22,6 @@ TAIL_RETRY_MS = 1_000
 
 _encode_json = msgspec.json.Encoder().encode
 _encode_pack = msgspec.msgpack.Encoder().encode
-
-
-# --- produce ---------------------------------------------------------------------------------------------------------
-
-
-def produce(room: Room, topic: str) -> Response:
-    wire.check_name(topic, "topic")
-    parameters = query("partition", "acks")
-    partition = parameters.number("partition")
-    acks: wire.Acks = parameters.choice("acks", "all", "all", "leader", "none")
-    incoming = decode_messages(request.content_type, room.body(), request.environ)
-    if not incoming.records:
-        return answer({"results": []}, 202 if acks == "none" else 200)
-    partition = _one_partition(incoming, partition)
-    if _wants_minimal() and partition is not None and not incoming.single:
-        return _produce_range(room, topic, incoming, partition, acks)
-    results = room.domain.produce(
-        topic,
-        incoming.records,
-        incoming.partitions,
-        acks=acks,
-        partition=partition,
-        producer=incoming.producer,
-        idempotency_key=incoming.idempotency_key,
-    )
-    return _single_answer(topic, results[0]) if incoming.single else _batch_answer(results, acks)
-
-
-def _one_partition(incoming: Incoming, partition: int | None) -> int | None:
-    """The partition of the query, which no message may contradict."""
-    if partition is None or incoming.partitions is None:
-        return partition
-    for index, named in enumerate(incoming.partitions):
-        if named is not None and named != partition:
-            raise InvalidRequest(f"message {index} names partition {named}, the query names {partition}")
-    return partition
-
-
-def _wants_minimal() -> bool:
-    return "return=minimal" in request.environ.get("HTTP_PREFER", "").replace(" ", "").lower()
-
-
-def _produce_range(room: Room, topic: str, incoming: Incoming, partition: int, acks: wire.Acks) -> Response:
-    produced = room.domain.produce_range(
-        topic, incoming.records, acks=acks, partition=partition, producer=incoming.producer
-    )
-    response = _answer_as_asked(produced, 202 if acks == "none" else 200)
-    response.headers["Preference-Applied"] = "return=minimal"
-    return response
-
-
-def _single_answer(topic: str, result: wire.Produced | PortalMQError) -> Response:
-    if isinstance(result, PortalMQError):
-        raise result
-    if result.offset < 0:
-        return answer({"topic": topic}, 202)
-    return answer(
-        {
-            "id": f"{result.partition}-{result.offset}",
-            "topic": topic,
-            "partition": result.partition,
-            "offset": result.offset,
-            "timestamp_ms": result.timestamp_ms,
-        }
-    )
-
-
-def _batch_answer(results: Sequence[wire.Produced | PortalMQError], acks: wire.Acks) -> Response:
-    if acks == "none":
-        return _answer_as_asked({"results": [_unknown_place(result) for result in results]}, 202)
-    if any(isinstance(result, PortalMQError) for result in results):
-        return _answer_as_asked({"results": [_shown(result) for result in results]})
-    return _answer_as_asked({"results": results})
-
-
-def _shown(result: wire.Produced | PortalMQError) -> Any:
-    return {"error": result.problem()} if isinstance(result, PortalMQError) else result
-
-
-def _unknown_place(result: wire.Produced | PortalMQError) -> Any:
-    return {"error": result.problem()} if isinstance(result, PortalMQError) else {}
-
-
-def _answer_as_asked(value: Any, status: int = 200) -> Response:
-    if accepts(wire.BATCH_MSGPACK):
-        return answer_packed(_encode_pack(value), status)
-    return Response(_encode_json(value), status, content_type=wire.JSON)
 
 
 # --- browse ----------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from werkzeug.routing import RequestRedirect
 
 from portalmq import wire
 from portalmq.broker.api.body import close_after_answer
+from portalmq.broker.api.room import Answer
 from portalmq.errors import (
     PROBLEM_TYPE_BASE,
     InvalidRequest,
@@ -54,13 +55,18 @@ def install(app: Flask) -> None:
 
 def answer(error: PortalMQError) -> Response:
     """The response that tells of `error`."""
-    response = Response(msgspec.json.encode(error.problem()), error.status, content_type=wire.PROBLEM)
+    return of(error).response()
+
+
+def of(error: PortalMQError) -> Answer:
+    """The answer that tells of `error`."""
+    headers: tuple[tuple[str, str], ...] = ()
     if error.status in RETRY_AFTER_STATUSES:
         wait_s = RETRY_AFTER_DEFAULT_S if error.retry_after_s is None else error.retry_after_s
-        response.headers["Retry-After"] = str(max(1, math.ceil(wait_s)))
+        headers = (("Retry-After", str(max(1, math.ceil(wait_s)))),)
     if isinstance(error, Unauthorized):
-        response.headers["WWW-Authenticate"] = 'Bearer realm="portalmq"'
-    return response
+        headers = (("WWW-Authenticate", 'Bearer realm="portalmq"'),)
+    return Answer(msgspec.json.encode(error.problem()), error.status, wire.PROBLEM, headers)
 
 
 def answer_http(fault: HTTPException) -> Response:
@@ -80,14 +86,16 @@ def answer_http(fault: HTTPException) -> Response:
 
 
 def answer_unexpected(fault: Exception) -> Response:
+    """A fault of ours, in a view of Flask's."""
+    return unexpected(fault, f"{request.method} {request.url_rule or '?'}", request.environ).response()
+
+
+def unexpected(fault: Exception, call: str, environ: dict[str, Any]) -> Answer:
     """A fault of ours: the log gets the trace, the client gets none of it."""
-    log.error("%s %s failed", request.method, request.url_rule or "?", exc_info=fault)
-    close_after_answer(request.environ)
-    return answer(
-        InternalError(
-            "the broker failed on this request; the broker's log tells why", outcome="unknown", retryable=False
-        )
-    )
+    log.error("%s failed", call, exc_info=fault)
+    close_after_answer(environ)
+    sentence = "the broker failed on this request; the broker's log tells why"
+    return of(InternalError(sentence, outcome="unknown", retryable=False))
 
 
 def _detail(status: int) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from flask import Response, request
@@ -23,6 +23,20 @@ _NOTHING: MultiDict[str, str] = MultiDict()
 _encode = msgspec.json.Encoder().encode
 
 
+class Answer(NamedTuple):
+    """What a call answers, before it is anyone's response object."""
+
+    body: bytes
+    status: int = 200
+    content_type: str = wire.JSON
+    headers: tuple[tuple[str, str], ...] = ()
+
+    def response(self) -> Response:
+        response = Response(self.body, self.status, content_type=self.content_type)
+        response.headers.extend(self.headers)
+        return response
+
+
 class Room:
     """Invariant: 0 <= waiting <= config.parked_receives_max."""
 
@@ -35,7 +49,10 @@ class Room:
 
     def body(self) -> bytes:
         """The body of the current request. Raises what `read_body` raises."""
-        return read_body(request.environ, self.config.body_bytes_max)
+        return self.body_of(request.environ)
+
+    def body_of(self, environ: dict[str, Any]) -> bytes:
+        return read_body(environ, self.config.body_bytes_max)
 
     @contextmanager
     def parked(self, wait_ms: int) -> Iterator[None]:

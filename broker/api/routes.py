@@ -7,18 +7,21 @@ from dataclasses import dataclass
 
 from flask import Response
 
-from portalmq.broker.api import cluster, groups, messages, topics
+from portalmq.broker.api import cluster, groups, messages, topics, traffic
+from portalmq.broker.api.room import Answer
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """A door. `is_open` lets everyone in; `while_starting` serves before the broker is ready and while it drains."""
+    """A door. `is_open` lets everyone in; `while_starting` serves before the broker is ready and while it drains;
+    `is_traffic` marks a view that gives an Answer from the WSGI environment, and is served in front of Flask too."""
 
     method: str
     path: str
-    view: Callable[..., Response]
+    view: Callable[..., Response | Answer]
     is_open: bool = False
     while_starting: bool = False
+    is_traffic: bool = False
 
 
 ROUTES = (
@@ -33,7 +36,7 @@ ROUTES = (
     Route("GET", "/v1/topics/<topic>", topics.show),
     Route("PATCH", "/v1/topics/<topic>", topics.alter),
     Route("DELETE", "/v1/topics/<topic>", topics.delete),
-    Route("POST", "/v1/topics/<topic>/messages", messages.produce),
+    Route("POST", "/v1/topics/<topic>/messages", traffic.produce, is_traffic=True),
     Route("GET", "/v1/topics/<topic>/messages", messages.read_all),
     Route("DELETE", "/v1/topics/<topic>/messages", topics.purge),
     Route("GET", "/v1/topics/<topic>/partitions/<partition>/messages", messages.browse),
@@ -42,8 +45,8 @@ ROUTES = (
     Route("PUT", "/v1/groups/<group>", groups.put),
     Route("GET", "/v1/groups/<group>", groups.show),
     Route("DELETE", "/v1/groups/<group>", groups.delete),
-    Route("POST", "/v1/groups/<group>/receive", groups.receive),
-    Route("POST", "/v1/groups/<group>/ack", groups.ack),
-    Route("POST", "/v1/groups/<group>/nack", groups.nack),
-    Route("POST", "/v1/groups/<group>/extend", groups.extend),
+    Route("POST", "/v1/groups/<group>/receive", traffic.receive, is_traffic=True),
+    Route("POST", "/v1/groups/<group>/ack", traffic.ack, is_traffic=True),
+    Route("POST", "/v1/groups/<group>/nack", traffic.nack, is_traffic=True),
+    Route("POST", "/v1/groups/<group>/extend", traffic.extend, is_traffic=True),
 )

@@ -36,7 +36,7 @@ _FROM_URL_SAFE = bytes.maketrans(b"-_", b"+/")
 
 
 class Lease(NamedTuple):
-    """What the head of a receipt says: the `messages` from offset `first` on of a partition, in their `delivery`-th lease."""
+    """The head of a receipt: so many `messages` of a partition, from offset `first` on, in their `delivery`-th lease."""
 
     topic_tag: bytes
     partition: int

@@ -1,0 +1,97 @@
+"""The door in front of Flask, for the calls that carry the traffic.
+
+Flask's context, routing and response cost as much as the rest of a small call together. So the five calls of traffic.py
+are recognised by their path and served right here, with the same guard, the same count and the same problem documents
+as every other route; all else goes through to Flask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from http import HTTPStatus
+from time import perf_counter
+from typing import Any, NamedTuple
+
+from flask import Flask
+
+from portalmq.broker.api import problems, traffic
+from portalmq.broker.api.body import close_after_answer, leaves_bytes_unread
+from portalmq.broker.api.room import Answer, Room
+from portalmq.errors import PortalMQError, Unauthorized, Unavailable
+
+Environ = dict[str, Any]
+StartResponse = Any  # PEP 3333's
+
+_STATUS_LINES = {status.value: f"{status.value} {status.phrase}" for status in HTTPStatus}
+
+
+class Call(NamedTuple):
+    """A call that needs no Flask: its route, for the count, and its view."""
+
+    route: str
+    view: Callable[[Room, Environ, str], Answer]
+
+
+# (first part, last part) of /v1/<first>/<name>/<last>
+TRAFFIC = {
+    ("topics", "messages"): Call("/v1/topics/<topic>/messages", traffic.produce),
+    ("groups", "receive"): Call("/v1/groups/<group>/receive", traffic.receive),
+    ("groups", "ack"): Call("/v1/groups/<group>/ack", traffic.ack),
+    ("groups", "nack"): Call("/v1/groups/<group>/nack", traffic.nack),
+    ("groups", "extend"): Call("/v1/groups/<group>/extend", traffic.extend),
+}
+
+
+def check_token(room: Room, authorization: str | None) -> None:
+    """Raises Unauthorized without a token where one is needed."""
+    if not room.auth.allows(authorization):
+        raise Unauthorized("send `Authorization: Bearer <token>` with one of the broker's tokens")
+
+
+def check_ready(room: Room) -> None:
+    """Raises Unavailable while the broker starts or drains."""
+    if not room.domain.ready:
+        raise Unavailable("the broker is starting or draining: use another, or repeat", retry_after_s=1)
+
+
+class Doors:
+    """The WSGI application of the broker: traffic here, the rest by Flask."""
+
+    def __init__(self, app: Flask, room: Room) -> None:
+        self._flask = app.wsgi_app
+        self._room = room
+
+    def __call__(self, environ: Environ, start_response: StartResponse) -> Iterable[bytes]:
+        if environ["REQUEST_METHOD"] == "POST":
+            parts = environ["PATH_INFO"].split("/")
+            if len(parts) == 5 and parts[1] == "v1" and parts[3]:
+                call = TRAFFIC.get((parts[2], parts[4]))
+                if call is not None:
+                    return self._serve(call, parts[3], environ, start_response)
+        return self._flask(environ, start_response)
+
+    def _serve(self, call: Call, name: str, environ: Environ, start_response: StartResponse) -> Iterable[bytes]:
+        started = perf_counter()
+        try:
+            check_token(self._room, environ.get("HTTP_AUTHORIZATION"))
+            check_ready(self._room)
+            answer = call.view(self._room, environ, _text(name))
+        except PortalMQError as error:
+            answer = problems.of(error)
+        except Exception as fault:  # noqa: BLE001 - the last one to catch it
+            answer = problems.unexpected(fault, f"POST {call.route}", environ)
+        if leaves_bytes_unread(environ):
+            close_after_answer(environ)
+        self._room.metrics.request(call.route, "POST", answer.status, perf_counter() - started)
+        headers = [
+            ("Content-Type", answer.content_type),
+            ("Content-Length", str(len(answer.body))),
+            *answer.headers,
+        ]
+        start_response(_STATUS_LINES[answer.status], headers)
+        return [answer.body]
+
+
+def _text(name: str) -> str:
+    """WSGI gives the bytes of a path as Latin-1 (PEP 3333); a name is UTF-8."""
+    return name if name.isascii() else name.encode("latin-1").decode("utf-8", "replace")

@@ -1,0 +1,159 @@
+"""The calls that carry the traffic: produce, receive, ack, nack, extend.
+
+They take the WSGI environment and give an Answer, and know nothing of Flask: so the door in front of it (doors.py) can
+serve them without Flask's cost of a request, while Flask can serve them too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+from urllib.parse import parse_qsl
+
+import msgspec
+from werkzeug.datastructures import MultiDict
+
+from portalmq import wire
+from portalmq.broker.api import outgoing
+from portalmq.broker.api.incoming import Incoming, decode_messages
+from portalmq.broker.api.peer import peer_of
+from portalmq.broker.api.query import Query
+from portalmq.broker.api.room import Answer, Room
+from portalmq.errors import InvalidRequest, PortalMQError, StaleReceipt
+
+Environ = dict[str, Any]
+
+_encode_json = msgspec.json.Encoder().encode
+_encode_pack = msgspec.msgpack.Encoder().encode
+_NOTHING: MultiDict[str, str] = MultiDict()
+_MINIMAL = (("Preference-Applied", "return=minimal"),)
+
+
+def produce(room: Room, environ: Environ, topic: str) -> Answer:
+    wire.check_name(topic, "topic")
+    text = environ.get("QUERY_STRING")
+    parameters = Query(MultiDict(parse_qsl(text, keep_blank_values=True)) if text else _NOTHING, "partition", "acks")
+    partition = parameters.number("partition")
+    acks: wire.Acks = parameters.choice("acks", "all", "all", "leader", "none")
+    incoming = decode_messages(environ.get("CONTENT_TYPE"), room.body_of(environ), environ)
+    packed = _accepts_packed(environ)
+    if not incoming.records:
+        return _answer({"results": []}, packed=False, status=202 if acks == "none" else 200)
+    partition = _one_partition(incoming, partition)
+    if _wants_minimal(environ) and partition is not None and not incoming.single:
+        produced = room.domain.produce_range(
+            topic, incoming.records, acks=acks, partition=partition, producer=incoming.producer
+        )
+        return _answer(produced, packed=packed, status=202 if acks == "none" else 200)._replace(headers=_MINIMAL)
+    results = room.domain.produce(
+        topic,
+        incoming.records,
+        incoming.partitions,
+        acks=acks,
+        partition=partition,
+        producer=incoming.producer,
+        idempotency_key=incoming.idempotency_key,
+    )
+    return _single_answer(topic, results[0]) if incoming.single else _batch_answer(results, acks, packed=packed)
+
+
+def _one_partition(incoming: Incoming, partition: int | None) -> int | None:
+    """The partition of the query, which no message may contradict."""
+    if partition is None or incoming.partitions is None:
+        return partition
+    for index, named in enumerate(incoming.partitions):
+        if named is not None and named != partition:
+            raise InvalidRequest(f"message {index} names partition {named}, the query names {partition}")
+    return partition
+
+
+def _wants_minimal(environ: Environ) -> bool:
+    return "return=minimal" in environ.get("HTTP_PREFER", "").replace(" ", "").lower()
+
+
+def _single_answer(topic: str, result: wire.Produced | PortalMQError) -> Answer:
+    if isinstance(result, PortalMQError):
+        raise result
+    if result.offset < 0:
+        return _answer({"topic": topic}, packed=False, status=202)
+    answer = {
+        "id": f"{result.partition}-{result.offset}",
+        "topic": topic,
+        "partition": result.partition,
+        "offset": result.offset,
+        "timestamp_ms": result.timestamp_ms,
+    }
+    return _answer(answer, packed=False)
+
+
+def _batch_answer(results: Sequence[wire.Produced | PortalMQError], acks: wire.Acks, *, packed: bool) -> Answer:
+    if acks == "none":
+        return _answer({"results": [_unknown_place(result) for result in results]}, packed=packed, status=202)
+    if any(isinstance(result, PortalMQError) for result in results):
+        return _answer({"results": [_shown(result) for result in results]}, packed=packed)
+    return _answer({"results": results}, packed=packed)
+
+
+def _shown(result: wire.Produced | PortalMQError) -> Any:
+    return {"error": result.problem()} if isinstance(result, PortalMQError) else result
+
+
+def _unknown_place(result: wire.Produced | PortalMQError) -> Any:
+    return {"error": result.problem()} if isinstance(result, PortalMQError) else {}
+
+
+def _answer(value: Any, *, packed: bool, status: int = 200) -> Answer:
+    if packed:
+        return Answer(_encode_pack(value), status, wire.BATCH_MSGPACK)
+    return Answer(_encode_json(value), status, wire.JSON)
+
+
+def _accepts_packed(environ: Environ) -> bool:
+    return wire.BATCH_MSGPACK in environ.get("HTTP_ACCEPT", "").lower()
+
+
+# --- receive and settle ----------------------------------------------------------------------------------------------
+
+
+def receive(room: Room, environ: Environ, group: str) -> Answer:
+    wire.check_name(group, "group")
+    wanted = wire.decode_json(room.body_of(environ), wire.ReceiveRequest)
+    for topic in wanted.topics:
+        wire.check_name(topic, "topic")
+    with room.parked(wanted.wait_ms):
+        delivered = room.domain.receive(group, wanted, peer_of(environ))
+    packed = _accepts_packed(environ)
+    body = outgoing.encode_received(delivered, packed=packed)
+    return Answer(body, 200, wire.BATCH_MSGPACK if packed else wire.JSON)
+
+
+def ack(room: Room, environ: Environ, group: str) -> Answer:
+    wire.check_name(group, "group")
+    wanted = wire.decode_json(room.body_of(environ), wire.AckRequest)
+    return _settled(wanted.receipts, room.domain.ack(group, wanted.receipts))
+
+
+def nack(room: Room, environ: Environ, group: str) -> Answer:
+    wire.check_name(group, "group")
+    wanted = wire.decode_json(room.body_of(environ), wire.NackRequest)
+    return _settled(wanted.receipts, room.domain.nack(group, wanted.receipts, wanted.delay_ms, wanted.reason))
+
+
+def extend(room: Room, environ: Environ, group: str) -> Answer:
+    wire.check_name(group, "group")
+    wanted = wire.decode_json(room.body_of(environ), wire.ExtendRequest)
+    return _settled(wanted.receipts, room.domain.extend(group, wanted.receipts, wanted.visibility_timeout_ms))
+
+
+def _settled(receipts: list[str], applied: list[bool]) -> Answer:
+    results = [
+        wire.ReceiptResult(receipt, "ok" if ok else "stale_receipt")
+        for receipt, ok in zip(receipts, applied, strict=True)
+    ]
+    if not all(applied):
+        raise StaleReceipt(
+            f"{applied.count(False)} of {len(applied)} leases have passed on; `results` tells which were applied",
+            outcome="partial",
+            results=results,
+        )
+    return _answer(wire.ReceiptResults(results), packed=False)
