@@ -288,7 +288,9 @@ class Producer:
                 self._work.notify_all()
                 return None
             timeout = None
-            watches = not self._has_watch
+            # A sender that is woken and knows when there is work takes the watch from one that sleeps deep: that one
+            # was not the one woken, and would sleep on.
+            watches = not self._has_watch or (until is not None and self._sleeps_deep)
             if watches:
                 looks = 0 if self._open else looks + 1
                 if until is not None:
@@ -296,7 +298,7 @@ class Producer:
                 elif looks <= IDLE_LOOKS and self._linger_s >= 0.001:
                     timeout = self._linger_s
                 self._has_watch = True
-                self._sleeps_deep = timeout is None or self._linger_s < 0.001
+                self._sleeps_deep = timeout is None or timeout > self._linger_s or self._linger_s < 0.001
             self._resting += 1
             try:
                 self._work.wait(timeout)
