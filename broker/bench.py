@@ -68,7 +68,7 @@ def _round(directory: Path, messages: int, sends: int) -> dict[str, float]:
 
 
 def _produce_rate(url: str, topic: str, messages: int, batch_messages: int, *, grow: bool = True) -> float:
-    """Messages a second, all acked. A producer's batch grows while a request is on its way, unless its bytes are full."""
+    """Messages a second, all acked. A batch grows while a request is on its way, unless its bytes are full."""
     batch_bytes = 1_000_000 if grow else batch_messages * (len(VALUE) + MESSAGE_OVERHEAD_BYTES)
     with Producer(url, batch_messages=batch_messages, batch_bytes=batch_bytes, linger_ms=50) as producer:
         producer.send(topic, VALUE).result(timeout=30)
@@ -80,15 +80,14 @@ def _produce_rate(url: str, topic: str, messages: int, batch_messages: int, *, g
 
 
 def _receive_rate(url: str, topic: str, messages: int, consumers: int = 4) -> float:
-    """Queue mode: messages a second received in batches of 100 and acked, each ack durable before the next receive."""
+    """Queue mode: messages a second received in batches of 100 and acked, each batch durably before the next is given."""
     counts = [0] * consumers
     failures: list[BaseException] = []
 
     def consume(index: int) -> None:
         try:
-            with Consumer(topic, group="bench", bootstrap=url, manual_ack=True) as consumer:
+            with Consumer(topic, group="bench", bootstrap=url, max_messages=RECEIVE_MESSAGES) as consumer:
                 while batch := consumer.poll(timeout_s=0, max_messages=RECEIVE_MESSAGES):
-                    consumer.ack(batch)
                     counts[index] += len(batch)
         except Exception as failure:  # noqa: BLE001 - told at the end, whatever it was
             failures.append(failure)

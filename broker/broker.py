@@ -261,6 +261,7 @@ class Broker:
         start = self._place(partition, offset, position, at_ms)
         if wait_ms:
             self._wait_readable(partition, start, wait_ms, peer)
+            self.topics.get(name)  # it may have been deleted meanwhile
         messages = [
             Stored(name, number, at, piece.batch.appended_at_ms, record)
             for piece in partition.pieces(start, partition.high_watermark, limit)
@@ -335,6 +336,16 @@ class Broker:
         if messages:
             self._count_delivered(group, messages)
         return messages
+
+    def ack_and_receive(
+        self, group: str, request: wire.ReceiveRequest, peer: Peer | None
+    ) -> tuple[list[Delivered], list[bool]]:
+        """Ack the request's receipts, then receive; also answers which receipts counted."""
+        self._check_open()
+        messages, verdicts = self.groups.ack_and_receive(group, request, peer)
+        if messages:
+            self._count_delivered(group, messages)
+        return messages, verdicts
 
     def _count_delivered(self, group: str, messages: list[Delivered]) -> None:
         by_topic: dict[str, tuple[int, int]] = {}

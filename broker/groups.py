@@ -16,7 +16,8 @@ from portalmq.broker.delivery import Delivered, GroupPartition, ParkingLot, Peer
 from portalmq.broker.partition import Partition
 from portalmq.broker.topics import Topic, Topics
 from portalmq.control_plane.catalog import Catalog
-from portalmq.errors import GroupNotFound, InvalidRequest
+from portalmq.control_plane.state import GroupState
+from portalmq.errors import Backpressure, GroupNotFound, InvalidRequest, Unavailable
 
 Settle = Callable[[GroupPartition, list[Shown]], tuple[list[bool], Callable[[], None]]]
 
@@ -29,7 +30,8 @@ class Groups:
         self._topics = topics
         self._clock = clock
         self._key = receipt_key
-        self._configs: dict[str, wire.GroupConfig] = {}
+        self._states: dict[str, GroupState] = {}
+        self._ending: set[str] = set()
         self._attached: dict[tuple[str, str, int], GroupPartition] = {}
         self._books: dict[tuple[str, str], ReceiptBook] = {}
         self._turn: dict[str, int] = {}
@@ -38,11 +40,11 @@ class Groups:
 
     def open_all(self) -> None:
         """Learn the settings of all groups, and take up those that the partitions' logs know."""
-        self._configs = {name: state.config for name, state in self._catalog.groups().items()}
+        self._states = self._catalog.groups()
         for topic in self._topics:
             for partition in topic.partitions:
                 for group in tuple(partition.delivery):
-                    if group in self._configs:
+                    if group in self._states:
                         self._attach(topic, partition, group)
 
     # --- settings ----------------------------------------------------------------------------------------------------
@@ -52,29 +54,40 @@ class Groups:
         for setting, only in (("mode", "queue"), ("delivery", "at_least_once"), ("ordering", "none")):
             if patch.get(setting, only) != only:
                 raise InvalidRequest(f"{setting} {patch[setting]!r} is not supported by this release, {only!r} is")
-        state, created = self._catalog.put_group(name, patch)
-        self._configs[name] = state.config
+        self._check_stays(name)
+        self._states[name], created = self._catalog.put_group(name, patch)
         return created
 
     def config(self, name: str) -> wire.GroupConfig:
         """Raises GroupNotFound."""
-        config = self._configs.get(name)
-        if config is None:
+        state = self._states.get(name)
+        if state is None or name in self._ending:
             wire.check_name(name, "group")
             raise GroupNotFound(f"there is no group {name!r}: its first receive creates it")
-        return config
+        return state.config
 
     def delete(self, name: str) -> None:
+        """Forget the group. While that goes on, nobody may use it or make it anew."""
         self.config(name)
-        for key, group in tuple(self._attached.items()):
-            if key[0] == name:
+        self._ending.add(name)
+        try:
+            for key, group in [(key, group) for key, group in self._attached.items() if key[0] == name]:
                 self._detach(key)
                 group.partition.end_group(name)
-        self._catalog.delete_group(name)
-        del self._configs[name]
+            self._catalog.delete_group(name)
+            del self._states[name]
+            for book_key in [key for key in self._books if key[0] == name]:
+                del self._books[book_key]
+        finally:
+            self._ending.discard(name)
+
+    def _check_stays(self, name: str) -> None:
+        """Raises Unavailable for a group that is just being deleted."""
+        if name in self._ending:
+            raise Unavailable(f"group {name!r} is being deleted: repeat, to make it anew", retry_after_s=0.1)
 
     def names(self) -> list[str]:
-        return sorted(self._configs)
+        return sorted(self._states.keys() - self._ending)
 
     # --- partitions --------------------------------------------------------------------------------------------------
 
@@ -82,13 +95,16 @@ class Groups:
         book_key = (group, topic.state.topic_id)
         book = self._books.get(book_key)
         if book is None:
-            book = self._books[book_key] = ReceiptBook(self._key, topic.state.topic_id, group)
+            group_id = self._states[group].group_id
+            book = self._books[book_key] = ReceiptBook(self._key, topic.state.topic_id, group, group_id)
         attached = GroupPartition(partition, group, book, self._clock)
         self._attached[group, topic.name, partition.number] = attached
         return attached
 
     def _detach(self, key: tuple[str, str, int]) -> None:
-        self._attached.pop(key).detach()
+        attached = self._attached.pop(key, None)
+        if attached is not None:  # the group and its topic may be deleted at the same time
+            attached.detach()
 
     def forget_topic(self, topic: Topic) -> None:
         for key in [key for key in self._attached if key[1] == topic.name]:
@@ -96,14 +112,20 @@ class Groups:
         for book_key in [key for key in self._books if key[1] == topic.state.topic_id]:
             del self._books[book_key]
 
-    def _on_topic(self, group: str, topic: Topic, config: wire.GroupConfig) -> list[GroupPartition]:
-        """The group on every partition of a topic; it begins there if it has not yet."""
+    def _on_topic(self, group: str, topic: Topic, state: GroupState) -> list[GroupPartition]:
+        """The group on every partition of a topic; it begins there if it has not yet.
+
+        Raises Unavailable when the group or the topic is deleted while that goes on.
+        """
         known = any(group in partition.delivery for partition in topic.partitions)
         attached: list[GroupPartition] = []
         for partition in topic.partitions:
+            self._check_same(state)
+            if not self._topics.holds(topic):
+                raise Unavailable(f"topic {topic.name!r} was deleted meanwhile: repeat the request", retry_after_s=0.1)
             there = self._attached.get((group, topic.name, partition.number)) or self._attach(topic, partition, group)
             if group not in partition.delivery:
-                there.start_at("earliest" if known else config.start)
+                there.start_at("earliest" if known else state.config.start)
             attached.append(there)
         return attached
 
@@ -113,29 +135,66 @@ class Groups:
     # --- receive and settle ------------------------------------------------------------------------------------------
 
     def receive(self, name: str, request: wire.ReceiveRequest, peer: Peer | None) -> list[Delivered]:
-        config = self._ensure(name)
+        groups, options = self._prepared(name, request)
+        return receive(groups, options, request.wait_ms / 1000, peer, self.lot)
+
+    def ack_and_receive(
+        self, name: str, request: wire.ReceiveRequest, peer: Peer | None
+    ) -> tuple[list[Delivered], list[bool]]:
+        """Ack `request.ack`, then receive: both records go to the disk together. Returns the receipts' verdicts too.
+
+        Once the acks are on their way nothing raises that would call them not applied: with no room to wait in, the
+        receive is simply empty.
+        """
+        groups, options = self._prepared(name, request)
+        verdicts, wait = self._begin_ack(name, request.ack)
+        messages = receive(groups, options, 0, peer, self.lot)
+        wait()
+        if not messages and request.wait_ms:
+            try:
+                messages = receive(groups, options, request.wait_ms / 1000, peer, self.lot)
+            except Backpressure:
+                messages = []
+        return messages, verdicts
+
+    def _prepared(self, name: str, request: wire.ReceiveRequest) -> tuple[list[GroupPartition], ReceiveOptions]:
+        """The group on all partitions of the request's topics, beginning with another one each time."""
+        state = self._ensure(name)
         groups = [
             group
             for topic in dict.fromkeys(request.topics)
-            for group in self._on_topic(name, self._topics.get_or_create(topic), config)
+            for group in self._on_topic(name, self._topics.get_or_create(topic), state)
         ]
+        self._check_same(state)
         turn = self._turn[name] = (self._turn.get(name, -1) + 1) % len(groups)
         options = ReceiveOptions(
             request.max_messages,
-            request.visibility_timeout_ms or config.visibility_timeout_ms,
+            request.visibility_timeout_ms or state.config.visibility_timeout_ms,
             request.consumer,
             request.attempt_id,
         )
-        return receive(groups[turn:] + groups[:turn], options, request.wait_ms / 1000, peer, self.lot)
+        return groups[turn:] + groups[:turn], options
 
-    def _ensure(self, name: str) -> wire.GroupConfig:
-        config = self._configs.get(name)
-        if config is None:
+    def _ensure(self, name: str) -> GroupState:
+        self._check_stays(name)
+        state = self._states.get(name)
+        if state is None:
             wire.check_name(name, "group")
-            config = self._configs[name] = self._catalog.ensure_group(name).config
-        return config
+            state = self._states[name] = self._catalog.ensure_group(name)
+        return state
+
+    def _check_same(self, state: GroupState) -> None:
+        """Raises Unavailable when the group was deleted since `state` was read."""
+        now = self._states.get(state.name)
+        if now is None or now.group_id != state.group_id or state.name in self._ending:
+            raise Unavailable(f"group {state.name!r} was deleted meanwhile: repeat, to make it anew", retry_after_s=0.1)
 
     def ack(self, name: str, receipts: list[str]) -> list[bool]:
+        verdicts, wait = self._begin_ack(name, receipts)
+        wait()
+        return verdicts
+
+    def _begin_ack(self, name: str, receipts: list[str]) -> tuple[list[bool], Callable[[], None]]:
         acked: dict[str, int] = {}
 
         def settle(group: GroupPartition, own: list[Shown]) -> tuple[list[bool], Callable[[], None]]:
@@ -143,10 +202,14 @@ class Groups:
             acked[group.partition.topic] = acked.get(group.partition.topic, 0) + sum(verdicts)
             return verdicts, wait
 
-        verdicts = self._settle(name, receipts, settle)
-        for topic, messages in acked.items():
-            self.on_acked(topic, name, messages)
-        return verdicts
+        verdicts, wait = self._begin(name, receipts, settle)
+
+        def committed() -> None:
+            wait()
+            for topic, messages in acked.items():
+                self.on_acked(topic, name, messages)
+
+        return verdicts, committed
 
     def nack(self, name: str, receipts: list[str], delay_ms: int | None, reason: str | None) -> list[bool]:
         config = self.config(name)
@@ -157,7 +220,12 @@ class Groups:
         return self._settle(name, receipts, lambda group, own: (group.extend(own, timeout_ms), lambda: None))
 
     def _settle(self, name: str, texts: list[str], settle: Settle) -> list[bool]:
-        """Check all receipts before any is used, settle them by partition, and wait until that is committed."""
+        verdicts, wait = self._begin(name, texts, settle)
+        wait()
+        return verdicts
+
+    def _begin(self, name: str, texts: list[str], settle: Settle) -> tuple[list[bool], Callable[[], None]]:
+        """Check all receipts before any is used, and settle them by partition; what comes back waits for the disk."""
         self.config(name)
         verdicts = [False] * len(texts)
         waits: list[Callable[[], None]] = []
@@ -167,9 +235,7 @@ class Groups:
             indexes = [index for each in shown for index in each.indexes]
             for index, verdict in zip(indexes, good, strict=True):
                 verdicts[index] = verdict
-        for wait in waits:
-            wait()
-        return verdicts
+        return verdicts, lambda: _wait_for_all(waits)
 
     def _checked(self, name: str, texts: list[str]) -> dict[GroupPartition, list[Shown]]:
         """The receipts by partition, and there by lease. Raises InvalidRequest when one of them is not ours."""
@@ -194,3 +260,8 @@ class Groups:
         if topic is None or book is None:
             raise InvalidRequest(f"receipt {index} belongs to no topic that group {name!r} has received from")
         return topic, book
+
+
+def _wait_for_all(waits: list[Callable[[], None]]) -> None:
+    for wait in waits:
+        wait()

@@ -113,10 +113,6 @@ class Consumer:
             if messages:
                 return messages
             left_s = RECEIVE_WAIT_S if deadline is None else max(0.0, deadline - time.monotonic())
-            if left_s > 0:
-                self._leases.flush_soon()
-            else:
-                self._leases.flush()
             received = self._receive(min(left_s, RECEIVE_WAIT_S), at_most)
             if not received and left_s <= 0:
                 break
@@ -141,6 +137,7 @@ class Consumer:
                 visibility_timeout_ms=round(self._visibility_timeout_s * 1000),
                 consumer=self._name,
                 attempt_id=f"{self._name}-{self._attempts}",
+                ack=self._leases.board(),
             )
             answer = self._receiving.call(
                 Request(
@@ -154,10 +151,12 @@ class Consumer:
                 timeout_s=CALL_TIMEOUT_S + wait_s,
             )
             received = decode_answer(answer, wire.PackReceived)
-        except PortalMQError:
-            if self._closed.is_set():
+        except BaseException as error:
+            self._leases.missed()
+            if isinstance(error, PortalMQError) and self._closed.is_set():
                 return False
             raise
+        self._leases.arrived(received.stale_receipts)
         self._leases.hold(received.messages)
         return bool(received.messages)
 

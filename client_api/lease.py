@@ -1,12 +1,13 @@
 """What one consumer holds of a queue group: leased messages, and what is to become of them.
 
-    receive --> waiting --take--> handed out --finish--> to be acked --flush--> acked
+    receive --> waiting --take--> handed out --finish--> to be acked --board, flush--> acked
                    |                  |
                    `---- release (nack, at close) ----'
 
 Messages wait here while the ones before them are handled, and their leases run meanwhile. So a keeper thread extends
 the leases of what waits, as long as the message in hand is within its own lease; a consumer that is stuck for longer
-gives the waiting ones back, for others to take. The keeper also sends acks that nobody else sent in time.
+gives the waiting ones back, for others to take. Acks ride with the next receive; those that no receive takes along in
+time are sent by the keeper.
 """
 
 from __future__ import annotations
@@ -28,7 +29,6 @@ from portalmq.transport import Request, Transport
 _log = logging.getLogger("portalmq.consumer")
 
 ACK_DELAY_S_MAX = 0.1
-ACKS_WAITING_MAX = 5_000
 RELEASE_TIMEOUT_S = 5.0
 
 Verb = Literal["ack", "nack", "extend"]
@@ -56,6 +56,8 @@ class Leases:
         self._handed: dict[str, None] = {}
         self._handed_at = 0.0
         self._to_ack: list[str] = []
+        # Acks on their way with a receive: theirs to confirm, or to be sent again.
+        self._riding: list[str] = []
         self._to_ack_since = 0.0
         # Held while acks are on their way, so that flush() also waits for those the keeper has taken up.
         self._flushing = threading.RLock()
@@ -105,18 +107,27 @@ class Leases:
             self._to_ack += self._handed
             self._handed = {}
 
-    def flush_soon(self) -> None:
-        """Have the keeper send the acks now, so that the next receive does not wait for them.
-
-        While one request of acks is on its way the next ones gather; from ACKS_WAITING_MAX on it is waited for.
-        """
+    def board(self) -> list[str]:
+        """The acks that ride with the next receive. Follow it by `arrived` or `missed`."""
         with self._lock:
-            is_full = len(self._to_ack) >= ACKS_WAITING_MAX
-            if self._to_ack and not is_full:
-                self._to_ack_since = -math.inf
-                self._wake_keeper(-math.inf)
-        if is_full:
-            self.flush()
+            assert not self._riding
+            gathered = self._to_ack
+            self._riding, self._to_ack = gathered[: wire.RECEIVE_MESSAGES_MAX], gathered[wire.RECEIVE_MESSAGES_MAX :]
+            return self._riding
+
+    def arrived(self, stale: Sequence[str]) -> None:
+        """The receive was answered, so what rode with it is acked, but for what had gone to others."""
+        with self._lock:
+            self._riding = []
+        self._warn_of_stale(len(stale))
+
+    def missed(self) -> None:
+        """The receive failed: its acks are to be sent again. Acking twice is fine."""
+        with self._lock:
+            self._to_ack, self._riding = self._riding + self._to_ack, []
+            if self._to_ack:
+                self._to_ack_since = self._clock()
+                self._wake_keeper(self._to_ack_since + ACK_DELAY_S_MAX)
 
     def flush(self) -> None:
         """Send the acks that have gathered. A stale one is logged: its message has gone to another consumer."""
@@ -128,11 +139,15 @@ class Leases:
                 try:
                     self._settle("ack", receipts, {})
                 except StaleReceipt as error:
-                    _log.warning(
-                        "%d messages were handled longer than their lease of %g s and will be delivered again",
-                        len(_stale_among(error, receipts)),
-                        self._visibility_s,
-                    )
+                    self._warn_of_stale(len(_stale_among(error, receipts)))
+
+    def _warn_of_stale(self, count: int) -> None:
+        if count:
+            _log.warning(
+                "%d messages were handled longer than their lease of %g s and will be delivered again",
+                count,
+                self._visibility_s,
+            )
 
     def settle(self, verb: Verb, receipts: list[str], options: dict[str, object]) -> None:
         """Ack, nack or extend by the user's word. Raises StaleReceipt, with all that could be done being done."""
@@ -225,6 +240,7 @@ class Leases:
             handed = list(self._handed)
             self._waiting.clear()
             self._handed = {}
+            self._to_ack = self._riding + self._to_ack
         try:
             self.flush()
         except PortalMQError as error:

@@ -51,8 +51,11 @@ PARTITIONS_MAX = 1_000
 
 Acks = Literal["all", "leader", "none"]
 
-NonNegative = Annotated[int, msgspec.Meta(ge=0)]
-Positive = Annotated[int, msgspec.Meta(ge=1)]
+# Above this not every JSON reader keeps a number exact (RFC 8259, section 6), and above 2^63 no SQLite column holds it.
+INTEGER_MAX = 2**53 - 1
+
+NonNegative = Annotated[int, msgspec.Meta(ge=0, le=INTEGER_MAX)]
+Positive = Annotated[int, msgspec.Meta(ge=1, le=INTEGER_MAX)]
 
 
 def check_name(name: str, what: str) -> str:
@@ -301,10 +304,15 @@ class ReceiveRequest(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
     visibility_timeout_ms: Annotated[int, msgspec.Meta(ge=1, le=VISIBILITY_TIMEOUT_MS_MAX)] | None = None
     consumer: Annotated[str, msgspec.Meta(max_length=190)] = ""
     attempt_id: Annotated[str, msgspec.Meta(min_length=1, max_length=190)] | None = None
+    # Receipts that are acked first: one request for a consumer's whole turn.
+    ack: Annotated[list[str], msgspec.Meta(max_length=RECEIVE_MESSAGES_MAX)] = []
 
 
-class PackReceived(msgspec.Struct):
+class PackReceived(msgspec.Struct, omit_defaults=True):
+    """`stale_receipts` are those of the request's `ack` whose lease has passed on; the others are acked."""
+
     messages: list[PackMessageOut]
+    stale_receipts: list[str] = []
 
 
 Receipts = Annotated[list[str], msgspec.Meta(min_length=1, max_length=RECEIVE_MESSAGES_MAX)]

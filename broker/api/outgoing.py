@@ -118,10 +118,13 @@ def pack_delivered(messages: Iterable[Delivered]) -> list[wire.PackMessageOut]:
     return out
 
 
-def encode_received(messages: Iterable[Delivered], *, packed: bool) -> bytes:
+def encode_received(messages: Iterable[Delivered], stale_receipts: list[str], *, packed: bool) -> bytes:
     if packed:
-        return _pack.encode(wire.PackReceived(pack_delivered(messages)))
-    return _json.encode({"messages": [json_delivered(delivered) for delivered in messages]})
+        return _pack.encode(wire.PackReceived(pack_delivered(messages), stale_receipts))
+    answer: dict[str, object] = {"messages": [json_delivered(delivered) for delivered in messages]}
+    if stale_receipts:
+        answer["stale_receipts"] = stale_receipts
+    return _json.encode(answer)
 
 
 def encode_page(page: Page, *, packed: bool) -> bytes:

@@ -120,10 +120,15 @@ def receive(room: Room, environ: Environ, group: str) -> Answer:
     wanted = wire.decode_json(room.body_of(environ), wire.ReceiveRequest)
     for topic in wanted.topics:
         wire.check_name(topic, "topic")
+    stale: list[str] = []
     with room.parked(wanted.wait_ms):
-        delivered = room.domain.receive(group, wanted, peer_of(environ))
+        if wanted.ack:
+            delivered, applied = room.domain.ack_and_receive(group, wanted, peer_of(environ))
+            stale = [receipt for receipt, ok in zip(wanted.ack, applied, strict=True) if not ok]
+        else:
+            delivered = room.domain.receive(group, wanted, peer_of(environ))
     packed = _accepts_packed(environ)
-    body = outgoing.encode_received(delivered, packed=packed)
+    body = outgoing.encode_received(delivered, stale, packed=packed)
     return Answer(body, 200, wire.BATCH_MSGPACK if packed else wire.JSON)
 
 

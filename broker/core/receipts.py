@@ -8,7 +8,7 @@ consumer can thus make up the receipts of its own lease, and of no other.
     | topic  | partition| first | count | delivery | leader| MAC | nth  |
     | tag    | u16      | u64   | u32   | u32      | epoch |     | u24  |
 
-The MAC is keyed BLAKE2b (RFC 7693) over the topic's id, the group and the fields before it; the key is the cluster's.
+The MAC is keyed BLAKE2b (RFC 7693) over the topic's id, the group, its id and the fields before it; the key is the cluster's.
 The group is not in the text: a receipt shown to another group simply fails its check.
 """
 
@@ -36,7 +36,7 @@ _FROM_URL_SAFE = bytes.maketrans(b"-_", b"+/")
 
 
 class Lease(NamedTuple):
-    """The head of a receipt: so many `messages` of a partition, from offset `first` on, in their `delivery`-th lease."""
+    """The head of a receipt: `messages` messages of a partition from `first` on, in their `delivery`-th lease."""
 
     topic_tag: bytes
     partition: int
@@ -54,9 +54,9 @@ def topic_tag(topic_id: str) -> bytes:
 class ReceiptBook:
     """Writes and checks the receipts of one group on one topic."""
 
-    def __init__(self, key: bytes, topic_id: str, group: str) -> None:
+    def __init__(self, key: bytes, topic_id: str, group: str, group_id: str = "") -> None:
         self._tag = topic_tag(topic_id)
-        self._mac = blake2b(f"{topic_id}\n{group}\n".encode(), digest_size=_MAC_BYTES, key=key[:64])
+        self._mac = blake2b(f"{topic_id}\n{group}\n{group_id}".encode(), digest_size=_MAC_BYTES, key=key[:64])
 
     def writer(self, partition: int, first: int, count: int, delivery: int, leader_epoch: int) -> Callable[[int], str]:
         """What writes the receipt of an offset in [first, first + count)."""

@@ -10,7 +10,7 @@ from support.domain import FakePeer, Fixture, HandClock, records, running
 
 from portalmq import wire
 from portalmq.broker.core.delivery import GroupDelivery
-from portalmq.errors import Backpressure, GroupNotFound, InvalidRequest
+from portalmq.errors import Backpressure, GroupNotFound, InvalidRequest, Unavailable
 
 LEASE_MS = 30_000
 
@@ -180,6 +180,40 @@ def test_a_deleted_group_begins_anew(fixture):
     assert texts(receive(fixture)) == ["a"]
 
 
+def test_an_ack_that_comes_with_a_receive_counts_before_it_is_answered(fixture):
+    send(fixture, *"abcd")
+    first = receive(fixture, max_messages=2)
+    request = wire.ReceiveRequest(["t"], max_messages=2, ack=[message.receipt for message in first])
+    second, verdicts = fixture.broker.ack_and_receive("g", request, None)
+    assert (texts(second), verdicts) == (["c", "d"], [True, True])
+    assert fixture.broker.describe_group("g").lag == 2
+
+
+def test_a_stale_ack_that_comes_with_a_receive_is_told(fixture):
+    send(fixture, "a")
+    (stale,) = receive(fixture)
+    fixture.clock.advance(LEASE_MS)
+    receive(fixture)
+    request = wire.ReceiveRequest(["t"], ack=[stale.receipt])
+    assert fixture.broker.ack_and_receive("g", request, None) == ([], [False])
+
+
+def test_a_wrong_ack_that_comes_with_a_receive_refuses_both(fixture):
+    send(fixture, "a", "b")
+    (first,) = receive(fixture, max_messages=1)
+    with pytest.raises(InvalidRequest):
+        fixture.broker.ack_and_receive("g", wire.ReceiveRequest(["t"], ack=[first.receipt, "nonsense"]), None)
+    assert fixture.broker.describe_group("g").in_flight == 1
+
+
+def test_acks_count_even_where_there_is_no_room_to_wait_in(fixture):
+    send(fixture, "a")
+    (message,) = receive(fixture)
+    fixture.broker.groups.lot.parked_max = 0
+    request = wire.ReceiveRequest(["t"], wait_ms=1_000, ack=[message.receipt])
+    assert fixture.broker.ack_and_receive("g", request, None) == ([], [True])
+
+
 # --- sleeping --------------------------------------------------------------------------------------------------------
 
 
@@ -334,3 +368,87 @@ def test_an_ack_whose_grant_was_lost_in_a_kill_leaves_nothing_that_is_no_message
     assert again.record.value == b"left out"
     assert fixture.broker.ack("g", [again.receipt]) == [True]
     assert fixture.broker.describe_group("g").lag == 0
+
+
+def test_a_receipt_is_worth_nothing_in_a_group_that_was_made_anew_under_the_same_name(fixture):
+    send(fixture, "a")
+    (old,) = receive(fixture)
+    fixture.broker.delete_group("g")
+    fixture.broker.put_group("g", {})
+    with pytest.raises(InvalidRequest):
+        fixture.broker.ack("g", [old.receipt])
+    (new,) = receive(fixture)
+    assert (new.offset, new.delivery_count) == (old.offset, 1)
+    with pytest.raises(InvalidRequest):
+        fixture.broker.ack("g", [old.receipt])
+    assert fixture.broker.ack("g", [new.receipt]) == [True]
+
+
+def test_a_receipt_is_worth_nothing_in_a_topic_that_was_made_anew_under_the_same_name(fixture):
+    send(fixture, "a")
+    (old,) = receive(fixture)
+    fixture.broker.delete_topic("t")
+    for _ in range(2):
+        with pytest.raises(InvalidRequest):
+            fixture.broker.ack("g", [old.receipt])
+        send(fixture, "b")
+    (new, _) = receive(fixture)
+    assert fixture.broker.ack("g", [new.receipt]) == [True]
+
+
+def test_a_receipt_outlives_a_restart_and_a_change_of_its_groups_settings(tmp_path):
+    with running(tmp_path) as fixture:
+        send(fixture, "a")
+        (message,) = receive(fixture)
+        fixture.broker.put_group("g", {"max_deliveries": 9})
+    with running(tmp_path) as fixture:
+        assert fixture.broker.ack("g", [message.receipt]) == [True]
+
+
+def test_a_group_may_be_deleted_by_two_at_once(fixture):
+    fixture.broker.create_topic("t", wire.CreateTopic(partitions=4))
+    send(fixture, "a")
+    receive(fixture)
+    both = [gevent.spawn(fixture.broker.delete_group, "g") for _ in range(2)]
+    gevent.joinall(both)
+    assert [type(one.exception) for one in both] == [type(None), GroupNotFound]
+
+
+def test_a_group_and_its_topic_may_be_deleted_at_once(fixture):
+    fixture.broker.create_topic("t", wire.CreateTopic(partitions=4))
+    receive(fixture)
+    both = [gevent.spawn(fixture.broker.delete_group, "g"), gevent.spawn(fixture.broker.delete_topic, "t")]
+    gevent.joinall(both, raise_error=True)
+    assert fixture.broker.list_groups() == []
+    assert fixture.broker.list_topics() == []
+
+
+def test_a_group_that_is_being_deleted_is_not_made_anew_by_half(fixture):
+    fixture.broker.create_topic("t", wire.CreateTopic(partitions=4))
+    send(fixture, "a")
+    receive(fixture)
+    deleting = gevent.spawn(fixture.broker.delete_group, "g")
+    gevent.sleep(0)  # its first record is on the way
+    for use in (lambda: receive(fixture), lambda: fixture.broker.put_group("g", {})):
+        with pytest.raises(Unavailable):
+            use()
+    with pytest.raises(GroupNotFound):
+        fixture.broker.describe_group("g")
+    deleting.get()
+    assert texts(receive(fixture)) == ["a"]
+
+
+@pytest.mark.parametrize("delete", ["group", "topic"])
+def test_a_first_receive_that_meets_a_deletion_leaves_nothing_behind(fixture, delete):
+    fixture.broker.create_topic("t", wire.CreateTopic(partitions=4))
+    first = gevent.spawn(receive, fixture, attempt_id="a")
+    gevent.sleep(0)  # the group begins on the first of four partitions
+    if delete == "group":
+        fixture.broker.delete_group("g")
+    else:
+        fixture.broker.delete_topic("t")
+    first.join()
+    assert isinstance(first.exception, Unavailable)
+    send(fixture, "new")
+    assert texts(receive(fixture)) == ["new"]
+    assert fixture.broker.describe_group("g").in_flight == 1

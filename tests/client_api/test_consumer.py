@@ -6,6 +6,7 @@ import collections
 import gc
 import itertools
 import threading
+import time
 from collections.abc import Callable
 
 import pytest
@@ -28,12 +29,25 @@ def receipts(broker: ScriptedBroker, path: str) -> list[list[str]]:
     return [call.json()["receipts"] for call in broker.calls_of("POST", path)]
 
 
+def until(what: Callable[[], bool]) -> None:
+    """Wait, bounded, for what a thread of the client does."""
+    deadline = time.monotonic() + 10
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def riding(broker: ScriptedBroker) -> list[list[str]]:
+    """The acks that came with a receive."""
+    return [acks for call in broker.calls_of("POST", RECEIVE) if (acks := call.json().get("ack"))]
+
+
 def test_iterating_hands_out_every_message_and_acks_them_all() -> None:
     with ScriptedBroker() as broker:
         broker.fill("t", [b"1", b"2", b"3"])
         with consumer(broker) as messages:
             assert [message.value for message in messages] == [b"1", b"2", b"3"]
-            assert receipts(broker, ACK) == [["t.0.0.1", "t.0.1.1", "t.0.2.1"]], "together, before the next receive"
+            assert riding(broker) == [["t.0.0.1", "t.0.1.1", "t.0.2.1"]], "together, with the next receive"
         assert receipts(broker, NACK) == []
 
 
@@ -94,18 +108,44 @@ def test_a_message_is_acked_soon_after_the_next_is_asked_for() -> None:
             assert receipts(broker, ACK) == [["t.0.0.1"]]
 
 
-def test_an_ack_on_its_way_does_not_hold_up_the_next_receive() -> None:
+def test_an_ack_rides_with_the_next_receive() -> None:
+    with ScriptedBroker() as broker:
+        broker.fill("t", [b"1", b"2", b"3"])
+        with consumer(broker, max_messages=1, idle_timeout_s=10) as messages:
+            assert [next(messages).value for _ in range(3)] == [b"1", b"2", b"3"]
+            assert riding(broker) == [["t.0.0.1"], ["t.0.1.1"]]
+        assert receipts(broker, ACK) == []
+        assert receipts(broker, NACK) == [["t.0.2.1"]]
+
+
+def test_acks_that_rode_with_a_receive_that_failed_are_sent_again() -> None:
+    with ScriptedBroker() as broker:
+        broker.fill("t", [b"1"])
+        with consumer(broker) as messages:
+            next(messages)
+            broker.script("POST", RECEIVE, [refuse(403, "forbidden")])
+            with pytest.raises(Forbidden):
+                next(messages)
+        assert riding(broker) == [["t.0.0.1"]]
+        assert receipts(broker, ACK) == [["t.0.0.1"]]
+        assert broker.done == {("t", 0, 0)}
+
+
+def test_closing_while_acks_ride_with_a_waiting_receive_sends_them_again() -> None:
     released = threading.Event()
     with ScriptedBroker() as broker:
-        broker.fill("t", [b"1", b"2", b"3", b"4"])
-        broker.script("POST", ACK, [hold(released)])
-        with consumer(broker, max_messages=1, idle_timeout_s=10) as messages:
-            next(messages)
-            next(messages)
-            broker.wait_for(lambda: len(broker.calls_of("POST", ACK)) == 1)
-            assert [next(messages).value, next(messages).value] == [b"3", b"4"]
-            released.set()
-        assert receipts(broker, ACK) == [["t.0.0.1"], ["t.0.1.1", "t.0.2.1"]], "those behind it go together"
+        broker.fill("t", [b"1"])
+        messages = consumer(broker, idle_timeout_s=None)
+        next(messages)
+        broker.script("POST", RECEIVE, [hold(released)])
+        waiting = threading.Thread(target=lambda: list(messages))
+        waiting.start()
+        broker.wait_for(lambda: bool(riding(broker)))
+        messages.close()
+        waiting.join(10)
+        released.set()
+        assert receipts(broker, ACK) == [["t.0.0.1"]]
+        assert broker.done == {("t", 0, 0)}
 
 
 def test_an_idle_timeout_ends_the_iteration_and_a_new_one_goes_on() -> None:
@@ -254,10 +294,7 @@ def test_a_stale_receipt_while_iterating_is_logged_and_the_loop_goes_on(caplog: 
         with consumer(broker, max_messages=1) as messages:
             next(messages)
             del broker.leased["t.0.0.1"]
-            broker.done.add(("t", 0, 0))
-            broker.deliveries["t", 0, 0] += 1
-            broker.done.clear()
-            broker.leased["t.0.0.2"] = ("t", 0, 0)
+            broker.leased["t.0.0.2"] = ("t", 0, 0)  # another consumer has it now
             assert next(messages).value == b"2"
         assert "1 messages were handled longer than their lease" in caplog.text
 
@@ -286,9 +323,10 @@ def test_a_lost_answer_to_a_receive_loses_no_message() -> None:
 def test_a_lost_answer_to_an_ack_is_no_error() -> None:
     with ScriptedBroker() as broker:
         broker.fill("t", [b"1"])
-        broker.script("POST", ACK, [lose_answer])
         with consumer(broker) as messages:
-            assert len(list(messages)) == 1
+            next(messages)
+            broker.script("POST", RECEIVE, [lose_answer])
+            assert list(messages) == []
         assert broker.done == {("t", 0, 0)}
 
 
@@ -302,12 +340,16 @@ def test_an_error_that_waiting_does_not_mend_ends_the_iteration(code: str, statu
             next(messages)
 
 
-def test_an_ack_that_is_refused_for_good_is_raised_in_the_loop() -> None:
+def test_an_ack_of_the_keeper_that_is_refused_for_good_is_raised_in_the_loop() -> None:
     with ScriptedBroker() as broker:
-        broker.fill("t", [b"1"])
+        broker.fill("t", [b"x"] * 3)
         broker.script("POST", ACK, [refuse(403, "forbidden")])
-        with consumer(broker) as messages, pytest.raises(Forbidden):
-            list(messages)
+        with consumer(broker) as messages:
+            next(messages)
+            next(messages)  # the third waits here, so no receive takes the ack along
+            until(lambda: messages._leases._failure is not None)
+            with pytest.raises(Forbidden):
+                next(messages)
 
 
 # --- leases of what waits --------------------------------------------------------------------------------------------

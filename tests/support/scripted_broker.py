@@ -237,6 +237,7 @@ class ScriptedBroker:
 
     def _receive(self, call: Call) -> Reply:
         request = msgspec.json.decode(call.body, type=wire.ReceiveRequest)
+        stale = [receipt for receipt in request.ack if not self._settled("ack", receipt)]
         messages = self.attempts.get(request.attempt_id or "")
         if messages is None:
             messages = self._lease(request)
@@ -244,7 +245,8 @@ class ScriptedBroker:
                 self.changed.wait(min(request.wait_ms / 1000, 0.05))
                 messages = self._lease(request)
             self.attempts[request.attempt_id or ""] = messages
-        return Reply(body=msgspec.msgpack.encode(wire.PackReceived(messages)), content_type=wire.BATCH_MSGPACK)
+        received = wire.PackReceived(messages, stale)
+        return Reply(body=msgspec.msgpack.encode(received), content_type=wire.BATCH_MSGPACK)
 
     def _lease(self, request: wire.ReceiveRequest) -> list[wire.PackMessageOut]:
         taken = set(self.leased.values()) | self.done
@@ -267,18 +269,22 @@ class ScriptedBroker:
         return messages
 
     def _settle(self, verb: str, call: Call) -> Reply:
-        results = []
-        for receipt in call.json()["receipts"]:
-            place = self.leased.get(receipt)
-            already = verb == "ack" and tuple(receipt.split(".")[:1]) and self._place_of(receipt) in self.done
-            results.append({"receipt": receipt, "status": "ok" if place or already else "stale_receipt"})
-            if place and verb in {"ack", "nack"}:
-                del self.leased[receipt]
-                if verb == "ack":
-                    self.done.add(place)
+        results = [
+            {"receipt": receipt, "status": "ok" if self._settled(verb, receipt) else "stale_receipt"}
+            for receipt in call.json()["receipts"]
+        ]
         if any(result["status"] != "ok" for result in results):
             raise ERRORS_BY_CODE["stale_receipt"]("stale", outcome="partial", results=results)
         return Reply(body=msgspec.json.encode({"results": results}))
+
+    def _settled(self, verb: str, receipt: str) -> bool:
+        place = self.leased.get(receipt)
+        already = verb == "ack" and self._place_of(receipt) in self.done
+        if place and verb in {"ack", "nack"}:
+            del self.leased[receipt]
+            if verb == "ack":
+                self.done.add(place)
+        return bool(place or already)
 
     def _place_of(self, receipt: str) -> tuple[str, int, int]:
         topic, partition, offset, _ = receipt.rsplit(".", 3)
