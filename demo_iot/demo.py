@@ -34,6 +34,8 @@ SENSOR_IDS = range(1, len(STATIONS) + 1)
 LEASE_S = 5.0
 SEND_WITHIN_S = 300.0
 DRAIN_WITHIN_S = 90.0
+# Nothing sent and nothing delivered for so long means that somebody hangs.
+STALLED_AFTER_S = 45.0
 PROGRESS_EVERY_S = 2.0
 
 
@@ -128,13 +130,21 @@ class Demo:
     def _wait(
         self, done: Callable[[], bool], workers: Sequence[Worker], otherwise: str, within_s: float = SEND_WITHIN_S
     ) -> None:
-        """Wait for `done`, telling how far things are; a worker that fails ends the waiting."""
+        """Wait for `done`, telling how far things are; a worker that fails, or a standstill, ends the waiting."""
+        progress, moved_at = (0, 0), time.monotonic()
 
         def look() -> bool:
+            nonlocal progress, moved_at
             for worker in workers:
                 worker.check_not_failed()
+            before, progress = progress, (self._sent.count(), self._delivered.count())
+            if progress != before:
+                moved_at = time.monotonic()
+            elif time.monotonic() > moved_at + STALLED_AFTER_S:
+                running = ", ".join(worker.name for worker in workers if worker.exit_code is None)
+                raise DemoFailed(f"{otherwise}: nothing moved for {STALLED_AFTER_S:g} s; still running: {running}")
             if time.monotonic() >= self._told_at + PROGRESS_EVERY_S:
-                self._tell(f"sent {self._sent.count():>7,}   delivered {self._delivered.count():>7,}")
+                self._tell(f"sent {progress[0]:>7,}   delivered {progress[1]:>7,}")
             return done()
 
         wait_for(look, within_s, otherwise)
