@@ -205,7 +205,8 @@ class GroupPartition:
 
     def replay(self, attempt_id: str) -> list[Delivered] | None:
         """What the first receive with this attempt id got and still holds; None for an unknown one."""
-        spans = self.delivery.replay(attempt_id, self._clock.now_ms())
+        delivery = self.partition.delivery.get(self.group)
+        spans = delivery.replay(attempt_id, self._clock.now_ms()) if delivery is not None else None
         if spans is None:
             return None
         return [message for span in spans for message in self._under_lease(span)]

@@ -368,7 +368,7 @@ class Partition:
 
     def end_group(self, group: str) -> None:
         """Forget a group; returns once that is committed."""
-        if group not in self.delivery:
+        if self._closed or group not in self.delivery:
             return
         pending = self.append_control(Kind.GROUP_END, b"", group)
         self.delivery.pop(group, None)
@@ -473,6 +473,8 @@ class Partition:
     def close(self) -> None:
         """Refuse new work, write what waits, save the fold, close the files."""
         self._closed = True
+        for event in self._browsers:
+            event.set()
         self._writer.wait_idle()
         self.save_state()
         self.host.cache.drop(self._cache_key)

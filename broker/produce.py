@@ -77,7 +77,7 @@ def produce(
     results: list[Produced | PortalMQError | None] = [None] * len(records)
     _submit_all(shares, results, acks, Stamp(producer.id, producer.epoch, producer.sequence) if producer else None)
     for share in shares.values():
-        _collect(share, results)
+        _collect(share, results, acks)
     return _unless_all_failed([result for result in results if result is not None])
 
 
@@ -170,9 +170,12 @@ def _submit_all(
         applied = True
 
 
-def _collect(share: _Share, results: list[Produced | PortalMQError | None]) -> None:
+def _collect(share: _Share, results: list[Produced | PortalMQError | None], acks: Acks) -> None:
     number = share.partition.number
     for index, offset, timestamp_ms in share.known:
+        if acks == "none":
+            results[index] = Produced(number, -1, 0)
+            continue
         share.partition.wait_committed(offset)
         results[index] = Produced(number, offset, timestamp_ms)
     if share.pending is None:

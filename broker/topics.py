@@ -145,6 +145,10 @@ class Topics:
             raise TopicNotFound(f"there is no topic {name!r}: create it with PUT {wire.topic_path(name)}")
         return topic
 
+    def holds(self, topic: Topic) -> bool:
+        """Whether this very topic is still there, and not another one of its name."""
+        return self._topics.get(topic.name) is topic
+
     def get_or_create(self, name: str) -> Topic:
         """The topic; made with one partition when it is missing and the cluster allows that."""
         topic = self._topics.get(name)

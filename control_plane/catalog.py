@@ -273,10 +273,10 @@ class Catalog:
             path = state.group_path(wire.check_name(name, "group"))
             held = self._read(path, GroupState)
             if held is None:
-                group = GroupState(name, _patched(wire.GroupConfig(), patch))
+                group = GroupState(name, _patched(wire.GroupConfig(), patch), self._unique())
                 self.plane.commit(Create(path, state.encode(group)))
                 return group, True
-            group = GroupState(name, _patched(held.value.config, patch))
+            group = msgspec.structs.replace(held.value, config=_patched(held.value.config, patch))
             if group.config.mode != held.value.config.mode:
                 raise GroupModeMismatch(
                     f"group {name!r} works in {held.value.config.mode} mode and keeps it: "

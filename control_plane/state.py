@@ -116,8 +116,11 @@ class Tombstone(msgspec.Struct, frozen=True):
 
 
 class GroupState(msgspec.Struct, frozen=True):
+    """`group_id` tells a group from an older one of the same name: a receipt of that one is worth nothing here."""
+
     name: str
     config: GroupConfig
+    group_id: str = ""
 
 
 class ProducerIds(msgspec.Struct, frozen=True):

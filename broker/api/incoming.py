@@ -10,6 +10,7 @@ A batch is checked whole before anything of it reaches the domain; what is wrong
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Annotated, Any
@@ -56,7 +57,12 @@ class _PlainBatch(msgspec.Struct, forbid_unknown_fields=True):
     producer: wire.ProducerStamp | None = None
 
 
+# Whoever writes a message's headers into HTTP, or a log, must find no line break in them.
+_header_name = re.compile(r"[^\s:\x00-\x1f\x7f-\x9f]+\Z").match
+_control_character = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]").search
+
 _headers_of = attrgetter("headers")
+_type_of = attrgetter("content_type")
 _decode_plain = msgspec.msgpack.Decoder(_PlainBatch).decode
 _decode_raw_json = msgspec.json.Decoder(msgspec.Raw).decode
 _decode_text = msgspec.json.Decoder(str).decode
@@ -87,6 +93,8 @@ def _from_msgpack(body: bytes) -> Incoming:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return _from_any_msgpack(body)
     messages = plain.messages
+    for content_type in set(map(_type_of, messages)):
+        _checked_type(content_type, "the batch")
     if any(map(_headers_of, messages)):
         records = [
             Record(message.value, message.content_type, message.key, _checked_headers(message.headers, index))
@@ -308,8 +316,15 @@ def _checked_headers(headers: dict[str, str] | None, index: int | None) -> dict[
     if len(headers) > wire.HEADERS_MAX:
         raise InvalidRequest(f"{where} has {len(headers)} headers, the limit is {wire.HEADERS_MAX}")
     lowered = {name.lower(): value for name, value in headers.items()}
-    if len(lowered) < len(headers) or "" in lowered:
+    if len(lowered) < len(headers):
         raise InvalidRequest(f"the headers of {where} need names that differ in more than upper and lower case")
+    for name, value in lowered.items():
+        if not _header_name(name):
+            raise InvalidRequest(
+                f"{name[:100]!r} of {where} cannot name a header: no spaces, colons, control characters"
+            )
+        if _control_character(value):
+            raise InvalidRequest(f"the header {name[:100]!r} of {where} has a control character or line break in it")
     size = sum([len(name.encode("utf-8")) + len(value.encode("utf-8")) for name, value in lowered.items()])
     if size > wire.HEADER_BYTES_MAX:
         raise InvalidRequest(f"the headers of {where} have {size} bytes, the limit is {wire.HEADER_BYTES_MAX}")

@@ -30,6 +30,8 @@ log = logging.getLogger("portalmq.api")
 
 RETRY_AFTER_STATUSES = frozenset({429, 503})
 RETRY_AFTER_DEFAULT_S = 1.0
+# A detail may quote what the client sent: a megabyte of that helps nobody.
+DETAIL_LENGTH_MAX = 1_000
 
 # What werkzeug and Flask refuse by themselves, as the errors of our contract.
 _BY_STATUS: dict[int, type[PortalMQError]] = {
@@ -66,7 +68,10 @@ def of(error: PortalMQError) -> Answer:
         headers = (("Retry-After", str(max(1, math.ceil(wait_s)))),)
     if isinstance(error, Unauthorized):
         headers = (("WWW-Authenticate", 'Bearer realm="portalmq"'),)
-    return Answer(msgspec.json.encode(error.problem()), error.status, wire.PROBLEM, headers)
+    problem = error.problem()
+    if len(error.detail) > DETAIL_LENGTH_MAX:
+        problem["detail"] = error.detail[:DETAIL_LENGTH_MAX] + "…"
+    return Answer(msgspec.json.encode(problem), error.status, wire.PROBLEM, headers)
 
 
 def answer_http(fault: HTTPException) -> Response:

@@ -8,9 +8,7 @@ from typing import Any
 from werkzeug.datastructures import MultiDict
 
 from portalmq.errors import InvalidRequest
-
-# Above this a number is no offset of ours, and not every JSON reader keeps it exact.
-INTEGER_MAX = 2**53 - 1
+from portalmq.wire import INTEGER_MAX
 
 
 class Query:
@@ -46,9 +44,12 @@ class Query:
         text = self._arguments.get(name)
         if text is None:
             return None
+        stamp = text.upper()  # RFC 3339 allows T and Z in either case
         try:
             # a "+" that was not percent-encoded arrives as a space
-            moment = datetime.fromisoformat(text.replace(" ", "+") if text.count(" ") == 1 and "T" in text else text)
+            moment = datetime.fromisoformat(
+                stamp.replace(" ", "+") if stamp.count(" ") == 1 and "T" in stamp else stamp
+            )
         except ValueError:
             raise InvalidRequest(f"{name} is {text[:100]!r}, but must be a time as 2026-01-31T12:00:00Z") from None
         if moment.tzinfo is None:

@@ -8,7 +8,8 @@ consumer can thus make up the receipts of its own lease, and of no other.
     | topic  | partition| first | count | delivery | leader| MAC | nth  |
     | tag    | u16      | u64   | u32   | u32      | epoch |     | u24  |
 
-The MAC is keyed BLAKE2b (RFC 7693) over the topic's id, the group, its id and the fields before it; the key is the cluster's.
+The MAC is keyed BLAKE2b (RFC 7693) over the topic's id, the group, its id and the fields before it; the key is the
+cluster's.
 The group is not in the text: a receipt shown to another group simply fails its check.
 """
 

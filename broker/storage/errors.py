@@ -1,4 +1,4 @@
-"""What the disk can do to us, in five classes.
+"""What the disk can do to us, in five classes, and the one that is nobody's fault.
 
     StorageError
     |-- StorageFault    an I/O error or a damaged file: the outcome is unknown; answer so, and end the process
@@ -6,6 +6,9 @@
     |-- CorruptBatch    a batch does not match its checksum: never serve it
     |-- OffsetPurged    the offset is below the log's start
     `-- WrongLog        the file belongs to another log, or has a schema that this version does not know
+
+    Unavailable
+    `-- LogClosed       the topic was deleted, or the broker ends, while somebody still had the log in hand
 
 A fault is never retried: after a failed fsync Linux may call the next one a success although the data is lost, and a
 COMMIT that raised may still be found on disk after a restart.
@@ -19,6 +22,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import apsw
+
+from portalmq.errors import Unavailable
 
 
 class StorageError(Exception):
@@ -54,6 +59,13 @@ class OffsetPurged(StorageError):
 
 class WrongLog(StorageError):
     """The file on disk is not part of the log that was to be opened."""
+
+
+class LogClosed(Unavailable):
+    """The log was closed for good. A caller who repeats the request learns why."""
+
+    def __init__(self) -> None:
+        super().__init__("the partition was closed meanwhile: repeat the request", retry_after_s=0.5)
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from portalmq.broker.storage.batch import Batch, Kind
-from portalmq.broker.storage.errors import DiskFull, StorageFault, faults_of
+from portalmq.broker.storage.errors import DiskFull, LogClosed, StorageFault, faults_of
 from portalmq.broker.storage.files import make_directory, sync_directory
 from portalmq.broker.storage.manifest import SealedSegment, entry_of, read_manifest, write_manifest
 from portalmq.broker.storage.reading import ReadableLog
@@ -111,7 +111,7 @@ class Log(ReadableLog):
 
     def _check_usable(self) -> None:
         if self._closed:
-            raise RuntimeError(f"the log {self.directory} is closed")
+            raise LogClosed
         if self._fault is not None:
             raise StorageFault(f"{self.directory} had a fault before: {self._fault}; restart the broker")
 
@@ -324,7 +324,7 @@ class Log(ReadableLog):
         """The turn to read."""
         while True:
             if self._closed:
-                raise RuntimeError(f"the log {self.directory} is closed")
+                raise LogClosed
             if self._parked:
                 with self._writing:
                     if self._parked:

@@ -74,6 +74,8 @@ def test_what_cannot_be_a_name_is_refused(fixture, name):
     "config",
     [
         {"retention_ms": 0},
+        {"retention_ms": 2**53},
+        {"dedup_window_ms": 2**64},
         {"retention_ms": "long"},
         {"colour": "red"},
         {"segment_bytes": 1},
@@ -500,3 +502,30 @@ def test_an_idle_partition_closes_its_files_and_opens_them_again(fixture):
     assert texts(page(fixture).messages) == ["a"]
     send(fixture, "b")
     assert texts(page(fixture).messages) == ["a", "b"]
+
+
+def test_a_browse_that_waits_on_a_topic_hears_of_its_deletion(fixture):
+    send(fixture, "a")
+    waiting = gevent.spawn(page, fixture, position="latest", wait_ms=60_000)
+    gevent.sleep(0)
+    fixture.broker.delete_topic("t")
+    waiting.join(timeout=5)
+    assert isinstance(waiting.exception, TopicNotFound)
+
+
+def test_reading_a_whole_queue_ends_with_an_error_when_the_topic_is_deleted(fixture):
+    fixture.broker.create_topic("t", wire.CreateTopic(partitions=2))
+    for partition in (0, 1):
+        send(fixture, "a", partition=partition)
+    messages = fixture.broker.read_all("t", None)
+    assert next(messages).partition == 0
+    fixture.broker.delete_topic("t")
+    with pytest.raises(Unavailable):
+        list(messages)
+    assert fixture.faults == []
+
+
+def test_acks_none_gives_no_offset_to_a_repeat_either(fixture):
+    for _ in range(2):
+        (result,) = send(fixture, "a", acks="none", idempotency_key="k")
+        assert result.offset == -1

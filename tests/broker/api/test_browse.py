@@ -105,6 +105,7 @@ def test_places_are_handed_to_the_domain(client, domain, log):
         ("?at=1970-01-01T00:00:01.500Z", None, None, 1500),
         ("?at=1970-01-01T01:00:00%2B01:00", None, None, 0),
         ("?at=1970-01-01T01:00:00+01:00", None, None, 0),
+        ("?at=1970-01-01t00:00:00z", None, None, 0),
     ]:
         assert client.get(URL + query).status_code == 200
         call = domain.last("browse")

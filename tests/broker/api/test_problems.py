@@ -19,6 +19,12 @@ def test_every_error_of_the_contract_becomes_its_problem(client, domain, problem
     assert ("Retry-After" in answer.headers) == (cls.status in (429, 503))
 
 
+def test_a_detail_that_quotes_a_megabyte_is_cut(client, domain, problem_of):
+    domain.refuse = errors.InvalidRequest("x" * 1_000_000)
+    problem = problem_of(client.get("/v1/topics/t"), 400, "invalid_request")
+    assert len(problem["detail"]) < 2_000
+
+
 def test_retry_after_is_whole_seconds_rounded_up(client, domain):
     domain.refuse = errors.Backpressure("slow down", retry_after_s=1.2)
     assert client.get("/v1/topics/t").headers["Retry-After"] == "2"

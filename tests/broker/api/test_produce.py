@@ -181,10 +181,16 @@ WRONG_JSON_MESSAGES = [
     {"value": 1, "headers": {"a": 1}},
     {"value": 1, "headers": {"a": "1", "A": "2"}},
     {"value": 1, "headers": {"": "x"}},
+    {"value": 1, "headers": {"bad\nname": "x"}},
+    {"value": 1, "headers": {"a: b\r\nc": "x"}},
+    {"value": 1, "headers": {"a b": "x"}},
+    {"value": 1, "headers": {"a": "x\r\nb: y"}},
+    {"value": 1, "headers": {"a": "\x00"}},
     {"value": 1, "headers": {f"h{n}": "x" for n in range(65)}},
     {"value": 1, "headers": {"h": "x" * 9000}},
     {"value": 1, "partition": -1},
     {"value": 1, "partition": "0"},
+    {"value": 1, "partition": 2**63},
     {"value": 1, "delay_ms": 5},
     {"value": 1, "deliver_at_ms": 5},
     {"value": 1, "ttl_ms": 5},
@@ -192,6 +198,7 @@ WRONG_JSON_MESSAGES = [
     {"value": 1, "priority": 32},
     {"value": 1, "priority": -1},
     {"value": 1, "content_type": ""},
+    {"value": 1, "content_type": "text/plain\r\na: b"},
     {"value": 1, "content_type": "x" * 300},
     {"value": 1, "valeu": 2},
 ]
@@ -295,6 +302,34 @@ def test_the_short_way_and_the_long_way_store_the_same(client, domain):
 def test_a_messagepack_batch_is_checked_as_a_json_batch_is(client, domain, problem_of, wrong):
     messages = [{"value": b"x", "content_type": BYTES}, wrong]
     problem_of(post_pack(client, {"messages": messages}), 400, "invalid_request")
+    assert domain.logs == {}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"headers": {"bad\nname": "x"}},
+        {"headers": {"a": "x\r\nb: y"}},
+        {"content_type": "text/plain\r\na: b"},
+    ],
+)
+def test_a_batch_of_bytes_is_checked_for_line_breaks_too(client, domain, problem_of, wrong):
+    problem_of(post_pack(client, {"messages": [{"value": b"x"}, {"value": b"x", **wrong}]}), 400, "invalid_request")
+    assert domain.logs == {}
+
+
+def test_header_values_may_be_empty_and_of_any_language(client, domain):
+    headers = {"city": "Zürich ❄", "empty": "", "tab": "a\tb", "größe": "5"}
+    assert post_json(client, {"messages": [{"value": 1, "headers": headers}]}).status_code == 200
+    assert stored(domain)[0].headers == headers
+
+
+@pytest.mark.parametrize("field", ["id", "epoch", "sequence"])
+@pytest.mark.parametrize("number", [2**53, 2**63, 2**64 - 1, -1])
+@pytest.mark.parametrize("post", [post_json, post_pack])
+def test_a_producers_numbers_are_whole_numbers_that_every_reader_keeps(client, domain, problem_of, post, field, number):
+    stamp = {"id": 1, "epoch": 0, "sequence": 0, field: number}
+    problem_of(post(client, {"messages": [{"value": 1}], "producer": stamp}), 400, "invalid_request")
     assert domain.logs == {}
 
 

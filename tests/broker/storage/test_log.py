@@ -8,7 +8,7 @@ import pytest
 from support.log_files import Writer, everything, numbered, open_log, three_segments
 
 from portalmq.broker.storage.batch import Kind, Record
-from portalmq.broker.storage.errors import CorruptBatch, DiskFull, OffsetPurged, StorageFault
+from portalmq.broker.storage.errors import CorruptBatch, DiskFull, LogClosed, OffsetPurged, StorageFault
 
 
 def offsets(batches):
@@ -113,9 +113,9 @@ def test_a_closed_log_says_so(tmp_path):
     log = open_log(tmp_path)
     log.close()
     log.close()
-    with pytest.raises(RuntimeError, match="closed"):
+    with pytest.raises(LogClosed):
         log.read(0)
-    with pytest.raises(RuntimeError, match="closed"):
+    with pytest.raises(LogClosed):
         log.roll()
 
 
