@@ -80,7 +80,7 @@ def _produce_rate(url: str, topic: str, messages: int, batch_messages: int, *, g
 
 
 def _receive_rate(url: str, topic: str, messages: int, consumers: int = 4) -> float:
-    """Queue mode: messages a second received in batches of 100 and acked, each batch durably before the next is given."""
+    """Queue mode: messages a second received in batches of 100 and acked, a batch durably before the next is given."""
     counts = [0] * consumers
     failures: list[BaseException] = []
 
