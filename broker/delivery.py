@@ -25,6 +25,7 @@ from portalmq.broker.core.records import Ack, Extend, Grant, GroupStart, Nack, r
 from portalmq.broker.partition import Partition
 from portalmq.broker.reader import Piece
 from portalmq.broker.storage.batch import Record
+from portalmq.broker.writer import Pending
 from portalmq.errors import Backpressure
 from portalmq.wire import GroupConfig
 
@@ -169,12 +170,12 @@ class GroupPartition:
 
     # --- receive -----------------------------------------------------------------------------------------------------
 
-    def start_at(self, start: str) -> None:
-        """Begin on this partition, durably: the place is fixed by the group's first use."""
+    def start_at(self, start: str) -> Pending:
+        """Begin on this partition: the place is fixed by the group's first use. What to wait on until it is durable."""
         earliest = self.partition.log.log_start_offset
         offset = earliest if start == "earliest" else self.partition.high_watermark
         record = GroupStart(offset, self._clock.now_ms())
-        self.partition.append_group_record(self.group, record).wait()
+        return self.partition.append_group_record(self.group, record)
 
     def take(self, options: ReceiveOptions) -> list[Delivered]:
         """Lease what is there, at most `max_messages`."""

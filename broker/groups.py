@@ -15,6 +15,7 @@ from portalmq.broker.core.receipts import HEAD_LENGTH, Lease, ReceiptBook, offse
 from portalmq.broker.delivery import Delivered, GroupPartition, ParkingLot, Peer, ReceiveOptions, Shown, receive
 from portalmq.broker.partition import Partition
 from portalmq.broker.topics import Topic, Topics
+from portalmq.broker.writer import Pending
 from portalmq.control_plane.catalog import Catalog
 from portalmq.control_plane.state import GroupState
 from portalmq.errors import Backpressure, GroupNotFound, InvalidRequest, Unavailable
@@ -71,9 +72,13 @@ class Groups:
         self.config(name)
         self._ending.add(name)
         try:
+            ends = []
             for key, group in [(key, group) for key, group in self._attached.items() if key[0] == name]:
                 self._detach(key)
-                group.partition.end_group(name)
+                ends.append(group.partition.end_group(name))
+            for end in ends:
+                if end is not None:
+                    end.wait()
             self._catalog.delete_group(name)
             del self._states[name]
             for book_key in [key for key in self._books if key[0] == name]:
@@ -118,15 +123,18 @@ class Groups:
         Raises Unavailable when the group or the topic is deleted while that goes on.
         """
         known = any(group in partition.delivery for partition in topic.partitions)
+        self._check_same(state)
+        if not self._topics.holds(topic):
+            raise Unavailable(f"topic {topic.name!r} was deleted meanwhile: repeat the request", retry_after_s=0.1)
         attached: list[GroupPartition] = []
+        starts: list[Pending] = []
         for partition in topic.partitions:
-            self._check_same(state)
-            if not self._topics.holds(topic):
-                raise Unavailable(f"topic {topic.name!r} was deleted meanwhile: repeat the request", retry_after_s=0.1)
             there = self._attached.get((group, topic.name, partition.number)) or self._attach(topic, partition, group)
             if group not in partition.delivery:
-                there.start_at("earliest" if known else state.config.start)
+                starts.append(there.start_at("earliest" if known else state.config.start))
             attached.append(there)
+        for start in starts:
+            start.wait()
         return attached
 
     def on_partitions(self, group: str) -> list[GroupPartition]:

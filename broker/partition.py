@@ -366,13 +366,13 @@ class Partition:
         for delivery in self.delivery.values():
             delivery.purge(upto)
 
-    def end_group(self, group: str) -> None:
-        """Forget a group; returns once that is committed."""
+    def end_group(self, group: str) -> Pending | None:
+        """Forget a group; what to wait on until that is committed."""
         if self._closed or group not in self.delivery:
-            return
+            return None
         pending = self.append_control(Kind.GROUP_END, b"", group)
         self.delivery.pop(group, None)
-        pending.wait()
+        return pending
 
     # --- reading -----------------------------------------------------------------------------------------------------
 
@@ -478,5 +478,5 @@ class Partition:
         self._writer.wait_idle()
         self.save_state()
         self.host.cache.drop(self._cache_key)
-        self.log.close()
+        self.host.pool.apply(self.log.close)  # it writes: a thousand partitions would hold the hub for seconds
         self._state_file.close()
