@@ -428,11 +428,8 @@ class Partition:
         if not self.changed or self.replica.next_offset != self.replica.high_watermark:
             return
         self.changed = False
-        try:
-            self.host.pool.apply(
-                self._state_file.save, (self.snapshot(), self.high_watermark, self.log.messages_before)
-            )
-        except DiskFull:
+        state = (self.snapshot(), self.high_watermark, self.log.messages_before)
+        if not self.host.pool.apply(_save, (self._state_file, *state)):
             self.changed = True
 
     def purge(self, upto: int | None) -> None:
@@ -480,3 +477,14 @@ class Partition:
         self.host.cache.drop(self._cache_key)
         self.host.pool.apply(self.log.close)  # it writes: a thousand partitions would hold the hub for seconds
         self._state_file.close()
+
+
+def _save(
+    state_file: StateFile, fold: PartitionFold, high_watermark: int, messages_before: Callable[[int], int]
+) -> bool:
+    """On a native thread: whether there was room. It is answered and not raised, as gevent would print it."""
+    try:
+        state_file.save(fold, high_watermark, messages_before)
+    except DiskFull:
+        return False
+    return True

@@ -1,0 +1,29 @@
+"""A disk that is nearly full: produce is refused before SQLite meets the end, and consuming goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.broker_process import BrokerProcess
+
+from portalmq import Consumer, Producer, StorageFull
+
+pytestmark = pytest.mark.cluster
+
+
+def test_a_nearly_full_disk_refuses_new_messages_and_keeps_serving_the_old_ones(tmp_path: Path):
+    with BrokerProcess(tmp_path) as broker, Producer(broker.url) as producer:
+        producer.send("t", "kept").result(timeout=10)
+    low_water = ("--disk-low-water-bytes", str(1 << 60))
+    with BrokerProcess(tmp_path, *low_water) as broker:
+        with Producer(broker.url, delivery_timeout_s=1) as producer, pytest.raises(StorageFull) as caught:
+            producer.send("t", "refused").result(timeout=10)
+        assert (caught.value.status, caught.value.outcome, caught.value.retryable) == (507, "not_applied", True)
+        with Consumer("t", group="g", bootstrap=broker.url, idle_timeout_s=0.2) as consumer:
+            assert [message.text for message in consumer] == ["kept"]
+        assert broker.request("GET", "/healthz").json()["disk_full"] is True
+    with BrokerProcess(tmp_path) as broker, Producer(broker.url) as producer:
+        producer.send("t", "after").result(timeout=10)
+        with Consumer("t", group="g", bootstrap=broker.url, idle_timeout_s=0.2) as consumer:
+            assert [message.text for message in consumer] == ["after"]
