@@ -99,6 +99,7 @@ class Broker:
         )
         self.groups = Groups(catalog, self.topics, self.clock, catalog.receipt_key(), config.parked_receives_max)
         self.topics.on_removed = self._topic_removed
+        self.topics.on_grown = self.groups.end_waits
         self.groups.on_acked = metrics.acked
 
     # --- life --------------------------------------------------------------------------------------------------------

@@ -119,6 +119,9 @@ class GroupPartition:
     def detach(self) -> None:
         self.partition.on_readable.remove(self.notify)
         self._disarm()
+        self.end_waits()
+
+    def end_waits(self) -> None:
         for waiter in tuple(self._sleepers):
             waiter.cancel()
 

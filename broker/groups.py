@@ -111,6 +111,12 @@ class Groups:
         if attached is not None:  # the group and its topic may be deleted at the same time
             attached.detach()
 
+    def end_waits(self, topic: Topic) -> None:
+        """Who sleeps on the partitions there were would not hear of a message in a new one: let them ask again."""
+        for key, attached in self._attached.items():
+            if key[1] == topic.name:
+                attached.end_waits()
+
     def forget_topic(self, topic: Topic) -> None:
         for key in [key for key in self._attached if key[1] == topic.name]:
             self._detach(key)

@@ -57,7 +57,7 @@ class Topic:
 
 
 class Topics:
-    """All topics. `on_removed` hears of a topic before its files go."""
+    """All topics. `on_removed` hears of a topic before its files go, `on_grown` when it has more partitions."""
 
     def __init__(
         self,
@@ -79,6 +79,7 @@ class Topics:
         self._topics: dict[str, Topic] = {}
         self._changing = BoundedSemaphore()
         self.on_removed: Callable[[Topic], None] = lambda topic: None
+        self.on_grown: Callable[[Topic], None] = lambda topic: None
 
     def __iter__(self) -> Iterator[Topic]:
         return iter(tuple(self._topics.values()))
@@ -187,8 +188,10 @@ class Topics:
 
     def _alter(self, topic: Topic, request: wire.AlterTopic) -> Topic:
         state = self._catalog.alter_topic(topic.name, request, brokers=self._catalog.brokers())
-        config = state.config
+        config, before = state.config, len(topic.partitions)
         topic.partitions, topic.state = self._opened(state, topic.partitions), state
+        if len(topic.partitions) > before:
+            self.on_grown(topic)
         for partition in topic.partitions:
             partition.dedup_window_ms = config.dedup_window_ms
             partition.log.segment_bytes = config.segment_bytes

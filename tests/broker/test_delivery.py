@@ -452,3 +452,15 @@ def test_a_first_receive_that_meets_a_deletion_leaves_nothing_behind(fixture, de
     send(fixture, "new")
     assert texts(receive(fixture)) == ["new"]
     assert fixture.broker.describe_group("g").in_flight == 1
+
+
+def test_a_sleeper_does_not_oversleep_a_message_in_a_partition_that_was_added(fixture):
+    fixture.broker.create_topic("t", wire.CreateTopic())
+    asleep = gevent.spawn(receive, fixture, wait_ms=60_000)
+    gevent.sleep(0.01)
+    fixture.broker.alter_topic("t", wire.AlterTopic(config={"retention_ms": 5_000}))
+    assert not asleep.ready()
+    fixture.broker.alter_topic("t", wire.AlterTopic(partitions=2))
+    assert asleep.get(timeout=5) == []  # and asks again
+    send(fixture, "a", partition=1)
+    assert texts(receive(fixture)) == ["a"]
