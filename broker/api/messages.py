@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from itertools import islice
 from typing import Any
 
@@ -70,35 +71,40 @@ def _tail(room: Room, topic: str, partition: int, start: dict[str, Any]) -> Resp
     page = room.domain.browse(topic, partition, **start, limit=BROWSE_MESSAGES, wait_ms=0, peer=peer)
 
     def events(page: Any) -> Iterator[bytes]:
-        with room.parked(TAIL_COMMENT_MS):
-            yield b"retry: %d\n\n" % TAIL_RETRY_MS
-            while True:
-                if page.messages:
-                    yield b"".join(map(outgoing.server_sent_event, page.messages))
-                elif not room.domain.ready or (peer is not None and peer.gone()):
-                    return
-                else:
-                    yield b": still here\n\n"
-                try:
-                    page = room.domain.browse(
-                        topic,
-                        partition,
-                        offset=page.next_offset,
-                        position=None,
-                        at_ms=None,
-                        limit=BROWSE_MESSAGES,
-                        wait_ms=TAIL_COMMENT_MS,
-                        peer=peer,
-                    )
-                except Unavailable:
-                    return  # draining: the client resumes elsewhere, from its last event's id
-                except PortalMQError as error:
-                    yield b"event: error\ndata: %s\n\n" % _encode_json(error.problem())
-                    return
+        yield b"retry: %d\n\n" % TAIL_RETRY_MS
+        while True:
+            if page.messages:
+                yield b"".join(map(outgoing.server_sent_event, page.messages))
+            elif not room.domain.ready or (peer is not None and peer.gone()):
+                return
+            else:
+                yield b": still here\n\n"
+            try:
+                page = room.domain.browse(
+                    topic,
+                    partition,
+                    offset=page.next_offset,
+                    position=None,
+                    at_ms=None,
+                    limit=BROWSE_MESSAGES,
+                    wait_ms=TAIL_COMMENT_MS,
+                    peer=peer,
+                )
+            except Unavailable:
+                return  # draining: the client resumes elsewhere, from its last event's id
+            except PortalMQError as error:
+                yield b"event: error\ndata: %s\n\n" % _encode_json(error.problem())
+                return
 
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-    body: Any = b"" if request.method == "HEAD" else events(page)
-    return Response(body, content_type=wire.EVENT_STREAM, headers=headers)
+    if request.method == "HEAD":
+        return Response(b"", content_type=wire.EVENT_STREAM, headers=headers)
+    # The place is taken before the answer begins, as a refusal can only be told then, and held until it is over.
+    place = ExitStack()
+    place.enter_context(room.parked(TAIL_COMMENT_MS))
+    response = Response(events(page), content_type=wire.EVENT_STREAM, headers=headers)
+    response.call_on_close(place.close)
+    return response
 
 
 def read_all(room: Room, topic: str) -> Response:
@@ -106,8 +112,8 @@ def read_all(room: Room, topic: str) -> Response:
     wire.check_name(topic, "topic")
     limit = query("limit").number("limit", least=1)
     if accepts(wire.NDJSON):
-        lines: Any = b"" if request.method == "HEAD" else _lines(room.domain.read_all(topic, limit))
-        return Response(lines, content_type=wire.NDJSON)
+        lines = _lines(room.domain.read_all(topic, limit))
+        return Response(b"" if request.method == "HEAD" else lines, content_type=wire.NDJSON)
     size = min(limit or wire.BROWSE_MESSAGES_MAX, wire.BROWSE_MESSAGES_MAX)
     messages = [outgoing.json_message(stored) for stored in islice(room.domain.read_all(topic, size + 1), size + 1)]
     return answer({"messages": messages[:size], "more": len(messages) > size})
