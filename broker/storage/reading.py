@@ -6,6 +6,7 @@ Of the sealed segments only the few that were read last are kept open.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +29,7 @@ class _Tail(NamedTuple):
     last_timestamp_ms: int
 
 
-class ReadableLog:
+class ReadableLog(ABC):
     """What can be asked of a log. Times are Unix ms."""
 
     def __init__(self, segments: Sequence[Segment]) -> None:
@@ -37,9 +38,9 @@ class ReadableLog:
         self._tail = self._tail_of_active()
         self._open_sealed: OrderedDict[int, Segment] = OrderedDict()
 
+    @abstractmethod
     def _read(self) -> AbstractContextManager[None]:
         """The turn to read, with the files open."""
-        raise NotImplementedError
 
     # --- what is known without reading --------------------------------------------------------------------------
 
