@@ -110,6 +110,7 @@ class GroupPartition:
         self._sleepers: dict[Waiter, None] = {}
         self._timer: gevent.Greenlet | None = None
         self._timer_at_ms = 0
+        self._detached = False
         partition.on_readable.append(self.notify)
 
     @property
@@ -117,6 +118,7 @@ class GroupPartition:
         return self.partition.delivery[self.group]
 
     def detach(self) -> None:
+        self._detached = True
         self.partition.on_readable.remove(self.notify)
         self._disarm()
         self.end_waits()
@@ -128,6 +130,9 @@ class GroupPartition:
     # --- sleeping and waking -----------------------------------------------------------------------------------------
 
     def park(self, waiter: Waiter) -> None:
+        if self._detached:  # the group or the topic was deleted on the way here: nobody would wake it
+            waiter.cancel()
+            return
         self._sleepers[waiter] = None
         self._arm()
 
@@ -147,7 +152,7 @@ class GroupPartition:
 
     def has_messages(self) -> bool:
         delivery = self.partition.delivery.get(self.group)
-        if delivery is None:
+        if delivery is None or self._detached:
             return False
         return delivery.may_take_fresh(self.partition.readable_end) or delivery.has_returned(self._clock.now_ms())
 
@@ -247,9 +252,14 @@ class GroupPartition:
             unfinished += more
         ranges = ranges_of(unfinished + self._holes_below(unfinished))
         if not ranges:
-            return verdicts, _no_wait
+            return verdicts, self._wait_for_appended()
         pending = self.partition.append_group_record(self.group, Ack(ranges, now_ms))
         return verdicts, pending.wait
+
+    def _wait_for_appended(self) -> Callable[[], None]:
+        """What is done already may be so by a record that is still on its way to the disk."""
+        last = self.partition.replica.next_offset - 1
+        return lambda: self.partition.wait_committed(last)
 
     def _holes_below(self, offsets: list[int]) -> list[int]:
         """The places without a message between `next` and the last of `offsets`.

@@ -72,15 +72,18 @@ class Groups:
         self.config(name)
         self._ending.add(name)
         try:
-            ends = []
-            for key, group in [(key, group) for key, group in self._attached.items() if key[0] == name]:
-                self._detach(key)
-                ends.append(group.partition.end_group(name))
+            groups = self.on_partitions(name)
+            ends = [group.partition.end_group(name) for group in groups]
+            for group in groups:
+                group.end_waits()
             for end in ends:
                 if end is not None:
-                    end.wait()
+                    end.wait()  # a disk without room refuses: then the group stays, where it has not ended
             self._catalog.delete_group(name)
             del self._states[name]
+            self._turn.pop(name, None)
+            for key in [key for key in self._attached if key[0] == name]:
+                self._detach(key)
             for book_key in [key for key in self._books if key[0] == name]:
                 del self._books[book_key]
         finally:
@@ -261,8 +264,11 @@ class Groups:
             if found is None:
                 topic, book = self._book_of(name, tag_of(head), index)
                 lease = book.check(head)
+                attached = self._attached.get((name, topic.name, lease.partition))
+                if attached is None or name not in attached.partition.delivery:
+                    raise InvalidRequest(f"receipt {index} is of a partition where group {name!r} has ended")
                 found = by_head[head] = (lease, Shown(lease.delivery, [], []))
-                by_partition.setdefault(self._attached[name, topic.name, lease.partition], []).append(found[1])
+                by_partition.setdefault(attached, []).append(found[1])
             lease, shown = found
             shown.indexes.append(index)
             shown.offsets.append(offset_of(text, lease))

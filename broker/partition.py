@@ -137,8 +137,9 @@ class Partition:
         self._recovered_end = self._reader.last_message_end(self.log.end_offset)
 
     def _snapshot_to_start_from(self) -> tuple[PartitionFold, int]:
+        """The saved fold, unless it is ahead of the log, or so old that segments it needs have been dropped."""
         saved = self._state_file.load()
-        if saved is not None and saved[0].applied <= self.log.end_offset:
+        if saved is not None and self.log.base_offset <= saved[0].applied <= self.log.end_offset:
             return saved
         newest = self.log.newest_state()
         if newest is None:

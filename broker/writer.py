@@ -129,8 +129,8 @@ class Writer:
             while self._queue or self._log.checkpoint_due:
                 if self._queue:
                     self._write(self._next_transaction())
-                else:
-                    self._host.pool.apply(self._log.checkpoint)
+                elif not self._host.pool.apply(_checkpoint, (self._log,)):
+                    break
         except Exception as fault:  # whatever it is, those who wait would wait in vain
             self._host.storage_failed(fault)
             raise
@@ -166,6 +166,15 @@ class Writer:
             for pending, batch in zip(taken, batches, strict=True):
                 pending.batch = batch
             self._on_written(taken)
+
+
+def _checkpoint(log: Log) -> bool:
+    """On a native thread: whether there was room. If not, the write-ahead log keeps what it has."""
+    try:
+        log.checkpoint()
+    except DiskFull:
+        return False
+    return True
 
 
 def _commit(log: Log, batches: list[Batch]) -> tuple[list[Batch], float] | StorageError:

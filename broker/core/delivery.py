@@ -20,7 +20,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 
 import msgspec
 
@@ -30,6 +30,7 @@ from portalmq.broker.core.records import Ack, Extend, Grant, GroupRecord, GroupS
 EXPIRIES_BEFORE_ALONE = 2
 ATTEMPTS_MAX = 10_000
 OUTSTANDING_MAX = 100_000
+STALE_WAKEUPS_MAX = 1_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +148,14 @@ class GroupDelivery:
         insort(self._starts, span.start)
         self.outstanding += span.end - span.start
         heappush(self._wakeups, (span.available_at_ms, span.start))
+        if len(self._wakeups) > 2 * len(self._spans) + STALE_WAKEUPS_MAX:
+            self._drop_stale_wakeups()
+
+    def _drop_stale_wakeups(self) -> None:
+        """Acked leases would stay in the heap until they would have ended: twelve hours, perhaps."""
+        waiting = set(self._wakeups)
+        self._wakeups = [row for row in waiting if (span := self._spans.get(row[1])) and span.available_at_ms == row[0]]
+        heapify(self._wakeups)
 
     def _cut(self, start: int, end: int) -> list[SpanFold]:
         """Take [start, end) out of the spans and return the parts taken; what sticks out stays as it was."""

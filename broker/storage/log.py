@@ -16,7 +16,7 @@ side, on the two connections of the segment. No method switches greenlets.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from portalmq.broker.storage.batch import Batch, Kind
@@ -131,7 +131,8 @@ class Log(ReadableLog):
             active.append(batches)
             self._tail = self._tail_of_active()
             if active.wal_pages * PAGE_BYTES >= WAL_BYTES_MAX:
-                active.checkpoint()
+                with suppress(DiskFull), faults_of(self.directory):  # the batches are committed, whatever comes of this
+                    active.checkpoint()
 
     def _check_continues(self, batches: Sequence[Batch]) -> None:
         end_offset, messages, timestamp_ms = self._tail

@@ -35,6 +35,7 @@ from portalmq.broker.core.fold import GroupFold, PartitionFold, ProducerFold, Sp
 from portalmq.broker.storage.errors import faults_of
 from portalmq.broker.storage.files import make_directory
 from portalmq.broker.storage.schema import LogIdentity
+from portalmq.broker.storage.turn import Turn
 
 STATE_NAME = "state.sqlite"
 STATE_SCHEMA_VERSION = 1
@@ -135,12 +136,14 @@ class _Damaged(Exception):
 
 
 class StateFile:
-    """Saves and loads the fold of one partition. One caller at a time."""
+    """Saves and loads the fold of one partition. Callers on several threads wait for each other."""
 
     def __init__(self, directory: Path, *, identity: LogIdentity) -> None:
         self.path = directory / STATE_NAME
         self.identity = identity
         self._connection: apsw.Connection | None = None
+        self._turn = Turn()
+        self._closed = False
         # What the file holds of each group and producer, as hashes of their encoding.
         self._saved_groups: dict[str, bytes] = {}
         self._saved_producers: dict[int, bytes] = {}
@@ -168,14 +171,16 @@ class StateFile:
                 digest=_digest(encode_fold(fold)),
             )
 
-        self._transaction(write)
+        with self._turn:
+            if not self._closed:  # the topic was deleted, or the broker ends, while this waited for a thread
+                self._transaction(write)
 
     def load(self) -> tuple[PartitionFold, int] | None:
         """The fold and the high watermark as last saved. None when there is none, or it is damaged or another log's.
 
         Check `applied` against the log's end: a log that was truncated, or replaced, makes an older fold of it wrong.
         """
-        with faults_of(self.path):
+        with self._turn, faults_of(self.path):
             if not self.path.exists():
                 return None
             try:
@@ -187,9 +192,9 @@ class StateFile:
                 if _digest(encode_fold(fold)) != meta["digest"]:
                     raise _Damaged
             except (_Damaged, apsw.CorruptError, apsw.NotADBError, apsw.SQLError, KeyError, TypeError, ValueError):
-                self.close()
+                self._close()
                 return None
-        self._saved_groups, self._saved_producers = {}, {}
+            self._saved_groups, self._saved_producers = {}, {}
         return fold, meta["high_watermark"]
 
     def save_highest_epoch(self, leader_epoch: int) -> None:
@@ -198,24 +203,32 @@ class StateFile:
         def write(connection: apsw.Connection) -> None:
             self._put_meta(connection, highest_leader_epoch=max(leader_epoch, _highest_epoch(connection)))
 
-        self._transaction(write, durable=True)
+        with self._turn:
+            self._transaction(write, durable=True)
 
     def highest_epoch(self) -> int:
         """The highest leader epoch that was saved, -1 when there is none."""
-        with faults_of(self.path):
+        with self._turn, faults_of(self.path):
             if not self.path.exists():
                 return -1
             try:
                 return _highest_epoch(self._open())
             except (_Damaged, apsw.CorruptError, apsw.NotADBError, apsw.SQLError):
-                self.close()
+                self._close()
                 return -1
 
     def park(self) -> None:
         """Closes the file until it is used again."""
-        self.close()
+        with self._turn:
+            self._close()
 
     def close(self) -> None:
+        """Closes the file for good: a save that comes later does nothing."""
+        with self._turn:
+            self._closed = True
+            self._close()
+
+    def _close(self) -> None:
         if self._connection is not None:
             connection, self._connection = self._connection, None
             with contextlib.suppress(apsw.Error):  # a cache: what a close could not flush is rebuilt
@@ -273,7 +286,7 @@ class StateFile:
         connection.execute("COMMIT")
 
     def _start_over(self) -> None:
-        self.close()
+        self._close()
         for suffix in ("", "-wal", "-shm", "-journal"):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(f"{self.path}{suffix}")

@@ -140,7 +140,7 @@ def test_another_logs_state_is_not_loaded_and_is_replaced(tmp_path):
 def test_a_damaged_file_is_not_loaded_and_is_replaced(tmp_path, damage):
     state = StateFile(tmp_path, identity=IDENTITY)
     state.save(fold_of_two_groups(), 95)
-    state.close()
+    state.park()
     (tmp_path / "state.sqlite").write_bytes(damage)
     assert state.load() is None
     assert state.highest_epoch() == -1
@@ -160,7 +160,7 @@ def test_a_damaged_file_is_not_loaded_and_is_replaced(tmp_path, damage):
 def test_a_state_that_does_not_add_up_is_not_loaded(tmp_path, meddling):
     state = StateFile(tmp_path, identity=IDENTITY)
     state.save(fold_of_two_groups(), 95)
-    state.close()
+    state.park()
     connection = apsw.Connection(str(tmp_path / "state.sqlite"))
     connection.execute(meddling)
     connection.close()

@@ -1,0 +1,182 @@
+"""What must hold when something else goes wrong, or on, at the same time: full disks, held disks, kills, deletions."""
+
+from __future__ import annotations
+
+import shutil
+from _queue import SimpleQueue
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import gevent
+import pytest
+from support.domain import Fixture, HandClock, records, running
+
+from portalmq import wire
+from portalmq.broker.storage.errors import DiskFull
+from portalmq.broker.storage.segment import Segment
+from portalmq.errors import PortalMQError, StorageFull
+
+
+@pytest.fixture
+def fixture(tmp_path: Path) -> Iterator[Fixture]:
+    with running(tmp_path) as it:
+        yield it
+
+
+def send(fixture: Fixture, *values: str, **more):
+    return fixture.broker.produce("t", records(*values), None, acks=more.pop("acks", "all"), **more)
+
+
+def receive(fixture: Fixture, **more):
+    return fixture.broker.receive("g", wire.ReceiveRequest(["t"], **more), None)
+
+
+def texts(messages) -> list[str]:
+    return [message.record.value.decode() for message in messages]
+
+
+@contextmanager
+def held(monkeypatch: pytest.MonkeyPatch, owner: object, method: str) -> Iterator[Callable[[], None]]:
+    """Calls of `method`, on a native thread, do not begin before the answered function is called, or the block ends."""
+    gate: SimpleQueue[None] = SimpleQueue()
+    original = getattr(owner, method)
+
+    def waiting(*args, **more):
+        gate.get()
+        gate.put(None)
+        return original(*args, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, method, waiting)
+        try:
+            yield lambda: gate.put(None)
+        finally:
+            gate.put(None)
+
+
+def refuse(patch: pytest.MonkeyPatch, fixture: Fixture, number: int) -> None:
+    """From now on partition `number` of the topic meets a full disk that the guard did not see coming."""
+
+    def refused(batches) -> None:
+        raise DiskFull("no room")
+
+    patch.setattr(fixture.broker.topics.get("t").partition(number).log, "append", refused)
+
+
+def test_a_repeated_ack_is_answered_no_earlier_than_the_first(fixture, monkeypatch):
+    send(fixture, "a")
+    (message,) = receive(fixture)
+    partition = fixture.broker.topics.get("t").partition(0)
+    partition.wait_committed(partition.replica.next_offset - 1)
+    with held(monkeypatch, partition.log, "append") as release:
+        acks = [gevent.spawn(fixture.broker.ack, "g", [message.receipt]) for _ in range(2)]
+        gevent.joinall(acks, timeout=0.1)
+        assert not any(ack.ready() for ack in acks), "nothing of it is on disk"
+        release()
+        assert [ack.get(timeout=5) for ack in acks] == [[True], [True]]
+
+
+def test_a_checkpoint_without_room_does_not_call_refused_what_is_committed(fixture, monkeypatch):
+    send(fixture, "a")
+
+    def full(segment: Segment) -> None:
+        raise DiskFull("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Segment, "checkpoint", full)
+        patch.setattr("portalmq.broker.storage.log.WAL_BYTES_MAX", 1)
+        patch.setattr("portalmq.broker.storage.log.WAL_BYTES_DUE", 1)
+        send(fixture, "b")
+        gevent.sleep(0.05)
+    assert not fixture.faults
+    send(fixture, "c")
+    assert texts(receive(fixture, max_messages=10)) == ["a", "b", "c"]
+
+
+def test_a_saved_state_from_before_the_dropped_segments_is_not_used(tmp_path):
+    clock = HandClock()
+    kept = tmp_path / "kept"
+    with running(tmp_path / "data", clock) as fixture:
+        config = {"segment_bytes": 1024 * 1024, "retention_ms": 3_600_000}
+        fixture.broker.create_topic("t", wire.CreateTopic(config=config))
+        (partition,) = fixture.broker.topics.get("t").partitions
+        send(fixture, "first")
+        partition.save_state()
+        state_file = partition._state_file.path
+        partition._state_file.park()
+        shutil.copy(state_file, kept)
+        receive(fixture)  # the group begins in a segment that is going to be dropped
+        for _ in range(12):
+            send(fixture, *["x" * 20_000] * 20)
+        while messages := receive(fixture, max_messages=100):
+            fixture.broker.ack("g", [message.receipt for message in messages])
+        clock.advance(2 * 3_600_000)
+        send(fixture, *["x" * 20_000] * 20)
+        while messages := receive(fixture, max_messages=100):
+            fixture.broker.ack("g", [message.receipt for message in messages])
+        fixture.broker._retain()
+        assert partition.log.base_offset > 100
+    shutil.copy(kept, state_file)
+    with running(tmp_path / "data", clock) as after:
+        assert after.broker.describe_group("g").lag == 0
+        assert receive(after, max_messages=100) == []
+
+
+def test_a_deletion_that_the_disk_refuses_leaves_a_group_that_can_be_used_and_deleted(fixture, monkeypatch):
+    fixture.broker.create_topic("t", wire.CreateTopic(partitions=2))
+    for number in (0, 1):
+        send(fixture, f"{number}", partition=number)
+    messages = receive(fixture, max_messages=10)
+    fixture.broker.ack("g", [messages[0].receipt, messages[1].receipt])
+    for number in (0, 1):
+        send(fixture, f"{number}+", partition=number)
+    later = receive(fixture, max_messages=10)
+    with monkeypatch.context() as patch:
+        refuse(patch, fixture, 1)
+        with pytest.raises(StorageFull):
+            fixture.broker.delete_group("g")
+    for message in later:
+        try:
+            fixture.broker.ack("g", [message.receipt])
+        except PortalMQError:
+            assert message.partition == 0, "only there the group has ended"
+    fixture.broker.delete_group("g")
+    assert sorted(texts(receive(fixture, max_messages=10))) == ["0", "0+", "1", "1+"], "a new group begins anew"
+
+
+def test_a_topic_may_be_deleted_while_its_state_is_being_saved(fixture, monkeypatch):
+    send(fixture, "a")
+    (partition,) = fixture.broker.topics.get("t").partitions
+    directory = partition.log.directory
+    with held(monkeypatch, partition._state_file, "save") as release:
+        saving = gevent.spawn(partition.save_state)
+        gevent.sleep(0.01)
+        gevent.spawn_later(0.2, release)
+        fixture.broker.delete_topic("t")
+        saving.get(timeout=5)
+    assert not directory.exists(), "a save that came too late makes no files"
+
+
+def test_leases_that_were_acked_are_not_remembered_until_they_would_have_ended(fixture):
+    for _ in range(3_000):
+        send(fixture, "a", acks="none")
+    while messages := receive(fixture, max_messages=1, visibility_timeout_ms=12 * 3_600_000):
+        fixture.broker.groups._begin_ack("g", [messages[0].receipt])
+    assert len(fixture.broker.topics.get("t").partition(0).delivery["g"]._wakeups) < 1_500
+
+
+def test_a_receive_that_outlived_its_topic_does_not_sleep(fixture, monkeypatch):
+    send(fixture, "a")
+    (message,) = receive(fixture)
+    request = wire.ReceiveRequest(["t"], wait_ms=30_000, ack=[message.receipt])
+    log = fixture.broker.topics.get("t").partition(0).log
+    gevent.sleep(0.05)
+    with held(monkeypatch, log, "append") as release:
+        late = gevent.spawn(fixture.broker.ack_and_receive, "g", request, None)
+        gevent.sleep(0.01)
+        deleting = gevent.spawn(fixture.broker.delete_topic, "t")
+        gevent.sleep(0.01)
+        release()
+        gevent.joinall([late, deleting], timeout=5)
+    assert late.ready()
