@@ -73,7 +73,7 @@ class Message:
         self._leased_by().nack(self, delay_s=delay_s, reason=reason)
 
     def extend(self, visibility_timeout_s: float | None = None) -> None:
-        """Hold the lease for `visibility_timeout_s` seconds more from now (default: the group's)."""
+        """Hold the lease for `visibility_timeout_s` seconds from now (default: the consumer's)."""
         self._leased_by().extend(self, visibility_timeout_s)
 
     def _leased_by(self) -> Consumer:

@@ -32,7 +32,13 @@ def pack(
     priority: int,
     content_type: str | None,
 ) -> tuple[wire.PackMessage, int]:
-    """The message as it travels, and its size. Raises TypeError for a value that is no bytes, text or JSON."""
+    """The message as it travels, and its size. Raises TypeError for a value that is no bytes, text or JSON,
+    and for a key or header that is no text."""
+    if key is not None and not isinstance(key, str | bytes | bytearray | memoryview):
+        raise TypeError(f"key={key!r}: a key is text or bytes")
+    for name, text in headers.items() if headers else ():
+        if not isinstance(name, str) or not isinstance(text, str):
+            raise TypeError(f"header {name!r}: {text!r}: names and values of headers are text")
     natural: str | None = None
     if isinstance(value, bytes | bytearray | memoryview):
         payload = bytes(value)

@@ -60,6 +60,8 @@ Positive = Annotated[int, msgspec.Meta(ge=1, le=INTEGER_MAX)]
 
 def check_name(name: str, what: str) -> str:
     """`name` if it may name a topic, a group or a lock; raises InvalidRequest else."""
+    if not isinstance(name, str):
+        raise TypeError(f"a {what} is named by text, not by {name!r}")
     if not NAME.match(name) or name in {".", ".."}:
         raise InvalidRequest(
             f"{name[:200]!r} cannot name a {what}: 1 to 190 of the characters A-Z a-z 0-9 . _ - , and not '.' or '..'"

@@ -8,6 +8,7 @@ that was acknowledged is missing there.
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
@@ -34,6 +35,17 @@ def verdict(reading: dict[str, Any]) -> str:
     return "ok"
 
 
+def reading_of(message: Message) -> dict[str, Any] | None:
+    """The reading that a message carries; None when it is something else, which anybody may send to the topic."""
+    try:
+        reading = message.json()
+    except ValueError:
+        return None
+    if not isinstance(reading, dict) or not isinstance(reading.get("kind"), str) or "value" not in reading:
+        return None
+    return reading if isinstance(reading["value"], int | float | None) else None
+
+
 def line(message: Message, reading: dict[str, Any]) -> str:
     again = f" (delivery {message.delivery_count})" if message.delivery_count > 1 else ""
     value = reading.get("value")
@@ -44,9 +56,13 @@ def line(message: Message, reading: dict[str, Any]) -> str:
 def control(consumer: Consumer, ledger: Ledger, count: int | None) -> None:
     """React to messages as they come, until the consumer is closed or `count` were handled."""
     for handled, message in enumerate(consumer, start=1):
-        reading = message.json()
-        click.echo(line(message, reading))
-        ledger.write(Entry(time.monotonic(), message.topic, message.id, reading))
+        reading = reading_of(message)
+        if reading is None:
+            # Acknowledged like the others: given back, it would come again and stop every controller in turn.
+            click.echo(f"{message.topic} {message.id} is no reading: passed over", err=True)
+        else:
+            click.echo(line(message, reading))
+            ledger.write(Entry(time.monotonic(), message.topic, message.id, reading))
         if handled == count:
             message.ack()  # asking for the next would ack it too, and there is to be no next
             return
@@ -84,6 +100,8 @@ def main(
             control(consumer, book, count)
     except PortalMQError as error:
         raise click.ClickException(str(error)) from None
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 if __name__ == "__main__":

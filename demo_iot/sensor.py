@@ -98,6 +98,8 @@ def main(
             sensor.run(islice(replay(kind, sensor_id), count), interval_s)
     except PortalMQError as error:
         raise click.ClickException(str(error)) from None
+    except KeyboardInterrupt:
+        sys.exit(130)
     sys.exit(1 if sensor.failed else 0)
 
 

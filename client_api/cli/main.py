@@ -21,6 +21,7 @@ from portalmq.errors import PortalMQError
 
 EXIT_ERROR = 1
 EXIT_UNREACHABLE = 69
+EXIT_INTERRUPTED = 130
 
 
 class CommandLine(click.Group):
@@ -44,6 +45,9 @@ class CommandLine(click.Group):
         except PortalMQError as error:
             click.echo(f"portalmq: {_sentence(error)}", err=True)
             ctx.exit(EXIT_UNREACHABLE if "looked_at" in error.extra else EXIT_ERROR)
+        except KeyboardInterrupt:
+            # The way to end a tail: nothing to complain about.
+            ctx.exit(EXIT_INTERRUPTED)
         except BrokenPipeError:
             # The reader (`| head`) has what it wanted. Nothing may be written at exit either.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

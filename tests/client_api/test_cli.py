@@ -275,6 +275,17 @@ def test_peek_shows_messages_in_a_table_that_no_message_can_break(broker: Script
     assert (shown[0]["id"], shown[0]["value"]) == ("0-0", "\x1b[31mred\nline")
 
 
+def test_an_interrupted_tail_is_exit_130_without_a_word(
+    broker: ScriptedBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("portalmq.cli.messages._of_topic", interrupt)
+    result = run(broker, "consume", "t")
+    assert (result.exit_code, result.stdout, result.stderr) == (130, "", "")
+
+
 def test_a_reader_that_goes_away_is_no_error(broker: ScriptedBroker) -> None:
     broker.fill("t", [b"x" * 1000] * 500)
     broker.script("GET", "/v1/topics/t/partitions", [browse] * 10)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -13,7 +14,7 @@ from typing import Any, cast
 
 import pytest
 
-from portalmq import Producer, RecordMetadata
+from portalmq import Consumer, Message, Producer, RecordMetadata
 from portalmq.demo_iot import controller
 from portalmq.demo_iot.crew import Crew, DemoFailed, wait_for
 from portalmq.demo_iot.demo import Books, conclude, counts_of_a_year
@@ -37,6 +38,23 @@ class TestControllers:
     )
     def test_they_say_what_needs_attention(self, reading: dict[str, Any], word: str) -> None:
         assert controller.verdict(reading) == word
+
+    def test_they_pass_over_what_is_no_reading(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        reading = {"kind": "temp", "value": 60.0, "n": 1}
+        strangers = [
+            b"hello",
+            b"\xff",
+            b"[1]",
+            b'{"celsius":21.5}',
+            b'{"kind":"temp","value":"hot"}',
+            b'{"kind":[],"value":1}',
+        ]
+        values = [*strangers, json.dumps(reading).encode()]
+        messages = [Message("temp_1", 0, at, None, value, {}, "text/plain", 0) for at, value in enumerate(values)]
+        with Ledger(tmp_path / "seen") as ledger:
+            controller.control(cast(Consumer, messages), ledger, None)
+        assert [entry.message for entry in read([tmp_path / "seen"])] == [reading]
+        assert capsys.readouterr().err.count("is no reading") == len(strangers)
 
 
 class ProducerStandIn:
