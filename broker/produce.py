@@ -176,8 +176,12 @@ def _collect(share: _Share, results: list[Produced | PortalMQError | None], acks
         if acks == "none":
             results[index] = Produced(number, -1, 0)
             continue
-        share.partition.wait_committed(offset)
-        results[index] = Produced(number, offset, timestamp_ms)
+        try:
+            share.partition.wait_committed(offset)
+        except PortalMQError as error:
+            results[index] = error
+        else:
+            results[index] = Produced(number, offset, timestamp_ms)
     if share.pending is None:
         return
     try:

@@ -27,6 +27,7 @@ from portalmq.wire import Acks
 COMMIT_MESSAGES_MAX = 50_000
 COMMIT_WAIT_S = 60.0
 SOFT_LINGER_S = 0.005
+REFUSED_PAUSE_S = 0.1
 
 
 class WriterHost(Protocol):
@@ -155,6 +156,7 @@ class Writer:
         self.queued_bytes -= sum([pending.size_bytes for pending in taken])
         if isinstance(written, DiskFull):
             self._on_refused(taken)
+            gevent.sleep(REFUSED_PAUSE_S)  # a leader begins its epoch again at once, and the disk is as full as before
         elif isinstance(written, StorageError):
             self._host.storage_failed(written)
             failed = Unavailable("the storage failed while this was written", outcome="unknown")

@@ -14,6 +14,7 @@ from support.domain import Fixture, HandClock, records, running
 
 from portalmq import wire
 from portalmq.broker.storage.errors import DiskFull
+from portalmq.broker.storage.log import Log
 from portalmq.broker.storage.segment import Segment
 from portalmq.errors import PortalMQError, StorageFull
 
@@ -180,3 +181,37 @@ def test_a_receive_that_outlived_its_topic_does_not_sleep(fixture, monkeypatch):
         release()
         gevent.joinall([late, deleting], timeout=5)
     assert late.ready()
+
+
+def test_a_known_message_that_the_disk_refuses_does_not_hide_what_went_in(fixture, monkeypatch):
+    fixture.broker.create_topic("t", wire.CreateTopic(partitions=2))
+    log = fixture.broker.topics.get("t").partition(0).log
+    refuse(monkeypatch, fixture, 0)
+    with held(monkeypatch, log, "append") as release:
+        first = gevent.spawn(send, fixture, "a", partition=0, idempotency_key="k")
+        gevent.sleep(0.01)
+        both = gevent.spawn(fixture.broker.produce, "t", records("a", "b"), [0, 1], acks="all", idempotency_key="k")
+        gevent.sleep(0.01)
+        release()
+        gevent.joinall([first, both], timeout=5)
+    assert isinstance(first.exception, StorageFull)
+    refused, went_in = both.get()
+    assert isinstance(refused, StorageFull)
+    assert went_in.partition == 1
+
+
+def test_a_start_on_a_full_disk_tries_again_at_leisure(tmp_path, monkeypatch):
+    with running(tmp_path) as before:
+        send(before, "a")
+    tries = []
+
+    def refused(log: Log, batches) -> None:
+        tries.append(batches)
+        raise DiskFull("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Log, "append", refused)
+        gevent.spawn_later(0.5, patch.undo)
+        with running(tmp_path) as after:
+            assert 1 < len(tries) < 20
+            assert texts(receive(after)) == ["a"]
