@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from functools import wraps
+from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import gevent
 import msgspec
@@ -26,11 +27,12 @@ from portalmq.broker.metrics import Metrics
 from portalmq.broker.partition import Partition
 from portalmq.broker.storage.batch import Record
 from portalmq.broker.storage.disk import DiskGuard
+from portalmq.broker.storage.errors import CorruptBatch, DiskFull, StorageFault
 from portalmq.broker.topics import Topic, Topics
 from portalmq.control_plane.catalog import Catalog
 from portalmq.control_plane.controller import take_over
 from portalmq.control_plane.state import BrokerState
-from portalmq.errors import InvalidRequest, PortalMQError, Unavailable
+from portalmq.errors import InvalidRequest, PortalMQError, StorageFull, Unavailable
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +41,11 @@ SAVE_STATE_EVERY_S = 1.0
 RETAIN_EVERY_S = 10.0
 REST_EVERY_S = 60.0
 GROUP_EXPIRY_MS = 7 * wire.DAY_MS
+DISK_FULL = "the broker's disk is full: free space or add disk, then repeat"
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class Stored(msgspec.Struct, gc=False, frozen=True):
@@ -58,6 +65,26 @@ class Page(NamedTuple):
     next_offset: int
     log_start_offset: int
     high_watermark: int
+
+
+def _told(
+    call: Callable[Concatenate[Broker, P], T],
+) -> Callable[Concatenate[Broker, P], T]:
+    """What the storage raises in the middle of a call, told in the terms of the contract; a fault ends the broker."""
+
+    @wraps(call)
+    def telling(broker: Broker, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return call(broker, *args, **kwargs)
+        except DiskFull as full:
+            raise StorageFull(DISK_FULL, outcome="unknown") from full
+        except CorruptBatch as damage:
+            raise Unavailable(f"a batch is damaged on this broker: {damage}", outcome="unknown") from damage
+        except StorageFault as fault:
+            broker.storage_failed(fault)
+            raise Unavailable("the storage failed", outcome="unknown") from fault
+
+    return telling
 
 
 class Broker:
@@ -149,6 +176,8 @@ class Broker:
                 partition.rest_if_idle()
 
     def _retain(self) -> None:
+        if self.disk_is_full():
+            self._disk.release()  # sealing and dropping, which make room, need a little room themselves
         for topic in self.topics:
             config = topic.state.config
             for partition in topic.partitions:
@@ -189,6 +218,7 @@ class Broker:
     def delete_topic(self, name: str) -> None:
         self.topics.delete(name)
 
+    @_told
     def purge(self, name: str, *, partition: int | None, before_offset: int | None) -> None:
         """Remove messages below `before_offset`, or all that can be read."""
         topic = self.topics.get(name)
@@ -199,6 +229,7 @@ class Broker:
 
     # --- messages ----------------------------------------------------------------------------------------------------
 
+    @_told
     def produce(
         self,
         topic: str,
@@ -224,6 +255,7 @@ class Broker:
         self.metrics.published(topic, len(records), sum([len(record.value) for record in records]))
         return results
 
+    @_told
     def produce_range(
         self,
         topic: str,
@@ -245,6 +277,7 @@ class Broker:
         """An identity for an idempotent producer; a named one gets its id again, with the next epoch."""
         return self._catalog.next_producer(name)
 
+    @_told
     def browse(
         self,
         name: str,
@@ -315,6 +348,7 @@ class Broker:
         created = self.groups.put(name, patch)
         return self.describe_group(name), created
 
+    @_told
     def describe_group(self, name: str) -> wire.GroupDescription:
         config = self.groups.config(name)
         counts = [group.counts() for group in self.groups.on_partitions(name)]
@@ -330,6 +364,7 @@ class Broker:
     def delete_group(self, name: str) -> None:
         self.groups.delete(name)
 
+    @_told
     def receive(self, group: str, request: wire.ReceiveRequest, peer: Peer | None) -> list[Delivered]:
         """Lease messages, waiting for the first one up to the request's `wait_ms`."""
         self._check_open()
@@ -338,6 +373,7 @@ class Broker:
             self._count_delivered(group, messages)
         return messages
 
+    @_told
     def ack_and_receive(
         self, group: str, request: wire.ReceiveRequest, peer: Peer | None
     ) -> tuple[list[Delivered], list[bool]]:
@@ -359,14 +395,17 @@ class Broker:
         for topic, (n, again) in by_topic.items():
             self.metrics.delivered(topic, group, n, again)
 
+    @_told
     def ack(self, group: str, receipts: list[str]) -> list[bool]:
         """Which receipts count (done, durably); False for a stale one. Raises InvalidRequest for a foreign one."""
         verdicts = self.groups.ack(group, receipts)
         return verdicts
 
+    @_told
     def nack(self, group: str, receipts: list[str], delay_ms: int | None, reason: str | None) -> list[bool]:
         return self.groups.nack(group, receipts, delay_ms, reason)
 
+    @_told
     def extend(self, group: str, receipts: list[str], visibility_timeout_ms: int | None) -> list[bool]:
         return self.groups.extend(group, receipts, visibility_timeout_ms)
 

@@ -47,6 +47,7 @@ from portalmq.errors import (
     Backpressure,
     NotLeader,
     OffsetOutOfRange,
+    PortalMQError,
     StorageFull,
     Unavailable,
 )
@@ -425,12 +426,21 @@ class Partition:
         )
 
     def save_state(self) -> None:
-        """Bring state.sqlite up to the log, when the log has moved and everything is committed."""
-        if not self.changed or self.replica.next_offset != self.replica.high_watermark:
+        """Bring state.sqlite up to the log, when the log has moved.
+
+        The fold is taken at once and saved when all it holds is committed: a partition that is never at rest is saved
+        too, or a restart would have its whole log to fold.
+        """
+        if not self.changed or (self._writer.is_idle and self.replica.next_offset != self.high_watermark):
             return
         self.changed = False
-        state = (self.snapshot(), self.high_watermark, self.log.messages_before)
-        if not self.host.pool.apply(_save, (self._state_file, *state)):
+        fold = self.snapshot()
+        try:
+            self.wait_committed(fold.applied - 1)
+        except PortalMQError:
+            self.changed = True
+            return
+        if not self.host.pool.apply(_save, (self._state_file, fold, self.high_watermark, self.log.messages_before)):
             self.changed = True
 
     def purge(self, upto: int | None) -> None:
@@ -446,6 +456,7 @@ class Partition:
 
     def retain(self, retention_ms: int | None, retention_bytes: int | None, group_expiry_ms: int) -> None:
         """Seal what is rolled, and drop segments that are too old or too much and that no active group still needs."""
+        self.replica.producers.expire(self.replica.last_timestamp_ms - self.dedup_window_ms)
         self.host.pool.apply(self.log.seal, (self.high_watermark,))
         wall_ms = self.host.clock.wall_ms()
         upto = self.log.retention_candidate(wall_ms, retention_ms, retention_bytes)
@@ -456,7 +467,6 @@ class Partition:
         sealed = self.log.sealed_segments
         if not sealed or sealed[0].end_offset > upto:
             return
-        self.replica.producers.expire(self.replica.last_timestamp_ms - self.dedup_window_ms)
         self.append_control(Kind.STATE, encode_fold(self.snapshot())).wait()
         self._purge_groups(upto)
         self.host.pool.apply(self.log.drop_segments_below, (upto,))

@@ -13,10 +13,10 @@ import pytest
 from support.domain import Fixture, HandClock, records, running
 
 from portalmq import wire
-from portalmq.broker.storage.errors import DiskFull
+from portalmq.broker.storage.errors import DiskFull, StorageFault
 from portalmq.broker.storage.log import Log
 from portalmq.broker.storage.segment import Segment
-from portalmq.errors import PortalMQError, StorageFull
+from portalmq.errors import PortalMQError, StorageFull, Unavailable
 
 
 @pytest.fixture
@@ -215,3 +215,42 @@ def test_a_start_on_a_full_disk_tries_again_at_leisure(tmp_path, monkeypatch):
         with running(tmp_path) as after:
             assert 1 < len(tries) < 20
             assert texts(receive(after)) == ["a"]
+
+
+def test_a_fault_met_on_the_way_is_told_in_the_terms_of_the_contract(fixture, monkeypatch):
+    send(fixture, "a")
+    log = fixture.broker.topics.get("t").partition(0).log
+
+    def failing(error):
+        def fail(*_):
+            raise error
+
+        return fail
+
+    monkeypatch.setattr(log, "advance_log_start", failing(DiskFull("no room")))
+    with pytest.raises(StorageFull) as caught:
+        fixture.broker.purge("t", partition=None, before_offset=None)
+    assert caught.value.outcome == "unknown", "its record may be in the log"
+    monkeypatch.setattr(log, "find_message_id", failing(StorageFault("I/O error")))
+    with pytest.raises(Unavailable):
+        send(fixture, "b", idempotency_key="k")
+    assert len(fixture.faults) == 1, "and the broker ends"
+
+
+def test_upkeep_on_a_full_disk_makes_room_for_itself_first(fixture):
+    fixture.disk.is_full = True
+    fixture.broker._retain()
+    assert fixture.disk.released
+
+
+def test_a_partition_that_is_never_at_rest_is_saved_too(fixture):
+    send(fixture, "a")
+    partition = fixture.broker.topics.get("t").partition(0)
+    fixture.broker._save_state()
+    before = partition._state_file.load()[0].applied
+    waiting = gevent.spawn(send, fixture, "b")
+    gevent.sleep(0)  # its offset is allotted, and it is not on disk yet
+    assert partition.replica.next_offset > partition.high_watermark
+    fixture.broker._save_state()
+    assert partition._state_file.load()[0].applied > before
+    waiting.get(timeout=5)

@@ -38,9 +38,14 @@ class FakeDisk:
 
     def __init__(self) -> None:
         self.is_full = False
+        self.released = False
 
     def full(self, now_ms: int) -> bool:
         return self.is_full
+
+    def release(self) -> bool:
+        self.released = True
+        return True
 
 
 class FakePeer:
