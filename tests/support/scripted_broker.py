@@ -333,6 +333,9 @@ def _handler(broker: ScriptedBroker) -> type[BaseHTTPRequestHandler]:
             self.send_response(reply.status)
             for name, value in reply.headers.items():
                 self.send_header(name, value)
+            if reply.status == 204:  # has no body, and one that is sent all the same is read as the next answer
+                self.end_headers()
+                return
             self.send_header("Content-Type", reply.content_type)
             self.send_header("Content-Length", str(len(reply.body)))
             self.end_headers()
