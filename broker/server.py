@@ -253,7 +253,7 @@ class BrokerProcess:
         identity = self._directory.identity
         plane = Standalone(self._directory.path / "control")
         plane.start()
-        plane.watch(lambda: self._on_plane_changed(plane))
+        plane.watch(lambda _path: self._on_plane_changed(plane))
         catalog = Catalog(plane)
         _join_cluster(plane, identity.cluster_id)
         metrics = Metrics(version("portalmq"), broker_id=identity.broker_id)

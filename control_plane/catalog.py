@@ -77,12 +77,14 @@ class Catalog:
     def register_broker(self, broker_id: int, broker: BrokerState) -> None:
         """Make the broker known for as long as its session lasts.
 
-        An entry left by an earlier session of the same data directory is replaced. Raises BrokerIdTaken for another's.
+        An entry left by an earlier session of the same data directory is replaced, one with equal content too: it
+        would go when that session ends, and with it the broker. Raises BrokerIdTaken for another data directory's.
         """
         path = state.broker_path(broker_id)
 
         def register() -> None:
             create = Create(path, state.encode(broker), ephemeral=True)
+            self.plane.sync()
             held = self.plane.get(path)
             if held is None:
                 self.plane.commit(create)
@@ -90,7 +92,7 @@ class Catalog:
             other = state.decode(held.data, BrokerState)
             if other.store_uuid != broker.store_uuid:
                 raise BrokerIdTaken(f"broker id {broker_id} is held by {other.url}, which has another data directory")
-            if other != broker:
+            if other != broker or held.owner != self.plane.session_id:
                 self.plane.commit(Delete(path, held.version), create)
 
         self._until_fitting(f"broker {broker_id}", register)

@@ -9,7 +9,8 @@ behave alike and pass one contract suite (tests/contract). Everything above it (
     commit    several operations, applied in order, all or none.
     ephemeral a node that goes when the session of its maker ends. A hint, never proof of life. It has no children.
     parents   are made implicitly: empty, persistent, version 0. They may stay when the commit they were made for fails.
-    watch     a doorbell: "something may have changed, look again". It may ring late, twice, and for nothing.
+    watch     a doorbell: "this may have changed, look again". It may ring late, twice, and for nothing; while the
+              connection is down it is silent, and says "anything may have changed" once it is back.
 
 Rejected: watches on single paths. They are dropped on a disconnect, coalesce, and miss a node that was deleted and
 made again; whoever hears the bell reads what it needs afresh.
@@ -18,7 +19,8 @@ made again; whoever hears the bell reads what it needs afresh.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol, assert_never
@@ -26,7 +28,8 @@ from typing import Protocol, assert_never
 from portalmq.errors import Unavailable
 
 DATA_BYTES_MAX = 64 * 1024
-# ZooKeeper refuses packets above 1 MB (jute.maxbuffer), a whole commit included.
+# ZooKeeper refuses packets above 1 MB (jute.maxbuffer), a whole commit with its paths included.
+PATH_CHARACTERS_MAX = 1_000
 COMMIT_OPS_MAX = 100
 COMMIT_BYTES_MAX = 512 * 1024
 
@@ -41,6 +44,7 @@ class PlaneError(Exception):
     |   |-- VersionMismatch  |-- NodeExists
     |   `-- NodeMissing      `-- NodeNotEmpty
     |-- PlaneUnavailable     nothing was applied; the plane does not answer
+    |-- PlaneRefused         nothing was applied; the credentials are not those of the tree, and will not become so
     `-- OutcomeUnknown       the commit may have been applied, or may yet be: sync, read, and see
     """
 
@@ -76,6 +80,10 @@ class PlaneUnavailable(PlaneError, Unavailable):
         Unavailable.__init__(self, detail, retry_after_s=1.0)
 
 
+class PlaneRefused(PlaneError):
+    """The plane does not take our credentials, or keeps this node for others. No repeat helps. Nothing was applied."""
+
+
 class OutcomeUnknown(PlaneError, Unavailable):
     """The answer to a commit was lost: it may have been applied, or may yet be."""
 
@@ -93,10 +101,13 @@ class PlaneState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Node:
+    """`owner` is the session whose end takes an ephemeral node away; 0 for a lasting one."""
+
     path: str
     data: bytes
     version: int
     ephemeral: bool = False
+    owner: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +137,7 @@ class Check:
 
 
 Op = Create | Set | Delete | Check
+Bell = Callable[[str | None], None]
 
 
 class ControlPlane(Protocol):
@@ -133,12 +145,25 @@ class ControlPlane(Protocol):
     def state(self) -> PlaneState: ...
 
     @property
+    def session_id(self) -> int:
+        """The session that ephemeral nodes made now belong to; 0 without one. A new one makes them anew."""
+        ...
+
+    @property
+    def session_timeout_s(self) -> float:
+        """How long the session outlives silence, as the plane granted it, which may differ from what was asked."""
+        ...
+
+    @property
     def last_answered(self) -> float:
-        """`time.monotonic()` of the last answered request: a leader's local lease counts from here."""
+        """`clock_s()` when the last request that was answered began, heartbeats included.
+
+        The session lasts until `session_timeout_s` after this at least, so a lease counted from here is never too long.
+        """
         ...
 
     def start(self) -> None:
-        """Open the session. Raises PlaneUnavailable when there is none to be had."""
+        """Open the session. Raises PlaneUnavailable when there is none to be had, PlaneRefused for credentials."""
         ...
 
     def close(self) -> None:
@@ -153,10 +178,20 @@ class ControlPlane(Protocol):
         """The names right below `path`, sorted; none when the node is missing."""
         ...
 
+    def get_many(self, paths: Sequence[str]) -> list[Node | None]:
+        """As `get` for each path, in few round trips. The nodes need not be of one moment."""
+        ...
+
+    def get_children(self, path: str) -> list[Node]:
+        """The nodes right below `path`, sorted by name, in few round trips; one that goes meanwhile is left out."""
+        ...
+
     def commit(self, *ops: Op) -> list[int]:
         """Apply all operations in order, or none. Answers the version of each node after it, -1 for a Delete.
 
-        Raises Conflict's subclasses for the first operation that does not fit, PlaneUnavailable, and OutcomeUnknown.
+        It is sent in the session that stands when it is called, or not at all.
+        Raises Conflict's subclasses for the first operation that does not fit, PlaneUnavailable, PlaneRefused, and
+        OutcomeUnknown.
         """
         ...
 
@@ -164,17 +199,19 @@ class ControlPlane(Protocol):
         """What was committed anywhere before this call is seen by the reads after it."""
         ...
 
-    def watch(self, callback: Callable[[], None]) -> None:
-        """Call `callback` after anything may have changed, the state of the session included.
+    def watch(self, callback: Bell) -> None:
+        """Call `callback` with the path of each node that may have been made, set or deleted, by anyone.
 
-        A callback only leaves a note for its owner. It never calls the plane, and never blocks.
+        None means that anything may have changed, the state of the session included. Changes of a time without
+        connection are told by one None after it. A node made or deleted changes the children of its parent, which is
+        not named as well. A callback only leaves a note for its owner: it never calls the plane, and never blocks.
         """
         ...
 
 
 def check_path(path: str) -> str:
     """`path`, when every plane can hold it. A bad one is a mistake of ours, so it raises ValueError."""
-    if not _PATH.match(path) or any(part in {".", ".."} for part in path.split("/")):
+    if len(path) > PATH_CHARACTERS_MAX or not _PATH.match(path) or any(part in {".", ".."} for part in path.split("/")):
         raise ValueError(f"not a path of the control plane: {path!r}")
     return path
 
@@ -199,6 +236,11 @@ def check_commit(ops: tuple[Op, ...]) -> None:
             raise ValueError(f"{op.path}: a version is 0 or more, there is no wildcard")
     if total > COMMIT_BYTES_MAX:
         raise ValueError(f"a commit carries at most {COMMIT_BYTES_MAX} bytes, not {total}")
+
+
+def clock_s() -> float:
+    """The clock of `last_answered`: seconds that never jump, and that go on while the machine is suspended."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def parent_of(path: str) -> str:

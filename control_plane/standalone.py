@@ -18,9 +18,8 @@ from __future__ import annotations
 import fcntl
 import os
 import struct
-import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import assert_never
 
@@ -28,6 +27,7 @@ import msgspec
 
 from portalmq.control_plane.plane import (
     COMMIT_BYTES_MAX,
+    Bell,
     Check,
     Create,
     Delete,
@@ -44,12 +44,16 @@ from portalmq.control_plane.plane import (
     VersionMismatch,
     check_commit,
     check_path,
+    clock_s,
     parent_of,
 )
 
 _MAGIC = b"PMQ1"
 _HEADER = struct.Struct(">4sII")
 _COMPACT_BYTES_MIN = 1024 * 1024
+# The one session there is. It cannot run out while the process lives, so its timeout is a number to compute with.
+_SESSION_ID = 1
+_SESSION_TIMEOUT_S = 6.0
 
 Change = tuple[str, bytes | None, int]
 _encode = msgspec.msgpack.Encoder().encode
@@ -75,7 +79,7 @@ class Standalone:
         self._path = directory / "journal"
         self._nodes: dict[str, Node] = {}
         self._children: dict[str, set[str]] = {}
-        self._callbacks: list[Callable[[], None]] = []
+        self._callbacks: list[Bell] = []
         self._state = PlaneState.LOST
         self._lock = -1
         self._journal = -1
@@ -88,8 +92,16 @@ class Standalone:
         return self._state
 
     @property
+    def session_id(self) -> int:
+        return _SESSION_ID if self._state is PlaneState.CONNECTED else 0
+
+    @property
+    def session_timeout_s(self) -> float:
+        return _SESSION_TIMEOUT_S
+
+    @property
     def last_answered(self) -> float:
-        return time.monotonic()
+        return clock_s()
 
     def start(self) -> None:
         """Raises JournalInUse, JournalDamaged, and OSError when the directory cannot be used."""
@@ -121,10 +133,16 @@ class Standalone:
         self._check_connected()
         return sorted(self._children.get(check_path(path), ()))
 
+    def get_many(self, paths: Sequence[str]) -> list[Node | None]:
+        return [self.get(path) for path in paths]
+
+    def get_children(self, path: str) -> list[Node]:
+        return [self._nodes[f"{path}/{name}"] for name in self.children(path)]
+
     def sync(self) -> None:
         self._check_connected()
 
-    def watch(self, callback: Callable[[], None]) -> None:
+    def watch(self, callback: Bell) -> None:
         self._callbacks.append(callback)
 
     def commit(self, *ops: Op) -> list[int]:
@@ -145,20 +163,21 @@ class Standalone:
         self._install(draft.changed)
         if self._journal_bytes > self._compact_at_bytes:
             self._compact()
-        self._ring()
+        self._ring(*draft.changed)
         return versions
 
     def _check_connected(self) -> None:
         if self._state is not PlaneState.CONNECTED:
             raise PlaneUnavailable(f"the control plane in {self._directory} is closed, or its disk failed")
 
-    def _ring(self) -> None:
-        for callback in self._callbacks:
-            callback()
+    def _ring(self, *paths: str | None) -> None:
+        for path in paths:
+            for callback in self._callbacks:
+                callback(path)
 
     def _lose(self) -> None:
         self._state = PlaneState.LOST
-        self._ring()
+        self._ring(None)
 
     def _install(self, changed: dict[str, Node | None]) -> None:
         for path, node in changed.items():
@@ -257,11 +276,11 @@ class _Draft:
                 if self._get(path) is not None:
                     raise NodeExists(path)
                 self._make_parents(path)
-                self.changed[path] = Node(path, data, 0, ephemeral)
+                self.changed[path] = Node(path, data, 0, ephemeral, _SESSION_ID if ephemeral else 0)
                 return 0
             case Set(path, data, version):
                 node = self._expect(path, version)
-                self.changed[path] = Node(path, data, version + 1, node.ephemeral)
+                self.changed[path] = Node(path, data, version + 1, node.ephemeral, node.owner)
                 return version + 1
             case Delete(path, version):
                 self._expect(path, version)

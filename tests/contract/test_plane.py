@@ -167,9 +167,9 @@ class TestEphemerals:
         first = make_plane(tmp_path)
         first.start()
         first.commit(Create("/ids/1", b"me", ephemeral=True), Create("/lasting", b"x"))
-        assert first.get("/ids/1") == Node("/ids/1", b"me", 0, ephemeral=True)
+        assert first.get("/ids/1") == Node("/ids/1", b"me", 0, ephemeral=True, owner=first.session_id)
         first.commit(Set("/ids/1", b"still me", 0))
-        assert first.get("/ids/1") == Node("/ids/1", b"still me", 1, ephemeral=True)
+        assert first.get("/ids/1") == Node("/ids/1", b"still me", 1, ephemeral=True, owner=first.session_id)
         first.close()
         second = make_plane(tmp_path)
         second.start()
@@ -229,7 +229,7 @@ class TestSessions:
 class TestTheDoorbell:
     def test_it_rings_after_a_change_and_not_after_a_refusal(self, plane: ControlPlane) -> None:
         rung: list[str] = []
-        plane.watch(lambda: rung.append("one"))
-        plane.watch(lambda: rung.append("two"))
+        plane.watch(lambda _path: rung.append("one"))
+        plane.watch(lambda _path: rung.append("two"))
         plane.commit(Create("/a"))
         assert set(rung) == {"one", "two"}

@@ -136,7 +136,7 @@ def test_a_failed_fsync_leaves_the_outcome_unknown_and_takes_no_more(
     plane = opened(tmp_path)
     plane.commit(Create("/n/before"))
     states: list[PlaneState] = []
-    plane.watch(lambda: states.append(plane.state))
+    plane.watch(lambda _path: states.append(plane.state))
 
     def fail(_: int) -> None:
         raise OSError(5, "Input/output error")

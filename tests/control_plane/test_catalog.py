@@ -163,10 +163,11 @@ class TestCreatingTopics:
         self, plane: Interrupted, catalog: Catalog
     ) -> None:
         seen: list[int] = []
-        plane.watch(lambda: seen.append(len(catalog.topics())))
+        plane.watch(lambda _path: seen.append(len(catalog.topics())))
         topic, _ = create(catalog, partitions=1_000)
         assert len(catalog.partitions(topic)) == 1_000
-        assert seen == [0] * 10 + [1]
+        assert seen == sorted(seen), "the topic was there before all of its partitions were"
+        assert seen.count(0) > 900
 
     def test_of_two_creations_at_once_one_wins_and_its_partitions_stand(
         self, plane: Interrupted, catalog: Catalog
@@ -367,7 +368,7 @@ class TestContention:
         self, plane: Interrupted, catalog: Catalog
     ) -> None:
         plane.lose_answers = 1
-        plane.watch(lambda: plane.meanwhile.append(plane.close))
+        plane.watch(lambda _path: plane.meanwhile.append(plane.close))
         original = plane.sync
 
         def gone() -> None:
