@@ -1,0 +1,217 @@
+"""kazoo's connection, bent: what it sends, in which session, and whom it tells.
+
+Of kazoo's own workings these are used, and the contract suite runs over them on a real server: the queue of requests,
+the routine that sends and hears, and the way it is told of a state. Nothing else in the house knows of them.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal, Protocol
+
+from kazoo.client import KazooClient
+from kazoo.handlers.threading import SequentialThreadingHandler
+from kazoo.protocol import serialization as jute
+from kazoo.protocol.connection import ConnectionHandler
+from kazoo.protocol.states import KeeperState
+from kazoo.retry import KazooRetry
+
+from portalmq.control_plane.plane import clock_s
+
+log = logging.getLogger(__name__)
+# kazoo repeats itself at each attempt, and writes credentials at DEBUG.
+_kazoo_log = logging.getLogger(f"{__name__}.kazoo")
+_kazoo_log.setLevel(logging.ERROR)
+
+RECONNECT_PAUSE_S = 0.1
+RECONNECT_PAUSE_MAX_S = 0.5
+_ADD_WATCH_PERSISTENT_RECURSIVE = 1
+
+Handler = Literal["auto", "gevent", "threads"]
+
+
+class NotSentError(Exception):
+    """The request never left, and never will."""
+
+
+class Owner(Protocol):
+    """Who is told, on the connection's routine: nothing here may wait for ZooKeeper."""
+
+    def on_granted(self, timeout_s: float, began: float) -> None:
+        """The server takes the session, with this timeout."""
+
+    def on_answered(self, began: float) -> None:
+        """A request that began then was answered."""
+
+    def on_changed(self, path: str) -> None:
+        """The node was made, set or deleted."""
+
+
+def make_client(
+    servers: str, owner: Owner, *, handler: Handler, session_timeout_s: float, auth: tuple[str, str] | None
+) -> Any:
+    """A kazoo client that is not started."""
+    chosen = _handler(handler)
+    _cap_connect(chosen, session_timeout_s / (2 * len(servers.split(","))))
+    pauses = KazooRetry(
+        max_tries=-1, delay=RECONNECT_PAUSE_S, max_delay=RECONNECT_PAUSE_MAX_S, sleep_func=chosen.sleep_func
+    )
+    client = KazooClient(
+        servers,
+        timeout=session_timeout_s,
+        handler=chosen,
+        auth_data=[("digest", ":".join(auth))] if auth else None,
+        connection_retry=pauses,
+        logger=_kazoo_log,
+    )
+    client._connection = Connection(client, client._conn_retry.copy(), owner)
+    return client
+
+
+class Request:
+    """A request as kazoo's connection wants it, sent in one session only (0: in any).
+
+    Whoever claims it first has it: the connection to send it, or the caller to take it back.
+    """
+
+    def __init__(self, inner: Any, session_id: int) -> None:
+        self.type = inner.type
+        self.serialize = inner.serialize
+        self.session_id = session_id
+        self.began = clock_s()
+        self._inner = inner
+        self._claim = threading.Lock()
+
+    def claim(self) -> bool:
+        return self._claim.acquire(blocking=False)
+
+    def deserialize(self, buffer: bytes, offset: int) -> Any:
+        # Of some answers kazoo knows only that they came.
+        read = getattr(self._inner, "deserialize", None)
+        return read(buffer, offset) if read else True
+
+
+class AddWatch:
+    """A persistent recursive watch (ZooKeeper 3.6): each change at or below `path`, until the connection ends."""
+
+    type = 106
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def serialize(self) -> bytes:
+        return bytes(jute.write_string(self._path) + jute.int_struct.pack(_ADD_WATCH_PERSISTENT_RECURSIVE))
+
+
+class ReadMany:
+    """Many nodes in one request (ZooKeeper 3.6); each is answered by (data, stat) or by its own error."""
+
+    type = 22
+
+    def __init__(self, paths: Iterable[str]) -> None:
+        self._reads = [jute.GetData(path, None) for path in paths]
+
+    def serialize(self) -> bytes:
+        packed = bytearray()
+        for read in self._reads:
+            packed += jute.MultiHeader(read.type, False, -1).serialize() + read.serialize()
+        return bytes(packed + jute.multiheader_struct.pack(-1, True, -1))
+
+    def deserialize(self, buffer: bytes, offset: int) -> list[Any]:
+        return list(self._results(buffer, offset))
+
+    def _results(self, buffer: bytes, offset: int) -> Iterator[Any]:
+        while True:
+            header, offset = jute.MultiHeader.deserialize(buffer, offset)
+            if header.done:
+                return
+            if header.type == jute.GetData.type:
+                yield jute.GetData.deserialize(buffer, offset)
+                (data_bytes,) = jute.int_struct.unpack_from(buffer, offset)
+                offset += jute.int_struct.size + max(0, data_bytes) + jute.stat_struct.size
+            else:
+                (code,) = jute.int_struct.unpack_from(buffer, offset)
+                offset += jute.int_struct.size
+                yield jute.EXCEPTIONS[code]()
+
+
+class Connection(ConnectionHandler):  # type: ignore[misc]  # kazoo has no types
+    """kazoo's connection routine, which tells `owner` what it hears and sends no request in a session not its own."""
+
+    def __init__(self, client: Any, pauses: Any, owner: Owner) -> None:
+        super().__init__(client, pauses, logger=_kazoo_log)
+        self._owner = owner
+        self._ping_began = 0.0
+
+    def _connect_attempt(self, *args: Any) -> Any:
+        try:
+            return super()._connect_attempt(*args)
+        except Exception:
+            # kazoo would end its routine here, and with it the session, over an answer that it cannot read.
+            log.exception("the connection to ZooKeeper failed")
+            self.client._session_callback(KeeperState.CONNECTING)
+            return None
+
+    def _invoke(self, timeout: float, request: Any, xid: int | None = None) -> Any:
+        began = clock_s()
+        answer = super()._invoke(timeout, request, xid)
+        if isinstance(request, jute.Connect) and answer[0].time_out > 0:
+            self._owner.on_granted(answer[0].time_out / 1000, began)
+        return answer
+
+    def _send_request(self, read_timeout: float, connect_timeout: float) -> None:
+        queue = self.client._queue
+        if queue and isinstance(queue[0][0], Request) and not self._may_send(queue[0][0]):
+            _, result = queue.popleft()
+            self._read_sock.recv(1)
+            result.set_exception(NotSentError())
+            return
+        super()._send_request(read_timeout, connect_timeout)
+
+    def _may_send(self, request: Request) -> bool:
+        return request.session_id in (0, self.client._session_id) and request.claim()
+
+    def _send_ping(self, connect_timeout: float) -> None:
+        self._ping_began = clock_s()
+        super()._send_ping(connect_timeout)
+
+    def _read_socket(self, read_timeout: float) -> Any:
+        waiting = self.ping_outstanding.is_set()
+        answer = super()._read_socket(read_timeout)
+        if waiting and not self.ping_outstanding.is_set():
+            self._owner.on_answered(self._ping_began)
+        return answer
+
+    def _read_response(self, header: Any, buffer: bytes, offset: int) -> Any:
+        request = self.client._pending[0][0]
+        if isinstance(request, Request):
+            self._owner.on_answered(request.began)
+        return super()._read_response(header, buffer, offset)
+
+    def _read_watch_event(self, buffer: bytes, offset: int) -> None:
+        event, _ = jute.Watch.deserialize(buffer, offset)
+        self._owner.on_changed(event.path)
+
+
+def _handler(kind: Handler) -> Any:
+    """Greenlets when gevent has patched this process, as in a broker; threads otherwise. Mixing them hangs."""
+    # Looked up and not imported: a client without gevent needs none, and to import it costs a command its start.
+    monkey = sys.modules.get("gevent.monkey")
+    if kind == "gevent" or (kind == "auto" and monkey is not None and monkey.is_module_patched("threading")):
+        from kazoo.handlers.gevent import SequentialGeventHandler
+
+        return SequentialGeventHandler()
+    return SequentialThreadingHandler()
+
+
+def _cap_connect(handler: Any, limit_s: float) -> None:
+    """kazoo gives each server the whole session's time to answer a SYN: a single dead one would use it up."""
+    connect = handler.create_connection
+
+    def capped(*args: Any, timeout: float, **options: Any) -> Any:
+        return connect(*args, timeout=min(timeout, limit_s), **options)
+
+    handler.create_connection = capped
