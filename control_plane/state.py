@@ -3,7 +3,11 @@
     /
     |-- cluster_id                    text, made once
     |-- receipt_key                   32 random bytes, made once; receipts are signed with it
+    |-- cluster_secret                32 random bytes, made once; brokers show it to each other
     |-- brokers/ids/<broker id>       BrokerState, ephemeral
+    |-- brokers/stores/<broker id>    the store uuid of the data directory that has this id
+    |-- controller                    ControllerState, ephemeral
+    |-- controller_epoch              its version is the epoch: each election sets it once
     |-- topics/<topic>                TopicState
     |-- partitions/<topic id>         the topic's name
     |   `-- <partition>               PartitionState, changed only by compare-and-set of its version
@@ -20,6 +24,7 @@ Never a message body. All is JSON that a person can read; fields that a newer br
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 from typing import Any, TypeVar
 
@@ -29,7 +34,11 @@ from portalmq.wire import GroupConfig, TopicConfig
 
 CLUSTER_ID = "/cluster_id"
 RECEIPT_KEY = "/receipt_key"
+CLUSTER_SECRET = "/cluster_secret"
 BROKERS = "/brokers/ids"
+STORES = "/brokers/stores"
+CONTROLLER = "/controller"
+CONTROLLER_EPOCH = "/controller_epoch"
 TOPICS = "/topics"
 PARTITIONS = "/partitions"
 DELETED = "/deleted"
@@ -40,6 +49,10 @@ PRODUCERS = "/producers"
 
 def broker_path(broker_id: int) -> str:
     return f"{BROKERS}/{broker_id}"
+
+
+def store_path(broker_id: int) -> str:
+    return f"{STORES}/{broker_id}"
 
 
 def topic_path(name: str) -> str:
@@ -67,11 +80,23 @@ def producer_path(name: str) -> str:
 
 
 class BrokerState(msgspec.Struct, frozen=True):
-    """A broker that has a session. `incarnation` rises at each start, `store_uuid` names its data directory."""
+    """A broker that has a session. `incarnation` rises at each start, `store_uuid` names its data directory.
+
+    `draining`: it is being stopped, and wants others to lead what it leads.
+    """
 
     url: str
     incarnation: int
     store_uuid: str
+    draining: bool = False
+
+
+class ControllerState(msgspec.Struct, frozen=True):
+    """The broker that elects leaders, and the epoch that fences what an older controller still writes."""
+
+    broker_id: int
+    incarnation: int
+    epoch: int
 
 
 class TopicState(msgspec.Struct, frozen=True):
@@ -91,6 +116,9 @@ class TopicState(msgspec.Struct, frozen=True):
 class PartitionState(msgspec.Struct, frozen=True):
     """Who leads and who is in sync. The leader epoch rises at every election, one of the same broker included.
 
+    `store_uuids` and `incarnations` hold what each replica had when it was counted in sync last; a replica that never
+    was is in neither. `unclean` are the leader epochs that an operator began with a replica that was not in sync.
+
     Invariant: the leader, if there is one, is in `isr`; `isr` is part of `replicas`.
     """
 
@@ -100,10 +128,36 @@ class PartitionState(msgspec.Struct, frozen=True):
     replicas: tuple[int, ...]
     store_uuids: dict[int, str]
     incarnations: dict[int, int]
+    unclean: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         assert self.leader is None or self.leader in self.isr, self
         assert set(self.isr) <= set(self.replicas), self
+
+
+def min_insync(partition: PartitionState, configured: int | None) -> int:
+    """How many replicas have to hold a record before it is acknowledged: as configured, else a majority, of those that
+    were ever in sync. So a replica that is added raises the number when it has caught up, and not before."""
+    members = max(1, sum(replica in partition.store_uuids for replica in partition.replicas))
+    return min(members, configured or members // 2 + 1)
+
+
+def with_isr(
+    partition: PartitionState,
+    isr: frozenset[int],
+    store_uuids: Mapping[int, str],
+    incarnations: Mapping[int, int],
+    *,
+    resigning: int | None = None,
+) -> PartitionState:
+    """The partition with another ISR; the two maps tell of those who join. `resigning` leads no longer, if it did."""
+    return msgspec.structs.replace(
+        partition,
+        leader=None if partition.leader == resigning else partition.leader,
+        isr=tuple(replica for replica in partition.replicas if replica in isr),
+        store_uuids={**partition.store_uuids, **store_uuids},
+        incarnations={**partition.incarnations, **incarnations},
+    )
 
 
 class Tombstone(msgspec.Struct, frozen=True):

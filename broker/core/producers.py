@@ -8,8 +8,8 @@ headers, so it replicates, survives and truncates with the log.
 
 from __future__ import annotations
 
-from portalmq.broker.core.events import Stamp
 from portalmq.broker.core.fold import ProducerFold
+from portalmq.broker.core.stamp import Stamp
 from portalmq.errors import Fenced, OutOfOrderSequence
 
 BATCHES_REMEMBERED = 16
