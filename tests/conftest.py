@@ -1,0 +1,5 @@
+"""What tests of several rooms share."""
+
+from support.zookeeper import zookeeper_server
+
+__all__ = ["zookeeper_server"]
