@@ -59,8 +59,10 @@ class Answer:
 
 
 class BrokerProcess:
-    """One broker without ZooKeeper. `options` are command-line options, `environment` is added to ours, and `prelude`
-    is Python that runs first in the process: a test breaks something there."""
+    """One broker, without ZooKeeper unless `command` says otherwise.
+
+    `options` are command-line options, `environment` is added to ours, and `prelude` is Python that runs first in the
+    process: a test breaks something there."""
 
     def __init__(
         self,
@@ -80,6 +82,7 @@ class BrokerProcess:
         self.ready_after_s = 0.0
         self._process: subprocess.Popen[bytes] | None = None
         self._starts = 0
+        self._launched_at = 0.0
 
     # --- life --------------------------------------------------------------------------------------------------------
 
@@ -101,6 +104,7 @@ class BrokerProcess:
         inherited = {key: value for key, value in os.environ.items() if not key.startswith("PORTALMQ_")}
         self.directory.mkdir(parents=True, exist_ok=True)
         self._starts += 1
+        self._launched_at = time.monotonic()
         with self._log_path().open("wb") as log:
             self._process = subprocess.Popen(
                 arguments,
@@ -114,16 +118,20 @@ class BrokerProcess:
 
     def start(self) -> None:
         """Start, and return once /readyz says so."""
-        started = time.monotonic()
-        process = self.launch()
+        self.launch()
+        self.wait_ready()
+
+    def wait_ready(self) -> None:
+        """Until the broker that was launched last is ready."""
         while not (self._learn_port() and self._is_ready()):
-            if process.poll() is not None:
-                raise AssertionError(f"the broker ended with {process.returncode}:\n{self.stderr()}")
-            if time.monotonic() - started > START_WITHIN_S:
+            if self.process.poll() is not None:
+                raise AssertionError(f"the broker ended with {self.process.returncode}:\n{self.stderr()}")
+            if time.monotonic() - self._launched_at > START_WITHIN_S:
+                said = self.stderr()
                 self.end()
-                raise AssertionError(f"the broker was not ready within {START_WITHIN_S} s:\n{self.stderr()}")
+                raise AssertionError(f"the broker was not ready within {START_WITHIN_S} s:\n{said}")
             time.sleep(POLL_S)
-        self.ready_after_s = time.monotonic() - started
+        self.ready_after_s = time.monotonic() - self._launched_at
 
     def wait(self, within_s: float = END_WITHIN_S) -> int:
         """The exit code, once the process has ended."""
@@ -146,14 +154,31 @@ class BrokerProcess:
         self.stop()
         self.start()
 
+    def pause(self) -> None:
+        """SIGSTOP to the started process and its children: it holds its port and says nothing."""
+        for process in self.family():
+            process.suspend()
+
+    def resume(self) -> None:
+        for process in self.family():
+            process.resume()
+
     def end(self) -> None:
         """End the process whatever state it is in."""
-        if self._process is not None and self._process.poll() is None:
+        if self.runs:
             with contextlib.suppress(ProcessLookupError):
-                self._process.send_signal(signal.SIGCONT)
+                self.process.send_signal(signal.SIGCONT)
             self.kill()
 
     # --- looking -----------------------------------------------------------------------------------------------------
+
+    @property
+    def has_started(self) -> bool:
+        return self._process is not None
+
+    @property
+    def runs(self) -> bool:
+        return self._process is not None and self._process.poll() is None
 
     @property
     def process(self) -> subprocess.Popen[bytes]:
