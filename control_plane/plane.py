@@ -221,8 +221,13 @@ def check_commit(ops: tuple[Op, ...]) -> None:
     if len(ops) > COMMIT_OPS_MAX:
         raise ValueError(f"a commit holds at most {COMMIT_OPS_MAX} operations, not {len(ops)}")
     total = 0
+    deleted: set[str] = set()
     for op in ops:
         check_path(op.path)
+        if isinstance(op, Create) and any(op.path.startswith(f"{path}/") for path in deleted):
+            # The parent could not be made before the commit, as implicit ones are, nor would it be there after it.
+            raise ValueError(f"{op.path}: a commit that deletes a node makes none below it")
+        (deleted.add if isinstance(op, Delete) else deleted.discard)(op.path)
         match op:
             case Create() | Set():
                 if len(op.data) > DATA_BYTES_MAX:

@@ -375,15 +375,16 @@ class ZooKeeper:
         session_id = self._await_connection(deadline)
         if before not in (0, session_id):
             raise PlaneUnavailable("the session ended before the commit was sent")
+        steps = _with_parents_between(ops)
         for _ in range(PARENT_ATTEMPTS):
-            results = self._commit_in(session_id, ops, deadline)
-            failed = _first_failure(ops, results)
+            results = self._commit_in(session_id, [op for op, _ in steps], deadline)
+            failed = _first_failure([op for op, _ in steps], results)
             if failed is None:
-                return [_version_after(op, result) for op, result in zip(ops, results, strict=True)]
+                return [_version_after(op, result) for (op, asked), result in zip(steps, results, strict=True) if asked]
             op, fault = failed
             if not (isinstance(op, Create) and isinstance(fault, NoNodeError)):
                 self._raise_conflict(op, fault)
-            self._make_parents(ops, session_id, deadline)
+            self._make_parents_above(ops, session_id, deadline)
         raise NodeMissing(parent_of(op.path))
 
     def _commit_in(self, session_id: int, ops: Sequence[Op], deadline: float) -> list[Any]:
@@ -417,12 +418,12 @@ class ZooKeeper:
             case Check():
                 return jute.CheckVersion(path, op.version)
 
-    def _make_parents(self, ops: Sequence[Op], session_id: int, deadline: float) -> None:
+    def _make_parents_above(self, ops: Sequence[Op], session_id: int, deadline: float) -> None:
         """What is made here is in no transaction: it may stay alone, or be there already, made by someone else."""
-        made_here = {op.path for op in ops if isinstance(op, Create)}
-        missing = {path for op in ops if isinstance(op, Create) for path in _ancestors(op.path)} - made_here
-        for path in sorted(missing, key=lambda path: path.count("/")):
-            if parent_of(path) not in made_here:
+        made_by_ops = {op.path for op in ops if isinstance(op, Create)}
+        above = {path for op in ops if isinstance(op, Create) for path in _ancestors(op.path)}
+        for path in sorted(above, key=lambda path: path.count("/")):
+            if made_by_ops.isdisjoint([path, *_ancestors(path)]):
                 self._create_lasting(self._chroot + path, session_id, deadline)
 
     def _create_lasting(self, full_path: str, session_id: int, deadline: float) -> None:
@@ -493,6 +494,23 @@ def _first_failure(ops: Sequence[Op], results: Sequence[Any]) -> tuple[Op, Zooke
     failures = [(op, result) for op, result in zip(ops, results, strict=True) if isinstance(result, ZookeeperError)]
     named = (failure for failure in failures if not isinstance(failure[1], RolledBackError))
     return next(named, failures[0] if failures else None)
+
+
+def _with_parents_between(ops: Sequence[Op]) -> list[tuple[Op, bool]]:
+    """The operations, and whether they were asked for: parents below a node that they make can only be made with it."""
+    steps: list[tuple[Op, bool]] = []
+    made: set[str] = set()
+    for op in ops:
+        if isinstance(op, Create):
+            for path in _ancestors(op.path):
+                if path not in made and not made.isdisjoint(_ancestors(path)):
+                    steps.append((Create(path), False))
+                    made.add(path)
+            made.add(op.path)
+        elif isinstance(op, Delete):
+            made.discard(op.path)
+        steps.append((op, True))
+    return steps
 
 
 def _version_after(op: Op, result: Any) -> int:

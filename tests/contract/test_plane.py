@@ -1,4 +1,4 @@
-"""What every control plane promises, run over each implementation. A new one is one more line in PLANES."""
+"""What every control plane promises, run over each implementation. A new one is one more line in `make_plane`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from support.zookeeper import fresh_chroot, until
 
 from portalmq.control_plane.plane import (
     COMMIT_BYTES_MAX,
@@ -23,16 +24,21 @@ from portalmq.control_plane.plane import (
     PlaneUnavailable,
     Set,
     VersionMismatch,
+    clock_s,
 )
 from portalmq.control_plane.standalone import Standalone
+from portalmq.control_plane.zookeeper import ZooKeeper
 
-# Each makes a plane that is not started; called twice with one directory, the second sees what the first committed.
-PLANES: dict[str, Callable[[Path], ControlPlane]] = {"standalone": lambda directory: Standalone(directory)}
+PLANES = ["standalone", pytest.param("zookeeper", marks=pytest.mark.cluster)]
 
 
 @pytest.fixture(params=PLANES)
 def make_plane(request: pytest.FixtureRequest) -> Callable[[Path], ControlPlane]:
-    return PLANES[request.param]
+    """Makes a plane that is not started; of two in one directory the second sees what the first committed."""
+    if request.param == "standalone":
+        return Standalone
+    server, chroot = request.getfixturevalue("zookeeper_server"), fresh_chroot()
+    return lambda directory: ZooKeeper(f"{server.hosts}{chroot}/{directory.name}")
 
 
 @pytest.fixture
@@ -53,15 +59,41 @@ class TestReading:
         assert plane.children("/t") == ["a", "b"]
 
     def test_a_started_plane_is_connected_and_answers(self, plane: ControlPlane) -> None:
-        before = plane.last_answered
+        before = clock_s()
         plane.sync()
         assert plane.state is PlaneState.CONNECTED
-        assert plane.last_answered >= before
+        assert before <= plane.last_answered <= clock_s()
+        assert 0 < plane.session_timeout_s < 60
 
-    @pytest.mark.parametrize("path", ["", "a", "/", "/a/", "//a", "/a//b", "/a/./b", "/a/..", "/a\x00", "/a\n"])
+    def test_many_nodes_are_answered_in_the_order_asked(self, plane: ControlPlane) -> None:
+        plane.commit(Create("/a", b"1"), Create("/b", b"2", ephemeral=True))
+        assert plane.get_many([]) == []
+        assert plane.get_many(["/b", "/gone", "/a", "/gone/too", "/b"]) == [
+            plane.get("/b"),
+            None,
+            plane.get("/a"),
+            None,
+            plane.get("/b"),
+        ]
+
+    def test_the_nodes_below_a_path_come_sorted_and_whole(self, plane: ControlPlane) -> None:
+        assert plane.get_children("/nowhere") == []
+        names = [str(number) for number in range(450)]
+        for start in range(0, 450, 90):
+            plane.commit(*(Create(f"/n/{name}", name.encode()) for name in names[start : start + 90]))
+        plane.commit(Create("/n/7/deeper"))
+        found = plane.get_children("/n")
+        assert found == [Node(f"/n/{name}", name.encode(), 0) for name in sorted(names)]
+
+    @pytest.mark.parametrize(
+        "path", ["", "a", "/", "/a/", "//a", "/a//b", "/a/./b", "/a/..", "/a\x00", "/a\n", "/" + "a" * 1_000]
+    )
     def test_a_path_that_some_plane_could_not_hold_is_refused(self, plane: ControlPlane, path: str) -> None:
+        for read in (plane.get, plane.children, plane.get_children):
+            with pytest.raises(ValueError, match="not a path"):
+                read(path)
         with pytest.raises(ValueError, match="not a path"):
-            plane.get(path)
+            plane.get_many(["/a", path])
         with pytest.raises(ValueError, match="not a path"):
             plane.commit(Create(path))
 
@@ -146,6 +178,32 @@ class TestCommits:
         plane.commit(Delete("/a/b", 0), Delete("/a/c", 0), Delete("/a", 0))
         assert plane.get("/a") is None
 
+    def test_a_refusal_names_the_path_of_the_operation_that_did_not_fit(self, plane: ControlPlane) -> None:
+        plane.commit(Create("/held"))
+        with pytest.raises(NodeExists) as caught:
+            plane.commit(Create("/a"), Check("/a", 0), Create("/held"), Create("/b"))
+        assert caught.value.path == "/held"
+        with pytest.raises(VersionMismatch) as wrong:
+            plane.commit(Check("/held", 0), Set("/held", b"", 5), Delete("/gone", 0))
+        assert wrong.value.path == "/held"
+
+    def test_a_hundred_nodes_get_their_parents_in_one_commit(self, plane: ControlPlane) -> None:
+        made = plane.commit(*(Create(f"/a/{number % 10}/b/{number}") for number in range(COMMIT_OPS_MAX)))
+        assert made == [0] * COMMIT_OPS_MAX
+        assert plane.children("/a") == sorted(map(str, range(10)))
+        assert plane.get("/a/3/b/93") == Node("/a/3/b/93", b"", 0)
+
+    def test_a_parent_made_in_the_commit_is_the_one_that_counts(self, plane: ControlPlane) -> None:
+        assert plane.commit(Create("/a/b", b"mine"), Create("/a/b/c/d"), Set("/a/b", b"yours", 0)) == [0, 0, 1]
+        assert plane.get("/a/b") == Node("/a/b", b"yours", 1)
+
+    def test_nothing_is_made_below_a_node_that_the_commit_deletes(self, plane: ControlPlane) -> None:
+        plane.commit(Create("/a"))
+        with pytest.raises(ValueError, match="below"):
+            plane.commit(Delete("/a", 0), Create("/a/b"))
+        plane.commit(Delete("/a", 0), Create("/a"), Create("/a/b"))
+        assert plane.children("/a") == ["b"]
+
     def test_the_limits_hold_before_anything_is_applied(self, plane: ControlPlane) -> None:
         plane.commit(Create("/full", b"x" * DATA_BYTES_MAX))
         with pytest.raises(ValueError, match="at most"):
@@ -213,12 +271,16 @@ class TestSessions:
         second.close()
 
     def test_a_closed_plane_is_lost_and_refuses(self, plane: ControlPlane) -> None:
+        assert plane.session_id != 0
         plane.close()
         plane.close()
         assert plane.state is PlaneState.LOST
+        assert plane.session_id == 0
         for call in (
             lambda: plane.get("/a"),
             lambda: plane.children("/a"),
+            lambda: plane.get_many(["/a"]),
+            lambda: plane.get_children("/a"),
             lambda: plane.commit(Create("/a")),
             plane.sync,
         ):
@@ -227,9 +289,29 @@ class TestSessions:
 
 
 class TestTheDoorbell:
-    def test_it_rings_after_a_change_and_not_after_a_refusal(self, plane: ControlPlane) -> None:
-        rung: list[str] = []
-        plane.watch(lambda _path: rung.append("one"))
-        plane.watch(lambda _path: rung.append("two"))
-        plane.commit(Create("/a"))
-        assert set(rung) == {"one", "two"}
+    def test_each_bell_rings_with_the_path_of_what_changed(self, plane: ControlPlane) -> None:
+        plane.commit(Create("/a"), Create("/b"), Create("/quiet"))
+        one: set[str | None] = set()
+        two: list[str | None] = []
+        plane.watch(one.add)
+        plane.watch(two.append)
+        plane.commit(Set("/a", b"1", 0), Delete("/b", 0), Create("/c/d", ephemeral=True))
+        until(lambda: {"/a", "/b", "/c/d"} <= one and {"/a", "/b", "/c/d"} <= set(two))
+        assert "/quiet" not in one
+
+    def test_a_refused_commit_rings_no_bell(self, plane: ControlPlane) -> None:
+        rung: list[str | None] = []
+        plane.commit(Create("/held"))
+        plane.watch(rung.append)
+        with pytest.raises(NodeExists):
+            plane.commit(Create("/a"), Create("/held"))
+        plane.commit(Create("/last"))
+        until(lambda: "/last" in rung)
+        assert "/a" not in rung
+
+    def test_a_node_that_is_deleted_and_made_again_rings(self, plane: ControlPlane) -> None:
+        plane.commit(Create("/a", b"same"))
+        rung: list[str | None] = []
+        plane.watch(rung.append)
+        plane.commit(Delete("/a", 0), Create("/a", b"same"))
+        until(lambda: "/a" in rung)
