@@ -1,0 +1,619 @@
+"""What ZooKeeper and kazoo do to a cluster that takes them at their word: each trap sprung on a real server.
+
+The wire between the plane and its server is cut, slowed and spoiled by a proxy (support.zookeeper.Wire). Sessions are
+short here, so that their end can be waited for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.zookeeper import Wire, fresh_chroot, until
+
+from portalmq.control_plane import state
+from portalmq.control_plane.catalog import BrokerIdTaken, Catalog
+from portalmq.control_plane.embedded import EmbeddedZooKeeper
+from portalmq.control_plane.plane import (
+    COMMIT_OPS_MAX,
+    PATH_CHARACTERS_MAX,
+    Check,
+    Create,
+    Delete,
+    Node,
+    NodeExists,
+    OutcomeUnknown,
+    PlaneState,
+    PlaneUnavailable,
+    Set,
+    VersionMismatch,
+    clock_s,
+)
+from portalmq.control_plane.state import BrokerState
+from portalmq.control_plane.zookeeper import ZooKeeper
+
+pytestmark = pytest.mark.cluster
+
+SESSION_S = 2.0
+ME = BrokerState("http://me", 1, "my store")
+
+
+@pytest.fixture
+def chroot() -> str:
+    return fresh_chroot()
+
+
+@pytest.fixture
+def wire(zookeeper_server: EmbeddedZooKeeper) -> Iterator[Wire]:
+    with Wire(zookeeper_server.ports[0]) as made:
+        yield made
+
+
+@pytest.fixture
+def opened() -> Iterator[Callable[[str], ZooKeeper]]:
+    """Opens planes that are closed at the end."""
+    with contextlib.ExitStack() as closing:
+
+        def open_plane(hosts: str, session_timeout_s: float = SESSION_S) -> ZooKeeper:
+            plane = ZooKeeper(hosts, session_timeout_s=session_timeout_s)
+            plane.start()
+            closing.callback(plane.close)
+            return plane
+
+        yield open_plane
+
+
+@pytest.fixture
+def plane(opened: Callable[[str], ZooKeeper], wire: Wire, chroot: str) -> ZooKeeper:
+    """The plane under test, behind the wire."""
+    return opened(wire.hosts + chroot)
+
+
+@pytest.fixture
+def other(opened: Callable[[str], ZooKeeper], zookeeper_server: EmbeddedZooKeeper, chroot: str) -> ZooKeeper:
+    """Another broker's plane on the same tree, with no trouble of its own."""
+    return opened(zookeeper_server.hosts + chroot)
+
+
+def expire(plane: ZooKeeper, wire: Wire, other: ZooKeeper) -> None:
+    """Cut the plane off until the server has ended its session, as another sees by an ephemeral node that goes."""
+    plane.commit(Create("/expires", ephemeral=True))
+    other.sync()
+    assert other.get("/expires") is not None
+    wire.cut()
+    until(lambda: other.get("/expires") is None, what="the server ends the session")
+
+
+class Call:
+    """A call in a thread of its own, and what became of it."""
+
+    def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
+        self.answer: Any = None
+        self.error: BaseException | None = None
+        self._call = lambda: function(*arguments)
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.answer = self._call()
+        except BaseException as error:  # noqa: BLE001 - whatever it was, the test looks at it
+            self.error = error
+
+    def ended(self) -> bool:
+        self._thread.join(timeout=20)
+        assert not self._thread.is_alive(), "the call is not bounded"
+        return True
+
+
+class TestSessions:
+    def test_trap_lost_is_told_only_after_the_return_so_a_lease_counts_from_the_last_answer(
+        self, plane: ZooKeeper, wire: Wire, other: ZooKeeper
+    ) -> None:
+        rung: list[str | None] = []
+        states: list[PlaneState] = []
+        plane.watch(rung.append)
+        plane.watch(lambda _: states.append(plane.state))
+        first = plane.session_id
+        expire(plane, wire, other)
+        assert plane.state is PlaneState.SUSPENDED, "nobody could have told it"
+        assert plane.session_id == first
+        assert clock_s() - plane.last_answered > plane.session_timeout_s * 2 / 3, "a lease would have run out"
+        answered = plane.last_answered
+        wire.heal()
+        until(lambda: plane.state is PlaneState.CONNECTED and plane.session_id not in (0, first))
+        assert plane.last_answered > answered
+        until(lambda: states and states[-1] is PlaneState.CONNECTED)
+        assert None in rung
+
+    def test_trap_a_heartbeat_is_an_answer_so_an_idle_lease_goes_on(self, plane: ZooKeeper) -> None:
+        seen = {plane.last_answered}
+        deadline = clock_s() + 3 * plane.session_timeout_s
+        while clock_s() < deadline:
+            assert clock_s() - plane.last_answered < plane.session_timeout_s * 2 / 3
+            seen.add(plane.last_answered)
+            time.sleep(0.02)
+        assert len(seen) > 6, "nothing was asked meanwhile, so only heartbeats can have moved it"
+        assert plane.state is PlaneState.CONNECTED
+
+    def test_trap_no_answer_moves_the_lease_before_it_came(self, plane: ZooKeeper, wire: Wire) -> None:
+        wire.swallow_answers = True
+        until(lambda: wire.answers_swallowed > 0, what="a heartbeat is answered into the void")
+        held = plane.last_answered
+        until(lambda: plane.state is PlaneState.SUSPENDED)
+        assert plane.last_answered == held
+
+    @pytest.mark.parametrize(("asked", "granted"), [(60.0, 10.0), (0.1, 1.0), (3.0, 3.0)])
+    def test_trap_the_timeout_that_counts_is_the_one_the_server_granted(
+        self,
+        opened: Callable[[str, float], ZooKeeper],
+        zookeeper_server: EmbeddedZooKeeper,
+        chroot: str,
+        asked: float,
+        granted: float,
+    ) -> None:
+        assert opened(zookeeper_server.hosts + chroot, asked).session_timeout_s == granted
+
+    def test_trap_a_commit_waiting_for_a_connection_is_not_sent_in_the_next_session(
+        self, plane: ZooKeeper, wire: Wire, other: ZooKeeper
+    ) -> None:
+        expire(plane, wire, other)
+        call = Call(plane.commit, Create("/late"))
+        time.sleep(0.1)  # whether it waits by now or not, the outcome has to be the same
+        wire.heal()
+        assert call.ended()
+        assert isinstance(call.error, PlaneUnavailable), call.error
+        until(lambda: plane.state is PlaneState.CONNECTED)
+        plane.sync()
+        assert plane.get("/late") is None
+
+    def test_trap_a_commit_queued_inside_kazoo_is_not_sent_in_the_next_session(
+        self, plane: ZooKeeper, wire: Wire, other: ZooKeeper
+    ) -> None:
+        """The queue outlives the session: what a lost leader had left there must not be done in its next life."""
+        first = plane.session_id
+        expire(plane, wire, other)
+        call = Call(plane._commit_in, first, [Create("/late")], clock_s() + 10)
+        until(lambda: len(plane._client._queue) > 0, what="kazoo holds the request")
+        wire.heal()
+        assert call.ended()
+        assert isinstance(call.error, PlaneUnavailable), call.error
+        assert plane.session_id != first
+        plane.sync()
+        assert plane.get("/late") is None
+
+    def test_trap_what_was_given_up_waiting_is_not_sent_later(
+        self, plane: ZooKeeper, wire: Wire, other: ZooKeeper
+    ) -> None:
+        wire.cut()
+        until(lambda: plane.state is PlaneState.SUSPENDED)
+        with pytest.raises(PlaneUnavailable):
+            plane._commit_in(plane.session_id, [Create("/late")], clock_s() + 0.1)
+        assert len(plane._client._queue) == 1, "this test is about a request that kazoo still holds"
+        wire.heal()
+        until(lambda: plane.state is PlaneState.CONNECTED)
+        plane.sync()
+        assert plane.get("/late") is None
+
+    def test_trap_an_answer_that_cannot_be_read_does_not_end_the_connection_for_good(
+        self, plane: ZooKeeper, wire: Wire
+    ) -> None:
+        session_id = plane.session_id
+        wire.inject(struct.pack("!i", 3) + b"???")
+        until(lambda: plane.state is not PlaneState.CONNECTED)
+        until(lambda: plane.state is PlaneState.CONNECTED)
+        assert plane.commit(Create("/a")) == [0]
+        assert plane.session_id == session_id
+
+
+class TestOutcomes:
+    def test_trap_a_commit_whose_answer_is_lost_is_unknown_and_may_be_there(
+        self, plane: ZooKeeper, wire: Wire, other: ZooKeeper
+    ) -> None:
+        wire.swallow_answers = True
+        call = Call(plane.commit, Create("/a", b"mine"))
+        until(lambda: other.get("/a") is not None)
+        wire.cut()
+        wire.heal()
+        assert call.ended()
+        assert isinstance(call.error, OutcomeUnknown), call.error
+        plane.sync()
+        assert plane.get("/a") == Node("/a", b"mine", 0)
+
+    def test_trap_a_commit_that_got_lost_on_its_way_is_unknown_and_may_not_be_there(
+        self, plane: ZooKeeper, wire: Wire
+    ) -> None:
+        wire.swallow_requests = True
+        call = Call(plane.commit, Create("/a"))
+        until(lambda: wire.requests_swallowed > 0)
+        wire.cut()
+        wire.heal()
+        assert call.ended()
+        assert isinstance(call.error, OutcomeUnknown), call.error
+        plane.sync()
+        assert plane.get("/a") is None
+
+    def test_trap_a_commit_is_not_repeated_by_itself(self, plane: ZooKeeper, wire: Wire, other: ZooKeeper) -> None:
+        plane.commit(Create("/a"))
+        wire.swallow_answers = True
+        call = Call(plane.commit, Set("/a", b"1", 0))
+        until(lambda: other.get("/a") == Node("/a", b"1", 1))
+        wire.cut()
+        wire.heal()
+        assert call.ended()
+        assert isinstance(call.error, OutcomeUnknown), (
+            "a repeat would have met its own version"
+        )
+
+    def test_a_commit_that_cannot_be_sent_was_not_applied(self, plane: ZooKeeper, wire: Wire) -> None:
+        wire.cut()
+        until(lambda: plane.state is PlaneState.SUSPENDED)
+        began = time.monotonic()
+        with pytest.raises(PlaneUnavailable):
+            plane.commit(Create("/a"))
+        assert time.monotonic() - began < SESSION_S + 2
+
+    def test_a_read_that_is_interrupted_is_asked_again(self, plane: ZooKeeper, wire: Wire) -> None:
+        plane.commit(Create("/a", b"1"))
+        wire.swallow_answers = True
+        call = Call(plane.get, "/a")
+        until(lambda: wire.answers_swallowed > 0)
+        wire.cut()
+        wire.heal()
+        assert call.ended()
+        assert call.answer == Node("/a", b"1", 0), call.error
+
+    def test_reads_end_in_about_a_session_when_nobody_answers(self, plane: ZooKeeper, wire: Wire) -> None:
+        wire.cut()
+        for read in (plane.sync, lambda: plane.get("/a"), lambda: plane.children("/a")):
+            began = time.monotonic()
+            with pytest.raises(PlaneUnavailable):
+                read()
+            assert time.monotonic() - began < SESSION_S + 2
+
+    def test_trap_a_refused_transaction_raises_and_names_the_operation(self, plane: ZooKeeper) -> None:
+        plane.commit(Create("/epoch"), Create("/a", b"0"))
+        plane.commit(Set("/epoch", b"newer", 0))
+        with pytest.raises(VersionMismatch) as fenced:
+            plane.commit(Check("/epoch", 0), Set("/a", b"from an older controller", 0))
+        assert fenced.value.path == "/epoch"
+        with pytest.raises(NodeExists) as exists:
+            plane.commit(Set("/a", b"1", 0), Create("/a"), Delete("/gone", 0))
+        assert exists.value.path == "/a"
+        assert plane.get("/a") == Node("/a", b"0", 0)
+
+    def test_trap_a_creation_whose_answer_was_lost_is_known_again_by_its_content(
+        self, plane: ZooKeeper, wire: Wire, other: ZooKeeper
+    ) -> None:
+        """NodeExists after a lost answer may be one's own node, or another's."""
+        wire.swallow_answers = True
+        call = Call(Catalog(plane).cluster_id)
+        # Its read comes first, and is lost as well: let that one through, then lose the answer to the creation.
+        until(lambda: wire.answers_swallowed > 0)
+        wire.cut()
+        wire.heal()
+        assert call.ended()
+        assert call.error is None
+        assert call.answer == Catalog(other).cluster_id() == Catalog(plane).cluster_id()
+
+    def test_trap_of_two_that_make_a_parent_at_once_both_succeed(self, plane: ZooKeeper, other: ZooKeeper) -> None:
+        for number in range(20):
+            calls = [Call(each.commit, Create(f"/p/{number}/q/{each.session_id}")) for each in (plane, other)]
+            assert all(call.ended() and call.error is None for call in calls), [call.error for call in calls]
+            other.sync()
+            assert len(other.children(f"/p/{number}/q")) == 2
+
+
+class TestEphemerals:
+    def test_trap_an_entry_of_our_earlier_session_is_replaced_though_it_looks_the_same(
+        self, opened: Callable[[str], ZooKeeper], plane: ZooKeeper, wire: Wire, other: ZooKeeper
+    ) -> None:
+        """A restart within the old session: that session's end would take the entry, and the broker would be gone."""
+        Catalog(plane).register_broker(1, ME)
+        plane.commit(Create("/old-session", ephemeral=True))
+        old = plane.session_id
+        wire.cut()  # as if the process were dead: nobody says goodbye to the server
+        Catalog(other).register_broker(1, ME)
+        held = other.get(state.broker_path(1))
+        assert held is not None
+        assert held.owner == other.session_id != old
+        until(lambda: other.get("/old-session") is None, what="the old session ends")
+        assert Catalog(other).brokers() == {1: ME}
+
+    def test_an_entry_of_our_own_session_is_left_alone(self, plane: ZooKeeper) -> None:
+        catalog = Catalog(plane)
+        catalog.register_broker(1, ME)
+        catalog.register_broker(1, ME)
+        found = plane.get(state.broker_path(1))
+        assert found is not None
+        assert (found.owner, found.version) == (plane.session_id, 0)
+
+    def test_another_data_directory_cannot_take_the_id(self, plane: ZooKeeper, other: ZooKeeper) -> None:
+        Catalog(other).register_broker(1, ME)
+        with pytest.raises(BrokerIdTaken, match="http://me"):
+            Catalog(plane).register_broker(1, BrokerState("http://second", 1, "another store"))
+
+    def test_a_broker_is_registered_anew_after_its_session_was_lost(
+        self, plane: ZooKeeper, wire: Wire, other: ZooKeeper
+    ) -> None:
+        Catalog(plane).register_broker(1, ME)
+        expire(plane, wire, other)
+        assert Catalog(other).brokers() == {}
+        first = plane.session_id
+        wire.heal()
+        until(lambda: plane.session_id not in (0, first))
+        Catalog(plane).register_broker(1, ME)
+        assert Catalog(other).brokers() == {1: ME}
+
+
+class TestTheBell:
+    def test_trap_watches_die_with_the_connection_so_they_are_laid_again(
+        self, plane: ZooKeeper, wire: Wire, other: ZooKeeper
+    ) -> None:
+        rung: list[str | None] = []
+        plane.watch(rung.append)
+        for round_number in range(3):
+            wire.cut()
+            until(lambda: plane.state is PlaneState.SUSPENDED)
+            other.commit(Create(f"/missed-{round_number}"))
+            until(lambda: None in rung)
+            rung.clear()
+            wire.heal()
+            until(lambda: None in rung, what="anything may have changed meanwhile")
+            other.commit(Create(f"/heard-{round_number}/deep"))
+            until(lambda number=round_number: f"/heard-{number}/deep" in rung)  # type: ignore[misc]
+            rung.clear()
+
+    def test_trap_watches_die_with_the_session_so_they_are_laid_again(
+        self, plane: ZooKeeper, wire: Wire, other: ZooKeeper
+    ) -> None:
+        rung: list[str | None] = []
+        plane.watch(rung.append)
+        first = plane.session_id
+        expire(plane, wire, other)
+        wire.heal()
+        until(lambda: plane.session_id not in (0, first))
+        until(lambda: other.commit(Create(f"/n/{clock_s()}")) and any(path for path in rung if path), within_s=5)
+
+    def test_trap_a_node_deleted_and_made_again_rings(self, plane: ZooKeeper, other: ZooKeeper) -> None:
+        plane.commit(Create("/ids/1", b"me"))
+        rung: list[str | None] = []
+        plane.watch(rung.append)
+        other.commit(Delete("/ids/1", 0), Create("/ids/1", b"me"))
+        until(lambda: "/ids/1" in rung)
+
+    def test_trap_a_bell_that_blocks_or_fails_holds_up_neither_the_session_nor_the_other_bells(
+        self, plane: ZooKeeper, other: ZooKeeper
+    ) -> None:
+        release = threading.Event()
+        rung: list[str | None] = []
+
+        def blocks(_: str | None) -> None:
+            release.wait(20)
+
+        def fails(_: str | None) -> None:
+            raise RuntimeError("a bell that fails")
+
+        for bell in (fails, rung.append, blocks):
+            plane.watch(bell)
+        session_id = plane.session_id
+        other.commit(Create("/a"))
+        until(lambda: "/a" in rung)
+        deadline = clock_s() + 2 * SESSION_S
+        while clock_s() < deadline:
+            assert plane.get("/a") is not None
+            other.commit(Set("/a", b"", plane.get("/a").version))  # type: ignore[union-attr]
+            time.sleep(0.01)
+        assert (plane.state, plane.session_id) == (PlaneState.CONNECTED, session_id)
+        release.set()
+        other.commit(Create("/b"))
+        until(lambda: "/b" in rung or None in rung)
+
+    def test_a_bell_that_calls_the_plane_by_mistake_does_not_hang_it(self, plane: ZooKeeper, other: ZooKeeper) -> None:
+        found: list[Node | None] = []
+        plane.watch(lambda path: found.append(plane.get(path)) if path else None)
+        other.commit(Create("/a"))
+        until(lambda: Node("/a", b"", 0) in found)
+
+    def test_changes_outside_the_chroot_ring_no_bell(
+        self, opened: Callable[[str], ZooKeeper], plane: ZooKeeper, wire: Wire, chroot: str
+    ) -> None:
+        rung: list[str | None] = []
+        plane.watch(rung.append)
+        opened(f"{wire.hosts}{chroot}-neighbour").commit(Create("/theirs"))
+        plane.commit(Create("/ours"))
+        until(lambda: "/ours" in rung)
+        assert set(rung) <= {"/ours", None}
+
+
+class TestReaching:
+    def test_trap_one_silent_server_does_not_use_up_the_session(
+        self, zookeeper_server: EmbeddedZooKeeper, chroot: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("kazoo.protocol.connection.random.shuffle", lambda _: None)  # the silent one first
+        with contextlib.ExitStack() as held:
+            silent = held.enter_context(socket.socket())
+            silent.bind(("127.0.0.1", 0))
+            silent.listen(0)
+            port = silent.getsockname()[1]
+            for _ in range(4):  # fills its backlog: from now on a SYN is not answered
+                full = held.enter_context(socket.socket())
+                full.setblocking(False)
+                full.connect_ex(("127.0.0.1", port))
+            plane = ZooKeeper(f"127.0.0.1:{port},{zookeeper_server.hosts}{chroot}", session_timeout_s=8.0)
+            began = time.monotonic()
+            plane.start()
+            took = time.monotonic() - began
+            plane.close()
+        assert 1.5 < took < 5, "a quarter of the session is what the silent one may have, not all of it"
+
+    def test_there_is_no_session_to_be_had_where_nobody_listens(self) -> None:
+        with socket.socket() as held:
+            held.bind(("127.0.0.1", 0))
+            plane = ZooKeeper(f"127.0.0.1:{held.getsockname()[1]}/x", session_timeout_s=1.0)
+            began = time.monotonic()
+            with pytest.raises(PlaneUnavailable, match="does not answer"):
+                plane.start()
+            assert time.monotonic() - began < 5
+        assert plane.state is PlaneState.LOST
+
+    def test_a_plane_that_could_not_start_can_be_started_later(self, wire: Wire, chroot: str) -> None:
+        wire.cut()
+        plane = ZooKeeper(wire.hosts + chroot, session_timeout_s=1.0)
+        with pytest.raises(PlaneUnavailable):
+            plane.start()
+        wire.heal()
+        plane.start()
+        assert plane.commit(Create("/a")) == [0]
+        plane.close()
+
+    @pytest.mark.parametrize("hosts", ["", "/chroot", "a:1,,b:2", "a:1/x//y", "a:1/x/"])
+    def test_hosts_that_are_none_are_refused(self, hosts: str) -> None:
+        with pytest.raises(ValueError, match="not"):
+            ZooKeeper(hosts)
+
+    def test_trap_the_chroot_is_there_before_its_first_use(
+        self, zookeeper_server: EmbeddedZooKeeper, chroot: str
+    ) -> None:
+        planes = [ZooKeeper(f"{zookeeper_server.hosts}{chroot}/deep/er") for _ in range(4)]
+        starts = [Call(plane.start) for plane in planes]
+        assert [start.error for start in starts if start.ended()] == [None] * 4
+        planes[0].commit(Create("/a"))
+        planes[1].sync()
+        assert planes[1].get("/a") is not None
+        for plane in planes:
+            plane.close()
+
+    def test_without_a_chroot_the_root_is_the_tree(self, zookeeper_server: EmbeddedZooKeeper, chroot: str) -> None:
+        plane = ZooKeeper(zookeeper_server.hosts)
+        plane.start()
+        rung: list[str | None] = []
+        plane.watch(rung.append)
+        plane.commit(Create(f"{chroot}/a", b"1"))
+        assert plane.get(f"{chroot}/a") == Node(f"{chroot}/a", b"1", 0)
+        until(lambda: f"{chroot}/a" in rung)
+        plane.close()
+
+    def test_trap_limits_a_hundred_long_paths_fit_one_commit_and_five_thousand_children_one_answer(
+        self, plane: ZooKeeper
+    ) -> None:
+        long = "x" * (PATH_CHARACTERS_MAX - 20)
+        plane.commit(*(Create(f"/{long}/{number}", b"y" * 5_000) for number in range(COMMIT_OPS_MAX)))
+        assert len(plane.get_children(f"/{long}")) == COMMIT_OPS_MAX
+        for start in range(0, 5_000, COMMIT_OPS_MAX):
+            plane.commit(*(Create(f"/n/{number}") for number in range(start, start + COMMIT_OPS_MAX)))
+        assert len(plane.children("/n")) == 5_000
+        assert len(plane.get_children("/n")) == 5_000
+
+    def test_five_hundred_nodes_are_read_in_a_handful_of_requests(self, plane: ZooKeeper) -> None:
+        for start in range(0, 500, COMMIT_OPS_MAX):
+            plane.commit(*(Create(f"/n/{start + number}", b"x" * 300) for number in range(COMMIT_OPS_MAX)))
+        before = plane._client._connection._xid
+        assert len(plane.get_children("/n")) == 500
+        assert plane._client._connection._xid - before == 4
+
+
+class TestServersThatGo:
+    def test_a_killed_server_comes_back_with_its_data_and_the_session_goes_on(self, tmp_path: Path) -> None:
+        with EmbeddedZooKeeper(tmp_path) as server:
+            plane = ZooKeeper(f"{server.hosts}/c", session_timeout_s=6.0)
+            plane.start()
+            plane.commit(Create("/a", b"1"), Create("/e", ephemeral=True))
+            session_id = plane.session_id
+            server.kill()
+            until(lambda: plane.state is PlaneState.SUSPENDED)
+            server.start()
+            assert until(lambda: plane.state is PlaneState.CONNECTED) < 1.5
+            assert plane.session_id == session_id
+            assert plane.get("/a") == Node("/a", b"1", 0)
+            assert plane.get("/e") == Node("/e", b"", 0, ephemeral=True, owner=session_id)
+            assert plane.commit(Set("/a", b"2", 0)) == [1]
+            plane.close()
+
+    def test_trap_after_a_long_outage_the_pauses_are_still_short_and_the_session_stands(self, tmp_path: Path) -> None:
+        """A server that is away for longer than the session does not count that time; kazoo must not have slept in."""
+        with EmbeddedZooKeeper(tmp_path) as server:
+            plane = ZooKeeper(f"{server.hosts}/c", session_timeout_s=1.0)
+            plane.start()
+            plane.commit(Create("/e", ephemeral=True))
+            session_id = plane.session_id
+            server.kill()
+            time.sleep(5)
+            assert plane.state is PlaneState.SUSPENDED
+            server.start()
+            until(lambda: plane.state is PlaneState.CONNECTED, within_s=1.5)
+            assert plane.session_id == session_id
+            assert plane.get("/e") is not None
+            plane.close()
+
+    def test_requests_to_a_server_that_hangs_are_bounded(self, tmp_path: Path) -> None:
+        with EmbeddedZooKeeper(tmp_path) as server:
+            plane = ZooKeeper(f"{server.hosts}/c", session_timeout_s=SESSION_S)
+            plane.start()
+            plane.commit(Create("/a"))
+            os.kill(server.pids[0], signal.SIGSTOP)
+            calls = [Call(plane.commit, Set("/a", b"1", 0)), Call(plane.get, "/a"), Call(plane.sync)]
+            began = time.monotonic()
+            errors = [call.error for call in calls if call.ended()]
+            assert time.monotonic() - began < SESSION_S + 2
+            assert isinstance(errors[0], OutcomeUnknown), errors
+            assert isinstance(errors[1], PlaneUnavailable), errors
+            assert isinstance(errors[2], PlaneUnavailable), errors
+            os.kill(server.pids[0], signal.SIGCONT)
+            until(lambda: plane.state is PlaneState.CONNECTED)
+            plane.close()
+
+    def test_closing_is_bounded_while_the_server_hangs(self, tmp_path: Path) -> None:
+        with EmbeddedZooKeeper(tmp_path) as server:
+            plane = ZooKeeper(f"{server.hosts}/c", session_timeout_s=SESSION_S)
+            plane.start()
+            os.kill(server.pids[0], signal.SIGSTOP)
+            assert Call(plane.close).ended()
+            assert plane.state is PlaneState.LOST
+
+
+class TestThreeServers:
+    def test_trap_a_read_after_sync_is_not_stale_though_another_server_answers_it(self, tmp_path: Path) -> None:
+        with EmbeddedZooKeeper(tmp_path, servers=3) as servers:
+            hosts = servers.hosts.split(",")
+            writer, reader = ZooKeeper(f"{hosts[0]}/c"), ZooKeeper(f"{hosts[1]}/c")
+            writer.start()
+            reader.start()
+            writer.commit(Create("/a"))
+            for version in range(200):
+                writer.commit(Set("/a", str(version).encode(), version))
+                reader.sync()
+                assert reader.get("/a") == Node("/a", str(version).encode(), version + 1)
+            writer.close()
+            reader.close()
+
+    def test_when_a_server_dies_the_session_moves_to_another(self, tmp_path: Path) -> None:
+        with EmbeddedZooKeeper(tmp_path, servers=3) as servers:
+            plane = ZooKeeper(f"{servers.hosts}/c", session_timeout_s=6.0)
+            plane.start()
+            plane.commit(Create("/e", ephemeral=True))
+            session_id = plane.session_id
+            for number in range(3):
+                servers.kill(number)
+                until(lambda: _answers(plane), what=f"without server {number}")
+                assert plane.session_id == session_id
+                assert plane.get("/e") is not None
+                servers.start()
+            plane.close()
+
+
+def _answers(plane: ZooKeeper) -> bool:
+    try:
+        plane.sync()
+    except PlaneUnavailable:
+        return False
+    return True
