@@ -48,6 +48,8 @@ ROOM_OF = {
     "portalmq.broker.logs": "server",
     "portalmq.broker.server": "server",
     "portalmq.broker.commands": "server",
+    "portalmq.broker.supervisor": "server",
+    "portalmq.broker.up": "server",
     "portalmq.broker.bench": "bench",
     "portalmq.control_plane": "control",
     "portalmq.control_plane.plane": "tree",
