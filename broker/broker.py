@@ -32,7 +32,7 @@ from portalmq.broker.topics import Topic, Topics
 from portalmq.control_plane.catalog import Catalog
 from portalmq.control_plane.controller import take_over
 from portalmq.control_plane.state import BrokerState
-from portalmq.errors import InvalidRequest, PortalMQError, StorageFull, Unavailable
+from portalmq.errors import InvalidRequest, NotFound, PortalMQError, StorageFull, Unavailable
 
 log = logging.getLogger(__name__)
 
@@ -111,6 +111,9 @@ class Broker:
         self.cache = BatchCache(CACHE_BYTES)
         self.metrics = metrics
         self.ready = False
+        self.cluster_secret = catalog.cluster_secret()
+        # What other brokers may ask of this one: name -> (body, the asking broker's connection) -> answer.
+        self.calls: dict[str, Callable[[bytes, Peer | None], bytes]] = {}
         self._draining = Event()
         self._catalog = catalog
         self._disk = disk
@@ -182,6 +185,15 @@ class Broker:
             config = topic.state.config
             for partition in topic.partitions:
                 partition.retain(config.retention_ms, config.retention_bytes, GROUP_EXPIRY_MS)
+
+    # --- other brokers -----------------------------------------------------------------------------------------------
+
+    def serve_peer(self, name: str, body: bytes, peer: Peer | None) -> bytes:
+        """Answer another broker. What it asks for is done here or refused: nothing is forwarded a second time."""
+        call = self.calls.get(name)
+        if call is None:
+            raise NotFound(f"brokers do not ask each other for {name[:100]!r}: is one of another version?")
+        return call(body, peer)
 
     # --- what partitions need of their host --------------------------------------------------------------------------
 

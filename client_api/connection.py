@@ -167,20 +167,29 @@ def _in_words(fault: Exception, timeout_s: float) -> str:
 
 
 class _Host:
-    """The connections to one address. Invariant: len(idle) + len(in_use) <= CONNECTIONS_PER_HOST_MAX."""
+    """The connections to one address. Invariant: len(idle) + len(in_use) <= the pool's bound."""
 
-    def __init__(self) -> None:
+    def __init__(self, connections_max: int) -> None:
         self.idle: deque[Connection] = deque()
         self.in_use: set[Connection] = set()
-        self.places = threading.BoundedSemaphore(CONNECTIONS_PER_HOST_MAX)
+        self.places = threading.BoundedSemaphore(connections_max)
 
 
 class ConnectionPool:
     """Thread-safe. A process that forks gets a fresh pool in the child: two processes on one socket mix answers."""
 
-    def __init__(self, *, tls: ssl.SSLContext | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        *,
+        tls: ssl.SSLContext | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        connections_per_host_max: int = CONNECTIONS_PER_HOST_MAX,
+        connect_timeout_s: float = CONNECT_TIMEOUT_S,
+    ) -> None:
         self._tls = tls
         self._clock = clock
+        self._connections_max = connections_per_host_max
+        self._connect_timeout_s = connect_timeout_s
         self._lock = threading.Lock()
         self._hosts: dict[Address, _Host] = {}
         self._process = os.getpid()
@@ -190,7 +199,7 @@ class ConnectionPool:
         """One request over a kept or a new connection. Raises NotSent or NoAnswer."""
         host = self._host(address)
         if not host.places.acquire(timeout=timeout_s):
-            raise NotSent(f"all {CONNECTIONS_PER_HOST_MAX} connections to {address.netloc} are busy")
+            raise NotSent(f"all {self._connections_max} connections to {address.netloc} are busy")
         try:
             connection = self._take_idle(host) or self._connect(address, host, timeout_s)
             try:
@@ -208,7 +217,7 @@ class ConnectionPool:
         host = self._hosts.get(address)
         if host is None:
             with self._lock:
-                host = self._hosts.setdefault(address, _Host())
+                host = self._hosts.setdefault(address, _Host(self._connections_max))
         return host
 
     def _take_idle(self, host: _Host) -> Connection | None:
@@ -222,11 +231,12 @@ class ConnectionPool:
             connection.close()
 
     def _connect(self, address: Address, host: _Host, timeout_s: float) -> Connection:
+        timeout_s = min(self._connect_timeout_s, timeout_s)
         try:
             tls = self._tls_context() if address.scheme == "https" else None
-            connection = Connection(address, min(CONNECT_TIMEOUT_S, timeout_s), tls)
+            connection = Connection(address, timeout_s, tls)
         except OSError as fault:
-            raise NotSent(_in_words(fault, min(CONNECT_TIMEOUT_S, timeout_s))) from fault
+            raise NotSent(_in_words(fault, timeout_s)) from fault
         return self._register(host, connection)
 
     def _register(self, host: _Host, connection: Connection) -> Connection:

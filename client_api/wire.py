@@ -20,6 +20,7 @@ from portalmq.errors import InvalidRequest
 JSON = "application/json"
 TEXT = "text/plain; charset=utf-8"
 BYTES = "application/octet-stream"
+MSGPACK = "application/vnd.msgpack"
 BATCH_JSON = "application/vnd.portalmq.batch+json"
 BATCH_MSGPACK = "application/vnd.portalmq.batch+msgpack"
 NDJSON = "application/x-ndjson"
@@ -34,6 +35,9 @@ HEADER_PRIORITY = "PortalMQ-Priority"
 HEADER_PREFIX = "PortalMQ-Header-"
 HEADER_IDEMPOTENCY_KEY = "Idempotency-Key"
 HEADER_NO_FORWARD = "PortalMQ-No-Forward"
+
+# Where brokers call each other; no client is let in.
+INTERNAL_PATH = "/internal/v1/"
 
 NAME = re.compile(r"[A-Za-z0-9._-]{1,190}\Z")
 

@@ -37,6 +37,7 @@ ROOM_OF = {
     "portalmq.errors": "contract",
     "portalmq.wire": "contract",
     "portalmq.message": "contract",
+    "portalmq.connection": "contract",  # sockets and no more: brokers reach each other by it too
     "portalmq.cli": "cli",
     "portalmq.broker": "domain",
     "portalmq.broker.core": "core",

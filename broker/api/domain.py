@@ -3,7 +3,7 @@ they give. Every error that they raise is one of `portalmq.errors`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import Any, Protocol
 
 from portalmq import wire
@@ -24,6 +24,14 @@ class Domain(Protocol):
     def cluster_id(self) -> str: ...
     @property
     def ready(self) -> bool: ...
+    @property
+    def cluster_secret(self) -> str: ...
+    @property
+    def calls(self) -> Container[str]:
+        """The names that `serve_peer` knows."""
+        ...
+
+    def serve_peer(self, name: str, body: bytes, peer: Peer | None) -> bytes: ...
 
     def create_topic(self, name: str, request: wire.CreateTopic) -> tuple[wire.TopicDescription, bool]: ...
     def list_topics(self) -> list[wire.TopicSummary]: ...

@@ -1,4 +1,4 @@
-"""The door in front of Flask, for the calls that carry the traffic.
+"""The doors in front of Flask: for the calls that carry the traffic, and for those of the other brokers.
 
 Flask's context, routing and response cost as much as the rest of a small call together. So the five calls of traffic.py
 are recognised by their path and served right here, with the same guard, the same count and the same problem documents
@@ -8,13 +8,15 @@ as every other route; all else goes through to Flask.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from http import HTTPStatus
 from time import perf_counter
 from typing import Any, NamedTuple
 
 from flask import Flask
 
-from portalmq.broker.api import problems, traffic
+from portalmq import wire
+from portalmq.broker.api import internal, problems, traffic
 from portalmq.broker.api.body import close_after_answer, leaves_bytes_unread
 from portalmq.broker.api.room import Answer, Room
 from portalmq.errors import PortalMQError, Unauthorized, Unavailable
@@ -43,7 +45,8 @@ TRAFFIC = {
 
 
 def check_token(room: Room, authorization: str | None) -> None:
-    """Raises Unauthorized without a token where one is needed."""
+    """Raises Unauthorized without a token where one is needed, Forbidden with the brokers' credential."""
+    internal.check_no_peer(authorization)
     if not room.auth.allows(authorization):
         raise Unauthorized("send `Authorization: Bearer <token>` with one of the broker's tokens")
 
@@ -55,41 +58,55 @@ def check_ready(room: Room) -> None:
 
 
 class Doors:
-    """The WSGI application of the broker: traffic here, the rest by Flask."""
+    """The WSGI application of the broker: traffic and the other brokers' calls here, the rest by Flask."""
 
     def __init__(self, app: Flask, room: Room) -> None:
         self._flask = app.wsgi_app
         self._room = room
 
     def __call__(self, environ: Environ, start_response: StartResponse) -> Iterable[bytes]:
+        path = environ["PATH_INFO"]
         if environ["REQUEST_METHOD"] == "POST":
-            parts = environ["PATH_INFO"].split("/")
+            parts = path.split("/")
             if len(parts) == 5 and parts[1] == "v1" and parts[3]:
                 call = TRAFFIC.get((parts[2], parts[4]))
                 if call is not None:
-                    return self._serve(call, parts[3], environ, start_response)
+                    view = partial(self._traffic, call, parts[3], environ)
+                    return self._answer(call.route, environ, start_response, view)
+        if path.startswith(wire.INTERNAL_PATH):
+            name = path.removeprefix(wire.INTERNAL_PATH)
+            route = path if name in self._room.domain.calls else f"{wire.INTERNAL_PATH}<name>"
+            return self._answer(route, environ, start_response, partial(internal.serve, self._room, environ, name))
         return self._flask(environ, start_response)
 
-    def _serve(self, call: Call, name: str, environ: Environ, start_response: StartResponse) -> Iterable[bytes]:
+    def _traffic(self, call: Call, name: str, environ: Environ) -> Answer:
+        check_token(self._room, environ.get("HTTP_AUTHORIZATION"))
+        check_ready(self._room)
+        return call.view(self._room, environ, _text(name))
+
+    def _answer(
+        self, route: str, environ: Environ, start_response: StartResponse, view: Callable[[], Answer]
+    ) -> Iterable[bytes]:
         started = perf_counter()
+        method = environ["REQUEST_METHOD"]
         try:
-            check_token(self._room, environ.get("HTTP_AUTHORIZATION"))
-            check_ready(self._room)
-            answer = call.view(self._room, environ, _text(name))
+            answer = view()
         except PortalMQError as error:
             answer = problems.of(error)
         except Exception as fault:  # noqa: BLE001 - the last one to catch it
-            answer = problems.unexpected(fault, f"POST {call.route}", environ)
+            answer = problems.unexpected(fault, f"{method} {route}", environ)
         if leaves_bytes_unread(environ):
             close_after_answer(environ)
-        self._room.metrics.request(call.route, "POST", answer.status, perf_counter() - started)
+        self._room.metrics.request(
+            route, method if method == "POST" else "any", answer.status, perf_counter() - started
+        )
         headers = [
             ("Content-Type", answer.content_type),
             ("Content-Length", str(len(answer.body))),
             *answer.headers,
         ]
         start_response(_STATUS_LINES[answer.status], headers)
-        return [answer.body]
+        return [] if method == "HEAD" else [answer.body]
 
 
 def _text(name: str) -> str:

@@ -10,6 +10,7 @@ from portalmq.broker.broker import Page, Stored
 from portalmq.broker.delivery import Delivered
 from portalmq.errors import (
     GroupNotFound,
+    NotFound,
     OffsetOutOfRange,
     PartitionNotFound,
     PortalMQError,
@@ -22,24 +23,35 @@ NOW_MS = 1_700_000_000_000
 class FakeBroker:
     broker_id = 7
     cluster_id = "c" * 32
+    cluster_secret = "s" * 64
+    calls = ("echo", "refuse")
+
+    def serve_peer(self, name: str, body: bytes, peer: Any) -> bytes:
+        self._called("serve_peer", name=name, body=body, peer=peer)
+        if name not in self.calls:
+            raise NotFound(f"brokers do not ask each other for {name!r}")
+        return body
 
     def __init__(self) -> None:
         self.ready = True
         self.logs: dict[str, list[list[Any]]] = {}
         self.group_names: list[str] = []
-        self.calls: list[tuple[str, dict[str, Any]]] = []
+        self.made: list[tuple[str, dict[str, Any]]] = []
         self.refuse: Exception | None = None
         self.refuse_records: dict[int, PortalMQError] = {}
         self.stale: set[str] = set()
         self.taken: dict[tuple[str, str], int] = defaultdict(int)
 
     def _called(self, call: str, /, **arguments: Any) -> None:
-        self.calls.append((call, arguments))
+        self.made.append((call, arguments))
         if self.refuse is not None:
             raise self.refuse
 
     def last(self, name: str) -> dict[str, Any]:
-        return next(arguments for called, arguments in reversed(self.calls) if called == name)
+        return next(arguments for called, arguments in reversed(self.made) if called == name)
+
+    def calls_made(self, name: str) -> int:
+        return sum(called == name for called, _ in self.made)
 
     # topics
 

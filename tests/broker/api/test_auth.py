@@ -28,7 +28,7 @@ def test_every_route_but_the_three_refuses_without_a_token(guarded, domain, prob
         else:
             problem_of(answer, 401, "unauthorized")
             assert answer.headers["WWW-Authenticate"] == 'Bearer realm="portalmq"'
-    assert domain.calls == []
+    assert domain.made == []
 
 
 def test_what_is_no_route_refuses_too(guarded, problem_of):

@@ -127,7 +127,7 @@ def test_a_limit_above_the_most_is_taken_as_the_most(client, domain, log):
 )
 def test_wrong_parameters_are_refused(client, domain, log, problem_of, query):
     problem_of(client.get(f"{URL}?{query}"), 400, "invalid_request")
-    assert domain.calls == []
+    assert domain.made == []
 
 
 def test_unknown_places_are_not_found(client, log, problem_of):

@@ -38,7 +38,7 @@ def test_an_empty_receive_is_an_empty_list(client):
 )
 def test_a_wrong_receive_is_refused(client, domain, problem_of, body):
     problem_of(client.post("/v1/groups/g/receive", json=body), 400, "invalid_request")
-    assert domain.calls == []
+    assert domain.made == []
 
 
 @pytest.mark.parametrize("verb", ["ack", "nack", "extend"])
@@ -93,9 +93,9 @@ def test_wrong_settings_of_a_topic_are_refused(client, problem_of, body):
 def test_a_purge_takes_a_place_and_refuses_a_misspelt_one(client, domain, problem_of):
     assert client.delete("/v1/topics/t/messages?before_offset=5&partition=1").status_code == 204
     assert domain.last("purge") == {"name": "t", "partition": 1, "before_offset": 5}
-    domain.calls.clear()
+    domain.made.clear()
     problem_of(client.delete("/v1/topics/t/messages?before_ofset=5"), 400, "invalid_request")
-    assert domain.calls == []
+    assert domain.made == []
 
 
 def test_the_cluster_and_its_metadata_are_shown(client, domain):

@@ -360,7 +360,7 @@ def test_a_short_answer_is_given_when_preferred_and_the_partition_is_named(clien
     )
     assert answer.get_json() == {"partition": 0, "base_offset": 0, "count": 3, "timestamp_ms": 1_700_000_000_000}
     assert answer.headers["Preference-Applied"] == "return=minimal"
-    assert domain.calls[-1][0] == "produce_range"
+    assert domain.made[-1][0] == "produce_range"
 
 
 def test_without_a_partition_the_preference_is_passed_over(client):

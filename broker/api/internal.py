@@ -1,0 +1,35 @@
+"""The brokers' own door: POST /internal/v1/<name>, MessagePack both ways, for whoever shows the cluster's secret.
+
+No token of a client opens it, and the secret opens no door of the clients. It is open while the broker starts and
+drains: followers fetch, and leadership is handed over, just then.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from portalmq import wire
+from portalmq.broker.api import problems
+from portalmq.broker.api.body import read_body
+from portalmq.broker.api.peer import peer_of
+from portalmq.broker.api.room import Answer, Room
+from portalmq.broker.peers import CREDENTIAL_SCHEME, check_credential
+from portalmq.errors import Forbidden, MethodNotAllowed
+
+# A batch of a client comes here again in another form, which may be longer than the one it came in.
+BODY_BYTES_MAX = 64 * 1024 * 1024
+
+
+def serve(room: Room, environ: dict[str, Any], name: str) -> Answer:
+    check_credential(environ.get("HTTP_AUTHORIZATION"), room.domain.cluster_secret)
+    if environ["REQUEST_METHOD"] != "POST":
+        refused = problems.of(MethodNotAllowed(f"{environ['REQUEST_METHOD'][:20]} is not supported here"))
+        return refused._replace(headers=(("Allow", "POST"),))
+    body = read_body(environ, BODY_BYTES_MAX)
+    return Answer(room.domain.serve_peer(name, body, peer_of(environ)), 200, wire.MSGPACK)
+
+
+def check_no_peer(authorization: str | None) -> None:
+    """Raises Forbidden for the brokers' credential at a door of the clients: it was sent to the wrong place."""
+    if authorization is not None and authorization[: len(CREDENTIAL_SCHEME)].lower() == CREDENTIAL_SCHEME.lower():
+        raise Forbidden("the brokers' credential is for their own paths, and not for this one")

@@ -1,0 +1,82 @@
+"""The brokers' own door: only the cluster's secret opens it, and the secret opens no other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from flask.testing import FlaskClient
+from support.fake_broker import FakeBroker
+
+from portalmq.broker.api.app import create_app
+from portalmq.broker.auth import Auth
+from portalmq.broker.config import BrokerConfig
+from portalmq.broker.metrics import Metrics
+from portalmq.broker.peers import credential
+from portalmq.errors import NotLeader
+
+ProblemOf = Callable[..., dict[str, Any]]
+SECRET = {"Authorization": credential(FakeBroker.cluster_secret)}
+
+
+def test_a_broker_with_the_secret_is_answered(client: FlaskClient) -> None:
+    answer = client.post("/internal/v1/echo", data=b"\x00\xff", headers=SECRET)
+    assert (answer.status_code, answer.get_data()) == (200, b"\x00\xff")
+    assert answer.content_type == "application/vnd.msgpack"
+
+
+def test_without_a_credential_the_door_stays_shut(client: FlaskClient, problem_of: ProblemOf) -> None:
+    problem_of(client.post("/internal/v1/echo", data=b"x"), 401, "unauthorized")
+
+
+@pytest.mark.parametrize(
+    "shown", ["Bearer s3cret", "s3cret", credential("t" * 64), "PortalMQ-Broker", "PortalMQ-Broker \xff"]
+)
+def test_no_token_of_a_client_opens_it(domain: FakeBroker, problem_of: ProblemOf, shown: str) -> None:
+    client = create_app(domain, BrokerConfig(), Metrics("1"), Auth(["s3cret"])).test_client()
+    problem_of(client.post("/internal/v1/echo", data=b"x", headers={"Authorization": shown}), 403, "forbidden")
+    assert domain.calls_made("serve_peer") == 0
+
+
+@pytest.mark.parametrize("tokens", [(), ("s3cret",)])
+@pytest.mark.parametrize("path", ["/v1/topics/t/messages", "/v1/groups/g/receive", "/v1/topics", "/metrics"])
+def test_the_secret_opens_no_door_of_the_clients(
+    domain: FakeBroker, problem_of: ProblemOf, tokens: tuple[str, ...], path: str
+) -> None:
+    client = create_app(domain, BrokerConfig(), Metrics("1"), Auth(tokens)).test_client()
+    call = client.post if path.endswith(("messages", "receive")) else client.get
+    problem_of(call(path, headers=SECRET), 403, "forbidden")
+
+
+def test_an_error_travels_as_a_problem_with_its_outcome(
+    client: FlaskClient, domain: FakeBroker, problem_of: ProblemOf
+) -> None:
+    domain.refuse = NotLeader("gone", leader=2, leader_url="http://two", outcome="unknown")
+    problem = problem_of(client.post("/internal/v1/echo", data=b"x", headers=SECRET), 421, "not_leader", "unknown")
+    assert (problem["leader"], problem["leader_url"]) == (2, "http://two")
+
+
+def test_a_name_that_nobody_knows_is_404_and_makes_no_series_of_its_own(
+    client: FlaskClient, metrics: Metrics, problem_of: ProblemOf
+) -> None:
+    problem_of(client.post("/internal/v1/nonsense", data=b"x", headers=SECRET), 404, "not_found")
+    assert b"nonsense" not in metrics.exposition()
+
+
+def test_only_post_is_taken(client: FlaskClient, problem_of: ProblemOf) -> None:
+    answer = client.get("/internal/v1/echo", headers=SECRET)
+    problem_of(answer, 405, "method_not_allowed")
+    assert answer.headers["Allow"] == "POST"
+
+
+def test_the_door_is_open_while_the_broker_starts_and_drains(client: FlaskClient, domain: FakeBroker) -> None:
+    domain.ready = False
+    assert client.post("/internal/v1/echo", data=b"x", headers=SECRET).status_code == 200
+
+
+def test_a_body_over_the_limit_is_refused_by_its_length(client: FlaskClient, problem_of: ProblemOf) -> None:
+    answer = client.post(
+        "/internal/v1/echo", data=b"x", headers=SECRET, environ_overrides={"CONTENT_LENGTH": str(1 << 30)}
+    )
+    problem_of(answer, 413, "message_too_large")
