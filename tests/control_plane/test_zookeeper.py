@@ -250,9 +250,7 @@ class TestOutcomes:
         wire.cut()
         wire.heal()
         assert call.ended()
-        assert isinstance(call.error, OutcomeUnknown), (
-            "a repeat would have met its own version"
-        )
+        assert isinstance(call.error, OutcomeUnknown), "a repeat would have met its own version"
 
     def test_a_commit_that_cannot_be_sent_was_not_applied(self, plane: ZooKeeper, wire: Wire) -> None:
         wire.cut()
@@ -455,6 +453,11 @@ class TestReaching:
             took = time.monotonic() - began
             plane.close()
         assert 1.5 < took < 5, "a quarter of the session is what the silent one may have, not all of it"
+
+    def test_trap_greenlets_in_a_patched_process_and_threads_in_any_other(self, plane: ZooKeeper) -> None:
+        """Mixed with the wrong one, kazoo hangs. test_zookeeper_gevent runs this in a patched process too."""
+        patched = not hasattr(time.sleep, "__self__")  # the standard library's is a builtin
+        assert plane._client.handler.name == f"sequential_{'gevent' if patched else 'threading'}_handler"
 
     def test_there_is_no_session_to_be_had_where_nobody_listens(self) -> None:
         with socket.socket() as held:

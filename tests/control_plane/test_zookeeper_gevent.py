@@ -1,0 +1,41 @@
+"""A broker's plane runs on greenlets, and kazoo has other machinery for them: the same tests, in a patched process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+PATCHED = """
+from gevent import monkey
+monkey.patch_all()
+import sys
+import pytest
+sys.exit(pytest.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize(
+    ("file", "which"),
+    [
+        ("tests/contract/test_plane.py", "not standalone"),
+        ("tests/control_plane/test_zookeeper.py", "TestOutcomes or TestTheBell or TestEphemerals or greenlets"),
+        ("tests/control_plane/test_zookeeper.py", "TestSessions or killed_server or closing"),
+    ],
+)
+def test_it_holds_on_greenlets(file: str, which: str) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", PATCHED, "-q", "-p", "no:xdist", "-p", "no:cacheprovider", file, "-k", which],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert " passed" in ran.stdout
