@@ -1,106 +1,46 @@
-"""Typed operations over any control plane: what the brokers share, each change by compare-and-set.
+"""Typed operations over any control plane: what the brokers share, each change by compare-and-set (see `tree`).
 
-A change is read, decided, committed against the version that was read; when someone else was faster it is decided
-again, at most ATTEMPTS times. After an unknown outcome the tree is read again (sync first), never assumed: each change
-here is either recognised as done in what is then read, or harmless to repeat.
-
-Nothing is cached: whoever needs speed keeps what it read, and reads again when the plane's bell rings.
+Nothing is cached: whoever needs speed keeps what it read (see `mirror`), and reads again when the plane's bell rings.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import msgspec
 
 from portalmq import wire
 from portalmq.control_plane import state
 from portalmq.control_plane.assignment import first_for, place
+from portalmq.control_plane.cluster import BrokerIdTaken, Cluster, Deposed, PartitionChange
 from portalmq.control_plane.plane import (
     COMMIT_OPS_MAX,
     Check,
-    Conflict,
     ControlPlane,
     Create,
     Delete,
+    NodeExists,
     Op,
-    OutcomeUnknown,
-    PlaneError,
-    PlaneUnavailable,
     Set,
 )
 from portalmq.control_plane.state import BrokerState, GroupState, PartitionState, Tombstone, TopicState
+from portalmq.control_plane.tree import ATTEMPTS, Versioned
 from portalmq.errors import GroupModeMismatch, GroupNotFound, InvalidRequest, TopicExists, TopicNotFound, Unavailable
 
-ATTEMPTS = 16
+__all__ = ["ATTEMPTS", "BrokerIdTaken", "Catalog", "Deposed", "PartitionChange", "Versioned"]
+
 PRODUCER_ID_BLOCK = 1_000
-RECEIPT_KEY_BYTES = 32
-
-T = TypeVar("T")
-StateT = TypeVar("StateT", bound=msgspec.Struct)
 
 
-class BrokerIdTaken(PlaneError):
-    """A live broker with another data directory has this id."""
-
-
-@dataclass(frozen=True, slots=True)
-class Versioned(Generic[T]):
-    """What a node held, and the version to compare with when it is set."""
-
-    value: T
-    version: int
-
-
-class Catalog:
+class Catalog(Cluster):
     """`random_bytes` makes ids and keys; a simulation passes its own."""
 
     def __init__(self, plane: ControlPlane, *, random_bytes: Callable[[int], bytes] = os.urandom) -> None:
-        self.plane = plane
-        self._random_bytes = random_bytes
+        super().__init__(plane, random_bytes=random_bytes)
         # Ids of the block this process took, not yet given away. What is left at its end is never used.
         self._producer_ids = range(0)
-
-    # --- the cluster and its brokers ---
-
-    def cluster_id(self) -> str:
-        """The cluster's id, made by whoever asks first."""
-        return self._made_once(state.CLUSTER_ID, lambda: self._unique().encode()).decode()
-
-    def receipt_key(self) -> bytes:
-        """The key that signs receipts, made by whoever asks first."""
-        return self._made_once(state.RECEIPT_KEY, lambda: self._random_bytes(RECEIPT_KEY_BYTES))
-
-    def register_broker(self, broker_id: int, broker: BrokerState) -> None:
-        """Make the broker known for as long as its session lasts.
-
-        An entry left by an earlier session of the same data directory is replaced, one with equal content too: it
-        would go when that session ends, and with it the broker. Raises BrokerIdTaken for another data directory's.
-        """
-        path = state.broker_path(broker_id)
-
-        def register() -> None:
-            create = Create(path, state.encode(broker), ephemeral=True)
-            self.plane.sync()
-            held = self.plane.get(path)
-            if held is None:
-                self.plane.commit(create)
-                return
-            other = state.decode(held.data, BrokerState)
-            if other.store_uuid != broker.store_uuid:
-                raise BrokerIdTaken(f"broker id {broker_id} is held by {other.url}, which has another data directory")
-            if other != broker or held.owner != self.plane.session_id:
-                self.plane.commit(Delete(path, held.version), create)
-
-        self._until_fitting(f"broker {broker_id}", register)
-
-    def brokers(self) -> dict[int, BrokerState]:
-        """The brokers that have a session, by id."""
-        found = self._all(state.BROKERS, BrokerState)
-        return {int(broker_id): broker for broker_id, broker in sorted(found.items(), key=lambda item: int(item[0]))}
 
     # --- topics ---
 
@@ -128,8 +68,9 @@ class Catalog:
     ) -> tuple[TopicState, bool]:
         """Make the topic on the live `brokers`; answers it, and whether it was made now.
 
-        One that exists alike in the fields given is answered as it is. Raises TopicExists when a field differs, and
-        InvalidRequest for wrong settings or for more replicas, asked for by name, than there are brokers.
+        With fewer brokers than the default factor it starts on those there are, and the controller adds replicas as
+        brokers join. One that exists alike in the fields given is answered as it is. Raises TopicExists when a field
+        differs, and InvalidRequest for wrong settings or for more replicas, asked for by name, than there are brokers.
         """
         wire.check_name(name, "topic")
         config = _patched(wire.TopicConfig(), request.config)
@@ -211,16 +152,39 @@ class Catalog:
         """The deleted topics whose files may still be somewhere, by topic id."""
         return self._all(state.DELETED, Tombstone)
 
+    def confirm_removed(self, topic_id: str, broker_id: int) -> None:
+        """Nothing of the deleted topic is on this broker's disk any more."""
+        try:
+            self.plane.commit(Create(state.removed_path(topic_id, broker_id)))
+        except NodeExists:
+            return
+
+    def confirmations(self, topic_id: str) -> frozenset[int]:
+        """The brokers that have removed the deleted topic's files."""
+        return frozenset(int(name) for name in self.plane.children(state.tombstone_path(topic_id)))
+
     def forget_tombstone(self, topic_id: str) -> None:
         """Every broker has removed the topic's files."""
-        held = self.plane.get(state.tombstone_path(topic_id))
-        if held is not None:
-            self.plane.commit(Delete(held.path, held.version))
+        path = state.tombstone_path(topic_id)
 
-    def sweep(self) -> int:
-        """Remove partitions that no topic owns: what a crash left of a creation or a deletion. Answers of how many."""
-        homes = self.plane.children(state.PARTITIONS)
-        strays = sorted(set(homes) - self._topic_ids())
+        def forget() -> None:
+            doomed = [*self.plane.get_children(path), self.plane.get(path)]
+            self._commit_in_parts([Delete(node.path, node.version) for node in doomed if node is not None])
+
+        self._until_fitting(f"tombstone {topic_id}", forget)
+
+    def strays(self) -> set[str]:
+        """Topic ids whose partitions no topic owns: a creation that is under way, or what a crash left."""
+        homes = set(self.plane.children(state.PARTITIONS))
+        return homes - self._topic_ids() if homes else homes
+
+    def sweep(self, strays: Iterable[str] | None = None) -> int:
+        """Remove partitions that no topic owns (of those in `strays`, when given); answers of how many topics.
+
+        A creation that is still going on does not go through any more, and is begun anew by who makes it.
+        """
+        found = self.strays()
+        strays = sorted(found if strays is None else found.intersection(strays))
         for topic_id in strays:
             # A creation still going on checks this version in its last commit: from here on it cannot go through.
             held = self.plane.get(state.topic_partitions_path(topic_id))
@@ -238,8 +202,14 @@ class Catalog:
 
     def partitions(self, topic: TopicState) -> dict[int, Versioned[PartitionState]]:
         """The state of each partition; one that is just being removed is left out."""
-        found = ((number, self.partition(topic.topic_id, number)) for number in range(topic.partitions))
-        return {number: held for number, held in found if held is not None}
+        found = self.plane.get_many(
+            [state.partition_path(topic.topic_id, number) for number in range(topic.partitions)]
+        )
+        return {
+            number: Versioned(state.decode(node.data, PartitionState), node.version)
+            for number, node in enumerate(found)
+            if node is not None
+        }
 
     def set_partition(self, topic_id: str, partition: int, value: PartitionState, version: int) -> int:
         """Compare-and-set; answers the new version. Raises Conflict when it does not fit, OutcomeUnknown."""
@@ -336,28 +306,6 @@ class Catalog:
 
     # --- inside ---
 
-    def _unique(self) -> str:
-        return self._random_bytes(16).hex()
-
-    def _made_once(self, path: str, make: Callable[[], bytes]) -> bytes:
-        def load() -> bytes:
-            held = self.plane.get(path)
-            if held is None:
-                self.plane.commit(Create(path, make()))
-                held = self.plane.get(path)
-            assert held is not None, path
-            return held.data
-
-        return self._until_fitting(path, load)
-
-    def _read(self, path: str, kind: type[StateT]) -> Versioned[StateT] | None:
-        held = self.plane.get(path)
-        return Versioned(state.decode(held.data, kind), held.version) if held else None
-
-    def _all(self, parent: str, kind: type[StateT]) -> dict[str, StateT]:
-        found = ((name, self._read(f"{parent}/{name}", kind)) for name in self.plane.children(parent))
-        return {name: held.value for name, held in found if held is not None}
-
     def _topic_ids(self) -> set[str]:
         return {topic.topic_id for topic in self.topics().values()}
 
@@ -368,7 +316,8 @@ class Catalog:
         if not brokers:
             raise Unavailable("no broker is live to hold the new partitions")
         held = set(self.plane.children(state.topic_partitions_path(topic.topic_id)))
-        placed = place(topic.partitions, topic.replication_factor, brokers, first=first_for(topic.name))
+        staying = {number: broker for number, broker in brokers.items() if not broker.draining} or brokers
+        placed = place(topic.partitions, topic.replication_factor, staying, first=first_for(topic.name))
         return [
             Create(state.partition_path(topic.topic_id, number), state.encode(_new_partition(placed[number], brokers)))
             for number in range(since, topic.partitions)
@@ -389,28 +338,10 @@ class Catalog:
         home = state.topic_partitions_path(topic_id)
 
         def remove() -> None:
-            paths: Iterable[str] = [f"{home}/{number}" for number in self.plane.children(home)]
-            doomed = [node for node in map(self.plane.get, [*paths, home]) if node is not None]
-            self._commit_in_parts([Delete(node.path, node.version) for node in doomed])
+            doomed = [*self.plane.get_children(home), self.plane.get(home)]
+            self._commit_in_parts([Delete(node.path, node.version) for node in doomed if node is not None])
 
         self._until_fitting(f"partitions of {topic_id}", remove)
-
-    def _until_fitting(self, what: str, attempt: Callable[[], T]) -> T:
-        """Run `attempt` (read, decide, commit) until nobody changed in between what it had read."""
-        unknown: OutcomeUnknown | None = None
-        for _ in range(ATTEMPTS):
-            try:
-                if unknown:
-                    self.plane.sync()
-                return attempt()
-            except Conflict:
-                continue
-            except OutcomeUnknown as lost:
-                unknown = lost
-            except PlaneUnavailable:
-                # Of this attempt nothing was applied; of an earlier one, who knows.
-                raise unknown or PlaneUnavailable(f"{what}: the control plane does not answer") from None
-        raise unknown or Unavailable(f"{what}: others changed it {ATTEMPTS} times in between, try again")
 
 
 def _patched(config: state.ConfigT, patch: dict[str, Any]) -> state.ConfigT:

@@ -5,13 +5,14 @@
     |-- receipt_key                   32 random bytes, made once; receipts are signed with it
     |-- cluster_secret                32 random bytes, made once; brokers show it to each other
     |-- brokers/ids/<broker id>       BrokerState, ephemeral
-    |-- brokers/stores/<broker id>    the store uuid of the data directory that has this id
+    |-- brokers/stores/<broker id>    StoreState: the data directory that has this id
     |-- controller                    ControllerState, ephemeral
     |-- controller_epoch              its version is the epoch: each election sets it once
     |-- topics/<topic>                TopicState
     |-- partitions/<topic id>         the topic's name
     |   `-- <partition>               PartitionState, changed only by compare-and-set of its version
     |-- deleted/<topic id>            Tombstone: the authority to remove the topic's files
+    |   `-- <broker id>               empty: this broker has removed them
     |-- groups/<group>                GroupState
     |-- producer_ids                  ProducerIds: the first id no broker has taken yet
     `-- producers/<producer name>     ProducerState
@@ -71,6 +72,10 @@ def tombstone_path(topic_id: str) -> str:
     return f"{DELETED}/{topic_id}"
 
 
+def removed_path(topic_id: str, broker_id: int) -> str:
+    return f"{DELETED}/{topic_id}/{broker_id}"
+
+
 def group_path(name: str) -> str:
     return f"{GROUPS}/{name}"
 
@@ -89,6 +94,16 @@ class BrokerState(msgspec.Struct, frozen=True):
     incarnation: int
     store_uuid: str
     draining: bool = False
+
+
+class StoreState(msgspec.Struct, frozen=True):
+    """The data directory that a broker id belongs to, and the incarnation that the broker began with last.
+
+    It is kept here and not on the disk alone: an emptied disk must not begin to count anew.
+    """
+
+    store_uuid: str
+    incarnation: int = 0
 
 
 class ControllerState(msgspec.Struct, frozen=True):

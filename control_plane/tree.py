@@ -1,0 +1,79 @@
+"""The control plane's tree, read as states and changed by compare-and-set: what the catalog is built on.
+
+A change is read, decided, committed against the version that was read; when someone else was faster it is decided
+again, at most ATTEMPTS times. After an unknown outcome the tree is read again (sync first), never assumed: each change
+is either recognised as done in what is then read, or harmless to repeat.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import msgspec
+
+from portalmq.control_plane import state
+from portalmq.control_plane.plane import Conflict, ControlPlane, Create, OutcomeUnknown, PlaneUnavailable
+from portalmq.errors import Unavailable
+
+ATTEMPTS = 16
+
+T = TypeVar("T")
+StateT = TypeVar("StateT", bound=msgspec.Struct)
+
+
+@dataclass(frozen=True, slots=True)
+class Versioned(Generic[T]):
+    """What a node held, and the version to compare with when it is set."""
+
+    value: T
+    version: int
+
+
+class Tree:
+    """`random_bytes` makes ids and keys; a simulation passes its own."""
+
+    def __init__(self, plane: ControlPlane, *, random_bytes: Callable[[int], bytes] = os.urandom) -> None:
+        self.plane = plane
+        self._random_bytes = random_bytes
+
+    def _unique(self) -> str:
+        return self._random_bytes(16).hex()
+
+    def _made_once(self, path: str, make: Callable[[], bytes]) -> bytes:
+        def load() -> bytes:
+            held = self.plane.get(path)
+            if held is None:
+                self.plane.commit(Create(path, make()))
+                held = self.plane.get(path)
+            assert held is not None, path
+            return held.data
+
+        return self._until_fitting(path, load)
+
+    def _read(self, path: str, kind: type[StateT]) -> Versioned[StateT] | None:
+        held = self.plane.get(path)
+        return Versioned(state.decode(held.data, kind), held.version) if held else None
+
+    def _all(self, parent: str, kind: type[StateT]) -> dict[str, StateT]:
+        nodes = self.plane.get_children(parent)
+        return {node.path.rpartition("/")[2]: state.decode(node.data, kind) for node in nodes}
+
+    def _until_fitting(self, what: str, attempt: Callable[[], T]) -> T:
+        """Run `attempt` (read, decide, commit) until nobody changed in between what it had read."""
+        unknown: OutcomeUnknown | None = None
+        for _ in range(ATTEMPTS):
+            try:
+                if unknown:
+                    self.plane.sync()
+                return attempt()
+            except Conflict:
+                continue
+            except OutcomeUnknown as lost:
+                unknown = lost
+            except PlaneUnavailable:
+                # Of this attempt nothing was applied; of an earlier one, who knows.
+                raise unknown or PlaneUnavailable(f"{what}: the control plane does not answer") from None
+        raise unknown or Unavailable(f"{what}: others changed it {ATTEMPTS} times in between, try again")
