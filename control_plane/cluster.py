@@ -70,9 +70,9 @@ class Cluster(Tree):
         """The key that signs receipts, made by whoever asks first."""
         return self._made_once(state.RECEIPT_KEY, lambda: self._random_bytes(RECEIPT_KEY_BYTES))
 
-    def cluster_secret(self) -> bytes:
-        """What brokers show to each other, made by whoever asks first."""
-        return self._made_once(state.CLUSTER_SECRET, lambda: self._random_bytes(CLUSTER_SECRET_BYTES))
+    def cluster_secret(self) -> str:
+        """What brokers show to each other, in hexadecimal digits; made by whoever asks first."""
+        return self._made_once(state.CLUSTER_SECRET, lambda: self._random_bytes(CLUSTER_SECRET_BYTES)).hex()
 
     def claim_broker_id(self, store_uuid: str, wanted: int | None = None) -> int:
         """The id of the broker whose data directory is `store_uuid`: the one it has, or the smallest that is free.
