@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -21,9 +23,12 @@ from typing import Self
 import requests
 
 READY_WITHIN_S = 30.0
-END_WITHIN_S = 15.0
+END_WITHIN_S = 30.0
 POLL_S = 0.05
 LOG_TAIL_LINES = 15
+
+# What the shell calls `portalmq`, wherever it is installed.
+PORTALMQ = ("-m", "portalmq.cli.main")
 
 _PR_SET_PDEATHSIG = 1
 
@@ -57,9 +62,12 @@ class Worker:
         self._process.kill()
         self._process.wait()
 
+    def ask_to_end(self) -> None:
+        self._process.terminate()
+
     def end_well(self) -> None:
         """SIGTERM, and then the process has END_WITHIN_S to end with 0. Raises DemoFailed when it does not."""
-        self._process.terminate()
+        self.ask_to_end()
         try:
             self._process.wait(END_WITHIN_S)
         except subprocess.TimeoutExpired:
@@ -99,38 +107,107 @@ class Crew:
 
 
 class Broker:
-    """`portalmq dev` on a port and a data directory that stay the same over its lives."""
+    """One broker on a port and a data directory that stay the same over its lives. `arguments` are `portalmq`'s, with
+    the port behind the first."""
 
-    def __init__(self, crew: Crew) -> None:
+    def __init__(self, crew: Crew, name: str, *arguments: str) -> None:
+        self.name = name
         self._crew = crew
         self._port = free_port()
         self.url = f"http://127.0.0.1:{self._port}"
+        self._arguments = arguments
         self._worker = self._start()
 
     def _start(self) -> Worker:
-        run = "from portalmq.cli.main import main; main()"
-        data = str(self._crew.directory / "data")
-        return self._crew.start("broker", "-c", run, "dev", str(self._port), "--data-dir", data)
+        command, *options = self._arguments
+        data = str(self._crew.directory / self.name)
+        return self._crew.start(self.name, *PORTALMQ, command, str(self._port), *options, "--data-dir", data)
 
     def wait_until_ready(self) -> None:
         def ready() -> bool:
-            self._worker.check_not_failed()
+            self.check_not_failed()
             try:
                 return requests.get(f"{self.url}/readyz", timeout=2).ok
             except requests.RequestException:
                 return False
 
-        wait_for(ready, READY_WITHIN_S, f"the broker at {self.url} was not ready")
+        wait_for(ready, READY_WITHIN_S, f"{self.name} at {self.url} was not ready")
 
-    def kill_and_restart(self) -> float:
-        """Answers when it was killed, on the monotonic clock."""
+    def check_not_failed(self) -> None:
+        self._worker.check_not_failed()
+
+    def kill(self) -> float:
+        """Answers when, on the monotonic clock."""
         killed_at = time.monotonic()
         self._worker.kill()
-        self._worker = self._start()
         return killed_at
+
+    def start_again(self) -> None:
+        self._worker = self._start()
+
+    def ask_to_end(self) -> None:
+        self._worker.ask_to_end()
 
     def end_well(self) -> None:
         self._worker.end_well()
+
+
+class Cluster:
+    """A ZooKeeper, unless PORTALMQ_ZOOKEEPER names one, and brokers 1, 2, 3, …"""
+
+    def __init__(self, crew: Crew, brokers: int) -> None:
+        given = os.environ.get("PORTALMQ_ZOOKEEPER")
+        self._zookeeper: Worker | None = None
+        if given:
+            # In a corner of its own, so that each demo begins with nothing.
+            self.zookeeper = f"{given.rstrip('/')}/portalmq-demo-{uuid.uuid4().hex[:12]}"
+        else:
+            self.zookeeper = self._start_zookeeper(crew)
+        self.brokers = {
+            number: Broker(
+                crew, f"broker-{number}", "broker", "--broker-id", str(number), "--zookeeper", self.zookeeper
+            )
+            for number in range(1, brokers + 1)
+        }
+
+    def _start_zookeeper(self, crew: Crew) -> str:
+        data = str(crew.directory / "zookeeper")
+        worker = self._zookeeper = crew.start("zookeeper", *PORTALMQ, "zookeeper", "--port", "0", "--data-dir", data)
+
+        def serves() -> re.Match[str] | None:
+            worker.check_not_failed()
+            return re.search(r"ZooKeeper serves at (\S+)", worker.log.read_text(errors="replace"))
+
+        wait_for(lambda: serves() is not None, READY_WITHIN_S, "ZooKeeper did not serve")
+        found = serves()
+        assert found
+        return found[1]
+
+    @property
+    def urls(self) -> list[str]:
+        return [broker.url for broker in self.brokers.values()]
+
+    def urls_but(self, number: int) -> list[str]:
+        return [broker.url for other, broker in self.brokers.items() if other != number]
+
+    def wait_until_ready(self) -> None:
+        for broker in self.brokers.values():
+            broker.wait_until_ready()
+
+    def check_not_failed(self) -> None:
+        for broker in self.brokers.values():
+            broker.check_not_failed()
+        if self._zookeeper:
+            self._zookeeper.check_not_failed()
+
+    def end_well(self) -> None:
+        """The brokers first, all at once, and then ZooKeeper, which they need for their farewell."""
+        for broker in self.brokers.values():
+            broker.ask_to_end()
+        for broker in self.brokers.values():
+            broker.end_well()
+        if self._zookeeper:
+            self._zookeeper.end_well()
 
 
 def wait_for(condition: Callable[[], bool], within_s: float, otherwise: str) -> None:

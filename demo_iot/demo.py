@@ -1,9 +1,10 @@
-"""The demo: a year of weather goes from sensors to controllers while the broker is killed half way.
+"""The demo: a year of weather goes from sensors to controllers while a leader is killed half way.
 
-Twelve sensors (four kinds at three airports) send each reading of 2013; for each kind two controllers share the three
-topics. When half is sent the broker gets SIGKILL and is started again on the same data. At the end the books are
-compared: each reading that was acknowledged to a sensor has to be in the ledger of a controller. The last line says
-DEMO OK, and the exit code is 0, only if that is true.
+ZooKeeper and three brokers are started. Twelve sensors (four kinds at three airports) send each reading of 2013; for
+each kind two controllers share the three topics. When half is sent, the broker that leads most gets SIGKILL: the others
+take over, and it is started again on what it has, and catches up. At the end the books are compared: each reading that
+was acknowledged to a sensor has to be in the ledger of a controller. The last line says DEMO OK, and the exit code is
+0, only if that is true.
 """
 
 from __future__ import annotations
@@ -23,20 +24,24 @@ import click
 from portalmq import Admin, PortalMQError
 from portalmq.demo_iot import ledger
 from portalmq.demo_iot.controller import verdict
-from portalmq.demo_iot.crew import Broker, Crew, DemoFailed, Worker, wait_for
+from portalmq.demo_iot.crew import Cluster, Crew, DemoFailed, Worker, wait_for
 from portalmq.demo_iot.ledger import Comparison, Entry, Tally
 from portalmq.demo_iot.readings import KINDS, STATIONS, topic_of, year
 
 GROUP = "controllers"
 CONTROLLERS_PER_KIND = 2
+BROKERS = 3
 SENSOR_IDS = range(1, len(STATIONS) + 1)
-# A reading that a controller had in hand when the broker was killed is delivered again after this time.
+# A reading that a controller had in hand when its broker was killed is delivered again after this time.
 LEASE_S = 5.0
 SEND_WITHIN_S = 300.0
 DRAIN_WITHIN_S = 90.0
 # Nothing sent and nothing delivered for so long means that somebody hangs.
 STALLED_AFTER_S = 45.0
 PROGRESS_EVERY_S = 2.0
+LEADERS_WITHIN_S = 30.0
+IN_SYNC_WITHIN_S = 60.0
+LOOK_EVERY_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +65,21 @@ class Books:
         return [self.delivered(kind, number) for kind in KINDS for number in range(1, CONTROLLERS_PER_KIND + 1)]
 
 
+@dataclass(frozen=True, slots=True)
+class Outage:
+    """When a broker was killed (monotonic clock), and the topics that it led then."""
+
+    killed_at: float
+    topics: frozenset[str]
+
+    def longest_ms(self, sent: Sequence[Entry]) -> int:
+        """The longest time in which a sensor of these topics got no acknowledgement."""
+        return max(
+            ledger.longest_gap_ms((entry.at for entry in sent if entry.topic == topic), around=self.killed_at)
+            for topic in self.topics
+        )
+
+
 class Demo:
     """One run. `counts` says how many readings each sensor sends, `seconds` how long that takes if nothing is in the
     way."""
@@ -74,54 +94,91 @@ class Demo:
         self._delivered = Tally(self._books.all_delivered)
         self._began = self._told_at = time.monotonic()
 
-    def run(self) -> float:
-        """All of it, up to a clean end of every process; answers when the broker was killed (monotonic clock)."""
-        broker = Broker(self._crew)
-        broker.wait_until_ready()
-        self._tell(f"broker at {broker.url}, data in {self._crew.directory}")
-        with Admin(broker.url) as admin:
+    def run(self) -> Outage:
+        """All of it, up to a clean end of every process."""
+        cluster = Cluster(self._crew, BROKERS)
+        cluster.wait_until_ready()
+        self._tell(f"ZooKeeper serves at {cluster.zookeeper}, data and logs are in {self._crew.directory}")
+        with Admin(cluster.urls) as admin:
             for kind, number in self._counts:
-                admin.create_topic(topic_of(kind, number))
-        controllers, sensors = self._start_controllers(broker.url), self._start_sensors(broker.url)
-        self._tell(f"{len(sensors)} sensors send {self._total:,} readings to {len(controllers)} controllers")
+                admin.create_topic(topic_of(kind, number), replication_factor=BROKERS)
+            self._tell_who_leads(cluster, admin)
+            servers = ",".join(cluster.urls)
+            controllers, sensors = self._start_controllers(servers), self._start_sensors(servers)
+            crew = [*sensors, *controllers]
+            self._tell(f"{len(sensors)} sensors send {self._total:,} readings to {len(controllers)} controllers")
 
-        self._wait(lambda: self._sent.count() * 2 >= self._total, [*sensors, *controllers], "half was not sent")
-        killed_at = broker.kill_and_restart()
-        self._tell("half is sent: SIGKILL for the broker, and a new one on the same data")
-        broker.wait_until_ready()
-        self._tell(f"the broker is ready again, {time.monotonic() - killed_at:.1f} s later")
+            self._wait(lambda: self._sent.count() * 2 >= self._total, crew, "half was not sent")
+            killed, outage = self._kill_a_leader(cluster)
+            cluster.brokers[killed].start_again()
+            self._tell(f"broker {killed} is started again, on what it has")
+            in_sync = InSync(admin, self._topics, killed)
+            self._wait(in_sync, crew, f"broker {killed} did not catch up", IN_SYNC_WITHIN_S)
+            self._tell(f"broker {killed} has caught up: every topic is on {BROKERS} brokers again")
 
-        self._wait(
-            lambda: all(sensor.exit_code == 0 for sensor in sensors), [*sensors, *controllers], "not all was sent"
-        )
-        self._tell("all is sent, the controllers drain the topics")
-        with Admin(broker.url) as admin:
+            self._wait(lambda: all(sensor.exit_code == 0 for sensor in sensors), crew, "not all was sent")
+            self._tell("all is sent, the controllers drain the topics")
             self._wait(Drained(admin, self._delivered, self._total), controllers, "not all was drained", DRAIN_WITHIN_S)
         for controller in controllers:
             controller.end_well()
-        broker.end_well()
+        cluster.check_not_failed()
+        cluster.end_well()
         self._tell("all processes have ended, the books are compared")
-        return killed_at
+        return outage
 
-    def _start_controllers(self, url: str) -> list[Worker]:
+    @property
+    def _topics(self) -> list[str]:
+        return [topic_of(kind, number) for kind, number in self._counts]
+
+    def _tell_who_leads(self, cluster: Cluster, admin: Admin) -> None:
+        controller = admin.cluster().controller
+        leads = led_by(admin, self._topics)
+        for number, broker in cluster.brokers.items():
+            elects = ", and is the controller" if number == controller else ""
+            self._tell(f"broker {number} at {broker.url} leads {', '.join(leads.get(number, [])) or 'nothing'}{elects}")
+
+    def _kill_a_leader(self, cluster: Cluster) -> tuple[int, Outage]:
+        """SIGKILL for the broker that leads most; returns when each of its topics has another leader."""
+        with Admin(cluster.urls) as admin:
+            leads = led_by(admin, self._topics)
+        killed = max((number for number in leads if number is not None), key=lambda number: len(leads[number]))
+        outage = Outage(cluster.brokers[killed].kill(), frozenset(leads[killed]))
+        self._tell(f"half is sent: SIGKILL for broker {killed}, which leads {', '.join(leads[killed])}")
+        orphans = set(outage.topics)
+
+        with Admin(cluster.urls_but(killed)) as admin:
+
+            def found() -> bool:
+                now = led_by(admin, sorted(orphans))
+                took_ms = round(1000 * (time.monotonic() - outage.killed_at))
+                for number, topics in now.items():
+                    if number not in {None, killed}:
+                        orphans.difference_update(topics)
+                        self._tell(f"broker {number} leads {', '.join(topics)}, {took_ms} ms after the kill")
+                return not orphans
+
+            wait_for(found, LEADERS_WITHIN_S, f"{', '.join(sorted(orphans))} got no other leader")
+        return killed, outage
+
+    def _start_controllers(self, servers: str) -> list[Worker]:
         return [
             self._crew.start(
                 f"controller-{kind}-{number}",
                 *("-m", "portalmq.demo_iot.controller"),
                 *(topic_of(kind, sensor) for sensor in SENSOR_IDS),
-                *("--server", url, "--group", GROUP, "--lease", str(LEASE_S)),
+                *("--server", servers, "--group", GROUP, "--lease", str(LEASE_S)),
                 *("--ledger", str(self._books.delivered(kind, number))),
             )
             for kind in KINDS
             for number in range(1, CONTROLLERS_PER_KIND + 1)
         ]
 
-    def _start_sensors(self, url: str) -> list[Worker]:
+    def _start_sensors(self, servers: str) -> list[Worker]:
         return [
             self._crew.start(
                 f"sensor-{topic_of(kind, number)}",
                 *("-m", "portalmq.demo_iot.sensor", kind, str(number), str(self._seconds / count)),
-                *("--server", url, "--count", str(count)),
+                *("--server", servers, "--count", str(count)),
                 *("--ledger", str(self._books.sent(kind, number))),
             )
             for (kind, number), count in self._counts.items()
@@ -174,6 +231,33 @@ class Drained:
         return self._delivered.count() >= self._total or now - self._empty_since > 2 * LEASE_S
 
 
+class InSync:
+    """True when a broker is in sync on each of its topics. Asks now and then only: the brokers have other work."""
+
+    def __init__(self, admin: Admin, topics: Sequence[str], broker: int) -> None:
+        self._admin = admin
+        self._missing = list(topics)
+        self._broker = broker
+        self._look_at = 0.0
+
+    def __call__(self) -> bool:
+        if time.monotonic() >= self._look_at:
+            self._missing = [topic for topic in self._missing if not self._is_in_sync(topic)]
+            self._look_at = time.monotonic() + LOOK_EVERY_S
+        return not self._missing
+
+    def _is_in_sync(self, topic: str) -> bool:
+        return all(self._broker in partition.isr for partition in self._admin.describe(topic).partitions)
+
+
+def led_by(admin: Admin, topics: Sequence[str]) -> dict[int | None, list[str]]:
+    """The topics, which have one partition each, by the broker that leads them."""
+    leads: dict[int | None, list[str]] = {}
+    for topic in admin.metadata(topics).topics:
+        leads.setdefault(topic.partitions[0].leader, []).append(topic.name)
+    return leads
+
+
 def counts_of_a_year(at_most: int | None) -> dict[tuple[str, int], int]:
     """How many readings each sensor sends: a year, or `at_most`."""
     return {
@@ -203,7 +287,7 @@ def last_line(found: Comparison, failover_ms: int) -> str:
     )
 
 
-def conclude(books: Books, killed_at: float) -> bool:
+def conclude(books: Books, outage: Outage) -> bool:
     """Compare the books and print the summary; True when all is well."""
     sent, delivered = list(ledger.read(books.all_sent)), list(ledger.read(books.all_delivered))
     found = ledger.compare(sent, delivered)
@@ -212,7 +296,7 @@ def conclude(books: Books, killed_at: float) -> bool:
         click.echo(sentence)
     if not found.is_clean:
         click.echo(f"what everybody wrote is in {books.directory}")
-    click.echo(last_line(found, ledger.longest_gap_ms((entry.at for entry in sent), around=killed_at)))
+    click.echo(last_line(found, outage.longest_ms(sent)))
     return found.is_clean
 
 
@@ -220,14 +304,14 @@ def conclude(books: Books, killed_at: float) -> bool:
 @click.option("--seconds", default=30.0, show_default=True, type=click.FloatRange(min=1), help="How long to send.")
 @click.option("--count", type=click.IntRange(min=1), help="Readings of each sensor (default: all of the year).")
 def main(seconds: float, count: int | None) -> None:
-    """Replay a year of weather from sensors to controllers, kill the broker half way, and compare the books."""
+    """Replay a year of weather from sensors to controllers, kill a leader half way, and compare the books."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     directory = Path(tempfile.mkdtemp(prefix="portalmq-demo-"))
     is_worth_keeping = False
     try:
         with Crew(directory) as crew:
-            killed_at = Demo(crew, counts_of_a_year(count), seconds).run()
-        is_worth_keeping = not conclude(Books(directory), killed_at)
+            outage = Demo(crew, counts_of_a_year(count), seconds).run()
+        is_worth_keeping = not conclude(Books(directory), outage)
     except (DemoFailed, PortalMQError) as fault:
         is_worth_keeping = True
         click.echo(f"what everybody wrote is in {directory}\nDEMO FAILED {fault}")

@@ -17,7 +17,7 @@ import pytest
 from portalmq import Consumer, Message, Producer, RecordMetadata
 from portalmq.demo_iot import controller
 from portalmq.demo_iot.crew import Crew, DemoFailed, wait_for
-from portalmq.demo_iot.demo import Books, conclude, counts_of_a_year
+from portalmq.demo_iot.demo import Books, Outage, conclude, counts_of_a_year
 from portalmq.demo_iot.ledger import Entry, Ledger, read
 from portalmq.demo_iot.readings import year
 from portalmq.demo_iot.sensor import Sensor
@@ -104,7 +104,7 @@ class TestTheLastLine:
                 sent.write(entry)
                 if reading.n != lose:
                     delivered.write(entry)
-        return conclude(books, killed_at=2.05)
+        return conclude(books, Outage(2.05, frozenset({"temp_1"})))
 
     def test_it_says_ok_when_all_was_delivered(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert self.run(tmp_path)
@@ -118,6 +118,14 @@ class TestTheLastLine:
         lines = capsys.readouterr().out.splitlines()
         assert lines[-1] == "DEMO FAILED sent=50 delivered=49 lost=1 duplicates=0 failover_ms=100"
         assert any('"n": 17' in line for line in lines)
+
+    def test_an_outage_is_as_long_as_the_longest_gap_of_a_topic_that_the_killed_broker_led(self) -> None:
+        def entries(topic: str, *times: float) -> list[Entry]:
+            return [Entry(at, topic, str(at), {}) for at in times]
+
+        sent = entries("temp_1", 0, 1, 1.5, 2) + entries("temp_2", 0, 1, 1.7, 2) + entries("temp_3", 0, 1, 3)
+        assert Outage(1.1, frozenset({"temp_1", "temp_2"})).longest_ms(sent) == 700
+        assert Outage(1.1, frozenset({"temp_3"})).longest_ms(sent) == 2000
 
     def test_the_whole_year_is_every_row_for_each_kind(self) -> None:
         assert sum(counts_of_a_year(None).values()) == 104_460

@@ -24,7 +24,7 @@ FOLDER = Path(readings.__file__).parent
 @pytest.fixture
 def url(tmp_path: Path) -> Iterator[str]:
     with Crew(tmp_path) as crew:
-        broker = Broker(crew)
+        broker = Broker(crew, "broker", "dev")
         broker.wait_until_ready()
         yield broker.url
 
@@ -62,7 +62,7 @@ def test_two_controllers_share_a_topic_and_leave_when_told(url: str, tmp_path: P
             controller.end_well()
 
 
-def test_the_demo_kills_a_broker_and_loses_nothing(tmp_path: Path) -> None:
+def test_the_demo_kills_a_leader_and_loses_nothing(tmp_path: Path) -> None:
     out = run("-m", "portalmq.demo_iot.demo", "--count", "60", "--seconds", "2", cwd=tmp_path)
     last = out.splitlines()[-1]
     found = re.fullmatch(r"DEMO OK sent=(\d+) delivered=(\d+) lost=0 duplicates=\d+ failover_ms=(\d+)", last)
