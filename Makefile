@@ -15,9 +15,9 @@ TEST_PROCESSES ?= 2
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo    sensors, controllers and a broker that is killed half way, in about a minute"
+	@echo "make demo    sensors, controllers and a leader that is killed half way, in about a minute"
 	@echo "make test    the test suite"
-	@echo "make up      a broker that stays, in the foreground"
+	@echo "make up      a cluster that stays, in the foreground: ZooKeeper and three brokers"
 	@echo "make bench   how fast it is here"
 	@echo "make lint    style and types (make types: types alone; make format: mend the style)"
 
@@ -28,7 +28,7 @@ test: $(READY)
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) $(TESTS)
 
 up: $(READY)
-	@exec $(BIN)/portalmq dev
+	@exec $(BIN)/portalmq up
 
 bench: $(READY)
 	@exec $(BIN)/portalmq bench

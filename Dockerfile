@@ -1,0 +1,35 @@
+# A broker, and everything else that `portalmq` does: `docker build -t portalmq .`
+# Built in one image and run in another, so that no compiler and no source is carried along. glibc, not musl: the
+# wheels of apsw, gevent and msgspec are made for it.
+
+FROM python:3.12-slim AS build
+WORKDIR /src
+COPY setup.cfg pyproject.toml README.md LICENSE ./
+COPY client_api client_api
+COPY broker broker
+COPY control_plane control_plane
+COPY demo_iot demo_iot
+RUN pip wheel --no-cache-dir --disable-pip-version-check --wheel-dir /wheels ".[broker]"
+
+FROM python:3.12-slim
+RUN --mount=type=bind,from=build,source=/wheels,target=/wheels \
+    pip install --no-cache-dir --disable-pip-version-check --no-index --find-links /wheels "portalmq[broker]" \
+    && useradd --system --uid 10001 --user-group --home-dir /var/lib/portalmq --create-home portalmq
+USER portalmq
+WORKDIR /var/lib/portalmq
+VOLUME /var/lib/portalmq
+
+# In a container "this machine only" would be the container only. That no token is asked for has to be said on purpose:
+# give PORTALMQ_TOKEN_FILE, or PORTALMQ_INSECURE=true where the network around it is trusted.
+ENV PORTALMQ_HOST=0.0.0.0 \
+    PORTALMQ_PORT=5000 \
+    PORTALMQ_DATA_DIR=/var/lib/portalmq \
+    PYTHONUNBUFFERED=1
+EXPOSE 5000
+HEALTHCHECK --interval=5s --timeout=4s --start-period=30s --retries=3 \
+    CMD ["python", "-c", "import os, urllib.request as url; url.urlopen(f'http://127.0.0.1:{os.environ[\"PORTALMQ_PORT\"]}/readyz', timeout=3)"]
+
+# The broker is process 1 itself, so `docker stop` reaches it: SIGTERM hands leadership over and ends it with 0.
+STOPSIGNAL SIGTERM
+ENTRYPOINT ["portalmq"]
+CMD ["broker"]

@@ -1,0 +1,125 @@
+"""What docker-compose.yml and the Dockerfile say, as plain data, and their services as plain processes.
+
+There need be no Docker: a container is its command, its environment and its names of hosts. The names become
+127.0.0.1, each port a free one, and the data directory one of the test's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).parents[2]
+DATA_DIR = "/var/lib/portalmq"
+_PLACE = re.compile(r"\b((?:zk|broker)\d):(\d+)")
+
+
+def compose() -> dict[str, Any]:
+    return yaml.safe_load((ROOT / "docker-compose.yml").read_text())
+
+
+@dataclass(frozen=True)
+class Image:
+    """What a Dockerfile's last stage says of the process in the container."""
+
+    entrypoint: list[str]
+    command: list[str]
+    environment: dict[str, str]
+    health: list[str]
+    user: str
+
+
+def image() -> Image:
+    text = (ROOT / "Dockerfile").read_text().replace("\\\n", " ")
+    lines = [line.strip() for line in text[text.rindex("\nFROM ") :].splitlines()]
+    told = {word: line.removeprefix(word).strip() for line in lines if (word := line.partition(" ")[0]).isupper()}
+    health = told["HEALTHCHECK"].partition("CMD ")[2]
+    environment = dict(pair.split("=", 1) for pair in shlex.split(told["ENV"]))
+    return Image(json.loads(told["ENTRYPOINT"]), json.loads(told["CMD"]), environment, json.loads(health), told["USER"])
+
+
+@dataclass
+class Containers:
+    """Services as processes. `places` maps host:port of the file to host:port here."""
+
+    directory: Path
+    places: dict[str, str]
+    running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+
+    def start(self, name: str) -> subprocess.Popen[bytes]:
+        service, made = compose()["services"][name], image()
+        arguments = [*service.get("entrypoint", made.entrypoint), *service.get("command", made.command)]
+        with (self.directory / f"{name}.log").open("ab") as log:
+            process = subprocess.Popen(
+                [*_here(arguments[0]), *arguments[1:]],
+                env=self.environment(name),
+                cwd=self.directory,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+        self.running[name] = process
+        return process
+
+    def environment(self, name: str) -> dict[str, str]:
+        inherited = {key: value for key, value in os.environ.items() if not key.startswith("PORTALMQ_")}
+        told = image().environment | compose()["services"][name].get("environment", {})
+        mine = {key: self._moved(value, name) for key, value in told.items()}
+        if name.startswith("broker"):
+            mine["PORTALMQ_PORT"] = self.places[f"{name}:{told['PORTALMQ_PORT']}"].rpartition(":")[2]
+        return inherited | mine
+
+    def _moved(self, value: str, name: str) -> str:
+        if value == DATA_DIR:
+            return str(self.directory / name)
+        return _PLACE.sub(lambda found: self.places[found[0]], value)
+
+    def is_healthy(self, name: str) -> bool:
+        """What the image's health check says when it is run beside the service."""
+        command = image().health
+        checked = subprocess.run(
+            [*_here(command[0]), *command[1:]], env=self.environment(name), capture_output=True, timeout=30, check=False
+        )
+        return checked.returncode == 0
+
+    def said(self, name: str) -> str:
+        return (self.directory / f"{name}.log").read_text("utf-8", "replace")
+
+
+def _here(program: str) -> list[str]:
+    """A program of the image, as it is called on this machine."""
+    return {"portalmq": [sys.executable, "-m", "portalmq.cli.main"], "python": [sys.executable]}[program]
+
+
+@contextmanager
+def containers(directory: Path, zookeeper_ports: list[int]) -> Iterator[Containers]:
+    """Nothing runs yet; whatever was started is ended on leaving."""
+    services = compose()["services"]
+    brokers = {
+        name: service["environment"]["PORTALMQ_PORT"] for name, service in services.items() if "build" in service
+    }
+    places = {f"zk{number}:2181": f"127.0.0.1:{port}" for number, port in enumerate(zookeeper_ports, start=1)}
+    with ExitStack() as held:
+        for name, port in brokers.items():
+            free = held.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
+            places[f"{name}:{port}"] = f"127.0.0.1:{free}"
+    made = Containers(directory, places)
+    try:
+        yield made
+    finally:
+        for process in made.running.values():
+            process.kill()
+        for process in made.running.values():
+            process.wait()

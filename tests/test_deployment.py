@@ -1,0 +1,128 @@
+"""The Dockerfile and docker-compose.yml, read: what has to be so before anybody runs them."""
+
+from __future__ import annotations
+
+import configparser
+
+import pytest
+from support.compose import DATA_DIR, ROOT, compose, image
+
+from portalmq.broker.config import load_config
+from portalmq.transport import bootstrap_addresses
+
+SERVICES = compose()["services"]
+BROKERS = {name: service for name, service in SERVICES.items() if name.startswith("broker")}
+ZOOKEEPERS = {name: service for name, service in SERVICES.items() if name.startswith("zk")}
+DEMO = {name: service for name, service in SERVICES.items() if "demo_iot" in str(service.get("entrypoint"))}
+
+# Of the compose specification's service, what is used here.
+SERVICE_KEYS = {
+    *("image", "build", "command", "entrypoint", "environment", "depends_on", "healthcheck", "ports", "volumes"),
+    *("restart", "stop_grace_period"),
+}
+HEALTHCHECK_KEYS = {"test", "interval", "timeout", "retries", "start_period", "disable"}
+
+
+def test_every_service_is_one_of_the_three_kinds():
+    assert len(ZOOKEEPERS) == len(BROKERS) == 3
+    assert len(DEMO) >= 2
+    assert {*ZOOKEEPERS, *BROKERS, *DEMO} == set(SERVICES)
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_a_service_says_only_what_compose_understands(name):
+    service = SERVICES[name]
+    assert set(service) <= SERVICE_KEYS
+    assert set(service.get("healthcheck", {})) <= HEALTHCHECK_KEYS
+    assert all(isinstance(value, str) for value in service.get("environment", {}).values())
+    assert isinstance(service.get("command", []), list), "a text would start a shell, which keeps signals to itself"
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_what_a_service_waits_for_is_there_and_tells_its_health(name):
+    for awaited, how in SERVICES[name].get("depends_on", {}).items():
+        assert how == {"condition": "service_healthy"}
+        assert awaited in BROKERS or "test" in SERVICES[awaited]["healthcheck"]
+
+
+def test_nothing_waits_in_a_circle():
+    def depth(name: str, seen: tuple[str, ...] = ()) -> int:
+        assert name not in seen, seen
+        return 1 + max((depth(each, (*seen, name)) for each in SERVICES[name].get("depends_on", {})), default=0)
+
+    assert {depth(name) for name in ZOOKEEPERS} == {1}
+    assert {depth(name) for name in BROKERS} == {2}
+    assert {depth(name) for name in DEMO} == {3}
+
+
+def test_ports_are_open_on_this_machine_only():
+    ports = [port for service in SERVICES.values() for port in service.get("ports", [])]
+    assert len(ports) == len(BROKERS)
+    assert all(port.startswith("127.0.0.1:") for port in ports)
+
+
+def test_what_has_to_last_is_on_volumes_of_its_own():
+    volumes = [volume for service in SERVICES.values() for volume in service.get("volumes", [])]
+    named = [volume.partition(":")[0] for volume in volumes]
+    assert sorted(named) == sorted(compose()["volumes"]), "each volume is declared, and no two services share one"
+    assert all(f"{DATA_DIR}" in str(broker["volumes"]) for broker in BROKERS.values())
+    assert all({"/data", "/datalog"} == {v.partition(":")[2] for v in zk["volumes"]} for zk in ZOOKEEPERS.values())
+
+
+@pytest.mark.parametrize("name", BROKERS)
+def test_a_brokers_settings_are_settings(name):
+    environment = image().environment | BROKERS[name]["environment"]
+    config = load_config({}, environ=environment)
+    assert config.url == f"http://{name}:{config.port}"
+    assert BROKERS[name]["ports"] == [f"127.0.0.1:{config.port}:{config.port}"]
+    assert str(config.broker_id) == name.removeprefix("broker")
+    assert str(config.data_directory) == DATA_DIR
+    hosts, _, chroot = config.zookeeper.partition("/")
+    assert hosts.split(",") == [f"{zk}:2181" for zk in ZOOKEEPERS]
+    assert chroot
+    unknown = {key for key in environment if key.startswith("PORTALMQ_") and key[9:].lower() not in dir(config)}
+    assert unknown == set()
+
+
+def test_zookeepers_agree_about_their_ensemble():
+    members = {zk: service["environment"]["ZOO_SERVERS"].split() for zk, service in ZOOKEEPERS.items()}
+    assert len({tuple(each) for each in members.values()}) == 1
+    for zk, service in ZOOKEEPERS.items():
+        number = service["environment"]["ZOO_MY_ID"]
+        assert zk == f"zk{number}"
+        assert f"server.{number}={zk}:2888:3888;2181" in members[zk]
+
+
+def test_sensors_and_controllers_know_every_broker():
+    wanted = {broker["environment"]["PORTALMQ_ADVERTISED_URL"] for broker in BROKERS.values()}
+    for service in DEMO.values():
+        assert {address.url for address in bootstrap_addresses(service["environment"]["PORTALMQ_URL"])} == wanted
+
+
+def test_the_image_holds_all_that_the_package_is_made_of():
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    rooms = {line.split(" = ")[1].partition("/")[0] for line in setup["options"]["package_dir"].strip().splitlines()}
+    copied = {
+        path
+        for line in (ROOT / "Dockerfile").read_text().splitlines()
+        if line.startswith("COPY ")
+        for path in line.split()[1:-1]
+    }
+    assert copied == {*rooms, "setup.cfg", "pyproject.toml", "README.md", "LICENSE"}
+    sent = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    assert sent == copied
+
+
+def test_the_image_is_the_one_that_compose_builds_and_runs():
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    assert {service["image"] for service in {**BROKERS, **DEMO}.values()} == {
+        f"portalmq:{setup['metadata']['version']}"
+    }
+    assert {service["build"] for service in BROKERS.values()} == {"."}
+
+
+def test_the_broker_is_process_one_and_no_root():
+    assert image().entrypoint == ["portalmq"]
+    assert image().user not in {"root", "0"}
