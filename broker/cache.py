@@ -1,18 +1,26 @@
-"""Batches that were appended or read lately, so that caught-up consumers are served from memory.
+"""Batches that were appended or read lately, so that caught-up consumers and followers are served from memory.
 
 One cache a broker, bounded in bytes over all partitions; the least recently used batch goes first. Whatever it holds
 has been checked: it was built here, or its CRC was verified when it was read.
+
+`frames` are the same batches as they travel to followers. They have a budget of their own: a replica that is rebuilt
+reads its partition from end to end, which must not drive out what consumers are about to read.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right, insort
 from collections import OrderedDict
+from typing import Generic, TypeVar
 
-from portalmq.broker.storage.batch import Batch, Kind
+from portalmq.broker.storage.batch import Batch, Frame, Kind
 
 BATCH_COST_BYTES = 400
 RECORD_COST_BYTES = 250
+FRAME_COST_BYTES = 500
+FRAME_BYTES_MAX = 16 * 1024 * 1024
+
+T = TypeVar("T")
 
 
 def cost_bytes(batch: Batch, payload_bytes: int) -> int:
@@ -26,38 +34,39 @@ def payload_bytes(batch: Batch) -> int:
     return len(batch.body) + sum([len(record.value) for record in batch.records])
 
 
-class BatchCache:
-    """Keys are a partition's number in this process and a base offset. Invariant: 0 <= bytes <= bytes_max."""
+class RangeCache(Generic[T]):
+    """Values by a partition's number in this process and the offsets [base, end) that they cover.
+
+    Invariant: 0 <= bytes <= bytes_max.
+    """
 
     def __init__(self, bytes_max: int) -> None:
         self.bytes_max = bytes_max
         self.bytes = 0
-        self._batches: OrderedDict[tuple[int, int], tuple[Batch, int]] = OrderedDict()
+        self._values: OrderedDict[tuple[int, int], tuple[T, int, int]] = OrderedDict()
         self._bases: dict[int, list[int]] = {}
 
-    def put(self, partition: int, batch: Batch, size_bytes: int) -> None:
-        """Keep a batch whose payloads have `size_bytes` together."""
-        key = (partition, batch.base_offset)
-        if key in self._batches:
-            self._batches.move_to_end(key)
+    def keep(self, partition: int, base_offset: int, end_offset: int, value: T, cost: int) -> None:
+        key = (partition, base_offset)
+        if key in self._values:
+            self._values.move_to_end(key)
             return
-        cost = cost_bytes(batch, size_bytes)
         if cost > self.bytes_max:
             return
-        self._batches[key] = (batch, cost)
+        self._values[key] = (value, end_offset, cost)
         bases = self._bases.setdefault(partition, [])
-        if bases and bases[-1] > batch.base_offset:
-            insort(bases, batch.base_offset)
+        if bases and bases[-1] > base_offset:
+            insort(bases, base_offset)
         else:
-            bases.append(batch.base_offset)
+            bases.append(base_offset)
         self.bytes += cost
         while self.bytes > self.bytes_max:
-            (owner, base_offset), (_, freed) = self._batches.popitem(last=False)
+            (owner, oldest), (_, _, freed) = self._values.popitem(last=False)
             self.bytes -= freed
-            self._forget(owner, base_offset)
+            self._forget(owner, oldest)
 
-    def find(self, partition: int, offset: int) -> Batch | None:
-        """The batch that holds `offset`, if it is here."""
+    def find(self, partition: int, offset: int) -> T | None:
+        """The value that covers `offset`, if it is here."""
         bases = self._bases.get(partition)
         if not bases:
             return None
@@ -65,16 +74,16 @@ class BatchCache:
         if at < 0:
             return None
         key = (partition, bases[at])
-        batch = self._batches[key][0]
-        if offset >= batch.end_offset:
+        value, end_offset, _ = self._values[key]
+        if offset >= end_offset:
             return None
-        self._batches.move_to_end(key)
-        return batch
+        self._values.move_to_end(key)
+        return value
 
     def drop(self, partition: int) -> None:
-        """Forget all batches of a partition."""
+        """Forget all that is of a partition."""
         for base_offset in self._bases.pop(partition, []):
-            self.bytes -= self._batches.pop((partition, base_offset))[1]
+            self.bytes -= self._values.pop((partition, base_offset))[2]
 
     def _forget(self, partition: int, base_offset: int) -> None:
         bases = self._bases[partition]
@@ -84,3 +93,22 @@ class BatchCache:
             del bases[bisect_right(bases, base_offset) - 1]
         if not bases:
             del self._bases[partition]
+
+
+class BatchCache(RangeCache[Batch]):
+    """The batches, and beside them the frames."""
+
+    def __init__(self, bytes_max: int, frame_bytes_max: int = FRAME_BYTES_MAX) -> None:
+        super().__init__(bytes_max)
+        self.frames: RangeCache[Frame] = RangeCache(frame_bytes_max)
+
+    def put(self, partition: int, batch: Batch, size_bytes: int) -> None:
+        """Keep a batch whose payloads have `size_bytes` together."""
+        self.keep(partition, batch.base_offset, batch.end_offset, batch, cost_bytes(batch, size_bytes))
+
+    def put_frame(self, partition: int, base_offset: int, end_offset: int, frame: Frame) -> None:
+        self.frames.keep(partition, base_offset, end_offset, frame, FRAME_COST_BYTES + frame.size_bytes)
+
+    def drop(self, partition: int) -> None:
+        super().drop(partition)
+        self.frames.drop(partition)

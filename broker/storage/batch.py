@@ -8,6 +8,9 @@ takes one offset: so the log is dense, while the offsets of messages have gaps.
                     appended_at_ms, group]) + body )
     body = msgpack(list of records as arrays)   for messages
          = the control record's own bytes       for the rest
+
+Between brokers a batch travels as a Frame: those very bytes, header and body apart, with the checksum. It is encoded
+once, when it is checksummed; who receives it verifies the checksum over what came, and only then decodes.
 """
 
 from __future__ import annotations
@@ -77,11 +80,52 @@ class Batch(msgspec.Struct, gc=False, frozen=True):
         return self.count if self.kind == Kind.MESSAGES else 0
 
 
+class Frame(msgspec.Struct, array_like=True, gc=False, frozen=True):
+    """A batch as it travels between brokers: the bytes that its checksum covers, and the checksum."""
+
+    header: bytes
+    crc: int
+    body: bytes
+
+    @property
+    def size_bytes(self) -> int:
+        return len(self.header) + len(self.body)
+
+
+class Head(msgspec.Struct, array_like=True, gc=False, frozen=True):
+    """A frame's header, decoded: the fields of the batch, in the order in which the checksum covers them."""
+
+    base_offset: int
+    count: int
+    messages_before: int
+    kind: int
+    leader_epoch: int
+    producer_id: int
+    producer_epoch: int
+    sequence: int
+    appended_at_ms: int
+    group: str
+
+    @property
+    def end_offset(self) -> int:
+        return self.base_offset + self.count
+
+    @property
+    def message_count(self) -> int:
+        return self.count if self.kind == Kind.MESSAGES else 0
+
+
+class BadFrame(ValueError):
+    """A frame is not what was sent."""
+
+
 _encode = msgspec.msgpack.Encoder().encode
+_decode_head = msgspec.msgpack.Decoder(Head).decode
+_decode_records = msgspec.msgpack.Decoder(tuple[Record, ...]).decode
 
 
-def checksum(batch: Batch) -> int:
-    """CRC-32 (zlib's) over everything in the batch but the checksum itself."""
+def frame_of(batch: Batch) -> Frame:
+    """The batch as it travels, with its checksum."""
     header = _encode(
         (
             batch.base_offset,
@@ -97,7 +141,53 @@ def checksum(batch: Batch) -> int:
         )
     )
     body = _encode(batch.records) if batch.kind == Kind.MESSAGES else batch.body
-    return zlib.crc32(body, zlib.crc32(header))
+    return Frame(header, zlib.crc32(body, zlib.crc32(header)), body)
+
+
+def head_of(frame: Frame) -> Head:
+    """The header of a frame whose checksum fits. Raises BadFrame for any other."""
+    found = zlib.crc32(frame.body, zlib.crc32(frame.header))
+    if found != frame.crc:
+        raise BadFrame(f"the checksum is {found}, not {frame.crc}")
+    try:
+        head = _decode_head(frame.header)
+    except msgspec.MsgspecError as error:
+        raise BadFrame(f"unreadable header: {error}") from error
+    if head.count < 1 or (head.kind != Kind.MESSAGES and head.count != 1):
+        raise BadFrame(f"a batch of kind {head.kind} with {head.count} records")
+    return head
+
+
+def batch_of_frame(frame: Frame, head: Head) -> Batch:
+    """The batch of a frame that was checked. Raises BadFrame."""
+    records: tuple[Record, ...] = ()
+    if head.kind == Kind.MESSAGES:
+        try:
+            records = _decode_records(frame.body)
+        except msgspec.MsgspecError as error:
+            raise BadFrame(f"unreadable records: {error}") from error
+        if len(records) != head.count:
+            raise BadFrame(f"{len(records)} records, the header says {head.count}")
+    return Batch(
+        head.base_offset,
+        head.count,
+        head.messages_before,
+        head.kind,
+        head.leader_epoch,
+        head.appended_at_ms,
+        head.producer_id,
+        head.producer_epoch,
+        head.sequence,
+        head.group,
+        records,
+        frame.body if head.kind != Kind.MESSAGES else b"",
+        frame.crc,
+    )
+
+
+def checksum(batch: Batch) -> int:
+    """CRC-32 (zlib's) over everything in the batch but the checksum itself."""
+    return frame_of(batch).crc
 
 
 def sealed_batch(batch: Batch) -> Batch:

@@ -8,6 +8,9 @@ Every change goes through states that `open` understands, so a kill at any momen
 renamed into place when it is complete; segments are removed from the end that keeps the rest contiguous (the newest
 first when truncating, the oldest first when dropping); the manifest is written last when sealing and first when undoing
 it; what nothing explains any more (leftovers of creating, a -wal without its database) is deleted at the next open.
+A reset is a truncation to the border of a segment, then a segment that begins at its own log start: whatever stands
+before such a one, with a hole in between, was being dropped. In between no segment may be left at all, which is a new
+and empty log.
 
 Threads: changes wait for each other, and reads wait for each other, on native turns; an append and a read run side by
 side, on the two connections of the segment. No method switches greenlets.
@@ -20,8 +23,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from portalmq.broker.storage.batch import Batch, Kind
-from portalmq.broker.storage.errors import DiskFull, LogClosed, StorageFault, faults_of
-from portalmq.broker.storage.files import make_directory, sync_directory
+from portalmq.broker.storage.errors import CorruptBatch, DiskFull, LogClosed, StorageFault, faults_of
+from portalmq.broker.storage.files import make_directory, sha256_of, sync_directory
 from portalmq.broker.storage.manifest import SealedSegment, entry_of, read_manifest, write_manifest
 from portalmq.broker.storage.reading import ReadableLog
 from portalmq.broker.storage.recovery import open_segments, remove_leftovers
@@ -234,6 +237,35 @@ class Log(ReadableLog):
             self._segments = self._segments[: position + 1]
             self._tail = self._tail_of_active()
 
+    def reset(self, base_offset: int, messages_before: int, timestamp_before_ms: int) -> None:
+        """Drops everything, durably: the log is empty and begins at `base_offset`, below which the partition has had
+        `messages_before` messages, the last batch of them at `timestamp_before_ms`."""
+        with self._sealing, self._change(all_or_fault=True), self._reading:
+            for segment in self._segments:
+                segment.close()
+            self._open_sealed.clear()
+            later = [segment for segment in self._segments if segment.base_offset >= base_offset]
+            earlier = self._segments[: len(self._segments) - len(later)]
+            self._unseal(segment.base_offset for segment in (*earlier[-1:], *later))
+            for segment in reversed(later):
+                segment.remove()
+                sync_directory(self.directory)
+            fresh = Segment.create(
+                self.directory,
+                self.identity,
+                base_offset=base_offset,
+                messages_before=messages_before,
+                timestamp_before_ms=timestamp_before_ms,
+                log_start_offset=base_offset,
+            )
+            self._segments = (fresh,)
+            self._log_start_offset = base_offset
+            self._tail = self._tail_of_active()
+            for segment in earlier:
+                segment.remove()
+            sync_directory(self.directory)
+            self._unseal(iter(tuple(self._sealed)))
+
     def _unseal(self, base_offsets: Iterator[int]) -> None:
         gone = set(base_offsets) & self._sealed.keys()
         if gone:
@@ -291,6 +323,26 @@ class Log(ReadableLog):
             size -= entry.bytes
             offset = entry.end_offset
         return offset
+
+    # --- looking for damage -------------------------------------------------------------------------------------
+
+    def scrub(self, offset: int, max_bytes: int) -> int:
+        """Checks a part of the log from `offset` on, a sealed segment as a whole, else some batches. Answers where to
+        go on; the base offset again after the end. Raises CorruptBatch. Slow: not on the event loop."""
+        offset = max(offset, self.base_offset)
+        segment = self._segments[self._position(offset)]
+        entry = self._sealed.get(segment.base_offset)
+        if entry is None:
+            batches = self.read_to_copy(offset, max_bytes=max_bytes, below=self.end_offset)
+            return batches[-1].end_offset if batches else self.base_offset
+        with faults_of(segment.path):
+            try:
+                found = sha256_of(segment.path)
+            except FileNotFoundError:
+                found = ""
+        if found != entry.sha256 and self._sealed.get(segment.base_offset) is entry:
+            raise CorruptBatch(segment.path, segment.base_offset, f"its SHA-256 is {found}, not {entry.sha256}")
+        return entry.end_offset
 
     # --- idling -------------------------------------------------------------------------------------------------
 

@@ -29,6 +29,14 @@ class _Tail(NamedTuple):
     last_timestamp_ms: int
 
 
+class ReplicaStart(NamedTuple):
+    """Where a replica that begins anew begins: at the border of a batch, with what the batches below added up to."""
+
+    offset: int
+    messages_before: int
+    timestamp_before_ms: int
+
+
 class ReadableLog(ABC):
     """What can be asked of a log. Times are Unix ms."""
 
@@ -110,12 +118,22 @@ class ReadableLog(ABC):
         Stops after the batch with which a limit is reached (bytes of keys, values and bodies), so there is at least one
         if there is any; and before the first batch that starts at or above `below`. Raises OffsetPurged, CorruptBatch.
         """
+        return self._read_batches(offset, max_messages, max_bytes, below, whole_file=False)
+
+    def read_to_copy(self, offset: int, *, max_bytes: int, below: int) -> list[Batch]:
+        """As `read`, for a replica: from `replica_start` on, which may lie below the log start."""
+        return self._read_batches(offset, None, max_bytes, below, whole_file=True)
+
+    def _read_batches(
+        self, offset: int, max_messages: int | None, max_bytes: int | None, below: int | None, *, whole_file: bool
+    ) -> list[Batch]:
         below = min(self.end_offset, self.end_offset if below is None else below)
         found: list[Batch] = []
         messages = size = 0
         with self._read():
-            if offset < self._log_start_offset:
-                raise OffsetPurged(offset, self._log_start_offset)
+            start = self.base_offset if whole_file else self._log_start_offset
+            if offset < start:
+                raise OffsetPurged(offset, start)
             if offset >= below:
                 return []
             for segment in self._segments[self._position(offset) :]:
@@ -152,6 +170,13 @@ class ReadableLog(ABC):
                     if limit <= 0:
                         break
         return runs
+
+    def replica_start(self) -> ReplicaStart:
+        """The base offset of the batch that holds the log start: a batch is copied as a whole or not at all."""
+        with self._read():
+            offset = self._log_start_offset
+            segment = self._segments[self._position(offset)]
+            return ReplicaStart(*self._used(segment).batch_start(offset))
 
     def messages_before(self, offset: int) -> int:
         """How many messages this partition holds, or held, below `offset` (any offset): exact, for lag."""

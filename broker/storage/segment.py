@@ -437,6 +437,21 @@ class Segment:
         base_offset, count, messages_before, kind = row
         return int(messages_before) + (min(offset - base_offset, count) if kind == Kind.MESSAGES else 0)
 
+    def batch_start(self, offset: int) -> tuple[int, int, int]:
+        """(base offset, messages before, time of the batch before) of the batch that holds `offset`, or would."""
+        row = self.reader.execute(
+            "SELECT base_offset, messages_before FROM batches WHERE base_offset <= ?1 AND base_offset + count > ?1"
+            " ORDER BY base_offset DESC LIMIT 1",
+            (offset,),
+        ).fetchone()
+        base_offset, messages_before = row or (offset, self.messages_below(offset))
+        before_ms = self.reader.execute(
+            "SELECT appended_at_ms FROM batches WHERE base_offset < ? ORDER BY base_offset DESC LIMIT 1", (base_offset,)
+        ).get
+        if before_ms is None:
+            before_ms = self.reader.execute("SELECT value FROM meta WHERE key = 'timestamp_before_ms'").get
+        return base_offset, messages_before, before_ms
+
     def is_border(self, offset: int) -> bool:
         """Whether no batch of this segment straddles `offset`."""
         end = self.reader.execute(

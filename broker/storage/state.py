@@ -2,7 +2,8 @@
 
 It is a cache with one exception: lost or damaged, it is rebuilt from the newest STATE record and the log behind it, and
 so an ordinary save does not wait for the disk. The exception is the highest leader epoch that this replica has seen,
-which must never be forgotten: it is fsynced.
+which must never be forgotten: it is fsynced. (And the save before a reset of the log is: until the first STATE record
+behind it is replicated, it alone knows the leader epochs that were begun below.)
 
     meta                        identity, schema_version, applied, log_start_offset, high_watermark,
                                 high_watermark_messages_before, highest_leader_epoch, digest
@@ -151,11 +152,16 @@ class StateFile:
     # --- the two uses -------------------------------------------------------------------------------------------
 
     def save(
-        self, fold: PartitionFold, high_watermark: int, messages_before: Callable[[int], int] | None = None
+        self,
+        fold: PartitionFold,
+        high_watermark: int,
+        messages_before: Callable[[int], int] | None = None,
+        *,
+        durable: bool = False,
     ) -> None:
         """Replaces what is saved. `messages_before` (Log.messages_before) makes the lag exact in the view `lag`.
 
-        Atomic, and not fsynced: after a power cut an older save may be found.
+        Atomic; fsynced only when `durable`: else an older save may be found after a power cut.
         """
 
         def write(connection: apsw.Connection) -> None:
@@ -173,7 +179,7 @@ class StateFile:
 
         with self._turn:
             if not self._closed:  # the topic was deleted, or the broker ends, while this waited for a thread
-                self._transaction(write)
+                self._transaction(write, durable=durable)
 
     def load(self) -> tuple[PartitionFold, int] | None:
         """The fold and the high watermark as last saved. None when there is none, or it is damaged or another log's.
