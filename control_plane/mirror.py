@@ -1,0 +1,290 @@
+"""What the control plane holds, as this process read it last; kept up by the plane's bell.
+
+    bell ----> note(path)        from wherever the plane calls: leaves a note, never blocks
+    one reader ----> refresh()   reads what was noted in one round trip, and tells what is different now
+
+So a change of one partition costs one read of one node, and any number of changes between two refreshes cost one round
+trip. A bell without a path, and every half minute a caller who trusts no bell, has everything read again: hundreds of
+nodes in a handful of requests, of which only the changed ones are decoded.
+
+Invariants: `partitions` holds nodes of the topics in `topics` only, and the version of one never falls. What is read in
+one refresh need not be of one moment: who acts on it does so by compare-and-set.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import msgspec
+
+from portalmq.control_plane import state
+from portalmq.control_plane.plane import ControlPlane, Node
+from portalmq.control_plane.state import (
+    BrokerState,
+    ControllerState,
+    GroupState,
+    PartitionState,
+    Tombstone,
+    TopicState,
+)
+from portalmq.control_plane.tree import Versioned
+
+log = logging.getLogger(__name__)
+
+NOTES_MAX = 2_000
+
+PartitionKey = tuple[str, int]
+StateT = TypeVar("StateT", bound=msgspec.Struct)
+
+
+@dataclass(slots=True)
+class Changes:
+    """What a refresh found different. `topics` and `groups` are names, `partitions` (topic id, number); all three tell
+    of what came, changed or went. `everything`: all was read, so what is not named is as it was known."""
+
+    brokers: bool = False
+    controller: bool = False
+    tombstones: bool = False
+    topics: set[str] = field(default_factory=set)
+    partitions: set[PartitionKey] = field(default_factory=set)
+    groups: set[str] = field(default_factory=set)
+    everything: bool = False
+
+    def __bool__(self) -> bool:
+        """False when nothing is different, and not all was read."""
+        flags = self.brokers or self.controller or self.tombstones or self.everything
+        return flags or bool(self.topics or self.partitions or self.groups)
+
+    def add(self, later: Changes) -> None:
+        """Tell of these too."""
+        self.brokers |= later.brokers
+        self.controller |= later.controller
+        self.tombstones |= later.tombstones
+        self.topics |= later.topics
+        self.partitions |= later.partitions
+        self.groups |= later.groups
+        self.everything |= later.everything
+
+
+class Mirror:
+    """`on_noted` is called after each note, from wherever the plane's bell rang: it must not block."""
+
+    def __init__(self, plane: ControlPlane, *, on_noted: Callable[[], None] = lambda: None) -> None:
+        self.brokers: dict[int, BrokerState] = {}
+        self.controller: Versioned[ControllerState] | None = None
+        self.topics: dict[str, TopicState] = {}
+        self.groups: dict[str, GroupState] = {}
+        self.tombstones: dict[str, Tombstone] = {}
+        self.partitions: dict[PartitionKey, Versioned[PartitionState]] = {}
+        self.on_noted = on_noted
+        self._plane = plane
+        self._noted: set[str | None] = {None}
+        self._topics_by_id: dict[str, TopicState] = {}
+        self._untold = Changes()
+        # The bytes each named node had, so that one that did not change is not decoded again.
+        self._bytes: dict[str, bytes] = {}
+
+    def note(self, path: str | None) -> None:
+        """The plane's bell: what to read again at the next refresh; None for everything."""
+        if path is None or len(self._noted) >= NOTES_MAX:
+            self._noted = {None}
+        elif None not in self._noted:
+            self._noted.add(path)
+        self.on_noted()
+
+    def refresh(self) -> Changes:
+        """Read what was noted, and answer what is different. One caller at a time.
+
+        Raises PlaneUnavailable: then the notes are kept, and what was found different until then is told next time.
+        """
+        noted, self._noted = self._noted, set()
+        changes = self._untold
+        try:
+            if None in noted:
+                self._read_everything(changes)
+            else:
+                self._read_noted([path for path in noted if path is not None], changes)
+        except BaseException:
+            self._noted |= noted
+            raise
+        self._untold = Changes()
+        return changes
+
+    def reread(self, topic_id: str, number: int) -> Versioned[PartitionState] | None:
+        """The partition's node as it stands now, after a sync; the next refresh tells when that is news.
+
+        Raises PlaneUnavailable.
+        """
+        path = state.partition_path(topic_id, number)
+        self._plane.sync()
+        node = self._plane.get(path)
+        known = self.partitions.get((topic_id, number))
+        if (node.version if node else None) != (known.version if known else None):
+            self.note(path)
+        if node is None:
+            return None
+        if known is not None and known.version == node.version:
+            return known
+        return Versioned(state.decode(node.data, PartitionState), node.version)
+
+    def url_of(self, broker_id: int) -> str | None:
+        """Where the broker is reached; None when it is not registered."""
+        broker = self.brokers.get(broker_id)
+        return broker.url if broker else None
+
+    def topic_by_id(self, topic_id: str) -> TopicState | None:
+        return self._topics_by_id.get(topic_id)
+
+    # --- reading -----------------------------------------------------------------------------------------------------
+
+    def _read_noted(self, paths: list[str], changes: Changes) -> None:
+        wanted = [path for path in paths if self._is_ours(path)]
+        if not wanted:
+            return
+        before = list(self._topics_by_id)
+        partitions: dict[str, Node | None] = {}
+        for path, node in zip(wanted, self._plane.get_many(wanted), strict=True):
+            if path.startswith(f"{state.PARTITIONS}/"):
+                partitions[path] = node
+            else:
+                self._take(path, node, changes)
+        gone = [topic_id for topic_id in before if topic_id not in self._topics_by_id]
+        self._read_beside(partitions, gone, changes)
+
+    def _read_everything(self, changes: Changes) -> None:
+        changes.everything = True
+        self._plane.sync()
+        found = {state.CONTROLLER: self._plane.get(state.CONTROLLER)}
+        # The order matters. A deletion makes the tombstone and takes the topic in one commit: with the tombstones read
+        # last, a topic that is not there has its tombstone.
+        for parent in (state.BROKERS, state.GROUPS, state.TOPICS, state.DELETED):
+            found.update((node.path, node) for node in self._plane.get_children(parent))
+        for path in [*found, *(path for path in self._known() if path not in found)]:
+            self._take(path, found.get(path), changes)
+        every = [
+            state.partition_path(topic.topic_id, number)
+            for topic in self.topics.values()
+            for number in range(topic.partitions)
+        ]
+        self._take_partitions(dict(zip(every, self._plane.get_many(every), strict=True)), changes)
+
+    def _known(self) -> list[str]:
+        return [
+            *map(state.broker_path, self.brokers),
+            *map(state.topic_path, self.topics),
+            *map(state.group_path, self.groups),
+            *map(state.tombstone_path, self.tombstones),
+        ]
+
+    def _read_beside(self, partitions: Mapping[str, Node | None], gone: list[str], changes: Changes) -> None:
+        """Take `partitions`, and read what belongs to the topics that changed: the partitions of one that is new or has
+        grown, the tombstone of one that is gone."""
+        missing = [
+            path
+            for topic in (self.topics.get(name) for name in changes.topics)
+            if topic is not None
+            for number in range(topic.partitions)
+            if (topic.topic_id, number) not in self.partitions
+            and (path := state.partition_path(topic.topic_id, number)) not in partitions
+        ]
+        paths = [*map(state.tombstone_path, gone), *missing]
+        read = dict(zip(paths, self._plane.get_many(paths), strict=True)) if paths else {}
+        for path in map(state.tombstone_path, gone):
+            self._take(path, read.pop(path), changes)
+        self._take_partitions({**partitions, **read}, changes)
+
+    def _is_ours(self, path: str) -> bool:
+        """Whether a node at this path is mirrored here. Partitions of a topic that is not known yet come with it."""
+        match path.split("/")[1:]:
+            case ["controller"] | ["topics" | "groups" | "deleted", _]:
+                return True
+            case ["brokers", "ids", number]:
+                return number.isdigit()
+            case ["partitions", _, number]:
+                return number.isdigit()
+        return False
+
+    # --- taking what was read ----------------------------------------------------------------------------------------
+
+    def _take(self, path: str, node: Node | None, changes: Changes) -> None:
+        name = path.rpartition("/")[2]
+        if path == state.CONTROLLER:
+            held = self._decoded(path, node, ControllerState, self.controller.value if self.controller else None)
+            controller = Versioned(held, node.version) if held is not None and node is not None else None
+            changes.controller |= controller != self.controller
+            self.controller = controller
+        elif path.startswith(f"{state.BROKERS}/"):
+            changes.brokers |= self._put(self.brokers, int(name), path, node, BrokerState)
+        elif path.startswith(f"{state.TOPICS}/"):
+            self._take_topic(name, path, node, changes)
+        elif path.startswith(f"{state.GROUPS}/"):
+            if self._put(self.groups, name, path, node, GroupState):
+                changes.groups.add(name)
+        elif path.startswith(f"{state.DELETED}/"):
+            changes.tombstones |= self._put(self.tombstones, name, path, node, Tombstone)
+
+    def _take_topic(self, name: str, path: str, node: Node | None, changes: Changes) -> None:
+        before = self.topics.get(name)
+        if not self._put(self.topics, name, path, node, TopicState):
+            return
+        changes.topics.add(name)
+        topic = self.topics.get(name)
+        if before is not None and (topic is None or topic.topic_id != before.topic_id):
+            self._topics_by_id.pop(before.topic_id, None)
+            gone = [key for key in self.partitions if key[0] == before.topic_id]
+            for key in gone:
+                del self.partitions[key]
+            changes.partitions.update(gone)
+        if topic is not None:
+            self._topics_by_id[topic.topic_id] = topic
+
+    def _take_partitions(self, found: Mapping[str, Node | None], changes: Changes) -> None:
+        for path, node in found.items():
+            _, topic_id, number = path.rsplit("/", 2)
+            key = (topic_id, int(number))
+            topic = self._topics_by_id.get(topic_id)
+            if topic is None or key[1] >= topic.partitions:
+                continue
+            known = self.partitions.get(key)
+            if node is None:
+                if known is not None:
+                    del self.partitions[key]
+                    changes.partitions.add(key)
+            elif known is None or node.version > known.version:
+                held = self._decode(path, node, PartitionState)
+                if held is not None:
+                    self.partitions[key] = Versioned(held, node.version)
+                    changes.partitions.add(key)
+
+    def _put(self, known: dict[Any, Any], name: Any, path: str, node: Node | None, kind: type[msgspec.Struct]) -> bool:
+        """Whether what is known under this name is different now."""
+        before = known.get(name)
+        now = self._decoded(path, node, kind, before)
+        if now is None:
+            known.pop(name, None)
+        else:
+            known[name] = now
+        return bool(now != before)
+
+    def _decoded(self, path: str, node: Node | None, kind: type[StateT], before: StateT | None) -> StateT | None:
+        if node is None:
+            self._bytes.pop(path, None)
+            return None
+        if before is not None and self._bytes.get(path) == node.data:
+            return before
+        held = self._decode(path, node, kind)
+        if held is None:
+            return before
+        self._bytes[path] = node.data
+        return held
+
+    def _decode(self, path: str, node: Node, kind: type[StateT]) -> StateT | None:
+        """None for what is no such state: somebody's hand, or a broker much newer than this one, wrote it."""
+        try:
+            return state.decode(node.data, kind)
+        except (msgspec.DecodeError, AssertionError, TypeError, KeyError) as fault:
+            log.critical("%s in the control plane cannot be read, and is passed over: %s", path, fault)
+            return None

@@ -1,0 +1,270 @@
+"""The mirror: what is read, how often, and what is told of it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from support.zookeeper import fresh_chroot
+
+from portalmq import wire
+from portalmq.control_plane import state
+from portalmq.control_plane.catalog import Catalog
+from portalmq.control_plane.embedded import EmbeddedZooKeeper
+from portalmq.control_plane.mirror import Changes, Mirror
+from portalmq.control_plane.plane import Create, Delete, Node, PlaneUnavailable, Set
+from portalmq.control_plane.standalone import Standalone
+from portalmq.control_plane.state import BrokerState, PartitionState
+from portalmq.control_plane.zookeeper import ZooKeeper
+
+THREE = {number: BrokerState(f"http://localhost:500{number}", number, f"store-{number}") for number in (1, 2, 3)}
+
+
+class CountingPlane(Standalone):
+    """Counts the nodes that are read, and fails when a test says so."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self.read: list[str] = []
+        self.round_trips = 0
+        self.fail_at = -1
+
+    def get_many(self, paths: Sequence[str]) -> list[Node | None]:
+        self.round_trips += 1
+        if self.fail_at == 0:
+            raise PlaneUnavailable("away")
+        self.fail_at -= 1
+        self.read += paths
+        return super().get_many(paths)
+
+
+@pytest.fixture
+def plane(tmp_path: Path) -> Iterator[CountingPlane]:
+    made = CountingPlane(tmp_path)
+    made.start()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def catalog(plane: CountingPlane) -> Catalog:
+    return Catalog(plane)
+
+
+@pytest.fixture
+def mirror(plane: CountingPlane) -> Mirror:
+    made = Mirror(plane)
+    plane.watch(made.note)
+    made.refresh()
+    return made
+
+
+def create(catalog: Catalog, name: str = "t", partitions: int = 1) -> state.TopicState:
+    return catalog.create_topic(name, wire.CreateTopic(partitions=partitions), brokers=THREE)[0]
+
+
+def test_the_first_refresh_reads_everything(plane: CountingPlane, catalog: Catalog) -> None:
+    topic = create(catalog, partitions=3)
+    catalog.put_group("g", {})
+    catalog.register_broker(1, THREE[1])
+    catalog.elect_controller(1, 1)
+    catalog.delete_topic(create(catalog, "gone").name, now_ms=1)
+    mirror = Mirror(plane)
+    changes = mirror.refresh()
+    assert changes.everything
+    assert (changes.brokers, changes.controller, changes.tombstones) == (True, True, True)
+    assert (changes.topics, changes.groups) == ({"t"}, {"g"})
+    assert changes.partitions == {(topic.topic_id, number) for number in range(3)}
+    assert (mirror.brokers, mirror.topics, mirror.topic_by_id(topic.topic_id)) == ({1: THREE[1]}, {"t": topic}, topic)
+    assert mirror.partitions == {(topic.topic_id, n): held for n, held in catalog.partitions(topic).items()}
+    assert mirror.controller is not None
+    assert mirror.controller == catalog.controller()
+    assert (mirror.url_of(1), mirror.url_of(2)) == ("http://localhost:5001", None)
+
+
+def test_a_change_of_one_partition_costs_one_read(plane: CountingPlane, catalog: Catalog, mirror: Mirror) -> None:
+    topic = create(catalog, partitions=300)
+    mirror.refresh()
+    held = mirror.partitions[(topic.topic_id, 7)]
+    catalog.set_partition(topic.topic_id, 7, held.value, held.version)
+    plane.read.clear()
+    changes = mirror.refresh()
+    assert plane.read == [state.partition_path(topic.topic_id, 7)]
+    assert changes == Changes(partitions={(topic.topic_id, 7)})
+    assert mirror.partitions[(topic.topic_id, 7)].version == held.version + 1
+
+
+def test_without_a_note_nothing_is_read(plane: CountingPlane, mirror: Mirror) -> None:
+    plane.read.clear()
+    assert not mirror.refresh()
+    mirror.note("/producer_ids")
+    mirror.note("/partitions/unknown")
+    mirror.note("/groups/g/offsets/t")
+    assert not mirror.refresh()
+    assert plane.read == []
+
+
+def test_a_new_topic_is_told_with_its_partitions(catalog: Catalog, mirror: Mirror) -> None:
+    topic = create(catalog, partitions=2)
+    changes = mirror.refresh()
+    assert changes == Changes(topics={"t"}, partitions={(topic.topic_id, 0), (topic.topic_id, 1)})
+
+
+def test_partitions_whose_bells_were_not_heard_are_read_with_their_topic(
+    catalog: Catalog, plane: CountingPlane
+) -> None:
+    mirror = Mirror(plane)
+    mirror.refresh()
+    topic = create(catalog, partitions=2)
+    mirror.note(state.topic_path("t"))
+    assert mirror.refresh().partitions == {(topic.topic_id, 0), (topic.topic_id, 1)}
+    catalog.alter_topic("t", wire.AlterTopic(partitions=4), brokers=THREE)
+    mirror.note(state.topic_path("t"))
+    assert mirror.refresh().partitions == {(topic.topic_id, 2), (topic.topic_id, 3)}
+
+
+def test_partitions_of_a_topic_that_is_not_there_yet_are_not_shown(
+    plane: CountingPlane, catalog: Catalog, mirror: Mirror
+) -> None:
+    other = Catalog(plane).create_topic("u", wire.CreateTopic(), brokers=THREE)[0]
+    data = plane.get(state.partition_path(other.topic_id, 0))
+    assert data is not None
+    plane.commit(Create("/partitions/fresh/0", data.data))
+    mirror.refresh()
+    assert list(mirror.partitions) == [(other.topic_id, 0)]
+
+
+def test_a_deleted_topic_takes_its_partitions_along_and_shows_its_tombstone(catalog: Catalog, mirror: Mirror) -> None:
+    topic = create(catalog, partitions=2)
+    mirror.refresh()
+    catalog.delete_topic("t", now_ms=5)
+    changes = mirror.refresh()
+    assert changes == Changes(topics={"t"}, tombstones=True, partitions={(topic.topic_id, 0), (topic.topic_id, 1)})
+    assert (mirror.topics, mirror.partitions, mirror.topic_by_id(topic.topic_id)) == ({}, {}, None)
+    assert list(mirror.tombstones) == [topic.topic_id]
+
+
+def test_a_topic_is_never_seen_gone_without_its_tombstone(catalog: Catalog, plane: CountingPlane) -> None:
+    topic = create(catalog)
+    mirror = Mirror(plane)
+    mirror.refresh()
+    catalog.delete_topic("t", now_ms=5)
+    mirror.note(state.topic_path("t"))
+    assert mirror.refresh().tombstones
+    assert list(mirror.tombstones) == [topic.topic_id]
+
+
+def test_a_topic_made_anew_between_two_refreshes_is_another(catalog: Catalog, mirror: Mirror) -> None:
+    first = create(catalog, partitions=2)
+    mirror.refresh()
+    catalog.delete_topic("t", now_ms=5)
+    second = create(catalog)
+    changes = mirror.refresh()
+    assert changes.topics == {"t"}
+    assert changes.partitions == {(first.topic_id, 0), (first.topic_id, 1), (second.topic_id, 0)}
+    assert list(mirror.partitions) == [(second.topic_id, 0)]
+
+
+def test_a_version_never_falls(catalog: Catalog, plane: CountingPlane, monkeypatch: pytest.MonkeyPatch) -> None:
+    topic = create(catalog)
+    path, old = state.partition_path(topic.topic_id, 0), plane.get(state.partition_path(topic.topic_id, 0))
+    assert old is not None
+    plane.commit(Set(path, old.data, 0))
+    mirror = Mirror(plane)
+    mirror.refresh()
+    monkeypatch.setattr(plane, "get_many", lambda paths: [old for _ in paths])
+    mirror.note(path)
+    assert not mirror.refresh()
+    assert mirror.partitions[(topic.topic_id, 0)].version == 1
+
+
+def test_what_a_failed_refresh_found_is_told_by_the_next(
+    plane: CountingPlane, catalog: Catalog, mirror: Mirror
+) -> None:
+    topic = create(catalog)
+    mirror.note(None)
+    plane.fail_at = 0  # the topics were read, and their partitions were not
+    with pytest.raises(PlaneUnavailable):
+        mirror.refresh()
+    assert (list(mirror.topics), mirror.partitions) == (["t"], {})
+    changes = mirror.refresh()
+    assert (changes.topics, changes.partitions, changes.everything) == ({"t"}, {(topic.topic_id, 0)}, True)
+
+
+def test_many_notes_become_one_for_everything(plane: CountingPlane, mirror: Mirror) -> None:
+    for number in range(5_000):
+        mirror.note(f"/groups/g{number}")
+    assert mirror.refresh().everything
+
+
+def test_a_note_calls_who_waits_for_it(plane: CountingPlane) -> None:
+    rings: list[None] = []
+    mirror = Mirror(plane, on_noted=lambda: rings.append(None))
+    mirror.note("/topics/t")
+    mirror.note(None)
+    assert len(rings) == 2
+
+
+def test_a_node_that_nobody_can_read_is_passed_over(
+    plane: CountingPlane, catalog: Catalog, mirror: Mirror, caplog: pytest.LogCaptureFixture
+) -> None:
+    topic = create(catalog)
+    mirror.refresh()
+    known = dict(mirror.partitions)
+    path = state.partition_path(topic.topic_id, 0)
+    with caplog.at_level(logging.CRITICAL):
+        for data in (b"no json", b"{}", b'"text"', state.encode(PartitionState(1, 1, (1,), (1,), {}, {}))[:-1]):
+            node = plane.get(path)
+            assert node is not None
+            plane.commit(Set(path, data, node.version))
+            plane.commit(Create("/topics/broken", data))
+            assert not mirror.refresh()
+            plane.commit(Delete("/topics/broken", 0))
+            mirror.refresh()
+    assert (mirror.partitions, list(mirror.topics)) == (known, ["t"])
+    assert path in caplog.text
+
+
+class TestReadingAgain:
+    def test_it_answers_what_stands_now_and_leaves_telling_to_the_refresh(
+        self, plane: CountingPlane, catalog: Catalog
+    ) -> None:
+        topic = create(catalog)
+        mirror = Mirror(plane)
+        mirror.refresh()
+        held = mirror.partitions[(topic.topic_id, 0)]
+        catalog.set_partition(topic.topic_id, 0, held.value, held.version)
+        again = mirror.reread(topic.topic_id, 0)
+        assert again is not None
+        assert again.version == 1
+        assert mirror.partitions[(topic.topic_id, 0)].version == 0
+        assert mirror.refresh().partitions == {(topic.topic_id, 0)}
+        assert mirror.reread(topic.topic_id, 0) is mirror.partitions[(topic.topic_id, 0)]
+
+    def test_a_partition_that_is_gone_is_none(self, catalog: Catalog, mirror: Mirror) -> None:
+        assert mirror.reread("nothing", 0) is None
+
+
+@pytest.mark.cluster
+class TestOnZooKeeper:
+    def test_300_partitions_are_read_again_well_under_100_ms(self, zookeeper_server: EmbeddedZooKeeper) -> None:
+        plane = ZooKeeper(zookeeper_server.hosts + fresh_chroot())
+        plane.start()
+        try:
+            catalog = Catalog(plane)
+            create(catalog, partitions=300)
+            mirror = Mirror(plane)
+            mirror.refresh()
+            assert len(mirror.partitions) == 300
+            durations = []
+            for _ in range(5):
+                mirror.note(None)
+                began = time.perf_counter()
+                mirror.refresh()
+                durations.append(time.perf_counter() - began)
+            assert min(durations) < 0.1, durations
+        finally:
+            plane.close()
