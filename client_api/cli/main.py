@@ -15,7 +15,8 @@ import click
 
 from portalmq.cli.groups import group_commands
 from portalmq.cli.messages import consume, peek, produce
-from portalmq.cli.session import connection_options, status
+from portalmq.cli.session import connection_options
+from portalmq.cli.status import status
 from portalmq.cli.topics import topic_commands
 from portalmq.errors import PortalMQError
 
@@ -90,9 +91,7 @@ def _sentence(error: PortalMQError) -> str:
     if "looked_at" not in error.extra:
         return error.detail
     looked_at = ", ".join(error.extra["looked_at"])
-    return (
-        f"no broker answers at {looked_at}. Start one with `portalmq dev`, or name yours with --server (PORTALMQ_URL)."
-    )
+    return f"no broker answers at {looked_at}. Start a cluster with `portalmq up`, a single one with `portalmq dev`, or name yours with --server (PORTALMQ_URL)."
 
 
 @click.group(cls=CommandLine, context_settings={"help_option_names": ["-h", "--help"]})

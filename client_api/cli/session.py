@@ -1,4 +1,4 @@
-"""The options that every command shares (where the broker is, the token, the form of the output), and `status`.
+"""The options that every command shares: where the broker is, the token, the form of the output.
 
 They may stand before the command or behind it; behind wins.
 """
@@ -14,7 +14,7 @@ import click
 import msgspec
 
 from portalmq.admin import Admin
-from portalmq.cli.output import Form, show_one, show_rows
+from portalmq.cli.output import Form
 
 # A command is somebody waiting: a broker that is not there is said so soon.
 COMMAND_TIMEOUT_S = 30.0
@@ -94,17 +94,3 @@ def with_session(command: Callable[..., Any]) -> Callable[..., Any]:
 def fields(struct: msgspec.Struct) -> dict[str, Any]:
     """The struct as a dict, for the output."""
     return cast(dict[str, Any], msgspec.to_builtins(struct))
-
-
-@click.command()
-@with_session
-def status(session: Session) -> None:
-    """Show the cluster: its brokers, and how the one that answers feels."""
-    with session.admin() as admin:
-        cluster = fields(admin.cluster())
-        if session.output == "table":
-            brokers = cluster.pop("brokers")
-            show_one({**cluster, **admin.health()}, session.output)
-            show_rows(brokers, session.output, ["id", "url", "live"])
-        else:
-            show_one({**cluster, "health": admin.health()}, session.output)

@@ -132,7 +132,7 @@ def test_the_command_line_of_the_client_loads_no_other_room() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
 
 
-# --- topics, groups, status ------------------------------------------------------------------------------------------
+# --- topics, groups -------------------------------------------------------------------------------------------------
 
 
 def test_topics_are_listed_in_three_forms(broker: ScriptedBroker) -> None:
@@ -178,14 +178,6 @@ def test_groups_and_their_lag_are_shown(broker: ScriptedBroker) -> None:
     assert "max_deliveries" in run(broker, "group", "show", "g").stdout
     lag = json.loads(run(broker, "group", "lag", "g", "-o", "json").stdout)
     assert lag == {"group": "g", "lag": 3, "oldest_unacked_ms": 1500}
-
-
-def test_status_shows_the_brokers(broker: ScriptedBroker) -> None:
-    cluster = wire.ClusterDescription("c" * 8, 1, [wire.BrokerDescription(1, "http://one:1", True)])
-    broker.script("GET", "/v1/cluster", [reply(cluster)] * 2)
-    broker.script("GET", "/healthz", [reply({"status": "ready"})] * 2)
-    assert "http://one:1" in run(broker, "status").stdout
-    assert json.loads(run(broker, "status", "-o", "json").stdout)["health"] == {"status": "ready"}
 
 
 # --- produce ---------------------------------------------------------------------------------------------------------

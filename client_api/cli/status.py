@@ -1,0 +1,115 @@
+"""`portalmq status`: who is there, who elects the leaders, and which partitions need attention.
+
+A partition needs attention when it has no leader (nothing can be sent to it or received from it), or when a replica is
+not in sync (it stands one failure less than it is meant to).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+
+from portalmq import wire
+from portalmq.admin import Admin
+from portalmq.cli.output import show_one, show_rows
+from portalmq.cli.session import Session, fields, with_session
+from portalmq.errors import TopicNotFound
+
+DATA_DIR = Path("data/cluster")
+
+WITHOUT_LEADER = "without leader"
+UNDER_REPLICATED = "under-replicated"
+
+Row = dict[str, Any]
+
+
+def needing_attention(topic: wire.TopicDescription) -> Iterable[Row]:
+    """The topic's partitions that do, each with what is wrong; `missing` are the replicas that are not in sync."""
+    for partition in topic.partitions:
+        missing = sorted(set(partition.replicas) - set(partition.isr))
+        too_few = len(partition.replicas) < topic.replication_factor
+        problem = WITHOUT_LEADER if partition.leader is None else UNDER_REPLICATED if missing or too_few else None
+        if problem is not None:
+            yield {
+                "topic": topic.name,
+                "partition": partition.partition,
+                "problem": problem,
+                "leader": partition.leader,
+                "replicas": partition.replicas,
+                "isr": partition.isr,
+                "missing": missing,
+            }
+
+
+class _Running(msgspec.Struct):
+    """Of what `portalmq up` writes down, what is wanted here."""
+
+    urls: list[str]
+
+
+def _running_here(data_dir: Path) -> str | None:
+    """The brokers that `portalmq up` started from this directory, if it did."""
+    try:
+        return ",".join(msgspec.json.decode((data_dir / "cluster.json").read_bytes(), type=_Running).urls) or None
+    except (OSError, msgspec.DecodeError):
+        return None
+
+
+@click.command()
+@click.option(
+    "--data-dir", default=DATA_DIR, show_default=True, type=click.Path(path_type=Path, file_okay=False),
+    help="Where `portalmq up` runs: its brokers are asked when none is named.",
+)  # fmt: skip
+@with_session
+def status(session: Session, data_dir: Path) -> None:
+    """Show the cluster: its brokers, its controller, and the partitions that need attention.
+
+    Example: portalmq status -o json
+    """
+    if session.server is None and not os.environ.get("PORTALMQ_URL"):
+        session.server = _running_here(data_dir)
+    with session.admin() as admin:
+        _show(session, admin)
+
+
+def _described(admin: Admin) -> Iterable[wire.TopicDescription]:
+    for summary in admin.topics():
+        with contextlib.suppress(TopicNotFound):  # deleted just now
+            yield admin.describe(summary.name)
+
+
+def _show(session: Session, admin: Admin) -> None:
+    cluster = admin.cluster()
+    topics = list(_described(admin))
+    leads = Counter(partition.leader for topic in topics for partition in topic.partitions)
+    attention = [row for topic in topics for row in needing_attention(topic)]
+    summary = {
+        "cluster_id": cluster.cluster_id,
+        "controller": cluster.controller,
+        "topics": len(topics),
+        "partitions": leads.total(),
+        "without_leader": sum(row["problem"] == WITHOUT_LEADER for row in attention),
+        "under_replicated": sum(row["problem"] == UNDER_REPLICATED for row in attention),
+    }
+    brokers = [
+        {**fields(broker), "controller": broker.id == cluster.controller, "leads": leads[broker.id]}
+        for broker in cluster.brokers
+    ]
+    if session.output != "table":
+        more = {"brokers": brokers, "attention": attention, "health": admin.health()}
+        show_one({**summary, **more}, session.output)
+        return
+    # What the answering broker says of itself, ZooKeeper included, but what stands above already.
+    show_one({**summary, **{name: told for name, told in admin.health().items() if name not in summary}}, "table")
+    click.echo()
+    show_rows(brokers, "table", ["id", "url", "live", "controller", "leads"])
+    if attention:
+        click.echo()
+        show_rows(attention, "table", ["topic", "partition", "problem", "leader", "replicas", "isr"])
