@@ -91,7 +91,10 @@ def _sentence(error: PortalMQError) -> str:
     if "looked_at" not in error.extra:
         return error.detail
     looked_at = ", ".join(error.extra["looked_at"])
-    return f"no broker answers at {looked_at}. Start a cluster with `portalmq up`, a single one with `portalmq dev`, or name yours with --server (PORTALMQ_URL)."
+    return (
+        f"no broker answers at {looked_at}. Start a cluster with `portalmq up`, a single broker with `portalmq dev`, "
+        "or name yours with --server (PORTALMQ_URL)."
+    )
 
 
 @click.group(cls=CommandLine, context_settings={"help_option_names": ["-h", "--help"]})
