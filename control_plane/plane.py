@@ -80,8 +80,11 @@ class PlaneUnavailable(PlaneError, Unavailable):
         Unavailable.__init__(self, detail, retry_after_s=1.0)
 
 
-class PlaneRefused(PlaneError):
+class PlaneRefused(PlaneError, Unavailable):
     """The plane does not take our credentials, or keeps this node for others. No repeat helps. Nothing was applied."""
+
+    def __init__(self, detail: str) -> None:
+        Unavailable.__init__(self, detail, retryable=False)
 
 
 class OutcomeUnknown(PlaneError, Unavailable):

@@ -218,11 +218,11 @@ class ZooKeeper:
             self._session_id = 0
             self._news.clear()
             if refused:
-                self._refuse("does not take the credentials")
+                self._refuse("does not take the credentials: start again with those that its nodes were made with")
             self._note(None)
 
     def _refuse(self, why: str) -> None:
-        self._refused = f"ZooKeeper at {self._servers} {why}: start again with those that its nodes were made with"
+        self._refused = f"ZooKeeper at {self._servers} {why}"
         self._news.set()
 
     def _session_name(self) -> str:
@@ -267,16 +267,16 @@ class ZooKeeper:
 
     def _lay_watch(self, connection: int) -> None:
         """Watch the whole tree for as long as this connection lasts, then tell that anything may have changed."""
-        while self._client is not None and self._connections == connection:
+        # Each connection lays its own. A request given up unsent (this process may have been paused) says nothing of
+        # the connection, so only its state ends the attempts.
+        while self._state is PlaneState.CONNECTED and self._connections == connection:
             try:
                 self._ask(AddWatch(self._chroot or "/"), self._deadline())
-            except _REPEATABLE:
-                return  # the next connection lays its own
             except UnimplementedError:
-                self._refuse("is older than 3.6, which this needs")
+                self._refuse("is older than 3.6, which this needs: run a newer one")
                 return
-            except (_UnansweredError, ZookeeperError) as fault:
-                log.warning("no watch on ZooKeeper yet: %r", fault)
+            except (NotSentError, _UnansweredError, ZookeeperError) as fault:
+                log.info("no watch on ZooKeeper yet: %r", fault)
                 self._pause(WATCH_PAUSE_S)
             else:
                 self._watching.set()

@@ -9,13 +9,14 @@ from __future__ import annotations
 import logging
 import sys
 import threading
+from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal, Protocol
 
 from kazoo.client import KazooClient
 from kazoo.handlers.threading import SequentialThreadingHandler
 from kazoo.protocol import serialization as jute
-from kazoo.protocol.connection import ConnectionHandler
+from kazoo.protocol.connection import PING_XID, ConnectionHandler
 from kazoo.protocol.states import KeeperState
 from kazoo.retry import KazooRetry
 
@@ -144,9 +145,11 @@ class Connection(ConnectionHandler):  # type: ignore[misc]  # kazoo has no types
     def __init__(self, client: Any, pauses: Any, owner: Owner) -> None:
         super().__init__(client, pauses, logger=_kazoo_log)
         self._owner = owner
-        self._ping_began = 0.0
+        # When each heartbeat that is not answered yet began: a second one may follow before the answer to the first.
+        self._pings: deque[float] = deque()
 
     def _connect_attempt(self, *args: Any) -> Any:
+        self._pings.clear()
         try:
             return super()._connect_attempt(*args)
         except Exception:
@@ -175,15 +178,14 @@ class Connection(ConnectionHandler):  # type: ignore[misc]  # kazoo has no types
         return request.session_id in (0, self.client._session_id) and request.claim()
 
     def _send_ping(self, connect_timeout: float) -> None:
-        self._ping_began = clock_s()
+        self._pings.append(clock_s())
         super()._send_ping(connect_timeout)
 
-    def _read_socket(self, read_timeout: float) -> Any:
-        waiting = self.ping_outstanding.is_set()
-        answer = super()._read_socket(read_timeout)
-        if waiting and not self.ping_outstanding.is_set():
-            self._owner.on_answered(self._ping_began)
-        return answer
+    def _read_header(self, timeout: float) -> Any:
+        read = super()._read_header(timeout)
+        if read[0].xid == PING_XID and self._pings:
+            self._owner.on_answered(self._pings.popleft())
+        return read
 
     def _read_response(self, header: Any, buffer: bytes, offset: int) -> Any:
         request = self.client._pending[0][0]
