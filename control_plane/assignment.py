@@ -10,8 +10,12 @@ stand one broker further from their leaders, so that a broker that dies leaves i
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from typing import TypeVar
 from zlib import crc32
+
+Key = TypeVar("Key")
 
 
 def place(partitions: int, replication_factor: int, brokers: Collection[int], *, first: int = 0) -> list[list[int]]:
@@ -43,3 +47,28 @@ def _gap(turn: int, nth: int, brokers: int) -> int:
 def first_for(topic: str) -> int:
     """Where the round begins for a topic: spread by name, the same on every broker."""
     return crc32(topic.encode())
+
+
+def add_replicas(
+    placed: Mapping[Key, Sequence[int]], wanted: Mapping[Key, int], brokers: Collection[int]
+) -> dict[Key, list[int]]:
+    """Which of the `brokers` are to hold a replica more, by partition: as many as are missing to what is `wanted`.
+
+    `placed` are the replicas of all partitions; one that `wanted` does not name stays as it is, and counts as load.
+    Each place goes to the broker with the fewest replicas; of equal ones to the next in the round, so that followers of
+    one leader do not all stand together. None is ever taken away.
+    """
+    ring = sorted(set(brokers))
+    load = Counter(replica for replicas in placed.values() for replica in replicas)
+    added: dict[Key, list[int]] = {}
+    turn = 0
+    for key, replicas in placed.items():
+        for _ in range(wanted.get(key, 0) - len(replicas)):
+            free = [broker for broker in ring if broker not in replicas and broker not in added.get(key, ())]
+            if not free:
+                break
+            chosen = min(free, key=lambda broker: (load[broker], (ring.index(broker) - turn) % len(ring)))
+            turn = ring.index(chosen) + 1
+            load[chosen] += 1
+            added.setdefault(key, []).append(chosen)
+    return added

@@ -1,4 +1,11 @@
-"""Who leads: a pure decision, and its application by compare-and-set.
+"""What the controller decides: who leads, who gets a replica, what may be forgotten. Pure: `plan(view)` answers the
+partitions that are to change, the controller's office (broker/office.py) has them applied by compare-and-set.
+
+    elections   a partition whose leader is gone, has started anew, stands on another store, or drains
+    replicas    one with fewer than its topic wants, as brokers join
+    live        who counts as there: registered, and not found gone by a probe
+    strays      partitions of no topic, when they have been so for long
+    tombstones  of deleted topics, when nobody has files of them any more
 
 A broker alone elects itself when it starts. That is an election like any other: the leader epoch rises, so that
 receipts, producers and followers of the time before are told apart from those after.
@@ -6,16 +13,113 @@ receipts, producers and followers of the time before are told apart from those a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
 from portalmq.control_plane import state
-from portalmq.control_plane.catalog import ATTEMPTS, Catalog, Versioned
+from portalmq.control_plane.assignment import add_replicas
+from portalmq.control_plane.catalog import ATTEMPTS, Catalog, PartitionChange, Versioned
+from portalmq.control_plane.mirror import PartitionKey
 from portalmq.control_plane.plane import COMMIT_OPS_MAX, Conflict, Set
-from portalmq.control_plane.state import BrokerState, PartitionState, TopicState, min_insync
+from portalmq.control_plane.state import BrokerState, PartitionState, Tombstone, TopicState, min_insync
 from portalmq.errors import Unavailable
+
+# A creation takes seconds at most, and is begun anew if its partitions go meanwhile: this is only so long to be kind.
+STRAY_FOR_MS = 10 * 60_000
+# How long a broker that is away may find, when it returns, that its files of a deleted topic are to be removed.
+TOMBSTONE_MS = 7 * 24 * 3_600_000
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What the controller decides on. `live` are the brokers that count as there."""
+
+    topics: Mapping[str, TopicState]
+    partitions: Mapping[PartitionKey, Versioned[PartitionState]]
+    live: Mapping[int, BrokerState]
+
+
+def plan(view: View) -> list[PartitionChange]:
+    """The partitions that have to change. Empty when all is as it should be, and while nobody is live."""
+    topics = {topic.topic_id: topic for topic in view.topics.values()}
+    partitions = {key: held for key, held in view.partitions.items() if key[0] in topics}
+    added = _added(topics, partitions, view.live)
+    led = Counter(held.value.leader for held in partitions.values() if _leads(held.value, view.live))
+    changes: list[PartitionChange] = []
+    for (topic_id, number), held in partitions.items():
+        wanted = decide(
+            held.value,
+            view.live,
+            configured_min_insync=topics[topic_id].config.min_insync_replicas,
+            added=added.get((topic_id, number), ()),
+            led=led,
+        )
+        if wanted is not None:
+            if wanted.leader != held.value.leader:
+                led[wanted.leader] += 1
+            changes.append(PartitionChange(topic_id, number, wanted, held.version))
+    return changes
+
+
+def _added(
+    topics: Mapping[str, TopicState],
+    partitions: Mapping[PartitionKey, Versioned[PartitionState]],
+    live: Mapping[int, BrokerState],
+) -> dict[PartitionKey, list[int]]:
+    short = {
+        key: topics[key[0]].replication_factor
+        for key, held in partitions.items()
+        if len(held.value.replicas) < topics[key[0]].replication_factor
+    }
+    staying = [broker_id for broker_id, broker in live.items() if not broker.draining]
+    if not short or not staying:
+        return {}
+    return add_replicas({key: held.value.replicas for key, held in partitions.items()}, short, staying)
+
+
+def live_brokers(
+    registered: Mapping[int, BrokerState],
+    known_before: Mapping[int, BrokerState],
+    gone: Collection[tuple[int, int]],
+    *,
+    in_grace: bool,
+) -> dict[int, BrokerState]:
+    """Who counts as there. `gone` are (id, incarnation) that a probe found gone, registered or not.
+
+    While the control plane has only just come back (`in_grace`), that somebody is not registered proves nothing: who
+    was known before it went away counts as there until a probe says otherwise.
+    """
+    known = {**known_before, **registered} if in_grace else registered
+    return {broker_id: broker for broker_id, broker in known.items() if (broker_id, broker.incarnation) not in gone}
+
+
+def old_strays(found: Iterable[str], first_seen_ms: dict[str, int], now_ms: int) -> list[str]:
+    """Those of the `found` topic ids that were strays for long. `first_seen_ms` is kept up from call to call."""
+    strays = set(found)
+    for topic_id in first_seen_ms.keys() - strays:
+        del first_seen_ms[topic_id]
+    return sorted(
+        topic_id for topic_id in strays if now_ms - first_seen_ms.setdefault(topic_id, now_ms) >= STRAY_FOR_MS
+    )
+
+
+def may_be_forgotten(
+    tombstone: Tombstone,
+    confirmed: Collection[int],
+    *,
+    registered: Collection[int],
+    claimed: Collection[int],
+    now_ms: int,
+) -> bool:
+    """Whether nobody has files of the deleted topic: all who are here have confirmed it, and all who ever had an id
+    have, or the week is over. A broker that comes back still later sets its files aside, and destroys nothing."""
+    missing = set(claimed) - set(confirmed)
+    if missing & set(registered) or not set(registered) <= set(confirmed):
+        return False
+    return not missing or now_ms - tombstone.deleted_at_ms > TOMBSTONE_MS
 
 
 def decide(
@@ -24,6 +128,7 @@ def decide(
     *,
     configured_min_insync: int | None = None,
     added: Sequence[int] = (),
+    led: Mapping[int | None, int] | None = None,
 ) -> PartitionState | None:
     """What the partition's state has to become while the brokers `live` are there; None when it is right as it is.
 
@@ -34,7 +139,7 @@ def decide(
     if added:
         wanted = msgspec.structs.replace(held, replicas=(*held.replicas, *added))
     if not _leads(held, live):
-        elected = elect(wanted, live, configured_min_insync=configured_min_insync)
+        elected = elect(wanted, live, configured_min_insync=configured_min_insync, led=led)
         if elected.leader != held.leader or (held.leader is not None and not _still_leads(held, live)):
             wanted = elected
     return None if wanted == held else wanted
@@ -60,15 +165,27 @@ def _is_clean(held: PartitionState, broker_id: int, live: Mapping[int, BrokerSta
 
 
 def elect(
-    held: PartitionState, live: Mapping[int, BrokerState], *, configured_min_insync: int | None = None
+    held: PartitionState,
+    live: Mapping[int, BrokerState],
+    *,
+    configured_min_insync: int | None = None,
+    led: Mapping[int | None, int] | None = None,
 ) -> PartitionState:
     """The partition's state after an election among the `live` brokers; without a clean one it has no leader.
 
-    First in the order of the replicas wins, one that drains only if there is no other. Members that are gone leave the
-    ISR, the old leader first, down to min_insync_replicas; those on another store leave it in any case.
+    All that are clean hold all that was acknowledged. One that drains wins only if there is no other, and one that has
+    started anew, and may still be opening its files, only before that one; of the others who leads the fewest
+    partitions (`led`), and of equal ones the first in the order of the replicas. Members that are gone leave the ISR,
+    the old leader first, down to min_insync_replicas; those on another store leave it in any case.
     """
     clean = [broker_id for broker_id in held.replicas if _is_clean(held, broker_id, live)]
-    leader = next((broker_id for broker_id in clean if not live[broker_id].draining), next(iter(clean), None))
+
+    def rank(broker_id: int) -> tuple[bool, bool, int]:
+        broker = live[broker_id]
+        started_anew = held.incarnations.get(broker_id) != broker.incarnation
+        return broker.draining, started_anew, led.get(broker_id, 0) if led else 0
+
+    leader = min(clean, key=rank, default=None)
     if leader is None:
         return msgspec.structs.replace(held, leader=None, leader_epoch=held.leader_epoch + 1)
     gone = [broker_id for broker_id in held.isr if broker_id not in live]

@@ -190,6 +190,7 @@ def test_what_a_failed_refresh_found_is_told_by_the_next(
     with pytest.raises(PlaneUnavailable):
         mirror.refresh()
     assert (list(mirror.topics), mirror.partitions) == (["t"], {})
+    plane.fail_at = -1
     changes = mirror.refresh()
     assert (changes.topics, changes.partitions, changes.everything) == ({"t"}, {(topic.topic_id, 0)}, True)
 
