@@ -134,6 +134,16 @@ class Cluster:
         for pid in self.zookeeper.pids:
             os.kill(pid, signal.SIGCONT)
 
+    def heal(self) -> None:
+        """Let go of every pause, start what does not run, and wait until every broker is known as live."""
+        self.resume_zookeeper()
+        self.zookeeper.start()
+        for broker_id in list(self._paused):
+            self.resume(broker_id)
+        self.start(*(broker_id for broker_id, broker in self.brokers.items() if not broker.runs))
+        self.wait_for_controller()
+        wait_until(lambda: self.live() == set(self.brokers), "every broker is live")
+
     # --- looking -----------------------------------------------------------------------------------------------------
 
     @property
@@ -176,6 +186,15 @@ class Cluster:
         metadata = self.ask(f"/v1/metadata?topics={topic}", broker_id)
         partitions = [each for known in (metadata or {"topics": []})["topics"] for each in known["partitions"]]
         return next((each["leader"] for each in partitions if each["partition"] == partition), None)
+
+    def live(self, asked: int | None = None) -> set[int]:
+        """The brokers that are registered."""
+        cluster = self.ask("/v1/cluster", asked)
+        return {broker["id"] for broker in cluster["brokers"] if broker["live"]} if cluster else set()
+
+    def led_by(self, broker_id: int, topic: str) -> list[int]:
+        """The partitions of the topic that a broker leads."""
+        return [each["partition"] for each in self.partitions(topic) if each["leader"] == broker_id]
 
     def controller(self) -> int | None:
         cluster = self.ask("/v1/cluster")

@@ -1,0 +1,28 @@
+"""One cluster for the tests of a module, whole again before each of them; a topic of its own for each."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+from support.cluster import Cluster
+
+_numbers = itertools.count(1)
+
+
+@pytest.fixture(scope="module")
+def shared_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with Cluster(tmp_path_factory.mktemp("cluster")) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def cluster(shared_cluster: Cluster) -> Cluster:
+    shared_cluster.heal()
+    return shared_cluster
+
+
+@pytest.fixture
+def topic() -> str:
+    return f"topic-{next(_numbers)}"

@@ -1,0 +1,185 @@
+"""A leader that dies, or stands still: others take over soon, nothing acknowledged is lost, nothing is there twice.
+
+`PORTALMQ_KILLS` sets how many leaders are killed (the suite: 4; the full proof is 30).
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from statistics import median
+
+import pytest
+from support.cluster import Cluster, wait_until
+from support.load import check, everything_in, loads
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+
+KILLS = int(os.environ.get("PORTALMQ_KILLS", "4"))
+PARTITIONS = 3
+# Between two messages of a load: enough to see a gap of some milliseconds, and the processors are left some air.
+PAUSE_S = 0.002
+SESSION_TIMEOUT_S = 6.0
+GAP_MEDIAN_S = 1.0
+GAP_WORST_S = SESSION_TIMEOUT_S + 2.0
+LEADER_AFTER_PAUSE_S = 4.0
+PAUSE_OF_A_LEADER_S = float(os.environ.get("PORTALMQ_PAUSE_S", "8"))
+
+
+def test_leaders_killed_under_load(cluster: Cluster, topic: str):
+    """kill -9 of the leader again and again: nothing acked is lost, and sending goes on within about a second."""
+    cluster.admin().create_topic(topic, partitions=PARTITIONS)
+    gaps = []
+    with loads(cluster.urls, topic=topic, partitions=PARTITIONS, pause_s=PAUSE_S) as running:
+        for _ in range(KILLS):
+            cluster.wait_in_sync(topic)
+            for load in running:
+                load.wait_for_acked(200)
+            killed = cluster.wait_for_leader(topic)
+            orphans = cluster.led_by(killed, topic)
+            killed_at = time.monotonic()
+            cluster.kill(killed)
+            for load in running:
+                for partition in orphans:
+                    load.wait_for_acked(20, partition=partition)
+            gaps.append(max(load.longest_gap_s(killed_at, partition) for load in running for partition in orphans))
+            cluster.start(killed)
+    cluster.wait_in_sync(topic)
+    check(running, everything_in(cluster.urls, topic))
+    print(f"gaps after {KILLS} kills: median {median(gaps):.2f} s, worst {max(gaps):.2f} s")
+    assert median(gaps) <= GAP_MEDIAN_S, gaps
+    assert max(gaps) <= GAP_WORST_S, gaps
+
+
+def test_controller_and_leader_in_one_broker_killed(cluster: Cluster, topic: str):
+    """Who would elect the new leader has died with the old one: another becomes the controller first."""
+    controller = cluster.wait_for_controller()
+    cluster.admin().create_topic(topic, partitions=PARTITIONS)
+    cluster.wait_in_sync(topic)
+    orphans = cluster.led_by(controller, topic)
+    assert orphans, "leaders are spread, so the controller leads some"
+    with loads(cluster.urls, topic=topic, partitions=PARTITIONS, pause_s=PAUSE_S) as running:
+        for load in running:
+            load.wait_for_acked(200)
+        killed_at = time.monotonic()
+        cluster.kill(controller)
+        for load in running:
+            for partition in orphans:
+                load.wait_for_acked(20, partition=partition)
+        gap = max(load.longest_gap_s(killed_at, partition) for load in running for partition in orphans)
+        cluster.wait_for_controller(other_than=controller)
+    check(running, everything_in(cluster.urls, topic))
+    print(f"gap {gap:.2f} s")
+    assert gap <= GAP_WORST_S
+
+
+def test_a_follower_killed_stops_nothing(cluster: Cluster, topic: str):
+    cluster.admin().create_topic(topic)
+    cluster.wait_in_sync(topic)
+    leader = cluster.wait_for_leader(topic)
+    follower = next(broker_id for broker_id in cluster.running if broker_id != leader)
+    with loads(cluster.urls, topic=topic, pause_s=PAUSE_S) as running:
+        for load in running:
+            load.wait_for_acked(200)
+        killed_at = time.monotonic()
+        cluster.kill(follower)
+        for load in running:
+            load.wait_for_acked(500)
+        gap = max(load.longest_gap_s(killed_at) for load in running)
+        wait_until(lambda: follower not in cluster.partitions(topic)[0]["isr"], "the dead follower leaves the ISR")
+        assert cluster.leader(topic) == leader
+        cluster.start(follower)
+        cluster.wait_in_sync(topic)
+    check(running, everything_in(cluster.urls, topic))
+    print(f"gap {gap:.2f} s")
+    assert gap <= GAP_MEDIAN_S
+
+
+def test_a_leader_that_stands_still_is_replaced_and_acknowledges_nothing_more(cluster: Cluster, topic: str):
+    """SIGSTOP: its port still takes connections. When it goes on, what it hears first is what came meanwhile."""
+    cluster.admin().create_topic(topic)
+    cluster.wait_in_sync(topic)
+    zombie = cluster.wait_for_leader(topic)
+    answers = {}
+
+    def send(acks: str) -> None:
+        answer = cluster.brokers[zombie].request(
+            "POST",
+            f"/v1/topics/{topic}/messages?acks={acks}",
+            f"zombie-{acks}".encode(),
+            {"PortalMQ-No-Forward": "1", "Content-Type": "text/plain"},
+            timeout_s=60,
+        )
+        answers[acks] = answer
+
+    with loads(cluster.urls, topic=topic, pause_s=PAUSE_S) as running:
+        for load in running:
+            load.wait_for_acked(200)
+        cluster.pause(zombie)
+        paused_at = time.monotonic()
+        senders = [threading.Thread(target=send, args=(acks,)) for acks in ("all", "leader")]
+        for sender in senders:
+            sender.start()
+        cluster.wait_for_leader(topic, other_than=zombie, within_s=LEADER_AFTER_PAUSE_S)
+        replaced_after_s = time.monotonic() - paused_at
+        for load in running:
+            load.wait_for_acked(200)
+        gap = max(load.longest_gap_s(paused_at) for load in running)
+        wait_until(lambda: time.monotonic() - paused_at > PAUSE_OF_A_LEADER_S, "the pause", PAUSE_OF_A_LEADER_S + 5)
+        cluster.resume(zombie)
+        for sender in senders:
+            sender.join(60)
+        cluster.wait_in_sync(topic)
+    found = everything_in(cluster.urls, topic)
+    print(f"another leader after {replaced_after_s:.2f} s, gap {gap:.2f} s, the zombie said", answers["all"].status)
+    for acks, answer in answers.items():
+        assert answer.status in {409, 421, 503}, (acks, answer.status, answer.body)
+    there = {value for places in found.values() for _, value in places}
+    for acks, answer in answers.items():
+        if answer.json()["outcome"] == "not_applied":
+            assert f"zombie-{acks}" not in there
+    strangers = {"zombie-all", "zombie-leader"}
+    check(running, {number: [each for each in places if each[1] not in strangers] for number, places in found.items()})
+    assert gap <= GAP_WORST_S
+
+
+def test_brokers_restarted_one_after_another_lose_nothing_and_hand_over_quickly(cluster: Cluster, topic: str):
+    """SIGTERM hands leadership over before the process ends, so a rolling restart is hardly felt."""
+    cluster.admin().create_topic(topic, partitions=PARTITIONS)
+    gaps = []
+    with loads(cluster.urls, topic=topic, partitions=PARTITIONS, pause_s=PAUSE_S) as running:
+        for broker_id in list(cluster.brokers):
+            cluster.wait_in_sync(topic)
+            for load in running:
+                load.wait_for_acked(200)
+            orphans = cluster.led_by(broker_id, topic)
+            stopped_at = time.monotonic()
+            assert cluster.brokers[broker_id].stop() == 0
+            for load in running:
+                for partition in orphans:
+                    load.wait_for_acked(20, partition=partition)
+            gaps += [load.longest_gap_s(stopped_at, partition) for load in running for partition in orphans]
+            cluster.start(broker_id)
+    check(running, everything_in(cluster.urls, topic))
+    print(f"gaps of a rolling restart: {sorted(round(gap, 2) for gap in gaps)} s")
+    assert median(gaps) <= GAP_MEDIAN_S
+    assert max(gaps) <= GAP_WORST_S
+
+
+def test_everything_killed_at_once_comes_back_with_everything(cluster: Cluster, topic: str):
+    """A power cut: all brokers and ZooKeeper at the same moment."""
+    cluster.admin().create_topic(topic, partitions=PARTITIONS)
+    cluster.wait_in_sync(topic)
+    with loads(cluster.urls, topic=topic, partitions=PARTITIONS, pause_s=PAUSE_S) as running:
+        for load in running:
+            load.wait_for_acked(500)
+        cluster.zookeeper.kill()
+        cluster.kill(*cluster.brokers)
+        cluster.zookeeper.start()
+        cluster.start(*cluster.brokers)
+        for load in running:
+            for partition in range(PARTITIONS):
+                load.wait_for_acked(50, partition=partition)
+    cluster.wait_in_sync(topic)
+    check(running, everything_in(cluster.urls, topic))

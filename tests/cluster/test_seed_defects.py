@@ -1,0 +1,194 @@
+"""The defects of the Portal MQ that this one grew from, each with the test that it would have failed."""
+
+from __future__ import annotations
+
+import socket
+import sqlite3
+from collections.abc import Iterator
+
+import pytest
+from support.cluster import Cluster, wait_until
+
+from portalmq import Consumer, Producer
+from portalmq.control_plane.zookeeper import ZooKeeper
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
+
+
+def tree(plane: ZooKeeper, path: str = "/") -> Iterator[tuple[str, bytes]]:
+    """Every node that stands in ZooKeeper."""
+    node = plane.get(path) if path != "/" else None
+    yield path, node.data if node else b""
+    for name in plane.children(path):
+        yield from tree(plane, f"{path.rstrip('/')}/{name}")
+
+
+def messages_path(topic: str) -> str:
+    return f"/v1/topics/{topic}/messages"
+
+
+def test_no_message_body_in_zookeeper(cluster: Cluster, topic: str):
+    marker = "confidential-4711"
+    with Producer(cluster.urls) as producer:
+        for number in range(200):
+            producer.send(topic, f"{marker}-{number}", key=marker, headers={"x": marker}).result(timeout=20)
+    with Consumer(topic, group=topic, bootstrap=cluster.urls, idle_timeout_s=1) as consumer:
+        assert len(list(consumer)) == 200
+    plane = ZooKeeper(cluster.zookeeper.hosts)
+    plane.start()
+    try:
+        nodes = dict(tree(plane))
+    finally:
+        plane.close()
+    assert any(topic in path for path in nodes), "the walk has seen the topic"
+    assert not [path for path, data in nodes.items() if marker in path or marker.encode() in data]
+    assert max(len(data) for data in nodes.values()) < 10_000
+
+
+def test_no_deadlock_of_the_watcher_on_the_leader(cluster: Cluster, topic: str):
+    """The seed's leader called ZooKeeper from the callback that ZooKeeper waited for, and heard nothing more."""
+    admin = cluster.admin()
+    for number in range(30):
+        admin.create_topic(f"{topic}-{number}")
+        admin.create_group(f"{topic}-{number}")
+    for number in range(0, 30, 2):
+        admin.delete_topic(f"{topic}-{number}")
+    for broker_id, broker in cluster.brokers.items():
+        answer = broker.request("POST", messages_path(f"{topic}-after-{broker_id}"), b"heard")
+        assert answer.status == 200, answer.body
+    wanted = {f"{topic}-{number}" for number in range(1, 30, 2)}
+    for broker_id in cluster.brokers:
+
+        def sees_all(broker_id=broker_id) -> bool:
+            seen = {each["name"] for each in cluster.ask("/v1/topics", broker_id)["topics"]}
+            return {name for name in seen if name.startswith(f"{topic}-") and "after" not in name} == wanted
+
+        wait_until(sees_all, f"broker {broker_id} has heard of every change")
+
+
+def test_no_write_accepted_by_a_broker_that_does_not_lead(cluster: Cluster, topic: str):
+    cluster.admin().create_topic(topic)
+    cluster.wait_in_sync(topic)
+    leader = cluster.wait_for_leader(topic)
+    headers = {"PortalMQ-No-Forward": "1"}
+    for broker_id in cluster.running:
+        answer = cluster.brokers[broker_id].request("POST", messages_path(topic), b"%d" % broker_id, headers)
+        if broker_id == leader:
+            assert answer.status == 200
+        else:
+            assert answer.status == 421
+            assert answer.json()["code"] == "not_leader"
+            assert answer.json()["leader_url"] == cluster.brokers[leader].url
+            assert answer.json()["outcome"] == "not_applied"
+    assert [message.text for message in cluster.admin().read_all(topic)] == [str(leader)]
+
+
+def test_a_session_that_ended_is_made_anew(cluster: Cluster, topic: str):
+    """The seed's broker whose session had expired stayed deaf for ever. Here it stands still for longer than that."""
+    cluster.admin().create_topic(topic)
+    cluster.wait_in_sync(topic)
+    leader = cluster.wait_for_leader(topic)
+    deaf = next(broker_id for broker_id in cluster.running if broker_id != leader)
+    cluster.pause(deaf)
+    wait_until(lambda: deaf not in cluster.live(), "its session has ended")
+    cluster.resume(deaf)
+    wait_until(lambda: cluster.live(deaf) == set(cluster.brokers), "it is registered, and hears of the others")
+    cluster.wait_in_sync(topic)
+    for other in cluster.running:
+        if other not in {deaf, leader}:
+            cluster.kill(other)
+    cluster.kill(leader)
+    cluster.start(leader)  # with two of three it can be written to again
+    wait_until(lambda: cluster.leader(topic), "a leader")
+    assert cluster.brokers[deaf].request("POST", messages_path(topic), b"x", timeout_s=60).status == 200
+
+
+QUOTES = [
+    "'",
+    "''",
+    '"',
+    "##",
+    "a##b##c",
+    "'; DROP TABLE messages; --",
+    "' OR '1'='1",
+    "%s %d {} \\ \0 \n",
+    "`$(x)`",
+    "ä😀",
+]
+
+
+def test_no_sql_is_made_of_what_is_in_a_message(cluster: Cluster, topic: str):
+    with Producer(cluster.urls) as producer:
+        for text in QUOTES:
+            headers = {"x": text.replace("\0", "").replace("\n", "")}
+            producer.send(topic, text, key=text, headers=headers).result(timeout=20)
+    with Consumer(topic, group=topic, bootstrap=cluster.urls) as consumer:
+        got = []
+        while len(got) < len(QUOTES):
+            messages = consumer.poll(timeout_s=20)
+            assert messages
+            consumer.ack(messages)
+            got += messages
+    assert {message.text for message in got} == set(QUOTES)
+    assert all(message.key == message.text.encode() for message in got)
+    assert all(message.headers["x"] == message.text.replace("\0", "").replace("\n", "") for message in got)
+
+
+def test_what_is_acknowledged_is_in_the_files_of_a_majority(cluster: Cluster, topic: str):
+    """The seed logged to ZooKeeper before its own disk had the message. Here it is on two disks before the answer."""
+    cluster.admin().create_topic(topic)
+    cluster.wait_in_sync(topic)
+    for number in range(20):
+        value = f"on-disk-{number}"
+        answer = cluster.brokers[number % 3 + 1].request("POST", messages_path(topic), value.encode())
+        assert answer.status == 200
+        holders = [broker_id for broker_id in cluster.brokers if value in stored(cluster, broker_id, topic)]
+        assert len(holders) >= 2, f"{value} is acknowledged, and only in the files of {holders}"
+
+
+def stored(cluster: Cluster, broker_id: int, topic: str) -> set[str]:
+    """What the broker's files hold right now, read with another SQLite than the broker's."""
+    found = set()
+    for file in (cluster.brokers[broker_id].data_dir / "partitions").glob(f"{topic}@*/0/*[0-9].sqlite"):
+        connection = sqlite3.connect(f"file:{file}?mode=ro", uri=True)
+        try:
+            found |= {
+                bytes(value).decode() for (value,) in connection.execute("SELECT CAST(value AS BLOB) FROM messages")
+            }
+        finally:
+            connection.close()
+    return found
+
+
+def test_no_duplicate_when_a_producer_repeats_a_batch_elsewhere(cluster: Cluster, topic: str):
+    cluster.admin().create_topic(topic)
+    cluster.wait_in_sync(topic)
+    broker = cluster.brokers[1]
+    identity = broker.request("POST", "/v1/producers", {}, {"Content-Type": "application/json"}).json()
+    batch = {
+        "messages": [{"value": number, "partition": 0} for number in range(5)],
+        "producer": {"id": identity["id"], "epoch": identity["epoch"], "sequence": 0},
+    }
+    headers = {"Content-Type": "application/vnd.portalmq.batch+json"}
+    answers = [
+        cluster.brokers[broker_id].request("POST", messages_path(topic), batch, headers) for broker_id in (1, 2, 3)
+    ]
+    assert {answer.status for answer in answers} == {200}
+    assert answers[0].json() == answers[1].json() == answers[2].json()
+    assert [message.json() for message in cluster.admin().read_all(topic)] == list(range(5))
+
+
+def test_no_commit_before_the_caller_has_the_message(cluster: Cluster, topic: str):
+    """A consumer that goes away before it reads the answer has consumed nothing."""
+    cluster.brokers[1].request("POST", messages_path(topic), b"precious")
+    cluster.brokers[1].request(
+        "PUT", f"/v1/groups/{topic}", {"visibility_timeout_ms": 1000}, {"Content-Type": "application/json"}
+    )
+    body = b'{"topics":["%s"],"wait_ms":0}' % topic.encode()
+    head = b"POST /v1/groups/%s/receive HTTP/1.1\r\nHost: x\r\n"
+    head += b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+    for broker_id in cluster.running:
+        with socket.create_connection(("127.0.0.1", cluster.brokers[broker_id].port)) as gone:
+            gone.sendall(head % (topic.encode(), len(body)) + body)
+    with Consumer(topic, group=topic, bootstrap=cluster.urls, idle_timeout_s=8) as consumer:
+        assert [message.text for message in consumer] == ["precious"]

@@ -1,0 +1,119 @@
+"""ZooKeeper dies, comes back, comes back empty: brokers that have leaders go on without it.
+
+`PORTALMQ_ZOOKEEPER_OUTAGE_S` sets how long it is gone (the suite: 8 s, more than a session; by hand: 30 s).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+
+import pytest
+from support.broker_process import BrokerProcess
+from support.cluster import Cluster, wait_until
+from support.load import check, everything_in, loads
+
+from portalmq import Consumer
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+
+OUTAGE_S = float(os.environ.get("PORTALMQ_ZOOKEEPER_OUTAGE_S", "8"))
+PAUSE_S = 0.002
+GAP_WORST_S = 3.0
+
+
+def test_producing_and_consuming_go_on_without_zookeeper(cluster: Cluster, topic: str):
+    cluster.admin().create_topic(topic, partitions=3)
+    cluster.wait_in_sync(topic)
+    before = {each["partition"]: each["leader"] for each in cluster.partitions(topic)}
+    received = set()
+    with (
+        loads(cluster.urls, topic=topic, partitions=3, pause_s=PAUSE_S) as running,
+        Consumer(topic, group=topic, bootstrap=cluster.urls, manual_ack=True) as consumer,
+    ):
+        for load in running:
+            load.wait_for_acked(200)
+        gone_at = time.monotonic()
+        cluster.zookeeper.kill()
+        while time.monotonic() - gone_at < OUTAGE_S:
+            messages = consumer.poll(timeout_s=5)
+            assert messages, "nothing is received while ZooKeeper is gone"
+            consumer.ack(messages)
+            received |= {message.text for message in messages}
+        assert {each["partition"]: each["leader"] for each in cluster.partitions(topic)} == before
+        cluster.zookeeper.start()
+        for load in running:
+            load.wait_for_acked(500)
+        wait_until(lambda: cluster.live() == set(cluster.brokers), "every broker is registered again")
+        for load in running:
+            load.wait_for_acked(500)
+        gap = max(load.longest_gap_s(gone_at, partition) for load in running for partition in range(3))
+    print(f"{len(received)} received meanwhile, longest gap {gap:.2f} s")
+    check(running, everything_in(cluster.urls, topic))
+    assert len(received) > 100
+    assert gap <= GAP_WORST_S, "a ZooKeeper outage alone stops no partition, nor does its end"
+
+
+def test_a_leader_killed_while_zookeeper_is_gone_is_replaced_once_it_is_back(cluster: Cluster, topic: str):
+    cluster.admin().create_topic(topic)
+    cluster.wait_in_sync(topic)
+    leader = cluster.wait_for_leader(topic)
+    with loads(cluster.urls, topic=topic, pause_s=PAUSE_S) as running:
+        for load in running:
+            load.wait_for_acked(200)
+        cluster.zookeeper.kill()
+        cluster.kill(leader)
+        time.sleep(1)  # nobody can be elected meanwhile: there is no condition to wait for
+        cluster.zookeeper.start()
+        cluster.wait_for_leader(topic, other_than=leader)
+        for load in running:
+            load.wait_for_acked(200)
+    check(running, everything_in(cluster.urls, topic))
+
+
+def test_one_of_three_zookeepers_killed_is_not_felt(tmp_path, topic: str):
+    with Cluster(tmp_path, zookeepers=3) as cluster:
+        cluster.admin().create_topic(topic)
+        with loads(cluster.urls, topic=topic, pause_s=PAUSE_S) as running:
+            for number in range(3):  # one after another, so the leader of the ensemble is among them
+                for load in running:
+                    load.wait_for_acked(200)
+                killed_at = time.monotonic()
+                cluster.zookeeper.kill(number)
+                cluster.admin().create_topic(f"{topic}-{number}")
+                for load in running:
+                    load.wait_for_acked(200)
+                assert max(load.longest_gap_s(killed_at) for load in running) <= GAP_WORST_S
+                cluster.zookeeper.start()
+        check(running, everything_in(cluster.urls, topic))
+
+
+def test_brokers_refuse_a_wiped_zookeeper_and_keep_their_data(tmp_path, topic: str):
+    with Cluster(tmp_path, brokers=1) as cluster:
+        broker = cluster.brokers[1]
+        assert broker.request("POST", f"/v1/topics/{topic}/messages", b"kept").status == 200
+        assert broker.stop() == 0
+        cluster.zookeeper.stop()
+        for server in (tmp_path / "zookeeper").glob("[0-9]"):
+            shutil.rmtree(server)
+        cluster.zookeeper.start()
+        broker.launch()
+        assert broker.wait() == 73
+        assert "portalmq adopt" in broker.stderr()
+        assert list((broker.data_dir / "partitions").glob(f"{topic}@*/0/*.sqlite")), "nothing was removed"
+
+
+def test_a_data_directory_of_another_cluster_is_refused(cluster: Cluster, tmp_path):
+    other = BrokerProcess(tmp_path, command=("dev",))
+    with other:
+        other.request("POST", "/v1/topics/t/messages", b"elsewhere")
+        other.stop()
+        foreign = cluster.add(9, directory=tmp_path)
+        try:
+            foreign.launch()
+            assert foreign.wait() == 73
+            assert "cluster" in foreign.stderr()
+        finally:
+            del cluster.brokers[9]
+            foreign.end()

@@ -1,0 +1,37 @@
+"""Faults that a broker process of a test can be given: Python that runs first in it, steered by a file.
+
+prelude = disk_that_fills(tmp_path / "full")     # the disk is full while the file exists
+prelude = clock_moved_by(tmp_path / "shift")     # the time of day is off by the seconds that the file holds
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def disk_that_fills(file: Path) -> str:
+    return f"""
+import os as _os
+from portalmq.broker.storage import disk as _disk
+_free_bytes = _disk.DiskGuard.free_bytes
+_disk.DiskGuard.free_bytes = lambda self: 0 if _os.path.exists({str(file)!r}) else _free_bytes(self)
+"""
+
+
+def clock_moved_by(file: Path) -> str:
+    return f"""
+import time as _time
+_real, _real_ns, _looked = _time.time, _time.time_ns, [0.0, 0.0]
+def _shift_s():
+    now = _time.monotonic()
+    if now - _looked[0] > 0.02:
+        _looked[0] = now
+        try:
+            with open({str(file)!r}) as file:
+                _looked[1] = float(file.read() or 0)
+        except OSError:
+            _looked[1] = 0.0
+    return _looked[1]
+_time.time = lambda: _real() + _shift_s()
+_time.time_ns = lambda: _real_ns() + int(_shift_s() * 1e9)
+"""
