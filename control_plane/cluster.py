@@ -66,6 +66,11 @@ class Cluster(Tree):
         """The cluster's id, made by whoever asks first."""
         return self._made_once(state.CLUSTER_ID, lambda: self._unique().encode()).decode()
 
+    def find_cluster_id(self) -> str | None:
+        """The cluster's id, if it has one."""
+        held = self.plane.get(state.CLUSTER_ID)
+        return held.data.decode() if held else None
+
     def receipt_key(self) -> bytes:
         """The key that signs receipts, made by whoever asks first."""
         return self._made_once(state.RECEIPT_KEY, lambda: self._random_bytes(RECEIPT_KEY_BYTES))

@@ -1,0 +1,258 @@
+"""The controller: the one broker that decides, elected by compare-and-set, and what it does while in office.
+
+Every broker has an Office and runs its loop; one at a time holds it. What is to be done is decided in
+control_plane/controller.py, over what the mirror shows and the vigil found; here it is applied, in commits that check
+/controller_epoch, so that nothing of an older controller fits any more once a newer one is elected. For that reason
+losing the office unnoticed, or two who believe to hold it, cost time and never a message.
+
+    nobody in office              elect: at once when alone, after a jitter of up to 500 ms when others compete
+    the controller is gone        refused or silent twice in the incarnation it was elected in: depose, elect at once
+    in office                     plan, commit; now and then sweep what crashed creations left, forget tombstones
+    the plane was away            for one session it proves nothing that a broker is not registered
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Protocol
+
+from gevent.event import Event
+
+from portalmq.broker.clock import Clock
+from portalmq.broker.vigil import Vigil
+from portalmq.control_plane.catalog import Catalog, Deposed, PartitionChange, Versioned
+from portalmq.control_plane.controller import View, live_brokers, may_be_forgotten, old_strays, plan
+from portalmq.control_plane.mirror import Mirror
+from portalmq.control_plane.plane import OutcomeUnknown, PlaneError, PlaneState, PlaneUnavailable
+from portalmq.control_plane.state import BrokerState, ControllerState
+
+log = logging.getLogger(__name__)
+
+JITTER_S = 0.5
+UPKEEP_EVERY_MS = 30_000
+# Changes that come one by one are decided on together.
+PASS_PAUSE_S = 0.02
+RETRY_PAUSE_S = 0.2
+REFUSALS_OF_A_CONTROLLER = 2
+TOLD_MAX = 20
+
+
+class Holder(Protocol):
+    """The broker whose office it is."""
+
+    broker_id: int
+
+    @property
+    def me(self) -> BrokerState: ...
+
+    @property
+    def registered(self) -> bool:
+        """Whether the broker is registered in the session that stands now."""
+        ...
+
+
+class Office:
+    """Invariant: `held`, while it is not None, is what this broker was elected to in the present session."""
+
+    def __init__(
+        self,
+        holder: Holder,
+        catalog: Catalog,
+        mirror: Mirror,
+        vigil: Vigil,
+        clock: Clock,
+        chance: Callable[[], float],
+    ) -> None:
+        self.held: Versioned[ControllerState] | None = None
+        self.wake = Event()
+        self._holder = holder
+        self._catalog = catalog
+        self._mirror = mirror
+        self._vigil = vigil
+        self._clock = clock
+        self._chance = chance
+        self._known: dict[int, BrokerState] = {}
+        self._grace_until_ms = 0
+        self._upkeep_at_ms = 0
+        self._first_seen_ms: dict[str, int] = {}
+        self._closing = Event()
+
+    # --- who counts as there -----------------------------------------------------------------------------------------
+
+    def live(self) -> dict[int, BrokerState]:
+        """The brokers that count as there, as far as this one can tell."""
+        return live_brokers(self._mirror.brokers, self._known, self._vigil.gone(), in_grace=self._in_grace())
+
+    def begin_grace(self, session_timeout_s: float) -> None:
+        """The plane is back after it was away. Who was known before keeps counting as there for one session."""
+        self._grace_until_ms = self._clock.now_ms() + round(1_000 * session_timeout_s)
+
+    def look_around(self) -> None:
+        """After the mirror or the office has changed: know and watch the right brokers."""
+        before = self._known if self._in_grace() else {}
+        self._known = {**before, **self._mirror.brokers}
+        others = {number: broker for number, broker in self._known.items() if number != self._holder.broker_id}
+        controller = self._mirror.controller
+        if self.held is not None:
+            self._vigil.watch(others, others.keys())
+        else:
+            self._vigil.watch(others, {controller.value.broker_id} if controller else ())
+
+    def _in_grace(self) -> bool:
+        return self._clock.now_ms() < self._grace_until_ms
+
+    # --- the loop ----------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        while not self._closing.is_set():
+            self.wake.wait(self._until_next_s())
+            self.wake.clear()
+            if not self._closing.is_set():
+                self._closing.wait(self._attend_safely())
+
+    def _attend_safely(self) -> float:
+        """Seconds to pause."""
+        try:
+            self.attend()
+            return PASS_PAUSE_S
+        except Deposed as deposed:
+            log.warning("%s", deposed)
+            self.lose()
+        except (PlaneUnavailable, OutcomeUnknown) as away:
+            log.warning("the controller's work waits: %s", away)
+        except PlaneError as refused:
+            log.error("the controller's work failed: %s", refused)
+        except Exception:
+            log.exception("the controller's work failed")
+        self.wake.set()
+        return RETRY_PAUSE_S
+
+    def _until_next_s(self) -> float:
+        now_ms = self._clock.now_ms()
+        due_ms = [self._upkeep_at_ms if self.held else now_ms + UPKEEP_EVERY_MS]
+        if self._in_grace():
+            due_ms.append(self._grace_until_ms)
+        return max(0.001, (min(due_ms) - now_ms) / 1_000)
+
+    def close(self) -> None:
+        self._closing.set()
+        self.wake.set()
+
+    # --- in office, or not -------------------------------------------------------------------------------------------
+
+    def attend(self) -> None:
+        """One pass: elect a controller if there is none, and if it is this broker, do its work."""
+        if not self._holder.registered or self._catalog.plane.state is not PlaneState.CONNECTED:
+            return
+        self.look_around()
+        self._check_held()
+        if self.held is None and not self._is_elected():
+            return
+        assert self.held is not None
+        self._elect_leaders(self.held)
+        if self._clock.now_ms() >= self._upkeep_at_ms:
+            self._upkeep_at_ms = self._clock.now_ms() + UPKEEP_EVERY_MS
+            self._keep_up()
+
+    def lose(self) -> None:
+        """The session has ended, or somebody else was elected."""
+        if self.held is not None:
+            log.warning("broker %d is controller no longer", self._holder.broker_id)
+        self.held = None
+
+    def resign(self) -> None:
+        """Let somebody else be elected at once. Raises PlaneUnavailable, OutcomeUnknown."""
+        held, self.held = self.held, None
+        if held is not None:
+            self._catalog.depose(held)
+
+    def _check_held(self) -> None:
+        """The mirror may still show the time before the own election; a later epoch is never mistaken."""
+        held, shown = self.held, self._mirror.controller
+        if held is None:
+            return
+        if shown is None:
+            shown = self._catalog.controller()
+        if shown is None or shown.value.epoch > held.value.epoch:
+            self.lose()
+
+    def _is_elected(self) -> bool:
+        """Whether this broker is controller now."""
+        if self._holder.me.draining:
+            return False
+        shown = self._mirror.controller
+        if shown is None:
+            if self._others() and self._closing.wait(self._chance() * JITTER_S):
+                return False
+            shown = self._mirror.controller
+            if shown is not None and shown.value.broker_id != self._holder.broker_id:
+                return False
+        elif shown.value.broker_id != self._holder.broker_id:
+            if not self._is_gone(shown.value) or not self._catalog.depose(shown):
+                return False
+            log.warning("broker %d was controller and is gone", shown.value.broker_id)
+        self.held = self._catalog.elect_controller(self._holder.broker_id, self._holder.me.incarnation)
+        if self.held is None:
+            return False
+        log.info("broker %d is controller, epoch %d", self._holder.broker_id, self.held.value.epoch)
+        self._upkeep_at_ms = self._clock.now_ms() + UPKEEP_EVERY_MS
+        self.look_around()
+        return True
+
+    def _others(self) -> bool:
+        return any(number != self._holder.broker_id for number in self._mirror.brokers)
+
+    def _is_gone(self, controller: ControllerState) -> bool:
+        registered = self._mirror.brokers.get(controller.broker_id)
+        if registered is not None and registered.incarnation > controller.incarnation:
+            return True  # it has started anew: the session that holds the office is of its earlier life
+        return (controller.broker_id, controller.incarnation) in self._vigil.gone(refusals=REFUSALS_OF_A_CONTROLLER)
+
+    # --- the work ----------------------------------------------------------------------------------------------------
+
+    def _elect_leaders(self, held: Versioned[ControllerState]) -> None:
+        changes = plan(View(self._mirror.topics, self._mirror.partitions, self.live()))
+        if not changes:
+            return
+        applied = self._catalog.commit_as_controller(held, changes)
+        # What did not fit has changed meanwhile: it is read, and decided anew.
+        for change in changes:
+            self._mirror.note(change.path)
+        for change in applied[:TOLD_MAX]:
+            self._tell(change)
+        if len(applied) > TOLD_MAX:
+            log.info("and %d partitions more were changed likewise", len(applied) - TOLD_MAX)
+
+    def _tell(self, change: PartitionChange) -> None:
+        topic = self._mirror.topic_by_id(change.topic_id)
+        name = f"{topic.name if topic else change.topic_id}/{change.number}"
+        wanted = change.state
+        if wanted.leader is None:
+            log.error("%s has no leader: none of %s that are in sync is there", name, list(wanted.isr))
+        else:
+            log.info(
+                "%s: broker %d leads in epoch %d, in sync %s of %s",
+                *(name, wanted.leader, wanted.leader_epoch, list(wanted.isr), list(wanted.replicas)),
+            )
+
+    def _keep_up(self) -> None:
+        """What crashes left behind goes when it is old, and tombstones when nobody needs them."""
+        now_ms = self._clock.now_ms()
+        old = old_strays(self._catalog.strays(), self._first_seen_ms, now_ms)
+        if old:
+            log.info(
+                "the partitions of %d topics that were never made, or are deleted, are swept", self._catalog.sweep(old)
+            )
+        if not self._mirror.tombstones:
+            return
+        claimed = self._catalog.claims().keys()
+        for topic_id, tombstone in list(self._mirror.tombstones.items()):
+            if may_be_forgotten(
+                tombstone,
+                self._catalog.confirmations(topic_id),
+                registered=self._mirror.brokers.keys(),
+                claimed=claimed,
+                now_ms=self._clock.wall_ms(),
+            ):
+                self._catalog.forget_tombstone(topic_id)

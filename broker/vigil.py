@@ -1,0 +1,243 @@
+"""Watching over brokers: who answers, who refuses, who is silent.
+
+A session with ZooKeeper outlives its broker by seconds. So the controller asks each broker for /livez, twice a second
+over a kept connection, and the others ask the controller. What is concluded from the answers is decided by `Pulse` and
+`gone`; that it is safe to be wrong here is the business of leader epochs, and of the controller's.
+
+    refused    nobody listens at the port any more: the process has ended
+    silent     it takes connections (the kernel does that) and does not answer within a second: paused, or cut off. Two
+               in a row count, since a broker under load may well be late once
+    unsure     this process itself was paused meanwhile, so nothing is known
+
+If none of at least two others answers, it is as likely this broker that is cut off: then silence counts for nothing,
+and the sessions decide.
+"""
+
+from __future__ import annotations
+
+import logging
+import select
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from urllib.parse import urlsplit
+
+import gevent
+import gevent.socket
+import gevent.ssl
+from gevent.event import Event
+
+from portalmq.control_plane.plane import clock_s
+from portalmq.control_plane.state import BrokerState
+
+log = logging.getLogger(__name__)
+
+PROBE_EVERY_S = 0.5
+PROBE_TIMEOUT_S = 1.0
+# After a refusal the next question follows soon: it is what decides over a controller.
+PROBE_AGAIN_S = 0.1
+SILENT_MAX = 2
+# A probe that took this much longer than it may was timed by a process that stood still.
+STALL_S = 0.3
+ANSWER_BYTES_MAX = 64 * 1024
+
+BrokerKey = tuple[int, int]
+
+
+class Probe(Enum):
+    """What became of one question."""
+
+    ANSWERED = "answered"
+    REFUSED = "refused"
+    SILENT = "silent"
+    UNSURE = "unsure"
+
+
+@dataclass(slots=True)
+class Pulse:
+    """What the probes of one incarnation of a broker found since it answered last."""
+
+    incarnation: int
+    refused: int = 0
+    silent: int = 0
+
+    def told(self, probe: Probe) -> None:
+        match probe:
+            case Probe.ANSWERED:
+                self.refused = self.silent = 0
+            case Probe.REFUSED:
+                self.refused += 1
+            case Probe.SILENT:
+                self.silent += 1
+            case Probe.UNSURE:
+                pass
+
+
+def gone(pulses: Mapping[int, Pulse], *, refusals: int) -> set[BrokerKey]:
+    """(id, incarnation) of those that do not live: their port refused that many times, or they were silent twice."""
+    refused = {broker_id for broker_id, pulse in pulses.items() if pulse.refused >= refusals}
+    silent = {broker_id for broker_id, pulse in pulses.items() if pulse.silent >= SILENT_MAX} - refused
+    if len(silent) >= 2 and len(silent) == len(pulses):
+        silent = set()
+    return {(broker_id, pulses[broker_id].incarnation) for broker_id in refused | silent}
+
+
+class Vigil:
+    """A greenlet for each broker that is probed. `on_news` is called when a probe changed what is known of one."""
+
+    def __init__(self, probe: Callable[[str], Probe], on_news: Callable[[], None]) -> None:
+        self._probe = probe
+        self._on_news = on_news
+        self._known: dict[int, BrokerState] = {}
+        self._pulses: dict[int, Pulse] = {}
+        self._probed: frozenset[int] = frozenset()
+        self._rounds: dict[int, gevent.Greenlet] = {}
+        self._hurry: dict[int, Event] = {}
+
+    def watch(self, known: Mapping[int, BrokerState], probed: Collection[int]) -> None:
+        """From now on ask those in `probed`, and remember what was found of those in `known`, until they register with
+        another incarnation."""
+        self._known = dict(known)
+        self._probed = frozenset(probed) & known.keys()
+        for broker_id in self._pulses.keys() - known.keys():
+            del self._pulses[broker_id]
+        for broker_id, broker in known.items():
+            pulse = self._pulses.get(broker_id)
+            if pulse is None or pulse.incarnation != broker.incarnation:
+                self._pulses[broker_id] = Pulse(broker.incarnation)
+        for broker_id in self._probed - self._rounds.keys():
+            self._hurry[broker_id] = Event()
+            self._rounds[broker_id] = gevent.spawn(self._ask_on, broker_id)
+
+    def hurry(self, broker_id: int) -> None:
+        """Somebody suspects it: ask it at once."""
+        event = self._hurry.get(broker_id)
+        if event is not None:
+            event.set()
+
+    def gone(self, *, refusals: int = 1) -> set[BrokerKey]:
+        return gone(self._pulses, refusals=refusals)
+
+    def close(self) -> None:
+        self._probed = frozenset()
+        gevent.killall(list(self._rounds.values()))
+        self._rounds.clear()
+
+    def _ask_on(self, broker_id: int) -> None:
+        hurry = self._hurry[broker_id]
+        try:
+            while broker_id in self._probed:
+                hurry.clear()
+                began = clock_s()
+                broker = self._known[broker_id]
+                probe = self._probe(broker.url)
+                self._tell(broker_id, broker.incarnation, probe)
+                every = PROBE_AGAIN_S if probe is Probe.REFUSED and self._is_undecided(broker_id) else PROBE_EVERY_S
+                hurry.wait(max(0.0, began + every - clock_s()))
+        finally:
+            del self._rounds[broker_id]
+
+    def _is_undecided(self, broker_id: int) -> bool:
+        pulse = self._pulses.get(broker_id)
+        return pulse is not None and pulse.refused < 2
+
+    def _tell(self, broker_id: int, incarnation: int, probe: Probe) -> None:
+        pulse = self._pulses.get(broker_id)
+        if pulse is None or pulse.incarnation != incarnation:
+            return
+        before = (pulse.refused, pulse.silent)
+        pulse.told(probe)
+        if (pulse.refused, pulse.silent) == before:
+            return
+        if probe is Probe.ANSWERED:
+            log.info("broker %d answers again", broker_id)
+        elif pulse.refused + pulse.silent <= SILENT_MAX:
+            log.warning("broker %d at %s: a probe was %s", broker_id, self._known[broker_id].url, probe.value)
+        self._on_news()
+
+
+class Prober:
+    """Asks brokers for /livez over kept connections; one question at a time to each. Works on greenlets in any process:
+    its sockets are gevent's own."""
+
+    def __init__(self, timeout_s: float = PROBE_TIMEOUT_S) -> None:
+        self._timeout_s = timeout_s
+        self._connections: dict[str, HTTPConnection] = {}
+
+    def probe(self, url: str) -> Probe:
+        began = clock_s()
+        limit = gevent.Timeout(self._timeout_s)
+        limit.start()
+        try:
+            self._ask(url)
+            return Probe.ANSWERED
+        except gevent.Timeout as over:
+            if over is not limit:
+                raise
+            # An answer that lies unread in the socket came in time: it was this process that had none for it.
+            heard = self._hears_something(url)
+            self._drop(url)
+            stalled = clock_s() - began > self._timeout_s + STALL_S
+            return Probe.ANSWERED if heard else Probe.UNSURE if stalled else Probe.SILENT
+        except ConnectionRefusedError:
+            self._drop(url)
+            return Probe.REFUSED
+        except (OSError, HTTPException):
+            self._drop(url)
+            return Probe.SILENT
+        finally:
+            limit.close()
+
+    def close(self) -> None:
+        for url in list(self._connections):
+            self._drop(url)
+
+    def _ask(self, url: str) -> None:
+        kept = url in self._connections
+        try:
+            self._exchange(url)
+        except (ConnectionError, HTTPException):
+            if not kept:
+                raise
+            self._drop(url)
+            self._exchange(url)  # the other side had closed the kept connection: that tells nothing
+
+    def _exchange(self, url: str) -> None:
+        connection = self._connections.get(url)
+        if connection is None:
+            connection = self._connections[url] = _connection_to(url, self._timeout_s)
+        connection.request("GET", urlsplit(url).path + "/livez")
+        answer = connection.getresponse()
+        answer.read(ANSWER_BYTES_MAX)
+        if not answer.isclosed():
+            self._drop(url)
+
+    def _hears_something(self, url: str) -> bool:
+        connection = self._connections.get(url)
+        if connection is None or connection.sock is None:
+            return False
+        poll = select.poll()
+        poll.register(connection.sock.fileno(), select.POLLIN)
+        return bool(poll.poll(0))
+
+    def _drop(self, url: str) -> None:
+        connection = self._connections.pop(url, None)
+        if connection is not None:
+            connection.close()
+
+
+def _connection_to(url: str, timeout_s: float) -> HTTPConnection:
+    parts = urlsplit(url)
+    host = parts.hostname or ""
+    connection: HTTPConnection
+    if parts.scheme == "https":
+        # Whoever completes a handshake lives. No secret is sent, so nobody has to prove who he is.
+        context = gevent.ssl.SSLContext(gevent.ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname = False
+        context.verify_mode = gevent.ssl.CERT_NONE
+        connection = HTTPSConnection(host, parts.port, timeout=timeout_s, context=context)
+    else:
+        connection = HTTPConnection(host, parts.port, timeout=timeout_s)
+    connection._create_connection = gevent.socket.create_connection  # type: ignore[attr-defined]
+    return connection
