@@ -1,4 +1,4 @@
-"""One broker of three is not well: its disk is empty or full, its clock is wrong, it is slow, or there is a second one."""
+"""One broker of three is not well: its disk is empty or full, its clock is wrong, it is slow, or it is there twice."""
 
 from __future__ import annotations
 
