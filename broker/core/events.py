@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
+from portalmq.broker.core.fold import ProducerFold
 from portalmq.broker.core.producers import Producers
 from portalmq.broker.core.stamp import Stamp
 from portalmq.errors import PortalMQError
@@ -47,7 +48,8 @@ class Fetch:
 
 @dataclass(frozen=True, slots=True)
 class BatchHead:
-    """What the core has to know of a batch that is replicated."""
+    """What the core has to know of a batch that is replicated. `producers`: those of a STATE record, which replace what
+    a replica that began above their batches could not know."""
 
     base_offset: int
     count: int
@@ -55,6 +57,7 @@ class BatchHead:
     appended_at_ms: int
     is_epoch_start: bool = False
     stamp: Stamp | None = None
+    producers: tuple[ProducerFold, ...] | None = None
 
     @property
     def end_offset(self) -> int:
@@ -161,7 +164,8 @@ class Appended:
 
 @dataclass(frozen=True, slots=True)
 class Truncated:
-    """The log ends at `end_offset` now; `producers` is the fold over what is left."""
+    """The log ends at `end_offset` now; `producers` is the fold over what is left. Told when a Truncate is done, and
+    when the disk had no room for a transaction: nothing of it, nor of what was allotted after it, is in the log."""
 
     end_offset: int
     producers: Producers

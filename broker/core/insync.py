@@ -28,6 +28,11 @@ def store_of(store_uuid: str) -> str:
     return store_uuid.partition("/")[0]
 
 
+def life_of(incarnation: int, store_uuid: str) -> tuple[int, int]:
+    """Rises whenever a replica may have lost what it told of itself before."""
+    return incarnation, int(store_uuid.partition("/")[2] or 0)
+
+
 @dataclass(slots=True)
 class Follower:
     """What is known of a replica in this epoch. `durable_end` is -1 before its first matching fetch.
@@ -69,9 +74,10 @@ class InSync:
         self.proposed = None
 
     def fetched(self, fetch: Fetch, leader_end: int, now_ms: int) -> bool:
-        """A fetch of this epoch whose log matches ours. False for one of an incarnation before the one known."""
+        """A fetch of this epoch whose log matches ours. False for one of a life before the one known."""
         known = self._followers.get(fetch.broker_id)
-        if known is not None and fetch.incarnation < known.incarnation:
+        life = life_of(fetch.incarnation, fetch.store_uuid)
+        if known is not None and life < life_of(known.incarnation, known.store_uuid):
             return False
         if known is None or (known.incarnation, known.store_uuid) != (fetch.incarnation, fetch.store_uuid):
             caught_up_ms = known.caught_up_ms if known else self.began_ms

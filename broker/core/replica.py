@@ -95,7 +95,7 @@ class PartitionReplica:
         self.producers = producers
         self.next_offset = end_offset
         self.durable_end = end_offset
-        self.high_watermark = min(high_watermark, end_offset)
+        self.high_watermark = max(log_start_offset, min(high_watermark, end_offset))
         self.log_start_offset = log_start_offset
         self.highest_epoch = highest_epoch
         self.last_timestamp_ms = last_timestamp_ms
@@ -113,7 +113,8 @@ class PartitionReplica:
         self._refreshes = 0
         self._refresh_wanted = 0
         self._refreshed_ms = NEVER_MS
-        self._deposed = False
+        # Who opens a log knows nothing of what was proposed in its epoch before: a synced word comes first.
+        self._deposed = True
         self._reshaping = False
         self._rejected = False
         self._leader_high_watermark = 0
@@ -186,7 +187,7 @@ class PartitionReplica:
             case Truncated():
                 actions = self._on_truncated(event, now_ms, wall_ms)
             case LogReset():
-                actions = self._on_log_reset(event)
+                actions = self._on_log_reset(event, now_ms, wall_ms)
         assert 0 <= self.high_watermark <= self.durable_end <= self.next_offset, self
         return actions
 
@@ -195,22 +196,20 @@ class PartitionReplica:
     def _on_state_changed(self, word: PartitionStateChanged, now_ms: int, wall_ms: int) -> list[Action]:
         if word.leader_epoch < self.highest_epoch or (self.state is not None and word.version < self.state.version):
             return []  # an old word: a newer one is known here
-        if word.refresh:
-            self._refresh_wanted = 0 if word.refresh == self._refreshes else self._refresh_wanted
+        is_synced = 0 < self._refresh_wanted <= word.refresh
+        if is_synced:
+            self._refresh_wanted = 0
         before, self.state = self.state, word
         if self._proposal is not None:
-            moved_on = word.version > self._proposal.version
-            if moved_on or (self._proposal_unknown and word.refresh and word.refresh == self._refreshes):
+            if word.version > self._proposal.version or (self._proposal_unknown and is_synced):
                 self._proposal = None
             elif self._leading is not None:
                 return []  # the compare-and-set is still on its way: what it finds is not known
         actions: list[Action] = []
         newer = word.leader_epoch > self.highest_epoch
         if newer:
-            self.highest_epoch = word.leader_epoch
-            self._leader_high_watermark = self.high_watermark
-            actions.append(RememberEpoch(word.leader_epoch))
-        if newer or (word.refresh and word.refresh == self._refreshes):
+            actions += self._learn_epoch(word.leader_epoch)
+        if newer or is_synced:
             self._deposed = False
         if self.quarantined and self._may_forget(word):
             self.quarantined = ""
@@ -219,30 +218,42 @@ class PartitionReplica:
             return [*actions, *self._advance_high_watermark(), *self._propose(now_ms)]
         if self._leading is not None:
             actions += self._step_down(word.leader)
-        if self._must_resign(word):
-            return [*actions, *self._resign(word)]
-        if newer or before is None or before.leader != word.leader:
+        if before is None or (before.leader, before.leader_epoch) != (word.leader, word.leader_epoch):
             self.fetch = None
             self._rejected = False
+        if self._must_resign(word):
+            return [*actions, *self._resign(word)]
         if word.leader == self.broker_id:
             return [*actions, *self._begin_leading(word, now_ms, wall_ms)]
         return [*actions, *self._next_fetch()]
 
+    def _learn_epoch(self, epoch: int) -> list[Action]:
+        """What was asked for in a lower epoch is not waited for any more: its answer has no authority."""
+        self.highest_epoch = epoch
+        self.fetch = None
+        self._rejected = False
+        self._leader_high_watermark = self.high_watermark
+        return [RememberEpoch(epoch)]
+
     def _begin_leading(self, word: PartitionStateChanged, now_ms: int, wall_ms: int) -> list[Action]:
         """A leader first writes EPOCH_START. It is in the log already when this replica goes on within its epoch: after
-        a session that was lost and nobody else elected, or a transaction that the disk refused."""
-        if self._deposed or self._reshaping:
-            return []  # a synced word, or the end of a truncation that is under way, comes first
+        a session that was lost and nobody else elected, or when its log was opened anew."""
         if (word.incarnations or {}).get(self.broker_id, self.incarnation) != self.incarnation:
             return []  # what an earlier life of this broker was elected to: the controller elects anew
+        if self._deposed:
+            return [] if self._refresh_wanted else self._ask_again(now_ms)
+        if self._reshaping:
+            return []  # the end of the truncation that is under way comes first
         start = self._epochs.start_of(word.leader_epoch)
-        fresh = start is None
         epoch_start = self.next_offset if start is None else start
         self._leading = InSync(self.broker_id, word, epoch_start, now_ms, self.lag_ms)
-        if not fresh:
-            return self._advance_high_watermark()
-        self._epochs.add(word.leader_epoch, self.next_offset)
-        return [self._allot(None, 1, wall_ms)]
+        return self._advance_high_watermark() if start is not None else [self._start_epoch(wall_ms)]
+
+    def _start_epoch(self, wall_ms: int) -> Append:
+        assert self._leading is not None
+        self._leading.epoch_start = self.next_offset
+        self._epochs.add(self._leading.state.leader_epoch, self.next_offset)
+        return self._allot(None, 1, wall_ms)
 
     def _must_resign(self, word: PartitionStateChanged) -> bool:
         """In sync on paper, and not the store that was counted, or in contradiction to what others hold (rule 6)."""
@@ -254,7 +265,7 @@ class PartitionReplica:
 
     def _resign(self, word: PartitionStateChanged) -> list[Action]:
         if self._proposal is not None:
-            return []
+            return self._next_fetch()
         self._proposal = ProposeIsr(word.isr - {self.broker_id}, word.version, {}, {}, resigns=True)
         self._proposal_unknown = False
         return [self._proposal, *self._next_fetch()]
@@ -270,10 +281,15 @@ class PartitionReplica:
         return [StepDown(leader)]
 
     def _ask_again(self, now_ms: int) -> list[Action]:
-        self._refreshes += 1
+        """Only what is read from now on will do."""
+        action = self._refresh(now_ms)
         self._refresh_wanted = self._refreshes
+        return [action]
+
+    def _refresh(self, now_ms: int) -> Refresh:
+        self._refreshes += 1
         self._refreshed_ms = now_ms
-        return [Refresh(self._refreshes)]
+        return Refresh(self._refreshes)
 
     def _ask_sometimes(self, now_ms: int) -> list[Action]:
         return self._ask_again(now_ms) if now_ms - self._refreshed_ms >= REFRESH_PAUSE_MS else []
@@ -338,9 +354,8 @@ class PartitionReplica:
         fetch = event.fetch
         if fetch.leader_epoch > self.highest_epoch:
             # There is a later epoch. Whoever leads it, what was led here is over.
-            self.highest_epoch = fetch.leader_epoch
             return [
-                RememberEpoch(fetch.leader_epoch),
+                *self._learn_epoch(fetch.leader_epoch),
                 *self._step_down(None),
                 *self._ask_again(now_ms),
                 ReplyFetch(event.token, fetch.fetch_offset, Rejected(self.highest_epoch)),
@@ -399,7 +414,7 @@ class PartitionReplica:
             self._rejected = False
             actions += self._next_fetch()
         if self._refresh_wanted and now_ms - self._refreshed_ms >= REFRESH_AGAIN_MS:
-            actions += self._ask_again(now_ms)
+            actions.append(self._refresh(now_ms))
         if self._leading is not None:
             self._leading.ticked(now_ms)
             actions += self._propose(now_ms)
@@ -453,8 +468,7 @@ class PartitionReplica:
                 return [ResetLog(event.reply.offset, event.reply.epochs)]
             case Rejected():
                 if event.reply.leader_epoch > self.highest_epoch:
-                    self.highest_epoch = event.reply.leader_epoch
-                    return [RememberEpoch(self.highest_epoch), *self._ask_again(now_ms)]
+                    return [*self._learn_epoch(event.reply.leader_epoch), *self._ask_again(now_ms)]
                 self._rejected = True  # until the next tick: the leader may not have heard of its election yet
                 return self._ask_sometimes(now_ms)
 
@@ -466,6 +480,8 @@ class PartitionReplica:
             self._check_follows(batch)
             if batch.is_epoch_start:
                 self._epochs.add(batch.leader_epoch, batch.base_offset)
+            if batch.producers is not None:
+                self.producers = Producers(list(batch.producers))
             if batch.stamp is not None:
                 self.producers.add(batch.stamp, batch.count, batch.base_offset, batch.appended_at_ms)
             self.next_offset = batch.end_offset
@@ -507,20 +523,31 @@ class PartitionReplica:
         return any(epoch > self._epochs.last for epoch in word.unclean_epochs)
 
     def _on_truncated(self, event: Truncated, now_ms: int, wall_ms: int) -> list[Action]:
+        """Cut as the leader asked; or by the disk, which refused a transaction and all that was to follow it."""
         self._reshaping = False
         self.next_offset = self.durable_end = event.end_offset
         self.high_watermark = min(self.high_watermark, event.end_offset)
+        self.log_start_offset = min(self.log_start_offset, event.end_offset)
         self._leader_high_watermark = min(self._leader_high_watermark, self.high_watermark)
         self._epochs.truncate(event.end_offset)
         self.producers = event.producers
-        if self.state is not None and self.state.leader == self.broker_id:
-            return self._begin_leading(self.state, now_ms, wall_ms)  # elected meanwhile
+        if self._leading is None:
+            return self._go_on(now_ms, wall_ms)
+        if self._epochs.start_of(self._leading.state.leader_epoch) is None:
+            return [self._start_epoch(wall_ms)]
+        return []
+
+    def _go_on(self, now_ms: int, wall_ms: int) -> list[Action]:
+        """The log is what it will be for now: lead, when elected meanwhile, or ask for more."""
+        word = self.state
+        if word is not None and word.leader == self.broker_id and word.leader_epoch == self.highest_epoch:
+            return [] if self._must_resign(word) else self._begin_leading(word, now_ms, wall_ms)
         return self._next_fetch()
 
-    def _on_log_reset(self, event: LogReset) -> list[Action]:
+    def _on_log_reset(self, event: LogReset, now_ms: int, wall_ms: int) -> list[Action]:
         self._reshaping = False
         self.next_offset = self.durable_end = self.high_watermark = self.log_start_offset = event.offset
         self._leader_high_watermark = event.offset
         self._epochs = Epochs(entry for entry in event.epochs if entry[1] < event.offset)
         self.producers = event.producers
-        return self._next_fetch()
+        return self._go_on(now_ms, wall_ms)

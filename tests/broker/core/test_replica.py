@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from portalmq.broker.core.events import (
@@ -11,6 +13,7 @@ from portalmq.broker.core.events import (
     AppendRequested,
     HighWatermarkAdvanced,
     PartitionStateChanged,
+    Refresh,
     Refuse,
     RememberEpoch,
     Stamp,
@@ -125,7 +128,10 @@ def test_a_leader_that_is_replaced_steps_down():
 
 def test_a_replica_reloaded_within_its_epoch_goes_on_without_a_second_start():
     replica = new_replica(end=5, epochs=[(3, 2)], highest_epoch=3, high_watermark=4)
-    assert replica.step(word(epoch=3), 10) == [HighWatermarkAdvanced(5)]
+    assert replica.step(word(epoch=3), 10) == [Refresh(1)]
+    assert not replica.leading
+    synced = replace(word(epoch=3), refresh=1)
+    assert replica.step(synced, 10) == [HighWatermarkAdvanced(5)]
 
 
 def test_a_repeated_batch_is_answered_and_not_written():

@@ -1,0 +1,355 @@
+"""The invariants (I1 to I10, I13, I14), checked where something moves, so that they hold after every event.
+
+`committed` is the log as the world was promised it: what a leader of the day declared to be below its high watermark.
+It is never taken back, but for an election that an operator forced.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from simulation.disk import Batch, Disk
+
+from portalmq.broker.core.events import (
+    Action,
+    Event,
+    FetchReplied,
+    HighWatermarkAdvanced,
+    ProposeIsr,
+    ResetLog,
+    SendFetch,
+    Stamp,
+    Truncate,
+    Truncated,
+)
+from portalmq.control_plane.state import PartitionState, min_insync
+from portalmq.errors import PortalMQError
+
+if TYPE_CHECKING:
+    from simulation.node import Node
+    from simulation.replica_shell import ReplicaShell, Submission
+    from simulation.world import World
+
+
+class Violation(AssertionError):
+    """An invariant does not hold."""
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """A log that stood, durably, on a disk that was lost since."""
+
+    start: int
+    ends: dict[int, int]  # end offset -> uid
+
+
+class Checker:
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.high_watermark = 0
+        self.committed: list[Batch] = []
+        self.committed_at: dict[int, int] = {0: 0}  # end offset -> uid
+        self.acked: dict[int, tuple[int, int]] = {}  # base offset -> (uid, end), acks=all
+        self.authority = 0  # epochs below were overruled by an operator
+        self._leaders: dict[int, tuple[int, int]] = {}
+        self._placed: dict[tuple[int, int], int] = {}
+        self._answers: dict[Stamp, int] = {}
+        self._refused: set[int] = set()
+        self._written: set[int] = set()
+        self._lost: list[Copy] = []
+        self._controller_epoch = 0
+        self._committed_epoch = 0
+
+    def fail(self, invariant: str, why: str, *details: object) -> None:
+        raise Violation(f"{invariant}: {why.format(*details)}")
+
+    # --- after each step of a core -----------------------------------------------------------------------------------
+
+    def stepped(self, shell: ReplicaShell, event: Event, actions: list[Action]) -> None:
+        replica = shell.replica
+        for action in actions:
+            if isinstance(action, HighWatermarkAdvanced):
+                if replica.leading:
+                    self._leader_advanced(shell, action.high_watermark)
+                else:
+                    self._follower_advanced(shell, action.high_watermark)
+            elif isinstance(action, Truncate | ResetLog):
+                self._destroys(shell, event, action)
+            elif isinstance(action, SendFetch):
+                shell.fetch_seen = action.fetch
+        if actions:
+            self._check_leading(shell)
+        watermark = replica.high_watermark
+        if watermark < shell.watermark_seen and not (isinstance(event, Truncated) and self.authority):
+            self.fail("I5", "the high watermark of {} fell to {}", shell.node.id, watermark)
+        shell.watermark_seen = watermark
+        if replica.highest_epoch < shell.disk.highest_epoch:
+            self.fail("I1", "{} forgot epoch {}", shell.node.id, shell.disk.highest_epoch)
+
+    def _check_leading(self, shell: ReplicaShell) -> None:
+        replica = shell.replica
+        if replica.in_sync is None:
+            return
+        epoch = replica.in_sync.state.leader_epoch
+        life = (shell.node.id, shell.node.incarnation)
+        if self._leaders.setdefault(epoch, life) != life:
+            self.fail("I1", "{} and {} lead in epoch {}", self._leaders[epoch], life, epoch)
+        held = self.world.zookeeper.tree.partition
+        if held.leader_epoch == epoch and not set(held.isr) <= replica.in_sync.maximal:
+            self.fail("I6", "ISR {} is not within {} of its leader", held.isr, set(replica.in_sync.maximal))
+        epochs = replica.epochs
+        if any(a[0] >= b[0] or a[1] >= b[1] for a, b in pairwise(epochs[-3:])):
+            self.fail("I8", "epochs {} of {} do not rise", epochs, shell.node.id)
+
+    def _leader_advanced(self, shell: ReplicaShell, high_watermark: int) -> None:
+        replica = shell.replica
+        leading = replica.in_sync
+        assert leading is not None
+        epoch = leading.state.leader_epoch
+        if epoch < self.authority:
+            return
+        held = self._held_at(leading.state.version)
+        for member in leading.maximal:
+            disk = self.world.nodes[member].disk
+            counted = held.store_uuids.get(member, disk.replica_store)
+            if disk.replica_store == counted and disk.end < high_watermark:
+                self.fail("I5", "{} commits to {}, member {} has {}", shell.node.id, high_watermark, member, disk.end)
+        if high_watermark <= self.high_watermark:
+            self._check_holds("I3", shell.disk, high_watermark, f"{shell.node.id}, leader of {epoch},")
+            return
+        first = shell.disk.index_from(self.high_watermark)
+        fresh = [batch for batch in shell.disk.batches[first:] if batch.end <= high_watermark]
+        self._check_holds("I3", shell.disk, self.high_watermark, f"{shell.node.id}, leader of {epoch},")
+        if not fresh or fresh[-1].end != high_watermark:
+            self.fail("I5", "{} commits to {}, which is not durable there", shell.node.id, high_watermark)
+        self._check_copies(fresh[-1], min_insync(held, self.world.options.min_insync))
+        self._committed_epoch = max(self._committed_epoch, epoch)
+        for batch in fresh:
+            self.committed.append(batch)
+            self.committed_at[batch.end] = batch.uid
+        self.high_watermark = high_watermark
+        self._check_isr_is_complete()
+        for node in self.world.nodes.values():
+            other = node.shell.replica.in_sync if node.alive else None
+            if other is not None and other.state.leader_epoch > epoch:
+                self._check_holds("I3", node.disk, high_watermark, f"later leader {node.id}")
+
+    def _follower_advanced(self, shell: ReplicaShell, high_watermark: int) -> None:
+        if shell.replica.leader_epoch < self.authority:
+            return
+        if high_watermark > self.high_watermark:
+            self.fail("I5", "{} believes in high watermark {}, true is {}", shell.node.id, high_watermark,
+                      self.high_watermark)  # fmt: skip
+        self._check_holds("I5", shell.disk, high_watermark, f"follower {shell.node.id}")
+
+    def _destroys(self, shell: ReplicaShell, event: Event, action: Truncate | ResetLog) -> None:
+        replica = shell.replica
+        if not isinstance(event, FetchReplied) or event.fetch != shell.fetch_seen:
+            self.fail("I14", "{} destroys records on {}", shell.node.id, event)
+            return
+        if event.fetch.leader_epoch != replica.highest_epoch:
+            self.fail("I14", "{} destroys records on the word of epoch {}, {} is known", shell.node.id,
+                      event.fetch.leader_epoch, replica.highest_epoch)  # fmt: skip
+        if isinstance(action, Truncate) and action.to_offset < replica.high_watermark and not self.authority:
+            self.fail("I8", "{} truncates to {}, below {}", shell.node.id, action.to_offset, replica.high_watermark)
+        if isinstance(action, ResetLog) and action.offset > self.high_watermark and not self.authority:
+            self.fail("I14", "{} begins anew at {}, which is not committed", shell.node.id, action.offset)
+
+    def quarantined(self, shell: ReplicaShell, reason: str) -> None:
+        self.world.count("quarantined")
+        if not self.authority:
+            self.fail("I8", "{} is quarantined: {}", shell.node.id, reason)
+
+    # --- logs --------------------------------------------------------------------------------------------------------
+
+    def writes(self, shell: ReplicaShell, batch: Batch) -> None:
+        """A leader is about to write what it made."""
+        epoch = batch.head.leader_epoch
+        if shell.disk.highest_epoch < epoch:
+            self.fail("I1", "{} acts in epoch {} before it remembers it", shell.node.id, epoch)
+        if batch.head.is_epoch_start and epoch > self.authority and epoch >= self._committed_epoch:
+            self._check_holds("I3", shell.disk, self.high_watermark, f"new leader {shell.node.id} of epoch {epoch}")
+
+    def appends(self, shell: ReplicaShell, batches: list[Batch]) -> None:
+        """These batches are about to stand, durably, at the end of that disk's log."""
+        disk = shell.disk
+        end = disk.end
+        before = disk.batches[-1] if disk.batches else None
+        for batch in batches:
+            if batch.base != end:
+                self.fail("I8", "{} follows {} on {}", batch, end, shell.node.id)
+            at = (batch.base, batch.head.leader_epoch)
+            if self._placed.setdefault(at, batch.uid) != batch.uid:
+                self.fail("I2", "{} on {} is not {} as elsewhere", batch, shell.node.id, self._placed[at])
+            parent = before.uid if before else (None if disk.start else 0)
+            if parent is not None and batch.parent not in (parent, -1):
+                self.fail("I2", "before {} stands {} on {}, {} elsewhere", batch, parent, shell.node.id, batch.parent)
+            if batch.uid in self._refused:
+                self.fail("I13", "{} on {} was refused", batch, shell.node.id)
+            if batch.head.stamp is not None:
+                self._check_sequence(disk, batches, batch)
+            self._written.add(batch.uid)
+            before, end = batch, batch.end
+
+    def _check_sequence(self, disk: Disk, fresh: list[Batch], batch: Batch) -> None:
+        stamp = batch.head.stamp
+        assert stamp is not None
+        earlier = fresh[: fresh.index(batch)]
+        for other in (*reversed(earlier), *reversed(disk.batches)):
+            known = other.head.stamp
+            if known is None or known.producer_id != stamp.producer_id:
+                continue
+            follows = (
+                stamp.sequence == known.sequence + other.head.count
+                if known.producer_epoch == stamp.producer_epoch
+                else known.producer_epoch < stamp.producer_epoch and stamp.sequence == 0
+            )
+            if not follows:
+                self.fail("I9", "{} with {} stands after {} with {}", batch, stamp, other, known)
+            return
+
+    def shrank(self, node: Node) -> None:
+        """A log was truncated or reset."""
+        self._check_isr_is_complete()
+
+    def disk_lost(self, disk: Disk) -> None:
+        self._lost.append(Copy(disk.start, {batch.end: batch.uid for batch in disk.batches}))
+
+    def _check_holds(self, invariant: str, disk: Disk, upto: int, who: str) -> None:
+        """Everything committed below `upto`, unless dropped from the start by retention."""
+        if disk.start >= upto or (not disk.start and not upto):
+            return
+        found = disk.ending_at(upto)
+        if found is None or self.committed_at.get(upto) != found.uid:
+            self.fail(invariant, "{} has {} where {} is committed to {} (its end is {})", who, found,
+                      self.committed_at.get(upto), upto, disk.end)  # fmt: skip
+
+    def _check_copies(self, batch: Batch, needed: int) -> None:
+        disks = (node.disk for node in self.world.nodes.values())
+        copies = sum((found := disk.ending_at(batch.end)) is not None and found.uid == batch.uid for disk in disks)
+        copies += sum(copy.ends.get(batch.end) == batch.uid for copy in self._lost)
+        if copies < needed:
+            self.fail("I4", "{} is committed with {} copies, {} are needed", batch, copies, needed)
+
+    # --- what stands in ZooKeeper ------------------------------------------------------------------------------------
+
+    def partition_written(self, before: PartitionState, after: PartitionState, version: int) -> None:
+        if after.leader_epoch < before.leader_epoch:
+            self.fail("I1", "the epoch fell from {} to {}", before.leader_epoch, after.leader_epoch)
+        anew = after.leader != before.leader or (
+            after.leader is not None and after.incarnations.get(after.leader) != before.incarnations.get(after.leader)
+        )
+        if anew and after.leader is not None and after.leader_epoch == before.leader_epoch:
+            self.fail("I1", "{} is elected in epoch {} again", after.leader, after.leader_epoch)
+        if after.leader_epoch > self.authority or not self.authority:
+            self._check_floor(before, after)
+            self._check_isr_is_complete(after)
+        leader = next((n for n in self._leading_nodes() if n.shell.replica.leader_epoch == after.leader_epoch), None)
+        if leader is not None:
+            maximal = leader.shell.replica.in_sync.maximal
+            if not set(after.isr) <= maximal:
+                self.fail("I6", "ISR {} is not within {} of leader {}", after.isr, set(maximal), leader.id)
+
+    def _leading_nodes(self) -> list[Node]:
+        return [n for n in self.world.nodes.values() if n.alive and n.shell.replica.in_sync is not None]
+
+    def _check_floor(self, before: PartitionState, after: PartitionState) -> None:
+        gone = set(before.isr) - set(after.isr)
+        clean = {member for member in gone if self._is_clean(member, before)}
+        floor = min_insync(before, self.world.options.min_insync)
+        if clean and len(after.isr) < floor and not self.authority:
+            self.fail("I6", "ISR {} shrank to {}, below {}", before.isr, after.isr, floor)
+
+    def _is_clean(self, member: int, held: PartitionState) -> bool:
+        return self.world.nodes[member].disk.replica_store == held.store_uuids.get(member)
+
+    def _check_isr_is_complete(self, held: PartitionState | None = None) -> None:
+        held = held or self.world.zookeeper.tree.partition
+        if held.leader_epoch < self.authority:
+            return
+        for member in held.isr:
+            if self._is_clean(member, held):
+                disk = self.world.nodes[member].disk
+                self._check_holds("I3", disk, self.high_watermark, f"ISR member {member}")
+
+    def isr_change(self, broker_id: int, epoch: int, proposal: ProposeIsr) -> None:
+        """A leader's, or a resigning replica's, compare-and-set is about to be applied."""
+        held = self.world.zookeeper.tree.partition
+        if proposal.resigns:
+            return
+        if (held.leader, held.leader_epoch) != (broker_id, epoch):
+            self.fail("I10", "{} of epoch {} writes over {}", broker_id, epoch, held)
+        if broker_id not in proposal.isr:
+            self.fail("I6", "leader {} proposes {} without itself", broker_id, proposal.isr)
+        for joiner, store_uuid in proposal.store_uuids.items():
+            disk = self.world.nodes[joiner].disk
+            if disk.replica_store != store_uuid or epoch < self.authority:
+                continue  # lost meanwhile: it is in sync on paper, and resigns
+            start = next((start for number, start in disk.epochs() if number == epoch), None)
+            if start is None:
+                self.fail("I7", "{} joins without the start of epoch {}", joiner, epoch)
+            self._check_holds("I7", disk, self.high_watermark, f"joiner {joiner}")
+            if proposal.incarnations[joiner] > self.world.nodes[joiner].incarnation:
+                self.fail("I7", "{} joins as incarnation {}", joiner, proposal.incarnations[joiner])
+
+    def elected(self, broker_id: int, epoch: int) -> None:
+        """A controller's write is about to be applied."""
+        if epoch < self._controller_epoch or epoch < self.world.zookeeper.tree.controller_epoch:
+            self.fail("I10", "controller {} of epoch {} writes, {} is newer", broker_id, epoch, self._controller_epoch)
+        self._controller_epoch = epoch
+
+    def _held_at(self, version: int) -> PartitionState:
+        return self.world.partitions[version]
+
+    # --- what clients are told ---------------------------------------------------------------------------------------
+
+    def answered(self, shell: ReplicaShell, submission: Submission, error: PortalMQError | None) -> None:
+        if error is not None:
+            if error.outcome == "not_applied" and not submission.repeats:
+                if submission.uid in self._written:
+                    self.fail("I13", "#{} is written, and refused with {!r}", submission.uid, error)
+                self._refused.add(submission.uid)
+            return
+        epoch = shell.replica.leader_epoch
+        if epoch < self.authority:
+            return
+        if submission.acks == "leader" and not submission.repeats:
+            found = shell.disk.ending_at(submission.end)
+            if found is None or found.uid != submission.uid:
+                self.fail("I13", "#{} is acknowledged and not on the leader's disk", submission.uid)
+            return
+        uid = self.committed_at.get(submission.end)
+        batch = next((b for b in reversed(self.committed) if b.end == submission.end), None)
+        if uid is None or batch is None:
+            self.fail("I13", "[{},{}) is acknowledged and not committed", submission.base, submission.end)
+            return
+        if batch.base != submission.base or (batch.uid != submission.uid and batch.head.stamp != submission.stamp):
+            self.fail("I13", "#{} is acknowledged at [{},{}), where {} stands", submission.uid, submission.base,
+                      submission.end, batch)  # fmt: skip
+        if submission.stamp is not None and self._answers.setdefault(submission.stamp, batch.base) != batch.base:
+            self.fail("I9", "{} is answered {} and {}", submission.stamp, self._answers[submission.stamp], batch.base)
+        self.acked[batch.base] = (uid, batch.end)
+
+    def reads(self, node: Node, batches: list[Batch]) -> None:
+        """A consumer was given these."""
+        if node.shell.replica.leader_epoch < self.authority:
+            return
+        for batch in batches:
+            if batch.end > self.high_watermark or self.committed_at.get(batch.end) != batch.uid:
+                self.fail("I5", "{} hands out {}, which is not committed", node.id, batch)
+
+    # --- an operator's election --------------------------------------------------------------------------------------
+
+    def overruled(self, epoch: int, disk: Disk) -> None:
+        """From `epoch` on, what `disk` holds is the log; what only others have is given up."""
+        self.authority = epoch
+        while self.committed and (
+            self.committed[-1].end > disk.end or disk.ending_at(self.committed[-1].end) is not self.committed[-1]
+        ) and self.committed[-1].end > disk.start:  # fmt: skip
+            lost = self.committed.pop()
+            del self.committed_at[lost.end]
+            self.acked.pop(lost.base, None)
+        self.high_watermark = self.committed[-1].end if self.committed else 0
+        self._answers = {stamp: base for stamp, base in self._answers.items() if base < self.high_watermark}

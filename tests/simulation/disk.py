@@ -1,0 +1,121 @@
+"""A broker's disk, as far as one partition goes: what is fsynced, and what a crash may leave of the rest.
+
+    synced batches ........ | written, not synced
+    a crash keeps all       | and any prefix of these
+
+Persisted: the log, the epochs and producers of what was dropped below its start, the highest epoch seen, and the high
+watermark of some time ago. Nothing else.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass, field
+
+from portalmq.broker.core.events import BatchHead
+from portalmq.broker.core.fold import ProducerFold
+from portalmq.broker.core.producers import Producers
+
+
+@dataclass(slots=True, eq=False)
+class Batch:
+    """A batch as it was made, once; replicas share the object. `uid` stands for its payload, `parent` is the uid of
+    what stood before it in the log it was made for, 0 at the very beginning."""
+
+    head: BatchHead
+    uid: int
+    parent: int = 0
+
+    @property
+    def base(self) -> int:
+        return self.head.base_offset
+
+    @property
+    def end(self) -> int:
+        return self.head.base_offset + self.head.count
+
+    def __str__(self) -> str:
+        kind = "start" if self.head.is_epoch_start else "state" if self.head.producers is not None else "batch"
+        return f"{kind}#{self.uid}[{self.base},{self.end})e{self.head.leader_epoch}"
+
+
+@dataclass(slots=True, eq=False)
+class Disk:
+    """Invariant: `batches` are dense from `start` on; all are synced."""
+
+    store_uuid: str
+    generation: int = 0
+    start: int = 0
+    batches: list[Batch] = field(default_factory=list)
+    highest_epoch: int = 0
+    saved_high_watermark: int = 0
+    base_epochs: list[tuple[int, int]] = field(default_factory=list)
+    base_producers: list[ProducerFold] = field(default_factory=list)
+    flipped: set[int] = field(default_factory=set)  # uids of batches that no longer fit their CRC
+    full: bool = False
+    slow_ms: int = 0
+
+    @property
+    def replica_store(self) -> str:
+        return f"{self.store_uuid}/{self.generation}" if self.generation else self.store_uuid
+
+    @property
+    def end(self) -> int:
+        return self.batches[-1].end if self.batches else self.start
+
+    def index_from(self, offset: int) -> int:
+        """Of the first batch at or above `offset`."""
+        return bisect_left(self.batches, offset, key=lambda batch: batch.base)
+
+    def ending_at(self, offset: int) -> Batch | None:
+        index = self.index_from(offset)
+        return self.batches[index - 1] if index and self.batches[index - 1].end == offset else None
+
+    def epochs(self) -> list[tuple[int, int]]:
+        own = [(batch.head.leader_epoch, batch.base) for batch in self.batches if batch.head.is_epoch_start]
+        return [*self.base_epochs, *own]
+
+    def producers(self) -> Producers:
+        return _fold(self.base_producers, self.batches)
+
+    # --- changes -----------------------------------------------------------------------------------------------------
+
+    def append(self, batches: list[Batch]) -> None:
+        self.batches += batches
+
+    def truncate(self, to_offset: int) -> None:
+        if to_offset < self.start:
+            self.reset(to_offset, [entry for entry in self.base_epochs if entry[1] < to_offset])
+            return
+        del self.batches[self.index_from(to_offset) :]
+        self.saved_high_watermark = min(self.saved_high_watermark, to_offset)
+
+    def reset(self, offset: int, epochs: list[tuple[int, int]]) -> None:
+        self.batches.clear()
+        self.start = self.saved_high_watermark = offset
+        self.base_epochs = epochs
+        self.base_producers = []
+
+    def drop_below(self, offset: int) -> None:
+        """Retention: the log begins at `offset` from now on."""
+        index = self.index_from(offset)
+        dropped, self.batches = self.batches[:index], self.batches[index:]
+        self.base_producers = _fold(self.base_producers, dropped).snapshot()
+        self.base_epochs += [(b.head.leader_epoch, b.base) for b in dropped if b.head.is_epoch_start]
+        self.start = offset
+
+    def empty(self) -> None:
+        """Damaged, and moved out of the way: a new replica begins on this disk. The epochs seen stay seen."""
+        self.generation += 1
+        self.reset(0, [])
+        self.flipped.clear()
+
+
+def _fold(base: list[ProducerFold], batches: list[Batch]) -> Producers:
+    producers = Producers(base)
+    for batch in batches:
+        if batch.head.producers is not None:
+            producers = Producers(list(batch.head.producers))
+        if batch.head.stamp is not None:
+            producers.add(batch.head.stamp, batch.head.count, batch.base, batch.head.appended_at_ms)
+    return producers

@@ -1,0 +1,159 @@
+"""A broker of the simulation: a process that starts, is paused, crashes, and a disk that stays.
+
+What is meant for one life of the process (a timer, an answer) does not reach another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from simulation.disk import Disk
+from simulation.membership import Membership
+from simulation.replica_shell import ReplicaShell
+
+from portalmq.broker.core.events import BrokersChanged, Event, LeaseRenewed, PartitionStateChanged, SessionLost
+
+if TYPE_CHECKING:
+    from simulation.world import World
+
+
+class Node:
+    def __init__(self, world: World, broker_id: int, disk: Disk) -> None:
+        self.world = world
+        self.id = broker_id
+        self.disk = disk
+        self.alive = False
+        self.paused = False
+        self.life = 0
+        self.incarnation = 0
+        self.wall_offset_ms = 0
+        self.shell: ReplicaShell
+        self.membership: Membership
+        self.brokers: Mapping[int, tuple[int, str]] = {}
+        self._answered_ms: int | None = None
+        self._inbox: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
+
+    # --- the process -------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """What a crash left is made durable before anything is claimed (rule 12)."""
+        if self.alive:
+            return
+        if self.disk.flipped and self.world.chance(0.5):
+            if self.world.may_lose(self):
+                self.damaged_at_rest()
+            else:
+                self.disk.flipped.clear()
+        self.alive = True
+        self.paused = False
+        self.life += 1
+        self.incarnation = self.world.next_incarnation()
+        self.brokers = {}
+        self._answered_ms = None
+        self._inbox.clear()
+        self.world.note(self.id, "starts as {} with store {}, log to {}", self.incarnation, self.store, self.disk.end)
+        self.shell = ReplicaShell(self, self.disk.saved_high_watermark)
+        self.membership = Membership(self)
+
+    def crash(self, *, cleanly: bool = False) -> None:
+        if not self.alive:
+            return
+        self.world.note(self.id, "crashes")
+        self.shell.crash(cleanly=cleanly)
+        self.alive = self.paused = False
+        self.life += 1
+
+    def pause(self, duration_ms: int) -> None:
+        if self.alive and not self.paused:
+            self.world.note(self.id, "is paused for {} ms", duration_ms)
+            self.paused = True
+            self.world.after(duration_ms, self.resume, self.life)
+
+    def resume(self, life: int) -> None:
+        if life == self.life and self.paused:
+            self.world.note(self.id, "goes on")
+            self.paused = False
+            inbox, self._inbox = self._inbox, []
+            for number, (act, content) in enumerate(inbox):
+                if life != self.life:
+                    return
+                if self.paused:
+                    self._inbox += inbox[number:]
+                    return
+                act(*content)
+
+    @property
+    def store(self) -> str:
+        return self.disk.replica_store
+
+    @property
+    def wall_ms(self) -> int:
+        return 1_000_000 + self.world.now + self.wall_offset_ms
+
+    # --- what reaches it ---------------------------------------------------------------------------------------------
+
+    def hear(self, life: int, act: Callable[..., None], *content: Any) -> None:
+        """For one life of this process: kept while it is paused, lost when that life is over."""
+        if life != self.life or not self.alive:
+            return
+        if self.paused:
+            self._inbox.append((act, content))
+        else:
+            act(*content)
+
+    def call(self, refused: Callable[[], None], name: str, *content: Any) -> None:
+        """A request from outside to whatever life there is."""
+        if not self.alive:
+            refused()
+        elif self.paused:
+            self._inbox.append((self.call, (refused, name, *content)))
+        else:
+            getattr(self.shell, name)(*content)
+
+    def soon(self, delay_ms: int, act: Callable[..., None], *content: Any) -> None:
+        self.world.after(delay_ms, self.hear, self.life, act, *content)
+
+    def every(self, period_ms: int, act: Callable[[], None]) -> None:
+        def again() -> None:
+            self.soon(period_ms, again)
+            act()
+
+        self.soon(self.world.random.randint(1, period_ms), again)
+
+    # --- what membership tells ---------------------------------------------------------------------------------------
+
+    def told(self, word: PartitionStateChanged) -> None:
+        self._tell(word)
+
+    def lease_renewed(self, answered_ms: int) -> None:
+        self._answered_ms = answered_ms
+        self._tell(LeaseRenewed(answered_ms))
+
+    def session_lost(self) -> None:
+        self.world.note(self.id, "learns that its session is over")
+        self._answered_ms = None
+        self._tell(SessionLost())
+
+    def brokers_changed(self, brokers: Mapping[int, tuple[int, str]]) -> None:
+        self.brokers = brokers
+        self._tell(BrokersChanged(brokers))
+
+    def _tell(self, event: Event) -> None:
+        self.shell.tell(event)
+
+    # --- damage ------------------------------------------------------------------------------------------------------
+
+    def damaged_at_rest(self) -> None:
+        """Batches do not fit their CRC: this replica is worth nothing, a new one begins in its place."""
+        self.world.checker.disk_lost(self.disk)
+        self.disk.empty()
+        self.world.note(self.id, "finds its replica damaged and begins anew as {}", self.store)
+
+    def reopen(self, high_watermark: int) -> None:
+        """Another replica object over the same disk, within this life, told what is known."""
+        self.shell = ReplicaShell(self, high_watermark)
+        if self._answered_ms is not None:
+            self._tell(LeaseRenewed(self._answered_ms))
+        self._tell(BrokersChanged(self.brokers))
+        self.membership.tell_again()

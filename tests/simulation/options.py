@@ -1,0 +1,110 @@
+"""What a seed decides before its run begins: the cluster, its settings, how bad the world is."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from random import Random
+
+# What may happen, and how often relative to the rest. A seed silences some of it, so that others come into their own.
+FAULTS = {
+    "crash": 6.0,
+    "kill_leader": 4.0,
+    "kill_controller": 2.0,
+    "crash_all": 0.6,
+    "pause": 4.0,
+    "pause_leader": 2.0,
+    "expire_session": 3.0,
+    "cut": 5.0,
+    "isolate": 3.0,
+    "clog": 3.0,
+    "swizzle": 1.0,
+    "zookeeper_gone": 1.0,
+    "depose_controller": 1.0,
+    "disk_full": 2.0,
+    "fsync_fails": 1.5,
+    "disk_slow": 2.0,
+    "disk_replaced": 2.0,
+    "bit_flip": 2.0,
+    "clock_jump": 1.0,
+    "drain": 1.0,
+    "retain": 4.0,
+    "zombie": 2.0,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """`after` is how the run ends: all comes back, one broker stays dead, or the faults of the network stay."""
+
+    seed: int
+    events: int
+    brokers: int
+    late_brokers: int
+    replication_factor: int
+    min_insync: int | None
+    session_ms: int
+    lag_ms: int
+    tick_ms: int
+    batch_max: int
+    fetch_batches_max: int
+    fsync_ms: int
+    delay_ms: int
+    drop: float
+    duplicate: float
+    heavy_tail: float
+    stale_reads: float
+    missed_watches: float
+    connection_loss: float
+    outliving_ms: int
+    fault_every_ms: int
+    kill_in_isr_change: float
+    one_event_at_a_time: bool
+    producers: int
+    disaster: bool
+    after: str
+    faults: dict[str, float]
+
+    @property
+    def lease_ms(self) -> int:
+        return self.session_ms * 2 // 3
+
+    def lines(self) -> list[str]:
+        return [f"{name} = {value}" for name, value in dataclasses.asdict(self).items()]
+
+
+def draw(seed: int, events: int, random: Random) -> Options:
+    brokers = random.choice([3, 3, 3, 4, 5])
+    replication_factor = random.choice([3, 3, 3, 3, 2, 1])
+    silent = random.choice([0.0, 0.3, 0.6, 0.8])
+    faults = {name: weight for name, weight in FAULTS.items() if random.random() >= silent}
+    rough = random.choice([0.0, 0.0, 0.02, 0.1])
+    return Options(
+        seed=seed,
+        events=events,
+        brokers=brokers,
+        late_brokers=random.choice([0, 0, 0, 1, brokers - 1]),
+        replication_factor=replication_factor,
+        min_insync=random.choice([None, None, 1, 2, 2, min(3, replication_factor)]),
+        session_ms=random.choice([1_500, 3_000, 6_000]),
+        lag_ms=random.choice([400, 1_000, 3_000]),
+        tick_ms=random.choice([100, 200, 300]),
+        batch_max=random.choice([1, 3]),
+        fetch_batches_max=random.choice([1, 2, 10]),
+        fsync_ms=random.choice([1, 5, 20, 60]),
+        delay_ms=random.choice([1, 5, 20]),
+        drop=rough * random.random(),
+        duplicate=random.choice([0.0, 0.02, 0.2]),
+        heavy_tail=random.choice([0.0, 0.01, 0.1]),
+        stale_reads=random.choice([0.0, 0.1, 0.5]),
+        missed_watches=random.choice([0.0, 0.1, 0.4]),
+        connection_loss=random.choice([0.0, 0.02, 0.2]),
+        outliving_ms=random.choice([0, 0, 500, 3_000]),
+        fault_every_ms=random.choice([100, 250, 600, 1_500]),
+        kill_in_isr_change=random.choice([0.0, 0.0, 0.3]),
+        one_event_at_a_time=random.random() < 0.5,
+        producers=random.choice([1, 2, 4]),
+        disaster=random.random() < 0.04,
+        after=random.choice(["whole", "whole", "one dead", "rough"]),
+        faults=faults or {"crash": 1.0},
+    )

@@ -1,0 +1,523 @@
+"""Joins one core and one disk, as the broker's partition does: performs the core's actions, in order, and tells it.
+
+RememberEpoch takes time; what comes after it waits. Events meanwhile wait too, or are stepped with their actions
+queued behind: both are right, and a seed chooses.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from simulation.disk import Batch
+from simulation.network import CLIENTS
+from simulation.trace import is_worth_telling, told
+
+from portalmq.broker.core.events import (
+    Action,
+    AnswerDuplicate,
+    Append,
+    Appended,
+    AppendRequested,
+    BatchHead,
+    Event,
+    Fetch,
+    FetchReceived,
+    FetchReplied,
+    FollowerRefused,
+    HighWatermarkAdvanced,
+    LogReset,
+    ProposeIsr,
+    Quarantine,
+    Records,
+    Refresh,
+    Refuse,
+    Rejected,
+    RememberEpoch,
+    Replicate,
+    Reply,
+    ReplyFetch,
+    ResetLog,
+    SendFetch,
+    Stamp,
+    StepDown,
+    Tick,
+    Truncate,
+    Truncated,
+)
+from portalmq.broker.core.replica import PartitionReplica
+from portalmq.errors import NotLeader, PortalMQError, StorageFull
+
+if TYPE_CHECKING:
+    from simulation.node import Node
+
+FETCH_WAIT_MS = 500
+FETCH_TIMEOUT_MS = 1_500
+SAVE_MS = 1_000
+
+
+@dataclass(slots=True, eq=False)
+class Submission:
+    """A produce request that arrived here. Each arrival is one, with a uid of its own. `fold`: a STATE record."""
+
+    uid: int
+    count: int
+    stamp: Stamp | None = None
+    acks: str = "all"
+    answer: Callable[[int, PortalMQError | None], None] | None = None
+    base: int = -1
+    done: bool = False
+    repeats: bool = False
+    fold: tuple[Any, ...] | None = None
+    is_state: bool = False
+
+    @property
+    def end(self) -> int:
+        return self.base + self.count
+
+    def __str__(self) -> str:
+        return f"#{self.uid}"
+
+
+@dataclass(slots=True, eq=False)
+class Waiting:
+    """A fetch that waits for data, on behalf of who asked."""
+
+    fetch: Fetch
+    offset: int
+    until_ms: int
+
+
+class ReplicaShell:
+    def __init__(self, node: Node, high_watermark: int) -> None:
+        self.node = node
+        self.world = node.world
+        self.disk = disk = node.disk
+        options = node.world.options
+        self.replica = PartitionReplica(
+            node.id,
+            producers=disk.producers(),
+            epochs=disk.epochs(),
+            end_offset=disk.end,
+            high_watermark=high_watermark,
+            highest_epoch=disk.highest_epoch,
+            last_timestamp_ms=disk.batches[-1].head.appended_at_ms if disk.batches else 0,
+            log_start_offset=disk.start,
+            incarnation=node.incarnation,
+            store_uuid=node.store,
+            lease_ms=options.lease_ms,
+            lag_ms=options.lag_ms,
+        )
+        self.closed = False
+        self.asked: SendFetch | None = None
+        self.asked_ms = 0
+        self.isr_changing = False
+        self.watermark_seen = 0
+        self.fetch_seen: Fetch | None = None  # these two are the checker's
+        self._events: deque[tuple[Event, list[Batch]]] = deque()
+        self._actions: deque[Action] = deque()
+        self._to_replicate: deque[list[Batch]] = deque()
+        self._pumping = False
+        self._stalled = False
+        self._queue: list[tuple[Batch, Submission | None]] = []
+        self._writing: list[tuple[Batch, Submission | None]] = []
+        self._reshape: Callable[[], None] | None = None
+        self._tail = disk.batches[-1].uid if disk.batches else (-1 if disk.start else 0)
+        self._uncommitted: deque[Submission] = deque()
+        self._duplicates: list[Submission] = []
+        self._fetches: dict[int, Waiting] = {}
+        self._told_high_watermark: dict[int, int] = {}
+        self._state_ends = [batch.end for batch in disk.batches if batch.head.producers is not None]
+        self._saved_ms = self.world.now
+        self._every(options.tick_ms, self._tick)
+
+    # --- one event, its actions --------------------------------------------------------------------------------------
+
+    def tell(self, event: Event, batches: list[Batch] | None = None) -> None:
+        if not self.closed:
+            self._events.append((event, batches or []))
+            self._pump()
+
+    def tell_if_current(self, event: Event) -> None:
+        self.isr_changing = False
+        self.tell(event)
+
+    def _pump(self) -> None:
+        if self._pumping:
+            return
+        self._pumping = True
+        try:
+            while not self.closed:
+                if self._actions and not self._stalled:
+                    self._perform(self._actions.popleft())
+                elif self._events and not (self._stalled and self.world.options.one_event_at_a_time):
+                    self._step(*self._events.popleft())
+                else:
+                    break
+        finally:
+            self._pumping = False
+
+    def _step(self, event: Event, batches: list[Batch]) -> None:
+        actions = self.replica.step(event, self.world.now, self.node.wall_ms)
+        for action in actions:
+            if isinstance(action, Replicate):
+                self._to_replicate.append(batches)
+            elif isinstance(action, Append) and isinstance(action.token, Submission) and action.token.is_state:
+                action.token.fold = tuple(self.replica.producers.snapshot())
+        self._actions += actions
+        if self.world.tracing and (actions or is_worth_telling(event)):
+            self.world.note(self.node.id, "{}", told(event, actions))
+        self.world.checker.stepped(self, event, actions)
+
+    def _perform(self, action: Action) -> None:
+        match action:
+            case Append():
+                self._append(action)
+            case ReplyFetch():
+                self._reply_fetch(action)
+            case SendFetch():
+                self.asked = action
+                self._send_fetch()
+            case Replicate():
+                batches = self._to_replicate.popleft()
+                self._enqueue([(batch, None) for batch in batches])
+            case HighWatermarkAdvanced():
+                self._on_high_watermark(action.high_watermark)
+            case Refuse():
+                self._finish(_submission(action.token), action.error)
+            case AnswerDuplicate():
+                self._answer_duplicate(_submission(action.token), action.base_offset)
+            case RememberEpoch():
+                self._stalled = True
+                self._soon(self._fsync_ms(), self._remembered, action.leader_epoch)
+            case ProposeIsr():
+                self.isr_changing = True
+                self.node.membership.change_isr(self, action)
+            case Refresh():
+                self.node.membership.reread(self, action.number)
+            case StepDown():
+                self._on_step_down(action.leader)
+            case Truncate():
+                self._begin_reshape(lambda: self._truncate(action.to_offset), self._truncated)
+            case ResetLog():
+                self._begin_reshape(lambda: self._reset(action), lambda: self._was_reset(action))
+            case Quarantine():
+                self.world.checker.quarantined(self, action.reason)
+
+    def _soon(self, delay_ms: int, act: Callable[..., None], *content: Any) -> None:
+        self.node.soon(delay_ms, self._if_open, act, *content)
+
+    def _if_open(self, act: Callable[..., None], *content: Any) -> None:
+        if not self.closed:
+            act(*content)
+
+    def _every(self, period_ms: int, act: Callable[[], None]) -> None:
+        def again() -> None:
+            self._soon(period_ms, again)
+            act()
+
+        self._soon(self.world.random.randint(1, period_ms), again)
+
+    def _fsync_ms(self) -> int:
+        return self.world.random.randint(0, self.world.options.fsync_ms) + self.disk.slow_ms
+
+    def _remembered(self, epoch: int) -> None:
+        self.disk.highest_epoch = max(self.disk.highest_epoch, epoch)
+        self._stalled = False
+        self._pump()
+
+    # --- the log -----------------------------------------------------------------------------------------------------
+
+    def _append(self, action: Append) -> None:
+        submission = action.token if isinstance(action.token, Submission) else None
+        head = BatchHead(
+            action.base_offset,
+            submission.count if submission else 1,
+            action.leader_epoch,
+            action.appended_at_ms,
+            is_epoch_start=submission is None,
+            stamp=submission.stamp if submission else None,
+            producers=submission.fold if submission else None,
+        )
+        if submission is not None:
+            submission.base = action.base_offset
+        batch = Batch(head, submission.uid if submission else self.world.next_uid(), self._tail)
+        self.world.checker.writes(self, batch)
+        self._enqueue([(batch, submission)])
+
+    def _enqueue(self, batches: list[tuple[Batch, Submission | None]]) -> None:
+        self._tail = batches[-1][0].uid
+        self._queue += batches
+        self._write()
+
+    def _write(self) -> None:
+        if not self._writing and self._queue:
+            self._writing, self._queue = self._queue, []
+            self._soon(self._fsync_ms(), self._written)
+
+    def _written(self) -> None:
+        if self.disk.full:
+            self._refused()
+            return
+        taken, self._writing = self._writing, []
+        batches = [batch for batch, _ in taken]
+        self.world.checker.appends(self, batches)
+        self.disk.append(batches)
+        submissions = [submission for _, submission in taken if submission is not None]
+        self._uncommitted += [submission for submission in submissions if not submission.done]
+        self._state_ends += [batch.end for batch in batches if batch.head.producers is not None]
+        self.tell(Appended(self.disk.end))
+        for submission in submissions:
+            if submission.acks == "leader":
+                self._finish(submission)
+        self._wake_fetches()
+        self._write()
+
+    def _refused(self) -> None:
+        """No room: nothing of the transaction, nor of what was allotted after it, is in the log."""
+        self.world.count("disk refused")
+        self.world.note(self.node.id, "has no room on its disk")
+        dropped = [submission for _, submission in self._writing + self._queue]
+        dropped += [action.token for action in self._actions if isinstance(action, Append)]
+        self._writing, self._queue = [], []
+        full = StorageFull("full")
+        if self.world.chance(0.5):
+            self._actions = deque(a for a in self._actions if not isinstance(a, Append | Replicate))
+            self._to_replicate.clear()
+            self._tail = self.disk.batches[-1].uid if self.disk.batches else (-1 if self.disk.start else 0)
+            self.tell(Truncated(self.disk.end, self.disk.producers()))
+        else:
+            self._close()
+            self.node.reopen(min(self.replica.high_watermark, self.disk.end))
+        for submission in [*dropped, *self._duplicates]:
+            if isinstance(submission, Submission):
+                self._finish(submission, full)
+        self._duplicates.clear()
+
+    def _begin_reshape(self, change: Callable[[], None], tell: Callable[[], None]) -> None:
+        assert not self._queue, "a log is cut only when all that was asked for is on disk"
+        assert not self._writing
+        self._reshape = change
+        self._soon(self._fsync_ms(), self._reshaped, tell)
+
+    def _reshaped(self, tell: Callable[[], None]) -> None:
+        assert self._reshape is not None
+        self._reshape()
+        self._reshape = None
+        tell()
+
+    def _truncate(self, to_offset: int) -> None:
+        self.world.count("truncated")
+        self.disk.truncate(to_offset)
+        self._tail = self.disk.batches[-1].uid if self.disk.batches else (-1 if self.disk.start else 0)
+        self._state_ends = [end for end in self._state_ends if end <= to_offset]
+        self.world.checker.shrank(self.node)
+
+    def _truncated(self) -> None:
+        self.tell(Truncated(self.disk.end, self.disk.producers()))
+
+    def _reset(self, action: ResetLog) -> None:
+        self.world.count("reset")
+        self.disk.reset(action.offset, [entry for entry in action.epochs if entry[1] < action.offset])
+        self._tail = -1
+        self._state_ends.clear()
+        self.world.checker.shrank(self.node)
+
+    def _was_reset(self, action: ResetLog) -> None:
+        self.tell(LogReset(action.offset, action.epochs, self.disk.producers()))
+
+    # --- produce -----------------------------------------------------------------------------------------------------
+
+    def submit(self, submission: Submission) -> None:
+        self.tell(AppendRequested(submission, submission.count, submission.stamp, submission.is_state))
+
+    def _finish(self, submission: Submission, error: PortalMQError | None = None) -> None:
+        if submission.done:
+            return
+        submission.done = True
+        if submission.is_state:
+            return
+        self.world.checker.answered(self, submission, error)
+        if submission.answer is not None:
+            self.world.network.send(self.node.id, CLIENTS, submission.answer, submission.base, error)
+
+    def _answer_duplicate(self, submission: Submission, base: int) -> None:
+        submission.base = base
+        submission.repeats = True
+        self.world.count("duplicate")
+        if submission.end <= self.replica.high_watermark:
+            self._finish(submission)
+        else:
+            self._duplicates.append(submission)
+
+    def _on_high_watermark(self, high_watermark: int) -> None:
+        while self._uncommitted and self._uncommitted[0].end <= high_watermark:
+            self._finish(self._uncommitted.popleft())
+        for submission in self._duplicates:
+            if submission.end <= high_watermark:
+                self._finish(submission)
+        self._duplicates = [submission for submission in self._duplicates if not submission.done]
+        for follower in list(self._fetches):
+            self._soon(self.world.random.randint(0, 100), self._answer_fetch, follower)
+
+    def _on_step_down(self, leader: int | None) -> None:
+        """Those on their way to the disk as well: what stands at their place later may be another's."""
+        unknown = NotLeader("moved", leader=leader, outcome="unknown")
+        on_their_way = [submission for _, submission in self._writing + self._queue if submission is not None]
+        for submission in [*self._uncommitted, *on_their_way, *self._duplicates]:
+            self._finish(submission, unknown)
+        self._uncommitted.clear()
+        self._duplicates.clear()
+
+    # --- serving fetches ---------------------------------------------------------------------------------------------
+
+    def fetch(self, fetch: Fetch) -> None:
+        self.tell(FetchReceived(fetch, fetch))
+
+    def _reply_fetch(self, action: ReplyFetch) -> None:
+        fetch = action.token
+        assert isinstance(fetch, Fetch)
+        if action.reply is not None:
+            self._send_reply(fetch, action.reply, [])
+            return
+        self._fetches[fetch.broker_id] = Waiting(fetch, action.offset, self.world.now + FETCH_WAIT_MS)
+        if self.disk.end > action.offset:
+            self._answer_fetch(fetch.broker_id)
+        elif self.replica.high_watermark > self._told_high_watermark.get(fetch.broker_id, -1):
+            self._soon(self.world.random.randint(0, 100), self._answer_fetch, fetch.broker_id)
+
+    def _wake_fetches(self) -> None:
+        for follower, waiting in list(self._fetches.items()):
+            if self.disk.end > waiting.offset or self.world.now >= waiting.until_ms:
+                self._answer_fetch(follower)
+
+    def _answer_fetch(self, follower: int) -> None:
+        waiting = self._fetches.pop(follower, None)
+        if waiting is None or self.closed:
+            return
+        replica = self.replica
+        if not replica.leading or replica.leader_epoch != waiting.fetch.leader_epoch:
+            self._send_reply(waiting.fetch, Rejected(replica.highest_epoch), [])
+            return
+        if waiting.offset < self.disk.start:  # dropped meanwhile
+            self.fetch(waiting.fetch)
+            return
+        first = self.disk.index_from(waiting.offset)
+        batches = self.disk.batches[first : first + self.world.options.fetch_batches_max]
+        if any(batch.uid in self.disk.flipped for batch in batches):
+            self.damaged()
+            return
+        self._told_high_watermark[follower] = replica.high_watermark
+        self._send_reply(
+            waiting.fetch, Records(tuple(batch.head for batch in batches), replica.high_watermark), batches
+        )
+
+    def _send_reply(self, fetch: Fetch, reply: Reply, batches: list[Batch]) -> None:
+        follower = self.world.nodes[fetch.broker_id]
+        self.world.network.send(
+            self.node.id, follower.id, follower.call, _ignore, "tell", FetchReplied(fetch, reply), batches
+        )
+
+    # --- fetching ----------------------------------------------------------------------------------------------------
+
+    def _send_fetch(self) -> None:
+        asked = self.asked
+        if asked is None:
+            return
+        self.asked_ms = self.world.now
+        leader = self.world.nodes[asked.leader]
+        refused = self._refused_fetch(asked)
+        self.world.network.send(self.node.id, leader.id, leader.call, refused, "fetch", asked.fetch)
+
+    def _refused_fetch(self, asked: SendFetch) -> Callable[[], None]:
+        def refused() -> None:
+            self.world.suspected(self.node.id, asked.leader)
+            self._soon(self.world.random.randint(20, 500), again)
+
+        def again() -> None:
+            if self.asked is asked and self.replica.fetch == asked.fetch:
+                self._send_fetch()
+
+        return refused
+
+    # --- time --------------------------------------------------------------------------------------------------------
+
+    def _tick(self) -> None:
+        now = self.world.now
+        self.tell(Tick())
+        if self.asked is not None and self.replica.fetch == self.asked.fetch:
+            if now - self.asked_ms >= FETCH_TIMEOUT_MS:
+                self.world.suspected(self.node.id, self.asked.leader)
+                self._send_fetch()
+        else:
+            self.asked = None
+        if self.replica.in_sync is not None:
+            for member in self.replica.in_sync.overdue(now):
+                if self.world.network.is_open(self.node.id, member) and not self.world.nodes[member].alive:
+                    self.tell(FollowerRefused(member))
+        self._wake_fetches()
+        if now - self._saved_ms >= SAVE_MS:
+            self._saved_ms = now
+            self.disk.saved_high_watermark = min(self.replica.high_watermark, self.disk.end)
+
+    def retain(self) -> None:
+        """Leave a STATE record, and drop what is below the newest committed one."""
+        if self.replica.leading:
+            self.submit(Submission(self.world.next_uid(), 1, is_state=True))
+        committed = [end for end in self._state_ends if end <= self.replica.high_watermark]
+        if committed and self._reshape is None and committed[-1] - 1 > self.disk.start:
+            self.disk.drop_below(committed[-1] - 1)
+            self.replica.log_start_offset = self.disk.start
+            self.world.count("retained")
+            self.world.note(self.node.id, "drops all below {}", self.disk.start)
+
+    # --- the end -----------------------------------------------------------------------------------------------------
+
+    def damaged(self) -> None:
+        """A batch does not fit its CRC. It is never served: the replica begins anew, if it is not the last copy."""
+        if not self.world.may_lose(self.node):
+            self.disk.flipped.clear()
+            return
+        self._close()
+        self._unknown_to_all()
+        self.node.damaged_at_rest()
+        self.node.reopen(0)
+
+    def _close(self) -> None:
+        self.closed = True
+
+    def _unknown_to_all(self) -> None:
+        self.closed = True
+        self._on_step_down(None)
+
+    def crash(self, *, cleanly: bool) -> None:
+        """Keep what is synced, and any prefix of what was on its way."""
+        if self._writing:
+            survivors = [batch for batch, _ in self._writing][: self.world.random.randint(0, len(self._writing))]
+            if survivors:
+                self.world.count("unsynced survived")
+                self.world.checker.appends(self, survivors)
+                self.disk.append(survivors)
+        elif self._reshape is not None and self.world.chance(0.5):
+            self._reshape()
+        if cleanly:
+            self.disk.saved_high_watermark = min(self.replica.high_watermark, self.disk.end)
+        self.closed = True
+
+    def read(self, offset: int) -> list[Batch] | None:
+        """What a consumer gets from `offset` on; None when this broker does not serve."""
+        if self.closed or not self.replica.may_serve(self.world.now):
+            return None
+        first = self.disk.index_from(offset)
+        return [batch for batch in self.disk.batches[first : first + 20] if batch.end <= self.replica.high_watermark]
+
+
+def _submission(token: object) -> Submission:
+    assert isinstance(token, Submission)
+    return token
+
+
+def _ignore() -> None:
+    pass

@@ -1,0 +1,229 @@
+"""One seed, one run: a heap of (time, tie, action), one source of chance, and everything that stands on them."""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter, deque
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+from simulation.checker import Checker, Violation
+from simulation.client import Consumer, Producer
+from simulation.disk import Disk
+from simulation.faults import Faults
+from simulation.network import Network
+from simulation.node import Node
+from simulation.options import draw
+from simulation.zookeeper import Tree, ZooKeeper
+
+from portalmq.control_plane.state import BrokerState, PartitionState
+
+EVENTS = 1_500
+HEALING_MS = 60_000
+TRACE_LINES_KEPT = 100_000
+
+
+class World:
+    """`tracing` keeps a line of text for each thing that happens; without it nothing is formatted."""
+
+    def __init__(self, seed: int, events: int = EVENTS, *, tracing: bool = False) -> None:
+        self.random = Random(seed)
+        self.options = draw(seed, events, self.random)
+        self.tracing = tracing
+        self.trace: deque[str] = deque(maxlen=TRACE_LINES_KEPT)
+        self.reached: Counter[str] = Counter()
+        self.now = 0
+        self.events = 0
+        self.acked = 0
+        self.slowness = 0.05
+        self.left_dead: Node | None = None
+        self._heap: list[tuple[int, float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._pushed = 0
+        self._uids = 0
+        self._incarnations = 0
+        self._stores = 0
+        self._producer_epochs = 0
+        self.ids = list(range(1, self.options.brokers + 1))
+        self.checker = Checker(self)
+        self.network = Network(self)
+        self.nodes = {broker_id: Node(self, broker_id, Disk(self._next_store())) for broker_id in self.ids}
+        early = self.ids[: self.options.brokers - self.options.late_brokers]
+        self.zookeeper = ZooKeeper(self, self._first_tree(early))
+        self.partitions: dict[int, PartitionState] = {0: self.zookeeper.tree.partition}
+        for broker_id, node in self.nodes.items():
+            if broker_id in early:
+                node.start()
+            else:
+                self.after(self.random.randint(500, 5_000), node.start)
+        self.producers = [
+            Producer(self, 100 + number if self.chance(0.7) else None) for number in range(self.options.producers)
+        ]
+        self.consumers = [Consumer(self), Consumer(self)]
+        self.faults = Faults(self)
+        if self.options.disaster:
+            self.after(self.random.randint(1_000, 6_000), self.faults.disaster)
+
+    def _first_tree(self, early: list[int]) -> Tree:
+        """The partition is made while the early brokers are there; each of them starts as its first incarnation."""
+        replicas = tuple(early[: self.options.replication_factor])
+        stores = {broker_id: self.nodes[broker_id].disk.store_uuid for broker_id in early}
+        incarnations = {broker_id: number for number, broker_id in enumerate(early, 1)}
+        partition = PartitionState(
+            replicas[0],
+            1,
+            replicas,
+            replicas,
+            {broker_id: stores[broker_id] for broker_id in replicas},
+            {broker_id: incarnations[broker_id] for broker_id in replicas},
+        )
+        brokers = {id: (BrokerState("", incarnations[id], stores[id]), 0) for id in early}
+        return Tree(partition, 0, brokers)
+
+    # --- what everything is made of ----------------------------------------------------------------------------------
+
+    def after(self, delay_ms: int, act: Callable[..., None], *content: Any) -> None:
+        self._pushed += 1
+        heapq.heappush(self._heap, (self.now + delay_ms, self.random.random(), self._pushed, act, content))
+
+    def chance(self, probability: float) -> bool:
+        return self.random.random() < probability
+
+    def note(self, who: object, text: str, *content: object) -> None:
+        if self.tracing:
+            self.trace.append(f"{self.now:>7} {who!s:>9}  {text.format(*content)}")
+
+    def count(self, what: str) -> None:
+        self.reached[what] += 1
+
+    def next_uid(self) -> int:
+        self._uids += 1
+        return self._uids
+
+    def next_incarnation(self) -> int:
+        self._incarnations += 1
+        return self._incarnations
+
+    def next_producer_epoch(self) -> int:
+        self._producer_epochs += 1
+        return self._producer_epochs
+
+    def _next_store(self) -> str:
+        self._stores += 1
+        return f"s{self._stores}"
+
+    # --- what several need -------------------------------------------------------------------------------------------
+
+    def may_lose(self, node: Node) -> bool:
+        """Whether another clean in-sync replica holds all that this one does."""
+        held = self.zookeeper.tree.partition
+        if node.alive and node.shell.isr_changing:
+            return False
+        if node.id not in held.isr or node.disk.replica_store != held.store_uuids.get(node.id):
+            return True
+        return any(
+            other.disk.replica_store == held.store_uuids.get(member) and not other.disk.flipped
+            for member in held.isr
+            if (other := self.nodes[member]) is not node
+        )
+
+    def replace_disk(self, node: Node) -> None:
+        """A new, empty disk. The process that stood on the old one is gone."""
+        node.crash()
+        self.checker.disk_lost(node.disk)
+        node.disk = Disk(self._next_store())
+        self.note(node.id, "gets a new disk, {}", node.disk.store_uuid)
+
+    def suspected(self, by: int, suspect: int) -> None:
+        held = self.zookeeper.tree.controller
+        if held is not None:
+            boss = self.nodes[held[0].broker_id]
+            if boss.alive and not boss.paused and (boss.id == by or self.network.is_open(by, boss.id)):
+                boss.membership.suspect(suspect)
+
+    def isr_change_leaves(self, node: Node) -> None:
+        self.count("isr change")
+        if not self.faults.stopped and self.chance(self.options.kill_in_isr_change):
+            self.count("killed in isr change")
+            self.after(self.random.randint(0, 30), self.faults.kill_leader)
+
+    # --- running -----------------------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        self.now, _, _, act, content = heapq.heappop(self._heap)
+        self.events += 1
+        act(*content)
+
+    def run(self) -> None:
+        """Faults for so many events; then heal, and see it come back to life. Raises Violation."""
+        while self.events < self.options.events:
+            self.step()
+        self.heal()
+        deadline = self.now + HEALING_MS
+        acked_before = self.acked
+        while (missing := self.missing(acked_before)) is not None:
+            if self.now > deadline:
+                raise Violation(f"liveness: {HEALING_MS // 1000} s after all faults: {missing}")
+            for _ in range(20):
+                self.step()
+
+    def heal(self) -> None:
+        """The end of the faults, as the options have it."""
+        self.note("world", "heals: {}", self.options.after)
+        self.faults.stopped = True
+        self.network.heal(wholly=self.options.after != "rough")
+        self.slowness = 0.0
+        if self.options.after != "rough":
+            self.zookeeper.heal()
+        self.zookeeper.gone_until = 0
+        if self.options.after == "one dead":
+            self.left_dead = self._may_stay_dead()
+        for node in self.nodes.values():
+            node.disk.full = False
+            node.disk.slow_ms = 0
+            node.resume(node.life)
+            if node is self.left_dead:
+                node.crash()
+            else:
+                node.start()
+
+    def _may_stay_dead(self) -> Node | None:
+        held = self.zookeeper.tree.partition
+        needed = self.options.min_insync or (min(self.options.replication_factor, len(self.ids)) // 2 + 1)
+        candidates = [
+            node
+            for node in self.nodes.values()
+            if self.may_lose(node) and min(self.options.replication_factor, len(held.replicas)) - 1 >= needed
+        ]
+        return self.random.choice(candidates) if candidates else None
+
+    def missing(self, acked_before: int) -> str | None:
+        """What is not yet as it should be in a world without faults; None when all is."""
+        held = self.zookeeper.tree.partition
+        if held.leader is None:
+            return "no leader"
+        node = self.nodes[held.leader]
+        if not node.alive or not node.shell.replica.may_serve(self.now):
+            return f"leader {node.id} does not serve"
+        if self.acked <= acked_before:
+            return "nothing is acknowledged"
+        if self.options.after == "rough":
+            return None
+        live = {replica for replica in held.replicas if self.nodes[replica].alive}
+        if not live <= set(held.isr):
+            return f"{live} live, {held.isr} in sync"
+        if len(held.replicas) < min(self.options.replication_factor, len(self.ids) - (self.left_dead is not None)):
+            return f"only {held.replicas} have replicas"
+        return self._unreadable(node)
+
+    def _unreadable(self, node: Node) -> str | None:
+        """Every acknowledged record is readable, but for those that retention dropped."""
+        end = self.checker.high_watermark
+        if node.shell.replica.high_watermark < end:
+            return f"high watermark {node.shell.replica.high_watermark} of {end}"
+        for base, (uid, acked_end) in self.checker.acked.items():
+            if base >= node.disk.start:
+                found = node.disk.ending_at(acked_end)
+                if found is None or found.uid != uid:
+                    raise Violation(f"I3: acknowledged #{uid} at {base} is not readable at leader {node.id}")
+        return None
