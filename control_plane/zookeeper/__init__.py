@@ -290,10 +290,10 @@ class ZooKeeper:
             return
         with self._lock:
             first = not self._noted
-            if path is None or None in self._noted or len(self._noted) >= NOTES_MAX:
-                self._noted = {None}
-            else:
+            if len(self._noted) < NOTES_MAX:
                 self._noted.add(path)
+            else:
+                self._noted = {None}
         if first:
             client.handler.dispatch_callback(Callback("watch", self._ring, ()))
 

@@ -290,7 +290,10 @@ class TestSessions:
 
 class TestTheDoorbell:
     def test_each_bell_rings_with_the_path_of_what_changed(self, plane: ControlPlane) -> None:
+        before: set[str | None] = set()
+        plane.watch(before.add)
         plane.commit(Create("/a"), Create("/b"), Create("/quiet"))
+        until(lambda: {"/a", "/b", "/quiet"} <= before)
         one: set[str | None] = set()
         two: list[str | None] = []
         plane.watch(one.add)
