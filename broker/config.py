@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 EX_USAGE = 2
 EX_UNAVAILABLE = 69
@@ -60,11 +61,21 @@ class BrokerConfig:
     zookeeper: str = _setting(
         "localhost:2181", "ZooKeeper as host:port,host:port/chroot, or 'none' for a single broker"
     )
-    broker_id: int | None = _setting(None, "number of this broker, kept in the data directory", at_least=0)
+    zookeeper_user: str | None = _setting(None, "user whom ZooKeeper's nodes belong to; needs a chroot")
+    zookeeper_password: str | None = _setting(None, "password of that user", secret=True)
+    session_timeout_ms: int = _setting(
+        6_000, "how long ZooKeeper takes a silent broker for alive; see replica_lag_ms", at_least=1_000
+    )
+    broker_id: int | None = _setting(
+        None, "number of this broker, kept in the data directory; default: the smallest that is free", at_least=0
+    )
     advertised_url: str | None = _setting(None, "URL that clients reach this broker at (default http://HOST:PORT)")
     token_file: Path | None = _setting(None, "file with one secret a line; calls must carry one of them")
     secret: str | None = _setting(None, "one secret, instead of a token file", secret=True)
     insecure: bool = _setting(False, "allow an address other than loopback without a token")
+    cluster_secret_file: Path | None = _setting(
+        None, "file with what brokers show to each other; default: a secret made once, kept in ZooKeeper"
+    )
     tls_cert: Path | None = _setting(None, "certificate chain (PEM): the broker then speaks HTTPS")
     tls_key: Path | None = _setting(None, "private key of the certificate (PEM)")
     log_format: LogFormat = _setting("text", "form of the log on stderr")
@@ -72,6 +83,10 @@ class BrokerConfig:
 
     auto_create_topics: bool = _setting(True, "create a topic when it is first used")
     default_replication_factor: int = _setting(3, "replicas of a topic that names no number", at_least=1)
+
+    replica_lag_ms: int = _setting(3_000, "how long a replica may lag before it is out of sync", at_least=500)
+    fetch_wait_ms: int = _setting(500, "how long a follower's fetch waits for something new", at_least=10)
+    fetch_bytes_max: int = _setting(4 * MIB, "most that one fetch brings, over all partitions", at_least=64 * 1024)
 
     body_bytes_max: int = _setting(8 * MIB, "largest request body", at_least=1024)
     body_timeout_s: float = _setting(30.0, "longest pause of a client within a request or an answer", at_least=0.1)
@@ -92,10 +107,27 @@ class BrokerConfig:
             raise UsageError(f"port is {self.port}, but must be at most 65535")
         if (self.tls_cert is None) != (self.tls_key is None):
             raise UsageError("tls_cert and tls_key go together: give both, or neither")
+        if (self.zookeeper_user is None) != (self.zookeeper_password is None):
+            raise UsageError("zookeeper_user and zookeeper_password go together: give both, or neither")
+        if self.is_clustered:
+            check_zookeeper_hosts(self.zookeeper, needs_chroot=self.zookeeper_user is not None)
+        if self.advertised_url is not None:
+            check_url(self.advertised_url)
         if self.parked_receives_max >= self.worker_connections:
             raise UsageError(
                 "parked_receives_max must be below worker_connections, or waiting calls shut out all others"
             )
+
+    @property
+    def is_clustered(self) -> bool:
+        """Whether brokers meet in a ZooKeeper; without one this broker is alone."""
+        return self.zookeeper.strip().lower() != "none"
+
+    @property
+    def zookeeper_auth(self) -> tuple[str, str] | None:
+        if self.zookeeper_user is None or self.zookeeper_password is None:
+            return None
+        return self.zookeeper_user, self.zookeeper_password
 
     @property
     def url(self) -> str:
@@ -113,6 +145,32 @@ class BrokerConfig:
     def at_port(self, port: int) -> BrokerConfig:
         """The same settings with the port that was really bound."""
         return replace(self, port=port)
+
+
+def check_zookeeper_hosts(hosts: str, *, needs_chroot: bool = False) -> None:
+    """Raises UsageError for what names no ZooKeeper."""
+    places, slash, chroot = hosts.partition("/")
+    for place in places.split(","):
+        host, _, port = place.strip().rpartition(":")
+        if not host or not port.isdigit() or not 0 < int(port) < 65_536:
+            raise UsageError(f"zookeeper is {hosts!r}, but must be HOST:PORT,HOST:PORT/CHROOT, or 'none'")
+    if slash and not all(chroot.split("/")):
+        raise UsageError(f"zookeeper is {hosts!r}: the chroot behind the hosts must be a path like /portalmq")
+    if needs_chroot and not chroot:
+        raise UsageError(f"zookeeper_user protects a chroot: write --zookeeper {hosts.rstrip('/')}/portalmq")
+
+
+def check_url(url: str) -> None:
+    """Raises UsageError for what is no URL of a broker. Others connect to it, so it may not hide where it leads."""
+    parts = urlsplit(url)
+    try:
+        named = bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        named = False
+    if parts.scheme not in {"http", "https"} or not named or any(character.isspace() for character in url):
+        raise UsageError(f"advertised_url is {url!r}, but must be like http://broker-1.example:5000")
+    if parts.username is not None or parts.password is not None or parts.query or parts.fragment:
+        raise UsageError("advertised_url must have no user, password, query or fragment: secrets go into a token file")
 
 
 def is_loopback(host: str) -> bool:

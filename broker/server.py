@@ -21,7 +21,6 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.metadata import version
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import gevent
@@ -38,24 +37,23 @@ from portalmq.broker.config import (
     UsageError,
 )
 from portalmq.broker.logs import ServerLogger, start_logging
+from portalmq.broker.preflight import Preflight, Question
 from portalmq.broker.process import BrokerArbiter, BrokerWorker, post_request, pre_request
-from portalmq.broker.storage.disk import DataDirectory, DirectoryInUse, DiskGuard, WrongCluster
-from portalmq.broker.storage.errors import StorageError
+from portalmq.broker.storage.disk import DataDirectory, DirectoryInUse, DiskGuard, StoreIdentity, WrongCluster
+from portalmq.broker.storage.errors import StorageError, StorageFault
 from portalmq.broker.storage.files import write_atomically
-from portalmq.control_plane.plane import PlaneError, PlaneState, PlaneUnavailable
+from portalmq.control_plane.plane import ControlPlane, PlaneError, PlaneRefused, PlaneState, PlaneUnavailable
 
 if TYPE_CHECKING:
     from flask import Flask
 
     from portalmq.broker.broker import Broker
-    from portalmq.control_plane.standalone import Standalone
+    from portalmq.control_plane.catalog import Catalog
 
 T = TypeVar("T")
 log = logging.getLogger("portalmq.server")
 
 BACKLOG = 2048
-ZOOKEEPER_PORT = 2181
-ZOOKEEPER_TRIES_S = 2.0
 IN_USE_PATIENCE_S = 1.0
 IN_USE_RETRY_S = 0.05
 ANSWER_BEFORE_EXIT_S = 0.25
@@ -69,47 +67,21 @@ def serve(config: BrokerConfig, *, announce: bool = False) -> NoReturn:
     With `announce`, one line with the URL goes to stderr when it is ready. Raises StartupError.
     """
     auth = auth_from(config)
-    check_zookeeper(config.zookeeper)
-    listener = bind(config)
-    config = reachable(config.at_port(listener.getsockname()[1]))
-    start_logging(config)
-    _raise_descriptor_limit(config.worker_connections + DESCRIPTORS_BESIDE)
-    directory = lock_data_directory(config)
+    preflight = Preflight.begin(config) if config.is_clustered else None
+    try:
+        listener = bind(config)
+        config = reachable(config.at_port(listener.getsockname()[1]))
+        start_logging(config)
+        _raise_descriptor_limit(config.worker_connections + DESCRIPTORS_BESIDE)
+        directory = lock_data_directory(config, preflight)
+    finally:
+        if preflight is not None:
+            preflight.close()
     BrokerArbiter(_Application(config, auth, directory, listener, announce=announce)).run()
     sys.exit(EX_SOFTWARE)  # not reached: run() ends the process itself
 
 
 # --- what can refuse the start ---------------------------------------------------------------------------------------
-
-
-def check_zookeeper(zookeeper: str) -> None:
-    """This release runs a single broker. Raises StartupError for anything but "none"."""
-    if zookeeper.strip().lower() == "none":
-        return
-    places = [place for place in zookeeper.partition("/")[0].split(",") if place]
-    if any(_answers(place) for place in places):
-        raise StartupError(
-            f"a ZooKeeper answers at {zookeeper}, but this release runs a single broker that keeps its own metadata: "
-            "start it with `--zookeeper none`, or with `portalmq dev`",
-            EX_UNAVAILABLE,
-        )
-    raise StartupError(
-        f"no ZooKeeper answers at {', '.join(places) or 'no address at all'}: "
-        "start one (Debian: `apt-get install zookeeperd`; any system: `zkServer.sh start`) and name it with "
-        "--zookeeper HOST:PORT. `portalmq dev` runs one broker that needs none",
-        EX_UNAVAILABLE,
-    )
-
-
-def _answers(place: str) -> bool:
-    host, _, port = place.rpartition(":") if ":" in place else (place, "", str(ZOOKEEPER_PORT))
-    if not port.isdigit() or not 0 < int(port) < 65_536:
-        raise UsageError(f"zookeeper is {place!r}, but must be HOST:PORT,HOST:PORT/CHROOT, or 'none'")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=ZOOKEEPER_TRIES_S).close()
-    except OSError:
-        return False
-    return True
 
 
 def bind(config: BrokerConfig) -> socket.socket:
@@ -142,11 +114,25 @@ def reachable(config: BrokerConfig) -> BrokerConfig:
     return replace(config, advertised_url=replace(config, host=name).url)
 
 
-def lock_data_directory(config: BrokerConfig) -> DataDirectory:
-    """The data directory, ours for as long as this process lives. Raises StartupError when it cannot be."""
+def lock_data_directory(config: BrokerConfig, preflight: Preflight | None = None) -> DataDirectory:
+    """The data directory, ours for as long as this process lives. Raises StartupError when it cannot be.
+
+    In a cluster the `preflight` says whose it has to be; alone, a broker is whoever its directory says.
+    """
+
+    def join(held: StoreIdentity | None, store_uuid: str) -> tuple[str, int]:
+        assert preflight is not None
+        partitions = config.data_directory / "partitions"
+        holds = partitions.is_dir() and any(partitions.iterdir())
+        return preflight.join(Question(held, store_uuid, holds, config.url))
+
     try:
         return _patiently(
-            lambda: DataDirectory.open(config.data_directory, broker_id=config.broker_id),
+            lambda: DataDirectory.open(
+                config.data_directory,
+                broker_id=config.broker_id if preflight is None else None,
+                join=None if preflight is None else join,
+            ),
             lambda fault: isinstance(fault, DirectoryInUse),
         )
     except (DirectoryInUse, WrongCluster) as fault:
@@ -232,7 +218,7 @@ class BrokerProcess:
         self._directory = directory
         self._announce = announce
         self._broker: Broker
-        self._plane: Standalone
+        self._plane: ControlPlane
 
     def build(self) -> Flask:
         """Put the broker together. The heavy imports are here, so that the arbiter stays small."""
@@ -247,28 +233,53 @@ class BrokerProcess:
         from portalmq.broker.gauges import gauges_of
         from portalmq.broker.metrics import Metrics
         from portalmq.control_plane.catalog import Catalog
-        from portalmq.control_plane.standalone import Standalone
         from portalmq.control_plane.state import BrokerState
 
         identity = self._directory.identity
-        plane = Standalone(self._directory.path / "control")
-        plane.start()
-        plane.watch(lambda _path: self._on_plane_changed(plane))
+        plane = self._started_plane()
         catalog = Catalog(plane)
-        _join_cluster(plane, identity.cluster_id)
+        if not self.config.is_clustered:
+            _join_cluster(plane, identity.cluster_id)
         metrics = Metrics(version("portalmq"), broker_id=identity.broker_id)
         broker = Broker(
             self.config,
             catalog,
             broker_id=identity.broker_id,
-            me=BrokerState(self.config.url, _next_incarnation(self._directory.path), identity.store_uuid),
+            me=BrokerState(self.config.url, self._next_incarnation(catalog), identity.store_uuid),
             disk=DiskGuard(self._directory.path, low_water_bytes=self.config.disk_low_water_bytes),
             metrics=metrics,
-            on_fatal=self._on_storage_fault,
+            on_fatal=self._on_fatal,
         )
         metrics.observe(lambda: gauges_of(broker, connected=plane.state is PlaneState.CONNECTED))
         self._broker, self._plane = broker, plane
         return create_app(broker, self.config, metrics, self._auth)
+
+    def _started_plane(self) -> ControlPlane:
+        """The cluster's ZooKeeper, or this broker's own journal."""
+        if self.config.is_clustered:
+            from portalmq.control_plane.zookeeper import ZooKeeper
+
+            zookeeper = ZooKeeper(
+                self.config.zookeeper,
+                session_timeout_s=self.config.session_timeout_ms / 1_000,
+                auth=self.config.zookeeper_auth,
+            )
+            zookeeper.start()
+            return zookeeper
+        from portalmq.control_plane.standalone import Standalone
+
+        standalone = Standalone(self._directory.path / "control")
+        standalone.start()
+        standalone.watch(lambda _path: self._on_journal_changed(standalone))
+        return standalone
+
+    def _next_incarnation(self, catalog: Catalog) -> int:
+        """A number above that of every earlier start: of this disk's, which a file tells, and of this broker id's."""
+        identity, file = self._directory.identity, self._directory.path / "incarnation"
+        before = int(file.read_text("ascii")) if file.exists() else 0
+        incarnation = catalog.next_incarnation(identity.broker_id, identity.store_uuid, before)
+        write_atomically(file, f"{incarnation}\n".encode("ascii"))
+        return incarnation
 
     def start(self) -> None:
         """Open what is on disk and begin to serve. Runs as a greenlet: /livez answers meanwhile."""
@@ -294,29 +305,38 @@ class BrokerProcess:
         except Exception as fault:  # noqa: BLE001 - whatever it was, the process ends with its exit code
             self._end(fault)
 
-    def _on_storage_fault(self, fault: BaseException) -> None:
+    def _on_fatal(self, fault: BaseException) -> None:
         """Nothing can be promised any more. The calls that wait for the disk are answered `unknown` first."""
-        log.critical("the storage failed, the broker ends: %s", fault, exc_info=fault)
-        gevent.spawn_later(ANSWER_BEFORE_EXIT_S, _exit, EX_STORAGE)
+        log.critical("the broker ends: %s", fault, exc_info=fault)
+        gevent.spawn_later(ANSWER_BEFORE_EXIT_S, _exit, self._exit_code(fault))
 
-    def _on_plane_changed(self, plane: Standalone) -> None:
+    def _on_journal_changed(self, plane: ControlPlane) -> None:
         """The plane of one broker is lost only when its journal cannot be written."""
         if plane.state is PlaneState.LOST:
-            self._on_storage_fault(PlaneUnavailable("the journal of the metadata cannot be written"))
+            self._on_fatal(StorageFault("the journal of the metadata cannot be written"))
 
     def _end(self, fault: Exception) -> NoReturn:
         """The broker cannot start, or cannot end well."""
-        if isinstance(fault, (StorageError, PlaneError)):
-            log.critical("the storage failed: %s", fault)
-            _exit(EX_STORAGE)
-        if isinstance(fault, StartupError):
-            log.critical("%s", fault)
-            _exit(fault.exit_code)
-        log.critical("the broker failed", exc_info=fault)
-        _exit(EX_SOFTWARE)
+        code = self._exit_code(fault)
+        log.critical("the broker failed: %s", fault, exc_info=fault if code == EX_SOFTWARE else None)
+        _exit(code)
+
+    def _exit_code(self, fault: BaseException) -> int:
+        match fault:
+            case StartupError():
+                return fault.exit_code
+            case StorageError():
+                return EX_STORAGE
+            case PlaneError() if not self.config.is_clustered:
+                return EX_STORAGE  # the plane of one broker is a file
+            case PlaneUnavailable() | PlaneRefused():
+                return EX_UNAVAILABLE
+            case PlaneError():
+                return EX_CANTCREAT  # the id is another's now, or the cluster is
+        return EX_SOFTWARE
 
 
-def _join_cluster(plane: Standalone, cluster_id: str) -> None:
+def _join_cluster(plane: ControlPlane, cluster_id: str) -> None:
     """The cluster of one takes its id from the data directory. Raises StartupError when it has another already."""
     from portalmq.control_plane.plane import Create
     from portalmq.control_plane.state import CLUSTER_ID
@@ -330,14 +350,6 @@ def _join_cluster(plane: Standalone, cluster_id: str) -> None:
             "one of them was copied here from elsewhere; put back what belongs together",
             EX_CANTCREAT,
         )
-
-
-def _next_incarnation(directory: Path) -> int:
-    """A number that rises at each start of this broker, kept in a file."""
-    path = directory / "incarnation"
-    before = int(path.read_text("ascii")) if path.exists() else 0
-    write_atomically(path, f"{before + 1}\n".encode("ascii"))
-    return before + 1
 
 
 def _exit(code: int) -> NoReturn:

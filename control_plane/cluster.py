@@ -62,9 +62,9 @@ class Cluster(Tree):
 
     # --- the cluster and its brokers ---
 
-    def cluster_id(self) -> str:
-        """The cluster's id, made by whoever asks first."""
-        return self._made_once(state.CLUSTER_ID, lambda: self._unique().encode()).decode()
+    def cluster_id(self, wanted: str | None = None) -> str:
+        """The cluster's id, made by whoever asks first: `wanted`, or a fresh one."""
+        return self._made_once(state.CLUSTER_ID, lambda: (wanted or self._unique()).encode()).decode()
 
     def find_cluster_id(self) -> str | None:
         """The cluster's id, if it has one."""

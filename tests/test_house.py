@@ -46,6 +46,7 @@ ROOM_OF = {
     "portalmq.broker.api": "api",
     "portalmq.broker.gauges": "server",
     "portalmq.broker.process": "server",
+    "portalmq.broker.preflight": "server",
     "portalmq.broker.logs": "server",
     "portalmq.broker.server": "server",
     "portalmq.broker.commands": "server",

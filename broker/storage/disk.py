@@ -12,6 +12,7 @@ import errno
 import fcntl
 import os
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -96,6 +97,9 @@ class StoreIdentity(msgspec.Struct, frozen=True):
     store_uuid: str
 
 
+Join = Callable[[StoreIdentity | None, str], tuple[str, int]]
+
+
 @dataclass(frozen=True, slots=True)
 class DataDirectory:
     """A broker's data directory, locked for this process and, if it forks, its children."""
@@ -105,16 +109,19 @@ class DataDirectory:
     _lock: int
 
     @classmethod
-    def open(cls, path: Path, *, cluster_id: str | None = None, broker_id: int | None = None) -> DataDirectory:
+    def open(
+        cls, path: Path, *, cluster_id: str | None = None, broker_id: int | None = None, join: Join | None = None
+    ) -> DataDirectory:
         """Locks `path`, made when missing. What is None is taken from the directory; a new one gets an id of its own.
 
-        Raises DirectoryInUse, WrongCluster, StorageFault.
+        `join` says, once the directory is locked, of which cluster and which broker it has to be: it is told the
+        identity that is there, if any, and the store uuid. Raises DirectoryInUse, WrongCluster, StorageFault.
         """
         with faults_of(path):
             make_directory(path)
             lock = _lock(path / "lock")
             try:
-                identity = _identity(path / "identity.json", cluster_id, broker_id)
+                identity = _identity(path / "identity.json", cluster_id, broker_id, join)
             except BaseException:
                 os.close(lock)
                 raise
@@ -143,19 +150,30 @@ def _lock(path: Path) -> int:
     return descriptor
 
 
-def _identity(path: Path, cluster_id: str | None, broker_id: int | None) -> StoreIdentity:
+def read_identity(path: Path) -> StoreIdentity | None:
+    """Whose the data directory `path` is; None for a new one. Raises StorageFault when that cannot be read."""
+    file = path / "identity.json"
     try:
-        identity = msgspec.json.decode(path.read_bytes(), type=StoreIdentity)
+        return msgspec.json.decode(file.read_bytes(), type=StoreIdentity)
     except FileNotFoundError:
+        return None
+    except msgspec.DecodeError as error:
+        raise StorageFault(f"{file} is damaged: {error}; restore it from a copy") from error
+
+
+def _identity(path: Path, cluster_id: str | None, broker_id: int | None, join: Join | None) -> StoreIdentity:
+    identity = read_identity(path.parent)
+    store_uuid = uuid.uuid4().hex if identity is None else identity.store_uuid
+    if join is not None:
+        cluster_id, broker_id = join(identity, store_uuid)
+    if identity is None:
         identity = StoreIdentity(
             cluster_id=uuid.uuid4().hex if cluster_id is None else cluster_id,
             broker_id=1 if broker_id is None else broker_id,
-            store_uuid=uuid.uuid4().hex,
+            store_uuid=store_uuid,
         )
         write_atomically(path, msgspec.json.encode(identity) + b"\n")
         return identity
-    except msgspec.DecodeError as error:
-        raise StorageFault(f"{path} is damaged: {error}; restore it from a copy") from error
     if cluster_id is not None and cluster_id != identity.cluster_id:
         raise WrongCluster(
             f"{path.parent} holds data of the cluster {identity.cluster_id}, this is the cluster {cluster_id}:"
