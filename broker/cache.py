@@ -100,14 +100,16 @@ class BatchCache(RangeCache[Batch]):
 
     def __init__(self, bytes_max: int, frame_bytes_max: int = FRAME_BYTES_MAX) -> None:
         super().__init__(bytes_max)
-        self.frames: RangeCache[Frame] = RangeCache(frame_bytes_max)
+        self.frames: RangeCache[tuple[Frame, int]] = RangeCache(frame_bytes_max)
 
     def put(self, partition: int, batch: Batch, size_bytes: int) -> None:
         """Keep a batch whose payloads have `size_bytes` together."""
         self.keep(partition, batch.base_offset, batch.end_offset, batch, cost_bytes(batch, size_bytes))
 
     def put_frame(self, partition: int, base_offset: int, end_offset: int, frame: Frame) -> None:
-        self.frames.keep(partition, base_offset, end_offset, frame, FRAME_COST_BYTES + frame.size_bytes)
+        """Keep a batch as it travels; it is found together with its end offset."""
+        cost = FRAME_COST_BYTES + frame.size_bytes
+        self.frames.keep(partition, base_offset, end_offset, (frame, end_offset), cost)
 
     def drop(self, partition: int) -> None:
         super().drop(partition)

@@ -1,25 +1,32 @@
 """One partition on this broker: a core that decides, a log that keeps, and the waiters in between.
 
-All methods run on the hub's thread (greenlets), so there are no locks; only the writer's transactions run on a native
-thread. Appends that wait while a transaction runs go into the next one together, with one fsync for all (group
-commit). The order of offsets is the order of requests, and everything is answered in that order.
+All methods run on the hub's thread (greenlets), so there are no locks; only transactions and long reads run on native
+threads. The order of offsets is the order of requests, and everything is answered in that order.
 
     append -> core allots offsets -> queue -> [native thread: CRC, INSERT, COMMIT] -> core: Appended
            <- waiters answered, receivers and browsers woken <- core: HighWatermarkAdvanced
+
+Everything that the core hears passes `tell`, and its actions are performed in order. One of them waits for the disk
+(RememberEpoch: a replica acts in no epoch that it could forget); until it is durable the rest stays queued. What a
+follower does is in following.py, what a leader does for its followers in serving.py, the groups' fold in folding.py,
+cleaning in upkeep.py.
 """
 
 from __future__ import annotations
 
+import logging
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import count
 from typing import Any, Protocol
 
+import gevent
 import msgspec
 from gevent.event import Event
 
 from portalmq.broker.cache import BatchCache
 from portalmq.broker.clock import Clock
+from portalmq.broker.core import events as core
 from portalmq.broker.core.delivery import GroupDelivery
 from portalmq.broker.core.events import (
     Action,
@@ -27,22 +34,41 @@ from portalmq.broker.core.events import (
     Append,
     Appended,
     AppendRequested,
+    BrokersChanged,
+    Fetch,
     HighWatermarkAdvanced,
+    IsrAnswered,
+    LeaseRenewed,
+    Outcome,
     PartitionStateChanged,
+    ProposeIsr,
+    Quarantine,
+    Refresh,
     Refuse,
+    RememberEpoch,
+    Replicate,
+    ReplyFetch,
+    ResetLog,
+    SendFetch,
     Stamp,
     StepDown,
+    Truncate,
+    Truncated,
 )
-from portalmq.broker.core.fold import GroupFold, PartitionFold, decode_fold, encode_fold
-from portalmq.broker.core.producers import Producers
-from portalmq.broker.core.records import Ack, Extend, Grant, GroupRecord, GroupStart, Nack, Purge
+from portalmq.broker.core.fold import PartitionFold
+from portalmq.broker.core.insync import InSync
+from portalmq.broker.core.records import GroupRecord
 from portalmq.broker.core.replica import PartitionReplica
+from portalmq.broker.folding import KIND_OF, Recovered, recover
+from portalmq.broker.following import Following
 from portalmq.broker.reader import Piece, Reader
+from portalmq.broker.serving import Serving
 from portalmq.broker.storage.batch import Batch, Kind, Record
-from portalmq.broker.storage.errors import DiskFull
+from portalmq.broker.storage.errors import DiskFull, StorageError
 from portalmq.broker.storage.log import Log
 from portalmq.broker.storage.state import StateFile
-from portalmq.broker.writer import Pending, Writer, WriterHost
+from portalmq.broker.upkeep import Upkeep
+from portalmq.broker.writer import Entry, Pending, Replicated, Writer, WriterHost
 from portalmq.errors import (
     Backpressure,
     NotLeader,
@@ -53,111 +79,351 @@ from portalmq.errors import (
 )
 from portalmq.wire import Acks
 
+log = logging.getLogger(__name__)
+
 QUEUED_BYTES_MAX = 64 * 1024 * 1024
+REMEMBER_AGAIN_S = 1.0
+REFUSAL_LOGGED_EVERY_MS = 5_000
+DISK_FULL = "the broker's disk is full: free space or add disk, then repeat"
 
 _encode = msgspec.msgpack.encode
-_RECORD_TYPES: dict[int, type[GroupRecord]] = {
-    Kind.GROUP_START: GroupStart,
-    Kind.GRANT: Grant,
-    Kind.ACK: Ack,
-    Kind.NACK: Nack,
-    Kind.EXTEND: Extend,
-}
-_KINDS = {record_type: Kind(kind) for kind, record_type in _RECORD_TYPES.items()}
+_numbers = count()
+
+
+class Urls(Protocol):
+    def url_of(self, broker_id: int) -> str | None: ...
+
+
+class PartitionMembership(Protocol):
+    """The control plane, as far as one partition asks for it. Calls may block, and do not raise."""
+
+    @property
+    def mirror(self) -> Urls: ...
+
+    def answered_ms(self) -> int: ...
+
+    def change_isr(
+        self, topic_id: str, number: int, proposal: ProposeIsr, configured_min_insync: int | None
+    ) -> IsrAnswered: ...
+
+    def reread(
+        self, topic_id: str, number: int, refresh: int, configured_min_insync: int | None
+    ) -> PartitionStateChanged | None: ...
+
+
+class Fetching(Protocol):
+    """Who carries the fetches of this broker's followers."""
+
+    def follow(self, partition: Partition, leader: int, fetch: Fetch) -> None: ...
+    def unfollow(self, partition: Partition) -> None: ...
 
 
 class PartitionHost(WriterHost, Protocol):
     """What a partition needs of the broker it stands on."""
 
     broker_id: int
+    incarnation: int
+    store_uuid: str
     clock: Clock
     cache: BatchCache
+    lag_ms: int
+    lease_ms: int
+
+    @property
+    def membership(self) -> PartitionMembership: ...
+
+    @property
+    def fetchers(self) -> Fetching: ...
 
     def disk_is_full(self) -> bool: ...
 
 
-_numbers = count()
-
-
 class Partition:
-    """A replica at work. `topic` and `number` name it; `delivery` holds the folds of its queue groups."""
+    """A replica at work. `topic` and `number` name it; `delivery` holds the folds of its queue groups.
+
+    `serves` says that it leads, and that what was committed before its epoch is known to it. `on_leading` and
+    `on_stepped_down` tell of that, each in a greenlet of its own, in order; `on_damaged` that its files are to be
+    replaced. `damage` says why, `quarantined` why this replica does nothing more.
+    """
 
     def __init__(
-        self, host: PartitionHost, topic: str, number: int, log: Log, state_file: StateFile, *, dedup_window_ms: int
+        self,
+        host: PartitionHost,
+        topic: str,
+        number: int,
+        log: Log,
+        state_file: StateFile,
+        *,
+        dedup_window_ms: int,
+        topic_id: str = "",
+        store_uuid: str | None = None,
+        min_insync_replicas: int | None = None,
+        recovered: Recovered | None = None,
     ) -> None:
         self.host = host
         self.topic = topic
+        self.topic_id = topic_id
         self.number = number
         self.log = log
+        self.state_file = state_file
+        self.store_uuid = store_uuid or host.store_uuid
         self.dedup_window_ms = dedup_window_ms
+        self.min_insync_replicas = min_insync_replicas
         self.delivery: dict[str, GroupDelivery] = {}
         self.on_readable: list[Callable[[], None]] = []
+        self.on_leading: Callable[[Partition], None] = lambda partition: None
+        self.on_stepped_down: Callable[[Partition], None] = lambda partition: None
+        self.on_damaged: Callable[[Partition], None] = lambda partition: None
         self.changed = False
-        self._state_file = state_file
+        self.serves = False
+        self.damage = ""
+        self.flaw = ""
+        self.closed = False
         self._cache_key = next(_numbers)
         self._writer = Writer(host, log, self._on_written, self._on_refused)
-        self._reader = Reader(log, host.cache, self._cache_key, host.storage_failed)
+        self._reader = Reader(
+            log, host.cache, self._cache_key, host.storage_failed, lambda fault: self.damaged(str(fault))
+        )
+        self.following = Following(self)
+        self.serving = Serving(self, self._cache_key)
+        self.upkeep = Upkeep(self)
+        self._actions: deque[Action] = deque()
+        self._performing = False
+        self._remembering: RememberEpoch | None = None
+        self._errands: deque[ProposeIsr | Refresh] = deque()
+        self._errand: gevent.Greenlet | None = None
+        self._book: InSync | None = None
         self._uncommitted: deque[Pending] = deque()
         self._duplicates: list[tuple[int, Pending]] = []
         self._unwritten_ids: dict[bytes, tuple[int, bytes | None, int]] = {}
         self._browsers: set[Event] = set()
         self._used = True
-        self._closed = False
-        self._load()
+        self._refused_ms = 0
+        found = recovered or recover(log, state_file)
+        self.lost = found.lost
+        self.install(found)
+        self.replica = self._replica_of(found, found.highest_epoch)
+
+    def __str__(self) -> str:
+        return f"partition {self.number} of topic {self.topic!r}"
 
     # --- opening -----------------------------------------------------------------------------------------------------
 
-    def _load(self) -> None:
-        """Fold the log, from the newest snapshot on."""
-        fold, high_watermark = self._snapshot_to_start_from()
-        producers = Producers(fold.producers)
-        epochs = list(fold.epochs)
+    def install(self, found: Recovered) -> None:
+        """Take what the log adds up to, after it was opened, cut or begun anew."""
+        self.host.cache.drop(self._cache_key)
+        self.groups = found.groups
         self.delivery.clear()
-        self.delivery.update({group.group: GroupDelivery(group) for group in fold.groups})
-        for batch in self.log.control_records(fold.applied):
-            if batch.kind == Kind.EPOCH_START:
-                epochs.append((batch.leader_epoch, batch.base_offset))
-            else:
-                self._fold(batch.kind, batch.group, batch.body)
-        for batch in self.log.producer_batches(fold.applied):
-            stamp = Stamp(batch.producer_id, batch.producer_epoch, batch.sequence)
-            producers.add(stamp, batch.count, batch.base_offset, batch.appended_at_ms)
-        highest = max(self._state_file.highest_epoch(), epochs[-1][0] if epochs else 0)
-        self.replica = PartitionReplica(
+        self.delivery.update(found.groups.delivery)
+        found.groups.delivery = self.delivery  # those who serve groups keep hold of this dict
+        self.start = found.start
+        self.messages_next = self.log.message_count_total
+        self.readable_end = found.readable_end
+        # Ends of message batches above the high watermark, ascending: what becomes readable, step by step.
+        self._ends: deque[int] = deque([found.recovered_end] if found.recovered_end > found.readable_end else [])
+        self.upkeep.forget_snapshot()
+
+    def _replica_of(self, found: Recovered, highest_epoch: int) -> PartitionReplica:
+        return PartitionReplica(
             self.host.broker_id,
-            producers=producers,
-            epochs=epochs,
+            producers=found.producers,
+            epochs=found.epochs,
             end_offset=self.log.end_offset,
-            high_watermark=high_watermark,
-            highest_epoch=highest,
+            high_watermark=found.high_watermark,
+            highest_epoch=highest_epoch,
             last_timestamp_ms=self.log.last_timestamp_ms,
+            log_start_offset=found.start.offset,
+            incarnation=self.host.incarnation,
+            store_uuid=self.store_uuid,
+            lease_ms=self.host.lease_ms,
+            lag_ms=self.host.lag_ms,
         )
-        self._messages_next = self.log.message_count_total
-        self.readable_end = self._reader.last_message_end(self.replica.high_watermark)
-        # Messages that were on disk at the start, above the high watermark that was saved last.
-        self._recovered_end = self._reader.last_message_end(self.log.end_offset)
 
-    def _snapshot_to_start_from(self) -> tuple[PartitionFold, int]:
-        """The saved fold, unless it is ahead of the log, or so old that segments it needs have been dropped."""
-        saved = self._state_file.load()
-        if saved is not None and self.log.base_offset <= saved[0].applied <= self.log.end_offset:
-            return saved
-        newest = self.log.newest_state()
-        if newest is None:
-            return PartitionFold(), 0
-        fold = decode_fold(newest.body)
-        fold.applied = newest.end_offset
-        return fold, newest.end_offset
+    # --- the one door of the core ------------------------------------------------------------------------------------
 
-    def lead(self, state: PartitionStateChanged) -> None:
-        """Take the control plane's word; returns once a new epoch's start is committed."""
-        if state.leader_epoch > self.replica.highest_epoch:
-            self._state_file.save_highest_epoch(state.leader_epoch)
-        self._perform(self.replica.step(state, self.host.clock.wall_ms()))
-        self._writer.wait_idle()
+    def tell(self, event: core.Event) -> None:
+        """Tell the core, and perform what it asks for."""
+        clock = self.host.clock
+        actions = self.replica.step(event, clock.now_ms(), clock.wall_ms())
+        if actions:
+            self._actions += actions
+            if not self._performing:
+                self._perform()
+        self.following.settle()
+        if self.replica.in_sync is not self._book:
+            self._note_leadership()
+
+    def hear(self, word: PartitionStateChanged, brokers: Mapping[int, tuple[int, str]] | None = None) -> None:
+        """The control plane's word on this partition, and on who is there."""
+        if brokers is not None:
+            self.hear_brokers(brokers)
+        if self.lost:
+            self.damaged(self.lost, word)
+        if self.damage:
+            return
+        self._writer.keeps_frames = len(word.replicas) > 1
+        self.tell(LeaseRenewed(self.host.membership.answered_ms()))
+        self.tell(word)
+
+    def hear_brokers(self, brokers: Mapping[int, tuple[int, str]]) -> None:
+        self.tell(BrokersChanged(brokers))
+
+    def _perform(self) -> None:
+        self._performing = True
+        try:
+            while self._actions:
+                action = self._actions.popleft()
+                if isinstance(action, RememberEpoch):
+                    self._remembering = action
+                    gevent.spawn(self._remember, action)
+                    return
+                self._act(action)
+        finally:
+            self._performing = self._remembering is not None
+
+    def _remember(self, action: RememberEpoch) -> None:
+        """Make it durable that the epoch was seen, then perform what waits for that. A full disk holds it up."""
+        while not self.closed:
+            failed = self.host.pool.apply(_remembered, (self.state_file, action.leader_epoch))
+            if failed is None:
+                break
+            if not isinstance(failed, DiskFull):
+                self.host.storage_failed(failed)
+                return
+            log.warning("%s: no room to remember its leader epoch %d", self, action.leader_epoch)
+            gevent.sleep(REMEMBER_AGAIN_S)
+        self._remembering = None
+        self._perform()
+        self.following.settle()
+
+    def _act(self, action: Action) -> None:
+        match action:
+            case Append():
+                self._enqueue(action)
+            case HighWatermarkAdvanced():
+                self._on_high_watermark(action.high_watermark)
+            case ReplyFetch():
+                self.serving.answer(action)
+            case Replicate():
+                self._enqueue_replicated(self.following.replicated())
+            case SendFetch():
+                if not self.closed:
+                    self.following.send(action)
+            case AnswerDuplicate():
+                self._answer_duplicate(action)
+            case Refuse():
+                pending: Any = action.token
+                pending.finish(action.error)
+            case StepDown():
+                self._on_step_down(action.leader)
+            case ProposeIsr() | Refresh():
+                self._send_on_errand(action)
+            case Truncate():
+                self.following.truncate(action)
+            case ResetLog():
+                self.following.reset(action)
+            case Quarantine():
+                log.critical("%s is quarantined, and does nothing more: %s", self, action.reason)
+
+    @property
+    def quarantined(self) -> str:
+        return self.replica.quarantined
+
+    # --- who leads ---------------------------------------------------------------------------------------------------
+
+    def _note_leadership(self) -> None:
+        """The core began or ended to lead. The end is acted on with StepDown, in its place among the actions."""
+        self._book = self.replica.in_sync
+        if self._book is None:
+            return
         now_ms = self.host.clock.now_ms()
         for delivery in self.delivery.values():
             delivery.take_over(now_ms)
+        self._begin_to_serve()
+
+    def _begin_to_serve(self) -> None:
+        """A leader knows all that was committed before its time once the start of its epoch is committed."""
+        book = self.replica.in_sync
+        if self.serves or book is None or self.replica.high_watermark <= book.epoch_start:
+            return
+        self.serves = True
+        if self.groups.purges:  # an earlier leader ended before it could write the STATE that lets them move the start
+            self.upkeep.write_state()
+        gevent.spawn(self.on_leading, self)
+
+    def _on_step_down(self, leader: int | None) -> None:
+        """Whoever waits learns that the outcome is unknown. What is on its way to the disk goes on, and is folded."""
+        self.serving.end()
+        error = self.located(
+            NotLeader("the leadership moved while this was on its way", leader=leader, outcome="unknown")
+        )
+        uncommitted, self._uncommitted = self._uncommitted, deque()
+        duplicates, self._duplicates = self._duplicates, []
+        self._unwritten_ids.clear()
+        for pending in uncommitted:
+            pending.finish(error)
+        for _, pending in duplicates:
+            pending.finish(error)
+        for event in self._browsers:
+            event.set()
+        if self.serves:
+            self.serves = False
+            gevent.spawn(self.on_stepped_down, self)
+
+    def located(self, error: PortalMQError) -> PortalMQError:
+        """NotLeader with what the caller needs next; the leader that is just beginning says so itself."""
+        if not isinstance(error, NotLeader):
+            return error
+        leader = error.extra.get("leader")
+        if leader == self.host.broker_id and error.outcome == "not_applied":
+            return Unavailable("this broker was elected, and has not begun to lead yet", retry_after_s=0.1)
+        if leader is not None:
+            error.extra["leader_url"] = self.host.membership.mirror.url_of(leader)
+        return error
+
+    def _send_on_errand(self, action: ProposeIsr | Refresh) -> None:
+        """To the control plane, one after the other: a read that settles a compare-and-set must come behind it."""
+        if isinstance(action, Refresh):
+            self._errands = deque(each for each in self._errands if not isinstance(each, Refresh))
+        self._errands.append(action)
+        if self._errand is None and not self.closed:
+            self._errand = gevent.spawn(self._run_errands)
+
+    def _run_errands(self) -> None:
+        membership = self.host.membership
+        try:
+            while self._errands and not self.closed:
+                action = self._errands.popleft()
+                least = self.min_insync_replicas
+                if isinstance(action, Refresh):
+                    word = membership.reread(self.topic_id, self.number, action.number, least)
+                    if word is not None and not self.closed:
+                        self.tell(LeaseRenewed(membership.answered_ms()))
+                        self.tell(word)
+                else:
+                    try:
+                        answer = membership.change_isr(self.topic_id, self.number, action, least)
+                    except Exception:  # a bug must not leave the core waiting: what came of it has to be read
+                        log.exception("%s: its change of the ISR failed", self)
+                        answer = IsrAnswered(action.version, Outcome.UNKNOWN)
+                    if not self.closed:
+                        self.tell(answer)
+        finally:
+            self._errand = None
+
+    def damaged(self, reason: str, word: PartitionStateChanged | None = None) -> None:
+        """Something in the files is not what was written. With another replica in sync this one is to be rebuilt from
+        it; else it goes on with what it has, and refuses what it has not."""
+        if self.damage or self.closed or reason == self.flaw:
+            return
+        state = word or self.replica.state
+        if state is None or not state.isr - {self.host.broker_id}:
+            self.flaw = reason
+            log.critical("%s is damaged, and there is no other replica to rebuild it from: %s", self, reason)
+            return
+        self.damage = reason
+        log.critical("%s is damaged, and will be rebuilt from another replica: %s", self, reason)
+        gevent.spawn(self.on_damaged, self)
 
     # --- appending ---------------------------------------------------------------------------------------------------
 
@@ -196,35 +462,27 @@ class Partition:
 
     def append_group_record(self, group: str, record: GroupRecord, *, is_soft: bool = False) -> Pending:
         """Fold a group's record and append it: from here on the group's state has it."""
-        kind = _KINDS[type(record)]
-        body = _encode(record)
-        pending = self.append_control(kind, body, group, is_soft=is_soft)
-        self._fold_record(kind, group, record)
+        pending = self.append_control(KIND_OF[type(record)], _encode(record), group, is_soft=is_soft)
+        self.groups.apply(group, record)
+        return pending
+
+    def end_group(self, group: str) -> Pending | None:
+        """Forget a group; what to wait on until that is committed."""
+        if self.closed or group not in self.delivery:
+            return None
+        pending = self.append_control(Kind.GROUP_END, b"", group)
+        self.delivery.pop(group, None)
         return pending
 
     def _submit(self, pending: Pending, size: int, *, is_control: bool) -> Pending:
-        if self._closed:
+        if self.closed:
             raise Unavailable("the partition is being closed", retry_after_s=0.5)
-        request = AppendRequested(pending, size, pending.stamp, is_control)
-        self._perform(self.replica.step(request, self.host.clock.wall_ms()))
+        if self._remembering is not None:
+            raise Unavailable("the partition's leadership is just changing", retry_after_s=0.1)
+        self.tell(AppendRequested(pending, size, pending.stamp, is_control))
         if pending.error is not None:
-            raise pending.error
+            raise self.located(pending.error)
         return pending
-
-    def _perform(self, actions: list[Action]) -> None:
-        for action in actions:
-            match action:
-                case Append():
-                    self._enqueue(action)
-                case HighWatermarkAdvanced():
-                    self._on_high_watermark(action.high_watermark)
-                case AnswerDuplicate():
-                    self._answer_duplicate(action)
-                case Refuse():
-                    pending: Any = action.token
-                    pending.finish(action.error)
-                case StepDown():
-                    self._on_step_down(action)
 
     def _enqueue(self, action: Append) -> None:
         pending: Any = action.token
@@ -235,7 +493,7 @@ class Partition:
         pending.batch = batch = Batch(
             action.base_offset,
             pending.batch.count,
-            self._messages_next,
+            self.messages_next,
             pending.batch.kind,
             action.leader_epoch,
             action.appended_at_ms,
@@ -246,52 +504,87 @@ class Partition:
             pending.batch.records,
             pending.batch.body,
         )
-        self._messages_next += batch.message_count
+        if batch.kind == Kind.MESSAGES:
+            self.messages_next += batch.count
+            self._ends.append(batch.end_offset)
         self.changed = self._used = True
+        self._uncommitted.append(pending)
         self._writer.put(pending)
+
+    def _enqueue_replicated(self, entry: Replicated) -> None:
+        for head in entry.heads:
+            if head.kind == Kind.MESSAGES:
+                self.messages_next += head.count
+                self._ends.append(head.end_offset)
+        self.changed = self._used = True
+        self._writer.put(entry)
 
     # --- what the writer tells ---------------------------------------------------------------------------------------
 
-    def _on_written(self, taken: list[Pending]) -> None:
+    def _on_written(self, taken: list[Entry]) -> None:
         """These batches are on disk."""
-        for pending in taken:
-            self.host.cache.put(self._cache_key, pending.batch, pending.size_bytes)
-        self._uncommitted += taken
-        end_offset = taken[-1].batch.end_offset
+        end_offset = 0
+        for entry in taken:
+            if isinstance(entry, Replicated):
+                end_offset = entry.end_offset
+                for batch in entry.batches:
+                    if batch.kind != Kind.MESSAGES:
+                        self.groups.take(batch)
+                continue
+            end_offset = entry.batch.end_offset
+            self.host.cache.put(self._cache_key, entry.batch, entry.size_bytes)
+            if entry.frame is not None:
+                self.host.cache.put_frame(self._cache_key, entry.base_offset, end_offset, entry.frame)
+                entry.frame = None
         if self._unwritten_ids:
             self._unwritten_ids = {key: place for key, place in self._unwritten_ids.items() if place[0] >= end_offset}
-        self._perform(self.replica.step(Appended(end_offset), self.host.clock.wall_ms()))
-        for pending in taken:
-            if pending.acks == "leader" and not pending.done.is_set():
-                pending.finish()
+        self.tell(Appended(end_offset))
+        self.serving.written(end_offset)
+        self.upkeep.take_snapshot_if_due()
+        leads = self.replica.leading
+        for entry in taken:
+            if isinstance(entry, Pending) and entry.acks == "leader" and leads:
+                entry.finish()
 
-    def _on_refused(self, taken: list[Pending]) -> None:
-        """The disk refused a transaction: none of it, and nothing that was allotted after it, is in the log."""
-        full = StorageFull("the broker's disk is full: free space or add disk, then repeat", retry_after_s=5)
-        state = self.replica.state
+    def _on_refused(self, taken: list[Entry], why: Exception) -> None:
+        """None of this transaction is in the log, and nothing that was allotted after it: the core goes on from what
+        is."""
+        now_ms = self.host.clock.now_ms()
+        if now_ms - self._refused_ms > REFUSAL_LOGGED_EVERY_MS:
+            log.warning("%s: a transaction was refused: %s", self, why)
+            self._refused_ms = now_ms
+        full = StorageFull(DISK_FULL, retry_after_s=5)
+        refused = {id(entry) for entry in taken}
+        self._uncommitted = deque(pending for pending in self._uncommitted if id(pending) not in refused)
         self._unwritten_ids.clear()
-        self._load()
-        if state is not None:
-            self._perform(self.replica.step(state, self.host.clock.wall_ms()))
-        for pending in taken:
+        found = recover(self.log, self.state_file, self.high_watermark)
+        self.install(found)
+        self.following.pause()
+        self.tell(Truncated(self.log.end_offset, found.producers))
+        duplicates, self._duplicates = self._duplicates, []
+        for entry in taken:
+            if isinstance(entry, Pending):
+                entry.finish(full)
+        for _, pending in duplicates:  # what they repeat is not in the log, or they may simply ask again
             pending.finish(full)
-        for _, pending in self._duplicates:  # what they repeat is not in the log, or they may simply ask again
-            pending.finish(full)
-        self._duplicates.clear()
 
     # --- what moves when the high watermark does ---------------------------------------------------------------------
 
     def _on_high_watermark(self, high_watermark: int) -> None:
+        self.changed = True
         readable_end = self.readable_end
-        if readable_end < self._recovered_end <= high_watermark:
-            readable_end = self._recovered_end
+        while self._ends and self._ends[0] <= high_watermark:
+            readable_end = self._ends.popleft()
         while self._uncommitted and self._uncommitted[0].batch.end_offset <= high_watermark:
-            pending = self._uncommitted.popleft()
-            if pending.batch.kind == Kind.MESSAGES:
-                readable_end = pending.batch.end_offset
-            pending.finish()
+            self._uncommitted.popleft().finish()
         if self._duplicates:
             self._release_duplicates(high_watermark)
+        if self.serving.parked:
+            self.serving.high_watermark_moved()
+        if not self.serves:
+            self._begin_to_serve()
+        if self.groups.moves:
+            self.upkeep.move_log_start(self.groups.due(high_watermark))
         if readable_end > self.readable_end:
             self.readable_end = readable_end
             for wake in self.on_readable:
@@ -314,15 +607,6 @@ class Partition:
                 pending.finish()
         self._duplicates = [(end, pending) for end, pending in self._duplicates if end > high_watermark]
 
-    def _on_step_down(self, action: StepDown) -> None:
-        error = NotLeader("the leadership moved while this was on its way", leader=action.leader, outcome="unknown")
-        for pending in self._uncommitted:
-            pending.finish(error)
-        for _, pending in self._duplicates:
-            pending.finish(error)
-        self._uncommitted.clear()
-        self._duplicates.clear()
-
     # --- message ids -------------------------------------------------------------------------------------------------
 
     def place_of_id(self, message_id: bytes) -> tuple[int, bytes | None, int] | None:
@@ -340,41 +624,12 @@ class Partition:
                 self._unwritten_ids[record.message_id] = (offset, record.body_hash, pending.appended_at_ms)
 
     def wait_committed(self, offset: int) -> None:
-        """Return once `offset` is below the high watermark."""
+        """Return once `offset` is below the high watermark. Raises NotLeader when the leadership ends before."""
         if offset < self.replica.high_watermark:
             return
         pending = Pending(Batch(offset, 1, 0, Kind.MESSAGES, 0, 0))
         self._duplicates.append((offset + 1, pending))
         pending.wait()
-
-    # --- the groups' fold --------------------------------------------------------------------------------------------
-
-    def _fold(self, kind: int, group: str, body: bytes) -> None:
-        if kind == Kind.PURGE:
-            self._purge_groups(msgspec.msgpack.decode(body, type=Purge).upto)
-        elif kind == Kind.GROUP_END:
-            self.delivery.pop(group, None)
-        elif kind in _RECORD_TYPES:
-            self._fold_record(kind, group, msgspec.msgpack.decode(body, type=_RECORD_TYPES[kind]))
-
-    def _fold_record(self, kind: int, group: str, record: GroupRecord) -> None:
-        if kind == Kind.GROUP_START and group not in self.delivery:
-            self.delivery[group] = GroupDelivery(GroupFold(group, 0, 0, []))
-        delivery = self.delivery.get(group)
-        if delivery is not None:
-            delivery.apply(record)
-
-    def _purge_groups(self, upto: int) -> None:
-        for delivery in self.delivery.values():
-            delivery.purge(upto)
-
-    def end_group(self, group: str) -> Pending | None:
-        """Forget a group; what to wait on until that is committed."""
-        if self._closed or group not in self.delivery:
-            return None
-        pending = self.append_control(Kind.GROUP_END, b"", group)
-        self.delivery.pop(group, None)
-        return pending
 
     # --- reading -----------------------------------------------------------------------------------------------------
 
@@ -390,7 +645,7 @@ class Partition:
                 log_start_offset=self.log.log_start_offset,
                 high_watermark=self.high_watermark,
             )
-        if offset > self.replica.next_offset:
+        if offset > self.replica.next_offset and self.serves:
             raise OffsetOutOfRange(
                 f"offset {offset} is past the end: the next to be written is {self.replica.next_offset}",
                 log_start_offset=self.log.log_start_offset,
@@ -419,83 +674,55 @@ class Partition:
         """The fold over everything that was appended. It may enter the log as STATE: it commits with its prefix."""
         return PartitionFold(
             applied=self.replica.next_offset,
-            log_start_offset=self.log.log_start_offset,
+            log_start_offset=max(self.log.log_start_offset, self.groups.purged_upto),
             epochs=list(self.replica.epochs),
             producers=self.replica.producers.snapshot(),
-            groups=[delivery.snapshot() for delivery in self.delivery.values()],
+            groups=self.groups.snapshot(),
         )
 
     def save_state(self) -> None:
-        """Bring state.sqlite up to the log, when the log has moved.
-
-        The fold is taken at once and saved when all it holds is committed: a partition that is never at rest is saved
-        too, or a restart would have its whole log to fold.
-        """
-        if not self.changed or (self._writer.is_idle and self.replica.next_offset != self.high_watermark):
-            return
-        self.changed = False
-        fold = self.snapshot()
-        try:
-            self.wait_committed(fold.applied - 1)
-        except PortalMQError:
-            self.changed = True
-            return
-        if not self.host.pool.apply(_save, (self._state_file, fold, self.high_watermark, self.log.messages_before)):
-            self.changed = True
+        self.upkeep.save_state()
 
     def purge(self, upto: int | None) -> None:
-        """Everything below `upto` (all that is readable, when None) is gone, durably on return."""
-        upto = self.high_watermark if upto is None else min(upto, self.high_watermark)
-        if upto <= self.log.log_start_offset:
-            return
-        pending = self.append_control(Kind.PURGE, _encode(Purge(upto)))
-        self._purge_groups(upto)
-        pending.wait()
-        self.host.pool.apply(self.log.advance_log_start, (upto,))
-        self.readable_end = max(self.readable_end, upto)
+        self.upkeep.purge(upto)
 
     def retain(self, retention_ms: int | None, retention_bytes: int | None, group_expiry_ms: int) -> None:
-        """Seal what is rolled, and drop segments that are too old or too much and that no active group still needs."""
-        self.replica.producers.expire(self.replica.last_timestamp_ms - self.dedup_window_ms)
-        self.host.pool.apply(self.log.seal, (self.high_watermark,))
-        wall_ms = self.host.clock.wall_ms()
-        upto = self.log.retention_candidate(wall_ms, retention_ms, retention_bytes)
-        for delivery in self.delivery.values():
-            if wall_ms - delivery.last_active_ms < group_expiry_ms:
-                upto = min(upto, delivery.floor())
-        upto = max(upto, self.log.log_start_offset)
-        sealed = self.log.sealed_segments
-        if not sealed or sealed[0].end_offset > upto:
-            return
-        self.append_control(Kind.STATE, encode_fold(self.snapshot())).wait()
-        self._purge_groups(upto)
-        self.host.pool.apply(self.log.drop_segments_below, (upto,))
+        self.upkeep.retain(retention_ms, retention_bytes, group_expiry_ms)
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is on its way to the disk."""
+        return self._writer.is_idle
 
     def rest_if_idle(self) -> None:
         """Close the files when nothing was read or written since the last call; the next use opens them again."""
         used, self._used, self._reader.used = self._used or self._reader.used, False, False
-        if not used and self._writer.is_idle and not self.changed:
+        if not used and self._writer.is_idle and not self.changed and not self._performing:
             self.host.pool.apply(self.log.park)
-            self._state_file.park()
+            self.state_file.park()
 
-    def close(self) -> None:
+    def close(self, *, saves: bool = True) -> None:
         """Refuse new work, write what waits, save the fold, close the files."""
-        self._closed = True
+        if self.closed:
+            return
+        self.closed = True
+        self.following.close()
+        self.serving.end()
         for event in self._browsers:
             event.set()
         self._writer.wait_idle()
-        self.save_state()
+        if saves:
+            self.upkeep.save_state()
+        self._on_step_down(None)
         self.host.cache.drop(self._cache_key)
         self.host.pool.apply(self.log.close)  # it writes: a thousand partitions would hold the hub for seconds
-        self._state_file.close()
+        self.state_file.close()
 
 
-def _save(
-    state_file: StateFile, fold: PartitionFold, high_watermark: int, messages_before: Callable[[int], int]
-) -> bool:
-    """On a native thread: whether there was room. It is answered and not raised, as gevent would print it."""
+def _remembered(state_file: StateFile, leader_epoch: int) -> StorageError | None:
+    """On a native thread. An error is answered and not raised, as gevent would print it."""
     try:
-        state_file.save(fold, high_watermark, messages_before)
-    except DiskFull:
-        return False
-    return True
+        state_file.save_highest_epoch(leader_epoch)
+    except StorageError as error:
+        return error
+    return None

@@ -8,7 +8,7 @@ import msgspec
 
 from portalmq.broker.cache import BatchCache, payload_bytes
 from portalmq.broker.storage.batch import Batch, Kind, Record
-from portalmq.broker.storage.errors import CorruptBatch, OffsetPurged, StorageFault
+from portalmq.broker.storage.errors import CorruptBatch, DamagedFile, OffsetPurged, StorageFault
 from portalmq.broker.storage.log import Log
 from portalmq.errors import Unavailable
 
@@ -32,13 +32,22 @@ class Piece(msgspec.Struct, gc=False, frozen=True):
 
 
 class Reader:
-    """`key` names the partition in the cache; `on_fault` hears of a file that cannot be read."""
+    """`key` names the partition in the cache; `on_fault` hears of a disk that cannot be read, `on_damage` of a batch
+    or a file that is not what was written."""
 
-    def __init__(self, log: Log, cache: BatchCache, key: int, on_fault: Callable[[BaseException], None]) -> None:
+    def __init__(
+        self,
+        log: Log,
+        cache: BatchCache,
+        key: int,
+        on_fault: Callable[[BaseException], None],
+        on_damage: Callable[[Exception], None],
+    ) -> None:
         self._log = log
         self._cache = cache
         self._key = key
         self._on_fault = on_fault
+        self._on_damage = on_damage
         self.used = False
 
     def pieces(self, start: int, end: int, limit: int) -> Iterator[Piece]:
@@ -65,7 +74,8 @@ class Reader:
             batches = self._log.read(runs[0][0], max_messages=READ_MESSAGES, max_bytes=READ_BYTES, below=end)
         except OffsetPurged:
             return None  # it went while we looked
-        except CorruptBatch as fault:
+        except (CorruptBatch, DamagedFile) as fault:
+            self._on_damage(fault)
             raise Unavailable(f"a batch is damaged on this broker: {fault}", outcome="not_applied") from fault
         except StorageFault as fault:
             self._on_fault(fault)
@@ -73,17 +83,3 @@ class Reader:
         for batch in reversed(batches):
             self._cache.put(self._key, batch, payload_bytes(batch))
         return batches[0] if batches else None
-
-    def last_message_end(self, below: int) -> int:
-        """The end of the last message below `below`; the log's start when there is none."""
-        total = self._log.messages_before(below)
-        low, high = self._log.log_start_offset, below
-        if self._log.messages_before(low) == total:
-            return low
-        while low < high:  # the least offset below which all messages are
-            middle = (low + high) // 2
-            if self._log.messages_before(middle) < total:
-                low = middle + 1
-            else:
-                high = middle
-        return low

@@ -1,67 +1,120 @@
-"""The topics of this broker: their partitions here, made, found again at start, and removed.
+"""All topics of the cluster, as the mirror has them, and the replicas that stand on this broker.
 
-    <data>/partitions/<topic>@<topic id>/<partition>/     see storage
-    <data>/lost+found/                                    files that no topic and no tombstone explains
+    mirror changed -> sync() -> words to the replicas that are open     at once
+                             -> replicas to open, close, remove         in greenlets, a few at a time, on native threads
 
-Nothing is destroyed without authority: a folder goes only when the control plane says by name and id that its topic
-was deleted; one that nobody can explain is moved aside and kept.
+    <data>/partitions/<topic>@<topic id>/topic.json       the topic's state, for `portalmq adopt`
+    <data>/partitions/<topic>@<topic id>/<partition>/     see storage; store.id: which life of this replica it is
+    <data>/lost+found/                                    what no topic and no tombstone explains, and damaged replicas
+
+Nothing is destroyed without authority: a folder goes only when the control plane says by name and id that its topic was
+deleted; one that nobody can explain is moved aside and kept. Nobody sees a replica before it is open as a whole.
 """
 
 from __future__ import annotations
 
 import logging
-import shutil
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
+import gevent
+from gevent.event import Event
 from gevent.lock import BoundedSemaphore
 
 from portalmq import wire
-from portalmq.broker.core.events import PartitionStateChanged
+from portalmq.broker.core.events import PartitionStateChanged, SessionLost
 from portalmq.broker.core.receipts import topic_tag
-from portalmq.broker.partition import Partition, PartitionHost
-from portalmq.broker.storage.log import Log
-from portalmq.broker.storage.schema import LogIdentity
-from portalmq.broker.storage.state import StateFile
-from portalmq.control_plane.catalog import Catalog
-from portalmq.control_plane.state import PartitionState, TopicState
-from portalmq.errors import InvalidRequest, PartitionNotFound, TopicNotFound
+from portalmq.broker.partition import Partition, PartitionHost, PartitionMembership
+from portalmq.broker.pulse import Pulse
+from portalmq.broker.replicas import Files, Replicas
+from portalmq.broker.word import word_of
+from portalmq.control_plane.catalog import Catalog, Versioned
+from portalmq.control_plane.mirror import Changes, Mirror
+from portalmq.control_plane.plane import PlaneError
+from portalmq.control_plane.state import BrokerState, PartitionState, TopicState
+from portalmq.errors import (
+    InvalidRequest,
+    NotLeader,
+    PartitionNotFound,
+    PortalMQError,
+    TopicNotFound,
+    Unavailable,
+)
 
 log = logging.getLogger(__name__)
 
 LATER_CONFIG = ("default_ttl_ms", "max_backlog_messages")
+# How long a change of a topic waits until it is seen here, and its partitions have leaders.
+SETTLE_WITHIN_S = 5.0
+OPENING_AT_A_TIME = 16
+OPEN_AGAIN_S = 1.0
 
 
-@dataclass
+class TopicsMembership(PartitionMembership, Protocol):
+    @property
+    def mirror(self) -> Mirror: ...
+
+    def suspect(self, broker_id: int, incarnation: int, *, refused: bool) -> None: ...
+
+
+class TopicsHost(PartitionHost, Protocol):
+    @property
+    def membership(self) -> TopicsMembership: ...
+
+
 class Topic:
-    """A topic and its partitions on this broker."""
+    """A topic of the cluster. `local` are the replicas that are open on this broker, by number."""
 
-    state: TopicState
-    partitions: list[Partition]
-
-    def __post_init__(self) -> None:
-        self.tag = topic_tag(self.state.topic_id)
+    def __init__(self, state: TopicState, host: TopicsHost) -> None:
+        self.state = state
+        self.tag = topic_tag(state.topic_id)
+        self.local: dict[int, Partition] = {}
+        self._host = host
 
     @property
     def name(self) -> str:
         return self.state.name
 
     def partition(self, number: int) -> Partition:
-        """Raises PartitionNotFound."""
-        if not 0 <= number < len(self.partitions):
+        """The replica here, which leads. Raises PartitionNotFound, NotLeader, and Unavailable for what passes."""
+        partition = self.local.get(number)
+        if partition is not None and partition.replica.leading:
+            if not partition.replica.may_serve(self._host.clock.now_ms()):
+                raise Unavailable("this broker cannot know whether it still leads the partition", retry_after_s=0.2)
+            return partition
+        leader = self.leader_of(number)
+        if leader is None:
+            raise Unavailable(f"partition {number} of topic {self.name!r} has no leader just now", retry_after_s=0.1)
+        if leader == self._host.broker_id:
+            raise Unavailable("this broker was elected, and has not begun to lead yet", retry_after_s=0.1)
+        raise NotLeader(
+            f"broker {leader} leads partition {number} of topic {self.name!r}",
+            leader=leader,
+            leader_url=self._host.membership.mirror.url_of(leader),
+        )
+
+    def leader_of(self, number: int) -> int | None:
+        """Who leads, as far as this broker knows. Raises PartitionNotFound."""
+        if not 0 <= number < self.state.partitions:
             raise PartitionNotFound(
-                f"topic {self.name!r} has partitions 0 to {len(self.partitions) - 1}, there is no {number}"
+                f"topic {self.name!r} has partitions 0 to {self.state.partitions - 1}, there is no {number}"
             )
-        return self.partitions[number]
+        held = self._host.membership.mirror.partitions.get((self.state.topic_id, number))
+        return held.value.leader if held is not None else None
+
+    def led(self) -> list[Partition]:
+        """The partitions that this broker leads, and has begun to serve."""
+        return [partition for _, partition in sorted(self.local.items()) if partition.serves]
 
 
 class Topics:
-    """All topics. `on_removed` hears of a topic before its files go, `on_grown` when it has more partitions."""
+    """`on_leading` and `on_stepped_down` hear of each partition; `on_removed` of a topic that is gone from the cluster,
+    before its files go; `on_grown` of one with more partitions than before."""
 
     def __init__(
         self,
-        host: PartitionHost,
+        host: TopicsHost,
         catalog: Catalog,
         cluster_id: str,
         data_dir: Path,
@@ -71,70 +124,239 @@ class Topics:
     ) -> None:
         self._host = host
         self._catalog = catalog
-        self._cluster_id = cluster_id
-        self._root = data_dir / "partitions"
-        self._lost = data_dir / "lost+found"
         self._auto_create = auto_create
         self._default_replication_factor = default_replication_factor
         self._topics: dict[str, Topic] = {}
+        self._by_id: dict[str, Topic] = {}
+        self._brokers: Mapping[int, tuple[int, str]] = {}
+        self._replicas = Replicas(host, Files(data_dir, cluster_id, host.store_uuid))
+        self._opening: set[tuple[str, int]] = set()
+        self._ending: set[str] = set()
+        self._removing: set[str] = set()
+        self._open_slots = BoundedSemaphore(OPENING_AT_A_TIME)
         self._changing = BoundedSemaphore()
+        self._moved = Event()
+        self._closed = False
+        self.pulse = Pulse(host, self.partitions)
         self.on_removed: Callable[[Topic], None] = lambda topic: None
         self.on_grown: Callable[[Topic], None] = lambda topic: None
+        self.on_leading: Callable[[Topic, Partition], None] = lambda topic, partition: None
+        self.on_stepped_down: Callable[[Topic, Partition], None] = lambda topic, partition: None
 
     def __iter__(self) -> Iterator[Topic]:
         return iter(tuple(self._topics.values()))
 
-    def open_all(self) -> None:
-        """Open every partition that the control plane gives this broker, and set aside what nothing explains."""
-        self._root.mkdir(parents=True, exist_ok=True)
-        states = self._catalog.topics()
-        self._set_aside({_folder(state) for state in states.values()})
-        for state in states.values():
-            self._open(state)
+    def partitions(self) -> list[Partition]:
+        """All replicas that are open here, leading or not."""
+        return [partition for topic in self for partition in tuple(topic.local.values())]
 
-    def _set_aside(self, explained: set[str]) -> None:
-        deleted = self._catalog.tombstones()
-        for folder in sorted(self._root.iterdir()):
-            if folder.name in explained:
-                continue
-            _, _, topic_id = folder.name.rpartition("@")
-            if topic_id in deleted:
-                shutil.rmtree(folder)
-                continue
-            self._lost.mkdir(exist_ok=True)
-            target = self._lost / folder.name
-            number = 0
-            while target.exists():
-                number += 1
-                target = self._lost / f"{folder.name}.{number}"
-            folder.rename(target)
-            log.warning("nothing explains %s: it was moved to %s", folder.name, target)
+    def local(self, topic_id: str, number: int) -> Partition | None:
+        topic = self._by_id.get(topic_id)
+        return topic.local.get(number) if topic is not None else None
 
-    def _open(self, state: TopicState) -> Topic:
-        topic = Topic(state, [])
-        topic.partitions = self._opened(state, [])
-        self._topics[state.name] = topic
-        return topic
+    # --- the mirror --------------------------------------------------------------------------------------------------
 
-    def _opened(self, state: TopicState, there: list[Partition]) -> list[Partition]:
-        """All partitions of the topic: those that are open already, and the rest. It waits for the disk, so nobody
-        is shown a topic before this is done."""
-        partitions = list(there)
-        words = self._catalog.partitions(state)
-        for number in range(len(there), state.partitions):
-            directory = self._root / _folder(state) / str(number)
-            identity = LogIdentity(self._cluster_id, state.name, state.topic_id, number)
-            partition = Partition(
-                self._host,
-                state.name,
-                number,
-                Log.open(directory, identity=identity, segment_bytes=state.config.segment_bytes),
-                StateFile(directory, identity=identity),
-                dedup_window_ms=state.config.dedup_window_ms,
-            )
-            partition.lead(_word(words[number].value, state))
-            partitions.append(partition)
-        return partitions
+    def sync(self, changes: Changes) -> None:
+        """Take what is different in the mirror. Files are opened and removed behind this."""
+        if self._closed:
+            return
+        mirror = self._host.membership.mirror
+        if changes.brokers or changes.everything:
+            self._hear_brokers(mirror.brokers)
+        for name in set(mirror.topics) | set(self._topics) if changes.everything else changes.topics:
+            self._sync_topic(name, mirror.topics.get(name))
+        words = mirror.partitions if changes.everything else changes.partitions
+        for key in tuple(words):
+            self._sync_partition(*key)
+        if changes.tombstones or changes.everything:
+            for topic_id in mirror.tombstones:
+                self._remove_files(topic_id)
+        self._note_moved()
+
+    def session_lost(self) -> None:
+        """Others may have been elected: leaders step down, and go on when a synced word says so."""
+        for partition in self.partitions():
+            partition.tell(SessionLost())
+
+    def _hear_brokers(self, brokers: Mapping[int, BrokerState]) -> None:
+        self._brokers = {number: (broker.incarnation, broker.store_uuid) for number, broker in brokers.items()}
+        for partition in self.partitions():
+            partition.hear_brokers(self._brokers)
+
+    def _sync_topic(self, name: str, state: TopicState | None) -> None:
+        topic = self._topics.get(name)
+        if topic is not None and (state is None or state.topic_id != topic.state.topic_id):
+            self._forget(topic)
+            topic = None
+        if state is None:
+            return
+        if topic is None:
+            topic = self._topics[name] = self._by_id[state.topic_id] = Topic(state, self._host)
+            for number in range(state.partitions):
+                self._sync_partition(state.topic_id, number)
+            return
+        before, topic.state = topic.state, state
+        if before == state:
+            return
+        for partition in topic.local.values():
+            _configure(partition, state)
+        for number in range(state.partitions):
+            self._sync_partition(state.topic_id, number)
+        gevent.spawn(self._replicas.describe, state)
+        if state.partitions > before.partitions:
+            self.on_grown(topic)
+
+    def _sync_partition(self, topic_id: str, number: int) -> None:
+        topic = self._by_id.get(topic_id)
+        held = self._host.membership.mirror.partitions.get((topic_id, number))
+        if topic is None or held is None or number >= topic.state.partitions:
+            return
+        partition = topic.local.get(number)
+        if partition is not None:
+            partition.hear(_word(held, topic.state))
+        elif self._host.broker_id in held.value.replicas:
+            self._open_soon(topic, number)
+
+    def _forget(self, topic: Topic) -> None:
+        """The topic is gone from the cluster. Its files stay until a tombstone says that they may go."""
+        del self._topics[topic.name]
+        self._by_id.pop(topic.state.topic_id, None)
+        self._ending.add(topic.state.topic_id)
+        self.on_removed(topic)
+        gevent.spawn(self._end, topic)
+
+    def _end(self, topic: Topic) -> None:
+        topic_id = topic.state.topic_id
+        try:
+            local, topic.local = topic.local, {}
+            gevent.joinall([gevent.spawn(partition.close, saves=False) for partition in local.values()])
+            while any(key[0] == topic_id for key in self._opening):
+                gevent.sleep(0.05)
+        finally:
+            self._ending.discard(topic_id)
+        if topic_id in self._host.membership.mirror.tombstones:
+            self._remove_files(topic_id)
+
+    # --- opening -----------------------------------------------------------------------------------------------------
+
+    def _open_soon(self, topic: Topic, number: int) -> None:
+        key = (topic.state.topic_id, number)
+        if key not in self._opening and not self._closed:
+            self._opening.add(key)
+            gevent.spawn(self._open, topic, number)
+
+    def _open(self, topic: Topic, number: int) -> None:
+        """Open a replica; again and again, when the disk has no room. A fault of the disk ends the broker."""
+        key = (topic.state.topic_id, number)
+        try:
+            while self._is_wanted(topic, number):
+                with self._open_slots:
+                    partition = self._opened(topic, number)
+                if partition is not None:
+                    self._show(topic, partition)
+                    return
+                gevent.sleep(OPEN_AGAIN_S)
+        finally:
+            self._opening.discard(key)
+            self._note_moved()
+
+    def _is_wanted(self, topic: Topic, number: int) -> bool:
+        return not self._closed and self.holds(topic) and number not in topic.local
+
+    def _opened(self, topic: Topic, number: int) -> Partition | None:
+        held = self._host.membership.mirror.partitions.get((topic.state.topic_id, number))
+        others = held is not None and bool(set(held.value.isr) - {self._host.broker_id})
+        return self._replicas.open(topic.state, number, may_begin_anew=others)
+
+    def _show(self, topic: Topic, partition: Partition) -> None:
+        if not self._is_wanted(topic, partition.number):
+            partition.close(saves=False)
+            return
+        _configure(partition, topic.state)
+        partition.on_leading = lambda it: self._leading(topic, it)
+        partition.on_stepped_down = lambda it: self.on_stepped_down(topic, it)
+        partition.on_damaged = lambda it: self._rebuild(topic, it)
+        topic.local[partition.number] = partition
+        held = self._host.membership.mirror.partitions.get((topic.state.topic_id, partition.number))
+        if held is not None:
+            partition.hear(_word(held, topic.state), self._brokers)
+
+    def _leading(self, topic: Topic, partition: Partition) -> None:
+        if partition.serves:
+            self.on_leading(topic, partition)
+        self._note_moved()
+
+    def _rebuild(self, topic: Topic, partition: Partition) -> None:
+        """A damaged replica is set aside whole; an empty one, of another store, resigns and copies the leader's log."""
+        if topic.local.get(partition.number) is partition:
+            del topic.local[partition.number]
+        partition.close(saves=False)
+        self._replicas.set_aside(topic.state, partition.number)
+        if self.holds(topic):
+            self._open_soon(topic, partition.number)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether every replica that this broker is to have is open."""
+        mine = self._host.broker_id
+        partitions = self._host.membership.mirror.partitions
+        return not self._opening and all(
+            mine not in held.value.replicas or self.local(*key) is not None for key, held in tuple(partitions.items())
+        )
+
+    def wait_settled(self, timeout_s: float) -> bool:
+        return self._wait_for(lambda: self.is_settled, timeout_s)
+
+    def _note_moved(self) -> None:
+        moved, self._moved = self._moved, Event()
+        moved.set()
+
+    def _wait_for(self, is_so: Callable[[], bool], timeout_s: float) -> bool:
+        with gevent.Timeout(timeout_s, False):
+            while not is_so():
+                self._moved.wait(0.05)
+            return True
+        return is_so()
+
+    # --- files that nobody needs --------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin to keep time. What is on disk and in no topic is looked at once, and when everything was read anew."""
+        self.pulse.start()
+        gevent.spawn(self.set_aside_strays)
+
+    def has_files(self, topic_id: str) -> bool:
+        """Whether anything of the topic is on this broker's disk."""
+        known = topic_id in self._by_id or topic_id in self._ending or topic_id in self._removing
+        return known or self._replicas.files.exist(topic_id)
+
+    def _remove_files(self, topic_id: str) -> None:
+        """By the authority of a tombstone. A topic that is still being closed comes here again when it is."""
+        if topic_id in self._by_id or topic_id in self._ending or topic_id in self._removing or self._closed:
+            return
+        self._removing.add(topic_id)
+        gevent.spawn(self._remove, topic_id)
+
+    def _remove(self, topic_id: str) -> None:
+        try:
+            self._host.pool.apply(self._replicas.files.remove, (topic_id,))
+        finally:
+            self._removing.discard(topic_id)
+            self._note_moved()
+
+    def set_aside_strays(self) -> None:
+        """Move to lost+found what neither a topic nor a tombstone explains. The authority is the control plane, read
+        after a sync; while it cannot be read nothing is touched."""
+        folders = self._host.pool.apply(self._replicas.files.folders)
+        try:
+            self._catalog.plane.sync()
+            explained = {state.topic_id for state in self._catalog.topics().values()}
+            deleted = set(self._catalog.tombstones())
+        except (PlaneError, PortalMQError) as error:
+            log.info("the files are not looked through now: %s", error)
+            return
+        explained |= {*self._by_id, *self._removing, *self._ending}
+        self._host.pool.apply(self._replicas.files.tidy, (folders, explained, deleted))
 
     # --- finding -----------------------------------------------------------------------------------------------------
 
@@ -166,56 +388,67 @@ class Topics:
         """The topic, and whether it is new. Raises TopicExists when it exists with other settings."""
         _check_supported(request.config)
         with self._changing:
-            return self._create(name, request)
-
-    def _create(self, name: str, request: wire.CreateTopic) -> tuple[Topic, bool]:
-        state, created = self._catalog.create_topic(
-            name,
-            request,
-            brokers=self._catalog.brokers(),
-            default_replication_factor=self._default_replication_factor,
-        )
-        topic = self._topics.get(name)
-        if topic is None or topic.state.topic_id != state.topic_id:
-            topic = self._open(state)
-        return topic, created
+            state, created = self._catalog.create_topic(
+                name,
+                request,
+                brokers=self._host.membership.mirror.brokers,
+                default_replication_factor=self._default_replication_factor,
+            )
+        return self._settled(state), created
 
     def alter(self, name: str, request: wire.AlterTopic) -> Topic:
         self.get(name)
         _check_supported(request.config)
         with self._changing:
-            return self._alter(self.get(name), request)
-
-    def _alter(self, topic: Topic, request: wire.AlterTopic) -> Topic:
-        state = self._catalog.alter_topic(topic.name, request, brokers=self._catalog.brokers())
-        config, before = state.config, len(topic.partitions)
-        topic.partitions, topic.state = self._opened(state, topic.partitions), state
-        if len(topic.partitions) > before:
-            self.on_grown(topic)
-        for partition in topic.partitions:
-            partition.dedup_window_ms = config.dedup_window_ms
-            partition.log.segment_bytes = config.segment_bytes
-        return topic
+            state = self._catalog.alter_topic(name, request, brokers=self._host.membership.mirror.brokers)
+        return self._settled(state)
 
     def delete(self, name: str) -> None:
-        """Remove the topic: first its name and its tombstone, then its files."""
+        """Remove the topic: first its name, with a tombstone, then, on every broker, its files."""
         with self._changing:
-            self._delete(self.get(name))
+            state = self._catalog.delete_topic(name, now_ms=self._host.clock.wall_ms())
+        self._wait_for(lambda: not self.has_files(state.topic_id), SETTLE_WITHIN_S)
 
-    def _delete(self, topic: Topic) -> None:
-        name = topic.name
-        self._catalog.delete_topic(name, now_ms=self._host.clock.wall_ms())
-        del self._topics[name]
-        self.on_removed(topic)
-        for partition in topic.partitions:
-            partition.close()
-        folder = self._root / _folder(topic.state)
-        self._host.pool.apply(shutil.rmtree, (folder,))
+    def _settled(self, state: TopicState) -> Topic:
+        """The topic as it is known here, once it is as `state` says, and led. Raises Unavailable (unknown) when that
+        takes too long: it is made, and will be there."""
+        if not self._wait_for(lambda: self._is_as(state), SETTLE_WITHIN_S):
+            topic = self._by_id.get(state.topic_id)
+            if topic is None:
+                raise Unavailable(f"topic {state.name!r} is made, and not known on this broker yet", outcome="unknown")
+            return topic
+        return self._by_id[state.topic_id]
+
+    def _is_as(self, state: TopicState) -> bool:
+        topic = self._by_id.get(state.topic_id)
+        if topic is None or topic.state.partitions < state.partitions:
+            return False
+        if topic.state != state and topic.state.config != state.config:
+            return False
+        return all(self._is_led(topic, number) for number in range(state.partitions))
+
+    def _is_led(self, topic: Topic, number: int) -> bool:
+        leader = topic.leader_of(number)
+        if leader != self._host.broker_id:
+            return leader is not None
+        partition = topic.local.get(number)
+        return partition is not None and partition.serves
 
     def close(self) -> None:
-        for topic in self:
-            for partition in topic.partitions:
-                partition.close()
+        """Write what waits, save the folds, close the files."""
+        self._closed = True
+        self.pulse.close()
+        gevent.joinall([gevent.spawn(partition.close) for partition in self.partitions()])
+
+
+def _word(held: Versioned[PartitionState], state: TopicState) -> PartitionStateChanged:
+    return word_of(held.value, held.version, state.config.min_insync_replicas)
+
+
+def _configure(partition: Partition, state: TopicState) -> None:
+    partition.dedup_window_ms = state.config.dedup_window_ms
+    partition.min_insync_replicas = state.config.min_insync_replicas
+    partition.log.segment_bytes = state.config.segment_bytes
 
 
 def _check_supported(config: Mapping[str, object]) -> None:
@@ -225,17 +458,3 @@ def _check_supported(config: Mapping[str, object]) -> None:
             raise InvalidRequest(f"config: {field} is not supported by this release")
     if config.get("cleanup", "delete") != "delete":
         raise InvalidRequest("config: cleanup other than 'delete' is not supported by this release")
-
-
-def _folder(state: TopicState) -> str:
-    return f"{state.name}@{state.topic_id}"
-
-
-def _word(state: PartitionState, topic: TopicState) -> PartitionStateChanged:
-    return PartitionStateChanged(
-        leader=state.leader,
-        leader_epoch=state.leader_epoch,
-        isr=frozenset(state.isr),
-        replicas=tuple(state.replicas),
-        min_insync_replicas=min(len(state.replicas), topic.config.min_insync_replicas or len(state.replicas) // 2 + 1),
-    )

@@ -4,21 +4,25 @@
 
 Appends that come while a transaction runs go into the next one together. What nobody waits for (a grant) does not start
 one at once: it lingers a few milliseconds for company.
+
+A follower's batches take the same way: what one fetch brought is one entry of the queue, `Replicated`, and goes into
+one transaction as it came, with the leader's checksums.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Protocol
 
 import gevent
+import msgspec
 from gevent.event import Event
 from gevent.threadpool import ThreadPool
 
 from portalmq.broker.core.events import Stamp
-from portalmq.broker.storage.batch import Batch, sealed_batch
+from portalmq.broker.storage.batch import BadFrame, Batch, Frame, Head, batch_of_frame, frame_of
 from portalmq.broker.storage.errors import DiskFull, StorageError
 from portalmq.broker.storage.log import Log
 from portalmq.errors import PortalMQError, Unavailable
@@ -45,7 +49,18 @@ class WriterHost(Protocol):
 class Pending:
     """A batch on its way: filled in when it is on disk, or refused. `is_soft`: nobody is going to wait for it."""
 
-    __slots__ = ("acks", "appended_at_ms", "base_offset", "batch", "done", "error", "is_soft", "size_bytes", "stamp")
+    __slots__ = (
+        "acks",
+        "appended_at_ms",
+        "base_offset",
+        "batch",
+        "done",
+        "error",
+        "frame",
+        "is_soft",
+        "size_bytes",
+        "stamp",
+    )
 
     def __init__(
         self,
@@ -57,6 +72,7 @@ class Pending:
         is_soft: bool = False,
     ) -> None:
         self.batch = batch
+        self.frame: Frame | None = None
         self.size_bytes = size_bytes
         self.stamp = stamp
         self.acks = acks
@@ -66,9 +82,15 @@ class Pending:
         self.error: PortalMQError | None = None
         self.done = Event()
 
+    @property
+    def message_count(self) -> int:
+        return self.batch.count
+
     def finish(self, error: PortalMQError | None = None) -> None:
-        self.error = error
-        self.done.set()
+        """Tell whoever waits. What was told first stands."""
+        if not self.done.is_set():
+            self.error = error
+            self.done.set()
 
     def wait(self) -> None:
         """Until it is as safe as its acks ask. Raises its error, or Unavailable (unknown) when it takes too long."""
@@ -78,9 +100,34 @@ class Pending:
             raise self.error
 
 
+class Replicated:
+    """Batches from the leader, as they came, whose checksums fit; `batches` when they are on disk. Nobody waits."""
+
+    __slots__ = ("batches", "frames", "heads", "size_bytes")
+
+    is_soft = False
+
+    def __init__(self, frames: Sequence[Frame], heads: Sequence[Head]) -> None:
+        self.frames = frames
+        self.heads = heads
+        self.batches: list[Batch] = []
+        self.size_bytes = sum([frame.size_bytes for frame in frames])
+
+    @property
+    def end_offset(self) -> int:
+        return self.heads[-1].end_offset
+
+    @property
+    def message_count(self) -> int:
+        return sum([head.message_count for head in self.heads])
+
+
+Entry = Pending | Replicated
+
+
 class Writer:
-    """The queue of one partition's log. `on_written` gets what a transaction committed, `on_refused` what the disk had
-    no room for together with all that waited behind it.
+    """The queue of one partition's log. `on_written` gets what a transaction committed; `on_refused` what the disk had
+    no room for, or what a leader sent and nobody can read, together with all that waited behind it.
 
     Invariant: a greenlet runs, or lingers, exactly while something is queued or being written.
     """
@@ -89,19 +136,21 @@ class Writer:
         self,
         host: WriterHost,
         log: Log,
-        on_written: Callable[[list[Pending]], None],
-        on_refused: Callable[[list[Pending]], None],
+        on_written: Callable[[list[Entry]], None],
+        on_refused: Callable[[list[Entry], Exception], None],
     ) -> None:
         self._host = host
         self._log = log
         self._on_written = on_written
         self._on_refused = on_refused
-        self._queue: deque[Pending] = deque()
+        self._queue: deque[Entry] = deque()
         self._greenlet: gevent.Greenlet | None = None
         self._lingers = False
         self._idle = Event()
         self._idle.set()
         self.queued_bytes = 0
+        # Whether there are followers to serve what was encoded to.
+        self.keeps_frames = False
 
     @property
     def is_idle(self) -> bool:
@@ -111,8 +160,8 @@ class Writer:
         """Until everything that was put is written."""
         self._idle.wait(COMMIT_WAIT_S)
 
-    def put(self, pending: Pending) -> None:
-        """Take a batch whose offsets follow those of the one before."""
+    def put(self, pending: Entry) -> None:
+        """Take what follows in offsets on what was put before."""
         self._queue.append(pending)
         self.queued_bytes += pending.size_bytes
         self._idle.clear()
@@ -139,34 +188,32 @@ class Writer:
             self._greenlet = None
             self._idle.set()
 
-    def _next_transaction(self) -> list[Pending]:
-        taken: list[Pending] = []
+    def _next_transaction(self) -> list[Entry]:
+        taken: list[Entry] = []
         messages = 0
         while self._queue and messages < COMMIT_MESSAGES_MAX:
-            pending = self._queue.popleft()
-            taken.append(pending)
-            messages += pending.batch.count
+            entry = self._queue.popleft()
+            taken.append(entry)
+            messages += entry.message_count
         return taken
 
-    def _write(self, taken: list[Pending]) -> None:
-        written = self._host.pool.apply(_commit, (self._log, [pending.batch for pending in taken]))
-        if isinstance(written, DiskFull):
+    def _write(self, taken: list[Entry]) -> None:
+        written = self._host.pool.apply(_commit, (self._log, taken, self.keeps_frames))
+        if isinstance(written, DiskFull | BadFrame):
             taken += self._queue
             self._queue.clear()
-        self.queued_bytes -= sum([pending.size_bytes for pending in taken])
-        if isinstance(written, DiskFull):
-            self._on_refused(taken)
+        self.queued_bytes -= sum([entry.size_bytes for entry in taken])
+        if isinstance(written, DiskFull | BadFrame):
+            self._on_refused(taken, written)
             gevent.sleep(REFUSED_PAUSE_S)  # a leader begins its epoch again at once, and the disk is as full as before
         elif isinstance(written, StorageError):
             self._host.storage_failed(written)
             failed = Unavailable("the storage failed while this was written", outcome="unknown")
-            for pending in taken:
-                pending.finish(failed)
+            for entry in taken:
+                if isinstance(entry, Pending):
+                    entry.finish(failed)
         else:
-            batches, seconds = written
-            self._host.committed(seconds)
-            for pending, batch in zip(taken, batches, strict=True):
-                pending.batch = batch
+            self._host.committed(written)
             self._on_written(taken)
 
 
@@ -179,15 +226,25 @@ def _checkpoint(log: Log) -> bool:
     return True
 
 
-def _commit(log: Log, batches: list[Batch]) -> tuple[list[Batch], float] | StorageError:
-    """On a native thread: checksum the batches and write them in one transaction. Answers them, and the seconds.
+def _commit(log: Log, taken: list[Entry], keeps_frames: bool) -> float | StorageError | BadFrame:
+    """On a native thread: checksum what is ours, decode what came from a leader, and write all in one transaction.
+    Answers the seconds it took.
 
-    A fault is answered and not raised, as gevent would print it.
+    An error is answered and not raised, as gevent would print it.
     """
-    sealed = [sealed_batch(batch) for batch in batches]
-    begin = perf_counter()
+    batches: list[Batch] = []
     try:
-        log.append(sealed)
-    except StorageError as fault:
+        for entry in taken:
+            if isinstance(entry, Replicated):
+                entry.batches = [batch_of_frame(*pair) for pair in zip(entry.frames, entry.heads, strict=True)]
+                batches += entry.batches
+            else:
+                frame = frame_of(entry.batch)
+                entry.batch = msgspec.structs.replace(entry.batch, crc=frame.crc)
+                entry.frame = frame if keeps_frames else None
+                batches.append(entry.batch)
+        begin = perf_counter()
+        log.append(batches)
+    except (StorageError, BadFrame) as fault:
         return fault
-    return sealed, perf_counter() - begin
+    return perf_counter() - begin

@@ -2,6 +2,7 @@
 
     StorageError
     |-- StorageFault    an I/O error or a damaged file: the outcome is unknown; answer so, and end the process
+    |   `-- DamagedFile     SQLite finds the file malformed: another replica may make it whole again
     |-- DiskFull        there was no room: rolled back, definitely not applied, the log goes on
     |-- CorruptBatch    a batch does not match its checksum: never serve it
     |-- OffsetPurged    the offset is below the log's start
@@ -32,6 +33,10 @@ class StorageError(Exception):
 
 class StorageFault(StorageError):
     """The disk or a file failed. What was being written may be there or not; the process should end and restart."""
+
+
+class DamagedFile(StorageFault):
+    """The file is not what SQLite wrote. Reading it was harmless; writing to it would not be."""
 
 
 class DiskFull(StorageError):
@@ -75,6 +80,8 @@ def faults_of(path: Path) -> Iterator[None]:
         yield
     except apsw.FullError as error:
         raise DiskFull(f"{path}: {error}; free disk space or lower the retention") from error
+    except (apsw.CorruptError, apsw.NotADBError) as error:
+        raise DamagedFile(f"{path}: {type(error).__name__}: {error}") from error
     except apsw.Error as error:
         raise StorageFault(f"{path}: {type(error).__name__}: {error}") from error
     except OSError as error:

@@ -203,6 +203,16 @@ class StateFile:
             self._saved_groups, self._saved_producers = {}, {}
         return fold, meta["high_watermark"]
 
+    def forget(self) -> None:
+        """Drops the fold and the high watermark, durably: the log is about to be cut below them. The highest epoch
+        stays."""
+
+        def write(connection: apsw.Connection) -> None:
+            connection.execute("DELETE FROM meta WHERE key IN ('applied', 'high_watermark', 'digest')")
+
+        with self._turn:
+            self._transaction(write, durable=True)
+
     def save_highest_epoch(self, leader_epoch: int) -> None:
         """Remembers that `leader_epoch` was seen; durable on return. It never falls."""
 

@@ -1,0 +1,192 @@
+"""What a partition does beside its traffic: snapshots of the fold, purges, retention, the search for damage.
+
+A snapshot is taken of the fold as it stands, and saved when all that it holds is committed: so a partition that is
+never at rest is saved too, and nothing that a truncation could take back is. Leader and followers do this alike, each
+for its own files; only a leader writes STATE records, and nobody's log start passes the newest one that is committed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import gevent
+import msgspec
+
+from portalmq.broker.core.fold import PartitionFold, encode_fold
+from portalmq.broker.core.records import Purge
+from portalmq.broker.storage.batch import Kind
+from portalmq.broker.storage.errors import CorruptBatch, DamagedFile, DiskFull
+from portalmq.broker.storage.log import Log
+from portalmq.broker.storage.reading import ReplicaStart
+from portalmq.broker.storage.state import StateFile
+from portalmq.broker.writer import Pending
+from portalmq.errors import Unavailable
+
+if TYPE_CHECKING:
+    from portalmq.broker.partition import Partition
+
+# Batches of a live segment that are checked at a time; a sealed one is checked as a whole, by its SHA-256.
+SCRUB_BYTES = 128 * 1024
+
+
+class Upkeep:
+    """Invariant: `_snapshot` is a fold that the log of this replica held as it was taken, None when there is none."""
+
+    def __init__(self, partition: Partition) -> None:
+        self._partition = partition
+        self._snapshot: PartitionFold | None = None
+        self._is_due = False
+        self._scrub_at = 0
+
+    # --- snapshots ---------------------------------------------------------------------------------------------------
+
+    def save_state(self) -> None:
+        """Bring state.sqlite up to the high watermark, when the partition has moved."""
+        self._save()
+        if self._partition.changed and self._snapshot is None:
+            self._is_due = True
+            self.take_snapshot_if_due()
+            self._save()
+
+    def take_snapshot_if_due(self) -> None:
+        """The core folds what it is told of, the groups' fold what is written (or, on a leader, appended): they agree
+        on a leader always, on a follower between two transactions."""
+        replica = self._partition.replica
+        if self._is_due and (replica.leading or replica.durable_end == replica.next_offset):
+            self._is_due = False
+            self._partition.changed = False
+            self._snapshot = self._partition.snapshot()
+
+    def forget_snapshot(self) -> None:
+        """The log was cut, or begun anew: what was taken before may not be in it."""
+        self._snapshot = None
+        self._partition.changed = True
+
+    def _save(self) -> None:
+        partition, fold = self._partition, self._snapshot
+        if fold is None or fold.applied > partition.high_watermark:
+            return
+        arguments = (partition.state_file, fold, partition.high_watermark, partition.log.messages_before)
+        saved = partition.host.pool.apply(_save, arguments)
+        if self._snapshot is fold:
+            self._snapshot = None
+            partition.changed = partition.changed or not saved
+
+    # --- the log start -----------------------------------------------------------------------------------------------
+
+    def write_state(self) -> Pending:
+        """Append the fold, as far as it goes, to the log."""
+        partition = self._partition
+        fold = partition.snapshot()
+        pending = partition.append_control(Kind.STATE, encode_fold(fold))
+        partition.groups.state_written(pending.base_offset, fold.log_start_offset)
+        return pending
+
+    def purge(self, upto: int | None) -> None:
+        """Everything below `upto` (all that is readable, when None) is gone, durably on return."""
+        partition = self._partition
+        upto = partition.high_watermark if upto is None else min(upto, partition.high_watermark)
+        if upto <= partition.log.log_start_offset:
+            return
+        purge = partition.append_control(Kind.PURGE, msgspec.msgpack.encode(Purge(upto)))
+        partition.groups.purge(purge.base_offset, upto)
+        self.write_state().wait()
+        self._move_log_start(upto)
+
+    def move_log_start(self, upto: int) -> None:
+        """A purge is committed, and a STATE record behind it."""
+        if upto > self._partition.log.log_start_offset and not self._partition.closed:
+            gevent.spawn(self._move_log_start, upto)
+
+    def _move_log_start(self, upto: int) -> None:
+        partition = self._partition
+        if partition.closed or upto <= partition.log.log_start_offset:
+            return
+        moved = partition.host.pool.apply(_advance, (partition.log, upto))
+        if isinstance(moved, ReplicaStart):
+            self._moved(moved)
+            partition.readable_end = max(partition.readable_end, upto)
+        elif isinstance(moved, DiskFull):
+            partition.groups.moves.append((0, upto))  # again, when the high watermark moves next
+        elif not isinstance(moved, Unavailable):
+            partition.host.storage_failed(moved)
+
+    def _moved(self, start: ReplicaStart) -> None:
+        """Followers that ask for less are told to begin there."""
+        self._partition.start = start
+        self._partition.replica.log_start_offset = start.offset
+
+    # --- retention ---------------------------------------------------------------------------------------------------
+
+    def retain(self, retention_ms: int | None, retention_bytes: int | None, group_expiry_ms: int) -> None:
+        """Seal what is rolled, and drop segments that are too old or too much and that no active group still needs."""
+        partition = self._partition
+        partition.replica.producers.expire(partition.replica.last_timestamp_ms - partition.dedup_window_ms)
+        partition.host.pool.apply(partition.log.seal, (partition.high_watermark,))
+        wall_ms = partition.host.clock.wall_ms()
+        upto = partition.log.retention_candidate(wall_ms, retention_ms, retention_bytes)
+        for delivery in partition.delivery.values():
+            if wall_ms - delivery.last_active_ms < group_expiry_ms:
+                upto = min(upto, delivery.floor())
+        upto = max(upto, partition.log.log_start_offset)
+        if not self._would_drop(upto):
+            return
+        if partition.serves:
+            self.write_state().wait()
+        elif partition.groups.state_offset >= partition.high_watermark:
+            return  # it could be cut away, and nothing would tell what was below
+        if partition.groups.state_offset < upto:
+            return
+        partition.groups.forget_below(upto)
+        partition.host.pool.apply(partition.log.drop_segments_below, (upto,))
+        self._moved(partition.host.pool.apply(partition.log.replica_start))
+
+    def _would_drop(self, upto: int) -> bool:
+        sealed = self._partition.log.sealed_segments
+        return bool(sealed) and sealed[0].end_offset <= upto
+
+    # --- damage ------------------------------------------------------------------------------------------------------
+
+    def scrub(self) -> bool:
+        """Check the next part of the log. False when that was the last one, and it begins again."""
+        partition = self._partition
+        found = partition.host.pool.apply(_scrub, (partition.log, self._scrub_at, SCRUB_BYTES))
+        if isinstance(found, int):
+            ended, self._scrub_at = found <= self._scrub_at, found
+            return not ended
+        if isinstance(found, CorruptBatch | DamagedFile):
+            partition.damaged(str(found))
+        elif not isinstance(found, Unavailable):
+            partition.host.storage_failed(found)
+        self._scrub_at = 0
+        return False
+
+
+# --- on native threads: errors are answered and not raised, as gevent would print them -------------------------------
+
+
+def _save(
+    state_file: StateFile, fold: PartitionFold, high_watermark: int, messages_before: Callable[[int], int]
+) -> bool:
+    """Whether there was room."""
+    try:
+        state_file.save(fold, high_watermark, messages_before)
+    except DiskFull:
+        return False
+    return True
+
+
+def _advance(log: Log, upto: int) -> ReplicaStart | Exception:
+    try:
+        log.advance_log_start(upto)
+        return log.replica_start()
+    except Exception as error:  # noqa: BLE001
+        return error
+
+
+def _scrub(log: Log, offset: int, bytes_max: int) -> int | Exception:
+    try:
+        return log.scrub(offset, bytes_max)
+    except Exception as error:  # noqa: BLE001
+        return error
