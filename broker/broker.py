@@ -1,38 +1,56 @@
 """The broker as the API sees it: one call a route, in the terms of the field, raising the errors of the contract.
 
-It joins the rooms: topics and their partitions, groups, the control plane's catalog, the pool of native threads that
-write, the cache, and the upkeep that runs beside the requests.
+It joins the rooms: the membership of the cluster, topics and their partitions here, what is followed and what is served
+to followers, groups, and the way to other brokers.
+
+    Broker -> Producing, Browsing, Receiving, Settling, Census, Overview     one for each kind of call
+           -> Leaders -> Atlas, Peers                                        who serves what, here or in one hop
+           -> Topics, Groups -> Mirror                                       what there is
+           -> Membership, Fetchers, Replication, Pulse                       what runs beside the requests
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import ssl
+import time
 from collections.abc import Callable, Iterator
 from functools import wraps
-from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
 import gevent
-import msgspec
 from gevent.event import Event
 from gevent.threadpool import ThreadPool
 
 from portalmq import wire
-from portalmq.broker import produce as producing
+from portalmq.broker.atlas import Atlas
+from portalmq.broker.browsing import Browsing, Page, Stored
 from portalmq.broker.cache import BatchCache
+from portalmq.broker.census import Census
 from portalmq.broker.clock import Clock
-from portalmq.broker.config import BrokerConfig
-from portalmq.broker.delivery import Delivered, Peer
+from portalmq.broker.config import BrokerConfig, UsageError
+from portalmq.broker.fetcher import Fetchers
+from portalmq.broker.forwarding import Leaders
 from portalmq.broker.groups import Groups
+from portalmq.broker.membership import Membership
 from portalmq.broker.metrics import Metrics
+from portalmq.broker.overview import Overview
 from portalmq.broker.partition import Partition
+from portalmq.broker.peers import Peers
+from portalmq.broker.produce import Producing
+from portalmq.broker.receiving import Receiving
+from portalmq.broker.replication import Replication
+from portalmq.broker.settling import Settling, Verdict, Way
 from portalmq.broker.storage.batch import Record
 from portalmq.broker.storage.disk import DiskGuard
 from portalmq.broker.storage.errors import CorruptBatch, DiskFull, StorageFault
 from portalmq.broker.topics import Topic, Topics
+from portalmq.broker.waiting import Delivered, Peer
 from portalmq.control_plane.catalog import Catalog
-from portalmq.control_plane.controller import take_over
-from portalmq.control_plane.state import BrokerState
-from portalmq.errors import InvalidRequest, NotFound, PortalMQError, StorageFull, Unavailable
+from portalmq.control_plane.mirror import Changes
+from portalmq.control_plane.state import BrokerState, topic_path
+from portalmq.errors import NotFound, PortalMQError, StorageFull, TopicNotFound, Unavailable
 
 log = logging.getLogger(__name__)
 
@@ -40,31 +58,17 @@ CACHE_BYTES = 32 * 1024 * 1024
 SAVE_STATE_EVERY_S = 1.0
 RETAIN_EVERY_S = 10.0
 REST_EVERY_S = 60.0
+SECRET_LENGTH_MIN = 16
 GROUP_EXPIRY_MS = 7 * wire.DAY_MS
+# A replica that cannot be opened (a disk without room) holds up the others no longer than this.
+OPEN_WITHIN_S = 30.0
+KNOWN_WITHIN_S = 3.0
+KNOWN_POLL_S = 0.01
 DISK_FULL = "the broker's disk is full: free space or add disk, then repeat"
 
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-
-class Stored(msgspec.Struct, gc=False, frozen=True):
-    """A message in the log."""
-
-    topic: str
-    partition: int
-    offset: int
-    timestamp_ms: int
-    record: Record
-
-
-class Page(NamedTuple):
-    """A page of a partition; `next_offset` is where to go on."""
-
-    messages: list[Stored]
-    next_offset: int
-    log_start_offset: int
-    high_watermark: int
 
 
 def _told(
@@ -88,7 +92,7 @@ def _told(
 
 
 class Broker:
-    """One broker. `on_fatal` is called once with a storage fault after which the process must end."""
+    """One broker. `on_fatal` is called once with a fault after which the process must end."""
 
     def __init__(
         self,
@@ -104,21 +108,39 @@ class Broker:
     ) -> None:
         self.config = config
         self.broker_id = broker_id
+        self.incarnation = me.incarnation
+        self.store_uuid = me.store_uuid
         self.cluster_id = catalog.cluster_id()
+        self.cluster_secret = _secret_in(config) or catalog.cluster_secret()
         self.me = me
         self.clock = clock or Clock()
         self.pool = ThreadPool(config.storage_threads)
         self.cache = BatchCache(CACHE_BYTES)
         self.metrics = metrics
         self.ready = False
-        self.cluster_secret = catalog.cluster_secret()
-        # What other brokers may ask of this one: name -> (body, the asking broker's connection) -> answer.
-        self.calls: dict[str, Callable[[bytes, Peer | None], bytes]] = {}
         self._draining = Event()
+        self._in_sync: dict[tuple[str, int], frozenset[int]] = {}
         self._catalog = catalog
         self._disk = disk
         self._on_fatal = on_fatal
         self._upkeep: list[gevent.Greenlet] = []
+
+        self.membership = Membership(
+            catalog,
+            broker_id,
+            me,
+            self.clock,
+            on_fatal=self.storage_failed,
+            has_files=lambda topic_id: self.topics.has_files(topic_id),
+        )
+        self.lag_ms = config.replica_lag_ms
+        self.lease_ms = self.membership.lease_ms
+        self.mirror = self.membership.mirror
+        self.peers = Peers(self.mirror, self.cluster_secret, tls=_trusting(config))
+        self.membership.peers = self.peers
+        self.peers.on_trouble = lambda other, incarnation, refused: self.membership.suspect(
+            other, incarnation, refused=refused
+        )
         self.topics = Topics(
             self,
             catalog,
@@ -127,19 +149,61 @@ class Broker:
             auto_create=config.auto_create_topics,
             default_replication_factor=config.default_replication_factor,
         )
-        self.groups = Groups(catalog, self.topics, self.clock, catalog.receipt_key(), config.parked_receives_max)
+        self.fetchers = Fetchers(self, self.peers, wait_ms=config.fetch_wait_ms, max_bytes=config.fetch_bytes_max)
+        self.replication = Replication(self, self.topics)
+        self.topics.pulse.polls = self.replication.polls
+        atlas = Atlas(self.topics, self.mirror)
+        self.leaders = Leaders(broker_id, atlas)
+        self.groups = Groups(
+            catalog,
+            self.mirror,
+            self.topics,
+            atlas,
+            self.leaders,
+            self.peers,
+            self.clock,
+            parked_receives_max=config.parked_receives_max,
+        )
+        self._producing = Producing(self.leaders, self.peers, atlas.topic, metrics.published)
+        self._browsing = Browsing(atlas, self.leaders, self.peers, self.groups.lot)
+        self._settling = Settling(self.groups, self.leaders, self.peers)
+        self._receiving = Receiving(self.groups, self._settling, self.peers)
+        self._census = Census(broker_id, self.groups, self.mirror, self.peers)
+        self._overview = Overview(self.cluster_id, self.topics, atlas, self.leaders, self.peers, self.mirror)
+        # What other brokers may ask of this one: name -> (body, the asking broker's connection) -> answer.
+        self.calls: dict[str, Callable[[bytes, Peer | None], bytes]] = {
+            "fetch": self.replication.serve,
+            "produce": lambda body, peer: self._producing.serve(body),
+            "browse": self._browsing.serve_browse,
+            "purge": lambda body, peer: self._browsing.serve_purge(body),
+            "partitions": lambda body, peer: self._overview.serve_partitions(body),
+            "known": lambda body, peer: self.groups.serve_known(body),
+            "start": lambda body, peer: self.groups.serve_start(body),
+            "receive": self._receiving.serve_receive,
+            "replay": lambda body, peer: self._receiving.serve_replay(body),
+            "interest": self._receiving.serve_interest,
+            "settle": lambda body, peer: self._settling.serve(body),
+            "groups": lambda body, peer: self._census.serve_groups(body),
+            "end_group": lambda body, peer: self._census.serve_end(body),
+            **self.membership.calls,
+        }
         self.topics.on_removed = self._topic_removed
-        self.topics.on_grown = self.groups.end_waits
+        self.topics.on_grown = lambda topic: self.groups.lot.move({topic.name})
+        self.topics.on_leading = self._leading
+        self.topics.on_stepped_down = self._stepped_down
         self.groups.on_acked = metrics.acked
+        self.groups.on_delivered = metrics.delivered
+        self.membership.on_changed += [self.topics.sync, self.groups.sync, self._changed]
+        self.membership.on_session_lost.append(self.topics.session_lost)
 
     # --- life --------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Take the leadership of what this broker holds, open it, and begin to serve."""
-        self._catalog.register_broker(self.broker_id, self.me)
-        take_over(self._catalog, self.broker_id, self.me)
-        self.topics.open_all()
-        self.groups.open_all()
+        """Become a member of the cluster, open what this broker holds, and begin to serve."""
+        self.membership.start()
+        self.topics.start()
+        if not self.topics.wait_settled(OPEN_WITHIN_S):
+            log.warning("not all replicas are open after %.0f s: the broker serves without them", OPEN_WITHIN_S)
         self._upkeep = [
             gevent.spawn(self._every, SAVE_STATE_EVERY_S, self._save_state),
             gevent.spawn(self._every, RETAIN_EVERY_S, self._retain),
@@ -148,16 +212,22 @@ class Broker:
         self.ready = True
 
     def drain(self) -> None:
-        """Take no new waits, and end those there are."""
+        """Take no new waits, end those there are, and hand the leadership over."""
         self.ready = False
         self._draining.set()
         self.groups.lot.close()
+        self.membership.drain()
 
     def close(self) -> None:
-        """Write what waits, save the folds, close the files."""
-        self.drain()
+        """Write what waits, save the folds, close the files, leave the cluster."""
+        if not self._draining.is_set():
+            self.drain()
         gevent.killall(self._upkeep)
+        self.fetchers.close()
+        self.replication.close()
+        self.membership.close()
         self.topics.close()
+        self.peers.close()
 
     def _every(self, seconds: float, work: Callable[[], None]) -> None:
         while not self._draining.wait(seconds):
@@ -169,25 +239,24 @@ class Broker:
                 self.storage_failed(fault)
 
     def _save_state(self) -> None:
-        for topic in self.topics:
-            for partition in topic.partitions:
-                partition.save_state()
+        for partition in self.topics.partitions():
+            partition.save_state()
 
     def _rest(self) -> None:
-        for topic in self.topics:
-            for partition in topic.partitions:
-                partition.rest_if_idle()
+        for partition in self.topics.partitions():
+            partition.rest_if_idle()
 
     def _retain(self) -> None:
         if self.disk_is_full():
             self._disk.release()  # sealing and dropping, which make room, need a little room themselves
         for topic in self.topics:
             config = topic.state.config
-            for partition in topic.partitions:
+            for partition in tuple(topic.local.values()):
                 partition.retain(config.retention_ms, config.retention_bytes, GROUP_EXPIRY_MS)
 
     # --- other brokers -----------------------------------------------------------------------------------------------
 
+    @_told
     def serve_peer(self, name: str, body: bytes, peer: Peer | None) -> bytes:
         """Answer another broker. What it asks for is done here or refused: nothing is forwarded a second time."""
         call = self.calls.get(name)
@@ -201,43 +270,87 @@ class Broker:
         return self._disk.full(self.clock.now_ms())
 
     def storage_failed(self, fault: BaseException) -> None:
+        """What this broker stands on has given way: it ends."""
         self.ready = False
         self._on_fatal(fault)
 
     def committed(self, seconds: float) -> None:
         self.metrics.committed(seconds)
 
+    # --- what changes ------------------------------------------------------------------------------------------------
+
+    def _changed(self, changes: Changes) -> None:
+        for key in changes.partitions:
+            self._count_in_sync(key)
+        if changes.partitions or changes.topics or changes.brokers:
+            self.leaders.changed()
+
+    def _count_in_sync(self, key: tuple[str, int]) -> None:
+        held = self.mirror.partitions.get(key)
+        if held is None or held.value.leader != self.broker_id:
+            self._in_sync.pop(key, None)
+            return
+        after = frozenset(held.value.isr)
+        before = self._in_sync.get(key, after)
+        self._in_sync[key] = after
+        self.metrics.in_sync_changed(len(before - after), len(after - before))
+
+    def _leading(self, topic: Topic, partition: Partition) -> None:
+        self.metrics.elected()
+        self.groups.on_leading(topic, partition)
+        self.leaders.changed()
+
+    def _stepped_down(self, topic: Topic, partition: Partition) -> None:
+        self.groups.on_stepped_down(topic, partition)
+
     def _topic_removed(self, topic: Topic) -> None:
         self.groups.forget_topic(topic)
+        self._overview.forget_topic(topic)
         self.metrics.forget_topic(topic.name)
 
     # --- topics ------------------------------------------------------------------------------------------------------
 
     def create_topic(self, name: str, request: wire.CreateTopic) -> tuple[wire.TopicDescription, bool]:
         topic, created = self.topics.create(name, request)
-        return _described(topic), created
+        return self._overview.describe_topic(topic), created
 
     def list_topics(self) -> list[wire.TopicSummary]:
         states = sorted((topic.state for topic in self.topics), key=lambda state: state.name)
         return [wire.TopicSummary(state.name, state.partitions, state.replication_factor) for state in states]
 
     def describe_topic(self, name: str) -> wire.TopicDescription:
-        return _described(self.topics.get(name))
+        return self._overview.describe_topic(self._topic(name))
 
     def alter_topic(self, name: str, request: wire.AlterTopic) -> wire.TopicDescription:
-        return _described(self.topics.alter(name, request))
+        self._topic(name)
+        return self._overview.describe_topic(self.topics.alter(name, request))
 
     def delete_topic(self, name: str) -> None:
+        self._topic(name)
         self.topics.delete(name)
 
     @_told
-    def purge(self, name: str, *, partition: int | None, before_offset: int | None) -> None:
+    def purge(self, name: str, *, partition: int | None, before_offset: int | None, forward: bool = True) -> None:
         """Remove messages below `before_offset`, or all that can be read."""
-        topic = self.topics.get(name)
-        if before_offset is not None and partition is None and len(topic.partitions) > 1:
-            raise InvalidRequest("before_offset is an offset of one partition: name it with partition=")
-        for chosen in topic.partitions if partition is None else [topic.partition(partition)]:
-            chosen.purge(before_offset)
+        self._browsing.purge(self._topic(name), partition=partition, before_offset=before_offset, forward=forward)
+
+    def _topic(self, name: str) -> Topic:
+        """The topic. One that another broker made just now may not be known here yet: the control plane is asked, and
+        the mirror waited for."""
+        try:
+            return self.topics.get(name)
+        except TopicNotFound:
+            if self._catalog.find_topic(name) is None:
+                raise
+        self.mirror.note(topic_path(name))
+        deadline = time.monotonic() + KNOWN_WITHIN_S
+        while True:
+            try:
+                return self.topics.get(name)
+            except TopicNotFound:
+                if time.monotonic() > deadline:
+                    raise Unavailable(f"this broker does not know topic {name!r} yet", retry_after_s=0.1) from None
+            gevent.sleep(KNOWN_POLL_S)
 
     # --- messages ----------------------------------------------------------------------------------------------------
 
@@ -252,10 +365,11 @@ class Broker:
         partition: int | None = None,
         producer: wire.ProducerStamp | None = None,
         idempotency_key: str | None = None,
+        forward: bool = True,
     ) -> list[wire.Produced | PortalMQError]:
         """Append messages; one result each, in order. Raises when the whole request was refused: nothing applied."""
         self._check_open()
-        results = producing.produce(
+        return self._producing.batch(
             self.topics.get_or_create(topic),
             records,
             partitions,
@@ -263,9 +377,8 @@ class Broker:
             partition=partition,
             producer=producer,
             idempotency_key=idempotency_key,
+            forward=forward,
         )
-        self.metrics.published(topic, len(records), sum([len(record.value) for record in records]))
-        return results
 
     @_told
     def produce_range(
@@ -276,14 +389,13 @@ class Broker:
         acks: wire.Acks,
         partition: int,
         producer: wire.ProducerStamp | None,
+        forward: bool = True,
     ) -> wire.ProducedRange:
         """Append a batch to one partition, all or nothing."""
         self._check_open()
-        result, size_bytes = producing.produce_range(
-            self.topics.get_or_create(topic), records, partition, acks=acks, producer=producer
+        return self._producing.range(
+            self.topics.get_or_create(topic), records, partition, acks=acks, producer=producer, forward=forward
         )
-        self.metrics.published(topic, len(records), size_bytes)
-        return result
 
     def new_producer(self, name: str | None) -> wire.ProducerIdentity:
         """An identity for an idempotent producer; a named one gets its id again, with the next epoch."""
@@ -301,180 +413,145 @@ class Broker:
         limit: int,
         wait_ms: int,
         peer: Peer | None,
+        forward: bool = True,
     ) -> Page:
         """Read on from a place, consuming nothing; waits up to `wait_ms` for the first message."""
-        partition = self.topics.get(name).partition(number)
-        start = self._place(partition, offset, position, at_ms)
-        if wait_ms:
-            self._wait_readable(partition, start, wait_ms, peer)
-            self.topics.get(name)  # it may have been deleted meanwhile
-        messages = [
-            Stored(name, number, at, piece.batch.appended_at_ms, record)
-            for piece in partition.pieces(start, partition.high_watermark, limit)
-            for at, record in enumerate(piece.records(), piece.start)
-        ]
-        high_watermark = partition.high_watermark
-        next_offset = messages[-1].offset + 1 if messages else start
-        if next_offset >= partition.readable_end:
-            next_offset = high_watermark
-        return Page(messages, next_offset, partition.log.log_start_offset, high_watermark)
+        return self._browsing.browse(
+            self._topic(name),
+            number,
+            offset=offset,
+            position=position,
+            at_ms=at_ms,
+            limit=limit,
+            wait_ms=wait_ms,
+            peer=peer,
+            forward=forward,
+        )
 
-    def _place(self, partition: Partition, offset: int | None, position: str | None, at_ms: int | None) -> int:
-        if at_ms is not None:
-            return min(partition.log.offset_for_time(at_ms), partition.high_watermark)
-        if position == "latest":
-            return partition.high_watermark
-        if offset is None:
-            return partition.log.log_start_offset
-        partition.check_offset(offset)
-        return offset
-
-    def _wait_readable(self, partition: Partition, offset: int, wait_ms: int, peer: Peer | None) -> None:
-        event = Event()
-        unwatch = peer.watch(event.set) if peer is not None else None
-        waits = self.groups.lot.hold(event)
-        try:
-            partition.wait_readable(offset, event, wait_ms / 1000)
-        finally:
-            waits()
-            if unwatch is not None:
-                unwatch()
-
-    def read_all(self, name: str, limit: int | None) -> Iterator[Stored]:
+    def read_all(self, name: str, limit: int | None, *, forward: bool = True) -> Iterator[Stored]:
         """The whole queue as it stands now, partition by partition."""
-        topic = self.topics.get(name)
-        ends = [(partition, partition.high_watermark) for partition in topic.partitions]
-        return self._read_all(name, ends, limit)
-
-    def _read_all(self, name: str, ends: list[tuple[Partition, int]], limit: int | None) -> Iterator[Stored]:
-        left = limit if limit is not None else 1 << 62
-        for partition, end in ends:
-            for piece in partition.pieces(partition.log.log_start_offset, end, left):
-                left -= piece.end - piece.start
-                for at, record in enumerate(piece.records(), piece.start):
-                    yield Stored(name, partition.number, at, piece.batch.appended_at_ms, record)
+        return self._browsing.read_all(self._topic(name), limit, forward=forward)
 
     # --- groups ------------------------------------------------------------------------------------------------------
 
     def put_group(self, name: str, patch: dict[str, object]) -> tuple[wire.GroupDescription, bool]:
         created = self.groups.put(name, patch)
-        return self.describe_group(name), created
+        return self._census.describe(name, leave_out=True), created
 
     @_told
     def describe_group(self, name: str) -> wire.GroupDescription:
-        config = self.groups.config(name)
-        counts = [group.counts() for group in self.groups.on_partitions(name)]
-        total = {key: sum(count[key] for count in counts) for key in ("ready", "in_flight", "scheduled", "lag")}
-        oldest = max((count["oldest_unacked_ms"] for count in counts), default=0)
-        return wire.GroupDescription(
-            group=name, mode=config.mode, members=[], dead=0, oldest_unacked_ms=oldest, config=config, **total
-        )
-
-    def list_groups(self) -> list[wire.GroupDescription]:
-        return [self.describe_group(name) for name in self.groups.names()]
-
-    def delete_group(self, name: str) -> None:
-        self.groups.delete(name)
+        return self._census.describe(name)
 
     @_told
-    def receive(self, group: str, request: wire.ReceiveRequest, peer: Peer | None) -> list[Delivered]:
+    def list_groups(self) -> list[wire.GroupDescription]:
+        return self._census.list()
+
+    @_told
+    def delete_group(self, name: str) -> None:
+        self._census.delete(name)
+
+    @_told
+    def receive(
+        self, group: str, request: wire.ReceiveRequest, peer: Peer | None, *, forward: bool = True
+    ) -> list[Delivered]:
         """Lease messages, waiting for the first one up to the request's `wait_ms`."""
         self._check_open()
-        messages = self.groups.receive(group, request, peer)
-        if messages:
-            self._count_delivered(group, messages)
-        return messages
+        return self._receiving.receive(group, request, peer, forward=forward)
 
     @_told
     def ack_and_receive(
-        self, group: str, request: wire.ReceiveRequest, peer: Peer | None
-    ) -> tuple[list[Delivered], list[bool]]:
+        self, group: str, request: wire.ReceiveRequest, peer: Peer | None, *, forward: bool = True
+    ) -> tuple[list[Delivered], list[Verdict]]:
         """Ack the request's receipts, then receive; also answers which receipts counted."""
         self._check_open()
-        messages, verdicts = self.groups.ack_and_receive(group, request, peer)
-        if messages:
-            self._count_delivered(group, messages)
-        return messages, verdicts
-
-    def _count_delivered(self, group: str, messages: list[Delivered]) -> None:
-        by_topic: dict[str, tuple[int, int]] = {}
-        if messages[0].topic == messages[-1].topic:
-            by_topic[messages[0].topic] = (len(messages), sum([message.delivery_count > 1 for message in messages]))
-        else:
-            for message in messages:
-                n, again = by_topic.get(message.topic, (0, 0))
-                by_topic[message.topic] = (n + 1, again + (message.delivery_count > 1))
-        for topic, (n, again) in by_topic.items():
-            self.metrics.delivered(topic, group, n, again)
+        return self._receiving.ack_and_receive(group, request, peer, forward=forward)
 
     @_told
-    def ack(self, group: str, receipts: list[str]) -> list[bool]:
-        """Which receipts count (done, durably); False for a stale one. Raises InvalidRequest for a foreign one."""
-        verdicts = self.groups.ack(group, receipts)
-        return verdicts
+    def ack(self, group: str, receipts: list[str], *, forward: bool = True) -> list[Verdict]:
+        """Which receipts count (done, durably); False for a stale one, an error for one whose leader cannot be asked.
+        Raises InvalidRequest for a foreign one."""
+        return self._settling.settle(group, receipts, Way("ack"), forward=forward)
 
     @_told
-    def nack(self, group: str, receipts: list[str], delay_ms: int | None, reason: str | None) -> list[bool]:
-        return self.groups.nack(group, receipts, delay_ms, reason)
+    def nack(
+        self, group: str, receipts: list[str], delay_ms: int | None, reason: str | None, *, forward: bool = True
+    ) -> list[Verdict]:
+        return self._settling.settle(group, receipts, Way("nack", delay_ms, reason), forward=forward)
 
     @_told
-    def extend(self, group: str, receipts: list[str], visibility_timeout_ms: int | None) -> list[bool]:
-        return self.groups.extend(group, receipts, visibility_timeout_ms)
+    def extend(
+        self, group: str, receipts: list[str], visibility_timeout_ms: int | None, *, forward: bool = True
+    ) -> list[Verdict]:
+        return self._settling.settle(group, receipts, Way("extend", visibility_timeout_ms), forward=forward)
 
     # --- cluster -----------------------------------------------------------------------------------------------------
 
     def cluster(self) -> wire.ClusterDescription:
-        return wire.ClusterDescription(self.cluster_id, self.broker_id, self._brokers())
-
-    def _brokers(self) -> list[wire.BrokerDescription]:
-        return [wire.BrokerDescription(self.broker_id, self.me.url, True)]
+        return self._overview.cluster()
 
     def metadata(self, names: list[str] | None) -> wire.Metadata:
         """Who leads what. Topics that do not exist are left out."""
-        wanted = None if names is None else set(names)
-        topics = [
-            wire.TopicMetadata(
-                topic.name,
-                [
-                    wire.PartitionLeader(p.number, self.broker_id, p.replica.leader_epoch, self.me.url)
-                    for p in topic.partitions
-                ],
-            )
-            for topic in self.topics
-            if wanted is None or topic.name in wanted
-        ]
-        return wire.Metadata(self._brokers(), topics)
+        for name in names or ():
+            with contextlib.suppress(TopicNotFound):
+                self._topic(name)
+        return self._overview.metadata(names)
 
     def health(self) -> dict[str, object]:
+        """How it stands with this broker, and with what it leads and follows."""
+        partitions = self.topics.partitions()
+        led = [partition for partition in partitions if partition.replica.leading]
+        controller = self.mirror.controller
         return {
             "status": "ok" if self.ready else "not_ready",
             "broker_id": self.broker_id,
             "cluster_id": self.cluster_id,
+            "incarnation": self.incarnation,
+            "control_plane": self._catalog.plane.state.value,
+            "registered": self.membership.registered,
+            "controller": controller.value.broker_id if controller else None,
             "topics": sum(1 for _ in self.topics),
+            "led": len(led),
+            "followed": len(partitions) - len(led),
+            "under_replicated": sum(is_under_replicated(partition) for partition in led),
+            "quarantined": sum(bool(partition.quarantined) for partition in partitions),
             "parked_receives": len(self.groups.lot.waiters),
             "disk_full": self.disk_is_full(),
         }
+
+    def offline_partitions(self) -> int:
+        return self._overview.offline_partitions()
 
     def _check_open(self) -> None:
         if self._draining.is_set():
             raise Unavailable("this broker is shutting down", retry_after_s=0.5)
 
 
-def _described(topic: Topic) -> wire.TopicDescription:
-    partitions = [
-        wire.PartitionDescription(
-            partition.number,
-            partition.replica.state.leader if partition.replica.state else None,
-            partition.replica.leader_epoch,
-            list(partition.replica.state.replicas) if partition.replica.state else [],
-            sorted(partition.replica.state.isr) if partition.replica.state else [],
-            partition.log.log_start_offset,
-            partition.high_watermark,
-            partition.log.size_bytes,
+def is_under_replicated(partition: Partition) -> bool:
+    """Whether a replica of a partition that is led here is not in sync."""
+    state = partition.replica.state
+    return state is not None and len(state.isr) < len(state.replicas)
+
+
+def _secret_in(config: BrokerConfig) -> str | None:
+    """The secret of the file that is named for it. Raises UsageError when there is none in it."""
+    if config.cluster_secret_file is None:
+        return None
+    try:
+        secret = config.cluster_secret_file.read_text("utf-8").strip()
+    except (OSError, UnicodeDecodeError) as fault:
+        raise UsageError(f"the cluster's secret in {config.cluster_secret_file} cannot be read: {fault}") from None
+    if len(secret) < SECRET_LENGTH_MIN:
+        raise UsageError(
+            f"the cluster's secret in {config.cluster_secret_file} has {len(secret)} characters, and needs"
+            f" {SECRET_LENGTH_MIN} at least: write for instance what `openssl rand -hex 32` prints, on every broker"
         )
-        for partition in topic.partitions
-    ]
-    state = topic.state
-    return wire.TopicDescription(
-        state.name, partitions, state.config, topic_id=state.topic_id, replication_factor=state.replication_factor
-    )
+    return secret
+
+
+def _trusting(config: BrokerConfig) -> ssl.SSLContext | None:
+    """With TLS, brokers trust each other's certificate when it is the one they have, or one of a known authority."""
+    if config.tls_cert is None:
+        return None
+    context = ssl.create_default_context()
+    context.load_verify_locations(config.tls_cert)
+    return context

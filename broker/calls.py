@@ -19,6 +19,7 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar
 import msgspec
 
 from portalmq.broker.storage.batch import Record
+from portalmq.broker.waiting import Delivered
 from portalmq.errors import PortalMQError, error_from_problem
 from portalmq.wire import Acks, ProducerStamp
 
@@ -170,13 +171,10 @@ class Receive(msgspec.Struct, array_like=True):
 
 
 class Received(msgspec.Struct, array_like=True):
-    """Messages as (topic, partition, offset, timestamp_ms, record, receipt, delivery count, end of the lease).
+    """`unbegun`: there is a partition where the group has not begun, and where it begins is for the asking broker to
+    say. `known`: of a replay, whether the attempt is known here."""
 
-    `unbegun`: there is a partition where the group has not begun, and where it begins is for the asking broker to say.
-    `known`: of a replay, whether the attempt is known here.
-    """
-
-    messages: list[tuple[str, int, int, int, Record, str, int, int]]
+    messages: list[Delivered]
     unbegun: bool = False
     known: bool = False
 

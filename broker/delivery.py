@@ -1,8 +1,4 @@
-"""A queue group on a partition: receive, ack, nack, extend, and the consumers that sleep until a message comes.
-
-A receive takes what it can; with nothing to take it parks, with an interest at each of its partitions. When a partition
-has something, it wakes one sleeper. Whoever was woken takes what it can and then wakes the next one if something is
-left: so one message wakes one consumer, and a thousand sleepers cost nothing.
+"""A queue group on a partition that this broker leads: receive, ack, nack, extend, and who sleeps here.
 
 Everything here runs on the hub's thread. A grant is applied before its record is on its way to the disk and before any
 payload is read, with no switch of greenlets in between, so no message is handed to two.
@@ -10,12 +6,11 @@ payload is read, with no switch of greenlets in between, so no message is handed
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import gevent
-import msgspec
-from gevent.event import Event
 
 from portalmq.broker.clock import Clock
 from portalmq.broker.core.delivery import GroupDelivery, Plan
@@ -24,41 +19,20 @@ from portalmq.broker.core.receipts import ReceiptBook
 from portalmq.broker.core.records import Ack, Extend, Grant, GroupStart, Nack, ranges_of
 from portalmq.broker.partition import Partition
 from portalmq.broker.reader import Piece
-from portalmq.broker.storage.batch import Record
+from portalmq.broker.waiting import Delivered, Peer, ReceiveOptions, Waiter
 from portalmq.broker.writer import Pending
-from portalmq.errors import Backpressure
 from portalmq.wire import GroupConfig
 
+__all__ = ["Delivered", "GroupPartition", "Peer", "Shown"]
 
-class Peer(Protocol):
-    """The connection of a client that waits."""
-
-    def gone(self) -> bool:
-        """Whether the other side has closed."""
-        ...
-
-    def watch(self, on_gone: Callable[[], None]) -> Callable[[], None]:
-        """Call `on_gone` once when the client goes away; returns what ends the watch."""
-        ...
-
-
-class Delivered(msgspec.Struct, gc=False, frozen=True):
-    """A message under a lease."""
-
-    topic: str
-    partition: int
-    offset: int
-    timestamp_ms: int
-    record: Record
-    receipt: str
-    delivery_count: int
-    lease_expires_at_ms: int
+HANDED_RANGES_MAX = 1_000
 
 
 class Shown(NamedTuple):
-    """Receipts of one lease: its delivery number, their places in the request, their offsets."""
+    """Receipts of one lease: its delivery number and leader epoch, their places in the request, their offsets."""
 
     delivery: int
+    leader_epoch: int
     indexes: list[int]
     offsets: list[int]
 
@@ -66,51 +40,61 @@ class Shown(NamedTuple):
 # Neighbouring pieces with their delivery number, the same in all of a run: they share a range and a receipt's head.
 Run = list[tuple[Piece, int]]
 
-
-class ReceiveOptions(NamedTuple):
-    max_messages: int
-    visibility_timeout_ms: int
-    consumer: str
-    attempt_id: str | None
+# Whether the receipt at an index of the request counts.
+Verdicts = dict[int, bool]
 
 
-class Waiter:
-    """A parked receive. It is woken at most once a round, by one partition."""
-
-    __slots__ = ("cancelled", "event", "woken")
+class _Handed:
+    """The offsets that were handed out here, in the epoch that goes on. Invariant: sorted, disjoint, not adjacent."""
 
     def __init__(self) -> None:
-        self.event = Event()
-        self.woken = False
-        self.cancelled = False
+        self._starts: list[int] = []
+        self._ends: list[int] = []
 
-    def wake(self) -> None:
-        self.woken = True
-        self.event.set()
+    def add(self, start: int, end: int) -> None:
+        at = bisect_right(self._starts, start)
+        if at and self._ends[at - 1] >= start:
+            at -= 1
+            start = self._starts[at]
+        last = at
+        while last < len(self._starts) and self._starts[last] <= end:
+            end = max(end, self._ends[last])
+            last += 1
+        self._starts[at:last] = [start]
+        self._ends[at:last] = [end]
 
-    def cancel(self) -> None:
-        self.cancelled = True
-        self.event.set()
+    def __contains__(self, offset: int) -> bool:
+        at = bisect_right(self._starts, offset) - 1
+        return at >= 0 and offset < self._ends[at]
 
-    def sleep(self, timeout_s: float) -> None:
-        """Until woken, cancelled, or out of time; ready for the next round then."""
-        self.event.wait(timeout_s)
-        self.event.clear()
-        self.woken = False
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def forget_below(self, offset: int) -> None:
+        gone = bisect_right(self._ends, offset)
+        del self._starts[:gone], self._ends[:gone]
 
 
 class GroupPartition:
-    """One group on one partition: its fold, and who sleeps here."""
+    """One group on one partition, as long as that is led here: its fold, and who sleeps here."""
 
-    def __init__(self, partition: Partition, group: str, book: ReceiptBook, clock: Clock) -> None:
+    is_remote = False
+
+    def __init__(
+        self, partition: Partition, group: str, book: ReceiptBook, clock: Clock, *, group_id: str = ""
+    ) -> None:
         self.partition = partition
         self.group = group
+        self.group_id = group_id
         self._book = book
         self._clock = clock
         self._sleepers: dict[Waiter, None] = {}
         self._timer: gevent.Greenlet | None = None
         self._timer_at_ms = 0
         self._detached = False
+        self._handed = _Handed()
+        # How many messages were handed out just now, and how many of them not for the first time.
+        self.on_delivered: Callable[[int, int], None] = lambda messages, again: None
         partition.on_readable.append(self.notify)
 
     @property
@@ -118,10 +102,12 @@ class GroupPartition:
         return self.partition.delivery[self.group]
 
     def detach(self) -> None:
+        """The group was deleted, or the partition, or it is led elsewhere: who sleeps here is to look anew."""
         self._detached = True
         self.partition.on_readable.remove(self.notify)
         self._disarm()
-        self.end_waits()
+        for waiter in tuple(self._sleepers):
+            waiter.move()
 
     def end_waits(self) -> None:
         for waiter in tuple(self._sleepers):
@@ -130,8 +116,8 @@ class GroupPartition:
     # --- sleeping and waking -----------------------------------------------------------------------------------------
 
     def park(self, waiter: Waiter) -> None:
-        if self._detached:  # the group or the topic was deleted on the way here: nobody would wake it
-            waiter.cancel()
+        if self._detached:  # on the way here: nobody would wake it
+            waiter.move()
             return
         self._sleepers[waiter] = None
         self._arm()
@@ -196,7 +182,13 @@ class GroupPartition:
         ranges = tuple([(run[0][0].start, run[-1][0].end, run[0][1]) for run in runs])
         grant = Grant(ranges, next_offset, now_ms, deadline_ms, options.consumer, options.attempt_id)
         self.partition.append_group_record(self.group, grant, is_soft=True)
+        for start, end, _ in ranges:
+            self._handed.add(start, end)
+        if len(self._handed) > HANDED_RANGES_MAX:
+            self._handed.forget_below(self.delivery.floor())
         self._arm()
+        again = sum([end - start for start, end, deliveries in ranges if deliveries > 1])
+        self.on_delivered(sum([end - start for start, end, _ in ranges]), again)
         return self._delivered(runs, deadline_ms)
 
     def _chosen(self, plan: Plan) -> tuple[list[tuple[Piece, int]], int]:
@@ -241,14 +233,34 @@ class GroupPartition:
 
     # --- settle ------------------------------------------------------------------------------------------------------
 
-    def ack(self, shown: list[Shown]) -> tuple[list[bool], Callable[[], None]]:
+    def _weighed(self, shown: list[Shown]) -> list[Shown]:
+        """The receipts, those of an earlier epoch apart whose message was handed out anew in this one.
+
+        After a fail-over the numbers of deliveries may begin again, as grants are not waited for. So for a message that
+        was handed out since, an older receipt counts like one of no delivery: as long as nobody else has it.
+        """
+        leader_epoch = self.partition.replica.leader_epoch
+        if all(each.leader_epoch >= leader_epoch for each in shown):
+            return shown
+        weighed: list[Shown] = []
+        for each in shown:
+            anew = Shown(0, each.leader_epoch, [], [])
+            as_it_was = Shown(each.delivery, each.leader_epoch, [], [])
+            for index, offset in zip(each.indexes, each.offsets, strict=True):
+                part = anew if each.leader_epoch < leader_epoch and offset in self._handed else as_it_was
+                part.indexes.append(index)
+                part.offsets.append(offset)
+            weighed += [part for part in (as_it_was, anew) if part.offsets]
+        return weighed
+
+    def ack(self, shown: list[Shown]) -> tuple[Verdicts, Callable[[], None]]:
         """Which receipts count, and what to call to wait until their record is committed."""
         now_ms = self._clock.now_ms()
-        verdicts: list[bool] = []
+        verdicts: Verdicts = {}
         unfinished: list[int] = []
-        for each in shown:
+        for each in self._weighed(shown):
             good, more = self.delivery.ackable(each.offsets, each.delivery, now_ms)
-            verdicts += good
+            verdicts.update(zip(each.indexes, good, strict=True))
             unfinished += more
         ranges = ranges_of(unfinished + self._holes_below(unfinished))
         if not ranges:
@@ -274,7 +286,7 @@ class GroupPartition:
 
     def nack(
         self, shown: list[Shown], delay_ms: int | None, reason: str | None, config: GroupConfig
-    ) -> tuple[list[bool], Callable[[], None]]:
+    ) -> tuple[Verdicts, Callable[[], None]]:
         now_ms = self._clock.now_ms()
         verdicts, held = self._held(shown)
         ranges = [
@@ -288,7 +300,7 @@ class GroupPartition:
         self.notify()
         return verdicts, pending.wait
 
-    def extend(self, shown: list[Shown], visibility_timeout_ms: int) -> list[bool]:
+    def extend(self, shown: list[Shown], visibility_timeout_ms: int) -> Verdicts:
         """Leases are soft, so is their extension: it is logged, and not waited for."""
         now_ms = self._clock.now_ms()
         verdicts, held = self._held(shown)
@@ -299,13 +311,13 @@ class GroupPartition:
             self._arm()
         return verdicts
 
-    def _held(self, shown: list[Shown]) -> tuple[list[bool], list[tuple[int, list[int]]]]:
+    def _held(self, shown: list[Shown]) -> tuple[Verdicts, list[tuple[int, list[int]]]]:
         """Which receipts are of the latest lease of their message, and those offsets, by delivery number."""
-        verdicts: list[bool] = []
+        verdicts: Verdicts = {}
         held: list[tuple[int, list[int]]] = []
-        for each in shown:
+        for each in self._weighed(shown):
             good = [self.delivery.holds(offset, each.delivery) for offset in each.offsets]
-            verdicts += good
+            verdicts.update(zip(each.indexes, good, strict=True))
             held.append((each.delivery, [offset for offset, holds in zip(each.offsets, good, strict=True) if holds]))
         return verdicts, held
 
@@ -350,88 +362,3 @@ def _no_wait() -> None:
 
 def _backoff_ms(config: GroupConfig, delivery: int) -> int:
     return config.retry_backoff_ms[min(delivery, len(config.retry_backoff_ms)) - 1]
-
-
-class ParkingLot:
-    """How many receives may sleep on this broker at once; the surplus is told to come back."""
-
-    def __init__(self, parked_max: int) -> None:
-        self.parked_max = parked_max
-        self.waiters: dict[Waiter, None] = {}
-        self._events: dict[Event, None] = {}
-        self.closed = False
-
-    def enter(self, waiter: Waiter) -> None:
-        if len(self.waiters) >= self.parked_max:
-            raise Backpressure(f"{self.parked_max} receives wait on this broker already", retry_after_s=1)
-        self.waiters[waiter] = None
-
-    def leave(self, waiter: Waiter) -> None:
-        self.waiters.pop(waiter, None)
-
-    def hold(self, event: Event) -> Callable[[], None]:
-        """Set `event` when the lot closes; returns what lets go of it."""
-        self._events[event] = None
-        if self.closed:
-            event.set()
-        return lambda: self._events.pop(event, None)
-
-    def close(self) -> None:
-        """End every wait, now and from now on."""
-        self.closed = True
-        for event in tuple(self._events):
-            event.set()
-        for waiter in tuple(self.waiters):
-            waiter.cancel()
-
-
-def receive(
-    groups: list[GroupPartition], options: ReceiveOptions, wait_s: float, peer: Peer | None, lot: ParkingLot
-) -> list[Delivered]:
-    """Messages from any of the partitions, in the order given; waits for the first one up to `wait_s` seconds."""
-    if options.attempt_id is not None:
-        replayed = [found for group in groups if (found := group.replay(options.attempt_id)) is not None]
-        if replayed:
-            return [message for messages in replayed for message in messages]
-    taken = _take(groups, options)
-    if taken or wait_s <= 0 or lot.closed:
-        return taken
-    waiter = Waiter()
-    lot.enter(waiter)
-    unwatch = peer.watch(waiter.cancel) if peer is not None else _no_wait
-    for group in groups:
-        group.park(waiter)
-    try:
-        return _sleep_and_take(groups, options, wait_s, waiter, peer)
-    finally:
-        unwatch()
-        lot.leave(waiter)
-        for group in groups:
-            group.leave(waiter)
-            group.notify()
-
-
-def _sleep_and_take(
-    groups: list[GroupPartition], options: ReceiveOptions, wait_s: float, waiter: Waiter, peer: Peer | None
-) -> list[Delivered]:
-    clock = groups[0].partition.host.clock
-    deadline_ms = clock.now_ms() + int(wait_s * 1000)
-    while True:
-        left_ms = deadline_ms - clock.now_ms()
-        waiter.sleep(max(0, left_ms) / 1000)
-        if waiter.cancelled or (peer is not None and peer.gone()):
-            return []
-        taken = _take(groups, options)
-        if taken or left_ms <= 0:
-            return taken
-
-
-def _take(groups: list[GroupPartition], options: ReceiveOptions) -> list[Delivered]:
-    taken: list[Delivered] = []
-    for group in groups:
-        left = options.max_messages - len(taken)
-        if left <= 0:
-            break
-        if group.has_messages():
-            taken += group.take(options._replace(max_messages=left))
-    return taken

@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -24,7 +24,8 @@ from gevent.event import Event
 
 from portalmq.broker.calls import Place
 from portalmq.broker.peers import NotAnswered
-from portalmq.errors import NotLeader, PortalMQError, Unavailable
+from portalmq.control_plane.state import TopicState
+from portalmq.errors import NotLeader, PartitionNotFound, PortalMQError, Unavailable
 
 PATIENCE_S = 3.0
 # When nothing is to be forwarded: this broker was elected just now, and is opening the partition.
@@ -37,6 +38,15 @@ ABANDON_AFTER_S = 0.3
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 Outcomes = dict[Place, T | PortalMQError]
+
+
+def place_of(topic: TopicState, number: int) -> Place:
+    """Raises PartitionNotFound."""
+    if not 0 <= number < topic.partitions:
+        raise PartitionNotFound(
+            f"topic {topic.name!r} has partitions 0 to {topic.partitions - 1}, there is no {number}"
+        )
+    return Place(topic.name, topic.topic_id, number)
 
 
 class Work(Protocol[T_co]):
@@ -112,6 +122,13 @@ class Leaders:
             leader_url=self._map.url_of(leader),
         )
 
+    def check_led_here(self, places: Iterable[Place]) -> None:
+        """What is not to be forwarded is done whole or not at all: raises NotLeader for what another broker leads."""
+        for place in places:
+            leader = self._map.leader_of(place)
+            if leader is not None and leader != self.broker_id:
+                raise self.not_leader(place, leader)
+
     def one(
         self,
         place: Place,
@@ -143,7 +160,7 @@ class Leaders:
         """
         if patience_s is None:
             patience_s = self._patience_s if forward else min(self._patience_s, OWN_PATIENCE_S)
-        deadline = time.monotonic() + patience_s
+        deadline = 0.0
         pause_s = PAUSE_FIRST_S
         outcomes: Outcomes[T] = {}
         doubtful: set[Place] = set()
@@ -156,6 +173,7 @@ class Leaders:
                 outcomes |= self._once(pending, work, forward, waiting)
                 doubtful |= {place for place in pending if _is_unknown(outcomes[place])}
                 pending = [place for place in pending if self._may_mend(outcomes[place], forward, repeatable)]
+                deadline = deadline or time.monotonic() + patience_s  # counts from the first failure: some work waits
                 left_s = deadline - time.monotonic()
                 if not pending or left_s <= 0 or (waiting is not None and waiting.gone()):
                     break
@@ -169,6 +187,8 @@ class Leaders:
             outcome = outcomes[place]
             if isinstance(outcome, PortalMQError):  # the last try was refused; what became of an earlier one, who knows
                 outcome.outcome = "unknown"
+        if forward:
+            outcomes |= {place: told(error) for place, error in outcomes.items() if isinstance(error, NotLeader)}
         return outcomes
 
     def _may_mend(self, outcome: object, forward: bool, repeatable: bool) -> bool:
@@ -251,6 +271,13 @@ def _ask(work: Work[T], broker_id: int, places: Sequence[Place]) -> Outcomes[T]:
         return work.there(broker_id, places)
     except PortalMQError as error:
         return {place: copy.copy(error) for place in places}
+
+
+def told(error: PortalMQError) -> PortalMQError:
+    """To whoever leaves it to us to find the leader, `not_leader` would say nothing."""
+    if not isinstance(error, NotLeader):
+        return error
+    return Unavailable(error.detail, outcome=error.outcome, retry_after_s=error.retry_after_s or 0.1)
 
 
 def _is_unknown(outcome: object) -> bool:

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from portalmq.broker.broker import Broker
+from portalmq.broker.broker import Broker, is_under_replicated
 from portalmq.broker.metrics import Gauges, GroupLag, PartitionGauge
 
 
 def gauges_of(broker: Broker, *, connected: bool) -> Gauges:
-    """`connected` tells whether the control plane answers."""
+    """`connected` tells whether the control plane answers. Lags are those of the partitions that are led here."""
     lags = []
     for group in broker.groups.names():
-        for on_partition in broker.groups.on_partitions(group):
-            counts = on_partition.counts()
-            partition = on_partition.partition
+        for attached in broker.groups.attached(group):
+            counts = attached.counts()
+            partition = attached.partition
             lags.append(
                 GroupLag(partition.topic, partition.number, group, counts["lag"], counts["oldest_unacked_ms"] / 1000)
             )
+    replicas = broker.topics.partitions()
     partitions = [
         PartitionGauge(
             partition.topic,
@@ -23,9 +24,18 @@ def gauges_of(broker: Broker, *, connected: bool) -> Gauges:
             partition.replica.leading,
             partition.log.log_start_offset,
             partition.high_watermark,
+            is_under_replicated(partition),
+            bool(partition.quarantined),
+            partition.log.end_offset - partition.high_watermark if partition.replica.leading else 0,
         )
-        for topic in broker.topics
-        for partition in topic.partitions
+        for partition in replicas
     ]
-    size = sum([partition.log.size_bytes for topic in broker.topics for partition in topic.partitions])
-    return Gauges(lags, partitions, {"log": size}, connected)
+    size = sum([partition.log.size_bytes for partition in replicas])
+    return Gauges(
+        lags,
+        partitions,
+        {"log": size},
+        connected,
+        is_controller=broker.membership.is_controller,
+        offline_partitions=broker.offline_partitions(),
+    )

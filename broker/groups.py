@@ -1,52 +1,118 @@
-"""All queue groups of this broker: their settings, their partitions, and the fan-out of receive and settle.
+"""All queue groups: their settings, where they have begun, and what is received and settled on whatever broker leads.
 
-A group's settings stand in the control plane; what it has received and acked stands in the log of each partition. A
-group begins on a topic with its first receive: on all partitions there are, at its `start`; partitions that are added
-later are read from their beginning.
+A group's settings stand in the control plane; what it has received and acked stands in the log of each partition. This
+broker serves a group on the partitions that it leads, and brings what concerns others to their leaders.
+
+A group begins on a topic with its first receive: on all partitions there are, at its `start`; partitions that are added
+later are read from their beginning. A leader lets a group that starts at the earliest begin by itself. Where it starts
+at the latest it matters who is first, so it begins on partition 0 last of all: a group that is known there has begun
+on all partitions there were, and the others were added since.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import msgspec
 
 from portalmq import wire
+from portalmq.broker.atlas import Atlas
+from portalmq.broker.calls import Known, Place, Result, Start, result_of
 from portalmq.broker.clock import Clock
-from portalmq.broker.core.receipts import HEAD_LENGTH, Lease, ReceiptBook, offset_of, tag_of
-from portalmq.broker.delivery import Delivered, GroupPartition, ParkingLot, Peer, ReceiveOptions, Shown, receive
+from portalmq.broker.core.receipts import ReceiptBook
+from portalmq.broker.delivery import GroupPartition
+from portalmq.broker.forwarding import Leaders, Outcomes, place_of
 from portalmq.broker.partition import Partition
+from portalmq.broker.peers import Peers
 from portalmq.broker.topics import Topic, Topics
-from portalmq.broker.writer import Pending
+from portalmq.broker.waiting import ParkingLot
 from portalmq.control_plane.catalog import Catalog
+from portalmq.control_plane.mirror import Changes, Mirror
 from portalmq.control_plane.state import GroupState
-from portalmq.errors import Backpressure, GroupNotFound, InvalidRequest, Unavailable
+from portalmq.errors import GroupNotFound, InvalidRequest, PortalMQError, Unavailable
 
-Settle = Callable[[GroupPartition, list[Shown]], tuple[list[bool], Callable[[], None]]]
+BEGIN_TIMEOUT_S = 10.0
+# What was written from here counts at once; by then the mirror shows it.
+OWN_WORD_S = 2.0
+# A group that is being ended is let begin nowhere again for this long, unless it is gone before.
+ENDING_S = 5.0
+
+_Bools = list[Result[bool]]
+_encode = msgspec.msgpack.Encoder().encode
+
+
+@dataclass(slots=True)
+class _Knowing:
+    """The work of asking where a group has begun."""
+
+    groups: Groups
+    group: GroupState
+
+    def here(self, places: Sequence[Place]) -> Outcomes[bool]:
+        return self.groups.each(places, lambda place: self.group.name in self.groups.partition(place).delivery)
+
+    def there(self, broker_id: int, places: Sequence[Place]) -> Outcomes[bool]:
+        call = Known(self.group.name, places[0].topic, places[0].topic_id, [place.number for place in places])
+        return self.groups.ask(broker_id, "known", call, places)
+
+
+@dataclass(slots=True)
+class _Beginning:
+    """The work of letting a group begin; where it has begun it goes on."""
+
+    groups: Groups
+    group: GroupState
+    start: Literal["earliest", "latest"]
+
+    def here(self, places: Sequence[Place]) -> Outcomes[bool]:
+        return self.groups.each(places, lambda place: self.groups.begin_here(self.group, place, self.start))
+
+    def there(self, broker_id: int, places: Sequence[Place]) -> Outcomes[bool]:
+        topic, topic_id, numbers = places[0].topic, places[0].topic_id, [place.number for place in places]
+        call = Start(self.group.name, self.group.group_id, topic, topic_id, numbers, self.start)
+        return self.groups.ask(broker_id, "start", call, places)
 
 
 class Groups:
+    """Settings and places. Receiving is in receiving.py, settling in settling.py, counting and ending in census.py.
+
+    Invariant: `attached` holds a group exactly on partitions that this broker leads and where it has begun.
+    """
+
     def __init__(
-        self, catalog: Catalog, topics: Topics, clock: Clock, receipt_key: bytes, parked_receives_max: int
+        self,
+        catalog: Catalog,
+        mirror: Mirror,
+        topics: Topics,
+        atlas: Atlas,
+        leaders: Leaders,
+        peers: Peers,
+        clock: Clock,
+        *,
+        parked_receives_max: int,
     ) -> None:
-        self._catalog = catalog
-        self._topics = topics
-        self._clock = clock
-        self._key = receipt_key
-        self._states: dict[str, GroupState] = {}
-        self._ending: set[str] = set()
-        self._attached: dict[tuple[str, str, int], GroupPartition] = {}
-        self._books: dict[tuple[str, str], ReceiptBook] = {}
-        self._turn: dict[str, int] = {}
+        self.topics = topics
+        self.leaders = leaders
         self.lot = ParkingLot(parked_receives_max)
         self.on_acked: Callable[[str, str, int], None] = lambda topic, group, messages: None
-
-    def open_all(self) -> None:
-        """Learn the settings of all groups, and take up those that the partitions' logs know."""
-        self._states = self._catalog.groups()
-        for topic in self._topics:
-            for partition in topic.partitions:
-                for group in tuple(partition.delivery):
-                    if group in self._states:
-                        self._attach(topic, partition, group)
+        self.on_delivered: Callable[[str, str, int, int], None] = lambda topic, group, messages, again: None
+        self._catalog = catalog
+        self._mirror = mirror
+        self._atlas = atlas
+        self._peers = peers
+        self._clock = clock
+        self._key = catalog.receipt_key()
+        self._own: dict[str, tuple[GroupState | None, float]] = {}
+        self._ending: dict[str, float] = {}
+        self._attached: dict[tuple[str, str, int], GroupPartition] = {}
+        self._books: dict[tuple[str, str, str], ReceiptBook] = {}
+        self._tags: dict[bytes, Topic] = {}
+        self._begun: set[tuple[str, str, int]] = set()
+        self._leads: dict[tuple[str, int], tuple[int | None, int]] = {}
 
     # --- settings ----------------------------------------------------------------------------------------------------
 
@@ -55,58 +121,168 @@ class Groups:
         for setting, only in (("mode", "queue"), ("delivery", "at_least_once"), ("ordering", "none")):
             if patch.get(setting, only) != only:
                 raise InvalidRequest(f"{setting} {patch[setting]!r} is not supported by this release, {only!r} is")
-        self._check_stays(name)
-        self._states[name], created = self._catalog.put_group(name, patch)
+        self._check_stays(self.find(name))
+        group, created = self._catalog.put_group(name, patch)
+        self._remember(name, group)
         return created
 
-    def config(self, name: str) -> wire.GroupConfig:
-        """Raises GroupNotFound."""
-        state = self._states.get(name)
-        if state is None or name in self._ending:
+    def find(self, name: str) -> GroupState | None:
+        """The group as this broker knows it: what it wrote itself, and else what the control plane held last."""
+        own = self._own.get(name)
+        if own is not None:
+            if time.monotonic() < own[1] and self._mirror.groups.get(name) != own[0]:
+                return own[0]
+            del self._own[name]
+        return self._mirror.groups.get(name)
+
+    def known(self, name: str) -> GroupState:
+        """Raises GroupNotFound. One that another broker made just now is asked for."""
+        group = self.find(name)
+        if group is None:
             wire.check_name(name, "group")
-            raise GroupNotFound(f"there is no group {name!r}: its first receive creates it")
-        return state.config
+            group = self._catalog.find_group(name) if name not in self._own else None
+            if group is None:
+                raise GroupNotFound(f"there is no group {name!r}: its first receive creates it")
+            self._remember(name, group)
+        return group
 
-    def delete(self, name: str) -> None:
-        """Forget the group. While that goes on, nobody may use it or make it anew."""
-        self.config(name)
-        self._ending.add(name)
-        try:
-            groups = self.on_partitions(name)
-            ends = [group.partition.end_group(name) for group in groups]
-            for group in groups:
-                group.end_waits()
-            for end in ends:
-                if end is not None:
-                    end.wait()  # a disk without room refuses: then the group stays, where it has not ended
-            self._catalog.delete_group(name)
-            del self._states[name]
-            self._turn.pop(name, None)
-            for key in [key for key in self._attached if key[0] == name]:
-                self._detach(key)
-            for book_key in [key for key in self._books if key[0] == name]:
-                del self._books[book_key]
-        finally:
-            self._ending.discard(name)
+    def ensure(self, name: str) -> GroupState:
+        """The group, made now if it is missing. Raises Unavailable for one that is just being deleted."""
+        group = self.find(name)
+        if group is None:
+            wire.check_name(name, "group")
+            group = self._catalog.ensure_group(name)
+            self._remember(name, group)
+        self._check_stays(group)
+        return group
 
-    def _check_stays(self, name: str) -> None:
-        """Raises Unavailable for a group that is just being deleted."""
-        if name in self._ending:
-            raise Unavailable(f"group {name!r} is being deleted: repeat, to make it anew", retry_after_s=0.1)
+    def check_same(self, group: GroupState) -> None:
+        """Raises Unavailable when the group was deleted since `group` was read."""
+        now = self.find(group.name)
+        if now is None or now.group_id != group.group_id or self.is_ending(now):
+            raise Unavailable(f"group {group.name!r} was deleted meanwhile: repeat, to make it anew", retry_after_s=0.1)
 
     def names(self) -> list[str]:
-        return sorted(self._states.keys() - self._ending)
+        names = self._mirror.groups.keys() | self._own.keys()
+        return sorted(name for name in names if self.find(name) is not None)
+
+    def _remember(self, name: str, group: GroupState | None) -> None:
+        self._own[name] = (group, time.monotonic() + OWN_WORD_S)
+
+    # --- the end of a group ------------------------------------------------------------------------------------------
+
+    def is_ending(self, group: GroupState) -> bool:
+        return self._ending.get(group.group_id, 0.0) > time.monotonic()
+
+    def _check_stays(self, group: GroupState | None) -> None:
+        if group is not None and self.is_ending(group):
+            raise Unavailable(f"group {group.name!r} is being deleted: repeat, to make it anew", retry_after_s=0.1)
+
+    def end_here(self, name: str, group_id: str) -> list[Place]:
+        """End the group on all partitions that are led here, durably; answers on which it had begun. Nobody may use it
+        or begin it anew meanwhile. Raises what a partition refuses with: where it has not ended the group stays."""
+        now = time.monotonic()
+        self._ending = {known: until for known, until in self._ending.items() if until > now}
+        self._ending[group_id] = now + ENDING_S
+        attached = {key: each for key, each in self._attached.items() if key[0] == name}
+        ends = [each.partition.end_group(name) for each in attached.values()]
+        for each in attached.values():
+            each.end_waits()
+        for end in ends:
+            if end is not None:
+                end.wait()
+        for key in attached:
+            self._detach(key)
+        return [Place(each.partition.topic, key[1], each.partition.number) for key, each in attached.items()]
+
+    def forget(self, group: GroupState) -> None:
+        """The group has ended everywhere: remove its settings."""
+        self._catalog.delete_group(group.name)
+        self._remember(group.name, None)
+        self._drop(group.name)
+
+    def let_be(self, group: GroupState) -> None:
+        """The group could not be ended everywhere, or is gone: nobody has to wait for it."""
+        self._ending.pop(group.group_id, None)
 
     # --- partitions --------------------------------------------------------------------------------------------------
 
-    def _attach(self, topic: Topic, partition: Partition, group: str) -> GroupPartition:
-        book_key = (group, topic.state.topic_id)
-        book = self._books.get(book_key)
-        if book is None:
-            group_id = self._states[group].group_id
-            book = self._books[book_key] = ReceiptBook(self._key, topic.state.topic_id, group, group_id)
-        attached = GroupPartition(partition, group, book, self._clock)
-        self._attached[group, topic.name, partition.number] = attached
+    def partition(self, place: Place) -> Partition:
+        """The partition, when it is led here. Raises NotLeader, Unavailable."""
+        return self._atlas.partition(place)
+
+    def attached(self, group: str) -> list[GroupPartition]:
+        """The group on the partitions that are led here, where it has begun."""
+        return [each for key, each in self._attached.items() if key[0] == group]
+
+    def at(self, group: GroupState, place: Place) -> GroupPartition:
+        """The group on a partition that is led here. Raises InvalidRequest when it has not begun there."""
+        partition = self.partition(place)
+        if group.name not in partition.delivery:
+            raise InvalidRequest(f"group {group.name!r} has ended on partition {place.number} of topic {place.topic!r}")
+        return self.attach(group, partition, place.topic_id)
+
+    def on_leading(self, topic: Topic, partition: Partition) -> None:
+        """This broker leads the partition from now on: serve the groups that its log knows."""
+        for name in tuple(partition.delivery):
+            group = self.find(name)
+            if group is not None:
+                self.attach(group, partition, topic.state.topic_id)
+        self.lot.move({topic.name})
+
+    def on_stepped_down(self, topic: Topic, partition: Partition) -> None:
+        """Another broker leads it, or will: who sleeps here looks anew."""
+        for key in [key for key in self._attached if key[1:] == (topic.state.topic_id, partition.number)]:
+            self._detach(key)
+
+    def forget_topic(self, topic: Topic) -> None:
+        """The topic was deleted: waits for it end."""
+        topic_id = topic.state.topic_id
+        for key in [key for key in self._attached if key[1] == topic_id]:
+            self._attached[key].end_waits()
+            self._detach(key)
+        self._books = {key: book for key, book in self._books.items() if key[2] != topic_id}
+        self._begun = {begun for begun in self._begun if begun[1] != topic_id}
+        self._tags.pop(topic.tag, None)
+
+    def sync(self, changes: Changes) -> None:
+        """The mirror shows something new."""
+        for name in changes.groups:
+            self._drop(name)
+        moved = set(changes.topics)
+        for key in changes.partitions:
+            held, topic = self._mirror.partitions.get(key), self._mirror.topic_by_id(key[0])
+            leads = (held.value.leader, held.value.leader_epoch) if held is not None else None
+            if topic is not None and leads != self._leads.get(key):
+                moved.add(topic.name)
+            if leads is None:
+                self._leads.pop(key, None)
+            else:
+                self._leads[key] = leads
+        if moved:
+            self.lot.move(moved)
+
+    def _drop(self, name: str) -> None:
+        """Forget what was kept of a group that is gone, or is another one of the name."""
+        group = self.find(name)
+        kept = group.group_id if group else None
+        for key in [key for key, each in self._attached.items() if key[0] == name and each.group_id != kept]:
+            self._attached[key].end_waits()
+            self._detach(key)
+        self._books = {key: book for key, book in self._books.items() if key[0] != name or key[1] == kept}
+
+    def attach(self, group: GroupState, partition: Partition, topic_id: str) -> GroupPartition:
+        """The group on a partition that is led here."""
+        key = (group.name, topic_id, partition.number)
+        attached = self._attached.get(key)
+        if attached is not None and (attached.partition is not partition or attached.group_id != group.group_id):
+            self._detach(key)
+            attached = None
+        if attached is None:
+            book = self.book(group, topic_id)
+            attached = GroupPartition(partition, group.name, book, self._clock, group_id=group.group_id)
+            attached.on_delivered = partial(self._delivered, partition.topic, group.name)
+            self._attached[key] = attached
         return attached
 
     def _detach(self, key: tuple[str, str, int]) -> None:
@@ -114,174 +290,86 @@ class Groups:
         if attached is not None:  # the group and its topic may be deleted at the same time
             attached.detach()
 
-    def end_waits(self, topic: Topic) -> None:
-        """Who sleeps on the partitions there were would not hear of a message in a new one: let them ask again."""
-        for key, attached in self._attached.items():
-            if key[1] == topic.name:
-                attached.end_waits()
+    # --- receipts ----------------------------------------------------------------------------------------------------
 
-    def forget_topic(self, topic: Topic) -> None:
-        for key in [key for key in self._attached if key[1] == topic.name]:
-            self._detach(key)
-        for book_key in [key for key in self._books if key[1] == topic.state.topic_id]:
-            del self._books[book_key]
+    def book(self, group: GroupState, topic_id: str) -> ReceiptBook:
+        key = (group.name, group.group_id, topic_id)
+        book = self._books.get(key)
+        if book is None:
+            book = self._books[key] = ReceiptBook(self._key, topic_id, group.name, group.group_id)
+        return book
 
-    def _on_topic(self, group: str, topic: Topic, state: GroupState) -> list[GroupPartition]:
-        """The group on every partition of a topic; it begins there if it has not yet.
+    def by_tag(self, tag: bytes) -> Topic | None:
+        topic = self._tags.get(tag)
+        if topic is None or not self.topics.holds(topic):
+            self._tags = {topic.tag: topic for topic in self.topics}
+            topic = self._tags.get(tag)
+        return topic
 
-        Raises Unavailable when the group or the topic is deleted while that goes on.
-        """
-        known = any(group in partition.delivery for partition in topic.partitions)
-        self._check_same(state)
-        if not self._topics.holds(topic):
-            raise Unavailable(f"topic {topic.name!r} was deleted meanwhile: repeat the request", retry_after_s=0.1)
-        attached: list[GroupPartition] = []
-        starts: list[Pending] = []
-        for partition in topic.partitions:
-            there = self._attached.get((group, topic.name, partition.number)) or self._attach(topic, partition, group)
-            if group not in partition.delivery:
-                starts.append(there.start_at("earliest" if known else state.config.start))
-            attached.append(there)
-        for start in starts:
-            start.wait()
-        return attached
+    def _delivered(self, topic: str, group: str, messages: int, again: int) -> None:
+        self.on_delivered(topic, group, messages, again)
 
-    def on_partitions(self, group: str) -> list[GroupPartition]:
-        return [attached for key, attached in self._attached.items() if key[0] == group]
+    def acked(self, topic: str, group: str, messages: int) -> None:
+        self.on_acked(topic, group, messages)
 
-    # --- receive and settle ------------------------------------------------------------------------------------------
+    # --- beginning ---------------------------------------------------------------------------------------------------
 
-    def receive(self, name: str, request: wire.ReceiveRequest, peer: Peer | None) -> list[Delivered]:
-        groups, options = self._prepared(name, request)
-        return receive(groups, options, request.wait_ms / 1000, peer, self.lot)
+    def begin(self, group: GroupState, topic: Topic, *, forward: bool = True) -> None:
+        """See to it that the group has begun on all partitions of the topic, where that is not for each leader alone
+        to do. Raises Unavailable when a leader cannot be asked."""
+        state = topic.state
+        mark = (group.group_id, state.topic_id, state.partitions)
+        if group.config.start == "earliest" or mark in self._begun or not forward:
+            return
+        first, *others = [place_of(state, number) for number in range(state.partitions)]
+        has_begun = self.leaders.one(first, _Knowing(self, group), repeatable=True)
+        work = _Beginning(self, group, "earliest" if has_begun else group.config.start)
+        for places in (others, [first]):
+            outcomes = self.leaders.run(places, work, repeatable=True)
+            for outcome in outcomes.values():
+                if isinstance(outcome, PortalMQError):
+                    raise outcome
+        self._begun.add(mark)
 
-    def ack_and_receive(
-        self, name: str, request: wire.ReceiveRequest, peer: Peer | None
-    ) -> tuple[list[Delivered], list[bool]]:
-        """Ack `request.ack`, then receive: both records go to the disk together. Returns the receipts' verdicts too.
+    def unbegun(self, group: GroupState, topics: Sequence[str]) -> None:
+        """A leader says that the group has not begun: an unclean election may have lost that."""
+        self._begun = {mark for mark in self._begun if mark[0] != group.group_id}
+        self.lot.move(topics)
 
-        Once the acks are on their way nothing raises that would call them not applied: with no room to wait in, the
-        receive is simply empty.
-        """
-        groups, options = self._prepared(name, request)
-        verdicts, wait = self._begin_ack(name, request.ack)
-        messages = receive(groups, options, 0, peer, self.lot)
-        wait()
-        if not messages and request.wait_ms:
+    def begin_here(self, group: GroupState, place: Place, start: Literal["earliest", "latest"]) -> bool:
+        """Whether the group has begun just now; it is durable on return."""
+        partition = self.partition(place)
+        self.check_same(group)
+        if group.name in partition.delivery:
+            return False
+        self.attach(group, partition, place.topic_id).start_at(start).wait()
+        return True
+
+    def serve_known(self, body: bytes) -> bytes:
+        call = msgspec.msgpack.decode(body, type=Known)
+        return self._serve(_Knowing(self, GroupState(call.group, wire.GroupConfig())), call)
+
+    def serve_start(self, body: bytes) -> bytes:
+        call = msgspec.msgpack.decode(body, type=Start)
+        group = self.known(call.group)
+        if group.group_id != call.group_id:
+            raise Unavailable(f"group {call.group!r} was deleted meanwhile", retry_after_s=0.1)
+        return self._serve(_Beginning(self, group, call.start), call)
+
+    def _serve(self, work: _Knowing | _Beginning, call: Known | Start) -> bytes:
+        places = [Place(call.topic, call.topic_id, number) for number in call.numbers]
+        outcomes = self.leaders.run(places, work, forward=False)
+        return _encode([result_of(outcomes[place]) for place in places])
+
+    def each(self, places: Sequence[Place], do: Callable[[Place], bool]) -> Outcomes[bool]:
+        outcomes: Outcomes[bool] = {}
+        for place in places:
             try:
-                messages = receive(groups, options, request.wait_ms / 1000, peer, self.lot)
-            except Backpressure:
-                messages = []
-        return messages, verdicts
+                outcomes[place] = do(place)
+            except PortalMQError as error:
+                outcomes[place] = error
+        return outcomes
 
-    def _prepared(self, name: str, request: wire.ReceiveRequest) -> tuple[list[GroupPartition], ReceiveOptions]:
-        """The group on all partitions of the request's topics, beginning with another one each time."""
-        state = self._ensure(name)
-        groups = [
-            group
-            for topic in dict.fromkeys(request.topics)
-            for group in self._on_topic(name, self._topics.get_or_create(topic), state)
-        ]
-        self._check_same(state)
-        turn = self._turn[name] = (self._turn.get(name, -1) + 1) % len(groups)
-        options = ReceiveOptions(
-            request.max_messages,
-            request.visibility_timeout_ms or state.config.visibility_timeout_ms,
-            request.consumer,
-            request.attempt_id,
-        )
-        return groups[turn:] + groups[:turn], options
-
-    def _ensure(self, name: str) -> GroupState:
-        self._check_stays(name)
-        state = self._states.get(name)
-        if state is None:
-            wire.check_name(name, "group")
-            state = self._states[name] = self._catalog.ensure_group(name)
-        return state
-
-    def _check_same(self, state: GroupState) -> None:
-        """Raises Unavailable when the group was deleted since `state` was read."""
-        now = self._states.get(state.name)
-        if now is None or now.group_id != state.group_id or state.name in self._ending:
-            raise Unavailable(f"group {state.name!r} was deleted meanwhile: repeat, to make it anew", retry_after_s=0.1)
-
-    def ack(self, name: str, receipts: list[str]) -> list[bool]:
-        verdicts, wait = self._begin_ack(name, receipts)
-        wait()
-        return verdicts
-
-    def _begin_ack(self, name: str, receipts: list[str]) -> tuple[list[bool], Callable[[], None]]:
-        acked: dict[str, int] = {}
-
-        def settle(group: GroupPartition, own: list[Shown]) -> tuple[list[bool], Callable[[], None]]:
-            verdicts, wait = group.ack(own)
-            acked[group.partition.topic] = acked.get(group.partition.topic, 0) + sum(verdicts)
-            return verdicts, wait
-
-        verdicts, wait = self._begin(name, receipts, settle)
-
-        def committed() -> None:
-            wait()
-            for topic, messages in acked.items():
-                self.on_acked(topic, name, messages)
-
-        return verdicts, committed
-
-    def nack(self, name: str, receipts: list[str], delay_ms: int | None, reason: str | None) -> list[bool]:
-        config = self.config(name)
-        return self._settle(name, receipts, lambda group, own: group.nack(own, delay_ms, reason, config))
-
-    def extend(self, name: str, receipts: list[str], visibility_timeout_ms: int | None) -> list[bool]:
-        timeout_ms = visibility_timeout_ms or self.config(name).visibility_timeout_ms
-        return self._settle(name, receipts, lambda group, own: (group.extend(own, timeout_ms), lambda: None))
-
-    def _settle(self, name: str, texts: list[str], settle: Settle) -> list[bool]:
-        verdicts, wait = self._begin(name, texts, settle)
-        wait()
-        return verdicts
-
-    def _begin(self, name: str, texts: list[str], settle: Settle) -> tuple[list[bool], Callable[[], None]]:
-        """Check all receipts before any is used, and settle them by partition; what comes back waits for the disk."""
-        self.config(name)
-        verdicts = [False] * len(texts)
-        waits: list[Callable[[], None]] = []
-        for attached, shown in self._checked(name, texts).items():
-            good, wait = settle(attached, shown)
-            waits.append(wait)
-            indexes = [index for each in shown for index in each.indexes]
-            for index, verdict in zip(indexes, good, strict=True):
-                verdicts[index] = verdict
-        return verdicts, lambda: _wait_for_all(waits)
-
-    def _checked(self, name: str, texts: list[str]) -> dict[GroupPartition, list[Shown]]:
-        """The receipts by partition, and there by lease. Raises InvalidRequest when one of them is not ours."""
-        by_head: dict[str, tuple[Lease, Shown]] = {}
-        by_partition: dict[GroupPartition, list[Shown]] = {}
-        for index, text in enumerate(texts):
-            head = text[:HEAD_LENGTH]
-            found = by_head.get(head)
-            if found is None:
-                topic, book = self._book_of(name, tag_of(head), index)
-                lease = book.check(head)
-                attached = self._attached.get((name, topic.name, lease.partition))
-                if attached is None or name not in attached.partition.delivery:
-                    raise InvalidRequest(f"receipt {index} is of a partition where group {name!r} has ended")
-                found = by_head[head] = (lease, Shown(lease.delivery, [], []))
-                by_partition.setdefault(attached, []).append(found[1])
-            lease, shown = found
-            shown.indexes.append(index)
-            shown.offsets.append(offset_of(text, lease))
-        return by_partition
-
-    def _book_of(self, name: str, tag: bytes, index: int) -> tuple[Topic, ReceiptBook]:
-        topic = next((topic for topic in self._topics if topic.tag == tag), None)
-        book = self._books.get((name, topic.state.topic_id)) if topic else None
-        if topic is None or book is None:
-            raise InvalidRequest(f"receipt {index} belongs to no topic that group {name!r} has received from")
-        return topic, book
-
-
-def _wait_for_all(waits: list[Callable[[], None]]) -> None:
-    for wait in waits:
-        wait()
+    def ask(self, broker_id: int, name: str, call: msgspec.Struct, places: Sequence[Place]) -> Outcomes[bool]:
+        results = self._peers.call(broker_id, name, call, _Bools, timeout_s=BEGIN_TIMEOUT_S)
+        return {place: result.outcome() for place, result in zip(places, results, strict=True)}

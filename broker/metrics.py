@@ -33,21 +33,29 @@ class GroupLag:
 
 @dataclass(frozen=True, slots=True)
 class PartitionGauge:
+    """A replica on this broker. `backlog`: offsets that are on its disk, and wait for followers to be committed."""
+
     topic: str
     partition: int
     leading: bool
     log_start_offset: int
     high_watermark: int
+    under_replicated: bool = False
+    quarantined: bool = False
+    backlog: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Gauges:
-    """The state of the domain at one moment. `storage_bytes` goes by the kind of file ("db", "wal")."""
+    """The state of the domain at one moment. `storage_bytes` goes by the kind of file ("db", "wal");
+    `offline_partitions` are those of the whole cluster that have no leader."""
 
     group_lags: list[GroupLag] = field(default_factory=list)
     partitions: list[PartitionGauge] = field(default_factory=list)
     storage_bytes: dict[str, int] = field(default_factory=dict)
     coordinator_connected: bool = False
+    is_controller: bool = False
+    offline_partitions: int = 0
 
 
 class Metrics:
@@ -60,6 +68,9 @@ class Metrics:
         self._delivered = self._counter("messages_delivered", "Messages handed out under a lease", "topic", "group")
         self._redelivered = self._counter("messages_redelivered", "Messages handed out again", "topic", "group")
         self._acked = self._counter("messages_acked", "Messages acknowledged", "topic", "group")
+        self._elections = self._counter("leader_elections", "Times that this broker began to lead a partition")
+        self._shrinks = self._counter("isr_shrinks", "Replicas that fell out of sync with a leader on this broker")
+        self._expands = self._counter("isr_expands", "Replicas that came in sync with a leader on this broker")
         self._requests = Histogram(
             "portalmq_request_duration_seconds",
             "Duration of HTTP requests, waiting included",
@@ -103,6 +114,15 @@ class Metrics:
     def committed(self, seconds: float) -> None:
         """A transaction was written and fsynced."""
         self._commits.observe(seconds)
+
+    def elected(self) -> None:
+        """This broker leads a partition from now on."""
+        self._elections.inc()
+
+    def in_sync_changed(self, left: int, joined: int) -> None:
+        """Of a partition that is led here: how many replicas left the ISR, how many came in."""
+        self._shrinks.inc(left)
+        self._expands.inc(joined)
 
     def request(self, route: str, method: str, status: int, seconds: float) -> None:
         key = (route, method, status)
@@ -213,6 +233,27 @@ class _Gauges(Collector):
             (),
             [((), int(state.coordinator_connected))],
         )
+        yield _gauge(
+            "portalmq_partition_backlog_offsets",
+            "Offsets on the leader's disk that wait for followers to be committed",
+            of_partition,
+            [((each.topic, str(each.partition)), each.backlog) for each in state.partitions if each.leading],
+        )
+        for name, meaning, count in (
+            (
+                "under_replicated_partitions",
+                "Partitions led here of which a replica is not in sync",
+                sum(each.under_replicated for each in state.partitions if each.leading),
+            ),
+            (
+                "quarantined_partitions",
+                "Replicas here that contradict their leader, and do nothing until an operator looks",
+                sum(each.quarantined for each in state.partitions),
+            ),
+            ("offline_partitions", "Partitions of the cluster that have no leader", state.offline_partitions),
+            ("is_controller", "1 while this broker is the controller", int(state.is_controller)),
+        ):
+            yield _gauge(f"portalmq_{name}", meaning, (), [((), count)])
         yield _gauge("portalmq_waiting_calls", "Calls that wait for messages", (), [((), self._waiting())])
 
 

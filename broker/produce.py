@@ -1,38 +1,45 @@
-"""The way of new messages into partitions: which partition each goes to, and whether it is in the log already.
+"""The way of new messages into partitions: which partition each goes to, who leads it, and whether it is in the log.
 
 A message goes where it was sent by name, else where its key's CRC-32 points, else (with an Idempotency-Key) where its
-id's does, so that a retry meets its first; the rest of a batch goes to one partition, another for each batch.
+id's does, so that a retry meets its first; the rest of a batch goes to one partition, another for each batch. Each
+partition's share is appended by its leader, all or nothing, and there it is decided whether it is new.
 """
 
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import count
+from typing import Protocol
 
 import msgspec
 
+from portalmq.broker.calls import Appended, Place, Produce, Result, Share, result_of
 from portalmq.broker.core.events import Stamp
+from portalmq.broker.forwarding import Leaders, place_of, told
 from portalmq.broker.partition import Partition
+from portalmq.broker.peers import Peers
 from portalmq.broker.storage.batch import Record
 from portalmq.broker.topics import Topic
 from portalmq.broker.writer import Pending
-from portalmq.errors import IdempotencyKeyReused, InvalidRequest, MessageTooLarge, PortalMQError
+from portalmq.errors import IdempotencyKeyReused, InvalidRequest, MessageTooLarge, NotLeader, PortalMQError, Unavailable
 from portalmq.wire import Acks, Produced, ProducedRange, ProducerStamp
 
+# Longer than a client waits for one try: its own time ends first.
+PRODUCE_TIMEOUT_S = 20.0
+
 _turns = count()
+_decode_produce = msgspec.msgpack.Decoder(Produce).decode
+_encode = msgspec.msgpack.Encoder().encode
+_Results = list[Result[Appended]]
 
 
-@dataclass(slots=True)
-class _Share:
-    """What one partition gets of a request: new records, and those that are in the log already."""
+class Finder(Protocol):
+    """Finds a topic by name and id; raises Unavailable for one that this broker does not know (yet, or any more)."""
 
-    partition: Partition
-    indexes: list[int] = field(default_factory=list)
-    records: list[Record] = field(default_factory=list)
-    known: list[tuple[int, int, int]] = field(default_factory=list)  # (index, offset, timestamp_ms)
-    pending: Pending | None = None
+    def __call__(self, topic: str, topic_id: str) -> Topic: ...
 
 
 def size_of(topic: Topic, records: list[Record]) -> int:
@@ -47,38 +54,208 @@ def size_of(topic: Topic, records: list[Record]) -> int:
     return sum(lengths)
 
 
-def produce_range(
-    topic: Topic, records: list[Record], number: int, *, acks: Acks, producer: ProducerStamp | None
-) -> tuple[ProducedRange, int]:
-    """Append a batch to one partition, all or nothing; also answers the bytes of its payloads."""
-    size = size_of(topic, records)
-    stamp = Stamp(producer.id, producer.epoch, producer.sequence) if producer else None
-    base_offset, timestamp_ms = topic.partition(number).append(tuple(records), size, stamp=stamp, acks=acks)
-    return ProducedRange(number, base_offset, len(records), timestamp_ms), size
+# --- appending here --------------------------------------------------------------------------------------------------
 
 
-def produce(
-    topic: Topic,
-    records: list[Record],
-    partitions: list[int | None] | None,
-    *,
-    acks: Acks,
-    partition: int | None,
-    producer: ProducerStamp | None,
-    idempotency_key: str | None,
-) -> list[Produced | PortalMQError]:
-    """Append messages to their partitions; one result each, in order. Raises when the whole request is refused."""
-    size_of(topic, records)
-    if idempotency_key is not None:
-        records = [_identified(record, idempotency_key, index) for index, record in enumerate(records)]
-    shares = _shares(topic, records, partitions, partition)
-    if producer is not None and len(shares) != 1:
-        raise InvalidRequest("a batch with a producer goes to one partition: name it with ?partition=")
-    results: list[Produced | PortalMQError | None] = [None] * len(records)
-    _submit_all(shares, results, acks, Stamp(producer.id, producer.epoch, producer.sequence) if producer else None)
-    for share in shares.values():
-        _collect(share, results, acks)
-    return _unless_all_failed([result for result in results if result is not None])
+@dataclass(slots=True)
+class _Entry:
+    """A share on its way into a partition: what is new of it, and what is in the log already."""
+
+    partition: Partition
+    ranks: list[int] = field(default_factory=list)
+    records: list[Record] = field(default_factory=list)
+    known: list[tuple[int, int, int]] = field(default_factory=list)  # (rank, offset, timestamp_ms)
+    pending: Pending | None = None
+
+
+def _entered(partition: Partition, records: Sequence[Record], stamp: Stamp | None, acks: Acks) -> _Entry:
+    """Allot offsets to what is new. Raises what the partition refuses with; nothing is applied then."""
+    entry = _Entry(partition)
+    for rank, record in enumerate(records):
+        place = partition.place_of_id(record.message_id) if record.message_id else None
+        if place is None:
+            entry.ranks.append(rank)
+            entry.records.append(record)
+            continue
+        offset, body_hash, timestamp_ms = place
+        if body_hash != record.body_hash:
+            raise IdempotencyKeyReused(
+                f"this Idempotency-Key was used for another message (partition {partition.number}, offset {offset}):"
+                " use a new key for a new message"
+            )
+        entry.known.append((rank, offset, timestamp_ms))
+    if entry.records:
+        size = sum([len(record.value) for record in entry.records])
+        entry.pending = partition.submit(tuple(entry.records), size, stamp=stamp, acks=acks)
+        partition.remember_ids(entry.pending)
+    return entry
+
+
+def _appended(entry: _Entry, acks: Acks) -> Appended:
+    """Wait until the share is as safe as its acks ask. Raises its error."""
+    for _, offset, _ in entry.known if acks != "none" else ():
+        entry.partition.wait_committed(offset)
+    base_offset, timestamp_ms = entry.partition.outcome(entry.pending) if entry.pending is not None else (-1, 0)
+    if not entry.known:
+        return Appended(base_offset, timestamp_ms)
+    if acks == "none":
+        return Appended(-1, 0)
+    places = {rank: (base_offset + nth, timestamp_ms) for nth, rank in enumerate(entry.ranks)}
+    places |= {rank: (offset, known_ms) for rank, offset, known_ms in entry.known}
+    return Appended(-1, 0, [places[rank] for rank in sorted(places)])
+
+
+# --- appending anywhere ----------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Producing:
+    """The work of one produce call: `shares` by partition."""
+
+    topic: Topic
+    shares: dict[int, list[Record]]
+    stamp: ProducerStamp | None
+    acks: Acks
+    peers: Peers | None = None
+    published: int = 0
+    published_bytes: int = 0
+
+    def here(self, places: Sequence[Place]) -> dict[Place, Appended | PortalMQError]:
+        stamp = Stamp(self.stamp.id, self.stamp.epoch, self.stamp.sequence) if self.stamp else None
+        entries: dict[Place, _Entry] = {}
+        outcomes: dict[Place, Appended | PortalMQError] = {}
+        for place in places:
+            try:
+                partition = self.topic.partition(place.number)
+                entries[place] = _entered(partition, self.shares[place.number], stamp, self.acks)
+            except PortalMQError as error:
+                outcomes[place] = error
+        for place, entry in entries.items():
+            try:
+                outcomes[place] = _appended(entry, self.acks)
+            except PortalMQError as error:
+                outcomes[place] = error
+            else:
+                self.published += len(entry.records)
+                self.published_bytes += sum([len(record.value) for record in entry.records])
+        return outcomes
+
+    def there(self, broker_id: int, places: Sequence[Place]) -> dict[Place, Appended | PortalMQError]:
+        assert self.peers is not None
+        shares = [Share(place.number, self.shares[place.number]) for place in places]
+        call = Produce(self.topic.name, self.topic.state.topic_id, self.acks, self.stamp, shares)
+        results = self.peers.call(broker_id, "produce", call, _Results, timeout_s=PRODUCE_TIMEOUT_S)
+        return {place: result.outcome() for place, result in zip(places, results, strict=True)}
+
+
+class Producing:
+    """Produce calls of clients, and the shares that other brokers bring."""
+
+    def __init__(self, leaders: Leaders, peers: Peers, find: Finder, published: Published) -> None:
+        self._leaders = leaders
+        self._peers = peers
+        self._find = find
+        self._published = published
+
+    def range(
+        self,
+        topic: Topic,
+        records: list[Record],
+        number: int,
+        *,
+        acks: Acks,
+        producer: ProducerStamp | None,
+        forward: bool,
+    ) -> ProducedRange:
+        """Append a batch to one partition, all or nothing."""
+        size = size_of(topic, records)
+        place = place_of(topic.state, number)
+        is_doubtful = False
+        if topic.leader_of(number) == self._leaders.broker_id:
+            stamp = Stamp(producer.id, producer.epoch, producer.sequence) if producer else None
+            try:
+                partition = topic.partition(number)
+                base_offset, timestamp_ms = partition.append(tuple(records), size, stamp=stamp, acks=acks)
+            except (NotLeader, Unavailable) as error:
+                is_doubtful = error.outcome != "not_applied"
+                if is_doubtful and producer is None:
+                    raise (told(error) if forward else error) from None
+            else:
+                self._published(topic.name, len(records), size)
+                return ProducedRange(number, base_offset, len(records), timestamp_ms)
+        work = _Producing(topic, {number: records}, producer, acks, self._peers)
+        try:
+            appended = self._leaders.one(place, work, forward=forward, repeatable=producer is not None)
+        except PortalMQError as error:
+            if is_doubtful:
+                error.outcome = "unknown"
+            raise
+        self._count(work)
+        return ProducedRange(number, appended.base_offset, len(records), appended.timestamp_ms)
+
+    def batch(
+        self,
+        topic: Topic,
+        records: list[Record],
+        partitions: list[int | None] | None,
+        *,
+        acks: Acks,
+        partition: int | None,
+        producer: ProducerStamp | None,
+        idempotency_key: str | None,
+        forward: bool,
+    ) -> list[Produced | PortalMQError]:
+        """Append messages to their partitions; one result each, in order. Raises when the whole request is refused."""
+        size_of(topic, records)
+        if idempotency_key is not None:
+            records = [_identified(record, idempotency_key, index) for index, record in enumerate(records)]
+        indexes: dict[int, list[int]] = {}
+        for index, number in enumerate(_numbers(topic, records, partitions, partition)):
+            indexes.setdefault(number, []).append(index)
+        places = {number: place_of(topic.state, number) for number in indexes}
+        if producer is not None and len(indexes) != 1:
+            raise InvalidRequest("a batch with a producer goes to one partition: name it with ?partition=")
+        shares = {number: [records[index] for index in own] for number, own in indexes.items()}
+        work = _Producing(topic, shares, producer, acks, self._peers)
+        if not forward:
+            self._leaders.check_led_here(places.values())
+        repeatable = producer is not None or idempotency_key is not None
+        outcomes = self._leaders.run(list(places.values()), work, forward=forward, repeatable=repeatable)
+        self._count(work)
+        results: list[Produced | PortalMQError | None] = [None] * len(records)
+        for number, own in indexes.items():
+            for index, result in zip(own, _produced(number, len(own), outcomes[places[number]]), strict=True):
+                results[index] = result
+        return _unless_all_failed([result for result in results if result is not None])
+
+    def serve(self, body: bytes) -> bytes:
+        """Shares that another broker brings, for partitions that this one leads."""
+        call = _decode_produce(body)
+        topic = self._find(call.topic, call.topic_id)
+        work = _Producing(topic, {share.number: share.records for share in call.shares}, call.stamp, call.acks)
+        places = [Place(call.topic, call.topic_id, share.number) for share in call.shares]
+        outcomes = self._leaders.run(places, work, forward=False)
+        self._count(work)
+        return _encode([result_of(outcomes[place]) for place in places])
+
+    def _count(self, work: _Producing) -> None:
+        if work.published:
+            self._published(work.topic.name, work.published, work.published_bytes)
+
+
+class Published(Protocol):
+    """Counts messages that were appended here, and the bytes of their payloads."""
+
+    def __call__(self, topic: str, messages: int, size_bytes: int) -> None: ...
+
+
+def _produced(number: int, size: int, outcome: Appended | PortalMQError) -> list[Produced | PortalMQError]:
+    if isinstance(outcome, PortalMQError):
+        return [outcome] * size
+    if outcome.places is not None:
+        return [Produced(number, offset, timestamp_ms) for offset, timestamp_ms in outcome.places]
+    step = 0 if outcome.base_offset < 0 else 1
+    return [Produced(number, outcome.base_offset + rank * step, outcome.timestamp_ms) for rank in range(size)]
 
 
 def _unless_all_failed(results: list[Produced | PortalMQError]) -> list[Produced | PortalMQError]:
@@ -94,30 +271,6 @@ def _identified(record: Record, key: str, index: int) -> Record:
     message_id = blake2b(f"{index}\n{key}".encode(), digest_size=16).digest()
     body = msgspec.msgpack.encode((record.value, record.key, record.content_type, record.headers))
     return msgspec.structs.replace(record, message_id=message_id, body_hash=blake2b(body, digest_size=8).digest())
-
-
-def _shares(
-    topic: Topic, records: list[Record], partitions: list[int | None] | None, partition: int | None
-) -> dict[int, _Share]:
-    shares: dict[int, _Share] = {}
-    numbers = _numbers(topic, records, partitions, partition)
-    for number in dict.fromkeys(numbers):
-        shares[number] = _Share(topic.partition(number))
-    for index, (number, record) in enumerate(zip(numbers, records, strict=True)):
-        share = shares[number]
-        place = share.partition.place_of_id(record.message_id) if record.message_id else None
-        if place is None:
-            share.indexes.append(index)
-            share.records.append(record)
-            continue
-        offset, body_hash, timestamp_ms = place
-        if body_hash != record.body_hash:
-            raise IdempotencyKeyReused(
-                f"this Idempotency-Key was used for another message (partition {number}, offset {offset}):"
-                " use a new key for a new message"
-            )
-        share.known.append((index, offset, timestamp_ms))
-    return shares
 
 
 def _numbers(
@@ -146,50 +299,3 @@ def _numbers(
         else:
             numbers.append(spread)
     return numbers
-
-
-def _submit_all(
-    shares: dict[int, _Share], results: list[Produced | PortalMQError | None], acks: Acks, stamp: Stamp | None
-) -> None:
-    """Allot offsets in every partition. The first refusal, with nothing applied yet, refuses the whole request."""
-    applied = False
-    for share in shares.values():
-        if not share.records:
-            continue
-        records = tuple(share.records)
-        size = sum([len(record.value) for record in records])
-        try:
-            share.pending = share.partition.submit(records, size, stamp=stamp, acks=acks)
-        except PortalMQError as error:
-            if not applied:
-                raise
-            for index in share.indexes:
-                results[index] = error
-            continue
-        share.partition.remember_ids(share.pending)
-        applied = True
-
-
-def _collect(share: _Share, results: list[Produced | PortalMQError | None], acks: Acks) -> None:
-    number = share.partition.number
-    for index, offset, timestamp_ms in share.known:
-        if acks == "none":
-            results[index] = Produced(number, -1, 0)
-            continue
-        try:
-            share.partition.wait_committed(offset)
-        except PortalMQError as error:
-            results[index] = error
-        else:
-            results[index] = Produced(number, offset, timestamp_ms)
-    if share.pending is None:
-        return
-    try:
-        base_offset, timestamp_ms = share.partition.outcome(share.pending)
-    except PortalMQError as error:
-        for index in share.indexes:
-            results[index] = error
-        return
-    step = 0 if base_offset < 0 else 1
-    for rank, index in enumerate(share.indexes):
-        results[index] = Produced(number, base_offset + rank * step, timestamp_ms)

@@ -340,8 +340,10 @@ class ExtendRequest(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=Tr
 
 
 class ReceiptResult(msgspec.Struct, frozen=True, gc=False):
+    """`unknown` stands in a 503 only: the leader of this receipt's partition could not be asked, or did not answer."""
+
     receipt: str
-    status: Literal["ok", "stale_receipt"]
+    status: Literal["ok", "stale_receipt", "unknown"]
 
 
 class ReceiptResults(msgspec.Struct):

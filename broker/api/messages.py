@@ -15,6 +15,7 @@ from portalmq.broker.api import outgoing
 from portalmq.broker.api.peer import peer_of
 from portalmq.broker.api.query import whole_number
 from portalmq.broker.api.room import Room, accepts, answer, answer_packed, query
+from portalmq.broker.api.traffic import may_forward
 from portalmq.errors import InvalidRequest, PortalMQError, Unavailable
 
 BROWSE_MESSAGES = 100
@@ -40,11 +41,13 @@ def browse(room: Room, topic: str, partition: str) -> Response:
     wait_ms = parameters.number("wait_ms") or 0
     if wait_ms > wire.WAIT_MS_MAX:
         raise InvalidRequest(f"wait_ms is {wait_ms}, but must be at most {wire.WAIT_MS_MAX}")
+    forward = may_forward(request.environ)
     start: dict[str, Any] = {"offset": offset, "position": position, "at_ms": at_ms}
     if accepts(wire.EVENT_STREAM):
-        return _tail(room, topic, number, start)
+        return _tail(room, topic, number, start, forward)
     with room.parked(wait_ms):
-        page = room.domain.browse(topic, number, **start, limit=limit, wait_ms=wait_ms, peer=peer_of(request.environ))
+        peer = peer_of(request.environ)
+        page = room.domain.browse(topic, number, **start, limit=limit, wait_ms=wait_ms, peer=peer, forward=forward)
     if accepts(wire.NDJSON):
         response = Response(b"".join(map(outgoing.json_line, page.messages)), content_type=wire.NDJSON)
         response.headers["PortalMQ-Next-Offset"] = str(page.next_offset)
@@ -61,14 +64,14 @@ def _start(text: str | None) -> tuple[int | None, str | None]:
     return whole_number(text, "offset (a number, earliest or latest)"), None
 
 
-def _tail(room: Room, topic: str, partition: int, start: dict[str, Any]) -> Response:
+def _tail(room: Room, topic: str, partition: int, start: dict[str, Any], forward: bool) -> Response:
     """The partition as server-sent events, until the client goes or the broker drains."""
     last_id = request.environ.get("HTTP_LAST_EVENT_ID")
     if last_id:
         start = {"offset": whole_number(last_id, "Last-Event-ID") + 1, "position": None, "at_ms": None}
     peer = peer_of(request.environ)
     # The first page is read here, so that a wrong topic or offset is still answered with a problem.
-    page = room.domain.browse(topic, partition, **start, limit=BROWSE_MESSAGES, wait_ms=0, peer=peer)
+    page = room.domain.browse(topic, partition, **start, limit=BROWSE_MESSAGES, wait_ms=0, peer=peer, forward=forward)
 
     def events(page: Any) -> Iterator[bytes]:
         yield b"retry: %d\n\n" % TAIL_RETRY_MS
@@ -89,6 +92,7 @@ def _tail(room: Room, topic: str, partition: int, start: dict[str, Any]) -> Resp
                     limit=BROWSE_MESSAGES,
                     wait_ms=TAIL_COMMENT_MS,
                     peer=peer,
+                    forward=forward,
                 )
             except Unavailable:
                 return  # draining: the client resumes elsewhere, from its last event's id
@@ -111,11 +115,13 @@ def read_all(room: Room, topic: str) -> Response:
     """Every message of the topic: streamed as NDJSON, or a page of at most 1,000 with `more`."""
     wire.check_name(topic, "topic")
     limit = query("limit").number("limit", least=1)
+    forward = may_forward(request.environ)
     if accepts(wire.NDJSON):
-        lines = _lines(room.domain.read_all(topic, limit))
+        lines = _lines(room.domain.read_all(topic, limit, forward=forward))
         return Response(b"" if request.method == "HEAD" else lines, content_type=wire.NDJSON)
     size = min(limit or wire.BROWSE_MESSAGES_MAX, wire.BROWSE_MESSAGES_MAX)
-    messages = [outgoing.json_message(stored) for stored in islice(room.domain.read_all(topic, size + 1), size + 1)]
+    stored = islice(room.domain.read_all(topic, size + 1, forward=forward), size + 1)
+    messages = [outgoing.json_message(each) for each in stored]
     return answer({"messages": messages[:size], "more": len(messages) > size})
 
 

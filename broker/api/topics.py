@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from flask import Response
+from flask import Response, request
 
 from portalmq import wire
 from portalmq.broker.api.room import Room, answer, no_content, query
+from portalmq.broker.api.traffic import may_forward
 
 
 def list_all(room: Room) -> Response:
@@ -36,5 +37,10 @@ def delete(room: Room, topic: str) -> Response:
 def purge(room: Room, topic: str) -> Response:
     wire.check_name(topic, "topic")
     parameters = query("partition", "before_offset")
-    room.domain.purge(topic, partition=parameters.number("partition"), before_offset=parameters.number("before_offset"))
+    room.domain.purge(
+        topic,
+        partition=parameters.number("partition"),
+        before_offset=parameters.number("before_offset"),
+        forward=may_forward(request.environ),
+    )
     return no_content()

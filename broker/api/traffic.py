@@ -15,11 +15,12 @@ from werkzeug.datastructures import MultiDict
 
 from portalmq import wire
 from portalmq.broker.api import outgoing
+from portalmq.broker.api.domain import Verdict
 from portalmq.broker.api.incoming import Incoming, decode_messages
 from portalmq.broker.api.peer import peer_of
 from portalmq.broker.api.query import Query
 from portalmq.broker.api.room import Answer, Room
-from portalmq.errors import InvalidRequest, PortalMQError, StaleReceipt
+from portalmq.errors import InvalidRequest, PortalMQError, StaleReceipt, Unavailable
 
 Environ = dict[str, Any]
 
@@ -42,7 +43,12 @@ def produce(room: Room, environ: Environ, topic: str) -> Answer:
     partition = _one_partition(incoming, partition)
     if _wants_minimal(environ) and partition is not None and not incoming.single:
         produced = room.domain.produce_range(
-            topic, incoming.records, acks=acks, partition=partition, producer=incoming.producer
+            topic,
+            incoming.records,
+            acks=acks,
+            partition=partition,
+            producer=incoming.producer,
+            forward=may_forward(environ),
         )
         return _answer(produced, packed=packed, status=202 if acks == "none" else 200)._replace(headers=_MINIMAL)
     results = room.domain.produce(
@@ -53,6 +59,7 @@ def produce(room: Room, environ: Environ, topic: str) -> Answer:
         partition=partition,
         producer=incoming.producer,
         idempotency_key=incoming.idempotency_key,
+        forward=may_forward(environ),
     )
     return _single_answer(topic, results[0]) if incoming.single else _batch_answer(results, acks, packed=packed)
 
@@ -108,6 +115,11 @@ def _answer(value: Any, *, packed: bool, status: int = 200) -> Answer:
     return Answer(_encode_json(value), status, wire.JSON)
 
 
+def may_forward(environ: Environ) -> bool:
+    """False when the client wants to go to the leader itself, and be told who that is."""
+    return environ.get("HTTP_PORTALMQ_NO_FORWARD", "").strip().lower() not in {"1", "true"}
+
+
 def _accepts_packed(environ: Environ) -> bool:
     return wire.BATCH_MSGPACK in environ.get("HTTP_ACCEPT", "").lower()
 
@@ -121,12 +133,14 @@ def receive(room: Room, environ: Environ, group: str) -> Answer:
     for topic in wanted.topics:
         wire.check_name(topic, "topic")
     stale: list[str] = []
+    forward = may_forward(environ)
     with room.parked(wanted.wait_ms):
         if wanted.ack:
-            delivered, applied = room.domain.ack_and_receive(group, wanted, peer_of(environ))
-            stale = [receipt for receipt, ok in zip(wanted.ack, applied, strict=True) if not ok]
+            delivered, verdicts = room.domain.ack_and_receive(group, wanted, peer_of(environ), forward=forward)
+            _check_settled(wanted.ack, verdicts)
+            stale = [receipt for receipt, ok in zip(wanted.ack, verdicts, strict=True) if not ok]
         else:
-            delivered = room.domain.receive(group, wanted, peer_of(environ))
+            delivered = room.domain.receive(group, wanted, peer_of(environ), forward=forward)
     packed = _accepts_packed(environ)
     body = outgoing.encode_received(delivered, stale, packed=packed)
     return Answer(body, 200, wire.BATCH_MSGPACK if packed else wire.JSON)
@@ -135,30 +149,52 @@ def receive(room: Room, environ: Environ, group: str) -> Answer:
 def ack(room: Room, environ: Environ, group: str) -> Answer:
     wire.check_name(group, "group")
     wanted = wire.decode_json(room.body_of(environ), wire.AckRequest)
-    return _settled(wanted.receipts, room.domain.ack(group, wanted.receipts))
+    return _settled(wanted.receipts, room.domain.ack(group, wanted.receipts, forward=may_forward(environ)))
 
 
 def nack(room: Room, environ: Environ, group: str) -> Answer:
     wire.check_name(group, "group")
     wanted = wire.decode_json(room.body_of(environ), wire.NackRequest)
-    return _settled(wanted.receipts, room.domain.nack(group, wanted.receipts, wanted.delay_ms, wanted.reason))
+    verdicts = room.domain.nack(group, wanted.receipts, wanted.delay_ms, wanted.reason, forward=may_forward(environ))
+    return _settled(wanted.receipts, verdicts)
 
 
 def extend(room: Room, environ: Environ, group: str) -> Answer:
     wire.check_name(group, "group")
     wanted = wire.decode_json(room.body_of(environ), wire.ExtendRequest)
-    return _settled(wanted.receipts, room.domain.extend(group, wanted.receipts, wanted.visibility_timeout_ms))
+    verdicts = room.domain.extend(group, wanted.receipts, wanted.visibility_timeout_ms, forward=may_forward(environ))
+    return _settled(wanted.receipts, verdicts)
 
 
-def _settled(receipts: list[str], applied: list[bool]) -> Answer:
-    results = [
-        wire.ReceiptResult(receipt, "ok" if ok else "stale_receipt")
-        for receipt, ok in zip(receipts, applied, strict=True)
-    ]
-    if not all(applied):
+def _settled(receipts: list[str], verdicts: Sequence[Verdict]) -> Answer:
+    _check_settled(receipts, verdicts)
+    results = _results(receipts, verdicts)
+    if not all(verdicts):
         raise StaleReceipt(
-            f"{applied.count(False)} of {len(applied)} leases have passed on; `results` tells which were applied",
+            f"{verdicts.count(False)} of {len(verdicts)} leases have passed on; `results` tells which were applied",
             outcome="partial",
             results=results,
         )
     return _answer(wire.ReceiptResults(results), packed=False)
+
+
+def _check_settled(receipts: list[str], verdicts: Sequence[Verdict]) -> None:
+    """Raises when the leader of some of the receipts could not be asked: those are `unknown` in the results. Sending
+    all of them again is safe."""
+    errors = [verdict for verdict in verdicts if isinstance(verdict, PortalMQError)]
+    if errors:
+        raise Unavailable(
+            f"{len(errors)} of {len(verdicts)} receipts could not be brought to their leader: {errors[0]}",
+            outcome="unknown",
+            retry_after_s=errors[0].retry_after_s,
+            results=_results(receipts, verdicts),
+        )
+
+
+def _results(receipts: list[str], verdicts: Sequence[Verdict]) -> list[wire.ReceiptResult]:
+    return [
+        wire.ReceiptResult(
+            receipt, "unknown" if isinstance(verdict, PortalMQError) else "ok" if verdict else "stale_receipt"
+        )
+        for receipt, verdict in zip(receipts, verdicts, strict=True)
+    ]

@@ -6,8 +6,8 @@ from collections import defaultdict
 from typing import Any
 
 from portalmq import wire
-from portalmq.broker.broker import Page, Stored
-from portalmq.broker.delivery import Delivered
+from portalmq.broker.browsing import Page, Stored
+from portalmq.broker.waiting import Delivered
 from portalmq.errors import (
     GroupNotFound,
     NotFound,
@@ -79,7 +79,7 @@ class FakeBroker:
         self._log(name)
         del self.logs[name]
 
-    def purge(self, name: str, *, partition: int | None, before_offset: int | None) -> None:
+    def purge(self, name: str, *, partition: int | None, before_offset: int | None, forward: bool = True) -> None:
         self._called("purge", name=name, partition=partition, before_offset=before_offset)
 
     def _log(self, name: str) -> list[list[Any]]:
@@ -138,7 +138,7 @@ class FakeBroker:
     def _stored(self, topic: str, partition: int, offset: int) -> Stored:
         return Stored(topic, partition, offset, NOW_MS, self.logs[topic][partition][offset])
 
-    def read_all(self, topic: str, limit: int | None) -> Any:
+    def read_all(self, topic: str, limit: int | None, *, forward: bool = True) -> Any:
         self._called("read_all", topic=topic, limit=limit)
         places = [(number, at) for number, log in enumerate(self._log(topic)) for at in range(len(log))]
         return (self._stored(topic, number, at) for number, at in places[:limit])
@@ -169,7 +169,7 @@ class FakeBroker:
             raise GroupNotFound(f"there is no group {name!r}")
         return wire.GroupDescription(name, "queue", [], 0, 0, 0, 0, 0, 0, wire.GroupConfig())
 
-    def receive(self, group: str, request: wire.ReceiveRequest, peer: Any) -> list[Delivered]:
+    def receive(self, group: str, request: wire.ReceiveRequest, peer: Any, *, forward: bool = True) -> list[Delivered]:
         self._called("receive", group=group, request=request, peer=peer)
         delivered = []
         for topic in request.topics:
@@ -179,15 +179,19 @@ class FakeBroker:
                 delivered.append(Delivered(topic, 0, at, NOW_MS, record, f"r{at}", 1, NOW_MS + 30_000))
         return delivered
 
-    def ack(self, group: str, receipts: list[str]) -> list[bool]:
+    def ack(self, group: str, receipts: list[str], *, forward: bool = True) -> list[bool]:
         self._called("ack", group=group, receipts=receipts)
         return [receipt not in self.stale for receipt in receipts]
 
-    def nack(self, group: str, receipts: list[str], delay_ms: int | None, reason: str | None) -> list[bool]:
+    def nack(
+        self, group: str, receipts: list[str], delay_ms: int | None, reason: str | None, *, forward: bool = True
+    ) -> list[bool]:
         self._called("nack", group=group, receipts=receipts, delay_ms=delay_ms, reason=reason)
         return [receipt not in self.stale for receipt in receipts]
 
-    def extend(self, group: str, receipts: list[str], visibility_timeout_ms: int | None) -> list[bool]:
+    def extend(
+        self, group: str, receipts: list[str], visibility_timeout_ms: int | None, *, forward: bool = True
+    ) -> list[bool]:
         self._called("extend", group=group, receipts=receipts, visibility_timeout_ms=visibility_timeout_ms)
         return [receipt not in self.stale for receipt in receipts]
 

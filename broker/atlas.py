@@ -1,0 +1,44 @@
+"""Where everything is: topics by name and id, and the leader of each partition, as the mirror has it."""
+
+from __future__ import annotations
+
+from portalmq.broker.calls import Place
+from portalmq.broker.partition import Partition
+from portalmq.broker.topics import Topic, Topics
+from portalmq.control_plane.mirror import Mirror
+from portalmq.control_plane.state import partition_path
+from portalmq.errors import TopicNotFound, Unavailable
+
+
+class Atlas:
+    """What `forwarding.Leaders` goes by, and what other brokers' calls are looked up in."""
+
+    def __init__(self, topics: Topics, mirror: Mirror) -> None:
+        self._topics = topics
+        self._mirror = mirror
+
+    def topic(self, name: str, topic_id: str) -> Topic:
+        """The topic with this id. Raises Unavailable for one that this broker has not heard of yet, or any more."""
+        try:
+            topic = self._topics.get(name)
+        except TopicNotFound:
+            topic = None
+        if topic is None or topic.state.topic_id != topic_id:
+            raise Unavailable(f"this broker does not know this topic {name!r} yet, or any more", retry_after_s=0.1)
+        return topic
+
+    def partition(self, place: Place) -> Partition:
+        """The partition, when it is led here. Raises NotLeader, Unavailable."""
+        return self.topic(place.topic, place.topic_id).partition(place.number)
+
+    def leader_of(self, place: Place) -> int | None:
+        topic = self._topics.get(place.topic)
+        if topic.state.topic_id != place.topic_id:
+            raise TopicNotFound(f"topic {place.topic!r} was deleted, and made anew, while this was on its way")
+        return topic.leader_of(place.number)
+
+    def url_of(self, broker_id: int) -> str | None:
+        return self._mirror.url_of(broker_id)
+
+    def look_again(self, place: Place) -> None:
+        self._mirror.note(partition_path(place.topic_id, place.number))
