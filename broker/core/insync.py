@@ -38,7 +38,7 @@ class Follower:
     """What is known of a replica in this epoch. `durable_end` is -1 before its first matching fetch.
 
     `heard_ms` is when it fetched last, which the lease counts from. `fetched_ms` and `caught_up_ms` measure its lag,
-    and leave out the time in which this process was paused.
+    and leave out the time in which this process was paused. `in_step`: it has what the log had when it fetched before.
     """
 
     incarnation: int
@@ -48,6 +48,7 @@ class Follower:
     heard_ms: int = NEVER_MS
     durable_end: int = -1
     leader_end_then: int = 1 << 62
+    in_step: bool = False
     refused: bool = False
 
 
@@ -83,6 +84,7 @@ class InSync:
             caught_up_ms = known.caught_up_ms if known else self.began_ms
             known = Follower(fetch.incarnation, fetch.store_uuid, now_ms, caught_up_ms)
             self._followers[fetch.broker_id] = known
+        known.in_step = fetch.durable_offset >= min(leader_end, known.leader_end_then)
         if fetch.durable_offset >= leader_end:
             known.caught_up_ms = now_ms
         elif fetch.durable_offset >= known.leader_end_then:
@@ -118,12 +120,18 @@ class InSync:
         """Every set of members that the control plane may hold now lies in this one."""
         return self.state.isr if self.proposed is None else self.state.isr | self.proposed
 
-    def committed_end(self, own_durable_end: int) -> int:
-        """What is fsynced on the whole maximal ISR; -1 while that is not known, or too few are in sync."""
+    def committed_end(self, own_durable_end: int, brokers: Mapping[int, tuple[int, str]], now_ms: int) -> int:
+        """What is fsynced on the whole maximal ISR; -1 while that is not known, or too few are in sync.
+
+        A replica that keeps step and may join is waited for as well: a leader alone, whose high watermark is wherever
+        its disk is, would be one batch ahead of it for ever (Kafka's leaders wait likewise).
+        """
         if len(self.state.isr) < self.state.min_insync_replicas:
             return -1
         end = own_durable_end
-        for member in self.maximal:
+        for member in self.maximal | {
+            replica for replica in self.state.replicas if self._joins(replica, brokers, now_ms)
+        }:
             if member != self.broker_id:
                 known = self._followers.get(member)
                 end = min(end, known.durable_end if known else -1)
@@ -191,9 +199,17 @@ class InSync:
         known = self._followers.get(replica)
         return (
             known is not None
-            and not known.refused
-            and now_ms - known.fetched_ms <= self.lag_ms
+            and not self._is_out(replica, now_ms)  # or it would come and go for ever
             and brokers.get(replica) == (known.incarnation, store_of(known.store_uuid))
             and known.durable_end >= high_watermark
             and known.durable_end > self.epoch_start
+        )
+
+    def _joins(self, replica: int, brokers: Mapping[int, tuple[int, str]], now_ms: int) -> bool:
+        known = self._followers.get(replica)
+        return (
+            known is not None
+            and known.in_step
+            and now_ms - known.fetched_ms < OVERDUE_MS
+            and self._may_join(replica, known.durable_end, brokers, now_ms)
         )

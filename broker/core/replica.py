@@ -159,7 +159,7 @@ class PartitionReplica:
             case AppendRequested():
                 actions = self._on_append_requested(event, now_ms, wall_ms)
             case Appended():
-                actions = self._on_appended(event)
+                actions = self._on_appended(event, now_ms)
             case FetchReceived():
                 actions = self._on_fetch_received(event, now_ms)
             case FetchReplied():
@@ -215,7 +215,7 @@ class PartitionReplica:
             self.quarantined = ""
         if self._leading is not None and not newer and word.leader == self.broker_id:
             self._leading.word(word)
-            return [*actions, *self._advance_high_watermark(), *self._propose(now_ms)]
+            return [*actions, *self._advance_high_watermark(now_ms), *self._propose(now_ms)]
         if self._leading is not None:
             actions += self._step_down(word.leader)
         if before is None or (before.leader, before.leader_epoch) != (word.leader, word.leader_epoch):
@@ -247,7 +247,7 @@ class PartitionReplica:
         start = self._epochs.start_of(word.leader_epoch)
         epoch_start = self.next_offset if start is None else start
         self._leading = InSync(self.broker_id, word, epoch_start, now_ms, self.lag_ms)
-        return self._advance_high_watermark() if start is not None else [self._start_epoch(wall_ms)]
+        return self._advance_high_watermark(now_ms) if start is not None else [self._start_epoch(wall_ms)]
 
     def _start_epoch(self, wall_ms: int) -> Append:
         assert self._leading is not None
@@ -332,17 +332,17 @@ class PartitionReplica:
         self.next_offset += count
         return append
 
-    def _on_appended(self, event: Appended) -> list[Action]:
+    def _on_appended(self, event: Appended, now_ms: int) -> list[Action]:
         assert self.durable_end <= event.end_offset <= self.next_offset, (self.durable_end, event, self.next_offset)
         self.durable_end = event.end_offset
         if self._leading is not None:
-            return self._advance_high_watermark()
+            return self._advance_high_watermark(now_ms)
         return [*self._follow_high_watermark(), *self._next_fetch()]
 
-    def _advance_high_watermark(self) -> list[Action]:
+    def _advance_high_watermark(self, now_ms: int) -> list[Action]:
         """Nothing of an epoch counts as committed before the epoch's start does (rule 4)."""
         assert self._leading is not None
-        end = self._leading.committed_end(self.durable_end)
+        end = self._leading.committed_end(self.durable_end, self._brokers, now_ms)
         if end <= max(self._leading.epoch_start, self.high_watermark):
             return []
         self.high_watermark = end
@@ -374,7 +374,7 @@ class PartitionReplica:
             return [ReplyFetch(event.token, fetch.fetch_offset, Diverging(epoch, end))]
         if not leading.fetched(fetch, self.durable_end, now_ms):
             return [ReplyFetch(event.token, fetch.fetch_offset, Rejected(self.highest_epoch))]
-        advanced = self._advance_high_watermark()
+        advanced = self._advance_high_watermark(now_ms)
         return [*advanced, *self._propose(now_ms), ReplyFetch(event.token, fetch.fetch_offset, None)]
 
     def _propose(self, now_ms: int) -> list[Action]:
@@ -417,7 +417,7 @@ class PartitionReplica:
             actions.append(self._refresh(now_ms))
         if self._leading is not None:
             self._leading.ticked(now_ms)
-            actions += self._propose(now_ms)
+            actions += [*self._advance_high_watermark(now_ms), *self._propose(now_ms)]
         elif self._proposal is None and self.state is not None and self._must_resign(self.state):
             actions += self._resign(self.state)
         return actions

@@ -59,6 +59,7 @@ class Checker:
         self._refused: set[int] = set()
         self._written: set[int] = set()
         self._lost: list[Copy] = []
+        self._isr_changes: list[int] = []
         self._controller_epoch = 0
         self._committed_epoch = 0
 
@@ -113,7 +114,7 @@ class Checker:
         held = self._held_at(leading.state.version)
         for member in leading.maximal:
             disk = self.world.nodes[member].disk
-            counted = held.store_uuids.get(member, disk.replica_store)
+            counted = disk.replica_store if member == shell.node.id else leading.joiner(member)[1]
             if disk.replica_store == counted and disk.end < high_watermark:
                 self.fail("I5", "{} commits to {}, member {} has {}", shell.node.id, high_watermark, member, disk.end)
         if high_watermark <= self.high_watermark:
@@ -246,11 +247,19 @@ class Checker:
         if after.leader_epoch > self.authority or not self.authority:
             self._check_floor(before, after)
             self._check_isr_is_complete(after)
+        self._check_calm(before, after)
         leader = next((n for n in self._leading_nodes() if n.shell.replica.leader_epoch == after.leader_epoch), None)
         if leader is not None:
             maximal = leader.shell.replica.in_sync.maximal
             if not set(after.isr) <= maximal:
                 self.fail("I6", "ISR {} is not within {} of leader {}", after.isr, set(maximal), leader.id)
+
+    def _check_calm(self, before: PartitionState, after: PartitionState) -> None:
+        """A replica that leaves and joins, again and again, costs ZooKeeper what it is there for."""
+        if before.leader_epoch == after.leader_epoch and before.isr != after.isr:
+            self._isr_changes.append(self.world.now)
+            if len(self._isr_changes) > 10 and self._isr_changes[-10] > self.world.now - 500:
+                self.fail("liveness", "the ISR flaps: {} after {}", after.isr, before.isr)
 
     def _leading_nodes(self) -> list[Node]:
         return [n for n in self.world.nodes.values() if n.alive and n.shell.replica.in_sync is not None]

@@ -193,10 +193,16 @@ class Faults:
         for member in held.isr:
             world.replace_disk(world.nodes[member])
             world.nodes[member].start()
+        self._elect_uncleanly()
+
+    def _elect_uncleanly(self) -> None:
+        world = self.world
+        held = world.zookeeper.tree.partition
         living = [node for node in world.nodes.values() if node.id in held.replicas and node.alive and not node.paused]
-        if not living:
+        chosen = max(living, key=lambda node: (node.shell.replica.last_epoch, node.disk.end), default=None)
+        if chosen is None or not chosen.shell.is_idle:
+            world.after(100, self._elect_uncleanly)
             return
-        chosen = max(living, key=lambda node: (node.shell.replica.last_epoch, node.disk.end))
         elected = controller.elect_unclean(held, chosen.id, chosen.incarnation, chosen.store)
         world.note("operator", "elects {} in epoch {}", chosen.id, elected.leader_epoch)
         world.count("disaster")

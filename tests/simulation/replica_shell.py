@@ -228,6 +228,11 @@ class ReplicaShell:
         self._stalled = False
         self._pump()
 
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is on its way to the disk."""
+        return not (self._stalled or self._actions or self._events or self._queue or self._writing or self._reshape)
+
     # --- the log -----------------------------------------------------------------------------------------------------
 
     def _append(self, action: Append) -> None:
@@ -405,7 +410,7 @@ class ReplicaShell:
             self.fetch(waiting.fetch)
             return
         first = self.disk.index_from(waiting.offset)
-        batches = self.disk.batches[first : first + self.world.options.fetch_batches_max]
+        batches = self.disk.batches[first : first + self.world.fetch_batches_max]
         if any(batch.uid in self.disk.flipped for batch in batches):
             self.damaged()
             return

@@ -17,7 +17,7 @@ from simulation.node import Node
 from simulation.options import draw
 from simulation.zookeeper import Tree, ZooKeeper
 
-from portalmq.control_plane.state import BrokerState, PartitionState
+from portalmq.control_plane.state import BrokerState, PartitionState, min_insync
 
 EVENTS = 1_500
 HEALING_MS = 60_000
@@ -37,6 +37,9 @@ class World:
         self.events = 0
         self.acked = 0
         self.slowness = 0.05
+        self.fetch_batches_max = self.options.fetch_batches_max
+        self.acked_before = 0
+        self.dying = False
         self.left_dead: Node | None = None
         self._heap: list[tuple[int, float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._pushed = 0
@@ -160,8 +163,8 @@ class World:
             self.step()
         self.heal()
         deadline = self.now + HEALING_MS
-        acked_before = self.acked
-        while (missing := self.missing(acked_before)) is not None:
+        self.acked_before = self.acked
+        while (missing := self.missing()) is not None:
             if self.now > deadline:
                 raise Violation(f"liveness: {HEALING_MS // 1000} s after all faults: {missing}")
             for _ in range(20):
@@ -173,39 +176,51 @@ class World:
         self.faults.stopped = True
         self.network.heal(wholly=self.options.after != "rough")
         self.slowness = 0.0
+        self.fetch_batches_max = 100
         if self.options.after != "rough":
             self.zookeeper.heal()
         self.zookeeper.gone_until = 0
         if self.options.after == "one dead":
-            self.left_dead = self._may_stay_dead()
+            self.dying = True
+            self.after(self.random.randint(0, 5_000), self._leave_one_dead)
         for node in self.nodes.values():
             node.disk.full = False
             node.disk.slow_ms = 0
             node.resume(node.life)
-            if node is self.left_dead:
-                node.crash()
-            else:
-                node.start()
+            node.start()
 
-    def _may_stay_dead(self) -> Node | None:
+    def _leave_one_dead(self) -> None:
+        self.dying = False
         held = self.zookeeper.tree.partition
         needed = self.options.min_insync or (min(self.options.replication_factor, len(self.ids)) // 2 + 1)
         candidates = [
             node
             for node in self.nodes.values()
-            if self.may_lose(node) and min(self.options.replication_factor, len(held.replicas)) - 1 >= needed
+            if self.is_quiet()
+            and self.may_lose(node)
+            and min(self.options.replication_factor, len(held.replicas)) - 1 >= needed
         ]
-        return self.random.choice(candidates) if candidates else None
+        if candidates:
+            self.left_dead = self.random.choice(candidates)
+            self.left_dead.crash()
+            self.count("left dead")
+            self.acked_before = self.acked
 
-    def missing(self, acked_before: int) -> str | None:
+    def is_quiet(self) -> bool:
+        """No change of the ISR is on its way."""
+        return not any(node.alive and node.shell.isr_changing for node in self.nodes.values())
+
+    def missing(self) -> str | None:
         """What is not yet as it should be in a world without faults; None when all is."""
         held = self.zookeeper.tree.partition
+        if self.dying:
+            return "one is to die yet"
         if held.leader is None:
-            return "no leader"
+            return None if self._awaits_an_operator(held) else "no leader"
         node = self.nodes[held.leader]
         if not node.alive or not node.shell.replica.may_serve(self.now):
             return f"leader {node.id} does not serve"
-        if self.acked <= acked_before:
+        if self.acked <= self.acked_before:
             return "nothing is acknowledged"
         if self.options.after == "rough":
             return None
@@ -215,6 +230,15 @@ class World:
         if len(held.replicas) < min(self.options.replication_factor, len(self.ids) - (self.left_dead is not None)):
             return f"only {held.replicas} have replicas"
         return self._unreadable(node)
+
+    def _awaits_an_operator(self, held: PartitionState) -> bool:
+        """One copy was all that was promised (min_insync 1), an election left the ISR to one replica on the word of its
+        ephemeral, and its disk had been lost: clean copies elsewhere are not in sync any more."""
+        clean = [id for id in held.isr if self.nodes[id].disk.replica_store == held.store_uuids.get(id)]
+        if clean or min_insync(held, self.options.min_insync) > 1:
+            return False
+        self.count("awaits an operator")
+        return True
 
     def _unreadable(self, node: Node) -> str | None:
         """Every acknowledged record is readable, but for those that retention dropped."""
