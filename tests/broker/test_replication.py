@@ -6,7 +6,13 @@ import gevent
 import pytest
 from support.replicas import contents, eventually, replicas, send, values
 
-from portalmq.errors import NotEnoughReplicas, NotLeader, Unavailable
+from portalmq.broker.core.events import Stamp
+from portalmq.broker.core.records import Ack, Grant, GroupStart
+from portalmq.errors import NotEnoughReplicas, NotLeader, PortalMQError
+
+
+def settle(group) -> None:
+    eventually(lambda: group.leader.serves and group.agree())
 
 
 def test_what_is_acknowledged_is_on_every_replica_in_sync(tmp_path):
@@ -16,13 +22,12 @@ def test_what_is_acknowledged_is_on_every_replica_in_sync(tmp_path):
             send(group.leader, f"m{number}")
             for partition in group.partitions():
                 assert values(partition)[-1] == f"m{number}"
-        eventually(group.agree)
-        assert len(set(map(contents, group.partitions()))) == 1
+        settle(group)
 
 
 def test_a_follower_takes_no_messages_and_says_who_leads(tmp_path):
     with replicas(tmp_path) as group:
-        eventually(group.agree)
+        settle(group)
         with pytest.raises(NotLeader) as refused:
             send(group.partition(2), "m")
         assert refused.value.extra == {"leader": 1, "leader_url": "http://broker-1"}
@@ -30,7 +35,290 @@ def test_a_follower_takes_no_messages_and_says_who_leads(tmp_path):
 
 def test_idle_replicas_hardly_talk(tmp_path):
     with replicas(tmp_path) as group:
-        eventually(group.agree)
+        settle(group)
+        gevent.sleep(0.3)
         before = group.hosts[2].network.calls
         gevent.sleep(1.0)
         assert group.hosts[2].network.calls - before <= 7  # polls of 200 ms
+
+
+def test_a_follower_hears_of_the_high_watermark_without_new_messages(tmp_path):
+    with replicas(tmp_path) as group:
+        settle(group)
+        send(group.leader, "m")
+        end = group.leader.high_watermark
+        eventually(lambda: group.partition(2).high_watermark == end, 1.0)
+
+
+def test_a_new_leader_has_everything_and_the_old_one_follows(tmp_path):
+    with replicas(tmp_path, 3) as group:
+        settle(group)
+        send(group.leader, "a", "b")
+        group.elect(2)
+        eventually(lambda: group.partition(2).serves)
+        assert not group.partition(1).replica.leading
+        assert group.stepped_down == [1]
+        send(group.partition(2), "c")
+        settle(group)
+        assert all(values(partition) == ["a", "b", "c"] for partition in group.partitions())
+        assert all(partition.readable_end == group.leader.readable_end for partition in group.partitions())
+
+
+def test_who_waits_when_the_leadership_moves_learns_that_the_outcome_is_unknown(tmp_path):
+    with replicas(tmp_path, 3) as group:
+        settle(group)
+        group.cut(2)
+        group.cut(3)
+        waiting = gevent.spawn(send, group.partition(1), "lost?")
+        gevent.sleep(0.05)
+        assert not waiting.ready(), "nobody else has it"
+        group.severed = {1}
+        group.elect(2)
+        group.severed = set()
+        group.announce()
+        with pytest.raises(NotLeader) as told:
+            waiting.get(timeout=5)
+        assert told.value.outcome == "unknown"
+        assert told.value.extra["leader_url"] == "http://broker-2"
+        settle(group)
+
+
+def test_what_only_the_old_leader_had_is_cut_back(tmp_path):
+    with replicas(tmp_path, 3) as group:
+        settle(group)
+        send(group.leader, "kept")
+        group.severed = {1}
+        for text in ("never", "acknowledged"):
+            gevent.spawn(_attempt, group.partition(1), text)
+        eventually(lambda: values(group.partition(1))[-1:] == ["acknowledged"])
+        group.elect(2, isr=(2, 3))
+        eventually(lambda: group.partition(2).serves)
+        send(group.partition(2), "instead")
+        group.mend(1)
+        eventually(lambda: 1 in group.state.isr)
+        settle(group)
+        assert all(values(partition) == ["kept", "instead"] for partition in group.partitions())
+        send(group.leader, "on")
+        assert values(group.partition(1)) == ["kept", "instead", "on"]
+
+
+def _attempt(partition, text):
+    try:
+        send(partition, text)
+    except PortalMQError:
+        pass
+
+
+def test_a_follower_that_is_silent_leaves_the_isr_and_comes_back(tmp_path):
+    with replicas(tmp_path, 3) as group:
+        settle(group)
+        group.cut(3)
+        eventually(lambda: group.state.isr == (1, 2))
+        send(group.leader, "without")
+        group.mend(3)
+        eventually(lambda: group.state.isr == (1, 2, 3))
+        settle(group)
+        assert values(group.partition(3)) == ["without"]
+
+
+def test_with_too_few_in_sync_a_send_is_refused_and_not_applied(tmp_path):
+    with replicas(tmp_path, 2) as group:
+        settle(group)
+        group.cut(2)
+        eventually(lambda: group.leader.replica.in_sync.live_members(group.hosts[1].clock.now_ms()) < 2)
+        with pytest.raises(NotEnoughReplicas) as refused:
+            send(group.leader, "m")
+        assert refused.value.outcome == "not_applied"
+        assert group.state.isr == (1, 2), "the ISR is never smaller than what a commit needs"
+        group.mend(2)
+        eventually(lambda: group.leader.replica.in_sync.live_members(group.hosts[1].clock.now_ms()) == 2)
+        send(group.leader, "m")
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_a_broker_that_starts_again_goes_on_where_its_log_ends(tmp_path, saves):
+    with replicas(tmp_path, 3) as group:
+        settle(group)
+        send(group.leader, *map(str, range(100)))
+        settle(group)
+        group.stop(3, saves=saves)
+        send(group.leader, "meanwhile")
+        group.start(3, incarnation=2)
+        settle(group)
+        assert values(group.partition(3))[-1] == "meanwhile"
+
+
+def test_a_producer_that_repeats_itself_meets_its_first_after_a_failover(tmp_path):
+    with replicas(tmp_path, 3) as group:
+        settle(group)
+        first = send(group.leader, "a", "b", stamp=Stamp(7, 0, 0))
+        group.elect(2)
+        eventually(lambda: group.partition(2).serves)
+        assert send(group.partition(2), "a", "b", stamp=Stamp(7, 0, 0)) == first
+        send(group.partition(2), "c", stamp=Stamp(7, 0, 2))
+        settle(group)
+        assert all(values(partition) == ["a", "b", "c"] for partition in group.partitions())
+
+
+def test_a_new_leader_knows_what_groups_hold_and_have_done(tmp_path):
+    with replicas(tmp_path, 3) as group:
+        settle(group)
+        leader = group.leader
+        base, _ = send(leader, *map(str, range(10)))
+        now_ms = group.hosts[1].clock.now_ms()
+        leader.append_group_record("g", GroupStart(base, now_ms))
+        leader.append_group_record("g", Grant(((base, base + 4, 1),), base + 4, now_ms, now_ms + 60_000), is_soft=True)
+        leader.append_group_record("g", Ack(((base, base + 2),), now_ms)).wait()
+        settle(group)
+        folds = [partition.delivery["g"].snapshot() for partition in group.partitions()]
+        assert folds[0] == folds[1] == folds[2]
+        group.elect(3)
+        eventually(lambda: group.partition(3).serves)
+        delivery = group.partition(3).delivery["g"]
+        assert (delivery.next, delivery.outstanding) == (base + 4, 2)
+        assert delivery.holds(base + 2, 1)
+        assert not delivery.holds(base, 1)
+
+
+def test_large_batches_go_over_as_they_are(tmp_path):
+    with replicas(tmp_path) as group:
+        settle(group)
+        sends = [gevent.spawn(send, group.leader, *[f"{n}-" + "x" * 1_000] * 500) for n in range(20)]
+        gevent.joinall(sends, raise_error=True)
+        settle(group)
+        assert len(values(group.partition(2))) == 10_000
+
+
+def test_a_follower_that_comes_late_reads_from_the_disk_what_memory_forgot(tmp_path):
+    with replicas(tmp_path, 3) as group:
+        settle(group)
+        group.cut(3)
+        eventually(lambda: group.state.isr == (1, 2))
+        group.hosts[1].cache.frames.bytes_max = 1
+        for number in range(30):
+            send(group.leader, *[f"{number}-" + "y" * 2_000] * 30)
+        group.mend(3)
+        eventually(lambda: group.state.isr == (1, 2, 3))
+        settle(group)
+
+
+def test_a_log_that_begins_above_a_followers_end_is_begun_anew_there(tmp_path):
+    with replicas(tmp_path, 3, segment_bytes=64 * 1024) as group:
+        settle(group)
+        send(group.leader, "old", stamp=Stamp(7, 3, 0))
+        leader = group.leader
+        now_ms = group.hosts[1].clock.now_ms()
+        leader.append_group_record("g", GroupStart(0, now_ms)).wait()
+        settle(group)
+        group.cut(3)
+        eventually(lambda: group.state.isr == (1, 2))
+        for _ in range(20):
+            send(leader, *["z" * 1_000] * 20)
+        leader.append_group_record("g", Ack(((0, 300),), now_ms)).wait()
+        leader.purge(200)
+        assert leader.log.log_start_offset == 200
+        group.mend(3)
+        eventually(lambda: group.state.isr == (1, 2, 3))
+        settle_end(group)
+        late = group.partition(3)
+        assert late.log.base_offset == leader.start.offset <= 200
+        assert late.log.messages_before(late.log.end_offset) == leader.log.messages_before(leader.log.end_offset)
+        assert late.delivery["g"].snapshot() == leader.delivery["g"].snapshot()
+        assert late.replica.producers.snapshot() == leader.replica.producers.snapshot()
+        assert late.replica.epochs == leader.replica.epochs
+        eventually(lambda: late.log.log_start_offset == 200)
+        group.elect(3)
+        eventually(lambda: group.partition(3).serves)
+        send(group.partition(3), "new", stamp=Stamp(7, 3, 1))
+        settle(group)
+
+
+def settle_end(group) -> None:
+    eventually(lambda: {p.high_watermark for p in group.partitions()} == {group.leader.replica.next_offset})
+
+
+def test_a_follower_that_began_anew_and_ends_before_it_has_the_fold_begins_there_again(tmp_path):
+    with replicas(tmp_path, 3) as group:
+        settle(group)
+        group.cut(3)
+        eventually(lambda: group.state.isr == (1, 2))
+        leader = group.leader
+        for number in range(10):
+            send(leader, f"m{number}")
+        leader.purge(6)
+        # It gets the empty log, and not one record of it.
+        answers = group.hosts[3].network
+        answers.alter = _only_the_first_frames_are_withheld
+        group.mend(3)
+        eventually(lambda: group.partition(3).log.base_offset == leader.start.offset)
+        group.stop(3, saves=False)
+        group.start(3, incarnation=2)
+        eventually(lambda: group.state.isr == (1, 2, 3))
+        settle_end(group)
+        assert group.partition(3).replica.epochs == leader.replica.epochs
+        assert group.partition(3).store_uuid == "store-3"
+
+
+def _only_the_first_frames_are_withheld(answer: bytes) -> bytes:
+    from portalmq.broker.fetch_protocol import FetchAnswer, RecordsAnswer, decode_answer, encode
+
+    read = decode_answer(answer)
+    return encode(FetchAnswer(read.known, [each for each in read.partitions if not isinstance(each, RecordsAnswer)]))
+
+
+def test_a_purge_on_the_leader_moves_the_log_start_of_followers_too(tmp_path):
+    with replicas(tmp_path) as group:
+        settle(group)
+        send(group.leader, *"abcdef")
+        group.leader.purge(4)
+        eventually(lambda: group.partition(2).log.log_start_offset == 4)
+        group.elect(2)
+        eventually(lambda: group.partition(2).serves)
+        assert values(group.partition(2)) == ["d", "e", "f"] or group.partition(2).log.log_start_offset == 4
+
+
+def test_a_purge_whose_leader_ends_at_once_takes_effect_at_the_next(tmp_path):
+    with replicas(tmp_path) as group:
+        settle(group)
+        send(group.leader, *"abcdef")
+        settle(group)
+        purge = group.leader.append_control(3, b"\x91\x04")  # Kind.PURGE up to 4, and no STATE behind it
+        group.leader.groups.purge(purge.base_offset, 4)
+        purge.wait()
+        settle_end(group)
+        assert group.partition(2).log.log_start_offset == 0
+        group.elect(2)
+        eventually(lambda: group.partition(2).log.log_start_offset == 4)
+
+
+def test_the_same_log_is_there_after_many_failovers_under_load(tmp_path):
+    with replicas(tmp_path, 3) as group:
+        settle(group)
+        acknowledged: list[str] = []
+        stop = []
+
+        def produce(name: str) -> None:
+            number = 0
+            while not stop:
+                text = f"{name}-{number}"
+                number += 1
+                try:
+                    send(group.leader, text)
+                except (PortalMQError, AssertionError):
+                    gevent.sleep(0.01)
+                else:
+                    acknowledged.append(text)
+
+        producers = [gevent.spawn(produce, name) for name in "abcd"]
+        for turn in range(9):
+            gevent.sleep(0.15)
+            group.elect(turn % 3 + 1)
+        gevent.sleep(0.2)
+        stop.append(True)
+        gevent.joinall(producers, timeout=10)
+        eventually(lambda: group.leader.serves)
+        settle(group)
+        found = values(group.leader)
+        assert len(acknowledged) > 50
+        assert set(acknowledged) <= set(found)
+        assert len(set(map(contents, group.partitions()))) == 1
