@@ -1,0 +1,319 @@
+"""The controller's decisions: what has to change, and as much as that, what has not."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from portalmq.control_plane.assignment import add_replicas
+from portalmq.control_plane.catalog import PartitionChange, Versioned
+from portalmq.control_plane.controller import (
+    STRAY_FOR_MS,
+    TOMBSTONE_MS,
+    View,
+    decide,
+    elect,
+    elect_unclean,
+    live_brokers,
+    may_be_forgotten,
+    old_strays,
+    plan,
+)
+from portalmq.control_plane.state import BrokerState, PartitionState, Tombstone, TopicState, min_insync
+from portalmq.wire import TopicConfig
+
+
+def broker(number: int, **fields: Any) -> BrokerState:
+    return BrokerState(**{"url": f"http://b{number}", "incarnation": 1, "store_uuid": f"store-{number}", **fields})
+
+
+def live(*numbers: int, **changed: BrokerState) -> dict[int, BrokerState]:
+    return {**{number: broker(number) for number in numbers}, **{int(name[1:]): b for name, b in changed.items()}}
+
+
+def partition(leader: int | None = 1, *, isr: tuple[int, ...] = (1, 2, 3), **fields: Any) -> PartitionState:
+    replicas = fields.pop("replicas", (1, 2, 3))
+    return PartitionState(
+        **{
+            "leader": leader,
+            "leader_epoch": 5,
+            "isr": isr,
+            "replicas": replicas,
+            "store_uuids": {number: f"store-{number}" for number in replicas},
+            "incarnations": dict.fromkeys(replicas, 1),
+            **fields,
+        }
+    )
+
+
+def topic(name: str = "t", partitions: int = 1, factor: int = 3, **config: Any) -> TopicState:
+    return TopicState(name, f"id-{name}", partitions, partitions, factor, TopicConfig(**config))
+
+
+def planned(
+    partitions: list[PartitionState], brokers: Mapping[int, BrokerState], of: TopicState | None = None
+) -> list[PartitionChange]:
+    of = of or topic(partitions=len(partitions))
+    held = {(of.topic_id, number): Versioned(state, 40 + number) for number, state in enumerate(partitions)}
+    return plan(View({of.name: of}, held, brokers))
+
+
+class TestElections:
+    def test_nothing_changes_while_the_leader_is_there(self) -> None:
+        assert planned([partition()], live(1, 2, 3)) == []
+        assert planned([partition(isr=(1, 2))], live(1, 2, 3)) == [], "who joins the ISR is the leader's to say"
+
+    def test_a_leader_that_is_gone_is_replaced_and_leaves_the_isr(self) -> None:
+        (change,) = planned([partition()], live(2, 3))
+        assert (change.topic_id, change.number, change.version) == ("id-t", 0, 40)
+        assert (change.state.leader, change.state.leader_epoch, change.state.isr) == (2, 6, (2, 3))
+
+    def test_a_follower_that_is_gone_is_the_leaders_business(self) -> None:
+        assert planned([partition()], live(1, 2)) == []
+
+    def test_a_leader_that_has_started_anew_is_elected_anew_when_nobody_else_can_lead(self) -> None:
+        (change,) = planned([partition(isr=(1,))], live(2, 3, b1=broker(1, incarnation=2)))
+        assert (change.state.leader, change.state.leader_epoch, change.state.incarnations[1]) == (1, 6, 2)
+
+    def test_one_that_is_still_opening_its_files_leads_only_when_nobody_else_can(self) -> None:
+        (change,) = planned([partition()], live(2, 3, b1=broker(1, incarnation=2)))
+        assert (change.state.leader, change.state.isr) == (2, (1, 2, 3))
+
+    def test_a_leader_on_another_disk_is_no_leader_and_leaves_the_isr(self) -> None:
+        (change,) = planned([partition()], live(2, 3, b1=broker(1, store_uuid="emptied")))
+        assert (change.state.leader, change.state.isr) == (2, (2, 3))
+
+    def test_a_replica_that_was_rebuilt_on_its_disk_is_of_that_disk(self) -> None:
+        rebuilt = partition(store_uuids={1: "store-1/2", 2: "store-2", 3: "store-3"})
+        assert planned([rebuilt], live(1, 2, 3)) == []
+
+    def test_without_a_clean_replica_there_is_no_leader_once_and_nothing_more(self) -> None:
+        (change,) = planned([partition(isr=(1,))], live(2, 3))
+        assert (change.state.leader, change.state.leader_epoch, change.state.isr) == (None, 6, (1,))
+        assert planned([change.state], live(2, 3)) == []
+
+    def test_the_clean_one_that_comes_back_is_elected(self) -> None:
+        offline = partition(None, isr=(1,))
+        (change,) = planned([offline], live(2, b1=broker(1, incarnation=3)))
+        assert (change.state.leader, change.state.isr, change.state.incarnations[1]) == (1, (1,), 3)
+
+    def test_a_leader_that_resigned_is_followed_by_a_clean_one(self) -> None:
+        (change,) = planned([partition(None, isr=(2, 3))], live(1, 2, 3))
+        assert change.state.leader == 2
+
+    def test_nobody_is_elected_while_nobody_is_there(self) -> None:
+        (change,) = planned([partition()], {})
+        assert change.state.leader is None
+        assert planned([change.state], {}) == []
+
+    def test_the_isr_keeps_its_floor_and_the_old_leader_goes_first(self) -> None:
+        (change,) = planned([partition()], live(3))
+        assert change.state.isr == (2, 3), "two are needed to commit: 2 is dead, complete, and stays electable"
+        (change,) = planned([partition()], live(3), topic(min_insync_replicas=3))
+        assert change.state.isr == (1, 2, 3)
+        (change,) = planned([partition()], live(3), topic(min_insync_replicas=1))
+        assert change.state.isr == (3,)
+
+    def test_partitions_of_a_dead_leader_are_spread_over_who_is_left(self) -> None:
+        changes = planned([partition() for _ in range(10)], live(2, 3))
+        assert Counter(change.state.leader for change in changes) == {2: 5, 3: 5}
+
+    def test_who_leads_less_gets_more(self) -> None:
+        changes = planned([partition(2)] * 4 + [partition(1)] * 4, live(2, 3))
+        assert Counter(change.state.leader for change in changes) == {3: 4}
+
+    def test_partitions_of_no_topic_are_left_alone(self) -> None:
+        assert plan(View({}, {("stray", 0): Versioned(partition(), 0)}, live(2, 3))) == []
+
+
+class TestDraining:
+    def test_another_leads_and_the_one_that_drains_follows(self) -> None:
+        (change,) = planned([partition()], live(2, 3, b1=broker(1, draining=True)))
+        assert (change.state.leader, change.state.isr) == (2, (1, 2, 3))
+
+    def test_it_leads_on_when_nobody_else_can(self) -> None:
+        draining = broker(1, draining=True)
+        assert planned([partition(isr=(1,))], live(2, 3, b1=draining)) == []
+        assert planned([partition()], live(b1=draining)) == []
+        assert planned([partition()], live(b1=draining, b2=broker(2, draining=True))) == []
+
+    def test_one_that_drains_is_elected_rather_than_nobody(self) -> None:
+        (change,) = planned([partition(2)], live(b1=broker(1, draining=True)))
+        assert change.state.leader == 1
+
+    def test_it_gets_no_replicas(self) -> None:
+        assert planned([partition(isr=(1,), replicas=(1,))], live(1, b2=broker(2, draining=True))) == []
+
+
+class TestReplicas:
+    def test_they_are_added_as_brokers_join_and_count_for_nothing_yet(self) -> None:
+        (change,) = planned([partition(isr=(1,), replicas=(1,))], live(1, 2))
+        assert (change.state.replicas, change.state.isr, change.state.leader_epoch) == ((1, 2), (1,), 5)
+        assert change.state.store_uuids == {1: "store-1"}
+        assert min_insync(change.state, None) == 1
+
+    def test_there_are_never_more_than_the_topic_wants(self) -> None:
+        assert planned([partition(isr=(1,), replicas=(1,))], live(1, 2, 3), topic(factor=1)) == []
+        (change,) = planned([partition(isr=(1,), replicas=(1,))], live(1, 2, 3, 4), topic(factor=2))
+        assert len(change.state.replicas) == 2
+
+    def test_a_replica_whose_broker_is_away_is_not_replaced(self) -> None:
+        assert planned([partition()], live(1, 2, 4)) == []
+
+    def test_an_election_and_a_new_replica_come_in_one_change(self) -> None:
+        (change,) = planned([partition(isr=(1, 2), replicas=(1, 2))], live(2, 3))
+        assert (change.state.leader, change.state.replicas, change.state.isr) == (2, (1, 2, 3), (1, 2))
+
+    @given(
+        st.dictionaries(st.integers(0, 30), st.lists(st.integers(1, 6), min_size=1, max_size=4, unique=True)),
+        st.sets(st.integers(1, 8), min_size=1),
+        st.integers(1, 5),
+    )
+    def test_what_is_added_fits_and_is_spread(self, placed: Any, brokers: set[int], factor: int) -> None:
+        added = add_replicas(placed, dict.fromkeys(placed, factor), brokers)
+        for key, replicas in placed.items():
+            more = added.get(key, [])
+            assert set(more) <= brokers - set(replicas)
+            assert len(set(more)) == len(more)
+            free = len(brokers - set(replicas))
+            assert len(more) == max(0, min(factor - len(replicas), free))
+
+    def test_a_broker_that_joins_gets_its_share(self) -> None:
+        placed = {number: [1 + number % 2] for number in range(12)}
+        added = add_replicas(placed, dict.fromkeys(placed, 2), [1, 2, 3])
+        load = Counter(number for key in placed for number in [*placed[key], *added[key]])
+        assert load == {1: 8, 2: 8, 3: 8}
+
+    def test_followers_of_one_leader_do_not_all_stand_together(self) -> None:
+        placed = {number: [1] for number in range(8)}
+        added = add_replicas(placed, dict.fromkeys(placed, 3), [1, 2, 3, 4, 5])
+        assert len({tuple(sorted(more)) for more in added.values()}) > 1
+        assert Counter(number for more in added.values() for number in more) == {2: 4, 3: 4, 4: 4, 5: 4}
+
+
+class TestWhoCountsAsThere:
+    REGISTERED: Mapping[int, BrokerState] = live(1, 2)
+
+    def test_the_registered_do_unless_a_probe_found_them_gone(self) -> None:
+        assert live_brokers(self.REGISTERED, {}, (), in_grace=False).keys() == {1, 2}
+        assert live_brokers(self.REGISTERED, {}, {(2, 1)}, in_grace=False).keys() == {1}
+
+    def test_a_later_incarnation_is_not_the_one_that_was_found_gone(self) -> None:
+        assert live_brokers(live(1, b2=broker(2, incarnation=2)), {}, {(2, 1)}, in_grace=False).keys() == {1, 2}
+
+    def test_who_was_known_before_counts_only_in_the_grace_and_until_a_probe_says_otherwise(self) -> None:
+        before = live(2, 3, 4)
+        assert live_brokers(self.REGISTERED, before, (), in_grace=False).keys() == {1, 2}
+        assert live_brokers(self.REGISTERED, before, {(4, 1)}, in_grace=True).keys() == {1, 2, 3}
+
+    def test_what_is_registered_now_counts_and_not_what_was_known(self) -> None:
+        anew = live(b2=broker(2, incarnation=2))
+        assert live_brokers(anew, live(2), (), in_grace=True) == anew
+
+
+class TestStrays:
+    def test_only_old_ones_are_named(self) -> None:
+        seen: dict[str, int] = {}
+        assert old_strays(["a"], seen, 1_000) == []
+        assert old_strays(["a", "b"], seen, 1_000 + STRAY_FOR_MS - 1) == []
+        assert old_strays(["a", "b"], seen, 1_000 + STRAY_FOR_MS) == ["a"]
+
+    def test_one_that_became_a_topic_begins_anew(self) -> None:
+        seen: dict[str, int] = {}
+        old_strays(["a"], seen, 0)
+        assert old_strays([], seen, STRAY_FOR_MS) == []
+        assert seen == {}
+        assert old_strays(["a"], seen, STRAY_FOR_MS + 1) == []
+
+
+class TestTombstones:
+    STONE = Tombstone("t", "id", 1, 1_000)
+
+    @pytest.mark.parametrize(
+        ("confirmed", "registered", "claimed", "age_ms", "may"),
+        [
+            ({1, 2}, {1, 2}, {1, 2}, 0, True),
+            ({1}, {1, 2}, {1, 2}, 2 * TOMBSTONE_MS, False),
+            ({1}, {1}, {1, 2}, 0, False),
+            ({1}, {1}, {1, 2}, TOMBSTONE_MS + 1, True),
+            ({1, 9}, {1}, {1}, 0, True),
+            ({1}, {1, 2}, {1}, 2 * TOMBSTONE_MS, False),
+        ],
+    )
+    def test_it_goes_when_nobody_has_files(
+        self, confirmed: set[int], registered: set[int], claimed: set[int], age_ms: int, may: bool
+    ) -> None:
+        assert (
+            may_be_forgotten(
+                self.STONE, confirmed, registered=registered, claimed=claimed, now_ms=self.STONE.deleted_at_ms + age_ms
+            )
+            is may
+        )
+
+
+class TestUncleanElections:
+    def test_the_chosen_one_leads_alone_and_the_epoch_is_marked(self) -> None:
+        held = partition(None, isr=(1,))
+        elected = elect_unclean(held, 3, 9, "store-3/1")
+        assert (elected.leader, elected.leader_epoch, elected.isr, elected.unclean) == (3, 6, (3,), (6,))
+        assert planned([elected], live(b3=broker(3, incarnation=9))) == []
+
+
+brokers_states = st.dictionaries(
+    st.integers(1, 4),
+    st.builds(
+        BrokerState,
+        st.just("http://b"),
+        st.integers(1, 2),
+        st.sampled_from(["store", "emptied"]),
+        st.booleans(),
+    ),
+)
+
+
+@st.composite
+def partitions(draw: st.DrawFn) -> PartitionState:
+    replicas = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=4, unique=True)))
+    isr = tuple(draw(st.lists(st.sampled_from(replicas), unique=True)))
+    leader = draw(st.none() | st.sampled_from(isr)) if isr else None
+    return PartitionState(leader, 5, isr, replicas, dict.fromkeys(replicas, "store"), dict.fromkeys(replicas, 1))
+
+
+class TestWhateverComes:
+    @given(partitions(), brokers_states, st.none() | st.integers(1, 4))
+    def test_a_decision_is_safe_and_is_made_once(
+        self, held: PartitionState, brokers: dict[int, BrokerState], configured: int | None
+    ) -> None:
+        wanted = decide(held, brokers, configured_min_insync=configured)
+        if wanted is None:
+            return
+        assert wanted.leader_epoch == held.leader_epoch + 1
+        assert set(wanted.isr) <= set(held.isr), "an election lets nobody in"
+        if wanted.leader is not None:
+            assert wanted.leader in held.isr
+            assert brokers[wanted.leader].store_uuid == held.store_uuids[wanted.leader]
+            clean = [number for number in held.isr if number in brokers and brokers[number].store_uuid == "store"]
+            assert len(wanted.isr) >= min(min_insync(held, configured), len(clean))
+            assert set(clean) <= set(wanted.isr)
+        assert decide(wanted, brokers, configured_min_insync=configured) is None, "the same view asks for no more"
+
+    @given(partitions(), brokers_states)
+    def test_with_a_clean_replica_there_is_a_leader(
+        self, held: PartitionState, brokers: dict[int, BrokerState]
+    ) -> None:
+        clean = [number for number in held.isr if number in brokers and brokers[number].store_uuid == "store"]
+        after = decide(held, brokers) or held
+        assert (after.leader in clean) if clean else (after.leader is None)
+
+    @given(partitions(), brokers_states)
+    def test_an_election_is_the_same_wherever_it_is_held(
+        self, held: PartitionState, brokers: dict[int, BrokerState]
+    ) -> None:
+        turned = msgspec.json.decode(msgspec.json.encode(held), type=PartitionState)
+        assert elect(held, brokers) == elect(turned, dict(reversed(brokers.items())))
