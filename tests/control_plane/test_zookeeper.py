@@ -147,9 +147,10 @@ class TestSessions:
         assert plane.state is PlaneState.CONNECTED
 
     def test_trap_no_answer_moves_the_lease_before_it_came(self, plane: ZooKeeper, wire: Wire) -> None:
+        plane.sync()
         wire.swallow_answers = True
-        until(lambda: wire.answers_swallowed > 0, what="a heartbeat is answered into the void")
         held = plane.last_answered
+        until(lambda: wire.answers_swallowed > 0, what="a heartbeat is answered into the void")
         until(lambda: plane.state is PlaneState.SUSPENDED)
         assert plane.last_answered == held
 
@@ -272,6 +273,16 @@ class TestOutcomes:
         wire.heal()
         assert call.ended()
         assert call.answer == Node("/a", b"1", 0), call.error
+
+    def test_a_commit_is_waited_for_until_its_deadline_and_no_longer(self, plane: ZooKeeper, wire: Wire) -> None:
+        """Also while the connection stands, and only this one answer does not come."""
+        plane.sync()
+        wire.swallow_answers = True
+        began = time.monotonic()
+        with pytest.raises(OutcomeUnknown):
+            plane._commit_in(plane.session_id, [Create("/a")], clock_s() + 0.2)
+        assert time.monotonic() - began < 0.5 * SESSION_S
+        assert plane.state is PlaneState.CONNECTED
 
     def test_reads_end_in_about_a_session_when_nobody_answers(self, plane: ZooKeeper, wire: Wire) -> None:
         wire.cut()
