@@ -131,7 +131,7 @@ class Broker:
             me,
             self.clock,
             on_fatal=self.storage_failed,
-            has_files=lambda topic_id: self.topics.has_files(topic_id),
+            has_files=self._has_files,
         )
         self.lag_ms = config.replica_lag_ms
         self.lease_ms = self.membership.lease_ms
@@ -308,6 +308,9 @@ class Broker:
         self._overview.forget_topic(topic)
         self.metrics.forget_topic(topic.name)
 
+    def _has_files(self, topic_id: str) -> bool:
+        return self.topics.has_files(topic_id)
+
     # --- topics ------------------------------------------------------------------------------------------------------
 
     def create_topic(self, name: str, request: wire.CreateTopic) -> tuple[wire.TopicDescription, bool]:
@@ -444,7 +447,7 @@ class Broker:
 
     @_told
     def list_groups(self) -> list[wire.GroupDescription]:
-        return self._census.list()
+        return self._census.describe_all()
 
     @_told
     def delete_group(self, name: str) -> None:

@@ -17,7 +17,7 @@ from portalmq.broker.peers import Peers
 from portalmq.broker.storage.batch import Record
 from portalmq.broker.topics import Topic
 from portalmq.broker.waiting import ParkingLot, Peer
-from portalmq.errors import InvalidRequest, PortalMQError
+from portalmq.errors import InvalidRequest, NotFound, PortalMQError, Unavailable
 
 PAGE_MESSAGES = 1_000
 BROWSE_TIMEOUT_S = 10.0
@@ -208,7 +208,10 @@ class Browsing:
         for number, end in enumerate(ends):
             offset: int | None = None
             while left > 0 and (offset is None or offset < end):
-                page = self._page(topic, number, offset, min(left, PAGE_MESSAGES), forward)
+                try:
+                    page = self._page(topic, number, offset, min(left, PAGE_MESSAGES), forward)
+                except NotFound as gone:
+                    raise Unavailable(f"the topic was deleted while it was read: {gone}", outcome="unknown") from gone
                 for message in page.messages:
                     if message.offset < end:
                         left -= 1

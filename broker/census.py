@@ -57,7 +57,7 @@ class Census:
                 return _described(group, counts)
             self._wait(gaps, deadline)
 
-    def list(self) -> list[wire.GroupDescription]:
+    def describe_all(self) -> list[wire.GroupDescription]:
         """All groups; what has no leader to ask is left out of the counts."""
         counts = _once_each(self._counts([]))
         by_group: dict[str, list[GroupCount]] = {}
@@ -92,26 +92,20 @@ class Census:
         Raises GroupNotFound; Unavailable when a partition where it may have begun has no leader: then it stays, where
         it has not ended, and a repeat goes on from there.
         """
-        group = self._groups.known(name)
-        call = EndGroup(name, group.group_id)
-        deadline = time.monotonic() + self._patience_s
-        ended: set[_Where] = set()
-        try:
+        with self._groups.deleting(name) as group:
+            call = EndGroup(name, group.group_id)
+            deadline = time.monotonic() + self._patience_s
+            ended: set[_Where] = set()
             while True:
                 answers = self._everywhere(
                     lambda: self._end_here(name, group.group_id),
-                    lambda broker_id: self._peers.call(
-                        broker_id, "end_group", call, EndedGroup, timeout_s=END_TIMEOUT_S
-                    ),
+                    lambda other: self._peers.call(other, "end_group", call, EndedGroup, timeout_s=END_TIMEOUT_S),
                 )
                 ended |= {where for answer in answers for where in answer.ended}
                 gaps = self._gaps(ended, {where for answer in answers for where in answer.led})
                 if not gaps:
-                    break
+                    return
                 self._wait(gaps, deadline)
-            self._groups.forget(group)
-        finally:
-            self._groups.let_be(group)
 
     def _end_here(self, name: str, group_id: str) -> EndedGroup:
         led = self._led()

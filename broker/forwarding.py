@@ -36,7 +36,6 @@ PAUSE_MAX_S = 0.2
 ABANDON_AFTER_S = 0.3
 
 T = TypeVar("T")
-T_co = TypeVar("T_co", covariant=True)
 Outcomes = dict[Place, T | PortalMQError]
 
 
@@ -49,14 +48,14 @@ def place_of(topic: TopicState, number: int) -> Place:
     return Place(topic.name, topic.topic_id, number)
 
 
-class Work(Protocol[T_co]):
+class Work(Protocol[T]):
     """A call with a share at each of several partitions. Both halves answer for every place they are given."""
 
-    def here(self, places: Sequence[Place]) -> dict[Place, T_co | PortalMQError]:
+    def here(self, places: Sequence[Place]) -> dict[Place, T | PortalMQError]:
         """Do the shares of partitions that this broker leads."""
         ...
 
-    def there(self, broker_id: int, places: Sequence[Place]) -> dict[Place, T_co | PortalMQError]:
+    def there(self, broker_id: int, places: Sequence[Place]) -> dict[Place, T | PortalMQError]:
         """Have another broker do the shares of partitions that it leads. May raise for all of them at once."""
         ...
 
@@ -110,6 +109,9 @@ class Leaders:
     def changed(self) -> None:
         for bell in tuple(self._bells):
             bell.set()
+
+    def leader_of(self, place: Place) -> int | None:
+        return self._map.leader_of(place)
 
     def led_here(self, place: Place) -> bool:
         return self._map.leader_of(place) == self.broker_id
@@ -170,7 +172,8 @@ class Leaders:
         try:
             while True:
                 bell.clear()
-                outcomes |= self._once(pending, work, forward, waiting)
+                found: Outcomes[T] = self._once(pending, work, forward, waiting)
+                outcomes |= found
                 doubtful |= {place for place in pending if _is_unknown(outcomes[place])}
                 pending = [place for place in pending if self._may_mend(outcomes[place], forward, repeatable)]
                 deadline = deadline or time.monotonic() + patience_s  # counts from the first failure: some work waits
@@ -218,7 +221,7 @@ class Leaders:
                 there.setdefault(leader, []).append(place)
             else:
                 outcomes[place] = self.not_leader(place, leader)
-        asked = [
+        asked: list[_Asked[T]] = [
             _Asked(broker_id, shares, gevent.spawn(_ask, work, broker_id, shares))
             for broker_id, shares in there.items()
         ]
@@ -226,7 +229,8 @@ class Leaders:
             if here:
                 outcomes |= work.here(here)
             for each in asked:
-                outcomes |= self._answer_of(each, waiting)
+                found: Outcomes[T] = self._answer_of(each, waiting)
+                outcomes |= found
         finally:
             gevent.killall([each.greenlet for each in asked], block=False)
         return outcomes
@@ -256,7 +260,8 @@ class Leaders:
             self._bells.discard(bell)
             if unwatch is not None:
                 unwatch()
-        return asked.greenlet.get()
+        outcomes: Outcomes[T] = asked.greenlet.get()
+        return outcomes
 
     def _has_moved(self, asked: _Asked[T]) -> bool:
         """Whether somebody else leads all that this broker was asked for."""

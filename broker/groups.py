@@ -12,7 +12,8 @@ on all partitions there were, and the others were added since.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -107,6 +108,8 @@ class Groups:
         self._clock = clock
         self._key = catalog.receipt_key()
         self._own: dict[str, tuple[GroupState | None, float]] = {}
+        # Groups that are deleted from here, and the ids of those that some broker is ending (until when).
+        self._deleting: set[str] = set()
         self._ending: dict[str, float] = {}
         self._attached: dict[tuple[str, str, int], GroupPartition] = {}
         self._books: dict[tuple[str, str, str], ReceiptBook] = {}
@@ -138,6 +141,8 @@ class Groups:
     def known(self, name: str) -> GroupState:
         """Raises GroupNotFound. One that another broker made just now is asked for."""
         group = self.find(name)
+        if name in self._deleting:
+            raise GroupNotFound(f"group {name!r} is being deleted")
         if group is None:
             wire.check_name(name, "group")
             group = self._catalog.find_group(name) if name not in self._own else None
@@ -164,7 +169,7 @@ class Groups:
 
     def names(self) -> list[str]:
         names = self._mirror.groups.keys() | self._own.keys()
-        return sorted(name for name in names if self.find(name) is not None)
+        return sorted(name for name in names if name not in self._deleting and self.find(name) is not None)
 
     def _remember(self, name: str, group: GroupState | None) -> None:
         self._own[name] = (group, time.monotonic() + OWN_WORD_S)
@@ -172,7 +177,7 @@ class Groups:
     # --- the end of a group ------------------------------------------------------------------------------------------
 
     def is_ending(self, group: GroupState) -> bool:
-        return self._ending.get(group.group_id, 0.0) > time.monotonic()
+        return group.name in self._deleting or self._ending.get(group.group_id, 0.0) > time.monotonic()
 
     def _check_stays(self, group: GroupState | None) -> None:
         if group is not None and self.is_ending(group):
@@ -195,15 +200,20 @@ class Groups:
             self._detach(key)
         return [Place(each.partition.topic, key[1], each.partition.number) for key, each in attached.items()]
 
-    def forget(self, group: GroupState) -> None:
-        """The group has ended everywhere: remove its settings."""
-        self._catalog.delete_group(group.name)
-        self._remember(group.name, None)
-        self._drop(group.name)
-
-    def let_be(self, group: GroupState) -> None:
-        """The group could not be ended everywhere, or is gone: nobody has to wait for it."""
-        self._ending.pop(group.group_id, None)
+    @contextmanager
+    def deleting(self, name: str) -> Iterator[GroupState]:
+        """While the group is ended everywhere, and forgotten if that succeeds, nobody finds it here or makes it anew.
+        Raises GroupNotFound."""
+        group = self.known(name)
+        self._deleting.add(name)
+        try:
+            yield group
+            self._catalog.delete_group(name)
+            self._remember(name, None)
+            self._drop(name)
+        finally:
+            self._deleting.discard(name)
+            self._ending.pop(group.group_id, None)
 
     # --- partitions --------------------------------------------------------------------------------------------------
 

@@ -39,7 +39,7 @@ _Results = list[Result[Appended]]
 class Finder(Protocol):
     """Finds a topic by name and id; raises Unavailable for one that this broker does not know (yet, or any more)."""
 
-    def __call__(self, topic: str, topic_id: str) -> Topic: ...
+    def __call__(self, name: str, topic_id: str) -> Topic: ...
 
 
 def size_of(topic: Topic, records: list[Record]) -> int:

@@ -152,6 +152,8 @@ class Receiving:
         """Whom to ask, as things stand now, beginning with another leader each time."""
         self._groups.check_same(group)
         topics = [topic for name in names if (topic := self._find(name)) is not None]
+        if not topics:
+            raise Unavailable(f"topic {names[0]!r} was deleted meanwhile: repeat the request", retry_after_s=0.1)
         parts: list[Sequence[Source]] = []
         here, _ = self._here(group, topics)
         turn = self._turn[group.name] = self._turn.get(group.name, -1) + 1

@@ -218,7 +218,7 @@ def _verdicts(work: _Settling, outcomes: Outcomes[list[bool]], size: int) -> lis
     for place, shown in work.shares.items():
         indexes = [index for each in shown for index in each.indexes]
         outcome = outcomes[place]
-        own = [outcome] * len(indexes) if isinstance(outcome, PortalMQError) else outcome
+        own: Sequence[Verdict] = [outcome] * len(indexes) if isinstance(outcome, PortalMQError) else outcome
         for index, verdict in zip(indexes, own, strict=True):
             verdicts[index] = verdict
     return verdicts

@@ -163,7 +163,7 @@ def test_leases_that_were_acked_are_not_remembered_until_they_would_have_ended(f
     for _ in range(3_000):
         send(fixture, "a", acks="none")
     while messages := receive(fixture, max_messages=1, visibility_timeout_ms=12 * 3_600_000):
-        fixture.broker.groups._begin_ack("g", [messages[0].receipt])
+        fixture.broker._settling.begin_acks("g", [messages[0].receipt], forward=True)
     assert len(fixture.broker.topics.get("t").partition(0).delivery["g"]._wakeups) < 1_500
 
 
