@@ -1,0 +1,159 @@
+"""Whose data directory it is: what is let in, what is refused, and with which sentence."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+from support.zookeeper import fresh_chroot
+
+from portalmq.broker.config import BrokerConfig, StartupError
+from portalmq.broker.preflight import Joined, Preflight, Question, joined
+from portalmq.broker.storage.disk import StoreIdentity
+from portalmq.control_plane.catalog import Catalog
+from portalmq.control_plane.embedded import EmbeddedZooKeeper
+from portalmq.control_plane.standalone import Standalone
+from portalmq.control_plane.state import BrokerState
+
+URL = "http://localhost:5000"
+
+
+class ShortSessions(Standalone):
+    @property
+    def session_timeout_s(self) -> float:
+        return 0.05
+
+
+@pytest.fixture
+def catalog(tmp_path: Path) -> Iterator[Catalog]:
+    plane = ShortSessions(tmp_path)
+    plane.start()
+    yield Catalog(plane)
+    plane.close()
+
+
+def question(cluster: str = "", broker_id: int = 1, *, store: str = "store", holds: bool = False) -> Question:
+    return Question(StoreIdentity(cluster, broker_id, store) if cluster else None, store, holds, URL)
+
+
+class TestNewDirectories:
+    def test_the_first_one_makes_the_cluster(self, catalog: Catalog) -> None:
+        answer = joined(catalog, question(), None)
+        assert answer == Joined(catalog.cluster_id(), 1)
+
+    def test_others_join_it_under_the_next_ids(self, catalog: Catalog) -> None:
+        made = [joined(catalog, question(store=store), None) for store in ("a", "b", "c")]
+        assert {answer.cluster_id for answer in made} == {catalog.cluster_id()}
+        assert [answer.broker_id for answer in made] == [1, 2, 3]
+
+    def test_the_id_that_is_wanted_is_given(self, catalog: Catalog) -> None:
+        assert joined(catalog, question(), 7).broker_id == 7
+
+    def test_an_id_of_a_broker_that_is_there_is_refused(self, catalog: Catalog) -> None:
+        joined(catalog, question(store="first"), 7)
+        catalog.register_broker(7, BrokerState(URL, 1, "first"))
+        # It listens nowhere, so it is waited for; its session does not end.
+        with pytest.raises(StartupError, match="choose another --broker-id") as refused:
+            joined(catalog, question(store="second"), 7)
+        assert refused.value.exit_code == 73
+
+
+class TestKnownDirectories:
+    def test_one_of_this_cluster_keeps_its_id(self, catalog: Catalog) -> None:
+        first = joined(catalog, question(), 4)
+        again = question(first.cluster_id, 4, holds=True)
+        assert joined(catalog, again, None) == joined(catalog, again, 4) == first
+
+    def test_one_of_another_cluster_is_refused_whatever_id_is_wanted(self, catalog: Catalog) -> None:
+        catalog.cluster_id("ours")
+        for wanted in (None, 1, 9):
+            with pytest.raises(StartupError, match="of cluster theirs, and ZooKeeper of cluster ours") as refused:
+                joined(catalog, question("theirs", holds=True), wanted)
+            assert refused.value.exit_code == 73
+        assert catalog.claims() == {}
+
+    def test_another_id_than_the_directorys_is_refused(self, catalog: Catalog) -> None:
+        cluster_id = joined(catalog, question(), 4).cluster_id
+        with pytest.raises(StartupError, match="is of broker 4, and --broker-id says 5") as refused:
+            joined(catalog, question(cluster_id, 4), 5)
+        assert refused.value.exit_code == 73
+
+    def test_one_with_messages_does_not_make_a_cluster_in_an_empty_zookeeper(self, catalog: Catalog) -> None:
+        with pytest.raises(StartupError, match="portalmq adopt") as refused:
+            joined(catalog, question("lost", holds=True), None)
+        assert refused.value.exit_code == 73
+        assert catalog.find_cluster_id() is None
+
+    def test_one_without_messages_brings_its_cluster_along(self, catalog: Catalog) -> None:
+        assert joined(catalog, question("kept", 3), None) == Joined("kept", 3)
+        assert catalog.find_cluster_id() == "kept"
+
+    def test_the_old_disk_of_a_broker_takes_its_id_back(self, catalog: Catalog) -> None:
+        cluster_id = joined(catalog, question(store="old"), 1).cluster_id
+        joined(catalog, question(store="new"), 1)
+        assert joined(catalog, question(cluster_id, 1, store="old"), None).broker_id == 1
+        assert catalog.claims()[1].value.store_uuid == "old"
+
+
+@pytest.mark.cluster
+class TestTheChild:
+    @pytest.fixture
+    def config(self, zookeeper_server: EmbeddedZooKeeper) -> BrokerConfig:
+        return BrokerConfig(zookeeper=zookeeper_server.hosts + fresh_chroot())
+
+    def test_it_asks_and_ends_and_leaves_nothing(self, config: BrokerConfig) -> None:
+        before = len(psutil.Process().children())
+        preflight = Preflight.begin(config)
+        try:
+            cluster_id, broker_id = preflight.join(question())
+        finally:
+            preflight.close()
+        assert (len(cluster_id), broker_id) == (32, 1)
+        assert len(psutil.Process().children()) == before
+        again = Preflight.begin(config)
+        assert again.join(question(cluster_id)) == (cluster_id, 1)
+        again.close()
+
+    def test_a_refusal_comes_back_with_its_exit_code(self, config: BrokerConfig) -> None:
+        preflight = Preflight.begin(config)
+        try:
+            with pytest.raises(StartupError, match="portalmq adopt") as refused:
+                preflight.join(question("lost", holds=True))
+        finally:
+            preflight.close()
+        assert refused.value.exit_code == 73
+
+    def test_it_ends_when_there_is_nothing_to_ask(self, config: BrokerConfig) -> None:
+        preflight = Preflight.begin(config)
+        child = preflight._child
+        preflight.close()
+        assert not psutil.pid_exists(child)
+
+    def test_a_zookeeper_that_is_not_there_is_exit_69_within_its_time(self) -> None:
+        with pytest.raises(StartupError, match=r"no ZooKeeper answers at 127\.0\.0\.1:1: .*portalmq zookeeper") as no:
+            Preflight.begin(BrokerConfig(zookeeper="127.0.0.1:1/chroot"))
+        assert no.value.exit_code == 69
+
+    def test_wrong_credentials_are_wrong_usage(self, config: BrokerConfig) -> None:
+        right = replace(config, zookeeper_user="portal", zookeeper_password="right")
+        Preflight.begin(right).close()
+        for wrong in (config, replace(right, zookeeper_password="wrong")):
+            with pytest.raises(StartupError, match="zookeeper-password") as refused:
+                Preflight.begin(wrong)
+            assert refused.value.exit_code == 2
+
+    def test_the_arbiter_stays_clean(self, config: BrokerConfig) -> None:
+        program = (
+            "import sys, threading\n"
+            "from portalmq.broker.config import BrokerConfig\n"
+            "from portalmq.broker.preflight import Preflight\n"
+            f"Preflight.begin(BrokerConfig(zookeeper={config.zookeeper!r})).close()\n"
+            "assert not {'kazoo', 'portalmq.control_plane.zookeeper'} & set(sys.modules)\n"
+            "assert threading.active_count() == 1\n"
+        )
+        subprocess.run([sys.executable, "-c", program], check=True, timeout=30)
