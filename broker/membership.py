@@ -226,7 +226,9 @@ class Membership:
             )
         self._catalog.register_broker(self.broker_id, self.me)
         if self._session != session:
-            log.info("broker %d is registered at %s, incarnation %d", self.broker_id, self.me.url, self.incarnation)
+            # The first time, "is ready" follows, which is all that a person waits for.
+            level = logging.INFO if self._away else logging.DEBUG
+            log.log(level, "broker %d is registered as %s", self.broker_id, self.me)
         self._session = session
 
     def _keep_session(self) -> None:

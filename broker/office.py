@@ -195,7 +195,7 @@ class Office:
         self.held = self._catalog.elect_controller(self._holder.broker_id, self._holder.me.incarnation)
         if self.held is None:
             return False
-        log.info("broker %d is controller, epoch %d", self._holder.broker_id, self.held.value.epoch)
+        self._tell("broker %d is controller, epoch %d", self._holder.broker_id, self.held.value.epoch)
         self._upkeep_at_ms = self._clock.now_ms() + UPKEEP_EVERY_MS
         self.look_around()
         return True
@@ -220,21 +220,25 @@ class Office:
         for change in changes:
             self._mirror.note(change.path)
         for change in applied[:TOLD_MAX]:
-            self._tell(change)
+            self._tell_change(change)
         if len(applied) > TOLD_MAX:
-            log.info("and %d partitions more were changed likewise", len(applied) - TOLD_MAX)
+            self._tell("and %d partitions more were changed likewise", len(applied) - TOLD_MAX)
 
-    def _tell(self, change: PartitionChange) -> None:
+    def _tell_change(self, change: PartitionChange) -> None:
         topic = self._mirror.topic_by_id(change.topic_id)
         name = f"{topic.name if topic else change.topic_id}/{change.number}"
         wanted = change.state
         if wanted.leader is None:
             log.error("%s has no leader: none of %s that are in sync is there", name, list(wanted.isr))
-        else:
-            log.info(
-                "%s: broker %d leads in epoch %d, in sync %s of %s",
-                *(name, wanted.leader, wanted.leader_epoch, list(wanted.isr), list(wanted.replicas)),
-            )
+            return
+        self._tell(
+            "%s: broker %d leads in epoch %d, in sync %s of %s",
+            *(name, wanted.leader, wanted.leader_epoch, list(wanted.isr), list(wanted.replicas)),
+        )
+
+    def _tell(self, sentence: str, *values: object) -> None:
+        """Elections are news where there is a choice."""
+        log.log(logging.INFO if self._others() else logging.DEBUG, sentence, *values)
 
     def _keep_up(self) -> None:
         """What crashes left behind goes when it is old, and tombstones when nobody needs them."""
