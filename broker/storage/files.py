@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import os
+from itertools import count
 from pathlib import Path
+
+_drafts = count()
 
 
 def sync_directory(directory: Path) -> None:
@@ -17,7 +20,7 @@ def sync_directory(directory: Path) -> None:
 
 def write_atomically(path: Path, content: bytes) -> None:
     """`path` has the old content or the new one at every moment, and the new one durably on return."""
-    draft = path.with_name(path.name + ".new")
+    draft = path.with_name(f"{path.name}.{next(_drafts)}.new")  # two threads may write one file at the same time
     with open(draft, "wb") as file:
         file.write(content)
         file.flush()

@@ -23,7 +23,8 @@ def remove_leftovers(directory: Path) -> None:
     for name in names:
         main, _, suffix = name.partition(".sqlite")
         orphan = suffix in ("-wal", "-shm", "-journal") and f"{main}.sqlite" not in names
-        if suffix == CREATING or name == MANIFEST_NAME + ".new" or (orphan and SEGMENT_NAME.match(f"{main}.sqlite")):
+        draft = name.startswith(MANIFEST_NAME) and name.endswith(".new")
+        if suffix == CREATING or draft or (orphan and SEGMENT_NAME.match(f"{main}.sqlite")):
             os.unlink(directory / name)
 
 
