@@ -35,6 +35,7 @@ from portalmq.control_plane.plane import PlaneError
 from portalmq.control_plane.state import BrokerState, PartitionState, TopicState
 from portalmq.errors import (
     InvalidRequest,
+    NotEnoughReplicas,
     NotLeader,
     PartitionNotFound,
     PortalMQError,
@@ -77,11 +78,11 @@ class Topic:
         return self.state.name
 
     def partition(self, number: int) -> Partition:
-        """The replica here, which leads. Raises PartitionNotFound, NotLeader, and Unavailable for what passes."""
+        """The replica here, which leads and knows all that is committed. Raises PartitionNotFound, NotLeader, and
+        NotEnoughReplicas or Unavailable for what passes."""
         partition = self.local.get(number)
         if partition is not None and partition.replica.leading:
-            if not partition.replica.may_serve(self._host.clock.now_ms()):
-                raise Unavailable("this broker cannot know whether it still leads the partition", retry_after_s=0.2)
+            self._check_serves(partition)
             return partition
         leader = self.leader_of(number)
         if leader is None:
@@ -93,6 +94,18 @@ class Topic:
             leader=leader,
             leader_url=self._host.membership.mirror.url_of(leader),
         )
+
+    def _check_serves(self, partition: Partition) -> None:
+        now_ms = self._host.clock.now_ms()
+        if not partition.replica.may_serve(now_ms):
+            raise Unavailable("this broker cannot know whether it still leads the partition", retry_after_s=0.2)
+        book = partition.replica.in_sync
+        if partition.serves or book is None:
+            return
+        live, needed = book.live_members(now_ms), book.state.min_insync_replicas
+        if live < needed:
+            raise NotEnoughReplicas(f"{live} replicas are in sync, {needed} are needed", retry_after_s=1.0)
+        raise Unavailable("this broker was elected, and has not begun to lead yet", retry_after_s=0.1)
 
     def leader_of(self, number: int) -> int | None:
         """Who leads, as far as this broker knows. Raises PartitionNotFound."""
@@ -297,12 +310,15 @@ class Topics:
 
     @property
     def is_settled(self) -> bool:
-        """Whether every replica that this broker is to have is open."""
+        """Whether every replica that this broker is to have is open, and serves where that takes nobody else."""
         mine = self._host.broker_id
-        partitions = self._host.membership.mirror.partitions
-        return not self._opening and all(
-            mine not in held.value.replicas or self.local(*key) is not None for key, held in tuple(partitions.items())
-        )
+        for key, held in tuple(self._host.membership.mirror.partitions.items()):
+            if mine in held.value.replicas:
+                partition = self.local(*key)
+                alone = held.value.leader == mine and held.value.isr == (mine,)
+                if partition is None or (alone and not partition.serves):
+                    return False
+        return not self._opening
 
     def wait_settled(self, timeout_s: float) -> bool:
         return self._wait_for(lambda: self.is_settled, timeout_s)

@@ -92,7 +92,9 @@ class Upkeep:
         purge = partition.append_control(Kind.PURGE, msgspec.msgpack.encode(Purge(upto)))
         partition.groups.purge(purge.base_offset, upto)
         self.write_state().wait()
-        self._move_log_start(upto)
+        failed = self._advance(upto)
+        if failed is not None:
+            raise failed
 
     def move_log_start(self, upto: int) -> None:
         """A purge is committed, and a STATE record behind it."""
@@ -100,17 +102,22 @@ class Upkeep:
             gevent.spawn(self._move_log_start, upto)
 
     def _move_log_start(self, upto: int) -> None:
+        failed = self._advance(upto)
+        if isinstance(failed, DiskFull):
+            self._partition.groups.moves.insert(0, (0, upto))  # again, when the high watermark moves next
+        elif failed is not None and not isinstance(failed, Unavailable):
+            self._partition.host.storage_failed(failed)
+
+    def _advance(self, upto: int) -> Exception | None:
         partition = self._partition
         if partition.closed or upto <= partition.log.log_start_offset:
-            return
+            return None
         moved = partition.host.pool.apply(_advance, (partition.log, upto))
-        if isinstance(moved, ReplicaStart):
-            self._moved(moved)
-            partition.readable_end = max(partition.readable_end, upto)
-        elif isinstance(moved, DiskFull):
-            partition.groups.moves.append((0, upto))  # again, when the high watermark moves next
-        elif not isinstance(moved, Unavailable):
-            partition.host.storage_failed(moved)
+        if not isinstance(moved, ReplicaStart):
+            return moved
+        self._moved(moved)
+        partition.readable_end = max(partition.readable_end, upto)
+        return None
 
     def _moved(self, start: ReplicaStart) -> None:
         """Followers that ask for less are told to begin there."""

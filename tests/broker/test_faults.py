@@ -101,11 +101,11 @@ def test_a_saved_state_from_before_the_dropped_segments_is_not_used(tmp_path):
     with running(tmp_path / "data", clock) as fixture:
         config = {"segment_bytes": 1024 * 1024, "retention_ms": 3_600_000}
         fixture.broker.create_topic("t", wire.CreateTopic(config=config))
-        (partition,) = fixture.broker.topics.get("t").partitions
+        (partition,) = fixture.broker.topics.get("t").local.values()
         send(fixture, "first")
         partition.save_state()
-        state_file = partition._state_file.path
-        partition._state_file.park()
+        state_file = partition.state_file.path
+        partition.state_file.park()
         shutil.copy(state_file, kept)
         receive(fixture)  # the group begins in a segment that is going to be dropped
         for _ in range(12):
@@ -148,9 +148,9 @@ def test_a_deletion_that_the_disk_refuses_leaves_a_group_that_can_be_used_and_de
 
 def test_a_topic_may_be_deleted_while_its_state_is_being_saved(fixture, monkeypatch):
     send(fixture, "a")
-    (partition,) = fixture.broker.topics.get("t").partitions
+    (partition,) = fixture.broker.topics.get("t").local.values()
     directory = partition.log.directory
-    with held(monkeypatch, partition._state_file, "save") as release:
+    with held(monkeypatch, partition.state_file, "save") as release:
         saving = gevent.spawn(partition.save_state)
         gevent.sleep(0.01)
         gevent.spawn_later(0.2, release)
@@ -247,10 +247,10 @@ def test_a_partition_that_is_never_at_rest_is_saved_too(fixture):
     send(fixture, "a")
     partition = fixture.broker.topics.get("t").partition(0)
     fixture.broker._save_state()
-    before = partition._state_file.load()[0].applied
+    before = partition.state_file.load()[0].applied
     waiting = gevent.spawn(send, fixture, "b")
     gevent.sleep(0)  # its offset is allotted, and it is not on disk yet
     assert partition.replica.next_offset > partition.high_watermark
     fixture.broker._save_state()
-    assert partition._state_file.load()[0].applied > before
+    assert partition.state_file.load()[0].applied > before
     waiting.get(timeout=5)
