@@ -130,9 +130,10 @@ class Pulse:
         membership = self._host.membership
         try:
             broker = membership.mirror.brokers.get(broker_id)
-            if broker is None or not self._refuses(broker.url):
-                return
-            membership.suspect(broker_id, broker.incarnation, refused=True)
+            if broker is not None:  # one that has left the cluster, and does not fetch, needs no probe
+                if not self._refuses(broker.url):
+                    return
+                membership.suspect(broker_id, broker.incarnation, refused=True)
             for partition in partitions:
                 if not partition.closed:
                     partition.tell(FollowerRefused(broker_id))
