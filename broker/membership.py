@@ -121,6 +121,7 @@ class Membership:
         self._cluster_id = ""
         # The session that this broker is registered in; 0 while it is in none.
         self._session = 0
+        self._answered_s = 0.0
         self._away = False
         self._untold = Changes()
         self._news = Event()
@@ -354,8 +355,14 @@ class Membership:
     # --- what partitions need ----------------------------------------------------------------------------------------
 
     def answered_ms(self) -> int:
-        """When the last request that the control plane answered was begun, on the clock that times leases."""
-        return self._clock.now_ms() - ceil(1_000 * (clock_s() - self._plane.last_answered))
+        """When the last request that the control plane answered was begun, on the clock that times leases.
+
+        What is answered in a session that nobody here has been told of renews nothing: the one before it has ended,
+        and whoever led in it has to hear of that first.
+        """
+        if self.registered:
+            self._answered_s = self._plane.last_answered
+        return self._clock.now_ms() - ceil(1_000 * (clock_s() - self._answered_s))
 
     def change_isr(
         self, topic_id: str, number: int, proposal: ProposeIsr, configured_min_insync: int | None

@@ -93,14 +93,22 @@ class TestSessions:
             topic = cluster.create_topic()
             until(lambda: (topic.topic_id, 0) in member.membership.mirror.partitions)
             told: list[str] = []
-            member.membership.on_session_lost.append(lambda: told.append("lost"))
+            answered = member.membership.answered_ms()
+
+            def lost() -> None:
+                told.append("lost")
+                assert member.membership.answered_ms() - answered < 1_000, "the new session renews no old lease"
+                told.append("checked")
+
+            member.membership.on_session_lost.append(lost)
             member.membership.on_changed.append(lambda changes: told.append("all" if changes.everything else "some"))
             before = member.plane.session_id
             line.cut()
             gevent.sleep(2.0)  # longer than the session: there is nothing to see from this side
             line.heal()
             until(lambda: "all" in told and "lost" in told and member.membership.registered)
-            assert told.index("lost") < told.index("all")
+            assert told.index("lost") < told.index("checked") < told.index("all")
+            assert member.membership.answered_ms() - answered > 1_500
             assert member.plane.session_id != before
             until(lambda: member.is_controller, "the controller is elected anew")
             assert member.partition(topic).value.leader == 1
