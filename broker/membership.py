@@ -1,6 +1,7 @@
 """This broker as a member of the cluster: registered, informed, and heard.
 
     mirror greenlet      the plane's bell -> session kept, registration kept, mirror refreshed -> everyone below woken
+    sessions'            tells the end of one at once
     subscribers'         told what is different (`on_changed`), all that came since they were told last at once
     office greenlet      the controller's work, or looking for a controller (broker/office.py)
     vigil                probes of the controller, or, in office, of everybody (broker/vigil.py)
@@ -113,6 +114,7 @@ class Membership:
         self._has_files = has_files
         self._read_all_every_s = READ_ALL_EVERY_S * (0.75 + chance() / 2)
         self._noted = Event()
+        self._session_noted = Event()
         self.mirror = Mirror(self._plane, on_noted=self._noted.set)
         self._prober = Prober()
         self._probe = probe or self._prober.probe
@@ -152,14 +154,14 @@ class Membership:
         Raises BrokerIdTaken when another data directory's broker of this id is there, and stays; PlaneError.
         """
         self._cluster_id = self._catalog.cluster_id()
-        self._plane.watch(self.mirror.note)
+        self._plane.watch(self._ring)
         self._register_patiently()
         self._untold.add(self.mirror.refresh())
         self.office.look_around()
         if self.mirror.brokers.keys() <= {self.broker_id}:
             self.office.attend()
             self._untold.add(self.mirror.refresh())
-        self._greenlets = [gevent.spawn(self._run_mirror), gevent.spawn(self.office.run)]
+        self._greenlets = [gevent.spawn(work) for work in (self._run_mirror, self._run_sessions, self.office.run)]
         self._tell_subscribers()
         self._greenlets.append(gevent.spawn(self._run_subscribers))
         self._wake_office()
@@ -229,23 +231,39 @@ class Membership:
         if self._session != session:
             # The first time, "is ready" follows, which is all that a person waits for.
             level = logging.INFO if self._away else logging.DEBUG
-            log.log(level, "broker %d is registered as %s", self.broker_id, self.me)
+            log.log(
+                level, "broker %d is registered at %s, incarnation %d", self.broker_id, self.me.url, self.incarnation
+            )
         self._session = session
 
+    def _ring(self, path: str | None) -> None:
+        """The plane's bell: it leaves notes, and never blocks."""
+        self.mirror.note(path)
+        if path is None:
+            self._session_noted.set()
+
+    def _run_sessions(self) -> None:
+        """That a session has ended is told at once, while the mirror's greenlet may wait for the next one to begin."""
+        while not self._closing.is_set():
+            self._session_noted.wait()
+            self._session_noted.clear()
+            self._check_session()
+
+    def _check_session(self) -> None:
+        if self._session in (0, self._plane.session_id):
+            return
+        self._session = 0
+        self._away = True
+        log.warning("the session with the control plane is lost")
+        self.office.lose()
+        for lost in self.on_session_lost:
+            _safely(lost)
+
     def _keep_session(self) -> None:
-        """Notice that a session has ended, and register in the new one."""
-        session = self._plane.session_id
+        """Register anew in a new session."""
+        self._check_session()
         self._away |= self._plane.state is not PlaneState.CONNECTED
-        if self._session not in (0, session):
-            self._session = 0
-            self._away = True
-            log.warning("the session with the control plane is lost")
-            self.office.lose()
-            for lost in self.on_session_lost:
-                _safely(lost)
-        if session == 0:
-            return  # the refresh that follows waits for one
-        if self._session == 0:
+        if self._session == 0 and self._plane.session_id != 0:
             self._register()
             self.mirror.note(None)
 
