@@ -18,14 +18,12 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from itertools import count
-from typing import Any, Protocol
+from typing import Any
 
 import gevent
 import msgspec
 from gevent.event import Event
 
-from portalmq.broker.cache import BatchCache
-from portalmq.broker.clock import Clock
 from portalmq.broker.core import events as core
 from portalmq.broker.core.delivery import GroupDelivery
 from portalmq.broker.core.events import (
@@ -35,11 +33,8 @@ from portalmq.broker.core.events import (
     Appended,
     AppendRequested,
     BrokersChanged,
-    Fetch,
     HighWatermarkAdvanced,
-    IsrAnswered,
     LeaseRenewed,
-    Outcome,
     PartitionStateChanged,
     ProposeIsr,
     Quarantine,
@@ -59,16 +54,19 @@ from portalmq.broker.core.fold import PartitionFold
 from portalmq.broker.core.insync import InSync
 from portalmq.broker.core.records import GroupRecord
 from portalmq.broker.core.replica import PartitionReplica
+from portalmq.broker.errands import Errands
 from portalmq.broker.folding import KIND_OF, Recovered, recover
 from portalmq.broker.following import Following
+from portalmq.broker.hosting import PartitionHost
 from portalmq.broker.reader import Piece, Reader
 from portalmq.broker.serving import Serving
 from portalmq.broker.storage.batch import Batch, Kind, Record
 from portalmq.broker.storage.errors import DiskFull, StorageError
 from portalmq.broker.storage.log import Log
 from portalmq.broker.storage.state import StateFile
+from portalmq.broker.uncommitted import Uncommitted
 from portalmq.broker.upkeep import Upkeep
-from portalmq.broker.writer import Entry, Pending, Replicated, Writer, WriterHost
+from portalmq.broker.writer import Entry, Pending, Replicated, Writer
 from portalmq.errors import (
     Backpressure,
     NotLeader,
@@ -88,54 +86,6 @@ DISK_FULL = "the broker's disk is full: free space or add disk, then repeat"
 
 _encode = msgspec.msgpack.encode
 _numbers = count()
-
-
-class Urls(Protocol):
-    def url_of(self, broker_id: int) -> str | None: ...
-
-
-class PartitionMembership(Protocol):
-    """The control plane, as far as one partition asks for it. Calls may block, and do not raise."""
-
-    @property
-    def mirror(self) -> Urls: ...
-
-    def answered_ms(self) -> int: ...
-
-    def change_isr(
-        self, topic_id: str, number: int, proposal: ProposeIsr, configured_min_insync: int | None
-    ) -> IsrAnswered: ...
-
-    def reread(
-        self, topic_id: str, number: int, refresh: int, configured_min_insync: int | None
-    ) -> PartitionStateChanged | None: ...
-
-
-class Fetching(Protocol):
-    """Who carries the fetches of this broker's followers."""
-
-    def follow(self, partition: Partition, leader: int, fetch: Fetch) -> None: ...
-    def unfollow(self, partition: Partition) -> None: ...
-
-
-class PartitionHost(WriterHost, Protocol):
-    """What a partition needs of the broker it stands on."""
-
-    broker_id: int
-    incarnation: int
-    store_uuid: str
-    clock: Clock
-    cache: BatchCache
-    lag_ms: int
-    lease_ms: int
-
-    @property
-    def membership(self) -> PartitionMembership: ...
-
-    @property
-    def fetchers(self) -> Fetching: ...
-
-    def disk_is_full(self) -> bool: ...
 
 
 class Partition:
@@ -187,15 +137,12 @@ class Partition:
         self.following = Following(self)
         self.serving = Serving(self, self._cache_key)
         self.upkeep = Upkeep(self)
+        self.errands = Errands(self)
         self._actions: deque[Action] = deque()
         self._performing = False
         self._remembering: RememberEpoch | None = None
-        self._errands: deque[ProposeIsr | Refresh] = deque()
-        self._errand: gevent.Greenlet | None = None
         self._book: InSync | None = None
-        self._uncommitted: deque[Pending] = deque()
-        self._duplicates: list[tuple[int, Pending]] = []
-        self._unwritten_ids: dict[bytes, tuple[int, bytes | None, int]] = {}
+        self._uncommitted = Uncommitted()
         self._browsers: set[Event] = set()
         self._used = True
         self._refused_ms = 0
@@ -219,8 +166,9 @@ class Partition:
         self.start = found.start
         self.messages_next = self.log.message_count_total
         self.readable_end = found.readable_end
-        # Ends of message batches above the high watermark, ascending: what becomes readable, step by step.
-        self._ends: deque[int] = deque([found.recovered_end] if found.recovered_end > found.readable_end else [])
+        self._uncommitted.ends.clear()
+        if found.recovered_end > found.readable_end:
+            self._uncommitted.ends.append(found.recovered_end)
         self.upkeep.forget_snapshot()
 
     def _replica_of(self, found: Recovered, highest_epoch: int) -> PartitionReplica:
@@ -317,7 +265,7 @@ class Partition:
             case StepDown():
                 self._on_step_down(action.leader)
             case ProposeIsr() | Refresh():
-                self._send_on_errand(action)
+                self.errands.send(action)
             case Truncate():
                 self.following.truncate(action)
             case ResetLog():
@@ -357,13 +305,7 @@ class Partition:
         error = self.located(
             NotLeader("the leadership moved while this was on its way", leader=leader, outcome="unknown")
         )
-        uncommitted, self._uncommitted = self._uncommitted, deque()
-        duplicates, self._duplicates = self._duplicates, []
-        self._unwritten_ids.clear()
-        for pending in uncommitted:
-            pending.finish(error)
-        for _, pending in duplicates:
-            pending.finish(error)
+        self._uncommitted.fail(error)
         for event in self._browsers:
             event.set()
         if self.serves:
@@ -380,36 +322,6 @@ class Partition:
         if leader is not None:
             error.extra["leader_url"] = self.host.membership.mirror.url_of(leader)
         return error
-
-    def _send_on_errand(self, action: ProposeIsr | Refresh) -> None:
-        """To the control plane, one after the other: a read that settles a compare-and-set must come behind it."""
-        if isinstance(action, Refresh):
-            self._errands = deque(each for each in self._errands if not isinstance(each, Refresh))
-        self._errands.append(action)
-        if self._errand is None and not self.closed:
-            self._errand = gevent.spawn(self._run_errands)
-
-    def _run_errands(self) -> None:
-        membership = self.host.membership
-        try:
-            while self._errands and not self.closed:
-                action = self._errands.popleft()
-                least = self.min_insync_replicas
-                if isinstance(action, Refresh):
-                    word = membership.reread(self.topic_id, self.number, action.number, least)
-                    if word is not None and not self.closed:
-                        self.tell(LeaseRenewed(membership.answered_ms()))
-                        self.tell(word)
-                else:
-                    try:
-                        answer = membership.change_isr(self.topic_id, self.number, action, least)
-                    except Exception:  # a bug must not leave the core waiting: what came of it has to be read
-                        log.exception("%s: its change of the ISR failed", self)
-                        answer = IsrAnswered(action.version, Outcome.UNKNOWN)
-                    if not self.closed:
-                        self.tell(answer)
-        finally:
-            self._errand = None
 
     def damaged(self, reason: str, word: PartitionStateChanged | None = None) -> None:
         """Something in the files is not what was written. With another replica in sync this one is to be rebuilt from
@@ -504,18 +416,16 @@ class Partition:
             pending.batch.records,
             pending.batch.body,
         )
-        if batch.kind == Kind.MESSAGES:
-            self.messages_next += batch.count
-            self._ends.append(batch.end_offset)
+        self.messages_next += batch.message_count
         self.changed = self._used = True
-        self._uncommitted.append(pending)
+        self._uncommitted.add(pending)
         self._writer.put(pending)
 
     def _enqueue_replicated(self, entry: Replicated) -> None:
         for head in entry.heads:
             if head.kind == Kind.MESSAGES:
                 self.messages_next += head.count
-                self._ends.append(head.end_offset)
+                self._uncommitted.ends.append(head.end_offset)
         self.changed = self._used = True
         self._writer.put(entry)
 
@@ -536,8 +446,7 @@ class Partition:
             if entry.frame is not None:
                 self.host.cache.put_frame(self._cache_key, entry.base_offset, end_offset, entry.frame)
                 entry.frame = None
-        if self._unwritten_ids:
-            self._unwritten_ids = {key: place for key, place in self._unwritten_ids.items() if place[0] >= end_offset}
+        self._uncommitted.written(end_offset)
         self.tell(Appended(end_offset))
         self.serving.written(end_offset)
         self.upkeep.take_snapshot_if_due()
@@ -554,31 +463,20 @@ class Partition:
             log.warning("%s: a transaction was refused: %s", self, why)
             self._refused_ms = now_ms
         full = StorageFull(DISK_FULL, retry_after_s=5)
-        refused = {id(entry) for entry in taken}
-        self._uncommitted = deque(pending for pending in self._uncommitted if id(pending) not in refused)
-        self._unwritten_ids.clear()
+        refused = {entry for entry in taken if isinstance(entry, Pending)}
+        self._uncommitted.refuse(refused, full)
         found = recover(self.log, self.state_file, self.high_watermark)
         self.install(found)
         self.following.pause()
         self.tell(Truncated(self.log.end_offset, found.producers))
-        duplicates, self._duplicates = self._duplicates, []
-        for entry in taken:
-            if isinstance(entry, Pending):
-                entry.finish(full)
-        for _, pending in duplicates:  # what they repeat is not in the log, or they may simply ask again
+        for pending in refused:
             pending.finish(full)
 
     # --- what moves when the high watermark does ---------------------------------------------------------------------
 
     def _on_high_watermark(self, high_watermark: int) -> None:
         self.changed = True
-        readable_end = self.readable_end
-        while self._ends and self._ends[0] <= high_watermark:
-            readable_end = self._ends.popleft()
-        while self._uncommitted and self._uncommitted[0].batch.end_offset <= high_watermark:
-            self._uncommitted.popleft().finish()
-        if self._duplicates:
-            self._release_duplicates(high_watermark)
+        readable_end = self._uncommitted.advance(high_watermark, self.readable_end)
         if self.serving.parked:
             self.serving.high_watermark_moved()
         if not self.serves:
@@ -599,19 +497,13 @@ class Partition:
         if end <= self.replica.high_watermark:
             pending.finish()
         else:
-            self._duplicates.append((end, pending))
-
-    def _release_duplicates(self, high_watermark: int) -> None:
-        for end, pending in self._duplicates:
-            if end <= high_watermark:
-                pending.finish()
-        self._duplicates = [(end, pending) for end, pending in self._duplicates if end > high_watermark]
+            self._uncommitted.add_repeat(end, pending)
 
     # --- message ids -------------------------------------------------------------------------------------------------
 
     def place_of_id(self, message_id: bytes) -> tuple[int, bytes | None, int] | None:
         """(offset, body hash, timestamp) of the message that carries this id within the dedup window, if any."""
-        unwritten = self._unwritten_ids.get(message_id)
+        unwritten = self._uncommitted.place_of(message_id)
         if unwritten is not None:
             return unwritten
         since_ms = max(self.replica.last_timestamp_ms, self.host.clock.wall_ms()) - self.dedup_window_ms
@@ -619,17 +511,12 @@ class Partition:
 
     def remember_ids(self, pending: Pending) -> None:
         """Ids of messages that are allotted and not yet written."""
-        for offset, record in enumerate(pending.batch.records, pending.base_offset):
-            if record.message_id is not None:
-                self._unwritten_ids[record.message_id] = (offset, record.body_hash, pending.appended_at_ms)
+        self._uncommitted.remember_ids(pending)
 
     def wait_committed(self, offset: int) -> None:
         """Return once `offset` is below the high watermark. Raises NotLeader when the leadership ends before."""
-        if offset < self.replica.high_watermark:
-            return
-        pending = Pending(Batch(offset, 1, 0, Kind.MESSAGES, 0, 0))
-        self._duplicates.append((offset + 1, pending))
-        pending.wait()
+        if offset >= self.replica.high_watermark:
+            self._uncommitted.wait_below(offset + 1)
 
     # --- reading -----------------------------------------------------------------------------------------------------
 
@@ -690,9 +577,13 @@ class Partition:
         self.upkeep.retain(retention_ms, retention_bytes, group_expiry_ms)
 
     @property
-    def is_idle(self) -> bool:
-        """Nothing is on its way to the disk."""
-        return self._writer.is_idle
+    def is_quiet(self) -> bool:
+        """It leads and all its replicas are in sync, or it follows and its fetch stands: little depends on the time."""
+        replica = self.replica
+        if replica.leading:
+            assert replica.state is not None
+            return self.serves and len(replica.state.isr) == len(replica.state.replicas)
+        return replica.fetch is not None
 
     def rest_if_idle(self) -> None:
         """Close the files when nothing was read or written since the last call; the next use opens them again."""

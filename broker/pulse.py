@@ -1,8 +1,11 @@
 """The beat of all partitions: time passes, the lease is told, and followers that are overdue are looked after.
 
-One greenlet for all of them, a few of them at a time, so that hundreds cost little and hold up nobody. A follower whose
-fetch is overdue is gone or slow: a connection to its port tells which. (It is asked for nothing: a refusal is all that
-is to be learnt.)
+One greenlet for all of them, a few of them at a time, so that hundreds cost little and hold up nobody; and those that
+are as they should be (a leader with all its replicas in sync, a follower whose fetch stands) hear of the time only in
+every third beat.
+
+A follower whose fetch is overdue is gone or slow: a connection to its port tells which. (It is asked for nothing: a
+refusal is all that is to be learnt.)
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ log = logging.getLogger(__name__)
 
 TICK_S = 0.1
 PARTITIONS_AT_A_TIME = 64
-OVERDUE_EVERY_TICKS = 3
+QUIET_EVERY_TICKS = 3
 PROBE_TIMEOUT_S = 0.5
 SCRUB_EVERY_S = 1.0
 
@@ -78,6 +81,7 @@ class Pulse:
         self._partitions = partitions
         self._refuses = refuses
         self._answered_ms = 0
+        self._ticks = 0
         self._probing: set[int] = set()
         self._greenlets: list[gevent.Greenlet] = []
 
@@ -88,29 +92,32 @@ class Pulse:
         gevent.killall(self._greenlets)
 
     def _beat(self) -> None:
-        ticks = 0
         while True:
             gevent.sleep(TICK_S)
-            ticks += 1
             try:
                 self.tick()
-                if ticks % OVERDUE_EVERY_TICKS == 0:
+                if self._ticks % QUIET_EVERY_TICKS == 0:
                     self.look_after_followers()
             except Exception:  # the next beat has to come, whatever became of this one
                 log.exception("a beat of the partitions failed")
 
     def tick(self) -> None:
+        self._ticks += 1
         answered_ms = self._host.membership.answered_ms()
         renewed = LeaseRenewed(answered_ms) if answered_ms > self._answered_ms else None
         self._answered_ms = max(answered_ms, self._answered_ms)
         tick = Tick()
-        for index, partition in enumerate(tuple(self._partitions()), 1):
-            if not partition.closed:
-                if renewed is not None:
-                    partition.tell(renewed)
+        told = 0
+        for index, partition in enumerate(self._partitions(), self._ticks):
+            if partition.closed:
+                continue
+            if renewed is not None:
+                partition.tell(renewed)
+            if index % QUIET_EVERY_TICKS == 0 or not partition.is_quiet:
                 partition.tell(tick)
-            if index % PARTITIONS_AT_A_TIME == 0:
-                gevent.sleep(0)
+                told += 1
+                if told % PARTITIONS_AT_A_TIME == 0:
+                    gevent.sleep(0)
 
     def look_after_followers(self) -> None:
         """Probe each broker whose fetch is overdue on some partition, all at once."""

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from portalmq.broker.folding import Recovered, recover
-from portalmq.broker.partition import Partition, PartitionHost
+from portalmq.broker.hosting import PartitionHost
+from portalmq.broker.partition import Partition
 from portalmq.broker.storage.errors import CorruptBatch, DamagedFile, DiskFull
 from portalmq.broker.storage.files import make_directory, sync_directory, write_atomically
 from portalmq.broker.storage.log import Log

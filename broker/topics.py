@@ -25,7 +25,8 @@ from gevent.lock import BoundedSemaphore
 from portalmq import wire
 from portalmq.broker.core.events import PartitionStateChanged, SessionLost
 from portalmq.broker.core.receipts import topic_tag
-from portalmq.broker.partition import Partition, PartitionHost, PartitionMembership
+from portalmq.broker.hosting import PartitionHost, PartitionMembership
+from portalmq.broker.partition import Partition
 from portalmq.broker.pulse import Pulse
 from portalmq.broker.replicas import Files, Replicas
 from portalmq.broker.word import word_of

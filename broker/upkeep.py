@@ -112,7 +112,7 @@ class Upkeep:
         partition = self._partition
         if partition.closed or upto <= partition.log.log_start_offset:
             return None
-        moved = partition.host.pool.apply(_advance, (partition.log, upto))
+        moved: ReplicaStart | Exception = partition.host.pool.apply(_advance, (partition.log, upto))
         if not isinstance(moved, ReplicaStart):
             return moved
         self._moved(moved)

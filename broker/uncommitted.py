@@ -1,0 +1,88 @@
+"""What was appended and is not committed yet: who waits for it, what becomes readable with it, which ids it has.
+
+high watermark ....[batch]....[batch]....[batch].... next offset
+                   each with a waiter, answered in the order of the log
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Container
+
+from portalmq.broker.storage.batch import Batch, Kind
+from portalmq.broker.writer import Pending
+from portalmq.errors import PortalMQError
+
+Place = tuple[int, bytes | None, int]
+
+
+class Uncommitted:
+    """`ends` are the ends of the message batches above the high watermark, rising."""
+
+    def __init__(self) -> None:
+        self.ends: deque[int] = deque()
+        self._pending: deque[Pending] = deque()
+        self._repeats: list[tuple[int, Pending]] = []
+        self._ids: dict[bytes, Place] = {}
+
+    def add(self, pending: Pending) -> None:
+        """A batch that was allotted its offsets."""
+        self._pending.append(pending)
+        if pending.batch.kind == Kind.MESSAGES:
+            self.ends.append(pending.batch.end_offset)
+
+    def add_repeat(self, end: int, pending: Pending) -> None:
+        """Somebody waits for what somebody else has appended, up to `end`."""
+        self._repeats.append((end, pending))
+
+    def wait_below(self, end: int) -> None:
+        """Return once everything below `end` is committed. Raises as a batch's own waiter does."""
+        pending = Pending(Batch(end - 1, 1, 0, Kind.MESSAGES, 0, 0))
+        self.add_repeat(end, pending)
+        pending.wait()
+
+    def advance(self, high_watermark: int, readable_end: int) -> int:
+        """Answer everyone below the high watermark; where the readable messages end now."""
+        while self.ends and self.ends[0] <= high_watermark:
+            readable_end = self.ends.popleft()
+        while self._pending and self._pending[0].batch.end_offset <= high_watermark:
+            self._pending.popleft().finish()
+        if self._repeats:
+            repeats, self._repeats = self._repeats, []
+            for end, pending in repeats:
+                if end <= high_watermark:
+                    pending.finish()
+                else:
+                    self._repeats.append((end, pending))
+        return readable_end
+
+    def fail(self, error: PortalMQError) -> None:
+        """Everyone who waits is told this. What they wait for may be in the log, and stay there."""
+        pending, self._pending = self._pending, deque()
+        repeats, self._repeats = self._repeats, []
+        self._ids.clear()
+        for each in (*pending, *(repeat for _, repeat in repeats)):
+            each.finish(error)
+
+    def refuse(self, refused: Container[Pending], error: PortalMQError) -> None:
+        """These batches are not in the log. Who repeated one of them, or waits for what is, may simply ask again."""
+        self._pending = deque(pending for pending in self._pending if pending not in refused)
+        repeats, self._repeats = self._repeats, []
+        self._ids.clear()
+        for _, pending in repeats:
+            pending.finish(error)
+
+    # --- message ids -------------------------------------------------------------------------------------------------
+
+    def remember_ids(self, pending: Pending) -> None:
+        for offset, record in enumerate(pending.batch.records, pending.base_offset):
+            if record.message_id is not None:
+                self._ids[record.message_id] = (offset, record.body_hash, pending.appended_at_ms)
+
+    def place_of(self, message_id: bytes) -> Place | None:
+        return self._ids.get(message_id)
+
+    def written(self, end_offset: int) -> None:
+        """What stands below is found in the log from here on."""
+        if self._ids:
+            self._ids = {key: place for key, place in self._ids.items() if place[0] >= end_offset}
