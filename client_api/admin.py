@@ -36,7 +36,7 @@ class Admin:
     @property
     def urls(self) -> list[str]:
         """Where this client looks for a broker."""
-        return [address.url for address in self._transport.bootstrap]
+        return self._transport.urls
 
     # --- topics ------------------------------------------------------------------------------------------------------
 

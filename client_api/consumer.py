@@ -6,6 +6,7 @@ loop's body never asks, so that message stays unacked and goes back when the con
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 import uuid
@@ -22,7 +23,9 @@ from portalmq.lease import Leases, Verb
 from portalmq.message import Message, message_from_wire
 from portalmq.transport import CALL_TIMEOUT_S, Bootstrap, Request, Transport, decode_answer
 
-RECEIVE_WAIT_S = 20.0
+# A consumer that waits asks again this often: a broker that is paused holds it no longer.
+RECEIVE_WAIT_S = 10.0
+LOOK_UP_WITHIN_S = 5.0
 
 
 class Consumer:
@@ -74,6 +77,7 @@ class Consumer:
         self._name = f"python-{uuid.uuid4().hex}"
         self._attempts = 0
         self._is_prepared = False
+        self._near: tuple[str, int] | None = None
         self._closed = threading.Event()
         # Two transports: close() cuts a waiting receive off, and still has to ack and nack.
         self._receiving = Transport(bootstrap, token=token)
@@ -146,6 +150,7 @@ class Consumer:
                     msgspec.json.encode(request),
                     (("Content-Type", wire.JSON), ("Accept", wire.BATCH_MSGPACK)),
                     repeatable=True,
+                    near=self._near,
                     wait_s=wait_s,
                 ),
                 timeout_s=CALL_TIMEOUT_S + wait_s,
@@ -165,6 +170,18 @@ class Consumer:
         if not self._is_prepared and self._start != "earliest":
             self._receiving.send_json("PUT", wire.group_path(self.group), {"start": self._start}, object)
         self._is_prepared = True
+        if self._near is None:
+            self._look_up()
+
+    def _look_up(self) -> None:
+        """Choose a partition whose leader to ask: any broker would do, and that one has the shortest way. Consumers of
+        one group choose at random, so that no broker has them all."""
+        try:
+            metadata = self._receiving.metadata([self.topics[0]], deadline=time.monotonic() + LOOK_UP_WITHIN_S)
+        except PortalMQError:
+            return
+        places = [(topic.name, partition.partition) for topic in metadata.topics for partition in topic.partitions]
+        self._near = random.choice(places) if places else None
 
     # --- settling ----------------------------------------------------------------------------------------------------
 

@@ -31,8 +31,9 @@ PROBLEM_TYPE_BASE = "urn:portalmq:error:"
 class PortalMQError(Exception):
     """Base of every error of PortalMQ.
 
-    `code` is stable and meant for programs, `str(error)` is for people and says what to do. `extra` holds members that
-    a single error adds to its problem document (for instance `leader_url`, `results`).
+    `code` is stable and meant for programs, `str(error)` is for people and says what to do. `retry_after_s` is how long
+    a repeat should wait. `extra` holds members that a single error adds to its problem document (for instance
+    `leader_url`, `results`).
     """
 
     code: ClassVar[str] = "unavailable"
@@ -66,6 +67,7 @@ class PortalMQError(Exception):
             "code": self.code,
             "retryable": self.retryable,
             "outcome": self.outcome,
+            **({} if self.retry_after_s is None else {"retry_after_ms": round(self.retry_after_s * 1000)}),
             **self.extra,
         }
 
@@ -191,8 +193,10 @@ def error_from_problem(problem: dict[str, Any], *, retry_after_s: float | None =
 
     A document without an `outcome` is read as `unknown`: a stranger in the path (a proxy, say) may have written it.
     """
-    known = {"type", "title", "status", "detail", "code", "retryable", "outcome", "instance"}
+    known = {"type", "title", "status", "detail", "code", "retryable", "outcome", "instance", "retry_after_ms"}
     extra = {name: value for name, value in problem.items() if name not in known and name != "retry_after_s"}
+    if isinstance(problem.get("retry_after_ms"), int):  # the header has whole seconds only
+        retry_after_s = problem["retry_after_ms"] / 1000
     cls = ERRORS_BY_CODE.get(str(problem.get("code")), PortalMQError)
     error = cls(
         str(problem.get("detail") or problem.get("title") or ""),

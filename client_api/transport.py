@@ -1,7 +1,8 @@
 """How a client reaches the cluster: where to go, when to try again, and what a failure means.
 
-A call goes to the leader of its partition when that is known (from `/v1/metadata`), else to any broker, which forwards
-it. A broker that cannot be reached, or says that another one leads, makes the next try look the leader up again.
+A call goes to the leader of its partition when that is known (from `/v1/metadata`, or from whoever said that it is
+another one), else to any broker, which forwards it. A broker that cannot be reached, is silent or cannot answer now is
+left out for a while, and the next try goes to another one at once.
 
 A repeat is safe when the request is repeatable (it names what it wants done, so that twice is once: reads, PUT, DELETE,
 acks, a batch with a producer's stamp) or when the failure says `not_applied`. Nothing else is repeated, and once one
@@ -10,7 +11,6 @@ try of a call ended unknown, the whole call did, whatever the later tries say.
 
 from __future__ import annotations
 
-import os
 import random
 import threading
 import time
@@ -22,7 +22,8 @@ from urllib.parse import urlencode
 import msgspec
 
 from portalmq import wire
-from portalmq.connection import Address, Answer, ConnectionPool, NoAnswer, NotSent, parse_address
+from portalmq.address_book import DEFAULT_URL, AddressBook, Bootstrap, bootstrap_addresses
+from portalmq.connection import Address, Answer, ConnectionPool, NoAnswer, NotSent
 from portalmq.errors import (
     ERRORS_BY_CODE,
     NotLeader,
@@ -31,33 +32,27 @@ from portalmq.errors import (
     error_from_problem,
 )
 
-DEFAULT_URL = "http://localhost:5000"
+__all__ = ["DEFAULT_URL", "Bootstrap", "Request", "Transport", "bootstrap_addresses"]
+
+# How long one try waits for its answer, beside the time that the broker itself may wait. A broker that is silent for
+# longer may be paused: then another one leads by now, and a request that may be repeated goes there.
 REQUEST_TIMEOUT_S = 15.0
+READ_TIMEOUT_S = 8.0
+TO_LEADER_TIMEOUT_S = 5.0
+METADATA_TIMEOUT_S = 2.0
+LONG_POLL_GRACE_S = 5.0
 CALL_TIMEOUT_S = 120.0
 RETRY_AFTER_S_MAX = 30.0
 TIMEOUT_S_MIN = 0.01
-# How long a broker that refused a connection is left out while others can be asked.
-SHUN_S = 1.0
+LOOK_UPS_MAX = 3
 
-Bootstrap = str | Iterable[str] | None
 T = TypeVar("T")
-
-
-def bootstrap_addresses(bootstrap: Bootstrap) -> list[Address]:
-    """The brokers to start from: a URL, several (a list, or commas between them), or PORTALMQ_URL when None."""
-    if bootstrap is None:
-        bootstrap = os.environ.get("PORTALMQ_URL") or DEFAULT_URL
-    texts = bootstrap.split(",") if isinstance(bootstrap, str) else list(bootstrap)
-    addresses = [parse_address(text) for text in texts if text.strip()]
-    if not addresses:
-        raise ValueError(f"no broker is named; write for instance {DEFAULT_URL}")
-    return list(dict.fromkeys(addresses))
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One call. `leader_of` is the (topic, partition) whose leader serves it best; `wait_s` is how long the broker
-    itself may wait before it answers (a long poll)."""
+    """One call. `leader_of` is the (topic, partition) that it concerns alone, `near` one whose leader has less to
+    forward than others; `wait_s` is how long the broker itself may wait before it answers (a long poll)."""
 
     method: str
     path: str
@@ -65,7 +60,23 @@ class Request:
     headers: tuple[tuple[str, str], ...] = ()
     repeatable: bool = False
     leader_of: tuple[str, int] | None = None
+    near: tuple[str, int] | None = None
     wait_s: float = 0.0
+
+    @property
+    def topic(self) -> str | None:
+        """The topic whose leaders are to be known."""
+        place = self.leader_of or self.near
+        return None if place is None else place[0]
+
+    @property
+    def try_timeout_s(self) -> float:
+        """How long one try may take."""
+        if self.wait_s:
+            return self.wait_s + LONG_POLL_GRACE_S
+        if self.repeatable and self.leader_of is not None:
+            return TO_LEADER_TIMEOUT_S
+        return READ_TIMEOUT_S if self.method == "GET" else REQUEST_TIMEOUT_S
 
 
 class Exchanger(Protocol):
@@ -77,19 +88,24 @@ class Exchanger(Protocol):
 
 
 class Backoff:
-    """Exponential pauses with jitter: 20 ms, doubled up to 1 s, each cut by up to a half (so that clients that failed
-    together do not come back together). A Retry-After is honoured up to RETRY_AFTER_S_MAX."""
+    """Exponential pauses with jitter: 20 ms, doubled up to 100 ms for the first tries (a new leader is there soon), and
+    up to 1 s after those, each cut by up to a half (so that clients that failed together do not come back together). A
+    Retry-After is honoured up to RETRY_AFTER_S_MAX."""
 
     FIRST_S = 0.02
+    SOON_S = 0.1
+    SOON_TRIES = 30
     MAX_S = 1.0
 
     def __init__(self, chance: Callable[[], float] = random.random) -> None:
         self._chance = chance
         self._full_s = self.FIRST_S
+        self._tries = 0
 
     def next_s(self, retry_after_s: float | None = None) -> float:
         pause = self._full_s * (0.5 + 0.5 * self._chance())
-        self._full_s = min(self._full_s * 2, self.MAX_S)
+        self._tries += 1
+        self._full_s = min(self._full_s * 2, self.SOON_S if self._tries < self.SOON_TRIES else self.MAX_S)
         return max(pause, min(retry_after_s or 0.0, RETRY_AFTER_S_MAX))
 
 
@@ -108,8 +124,7 @@ class Transport:
         chance: Callable[[], float] = random.random,
     ) -> None:
         """`timeout_s` bounds a call with all its retries. The last four are for tests."""
-        self.bootstrap = bootstrap_addresses(bootstrap)
-        self._scheme = self.bootstrap[0].scheme
+        self._book = AddressBook(bootstrap, clock)
         self._timeout_s = timeout_s
         self._pool: Exchanger = pool or ConnectionPool()
         self._clock = clock
@@ -117,10 +132,12 @@ class Transport:
         self._wait = pause or self._closing.wait
         self._chance = chance
         self._common_headers = _common_headers(token)
-        self._brokers = list(self.bootstrap)
-        self._leaders: dict[tuple[str, int], Address] = {}
         self._outdated: set[str] = set()
-        self._shunned: dict[Address, float] = {}
+
+    @property
+    def urls(self) -> list[str]:
+        """Where this client began to look for brokers."""
+        return self._book.urls
 
     # --- one call, tried until it is settled -------------------------------------------------------------------------
 
@@ -175,31 +192,48 @@ class Transport:
         """
         if self._clock() >= deadline:
             raise Unavailable("the time for this call is over", outcome="not_applied")
-        topic = None if request.leader_of is None else request.leader_of[0]
+        topic = request.topic
         if topic is not None and topic in self._outdated:
             self._look_up_leaders(topic, deadline)
-        address, is_leader = self._where(request.leader_of)
+        address, is_leader = self._where(request)
         head = self._head(address, request, forward=not is_leader)
         try:
             answer, was_repeated = self._exchange(address, head, request, deadline)
         except (NotSent, NoAnswer) as fault:
-            self._shun(address, topic)
+            self._book.gave_no_answer(address)
+            if topic is not None:
+                self._outdated.add(topic)
             raise self._unreachable(address, fault) from fault
+        self._book.answered(address)
         if answer.status < 300:
             return answer
         error = error_of_answer(answer)
-        if topic is not None and (isinstance(error, NotLeader) or error.status == 503):
-            self._outdated.add(topic)
+        self._learn_from(error, address, request)
         if was_repeated and error.outcome == "not_applied" and request.method != "GET":
             # That holds for the second request. What became of the first one nobody knows.
             error.outcome = "unknown"
         raise error
 
+    def _learn_from(self, error: PortalMQError, address: Address, request: Request) -> None:
+        """Where the next try goes, if there is one. Another broker is asked without waiting for what this one asks."""
+        topic = request.topic
+        if isinstance(error, NotLeader) and request.leader_of is not None:
+            if not self._book.leads(request.leader_of, error.extra.get("leader_url")):
+                self._outdated.add(request.leader_of[0])
+        elif isinstance(error, Unavailable) and error.retryable:
+            if topic is not None:
+                self._outdated.add(topic)
+            self._book.rests(address, error.retry_after_s)
+            if self._book.another_than(address):
+                error.retry_after_s = None
+        elif error.status == 503 and topic is not None:
+            self._outdated.add(topic)
+
     def _exchange(self, address: Address, head: bytes, request: Request, deadline: float) -> tuple[Answer, bool]:
         """The answer, and whether it took a second connection to get it."""
         stale: NoAnswer | None = None
         while True:
-            timeout_s = min(REQUEST_TIMEOUT_S + request.wait_s, max(deadline - self._clock(), TIMEOUT_S_MIN))
+            timeout_s = min(request.try_timeout_s, max(deadline - self._clock(), TIMEOUT_S_MIN))
             try:
                 answer = self._pool.exchange(address, request.method, head, request.body, timeout_s)
                 return answer, stale is not None
@@ -231,7 +265,7 @@ class Transport:
         return Unavailable(
             f"no PortalMQ broker could be reached at {address.url}: {fault}",
             outcome="not_applied",
-            looked_at=[known.url for known in self._brokers],
+            looked_at=[known.url for known in self._book.known],
         )
 
     # --- who leads ---------------------------------------------------------------------------------------------------
@@ -245,50 +279,28 @@ class Transport:
         request = Request("GET", with_query("/v1/metadata", query), repeatable=True)
         answer = self.call(request) if deadline is None else self.attempt(request, deadline)
         metadata = decode_answer(answer, wire.Metadata)
-        self._learn(metadata)
+        self._book.learn(metadata)
         return metadata
-
-    def _learn(self, metadata: wire.Metadata) -> None:
-        advertised = [self._member(broker.url) for broker in metadata.brokers if broker.live]
-        self._brokers = list(dict.fromkeys([*self.bootstrap, *(one for one in advertised if one is not None)]))
-        for topic in metadata.topics:
-            for partition in topic.partitions:
-                leader = None if partition.leader_url is None else self._member(partition.leader_url)
-                if leader is None:
-                    self._leaders.pop((topic.name, partition.partition), None)
-                else:
-                    self._leaders[topic.name, partition.partition] = leader
-
-    def _member(self, url: str) -> Address | None:
-        """The address a broker advertises; None when a token would travel less safely to it than to the bootstrap."""
-        try:
-            address = parse_address(url)
-        except ValueError:
-            return None
-        return address if address.scheme == self._scheme else None
 
     def _look_up_leaders(self, topic: str, deadline: float) -> None:
         self._outdated.discard(topic)
-        try:
-            self.metadata([topic], deadline=deadline)
-        except PortalMQError:
-            # The call itself goes on to any broker, which forwards it.
-            self._outdated.add(topic)
+        for _ in range(LOOK_UPS_MAX):
+            try:
+                self.metadata([topic], deadline=min(deadline, self._clock() + METADATA_TIMEOUT_S))
+            except PortalMQError:
+                continue  # of another broker, the next time
+            return
+        # The call itself goes on to any broker, which forwards it.
+        self._outdated.add(topic)
 
-    def _where(self, leader_of: tuple[str, int] | None) -> tuple[Address, bool]:
-        now = self._clock()
-        leader = None if leader_of is None else self._leaders.get(leader_of)
-        if leader is not None and self._shunned.get(leader, 0.0) <= now:
-            return leader, True
-        for address in self._brokers:
-            if self._shunned.get(address, 0.0) <= now:
-                return address, False
-        return min(self._brokers, key=lambda address: self._shunned.get(address, 0.0)), False
-
-    def _shun(self, address: Address, topic: str | None) -> None:
-        self._shunned[address] = self._clock() + SHUN_S
-        if topic is not None:
-            self._outdated.add(topic)
+    def _where(self, request: Request) -> tuple[Address, bool]:
+        """A broker, and whether it leads all that the request is about."""
+        if request.leader_of is not None:
+            leader = self._book.leader_of(request.leader_of)
+            if leader is not None:
+                return leader, True
+        near = None if request.near is None else self._book.leader_of(request.near)
+        return near or self._book.any(), False
 
     def rest(self) -> None:
         """Close idle connections; the next call opens one."""

@@ -91,7 +91,7 @@ def test_a_broker_that_is_not_there_is_exit_69_with_where_and_how(monkeypatch: p
 
 @pytest.mark.parametrize(
     "words",
-    [["nonsense"], ["topic", "create"], ["consume", "t", "--offset", "x"], ["status", "--server", "zk://here:2181"]],
+    [["nonsense"], ["topic", "create"], ["consume", "t", "--offset", "x"], ["status", "--server", "ftp://here:21"]],
 )
 def test_a_wrong_call_is_exit_2(words: list[str]) -> None:
     assert CliRunner().invoke(main, words).exit_code == 2

@@ -78,7 +78,7 @@ def test_the_environment_names_several_brokers(monkeypatch: pytest.MonkeyPatch) 
     assert [address.url for address in bootstrap_addresses(None)] == ["http://a:1", "http://b:2", "https://c:443"]
 
 
-@pytest.mark.parametrize("url", ["zk://localhost:2181", "http://user:secret@host", "http://", "http://host?x=1", " "])
+@pytest.mark.parametrize("url", ["ftp://localhost:21", "http://user:secret@host", "http://", "http://host?x=1", " "])
 def test_a_url_that_is_no_broker_is_refused_at_once(url: str) -> None:
     with pytest.raises(ValueError, match=r".+"):
         bootstrap_addresses([url])
@@ -101,7 +101,7 @@ def test_pauses_grow_and_are_bounded() -> None:
     network = Network(NotSent("refused"))
     with pytest.raises(errors.Unavailable) as caught:
         network.transport(timeout_s=10).call(GET)
-    assert network.pauses[:4] == [0.02, 0.04, 0.08, 0.16]
+    assert network.pauses[:5] == [0.02, 0.04, 0.08, 0.1, 0.1], "a new leader is there soon"
     assert max(network.pauses) == Backoff.MAX_S
     assert network.now < 10
     assert caught.value.outcome == "not_applied"
@@ -241,6 +241,74 @@ def test_a_leader_that_refuses_is_left_out_and_another_broker_is_asked() -> None
     url, head = network.asked[-1]
     assert url == "http://one:1"
     assert b"PortalMQ-No-Forward" not in head, "another broker may forward it"
+
+
+def test_421_names_the_leader_and_the_next_try_goes_there_at_once() -> None:
+    network = Network(metadata("http://one:1"), failure("not_leader", leader_url="http://two:2"), answer())
+    transport = network.transport()
+    transport.metadata(["t"])
+    transport.call(TO_LEADER)
+    assert [url for url, _ in network.asked][1:] == ["http://one:1", "http://two:2"]
+
+
+def test_a_broker_that_is_busy_with_itself_is_left_for_another_without_its_pause() -> None:
+    network = Network(failure("unavailable", retry_after_s=5.0), answer())
+    transport = network.transport("http://one:1,http://two:2")
+    transport.call(ONCE)
+    assert [url for url, _ in network.asked] == ["http://one:1", "http://two:2"]
+    assert network.pauses == [0.02]
+
+
+def test_the_only_broker_there_is_is_given_the_pause_it_asks_for() -> None:
+    network = Network(failure("unavailable", retry_after_s=5.0), answer())
+    network.transport().call(ONCE)
+    assert network.pauses == [5.0]
+
+
+def test_too_few_replicas_are_too_few_at_every_broker() -> None:
+    network = Network(failure("not_enough_replicas", retry_after_s=2.0), answer())
+    network.transport("http://one:1,http://two:2").call(ONCE)
+    assert network.pauses == [2.0]
+
+
+def test_a_broker_that_is_gone_is_left_out_longer_each_time() -> None:
+    gone = NotSent("refused")
+    network = Network(gone, answer())
+    transport = network.transport("http://one:1,http://two:2")
+    transport.call(GET)
+    for left_out_s in (1.0, 2.0, 4.0):
+        asked = len(network.asked)
+        network.now += left_out_s - 0.05
+        transport.call(GET)
+        assert network.asked[asked][0] == "http://two:2"
+        network.now += 0.1
+        network.outcomes = [gone, answer()]
+        transport.call(GET)
+        assert [url for url, _ in network.asked[asked + 1 :]] == ["http://one:1", "http://two:2"]
+
+
+def test_a_read_near_its_partition_goes_to_the_leader_and_may_be_forwarded() -> None:
+    network = Network(metadata("http://two:2"), answer())
+    transport = network.transport()
+    transport.metadata(["t"])
+    transport.call(Request("POST", "/v1/groups/g/receive", b"{}", repeatable=True, near=("t", 0)))
+    url, head = network.asked[-1]
+    assert url == "http://two:2"
+    assert b"PortalMQ-No-Forward" not in head
+
+
+def test_a_silent_leader_holds_a_batch_no_longer_than_a_few_seconds() -> None:
+    batch = Request("POST", "/v1/topics/t/messages", b"{}", repeatable=True, leader_of=("t", 0))
+    assert batch.try_timeout_s == 5.0
+    assert Request("GET", "/v1/topics").try_timeout_s < Request("PUT", "/v1/topics/t").try_timeout_s
+    assert Request("POST", "/receive", wait_s=20).try_timeout_s == 25.0
+
+
+def test_a_pause_of_less_than_a_second_travels_too() -> None:
+    network = Network(failure("backpressure", retry_after_s=0.25), answer())
+    network.outcomes[0].headers.replace_header("Retry-After", "1")
+    network.transport().call(ONCE)
+    assert network.pauses == [0.25]
 
 
 def test_a_leader_under_another_scheme_is_not_believed() -> None:

@@ -1,0 +1,153 @@
+"""The brokers as one client knows them: where to begin, who leads what, whom to leave out for now.
+
+A broker that gives no answer is left out while others can be asked, each time for longer; one that says it cannot
+answer now, for a moment. When all are left out the one whose time is over first is asked all the same.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable
+
+from portalmq import wire
+from portalmq.connection import Address, parse_address
+from portalmq.zookeeper_bootstrap import SCHEME as ZOOKEEPER
+from portalmq.zookeeper_bootstrap import ZooKeeperBootstrap
+
+DEFAULT_URL = "http://localhost:5000"
+# How long a broker that gave no answer is left out: doubled each time in a row.
+SHUN_S = 1.0
+SHUN_S_MAX = 30.0
+# How long one that said it cannot answer now is left out, at most.
+REST_S_MAX = 1.0
+RESOLVE_EVERY_S = 5.0
+
+Bootstrap = str | Iterable[str] | None
+TopicPartition = tuple[str, int]
+
+
+def bootstrap_addresses(bootstrap: Bootstrap) -> list[Address]:
+    """The brokers to start from: a URL, several (a list, or commas between them), or PORTALMQ_URL when None."""
+    addresses = [parse_address(text) for text in _texts(bootstrap)]
+    if not addresses:
+        raise ValueError(f"no broker is named; write for instance {DEFAULT_URL}")
+    return list(dict.fromkeys(addresses))
+
+
+def zookeeper_of(bootstrap: Bootstrap) -> ZooKeeperBootstrap | None:
+    """The ZooKeeper to ask for brokers, when that is what is named."""
+    if bootstrap is not None and not isinstance(bootstrap, str):
+        bootstrap = list(bootstrap)
+        if len(bootstrap) != 1:
+            return None
+        bootstrap = bootstrap[0]
+    text = (bootstrap if bootstrap is not None else os.environ.get("PORTALMQ_URL", "")).strip()
+    return ZooKeeperBootstrap(text) if text.startswith(ZOOKEEPER) else None
+
+
+def _texts(bootstrap: Bootstrap) -> list[str]:
+    if bootstrap is None:
+        bootstrap = os.environ.get("PORTALMQ_URL") or DEFAULT_URL
+    texts = bootstrap.split(",") if isinstance(bootstrap, str) else list(bootstrap)
+    return [text for text in texts if text.strip()]
+
+
+class AddressBook:
+    """Thread-safe: each method is one step on dictionaries, the look-up in ZooKeeper is behind a lock."""
+
+    def __init__(self, bootstrap: Bootstrap, clock: Callable[[], float]) -> None:
+        bootstrap = bootstrap if bootstrap is None or isinstance(bootstrap, str) else list(bootstrap)
+        self._clock = clock
+        self._zookeeper = zookeeper_of(bootstrap)
+        self.bootstrap = [] if self._zookeeper else bootstrap_addresses(bootstrap)
+        self._known = list(self.bootstrap)
+        self._leaders: dict[TopicPartition, Address] = {}
+        self._left_out: dict[Address, float] = {}
+        self._failures: dict[Address, int] = {}
+        self._resolving = threading.Lock()
+        self._resolved_at = 0.0
+
+    @property
+    def urls(self) -> list[str]:
+        """Where this client begins, for people."""
+        return [self._zookeeper.url] if self._zookeeper else [address.url for address in self.bootstrap]
+
+    @property
+    def known(self) -> list[Address]:
+        return self._known
+
+    # --- where -------------------------------------------------------------------------------------------------------
+
+    def leader_of(self, partition: TopicPartition) -> Address | None:
+        """The leader, when it is known and not left out."""
+        leader = self._leaders.get(partition)
+        return leader if leader is not None and not self._is_out(leader) else None
+
+    def any(self) -> Address:
+        """A broker to ask. Raises what the look-up in ZooKeeper raises."""
+        for address in self._known:
+            if not self._is_out(address):
+                return address
+        if self._zookeeper is not None:
+            self._resolve(self._zookeeper)
+        return min(self._known, key=lambda address: self._left_out.get(address, 0.0))
+
+    def another_than(self, address: Address) -> bool:
+        """Whether some other broker can be asked now."""
+        return any(other != address and not self._is_out(other) for other in self._known)
+
+    def _is_out(self, address: Address) -> bool:
+        return self._left_out.get(address, 0.0) > self._clock()
+
+    def _resolve(self, zookeeper: ZooKeeperBootstrap) -> None:
+        with self._resolving:
+            if self._known and self._clock() < self._resolved_at + RESOLVE_EVERY_S:
+                return
+            self.bootstrap = bootstrap_addresses(zookeeper.broker_urls())
+            self._known = list(self.bootstrap)
+            self._left_out.clear()
+            self._failures.clear()
+            self._resolved_at = self._clock()
+
+    # --- what is learned ---------------------------------------------------------------------------------------------
+
+    def learn(self, metadata: wire.Metadata) -> None:
+        advertised = [self._member(broker.url) for broker in metadata.brokers if broker.live]
+        self._known = list(dict.fromkeys([*self.bootstrap, *(one for one in advertised if one is not None)]))
+        for topic in metadata.topics:
+            for partition in topic.partitions:
+                leader = None if partition.leader_url is None else self._member(partition.leader_url)
+                if leader is None:
+                    self._leaders.pop((topic.name, partition.partition), None)
+                else:
+                    self._leaders[topic.name, partition.partition] = leader
+
+    def leads(self, partition: TopicPartition, url: object) -> bool:
+        """A broker says who leads. False when that is nobody, or nobody to go to."""
+        leader = self._member(url) if isinstance(url, str) else None
+        if leader is None:
+            self._leaders.pop(partition, None)
+            return False
+        self._leaders[partition] = leader
+        return True
+
+    def _member(self, url: str) -> Address | None:
+        """The address a broker advertises; None when a token would travel less safely to it than to the bootstrap."""
+        try:
+            address = parse_address(url)
+        except ValueError:
+            return None
+        return address if not self.bootstrap or address.scheme == self.bootstrap[0].scheme else None
+
+    def answered(self, address: Address) -> None:
+        self._failures.pop(address, None)
+        self._left_out.pop(address, None)
+
+    def gave_no_answer(self, address: Address) -> None:
+        failures = self._failures[address] = min(self._failures.get(address, 0) + 1, 10)
+        self._left_out[address] = self._clock() + min(SHUN_S * 2 ** (failures - 1), SHUN_S_MAX)
+
+    def rests(self, address: Address, seconds: float | None) -> None:
+        """It said that it cannot answer now."""
+        self._left_out[address] = self._clock() + min(seconds or REST_S_MAX, REST_S_MAX)

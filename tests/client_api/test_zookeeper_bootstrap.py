@@ -1,0 +1,87 @@
+"""zk:// stands for the brokers that are registered in a ZooKeeper."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from portalmq import Producer, errors
+from portalmq.address_book import AddressBook
+from portalmq.zookeeper_bootstrap import ZooKeeperBootstrap
+
+
+class FakeZooKeeper(ZooKeeperBootstrap):
+    """Knows the brokers that a test says."""
+
+    def __init__(self, *answers: list[str]) -> None:
+        super().__init__("zk://fake")
+        self.answers = list(answers)
+        self.asked = 0
+
+    def broker_urls(self, timeout_s: float = 0.0) -> list[str]:
+        self.asked += 1
+        return self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+
+
+@pytest.mark.parametrize(
+    ("url", "hosts", "chroot"),
+    [
+        ("zk://localhost", "localhost:2181", ""),
+        ("zk://a:1,b", "a:1,b:2181", ""),
+        ("zk://a:1,b:2/mq/", "a:1,b:2", "/mq"),
+        ("zk://[::1]:2181", "[::1]:2181", ""),
+        (" zk://user:se@cret@a:1 ", "a:1", ""),
+    ],
+)
+def test_hosts_ports_and_chroot_are_read(url: str, hosts: str, chroot: str) -> None:
+    zookeeper = ZooKeeperBootstrap(url)
+    assert (zookeeper.hosts, zookeeper.chroot) == (hosts, chroot)
+    assert "cret" not in zookeeper.url
+
+
+@pytest.mark.parametrize("url", ["zk://", "zk:///chroot", "zk://a b", "zk://a:x", "zk://http://a"])
+def test_a_url_that_names_no_server_is_refused_at_once(url: str) -> None:
+    with pytest.raises(ValueError, match="names no ZooKeeper"):
+        Producer(url)
+
+
+def test_without_kazoo_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "kazoo", None)
+    monkeypatch.setitem(sys.modules, "kazoo.client", None)
+    with pytest.raises(ImportError, match="pip install kazoo"):
+        ZooKeeperBootstrap("zk://localhost:1").broker_urls()
+
+
+def test_a_zookeeper_that_is_not_there_is_unavailable_and_named() -> None:
+    with pytest.raises(errors.Unavailable, match=r"zk://127\.0\.0\.1:1") as caught:
+        ZooKeeperBootstrap("zk://127.0.0.1:1").broker_urls(timeout_s=0.3)
+    assert caught.value.retryable
+
+
+def book_of(zookeeper: ZooKeeperBootstrap, now: list[float]) -> AddressBook:
+    book = AddressBook("zk://fake", lambda: now[0])
+    book._zookeeper = zookeeper
+    return book
+
+
+def test_brokers_are_looked_up_once_and_again_when_none_of_them_answers() -> None:
+    now = [100.0]
+    zookeeper = FakeZooKeeper(["http://one:1", "http://two:2"], ["http://three:3"])
+    book = book_of(zookeeper, now)
+    assert book.any().url == "http://one:1"
+    book.gave_no_answer(book.any())
+    assert book.any().url == "http://two:2"
+    assert zookeeper.asked == 1
+    book.gave_no_answer(book.any())
+    assert book.any().url == "http://one:1", "ZooKeeper is not asked again and again"
+    now[0] += 6.0
+    for _ in range(4):
+        for known in book.known:
+            book.gave_no_answer(known)
+    assert book.any().url == "http://three:3"
+    assert zookeeper.asked == 2
+
+
+def test_people_are_shown_the_zookeeper() -> None:
+    assert AddressBook("zk://u:secret@a:1/mq", lambda: 0.0).urls == ["zk://a:1/mq"]
