@@ -11,21 +11,31 @@ EXTRAS ?= broker,zookeeper,dev
 # Two at a time: tests that start brokers are bound by the processors, not by waiting.
 TEST_PROCESSES ?= 2
 
-.PHONY: help demo test up bench lint types format clean
+.PHONY: help demo test simulate mutants up bench lint types format clean
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo    sensors, controllers and a leader that is killed half way, in about a minute"
-	@echo "make test    the test suite"
-	@echo "make up      a cluster that stays, in the foreground: ZooKeeper and three brokers"
-	@echo "make bench   how fast it is here"
-	@echo "make lint    style and types (make types: types alone; make format: mend the style)"
+	@echo "make demo      sensors, controllers and a leader that is killed half way, in about a minute"
+	@echo "make test      the test suite"
+	@echo "make simulate  replication under every fault, over SEEDS=500 seeds; SEED=7 tells that run event by event"
+	@echo "make mutants   planted protocol bugs, each of which the simulator has to find"
+	@echo "make up        a cluster that stays, in the foreground: ZooKeeper and three brokers"
+	@echo "make bench     how fast it is here"
+	@echo "make lint      style and types (make types: types alone; make format: mend the style)"
 
 demo: $(READY)
 	@exec $(BIN)/python -m portalmq.demo_iot.demo
 
 test: $(READY)
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) $(TESTS)
+
+# SEED=n one run with its trace; SEEDS=n so many, from FIRST on; EVENTS=n of each run before its faults end.
+simulate: $(READY)
+	@cd tests && exec $(CURDIR)/$(BIN)/python -m simulation.run $(if $(SEED),--seed $(SEED),--seeds $(or $(SEEDS),500)) \
+		$(if $(FIRST),--first $(FIRST)) $(if $(EVENTS),--events $(EVENTS))
+
+mutants: $(READY)
+	@cd tests && exec $(CURDIR)/$(BIN)/python -m simulation.mutants
 
 up: $(READY)
 	@exec $(BIN)/portalmq up

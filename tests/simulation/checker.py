@@ -53,6 +53,7 @@ class Checker:
         self.committed_at: dict[int, int] = {0: 0}  # end offset -> uid
         self.acked: dict[int, tuple[int, int]] = {}  # base offset -> (uid, end), acks=all
         self.authority = 0  # epochs below were overruled by an operator
+        self._is_settled = True
         self._leaders: dict[int, tuple[int, int]] = {}
         self._placed: dict[tuple[int, int], int] = {}
         self._answers: dict[Stamp, int] = {}
@@ -80,6 +81,7 @@ class Checker:
                 self._destroys(shell, event, action)
             elif isinstance(action, SendFetch):
                 shell.fetch_seen = action.fetch
+                self._acts(shell, action.fetch.leader_epoch)
         if actions:
             self._check_leading(shell)
         watermark = replica.high_watermark
@@ -109,8 +111,11 @@ class Checker:
         leading = replica.in_sync
         assert leading is not None
         epoch = leading.state.leader_epoch
-        if epoch < self.authority:
+        if self._is_overruled(epoch):
             return
+        start = next((start for number, start in shell.disk.epochs() if number == epoch), None)
+        if start is None or high_watermark <= start:
+            self.fail("I5", "{} commits to {} before the start of epoch {} is", shell.node.id, high_watermark, epoch)
         held = self._held_at(leading.state.version)
         for member in leading.maximal:
             disk = self.world.nodes[member].disk
@@ -138,7 +143,7 @@ class Checker:
                 self._check_holds("I3", node.disk, high_watermark, f"later leader {node.id}")
 
     def _follower_advanced(self, shell: ReplicaShell, high_watermark: int) -> None:
-        if shell.replica.leader_epoch < self.authority:
+        if self._is_overruled(shell.replica.leader_epoch):
             return
         if high_watermark > self.high_watermark:
             self.fail("I5", "{} believes in high watermark {}, true is {}", shell.node.id, high_watermark,
@@ -158,6 +163,11 @@ class Checker:
         if isinstance(action, ResetLog) and action.offset > self.high_watermark and not self.authority:
             self.fail("I14", "{} begins anew at {}, which is not committed", shell.node.id, action.offset)
 
+    def _acts(self, shell: ReplicaShell, epoch: int) -> None:
+        if epoch < shell.disk.acted_epoch:
+            self.fail("I1", "{} acts in epoch {} after {}", shell.node.id, epoch, shell.disk.acted_epoch)
+        shell.disk.acted_epoch = epoch
+
     def quarantined(self, shell: ReplicaShell, reason: str) -> None:
         self.world.count("quarantined")
         if not self.authority:
@@ -170,7 +180,8 @@ class Checker:
         epoch = batch.head.leader_epoch
         if shell.disk.highest_epoch < epoch:
             self.fail("I1", "{} acts in epoch {} before it remembers it", shell.node.id, epoch)
-        if batch.head.is_epoch_start and epoch > self.authority and epoch >= self._committed_epoch:
+        self._acts(shell, epoch)
+        if batch.head.is_epoch_start and self._is_settled and epoch >= self._committed_epoch:
             self._check_holds("I3", shell.disk, self.high_watermark, f"new leader {shell.node.id} of epoch {epoch}")
 
     def appends(self, shell: ReplicaShell, batches: list[Batch]) -> None:
@@ -192,6 +203,8 @@ class Checker:
             if batch.head.stamp is not None:
                 self._check_sequence(disk, batches, batch)
             self._written.add(batch.uid)
+            if batch.head.is_epoch_start and not self._is_settled and batch.head.leader_epoch >= self.authority:
+                self._settle(disk.start, [*disk.batches, *batches[: batches.index(batch)]])
             before, end = batch, batch.end
 
     def _check_sequence(self, disk: Disk, fresh: list[Batch], batch: Batch) -> None:
@@ -244,7 +257,7 @@ class Checker:
         )
         if anew and after.leader is not None and after.leader_epoch == before.leader_epoch:
             self.fail("I1", "{} is elected in epoch {} again", after.leader, after.leader_epoch)
-        if after.leader_epoch > self.authority or not self.authority:
+        if not self._is_overruled(after.leader_epoch):
             self._check_floor(before, after)
             self._check_isr_is_complete(after)
         self._check_calm(before, after)
@@ -276,7 +289,7 @@ class Checker:
 
     def _check_isr_is_complete(self, held: PartitionState | None = None) -> None:
         held = held or self.world.zookeeper.tree.partition
-        if held.leader_epoch < self.authority:
+        if self._is_overruled(held.leader_epoch):
             return
         for member in held.isr:
             if self._is_clean(member, held):
@@ -294,7 +307,7 @@ class Checker:
             self.fail("I6", "leader {} proposes {} without itself", broker_id, proposal.isr)
         for joiner, store_uuid in proposal.store_uuids.items():
             disk = self.world.nodes[joiner].disk
-            if disk.replica_store != store_uuid or epoch < self.authority:
+            if disk.replica_store != store_uuid or self._is_overruled(epoch):
                 continue  # lost meanwhile: it is in sync on paper, and resigns
             start = next((start for number, start in disk.epochs() if number == epoch), None)
             if start is None:
@@ -321,8 +334,7 @@ class Checker:
                     self.fail("I13", "#{} is written, and refused with {!r}", submission.uid, error)
                 self._refused.add(submission.uid)
             return
-        epoch = shell.replica.leader_epoch
-        if epoch < self.authority:
+        if self._is_overruled(shell.replica.leader_epoch):
             return
         if submission.acks == "leader" and not submission.repeats:
             found = shell.disk.ending_at(submission.end)
@@ -343,7 +355,7 @@ class Checker:
 
     def reads(self, node: Node, batches: list[Batch]) -> None:
         """A consumer was given these."""
-        if node.shell.replica.leader_epoch < self.authority:
+        if self._is_overruled(node.shell.replica.leader_epoch):
             return
         for batch in batches:
             if batch.end > self.high_watermark or self.committed_at.get(batch.end) != batch.uid:
@@ -351,14 +363,23 @@ class Checker:
 
     # --- an operator's election --------------------------------------------------------------------------------------
 
-    def overruled(self, epoch: int, disk: Disk) -> None:
-        """From `epoch` on, what `disk` holds is the log; what only others have is given up."""
+    def overruled(self, epoch: int) -> None:
+        """From `epoch` on, what its leader holds when it begins is the log; what only others have is given up."""
         self.authority = epoch
-        while self.committed and (
-            self.committed[-1].end > disk.end or disk.ending_at(self.committed[-1].end) is not self.committed[-1]
-        ) and self.committed[-1].end > disk.start:  # fmt: skip
-            lost = self.committed.pop()
-            del self.committed_at[lost.end]
-            self.acked.pop(lost.base, None)
+        self._is_settled = False
+
+    def _is_overruled(self, epoch: int) -> bool:
+        return epoch < self.authority or not self._is_settled
+
+    def _settle(self, start: int, log: list[Batch]) -> None:
+        self._is_settled = True
+        ends = {batch.end: batch.uid for batch in log}
+        while self.committed and self.committed[-1].end > start:
+            last = self.committed[-1]
+            if ends.get(last.end) == last.uid:
+                break
+            self.committed.pop()
+            del self.committed_at[last.end]
+            self.acked.pop(last.base, None)
         self.high_watermark = self.committed[-1].end if self.committed else 0
         self._answers = {stamp: base for stamp, base in self._answers.items() if base < self.high_watermark}

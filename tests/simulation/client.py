@@ -32,7 +32,7 @@ class Producer:
         self._rest()
 
     def _rest(self) -> None:
-        self.world.after(self.world.random.randint(1, 200), self._begin)
+        self.world.after(self.world.random.randint(1, 120), self._begin)
 
     def _begin(self) -> None:
         self._count = self.world.random.randint(1, self.world.options.batch_max)

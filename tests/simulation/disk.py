@@ -54,6 +54,7 @@ class Disk:
     flipped: set[int] = field(default_factory=set)  # uids of batches that no longer fit their CRC
     full: bool = False
     slow_ms: int = 0
+    acted_epoch: int = 0  # the checker's: the highest epoch that a replica on this disk fetched or wrote in
 
     @property
     def replica_store(self) -> str:

@@ -200,11 +200,11 @@ class Faults:
         held = world.zookeeper.tree.partition
         living = [node for node in world.nodes.values() if node.id in held.replicas and node.alive and not node.paused]
         chosen = max(living, key=lambda node: (node.shell.replica.last_epoch, node.disk.end), default=None)
-        if chosen is None or not chosen.shell.is_idle:
+        if chosen is None:
             world.after(100, self._elect_uncleanly)
             return
         elected = controller.elect_unclean(held, chosen.id, chosen.incarnation, chosen.store)
         world.note("operator", "elects {} in epoch {}", chosen.id, elected.leader_epoch)
         world.count("disaster")
-        world.checker.overruled(elected.leader_epoch, chosen.disk)
+        world.checker.overruled(elected.leader_epoch)
         world.zookeeper.set_by_operator(elected)

@@ -63,6 +63,8 @@ class Membership:
             self.session = self.zookeeper.connect(self.node)
             if self.session is not None:
                 self.believed_until = self.world.now + self.world.options.session_ms
+                if self.world.chance(0.5):
+                    self.rang()  # what is read before the registration may be older than what an earlier life knew
                 self._register()
         elif self.zookeeper.reachable(self.node):
             if self.zookeeper.heard(self.session):
@@ -201,8 +203,7 @@ class Membership:
         epoch = tree.partition.leader_epoch
 
         def request(found: Tree) -> Tree:
-            if found.version != proposal.version:
-                raise Conflict
+            self.check_version(found, proposal.version)
             self.world.checker.isr_change(me, epoch, proposal)
             return replace(found, partition=wanted, version=found.version + 1)
 
@@ -295,8 +296,7 @@ class Membership:
 
         def request(found: Tree) -> Tree:
             self.check_controller(found, epoch)
-            if found.version != version:
-                raise Conflict
+            self.check_version(found, version)
             self.world.checker.elected(self.node.id, epoch)
             return replace(found, partition=wanted, version=version + 1)
 
@@ -306,6 +306,10 @@ class Membership:
             self.rang()
 
         self.zookeeper.write(session, request, done, f"election {_short(wanted)}")
+
+    def check_version(self, found: Tree, version: int) -> None:
+        if found.version != version:
+            raise Conflict
 
     def check_controller(self, found: Tree, epoch: int) -> None:
         if found.controller_epoch != epoch:

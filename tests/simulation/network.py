@@ -35,11 +35,12 @@ class Network:
         if self.is_cut(source, target) or (self.drop and random.random() < self.drop):
             return
         copies = 2 if self.duplicate and random.random() < self.duplicate else 1
-        for _ in range(copies):
+        for copy in range(copies):
             if self._clogs[source, target] > 0:
                 self._held[source, target].append(lambda: self.world.after(self.delay(), deliver, *content))
             else:
-                self.world.after(self.delay(), deliver, *content)
+                late = random.randint(0, self.world.options.late_copies_ms) if copy else 0
+                self.world.after(self.delay() + late, deliver, *content)
 
     def delay(self) -> int:
         random = self.world.random

@@ -52,6 +52,7 @@ class Options:
     delay_ms: int
     drop: float
     duplicate: float
+    late_copies_ms: int
     heavy_tail: float
     stale_reads: float
     missed_watches: float
@@ -95,12 +96,13 @@ def draw(seed: int, events: int, random: Random) -> Options:
         delay_ms=random.choice([1, 5, 20]),
         drop=rough * random.random(),
         duplicate=random.choice([0.0, 0.02, 0.2]),
+        late_copies_ms=random.choice([0, 300, 3_000]),
         heavy_tail=random.choice([0.0, 0.01, 0.1]),
         stale_reads=random.choice([0.0, 0.1, 0.5]),
         missed_watches=random.choice([0.0, 0.1, 0.4]),
         connection_loss=random.choice([0.0, 0.02, 0.2]),
         outliving_ms=random.choice([0, 0, 500, 3_000]),
-        fault_every_ms=random.choice([100, 250, 600, 1_500]),
+        fault_every_ms=random.choice([150, 400, 1_000, 2_500]),
         kill_in_isr_change=random.choice([0.0, 0.0, 0.3]),
         one_event_at_a_time=random.random() < 0.5,
         producers=random.choice([1, 2, 4]),

@@ -228,11 +228,6 @@ class ReplicaShell:
         self._stalled = False
         self._pump()
 
-    @property
-    def is_idle(self) -> bool:
-        """Nothing is on its way to the disk."""
-        return not (self._stalled or self._actions or self._events or self._queue or self._writing or self._reshape)
-
     # --- the log -----------------------------------------------------------------------------------------------------
 
     def _append(self, action: Append) -> None:

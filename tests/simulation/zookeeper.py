@@ -84,7 +84,8 @@ class ZooKeeper:
             return None
         number = len(self.sessions) + 1
         timeout = self.world.options.session_ms
-        session = Session(number, node, node.life, self.world.now + timeout, self._index(0))
+        lag = self.world.random.randint(0, 3_000) if self.world.chance(self.stale_reads) else 0
+        session = Session(number, node, node.life, self.world.now + timeout, self._index(lag))
         self.sessions.append(session)
         self.world.after(timeout, self._check, session)
         return session

@@ -1,0 +1,406 @@
+"""Protocol bugs, planted one at a time: a simulator that does not find them proves nothing.
+
+Each mutant patches about one line's worth of behaviour; several are bugs that the core had until a seed found them. The
+number is a seed that found it once: a search begins there, and then goes on from 0. One that survives 2,000 seeds is
+a hole in the checker.
+
+    python -m simulation.mutants                search all from 0
+    python -m simulation.mutants NAME           search one
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from multiprocessing import Pool
+from typing import Any
+from unittest.mock import patch
+
+import msgspec
+from simulation.disk import Disk
+from simulation.membership import Membership
+from simulation.node import Node
+from simulation.replica_shell import ReplicaShell
+from simulation.run import failure_of
+from simulation.world import World
+
+from portalmq.broker.core import events as core
+from portalmq.broker.core.insync import InSync
+from portalmq.broker.core.producers import Producers
+from portalmq.broker.core.replica import PartitionReplica
+from portalmq.control_plane import controller
+from portalmq.control_plane.state import PartitionState
+
+SEEDS_MAX = 2_000
+
+Patch = tuple[Any, str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    name: str
+    seed: int
+    patches: tuple[Patch, ...]
+
+
+MUTANTS: dict[str, Mutant] = {}
+
+
+def mutant(name: str, seed: int, *targets: tuple[Any, str]) -> Callable[[Any], Any]:
+    """The decorated function replaces each target; it gets the original as its first argument."""
+
+    def register(function: Any) -> Any:
+        def replacement(original: Any) -> Any:
+            def call(*args: Any, **named: Any) -> Any:
+                return function(original, *args, **named)
+
+            return property(call) if isinstance(original, property) else call
+
+        patches = tuple((owner, target, replacement(_original(owner, target))) for owner, target in targets)
+        MUTANTS[name] = Mutant(name, seed, patches)
+        return function
+
+    return register
+
+
+def _original(owner: Any, name: str) -> Any:
+    return owner.__dict__[name]
+
+
+# --- followers -------------------------------------------------------------------------------------------------------
+
+
+@mutant("truncates to its high watermark", 1, (PartitionReplica, "_on_records"))
+def _(original: Any, self: Any, fetch: core.Fetch, reply: core.Records) -> Any:
+    if self.highest_epoch > getattr(self, "cut_in", 0):
+        self.cut_in = self.highest_epoch
+        if self.high_watermark < self.next_offset:
+            self._reshaping = True
+            return [core.Truncate(self.high_watermark)]
+    return original(self, fetch, reply)
+
+
+@mutant("acknowledges before its fsync", 0, (PartitionReplica, "_on_records"))
+def _(original: Any, self: Any, fetch: core.Fetch, reply: core.Records) -> Any:
+    actions = original(self, fetch, reply)
+    durable, self.durable_end = self.durable_end, self.next_offset
+    actions += self._next_fetch()
+    self.durable_end = durable
+    return actions
+
+
+@mutant("accepts a late diverging reply", 12, (PartitionReplica, "_on_fetch_replied"))
+def _(original: Any, self: Any, event: core.FetchReplied, now_ms: int) -> Any:
+    if isinstance(event.reply, core.Diverging) and self.fetch is not None:
+        self.fetch = event.fetch
+    return original(self, event, now_ms)
+
+
+@mutant("cuts to the leader's end alone", 31, (PartitionReplica, "_on_diverging"))
+def _(original: Any, self: Any, reply: core.Diverging) -> Any:
+    self._reshaping = True
+    return [core.Truncate(min(reply.end, self.next_offset))]
+
+
+@mutant("takes answers of an epoch that is over", 764, (PartitionReplica, "_learn_epoch"))
+def _(original: Any, self: Any, epoch: int) -> Any:
+    fetch = self.fetch
+    actions = original(self, epoch)
+    self.fetch = fetch
+    return actions
+
+
+@mutant("forgets its epoch in a crash", 140, (Node, "crash"))
+def _(original: Any, self: Any, **how: Any) -> None:
+    original(self, **how)
+    self.disk.highest_epoch = 0
+
+
+@mutant("acts before its epoch is remembered", 0, (ReplicaShell, "_perform"))
+def _(original: Any, self: Any, action: core.Action) -> None:
+    if isinstance(action, core.RememberEpoch):
+        self._soon(50, self._remembered, action.leader_epoch)
+    else:
+        original(self, action)
+
+
+# --- leaders ---------------------------------------------------------------------------------------------------------
+
+
+@mutant(
+    "answers fetches of any epoch, and commits before its own begins",
+    4,
+    (PartitionReplica, "_on_fetch_received"),
+    (PartitionReplica, "_advance_high_watermark"),
+)
+def _(original: Any, self: Any, event: Any, *now: int) -> Any:
+    """Without either of the two the other still holds: what was acknowledged in an older epoch ends below the start."""
+    if not isinstance(event, core.FetchReceived):
+        start, self._leading.epoch_start = self._leading.epoch_start, -1
+        actions = original(self, event)
+        self._leading.epoch_start = start
+        return actions
+    if self.leading:
+        event = replace(event, fetch=replace(event.fetch, leader_epoch=self.state.leader_epoch))
+    return original(self, event, *now)
+
+
+@mutant("follows a word of a lower epoch", 25, (PartitionReplica, "_on_state_changed"))
+def _(original: Any, self: Any, word: core.PartitionStateChanged, *more: Any) -> Any:
+    self.highest_epoch, self.state = (
+        min(self.highest_epoch, word.leader_epoch),
+        self.state and replace(self.state, version=min(self.state.version, word.version)),
+    )
+    return original(self, word, *more)
+
+
+@mutant("does not compare logs", 2, (PartitionReplica, "_on_fetch_received"))
+def _(original: Any, self: Any, event: core.FetchReceived, now_ms: int) -> Any:
+    blind = replace(event, fetch=replace(event.fetch, last_epoch=self.last_epoch))
+    return original(self, blind if event.fetch.fetch_offset <= self.durable_end else event, now_ms)
+
+
+@mutant("counts itself before its fsync", 2, (PartitionReplica, "_advance_high_watermark"))
+def _(original: Any, self: Any, now_ms: int) -> Any:
+    durable, self.durable_end = self.durable_end, self.next_offset
+    actions = original(self, now_ms)
+    self.durable_end = durable
+    return actions
+
+
+@mutant("commits before its epoch's start", 4, (PartitionReplica, "_advance_high_watermark"))
+def _(original: Any, self: Any, now_ms: int) -> Any:
+    start, self._leading.epoch_start = self._leading.epoch_start, -1
+    actions = original(self, now_ms)
+    self._leading.epoch_start = start
+    return actions
+
+
+@mutant("counts a removal before it stands", 2, (InSync, "maximal"))
+def _(original: Any, self: Any) -> Any:
+    return self.state.isr if self.proposed is None else self.proposed
+
+
+@mutant("counts a joiner only when it stands", 0, (InSync, "maximal"))
+def _(original: Any, self: Any) -> Any:
+    return self.state.isr
+
+
+@mutant("commits with too few in sync", 0, (InSync, "committed_end"))
+def _(original: Any, self: Any, *more: Any) -> int:
+    state = self.state
+    self.state = replace(state, min_insync_replicas=0)
+    end = original(self, *more)
+    self.state = state
+    return end
+
+
+@mutant("commits with all but one", 4, (InSync, "committed_end"))
+def _(original: Any, self: Any, *more: Any) -> int:
+    others = sorted(self.maximal - {self.broker_id})
+    if len(others) < 2:
+        return original(self, *more)
+    state = self.state
+    self.state = replace(state, isr=state.isr - {others[-1]}, min_insync_replicas=0)
+    end = original(self, *more)
+    self.state = state
+    return end
+
+
+@mutant(
+    "lets a replica join without the epoch's start",
+    0,
+    (InSync, "_may_join"),
+    (PartitionReplica, "_holds_epoch_start"),
+)
+def _(original: Any, self: Any, *more: Any) -> bool:
+    if isinstance(self, PartitionReplica):
+        return True
+    start, self.epoch_start = self.epoch_start, -1
+    may = original(self, *more)
+    self.epoch_start = start
+    return may
+
+
+@mutant("lets a replica join below the high watermark", 4, (InSync, "_may_join"))
+def _(original: Any, self: Any, replica: int, high_watermark: int, *more: Any) -> bool:
+    return original(self, replica, 0, *more)
+
+
+@mutant("lets a replica join that would leave at once", 238, (InSync, "_may_join"))
+def _(original: Any, self: Any, replica: int, high_watermark: int, brokers: Any, now_ms: int) -> bool:
+    known = self._followers.get(replica)
+    caught_up_ms = known.caught_up_ms if known else 0
+    if known is not None:
+        known.caught_up_ms = known.fetched_ms
+    may = original(self, replica, high_watermark, brokers, now_ms)
+    if known is not None:
+        known.caught_up_ms = caught_up_ms
+    return may
+
+
+@mutant("lets any life of a replica join", 262, (InSync, "_may_join"))
+def _(original: Any, self: Any, replica: int, high_watermark: int, brokers: Any, now_ms: int) -> bool:
+    known = self._followers.get(replica)
+    believed = {replica: (known.incarnation, known.store_uuid.partition("/")[0])} if known else {}
+    return original(self, replica, high_watermark, believed, now_ms)
+
+
+@mutant("counts what an earlier life of a replica had", 17, (InSync, "fetched"))
+def _(original: Any, self: Any, fetch: core.Fetch, leader_end: int, now_ms: int) -> bool:
+    known = self._followers.get(fetch.broker_id)
+    fetch = replace(fetch, incarnation=max(fetch.incarnation, known.incarnation) if known else fetch.incarnation)
+    if known is not None:
+        known.store_uuid = fetch.store_uuid
+        known.incarnation = fetch.incarnation
+    return original(self, fetch, leader_end, now_ms)
+
+
+@mutant("shrinks the ISR below the floor", 1, (InSync, "wanted"))
+def _(original: Any, self: Any, *more: Any) -> Any:
+    state = self.state
+    self.state = replace(state, min_insync_replicas=1)
+    wanted = original(self, *more)
+    self.state = state
+    return wanted
+
+
+@mutant("takes an unknown outcome for a failure", 8, (PartitionReplica, "_on_isr_answered"))
+def _(original: Any, self: Any, event: core.IsrAnswered, now_ms: int, wall_ms: int) -> Any:
+    if event.outcome is core.Outcome.UNKNOWN and self._proposal is not None and self._leading is not None:
+        self._proposal = self._leading.proposed = None
+        return []
+    return original(self, event, now_ms, wall_ms)
+
+
+@mutant("leads on without a synced word", 1564, (PartitionReplica, "_begin_leading"))
+def _(original: Any, self: Any, word: core.PartitionStateChanged, now_ms: int, wall_ms: int) -> Any:
+    self._deposed = False
+    return original(self, word, now_ms, wall_ms)
+
+
+@mutant("leads with what an earlier life was elected to", 0, (PartitionReplica, "_begin_leading"))
+def _(original: Any, self: Any, word: core.PartitionStateChanged, now_ms: int, wall_ms: int) -> Any:
+    return original(self, replace(word, incarnations={}), now_ms, wall_ms)
+
+
+@mutant("keeps to the ISR that it has lost", 1, (PartitionReplica, "_must_resign"))
+def _(original: Any, self: Any, word: core.PartitionStateChanged) -> bool:
+    return False
+
+
+# --- what clients are told -------------------------------------------------------------------------------------------
+
+
+@mutant("answers a duplicate before it is committed", 2, (ReplicaShell, "_answer_duplicate"))
+def _(original: Any, self: Any, submission: Any, base: int) -> None:
+    submission.base, submission.repeats = base, True
+    self._finish(submission)
+
+
+@mutant("remembers producers in memory only", 4, (Disk, "producers"))
+def _(original: Any, self: Any) -> Producers:
+    return Producers([])
+
+
+@mutant("does not fence producers", 2, (Producers, "first_place"))
+def _(original: Any, self: Any, stamp: core.Stamp, count: int) -> Any:
+    known = self._by_id.get(stamp.producer_id)
+    if known is not None and stamp.producer_epoch < known.epoch:
+        return None
+    return original(self, stamp, count)
+
+
+@mutant("hands out what is not committed", 0, (ReplicaShell, "read"))
+def _(original: Any, self: Any, offset: int) -> Any:
+    if original(self, offset) is None:
+        return None
+    first = self.disk.index_from(offset)
+    return self.disk.batches[first : first + 20]
+
+
+@mutant("answers who waits when the offset is another's", 12, (ReplicaShell, "_on_step_down"))
+def _(original: Any, self: Any, leader: int | None) -> None:
+    pass
+
+
+# --- the control plane -----------------------------------------------------------------------------------------------
+
+
+@mutant("elects the same leader in the same epoch", 0, (controller, "elect"))
+def _(original: Any, held: PartitionState, *more: Any, **named: Any) -> PartitionState:
+    elected = original(held, *more, **named)
+    if elected.leader != held.leader:
+        return elected
+    return msgspec.structs.replace(elected, leader_epoch=held.leader_epoch)
+
+
+@mutant("elects who is not in sync", 0, (controller, "_is_clean"))
+def _(original: Any, held: PartitionState, broker_id: int, live: Any) -> bool:
+    return broker_id in live and broker_id in held.replicas
+
+
+@mutant("empties the ISR of all but the new leader", 0, (controller, "elect"))
+def _(original: Any, held: PartitionState, *more: Any, **named: Any) -> PartitionState:
+    elected = original(held, *more, **named)
+    return msgspec.structs.replace(elected, isr=(elected.leader,)) if elected.leader is not None else elected
+
+
+@mutant("takes a new disk for the old one", 14, (World, "replace_disk"))
+def _(original: Any, self: World, node: Node) -> None:
+    store_uuid = node.disk.store_uuid
+    original(self, node)
+    node.disk.store_uuid = store_uuid
+
+
+@mutant("lets a deposed controller write", 91, (Membership, "check_controller"))
+def _(original: Any, self: Membership, found: Any, epoch: int) -> None:
+    pass
+
+
+@mutant("writes whatever version stands", 32, (Membership, "check_version"))
+def _(original: Any, self: Membership, found: Any, version: int) -> None:
+    pass
+
+
+# --- searching -------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def planted(name: str) -> Iterator[None]:
+    with ExitStack() as stack:
+        for owner, target, replacement in MUTANTS[name].patches:
+            stack.enter_context(patch.object(owner, target, replacement))
+        yield
+
+
+def killer_of(name: str, seeds: Iterable[int] = range(SEEDS_MAX)) -> tuple[int, str] | None:
+    """The first of these seeds whose run breaks with this bug, and how; None if all hold."""
+    with planted(name):
+        for seed in seeds:
+            failure, _ = failure_of(seed)
+            if failure is not None:
+                return seed, failure
+    return None
+
+
+def main() -> int:
+    names = sys.argv[1:] or list(MUTANTS)
+    survivors = []
+    with Pool() as pool:
+        for name, found in zip(names, pool.imap(killer_of, names), strict=True):
+            print(f"{name}: " + (f"seed {found[0]}, {found[1]}"[:150] if found else "SURVIVES"), flush=True)
+            if found is None:
+                survivors.append(name)
+    print(f"{len(names) - len(survivors)} of {len(names)} killed")
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    began = time.monotonic()
+    code = main()
+    print(f"{time.monotonic() - began:.0f} s")
+    sys.exit(code)
