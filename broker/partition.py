@@ -45,6 +45,7 @@ from portalmq.broker.core.events import (
     ReplyFetch,
     ResetLog,
     SendFetch,
+    SessionLost,
     Stamp,
     StepDown,
     Truncate,
@@ -81,6 +82,8 @@ log = logging.getLogger(__name__)
 
 QUEUED_BYTES_MAX = 64 * 1024 * 1024
 REMEMBER_AGAIN_S = 1.0
+# Every replica is told something several times a second. Others take a broker for dead after two seconds at the least.
+PAUSED_MS = 1_500
 REFUSAL_LOGGED_EVERY_MS = 5_000
 DISK_FULL = "the broker's disk is full: free space or add disk, then repeat"
 
@@ -146,6 +149,7 @@ class Partition:
         self._browsers: set[Event] = set()
         self._used = True
         self._refused_ms = 0
+        self._told_ms = host.clock.now_ms()
         found = recovered or recover(log, state_file)
         self.lost = found.lost
         self.install(found)
@@ -192,7 +196,10 @@ class Partition:
     def tell(self, event: core.Event) -> None:
         """Tell the core, and perform what it asks for."""
         clock = self.host.clock
-        actions = self.replica.step(event, clock.now_ms(), clock.wall_ms())
+        now_ms, wall_ms = clock.now_ms(), clock.wall_ms()
+        actions = [] if now_ms - self._told_ms <= PAUSED_MS else self._after_a_pause(now_ms, wall_ms)
+        self._told_ms = now_ms
+        actions += self.replica.step(event, now_ms, wall_ms)
         if actions:
             self._actions += actions
             if not self._performing:
@@ -200,6 +207,15 @@ class Partition:
         self.following.settle()
         if self.replica.in_sync is not self._book:
             self._note_leadership()
+
+    def _after_a_pause(self, now_ms: int, wall_ms: int) -> list[Action]:
+        """This process stood still, or did not get to run: others may have taken it for dead, and have elected another
+        leader. What arrived meanwhile must not be answered as if nothing had been."""
+        replica = self.replica
+        if not replica.leading or replica.state is None or replica.state.replicas == (self.host.broker_id,):
+            return []
+        log.warning("%s: nothing was heard for %d ms: does it still lead?", self, now_ms - self._told_ms)
+        return replica.step(SessionLost(), now_ms, wall_ms)
 
     def hear(self, word: PartitionStateChanged, brokers: Mapping[int, tuple[int, str]] | None = None) -> None:
         """The control plane's word on this partition, and on who is there."""

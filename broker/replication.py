@@ -176,6 +176,8 @@ class Replication:
             raise InvalidRequest(f"not a fetch: {error}") from error
         if request.cluster_id != self._host.cluster_id:
             raise InvalidRequest(f"this is cluster {self._host.cluster_id}, the fetch is of {request.cluster_id}")
+        if peer is not None and peer.gone():
+            return _NOTHING  # it lay here while this process stood still: what it says holds no longer
         session = self._session_of(request)
         if session is None:
             return _UNKNOWN

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import gevent
 import pytest
-from support.replicas import contents, eventually, replicas, send, values
+from support.replicas import CLUSTER, TOPIC_ID, contents, eventually, replicas, send, values
 
 from portalmq.broker.core.events import Stamp
 from portalmq.broker.core.records import Ack, Grant, GroupStart
-from portalmq.errors import NotEnoughReplicas, NotLeader, PortalMQError
+from portalmq.broker.fetch_protocol import (
+    AskedPartition,
+    FetchAnswer,
+    FetchRequest,
+    RecordsAnswer,
+    decode_answer,
+    encode,
+)
+from portalmq.errors import NotEnoughReplicas, NotLeader, PortalMQError, Unavailable
 
 
 def settle(group) -> None:
@@ -260,8 +268,6 @@ def test_a_follower_that_began_anew_and_ends_before_it_has_the_fold_begins_there
 
 
 def _only_the_first_frames_are_withheld(answer: bytes) -> bytes:
-    from portalmq.broker.fetch_protocol import FetchAnswer, RecordsAnswer, decode_answer, encode
-
     read = decode_answer(answer)
     return encode(FetchAnswer(read.known, [each for each in read.partitions if not isinstance(each, RecordsAnswer)]))
 
@@ -322,3 +328,40 @@ def test_the_same_log_is_there_after_many_failovers_under_load(tmp_path):
         assert len(acknowledged) > 50
         assert set(acknowledged) <= set(found)
         assert len(set(map(contents, group.partitions()))) == 1
+
+
+def test_a_leader_that_stood_still_asks_whether_it_leads_before_it_answers(tmp_path):
+    with replicas(tmp_path, 3) as group:
+        settle(group)
+        leader = group.leader
+        leader._told_ms -= 5_000  # nothing was heard, as the process did not run
+        with pytest.raises(Unavailable) as refused:
+            send(leader, "m", acks="leader")
+        assert refused.value.outcome == "not_applied"
+        eventually(lambda: leader.serves)
+        assert group.stepped_down == [1]
+        send(leader, "m")
+        settle(group)
+        assert len(leader.replica.epochs) == 1, "nobody else was elected: it goes on in its epoch"
+
+
+class Caller:
+    """The connection of a broker that has given up meanwhile."""
+
+    def gone(self) -> bool:
+        return True
+
+    def watch(self, on_gone):
+        return lambda: None
+
+
+def test_a_fetch_whose_sender_has_gone_says_nothing(tmp_path):
+    with replicas(tmp_path, 3) as group:
+        settle(group)
+        host = group.hosts[1]
+        book = group.leader.replica.in_sync
+        request = FetchRequest(
+            CLUSTER, 2, 9, "store-2", 1, 1, 0, 1, [AskedPartition(TOPIC_ID, 0, None, 1, 1, 1, 1, 1, 0)], []
+        )
+        host.replication.serve(encode(request), Caller())
+        assert book.joiner(2) == (1, "store-2"), "it would have been heard as incarnation 9"

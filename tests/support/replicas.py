@@ -1,9 +1,9 @@
 """Replicas of one partition on several brokers of one process: real logs, real fetches, and a network that is a call.
 
-    Group(tmp_path, 3)     three hosts, the partition's node, and who leads
-      .partition(1)        the replica there
-      .elect(2)            the control plane has chosen
-      .cut(3) .mend(3)     the host's calls reach nobody, and nobody's reach it
+Group(tmp_path, 3)     three hosts, the partition's node, and who leads
+  .partition(1)        the replica there
+  .elect(2)            the control plane has chosen
+  .cut(3) .mend(3)     the host's calls reach nobody, and nobody's reach it
 """
 
 from __future__ import annotations
