@@ -34,6 +34,8 @@ def test_producing_and_consuming_go_on_without_zookeeper(cluster: Cluster, topic
     ):
         for load in running:
             load.wait_for_acked(200)
+        # The group's first use writes its settings to ZooKeeper, as making a topic does.
+        consumer.ack(consumer.poll(timeout_s=20))
         gone_at = time.monotonic()
         cluster.zookeeper.kill()
         while time.monotonic() - gone_at < OUTAGE_S:

@@ -8,13 +8,22 @@ from __future__ import annotations
 
 from pathlib import Path
 
+AT_ITS_END = "end"
+
 
 def disk_that_fills(file: Path) -> str:
     return f"""
 import os as _os
-from portalmq.broker.storage import disk as _disk
-_free_bytes = _disk.DiskGuard.free_bytes
+from portalmq.broker.storage import disk as _disk, errors as _errors, log as _log
+_free_bytes, _append = _disk.DiskGuard.free_bytes, _log.Log.append
+def _ends():
+    return _os.path.exists({str(file)!r}) and open({str(file)!r}).read() == {AT_ITS_END!r}
+def _append_if_room(self, batches):
+    if _ends():
+        raise _errors.DiskFull("no room, says the test")
+    return _append(self, batches)
 _disk.DiskGuard.free_bytes = lambda self: 0 if _os.path.exists({str(file)!r}) else _free_bytes(self)
+_log.Log.append = _append_if_room
 """
 
 
