@@ -160,32 +160,37 @@ class Leaders:
 
         `waiting`: the client that all this is for; once it has gone nothing more is begun.
         """
-        if patience_s is None:
-            patience_s = self._patience_s if forward else min(self._patience_s, OWN_PATIENCE_S)
-        deadline = 0.0
-        pause_s = PAUSE_FIRST_S
         outcomes: Outcomes[T] = {}
         doubtful: set[Place] = set()
         pending = list(places)
-        bell = Event()
-        self._bells.add(bell)
+        bell: Event | None = None
+        deadline = pause_s = 0.0
         try:
             while True:
-                bell.clear()
+                if bell is not None:
+                    bell.clear()
                 found: Outcomes[T] = self._once(pending, work, forward, waiting)
                 outcomes |= found
                 doubtful |= {place for place in pending if _is_unknown(outcomes[place])}
                 pending = [place for place in pending if self._may_mend(outcomes[place], forward, repeatable)]
-                deadline = deadline or time.monotonic() + patience_s  # counts from the first failure: some work waits
+                if not pending or (waiting is not None and waiting.gone()):
+                    break
+                if bell is None:  # patience counts from the first failure: some work waits
+                    bell = Event()
+                    self._bells.add(bell)
+                    if patience_s is None:
+                        patience_s = self._patience_s if forward else min(self._patience_s, OWN_PATIENCE_S)
+                    deadline, pause_s = time.monotonic() + patience_s, PAUSE_FIRST_S
                 left_s = deadline - time.monotonic()
-                if not pending or left_s <= 0 or (waiting is not None and waiting.gone()):
+                if left_s <= 0:
                     break
                 for place in pending:
                     self._map.look_again(place)
                 bell.wait(min(left_s, pause_s * (0.5 + 0.5 * self._chance())))
                 pause_s = min(2 * pause_s, PAUSE_MAX_S)
         finally:
-            self._bells.discard(bell)
+            if bell is not None:
+                self._bells.discard(bell)
         for place in doubtful:
             outcome = outcomes[place]
             if isinstance(outcome, PortalMQError):  # the last try was refused; what became of an earlier one, who knows
@@ -221,6 +226,8 @@ class Leaders:
                 there.setdefault(leader, []).append(place)
             else:
                 outcomes[place] = self.not_leader(place, leader)
+        if not there:
+            return outcomes | work.here(here) if here else outcomes
         asked: list[_Asked[T]] = [
             _Asked(broker_id, shares, gevent.spawn(_ask, work, broker_id, shares))
             for broker_id, shares in there.items()

@@ -24,7 +24,7 @@ from portalmq import wire
 from portalmq.broker.atlas import Atlas
 from portalmq.broker.calls import Known, Place, Result, Start, result_of
 from portalmq.broker.clock import Clock
-from portalmq.broker.core.receipts import ReceiptBook
+from portalmq.broker.core.receipts import ReceiptBook, topic_tag
 from portalmq.broker.delivery import GroupPartition
 from portalmq.broker.forwarding import Leaders, Outcomes, place_of
 from portalmq.broker.partition import Partition
@@ -41,6 +41,8 @@ BEGIN_TIMEOUT_S = 10.0
 OWN_WORD_S = 2.0
 # A group that is being ended is let begin nowhere again for this long, unless it is gone before.
 ENDING_S = 5.0
+UNHEARD_S = 5.0
+UNHEARD_MAX = 1_000
 
 _Bools = list[Result[bool]]
 _encode = msgspec.msgpack.Encoder().encode
@@ -114,6 +116,8 @@ class Groups:
         self._attached: dict[tuple[str, str, int], GroupPartition] = {}
         self._books: dict[tuple[str, str, str], ReceiptBook] = {}
         self._tags: dict[bytes, Topic] = {}
+        # Tags that the control plane does not know either: until when it is not asked again.
+        self._unheard: dict[bytes, float] = {}
         self._begun: set[tuple[str, str, int]] = set()
         self._leads: dict[tuple[str, int], tuple[int | None, int]] = {}
 
@@ -189,16 +193,17 @@ class Groups:
         now = time.monotonic()
         self._ending = {known: until for known, until in self._ending.items() if until > now}
         self._ending[group_id] = now + ENDING_S
-        attached = {key: each for key, each in self._attached.items() if key[0] == name}
-        ends = [each.partition.end_group(name) for each in attached.values()]
-        for each in attached.values():
-            each.end_waits()
+        begun = self._begun_on(name)
+        ends = [partition.end_group(name) for partition, _ in begun]
+        keys = [key for key in self._attached if key[0] == name]
+        for key in keys:
+            self._attached[key].end_waits()
         for end in ends:
             if end is not None:
                 end.wait()
-        for key in attached:
+        for key in keys:
             self._detach(key)
-        return [Place(each.partition.topic, key[1], each.partition.number) for key, each in attached.items()]
+        return [Place(partition.topic, topic_id, partition.number) for partition, topic_id in begun]
 
     @contextmanager
     def deleting(self, name: str) -> Iterator[GroupState]:
@@ -221,9 +226,21 @@ class Groups:
         """The partition, when it is led here. Raises NotLeader, Unavailable."""
         return self._atlas.partition(place)
 
-    def attached(self, group: str) -> list[GroupPartition]:
+    def attached(self, name: str) -> list[GroupPartition]:
         """The group on the partitions that are led here, where it has begun."""
-        return [each for key, each in self._attached.items() if key[0] == group]
+        group = self.find(name)
+        if group is None:
+            return [each for key, each in self._attached.items() if key[0] == name]
+        return [self.attach(group, partition, topic_id) for partition, topic_id in self._begun_on(name)]
+
+    def _begun_on(self, name: str) -> list[tuple[Partition, str]]:
+        """The partitions that are led here and know the group, with their topic's id."""
+        return [
+            (partition, topic.state.topic_id)
+            for topic in self.topics
+            for partition in topic.led()
+            if name in partition.delivery
+        ]
 
     def at(self, group: GroupState, place: Place) -> GroupPartition:
         """The group on a partition that is led here. Raises InvalidRequest when it has not begun there."""
@@ -310,10 +327,16 @@ class Groups:
         return book
 
     def by_tag(self, tag: bytes) -> Topic | None:
+        """The topic that a receipt is of. Raises Unavailable for one that this broker has not heard of yet."""
         topic = self._tags.get(tag)
         if topic is None or not self.topics.holds(topic):
             self._tags = {topic.tag: topic for topic in self.topics}
             topic = self._tags.get(tag)
+        if topic is None and self._unheard.get(tag, 0.0) < time.monotonic():
+            if any(topic_tag(state.topic_id) == tag for state in self._catalog.topics().values()):
+                raise Unavailable("this broker does not know the topic of a receipt yet", retry_after_s=0.1)
+            self._unheard = {} if len(self._unheard) >= UNHEARD_MAX else self._unheard
+            self._unheard[tag] = time.monotonic() + UNHEARD_S
         return topic
 
     def _delivered(self, topic: str, group: str, messages: int, again: int) -> None:

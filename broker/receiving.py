@@ -253,9 +253,11 @@ class Receiving:
 
     def _asked(self, call: Receive | Interest) -> tuple[list[GroupPartition], bool]:
         """The group on what is led here of the topics. Raises NotLeader when that is nothing."""
-        group = self._groups.ensure(call.group)
-        if group.group_id != call.group_id:
-            raise Unavailable(f"group {call.group!r} is another one by now", retry_after_s=0.1)
+        group = self._groups.find(call.group)
+        if group is None or group.group_id != call.group_id or self._groups.is_ending(group):
+            raise Unavailable(
+                f"this broker does not know this group {call.group!r} yet, or any more", retry_after_s=0.1
+            )
         topics = [topic for name in call.topics if (topic := self._find(name)) is not None]
         sources, has_begun = self._here(group, topics)
         if not sources and has_begun:
