@@ -62,9 +62,11 @@ class Poller(Protocol):
 
 
 class LocalPartitions(Protocol):
-    def local(self, topic_id: str, number: int) -> Partition | None:
-        """The replica that is open on this broker."""
-        ...
+    """The replicas that are open on this broker. `on_opened` is called with each one that is opened."""
+
+    on_opened: Callable[[Partition], None]
+
+    def local(self, topic_id: str, number: int) -> Partition | None: ...
 
 
 class Ask:
@@ -160,6 +162,7 @@ class Replication:
     def __init__(self, host: ReplicationHost, partitions: LocalPartitions) -> None:
         self._host = host
         self._partitions = partitions
+        partitions.on_opened = self.opened
         self._sessions: dict[int, Session] = {}
         self._closed = False
 
@@ -220,12 +223,26 @@ class Replication:
             if before.fetch == fetch:
                 return  # repeated, as the follower cannot know whether it came
             session.forget(asked.key)
-        partition = self._partitions.local(*asked.key)
-        ask = session.asks[asked.key] = Ask(session, asked, fetch, partition)
-        if partition is None or partition.closed or partition.damage:
+        ask = session.asks[asked.key] = Ask(session, asked, fetch, self._partitions.local(*asked.key))
+        self._tell(ask)
+
+    def _tell(self, ask: Ask) -> None:
+        """To its partition. One that is not open here yet will be, or somebody else is elected: the fetch waits."""
+        partition = ask.partition
+        if partition is None:
+            return
+        if partition.closed or partition.damage:
             ask.reply(Rejected(0))
         else:
             partition.serving.received(ask)
+
+    def opened(self, partition: Partition) -> None:
+        """Fetches may be waiting for it, or stand at the one that it takes the place of."""
+        for session in tuple(self._sessions.values()):
+            ask = session.asks.get((partition.topic_id, partition.number))
+            if ask is not None and ask.stands and ask.answer is None:
+                ask.partition = partition
+                self._tell(ask)
 
     def _affirm(self, session: Session) -> None:
         """As long as the follower polls, what it asked for stands."""
@@ -234,8 +251,8 @@ class Replication:
             return
         session.affirmed_ms = now_ms
         for ask in tuple(session.asks.values()):
-            if ask.stands and ask.answer is None and ask.partition is not None:
-                ask.partition.serving.received(ask)
+            if ask.stands and ask.answer is None:
+                self._tell(ask)
 
     # --- the poll ----------------------------------------------------------------------------------------------------
 

@@ -123,7 +123,7 @@ class Topic:
 
 
 class Topics:
-    """`on_leading` and `on_stepped_down` hear of each partition; `on_removed` of a topic that is gone from the cluster,
+    """`on_opened`, `on_leading` and `on_stepped_down` hear of each partition; `on_removed` of a topic that is gone from the cluster,
     before its files go; `on_grown` of one with more partitions than before."""
 
     def __init__(
@@ -154,6 +154,7 @@ class Topics:
         self.pulse = Pulse(host, self.partitions)
         self.on_removed: Callable[[Topic], None] = lambda topic: None
         self.on_grown: Callable[[Topic], None] = lambda topic: None
+        self.on_opened: Callable[[Partition], None] = lambda partition: None
         self.on_leading: Callable[[Topic, Partition], None] = lambda topic, partition: None
         self.on_stepped_down: Callable[[Topic, Partition], None] = lambda topic, partition: None
 
@@ -294,6 +295,7 @@ class Topics:
         held = self._host.membership.mirror.partitions.get((topic.state.topic_id, partition.number))
         if held is not None:
             partition.hear(_word(held, topic.state), self._brokers)
+        self.on_opened(partition)
 
     def _leading(self, topic: Topic, partition: Partition) -> None:
         if partition.serves:

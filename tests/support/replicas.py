@@ -137,6 +137,7 @@ class Host:
         self.membership = Membership(group, self)
         self.network = Network(group, broker_id)
         self.fetchers = Fetchers(self, self.network, wait_ms=200)
+        self.on_opened: Callable[[Partition], None] = lambda partition: None
         self.replication = Replication(self, self)
 
     def local(self, topic_id: str, number: int) -> Partition | None:
@@ -187,6 +188,7 @@ class Group:
         partition.on_stepped_down = lambda it: self.stepped_down.append(host.broker_id)
         host.partition = partition
         self.tell(host)
+        host.on_opened(partition)
         return partition
 
     def _rebuild(self, host: Host, files: Files, partition: Partition) -> None:
