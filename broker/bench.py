@@ -42,9 +42,27 @@ WAITING_MESSAGES = 1_000_000
 @click.option("--parked", default=1_000, show_default=True, help="Receives to park.")
 @click.option("--rounds", default=3, show_default=True, help="Rounds; the median of each figure is shown.")
 @click.option("--data-dir", type=click.Path(path_type=Path), help="Where to measure (default: a temporary directory).")
+@click.option("--cluster", is_flag=True, help="Measure three brokers with ZooKeeper, instead of one without.")
+@click.option("--partitions", default=300, show_default=True, help="With --cluster: of the topic with many.")
 @click.option("-o", "--output", type=click.Choice(["table", "json"]), default="table")
-def bench(messages: int, sends: int, parked: int, rounds: int, data_dir: Path | None, output: str) -> None:
+def bench(
+    messages: int,
+    sends: int,
+    parked: int,
+    rounds: int,
+    data_dir: Path | None,
+    cluster: bool,
+    partitions: int,
+    output: str,
+) -> None:
     """Measure this machine: produce, synchronous send, receive and ack, beside bare SQLite and a bare POST."""
+    if cluster:
+        from portalmq.broker import bench_cluster
+
+        with tempfile.TemporaryDirectory(dir=data_dir) as directory:
+            figures = bench_cluster.measured(Path(directory), messages, sends, partitions, rounds)
+        bench_cluster.show(figures, output)
+        return
     with tempfile.TemporaryDirectory(dir=data_dir) as directory:
         taken = [_round(Path(directory) / str(number), messages, sends) for number in range(rounds)]
         figures = {name: median(each[name] for each in taken) for name in taken[0]}
@@ -59,16 +77,16 @@ def _round(directory: Path, messages: int, sends: int) -> dict[str, float]:
         "bare_insert_per_s": executemany_rate(directory, batches=batches, batch_messages=BATCH_MESSAGES, value=VALUE)
     }
     with _broker(directory / "data") as (url, _):
-        figures["produce_per_s"] = _produce_rate(url, "bulk", messages, BATCH_MESSAGES)
-        figures["produce_exact_per_s"] = _produce_rate(url, "exact", messages, BATCH_MESSAGES, grow=False)
-        figures["produce_small_per_s"] = _produce_rate(url, "small", messages // 4, RECEIVE_MESSAGES, grow=False)
+        figures["produce_per_s"] = produce_rate(url, "bulk", messages, BATCH_MESSAGES)
+        figures["produce_exact_per_s"] = produce_rate(url, "exact", messages, BATCH_MESSAGES, grow=False)
+        figures["produce_small_per_s"] = produce_rate(url, "small", messages // 4, RECEIVE_MESSAGES, grow=False)
         figures["receive_ack_per_s"] = _receive_rate(url, "bulk", messages)
-        with _server(NOTHING) as (nothing_url, _):
-            bare, single = _interleaved(_bare_post(nothing_url), _synchronous_send(url), sends)
+        with server(NOTHING) as (nothing_url, _):
+            bare, single = interleaved(bare_post(nothing_url), _synchronous_send(url), sends)
     return figures | {"bare_post_p50_ms": bare, "send_p50_ms": single}
 
 
-def _produce_rate(url: str, topic: str, messages: int, batch_messages: int, *, grow: bool = True) -> float:
+def produce_rate(url: str | list[str], topic: str, messages: int, batch_messages: int, *, grow: bool = True) -> float:
     """Messages a second, all acked. A batch grows while a request is on its way, unless its bytes are full."""
     batch_bytes = 1_000_000 if grow else batch_messages * (len(VALUE) + MESSAGE_OVERHEAD_BYTES)
     with Producer(url, batch_messages=batch_messages, batch_bytes=batch_bytes, linger_ms=50) as producer:
@@ -105,7 +123,7 @@ def _receive_rate(url: str, topic: str, messages: int, consumers: int = 8) -> fl
     return sum(counts) / seconds
 
 
-def _bare_post(url: str) -> Callable[[], None]:
+def bare_post(url: str) -> Callable[[], None]:
     host, _, port = url.removeprefix("http://").partition(":")
     connection = HTTPConnection(host, int(port), timeout=30)
     connection.connect()
@@ -128,7 +146,7 @@ def _discard(_: object) -> None:
     """Only the time counts."""
 
 
-def _interleaved(bare: Callable[[], None], send: Callable[[], None], times: int) -> tuple[float, float]:
+def interleaved(bare: Callable[[], None], send: Callable[[], None], times: int) -> tuple[float, float]:
     """Median milliseconds of both, taken in turns so that a noisy neighbour hits them alike."""
     durations: tuple[list[float], list[float]] = ([], [])
     for _ in range(times):
@@ -149,14 +167,14 @@ def _footprint(directory: Path, parked: int) -> dict[str, float]:
         sockets = [_park(url) for _ in range(parked)]
         try:
             _until_parked(url, parked)
-            before_s, begin = _cpu_s(pid), time.perf_counter()
+            before_s, begin = cpu_s(pid), time.perf_counter()
             time.sleep(3)
-            cpu_percent = 100 * (_cpu_s(pid) - before_s) / (time.perf_counter() - begin)
+            cpu_percent = 100 * (cpu_s(pid) - before_s) / (time.perf_counter() - begin)
             parked_mb = _rss_mb(pid)
         finally:
             for each in sockets:
                 each.close()
-        _produce_rate(url, "waiting", WAITING_MESSAGES, BATCH_MESSAGES)
+        produce_rate(url, "waiting", WAITING_MESSAGES, BATCH_MESSAGES)
         waiting_mb = _rss_mb(pid)
     size = sum(path.stat().st_size for path in directory.glob("partitions/waiting@*/*/*.sqlite*"))
     return {
@@ -205,7 +223,7 @@ def _rss_mb(pid: int) -> float:
     return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
 
 
-def _cpu_s(pid: int) -> float:
+def cpu_s(pid: int) -> float:
     ticks = 0
     for each in _family(pid):
         fields = Path(f"/proc/{each}/stat").read_text().rpartition(")")[2].split()
@@ -220,14 +238,14 @@ _last_ready_s = 0.0
 
 @contextmanager
 def _broker(data_dir: Path) -> Iterator[tuple[str, int]]:
-    with _server(
+    with server(
         "-m", "portalmq.cli.main", "dev", "{port}", "--data-dir", str(data_dir), "--log-level", "warning"
     ) as it:
         yield it
 
 
 @contextmanager
-def _server(*command: str) -> Iterator[tuple[str, int]]:
+def server(*command: str) -> Iterator[tuple[str, int]]:
     """Run a server on a free port and end it; yields its URL and process id."""
     global _last_ready_s
     with socket.socket() as probe:
