@@ -29,7 +29,7 @@ from portalmq.broker.browsing import Browsing, Page, Stored
 from portalmq.broker.cache import BatchCache
 from portalmq.broker.census import Census
 from portalmq.broker.clock import Clock
-from portalmq.broker.config import BrokerConfig, UsageError
+from portalmq.broker.config import BrokerConfig, cluster_secret_in
 from portalmq.broker.fetcher import Fetchers
 from portalmq.broker.forwarding import Leaders
 from portalmq.broker.groups import Groups
@@ -46,6 +46,7 @@ from portalmq.broker.storage.batch import Record
 from portalmq.broker.storage.disk import DiskGuard
 from portalmq.broker.storage.errors import CorruptBatch, DiskFull, StorageFault
 from portalmq.broker.topics import Topic, Topics
+from portalmq.broker.unclean import serve_standing
 from portalmq.broker.waiting import Delivered, Peer
 from portalmq.control_plane.catalog import Catalog
 from portalmq.control_plane.mirror import Changes
@@ -58,7 +59,6 @@ CACHE_BYTES = 32 * 1024 * 1024
 SAVE_STATE_EVERY_S = 1.0
 RETAIN_EVERY_S = 10.0
 REST_EVERY_S = 60.0
-SECRET_LENGTH_MIN = 16
 GROUP_EXPIRY_MS = 7 * wire.DAY_MS
 # A replica that cannot be opened (a disk without room) holds up the others no longer than this.
 OPEN_WITHIN_S = 30.0
@@ -111,7 +111,7 @@ class Broker:
         self.incarnation = me.incarnation
         self.store_uuid = me.store_uuid
         self.cluster_id = catalog.cluster_id()
-        self.cluster_secret = _secret_in(config) or catalog.cluster_secret()
+        self.cluster_secret = cluster_secret_in(config) or catalog.cluster_secret()
         self.me = me
         self.clock = clock or Clock()
         self.pool = ThreadPool(config.storage_threads)
@@ -185,6 +185,7 @@ class Broker:
             "settle": lambda body, peer: self._settling.serve(body),
             "groups": lambda body, peer: self._census.serve_groups(body),
             "end_group": lambda body, peer: self._census.serve_end(body),
+            "standing": lambda body, peer: serve_standing(self.topics, body),
             **self.membership.calls,
         }
         self.topics.on_removed = self._topic_removed
@@ -503,7 +504,7 @@ class Broker:
         """How it stands with this broker, and with what it leads and follows."""
         partitions = self.topics.partitions()
         led = [partition for partition in partitions if partition.replica.leading]
-        controller = self.mirror.controller
+        controller, lot = self.mirror.controller, self.groups.lot
         return {
             "status": "ok" if self.ready else "not_ready",
             "broker_id": self.broker_id,
@@ -517,7 +518,8 @@ class Broker:
             "followed": len(partitions) - len(led),
             "under_replicated": sum(is_under_replicated(partition) for partition in led),
             "quarantined": sum(bool(partition.quarantined) for partition in partitions),
-            "parked_receives": len(self.groups.lot.waiters),
+            "parked_receives": len(lot.waiters) - lot.interests,
+            "parked_interests": lot.interests,
             "disk_full": self.disk_is_full(),
         }
 
@@ -533,22 +535,6 @@ def is_under_replicated(partition: Partition) -> bool:
     """Whether a replica of a partition that is led here is not in sync."""
     state = partition.replica.state
     return state is not None and len(state.isr) < len(state.replicas)
-
-
-def _secret_in(config: BrokerConfig) -> str | None:
-    """The secret of the file that is named for it. Raises UsageError when there is none in it."""
-    if config.cluster_secret_file is None:
-        return None
-    try:
-        secret = config.cluster_secret_file.read_text("utf-8").strip()
-    except (OSError, UnicodeDecodeError) as fault:
-        raise UsageError(f"the cluster's secret in {config.cluster_secret_file} cannot be read: {fault}") from None
-    if len(secret) < SECRET_LENGTH_MIN:
-        raise UsageError(
-            f"the cluster's secret in {config.cluster_secret_file} has {len(secret)} characters, and needs"
-            f" {SECRET_LENGTH_MIN} at least: write for instance what `openssl rand -hex 32` prints, on every broker"
-        )
-    return secret
 
 
 def _trusting(config: BrokerConfig) -> ssl.SSLContext | None:

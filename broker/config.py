@@ -27,6 +27,7 @@ EX_STORAGE = 74
 ENVIRONMENT_PREFIX = "PORTALMQ_"
 CONFIG_FILE = "portalmq.toml"
 MIB = 1024 * 1024
+SECRET_LENGTH_MIN = 16
 
 LogFormat = Literal["text", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -171,6 +172,22 @@ def check_url(url: str) -> None:
         raise UsageError(f"advertised_url is {url!r}, but must be like http://broker-1.example:5000")
     if parts.username is not None or parts.password is not None or parts.query or parts.fragment:
         raise UsageError("advertised_url must have no user, password, query or fragment: secrets go into a token file")
+
+
+def cluster_secret_in(config: BrokerConfig) -> str | None:
+    """The secret of the file that is named for it. Raises UsageError when there is none in it."""
+    if config.cluster_secret_file is None:
+        return None
+    try:
+        secret = config.cluster_secret_file.read_text("utf-8").strip()
+    except (OSError, UnicodeDecodeError) as fault:
+        raise UsageError(f"the cluster's secret in {config.cluster_secret_file} cannot be read: {fault}") from None
+    if len(secret) < SECRET_LENGTH_MIN:
+        raise UsageError(
+            f"the cluster's secret in {config.cluster_secret_file} has {len(secret)} characters, and needs"
+            f" {SECRET_LENGTH_MIN} at least: write for instance what `openssl rand -hex 32` prints, on every broker"
+        )
+    return secret
 
 
 def is_loopback(host: str) -> bool:

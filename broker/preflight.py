@@ -162,7 +162,7 @@ def _talk(config: BrokerConfig, line: socket.socket) -> None:
     from portalmq.control_plane.catalog import Catalog
 
     try:
-        plane = _connected(config)
+        plane = connected(config)
     except StartupError as refusal:
         return _say(line, Refused(str(refusal), refusal.exit_code))
     try:
@@ -195,7 +195,8 @@ def _line_from(line: socket.socket) -> bytes:
     return said
 
 
-def _connected(config: BrokerConfig) -> ZooKeeper:
+def connected(config: BrokerConfig) -> ZooKeeper:
+    """A session of its own, within 5 s. Raises StartupError with the exit code of what is wrong."""
     try:
         from portalmq.control_plane.plane import PlaneRefused, PlaneUnavailable
         from portalmq.control_plane.zookeeper import ZooKeeper

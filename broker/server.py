@@ -251,6 +251,8 @@ class BrokerProcess:
             on_fatal=self._on_fatal,
         )
         metrics.observe(lambda: gauges_of(broker, connected=plane.state is PlaneState.CONNECTED))
+        if self.config.is_clustered:
+            broker.membership.on_changed.append(lambda changes: self._remember_brokers())
         self._broker, self._plane = broker, plane
         return create_app(broker, self.config, metrics, self._auth)
 
@@ -280,6 +282,12 @@ class BrokerProcess:
         incarnation = catalog.next_incarnation(identity.broker_id, identity.store_uuid, before)
         write_atomically(file, f"{incarnation}\n".encode("ascii"))
         return incarnation
+
+    def _remember_brokers(self) -> None:
+        from portalmq.broker.adoption import remember_brokers
+
+        urls = {number: broker.url for number, broker in self._broker.membership.mirror.brokers.items()}
+        remember_brokers(self._directory.path, urls)
 
     def start(self) -> None:
         """Open what is on disk and begin to serve. Runs as a greenlet: /livez answers meanwhile."""

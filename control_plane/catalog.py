@@ -98,6 +98,33 @@ class Catalog(Cluster):
 
         return self._until_fitting(f"topic {name!r}", create)
 
+    def restore_topic(self, topic: TopicState, partitions: Sequence[PartitionState]) -> bool:
+        """Write a topic back as it was, with the partitions as they are to be; False when it is there already.
+
+        Raises TopicExists when another one has its name.
+        """
+
+        def restore() -> bool:
+            existing = self.find_topic(topic.name)
+            if existing is not None:
+                if existing.topic_id != topic.topic_id:
+                    raise TopicExists(f"another topic is named {topic.name!r}")
+                return False
+            self._remove_partitions(topic.topic_id)  # what an attempt that broke off has left
+            self._commit_in_parts(
+                [
+                    Create(state.topic_partitions_path(topic.topic_id), topic.name.encode()),
+                    *(
+                        Create(state.partition_path(topic.topic_id, number), state.encode(partition))
+                        for number, partition in enumerate(partitions)
+                    ),
+                ],
+                last=[Create(state.topic_path(topic.name), state.encode(topic))],
+            )
+            return True
+
+        return self._until_fitting(f"topic {topic.name!r}", restore)
+
     def alter_topic(self, name: str, request: wire.AlterTopic, *, brokers: Mapping[int, BrokerState]) -> TopicState:
         """Change settings, add partitions. Raises TopicNotFound, and InvalidRequest for fewer partitions."""
 
@@ -290,6 +317,19 @@ class Catalog(Cluster):
             return wire.ProducerIdentity(id=identity.id, epoch=identity.epoch)
 
         return self._until_fitting(f"producer {name!r}", take_over)
+
+    def reserve_producer_ids(self, below: int) -> None:
+        """Give away no id below this one any more."""
+
+        def reserve() -> None:
+            held = self._read(state.PRODUCER_IDS, state.ProducerIds)
+            data = state.encode(state.ProducerIds(below))
+            if held is None:
+                self.plane.commit(Create(state.PRODUCER_IDS, data))
+            elif held.value.next < below:
+                self.plane.commit(Set(state.PRODUCER_IDS, data, held.version))
+
+        self._until_fitting("producer ids", reserve)
 
     def _next_producer_id(self) -> int:
         if not self._producer_ids:

@@ -66,6 +66,18 @@ class Cluster(Tree):
         """The cluster's id, made by whoever asks first: `wanted`, or a fresh one."""
         return self._made_once(state.CLUSTER_ID, lambda: (wanted or self._unique()).encode()).decode()
 
+    def replace_cluster_id(self, wanted: str) -> None:
+        """Make it this cluster, whatever it was."""
+
+        def replace() -> None:
+            held = self.plane.get(state.CLUSTER_ID)
+            if held is None:
+                self.plane.commit(Create(state.CLUSTER_ID, wanted.encode()))
+            elif held.data.decode() != wanted:
+                self.plane.commit(Set(state.CLUSTER_ID, wanted.encode(), held.version))
+
+        self._until_fitting(state.CLUSTER_ID, replace)
+
     def find_cluster_id(self) -> str | None:
         """The cluster's id, if it has one."""
         held = self.plane.get(state.CLUSTER_ID)

@@ -1,0 +1,159 @@
+"""`portalmq elect` and `portalmq adopt`: what an operator does by hand, knowing what may be lost.
+
+This module is loaded for every `portalmq` command, so what they need to run is imported when they are to run.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from portalmq.broker.config import EX_UNAVAILABLE, EX_USAGE, BrokerConfig, StartupError, UsageError, load_config
+
+if TYPE_CHECKING:
+    from portalmq.control_plane.catalog import Catalog
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def _in_zookeeper(command: Command) -> Command:
+    """Adds the options that say which ZooKeeper. Each may stand in the environment and in portalmq.toml, too."""
+    for name, meaning in (
+        ("zookeeper-password", "password of the user whom the nodes belong to"),
+        ("zookeeper-user", "user whom the nodes belong to"),
+        ("zookeeper", "host:port,host:port/chroot [PORTALMQ_ZOOKEEPER; default localhost:2181]"),
+    ):
+        command = click.option(f"--{name}", name.replace("-", "_"), help=meaning)(command)
+    return command
+
+
+@click.command(short_help="Elect a leader that is not in sync, and lose what it does not have.")
+@click.argument("topic")
+@click.argument("partition", type=click.IntRange(0))
+@click.option("--unclean", is_flag=True, help="elect among replicas that are not in sync")
+@click.option("--i-accept-data-loss", "accepted", is_flag=True, help="what only the others had is lost for good")
+@click.option("--broker", type=int, help="who is to lead; default: who holds most")
+@click.option("--cluster-secret-file", help="as the brokers' [PORTALMQ_CLUSTER_SECRET_FILE]")
+@click.option("--tls-cert", help="the brokers' certificate, when they speak HTTPS [PORTALMQ_TLS_CERT]")
+@_in_zookeeper
+def elect(
+    topic: str, partition: int, unclean: bool, accepted: bool, broker: int | None, tls_cert: str | None, **options: Any
+) -> None:
+    """Make a replica that is not in sync the leader of a PARTITION of TOPIC that has none.
+
+    Only when no replica that is in sync will ever come back: everything that the new leader does not hold is lost,
+    acknowledged messages included. Refused while a replica that is in sync is there.
+
+    Example: portalmq elect orders 0 --unclean --i-accept-data-loss
+    """
+    with _told():
+        if not (unclean and accepted):
+            raise UsageError(
+                "this loses messages that were acknowledged. If no replica that is in sync will come back, say so: "
+                "--unclean --i-accept-data-loss"
+            )
+        config = load_config(options)
+        with _catalog(config) as catalog:
+            _elect(catalog, config, tls_cert or config.tls_cert, topic, partition, broker)
+
+
+def _elect(
+    catalog: Catalog, config: BrokerConfig, tls_cert: str | Path | None, topic: str, partition: int, broker: int | None
+) -> None:
+    import ssl
+
+    from portalmq.broker.config import cluster_secret_in
+    from portalmq.broker.peers import Peers
+    from portalmq.broker.unclean import elect as elect_unclean
+    from portalmq.control_plane.mirror import Mirror
+
+    mirror = Mirror(catalog.plane)
+    mirror.refresh()
+    tls = None
+    if tls_cert is not None:
+        tls = ssl.create_default_context()
+        tls.load_verify_locations(tls_cert)
+    peers = Peers(mirror, cluster_secret_in(config) or catalog.cluster_secret(), tls=tls)
+    try:
+        elected = elect_unclean(catalog, peers, topic, partition, wanted=broker)
+    finally:
+        peers.close()
+    for broker_id, standing in sorted(elected.standings.items()):
+        whole = f"damaged: {standing.fault}" if standing.fault else f"records up to {standing.end}"
+        click.echo(f"broker {broker_id}: {whole}, the last of epoch {standing.last_epoch}", err=True)
+    for broker_id, why in sorted(elected.silent.items()):
+        click.echo(f"broker {broker_id}: {why}", err=True)
+    click.echo(
+        f"broker {elected.broker_id} leads {topic}/{partition} in epoch {elected.leader_epoch} with what it has; "
+        "what only others had is lost"
+    )
+
+
+@click.command(short_help="Write a lost ZooKeeper back from the data directories.")
+@click.option(
+    "--data-dir",
+    "directories",
+    multiple=True,
+    required=True,
+    type=click.Path(path_type=Path),
+    help="a broker's data directory; give those of all brokers",
+)
+@click.option("--replace-cluster", is_flag=True, help="take over a ZooKeeper that holds another, empty cluster")
+@click.option("--i-accept-data-loss", "accepted", is_flag=True, help="go on although a directory is missing or damaged")
+@_in_zookeeper
+def adopt(directories: tuple[Path, ...], replace_cluster: bool, accepted: bool, **options: Any) -> None:
+    """Write cluster, topics and partitions into a ZooKeeper that was emptied, from the brokers' data directories.
+
+    All brokers have to be stopped. With the directories of all of them nothing that was acknowledged is lost; the
+    settings of groups and the names of producers stood in ZooKeeper alone, and have to be made again.
+
+    Example: portalmq adopt --data-dir data/5000 --data-dir data/5001 --data-dir data/5002
+    """
+    with _told():
+        from portalmq.broker.adoption import look_into, write_back
+
+        config = load_config(options)
+        adoption = look_into(directories)
+        with _catalog(config) as catalog:
+            told = write_back(catalog, adoption, accept_loss=accepted, replace_cluster=replace_cluster)
+        for sentence in told:
+            click.echo(sentence)
+        click.echo("start the brokers again: they elect leaders among themselves", err=True)
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """What goes wrong as one sentence, with its exit code."""
+    from portalmq.errors import PortalMQError
+
+    try:
+        yield
+    except StartupError as error:
+        click.echo(f"portalmq: {error}", err=True)
+        sys.exit(error.exit_code)
+    except PortalMQError as error:
+        click.echo(f"portalmq: {error}", err=True)
+        sys.exit(EX_UNAVAILABLE if error.status == 503 else EX_USAGE)
+    except ImportError as missing:
+        click.echo(f"portalmq: {missing.name} is not installed: `pip install 'portalmq[broker]'`", err=True)
+        sys.exit(EX_USAGE)
+
+
+@contextmanager
+def _catalog(config: BrokerConfig) -> Iterator[Catalog]:
+    """The catalog of the cluster in ZooKeeper."""
+    if not config.is_clustered:
+        raise UsageError("this is done in a ZooKeeper: name it with --zookeeper HOST:PORT")
+    from portalmq.broker.preflight import connected
+    from portalmq.control_plane.catalog import Catalog
+
+    plane = connected(config)
+    try:
+        yield Catalog(plane)
+    finally:
+        plane.close()
