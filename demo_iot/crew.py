@@ -43,6 +43,7 @@ class Worker:
     def __init__(self, name: str, command: list[str], log: Path) -> None:
         self.name = name
         self.log = log
+        self._was_asked = False
         with log.open("ab") as output:
             self._process = subprocess.Popen(
                 command,
@@ -63,7 +64,10 @@ class Worker:
         self._process.wait()
 
     def ask_to_end(self) -> None:
-        self._process.terminate()
+        """SIGTERM, once: a second one would tell a broker that is draining to hurry."""
+        if not self._was_asked:
+            self._process.terminate()
+            self._was_asked = True
 
     def end_well(self) -> None:
         """SIGTERM, and then the process has END_WITHIN_S to end with 0. Raises DemoFailed when it does not."""
