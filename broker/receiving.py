@@ -231,7 +231,7 @@ class Receiving:
         sources, has_begun = self._asked(call)
         if not has_begun or any(source.has_messages() for source in sources):
             return _encode(Interested(True))
-        waiter = Waiter(call.topics)
+        waiter = Waiter(call.topics, is_interest=True)
         lot = self._groups.lot
         lot.enter(waiter)
         unwatch = peer.watch(waiter.cancel) if peer is not None else lambda: None

@@ -53,13 +53,15 @@ class ReceiveOptions(NamedTuple):
 
 
 class Waiter:
-    """A parked receive. It is woken at most once a round, by one source. `topics` are what it waits for."""
+    """A parked receive, or with `is_interest` another broker's. It is woken at most once a round, by one source.
+    `topics` are what it waits for."""
 
-    __slots__ = ("cancelled", "event", "moved", "topics", "woken")
+    __slots__ = ("cancelled", "event", "is_interest", "moved", "topics", "woken")
 
-    def __init__(self, topics: Collection[str] = ()) -> None:
+    def __init__(self, topics: Collection[str] = (), *, is_interest: bool = False) -> None:
         self.event = Event()
         self.topics = topics
+        self.is_interest = is_interest
         self.woken = False
         self.moved = False
         self.cancelled = False
@@ -129,6 +131,11 @@ class ParkingLot:
 
     def leave(self, waiter: Waiter) -> None:
         self.waiters.pop(waiter, None)
+
+    @property
+    def interests(self) -> int:
+        """How many of those that sleep are other brokers' interests."""
+        return sum(waiter.is_interest for waiter in self.waiters)
 
     def move(self, topics: Collection[str]) -> None:
         """The leadership of partitions of these topics has moved: who waits for them looks anew."""
