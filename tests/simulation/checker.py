@@ -81,7 +81,6 @@ class Checker:
                 self._destroys(shell, event, action)
             elif isinstance(action, SendFetch):
                 shell.fetch_seen = action.fetch
-                self._acts(shell, action.fetch.leader_epoch)
         if actions:
             self._check_leading(shell)
         watermark = replica.high_watermark
@@ -163,7 +162,10 @@ class Checker:
         if isinstance(action, ResetLog) and action.offset > self.high_watermark and not self.authority:
             self.fail("I14", "{} begins anew at {}, which is not committed", shell.node.id, action.offset)
 
-    def _acts(self, shell: ReplicaShell, epoch: int) -> None:
+    def acts(self, shell: ReplicaShell, epoch: int) -> None:
+        """A replica writes, or asks, in this epoch: it has to have it on disk, and none above."""
+        if shell.disk.highest_epoch < epoch:
+            self.fail("I1", "{} acts in epoch {} before it remembers it", shell.node.id, epoch)
         if epoch < shell.disk.acted_epoch:
             self.fail("I1", "{} acts in epoch {} after {}", shell.node.id, epoch, shell.disk.acted_epoch)
         shell.disk.acted_epoch = epoch
@@ -178,9 +180,7 @@ class Checker:
     def writes(self, shell: ReplicaShell, batch: Batch) -> None:
         """A leader is about to write what it made."""
         epoch = batch.head.leader_epoch
-        if shell.disk.highest_epoch < epoch:
-            self.fail("I1", "{} acts in epoch {} before it remembers it", shell.node.id, epoch)
-        self._acts(shell, epoch)
+        self.acts(shell, epoch)
         if batch.head.is_epoch_start and self._is_settled and epoch >= self._committed_epoch:
             self._check_holds("I3", shell.disk, self.high_watermark, f"new leader {shell.node.id} of epoch {epoch}")
 
@@ -279,20 +279,17 @@ class Checker:
 
     def _check_floor(self, before: PartitionState, after: PartitionState) -> None:
         gone = set(before.isr) - set(after.isr)
-        clean = {member for member in gone if self._is_clean(member, before)}
+        clean = {member for member in gone if self.world.is_clean(member, before)}
         floor = min_insync(before, self.world.options.min_insync)
         if clean and len(after.isr) < floor and not self.authority:
             self.fail("I6", "ISR {} shrank to {}, below {}", before.isr, after.isr, floor)
-
-    def _is_clean(self, member: int, held: PartitionState) -> bool:
-        return self.world.nodes[member].disk.replica_store == held.store_uuids.get(member)
 
     def _check_isr_is_complete(self, held: PartitionState | None = None) -> None:
         held = held or self.world.zookeeper.tree.partition
         if self._is_overruled(held.leader_epoch):
             return
         for member in held.isr:
-            if self._is_clean(member, held):
+            if self.world.is_clean(member, held):
                 disk = self.world.nodes[member].disk
                 self._check_holds("I3", disk, self.high_watermark, f"ISR member {member}")
 

@@ -179,6 +179,7 @@ class ReplicaShell:
                 self._reply_fetch(action)
             case SendFetch():
                 self.asked = action
+                self.world.checker.acts(self, action.fetch.leader_epoch)
                 self._send_fetch()
             case Replicate():
                 batches = self._to_replicate.popleft()

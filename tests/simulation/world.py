@@ -118,17 +118,20 @@ class World:
     # --- what several need -------------------------------------------------------------------------------------------
 
     def may_lose(self, node: Node) -> bool:
-        """Whether another clean in-sync replica holds all that this one does."""
+        """Whether a clean in-sync replica is left. Of those in sync on paper fewer than min_insync may be lost at a time:
+        an election believes in the ephemerals of the others, and drops who is gone down to that number."""
         held = self.zookeeper.tree.partition
         if node.alive and node.shell.isr_changing:
             return False
-        if node.id not in held.isr or node.disk.replica_store != held.store_uuids.get(node.id):
-            return True
-        return any(
-            other.disk.replica_store == held.store_uuids.get(member) and not other.disk.flipped
-            for member in held.isr
-            if (other := self.nodes[member]) is not node
-        )
+        clean = {member for member in held.isr if self.is_clean(member, held)}
+        if node.id in clean:
+            lost = len(held.isr) - len(clean) + 1
+            if lost >= max(2, min_insync(held, self.options.min_insync)):
+                return False
+        return any(not self.nodes[member].disk.flipped for member in clean - {node.id})
+
+    def is_clean(self, member: int, held: PartitionState) -> bool:
+        return self.nodes[member].disk.replica_store == held.store_uuids.get(member)
 
     def replace_disk(self, node: Node) -> None:
         """A new, empty disk. The process that stood on the old one is gone."""
@@ -234,8 +237,7 @@ class World:
     def _awaits_an_operator(self, held: PartitionState) -> bool:
         """One copy was all that was promised (min_insync 1), an election left the ISR to one replica on the word of its
         ephemeral, and its disk had been lost: clean copies elsewhere are not in sync any more."""
-        clean = [id for id in held.isr if self.nodes[id].disk.replica_store == held.store_uuids.get(id)]
-        if clean or min_insync(held, self.options.min_insync) > 1:
+        if any(self.is_clean(member, held) for member in held.isr) or min_insync(held, self.options.min_insync) > 1:
             return False
         self.count("awaits an operator")
         return True
