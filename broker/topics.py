@@ -149,6 +149,7 @@ class Topics:
         self._removing: set[str] = set()
         self._open_slots = BoundedSemaphore(OPENING_AT_A_TIME)
         self._changing = BoundedSemaphore()
+        self._tidying = BoundedSemaphore()
         self._moved = Event()
         self._closed = False
         self.pulse = Pulse(host, self.partitions)
@@ -366,16 +367,17 @@ class Topics:
     def set_aside_strays(self) -> None:
         """Move to lost+found what neither a topic nor a tombstone explains. The authority is the control plane, read
         after a sync; while it cannot be read nothing is touched."""
-        folders = self._host.pool.apply(self._replicas.files.folders)
-        try:
-            self._catalog.plane.sync()
-            explained = {state.topic_id for state in self._catalog.topics().values()}
-            deleted = set(self._catalog.tombstones())
-        except (PlaneError, PortalMQError) as error:
-            log.info("the files are not looked through now: %s", error)
-            return
-        explained |= {*self._by_id, *self._removing, *self._ending}
-        self._host.pool.apply(self._replicas.files.tidy, (folders, explained, deleted))
+        with self._tidying:
+            folders = self._host.pool.apply(self._replicas.files.folders)
+            try:
+                self._catalog.plane.sync()
+                explained = {state.topic_id for state in self._catalog.topics().values()}
+                deleted = set(self._catalog.tombstones())
+            except (PlaneError, PortalMQError) as error:
+                log.info("the files are not looked through now: %s", error)
+                return
+            explained |= {*self._by_id, *self._removing, *self._ending}
+            self._host.pool.apply(self._replicas.files.tidy, (folders, explained, deleted))
 
     # --- finding -----------------------------------------------------------------------------------------------------
 

@@ -249,3 +249,15 @@ def test_the_lag_counts_messages_and_not_offsets(tmp_path):
     assert view(tmp_path, "lag") == [{
         "group_name": "g", "next_offset": 20, "high_watermark": 50, "never_delivered": 24, "not_done": 3, "lag": 27,
     }]  # fmt: skip
+
+
+def test_a_forgotten_fold_is_gone_and_the_highest_epoch_is_not(tmp_path):
+    state = StateFile(tmp_path, identity=IDENTITY)
+    state.save_highest_epoch(7)
+    state.save(PartitionFold(applied=5, epochs=[(1, 0)]), 5, durable=True)
+    assert state.load() == (PartitionFold(applied=5, epochs=[(1, 0)]), 5)
+    state.forget()
+    state.close()
+    again = StateFile(tmp_path, identity=IDENTITY)
+    assert again.load() is None
+    assert again.highest_epoch() == 7

@@ -1,0 +1,88 @@
+"""A batch on its way between brokers: the bytes that were checksummed, and nothing else is believed."""
+
+from __future__ import annotations
+
+import zlib
+
+import msgspec
+import pytest
+from support.log_files import Writer, everything, open_log
+
+from portalmq.broker.storage.batch import (
+    BadFrame,
+    Batch,
+    Frame,
+    Kind,
+    Record,
+    batch_of_frame,
+    checksum,
+    frame_of,
+    head_of,
+)
+
+RECORDS = [
+    Record(b"plain"),
+    Record(b"\xff\0", "image/png", key=b"k\xff"),
+    Record("grüße".encode(), "text/plain", headers={"b": "2", "a": "1"}, priority=3, deliver_at_ms=5, expires_at_ms=9),
+    Record(b"", message_id=b"i" * 16, body_hash=b"h" * 8),
+]
+
+
+def batches(tmp_path):
+    log = open_log(tmp_path)
+    writer = Writer(log)
+    built = [
+        writer.messages_batch(RECORDS, stamp=(7, 1, 3)),
+        writer.control_batch(Kind.GRANT, b"body", "group"),
+        writer.control_batch(Kind.EPOCH_START),
+    ]
+    log.append(built)
+    return log, built
+
+
+def test_a_batch_comes_back_as_it_was(tmp_path):
+    log, built = batches(tmp_path)
+    for batch in [*built, *everything(log)]:
+        frame = frame_of(batch)
+        assert frame.crc == batch.crc == checksum(batch)
+        assert batch_of_frame(frame, head_of(frame)) == batch
+
+
+def test_what_was_read_from_a_file_has_the_frame_it_was_written_from(tmp_path):
+    log, built = batches(tmp_path)
+    assert [frame_of(batch) for batch in everything(log)] == [frame_of(batch) for batch in built]
+
+
+def test_a_frame_with_any_bit_flipped_is_refused(tmp_path):
+    _, built = batches(tmp_path)
+    frame = frame_of(built[0])
+    for part in ("header", "body"):
+        content = getattr(frame, part)
+        for at in range(len(content) * 8):
+            flipped = bytearray(content)
+            flipped[at // 8] ^= 1 << at % 8
+            with pytest.raises(BadFrame):
+                head_of(msgspec.structs.replace(frame, **{part: bytes(flipped)}))
+
+
+@pytest.mark.parametrize(
+    "header", [b"", b"\xc1", msgspec.msgpack.encode([1, 2]), msgspec.msgpack.encode([0, 0, 0, 0, 1, -1, -1, -1, 0, ""])]
+)
+def test_a_frame_that_fits_its_checksum_and_says_nothing_is_refused(header):
+    with pytest.raises(BadFrame):
+        head_of(Frame(header, zlib.crc32(b"", zlib.crc32(header)), b""))
+
+
+def test_records_that_are_not_what_the_header_counts_are_refused():
+    body = frame_of(_batch(1)).body
+    frame = frame_of(_batch(2))
+    wrong = Frame(frame.header, zlib.crc32(body, zlib.crc32(frame.header)), body)
+    with pytest.raises(BadFrame, match="1 records"):
+        batch_of_frame(wrong, head_of(wrong))
+    garbage = Frame(frame.header, zlib.crc32(b"\xc1", zlib.crc32(frame.header)), b"\xc1")
+    with pytest.raises(BadFrame):
+        batch_of_frame(garbage, head_of(garbage))
+
+
+def _batch(count: int):
+    return Batch(0, count, 0, Kind.MESSAGES, 1, 1, records=tuple(Record(b"x") for _ in range(count)))

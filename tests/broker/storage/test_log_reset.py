@@ -1,0 +1,159 @@
+"""A log begins anew at any offset, whole at every moment, and a replica can be begun where another log begins."""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+import apsw
+import pytest
+from support.killer import Killed, Killer
+from support.log_files import Writer, everything, open_log, three_segments
+
+from portalmq.broker.storage.errors import CorruptBatch, OffsetPurged
+from portalmq.broker.storage.reading import ReplicaStart
+
+
+@pytest.mark.parametrize("sealed", [False, True])
+@pytest.mark.parametrize("base", [0, 30, 45, 60, 65, 90, 1_000])
+def test_a_reset_log_is_empty_and_goes_on_from_its_base(tmp_path, base, sealed):
+    log, _ = three_segments(tmp_path)
+    if sealed:
+        log.seal(90)
+    log.reset(base, 77, 5_000)
+    assert (log.base_offset, log.log_start_offset, log.end_offset) == (base, base, base)
+    assert (log.message_count_total, log.last_timestamp_ms) == (77, 5_000)
+    assert everything(log) == []
+    assert [name for name in os.listdir(tmp_path) if name.endswith(".sqlite")] == [f"{base:020d}.sqlite"]
+    again = Writer(log, at_ms=6_000).put(b"again")
+    assert (again.base_offset, again.messages_before) == (base, 77)
+    log.close()
+    log = open_log(tmp_path)
+    assert everything(log) == [again]
+    log.roll()
+    assert log.seal(log.end_offset) == 1
+    assert log.reset(base + 5, 80, 6_000) is None
+    assert everything(log) == []
+
+
+@pytest.mark.parametrize("sealed", [False, True])
+@pytest.mark.parametrize("base", [0, 30, 45, 90, 1_000])
+def test_a_kill_at_every_step_of_a_reset_leaves_a_log_that_can_be_reset(tmp_path, monkeypatch, base, sealed):
+    log, sent = three_segments(tmp_path / "before")
+    if sealed:
+        log.seal(90)
+    log.close()
+    for at in range(1, 200):
+        directory, image = tmp_path / f"log-{at}", tmp_path / f"image-{at}"
+        shutil.copytree(tmp_path / "before", directory)
+        log = open_log(directory)
+        with monkeypatch.context() as patch:
+            killer = Killer(patch, directory, image, at)
+            try:
+                log.reset(base, 77, 5_000)
+            except Killed:
+                check_what_is_found(image, sent, base)
+            else:
+                break
+    assert killer.steps == at - 1 > 3
+
+
+def check_what_is_found(image, sent, base):
+    """The log as it was up to some batch, or the new one; never a mixture."""
+    log = open_log(image)
+    found = everything(log)
+    if log.log_start_offset == base and (log.end_offset, base) != (0, 0) and not found:
+        assert log.message_count_total == 77
+    else:
+        assert found == sent[: len(found)]
+    log.reset(base, 77, 5_000)
+    last = Writer(log, at_ms=6_000).put(b"after")
+    log.close()
+    assert everything(open_log(image)) == [last]
+
+
+def test_a_replica_begins_at_the_border_of_the_batch_that_holds_the_log_start(tmp_path):
+    log, _ = three_segments(tmp_path)
+    assert log.replica_start() == ReplicaStart(0, 0, 0)
+    for start, offset, before_ms in ((40, 40, 1_300), (45, 40, 1_300), (60, 60, 1_500), (90, 90, 1_800)):
+        log.advance_log_start(start)
+        assert log.replica_start() == ReplicaStart(offset, offset, before_ms)
+    log.close()
+    assert open_log(tmp_path).replica_start() == ReplicaStart(90, 90, 1_800)
+
+
+def test_a_log_that_was_copied_from_a_log_start_on_is_the_same_from_there(tmp_path):
+    log, sent = three_segments(tmp_path / "leader")
+    log.advance_log_start(45)
+    with pytest.raises(OffsetPurged):
+        log.read(40)
+    start = log.replica_start()
+    other = open_log(tmp_path / "follower")
+    Writer(other).put(b"of an older time")
+    other.reset(*start)
+    other.append(log.read_to_copy(start.offset, max_bytes=1 << 20, below=log.end_offset))
+    assert everything(other) == sent[4:]
+    assert other.messages_before(70) == log.messages_before(70)
+
+
+def test_after_a_drop_a_replica_begins_where_the_first_file_does(tmp_path):
+    log, _ = three_segments(tmp_path)
+    log.seal(90)
+    log.drop_segments_below(60)
+    assert log.replica_start() == ReplicaStart(60, 60, 1_500)
+    with pytest.raises(OffsetPurged):
+        log.read_to_copy(30, max_bytes=1, below=90)
+
+
+# --- scrubbing --------------------------------------------------------------------------------------------------------
+
+
+def scrubbed(log) -> list[int]:
+    places, at = [], 0
+    while True:
+        following = log.scrub(at, 1)
+        if following <= at:
+            return places
+        places.append(following)
+        at = following
+
+
+def test_the_scrub_passes_every_part_of_a_whole_log_once(tmp_path):
+    log, _ = three_segments(tmp_path)
+    assert scrubbed(log) == [10, 20, 30, 40, 50, 60, 70, 80, 90]
+    log.seal(90)
+    assert scrubbed(log) == [30, 60, 70, 80, 90]
+    log.advance_log_start(65)
+    assert scrubbed(log)[-1] == 90
+
+
+def test_a_flipped_bit_in_a_sealed_segment_is_found(tmp_path):
+    log, _ = three_segments(tmp_path)
+    log.seal(90)
+    file = tmp_path / f"{30:020d}.sqlite"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    os.chmod(file, 0o640)
+    file.write_bytes(content)
+    assert log.scrub(0, 1) == 30
+    with pytest.raises(CorruptBatch, match="SHA-256"):
+        log.scrub(30, 1)
+
+
+def test_a_sealed_segment_that_is_gone_is_found(tmp_path):
+    log, _ = three_segments(tmp_path)
+    log.seal(90)
+    (tmp_path / f"{30:020d}.sqlite").unlink()
+    with pytest.raises(CorruptBatch):
+        log.scrub(30, 1)
+
+
+def test_a_changed_row_in_a_live_segment_is_found(tmp_path):
+    log, _ = three_segments(tmp_path)
+    log.park()
+    connection = apsw.Connection(str(tmp_path / f"{60:020d}.sqlite"))
+    connection.execute("UPDATE messages SET value = CAST('spoilt' AS BLOB) WHERE offset = 75")
+    connection.close()
+    assert log.scrub(60, 1) == 70
+    with pytest.raises(CorruptBatch, match="checksum"):
+        log.scrub(70, 1)
