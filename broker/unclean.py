@@ -95,12 +95,7 @@ class Elected:
     silent: Mapping[int, str]
 
 
-def choose(
-    held: PartitionState,
-    brokers: Mapping[int, BrokerState],
-    standings: Mapping[int, Standing],
-    wanted: int | None = None,
-) -> int:
+def choose(held: PartitionState, standings: Mapping[int, Standing], wanted: int | None = None) -> int:
     """Who is to lead. Raises NotElected when an ordinary election will do, or nobody can."""
     for broker_id in held.isr:
         standing = standings.get(broker_id)
@@ -132,9 +127,8 @@ def elect(catalog: Catalog, peers: PeerCalls, topic: str, number: int, *, wanted
         held = catalog.partition(state.topic_id, number)
         if held is None:
             raise NotElected(f"topic {topic!r} has partitions 0 to {state.partitions - 1}, no {number}", EX_USAGE)
-        brokers = catalog.brokers()
-        standings, silent = _ask(held.value, brokers, peers, StandingOf(state.topic_id, number))
-        chosen = choose(held.value, brokers, standings, wanted)
+        standings, silent = _ask(held.value, catalog.brokers(), peers, StandingOf(state.topic_id, number))
+        chosen = choose(held.value, standings, wanted)
         standing = standings[chosen]
         elected = elect_unclean(held.value, chosen, standing.incarnation, standing.store_uuid)
         try:
