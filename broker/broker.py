@@ -201,6 +201,7 @@ class Broker:
 
     def start(self) -> None:
         """Become a member of the cluster, open what this broker holds, and begin to serve."""
+        wire.prepare()  # from here on native threads decode too
         self.membership.start()
         self.topics.start()
         if not self.topics.wait_settled(OPEN_WITHIN_S):

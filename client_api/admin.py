@@ -26,6 +26,9 @@ class _GroupList(msgspec.Struct):
     groups: list[wire.GroupDescription]
 
 
+wire.prepare(_TopicList, _GroupList)
+
+
 class Admin:
     """Thread-safe. Every call raises the PortalMQError that the broker answered."""
 

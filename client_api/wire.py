@@ -401,6 +401,23 @@ class Metadata(msgspec.Struct):
 
 # --- decoding --------------------------------------------------------------------------------------------------------
 
+
+def prepare(*kinds: type[msgspec.Struct]) -> None:
+    """Have msgspec work out how these are decoded; without a name, all Structs there are.
+
+    It does so at the first use of a kind, and crashes the process when two threads come to that at once (seen in 0.22).
+    So whoever has threads calls this before it starts them.
+    """
+    for kind in kinds or _all_of(msgspec.Struct):
+        msgspec.json.Decoder(kind)
+
+
+def _all_of(kind: type[msgspec.Struct]) -> list[type[msgspec.Struct]]:
+    return [deeper for direct in kind.__subclasses__() for deeper in (direct, *_all_of(direct))]
+
+
+prepare(*(kind for kind in _all_of(msgspec.Struct) if kind.__module__ == __name__))
+
 T = TypeVar("T")
 
 
