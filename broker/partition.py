@@ -81,6 +81,7 @@ from portalmq.wire import Acks
 log = logging.getLogger(__name__)
 
 QUEUED_BYTES_MAX = 64 * 1024 * 1024
+UNCOMMITTED_BYTES_MAX = 128 * 1024 * 1024
 REMEMBER_AGAIN_S = 1.0
 # Every replica is told something several times a second. Others take a broker for dead after two seconds at the least.
 PAUSED_MS = 1_500
@@ -373,6 +374,8 @@ class Partition:
             raise StorageFull("the broker's disk is nearly full: free space or add disk, then repeat", retry_after_s=5)
         if self._writer.queued_bytes > QUEUED_BYTES_MAX:
             raise Backpressure(f"{self._writer.queued_bytes} bytes wait for the disk already", retry_after_s=0.5)
+        if self._uncommitted.bytes > UNCOMMITTED_BYTES_MAX:
+            raise Backpressure(f"{self._uncommitted.bytes} bytes wait for the followers already", retry_after_s=0.5)
         batch = Batch(0, len(records), 0, Kind.MESSAGES, 0, 0, records=records)
         return self._submit(Pending(batch, size_bytes, stamp=stamp, acks=acks), len(records), is_control=False)
 
@@ -484,6 +487,8 @@ class Partition:
         found = recover(self.log, self.state_file, self.high_watermark)
         self.install(found)
         self.following.pause()
+        # An EPOCH_START that waits for its epoch to be remembered stood after what is gone: the core asks for it again.
+        self._actions = deque(action for action in self._actions if not isinstance(action, Append))
         self.tell(Truncated(self.log.end_offset, found.producers))
         for pending in refused:
             pending.finish(full)

@@ -17,9 +17,11 @@ Place = tuple[int, bytes | None, int]
 
 
 class Uncommitted:
-    """`ends` are the ends of the message batches above the high watermark, rising."""
+    """`ends` are the ends of the message batches above the high watermark, rising; `bytes` what the batches that are
+    waited for hold in memory."""
 
     def __init__(self) -> None:
+        self.bytes = 0
         self.ends: deque[int] = deque()
         self._pending: deque[Pending] = deque()
         self._repeats: list[tuple[int, Pending]] = []
@@ -28,6 +30,7 @@ class Uncommitted:
     def add(self, pending: Pending) -> None:
         """A batch that was allotted its offsets."""
         self._pending.append(pending)
+        self.bytes += pending.size_bytes
         if pending.batch.kind == Kind.MESSAGES:
             self.ends.append(pending.batch.end_offset)
 
@@ -46,14 +49,16 @@ class Uncommitted:
         while self.ends and self.ends[0] <= high_watermark:
             readable_end = self.ends.popleft()
         while self._pending and self._pending[0].batch.end_offset <= high_watermark:
-            self._pending.popleft().finish()
+            pending = self._pending.popleft()
+            self.bytes -= pending.size_bytes
+            pending.finish()
         if self._repeats:
             repeats, self._repeats = self._repeats, []
-            for end, pending in repeats:
+            for end, repeat in repeats:
                 if end <= high_watermark:
-                    pending.finish()
+                    repeat.finish()
                 else:
-                    self._repeats.append((end, pending))
+                    self._repeats.append((end, repeat))
         return readable_end
 
     def fail(self, error: PortalMQError) -> None:
@@ -61,12 +66,14 @@ class Uncommitted:
         pending, self._pending = self._pending, deque()
         repeats, self._repeats = self._repeats, []
         self._ids.clear()
+        self.bytes = 0
         for each in (*pending, *(repeat for _, repeat in repeats)):
             each.finish(error)
 
     def refuse(self, refused: Container[Pending], error: PortalMQError) -> None:
         """These batches are not in the log. Who repeated one of them, or waits for what is, may simply ask again."""
         self._pending = deque(pending for pending in self._pending if pending not in refused)
+        self.bytes = sum([pending.size_bytes for pending in self._pending])
         repeats, self._repeats = self._repeats, []
         self._ids.clear()
         for _, pending in repeats:

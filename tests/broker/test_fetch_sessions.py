@@ -1,0 +1,249 @@
+"""One long poll for all that a broker follows: bounded, fair, answered at once or not at all."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import gevent
+import pytest
+from support.replicas import CLUSTER, TOPIC_ID, Group, eventually, replicas, send
+
+from portalmq.broker.fetch_protocol import (
+    AskedPartition,
+    BelowStartAnswer,
+    DivergingAnswer,
+    FetchAnswer,
+    FetchRequest,
+    RecordsAnswer,
+    RejectedAnswer,
+    decode_answer,
+    encode,
+)
+from portalmq.errors import Backpressure, InvalidRequest
+
+
+@pytest.fixture
+def group(tmp_path) -> Iterator[Group]:
+    """The second replica exists on paper; what it says is what a test says."""
+    with replicas(tmp_path, 2, least=1) as it:
+        it.hosts[2].fetchers.close()
+        eventually(lambda: it.state.isr == (1,))
+        eventually(lambda: it.leader.serves)
+        yield it
+
+
+def request(turn: int = 1, *asked: AskedPartition, wait_ms: int = 0, **more) -> bytes:
+    fields = {"cluster_id": CLUSTER, "session": 100, "max_bytes": 1 << 20, "left": [], "incarnation": 1, **more}
+    return encode(
+        FetchRequest(
+            fields["cluster_id"],
+            2,
+            fields["incarnation"],
+            "store-2",
+            fields["session"],
+            turn,
+            wait_ms,
+            fields["max_bytes"],
+            list(asked),
+            fields["left"],
+        )
+    )
+
+
+def asked(offset: int, number: int = 1, *, epoch: int = 1, last: int = 1, hw: int = 0, partition: int = 0):
+    return AskedPartition(TOPIC_ID, partition, None, epoch, offset, offset, last, number, hw)
+
+
+def ask(group: Group, body: bytes) -> FetchAnswer:
+    return decode_answer(group.hosts[1].replication.serve(body, None))
+
+
+def only(answer: FetchAnswer):
+    assert answer.known
+    (each,) = answer.partitions
+    return each
+
+
+def test_records_come_at_once_and_with_the_high_watermark(group):
+    base, _ = send(group.leader, "a", "b")
+    found = only(ask(group, request(1, asked(base), wait_ms=5_000)))
+    assert isinstance(found, RecordsAnswer)
+    assert len(found.frames) == 1
+    assert found.high_watermark == base + 2
+    assert found.echo == (1, base, 1, 1)
+
+
+def test_a_poll_without_news_ends_after_its_time(group):
+    end = group.leader.replica.next_offset
+    began = time.monotonic()
+    answer = ask(group, request(1, asked(end, hw=end), wait_ms=300))
+    assert (answer.known, answer.partitions) == (True, [])
+    assert 0.25 < time.monotonic() - began < 2
+
+
+def test_a_parked_poll_is_answered_when_something_is_written(group):
+    end = group.leader.replica.next_offset
+    poll = gevent.spawn(ask, group, request(1, asked(end, hw=end), wait_ms=5_000))
+    gevent.sleep(0.05)
+    assert not poll.ready()
+    send(group.leader, "a", acks="leader")
+    assert only(poll.get(timeout=1)).frames
+
+
+def test_a_high_watermark_alone_comes_within_a_moment(group):
+    end = group.leader.replica.next_offset
+    began = time.monotonic()
+    found = only(ask(group, request(1, asked(end, hw=end - 1), wait_ms=5_000)))
+    assert (found.frames, found.high_watermark) == ([], end)
+    assert time.monotonic() - began < 1
+
+
+def test_a_fetch_stands_until_it_is_answered_whatever_the_number_of_polls(group):
+    end = group.leader.replica.next_offset
+    ask(group, request(1, asked(end, hw=end)))
+    ask(group, request(2))
+    send(group.leader, "a", acks="leader")
+    assert only(ask(group, request(3))).frames
+    assert ask(group, request(4)).partitions == [], "it was answered"
+
+
+def test_a_later_request_ends_the_poll_that_is_parked(group):
+    end = group.leader.replica.next_offset
+    poll = gevent.spawn(ask, group, request(1, asked(end, hw=end), wait_ms=5_000))
+    gevent.sleep(0.05)
+    ask(group, request(2))
+    assert poll.get(timeout=1).partitions == []
+
+
+def test_a_request_that_comes_late_says_nothing_any_more(group):
+    end = group.leader.replica.next_offset
+    ask(group, request(1))
+    ask(group, request(3, asked(end, 2, hw=end)))
+    ask(group, request(2, asked(end, 1, hw=end)))
+    send(group.leader, "a", acks="leader")
+    assert only(ask(group, request(4))).echo.number == 2
+
+
+def test_a_fetch_that_is_repeated_is_answered_once(group):
+    base, _ = send(group.leader, "a")
+    assert only(ask(group, request(1, asked(base)))).frames
+    assert ask(group, request(2, asked(base))).partitions == []
+    assert only(ask(group, request(3, asked(base, 2)))).frames
+
+
+def test_a_fetch_that_was_left_is_forgotten(group):
+    end = group.leader.replica.next_offset
+    ask(group, request(1, asked(end, hw=end)))
+    assert group.leader.serving.parked
+    ask(group, request(2, left=[(TOPIC_ID, 0)]))
+    assert not group.leader.serving.parked
+    send(group.leader, "a", acks="leader")
+    assert ask(group, request(3)).partitions == []
+
+
+def test_a_session_that_is_not_known_has_to_be_begun(group):
+    assert not ask(group, request(2)).known
+    assert ask(group, request(1)).known
+    assert ask(group, request(1, session=101)).known
+    assert not ask(group, request(2, session=100)).known, "an older one does not come back"
+    assert not ask(group, request(1, session=200, incarnation=0)).known, "nor one of an earlier life"
+    assert ask(group, request(1, session=1, incarnation=2)).known
+
+
+def test_a_new_session_ends_what_the_old_one_had_parked(group):
+    end = group.leader.replica.next_offset
+    poll = gevent.spawn(ask, group, request(1, asked(end, hw=end), wait_ms=5_000))
+    gevent.sleep(0.05)
+    ask(group, request(1, session=101))
+    assert poll.get(timeout=1).partitions == []
+    assert not group.leader.serving.parked
+
+
+def test_an_answer_is_bounded_and_goes_on_in_the_next(group):
+    base, _ = send(group.leader, "x" * 50_000)
+    for _ in range(9):
+        send(group.leader, "x" * 50_000)
+    sizes = []
+    offset, turn = base, 1
+    while offset < group.leader.replica.next_offset:
+        found = only(ask(group, request(turn, asked(offset, turn), max_bytes=120_000)))
+        sizes.append(len(found.frames))
+        offset, turn = offset + len(found.frames), turn + 1
+    assert sum(sizes) == 10
+    assert max(sizes) == 3, "one batch more than fits, at the most"
+    assert only(ask(group, request(turn, asked(base, turn), max_bytes=1))).frames, "at least one batch"
+
+
+def test_other_epochs_are_rejected_and_a_later_one_is_believed(group):
+    end = group.leader.replica.next_offset
+    rejected = only(ask(group, request(1, asked(end, epoch=0))))
+    assert isinstance(rejected, RejectedAnswer)
+    assert rejected.leader_epoch == 1
+    rejected = only(ask(group, request(2, asked(end, 2, epoch=2), wait_ms=2_000)))
+    assert isinstance(rejected, RejectedAnswer)
+    assert rejected.leader_epoch == 2
+    assert not group.leader.replica.leading
+    assert group.leader.state_file.highest_epoch() == 2, "it is durable before it is answered"
+
+
+def test_a_log_that_parts_is_told_where(group):
+    base, _ = send(group.leader, "a")
+    diverging = only(ask(group, request(1, asked(base + 5))))
+    assert isinstance(diverging, DivergingAnswer)
+    assert (diverging.epoch, diverging.end) == (1, base + 1)
+
+
+def test_what_is_gone_is_told_with_what_stands_before_it(group):
+    for number in range(5):
+        send(group.leader, f"m{number}")
+    group.leader.purge(4)
+    found = only(ask(group, request(1, asked(0, last=0))))
+    assert isinstance(found, BelowStartAnswer)
+    assert (found.offset, found.messages_before) == (4, 3)
+    assert found.epochs == [(1, 0)]
+
+
+def test_a_fetch_for_a_partition_that_is_not_here_waits_for_it(group):
+    host = group.hosts[1]
+    partition, host.partition = host.partition, None
+    end = partition.replica.next_offset
+    poll = gevent.spawn(ask, group, request(1, asked(end - 1, last=1), wait_ms=5_000))
+    gevent.sleep(0.05)
+    assert not poll.ready()
+    host.partition = partition
+    host.on_opened(partition)
+    assert only(poll.get(timeout=1)).frames
+
+
+def test_a_step_down_rejects_what_is_parked(group):
+    end = group.leader.replica.next_offset
+    poll = gevent.spawn(ask, group, request(1, asked(end, hw=end), wait_ms=5_000))
+    gevent.sleep(0.05)
+    group.elect(None, isr=(1,))
+    assert isinstance(only(poll.get(timeout=2)), RejectedAnswer)
+
+
+@pytest.mark.parametrize("body", [b"", b"\xc1", b"\x90", encode([1, 2, 3])])
+def test_what_is_no_fetch_is_refused(group, body):
+    with pytest.raises(InvalidRequest):
+        group.hosts[1].replication.serve(body, None)
+
+
+def test_another_cluster_is_refused(group):
+    with pytest.raises(InvalidRequest, match="cluster"):
+        ask(group, request(1, cluster_id="another"))
+
+
+def test_what_waits_for_followers_is_bounded_in_bytes(tmp_path, monkeypatch):
+    monkeypatch.setattr("portalmq.broker.partition.UNCOMMITTED_BYTES_MAX", 1_000)
+    with replicas(tmp_path, 2) as group:
+        eventually(lambda: group.leader.serves and group.agree())
+        group.cut(2)
+        waiting = gevent.spawn(send, group.leader, "x" * 2_000)
+        gevent.sleep(0.05)
+        with pytest.raises(Backpressure):
+            send(group.leader, "y")
+        group.mend(2)
+        waiting.get(timeout=5)
+        send(group.leader, "y")
