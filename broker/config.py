@@ -164,14 +164,14 @@ def check_zookeeper_hosts(hosts: str, *, needs_chroot: bool = False) -> None:
 def check_url(url: str) -> None:
     """Raises UsageError for what is no URL of a broker. Others connect to it, so it may not hide where it leads."""
     parts = urlsplit(url)
+    if parts.username is not None or parts.password is not None or parts.query or parts.fragment:
+        raise UsageError("advertised_url must have no user, password, query or fragment: secrets go into a token file")
     try:
         named = bool(parts.hostname) and parts.port != 0
     except ValueError:
         named = False
     if parts.scheme not in {"http", "https"} or not named or any(character.isspace() for character in url):
         raise UsageError(f"advertised_url is {url!r}, but must be like http://broker-1.example:5000")
-    if parts.username is not None or parts.password is not None or parts.query or parts.fragment:
-        raise UsageError("advertised_url must have no user, password, query or fragment: secrets go into a token file")
 
 
 def cluster_secret_in(config: BrokerConfig) -> str | None:

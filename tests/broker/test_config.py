@@ -85,3 +85,45 @@ def test_the_url_is_what_clients_use():
     assert BrokerConfig(host="::1").url == "http://[::1]:5000"
     assert BrokerConfig(tls_cert=Path("c"), tls_key=Path("k")).url == "https://127.0.0.1:5000"
     assert BrokerConfig(advertised_url="http://mq.example/").url == "http://mq.example"
+
+
+@pytest.mark.parametrize("url", ["http://b", "https://b.example:5000", "http://[::1]:5000", "http://b:5000/portal"])
+def test_an_advertised_url_is_kept(elsewhere, url):
+    assert load_config({"advertised_url": url}, environ={}).url == url
+
+
+@pytest.mark.parametrize(
+    "url", ["", " ", "b:5000", "ftp://b", "http://", "http://b:99999", "http://b:x", "http://a b", "http://b?x=1"]
+)
+def test_what_is_no_url_cannot_be_advertised(elsewhere, url):
+    with pytest.raises(UsageError, match="advertised_url"):
+        load_config({"advertised_url": url}, environ={})
+
+
+@pytest.mark.parametrize("scheme", ["http", "ftp"])
+def test_a_secret_in_a_url_is_refused_and_not_repeated(elsewhere, scheme):
+    with pytest.raises(UsageError, match="no user") as refused:
+        load_config({"advertised_url": f"{scheme}://user:hidden@b:1"}, environ={})
+    assert "hidden" not in str(refused.value)
+
+
+@pytest.mark.parametrize("hosts", ["a:1", "a:1,b:2", "a:1,b:2/chroot/below", "[::1]:2181", "none", "None"])
+def test_zookeepers_hosts_are_taken(elsewhere, hosts):
+    config = load_config({"zookeeper": hosts}, environ={})
+    assert config.is_clustered is (hosts.lower() != "none")
+
+
+@pytest.mark.parametrize("hosts", ["a", "a:x", "a:0", "a:70000", ":1", "a:1,", "a:1/", "a:1//x", "a:1/x/"])
+def test_what_names_no_zookeeper_is_refused(elsewhere, hosts):
+    with pytest.raises(UsageError, match="zookeeper"):
+        load_config({"zookeeper": hosts}, environ={})
+
+
+def test_credentials_of_zookeeper_go_together_and_protect_a_chroot(elsewhere):
+    both = {"zookeeper_user": "u", "zookeeper_password": "hidden"}
+    config = load_config({"zookeeper": "a:1/x", **both}, environ={})
+    assert config.zookeeper_auth == ("u", "hidden")
+    assert "hidden" not in repr(config)
+    for wrong in ({"zookeeper": "a:1/x", "zookeeper_user": "u"}, {"zookeeper": "a:1", **both}):
+        with pytest.raises(UsageError, match="zookeeper_user"):
+            load_config(wrong, environ={})
