@@ -464,3 +464,39 @@ def test_a_sleeper_does_not_oversleep_a_message_in_a_partition_that_was_added(fi
     assert not asleep.ready()
     send(fixture, "a", partition=1)
     assert texts(asleep.get(timeout=5)) == ["a"]
+
+
+def older_receipt(fixture: Fixture, message) -> str:
+    """The receipt that an earlier leader gave for the same delivery of a message."""
+    group = fixture.broker.groups.known("g")
+    topic = fixture.broker.topics.get("t")
+    book = fixture.broker.groups.book(group, topic.state.topic_id)
+    epoch = topic.partition(message.partition).replica.leader_epoch
+    return book.writer(message.partition, message.offset, 1, message.delivery_count, epoch - 1)(message.offset)
+
+
+def test_a_receipt_of_an_earlier_leader_counts_until_somebody_else_has_the_message(tmp_path):
+    """Grants are not waited for: a new leader may hand out a message under the number that the old one gave it."""
+    with running(tmp_path) as before:
+        send(before, "a", "b")
+    with running(tmp_path) as fixture:
+        first, second = receive(fixture)
+        assert fixture.broker.ack("g", [older_receipt(fixture, first)]) == [False]
+        assert fixture.broker.nack("g", [older_receipt(fixture, first)], None, None) == [False]
+        assert fixture.broker.extend("g", [older_receipt(fixture, first)], None) == [False]
+        assert fixture.broker.ack("g", [first.receipt]) == [True]
+        fixture.clock.advance(LEASE_MS + 1)
+        assert fixture.broker.ack("g", [older_receipt(fixture, second)]) == [True], "nobody holds it any more"
+        assert receive(fixture) == []
+
+
+def test_a_receipt_of_an_earlier_leader_may_be_extended_and_acked_while_its_lease_is_known(tmp_path):
+    clock = HandClock()
+    with running(tmp_path, clock) as before:
+        send(before, "a")
+        (message,) = receive(before)
+        gevent.sleep(0.05)  # its grant is on disk
+    with running(tmp_path, clock) as after:
+        assert after.broker.extend("g", [message.receipt], 60_000) == [True]
+        assert after.broker.ack("g", [message.receipt]) == [True]
+        assert receive(after) == []

@@ -7,6 +7,7 @@ import pytest
 
 from portalmq import wire
 from portalmq.broker.storage.batch import Record
+from portalmq.errors import Unavailable
 
 
 def test_received_messages_carry_their_lease(client, domain):
@@ -104,3 +105,36 @@ def test_the_cluster_and_its_metadata_are_shown(client, domain):
     assert domain.last("metadata") == {"topics": ["a", "b"]}
     client.get("/v1/metadata")
     assert domain.last("metadata") == {"topics": None}
+
+
+@pytest.mark.parametrize("verb", ["ack", "nack", "extend"])
+def test_receipts_whose_leader_cannot_be_asked_are_unknown_in_the_results(client, domain, problem_of, verb):
+    error = Unavailable("no leader just now", retry_after_s=0.1)
+    setattr(domain, verb, lambda *_, **__: [True, error, False])
+    problem = problem_of(
+        client.post(f"/v1/groups/g/{verb}", json={"receipts": ["a", "b", "c"]}), 503, "unavailable", "unknown"
+    )
+    assert problem["retryable"]
+    assert [result["status"] for result in problem["results"]] == ["ok", "unknown", "stale_receipt"]
+
+
+def test_acks_that_ride_with_a_receive_and_cannot_be_brought_to_their_leader_fail_it(client, domain, problem_of):
+    error = Unavailable("no leader just now")
+    domain.ack_and_receive = lambda *_, **__: ([], [True, error])
+    answer = client.post("/v1/groups/g/receive", json={"topics": ["t"], "ack": ["a", "b"]})
+    problem_of(answer, 503, "unavailable", "unknown")
+
+
+@pytest.mark.parametrize(("header", "forwards"), [(None, True), ("0", True), ("1", False), ("true", False)])
+def test_no_forward_reaches_the_domain(client, domain, header, forwards):
+    seen = []
+    domain.receive = lambda *_, forward, **__: seen.append(forward) or []
+    domain.ack = lambda *_, forward, **__: seen.append(forward) or [True]
+    headers = {} if header is None else {"PortalMQ-No-Forward": header}
+    client.post("/v1/groups/g/receive", json={"topics": ["t"]}, headers=headers)
+    client.post("/v1/groups/g/ack", json={"receipts": ["a"]}, headers=headers)
+    client.post("/v1/topics/t/messages", data=b"x", headers=headers)
+    client.get("/v1/topics/t/partitions/0/messages", headers=headers)
+    assert seen == [forwards, forwards]
+    assert domain.last("produce")["forward"] is forwards
+    assert domain.last("browse")["forward"] is forwards
