@@ -17,6 +17,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Protocol
+from weakref import WeakValueDictionary
 
 import gevent
 from gevent.event import Event
@@ -123,8 +124,8 @@ class Topic:
 
 
 class Topics:
-    """`on_opened`, `on_leading` and `on_stepped_down` hear of each partition; `on_removed` of a topic that is gone from the cluster,
-    before its files go; `on_grown` of one with more partitions than before."""
+    """`on_opened`, `on_leading` and `on_stepped_down` hear of each partition; `on_removed` of a topic that is gone from
+    the cluster, before its files go; `on_grown` of one with more partitions than before."""
 
     def __init__(
         self,
@@ -148,7 +149,7 @@ class Topics:
         self._ending: set[str] = set()
         self._removing: set[str] = set()
         self._open_slots = BoundedSemaphore(OPENING_AT_A_TIME)
-        self._changing = BoundedSemaphore()
+        self._turns: WeakValueDictionary[str, BoundedSemaphore] = WeakValueDictionary()
         self._tidying = BoundedSemaphore()
         self._moved = Event()
         self._closed = False
@@ -396,39 +397,48 @@ class Topics:
     def get_or_create(self, name: str) -> Topic:
         """The topic; made with one partition when it is missing and the cluster allows that."""
         topic = self._topics.get(name)
-        if topic is not None:
-            return topic
-        if not self._auto_create:
-            return self.get(name)
-        self.create(name, wire.CreateTopic())
-        return self.get(name)
+        if topic is not None or not self._auto_create:
+            return topic or self.get(name)
+        with self._turn(name):  # those who wait meanwhile go on in the order in which they came
+            topic = self._topics.get(name)
+            return topic or self._create(name, wire.CreateTopic())[0]
+
+    def _turn(self, name: str) -> BoundedSemaphore:
+        """One change of a topic at a time."""
+        turn = self._turns.get(name)
+        if turn is None:
+            turn = self._turns[name] = BoundedSemaphore()
+        return turn
 
     # --- changing ----------------------------------------------------------------------------------------------------
 
     def create(self, name: str, request: wire.CreateTopic) -> tuple[Topic, bool]:
         """The topic, and whether it is new. Raises TopicExists when it exists with other settings."""
         _check_supported(request.config)
-        with self._changing:
-            state, created = self._catalog.create_topic(
-                name,
-                request,
-                brokers=self._host.membership.mirror.brokers,
-                default_replication_factor=self._default_replication_factor,
-            )
+        with self._turn(name):
+            return self._create(name, request)
+
+    def _create(self, name: str, request: wire.CreateTopic) -> tuple[Topic, bool]:
+        state, created = self._catalog.create_topic(
+            name,
+            request,
+            brokers=self._host.membership.mirror.brokers,
+            default_replication_factor=self._default_replication_factor,
+        )
         return self._settled(state), created
 
     def alter(self, name: str, request: wire.AlterTopic) -> Topic:
         self.get(name)
         _check_supported(request.config)
-        with self._changing:
+        with self._turn(name):
             state = self._catalog.alter_topic(name, request, brokers=self._host.membership.mirror.brokers)
-        return self._settled(state)
+            return self._settled(state)
 
     def delete(self, name: str) -> None:
         """Remove the topic: first its name, with a tombstone, then, on every broker, its files."""
-        with self._changing:
+        with self._turn(name):
             state = self._catalog.delete_topic(name, now_ms=self._host.clock.wall_ms())
-        self._wait_for(lambda: not self.has_files(state.topic_id), SETTLE_WITHIN_S)
+            self._wait_for(lambda: not self.has_files(state.topic_id), SETTLE_WITHIN_S)
 
     def _settled(self, state: TopicState) -> Topic:
         """The topic as it is known here, once it is as `state` says, and led. Raises Unavailable (unknown) when that
