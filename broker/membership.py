@@ -33,7 +33,7 @@ from portalmq.broker.office import Office
 from portalmq.broker.vigil import Probe, Prober, Vigil
 from portalmq.broker.word import word_of
 from portalmq.control_plane.catalog import BrokerIdTaken, Catalog, Versioned
-from portalmq.control_plane.controller import elect
+from portalmq.control_plane.controller import View, departures, elect
 from portalmq.control_plane.mirror import Changes, Mirror
 from portalmq.control_plane.plane import (
     Conflict,
@@ -179,7 +179,8 @@ class Membership:
             log.warning("leadership is not handed over: %s", fault)
 
     def close(self) -> None:
-        """Leave the cluster. What is led still is for the controller to give to others."""
+        """Leave the cluster, once nothing is fetched here any more. What is led still is for the controller to give to
+        others."""
         self._closing.set()
         self.office.close()
         self.vigil.close()
@@ -189,7 +190,10 @@ class Membership:
             return
         try:
             self.office.resign()
+            # In this order: nobody lets in again who is not registered.
             self._catalog.unregister_broker(self.broker_id)
+            view = View(self.mirror.topics, self.mirror.partitions, {})
+            self._catalog.commit_fitting(departures(view, self.broker_id))
         except PlaneError as fault:
             log.warning("the registration ends with the session: %s", fault)
         self._session = 0

@@ -257,23 +257,27 @@ class Cluster(Tree):
         outcome is unknown counts as applied when a synced read shows so. Raises Deposed, and PlaneUnavailable when
         the plane does not answer: what was committed before that stands.
         """
+        return self.commit_fitting(changes, Check(state.CONTROLLER_EPOCH, controller.value.epoch))
+
+    def commit_fitting(self, changes: Sequence[PartitionChange], *guard: Check) -> list[PartitionChange]:
+        """The same for a broker that changes what is its own to change, unless there is a `guard`."""
         applied: list[PartitionChange] = []
-        waiting = list(changes)
+        room, waiting = COMMIT_OPS_MAX - len(guard), list(changes)
         while waiting:
-            part, waiting = waiting[: COMMIT_OPS_MAX - 1], waiting[COMMIT_OPS_MAX - 1 :]
-            applied += self._commit_fitting(controller.value.epoch, part)
+            applied += self._commit_fitting(guard, waiting[:room])
+            waiting = waiting[room:]
         return applied
 
-    def _commit_fitting(self, epoch: int, part: list[PartitionChange]) -> list[PartitionChange]:
+    def _commit_fitting(self, guard: tuple[Check, ...], part: list[PartitionChange]) -> list[PartitionChange]:
         while part:
             sets = [Set(change.path, state.encode(change.state), change.version) for change in part]
             try:
-                self.plane.commit(Check(state.CONTROLLER_EPOCH, epoch), *sets)
+                self.plane.commit(*guard, *sets)
             except OutcomeUnknown:
                 return self._applied(part)
             except Conflict as conflict:
-                if conflict.path == state.CONTROLLER_EPOCH:
-                    raise Deposed(f"the controller of epoch {epoch} is not in office any more") from None
+                if any(conflict.path == check.path for check in guard):
+                    raise Deposed(f"another controller was elected: {conflict}") from None
                 # One read finds all that do not fit, where the commit names only the first.
                 found = self.plane.get_many([change.path for change in part])
                 part = [

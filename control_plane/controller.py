@@ -80,6 +80,21 @@ def _added(
     return add_replicas({key: held.value.replicas for key, held in partitions.items()}, short, staying)
 
 
+def departures(view: View, broker_id: int) -> list[PartitionChange]:
+    """A follower that ends takes its leave: it is in sync no more, where enough others are. Its leaders would find out
+    by themselves, but wait for it until then."""
+    topics = {topic.topic_id: topic for topic in view.topics.values()}
+    changes: list[PartitionChange] = []
+    for (topic_id, number), held in view.partitions.items():
+        state = held.value
+        if broker_id not in state.isr or state.leader in (None, broker_id) or topic_id not in topics:
+            continue
+        if len(state.isr) > min_insync(state, topics[topic_id].config.min_insync_replicas):
+            left = tuple(member for member in state.isr if member != broker_id)
+            changes.append(PartitionChange(topic_id, number, msgspec.structs.replace(state, isr=left), held.version))
+    return changes
+
+
 def live_brokers(
     registered: Mapping[int, BrokerState],
     known_before: Mapping[int, BrokerState],
@@ -135,6 +150,7 @@ def decide(
     `added` are brokers that are to hold a replica from now on. A leader is replaced when it is gone, has started anew
     since it was elected (it may have lost what it had promised to itself), stands on another store, or drains.
     """
+    live = _current(held, live)
     wanted = held
     if added:
         wanted = msgspec.structs.replace(held, replicas=(*held.replicas, *added))
@@ -143,6 +159,12 @@ def decide(
         if elected.leader != held.leader or (held.leader is not None and not _still_leads(held, live)):
             wanted = elected
     return None if wanted == held else wanted
+
+
+def _current(held: PartitionState, live: Mapping[int, BrokerState]) -> Mapping[int, BrokerState]:
+    """A registration older than what the partition knows of was read before it. It proves nothing, above all not that
+    the broker stands on another store and has lost what it had."""
+    return {id: broker for id, broker in live.items() if broker.incarnation >= held.incarnations.get(id, 0)}
 
 
 def _leads(held: PartitionState, live: Mapping[int, BrokerState]) -> bool:
@@ -178,6 +200,7 @@ def elect(
     partitions (`led`), and of equal ones the first in the order of the replicas. Members that are gone leave the ISR,
     the old leader first, down to min_insync_replicas; those on another store leave it in any case.
     """
+    live = _current(held, live)
     clean = [broker_id for broker_id in held.replicas if _is_clean(held, broker_id, live)]
 
     def rank(broker_id: int) -> tuple[bool, bool, int]:

@@ -261,6 +261,7 @@ class TestTheController:
         until(lambda: cluster.controllers in ([2], [3]))
         first.membership.close()
         until(lambda: third.membership.mirror.brokers.keys() == {2, 3})
+        until(lambda: all(set(third.partition(topic, n).value.isr) == {2, 3} for n in range(6)))
 
     def test_a_broker_alone_drains_at_once(self, cluster: Members) -> None:
         member = cluster.start(1)

@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from portalmq import wire
@@ -46,6 +47,14 @@ class TestElections:
     def test_a_replica_whose_data_directory_was_replaced_is_never_elected(self) -> None:
         assert elect(HELD, {1: broker(1, store="emptied"), 2: broker(2)}).leader == 2
         assert elect(HELD, {1: broker(1, store="emptied")}).leader is None
+
+    def test_a_registration_older_than_the_partition_proves_no_loss(self) -> None:
+        """Brokers and partitions are read one after the other: what was read first may be the store of an earlier life,
+        and the one that joined since must not be dropped below the floor for it."""
+        held = msgspec.structs.replace(HELD, incarnations={1: 1, 2: 5, 3: 1})
+        assert elect(held, {1: broker(1), 2: broker(2, incarnation=4, store="before")}).isr == (1, 2)
+        assert elect(held, {1: broker(1), 2: broker(2, incarnation=6, store="emptied")}).isr == (1,)
+        assert elect(held, {2: broker(2, incarnation=4)}).leader is None
 
     def test_a_stranger_is_never_elected(self) -> None:
         assert elect(HELD, {9: broker(9)}).leader is None

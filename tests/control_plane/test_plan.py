@@ -18,6 +18,7 @@ from portalmq.control_plane.controller import (
     TOMBSTONE_MS,
     View,
     decide,
+    departures,
     elect,
     elect_unclean,
     live_brokers,
@@ -149,6 +150,29 @@ class TestDraining:
 
     def test_it_gets_no_replicas(self) -> None:
         assert planned([partition(isr=(1,), replicas=(1,))], live(1, b2=broker(2, draining=True))) == []
+
+
+class TestDepartures:
+    def departed(self, held: PartitionState, broker_id: int, **config: Any) -> list[tuple[int, ...]]:
+        of = topic(**config)
+        view = View({"t": of}, {(of.topic_id, 0): Versioned(held, 7)}, {})
+        changes = departures(view, broker_id)
+        assert all((change.version, change.state.leader) == (7, held.leader) for change in changes)
+        assert all(change.state.leader_epoch == held.leader_epoch for change in changes)
+        return [change.state.isr for change in changes]
+
+    def test_a_follower_that_ends_is_in_sync_no_more(self) -> None:
+        assert self.departed(partition(), 2) == [(1, 3)]
+
+    def test_it_stays_where_it_is_needed(self) -> None:
+        assert self.departed(partition(isr=(1, 2)), 2) == []
+        assert self.departed(partition(), 2, min_insync_replicas=3) == []
+        assert self.departed(partition(isr=(1, 2)), 2, min_insync_replicas=1) == [(1,)]
+
+    def test_a_leader_and_one_that_is_not_in_sync_have_nothing_to_leave(self) -> None:
+        assert self.departed(partition(), 1) == []
+        assert self.departed(partition(isr=(1, 3)), 2) == []
+        assert self.departed(partition(None), 2) == []
 
 
 class TestReplicas:
