@@ -15,17 +15,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 
-from portalmq.control_plane import state
 from portalmq.control_plane.assignment import add_replicas
-from portalmq.control_plane.catalog import ATTEMPTS, Catalog, PartitionChange, Versioned
+from portalmq.control_plane.catalog import PartitionChange, Versioned
 from portalmq.control_plane.mirror import PartitionKey
-from portalmq.control_plane.plane import COMMIT_OPS_MAX, Conflict, Set
 from portalmq.control_plane.state import BrokerState, PartitionState, Tombstone, TopicState, min_insync
-from portalmq.errors import Unavailable
 
 # A creation takes seconds at most, and is begun anew if its partitions go meanwhile: this is only so long to be kind.
 STRAY_FOR_MS = 10 * 60_000
@@ -238,49 +235,3 @@ def elect_unclean(held: PartitionState, broker_id: int, incarnation: int, store_
         incarnations={**held.incarnations, broker_id: incarnation},
         unclean=(*held.unclean, epoch),
     )
-
-
-@dataclass(slots=True)
-class Takeover:
-    """What a broker found when it took over: how many partitions it leads, and which have no leader now."""
-
-    led: int = 0
-    leaderless: list[tuple[str, int]] = field(default_factory=list)
-
-
-def take_over(catalog: Catalog, broker_id: int, broker: BrokerState) -> Takeover:
-    """Elect the only broker there is for every partition of every topic.
-
-    Raises Unavailable when someone else keeps changing the partitions meanwhile.
-    """
-    found = Takeover()
-    catalog.sweep()
-    pending = [(topic, number) for topic in catalog.topics().values() for number in range(topic.partitions)]
-    while pending:
-        for (topic, number), elected in _elect_some(catalog, pending[:COMMIT_OPS_MAX], {broker_id: broker}):
-            if elected.leader is None:
-                found.leaderless.append((topic.name, number))
-            else:
-                found.led += 1
-        pending = pending[COMMIT_OPS_MAX:]
-    return found
-
-
-def _elect_some(
-    catalog: Catalog, partitions: list[tuple[TopicState, int]], live: Mapping[int, BrokerState]
-) -> list[tuple[tuple[TopicState, int], PartitionState]]:
-    """Elections in one commit. A partition that is being removed is left out."""
-    for _ in range(ATTEMPTS):
-        found = [(of, catalog.partition(of[0].topic_id, of[1])) for of in partitions]
-        elections = [(of, held, elect(held.value, live)) for of, held in found if held is not None]
-        try:
-            catalog.plane.commit(*(_election(of, held, elected) for of, held, elected in elections))
-        except Conflict:
-            continue
-        return [(of, elected) for of, _, elected in elections]
-    raise Unavailable("the partitions are being changed by someone else: is another broker on this control plane?")
-
-
-def _election(of: tuple[TopicState, int], held: Versioned[PartitionState], elected: PartitionState) -> Set:
-    topic, number = of
-    return Set(state.partition_path(topic.topic_id, number), state.encode(elected), held.version)

@@ -1,18 +1,9 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import msgspec
-import pytest
 
-from portalmq import wire
-from portalmq.control_plane.catalog import Catalog
-from portalmq.control_plane.controller import elect, take_over
-from portalmq.control_plane.plane import Op, VersionMismatch
-from portalmq.control_plane.standalone import Standalone
+from portalmq.control_plane.controller import elect
 from portalmq.control_plane.state import BrokerState, PartitionState
-from portalmq.errors import Unavailable
 
 
 def broker(number: int, *, incarnation: int = 1, store: str | None = None) -> BrokerState:
@@ -58,42 +49,3 @@ class TestElections:
 
     def test_a_stranger_is_never_elected(self) -> None:
         assert elect(HELD, {9: broker(9)}).leader is None
-
-
-@pytest.fixture
-def catalog(tmp_path: Path) -> Iterator[Catalog]:
-    plane = Standalone(tmp_path)
-    plane.start()
-    yield Catalog(plane)
-    plane.close()
-
-
-class TestTakingOver:
-    def test_a_restart_raises_the_epoch_of_every_partition(self, catalog: Catalog) -> None:
-        for name, partitions in (("small", 1), ("large", 230)):
-            catalog.create_topic(name, wire.CreateTopic(partitions=partitions), brokers={1: broker(1)})
-        for incarnation in (2, 3):
-            found = take_over(catalog, 1, broker(1, incarnation=incarnation))
-            assert (found.led, found.leaderless) == (231, [])
-        for topic in catalog.topics().values():
-            for held in catalog.partitions(topic).values():
-                assert (held.value.leader, held.value.leader_epoch) == (1, 3)
-                assert held.value.incarnations == {1: 3}
-
-    def test_partitions_of_another_data_directory_are_named_and_not_led(self, catalog: Catalog) -> None:
-        catalog.create_topic("t", wire.CreateTopic(partitions=2), brokers={1: broker(1)})
-        found = take_over(catalog, 1, broker(1, store="emptied"))
-        assert (found.led, found.leaderless) == (0, [("t", 0), ("t", 1)])
-
-    def test_nothing_to_take_over_is_fine(self, catalog: Catalog) -> None:
-        assert take_over(catalog, 1, broker(1)).led == 0
-
-    def test_a_rival_that_never_stops_is_reported(self, catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
-        catalog.create_topic("t", wire.CreateTopic(), brokers={1: broker(1)})
-
-        def beaten(*ops: Op) -> list[int]:
-            raise VersionMismatch(ops[0].path)
-
-        monkeypatch.setattr(catalog.plane, "commit", beaten)
-        with pytest.raises(Unavailable, match="another broker"):
-            take_over(catalog, 1, broker(1))

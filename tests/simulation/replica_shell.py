@@ -288,7 +288,10 @@ class ReplicaShell:
             self._actions = deque(a for a in self._actions if not isinstance(a, Append | Replicate))
             self._to_replicate.clear()
             self._tail = self.disk.batches[-1].uid if self.disk.batches else (-1 if self.disk.start else 0)
-            self.tell(Truncated(self.disk.end, self.disk.producers()))
+            # Before whatever waits: what would be stepped first would be allotted after what is not there.
+            waiting = [(event, batches) for event, batches in self._events if not isinstance(event, Appended)]
+            self._events = deque([(Truncated(self.disk.end, self.disk.producers()), []), *waiting])
+            self._pump()
         else:
             self._close()
             self.node.reopen(min(self.replica.high_watermark, self.disk.end))

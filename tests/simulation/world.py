@@ -118,7 +118,7 @@ class World:
     # --- what several need -------------------------------------------------------------------------------------------
 
     def may_lose(self, node: Node) -> bool:
-        """Whether a clean in-sync replica is left. Of those in sync on paper fewer than min_insync may be lost at a time:
+        """Whether a clean in-sync replica is left. Of those in sync on paper fewer than min_insync may be lost at once:
         an election believes in the ephemerals of the others, and drops who is gone down to that number."""
         held = self.zookeeper.tree.partition
         if node.alive and node.shell.isr_changing:
