@@ -419,6 +419,9 @@ class Partition:
         pending: Any = action.token
         if pending is None:
             pending = Pending(Batch(0, 1, 0, Kind.EPOCH_START, 0, 0))
+        if self.closed:
+            pending.finish(Unavailable("the partition is being closed", retry_after_s=0.5))
+            return
         stamp = pending.stamp
         pending.base_offset, pending.appended_at_ms = action.base_offset, action.appended_at_ms
         pending.batch = batch = Batch(
@@ -441,6 +444,8 @@ class Partition:
         self._writer.put(pending)
 
     def _enqueue_replicated(self, entry: Replicated) -> None:
+        if self.closed:
+            return
         for head in entry.heads:
             if head.kind == Kind.MESSAGES:
                 self.messages_next += head.count

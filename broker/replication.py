@@ -70,7 +70,7 @@ class LocalPartitions(Protocol):
 
 
 class Ask:
-    """A fetch in a session. Answered once: with `answer`, or with the records that it was found to have."""
+    """A fetch in a session. It stands until it is answered, once, with `answer` or with records, or withdrawn."""
 
     __slots__ = ("answer", "fetch", "key", "known_hw", "partition", "session", "stands")
 

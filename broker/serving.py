@@ -29,6 +29,11 @@ class Asking(Protocol):
     @property
     def fetch(self) -> Fetch: ...
 
+    @property
+    def stands(self) -> bool:
+        """False once it was answered, replaced or given up."""
+        ...
+
     def reply(self, reply: Reply) -> None:
         """This is the answer."""
         ...
@@ -58,6 +63,8 @@ class Serving:
 
     def answer(self, action: ReplyFetch) -> None:
         ask: Asking = action.token  # type: ignore[assignment]
+        if not ask.stands:
+            return
         if action.reply is not None:
             self.withdrawn(ask)
             ask.reply(action.reply)

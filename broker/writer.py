@@ -23,7 +23,7 @@ from gevent.threadpool import ThreadPool
 
 from portalmq.broker.core.events import Stamp
 from portalmq.broker.storage.batch import BadFrame, Batch, Frame, Head, batch_of_frame, frame_of
-from portalmq.broker.storage.errors import DiskFull, StorageError
+from portalmq.broker.storage.errors import DiskFull, LogClosed, StorageError
 from portalmq.broker.storage.log import Log
 from portalmq.errors import PortalMQError, Unavailable
 from portalmq.wire import Acks
@@ -206,9 +206,12 @@ class Writer:
         if isinstance(written, DiskFull | BadFrame):
             self._on_refused(taken, written)
             gevent.sleep(REFUSED_PAUSE_S)  # a leader begins its epoch again at once, and the disk is as full as before
-        elif isinstance(written, StorageError):
-            self._host.storage_failed(written)
-            failed = Unavailable("the storage failed while this was written", outcome="unknown")
+        elif isinstance(written, StorageError | LogClosed):
+            failed: PortalMQError = Unavailable("the storage failed while this was written", outcome="unknown")
+            if isinstance(written, StorageError):
+                self._host.storage_failed(written)
+            else:
+                failed = written
             for entry in taken:
                 if isinstance(entry, Pending):
                     entry.finish(failed)
@@ -221,12 +224,12 @@ def _checkpoint(log: Log) -> bool:
     """On a native thread: whether there was room. If not, the write-ahead log keeps what it has."""
     try:
         log.checkpoint()
-    except DiskFull:
+    except (DiskFull, LogClosed):
         return False
     return True
 
 
-def _commit(log: Log, taken: list[Entry], keeps_frames: bool) -> float | StorageError | BadFrame:
+def _commit(log: Log, taken: list[Entry], keeps_frames: bool) -> float | StorageError | LogClosed | BadFrame:
     """On a native thread: checksum what is ours, decode what came from a leader, and write all in one transaction.
     Answers the seconds it took.
 
@@ -245,6 +248,6 @@ def _commit(log: Log, taken: list[Entry], keeps_frames: bool) -> float | Storage
                 batches.append(entry.batch)
         begin = perf_counter()
         log.append(batches)
-    except (StorageError, BadFrame) as fault:
+    except (StorageError, LogClosed, BadFrame) as fault:
         return fault
     return perf_counter() - begin

@@ -10,9 +10,10 @@ import pytest
 from support.replicas import Group, contents, eventually, replicas, send, values
 
 from portalmq.broker.fetch_protocol import FetchAnswer, RecordsAnswer, decode_answer, encode
+from portalmq.broker.storage.batch import Record
 from portalmq.broker.storage.errors import DiskFull
 from portalmq.broker.storage.state import StateFile
-from portalmq.errors import StorageFull, Unavailable
+from portalmq.errors import PortalMQError, StorageFull, Unavailable
 
 
 def settle(group: Group) -> None:
@@ -248,6 +249,30 @@ def test_a_leader_that_cannot_begin_its_epoch_for_want_of_room_begins_it_later(t
         settle(group)
 
 
+def test_the_start_of_an_epoch_that_waits_behind_a_refused_transaction_is_written_once(tmp_path, monkeypatch):
+    """Its place was allotted after records that the disk then refused: written there, it would leave a hole."""
+    with replicas(tmp_path, 3) as group:
+        settle(group)
+        partition = group.leader
+        with monkeypatch.context() as patch:
+            refuse(patch, group, 1)
+
+            def full(state_file: StateFile, leader_epoch: int) -> None:
+                raise DiskFull("no room")
+
+            patch.setattr(StateFile, "save_highest_epoch", full)
+            pending = partition.submit((Record(b"refused"),), 7)
+            group.elect(1)
+            assert partition._remembering is not None
+            with pytest.raises(PortalMQError):
+                partition.outcome(pending)
+            eventually(lambda: partition._writer.is_idle)
+        eventually(lambda: partition.serves)
+        send(partition, "b")
+        settle(group)
+        assert values(partition) == ["b"]
+
+
 def test_without_room_to_remember_an_epoch_a_replica_waits_and_does_not_act_in_it(tmp_path, monkeypatch):
     with replicas(tmp_path, 3) as group:
         settle(group)
@@ -315,3 +340,17 @@ def test_a_contradiction_below_the_high_watermark_is_quarantined(tmp_path):
 def settle_of(group: Group, *brokers: int) -> None:
     eventually(lambda: len({group.partition(n).high_watermark for n in brokers}) == 1)
     eventually(lambda: len({contents(group.partition(n)) for n in brokers}) == 1)
+
+
+def test_a_partition_that_is_closed_while_its_disk_refuses_is_closed_soon(tmp_path, monkeypatch):
+    with replicas(tmp_path, 3) as group:
+        settle(group)
+        with monkeypatch.context() as patch:
+            refuse(patch, group, 1)
+            group.elect(1)
+            eventually(lambda: group.partition(1).replica.leading)
+            gevent.sleep(0.3)
+            host = group.hosts[1]
+            with gevent.Timeout(5):
+                group.stop(1)
+            assert not host.faults
