@@ -267,7 +267,7 @@ def test_the_start_of_an_epoch_that_waits_behind_a_refused_transaction_is_writte
             with pytest.raises(PortalMQError):
                 partition.outcome(pending)
             eventually(lambda: partition._writer.is_idle)
-        eventually(lambda: partition.serves)
+        eventually(lambda: partition._remembering is None and partition.serves)
         send(partition, "b")
         settle(group)
         assert values(partition) == ["b"]
