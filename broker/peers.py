@@ -18,6 +18,7 @@ from typing import Protocol, TypeVar
 
 import gevent
 import msgspec
+from gevent.monkey import get_original
 
 from portalmq import wire
 from portalmq.connection import Address, Answer, ConnectionPool, NoAnswer, NotSent, parse_address
@@ -78,7 +79,10 @@ class Peers:
         self._registry = registry
         self._credential = credential(secret)
         self._pool: Exchanger = pool or ConnectionPool(
-            tls=tls, connections_per_host_max=CONNECTIONS_PER_BROKER_MAX, connect_timeout_s=CONNECT_TIMEOUT_S
+            tls=tls,
+            connections_per_host_max=CONNECTIONS_PER_BROKER_MAX,
+            connect_timeout_s=CONNECT_TIMEOUT_S,
+            poll=get_original("select", "poll"),
         )
         self.on_trouble: Callable[[int, int, bool], None] = lambda broker_id, incarnation, refused: None
 

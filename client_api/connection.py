@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from http.client import HTTPException, HTTPMessage, HTTPResponse
+from typing import Any
 from urllib.parse import urlsplit
 
 DEFAULT_PORT = 5000
@@ -96,13 +97,15 @@ class Answer:
 class Connection:
     """One socket to one broker, used by one thread at a time."""
 
-    def __init__(self, address: Address, timeout_s: float, tls: ssl.SSLContext | None) -> None:
+    def __init__(
+        self, address: Address, timeout_s: float, tls: ssl.SSLContext | None, poll: Callable[[], Any] = select.poll
+    ) -> None:
         """Connect within `timeout_s`. Raises OSError."""
         raw = socket.create_connection((address.host, address.port), timeout=timeout_s)
         raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = tls.wrap_socket(raw, server_hostname=address.host) if tls else raw
         self._is_tls = tls is not None
-        self._poll = select.poll()
+        self._poll = poll()
         self._poll.register(self._socket, select.POLLIN)
         self.used = False
         self.reusable = True
@@ -185,7 +188,11 @@ class ConnectionPool:
         clock: Callable[[], float] = time.monotonic,
         connections_per_host_max: int = CONNECTIONS_PER_HOST_MAX,
         connect_timeout_s: float = CONNECT_TIMEOUT_S,
+        poll: Callable[[], Any] = select.poll,
     ) -> None:
+        """`poll` makes what looks, without waiting, whether a connection was closed. Under gevent the real one is to be
+        given: its stand-in goes once round the loop for that, and lets everybody else go first."""
+        self._poll = poll
         self._tls = tls
         self._clock = clock
         self._connections_max = connections_per_host_max
@@ -234,7 +241,7 @@ class ConnectionPool:
         timeout_s = min(self._connect_timeout_s, timeout_s)
         try:
             tls = self._tls_context() if address.scheme == "https" else None
-            connection = Connection(address, timeout_s, tls)
+            connection = Connection(address, timeout_s, tls, self._poll)
         except OSError as fault:
             raise NotSent(_in_words(fault, timeout_s)) from fault
         return self._register(host, connection)

@@ -445,6 +445,6 @@ def test_sleepers_survive_the_death_of_the_leader_they_wait_for(cluster: Cluster
     thread, found = in_background(lambda: receive(entry, spread, spread, wait_ms=WAIT_MS, max_messages=1))
     wait_until(lambda: parked(cluster, entry_id) > before, "the receive is parked")
     cluster.kill(victim)
-    send(entry, spread, "after", 0)
+    send(entry, spread, "after", 0, Idempotency_Key="k")
     thread.join(15)
     assert values(found[0]) == ["after"]
