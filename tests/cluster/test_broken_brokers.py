@@ -51,16 +51,14 @@ def test_an_emptied_disk_is_filled_again_from_the_others(cluster: Cluster, topic
     cluster.start(emptied)
     cluster.wait_in_sync(topic)
     # Only what it got from the others can be on it, so let it serve all of it.
-    others = [broker_id for broker_id in cluster.running if broker_id != emptied]
-    for other in others:
-        if cluster.wait_for_leader(topic) != emptied:
-            cluster.kill(cluster.wait_for_leader(topic))
-            cluster.wait_for_leader(topic, other_than=other)
-        if cluster.leader(topic) == emptied:
-            break
-        cluster.start(*(each for each in others if not cluster.brokers[each].runs))
-        cluster.wait_in_sync(topic)
-    assert cluster.wait_for_leader(topic) == emptied
+    leader = cluster.wait_for_leader(topic)
+    if leader != emptied:
+        other = next(broker_id for broker_id in cluster.running if broker_id not in {leader, emptied})
+        cluster.kill(other)
+        wait_until(lambda: other not in cluster.partitions(topic)[0]["isr"], "it is the only one left to be elected")
+        cluster.kill(leader)
+        wait_until(lambda: cluster.leader(topic) == emptied, "it leads")
+        cluster.start(other)
     check(running, everything_in(cluster.brokers[emptied].url, topic))
 
 

@@ -33,8 +33,13 @@ def test_brokers_that_name_no_id_get_the_smallest_free_ones_and_keep_them(tmp_pa
             first.restart()
             second.restart()
             assert {first: identity(first)["broker_id"], second: identity(second)["broker_id"]} == ids
-            live = {each["id"]: each["url"] for each in first.request("GET", "/v1/cluster").json()["brokers"]}
-            assert live == {ids[first]: first.url, ids[second]: second.url}
+            wanted = {ids[first]: first.url, ids[second]: second.url}
+
+            def live() -> dict[int, str]:
+                brokers = first.request("GET", "/v1/cluster").json()["brokers"]
+                return {each["id"]: each["url"] for each in brokers if each["live"]}
+
+            wait_until(lambda: live() == wanted, "both know each other")
 
 
 def test_an_id_that_a_live_broker_has_is_refused_at_once(tmp_path: Path) -> None:
