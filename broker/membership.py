@@ -168,6 +168,8 @@ class Membership:
 
     def drain(self) -> None:
         """Ask for other leaders, and wait for them, within bounds: as far as somebody else can lead."""
+        if not self.registered:
+            return
         self.me = msgspec.structs.replace(self.me, draining=True)
         try:
             self._catalog.register_broker(self.broker_id, self.me)

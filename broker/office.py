@@ -6,7 +6,8 @@ control_plane/controller.py, over what the mirror shows and the vigil found; her
 losing the office unnoticed, or two who believe to hold it, cost time and never a message.
 
     nobody in office              elect: at once when alone, after a jitter of up to 500 ms when others compete
-    the controller is gone        refused or silent twice in the incarnation it was elected in: depose, elect at once
+    the controller is gone        refused or silent twice in the incarnation it was elected in: depose, elect at once;
+                                  for silence no second time within half a minute
     in office                     plan, commit; now and then sweep what crashed creations left, forget tombstones
     the plane was away            for one session it proves nothing that a broker is not registered
 """
@@ -33,8 +34,11 @@ JITTER_S = 0.5
 UPKEEP_EVERY_MS = 30_000
 # Changes that come one by one are decided on together.
 PASS_PAUSE_S = 0.02
+PASS_PAUSE_MIN_S = 0.2
 RETRY_PAUSE_S = 0.2
 REFUSALS_OF_A_CONTROLLER = 2
+# Two who cannot hear each other, though others hear both, would depose each other for ever.
+DEPOSE_AGAIN_MS = 30_000
 TOLD_MAX = 20
 
 
@@ -75,6 +79,7 @@ class Office:
         self._known: dict[int, BrokerState] = {}
         self._grace_until_ms = 0
         self._upkeep_at_ms = 0
+        self._silence_counts_ms = 0
         self._first_seen_ms: dict[str, int] = {}
         self._closing = Event()
 
@@ -133,7 +138,7 @@ class Office:
         due_ms = [self._upkeep_at_ms if self.held else now_ms + UPKEEP_EVERY_MS]
         if self._in_grace():
             due_ms.append(self._grace_until_ms)
-        return max(0.001, (min(due_ms) - now_ms) / 1_000)
+        return max(PASS_PAUSE_MIN_S, (min(due_ms) - now_ms) / 1_000)
 
     def close(self) -> None:
         self._closing.set()
@@ -207,7 +212,15 @@ class Office:
         registered = self._mirror.brokers.get(controller.broker_id)
         if registered is not None and registered.incarnation > controller.incarnation:
             return True  # it has started anew: the session that holds the office is of its earlier life
-        return (controller.broker_id, controller.incarnation) in self._vigil.gone(refusals=REFUSALS_OF_A_CONTROLLER)
+        if (controller.broker_id, controller.incarnation) not in self._vigil.gone(refusals=REFUSALS_OF_A_CONTROLLER):
+            return False
+        if self._vigil.refuses(controller.broker_id):
+            return True
+        now_ms = self._clock.now_ms()
+        if now_ms < self._silence_counts_ms:
+            return False  # its session decides
+        self._silence_counts_ms = now_ms + DEPOSE_AGAIN_MS
+        return True
 
     # --- the work ----------------------------------------------------------------------------------------------------
 

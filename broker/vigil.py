@@ -119,6 +119,11 @@ class Vigil:
     def gone(self, *, refusals: int = 1) -> set[BrokerKey]:
         return gone(self._pulses, refusals=refusals)
 
+    def refuses(self, broker_id: int) -> bool:
+        """Nobody listens at its port, as far as the latest answer goes."""
+        pulse = self._pulses.get(broker_id)
+        return pulse is not None and pulse.refused > 0
+
     def close(self) -> None:
         self._probed = frozenset()
         gevent.killall(list(self._rounds.values()))

@@ -188,7 +188,7 @@ class Catalog(Cluster):
 
     def confirmations(self, topic_id: str) -> frozenset[int]:
         """The brokers that have removed the deleted topic's files."""
-        return frozenset(int(name) for name in self.plane.children(state.tombstone_path(topic_id)))
+        return frozenset(int(name) for name in self.plane.children(state.tombstone_path(topic_id)) if name.isdigit())
 
     def forget_tombstone(self, topic_id: str) -> None:
         """Every broker has removed the topic's files."""

@@ -128,6 +128,7 @@ class Cluster(Tree):
         return {
             int(node.path.rpartition("/")[2]): Versioned(state.decode(node.data, StoreState), node.version)
             for node in self.plane.get_children(state.STORES)
+            if node.path.rpartition("/")[2].isdigit()
         }
 
     def next_incarnation(self, broker_id: int, store_uuid: str, before: int = 0) -> int:

@@ -161,7 +161,7 @@ class Mirror:
         # The order matters. A deletion makes the tombstone and takes the topic in one commit: with the tombstones read
         # last, a topic that is not there has its tombstone.
         for parent in (state.BROKERS, state.GROUPS, state.TOPICS, state.DELETED):
-            found.update((node.path, node) for node in self._plane.get_children(parent))
+            found.update((node.path, node) for node in self._plane.get_children(parent) if self._is_ours(node.path))
         for path in [*found, *(path for path in self._known() if path not in found)]:
             self._take(path, found.get(path), changes)
         every = [

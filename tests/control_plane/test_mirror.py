@@ -229,6 +229,15 @@ def test_a_node_that_nobody_can_read_is_passed_over(
     assert path in caplog.text
 
 
+def test_what_somebody_put_beside_the_brokers_is_no_broker(plane: CountingPlane, catalog: Catalog) -> None:
+    catalog.register_broker(1, THREE[1])
+    plane.commit(Create("/brokers/ids/notes", b"mine"), Create("/brokers/stores/notes", b"mine"))
+    mirror = Mirror(plane)
+    mirror.refresh()
+    assert list(mirror.brokers) == [1]
+    assert catalog.claims() == {}
+
+
 class TestReadingAgain:
     def test_it_answers_what_stands_now_and_leaves_telling_to_the_refresh(
         self, plane: CountingPlane, catalog: Catalog
