@@ -161,6 +161,10 @@ class Supervised:
             return False
 
 
+def _how(code: int) -> str:
+    return f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+
+
 def _die_with(parent: int) -> None:
     """Between fork and exec: the kernel kills this process when its parent ends, however that is."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -286,7 +290,7 @@ class Supervisor:
             for process in self._running:
                 code = process.exit_code
                 if code is not None:
-                    sentence = f"{process.name} ended with exit code {code}; it said:\n{process.tail()}"
+                    sentence = f"{process.name} ended {_how(code)}; it said:\n{process.tail()}"
                     raise StartupError(sentence, code if code > 0 else EX_SOFTWARE)
             waiting = [process for process in waiting if not is_ready(process)]
             if waiting and time.monotonic() > deadline:
@@ -311,7 +315,7 @@ class Supervisor:
                 if code is not None and process.name not in self._reported:
                     self._reported.add(process.name)
                     self.tell(
-                        f"{process.name} ended with exit code {code}, and is not started again by itself "
+                        f"{process.name} ended {_how(code)}, and is not started again by itself "
                         f"(see {process.log}). This starts it: {process.command}"
                     )
             time.sleep(POLL_S)

@@ -163,7 +163,7 @@ def test_status_shows_who_is_there_and_what_needs_attention(terminal: Terminal) 
     assert re.search(r"^t +0 +under-replicated", table, re.MULTILINE)
     # It is reported, with the command that starts it, and that command works.
     said = terminal.said()
-    assert "broker-1 ended with exit code" in said
+    assert "broker-1 ended by SIGKILL" in said
     command = re.search(r"This starts it: portalmq (.*)", said)[1].split()
     again = subprocess.Popen(
         [sys.executable, "-m", "portalmq.cli.main", *command], cwd=terminal.directory, stderr=subprocess.DEVNULL
