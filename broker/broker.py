@@ -457,19 +457,31 @@ class Broker:
 
     @_told
     def receive(
-        self, group: str, request: wire.ReceiveRequest, peer: Peer | None, *, forward: bool = True
+        self,
+        group: str,
+        request: wire.ReceiveRequest,
+        peer: Peer | None,
+        *,
+        forward: bool = True,
+        is_first: bool = False,
     ) -> list[Delivered]:
         """Lease messages, waiting for the first one up to the request's `wait_ms`."""
         self._check_open()
-        return self._receiving.receive(group, request, peer, forward=forward)
+        return self._receiving.receive(group, request, peer, forward=forward, is_first=is_first)
 
     @_told
     def ack_and_receive(
-        self, group: str, request: wire.ReceiveRequest, peer: Peer | None, *, forward: bool = True
+        self,
+        group: str,
+        request: wire.ReceiveRequest,
+        peer: Peer | None,
+        *,
+        forward: bool = True,
+        is_first: bool = False,
     ) -> tuple[list[Delivered], list[Verdict]]:
         """Ack the request's receipts, then receive; also answers which receipts counted."""
         self._check_open()
-        return self._receiving.ack_and_receive(group, request, peer, forward=forward)
+        return self._receiving.ack_and_receive(group, request, peer, forward=forward, is_first=is_first)
 
     @_told
     def ack(self, group: str, receipts: list[str], *, forward: bool = True) -> list[Verdict]:

@@ -170,6 +170,8 @@ class Leaders:
                 if bell is not None:
                     bell.clear()
                 found: Outcomes[T] = self._once(pending, work, forward, waiting)
+                if bell is None and not any(isinstance(outcome, PortalMQError) for outcome in found.values()):
+                    return found
                 outcomes |= found
                 doubtful |= {place for place in pending if _is_unknown(outcomes[place])}
                 pending = [place for place in pending if self._may_mend(outcomes[place], forward, repeatable)]

@@ -102,7 +102,10 @@ class Peers:
         state = self._registry.brokers.get(broker_id)
         if state is None:
             raise NotReached(f"broker {broker_id} is not registered now")
-        address = parse_address(state.url)
+        try:
+            address = parse_address(state.url)
+        except ValueError as fault:
+            raise NotReached(f"broker {broker_id} is registered with a URL that is none: {fault}") from None
         head = (
             f"POST {address.prefix}{wire.INTERNAL_PATH}{name} HTTP/1.1\r\nHost: {address.netloc}\r\n"
             f"Authorization: {self._credential}\r\nContent-Type: {wire.MSGPACK}\r\n"

@@ -48,14 +48,16 @@ class Receiving:
 
     # --- for clients -------------------------------------------------------------------------------------------------
 
-    def receive(self, name: str, request: wire.ReceiveRequest, peer: Peer | None, *, forward: bool) -> list[Delivered]:
+    def receive(
+        self, name: str, request: wire.ReceiveRequest, peer: Peer | None, *, forward: bool, is_first: bool = False
+    ) -> list[Delivered]:
         """Lease messages, waiting for the first one up to the request's `wait_ms`.
 
         An empty answer to a request that does not wait is one that every partition's leader gave; so is one at the end
         of a wait, but for partitions without a leader. Raises Unavailable else, NotLeader when it is not to be
         forwarded and nothing is led here.
         """
-        group, topics, options = self._prepared(name, request)
+        group, topics, options = self._prepared(name, request, is_first)
         if not forward:
             self._check_leads_some(topics)
         plan = partial(self._plan, group, [topic.name for topic in topics], forward)
@@ -78,14 +80,14 @@ class Receiving:
                 pause_s = min(2 * pause_s, PAUSE_MAX_S)
 
     def ack_and_receive(
-        self, name: str, request: wire.ReceiveRequest, peer: Peer | None, *, forward: bool
+        self, name: str, request: wire.ReceiveRequest, peer: Peer | None, *, forward: bool, is_first: bool = False
     ) -> tuple[list[Delivered], list[Verdict]]:
         """Ack `request.ack`, then receive: both records go to the disk together. Returns the receipts' verdicts too.
 
         Once the acks are on their way nothing raises that would call them not applied: with nothing to be had, or no
         room to wait in, the receive is simply empty.
         """
-        group, topics, options = self._prepared(name, request)
+        group, topics, options = self._prepared(name, request, is_first)
         if not forward:
             self._check_leads_some(topics)
         self._begin(group, topics, forward)
@@ -105,7 +107,9 @@ class Receiving:
                 messages = []
         return messages, verdicts
 
-    def _prepared(self, name: str, request: wire.ReceiveRequest) -> tuple[GroupState, list[Topic], ReceiveOptions]:
+    def _prepared(
+        self, name: str, request: wire.ReceiveRequest, is_first: bool
+    ) -> tuple[GroupState, list[Topic], ReceiveOptions]:
         group = self._groups.ensure(name)
         topics = [self._groups.topics.get_or_create(topic) for topic in dict.fromkeys(request.topics)]
         self._groups.check_same(group)
@@ -114,6 +118,7 @@ class Receiving:
             request.visibility_timeout_ms or group.config.visibility_timeout_ms,
             request.consumer,
             request.attempt_id,
+            is_first,
         )
         return group, topics, options
 

@@ -46,10 +46,13 @@ class Delivered(msgspec.Struct, gc=False, frozen=True, array_like=True):
 
 
 class ReceiveOptions(NamedTuple):
+    """`is_first`: the attempt id was never used before, as the client says."""
+
     max_messages: int
     visibility_timeout_ms: int
     consumer: str
     attempt_id: str | None
+    is_first: bool = False
 
 
 class Waiter:
@@ -172,7 +175,7 @@ def receive(
     Raises what a source refuses with, when nothing was found and there is no time to wait; Backpressure.
     """
     sources = plan()
-    if options.attempt_id is not None:
+    if options.attempt_id is not None and not options.is_first:
         replayed = _replayed(sources, options.attempt_id)
         if replayed is not None:
             return replayed

@@ -152,6 +152,7 @@ class Consumer:
                     repeatable=True,
                     near=self._near,
                     wait_s=wait_s,
+                    tells_first=True,
                 ),
                 timeout_s=CALL_TIMEOUT_S + wait_s,
             )

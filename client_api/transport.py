@@ -62,6 +62,8 @@ class Request:
     leader_of: tuple[str, int] | None = None
     near: tuple[str, int] | None = None
     wait_s: float = 0.0
+    # Have the broker know the first try from a repeat, which it has to look for an earlier one of.
+    tells_first: bool = False
 
     @property
     def topic(self) -> str | None:
@@ -149,10 +151,12 @@ class Transport:
         deadline = self._clock() + (self._timeout_s if timeout_s is None else timeout_s)
         backoff = Backoff(self._chance)
         was_unknown = False
+        is_first = True
         while True:
             try:
-                return self.attempt(request, deadline)
+                return self.attempt(request, deadline, is_first=is_first)
             except PortalMQError as error:
+                is_first = False
                 was_unknown = was_unknown or error.outcome == "unknown"
                 wait_s = backoff.next_s(error.retry_after_s)
                 if may_repeat(error, request.repeatable) and self._clock() + wait_s < deadline:
@@ -185,7 +189,7 @@ class Transport:
 
     # --- one try -----------------------------------------------------------------------------------------------------
 
-    def attempt(self, request: Request, deadline: float) -> Answer:
+    def attempt(self, request: Request, deadline: float, *, is_first: bool = False) -> Answer:
         """One try at one broker. Raises a PortalMQError whose outcome tells what is known.
 
         A kept connection that turns out to be closed is no try: it is replaced at once, when that is safe.
@@ -196,9 +200,9 @@ class Transport:
         if topic is not None and topic in self._outdated:
             self._look_up_leaders(topic, deadline)
         address, is_leader = self._where(request)
-        head = self._head(address, request, forward=not is_leader)
+        is_first = is_first and request.tells_first
         try:
-            answer, was_repeated = self._exchange(address, head, request, deadline)
+            answer, was_repeated = self._exchange(address, request, deadline, forward=not is_leader, is_first=is_first)
         except (NotSent, NoAnswer) as fault:
             self._book.gave_no_answer(address)
             if topic is not None:
@@ -229,10 +233,13 @@ class Transport:
         elif error.status == 503 and topic is not None:
             self._outdated.add(topic)
 
-    def _exchange(self, address: Address, head: bytes, request: Request, deadline: float) -> tuple[Answer, bool]:
+    def _exchange(
+        self, address: Address, request: Request, deadline: float, *, forward: bool, is_first: bool
+    ) -> tuple[Answer, bool]:
         """The answer, and whether it took a second connection to get it."""
         stale: NoAnswer | None = None
         while True:
+            head = self._head(address, request, forward=forward, is_first=is_first and stale is None)
             timeout_s = min(request.try_timeout_s, max(deadline - self._clock(), TIMEOUT_S_MIN))
             try:
                 answer = self._pool.exchange(address, request.method, head, request.body, timeout_s)
@@ -246,7 +253,7 @@ class Transport:
                     raise stale from None
                 raise
 
-    def _head(self, address: Address, request: Request, *, forward: bool) -> bytes:
+    def _head(self, address: Address, request: Request, *, forward: bool, is_first: bool) -> bytes:
         lines = [f"{request.method} {address.prefix}{request.path} HTTP/1.1\r\nHost: {address.netloc}\r\n"]
         if request.body or request.method not in {"GET", "DELETE"}:
             lines.append(f"Content-Length: {len(request.body)}\r\n")
@@ -256,6 +263,8 @@ class Transport:
             lines.append(f"{name}: {value}\r\n")
         if not forward:
             lines.append(f"{wire.HEADER_NO_FORWARD}: 1\r\n")
+        if is_first:
+            lines.append(f"{wire.HEADER_FIRST_TRY}: 1\r\n")
         lines.append(self._common_headers)
         return "".join(lines).encode("latin-1")
 

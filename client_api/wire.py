@@ -35,6 +35,8 @@ HEADER_PRIORITY = "PortalMQ-Priority"
 HEADER_PREFIX = "PortalMQ-Header-"
 HEADER_IDEMPOTENCY_KEY = "Idempotency-Key"
 HEADER_NO_FORWARD = "PortalMQ-No-Forward"
+# "1" on a receive with an attempt_id that was never sent before: then nobody has to be asked for what it got.
+HEADER_FIRST_TRY = "PortalMQ-First-Try"
 
 # Where brokers call each other; no client is let in.
 INTERNAL_PATH = "/internal/v1/"

@@ -84,10 +84,22 @@ class Domain(Protocol):
     def list_groups(self) -> list[wire.GroupDescription]: ...
     def delete_group(self, name: str) -> None: ...
     def receive(
-        self, group: str, request: wire.ReceiveRequest, peer: Peer | None, *, forward: bool = True
+        self,
+        group: str,
+        request: wire.ReceiveRequest,
+        peer: Peer | None,
+        *,
+        forward: bool = True,
+        is_first: bool = False,
     ) -> Sequence[Delivered]: ...
     def ack_and_receive(
-        self, group: str, request: wire.ReceiveRequest, peer: Peer | None, *, forward: bool = True
+        self,
+        group: str,
+        request: wire.ReceiveRequest,
+        peer: Peer | None,
+        *,
+        forward: bool = True,
+        is_first: bool = False,
     ) -> tuple[Sequence[Delivered], Sequence[Verdict]]: ...
     def ack(self, group: str, receipts: list[str], *, forward: bool = True) -> Sequence[Verdict]: ...
     def nack(

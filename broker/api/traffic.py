@@ -133,14 +133,17 @@ def receive(room: Room, environ: Environ, group: str) -> Answer:
     for topic in wanted.topics:
         wire.check_name(topic, "topic")
     stale: list[str] = []
-    forward = may_forward(environ)
+    how: dict[str, Any] = {
+        "forward": may_forward(environ),
+        "is_first": environ.get("HTTP_PORTALMQ_FIRST_TRY") == "1",
+    }
     with room.parked(wanted.wait_ms):
         if wanted.ack:
-            delivered, verdicts = room.domain.ack_and_receive(group, wanted, peer_of(environ), forward=forward)
+            delivered, verdicts = room.domain.ack_and_receive(group, wanted, peer_of(environ), **how)
             _check_settled(wanted.ack, verdicts)
             stale = [receipt for receipt, ok in zip(wanted.ack, verdicts, strict=True) if not ok]
         else:
-            delivered = room.domain.receive(group, wanted, peer_of(environ), forward=forward)
+            delivered = room.domain.receive(group, wanted, peer_of(environ), **how)
     packed = _accepts_packed(environ)
     body = outgoing.encode_received(delivered, stale, packed=packed)
     return Answer(body, 200, wire.BATCH_MSGPACK if packed else wire.JSON)

@@ -297,6 +297,18 @@ def test_a_read_near_its_partition_goes_to_the_leader_and_may_be_forwarded() -> 
     assert b"PortalMQ-No-Forward" not in head
 
 
+def test_only_the_first_try_says_that_it_is_the_first() -> None:
+    network = Network(NoAnswer("gone"), failure("unavailable"), answer())
+    network.transport().call(Request("POST", "/v1/groups/g/receive", b"{}", repeatable=True, tells_first=True))
+    assert [b"PortalMQ-First-Try: 1" in head for _, head in network.asked] == [True, False, False]
+
+
+def test_a_connection_that_broke_under_the_first_try_makes_the_next_one_a_repeat() -> None:
+    network = Network(NoAnswer("gone", stale=True), answer())
+    network.transport().call(Request("POST", "/v1/groups/g/receive", b"{}", repeatable=True, tells_first=True))
+    assert [b"PortalMQ-First-Try: 1" in head for _, head in network.asked] == [True, False]
+
+
 def test_a_silent_leader_holds_a_batch_no_longer_than_a_few_seconds() -> None:
     batch = Request("POST", "/v1/topics/t/messages", b"{}", repeatable=True, leader_of=("t", 0))
     assert batch.try_timeout_s == 5.0

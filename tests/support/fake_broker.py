@@ -169,8 +169,10 @@ class FakeBroker:
             raise GroupNotFound(f"there is no group {name!r}")
         return wire.GroupDescription(name, "queue", [], 0, 0, 0, 0, 0, 0, wire.GroupConfig())
 
-    def receive(self, group: str, request: wire.ReceiveRequest, peer: Any, *, forward: bool = True) -> list[Delivered]:
-        self._called("receive", group=group, request=request, peer=peer)
+    def receive(
+        self, group: str, request: wire.ReceiveRequest, peer: Any, *, forward: bool = True, is_first: bool = False
+    ) -> list[Delivered]:
+        self._called("receive", group=group, request=request, peer=peer, is_first=is_first)
         delivered = []
         for topic in request.topics:
             for record in self.logs.get(topic, [[]])[0][self.taken[group, topic] :][: request.max_messages]:

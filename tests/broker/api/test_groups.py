@@ -138,3 +138,10 @@ def test_no_forward_reaches_the_domain(client, domain, header, forwards):
     assert seen == [forwards, forwards]
     assert domain.last("produce")["forward"] is forwards
     assert domain.last("browse")["forward"] is forwards
+
+
+@pytest.mark.parametrize(("header", "is_first"), [(None, False), ("1", True), ("2", False)])
+def test_a_client_that_says_so_is_not_looked_for_an_earlier_attempt_of(client, domain, header, is_first):
+    headers = {} if header is None else {"PortalMQ-First-Try": header}
+    client.post("/v1/groups/g/receive", json={"topics": ["t"], "attempt_id": "a"}, headers=headers)
+    assert domain.last("receive")["is_first"] is is_first
