@@ -172,7 +172,9 @@ def _talk(config: BrokerConfig, line: socket.socket) -> None:
             return None  # the arbiter could not start for another reason
         question = msgspec.json.decode(asked, type=Question)
         try:
-            answer: Word = joined(Catalog(plane), question, config.broker_id)
+            # This child's own session is shorter than that of the broker that may have been killed.
+            patience_s = 2 * max(plane.session_timeout_s, config.session_timeout_ms / 1_000)
+            answer: Word = joined(Catalog(plane), question, config.broker_id, patience_s=patience_s)
         except StartupError as refusal:
             answer = Refused(str(refusal), refusal.exit_code)
         _say(line, answer)
@@ -221,8 +223,11 @@ def connected(config: BrokerConfig) -> ZooKeeper:
     return plane
 
 
-def joined(catalog: Catalog, question: Question, wanted: int | None) -> Joined:
-    """The cluster and the id of the broker with this data directory. Raises StartupError when it does not fit."""
+def joined(catalog: Catalog, question: Question, wanted: int | None, *, patience_s: float) -> Joined:
+    """The cluster and the id of the broker with this data directory. Raises StartupError when it does not fit.
+
+    `patience_s` is for a broker that was killed, and is registered until its session ends.
+    """
     from portalmq.control_plane.plane import PlaneError, PlaneUnavailable
     from portalmq.errors import Unavailable
 
@@ -235,7 +240,7 @@ def joined(catalog: Catalog, question: Question, wanted: int | None) -> Joined:
                 "leave the option away, or choose another --data-dir",
                 EX_CANTCREAT,
             )
-        return Joined(cluster_id, _claimed(catalog, question, held.broker_id if held else wanted))
+        return Joined(cluster_id, _claimed(catalog, question, held.broker_id if held else wanted, patience_s))
     except (PlaneUnavailable, Unavailable) as away:
         raise StartupError(f"ZooKeeper answered, and then no more: {away}", EX_UNAVAILABLE) from None
     except PlaneError as refused:
@@ -264,11 +269,10 @@ def _cluster_of(catalog: Catalog, question: Question) -> str:
     return found
 
 
-def _claimed(catalog: Catalog, question: Question, wanted: int | None) -> int:
-    """The id. A broker that was killed is registered until its session ends: that is waited for, if it is not alive."""
+def _claimed(catalog: Catalog, question: Question, wanted: int | None, patience_s: float) -> int:
     from portalmq.control_plane.catalog import BrokerIdTaken
 
-    deadline = time.monotonic() + 2 * catalog.plane.session_timeout_s + TAKEN_POLL_S
+    deadline = time.monotonic() + patience_s
     waiting = False
     while True:
         try:

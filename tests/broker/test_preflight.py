@@ -12,8 +12,9 @@ import psutil
 import pytest
 from support.zookeeper import fresh_chroot
 
+from portalmq.broker import preflight
 from portalmq.broker.config import BrokerConfig, StartupError
-from portalmq.broker.preflight import Joined, Preflight, Question, joined
+from portalmq.broker.preflight import Joined, Preflight, Question
 from portalmq.broker.storage.disk import StoreIdentity
 from portalmq.control_plane.catalog import Catalog
 from portalmq.control_plane.embedded import EmbeddedZooKeeper
@@ -23,18 +24,16 @@ from portalmq.control_plane.state import BrokerState
 URL = "http://localhost:5000"
 
 
-class ShortSessions(Standalone):
-    @property
-    def session_timeout_s(self) -> float:
-        return 0.05
-
-
 @pytest.fixture
 def catalog(tmp_path: Path) -> Iterator[Catalog]:
-    plane = ShortSessions(tmp_path)
+    plane = Standalone(tmp_path)
     plane.start()
     yield Catalog(plane)
     plane.close()
+
+
+def joined(catalog: Catalog, asked: Question, wanted: int | None) -> Joined:
+    return preflight.joined(catalog, asked, wanted, patience_s=0.05)
 
 
 def question(cluster: str = "", broker_id: int = 1, *, store: str = "store", holds: bool = False) -> Question:
@@ -108,11 +107,11 @@ class TestTheChild:
 
     def test_it_asks_and_ends_and_leaves_nothing(self, config: BrokerConfig) -> None:
         before = len(psutil.Process().children())
-        preflight = Preflight.begin(config)
+        talk = Preflight.begin(config)
         try:
-            cluster_id, broker_id = preflight.join(question())
+            cluster_id, broker_id = talk.join(question())
         finally:
-            preflight.close()
+            talk.close()
         assert (len(cluster_id), broker_id) == (32, 1)
         assert len(psutil.Process().children()) == before
         again = Preflight.begin(config)
@@ -120,18 +119,18 @@ class TestTheChild:
         again.close()
 
     def test_a_refusal_comes_back_with_its_exit_code(self, config: BrokerConfig) -> None:
-        preflight = Preflight.begin(config)
+        talk = Preflight.begin(config)
         try:
             with pytest.raises(StartupError, match="portalmq adopt") as refused:
-                preflight.join(question("lost", holds=True))
+                talk.join(question("lost", holds=True))
         finally:
-            preflight.close()
+            talk.close()
         assert refused.value.exit_code == 73
 
     def test_it_ends_when_there_is_nothing_to_ask(self, config: BrokerConfig) -> None:
-        preflight = Preflight.begin(config)
-        child = preflight._child
-        preflight.close()
+        talk = Preflight.begin(config)
+        child = talk._child
+        talk.close()
         assert not psutil.pid_exists(child)
 
     def test_a_zookeeper_that_is_not_there_is_exit_69_within_its_time(self) -> None:
