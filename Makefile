@@ -35,7 +35,7 @@ simulate: $(READY)
 		$(if $(FIRST),--first $(FIRST)) $(if $(EVENTS),--events $(EVENTS))
 
 mutants: $(READY)
-	@cd tests && exec $(CURDIR)/$(BIN)/python -m simulation.mutants
+	@cd tests && exec $(CURDIR)/$(BIN)/python -m simulation.hunt
 
 up: $(READY)
 	@exec $(BIN)/portalmq up

@@ -14,6 +14,7 @@ from simulation.disk import Batch, Disk
 
 from portalmq.broker.core.events import (
     Action,
+    BrokersChanged,
     Event,
     FetchReplied,
     HighWatermarkAdvanced,
@@ -29,7 +30,8 @@ from portalmq.errors import PortalMQError
 
 if TYPE_CHECKING:
     from simulation.node import Node
-    from simulation.replica_shell import ReplicaShell, Submission
+    from simulation.replica_shell import ReplicaShell
+    from simulation.submission import Submission
     from simulation.world import World
 
 
@@ -71,6 +73,8 @@ class Checker:
 
     def stepped(self, shell: ReplicaShell, event: Event, actions: list[Action]) -> None:
         replica = shell.replica
+        if isinstance(event, BrokersChanged):
+            shell.brokers_seen = event.brokers
         for action in actions:
             if isinstance(action, HighWatermarkAdvanced):
                 if replica.leading:
@@ -79,6 +83,8 @@ class Checker:
                     self._follower_advanced(shell, action.high_watermark)
             elif isinstance(action, Truncate | ResetLog):
                 self._destroys(shell, event, action)
+            elif isinstance(action, ProposeIsr):
+                self._proposes(shell, action)
             elif isinstance(action, SendFetch):
                 shell.fetch_seen = action.fetch
         if actions:
@@ -292,6 +298,13 @@ class Checker:
             if self.world.is_clean(member, held):
                 disk = self.world.nodes[member].disk
                 self._check_holds("I3", disk, self.high_watermark, f"ISR member {member}")
+
+    def _proposes(self, shell: ReplicaShell, proposal: ProposeIsr) -> None:
+        for joiner, store_uuid in proposal.store_uuids.items():
+            life = (proposal.incarnations[joiner], store_uuid.partition("/")[0])
+            if shell.brokers_seen.get(joiner) != life:
+                self.fail("I7", "{} lets {} join as {}, registered is {}", shell.node.id, joiner, life,
+                          shell.brokers_seen.get(joiner))  # fmt: skip
 
     def isr_change(self, broker_id: int, epoch: int, proposal: ProposeIsr) -> None:
         """A leader's, or a resigning replica's, compare-and-set is about to be applied."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from simulation.network import CLIENTS
-from simulation.replica_shell import Submission
+from simulation.submission import Submission
 
 from portalmq.broker.core.events import Stamp
 from portalmq.errors import Fenced, OutOfOrderSequence, PortalMQError

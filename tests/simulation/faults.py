@@ -46,7 +46,7 @@ class Faults:
     def _a_while(self, most_ms: int = 5_000) -> int:
         return self.world.random.choice([10, 100, 500, 2_000, most_ms]) + self.world.random.randint(0, 100)
 
-    def _kill(self, node: Node) -> None:
+    def kill(self, node: Node) -> None:
         if node.alive:
             node.crash()
             self.world.after(self._a_while(), self.restart, node)
@@ -56,19 +56,19 @@ class Faults:
             node.start()
 
     def crash(self) -> None:
-        self._kill(self._some())
+        self.kill(self._some())
 
     def kill_leader(self) -> None:
-        self._kill(self._leader())
+        self.kill(self._leader())
 
     def kill_controller(self) -> None:
         held = self.world.zookeeper.tree.controller
         if held is not None:
-            self._kill(self.world.nodes[held[0].broker_id])
+            self.kill(self.world.nodes[held[0].broker_id])
 
     def crash_all(self) -> None:
         for node in self.world.nodes.values():
-            self._kill(node)
+            self.kill(node)
 
     def pause(self) -> None:
         self._some().pause(self._a_while(3 * self.world.options.session_ms))
@@ -127,6 +127,10 @@ class Faults:
 
     # --- ZooKeeper ---------------------------------------------------------------------------------------------------
 
+    def end_session(self, node: Node) -> None:
+        if node.alive and node.membership.session is not None and not node.membership.session.expired:
+            self.world.zookeeper.expire(node.membership.session)
+
     def expire_session(self) -> None:
         living = [session for session in self.world.zookeeper.sessions if not session.expired]
         if living:
@@ -143,7 +147,10 @@ class Faults:
     # --- disks -------------------------------------------------------------------------------------------------------
 
     def disk_full(self) -> None:
-        disk = self._some().disk
+        self.fill_disk(self._some())
+
+    def fill_disk(self, node: Node) -> None:
+        disk = node.disk
         disk.full = True
         self.world.after(self._a_while(1_000), self._make_room, disk)
 
@@ -160,7 +167,7 @@ class Faults:
 
     def fsync_fails(self) -> None:
         """COMMIT raises: the process ends, and what it wrote may be there again at the next start."""
-        self._kill(self._some())
+        self.kill(self._some())
 
     def disk_replaced(self) -> None:
         node = self._some()

@@ -59,7 +59,7 @@ class Options:
     connection_loss: float
     outliving_ms: int
     fault_every_ms: int
-    kill_in_isr_change: float
+    trouble_in_isr_change: float
     one_event_at_a_time: bool
     producers: int
     disaster: bool
@@ -98,12 +98,12 @@ def draw(seed: int, events: int, random: Random) -> Options:
         duplicate=random.choice([0.0, 0.02, 0.2]),
         late_copies_ms=random.choice([0, 300, 3_000]),
         heavy_tail=random.choice([0.0, 0.01, 0.1]),
-        stale_reads=random.choice([0.0, 0.1, 0.5]),
+        stale_reads=random.choice([0.0, 0.2, 0.6]),
         missed_watches=random.choice([0.0, 0.1, 0.4]),
         connection_loss=random.choice([0.0, 0.02, 0.2]),
         outliving_ms=random.choice([0, 0, 500, 3_000]),
         fault_every_ms=random.choice([150, 400, 1_000, 2_500]),
-        kill_in_isr_change=random.choice([0.0, 0.0, 0.3]),
+        trouble_in_isr_change=random.choice([0.0, 0.2, 0.5]),
         one_event_at_a_time=random.random() < 0.5,
         producers=random.choice([1, 2, 4]),
         disaster=random.random() < 0.04,

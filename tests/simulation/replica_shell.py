@@ -7,12 +7,13 @@ queued behind: both are right, and a seed chooses.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from simulation.disk import Batch
+from simulation.fetches import Fetches
 from simulation.network import CLIENTS
+from simulation.submission import Submission
 from simulation.trace import is_worth_telling, told
 
 from portalmq.broker.core.events import (
@@ -25,23 +26,18 @@ from portalmq.broker.core.events import (
     Event,
     Fetch,
     FetchReceived,
-    FetchReplied,
     FollowerRefused,
     HighWatermarkAdvanced,
     LogReset,
     ProposeIsr,
     Quarantine,
-    Records,
     Refresh,
     Refuse,
-    Rejected,
     RememberEpoch,
     Replicate,
-    Reply,
     ReplyFetch,
     ResetLog,
     SendFetch,
-    Stamp,
     StepDown,
     Tick,
     Truncate,
@@ -53,41 +49,7 @@ from portalmq.errors import NotLeader, PortalMQError, StorageFull
 if TYPE_CHECKING:
     from simulation.node import Node
 
-FETCH_WAIT_MS = 500
-FETCH_TIMEOUT_MS = 1_500
 SAVE_MS = 1_000
-
-
-@dataclass(slots=True, eq=False)
-class Submission:
-    """A produce request that arrived here. Each arrival is one, with a uid of its own. `fold`: a STATE record."""
-
-    uid: int
-    count: int
-    stamp: Stamp | None = None
-    acks: str = "all"
-    answer: Callable[[int, PortalMQError | None], None] | None = None
-    base: int = -1
-    done: bool = False
-    repeats: bool = False
-    fold: tuple[Any, ...] | None = None
-    is_state: bool = False
-
-    @property
-    def end(self) -> int:
-        return self.base + self.count
-
-    def __str__(self) -> str:
-        return f"#{self.uid}"
-
-
-@dataclass(slots=True, eq=False)
-class Waiting:
-    """A fetch that waits for data, on behalf of who asked."""
-
-    fetch: Fetch
-    offset: int
-    until_ms: int
 
 
 class ReplicaShell:
@@ -111,11 +73,11 @@ class ReplicaShell:
             lag_ms=options.lag_ms,
         )
         self.closed = False
-        self.asked: SendFetch | None = None
-        self.asked_ms = 0
+        self.fetches = Fetches(self)
         self.isr_changing = False
         self.watermark_seen = 0
-        self.fetch_seen: Fetch | None = None  # these two are the checker's
+        self.fetch_seen: Fetch | None = None
+        self.brokers_seen: Mapping[int, tuple[int, str]] = {}  # these three are the checker's
         self._events: deque[tuple[Event, list[Batch]]] = deque()
         self._actions: deque[Action] = deque()
         self._to_replicate: deque[list[Batch]] = deque()
@@ -127,8 +89,6 @@ class ReplicaShell:
         self._tail = disk.batches[-1].uid if disk.batches else (-1 if disk.start else 0)
         self._uncommitted: deque[Submission] = deque()
         self._duplicates: list[Submission] = []
-        self._fetches: dict[int, Waiting] = {}
-        self._told_high_watermark: dict[int, int] = {}
         self._state_ends = [batch.end for batch in disk.batches if batch.head.producers is not None]
         self._saved_ms = self.world.now
         self._every(options.tick_ms, self._tick)
@@ -176,11 +136,10 @@ class ReplicaShell:
             case Append():
                 self._append(action)
             case ReplyFetch():
-                self._reply_fetch(action)
+                self.fetches.reply(action)
             case SendFetch():
-                self.asked = action
                 self.world.checker.acts(self, action.fetch.leader_epoch)
-                self._send_fetch()
+                self.fetches.ask(action)
             case Replicate():
                 batches = self._to_replicate.popleft()
                 self._enqueue([(batch, None) for batch in batches])
@@ -192,7 +151,7 @@ class ReplicaShell:
                 self._answer_duplicate(_submission(action.token), action.base_offset)
             case RememberEpoch():
                 self._stalled = True
-                self._soon(self._fsync_ms(), self._remembered, action.leader_epoch)
+                self.soon(self._fsync_ms(), self._remembered, action.leader_epoch)
             case ProposeIsr():
                 self.isr_changing = True
                 self.node.membership.change_isr(self, action)
@@ -207,7 +166,7 @@ class ReplicaShell:
             case Quarantine():
                 self.world.checker.quarantined(self, action.reason)
 
-    def _soon(self, delay_ms: int, act: Callable[..., None], *content: Any) -> None:
+    def soon(self, delay_ms: int, act: Callable[..., None], *content: Any) -> None:
         self.node.soon(delay_ms, self._if_open, act, *content)
 
     def _if_open(self, act: Callable[..., None], *content: Any) -> None:
@@ -216,10 +175,10 @@ class ReplicaShell:
 
     def _every(self, period_ms: int, act: Callable[[], None]) -> None:
         def again() -> None:
-            self._soon(period_ms, again)
+            self.soon(period_ms, again)
             act()
 
-        self._soon(self.world.random.randint(1, period_ms), again)
+        self.soon(self.world.random.randint(1, period_ms), again)
 
     def _fsync_ms(self) -> int:
         return self.world.random.randint(0, self.world.options.fsync_ms) + self.disk.slow_ms
@@ -256,7 +215,7 @@ class ReplicaShell:
     def _write(self) -> None:
         if not self._writing and self._queue:
             self._writing, self._queue = self._queue, []
-            self._soon(self._fsync_ms(), self._written)
+            self.soon(self._fsync_ms(), self._written)
 
     def _written(self) -> None:
         if self.disk.full:
@@ -273,7 +232,7 @@ class ReplicaShell:
         for submission in submissions:
             if submission.acks == "leader":
                 self._finish(submission)
-        self._wake_fetches()
+        self.fetches.wake()
         self._write()
 
     def _refused(self) -> None:
@@ -304,7 +263,7 @@ class ReplicaShell:
         assert not self._queue, "a log is cut only when all that was asked for is on disk"
         assert not self._writing
         self._reshape = change
-        self._soon(self._fsync_ms(), self._reshaped, tell)
+        self.soon(self._fsync_ms(), self._reshaped, tell)
 
     def _reshaped(self, tell: Callable[[], None]) -> None:
         assert self._reshape is not None
@@ -363,8 +322,7 @@ class ReplicaShell:
             if submission.end <= high_watermark:
                 self._finish(submission)
         self._duplicates = [submission for submission in self._duplicates if not submission.done]
-        for follower in list(self._fetches):
-            self._soon(self.world.random.randint(0, 100), self._answer_fetch, follower)
+        self.fetches.high_watermark_moved()
 
     def _on_step_down(self, leader: int | None) -> None:
         """Those on their way to the disk as well: what stands at their place later may be another's."""
@@ -375,93 +333,20 @@ class ReplicaShell:
         self._uncommitted.clear()
         self._duplicates.clear()
 
-    # --- serving fetches ---------------------------------------------------------------------------------------------
-
     def fetch(self, fetch: Fetch) -> None:
+        """A follower asks."""
         self.tell(FetchReceived(fetch, fetch))
-
-    def _reply_fetch(self, action: ReplyFetch) -> None:
-        fetch = action.token
-        assert isinstance(fetch, Fetch)
-        if action.reply is not None:
-            self._send_reply(fetch, action.reply, [])
-            return
-        self._fetches[fetch.broker_id] = Waiting(fetch, action.offset, self.world.now + FETCH_WAIT_MS)
-        if self.disk.end > action.offset:
-            self._answer_fetch(fetch.broker_id)
-        elif self.replica.high_watermark > self._told_high_watermark.get(fetch.broker_id, -1):
-            self._soon(self.world.random.randint(0, 100), self._answer_fetch, fetch.broker_id)
-
-    def _wake_fetches(self) -> None:
-        for follower, waiting in list(self._fetches.items()):
-            if self.disk.end > waiting.offset or self.world.now >= waiting.until_ms:
-                self._answer_fetch(follower)
-
-    def _answer_fetch(self, follower: int) -> None:
-        waiting = self._fetches.pop(follower, None)
-        if waiting is None or self.closed:
-            return
-        replica = self.replica
-        if not replica.leading or replica.leader_epoch != waiting.fetch.leader_epoch:
-            self._send_reply(waiting.fetch, Rejected(replica.highest_epoch), [])
-            return
-        if waiting.offset < self.disk.start:  # dropped meanwhile
-            self.fetch(waiting.fetch)
-            return
-        first = self.disk.index_from(waiting.offset)
-        batches = self.disk.batches[first : first + self.world.fetch_batches_max]
-        if any(batch.uid in self.disk.flipped for batch in batches):
-            self.damaged()
-            return
-        self._told_high_watermark[follower] = replica.high_watermark
-        self._send_reply(
-            waiting.fetch, Records(tuple(batch.head for batch in batches), replica.high_watermark), batches
-        )
-
-    def _send_reply(self, fetch: Fetch, reply: Reply, batches: list[Batch]) -> None:
-        follower = self.world.nodes[fetch.broker_id]
-        self.world.network.send(
-            self.node.id, follower.id, follower.call, _ignore, "tell", FetchReplied(fetch, reply), batches
-        )
-
-    # --- fetching ----------------------------------------------------------------------------------------------------
-
-    def _send_fetch(self) -> None:
-        asked = self.asked
-        if asked is None:
-            return
-        self.asked_ms = self.world.now
-        leader = self.world.nodes[asked.leader]
-        refused = self._refused_fetch(asked)
-        self.world.network.send(self.node.id, leader.id, leader.call, refused, "fetch", asked.fetch)
-
-    def _refused_fetch(self, asked: SendFetch) -> Callable[[], None]:
-        def refused() -> None:
-            self.world.suspected(self.node.id, asked.leader)
-            self._soon(self.world.random.randint(20, 500), again)
-
-        def again() -> None:
-            if self.asked is asked and self.replica.fetch == asked.fetch:
-                self._send_fetch()
-
-        return refused
 
     # --- time --------------------------------------------------------------------------------------------------------
 
     def _tick(self) -> None:
         now = self.world.now
         self.tell(Tick())
-        if self.asked is not None and self.replica.fetch == self.asked.fetch:
-            if now - self.asked_ms >= FETCH_TIMEOUT_MS:
-                self.world.suspected(self.node.id, self.asked.leader)
-                self._send_fetch()
-        else:
-            self.asked = None
         if self.replica.in_sync is not None:
             for member in self.replica.in_sync.overdue(now):
                 if self.world.network.is_open(self.node.id, member) and not self.world.nodes[member].alive:
                     self.tell(FollowerRefused(member))
-        self._wake_fetches()
+        self.fetches.tick()
         if now - self._saved_ms >= SAVE_MS:
             self._saved_ms = now
             self.disk.saved_high_watermark = min(self.replica.high_watermark, self.disk.end)
@@ -521,7 +406,3 @@ class ReplicaShell:
 def _submission(token: object) -> Submission:
     assert isinstance(token, Submission)
     return token
-
-
-def _ignore() -> None:
-    pass

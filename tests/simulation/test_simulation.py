@@ -10,7 +10,8 @@ from __future__ import annotations
 from itertools import chain
 
 import pytest
-from simulation.mutants import MUTANTS, SEEDS_MAX, killer_of
+from simulation.hunt import SEEDS_MAX, killer_of
+from simulation.mutants import MUTANTS
 from simulation.run import failure_of
 from simulation.world import World
 
@@ -47,7 +48,7 @@ def test_the_simulation_goes_where_it_hurts() -> None:
     rare = [
         what
         for what in ("truncated", "reset", "retained", "duplicate", "disk refused", "unsynced survived", "left dead",
-                     "isr change", "killed in isr change", "disk_replaced", "bit_flip", "zombie", "crash_all")
+                     "isr change", "trouble in isr change", "disk_replaced", "bit_flip", "zombie", "crash_all")
         if reached[what] == 0
     ]  # fmt: skip
     assert rare == []

@@ -149,9 +149,10 @@ class World:
 
     def isr_change_leaves(self, node: Node) -> None:
         self.count("isr change")
-        if not self.faults.stopped and self.chance(self.options.kill_in_isr_change):
-            self.count("killed in isr change")
-            self.after(self.random.randint(0, 30), self.faults.kill_leader)
+        if not self.faults.stopped and self.chance(self.options.trouble_in_isr_change):
+            self.count("trouble in isr change")
+            trouble = self.random.choice([self.faults.kill, self.faults.end_session, self.faults.fill_disk])
+            self.after(self.random.randint(0, 30), trouble, node)
 
     # --- running -----------------------------------------------------------------------------------------------------
 

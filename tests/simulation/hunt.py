@@ -1,0 +1,56 @@
+"""`make mutants`: plant each bug, and look for a seed that finds it. One that survives 2,000 seeds is a hole in the
+checker.
+
+    python -m simulation.hunt                all
+    python -m simulation.hunt NAME...        some
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from multiprocessing import Pool
+from unittest.mock import patch
+
+from simulation.mutants import MUTANTS
+from simulation.run import failure_of
+
+SEEDS_MAX = 2_000
+
+
+@contextmanager
+def planted(name: str) -> Iterator[None]:
+    """With the bug in the core, the controller or the simulated broker."""
+    with ExitStack() as stack:
+        for owner, target, replacement in MUTANTS[name].patches:
+            stack.enter_context(patch.object(owner, target, replacement))
+        yield
+
+
+def killer_of(name: str, seeds: Iterable[int] = range(SEEDS_MAX)) -> tuple[int, str] | None:
+    """The first of these seeds whose run breaks with this bug, and how; None if all hold."""
+    with planted(name):
+        for seed in seeds:
+            failure, _ = failure_of(seed)
+            if failure is not None:
+                return seed, failure
+    return None
+
+
+def main() -> int:
+    began = time.monotonic()
+    names = sys.argv[1:] or list(MUTANTS)
+    survivors = []
+    with Pool() as pool:
+        for name, found in zip(names, pool.imap(killer_of, names), strict=True):
+            print(f"{name}: " + (f"seed {found[0]}, {found[1]}"[:150] if found else "SURVIVES"), flush=True)
+            if found is None:
+                survivors.append(name)
+    print(f"{len(names) - len(survivors)} of {len(names)} found, {time.monotonic() - began:.0f} s")
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,33 @@
+"""What a client asks a broker to append."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from portalmq.broker.core.events import Stamp
+from portalmq.errors import PortalMQError
+
+
+@dataclass(slots=True, eq=False)
+class Submission:
+    """A produce request that arrived here. Each arrival is one, with a uid of its own. `fold`: a STATE record."""
+
+    uid: int
+    count: int
+    stamp: Stamp | None = None
+    acks: str = "all"
+    answer: Callable[[int, PortalMQError | None], None] | None = None
+    base: int = -1
+    done: bool = False
+    repeats: bool = False
+    fold: tuple[Any, ...] | None = None
+    is_state: bool = False
+
+    @property
+    def end(self) -> int:
+        return self.base + self.count
+
+    def __str__(self) -> str:
+        return f"#{self.uid}"
