@@ -67,3 +67,38 @@ def test_a_topics_name_cannot_break_the_format():
     metrics = Metrics("0")
     metrics.published('a"b\\c', 1, 1)
     assert samples(metrics)["portalmq_messages_published_total", (("topic", 'a"b\\c'),)] == 1
+
+
+def test_replication_is_told_by_a_few_numbers():
+    metrics = Metrics("0")
+    partitions = [
+        PartitionGauge("t", 0, True, 0, 9, under_replicated=True, backlog=4),
+        PartitionGauge("t", 1, True, 0, 9),
+        PartitionGauge("t", 2, False, 0, 9, under_replicated=True, quarantined=True),
+    ]
+    metrics.observe(lambda: Gauges([], partitions, {}, True, is_controller=True, offline_partitions=2))
+    metrics.elected()
+    metrics.in_sync_changed(1, 0)
+    metrics.in_sync_changed(0, 2)
+    found = samples(metrics)
+    assert found["portalmq_under_replicated_partitions", ()] == 1, "a follower does not speak for its partition"
+    assert found["portalmq_quarantined_partitions", ()] == 1
+    assert found["portalmq_offline_partitions", ()] == 2
+    assert found["portalmq_is_controller", ()] == 1
+    assert found["portalmq_leader_elections_total", ()] == 1
+    assert (found["portalmq_isr_shrinks_total", ()], found["portalmq_isr_expands_total", ()]) == (1, 2)
+    backlog = {key[1]: value for key, value in found.items() if key[0] == "portalmq_partition_backlog_offsets"}
+    assert backlog == {
+        (("partition", "0"), ("topic", "t")): 4,
+        (("partition", "1"), ("topic", "t")): 0,
+    }
+
+
+def test_every_series_says_what_it_is():
+    metrics = Metrics("0")
+    metrics.observe(lambda: Gauges([], [PartitionGauge("t", 0, True, 0, 9)], {"log": 1}, True))
+    text = metrics.exposition().decode()
+    families = {line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")}
+    explained = {line.split()[2] for line in text.splitlines() if line.startswith("# HELP") and len(line.split()) > 3}
+    assert families == explained
+    assert all(name.startswith("portalmq_") for name in families)
