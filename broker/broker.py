@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import ssl
 import time
 from collections.abc import Callable, Iterator
 from functools import wraps
@@ -37,7 +36,7 @@ from portalmq.broker.membership import Membership
 from portalmq.broker.metrics import Metrics
 from portalmq.broker.overview import Overview
 from portalmq.broker.partition import Partition
-from portalmq.broker.peers import Peers
+from portalmq.broker.peers import Peers, trusting
 from portalmq.broker.produce import Producing
 from portalmq.broker.receiving import Receiving
 from portalmq.broker.replication import Replication
@@ -136,7 +135,7 @@ class Broker:
         self.lag_ms = config.replica_lag_ms
         self.lease_ms = self.membership.lease_ms
         self.mirror = self.membership.mirror
-        self.peers = Peers(self.mirror, self.cluster_secret, tls=_trusting(config))
+        self.peers = Peers(self.mirror, self.cluster_secret, tls=trusting(config))
         self.membership.peers = self.peers
         self.peers.on_trouble = lambda other, incarnation, refused: self.membership.suspect(
             other, incarnation, refused=refused
@@ -548,12 +547,3 @@ def is_under_replicated(partition: Partition) -> bool:
     """Whether a replica of a partition that is led here is not in sync."""
     state = partition.replica.state
     return state is not None and len(state.isr) < len(state.replicas)
-
-
-def _trusting(config: BrokerConfig) -> ssl.SSLContext | None:
-    """With TLS, brokers trust each other's certificate when it is the one they have, or one of a known authority."""
-    if config.tls_cert is None:
-        return None
-    context = ssl.create_default_context()
-    context.load_verify_locations(config.tls_cert)
-    return context

@@ -21,6 +21,7 @@ import msgspec
 from gevent.monkey import get_original
 
 from portalmq import wire
+from portalmq.broker.config import BrokerConfig
 from portalmq.connection import Address, Answer, ConnectionPool, NoAnswer, NotSent, parse_address
 from portalmq.control_plane.state import BrokerState
 from portalmq.errors import Forbidden, PortalMQError, Unauthorized, Unavailable, error_from_problem
@@ -143,6 +144,15 @@ def check_credential(authorization: str | None, secret: str) -> None:
         raise Unauthorized("this path is for the cluster's brokers alone")
     if not hmac.compare_digest(authorization.encode("latin-1", "replace"), credential(secret).encode("latin-1")):
         raise Forbidden("this path is for the cluster's brokers alone, and this is not their credential")
+
+
+def trusting(config: BrokerConfig) -> ssl.SSLContext | None:
+    """With TLS, brokers trust each other's certificate when it is the one they have, or one of a known authority."""
+    if config.tls_cert is None:
+        return None
+    context = ssl.create_default_context()
+    context.load_verify_locations(config.tls_cert)
+    return context
 
 
 def _error_of(answer: Answer, broker_id: int, name: str) -> PortalMQError:

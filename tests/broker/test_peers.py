@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import socket
 import threading
-from pathlib import Path
 
 import msgspec
 import pytest
 from support.scripted_broker import Call, Reply, ScriptedBroker, hang_up, hold, problem
 
 from portalmq.broker.calls import EndGroup, Known
-from portalmq.broker.config import BrokerConfig, UsageError
-from portalmq.broker.peers import NotAnswered, NotReached, Peers, credential, secret_in
+from portalmq.broker.peers import NotAnswered, NotReached, Peers, credential
 from portalmq.control_plane.state import BrokerState
 from portalmq.errors import NotLeader
 
@@ -103,21 +101,3 @@ def test_an_answer_in_another_form_is_no_answer() -> None:
         broker.script("POST", PATH, [lambda broker, call: Reply(200, msgspec.json.encode("hello"))])
         with pytest.raises(NotAnswered):
             peers_of(broker.url).call(2, "known", ASK, Known, timeout_s=5)
-
-
-def test_the_secret_of_a_file_is_what_brokers_show(tmp_path: Path) -> None:
-    file = tmp_path / "secret"
-    file.write_text("0123456789abcdef\n")
-    assert secret_in(BrokerConfig(cluster_secret_file=file)) == "0123456789abcdef"
-    assert secret_in(BrokerConfig()) is None
-
-
-@pytest.mark.parametrize("content", [None, b"", b"too short", b"\xff\xfe"])
-def test_a_file_without_a_secret_worth_the_name_is_refused_with_what_to_do(
-    tmp_path: Path, content: bytes | None
-) -> None:
-    file = tmp_path / "secret"
-    if content is not None:
-        file.write_bytes(content)
-    with pytest.raises(UsageError, match=str(file)):
-        secret_in(BrokerConfig(cluster_secret_file=file))
