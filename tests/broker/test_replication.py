@@ -280,7 +280,9 @@ def test_a_purge_on_the_leader_moves_the_log_start_of_followers_too(tmp_path):
         eventually(lambda: group.partition(2).log.log_start_offset == 4)
         group.elect(2)
         eventually(lambda: group.partition(2).serves)
-        assert values(group.partition(2)) == ["d", "e", "f"] or group.partition(2).log.log_start_offset == 4
+        new = group.partition(2)
+        readable = [record.value for piece in new.pieces(0, new.high_watermark, 100) for record in piece.records()]
+        assert readable == [b"d", b"e", b"f"]
 
 
 def test_a_purge_whose_leader_ends_at_once_takes_effect_at_the_next(tmp_path):
