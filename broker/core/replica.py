@@ -418,8 +418,6 @@ class PartitionReplica:
         if self._leading is not None:
             self._leading.ticked(now_ms)
             actions += [*self._advance_high_watermark(now_ms), *self._propose(now_ms)]
-        elif self._proposal is None and self.state is not None and self._must_resign(self.state):
-            actions += self._resign(self.state)
         return actions
 
     # --- a follower and its leader -----------------------------------------------------------------------------------
