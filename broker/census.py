@@ -89,23 +89,30 @@ class Census:
     def delete(self, name: str) -> None:
         """End the group at every leader, then forget it. While that goes on nobody may use it or make it anew.
 
-        Raises GroupNotFound; Unavailable when a partition where it may have begun has no leader: then it stays, where
-        it has not ended, and a repeat goes on from there.
+        Raises GroupNotFound; Unavailable when a partition where it may have begun has no leader, or the control plane
+        does not answer: then it stays, where it has not ended, and a repeat goes on from there.
         """
-        with self._groups.deleting(name) as group:
-            call = EndGroup(name, group.group_id)
-            deadline = time.monotonic() + self._patience_s
-            ended: set[_Where] = set()
-            while True:
-                answers = self._everywhere(
-                    lambda: self._end_here(name, group.group_id),
-                    lambda other: self._peers.call(other, "end_group", call, EndedGroup, timeout_s=END_TIMEOUT_S),
-                )
-                ended |= {where for answer in answers for where in answer.ended}
-                gaps = self._gaps(ended, {where for answer in answers for where in answer.led})
-                if not gaps:
-                    return
-                self._wait(gaps, deadline)
+        try:
+            with self._groups.deleting(name) as group:
+                self._end_everywhere(group)
+        except Unavailable as error:
+            error.outcome = "unknown"  # where it has ended, what was acked is forgotten
+            raise
+
+    def _end_everywhere(self, group: GroupState) -> None:
+        call = EndGroup(group.name, group.group_id)
+        deadline = time.monotonic() + self._patience_s
+        ended: set[_Where] = set()
+        while True:
+            answers = self._everywhere(
+                lambda: self._end_here(group.name, group.group_id),
+                lambda other: self._peers.call(other, "end_group", call, EndedGroup, timeout_s=END_TIMEOUT_S),
+            )
+            ended |= {where for answer in answers for where in answer.ended}
+            gaps = self._gaps(ended, {where for answer in answers for where in answer.led})
+            if not gaps:
+                return
+            self._wait(gaps, deadline)
 
     def _end_here(self, name: str, group_id: str) -> EndedGroup:
         led = self._led()

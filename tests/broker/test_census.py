@@ -133,3 +133,27 @@ def test_a_group_stays_when_a_leader_cannot_be_asked_to_end_it() -> None:
     world.away = set()
     world.census().delete("g")
     assert world.forgotten
+
+
+def test_an_end_that_stopped_half_way_is_not_told_as_none_at_all() -> None:
+    """What was acknowledged on the partitions where it has ended is forgotten there."""
+    world = World({("t", 0): 1, ("t", 1): 2}, {("t", 0): 0, ("t", 1): 0}, away={2})
+    with pytest.raises(Unavailable) as caught:
+        world.census().delete("g")
+    assert world.ended
+    assert caught.value.outcome == "unknown"
+    assert caught.value.retryable
+
+
+def test_a_group_that_has_ended_and_could_not_be_forgotten_is_not_told_as_untouched() -> None:
+    world = World({("t", 0): 1}, {("t", 0): 0})
+
+    @contextmanager
+    def deleting(name: str) -> Any:
+        yield GROUP
+        raise Unavailable("ZooKeeper does not answer")
+
+    world.deleting = deleting  # type: ignore[method-assign]
+    with pytest.raises(Unavailable) as caught:
+        world.census().delete("g")
+    assert caught.value.outcome == "unknown"
