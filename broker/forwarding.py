@@ -24,6 +24,7 @@ from gevent.event import Event
 
 from portalmq.broker.calls import Place
 from portalmq.broker.peers import NotAnswered
+from portalmq.broker.writer import NotCommittedYet
 from portalmq.control_plane.state import TopicState
 from portalmq.errors import NotLeader, PartitionNotFound, PortalMQError, Unavailable
 
@@ -203,6 +204,8 @@ class Leaders:
 
     def _may_mend(self, outcome: object, forward: bool, repeatable: bool) -> bool:
         if not isinstance(outcome, NotLeader | Unavailable) or not outcome.retryable:
+            return False
+        if isinstance(outcome, NotCommittedYet):
             return False
         if outcome.outcome != "not_applied" and not repeatable:
             return False

@@ -23,7 +23,7 @@ from portalmq.broker.partition import Partition
 from portalmq.broker.peers import Peers
 from portalmq.broker.storage.batch import Record
 from portalmq.broker.topics import Topic
-from portalmq.broker.writer import Pending
+from portalmq.broker.writer import NotCommittedYet, Pending
 from portalmq.errors import IdempotencyKeyReused, InvalidRequest, MessageTooLarge, NotLeader, PortalMQError, Unavailable
 from portalmq.wire import Acks, Produced, ProducedRange, ProducerStamp
 
@@ -178,7 +178,7 @@ class Producing:
                 base_offset, timestamp_ms = partition.append(tuple(records), size, stamp=stamp, acks=acks)
             except (NotLeader, Unavailable) as error:
                 is_doubtful = error.outcome != "not_applied"
-                if is_doubtful and producer is None:
+                if is_doubtful and (producer is None or isinstance(error, NotCommittedYet)):
                     raise (told(error) if forward else error) from None
             else:
                 self._published(topic.name, len(records), size)

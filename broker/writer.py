@@ -29,9 +29,16 @@ from portalmq.errors import PortalMQError, Unavailable
 from portalmq.wire import Acks
 
 COMMIT_MESSAGES_MAX = 50_000
-COMMIT_WAIT_S = 60.0
+COMMIT_WAIT_S = 30.0
 SOFT_LINGER_S = 0.005
 REFUSED_PAUSE_S = 0.1
+
+
+class NotCommittedYet(Unavailable):
+    """It is on its way, and may be committed later; who asks here again at once would only wait as long again."""
+
+    def __init__(self, detail: str) -> None:
+        super().__init__(detail, outcome="unknown", retry_after_s=1)
 
 
 class WriterHost(Protocol):
@@ -93,9 +100,9 @@ class Pending:
             self.done.set()
 
     def wait(self) -> None:
-        """Until it is as safe as its acks ask. Raises its error, or Unavailable (unknown) when it takes too long."""
+        """Until it is as safe as its acks ask. Raises its error, or NotCommittedYet when it takes too long."""
         if not self.done.wait(COMMIT_WAIT_S):
-            raise Unavailable(f"not committed within {COMMIT_WAIT_S:.0f} s", outcome="unknown", retry_after_s=1)
+            raise NotCommittedYet(f"not committed within {COMMIT_WAIT_S:.0f} s")
         if self.error is not None:
             raise self.error
 

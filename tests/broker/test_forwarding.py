@@ -11,6 +11,7 @@ from support.domain import FakePeer
 from portalmq.broker.calls import Place
 from portalmq.broker.forwarding import Leaders
 from portalmq.broker.peers import NotAnswered, NotReached
+from portalmq.broker.writer import NotCommittedYet
 from portalmq.errors import NotEnoughReplicas, NotLeader, PortalMQError, TopicNotFound, Unavailable
 
 A, B, C = (Place("t", "id", number) for number in range(3))
@@ -119,6 +120,14 @@ def test_an_unknown_outcome_is_not_tried_again() -> None:
 
 def test_an_unknown_outcome_of_what_is_the_same_twice_is_tried_again() -> None:
     assert leaders(Map({A: 2})).one(A, Ask(_2=[NotAnswered("cut"), "by 2"]), repeatable=True) == "by 2"
+
+
+def test_what_has_waited_for_its_commit_as_long_as_it_may_does_not_wait_so_long_again() -> None:
+    work = Ask(_1=[NotCommittedYet("the followers are gone"), "by 1"])
+    with pytest.raises(NotCommittedYet) as waited:
+        leaders(Map({A: ME})).one(A, work, repeatable=True)
+    assert (waited.value.outcome, waited.value.retryable) == ("unknown", True)
+    assert len(work.asked) == 1
 
 
 def test_a_refusal_after_an_unknown_try_leaves_the_outcome_unknown() -> None:
