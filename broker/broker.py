@@ -253,7 +253,10 @@ class Broker:
         for topic in self.topics:
             config = topic.state.config
             for partition in tuple(topic.local.values()):
-                partition.retain(config.retention_ms, config.retention_bytes, GROUP_EXPIRY_MS)
+                try:
+                    partition.retain(config.retention_ms, config.retention_bytes, GROUP_EXPIRY_MS)
+                except PortalMQError as error:  # the others are not to wait for this one
+                    log.warning("%s will be cleaned later: %s", partition, error)
 
     # --- other brokers -----------------------------------------------------------------------------------------------
 

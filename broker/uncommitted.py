@@ -62,10 +62,10 @@ class Uncommitted:
         return readable_end
 
     def fail(self, error: PortalMQError) -> None:
-        """Everyone who waits is told this. What they wait for may be in the log, and stay there."""
+        """Everyone who waits is told this. What they wait for may be in the log, and stay there; so the ids of what is
+        still on its way to the disk are kept, for the case that this replica leads again before it is written."""
         pending, self._pending = self._pending, deque()
         repeats, self._repeats = self._repeats, []
-        self._ids.clear()
         self.bytes = 0
         for each in (*pending, *(repeat for _, repeat in repeats)):
             each.finish(error)

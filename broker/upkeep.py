@@ -139,10 +139,10 @@ class Upkeep:
         upto = max(upto, partition.log.log_start_offset)
         if not self._would_drop(upto):
             return
+        if partition.groups.state_offset >= partition.high_watermark:
+            return  # it could be cut away, and nothing would tell what was below
         if partition.serves:
             self.write_state().wait()
-        elif partition.groups.state_offset >= partition.high_watermark:
-            return  # it could be cut away, and nothing would tell what was below
         if partition.groups.state_offset < upto:
             return
         partition.groups.forget_below(upto)

@@ -186,7 +186,7 @@ class Writer:
             while self._queue or self._log.checkpoint_due:
                 if self._queue:
                     self._write(self._next_transaction())
-                elif not self._host.pool.apply(_checkpoint, (self._log,)):
+                elif not self._host.pool.apply(_checkpoint, (self._log,)) and not self._queue:
                     break
         except Exception as fault:  # whatever it is, those who wait would wait in vain
             self._host.storage_failed(fault)

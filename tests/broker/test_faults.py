@@ -11,8 +11,10 @@ from pathlib import Path
 import gevent
 import pytest
 from support.domain import Fixture, HandClock, records, running
+from support.replicas import eventually
 
 from portalmq import wire
+from portalmq.broker.core.events import SessionLost
 from portalmq.broker.storage.errors import DiskFull, StorageFault
 from portalmq.broker.storage.log import Log
 from portalmq.broker.storage.segment import Segment
@@ -258,3 +260,53 @@ def test_a_partition_that_is_never_at_rest_is_saved_too(fixture):
     fixture.broker._save_state()
     assert partition.state_file.load()[0].applied > before
     again.get(timeout=5)
+
+
+def test_what_comes_while_a_checkpoint_finds_no_room_is_written_all_the_same(fixture, monkeypatch):
+    """A follower puts nothing more before that: it would stand still for ever."""
+    send(fixture, "a")
+    log = fixture.broker.topics.get("t").partition(0).log
+    monkeypatch.setattr("portalmq.broker.storage.log.WAL_BYTES_DUE", 1)
+
+    def full() -> None:
+        raise DiskFull("no room")
+
+    monkeypatch.setattr(log, "checkpoint", full)
+    with held(monkeypatch, log, "checkpoint") as release:
+        send(fixture, "b")
+        late = gevent.spawn(send, fixture, "c")
+        gevent.sleep(0.02)
+        release()
+        assert late.get(timeout=5)
+
+
+def test_a_message_that_is_on_its_way_to_the_disk_is_known_to_whoever_repeats_it_after_a_lost_session(
+    fixture, monkeypatch
+):
+    send(fixture, "a")
+    partition = fixture.broker.topics.get("t").partition(0)
+    with held(monkeypatch, partition.log, "append") as release:
+        first = gevent.spawn(send, fixture, "b", idempotency_key="k")
+        gevent.sleep(0.02)
+        partition.tell(SessionLost())
+        eventually(lambda: partition.serves)
+        again = gevent.spawn(send, fixture, "b", idempotency_key="k")
+        gevent.sleep(0.02)
+        release()
+        gevent.joinall([first, again], timeout=5)
+    assert again.get()[0].offset == partition.replica.high_watermark - 1
+    assert texts(receive(fixture, max_messages=10)) == ["a", "b"]
+
+
+def test_a_partition_that_cannot_be_cleaned_does_not_keep_the_others_from_it(fixture, monkeypatch):
+    fixture.broker.create_topic("t", wire.CreateTopic(partitions=2))
+    first, second = fixture.broker.topics.get("t").led()
+    cleaned: list[int] = []
+
+    def refuse_to(*limits) -> None:
+        raise Unavailable("not committed")
+
+    monkeypatch.setattr(first, "retain", refuse_to)
+    monkeypatch.setattr(second, "retain", lambda *limits: cleaned.append(second.number))
+    fixture.broker._retain()
+    assert cleaned == [1]
