@@ -312,8 +312,8 @@ class Partition:
         if self.serves or book is None or self.replica.high_watermark <= book.epoch_start:
             return
         self.serves = True
-        if self.groups.purges:  # an earlier leader ended before it could write the STATE that lets them move the start
-            self.upkeep.write_state()
+        if self.groups.purges:
+            gevent.spawn(self.upkeep.finish_purges)  # from here an append could not tell its place yet
         gevent.spawn(self.on_leading, self)
 
     def _on_step_down(self, leader: int | None) -> None:
@@ -488,7 +488,7 @@ class Partition:
             self._refused_ms = now_ms
         full = StorageFull(DISK_FULL, retry_after_s=5)
         refused = {entry for entry in taken if isinstance(entry, Pending)}
-        self._uncommitted.refuse(refused, full)
+        self._uncommitted.refuse(refused, StorageFull(DISK_FULL, outcome="unknown", retry_after_s=5))
         found = recover(self.log, self.state_file, self.high_watermark)
         self.install(found)
         self.following.pause()

@@ -306,10 +306,15 @@ class Topics:
 
     def _rebuild(self, topic: Topic, partition: Partition) -> None:
         """A damaged replica is set aside whole; an empty one, of another store, resigns and copies the leader's log."""
-        if topic.local.get(partition.number) is partition:
-            del topic.local[partition.number]
-        partition.close(saves=False)
-        self._replicas.set_aside(topic.state, partition.number)
+        key = (topic.state.topic_id, partition.number)
+        self._opening.add(key)  # nobody else opens what is about to be moved away
+        try:
+            if topic.local.get(partition.number) is partition:
+                del topic.local[partition.number]
+            partition.close(saves=False)
+            self._replicas.set_aside(topic.state, partition.number)
+        finally:
+            self._opening.discard(key)
         if self.holds(topic):
             self._open_soon(topic, partition.number)
 

@@ -71,7 +71,8 @@ class Uncommitted:
             each.finish(error)
 
     def refuse(self, refused: Container[Pending], error: PortalMQError) -> None:
-        """These batches are not in the log. Who repeated one of them, or waits for what is, may simply ask again."""
+        """These batches are not in the log. Who repeated one of them, or waits for what is in the log, is told `error`,
+        whose outcome is unknown, and may simply ask again."""
         self._pending = deque(pending for pending in self._pending if pending not in refused)
         self.bytes = sum([pending.size_bytes for pending in self._pending])
         repeats, self._repeats = self._repeats, []

@@ -7,6 +7,7 @@ for its own files; only a leader writes STATE records, and nobody's log start pa
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -21,10 +22,12 @@ from portalmq.broker.storage.log import Log
 from portalmq.broker.storage.reading import ReplicaStart
 from portalmq.broker.storage.state import StateFile
 from portalmq.broker.writer import Pending
-from portalmq.errors import Unavailable
+from portalmq.errors import PortalMQError, Unavailable
 
 if TYPE_CHECKING:
     from portalmq.broker.partition import Partition
+
+log = logging.getLogger(__name__)
 
 # Batches of a live segment that are checked at a time; a sealed one is checked as a whole, by its SHA-256.
 SCRUB_BYTES = 128 * 1024
@@ -95,6 +98,15 @@ class Upkeep:
         failed = self._advance(upto)
         if failed is not None:
             raise failed
+
+    def finish_purges(self) -> None:
+        """An earlier leader ended before it could write the STATE that lets its purges move the log start. Where that
+        fails, the next purge or the next leader does it."""
+        try:
+            if self._partition.serves and self._partition.groups.purges:
+                self.write_state()
+        except PortalMQError as error:
+            log.info("%s: its purges wait: %s", self._partition, error)
 
     def move_log_start(self, upto: int) -> None:
         """A purge is committed, and a STATE record behind it."""

@@ -9,6 +9,7 @@ import gevent
 import pytest
 from support.replicas import Group, contents, eventually, replicas, send, values
 
+from portalmq.broker.core.events import Stamp
 from portalmq.broker.fetch_protocol import FetchAnswer, RecordsAnswer, decode_answer, encode
 from portalmq.broker.storage.batch import Record
 from portalmq.broker.storage.errors import DiskFull
@@ -232,6 +233,31 @@ def test_a_leader_whose_disk_is_full_says_so_and_goes_on_when_there_is_room(tmp_
         send(group.leader, "b")
         settle(group)
         assert all(values(partition) == ["a", "b"] for partition in group.partitions())
+
+
+def test_who_repeats_what_is_in_the_log_is_not_told_that_it_is_not_when_the_disk_refuses_something_else(
+    tmp_path, monkeypatch
+):
+    with replicas(tmp_path, 3) as group:
+        settle(group)
+        group.cut(2)
+        group.cut(3)
+        batch, stamp = (Record(b"a"),), Stamp(7, 0, 0)
+        first = group.leader.submit(batch, 1, stamp=stamp)
+        eventually(lambda: group.leader.log.end_offset == 2)
+        again = group.leader.submit(batch, 1, stamp=stamp)
+        refuse(monkeypatch, group, 1)
+        refused = group.leader.submit((Record(b"b"),), 1)
+        with pytest.raises(StorageFull) as told:
+            group.leader.outcome(refused)
+        assert told.value.outcome == "not_applied"
+        with pytest.raises(PortalMQError) as told:
+            group.leader.outcome(again)
+        assert told.value.outcome == "unknown"
+        monkeypatch.undo()
+        group.mend(2)
+        group.mend(3)
+        assert group.leader.outcome(first)[0] == 1
 
 
 def test_a_leader_that_cannot_begin_its_epoch_for_want_of_room_begins_it_later(tmp_path, monkeypatch):

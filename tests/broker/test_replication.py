@@ -299,6 +299,36 @@ def test_a_purge_whose_leader_ends_at_once_takes_effect_at_the_next(tmp_path):
         eventually(lambda: group.partition(2).log.log_start_offset == 4)
 
 
+def test_a_purge_that_the_next_leader_finishes_moves_the_log_start_no_earlier_than_its_state_is_committed(
+    tmp_path, monkeypatch
+):
+    with replicas(tmp_path) as group:
+        settle(group)
+        send(group.leader, *"abcdef")
+        settle(group)
+        purge = group.leader.append_control(3, b"\x91\x04")  # Kind.PURGE up to 4, and no STATE behind it
+        group.leader.groups.purge(purge.base_offset, 4)
+        purge.wait()
+        settle_end(group)
+        new = group.partition(2)
+        states_at_move: list[bool] = []
+        advance = new.log.advance_log_start
+
+        def advanced(offset: int) -> None:
+            newest = new.log.newest_state()
+            states_at_move.append(newest is not None and newest.end_offset <= new.high_watermark)
+            advance(offset)
+
+        monkeypatch.setattr(new.log, "advance_log_start", advanced)
+        group.elect(2)
+        eventually(lambda: new.log.log_start_offset == 4)
+        settle(group)
+        assert states_at_move == [True]
+        newest = new.log.newest_state()
+        assert newest is not None
+        assert new.groups.state_offset == newest.base_offset
+
+
 def test_the_same_log_is_there_after_many_failovers_under_load(tmp_path):
     with replicas(tmp_path, 3) as group:
         settle(group)

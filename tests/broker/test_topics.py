@@ -135,6 +135,26 @@ def test_a_topic_that_is_made_while_the_files_are_looked_through_stays(fixture, 
     assert (tmp_path / "partitions" / "late@1").exists()
 
 
+def test_a_replica_that_is_being_set_aside_is_not_opened_before_that_is_done(fixture, tmp_path, monkeypatch):
+    send(fixture, "a")
+    topics = fixture.broker.topics
+    topic = topics.get("t")
+    damaged = topic.local[0]
+    close = damaged.close
+
+    def slowly(**how) -> None:
+        topics._sync_partition(topic.state.topic_id, 0)  # the mirror has something new meanwhile
+        gevent.sleep(0.2)
+        close(**how)
+
+    monkeypatch.setattr(damaged, "close", slowly)
+    topics._rebuild(topic, damaged)
+    eventually(lambda: 0 in topic.local)
+    assert topic.local[0].store_uuid == "store/1"
+    assert list((folder_of(tmp_path) / "0").glob("*.sqlite"))
+    assert list((tmp_path / "lost+found" / folder_of(tmp_path).name / "0").glob("*.sqlite"))
+
+
 # --- which life of a replica it is ------------------------------------------------------------------------------------
 
 TOPIC = TopicState("t", "id", 1, 1, 1, TopicConfig())
