@@ -68,6 +68,11 @@ def up(
     Example: portalmq up --brokers 3 --base-port 5000
     """
     try:
+        if brokers > 1 and (zookeeper or "").strip().lower() == "none":
+            raise UsageError(
+                "without ZooKeeper each broker would be a cluster of its own: leave --zookeeper (PORTALMQ_ZOOKEEPER) "
+                "out, and one is started; `portalmq dev` runs one broker that needs none"
+            )
         if detach:
             ports = ["--base-port", str(base_port), "--zookeeper-port", str(zookeeper_port)]
             named = ["--zookeeper", zookeeper] if zookeeper else ["--zookeepers", zookeepers]

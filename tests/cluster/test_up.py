@@ -226,3 +226,6 @@ def test_wrong_settings_are_exit_2_before_anything_starts(terminal: Terminal) ->
     done = terminal.run("up", *FREE_PORTS, PORTALMQ_ADVERTISED_URL="http://one:1")
     assert done.returncode == 2
     assert "advertised_url" in done.stderr
+    done = terminal.run("up", *FREE_PORTS, PORTALMQ_ZOOKEEPER="none")
+    assert done.returncode == 2, "each broker would be a cluster of its own"
+    assert "portalmq dev" in done.stderr
