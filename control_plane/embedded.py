@@ -138,6 +138,7 @@ class EmbeddedZooKeeper:
             self.directory.mkdir(parents=True, exist_ok=True)
             self._lock = _locked(self.directory / "lock")
         try:
+            self._check_number()
             for attempt in range(1, PORT_ATTEMPTS + 1):
                 try:
                     return self._start(command)
@@ -150,6 +151,17 @@ class EmbeddedZooKeeper:
         except BaseException:
             self.stop()
             raise
+
+    def _check_number(self) -> None:
+        """Raises PlaceTaken when another number of servers has run here: two that know nothing, or what was long ago,
+        are a majority over the one that knows everything since, and it would forget that."""
+        kept = sum((self.directory / str(number) / "data" / "version-2").exists() for number in (1, 2, 3))
+        ran = 1 if kept == 1 else 3
+        if kept and ran != self._number_of_servers:
+            raise PlaceTaken(
+                f"{self.directory} is of {ran} ZooKeeper server{'s' if ran > 1 else ''}: start as many with "
+                f"--servers {ran} (`portalmq up`: --zookeepers {ran}), or name another with --data-dir"
+            )
 
     def _start(self, command: list[str]) -> None:
         if not self._servers:

@@ -185,6 +185,16 @@ class TestRunning:
             process.suspend()
         wait_until_gone(process)
 
+    @pytest.mark.parametrize(("first", "then"), [(1, 3), (3, 1)])
+    def test_a_directory_keeps_its_number_of_servers(self, tmp_path: Path, first: int, then: int) -> None:
+        """Two servers that know nothing, or an older state, are a majority over the one that knows more."""
+        with EmbeddedZooKeeper(tmp_path, servers=first):
+            pass
+        with pytest.raises(PlaceTaken, match=f"--servers {first}"):
+            EmbeddedZooKeeper(tmp_path, servers=then).start()
+        with EmbeddedZooKeeper(tmp_path, servers=first) as again:
+            assert len(again.pids) == first
+
     @pytest.mark.parametrize("servers", [0, 2, 5])
     def test_there_are_one_or_three_servers(self, tmp_path: Path, servers: int) -> None:
         with pytest.raises(ValueError, match="1 server or 3"):
