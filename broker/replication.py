@@ -150,10 +150,9 @@ class Session:
         self.bell.set()
 
     def patience_ms(self, deadline_ms: int) -> int:
-        """How long to wait for more."""
-        now_ms = self._clock.now_ms()
-        until_ms = min(deadline_ms, self.moved_ms + HW_LINGER_MS) if self.moved else deadline_ms
-        return max(0, until_ms - now_ms)
+        """How long to wait for more. A high watermark that moved is told by this poll, though that takes longer."""
+        until_ms = self.moved_ms + HW_LINGER_MS if self.moved else deadline_ms
+        return max(0, until_ms - self._clock.now_ms())
 
 
 class Replication:

@@ -17,7 +17,7 @@ import msgspec
 from portalmq.broker.core.fold import PartitionFold, encode_fold
 from portalmq.broker.core.records import Purge
 from portalmq.broker.storage.batch import Kind
-from portalmq.broker.storage.errors import CorruptBatch, DamagedFile, DiskFull
+from portalmq.broker.storage.errors import CorruptBatch, DamagedFile, DiskFull, OffsetPurged
 from portalmq.broker.storage.log import Log
 from portalmq.broker.storage.reading import ReplicaStart
 from portalmq.broker.storage.state import StateFile
@@ -176,7 +176,7 @@ class Upkeep:
             return not ended
         if isinstance(found, CorruptBatch | DamagedFile):
             partition.damaged(str(found))
-        elif not isinstance(found, Unavailable):
+        elif not isinstance(found, OffsetPurged | Unavailable):  # dropped, begun anew or closed meanwhile
             partition.host.storage_failed(found)
         self._scrub_at = 0
         return False

@@ -247,3 +247,20 @@ def test_what_waits_for_followers_is_bounded_in_bytes(tmp_path, monkeypatch):
         group.mend(2)
         waiting.get(timeout=5)
         send(group.leader, "y")
+
+
+def test_a_poll_that_ends_while_news_of_the_high_watermark_linger_does_not_spin(group, monkeypatch):
+    send(group.leader, "a")
+    looks: list[int] = []
+    collect = group.hosts[1].replication._collect
+
+    def counted(session, max_bytes):
+        looks.append(max_bytes)
+        return collect(session, max_bytes)
+
+    monkeypatch.setattr(group.hosts[1].replication, "_collect", counted)
+    end = group.leader.replica.next_offset
+    (answer,) = ask(group, request(1, asked(end), wait_ms=20)).partitions
+    assert isinstance(answer, RecordsAnswer)
+    assert answer.high_watermark == end
+    assert len(looks) <= 3

@@ -71,6 +71,23 @@ def test_a_leader_with_a_damaged_batch_resigns_and_never_serves_it(tmp_path):
         assert group.state.store_uuids[1] == "store-1/1"
 
 
+def test_a_log_that_is_begun_anew_under_the_search_for_damage_is_not_a_fault(tmp_path, monkeypatch):
+    with replicas(tmp_path, 1) as group:
+        eventually(lambda: group.leader.serves)
+        log = group.leader.log
+        read = log.read_to_copy
+
+        def begun_anew(offset: int, *, max_bytes: int, below: int):
+            monkeypatch.undo()
+            log.reset(1_000, 1_000, 0)
+            return read(offset, max_bytes=max_bytes, below=below)
+
+        monkeypatch.setattr(log, "read_to_copy", begun_anew)
+        assert not group.leader.upkeep.scrub()
+        assert not group.hosts[1].faults
+        assert not group.leader.flaw
+
+
 def test_a_damaged_batch_is_not_served_to_a_follower(tmp_path):
     with replicas(tmp_path, 3) as group:
         settle(group)
