@@ -90,9 +90,8 @@ class _Asked(Generic[T]):
     places: Sequence[Place]
     greenlet: gevent.Greenlet
 
-    def unanswered(self, why: str) -> Outcomes[T]:
-        error = NotAnswered(f"broker {self.broker_id} gave no answer yet, and {why}")
-        return {place: copy.copy(error) for place in self.places}
+    def unanswered(self, why: str) -> str:
+        return f"broker {self.broker_id} gave no answer yet, and {why}"
 
 
 class Leaders:
@@ -146,6 +145,23 @@ class Leaders:
         if isinstance(outcome, PortalMQError):
             raise outcome
         return outcome
+
+    def ask(self, broker_id: int, places: Sequence[Place], call: Callable[[], T]) -> T:
+        """What `call` has of another broker that leads these partitions; it is not waited for once others lead all of
+        them. Raises what `call` raises, NotAnswered, and Unavailable when there is nothing to ask it for."""
+        if not places:
+            raise Unavailable(f"broker {broker_id} leads nothing of this any more", retry_after_s=0.1)
+        asked: _Asked[T] = _Asked(broker_id, places, gevent.spawn(_tried, call))
+        try:
+            why = self._why_left(asked, None)
+            if why:
+                raise NotAnswered(asked.unanswered(why))
+        finally:
+            asked.greenlet.kill(block=False)
+        found: T | PortalMQError = asked.greenlet.get()
+        if isinstance(found, PortalMQError):
+            raise found
+        return found
 
     def run(
         self,
@@ -248,6 +264,14 @@ class Leaders:
         return outcomes
 
     def _answer_of(self, asked: _Asked[T], waiting: Waiting | None) -> Outcomes[T]:
+        why = self._why_left(asked, waiting)
+        if why:
+            return {place: NotAnswered(asked.unanswered(why)) for place in asked.places}
+        outcomes: Outcomes[T] = asked.greenlet.get()
+        return outcomes
+
+    def _why_left(self, asked: _Asked[T], waiting: Waiting | None) -> str:
+        """Wait for the answer; why that is given up, or nothing when it is there."""
         bell = Event()
         self._bells.add(bell)
         asked.greenlet.link(lambda _: bell.set())
@@ -263,17 +287,16 @@ class Leaders:
                 if asked.greenlet.ready():
                     break
                 if waiting is not None and waiting.gone():
-                    return asked.unanswered("the client has gone")
+                    return "the client has gone"
                 if not abandon_at and self._has_moved(asked):
                     abandon_at = time.monotonic() + ABANDON_AFTER_S
                 elif abandon_at and time.monotonic() >= abandon_at:
-                    return asked.unanswered("another broker leads meanwhile")
+                    return "another broker leads meanwhile"
         finally:
             self._bells.discard(bell)
             if unwatch is not None:
                 unwatch()
-        outcomes: Outcomes[T] = asked.greenlet.get()
-        return outcomes
+        return ""
 
     def _has_moved(self, asked: _Asked[T]) -> bool:
         """Whether somebody else leads all that this broker was asked for."""
@@ -288,6 +311,13 @@ def _ask(work: Work[T], broker_id: int, places: Sequence[Place]) -> Outcomes[T]:
         return work.there(broker_id, places)
     except PortalMQError as error:
         return {place: copy.copy(error) for place in places}
+
+
+def _tried(call: Callable[[], T]) -> T | PortalMQError:
+    try:
+        return call()
+    except PortalMQError as error:
+        return error
 
 
 def told(error: PortalMQError) -> PortalMQError:

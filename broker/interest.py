@@ -32,6 +32,9 @@ PAUSE_MAX_S = 1.0
 # After an empty receive: somebody else was faster, or what is there is not to be had.
 EMPTY_PAUSE_S = 0.02
 
+# Makes a call that is given up when its broker is silent and leads no longer.
+Ask = Callable[[Callable[[], Received]], Received]
+
 
 class RemoteGroup:
     """A `waiting.Source`: what one broker leads of some topics, for one group.
@@ -42,13 +45,20 @@ class RemoteGroup:
     is_remote = True
 
     def __init__(
-        self, peers: Peers, broker_id: int, group: GroupState, topics: tuple[str, ...], on_unbegun: Callable[[], None]
+        self,
+        peers: Peers,
+        broker_id: int,
+        group: GroupState,
+        topics: tuple[str, ...],
+        on_unbegun: Callable[[], None],
+        ask: Ask,
     ) -> None:
         self.broker_id = broker_id
         self._peers = peers
         self._group = group
         self._topics = topics
         self._on_unbegun = on_unbegun
+        self._ask = ask
         self._sleepers: dict[Waiter, None] = {}
         self._ready = False
         self._was_empty = False
@@ -89,7 +99,7 @@ class RemoteGroup:
             options.consumer,
             options.attempt_id,
         )
-        return self._peers.call(self.broker_id, name, call, Received, timeout_s=ANSWER_S)
+        return self._ask(lambda: self._peers.call(self.broker_id, name, call, Received, timeout_s=ANSWER_S))
 
     # --- sleeping and waking -----------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ What other brokers ask for is taken from what is led here, without waiting; thei
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import gevent
@@ -209,8 +209,19 @@ class Receiving:
         if source is None:
             self._remote = {known: each for known, each in self._remote.items() if not each.is_idle}
             on_unbegun = partial(self._groups.unbegun, group, topics)
-            source = self._remote[key] = RemoteGroup(self._peers, broker_id, group, topics, on_unbegun)
+            ask = partial(self._ask, broker_id, topics)
+            source = self._remote[key] = RemoteGroup(self._peers, broker_id, group, topics, on_unbegun, ask)
         return source
+
+    def _ask(self, broker_id: int, names: Sequence[str], call: Callable[[], Received]) -> Received:
+        topics = [topic for name in names if (topic := self._find(name)) is not None]
+        places = [
+            place_of(topic.state, number)
+            for topic in topics
+            for number in range(topic.state.partitions)
+            if topic.leader_of(number) == broker_id
+        ]
+        return self._groups.leaders.ask(broker_id, places, call)
 
     # --- for other brokers -------------------------------------------------------------------------------------------
 

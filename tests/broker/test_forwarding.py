@@ -174,6 +174,30 @@ def test_a_silent_leader_is_not_waited_for_once_another_is_elected() -> None:
         assert there.one(A, work, repeatable=True) == "by 3"
 
 
+def test_what_is_asked_of_one_broker_alone_is_not_waited_for_once_others_lead_there() -> None:
+    leads = Map({A: 2, B: 2})
+    there = leaders(leads)
+    gevent.spawn_later(0.02, lambda: (leads.leaders.update({A: 3}), there.changed()))
+    gevent.spawn_later(0.05, lambda: (leads.leaders.update({B: ME}), there.changed()))
+    with gevent.Timeout(3), pytest.raises(NotAnswered, match="broker 2"):
+        there.ask(2, [A, B], lambda: gevent.sleep(30))
+
+
+def test_what_is_asked_of_one_broker_alone_answers_or_raises_as_it_does() -> None:
+    there = leaders(Map({A: 2, B: 3}))
+    assert there.ask(2, [A], lambda: "by 2") == "by 2"
+
+    def refuse() -> None:
+        raise NotReached("away", refused=True)
+
+    with pytest.raises(NotReached):
+        there.ask(2, [A], refuse)
+    asked: list[int] = []
+    with pytest.raises(Unavailable) as refused:
+        there.ask(2, [], lambda: asked.append(2))
+    assert (asked, refused.value.outcome) == ([], "not_applied")
+
+
 def test_nothing_is_begun_for_a_client_that_has_gone() -> None:
     leads = Map({A: 2})
     work = Ask()

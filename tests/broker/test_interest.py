@@ -13,7 +13,7 @@ from support.domain import FakePeer
 from portalmq import wire
 from portalmq.broker import interest
 from portalmq.broker.calls import Interested, Received
-from portalmq.broker.interest import RemoteGroup
+from portalmq.broker.interest import Ask, RemoteGroup
 from portalmq.broker.peers import NotAnswered, NotReached
 from portalmq.broker.storage.batch import Record
 from portalmq.broker.waiting import Delivered, ParkingLot, ReceiveOptions, receive
@@ -63,9 +63,11 @@ def leader() -> Leader:
     return Leader()
 
 
-def source_at(leader: Leader, on_unbegun: Callable[[], None] = lambda: None) -> RemoteGroup:
+def source_at(
+    leader: Leader, on_unbegun: Callable[[], None] = lambda: None, ask: Ask = lambda call: call()
+) -> RemoteGroup:
     group = GroupState("g", wire.GroupConfig(), "id")
-    return RemoteGroup(leader, 2, group, ("t",), on_unbegun)  # type: ignore[arg-type]
+    return RemoteGroup(leader, 2, group, ("t",), on_unbegun, ask)  # type: ignore[arg-type]
 
 
 def asleep(source: RemoteGroup, peer: FakePeer | None = None, wait_s: float = 20.0, **options: Any) -> gevent.Greenlet:
@@ -86,6 +88,15 @@ def test_what_is_there_already_is_fetched_at_once_and_nobody_is_parked(leader: L
     leader.arrive(b"a")
     assert texts(asleep(source_at(leader)).get(timeout=5)) == [b"a"]
     assert leader.calls == ["receive"]
+
+
+def test_a_broker_that_is_silent_and_leads_no_longer_is_left(leader: Leader) -> None:
+    def left(call: Callable[[], Received]) -> Received:
+        raise NotAnswered("another broker leads meanwhile")
+
+    leader.arrive(b"a")
+    with pytest.raises(NotAnswered):
+        source_at(leader, ask=left).take(OPTIONS)
 
 
 def test_a_sleeper_is_woken_by_the_interest_and_fetches_then(leader: Leader) -> None:
