@@ -43,6 +43,8 @@ OWN_WORD_S = 2.0
 ENDING_S = 5.0
 UNHEARD_S = 5.0
 UNHEARD_MAX = 1_000
+# Groups may come and go for as long as a broker lives: what is kept to be quick is kept of so many.
+REMEMBERED_MAX = 10_000
 
 _Bools = list[Result[bool]]
 _encode = msgspec.msgpack.Encoder().encode
@@ -176,7 +178,10 @@ class Groups:
         return sorted(name for name in names if name not in self._deleting and self.find(name) is not None)
 
     def _remember(self, name: str, group: GroupState | None) -> None:
-        self._own[name] = (group, time.monotonic() + OWN_WORD_S)
+        now = time.monotonic()
+        if len(self._own) >= REMEMBERED_MAX:
+            self._own = {known: own for known, own in self._own.items() if own[1] > now}
+        self._own[name] = (group, now + OWN_WORD_S)
 
     # --- the end of a group ------------------------------------------------------------------------------------------
 
@@ -362,6 +367,8 @@ class Groups:
             for outcome in outcomes.values():
                 if isinstance(outcome, PortalMQError):
                     raise outcome
+        if len(self._begun) >= REMEMBERED_MAX:
+            self._begun.clear()  # whoever comes next asks once more
         self._begun.add(mark)
 
     def unbegun(self, group: GroupState, topics: Sequence[str]) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import gevent
 import pytest
 from support.domain import FakePeer, Fixture, HandClock, records, running
+from support.replicas import eventually
 
 from portalmq import wire
 from portalmq.broker.core.delivery import GroupDelivery
@@ -500,3 +502,18 @@ def test_a_receipt_of_an_earlier_leader_may_be_extended_and_acked_while_its_leas
         assert after.broker.extend("g", [message.receipt], 60_000) == [True]
         assert after.broker.ack("g", [message.receipt]) == [True]
         assert receive(after) == []
+
+
+def test_groups_that_came_and_went_are_not_remembered_for_ever(fixture, monkeypatch):
+    monkeypatch.setattr("portalmq.broker.groups.REMEMBERED_MAX", 5)
+    monkeypatch.setattr("portalmq.broker.groups.OWN_WORD_S", 0.3)
+    send(fixture, "a")
+    for number in range(20):
+        fixture.broker.put_group(f"g{number}", {"start": "latest"})
+        fixture.broker.receive(f"g{number}", wire.ReceiveRequest(["t"]), None)
+        fixture.broker.delete_group(f"g{number}")
+    newest_until = max(until for _, until in fixture.broker.groups._own.values())
+    eventually(lambda: time.monotonic() > newest_until)
+    fixture.broker.put_group("last", {})
+    assert len(fixture.broker.groups._own) <= 5
+    assert len(fixture.broker.groups._begun) <= 5
