@@ -243,4 +243,7 @@ class Fetcher:
             self._unsure.pop(partition, None)
             if isinstance(each, RecordsAnswer) and each.frames:
                 self._writing.add(partition)
-            partition.following.replied(each)
+            try:
+                partition.following.replied(each)
+            except Exception:  # the others were answered too, and nobody would tell them again
+                log.exception("%s: the answer of broker %d could not be taken", partition, self._leader)

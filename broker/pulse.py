@@ -111,13 +111,17 @@ class Pulse:
         for index, partition in enumerate(self._partitions(), self._ticks):
             if partition.closed:
                 continue
-            if renewed is not None:
-                partition.tell(renewed)
-            if index % QUIET_EVERY_TICKS == 0 or not partition.is_quiet:
-                partition.tell(tick)
-                told += 1
-                if told % PARTITIONS_AT_A_TIME == 0:
-                    gevent.sleep(0)
+            try:
+                if renewed is not None:
+                    partition.tell(renewed)
+                if index % QUIET_EVERY_TICKS == 0 or not partition.is_quiet:
+                    partition.tell(tick)
+                    told += 1
+            except Exception:  # the others need their leases, whatever became of this one
+                log.exception("%s: its beat failed", partition)
+            if told >= PARTITIONS_AT_A_TIME:
+                told = 0
+                gevent.sleep(0)
 
     def look_after_followers(self) -> None:
         """Probe each broker whose fetch is overdue on some partition, all at once."""

@@ -9,6 +9,7 @@ import gevent
 import pytest
 from support.replicas import CLUSTER, TOPIC_ID, Group, eventually, replicas, send
 
+from portalmq.broker.core.events import Fetch
 from portalmq.broker.fetch_protocol import (
     AskedPartition,
     BelowStartAnswer,
@@ -18,8 +19,12 @@ from portalmq.broker.fetch_protocol import (
     RecordsAnswer,
     RejectedAnswer,
     decode_answer,
+    decode_request,
+    echo_of,
     encode,
+    fetch_of,
 )
+from portalmq.broker.fetcher import Fetchers
 from portalmq.errors import Backpressure, InvalidRequest
 
 
@@ -264,3 +269,39 @@ def test_a_poll_that_ends_while_news_of_the_high_watermark_linger_does_not_spin(
     assert isinstance(answer, RecordsAnswer)
     assert answer.high_watermark == end
     assert len(looks) <= 3
+
+
+def test_an_answer_that_one_replica_cannot_take_is_not_lost_to_the_others(tmp_path):
+    class Followed:
+        """What a fetcher needs of a partition."""
+
+        def __init__(self, number: int) -> None:
+            self.topic_id, self.number, self.high_watermark = TOPIC_ID, number, 0
+            self.following = self
+            self.replies: list[object] = []
+
+        def replied(self, answer) -> None:
+            self.replies.append(answer)
+            if self.number == 0:
+                raise RuntimeError("a bug")
+
+    class OneAnswer:
+        """A leader that answers the first request, and then has nothing to say."""
+
+        def call_bytes(self, broker_id: int, name: str, body: bytes, *, timeout_s: float) -> bytes:
+            named = decode_request(body)
+            if named.turn > 1:
+                gevent.sleep(timeout_s)
+            answers = [
+                RejectedAnswer(each.topic_id, each.partition, echo_of(fetch_of(named, each)), 1)
+                for each in named.partitions
+            ]
+            return encode(FetchAnswer(True, answers))
+
+    with replicas(tmp_path, 1) as one:
+        fetchers = Fetchers(one.hosts[1], OneAnswer())
+        both = [Followed(0), Followed(1)]
+        for partition in both:
+            fetchers.follow(partition, 2, Fetch(1, 1, "store-1", 1, 0, 0, 0, 1))
+        eventually(lambda: all(partition.replies for partition in both))
+        fetchers.close()

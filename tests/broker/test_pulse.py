@@ -95,6 +95,18 @@ def test_a_follower_whose_fetch_is_parked_is_not_asked_after(group):
     assert probed == []
 
 
+def test_a_partition_that_fails_does_not_keep_the_lease_from_the_others(group, monkeypatch):
+    def fail(event) -> None:
+        raise RuntimeError("a bug")
+
+    broken, whole = group.partition(2), group.partition(1)
+    told = heard(whole, monkeypatch)
+    with monkeypatch.context() as patch:
+        patch.setattr(broken, "tell", fail)
+        Pulse(group.hosts[1], lambda: [broken, whole]).tick()
+    assert any(isinstance(event, LeaseRenewed) for event in told)
+
+
 def test_a_beat_that_fails_is_not_the_last(group, monkeypatch):
     pulse = pulse_of(group)
     beats: list[int] = []
