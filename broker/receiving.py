@@ -28,6 +28,8 @@ from portalmq.errors import Backpressure, NotLeader, PortalMQError, TopicNotFoun
 
 # How long whoever was told that something is there has to come for it, before the next one is told.
 COMING_S = 0.05
+# Of so many groups it is known who was asked first the last time.
+TURNS_MAX = 10_000
 
 _decode_receive = msgspec.msgpack.Decoder(Receive).decode
 _decode_interest = msgspec.msgpack.Decoder(Interest).decode
@@ -161,7 +163,10 @@ class Receiving:
             raise Unavailable(f"topic {names[0]!r} was deleted meanwhile: repeat the request", retry_after_s=0.1)
         parts: list[Sequence[Source]] = []
         here, _ = self._here(group, topics)
-        turn = self._turn[group.name] = self._turn.get(group.name, -1) + 1
+        turn = self._turn.get(group.name, -1) + 1
+        if len(self._turn) >= TURNS_MAX:
+            self._turn.clear()
+        self._turn[group.name] = turn
         if here:
             first = turn % len(here)
             parts.append(here[first:] + here[:first])

@@ -506,6 +506,7 @@ def test_a_receipt_of_an_earlier_leader_may_be_extended_and_acked_while_its_leas
 
 def test_groups_that_came_and_went_are_not_remembered_for_ever(fixture, monkeypatch):
     monkeypatch.setattr("portalmq.broker.groups.REMEMBERED_MAX", 5)
+    monkeypatch.setattr("portalmq.broker.receiving.TURNS_MAX", 5)
     monkeypatch.setattr("portalmq.broker.groups.OWN_WORD_S", 0.3)
     send(fixture, "a")
     for number in range(20):
@@ -517,3 +518,4 @@ def test_groups_that_came_and_went_are_not_remembered_for_ever(fixture, monkeypa
     fixture.broker.put_group("last", {})
     assert len(fixture.broker.groups._own) <= 5
     assert len(fixture.broker.groups._begun) <= 5
+    assert len(fixture.broker._receiving._turn) <= 5
