@@ -34,7 +34,7 @@ from portalmq.broker.vigil import Probe, Prober, Vigil
 from portalmq.broker.word import word_of
 from portalmq.control_plane.catalog import BrokerIdTaken, Catalog, Versioned
 from portalmq.control_plane.controller import View, departures, elect
-from portalmq.control_plane.mirror import Changes, Mirror
+from portalmq.control_plane.mirror import Changes, Mirror, SetBack
 from portalmq.control_plane.plane import (
     Conflict,
     PlaneError,
@@ -62,7 +62,8 @@ T = TypeVar("T")
 
 
 class ClusterGone(PlaneError):
-    """The control plane is another cluster's now, or was emptied: what it does not know of must not be given up."""
+    """The control plane is another cluster's now, was emptied, or set back: what it does not know of must not be given
+    up, and what it says of who is in sync not believed."""
 
 
 class Suspicion(msgspec.Struct, frozen=True):
@@ -227,12 +228,7 @@ class Membership:
 
     def _register(self) -> None:
         session = self._plane.session_id
-        found = self._catalog.find_cluster_id()
-        if found != self._cluster_id:
-            raise ClusterGone(
-                f"the control plane is of {f'cluster {found}' if found else 'no cluster'} now, and this broker of "
-                f"cluster {self._cluster_id}: was ZooKeeper wiped? `portalmq adopt` writes back what the brokers hold"
-            )
+        self._check_cluster("ZooKeeper has lost what was committed in it" if self._plane.set_back else "")
         self._catalog.register_broker(self.broker_id, self.me)
         if self._session != session:
             # The first time, "is ready" follows, which is all that a person waits for.
@@ -241,6 +237,20 @@ class Membership:
                 level, "broker %d is registered at %s, incarnation %d", self.broker_id, self.me.url, self.incarnation
             )
         self._session = session
+
+    def _check_cluster(self, set_back: str = "") -> None:
+        """Raises ClusterGone. `set_back` is how the control plane was seen to know less than before, if it was."""
+        found = self._catalog.find_cluster_id()
+        if found != self._cluster_id:
+            raise ClusterGone(
+                f"the control plane is of {f'cluster {found}' if found else 'no cluster'} now, and this broker of "
+                f"cluster {self._cluster_id}: was ZooKeeper wiped? `portalmq adopt` writes back what the brokers hold"
+            )
+        if set_back:
+            raise ClusterGone(
+                f"{set_back}: was it restored from an older copy? Stop all brokers. Then give ZooKeeper its newest "
+                "data, or empty it, and `portalmq adopt` writes back what the brokers hold"
+            )
 
     def _ring(self, path: str | None) -> None:
         """The plane's bell: it leaves notes, and never blocks."""
@@ -287,7 +297,7 @@ class Membership:
             try:
                 self._keep_session()
                 self._refresh()
-            except (PlaneRefused, BrokerIdTaken, ClusterGone) as fault:
+            except (PlaneRefused, BrokerIdTaken, ClusterGone, SetBack) as fault:
                 log.critical("this broker is no member any more: %s", fault)
                 return self._on_fatal(fault)
             except Exception as fault:
@@ -298,7 +308,11 @@ class Membership:
                 self._closing.wait(RETRY_PAUSE_S)
 
     def _refresh(self) -> None:
-        changes = self.mirror.refresh()
+        try:
+            changes = self.mirror.refresh()
+        except SetBack as fault:
+            self._check_cluster(str(fault))
+            raise
         self._untold.add(changes)
         if not self.registered:
             self._noted.set()  # the session has ended meanwhile, which is told first

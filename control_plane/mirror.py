@@ -7,8 +7,9 @@ So a change of one partition costs one read of one node, and any number of chang
 trip. A bell without a path, and every half minute a caller who trusts no bell, has everything read again: hundreds of
 nodes in a handful of requests, of which only the changed ones are decoded.
 
-Invariants: `partitions` holds nodes of the topics in `topics` only, and the version of one never falls. What is read in
-one refresh need not be of one moment: who acts on it does so by compare-and-set.
+Invariants: `partitions` holds nodes of the topics in `topics` only, and the version of one never falls: when everything
+is read, which is after a sync, and one has fallen, or a topic has gone without a tombstone, the control plane was set
+back. What is read in one refresh need not be of one moment: who acts on it does so by compare-and-set.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from portalmq.control_plane import state
-from portalmq.control_plane.plane import ControlPlane, Node
+from portalmq.control_plane.plane import ControlPlane, Node, PlaneError
 from portalmq.control_plane.state import (
     BrokerState,
     ControllerState,
@@ -38,6 +39,10 @@ NOTES_MAX = 2_000
 
 PartitionKey = tuple[str, int]
 StateT = TypeVar("StateT", bound=msgspec.Struct)
+
+
+class SetBack(PlaneError):
+    """The control plane knows less than was seen in it."""
 
 
 @dataclass(slots=True)
@@ -84,6 +89,7 @@ class Mirror:
         self._noted: set[str | None] = {None}
         self._topics_by_id: dict[str, TopicState] = {}
         self._untold = Changes()
+        self._set_back: SetBack | None = None
         # The bytes each named node had, so that one that did not change is not decoded again.
         self._bytes: dict[str, bytes] = {}
 
@@ -99,7 +105,10 @@ class Mirror:
         """Read what was noted, and answer what is different. One caller at a time.
 
         Raises PlaneUnavailable: then the notes are kept, and what was found different until then is told next time.
+        Raises SetBack, from then on always.
         """
+        if self._set_back is not None:
+            raise self._set_back
         noted, self._noted = self._noted, set()
         changes = self._untold
         try:
@@ -156,6 +165,7 @@ class Mirror:
 
     def _read_everything(self, changes: Changes) -> None:
         changes.everything = True
+        topics, partitions = dict(self._topics_by_id), dict(self.partitions)
         self._plane.sync()
         found = {state.CONTROLLER: self._plane.get(state.CONTROLLER)}
         # The order matters. A deletion makes the tombstone and takes the topic in one commit: with the tombstones read
@@ -169,7 +179,31 @@ class Mirror:
             for topic in self.topics.values()
             for number in range(topic.partitions)
         ]
-        self._take_partitions(dict(zip(every, self._plane.get_many(every), strict=True)), changes)
+        read = dict(zip(every, self._plane.get_many(every), strict=True))
+        fallen = self._fallen(topics, partitions, read)
+        if fallen:
+            self._set_back = SetBack(fallen)
+            raise self._set_back
+        self._take_partitions(read, changes)
+
+    def _fallen(
+        self,
+        topics: Mapping[str, TopicState],
+        partitions: Mapping[PartitionKey, Versioned[PartitionState]],
+        read: Mapping[str, Node | None],
+    ) -> str:
+        """What the control plane knew before, as `topics` and `partitions` tell, and does not know any more."""
+        for topic_id, topic in topics.items():
+            if topic_id not in self._topics_by_id and topic_id not in self.tombstones:
+                return f"topic {topic.name!r} is gone from ZooKeeper, and nothing says that it was deleted"
+        for (topic_id, number), known in partitions.items():
+            node = read.get(state.partition_path(topic_id, number))
+            if node is not None and node.version < known.version:
+                return (
+                    f"partition {number} of topic {topics[topic_id].name!r} is at change {node.version} in ZooKeeper, "
+                    f"and was at {known.version} before"
+                )
+        return ""
 
     def _known(self) -> list[str]:
         return [

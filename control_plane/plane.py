@@ -165,6 +165,12 @@ class ControlPlane(Protocol):
         """
         ...
 
+    @property
+    def set_back(self) -> bool:
+        """Whether the tree is known to have lost commits: it was emptied, or restored from an older copy. Never false
+        alarm, and true for good; but if many commits were made since, it may stay unknown."""
+        ...
+
     def start(self) -> None:
         """Open the session. Raises PlaneUnavailable when there is none to be had, PlaneRefused for credentials."""
         ...

@@ -103,6 +103,10 @@ class Standalone:
     def last_answered(self) -> float:
         return clock_s()
 
+    @property
+    def set_back(self) -> bool:
+        return False
+
     def start(self) -> None:
         """Raises JournalInUse, JournalDamaged, and OSError when the directory cannot be used."""
         assert self._lock == -1, "started twice"

@@ -15,6 +15,8 @@ session. What kazoo does by itself and a cluster cannot bear is changed here:
               "anything": what happened in between is in no event. kazoo 2.11 does not know that request: `connection`.
     connect   one silent server must not use up the session: each attempt gets a part of it. Afterwards the pause
               between attempts stays short, so that a session outlives its servers' restart.
+    set back  a server that was emptied or restored from an older copy turns away whoever has seen more, without a word,
+              so SUSPENDED would last for ever: `connection` ends such a session, and `set_back` tells of it.
     many      hundreds of nodes are read by one request (ZooKeeper 3.6's multi-read), not by hundreds.
 
 Callbacks of kazoo run on its connection routine, where any call to ZooKeeper would wait for itself. They leave a note;
@@ -132,6 +134,7 @@ class ZooKeeper:
         self._refused = ""
         self._connections = 0
         self._noted: set[str | None] = set()
+        self._set_back = False
 
     @property
     def state(self) -> PlaneState:
@@ -148,6 +151,10 @@ class ZooKeeper:
     @property
     def last_answered(self) -> float:
         return self._last_answered
+
+    @property
+    def set_back(self) -> bool:
+        return self._set_back
 
     def watch(self, callback: Bell) -> None:
         self._bells.append(callback)
@@ -234,6 +241,9 @@ class ZooKeeper:
 
     def on_answered(self, began: float) -> None:
         self._last_answered = max(self._last_answered, began)
+
+    def on_set_back(self) -> None:
+        self._set_back = True
 
     def _await_connection(self, deadline: float) -> int:
         """The session, once there is a connection. Raises PlaneUnavailable after `deadline`, PlaneRefused."""

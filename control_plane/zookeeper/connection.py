@@ -14,9 +14,10 @@ from collections.abc import Iterable, Iterator
 from typing import Any, Literal, Protocol
 
 from kazoo.client import KazooClient
+from kazoo.exceptions import SessionExpiredError
 from kazoo.handlers.threading import SequentialThreadingHandler
 from kazoo.protocol import serialization as jute
-from kazoo.protocol.connection import PING_XID, ConnectionHandler
+from kazoo.protocol.connection import PING_XID, ConnectionDropped, ConnectionHandler
 from kazoo.protocol.states import KeeperState
 from kazoo.retry import KazooRetry
 
@@ -49,6 +50,9 @@ class Owner(Protocol):
 
     def on_changed(self, path: str) -> None:
         """The node was made, set or deleted."""
+
+    def on_set_back(self) -> None:
+        """What was committed was lost, and the session ends for it."""
 
 
 def make_client(
@@ -140,29 +144,75 @@ class ReadMany:
 
 
 class Connection(ConnectionHandler):  # type: ignore[misc]  # kazoo has no types
-    """kazoo's connection routine, which tells `owner` what it hears and sends no request in a session not its own."""
+    """kazoo's connection routine, which tells `owner` what it hears and sends no request in a session not its own.
+
+    A server closes the connection on a client that has seen a transaction beyond its own: for a moment when it lags,
+    for ever when it was emptied or set back, and then kazoo would stay SUSPENDED for ever. But so does one that does
+    not serve yet, or has no quorum, and its sessions live. A newcomer tells them apart: to give it a session, and to
+    end that, is a transaction, and a new one is beyond all that ever were, unless some of them were lost.
+    """
 
     def __init__(self, client: Any, pauses: Any, owner: Owner) -> None:
         super().__init__(client, pauses, logger=_kazoo_log)
         self._owner = owner
+        self._socket: Any = None
         # When each heartbeat that is not answered yet began: a second one may follow before the answer to the first.
         self._pings: deque[float] = deque()
+        self._granted_s = client._session_timeout / 1000
 
-    def _connect_attempt(self, *args: Any) -> Any:
+    def _connect_attempt(self, host: str, address: str, port: int, retry: Any) -> Any:
         self._pings.clear()
         try:
-            return super()._connect_attempt(*args)
+            return super()._connect_attempt(host, address, port, retry)
         except Exception:
             # kazoo would end its routine here, and with it the session, over an answer that it cannot read.
             log.exception("the connection to ZooKeeper failed")
             self.client._session_callback(KeeperState.CONNECTING)
             return None
 
+    def _connect(self, host: str, address: str, port: int) -> Any:
+        """Raises SessionExpiredError, as when the server says so, where it would never take this session again."""
+        session_id = self.client._session_id
+        try:
+            return super()._connect(host, address, port)
+        except ConnectionDropped:
+            if session_id is None or self._socket is None:
+                raise
+            newest = self._transaction_of_newcomer(host, address, port)
+            if not 0 < newest < self.client.last_zxid:
+                raise
+        log.error(
+            "ZooKeeper at %s:%d has lost what was committed in it: its newest transaction is %#x, and session %#x has "
+            "seen %#x. Was it emptied, or restored from an older copy? A new session is begun",
+            *(host, port, newest, session_id & (2**64 - 1), self.client.last_zxid),
+        )
+        self._owner.on_set_back()
+        self.client.last_zxid = 0
+        raise SessionExpiredError
+
+    def _transaction_of_newcomer(self, host: str, address: str, port: int) -> int:
+        """The transaction with which the server ends the session of somebody new; 0 when it does not serve."""
+        self._socket.close()
+        timeout_s = self._granted_s / 4
+        # As short a session as the server allows, should it not hear of its end.
+        newcomer = jute.Connect(0, 0, 1, 0, b"\x00" * 16, False)
+        try:
+            with self._socket_error_handling():
+                self._socket = self.handler.create_connection(address=(address, port), hostname=host, timeout=timeout_s)
+            self._socket.setblocking(0)
+            super()._invoke(timeout_s, newcomer)
+            self._submit(jute.CloseInstance, timeout_s, 1)
+            header, _, _ = self._read_header(timeout_s)
+        except (ConnectionDropped, self.handler.timeout_exception):
+            return 0
+        return int(header.zxid)
+
     def _invoke(self, timeout: float, request: Any, xid: int | None = None) -> Any:
         began = clock_s()
         answer = super()._invoke(timeout, request, xid)
         if isinstance(request, jute.Connect) and answer[0].time_out > 0:
-            self._owner.on_granted(answer[0].time_out / 1000, began)
+            self._granted_s = answer[0].time_out / 1000
+            self._owner.on_granted(self._granted_s, began)
         return answer
 
     def _send_request(self, read_timeout: float, connect_timeout: float) -> None:

@@ -1,4 +1,4 @@
-"""ZooKeeper dies, comes back, comes back empty: brokers that have leaders go on without it.
+"""ZooKeeper dies, comes back, comes back empty or as it was long ago: brokers that have leaders go on without it.
 
 `PORTALMQ_ZOOKEEPER_OUTAGE_S` sets how long it is gone (the suite: 8 s, more than a session; by hand: 30 s).
 """
@@ -15,11 +15,15 @@ from support.cluster import Cluster, wait_until
 from support.load import check, everything_in, loads
 
 from portalmq import Consumer
+from portalmq.broker.adoption import look_into, write_back
+from portalmq.control_plane.catalog import Catalog
+from portalmq.control_plane.zookeeper import ZooKeeper
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
 OUTAGE_S = float(os.environ.get("PORTALMQ_ZOOKEEPER_OUTAGE_S", "8"))
 PAUSE_S = 0.002
+SESSION_S = 6.0  # what brokers ask for
 GAP_WORST_S = 3.0
 
 
@@ -104,6 +108,60 @@ def test_brokers_refuse_a_wiped_zookeeper_and_keep_their_data(tmp_path, topic: s
         assert broker.wait() == 73
         assert "portalmq adopt" in broker.stderr()
         assert list((broker.data_dir / "partitions").glob(f"{topic}@*/0/*.sqlite")), "nothing was removed"
+
+
+def test_brokers_end_when_zookeeper_is_wiped_under_them_and_adopting_brings_all_back(tmp_path, topic: str):
+    with Cluster(tmp_path) as cluster:
+        cluster.admin().create_topic(topic, partitions=3)
+        cluster.wait_in_sync(topic)
+        with loads(cluster.urls, topic=topic, partitions=3, pause_s=PAUSE_S) as running:
+            for load in running:
+                load.wait_for_acked(200)
+            cluster.zookeeper.stop()
+            shutil.rmtree(tmp_path / "zookeeper" / "1")
+            for load in running:
+                load.wait_for_acked(200)
+            cluster.zookeeper.start()
+            back_at = time.monotonic()
+            for broker in cluster.brokers.values():
+                assert broker.wait() == 73
+                assert "was ZooKeeper wiped" in broker.stderr()
+                assert "portalmq adopt" in broker.stderr()
+            assert time.monotonic() - back_at < 2 * SESSION_S
+            adopt(cluster)
+            cluster.start(1, 2, 3)
+            for load in running:
+                load.wait_for_acked(200)
+        check(running, everything_in(cluster.urls, topic))
+
+
+def test_a_broker_ends_when_zookeeper_is_restored_from_an_older_copy_under_it(tmp_path, topic: str):
+    with Cluster(tmp_path, brokers=1) as cluster:
+        broker = cluster.brokers[1]
+        cluster.zookeeper.stop()
+        shutil.copytree(tmp_path / "zookeeper", tmp_path / "copy")
+        cluster.zookeeper.start()
+        assert broker.request("POST", f"/v1/topics/{topic}/messages", b"kept").status == 200
+        cluster.zookeeper.stop()
+        shutil.rmtree(tmp_path / "zookeeper")
+        (tmp_path / "copy").rename(tmp_path / "zookeeper")
+        cluster.zookeeper.start()
+        back_at = time.monotonic()
+        assert broker.wait() == 73
+        assert time.monotonic() - back_at < 2 * SESSION_S
+        assert "older copy" in broker.stderr()
+        assert "portalmq adopt" in broker.stderr()
+        assert list((broker.data_dir / "partitions").glob(f"{topic}@*/0/*.sqlite")), "nothing was moved"
+
+
+def adopt(cluster: Cluster) -> None:
+    plane = ZooKeeper(cluster.zookeeper.hosts)
+    plane.start()
+    try:
+        found = look_into([broker.data_dir for broker in cluster.brokers.values()])
+        write_back(Catalog(plane), found, accept_loss=False, replace_cluster=False)
+    finally:
+        plane.close()
 
 
 def test_a_data_directory_of_another_cluster_is_refused(cluster: Cluster, tmp_path):

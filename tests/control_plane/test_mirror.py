@@ -14,7 +14,7 @@ from portalmq import wire
 from portalmq.control_plane import state
 from portalmq.control_plane.catalog import Catalog
 from portalmq.control_plane.embedded import EmbeddedZooKeeper
-from portalmq.control_plane.mirror import Changes, Mirror
+from portalmq.control_plane.mirror import Changes, Mirror, SetBack
 from portalmq.control_plane.plane import Create, Delete, Node, PlaneUnavailable, Set
 from portalmq.control_plane.standalone import Standalone
 from portalmq.control_plane.state import BrokerState, PartitionState
@@ -278,3 +278,34 @@ class TestOnZooKeeper:
             assert min(durations) < 0.1, durations
         finally:
             plane.close()
+
+
+def test_a_control_plane_that_was_set_back_is_told_for_good(
+    plane: CountingPlane, catalog: Catalog, mirror: Mirror
+) -> None:
+    topic = create(catalog)
+    path = state.partition_path(topic.topic_id, 0)
+    held = catalog.partitions(topic)[0]
+    catalog.set_partition(topic.topic_id, 0, held.value, held.version)
+    mirror.refresh()
+    plane.commit(Delete(path, 1))
+    plane.commit(Create(path, state.encode(held.value)))
+    mirror.note(None)
+    for _ in range(2):
+        with pytest.raises(SetBack, match="is at change 0 in ZooKeeper, and was at 1 before"):
+            mirror.refresh()
+    assert mirror.partitions[(topic.topic_id, 0)].version == 1
+
+
+def test_a_topic_that_is_gone_was_deleted_or_forgotten(plane: CountingPlane, catalog: Catalog, mirror: Mirror) -> None:
+    forgotten = create(catalog, "forgotten")
+    create(catalog, "deleted")
+    mirror.refresh()
+    catalog.delete_topic("deleted", now_ms=1)
+    mirror.note(None)
+    assert mirror.refresh().topics == {"deleted"}
+    plane.commit(Delete(state.topic_path("forgotten"), 0))
+    mirror.note(None)
+    with pytest.raises(SetBack, match="'forgotten' is gone"):
+        mirror.refresh()
+    assert mirror.topic_by_id(forgotten.topic_id) is None

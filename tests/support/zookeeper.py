@@ -51,6 +51,7 @@ class Wire:
 
     cut()              ends all connections and refuses new ones, until heal()
     swallow_answers    what the server says is lost on the way, as long as this is true; so with swallow_requests
+    turns_away         connections that go on with a session are closed, as by a server that lags behind their clients
     inject(data)       the client hears these bytes as if the server had said them
     """
 
@@ -60,6 +61,8 @@ class Wire:
         self.swallow_requests = False
         self.requests_swallowed = 0
         self.answers_swallowed = 0
+        self.turns_away = False
+        self.turned_away = 0
         self._pairs: list[tuple[socket.socket, socket.socket]] = []
         self._lock = threading.Lock()
         self._ended = False
@@ -148,9 +151,18 @@ class Wire:
             server.close()
 
     def _pass_on(self, data: bytes, client: socket.socket, server: socket.socket, *, is_answer: bool) -> None:
+        if self.turns_away and not is_answer and _goes_on_with_a_session(data):
+            self.turned_away += 1
+            raise ConnectionAbortedError
         if is_answer and self.swallow_answers:
             self.answers_swallowed += 1
         elif not is_answer and self.swallow_requests:
             self.requests_swallowed += 1
         else:
             (client if is_answer else server).sendall(data)
+
+
+def _goes_on_with_a_session(request: bytes) -> bool:
+    """Whether it is a client's first on a connection, and names a session: length, version 0, zxid, timeout, session.
+    Others have their number where that has its version, and none has 0."""
+    return request[4:8] == bytes(4) and request[20:28] not in (b"", bytes(8))
