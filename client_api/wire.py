@@ -32,8 +32,6 @@ HEADER_DELAY_MS = "PortalMQ-Delay-Ms"
 HEADER_DELIVER_AT = "PortalMQ-Deliver-At"
 HEADER_TTL_MS = "PortalMQ-Ttl-Ms"
 HEADER_PRIORITY = "PortalMQ-Priority"
-HEADER_PREFIX = "PortalMQ-Header-"
-HEADER_IDEMPOTENCY_KEY = "Idempotency-Key"
 HEADER_NO_FORWARD = "PortalMQ-No-Forward"
 # "1" on a receive with an attempt_id that was never sent before: then nobody has to be asked for what it got.
 HEADER_FIRST_TRY = "PortalMQ-First-Try"
@@ -150,12 +148,6 @@ class Produced(msgspec.Struct, frozen=True, gc=False):
     partition: int
     offset: int
     timestamp_ms: int
-
-
-class ProduceResults(msgspec.Struct):
-    """Answer to a batch, in the order of its messages. A result that carries `error` was not applied or is unknown."""
-
-    results: list[dict[str, Any]]
 
 
 class ProducedRange(msgspec.Struct, frozen=True):

@@ -125,8 +125,3 @@ def _plain_problem(status: int) -> bytes:
             "outcome": "not_applied" if status < 500 else "unknown",
         }
     )
-
-
-def error_members(error: PortalMQError) -> dict[str, Any]:
-    """The error of one message among others, as it stands in a result."""
-    return error.problem()

@@ -188,8 +188,3 @@ def batch_of_frame(frame: Frame, head: Head) -> Batch:
 def checksum(batch: Batch) -> int:
     """CRC-32 (zlib's) over everything in the batch but the checksum itself."""
     return frame_of(batch).crc
-
-
-def sealed_batch(batch: Batch) -> Batch:
-    """The batch with its checksum."""
-    return msgspec.structs.replace(batch, crc=checksum(batch))

@@ -127,9 +127,6 @@ class DataDirectory:
                 raise
         return cls(path, identity, lock)
 
-    def partition_directory(self, topic: str, topic_id: str, partition: int) -> Path:
-        return self.path / "partitions" / f"{topic}@{topic_id}" / str(partition)
-
     def close(self) -> None:
         """Gives the lock back."""
         os.close(self._lock)

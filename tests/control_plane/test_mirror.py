@@ -29,11 +29,9 @@ class CountingPlane(Standalone):
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
         self.read: list[str] = []
-        self.round_trips = 0
         self.fail_at = -1
 
     def get_many(self, paths: Sequence[str]) -> list[Node | None]:
-        self.round_trips += 1
         if self.fail_at == 0:
             raise PlaneUnavailable("away")
         self.fail_at -= 1

@@ -10,9 +10,7 @@ Brokers are named by their ids, 1 to `brokers`. Every wait is bounded, and polls
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -126,17 +124,8 @@ class Cluster:
         assert not self.brokers[broker_id].runs
         shutil.rmtree(self.brokers[broker_id].data_dir)
 
-    def pause_zookeeper(self) -> None:
-        for pid in self.zookeeper.pids:
-            os.kill(pid, signal.SIGSTOP)
-
-    def resume_zookeeper(self) -> None:
-        for pid in self.zookeeper.pids:
-            os.kill(pid, signal.SIGCONT)
-
     def heal(self) -> None:
         """Let go of every pause, start what does not run, and wait until every broker is known as live."""
-        self.resume_zookeeper()
         self.zookeeper.start()
         for broker_id in list(self._paused):
             self.resume(broker_id)

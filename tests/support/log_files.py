@@ -7,8 +7,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import apsw
+import msgspec
 
-from portalmq.broker.storage.batch import Batch, Kind, Record, sealed_batch
+from portalmq.broker.storage.batch import Batch, Kind, Record, checksum
 from portalmq.broker.storage.log import Log
 from portalmq.broker.storage.schema import LogIdentity
 
@@ -49,7 +50,7 @@ class Writer:
     ) -> Batch:
         batch = Batch(self.offset, count, self.messages, kind, 1, self.at_ms, *stamp, group, records, body)
         self.offset += count
-        return sealed_batch(batch)
+        return msgspec.structs.replace(batch, crc=checksum(batch))
 
     def put(self, *records: Record | bytes) -> Batch:
         """Appends one batch of `records`."""

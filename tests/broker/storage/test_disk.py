@@ -75,12 +75,6 @@ def test_a_damaged_identity_is_a_fault(tmp_path):
         DataDirectory.open(tmp_path)
 
 
-def test_a_partitions_directory_carries_the_topics_id(tmp_path):
-    data = DataDirectory.open(tmp_path)
-    assert data.partition_directory("orders", "id7", 3) == tmp_path / "partitions" / "orders@id7" / "3"
-    data.close()
-
-
 class Disk:
     def __init__(self, monkeypatch, free):
         self.free, self.asked = free, 0
