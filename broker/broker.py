@@ -169,8 +169,12 @@ class Broker:
         self._receiving = Receiving(self.groups, self._settling, self.peers)
         self._census = Census(broker_id, self.groups, self.mirror, self.peers)
         self._overview = Overview(self.cluster_id, self.topics, atlas, self.leaders, self.peers, self.mirror)
-        # What other brokers may ask of this one: name -> (body, the asking broker's connection) -> answer.
-        self.calls: dict[str, Callable[[bytes, Peer | None], bytes]] = {
+        self.calls = self._calls()
+        self._listen()
+
+    def _calls(self) -> dict[str, Callable[[bytes, Peer | None], bytes]]:
+        """What other brokers may ask of this one: name -> (body, the asking broker's connection) -> answer."""
+        return {
             "fetch": self.replication.serve,
             "produce": lambda body, peer: self._producing.serve(body),
             "browse": self._browsing.serve_browse,
@@ -187,12 +191,15 @@ class Broker:
             "standing": lambda body, peer: serve_standing(self.topics, body),
             **self.membership.calls,
         }
+
+    def _listen(self) -> None:
+        """Who hears of what."""
         self.topics.on_removed = self._topic_removed
         self.topics.on_grown = lambda topic: self.groups.lot.move({topic.name})
         self.topics.on_leading = self._leading
         self.topics.on_stepped_down = self._stepped_down
-        self.groups.on_acked = metrics.acked
-        self.groups.on_delivered = metrics.delivered
+        self.groups.on_acked = self.metrics.acked
+        self.groups.on_delivered = self.metrics.delivered
         self.membership.on_changed += [self.topics.sync, self.groups.sync, self._changed]
         self.membership.on_session_lost.append(self.topics.session_lost)
 

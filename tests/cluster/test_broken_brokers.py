@@ -132,7 +132,8 @@ def test_a_leader_without_any_room_is_well_again_when_there_is_some(cluster: Clu
         for load in running:
             load.wait_for_acked(200)
         full.write_text(AT_ITS_END)
-        time.sleep(2)  # it is refused again and again meanwhile: there is nothing to wait for
+        refused = f"of topic '{topic}': a transaction was refused"
+        wait_until(lambda: refused in cluster.brokers[leader].stderr(), "the leader finds no room")
         full.unlink()
         for load in running:
             load.wait_for_acked(200)

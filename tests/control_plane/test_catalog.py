@@ -1,15 +1,12 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
-
 import pytest
+from support.interrupted import Interrupted
 
 from portalmq import wire
 from portalmq.control_plane import state
 from portalmq.control_plane.catalog import ATTEMPTS, PRODUCER_ID_BLOCK, BrokerIdTaken, Catalog
-from portalmq.control_plane.plane import Create, Op, OutcomeUnknown, VersionMismatch
-from portalmq.control_plane.standalone import Standalone
+from portalmq.control_plane.plane import Create, VersionMismatch
 from portalmq.control_plane.state import BrokerState
 from portalmq.errors import (
     GroupModeMismatch,
@@ -23,41 +20,6 @@ from portalmq.errors import (
 
 ONE = {1: BrokerState("http://localhost:5000", 4, "store-1")}
 THREE = {number: BrokerState(f"http://localhost:500{number}", number, f"store-{number}") for number in (1, 2, 3)}
-
-
-class Interrupted(Standalone):
-    """A plane whose next commits can be met by somebody else's, or lose their answers."""
-
-    def __init__(self, directory: Path) -> None:
-        super().__init__(directory)
-        self.meanwhile: list[Callable[[], object]] = []
-        self.lose_answers = 0
-        self.lose_requests = 0
-
-    def commit(self, *ops: Op) -> list[int]:
-        if self.meanwhile:
-            self.meanwhile.pop(0)()
-        if self.lose_requests:
-            self.lose_requests -= 1
-            raise OutcomeUnknown("the request was lost")
-        versions = super().commit(*ops)
-        if self.lose_answers:
-            self.lose_answers -= 1
-            raise OutcomeUnknown("the answer was lost")
-        return versions
-
-
-@pytest.fixture
-def plane(tmp_path: Path) -> Iterator[Interrupted]:
-    made = Interrupted(tmp_path)
-    made.start()
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def catalog(plane: Interrupted) -> Catalog:
-    return Catalog(plane)
 
 
 def create(catalog: Catalog, name: str = "t", **fields: object) -> tuple[state.TopicState, bool]:

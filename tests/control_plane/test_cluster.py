@@ -2,61 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
-
 import msgspec
 import pytest
+from support.interrupted import Interrupted
 
 from portalmq import wire
 from portalmq.control_plane import state
 from portalmq.control_plane.catalog import BrokerIdTaken, Catalog, Deposed, PartitionChange, Versioned
-from portalmq.control_plane.plane import Create, Delete, Op, OutcomeUnknown, PlaneUnavailable, Set
-from portalmq.control_plane.standalone import Standalone
+from portalmq.control_plane.plane import Create, Delete, PlaneUnavailable, Set
 from portalmq.control_plane.state import BrokerState, ControllerState, StoreState
-
-
-class Interrupted(Standalone):
-    """A plane whose next commits can be met by somebody else's, or lose their requests or answers. `session` is the
-    session that whoever asks belongs to."""
-
-    def __init__(self, directory: Path) -> None:
-        super().__init__(directory)
-        self.meanwhile: list[Callable[[], object]] = []
-        self.lose_answers = 0
-        self.lose_requests = 0
-        self.commits = 0
-        self.session = 1
-
-    @property
-    def session_id(self) -> int:
-        return self.session
-
-    def commit(self, *ops: Op) -> list[int]:
-        self.commits += 1
-        if self.meanwhile:
-            self.meanwhile.pop(0)()
-        if self.lose_requests:
-            self.lose_requests -= 1
-            raise OutcomeUnknown("the request was lost")
-        versions = super().commit(*ops)
-        if self.lose_answers:
-            self.lose_answers -= 1
-            raise OutcomeUnknown("the answer was lost")
-        return versions
-
-
-@pytest.fixture
-def plane(tmp_path: Path) -> Iterator[Interrupted]:
-    made = Interrupted(tmp_path)
-    made.start()
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def catalog(plane: Interrupted) -> Catalog:
-    return Catalog(plane)
 
 
 def broker(number: int, *, incarnation: int = 1, store: str = "") -> BrokerState:

@@ -1,0 +1,39 @@
+"""A control plane in whose commits somebody else comes in between, or the network does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from portalmq.control_plane.plane import Op, OutcomeUnknown
+from portalmq.control_plane.standalone import Standalone
+
+
+class Interrupted(Standalone):
+    """A plane whose next commits can be met by somebody else's, or lose their requests or answers. `session` is the
+    session that whoever asks belongs to."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self.meanwhile: list[Callable[[], object]] = []
+        self.lose_answers = 0
+        self.lose_requests = 0
+        self.commits = 0
+        self.session = 1
+
+    @property
+    def session_id(self) -> int:
+        return self.session
+
+    def commit(self, *ops: Op) -> list[int]:
+        self.commits += 1
+        if self.meanwhile:
+            self.meanwhile.pop(0)()
+        if self.lose_requests:
+            self.lose_requests -= 1
+            raise OutcomeUnknown("the request was lost")
+        versions = super().commit(*ops)
+        if self.lose_answers:
+            self.lose_answers -= 1
+            raise OutcomeUnknown("the answer was lost")
+        return versions
