@@ -242,7 +242,7 @@ def _look_into_replica(adoption: Adoption, files: Files, topic: TopicState, numb
     except StorageError as fault:
         return Found(broker_id, fault=f"broker {broker_id}: {fault}")
     try:
-        adoption.groups |= {group.group for group in recovered.groups.snapshot()}
+        adoption.groups |= recovered.groups.delivery.keys() | recovered.groups.streams.keys()
         ids = (producer.producer_id for producer in recovered.producers.snapshot())
         adoption.next_producer_id = max([adoption.next_producer_id, *(each + PRODUCER_IDS_APART for each in ids)])
         last_epoch = recovered.epochs[-1][0] if recovered.epochs else 0

@@ -16,7 +16,7 @@ from portalmq.broker.clock import Clock
 from portalmq.broker.core.delivery import GroupDelivery, Plan
 from portalmq.broker.core.fold import SpanFold
 from portalmq.broker.core.receipts import ReceiptBook
-from portalmq.broker.core.records import Ack, Extend, Grant, GroupStart, Nack, ranges_of
+from portalmq.broker.core.records import Ack, Extend, Grant, GroupStart, Nack, Range, Spot, ranges_of
 from portalmq.broker.partition import Partition
 from portalmq.broker.reader import Piece
 from portalmq.broker.waiting import Delivered, Peer, ReceiveOptions, Waiter
@@ -262,27 +262,25 @@ class GroupPartition:
             good, more = self.delivery.ackable(each.offsets, each.delivery, now_ms)
             verdicts.update(zip(each.indexes, good, strict=True))
             unfinished += more
-        ranges = ranges_of(unfinished + self._holes_below(unfinished))
-        if not ranges:
+        ranges, ahead = self._finished(unfinished)
+        if not ranges and not ahead:
             return verdicts, self._wait_for_appended()
-        pending = self.partition.append_group_record(self.group, Ack(ranges, now_ms))
+        pending = self.partition.append_group_record(self.group, Ack(ranges, now_ms, ahead))
         return verdicts, pending.wait
+
+    def _finished(self, offsets: list[int]) -> tuple[tuple[Range, ...], tuple[Spot, ...]]:
+        """The offsets that are in spans, and those that this log never saw granted: a kill took the record."""
+        held = [offset for offset in offsets if self.delivery.has_span(offset)]
+        if len(held) == len(offsets):
+            return ranges_of(held), ()
+        unseen = sorted(set(offsets).difference(held))
+        spots = [spot for offset in unseen for spot in self.partition.spots(offset, offset + 1)]
+        return ranges_of(held), tuple(spot for spot in spots if not self.delivery.has_passed(spot))
 
     def _wait_for_appended(self) -> Callable[[], None]:
         """What is done already may be so by a record that is still on its way to the disk."""
         last = self.partition.replica.next_offset - 1
         return lambda: self.partition.wait_committed(last)
-
-    def _holes_below(self, offsets: list[int]) -> list[int]:
-        """The places without a message between `next` and the last of `offsets`.
-
-        There are some when a kill took the grant of what is now acked: the messages in between are handed out again,
-        but control records never would be, so they are done from now on.
-        """
-        start, end = self.delivery.next, max(offsets, default=0)
-        pieces = self.partition.pieces(start, end, end - start) if start < end else ()
-        messages = {offset for piece in pieces for offset in range(piece.start, piece.end)}
-        return [offset for offset in range(start, end) if offset not in messages]
 
     def nack(
         self, shown: list[Shown], delay_ms: int | None, reason: str | None, config: GroupConfig

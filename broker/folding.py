@@ -14,7 +14,6 @@ that stands behind it is committed, so that a replica which begins at a log star
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -23,34 +22,84 @@ from portalmq.broker.core.delivery import GroupDelivery
 from portalmq.broker.core.events import Stamp
 from portalmq.broker.core.fold import GroupFold, PartitionFold, ProducerFold, decode_fold
 from portalmq.broker.core.producers import Producers
-from portalmq.broker.core.records import Ack, Extend, Grant, GroupRecord, GroupStart, Nack, Purge
+from portalmq.broker.core.records import (
+    Ack,
+    Cancel,
+    Claim,
+    Commit,
+    CommitOffset,
+    Compact,
+    Dead,
+    Done,
+    Drop,
+    Extend,
+    Grant,
+    GroupRecord,
+    GroupStart,
+    Nack,
+    Purge,
+    Redrive,
+    Seek,
+    StreamRecord,
+    ranges_of,
+)
+from portalmq.broker.core.streams import StreamOffsets, new_stream
 from portalmq.broker.storage.batch import Batch, Kind
 from portalmq.broker.storage.log import Log
 from portalmq.broker.storage.reading import ReplicaStart
 from portalmq.broker.storage.state import StateFile
 
-_RECORD_TYPES: dict[int, type[GroupRecord]] = {
+_RECORD_TYPES: dict[int, type[GroupRecord | StreamRecord]] = {
     Kind.GROUP_START: GroupStart,
     Kind.GRANT: Grant,
     Kind.ACK: Ack,
     Kind.NACK: Nack,
     Kind.EXTEND: Extend,
+    Kind.DEAD: Dead,
+    Kind.REDRIVE: Redrive,
+    Kind.DROP: Drop,
+    Kind.COMMIT: Commit,
+    Kind.DONE: Done,
+    Kind.CLAIM: Claim,
+    Kind.COMMIT_OFFSET: CommitOffset,
+    Kind.SEEK: Seek,
 }
 KIND_OF = {record_type: Kind(kind) for kind, record_type in _RECORD_TYPES.items()}
 
 
 class GroupsFold:
-    """The queue groups of one partition, and the purges that have still to move the log start.
+    """The groups of one partition, what they have ordered to be appended elsewhere, and the purges that have still to
+    move the log start.
+
+    `outbox` are the records (offset -> group) whose outputs are still to be appended. `cancelled` are offsets of
+    scheduled messages that were taken back, `compacted` the newest Compact record.
 
     Invariant: both numbers of `purges` and of `moves` rise: (offset of the record, the log start it asks for).
     """
 
-    def __init__(self, groups: Iterable[GroupFold] = ()) -> None:
-        self.delivery = {group.group: GroupDelivery(group) for group in groups}
+    def __init__(self, fold: PartitionFold | None = None) -> None:
+        fold = fold or PartitionFold()
+        self.delivery: dict[str, GroupDelivery] = {}
+        self.streams: dict[str, StreamOffsets] = {}
+        self.outbox: dict[int, str] = {}
+        self.cancelled: set[int] = set()
+        self.compacted = 0
+        self._load(fold)
         self.purges: list[tuple[int, int]] = []
         self.moves: list[tuple[int, int]] = []
         # Where the newest STATE record stands; -1 without one.
         self.state_offset = -1
+
+    def _load(self, fold: PartitionFold) -> None:
+        """Take a snapshot. Those who serve groups keep hold of the dicts, so they stay."""
+        self.delivery.clear()
+        self.delivery.update({group.group: GroupDelivery(group) for group in fold.groups})
+        self.streams.clear()
+        self.streams.update({stream.group: StreamOffsets(stream) for stream in fold.streams})
+        self.outbox.clear()
+        self.outbox.update(dict(fold.outbox))
+        self.cancelled = {offset for start, end in fold.cancelled for offset in range(start, end)}
+        self.compacted = fold.compacted
 
     def take(self, batch: Batch) -> None:
         """Fold a control record that came by replication, or that was found in the log."""
@@ -58,15 +107,19 @@ class GroupsFold:
             self.take_state(batch.base_offset, decode_fold(batch.body))
         elif batch.kind == Kind.PURGE:
             self.purge(batch.base_offset, msgspec.msgpack.decode(batch.body, type=Purge).upto)
+        elif batch.kind == Kind.CANCEL:
+            self.cancel(msgspec.msgpack.decode(batch.body, type=Cancel))
+        elif batch.kind == Kind.COMPACT:
+            self.compacted = max(self.compacted, msgspec.msgpack.decode(batch.body, type=Compact).upto)
         elif batch.kind == Kind.GROUP_END:
-            self.delivery.pop(batch.group, None)
+            self.end(batch.group)
         elif batch.kind in _RECORD_TYPES:
-            self.apply(batch.group, msgspec.msgpack.decode(batch.body, type=_RECORD_TYPES[batch.kind]))
+            record = msgspec.msgpack.decode(batch.body, type=_RECORD_TYPES[batch.kind])
+            self.apply(batch.group, record, batch.base_offset)
 
     def take_state(self, offset: int, fold: PartitionFold) -> None:
         """A STATE record is the fold over its own prefix: a replica that began late has the whole of it from here."""
-        self.delivery.clear()
-        self.delivery.update({group.group: GroupDelivery(group) for group in fold.groups})
+        self._load(fold)
         self.state_written(offset, fold.log_start_offset)
 
     def state_written(self, offset: int, log_start: int) -> None:
@@ -75,12 +128,39 @@ class GroupsFold:
         self.moves.append((offset, log_start))
         self.purges.clear()
 
-    def apply(self, group: str, record: GroupRecord) -> None:
+    def apply(self, group: str, record: GroupRecord | StreamRecord, offset: int) -> None:
+        """Fold a group's record that stands at `offset`."""
+        if isinstance(record, Done):
+            self.outbox.pop(record.record, None)
+            return
+        if isinstance(record, Claim | CommitOffset | Seek):
+            self._apply_stream(group, record, offset)
+            return
+        if isinstance(record, Dead | Commit) and (record.topic if isinstance(record, Dead) else record.outputs):
+            self.outbox[offset] = group
+        if isinstance(record, Commit) and record.offset >= 0:
+            self._apply_stream(group, record, offset)
+            return
         if isinstance(record, GroupStart) and group not in self.delivery:
             self.delivery[group] = GroupDelivery(GroupFold(group, 0, 0, []))
         delivery = self.delivery.get(group)
         if delivery is not None:
-            delivery.apply(record)
+            delivery.apply(record, offset)
+
+    def _apply_stream(self, group: str, record: StreamRecord | Commit, offset: int) -> None:
+        stream = self.streams.get(group)
+        if stream is not None:
+            stream.apply(record, offset)
+        elif isinstance(record, Claim):
+            self.streams[group] = new_stream(group, record)
+
+    def end(self, group: str) -> None:
+        """The group was deleted. What it has ordered before is still to be appended."""
+        self.delivery.pop(group, None)
+        self.streams.pop(group, None)
+
+    def cancel(self, record: Cancel) -> None:
+        self.cancelled.update(offset for start, end in record.ranges for offset in range(start, end))
 
     def purge(self, offset: int, upto: int) -> None:
         """A purge stands at `offset`: what lies below `upto` is gone for every group."""
@@ -90,6 +170,10 @@ class GroupsFold:
     def forget_below(self, upto: int) -> None:
         for delivery in self.delivery.values():
             delivery.purge(upto)
+        for stream in self.streams.values():
+            stream.purge(upto)
+        if self.cancelled:
+            self.cancelled = {offset for offset in self.cancelled if offset >= upto}
 
     def due(self, high_watermark: int) -> int:
         """The log start that committed purges ask for; 0 for none."""
@@ -103,8 +187,14 @@ class GroupsFold:
         """Where the log would begin with all purges done."""
         return max([0, *(upto for _, upto in self.purges), *(upto for _, upto in self.moves)])
 
-    def snapshot(self) -> list[GroupFold]:
-        return [delivery.snapshot() for delivery in self.delivery.values()]
+    def snapshot_into(self, fold: PartitionFold) -> PartitionFold:
+        """`fold`, with all that is here."""
+        fold.groups = [delivery.snapshot() for delivery in self.delivery.values()]
+        fold.streams = [stream.snapshot() for stream in self.streams.values()]
+        fold.outbox = list(self.outbox.items())
+        fold.cancelled = list(ranges_of(list(self.cancelled)))
+        fold.compacted = self.compacted
+        return fold
 
 
 @dataclass(slots=True)
@@ -129,7 +219,7 @@ def recover(log: Log, state_file: StateFile, known_high_watermark: int = 0) -> R
     """
     newest = log.newest_state()
     fold, high_watermark, lost = _snapshot_to_start_from(log, state_file, newest)
-    groups = GroupsFold(fold.groups)
+    groups = GroupsFold(fold)
     if newest is not None:
         groups.state_written(newest.base_offset, decode_fold(newest.body).log_start_offset)
     epochs = list(fold.epochs)

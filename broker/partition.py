@@ -53,8 +53,10 @@ from portalmq.broker.core.events import (
 )
 from portalmq.broker.core.fold import PartitionFold
 from portalmq.broker.core.insync import InSync
-from portalmq.broker.core.records import GroupRecord
+from portalmq.broker.core.lanes import spot_of
+from portalmq.broker.core.records import GroupRecord, Spot, StreamRecord
 from portalmq.broker.core.replica import PartitionReplica
+from portalmq.broker.core.streams import StreamOffsets
 from portalmq.broker.errands import Errands
 from portalmq.broker.folding import KIND_OF, Recovered, recover
 from portalmq.broker.following import Following
@@ -93,7 +95,8 @@ _numbers = count()
 
 
 class Partition:
-    """A replica at work. `topic` and `number` name it; `delivery` holds the folds of its queue groups.
+    """A replica at work. `topic` and `number` name it; `delivery` holds the folds of its queue groups,
+    `streams` those of its stream groups.
 
     `serves` says that it leads, and that what was committed before its epoch is known to it. `on_leading` and
     `on_stepped_down` tell of that, each in a greenlet of its own, in order; `on_damaged` that its files are to be
@@ -124,6 +127,7 @@ class Partition:
         self.dedup_window_ms = dedup_window_ms
         self.min_insync_replicas = min_insync_replicas
         self.delivery: dict[str, GroupDelivery] = {}
+        self.streams: dict[str, StreamOffsets] = {}
         self.on_readable: list[Callable[[], None]] = []
         self.on_leading: Callable[[Partition], None] = lambda partition: None
         self.on_stepped_down: Callable[[Partition], None] = lambda partition: None
@@ -167,7 +171,10 @@ class Partition:
         self.groups = found.groups
         self.delivery.clear()
         self.delivery.update(found.groups.delivery)
-        found.groups.delivery = self.delivery  # those who serve groups keep hold of this dict
+        self.streams.clear()
+        self.streams.update(found.groups.streams)
+        found.groups.delivery = self.delivery  # those who serve groups keep hold of these dicts
+        found.groups.streams = self.streams
         self.start = found.start
         self.messages_next = self.log.message_count_total
         self.readable_end = found.readable_end
@@ -386,31 +393,37 @@ class Partition:
         pending.wait()
         return pending.base_offset, pending.appended_at_ms
 
-    def append_control(self, kind: Kind, body: bytes, group: str = "", *, is_soft: bool = False) -> Pending:
+    def append_control(
+        self, kind: Kind, body: bytes, group: str = "", *, is_soft: bool = False, not_before_ms: int = 0
+    ) -> Pending:
         """Append a control record. A soft one is not hurried to the disk, as nobody is going to `settle` it."""
         pending = Pending(Batch(0, 1, 0, kind, 0, 0, group=group, body=body), len(body), is_soft=is_soft)
-        return self._submit(pending, 1, is_control=True)
+        return self._submit(pending, 1, is_control=True, not_before_ms=not_before_ms)
 
-    def append_group_record(self, group: str, record: GroupRecord, *, is_soft: bool = False) -> Pending:
-        """Fold a group's record and append it: from here on the group's state has it."""
-        pending = self.append_control(KIND_OF[type(record)], _encode(record), group, is_soft=is_soft)
-        self.groups.apply(group, record)
+    def append_group_record(
+        self, group: str, record: GroupRecord | StreamRecord, *, is_soft: bool = False, not_before_ms: int = 0
+    ) -> Pending:
+        """Fold a group's record and append it: from here on the group's state has it. The log's time is
+        `not_before_ms` at the least from then on."""
+        body = _encode(record)
+        pending = self.append_control(KIND_OF[type(record)], body, group, is_soft=is_soft, not_before_ms=not_before_ms)
+        self.groups.apply(group, record, pending.base_offset)
         return pending
 
     def end_group(self, group: str) -> Pending | None:
         """Forget a group; what to wait on until that is committed."""
-        if self.closed or group not in self.delivery:
+        if self.closed or (group not in self.delivery and group not in self.streams):
             return None
         pending = self.append_control(Kind.GROUP_END, b"", group)
-        self.delivery.pop(group, None)
+        self.groups.end(group)
         return pending
 
-    def _submit(self, pending: Pending, size: int, *, is_control: bool) -> Pending:
+    def _submit(self, pending: Pending, size: int, *, is_control: bool, not_before_ms: int = 0) -> Pending:
         if self.closed:
             raise Unavailable("the partition is being closed", retry_after_s=0.5)
         if self._remembering is not None:
             raise Unavailable("the partition's leadership is just changing", retry_after_s=0.1)
-        self.tell(AppendRequested(pending, size, pending.stamp, is_control))
+        self.tell(AppendRequested(pending, size, pending.stamp, is_control, not_before_ms))
         if pending.error is not None:
             raise self.located(pending.error)
         return pending
@@ -550,6 +563,12 @@ class Partition:
         """The messages in [start, end), at most `limit`, as pieces of batches. Raises Unavailable for a damaged one."""
         return self._reader.pieces(start, end, limit)
 
+    def spots(self, start: int, end: int) -> Iterator[Spot]:
+        """Where the messages in [start, end) stand in their lanes."""
+        for piece in self.pieces(start, end, end - start):
+            for offset, record in enumerate(piece.records(), piece.start):
+                yield spot_of(offset, record.priority, record.deliver_at_ms, piece.batch.appended_at_ms)
+
     def check_offset(self, offset: int) -> None:
         """Raises OffsetOutOfRange, or Unavailable when the offset may yet be (KIP-207)."""
         if offset < self.log.log_start_offset:
@@ -585,13 +604,13 @@ class Partition:
 
     def snapshot(self) -> PartitionFold:
         """The fold over everything that was appended. It may enter the log as STATE: it commits with its prefix."""
-        return PartitionFold(
+        fold = PartitionFold(
             applied=self.replica.next_offset,
             log_start_offset=max(self.log.log_start_offset, self.groups.purged_upto),
             epochs=list(self.replica.epochs),
             producers=self.replica.producers.snapshot(),
-            groups=self.groups.snapshot(),
         )
+        return self.groups.snapshot_into(fold)
 
     def save_state(self) -> None:
         self.upkeep.save_state()

@@ -104,7 +104,7 @@ class Batch:
 
     `ranges` is a stack of what is still to be sent: the whole at first, halves after a broker refused a message in it
     (so that one bad message does not fail its neighbours). `unknown` is true when a try of the topmost range ended
-    with an unknown outcome. Every outcome is (start, end, where it went or why not).
+    with an unknown outcome, `failure` what the last try met. Every outcome is (start, end, where it went or why not).
     """
 
     __slots__ = (
@@ -117,6 +117,7 @@ class Batch:
         "born",
         "count",
         "deadline",
+        "failure",
         "lane",
         "messages",
         "ranges",
@@ -139,6 +140,7 @@ class Batch:
         self.urgent = False
         self.ranges: list[tuple[int, int]] = []
         self.body: bytes | None = None
+        self.failure: PortalMQError | None = None
         self.restamps = 0
         self.unknown = False
         self.settled = False

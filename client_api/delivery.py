@@ -25,7 +25,7 @@ from portalmq.errors import (
     PortalMQError,
     Unavailable,
 )
-from portalmq.transport import Backoff, Request, Transport, decode_answer, may_repeat
+from portalmq.transport import Backoff, OutOfTime, Request, Transport, decode_answer, may_repeat
 
 _log = logging.getLogger("portalmq.producer")
 
@@ -148,6 +148,9 @@ class Delivery:
 
     def _after_failure(self, lane: Lane, batch: Batch, error: PortalMQError) -> float | None:
         """Decide on the topmost range. None: go on at once. Else the seconds until the next try."""
+        if isinstance(error, OutOfTime) and batch.failure is not None:
+            error = batch.failure
+        batch.failure = error
         batch.unknown = batch.unknown or error.outcome == "unknown"
         if not batch.unknown and self._mended(lane, batch, error):
             return None
@@ -161,6 +164,7 @@ class Delivery:
             error.outcome = "unknown"
             self._drop_identity(lane)
         batch.finish_range(error)
+        batch.failure = None
         return None
 
     def _mended(self, lane: Lane, batch: Batch, error: PortalMQError) -> bool:

@@ -111,6 +111,10 @@ class Backoff:
         return max(pause, min(retry_after_s or 0.0, RETRY_AFTER_S_MAX))
 
 
+class OutOfTime(Unavailable):
+    """There was no time left for a try. It says nothing of what an earlier one met."""
+
+
 class Transport:
     """The cluster as one client sees it. Thread-safe."""
 
@@ -195,7 +199,7 @@ class Transport:
         A kept connection that turns out to be closed is no try: it is replaced at once, when that is safe.
         """
         if self._clock() >= deadline:
-            raise Unavailable("the time for this call is over", outcome="not_applied")
+            raise OutOfTime("the time for this call is over", outcome="not_applied")
         topic = request.topic
         if topic is not None and topic in self._outdated:
             self._look_up_leaders(topic, deadline)

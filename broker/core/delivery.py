@@ -6,11 +6,13 @@ the leader the fold therefore runs over all that was appended, ahead of the high
 one message while the first one's grant is on its way to the disk. That is safe because nothing is *answered* before
 its record is committed, and because a leader that steps down throws this object away and folds the log anew.
 
-    offsets   0 ........... next ................ high watermark
-              done | spans        fresh: never handed out
+    offsets of lane 0     0 ........... next ................ high watermark
+                          done | spans        fresh: never handed out
 
-A span is a run of messages that were handed out and are not done, all in the same state. What lies below `next` and
-in no span is done, so acked messages cost nothing and a million waiting ones cost nothing.
+A span is a run of messages that were handed out and are not done, all in the same state. What lies before its lane's
+cursor (`next`, in lane 0) and in no span is done, so acked messages cost nothing and a million waiting ones cost
+nothing. Messages that are acked although this log never saw them granted (a fail-over takes the last grants away) are
+done `ahead` of the cursor. What is given up is done too, and remembered as dead.
 
 Offsets are numbers here; payloads, clocks and settings never enter.
 """
@@ -24,13 +26,32 @@ from heapq import heapify, heappop, heappush
 
 import msgspec
 
-from portalmq.broker.core.fold import GroupFold, SpanFold
-from portalmq.broker.core.records import Ack, Extend, Grant, GroupRecord, GroupStart, Nack, Range
+from portalmq.broker.core.fold import DeadFold, GroupFold, SpanFold
+from portalmq.broker.core.records import (
+    Ack,
+    Commit,
+    Dead,
+    Drop,
+    Extend,
+    Grant,
+    GroupRecord,
+    GroupStart,
+    Nack,
+    Range,
+    Redrive,
+    Spot,
+)
+from portalmq.broker.core.streams import remember_commit
 
 EXPIRIES_BEFORE_ALONE = 2
 ATTEMPTS_MAX = 10_000
 OUTSTANDING_MAX = 100_000
 STALE_WAKEUPS_MAX = 1_000
+COMMITS_REMEMBERED = 50_000
+# Ranges of dead messages that a group keeps on a partition; the oldest are forgotten (their copies are not).
+DEAD_MAX = 100_000
+# `available_at_ms` of messages that wait for an earlier one of their key.
+HELD_MS = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +70,8 @@ class Plan:
 class GroupDelivery:
     """State of one group on one partition. Times are the leader's, in Unix milliseconds.
 
-    Invariants: spans are disjoint, sorted, and below `next`; `outstanding` is the sum of their lengths.
+    Invariants: spans are disjoint and sorted; `outstanding` is the sum of their lengths; no span of lane 0 reaches past
+    `next`, and no message is in a span and in `dead`, or in a span and ahead.
     """
 
     def __init__(self, fold: GroupFold) -> None:
@@ -61,7 +83,14 @@ class GroupDelivery:
         self.next = fold.next
         self.attempts: dict[str, tuple[int, list[Range]]] = dict(fold.attempts)
         self.last_active_ms = fold.last_active_ms
+        self.cursors: dict[int, tuple[int, int]] = {lane: (due_ms, offset) for lane, due_ms, offset in fold.cursors}
+        self.commits: dict[bytes, int] = dict(fold.commits)
+        self.dead: list[DeadFold] = [msgspec.structs.replace(each) for each in fold.dead]
         self.outstanding = 0
+        self._ahead: dict[int, list[tuple[int, int]]] = {}  # lane -> heap of (due_ms, offset)
+        self._ahead_offsets: set[int] = set()
+        for spot in fold.ahead:
+            self._put_ahead(spot)
         self._spans: dict[int, SpanFold] = {}
         self._starts: list[int] = []
         self._wakeups: list[tuple[int, int]] = []  # heap of (available_at_ms, start); rows may be stale
@@ -77,26 +106,29 @@ class GroupDelivery:
             spans=[msgspec.structs.replace(self._spans[start]) for start in self._starts],
             attempts=dict(self.attempts),
             last_active_ms=self.last_active_ms,
+            cursors=[(lane, *self.cursors[lane]) for lane in sorted(self.cursors)],
+            ahead=sorted((lane, *place) for lane, places in self._ahead.items() for place in places),
+            dead=[msgspec.structs.replace(each) for each in self.dead],
+            commits=list(self.commits.items()),
         )
 
     # --- the fold ----------------------------------------------------------------------------------------------------
 
-    def apply(self, record: GroupRecord) -> None:
-        """Fold one record. Records come in the order of the log, each once."""
+    def apply(self, record: GroupRecord, offset: int = -1) -> None:
+        """Fold one record, which stands at `offset`. Records come in the order of the log, each once."""
         match record:
             case Grant():
                 self._apply_grant(record)
             case Ack():
-                self.last_active_ms = max(self.last_active_ms, record.at_ms)
-                for start, end in record.ranges:
-                    self._finish(start, end)
+                self._finish(record.ranges, record.ahead)
+            case Commit():
+                self._finish(record.ranges, record.ahead)
+                remember_commit(self.commits, record.commit_id, offset, COMMITS_REMEMBERED)
             case Nack():
-                self.last_active_ms = max(self.last_active_ms, record.at_ms)
                 for start, end, available_at_ms in record.ranges:
                     for span in self._cut(start, end):
                         self._insert(msgspec.structs.replace(span, leased=False, available_at_ms=available_at_ms))
             case Extend():
-                self.last_active_ms = max(self.last_active_ms, record.at_ms)
                 for start, end in record.ranges:
                     for span in self._cut(start, end):
                         self._insert(
@@ -104,26 +136,56 @@ class GroupDelivery:
                                 span, leased=True, granted_at_ms=record.at_ms, available_at_ms=record.deadline_ms
                             )
                         )
+            case Dead():
+                for start, end, deliveries in record.ranges:
+                    for span in self._cut(start, end):
+                        dead = DeadFold(span.start, span.end, deliveries, record.at_ms, record.reason, span.lane)
+                        insort(self.dead, dead, key=_start_of)
+                del self.dead[: max(0, len(self.dead) - DEAD_MAX)]
+            case Redrive():
+                for start, end, available_at_ms in record.ranges:
+                    for dead in self._cut_dead(start, end):
+                        self._insert(
+                            SpanFold(dead.start, dead.end, 0, 0, False, record.at_ms, available_at_ms, dead.lane)
+                        )
+            case Drop():
+                for start, end in record.ranges:
+                    self._cut_dead(start, end)
             case GroupStart():
                 self._load(GroupFold(self.group, record.start, record.start, [], {}, record.at_ms))
             case _:
                 raise AssertionError(f"{record!r} does not belong in a group's fold")
+        if not isinstance(record, Grant):
+            self.last_active_ms = max(self.last_active_ms, record.at_ms)
         self._check()
 
     def purge(self, upto: int) -> None:
         """Everything below `upto` is gone from the log."""
         for start in self._starts[: bisect_left(self._starts, upto)]:
             self._cut(start, min(upto, self._spans[start].end))
+        self._cut_dead(0, upto)
+        self.start = max(self.start, upto)
         self.next = max(self.next, upto)
+        self._drop_passed(0)
         self._check()
 
     def _apply_grant(self, grant: Grant) -> None:
         self.last_active_ms = max(self.last_active_ms, grant.granted_at_ms)
-        for start, end, deliveries in grant.ranges:
+        lanes = grant.lanes or (0,) * len(grant.ranges)
+        for (start, end, deliveries), lane in zip(grant.ranges, lanes, strict=True):
             before = self._cut(start, end)
             expiries = max((span.expiries + span.leased for span in before), default=0)
-            self._insert(SpanFold(start, end, deliveries, expiries, True, grant.granted_at_ms, grant.deadline_ms))
+            self._insert(SpanFold(start, end, deliveries, expiries, True, grant.granted_at_ms, grant.deadline_ms, lane))
+        for start, end, lane in grant.held:
+            self._insert(SpanFold(start, end, 0, 0, False, 0, HELD_MS, lane))
+        for start, end in grant.gone:
+            self._cut(start, end)
         self.next = max(self.next, grant.next)
+        for lane, due_ms, offset in grant.cursors:
+            self.cursors[lane] = max(self.cursors.get(lane, (0, 0)), (due_ms, offset))
+        if self._ahead_offsets:
+            for lane in tuple(self._ahead):
+                self._drop_passed(lane)
         if grant.attempt_id is not None:
             self._forget_attempts(grant.granted_at_ms)
             self.attempts[grant.attempt_id] = (grant.deadline_ms, [(start, end) for start, end, _ in grant.ranges])
@@ -136,18 +198,48 @@ class GroupDelivery:
                 return
             del self.attempts[oldest]
 
-    def _finish(self, start: int, end: int) -> None:
-        self._cut(start, end)
-        if end > self.next:  # an ack whose grant did not survive: what lies between stays to be handed out
-            if start > self.next:
-                self._insert(SpanFold(self.next, start, 0, 0, False, 0, 0))
-            self.next = end
+    def _finish(self, ranges: Iterable[Range], ahead: Iterable[Spot]) -> None:
+        for start, end in ranges:
+            self._cut(start, end)
+        for spot in ahead:
+            self._put_ahead(spot)
+
+    # --- done before the cursor has come ----------------------------------------------------------------------------
+
+    def has_passed(self, spot: Spot) -> bool:
+        """Whether the cursor of its lane is beyond the message, or the group began behind it."""
+        lane, due_ms, offset = spot
+        if lane == 0:
+            return offset < self.next
+        return offset < self.start or (due_ms, offset) < self.cursors.get(lane, (0, 0))
+
+    def is_ahead(self, offset: int) -> bool:
+        """Whether a message that its lane's cursor has not reached is done."""
+        return offset in self._ahead_offsets
+
+    @property
+    def has_ahead(self) -> bool:
+        return bool(self._ahead_offsets)
+
+    def _put_ahead(self, spot: Spot) -> None:
+        lane, due_ms, offset = spot
+        if offset not in self._ahead_offsets and not self.has_passed(spot):
+            self._ahead_offsets.add(offset)
+            heappush(self._ahead.setdefault(lane, []), (due_ms, offset))
+
+    def _drop_passed(self, lane: int) -> None:
+        places = self._ahead.get(lane, [])
+        while places and self.has_passed((lane, *places[0])):
+            self._ahead_offsets.discard(heappop(places)[1])
+
+    # --- spans -------------------------------------------------------------------------------------------------------
 
     def _insert(self, span: SpanFold) -> None:
         self._spans[span.start] = span
         insort(self._starts, span.start)
         self.outstanding += span.end - span.start
-        heappush(self._wakeups, (span.available_at_ms, span.start))
+        if span.available_at_ms < HELD_MS:
+            heappush(self._wakeups, (span.available_at_ms, span.start))
         if len(self._wakeups) > 2 * len(self._spans) + STALE_WAKEUPS_MAX:
             self._drop_stale_wakeups()
 
@@ -177,6 +269,23 @@ class GroupDelivery:
         if tail_end > end:
             self._insert(msgspec.structs.replace(taken[-1], start=end, end=tail_end))
         return taken
+
+    def _cut_dead(self, start: int, end: int) -> list[DeadFold]:
+        """Take [start, end) out of the dead and return the parts taken."""
+        first = bisect_right(self.dead, start, key=_start_of) - 1
+        if first < 0 or self.dead[first].end <= start:
+            first += 1
+        last = bisect_left(self.dead, end, key=_start_of)
+        touched = self.dead[first:last]
+        if not touched:
+            return []
+        kept: list[DeadFold] = []
+        if touched[0].start < start:
+            kept.append(msgspec.structs.replace(touched[0], end=start))
+        if touched[-1].end > end:
+            kept.append(msgspec.structs.replace(touched[-1], start=end))
+        self.dead[first:last] = kept
+        return [msgspec.structs.replace(each, start=max(start, each.start), end=min(end, each.end)) for each in touched]
 
     def take_over(self, now_ms: int) -> None:
         """A new leader's clock may differ from the one that granted: no lease lasts longer from now than it was
@@ -234,7 +343,7 @@ class GroupDelivery:
                 span = self._at(offset)
             if span is None:
                 verdicts.append(True)
-                if offset >= self.next:
+                if offset >= self.next or self.cursors:
                     unfinished.append(offset)
                 continue
             good = span.deliveries <= delivery or not (span.leased and span.available_at_ms > now_ms)
@@ -242,6 +351,10 @@ class GroupDelivery:
             if good:
                 unfinished.append(offset)
         return verdicts, unfinished
+
+    def has_span(self, offset: int) -> bool:
+        """Whether the message was handed out, as far as this log knows, and is not done."""
+        return self._at(offset) is not None
 
     def holds(self, offset: int, delivery: int) -> bool:
         """Whether the delivery is the latest one and its lease has neither been given back nor passed on."""
@@ -302,4 +415,7 @@ class GroupDelivery:
 
     def _check(self) -> None:
         assert self.outstanding >= 0
-        assert not self._starts or self._spans[self._starts[-1]].end <= self.next, "a span reaches past next"
+
+
+def _start_of(dead: DeadFold) -> int:
+    return dead.start

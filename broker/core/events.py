@@ -147,12 +147,13 @@ class Tick:
 @dataclass(frozen=True, slots=True)
 class AppendRequested:
     """Someone wants `count` offsets. `token` comes back in the answer; `is_control` marks our own records, which are
-    taken as long as this replica leads."""
+    taken as long as this replica leads. The batch's time is `not_before_ms` at the least."""
 
     token: object
     count: int
     stamp: Stamp | None = None
     is_control: bool = False
+    not_before_ms: int = 0
 
 
 @dataclass(frozen=True, slots=True)

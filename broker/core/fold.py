@@ -21,7 +21,8 @@ class ProducerFold(msgspec.Struct, array_like=True):
 class SpanFold(msgspec.Struct, array_like=True, gc=False):
     """Messages [start, end) of a group that were handed out and are not done, all in the same state.
 
-    `available_at_ms` ends the lease, or the back-off after a nack. Invariant: start < end, deliveries >= 0.
+    `available_at_ms` ends the lease, or the back-off after a nack; HELD_MS says that the message waits for an earlier
+    one of its key. Invariant: start < end, deliveries >= 0.
     """
 
     start: int
@@ -31,11 +32,25 @@ class SpanFold(msgspec.Struct, array_like=True, gc=False):
     leased: bool
     granted_at_ms: int
     available_at_ms: int
+    lane: int = 0
+
+
+class DeadFold(msgspec.Struct, array_like=True, gc=False):
+    """Messages [start, end) that a group gave up at `at_ms`, after so many deliveries, all for the same reason."""
+
+    start: int
+    end: int
+    deliveries: int
+    at_ms: int
+    reason: str
+    lane: int = 0
 
 
 class GroupFold(msgspec.Struct, array_like=True):
-    """A queue group on this partition. Offsets below `next` and in no span are done; from `next` on none was handed
-    out. `spans` are sorted and disjoint, all below `next`."""
+    """A queue group on this partition. Offsets of lane 0 below `next` and in no span are done; from `next` on none was
+    handed out. `spans` and `dead` are sorted and disjoint. `cursors` are those of the other lanes, and `ahead` messages
+    that are done before their lane's cursor has reached them, both as (lane, due_ms, offset). `commits` are the last
+    commits by their id: (id, offset of the record)."""
 
     group: str
     start: int
@@ -44,16 +59,37 @@ class GroupFold(msgspec.Struct, array_like=True):
     # attempt id -> (deadline_ms, [(start, end), ...])
     attempts: dict[str, tuple[int, list[tuple[int, int]]]] = {}
     last_active_ms: int = 0
+    cursors: list[tuple[int, int, int]] = []
+    ahead: list[tuple[int, int, int]] = []
+    dead: list[DeadFold] = []
+    commits: list[tuple[bytes, int]] = []
+
+
+class StreamFold(msgspec.Struct, array_like=True):
+    """A stream group on this partition: the next offset to read, and who may say so. `commits` as in GroupFold."""
+
+    group: str
+    committed: int
+    generation: int
+    member: str
+    last_active_ms: int
+    commits: list[tuple[bytes, int]] = []
 
 
 class PartitionFold(msgspec.Struct):
-    """Everything below `applied` folded. `epochs` are (leader epoch, its first offset), rising in both."""
+    """Everything below `applied` folded. `epochs` are (leader epoch, its first offset), rising in both. `outbox` are
+    the offsets of Dead and Commit records whose output is still to be appended, with their group; `cancelled` ranges of
+    scheduled messages that were taken back; `compacted` what a Compact record last reached."""
 
     applied: int = 0
     log_start_offset: int = 0
     epochs: list[tuple[int, int]] = []
     producers: list[ProducerFold] = []
     groups: list[GroupFold] = []
+    streams: list[StreamFold] = []
+    outbox: list[tuple[int, str]] = []
+    cancelled: list[tuple[int, int]] = []
+    compacted: int = 0
 
 
 def encode_fold(fold: PartitionFold) -> bytes:

@@ -303,7 +303,7 @@ class PartitionReplica:
             return [Refuse(event.token, error)]
         if place is not None:
             return [AnswerDuplicate(event.token, *place)]
-        append = self._allot(event.token, event.count, wall_ms)
+        append = self._allot(event.token, event.count, max(wall_ms, event.not_before_ms))
         if event.stamp is not None:
             self.producers.add(event.stamp, event.count, append.base_offset, append.appended_at_ms)
         return [append]

@@ -28,12 +28,22 @@ class Kind(IntEnum):
     EPOCH_START = 1
     STATE = 2
     PURGE = 3
+    CANCEL = 4
+    COMPACT = 5
     GROUP_START = 10
     GRANT = 11
     ACK = 12
     NACK = 13
     EXTEND = 14
     GROUP_END = 15
+    DEAD = 16
+    REDRIVE = 17
+    DROP = 18
+    COMMIT = 19
+    DONE = 20
+    CLAIM = 21
+    COMMIT_OFFSET = 22
+    SEEK = 23
 
 
 class Record(msgspec.Struct, array_like=True, gc=False, frozen=True):

@@ -9,6 +9,7 @@ import threading
 import zlib
 from concurrent.futures import Future
 from datetime import UTC, datetime
+from itertools import chain, repeat
 
 import msgspec
 import pytest
@@ -22,12 +23,14 @@ from portalmq import (
     Forbidden,
     InvalidRequest,
     MessageTooLarge,
+    NotEnoughReplicas,
     PartitionNotFound,
     Producer,
     RecordMetadata,
     Unavailable,
     wire,
 )
+from portalmq.transport import OutOfTime
 
 PRODUCE = "/v1/topics/t/messages"
 LONG = 60_000
@@ -276,6 +279,20 @@ def test_a_send_that_is_not_delivered_in_time_fails_with_the_last_error() -> Non
         with pytest.raises(Exception, match=r"not delivered within 0.3 s; the last try: scripted") as caught:
             producer.send("t", b"one").result(10)
         assert caught.value.outcome == "not_applied"  # type: ignore[attr-defined]
+
+
+def test_a_send_whose_time_ends_between_two_tries_tells_what_the_last_one_met(monkeypatch: pytest.MonkeyPatch) -> None:
+    tries = chain([NotEnoughReplicas("too few")], repeat(OutOfTime("the time for this call is over")))
+
+    def attempt(*_: object, **__: object) -> None:
+        raise next(tries)
+
+    with ScriptedBroker() as broker:
+        producer = Producer(broker.url, idempotent=False, delivery_timeout_s=0.3)
+        monkeypatch.setattr(producer._transport, "attempt", attempt)
+        with pytest.raises(NotEnoughReplicas, match=r"not delivered within 0.3 s; the last try: too few"):
+            producer.send("t", b"one", partition=0).result(10)
+        producer.close()
 
 
 def test_after_an_unknown_outcome_the_producer_goes_on_under_a_new_identity() -> None:
