@@ -255,6 +255,15 @@ class GroupPartition:
 
     def ack(self, shown: list[Shown]) -> tuple[Verdicts, Callable[[], None]]:
         """Which receipts count, and what to call to wait until their record is committed."""
+        verdicts, unfinished = self.weigh(shown)
+        ranges, ahead = self.finished(unfinished)
+        if not ranges and not ahead:
+            return verdicts, self._wait_for_appended()
+        pending = self.partition.append_group_record(self.group, Ack(ranges, self._clock.now_ms(), ahead))
+        return verdicts, pending.wait
+
+    def weigh(self, shown: list[Shown]) -> tuple[Verdicts, list[int]]:
+        """Which receipts count, and the offsets of those whose message may still be unfinished."""
         now_ms = self._clock.now_ms()
         verdicts: Verdicts = {}
         unfinished: list[int] = []
@@ -262,13 +271,9 @@ class GroupPartition:
             good, more = self.delivery.ackable(each.offsets, each.delivery, now_ms)
             verdicts.update(zip(each.indexes, good, strict=True))
             unfinished += more
-        ranges, ahead = self._finished(unfinished)
-        if not ranges and not ahead:
-            return verdicts, self._wait_for_appended()
-        pending = self.partition.append_group_record(self.group, Ack(ranges, now_ms, ahead))
-        return verdicts, pending.wait
+        return verdicts, unfinished
 
-    def _finished(self, offsets: list[int]) -> tuple[tuple[Range, ...], tuple[Spot, ...]]:
+    def finished(self, offsets: list[int]) -> tuple[tuple[Range, ...], tuple[Spot, ...]]:
         """The offsets that are in spans, and those that this log never saw granted: a kill took the record."""
         held = [offset for offset in offsets if self.delivery.has_span(offset)]
         if len(held) == len(offsets):
