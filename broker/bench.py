@@ -43,6 +43,7 @@ WAITING_MESSAGES = 1_000_000
 @click.option("--rounds", default=3, show_default=True, help="Rounds; the median of each figure is shown.")
 @click.option("--data-dir", type=click.Path(path_type=Path), help="Where to measure (default: a temporary directory).")
 @click.option("--cluster", is_flag=True, help="Measure three brokers with ZooKeeper, instead of one without.")
+@click.option("--delivery", is_flag=True, help="Measure the ways of delivery: queue, stream, scheduled, one by one.")
 @click.option("--partitions", default=300, show_default=True, help="With --cluster: of the topic with many.")
 @click.option("-o", "--output", type=click.Choice(["table", "json"]), default="table")
 def bench(
@@ -54,8 +55,16 @@ def bench(
     cluster: bool,
     partitions: int,
     output: str,
+    *,
+    delivery: bool,
 ) -> None:
     """Measure this machine: produce, synchronous send, receive and ack, beside bare SQLite and a bare POST."""
+    if delivery:
+        from portalmq.broker import bench_delivery
+
+        with tempfile.TemporaryDirectory(dir=data_dir) as directory:
+            bench_delivery.show(bench_delivery.measured(Path(directory), messages, sends, rounds), output)
+        return
     if cluster:
         from portalmq.broker import bench_cluster
 
@@ -76,11 +85,11 @@ def _round(directory: Path, messages: int, sends: int) -> dict[str, float]:
     figures = {
         "bare_insert_per_s": executemany_rate(directory, batches=batches, batch_messages=BATCH_MESSAGES, value=VALUE)
     }
-    with _broker(directory / "data") as (url, _):
+    with broker(directory / "data") as (url, _):
         figures["produce_per_s"] = produce_rate(url, "bulk", messages, BATCH_MESSAGES)
         figures["produce_exact_per_s"] = produce_rate(url, "exact", messages, BATCH_MESSAGES, grow=False)
         figures["produce_small_per_s"] = produce_rate(url, "small", messages // 4, RECEIVE_MESSAGES, grow=False)
-        figures["receive_ack_per_s"] = _receive_rate(url, "bulk", messages)
+        figures["receive_ack_per_s"] = receive_rate(url, "bulk", messages)
         with server(NOTHING) as (nothing_url, _):
             bare, single = interleaved(bare_post(nothing_url), _synchronous_send(url), sends)
     return figures | {"bare_post_p50_ms": bare, "send_p50_ms": single}
@@ -98,7 +107,7 @@ def produce_rate(url: str | list[str], topic: str, messages: int, batch_messages
         return messages / (time.perf_counter() - begin)
 
 
-def _receive_rate(url: str, topic: str, messages: int, consumers: int = 8) -> float:
+def receive_rate(url: str, topic: str, messages: int, consumers: int = 8) -> float:
     """Queue mode: messages a second received in batches of 100 and acked, a batch durably before the next is given."""
     counts = [0] * consumers
     failures: list[BaseException] = []
@@ -161,21 +170,21 @@ def interleaved(bare: Callable[[], None], send: Callable[[], None], times: int) 
 
 
 def _footprint(directory: Path, parked: int) -> dict[str, float]:
-    with _broker(directory) as (url, pid):
+    with broker(directory) as (url, pid):
         ready_s = _last_ready_s
-        idle_mb = _rss_mb(pid)
+        idle_mb = rss_mb(pid)
         sockets = [_park(url) for _ in range(parked)]
         try:
-            _until_parked(url, parked)
+            until_parked(url, parked)
             before_s, begin = cpu_s(pid), time.perf_counter()
             time.sleep(3)
             cpu_percent = 100 * (cpu_s(pid) - before_s) / (time.perf_counter() - begin)
-            parked_mb = _rss_mb(pid)
+            parked_mb = rss_mb(pid)
         finally:
             for each in sockets:
                 each.close()
         produce_rate(url, "waiting", WAITING_MESSAGES, BATCH_MESSAGES)
-        waiting_mb = _rss_mb(pid)
+        waiting_mb = rss_mb(pid)
     size = sum(path.stat().st_size for path in directory.glob("partitions/waiting@*/*/*.sqlite*"))
     return {
         "ready_s": ready_s,
@@ -199,7 +208,7 @@ def _park(url: str) -> socket.socket:
     return connection
 
 
-def _until_parked(url: str, parked: int) -> None:
+def until_parked(url: str, parked: int) -> None:
     host, _, port = url.removeprefix("http://").partition(":")
     end = time.monotonic() + READY_WITHIN_S
     while time.monotonic() < end:
@@ -217,7 +226,7 @@ def _family(pid: int) -> list[int]:
     return [pid, *map(int, children)]
 
 
-def _rss_mb(pid: int) -> float:
+def rss_mb(pid: int) -> float:
     """Resident megabytes of the broker's processes together; what they share counts in each."""
     pages = sum(int(Path(f"/proc/{each}/statm").read_text().split()[1]) for each in _family(pid))
     return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
@@ -237,7 +246,7 @@ _last_ready_s = 0.0
 
 
 @contextmanager
-def _broker(data_dir: Path) -> Iterator[tuple[str, int]]:
+def broker(data_dir: Path) -> Iterator[tuple[str, int]]:
     with server(
         "-m", "portalmq.cli.main", "dev", "{port}", "--data-dir", str(data_dir), "--log-level", "warning"
     ) as it:
