@@ -5,19 +5,28 @@ so an ordinary save does not wait for the disk. The exception is the highest lea
 which must never be forgotten: it is fsynced. (And the save before a reset of the log is: until the first STATE record
 behind it is replicated, it alone knows the leader epochs that were begun below.)
 
-    meta                        identity, schema_version, applied, log_start_offset, high_watermark,
+    meta                        identity, schema_version, applied, log_start_offset, compacted, high_watermark,
                                 high_watermark_messages_before, highest_leader_epoch, digest
     epochs                      leader_epoch, start_offset
     producers                   producer_id, epoch
     producer_batches            the last batches of each: sequence, count, base_offset, appended_at_ms
     groups                      start_offset, next_offset, next_messages_before, last_active_ms
+    cursors                     where a group is in the lanes other than lane 0
     spans                       [start_offset, end_offset) handed out and not done
+    ahead                       messages that are done before their lane's cursor has come
+    dead_ranges                 messages that were given up
     attempts, attempt_ranges    receives that may be repeated, with what they were given
-    ready, in_flight, scheduled, dead, lag      views for people
+    commits, stream_commits     the last commit calls, by what was shown
+    stream_offsets              where stream groups go on, and who may say so
+    outbox                      records whose output is still to be appended elsewhere
+    cancelled                   scheduled messages that were taken back
+    ready, in_flight, scheduled, dead, lag, streams     views for people
 
-`position` columns keep the order of the fold's lists. `digest` is a hash of the whole fold: a file that was half
-written, or meddled with, does not match it and counts as damaged. Saves are incremental: only the groups and producers
-that changed since the last one are written.
+What lies in the segments is not repeated here: messages that wait for their time and were never handed out stand in
+the tables `messages` there, and the view `scheduled` has those that came back and wait.
+
+`digest` is a hash of the whole fold: a file that was half written, or meddled with, does not match it and counts as
+damaged. A file of an older version is emptied, but for the highest epoch.
 """
 
 from __future__ import annotations
@@ -25,111 +34,20 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 import apsw
-import msgspec
 
-from portalmq.broker.core.fold import GroupFold, PartitionFold, ProducerFold, SpanFold, encode_fold
+from portalmq.broker.core.fold import PartitionFold, encode_fold
 from portalmq.broker.storage.errors import faults_of
 from portalmq.broker.storage.files import make_directory
+from portalmq.broker.storage.fold_tables import STATE_DDL, FoldTables, hash_of_bytes, read_fold
 from portalmq.broker.storage.schema import LogIdentity
 from portalmq.broker.storage.turn import Turn
 
 STATE_NAME = "state.sqlite"
-STATE_SCHEMA_VERSION = 1
-
-_NOW_MS = "CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER)"
-
-STATE_DDL = f"""
-CREATE TABLE meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID;
-
-CREATE TABLE epochs (leader_epoch INTEGER PRIMARY KEY, start_offset INTEGER NOT NULL);
-
-CREATE TABLE producers (producer_id INTEGER PRIMARY KEY, position INTEGER NOT NULL, epoch INTEGER NOT NULL);
-
-CREATE TABLE producer_batches (
-    producer_id    INTEGER NOT NULL,
-    position       INTEGER NOT NULL,
-    sequence       INTEGER NOT NULL,
-    count          INTEGER NOT NULL,
-    base_offset    INTEGER NOT NULL,
-    appended_at_ms INTEGER NOT NULL,
-    PRIMARY KEY (producer_id, position)
-) WITHOUT ROWID;
-
-CREATE TABLE groups (
-    group_name           TEXT PRIMARY KEY,
-    position             INTEGER NOT NULL,
-    start_offset         INTEGER NOT NULL,
-    next_offset          INTEGER NOT NULL,
-    next_messages_before INTEGER,
-    last_active_ms       INTEGER NOT NULL
-) WITHOUT ROWID;
-
-CREATE TABLE spans (
-    group_name      TEXT NOT NULL,
-    start_offset    INTEGER NOT NULL,
-    end_offset      INTEGER NOT NULL,
-    deliveries      INTEGER NOT NULL,
-    expiries        INTEGER NOT NULL,
-    leased          INTEGER NOT NULL,
-    granted_at_ms   INTEGER NOT NULL,
-    available_at_ms INTEGER NOT NULL,
-    PRIMARY KEY (group_name, start_offset)
-) WITHOUT ROWID;
-
-CREATE TABLE attempts (
-    group_name  TEXT NOT NULL,
-    position    INTEGER NOT NULL,
-    attempt_id  TEXT NOT NULL,
-    deadline_ms INTEGER NOT NULL,
-    PRIMARY KEY (group_name, position)
-) WITHOUT ROWID;
-
-CREATE TABLE attempt_ranges (
-    group_name   TEXT NOT NULL,
-    attempt_id   TEXT NOT NULL,
-    position     INTEGER NOT NULL,
-    start_offset INTEGER NOT NULL,
-    end_offset   INTEGER NOT NULL,
-    PRIMARY KEY (group_name, attempt_id, position)
-) WITHOUT ROWID;
-
-CREATE VIEW ready AS
-SELECT group_name, start_offset, end_offset, deliveries FROM spans WHERE available_at_ms <= {_NOW_MS}
-UNION ALL
-SELECT g.group_name, g.next_offset, h.value, 0
-FROM groups AS g JOIN meta AS h ON h.key = 'high_watermark' WHERE g.next_offset < h.value;
-
-CREATE VIEW in_flight AS
-SELECT group_name, start_offset, end_offset, end_offset - start_offset AS messages, deliveries, granted_at_ms,
-       available_at_ms AS lease_expires_at_ms
-FROM spans WHERE leased AND available_at_ms > {_NOW_MS};
-
-CREATE VIEW scheduled AS
-SELECT group_name, start_offset, end_offset, deliveries, available_at_ms
-FROM spans WHERE NOT leased AND available_at_ms > {_NOW_MS};
-
-CREATE VIEW dead AS
-SELECT NULL AS group_name, NULL AS offset, NULL AS deliveries, NULL AS reason, NULL AS dead_at_ms WHERE 0;
-
-CREATE VIEW lag AS
-SELECT g.group_name, g.next_offset, h.value AS high_watermark,
-       m.value - g.next_messages_before AS never_delivered,
-       coalesce((SELECT sum(s.end_offset - s.start_offset) FROM spans AS s WHERE s.group_name = g.group_name), 0)
-           AS not_done,
-       m.value - g.next_messages_before
-           + coalesce((SELECT sum(s.end_offset - s.start_offset) FROM spans AS s WHERE s.group_name = g.group_name), 0)
-           AS lag
-FROM groups AS g
-JOIN meta AS h ON h.key = 'high_watermark'
-JOIN meta AS m ON m.key = 'high_watermark_messages_before';
-"""
-
-_TABLES_OF_A_GROUP = ("groups", "spans", "attempts", "attempt_ranges")
+STATE_SCHEMA_VERSION = 2
 
 
 class _Damaged(Exception):
@@ -145,9 +63,7 @@ class StateFile:
         self._connection: apsw.Connection | None = None
         self._turn = Turn()
         self._closed = False
-        # What the file holds of each group and producer, as hashes of their encoding.
-        self._saved_groups: dict[str, bytes] = {}
-        self._saved_producers: dict[int, bytes] = {}
+        self._tables = FoldTables()
 
     # --- the two uses -------------------------------------------------------------------------------------------
 
@@ -165,16 +81,15 @@ class StateFile:
         """
 
         def write(connection: apsw.Connection) -> None:
-            self._save_epochs(connection, fold.epochs)
-            self._save_producers(connection, fold.producers)
-            self._save_groups(connection, fold.groups, messages_before)
+            self._tables.save(connection, fold, messages_before)
             self._put_meta(
                 connection,
                 applied=fold.applied,
                 log_start_offset=fold.log_start_offset,
+                compacted=fold.compacted,
                 high_watermark=high_watermark,
                 high_watermark_messages_before=messages_before(high_watermark) if messages_before else None,
-                digest=_digest(encode_fold(fold)),
+                digest=hash_of_bytes(encode_fold(fold)),
             )
 
         with self._turn:
@@ -194,13 +109,13 @@ class StateFile:
                 meta = dict(connection.execute("SELECT key, value FROM meta"))
                 if "applied" not in meta:
                     return None
-                fold = _read_fold(connection, meta)
-                if _digest(encode_fold(fold)) != meta["digest"]:
+                fold = read_fold(connection, meta)
+                if hash_of_bytes(encode_fold(fold)) != meta["digest"]:
                     raise _Damaged
             except (_Damaged, apsw.CorruptError, apsw.NotADBError, apsw.SQLError, KeyError, TypeError, ValueError):
                 self._close()
                 return None
-            self._saved_groups, self._saved_producers = {}, {}
+            self._tables.forget()
         return fold, meta["high_watermark"]
 
     def forget(self) -> None:
@@ -269,7 +184,7 @@ class StateFile:
         except BaseException:
             if connection.in_transaction:
                 connection.execute("ROLLBACK")
-            self._saved_groups, self._saved_producers = {}, {}
+            self._tables.forget()
             raise
 
     def _open(self) -> apsw.Connection:
@@ -284,14 +199,17 @@ class StateFile:
             connection.execute("PRAGMA trusted_schema = OFF")
             if connection.execute("SELECT count(*) FROM sqlite_schema").get == 0:
                 self._create_tables(connection)
-            expected = {**self.identity.as_meta(), "schema_version": STATE_SCHEMA_VERSION}
             meta = dict(connection.execute("SELECT key, value FROM meta"))
-            if {key: meta.get(key) for key in expected} != expected:
+            version = meta.get("schema_version")
+            expected = self.identity.as_meta()
+            if {key: meta.get(key) for key in expected} != expected or not isinstance(version, int):
                 raise _Damaged
+            if version != STATE_SCHEMA_VERSION:
+                self._renew_tables(connection)
         except BaseException:
             connection.close(True)
             raise
-        self._saved_groups, self._saved_producers = {}, {}
+        self._tables.forget()
         self._connection = connection
         return connection
 
@@ -301,144 +219,30 @@ class StateFile:
         self._put_meta(connection, **self.identity.as_meta(), schema_version=STATE_SCHEMA_VERSION)
         connection.execute("COMMIT")
 
+    def _renew_tables(self, connection: apsw.Connection) -> None:
+        """The file is of another version: the fold is found again in the log, the highest epoch nowhere else."""
+        highest = _highest_epoch(connection)
+        connection.execute("PRAGMA synchronous = FULL")
+        connection.execute("BEGIN IMMEDIATE")
+        schema = "SELECT type, name FROM sqlite_schema WHERE name NOT LIKE 'sqlite_%' AND type IN ('table', 'view')"
+        for kind, name in connection.execute(f"{schema} ORDER BY type DESC").fetchall():  # views before tables
+            connection.execute(f'DROP {kind} "{name}"')
+        connection.execute(STATE_DDL)
+        meta = {**self.identity.as_meta(), "schema_version": STATE_SCHEMA_VERSION}
+        self._put_meta(connection, **meta, **({"highest_leader_epoch": highest} if highest >= 0 else {}))
+        connection.execute("COMMIT")
+
     def _start_over(self) -> None:
         self._close()
         for suffix in ("", "-wal", "-shm", "-journal"):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(f"{self.path}{suffix}")
 
-    # --- the tables ---------------------------------------------------------------------------------------------
-
     @staticmethod
     def _put_meta(connection: apsw.Connection, **values: Any) -> None:
         connection.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", values.items())
-
-    @staticmethod
-    def _save_epochs(connection: apsw.Connection, epochs: list[tuple[int, int]]) -> None:
-        saved = connection.execute("SELECT leader_epoch, start_offset FROM epochs ORDER BY leader_epoch").fetchall()
-        if saved != epochs:
-            connection.execute("DELETE FROM epochs")
-            connection.executemany("INSERT INTO epochs VALUES (?, ?)", epochs)
-
-    def _save_producers(self, connection: apsw.Connection, producers: list[ProducerFold]) -> None:
-        if not self._saved_producers:
-            connection.execute("DELETE FROM producers")
-            connection.execute("DELETE FROM producer_batches")
-        present: dict[int, bytes] = {}
-        for position, producer in enumerate(producers):
-            number = producer.producer_id
-            present[number] = _digest(msgspec.msgpack.encode((position, producer)))
-            if self._saved_producers.get(number) == present[number]:
-                continue
-            connection.execute("DELETE FROM producer_batches WHERE producer_id = ?", (number,))
-            connection.execute("INSERT OR REPLACE INTO producers VALUES (?, ?, ?)", (number, position, producer.epoch))
-            connection.executemany(
-                "INSERT INTO producer_batches VALUES (?, ?, ?, ?, ?, ?)",
-                ((number, index, *batch) for index, batch in enumerate(producer.batches)),
-            )
-        for number in self._saved_producers.keys() - present.keys():
-            connection.execute("DELETE FROM producers WHERE producer_id = ?", (number,))
-            connection.execute("DELETE FROM producer_batches WHERE producer_id = ?", (number,))
-        self._saved_producers = present
-
-    def _save_groups(
-        self, connection: apsw.Connection, groups: list[GroupFold], messages_before: Callable[[int], int] | None
-    ) -> None:
-        if not self._saved_groups:
-            for table in _TABLES_OF_A_GROUP:
-                connection.execute(f"DELETE FROM {table}")
-        present: dict[str, bytes] = {}
-        for position, group in enumerate(groups):
-            counted = messages_before is not None
-            present[group.group] = _digest(msgspec.msgpack.encode((position, counted, group)))
-            if self._saved_groups.get(group.group) != present[group.group]:
-                _delete_group(connection, group.group)
-                _insert_group(connection, position, group, messages_before(group.next) if messages_before else None)
-        for name in self._saved_groups.keys() - present.keys():
-            _delete_group(connection, name)
-        self._saved_groups = present
-
-
-def _delete_group(connection: apsw.Connection, name: str) -> None:
-    for table in _TABLES_OF_A_GROUP:
-        connection.execute(f"DELETE FROM {table} WHERE group_name = ?", (name,))
-
-
-def _insert_group(
-    connection: apsw.Connection, position: int, group: GroupFold, next_messages_before: int | None
-) -> None:
-    name = group.group
-    connection.execute(
-        "INSERT INTO groups VALUES (?, ?, ?, ?, ?, ?)",
-        (name, position, group.start, group.next, next_messages_before, group.last_active_ms),
-    )
-    connection.executemany(
-        "INSERT INTO spans VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-        ((name, *msgspec.structs.astuple(span)) for span in group.spans),
-    )
-    connection.executemany(
-        "INSERT INTO attempts VALUES (?, ?, ?, ?)",
-        ((name, index, attempt, deadline) for index, (attempt, (deadline, _)) in enumerate(group.attempts.items())),
-    )
-    connection.executemany(
-        "INSERT INTO attempt_ranges VALUES (?, ?, ?, ?, ?)",
-        (
-            (name, attempt, index, start, end)
-            for attempt, (_, ranges) in group.attempts.items()
-            for index, (start, end) in enumerate(ranges)
-        ),
-    )
-
-
-def _read_fold(connection: apsw.Connection, meta: dict[str, Any]) -> PartitionFold:
-    producers = {
-        number: ProducerFold(number, epoch, [])
-        for number, epoch in connection.execute("SELECT producer_id, epoch FROM producers ORDER BY position")
-    }
-    for number, *batch in connection.execute(
-        "SELECT producer_id, sequence, count, base_offset, appended_at_ms FROM producer_batches"
-        " ORDER BY producer_id, position"
-    ):
-        producers[number].batches.append((batch[0], batch[1], batch[2], batch[3]))
-    groups = {
-        name: GroupFold(name, start, next_offset, [], {}, last_active_ms)
-        for name, start, next_offset, last_active_ms in connection.execute(
-            "SELECT group_name, start_offset, next_offset, last_active_ms FROM groups ORDER BY position"
-        )
-    }
-    for name, start, end, deliveries, expiries, leased, granted_at_ms, available_at_ms in connection.execute(
-        "SELECT * FROM spans ORDER BY group_name, start_offset"
-    ):
-        groups[name].spans.append(
-            SpanFold(start, end, deliveries, expiries, bool(leased), granted_at_ms, available_at_ms)
-        )
-    for name, attempt, deadline_ms in connection.execute(
-        "SELECT group_name, attempt_id, deadline_ms FROM attempts ORDER BY group_name, position"
-    ):
-        groups[name].attempts[attempt] = (deadline_ms, [])
-    for name, attempt, start, end in connection.execute(
-        "SELECT group_name, attempt_id, start_offset, end_offset FROM attempt_ranges"
-        " ORDER BY group_name, attempt_id, position"
-    ):
-        groups[name].attempts[attempt][1].append((start, end))
-    return PartitionFold(
-        applied=meta["applied"],
-        log_start_offset=meta["log_start_offset"],
-        epochs=[
-            (epoch, start)
-            for epoch, start in connection.execute(
-                "SELECT leader_epoch, start_offset FROM epochs ORDER BY leader_epoch"
-            )
-        ],
-        producers=list(producers.values()),
-        groups=list(groups.values()),
-    )
 
 
 def _highest_epoch(connection: apsw.Connection) -> int:
     found = connection.execute("SELECT value FROM meta WHERE key = 'highest_leader_epoch'").get
     return -1 if found is None else int(found)
-
-
-def _digest(content: bytes) -> bytes:
-    return blake2b(content, digest_size=16).digest()

@@ -10,7 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.log_files import IDENTITY, Writer, numbered, open_log
 
-from portalmq.broker.core.fold import GroupFold, PartitionFold, ProducerFold, SpanFold, encode_fold
+from portalmq.broker.core.delivery import HELD_MS
+from portalmq.broker.core.fold import (
+    DeadFold,
+    GroupFold,
+    PartitionFold,
+    ProducerFold,
+    SpanFold,
+    StreamFold,
+    encode_fold,
+)
 from portalmq.broker.storage.batch import Kind
 from portalmq.broker.storage.errors import DiskFull
 from portalmq.broker.storage.schema import LogIdentity
@@ -33,13 +42,25 @@ def fold_of_two_groups():
                 [
                     SpanFold(10, 12, 1, 0, True, 1_000, LATER_MS),
                     SpanFold(20, 25, 2, 1, False, 1_000, 1_500),
-                    SpanFold(30, 31, 1, 0, False, 1_000, LATER_MS),
+                    SpanFold(30, 31, 1, 0, False, 1_000, LATER_MS, 7),
+                    SpanFold(40, 41, 0, 0, False, 0, HELD_MS),
                 ],
                 {"attempt-b": (9_000, [(10, 11), (11, 12)]), "attempt-a": (8_000, [])},
                 1_234,
+                [(7, 0, 31), (39, 5_000, 80)],
+                [(0, 0, 70), (39, LATER_MS, 81)],
+                [DeadFold(6, 8, 5, 1_200, "too hot"), DeadFold(9, 10, 1, 1_300, "expired", 39)],
+                [(b"c" * 16, 44), (b"b" * 16, 45)],
             ),
             GroupFold("audit", 0, 90, []),
         ],
+        streams=[
+            StreamFold("readers", 30, 4, "reader-1", 1_400, [(b"s" * 16, 50)]),
+            StreamFold("archive", 0, 0, "", 0),
+        ],
+        outbox=[(44, "workers"), (50, "readers")],
+        cancelled=[(82, 84), (86, 87)],
+        compacted=40,
     )
 
 
@@ -65,7 +86,14 @@ def test_a_fold_comes_back_as_it_was(tmp_path):
 
 
 numbers = st.integers(0, 2**53)
-spans = st.lists(st.builds(SpanFold, numbers, numbers, numbers, numbers, st.booleans(), numbers, numbers), max_size=4)
+lanes = st.integers(0, 63)
+spans = st.lists(
+    st.builds(SpanFold, numbers, numbers, numbers, numbers, st.booleans(), numbers, numbers, lanes), max_size=4
+)
+spots = st.lists(st.tuples(lanes, numbers, numbers), max_size=4)
+dead = st.lists(st.builds(DeadFold, numbers, numbers, numbers, numbers, st.text(max_size=5), lanes), max_size=4)
+# From few values, so that one list has much in common with the next.
+commits = st.lists(st.tuples(st.sampled_from([b"a", b"b", b"c"]), st.integers(0, 3)), max_size=6)
 groups = st.builds(
     GroupFold,
     st.sampled_from(["a", "b", "c"]),
@@ -76,6 +104,13 @@ groups = st.builds(
         st.text(max_size=5), st.tuples(numbers, st.lists(st.tuples(numbers, numbers), max_size=3)), max_size=3
     ),
     numbers,
+    spots,
+    spots,
+    dead,
+    commits,
+)
+streams = st.builds(
+    StreamFold, st.sampled_from(["a", "r", "s"]), numbers, numbers, st.text(max_size=5), numbers, commits
 )
 producers = st.builds(
     ProducerFold, st.integers(0, 4), numbers, st.lists(st.tuples(numbers, numbers, numbers, numbers), max_size=3)
@@ -87,10 +122,14 @@ folds = st.builds(
     st.lists(st.tuples(numbers, numbers), max_size=3, unique_by=lambda epoch: epoch[0]).map(sorted),
     st.lists(producers, max_size=4, unique_by=lambda producer: producer.producer_id),
     st.lists(groups, max_size=3, unique_by=lambda group: group.group),
+    st.lists(streams, max_size=3, unique_by=lambda stream: stream.group),
+    st.lists(st.tuples(numbers, st.sampled_from(["a", "b"])), max_size=4),
+    st.lists(st.tuples(numbers, numbers), max_size=4),
+    numbers,
 )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.lists(folds, min_size=1, max_size=4), st.booleans())
 def test_any_fold_comes_back_after_any_fold(tmp_path_factory, saved, reopen):
     directory = tmp_path_factory.mktemp("state")
@@ -121,10 +160,26 @@ def test_groups_and_producers_that_are_gone_are_gone(tmp_path):
     state = StateFile(tmp_path, identity=IDENTITY)
     fold = fold_of_two_groups()
     state.save(fold, 95)
-    smaller = msgspec.structs.replace(fold, groups=fold.groups[1:], producers=fold.producers[1:])
+    smaller = msgspec.structs.replace(
+        fold, groups=fold.groups[1:], producers=fold.producers[1:], streams=fold.streams[1:], outbox=[], cancelled=[]
+    )
     state.save(smaller, 95)
     assert state.load() == (smaller, 95)
-    assert view(tmp_path, "spans") == view(tmp_path, "attempts") == view(tmp_path, "producer_batches") == []
+    tables = ("spans", "attempts", "producer_batches", "cursors", "ahead", "dead_ranges", "commits", "stream_commits")
+    for table in (*tables, "outbox", "cancelled"):
+        assert view(tmp_path, table) == []
+
+
+def test_of_many_commits_only_the_new_ones_are_written(tmp_path):
+    state = StateFile(tmp_path, identity=IDENTITY)
+    commits = [(n.to_bytes(16), 2 * n) for n in range(5_010)]
+    fold = PartitionFold(groups=[GroupFold("g", 0, 0, [], commits=commits[:5_000])])
+    state.save(fold, 0)
+    before = state._connection.total_changes()
+    later = PartitionFold(groups=[GroupFold("g", 0, 0, [], commits=commits[10:])])
+    state.save(later, 0)
+    assert state._connection.total_changes() - before < 40
+    assert state.load() == (later, 0)
 
 
 def test_another_logs_state_is_not_loaded_and_is_replaced(tmp_path):
@@ -152,6 +207,10 @@ def test_a_damaged_file_is_not_loaded_and_is_replaced(tmp_path, damage):
     "UPDATE spans SET end_offset = 13 WHERE start_offset = 10",
     "DELETE FROM groups WHERE group_name = 'workers'",
     "DELETE FROM producers",
+    "DELETE FROM commits",
+    "UPDATE stream_offsets SET committed_offset = 31 WHERE group_name = 'readers'",
+    "UPDATE spans SET lane = 0",
+    "UPDATE meta SET value = 41 WHERE key = 'compacted'",
     "UPDATE meta SET value = 99 WHERE key = 'applied'",
     "DELETE FROM meta WHERE key = 'digest'",
     "DROP TABLE attempts",
@@ -177,6 +236,23 @@ def test_the_highest_epoch_never_falls_and_outlives_a_save(tmp_path):
     state.save(fold_of_two_groups(), 95)
     state.close()
     assert StateFile(tmp_path, identity=IDENTITY).highest_epoch() == 7
+
+
+def test_a_file_of_an_older_version_gives_up_its_fold_and_keeps_the_highest_epoch(tmp_path):
+    state = StateFile(tmp_path, identity=IDENTITY)
+    state.save_highest_epoch(7)
+    state.save(fold_of_two_groups(), 95)
+    state.park()
+    connection = apsw.Connection(str(tmp_path / "state.sqlite"))
+    connection.execute("UPDATE meta SET value = 1 WHERE key = 'schema_version'; DROP TABLE stream_commits")
+    connection.close()
+    assert state.load() is None
+    assert state.highest_epoch() == 7
+    state.save(fold_of_two_groups(), 96)
+    state.close()
+    again = StateFile(tmp_path, identity=IDENTITY)
+    assert again.load() == (fold_of_two_groups(), 96)
+    assert again.highest_epoch() == 7
 
 
 def test_the_epoch_is_fsynced_and_the_fold_is_not(tmp_path):
@@ -224,7 +300,9 @@ def test_the_views_tell_what_is_where(tmp_path):
     assert [tuple(row.values()) for row in view(tmp_path, "ready")] == [
         ("workers", 20, 25, 2), ("audit", 90, 95, 0), ("workers", 60, 95, 0),
     ]  # fmt: skip
-    assert view(tmp_path, "dead") == []
+    assert [tuple(row.values()) for row in view(tmp_path, "dead")] == [
+        ("workers", 6, 8, 2, 5, "too hot", 1_200), ("workers", 9, 10, 1, 1, "expired", 1_300),
+    ]  # fmt: skip
 
 
 def test_a_lease_that_has_run_out_is_ready_again(tmp_path):
@@ -248,6 +326,20 @@ def test_the_lag_counts_messages_and_not_offsets(tmp_path):
     state.save(fold, 50, log.messages_before)
     assert view(tmp_path, "lag") == [{
         "group_name": "g", "next_offset": 20, "high_watermark": 50, "never_delivered": 24, "not_done": 3, "lag": 27,
+    }]  # fmt: skip
+
+
+def test_the_view_of_streams_tells_their_lag_in_messages(tmp_path):
+    log = open_log(tmp_path)
+    writer = Writer(log)
+    for _ in range(10):
+        writer.put(*numbered(4))
+        writer.put_control(Kind.CLAIM)
+    state = StateFile(tmp_path, identity=IDENTITY)
+    state.save(PartitionFold(applied=50, streams=[StreamFold("readers", 20, 3, "one", 0)]), 50, log.messages_before)
+    assert view(tmp_path, "streams") == [{
+        "group_name": "readers", "committed_offset": 20, "generation": 3, "member": "one", "high_watermark": 50,
+        "lag": 24,
     }]  # fmt: skip
 
 
