@@ -163,7 +163,7 @@ class Broker:
             self.clock,
             parked_receives_max=config.parked_receives_max,
         )
-        self._producing = Producing(self.leaders, self.peers, atlas.topic, metrics.published)
+        self._producing = Producing(self.leaders, self.peers, atlas.topic, metrics.published, self.clock)
         self._browsing = Browsing(atlas, self.leaders, self.peers, self.groups.lot)
         self._settling = Settling(self.groups, self.leaders, self.peers)
         self._receiving = Receiving(self.groups, self._settling, self.peers)
@@ -379,6 +379,7 @@ class Broker:
         partition: int | None = None,
         producer: wire.ProducerStamp | None = None,
         idempotency_key: str | None = None,
+        as_sent: tuple[int | str | None, ...] = (),
         forward: bool = True,
     ) -> list[wire.Produced | PortalMQError]:
         """Append messages; one result each, in order. Raises when the whole request was refused: nothing applied."""
@@ -391,6 +392,7 @@ class Broker:
             partition=partition,
             producer=producer,
             idempotency_key=idempotency_key,
+            as_sent=as_sent,
             forward=forward,
         )
 
@@ -547,6 +549,9 @@ class Broker:
 
     def offline_partitions(self) -> int:
         return self._overview.offline_partitions()
+
+    def wall_ms(self) -> int:
+        return self.clock.wall_ms()
 
     def _check_open(self) -> None:
         if self._draining.is_set():

@@ -25,7 +25,7 @@ from portalmq.broker.storage.batch import Record
 from portalmq.broker.topics import Topic
 from portalmq.broker.writer import NotCommittedYet, Pending
 from portalmq.errors import IdempotencyKeyReused, InvalidRequest, MessageTooLarge, NotLeader, PortalMQError, Unavailable
-from portalmq.wire import Acks, Produced, ProducedRange, ProducerStamp
+from portalmq.wire import INTEGER_MAX, Acks, Produced, ProducedRange, ProducerStamp
 
 # Longer than a client waits for one try: its own time ends first.
 PRODUCE_TIMEOUT_S = 20.0
@@ -43,7 +43,8 @@ class Finder(Protocol):
 
 
 def size_of(topic: Topic, records: list[Record]) -> int:
-    """Bytes of all payloads together. Raises MessageTooLarge for one over the topic's limit."""
+    """Bytes of all payloads together. Raises what the topic does not take: MessageTooLarge for one over its limit,
+    InvalidRequest for one without a key where only the last message of each key is to stay."""
     limit = topic.state.config.max_message_bytes
     lengths = [len(record.value) for record in records]
     if max(lengths) > limit:
@@ -51,7 +52,32 @@ def size_of(topic: Topic, records: list[Record]) -> int:
         raise MessageTooLarge(
             f"message {index} has {lengths[index]} bytes, topic {topic.name!r} takes {limit} (max_message_bytes)"
         )
+    if topic.state.config.cleanup == "compact":
+        keyless = next((index for index, record in enumerate(records) if record.key is None), None)
+        if keyless is not None:
+            raise InvalidRequest(
+                f"message {keyless} has no key, and topic {topic.name!r} keeps the last message of each key"
+                " (cleanup is compact): give every message a key"
+            )
     return sum(lengths)
+
+
+def expiry(ttl_ms: int, deliver_at_ms: int | None, wall_ms: int) -> int:
+    """When a message is over: its time to live counts from when it can be delivered."""
+    return min(max(wall_ms, deliver_at_ms or 0) + ttl_ms, INTEGER_MAX)
+
+
+def with_default_ttl(topic: Topic, records: list[Record], wall_ms: int) -> list[Record]:
+    """The records, those without an expiry with that of their topic's default_ttl_ms, if it has one."""
+    ttl_ms = topic.state.config.default_ttl_ms
+    if ttl_ms is None:
+        return records
+    return [
+        record
+        if record.expires_at_ms is not None
+        else msgspec.structs.replace(record, expires_at_ms=expiry(ttl_ms, record.deliver_at_ms, wall_ms))
+        for record in records
+    ]
 
 
 # --- appending here --------------------------------------------------------------------------------------------------
@@ -151,11 +177,12 @@ class _Producing:
 class Producing:
     """Produce calls of clients, and the shares that other brokers bring."""
 
-    def __init__(self, leaders: Leaders, peers: Peers, find: Finder, published: Published) -> None:
+    def __init__(self, leaders: Leaders, peers: Peers, find: Finder, published: Published, clock: WallClock) -> None:
         self._leaders = leaders
         self._peers = peers
         self._find = find
         self._published = published
+        self._clock = clock
 
     def range(
         self,
@@ -169,6 +196,7 @@ class Producing:
     ) -> ProducedRange:
         """Append a batch to one partition, all or nothing."""
         size = size_of(topic, records)
+        records = with_default_ttl(topic, records, self._clock.wall_ms())
         place = place_of(topic.state, number)
         is_doubtful = False
         if topic.leader_of(number) == self._leaders.broker_id:
@@ -203,12 +231,15 @@ class Producing:
         partition: int | None,
         producer: ProducerStamp | None,
         idempotency_key: str | None,
+        as_sent: tuple[int | str | None, ...] = (),
         forward: bool,
     ) -> list[Produced | PortalMQError]:
         """Append messages to their partitions; one result each, in order. Raises when the whole request is refused."""
         size_of(topic, records)
         if idempotency_key is not None:
-            records = [_identified(record, idempotency_key, index) for index, record in enumerate(records)]
+            options = (partition, *as_sent) if as_sent or partition is not None else ()
+            records = [_identified(record, idempotency_key, index, options) for index, record in enumerate(records)]
+        records = with_default_ttl(topic, records, self._clock.wall_ms())
         indexes: dict[int, list[int]] = {}
         for index, number in enumerate(_numbers(topic, records, partitions, partition)):
             indexes.setdefault(number, []).append(index)
@@ -243,6 +274,10 @@ class Producing:
             self._published(work.topic.name, work.published, work.published_bytes)
 
 
+class WallClock(Protocol):
+    def wall_ms(self) -> int: ...
+
+
 class Published(Protocol):
     """Counts messages that were appended here, and the bytes of their payloads."""
 
@@ -266,10 +301,11 @@ def _unless_all_failed(results: list[Produced | PortalMQError]) -> list[Produced
     return results
 
 
-def _identified(record: Record, key: str, index: int) -> Record:
-    """The record with the identity that an Idempotency-Key gives it: 128 bits of id, 64 of its body."""
+def _identified(record: Record, key: str, index: int, options: tuple[int | str | None, ...]) -> Record:
+    """The record with the identity that an Idempotency-Key gives it: 128 bits of id, 64 of its body and the `options`
+    that came with it, in the sender's words: a delay comes to another moment each time it is sent."""
     message_id = blake2b(f"{index}\n{key}".encode(), digest_size=16).digest()
-    body = msgspec.msgpack.encode((record.value, record.key, record.content_type, record.headers))
+    body = msgspec.msgpack.encode((record.value, record.key, record.content_type, record.headers, *options))
     return msgspec.structs.replace(record, message_id=message_id, body_hash=blake2b(body, digest_size=8).digest())
 
 

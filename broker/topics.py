@@ -36,7 +36,6 @@ from portalmq.control_plane.mirror import Changes, Mirror
 from portalmq.control_plane.plane import PlaneError
 from portalmq.control_plane.state import BrokerState, PartitionState, TopicState
 from portalmq.errors import (
-    InvalidRequest,
     NotEnoughReplicas,
     NotLeader,
     PartitionNotFound,
@@ -47,7 +46,6 @@ from portalmq.errors import (
 
 log = logging.getLogger(__name__)
 
-LATER_CONFIG = ("default_ttl_ms", "max_backlog_messages")
 # How long a change of a topic waits until it is seen here, and its partitions have leaders.
 SETTLE_WITHIN_S = 5.0
 OPENING_AT_A_TIME = 16
@@ -419,7 +417,6 @@ class Topics:
 
     def create(self, name: str, request: wire.CreateTopic) -> tuple[Topic, bool]:
         """The topic, and whether it is new. Raises TopicExists when it exists with other settings."""
-        _check_supported(request.config)
         with self._turn(name):
             return self._create(name, request)
 
@@ -434,7 +431,6 @@ class Topics:
 
     def alter(self, name: str, request: wire.AlterTopic) -> Topic:
         self.get(name)
-        _check_supported(request.config)
         with self._turn(name):
             state = self._catalog.alter_topic(name, request, brokers=self._host.membership.mirror.brokers)
             return self._settled(state)
@@ -485,12 +481,3 @@ def _configure(partition: Partition, state: TopicState) -> None:
     partition.dedup_window_ms = state.config.dedup_window_ms
     partition.min_insync_replicas = state.config.min_insync_replicas
     partition.log.segment_bytes = state.config.segment_bytes
-
-
-def _check_supported(config: Mapping[str, object]) -> None:
-    """Raises InvalidRequest for settings that would be kept and not honoured."""
-    for field in LATER_CONFIG:
-        if config.get(field) is not None:
-            raise InvalidRequest(f"config: {field} is not supported by this release")
-    if config.get("cleanup", "delete") != "delete":
-        raise InvalidRequest("config: cleanup other than 'delete' is not supported by this release")

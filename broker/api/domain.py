@@ -27,6 +27,10 @@ class Domain(Protocol):
     def ready(self) -> bool: ...
     @property
     def cluster_secret(self) -> str: ...
+    def wall_ms(self) -> int:
+        """The time of day, from which delays count."""
+        ...
+
     @property
     def calls(self) -> Container[str]:
         """The names that `serve_peer` knows."""
@@ -51,6 +55,7 @@ class Domain(Protocol):
         partition: int | None = None,
         producer: wire.ProducerStamp | None = None,
         idempotency_key: str | None = None,
+        as_sent: tuple[int | str | None, ...] = (),
         forward: bool = True,
     ) -> Sequence[wire.Produced | PortalMQError]: ...
     def produce_range(

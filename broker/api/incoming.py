@@ -6,6 +6,7 @@
     anything else   the body is one message, PortalMQ-* headers tell the rest
 
 A batch is checked whole before anything of it reaches the domain; what is wrong is named with the index of its message.
+Delays and times to live become moments here, by the clock of the broker that takes the request (see schedule.py).
 """
 
 from __future__ import annotations
@@ -18,13 +19,12 @@ from typing import Annotated, Any
 import msgspec
 
 from portalmq import wire
-from portalmq.broker.api.query import whole_number
+from portalmq.broker.api import schedule
 from portalmq.broker.storage.batch import Record
 from portalmq.errors import InvalidRequest, MessageTooLarge
 
 CONTENT_TYPE_LENGTH_MAX = 255
 IDEMPOTENCY_KEY_LENGTH_MAX = 255
-PRIORITY_MAX = 31
 
 # Headers that become message headers under their own name: trace context (W3C) and binary CloudEvents.
 _KEPT_HEADERS = frozenset({"HTTP_TRACEPARENT", "HTTP_TRACESTATE"})
@@ -34,13 +34,17 @@ _OWN_HEADER = "HTTP_PORTALMQ_HEADER_"
 
 @dataclass(frozen=True, slots=True)
 class Incoming:
-    """What one produce request brings. `partitions` has one entry a record, or is None when no message names one."""
+    """What one produce request brings. `partitions` has one entry a record, or is None when no message names one.
+
+    `as_sent` are the options of a single message in the sender's words: a repeat under the same Idempotency-Key has the
+    same ones, while the moments that they come to differ."""
 
     records: list[Record]
     partitions: list[int | None] | None = None
     producer: wire.ProducerStamp | None = None
     idempotency_key: str | None = None
     single: bool = False
+    as_sent: tuple[int | str | None, ...] = ()
 
 
 class _PlainMessage(msgspec.Struct, gc=False, forbid_unknown_fields=True):
@@ -68,86 +72,91 @@ _decode_raw_json = msgspec.json.Decoder(msgspec.Raw).decode
 _decode_text = msgspec.json.Decoder(str).decode
 
 
-def decode_messages(content_type: str | None, body: bytes, environ: dict[str, Any]) -> Incoming:
-    """The messages of a request with this content type and body; `environ` holds its headers.
+def decode_messages(content_type: str | None, body: bytes, environ: dict[str, Any], now_ms: int) -> Incoming:
+    """The messages of a request with this content type and body; `environ` holds its headers, `now_ms` is the time of
+    day from which delays and times to live count.
 
     Raises InvalidRequest, or MessageTooLarge when a batch has too many messages. The size of a value is the topic's
     affair.
     """
     essence = (content_type or "").partition(";")[0].strip().lower()
     if essence == wire.BATCH_MSGPACK:
-        return _without_key(_from_msgpack(body), environ)
+        return _without_key(_from_msgpack(body, now_ms), environ)
     if essence == wire.BATCH_JSON:
-        return _without_key(_from_json(body), environ)
+        return _without_key(_from_json(body, now_ms), environ)
     if essence == wire.NDJSON:
         return _without_key(_from_lines(body), environ)
-    return _from_raw(content_type, body, environ)
+    return _from_raw(content_type, body, environ, now_ms)
 
 
 # --- batches ---------------------------------------------------------------------------------------------------------
 
 
-def _from_msgpack(body: bytes) -> Incoming:
+def _from_msgpack(body: bytes, now_ms: int) -> Incoming:
     try:
         plain = _decode_plain(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return _from_any_msgpack(body)
+        return _from_any_msgpack(body, now_ms)
     messages = plain.messages
     for content_type in set(map(_type_of, messages)):
         _checked_type(content_type, "the batch")
     if any(map(_headers_of, messages)):
         records = [
-            Record(message.value, message.content_type, message.key, _checked_headers(message.headers, index))
-            for index, message in enumerate(messages)
+            Record(message.value, message.content_type, message.key, headers)
+            for message, headers in zip(messages, _all_headers(messages), strict=True)
         ]
     else:
         records = [Record(message.value, message.content_type, message.key) for message in messages]
     return Incoming(records, producer=plain.producer)
 
 
-def _from_any_msgpack(body: bytes) -> Incoming:
+def _all_headers(messages: list[_PlainMessage]) -> list[dict[str, str] | None]:
+    return [_checked_headers(message.headers, f"message {index}") for index, message in enumerate(messages)]
+
+
+def _from_any_msgpack(body: bytes, now_ms: int) -> Incoming:
     batch = wire.decode_msgpack(body, wire.PackBatch)
     _check_count(len(batch.messages))
-    records = []
-    for index, message in enumerate(batch.messages):
-        _check_unscheduled(message, index)
-        if message.value is not msgspec.UNSET and message.value_base64 is not None:
-            raise _both_values(index)
-        if message.value_base64 is not None:
-            value, kind = wire.decode_base64(message.value_base64, f"value_base64 of message {index}"), wire.BYTES
-        elif message.value is msgspec.UNSET:
-            raise _no_value(index)
-        elif isinstance(message.value, bytes):
-            value, kind = message.value, wire.BYTES
-        elif isinstance(message.value, str) and _names_no_json(message.content_type):
-            value, kind = message.value.encode("utf-8"), wire.TEXT
-        else:
-            value, kind = _as_json(message.value, index), wire.JSON
-        records.append(_record(message, value, kind, index))
+    records = [record_of_pack(message, f"message {index}", now_ms) for index, message in enumerate(batch.messages)]
     return Incoming(records, _partitions(batch.messages), batch.producer)
 
 
-def _from_json(body: bytes) -> Incoming:
+def _from_json(body: bytes, now_ms: int) -> Incoming:
     _check_utf8(body)
     batch = wire.decode_json(body, wire.JsonBatch)
     _check_count(len(batch.messages))
-    records = []
-    for index, message in enumerate(batch.messages):
-        _check_unscheduled(message, index)
-        raw = message.value
-        if raw is not msgspec.UNSET and message.value_base64 is not None:
-            raise _both_values(index)
-        if message.value_base64 is not None:
-            value, kind = wire.decode_base64(message.value_base64, f"value_base64 of message {index}"), wire.BYTES
-        elif isinstance(raw, msgspec.UnsetType):
-            raise _no_value(index)
-        else:
-            value, kind = bytes(raw), wire.JSON
-            # A message as browse shows it goes in again as it was: text stands there as a JSON string.
-            if value[:1] == b'"' and _names_no_json(message.content_type):
-                value, kind = _decode_text(value).encode("utf-8"), wire.TEXT
-        records.append(_record(message, value, kind, index))
+    records = [record_of_json(message, f"message {index}", now_ms) for index, message in enumerate(batch.messages)]
     return Incoming(records, _partitions(batch.messages), batch.producer)
+
+
+def record_of_pack(message: wire.PackMessage, where: str, now_ms: int) -> Record:
+    """The record of a message as MessagePack carries it; `where` names it in errors. Raises InvalidRequest."""
+    if message.value_base64 is not None:
+        value, kind = _unwrapped(message, where), wire.BYTES
+    elif message.value is msgspec.UNSET:
+        raise _no_value(where)
+    elif isinstance(message.value, bytes):
+        value, kind = message.value, wire.BYTES
+    elif isinstance(message.value, str) and _names_no_json(message.content_type):
+        value, kind = message.value.encode("utf-8"), wire.TEXT
+    else:
+        value, kind = _as_json(message.value, where), wire.JSON
+    return _record(message, value, kind, where, now_ms)
+
+
+def record_of_json(message: wire.JsonMessage, where: str, now_ms: int) -> Record:
+    """The record of a message as JSON carries it; `where` names it in errors. Raises InvalidRequest."""
+    raw = message.value
+    if message.value_base64 is not None:
+        value, kind = _unwrapped(message, where), wire.BYTES
+    elif isinstance(raw, msgspec.UnsetType):
+        raise _no_value(where)
+    else:
+        value, kind = bytes(raw), wire.JSON
+        # A message as browse shows it goes in again as it was: text stands there as a JSON string.
+        if value[:1] == b'"' and _names_no_json(message.content_type):
+            value, kind = _decode_text(value).encode("utf-8"), wire.TEXT
+    return _record(message, value, kind, where, now_ms)
 
 
 def _from_lines(body: bytes) -> Incoming:
@@ -164,26 +173,40 @@ def _from_lines(body: bytes) -> Incoming:
     return Incoming(records)
 
 
-def _record(message: wire.JsonMessage | wire.PackMessage, value: bytes, content_type: str, index: int) -> Record:
+def _unwrapped(message: wire.JsonMessage | wire.PackMessage, where: str) -> bytes:
+    if message.value is not msgspec.UNSET:
+        raise InvalidRequest(f"{where} has both value and value_base64: give one")
+    return wire.decode_base64(message.value_base64 or "", f"value_base64 of {where}")
+
+
+def _record(
+    message: wire.JsonMessage | wire.PackMessage, value: bytes, content_type: str, where: str, now_ms: int
+) -> Record:
+    deliver_at_ms, expires_at_ms = schedule.moments(
+        message.delay_ms, message.deliver_at_ms, message.ttl_ms, now_ms, where
+    )
     return Record(
         value,
-        content_type if message.content_type is None else _checked_type(message.content_type, f"message {index}"),
-        _key(message, index),
-        _checked_headers(message.headers, index),
+        content_type if message.content_type is None else _checked_type(message.content_type, where),
+        _key(message, where),
+        _checked_headers(message.headers, where),
+        deliver_at_ms,
+        expires_at_ms,
+        schedule.checked_priority(message.priority, where),
     )
 
 
-def _key(message: wire.JsonMessage | wire.PackMessage, index: int) -> bytes | None:
+def _key(message: wire.JsonMessage | wire.PackMessage, where: str) -> bytes | None:
     key = message.key
     if message.key_base64 is not None:
         if key is not None:
-            raise InvalidRequest(f"message {index} has both key and key_base64: give one")
-        key = wire.decode_base64(message.key_base64, f"key_base64 of message {index}")
+            raise InvalidRequest(f"{where} has both key and key_base64: give one")
+        key = wire.decode_base64(message.key_base64, f"key_base64 of {where}")
     elif isinstance(key, str):
         key = key.encode("utf-8")
     elif key is not None and not isinstance(key, bytes):
-        raise InvalidRequest(f"the key of message {index} must be text or bytes")
-    return _checked_key(key, f"message {index}")
+        raise InvalidRequest(f"the key of {where} must be text or bytes")
+    return _checked_key(key, where)
 
 
 def _partitions(messages: list[Any]) -> list[int | None] | None:
@@ -195,25 +218,21 @@ def _names_no_json(content_type: str | None) -> bool:
     return content_type is not None and not wire.is_json_type(content_type)
 
 
-def _as_json(value: Any, index: int) -> bytes:
+def _as_json(value: Any, where: str) -> bytes:
     try:
         return msgspec.json.encode(value)
     except (TypeError, ValueError, RecursionError, msgspec.EncodeError) as fault:
-        raise InvalidRequest(f"the value of message {index} cannot be written as JSON: {fault}") from None
+        raise InvalidRequest(f"the value of {where} cannot be written as JSON: {fault}") from None
 
 
-def _both_values(index: int) -> InvalidRequest:
-    return InvalidRequest(f"message {index} has both value and value_base64: give one")
-
-
-def _no_value(index: int) -> InvalidRequest:
-    return InvalidRequest(f"message {index} has no value: give value, or value_base64")
+def _no_value(where: str) -> InvalidRequest:
+    return InvalidRequest(f"{where} has no value: give value, or value_base64")
 
 
 # --- one message, as it is -------------------------------------------------------------------------------------------
 
 
-def _from_raw(content_type: str | None, body: bytes, environ: dict[str, Any]) -> Incoming:
+def _from_raw(content_type: str | None, body: bytes, environ: dict[str, Any], now_ms: int) -> Incoming:
     kind = _checked_type(content_type, "the request") if content_type else wire.BYTES
     if body and wire.is_json_type(kind):
         try:
@@ -221,15 +240,18 @@ def _from_raw(content_type: str | None, body: bytes, environ: dict[str, Any]) ->
             _decode_raw_json(body)
         except (msgspec.DecodeError, RecursionError) as fault:
             raise InvalidRequest(f"the body is not the JSON that its Content-Type says: {fault}") from None
-    _check_raw_schedule(environ)
+    options = schedule.of_headers(environ, now_ms)
     key = environ.get("HTTP_PORTALMQ_KEY")
     record = Record(
         body,
         kind,
         _checked_key(None if key is None else _header_text(key, wire.HEADER_KEY).encode("utf-8"), "the request"),
-        _checked_headers(_message_headers(environ), None),
+        _checked_headers(_message_headers(environ), "the request"),
+        options.deliver_at_ms,
+        options.expires_at_ms,
+        options.priority,
     )
-    return Incoming([record], idempotency_key=_idempotency_key(environ), single=True)
+    return Incoming([record], idempotency_key=_idempotency_key(environ), single=True, as_sent=options.as_sent)
 
 
 def _message_headers(environ: dict[str, Any]) -> dict[str, str] | None:
@@ -308,11 +330,10 @@ def _checked_key(key: bytes | None, where: str) -> bytes | None:
     return key
 
 
-def _checked_headers(headers: dict[str, str] | None, index: int | None) -> dict[str, str] | None:
+def _checked_headers(headers: dict[str, str] | None, where: str) -> dict[str, str] | None:
     """The headers with their names in lower case."""
     if not headers:
         return None
-    where = "the request" if index is None else f"message {index}"
     if len(headers) > wire.HEADERS_MAX:
         raise InvalidRequest(f"{where} has {len(headers)} headers, the limit is {wire.HEADERS_MAX}")
     lowered = {name.lower(): value for name, value in headers.items()}
@@ -329,36 +350,3 @@ def _checked_headers(headers: dict[str, str] | None, index: int | None) -> dict[
     if size > wire.HEADER_BYTES_MAX:
         raise InvalidRequest(f"the headers of {where} have {size} bytes, the limit is {wire.HEADER_BYTES_MAX}")
     return lowered
-
-
-# --- what comes with a later release ---------------------------------------------------------------------------------
-
-
-def _check_unscheduled(message: wire.JsonMessage | wire.PackMessage, index: int) -> None:
-    if not 0 <= message.priority <= PRIORITY_MAX:
-        raise InvalidRequest(f"the priority of message {index} is {message.priority}, but must be 0 to {PRIORITY_MAX}")
-    if message.priority:
-        raise _not_yet("priority", f"message {index}")
-    for name in ("delay_ms", "deliver_at_ms", "ttl_ms"):
-        if getattr(message, name):
-            raise _not_yet(name, f"message {index}")
-
-
-def _check_raw_schedule(environ: dict[str, Any]) -> None:
-    priority = environ.get("HTTP_PORTALMQ_PRIORITY")
-    if priority is not None:
-        number = whole_number(priority, wire.HEADER_PRIORITY)
-        if number > PRIORITY_MAX:
-            raise InvalidRequest(f"{wire.HEADER_PRIORITY} is {number}, but must be 0 to {PRIORITY_MAX}")
-        if number:
-            raise _not_yet(wire.HEADER_PRIORITY, "the request")
-    for name in (wire.HEADER_DELAY_MS, wire.HEADER_TTL_MS):
-        value = environ.get("HTTP_" + name.upper().replace("-", "_"))
-        if value is not None and whole_number(value, name):
-            raise _not_yet(name, "the request")
-    if environ.get("HTTP_PORTALMQ_DELIVER_AT") is not None:
-        raise _not_yet(wire.HEADER_DELIVER_AT, "the request")
-
-
-def _not_yet(what: str, where: str) -> InvalidRequest:
-    return InvalidRequest(f"{what} of {where}: scheduling, expiry and priority come with a later release; leave it out")

@@ -42,19 +42,20 @@ class Query:
     def instant_ms(self, name: str) -> int | None:
         """The parameter as an RFC 3339 time in Unix milliseconds, or None when it is not given."""
         text = self._arguments.get(name)
-        if text is None:
-            return None
-        stamp = text.upper()  # RFC 3339 allows T and Z in either case
-        try:
-            # a "+" that was not percent-encoded arrives as a space
-            moment = datetime.fromisoformat(
-                stamp.replace(" ", "+") if stamp.count(" ") == 1 and "T" in stamp else stamp
-            )
-        except ValueError:
-            raise InvalidRequest(f"{name} is {text[:100]!r}, but must be a time as 2026-01-31T12:00:00Z") from None
-        if moment.tzinfo is None:
-            raise InvalidRequest(f"{name} is {text[:100]!r}, which names no zone: write 2026-01-31T12:00:00Z")
-        return int(moment.timestamp() * 1000)
+        return None if text is None else instant_ms(text, name)
+
+
+def instant_ms(text: str, what: str) -> int:
+    """A time as RFC 3339 writes it, in Unix milliseconds. Raises InvalidRequest that names `what` else."""
+    stamp = text.upper()  # RFC 3339 allows T and Z in either case
+    try:
+        # a "+" that was not percent-encoded arrives as a space
+        moment = datetime.fromisoformat(stamp.replace(" ", "+") if stamp.count(" ") == 1 and "T" in stamp else stamp)
+    except ValueError:
+        raise InvalidRequest(f"{what} is {text[:100]!r}, but must be a time as 2026-01-31T12:00:00Z") from None
+    if moment.tzinfo is None:
+        raise InvalidRequest(f"{what} is {text[:100]!r}, which names no zone: write 2026-01-31T12:00:00Z")
+    return int(moment.timestamp() * 1000)
 
 
 def whole_number(text: str, what: str, *, least: int = 0) -> int:

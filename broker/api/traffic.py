@@ -36,7 +36,7 @@ def produce(room: Room, environ: Environ, topic: str) -> Answer:
     parameters = Query(MultiDict(parse_qsl(text, keep_blank_values=True)) if text else _NOTHING, "partition", "acks")
     partition = parameters.number("partition")
     acks: wire.Acks = parameters.choice("acks", "all", "all", "leader", "none")
-    incoming = decode_messages(environ.get("CONTENT_TYPE"), room.body_of(environ), environ)
+    incoming = decode_messages(environ.get("CONTENT_TYPE"), room.body_of(environ), environ, room.domain.wall_ms())
     packed = _accepts_packed(environ)
     if not incoming.records:
         return _answer({"results": []}, packed=False, status=202 if acks == "none" else 200)
@@ -59,6 +59,7 @@ def produce(room: Room, environ: Environ, topic: str) -> Answer:
         partition=partition,
         producer=incoming.producer,
         idempotency_key=incoming.idempotency_key,
+        as_sent=incoming.as_sent,
         forward=may_forward(environ),
     )
     return _single_answer(topic, results[0]) if incoming.single else _batch_answer(results, acks, packed=packed)

@@ -80,13 +80,13 @@ def test_what_cannot_be_a_name_is_refused(fixture, name):
         {"retention_ms": "long"},
         {"colour": "red"},
         {"segment_bytes": 1},
-        {"cleanup": "compact"},
-        {"default_ttl_ms": 5},
-        {"max_backlog_messages": 5},
+        {"cleanup": "shrink"},
+        {"default_ttl_ms": 0},
+        {"max_backlog_messages": -5},
         {"min_insync_replicas": 9},
     ],
 )
-def test_settings_that_are_wrong_or_not_honoured_are_refused(fixture, config):
+def test_settings_that_are_wrong_are_refused(fixture, config):
     with pytest.raises(InvalidRequest):
         fixture.broker.create_topic("t", wire.CreateTopic(config=config))
     with pytest.raises(TopicNotFound):

@@ -26,6 +26,9 @@ class FakeBroker:
     cluster_secret = "s" * 64
     calls = ("echo", "refuse")
 
+    def wall_ms(self) -> int:
+        return NOW_MS
+
     def serve_peer(self, name: str, body: bytes, peer: Any) -> bytes:
         self._called("serve_peer", name=name, body=body, peer=peer)
         if name not in self.calls:

@@ -1,0 +1,133 @@
+"""Delays, moments, times to live and priorities: in every form in which messages come in, and shown as they go out."""
+
+from __future__ import annotations
+
+import json
+
+import msgspec
+import pytest
+from support.fake_broker import NOW_MS
+
+from portalmq import wire
+from portalmq.broker.storage.batch import Record
+
+URL = "/v1/topics/t/messages"
+BROWSE = "/v1/topics/t/partitions/0/messages"
+YEAR_MS = 366 * wire.DAY_MS
+
+# (as it is sent, deliver_at_ms, expires_at_ms, priority)
+OPTIONS = [
+    ({"delay_ms": 500}, NOW_MS + 500, None, 0),
+    ({"delay_ms": 0}, None, None, 0),
+    ({"deliver_at_ms": NOW_MS + 9}, NOW_MS + 9, None, 0),
+    ({"deliver_at_ms": 5}, 5, None, 0),
+    ({"deliver_at_ms": NOW_MS + 10 * 365 * wire.DAY_MS}, NOW_MS + 10 * 365 * wire.DAY_MS, None, 0),
+    ({"ttl_ms": 70}, None, NOW_MS + 70, 0),
+    ({"ttl_ms": 70, "delay_ms": 500}, NOW_MS + 500, NOW_MS + 570, 0),
+    ({"ttl_ms": 70, "deliver_at_ms": NOW_MS + 9}, NOW_MS + 9, NOW_MS + 79, 0),
+    ({"ttl_ms": 70, "deliver_at_ms": 5}, 5, NOW_MS + 70, 0),
+    ({"ttl_ms": wire.INTEGER_MAX}, None, wire.INTEGER_MAX, 0),
+    ({"priority": 31}, None, None, 31),
+    ({"priority": 0}, None, None, 0),
+    ({"priority": 4, "delay_ms": 1, "ttl_ms": 2}, NOW_MS + 1, NOW_MS + 3, 4),
+]
+
+
+def schedule_of(record: Record) -> tuple[int | None, int | None, int]:
+    return record.deliver_at_ms, record.expires_at_ms, record.priority
+
+
+@pytest.mark.parametrize(("sent", "deliver_at_ms", "expires_at_ms", "priority"), OPTIONS)
+def test_options_mean_the_same_in_every_form(client, domain, sent, deliver_at_ms, expires_at_ms, priority):
+    json_batch = json.dumps({"messages": [{"value": 1, **sent}]})
+    packed = msgspec.msgpack.encode({"messages": [{"value": b"1", **sent}]})
+    names = {
+        "delay_ms": wire.HEADER_DELAY_MS,
+        "deliver_at_ms": wire.HEADER_DELIVER_AT,
+        "ttl_ms": wire.HEADER_TTL_MS,
+        "priority": wire.HEADER_PRIORITY,
+    }
+    for body, content_type, headers in [
+        (json_batch, wire.BATCH_JSON, {}),
+        (packed, wire.BATCH_MSGPACK, {}),
+        (b"1", wire.JSON, {names[name]: str(value) for name, value in sent.items()}),
+    ]:
+        answer = client.post(URL, data=body, content_type=content_type, headers=headers)
+        assert answer.status_code == 200, answer.get_data(as_text=True)
+    assert [schedule_of(record) for record in domain.logs["t"][0]] == [(deliver_at_ms, expires_at_ms, priority)] * 3
+
+
+@pytest.mark.parametrize(
+    ("sent", "deliver_at_ms"),
+    [
+        ("2023-11-15T00:00:00Z", 1_700_006_400_000),
+        ("2023-11-15T01:00:00.250+01:00", 1_700_006_400_250),
+        ("2023-11-15t00:00:00z", 1_700_006_400_000),
+        (" 1700006400000 ", 1_700_006_400_000),
+        ("1900-01-01T00:00:00Z", 0),
+    ],
+)
+def test_the_moment_in_a_header_is_a_time_or_unix_milliseconds(client, domain, sent, deliver_at_ms):
+    assert client.post(URL, data=b"x", headers={"PortalMQ-Deliver-At": sent}).status_code == 200
+    assert schedule_of(domain.logs["t"][0][0]) == (deliver_at_ms, None, 0)
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"PortalMQ-Delay-Ms": "-1"},
+        {"PortalMQ-Delay-Ms": "soon"},
+        {"PortalMQ-Delay-Ms": "1.5"},
+        {"PortalMQ-Delay-Ms": ""},
+        {"PortalMQ-Delay-Ms": str(11 * YEAR_MS)},
+        {"PortalMQ-Deliver-At": "-5"},
+        {"PortalMQ-Deliver-At": "tomorrow"},
+        {"PortalMQ-Deliver-At": "2030-01-01T00:00:00"},
+        {"PortalMQ-Deliver-At": "2130-01-01T00:00:00Z"},
+        {"PortalMQ-Deliver-At": str(NOW_MS * 1000)},
+        {"PortalMQ-Deliver-At": "5", "PortalMQ-Delay-Ms": "5"},
+        {"PortalMQ-Ttl-Ms": "0"},
+        {"PortalMQ-Ttl-Ms": "-1"},
+        {"PortalMQ-Ttl-Ms": "x"},
+        {"PortalMQ-Priority": "32"},
+        {"PortalMQ-Priority": "-1"},
+        {"PortalMQ-Priority": "high"},
+    ],
+)
+def test_options_that_make_no_sense_are_refused_and_nothing_is_kept(client, domain, problem_of, headers):
+    problem_of(client.post(URL, data=b"x", headers=headers), 400, "invalid_request")
+    assert domain.logs == {}
+
+
+def test_too_far_ahead_is_refused_with_the_limit_and_the_unit(client, problem_of):
+    answer = client.post(URL, data=b"x", headers={"PortalMQ-Deliver-At": str(NOW_MS * 1000)})
+    detail = problem_of(answer, 400, "invalid_request")["detail"]
+    assert "10 years" in detail
+    assert "milliseconds" in detail
+
+
+def test_what_an_idempotency_key_is_compared_by_is_what_was_sent(client, domain):
+    headers = {"Idempotency-Key": "k", "PortalMQ-Delay-Ms": "500", "PortalMQ-Priority": "3"}
+    client.post(URL, data=b"x", headers=headers)
+    assert domain.last("produce")["as_sent"] == (500, None, None, 3)
+    client.post(URL, data=b"x", headers={"Idempotency-Key": "k"})
+    assert domain.last("produce")["as_sent"] == ()
+
+
+@pytest.mark.parametrize("accept", [wire.JSON, wire.NDJSON, wire.EVENT_STREAM, wire.BATCH_MSGPACK])
+def test_a_browser_sees_when_a_message_is_due_and_over_and_its_priority(client, domain, accept):
+    domain.logs["t"] = [[Record(b"x", deliver_at_ms=7, expires_at_ms=8, priority=9), Record(b"plain")]]
+    domain.ready = accept != wire.EVENT_STREAM or domain.ready
+    answer = client.get(BROWSE, headers={"Accept": accept}, buffered=False)
+    if accept == wire.BATCH_MSGPACK:
+        shown, plain = msgspec.msgpack.decode(answer.data)["messages"]
+    elif accept == wire.JSON:
+        shown, plain = answer.get_json()["messages"]
+    elif accept == wire.NDJSON:
+        shown, plain = map(json.loads, answer.data.splitlines())
+    else:
+        chunks = iter(answer.response)
+        next(chunks)
+        shown, plain = (json.loads(line[6:]) for line in next(chunks).split(b"\n") if line.startswith(b"data: "))
+    assert (shown["deliver_at_ms"], shown["expires_at_ms"], shown["priority"]) == (7, 8, 9)
+    assert not {"deliver_at_ms", "expires_at_ms", "priority"} & set(plain)
