@@ -32,6 +32,7 @@ from portalmq.broker.config import BrokerConfig, cluster_secret_in
 from portalmq.broker.fetcher import Fetchers
 from portalmq.broker.forwarding import Leaders
 from portalmq.broker.groups import Groups
+from portalmq.broker.locks import Locks
 from portalmq.broker.membership import Membership
 from portalmq.broker.metrics import Metrics
 from portalmq.broker.overview import Overview
@@ -169,6 +170,7 @@ class Broker:
         self._receiving = Receiving(self.groups, self._settling, self.peers)
         self._census = Census(broker_id, self.groups, self.mirror, self.peers)
         self._overview = Overview(self.cluster_id, self.topics, atlas, self.leaders, self.peers, self.mirror)
+        self.locks = Locks(catalog.plane, lambda: self.mirror.brokers, (broker_id, me.incarnation), self.clock)
         self.calls = self._calls()
         self._listen()
 
@@ -209,6 +211,7 @@ class Broker:
         """Become a member of the cluster, open what this broker holds, and begin to serve."""
         wire.prepare()  # from here on native threads decode too
         self.membership.start()
+        self.locks.start()
         self.topics.start()
         if not self.topics.wait_settled(OPEN_WITHIN_S):
             log.warning("not all replicas are open after %.0f s: the broker serves without them", OPEN_WITHIN_S)
@@ -224,6 +227,7 @@ class Broker:
         self.ready = False
         self._draining.set()
         self.groups.lot.close()
+        self.locks.drain()
         self.membership.drain()
 
     def close(self) -> None:
@@ -231,6 +235,7 @@ class Broker:
         if not self._draining.is_set():
             self.drain()
         gevent.killall(self._upkeep)
+        self.locks.close()
         self.fetchers.close()
         self.replication.close()
         self.membership.close()
@@ -291,6 +296,8 @@ class Broker:
     # --- what changes ------------------------------------------------------------------------------------------------
 
     def _changed(self, changes: Changes) -> None:
+        if changes.brokers:
+            self.locks.brokers_changed()
         for key in changes.partitions:
             self._count_in_sync(key)
         if changes.partitions or changes.topics or changes.brokers:

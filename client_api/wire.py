@@ -359,6 +359,62 @@ class GroupDescription(msgspec.Struct):
     config: GroupConfig
 
 
+# --- locks -----------------------------------------------------------------------------------------------------------
+
+LOCK_TTL_MS_MIN = 500
+LOCK_TTL_MS_MAX = 24 * 3600 * 1000
+LOCK_PLACE_MS_MAX = 5_000
+
+LockOwner = Annotated[str, msgspec.Meta(min_length=1, max_length=190)]
+LockTtl = Annotated[int, msgspec.Meta(ge=LOCK_TTL_MS_MIN, le=LOCK_TTL_MS_MAX)]
+
+
+class LockRequest(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
+    """`keep_place_ms`: for how long the place in the queue is kept when the wait ends without the lock."""
+
+    owner: LockOwner
+    ttl_ms: LockTtl = 30_000
+    wait_ms: Annotated[int, msgspec.Meta(ge=0, le=WAIT_MS_MAX)] = 0
+    keep_place_ms: Annotated[int, msgspec.Meta(ge=0, le=LOCK_PLACE_MS_MAX)] = 0
+
+
+class LockRenewal(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
+    """Without `ttl_ms` the lock keeps the one it has."""
+
+    owner: LockOwner
+    fencing_token: NonNegative
+    ttl_ms: LockTtl | None = None
+
+
+class LockRelease(msgspec.Struct, forbid_unknown_fields=True):
+    owner: LockOwner
+    fencing_token: NonNegative
+
+
+class LockGrant(msgspec.Struct, frozen=True):
+    """The lock is this owner's until he has not renewed it for `expires_in_ms`, counted from when he asked."""
+
+    owner: str
+    fencing_token: int
+    expires_in_ms: int
+
+
+class LockDescription(msgspec.Struct):
+    """`owner` is None while nobody holds it; `fencing_token` is the newest one. `expires_in_ms` is what is left unless
+    the holder renews, as the answering broker counts; `waiters` are those in the queue."""
+
+    name: str
+    owner: str | None
+    fencing_token: int
+    ttl_ms: int
+    expires_in_ms: int
+    waiters: int
+
+
+def lock_path(name: str) -> str:
+    return f"/v1/locks/{quote(name, safe='')}"
+
+
 # --- cluster ---------------------------------------------------------------------------------------------------------
 
 

@@ -15,7 +15,9 @@
     |   `-- <broker id>               empty: this broker has removed them
     |-- groups/<group>                GroupState
     |-- producer_ids                  ProducerIds: the first id no broker has taken yet
-    `-- producers/<producer name>     ProducerState
+    |-- producers/<producer name>     ProducerState
+    |-- locks/<lock>                  LockState, in locks.py, which has the theory too
+    `-- lock_floor                    LockFloor: every fencing token up to this one has been given
 
 Partitions stand under the topic's id and not under its name: versions start at 0 again when a topic is deleted and
 made anew, and a late compare-and-set meant for the old one must not fit the new one.

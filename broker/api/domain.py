@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from portalmq import wire
 from portalmq.broker.browsing import Page, Stored
+from portalmq.broker.locks import Locks
 from portalmq.broker.settling import Verdict
 from portalmq.broker.storage.batch import Record
 from portalmq.broker.waiting import Delivered, Peer
@@ -113,6 +114,9 @@ class Domain(Protocol):
     def extend(
         self, group: str, receipts: list[str], visibility_timeout_ms: int | None, *, forward: bool = True
     ) -> Sequence[Verdict]: ...
+
+    @property
+    def locks(self) -> Locks: ...
 
     def cluster(self) -> wire.ClusterDescription: ...
     def metadata(self, topics: list[str] | None) -> wire.Metadata: ...

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from flask import Response
 
-from portalmq.broker.api import cluster, groups, messages, topics, traffic
+from portalmq.broker.api import cluster, groups, locks, messages, topics, traffic
 from portalmq.broker.api.room import Answer
 
 
@@ -49,4 +49,9 @@ ROUTES = (
     Route("POST", "/v1/groups/<group>/ack", traffic.ack, is_traffic=True),
     Route("POST", "/v1/groups/<group>/nack", traffic.nack, is_traffic=True),
     Route("POST", "/v1/groups/<group>/extend", traffic.extend, is_traffic=True),
+    Route("GET", "/v1/locks", locks.list_all),
+    Route("GET", "/v1/locks/<lock>", locks.show),
+    Route("POST", "/v1/locks/<lock>", locks.acquire),
+    Route("PUT", "/v1/locks/<lock>", locks.renew),
+    Route("DELETE", "/v1/locks/<lock>", locks.release),
 )

@@ -1,0 +1,51 @@
+"""Locks: take one, keep it, give it back; and see who has it."""
+
+from __future__ import annotations
+
+from flask import Response, request
+
+from portalmq import wire
+from portalmq.broker.api.body import leaves_bytes_unread
+from portalmq.broker.api.peer import peer_of
+from portalmq.broker.api.query import whole_number
+from portalmq.broker.api.room import Room, answer, no_content, query
+from portalmq.errors import InvalidRequest
+
+
+def list_all(room: Room) -> Response:
+    return answer({"locks": room.domain.locks.list_all()})
+
+
+def show(room: Room, lock: str) -> Response:
+    return answer(room.domain.locks.describe(wire.check_name(lock, "lock")))
+
+
+def acquire(room: Room, lock: str) -> Response:
+    wire.check_name(lock, "lock")
+    wanted = wire.decode_json(room.body(), wire.LockRequest)
+    with room.parked(wanted.wait_ms):
+        return answer(room.domain.locks.acquire(lock, wanted, peer_of(request.environ)))
+
+
+def renew(room: Room, lock: str) -> Response:
+    wire.check_name(lock, "lock")
+    return answer(room.domain.locks.renew(lock, wire.decode_json(room.body(), wire.LockRenewal)))
+
+
+def release(room: Room, lock: str) -> Response:
+    """Owner and token stand in the query, or in a JSON body (which some clients and proxies drop from a DELETE)."""
+    wire.check_name(lock, "lock")
+    parameters = query("owner", "fencing_token")
+    owner, token = parameters.text("owner"), parameters.text("fencing_token")
+    if leaves_bytes_unread(request.environ) and (body := room.body()):
+        if owner is not None or token is not None:
+            raise InvalidRequest("give owner and fencing_token in the query, or in the body, and not in both")
+        wanted = wire.decode_json(body, wire.LockRelease)
+    else:
+        if not owner or token is None:
+            raise InvalidRequest("owner and fencing_token are needed, in the query or in a JSON body")
+        if len(owner) > 190:
+            raise InvalidRequest("owner has at most 190 characters")
+        wanted = wire.LockRelease(owner, whole_number(token, "fencing_token"))
+    room.domain.locks.release(lock, wanted)
+    return no_content()

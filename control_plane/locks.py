@@ -1,0 +1,319 @@
+"""Locks in the control plane: who holds what, under which fencing token, and who is next.
+
+    /locks/<name>   LockState: the holder, its token, the queue; changed only by compare-and-set of its version
+    /lock_floor     LockFloor: every token up to this one has been given
+
+A lock is lent for its ttl, and no clock is compared with another. Each renewal raises `beat`, so a *mark* (token, beat,
+held or not) stands for one lending. Whoever looks notes when, on a clock of its own, it first saw a mark; a mark that
+it has seen unchanged for the ttl was not renewed for at least so long. The holder counts from before it asked, so it
+knows of the end first. A broker that was away begins to count anew: that can only lengthen a lease. And who takes the
+lock then does so by compare-and-set against the very state it judged: a renewal that comes in between wins.
+
+The queue stands in the node, so turns are those of the arrival whichever broker a client waits at. A lock that comes
+free is not handed to a client: the broker at which the first in the queue waits takes it, which it does only for a
+client that is still there. Places of brokers that are gone are passed over at once, places of one that is silent after
+PATIENCE_MS each. (Rejected: an ephemeral node for each waiter, the recipe of ZooKeeper's documentation. It ties the
+lock to the session of a broker, which is not its client's life, and hands it to clients that are long gone.)
+
+Tokens rise for ever: a new holder gets the last one plus one. A lock that is not used is removed, which raises the
+floor to its token in the same commit; one that is made begins above the floor, and checks in its commit that this has
+not moved.
+
+Everything above `LockTable` is pure. The theory of fencing: Kleppmann, "How to do distributed locking" (2016).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+from portalmq import wire
+from portalmq.control_plane import state
+from portalmq.control_plane.plane import Check, Create, Delete, Set, parent_of
+from portalmq.control_plane.tree import Tree, Versioned
+from portalmq.errors import Backpressure, Fenced, LockNotFound
+
+LOCKS = "/locks"
+LOCK_FLOOR = "/lock_floor"
+
+# With a place at some 30 bytes, a full queue and its holder stay well below what a node can hold.
+QUEUE_MAX = 1_000
+# How long the broker of somebody further ahead may take to notice that the lock is free.
+PATIENCE_MS = 1_000
+
+Mark = tuple[int, int, bool]
+
+
+class Place(msgspec.Struct, frozen=True, array_like=True):
+    """Somebody's place in the queue: who (see `digest_of`), and the broker, in its incarnation, where he waits."""
+
+    who: str
+    broker_id: int
+    incarnation: int
+
+
+class LockState(msgspec.Struct, frozen=True):
+    """`token` is that of the holder, or, while nobody holds the lock (`owner` is None), of the last one.
+
+    Invariants: `token` never falls, and rises with each holder; nobody is in the queue twice.
+    """
+
+    token: int
+    owner: str | None
+    ttl_ms: int
+    beat: int = 0
+    queue: tuple[Place, ...] = ()
+
+    @property
+    def mark(self) -> Mark:
+        return (self.token, self.beat, self.owner is not None)
+
+    def place_of(self, who: str) -> Place | None:
+        return next((place for place in self.queue if place.who == who), None)
+
+
+class LockFloor(msgspec.Struct, frozen=True):
+    token: int
+
+
+def lock_path(name: str) -> str:
+    return f"{LOCKS}/{name}"
+
+
+def name_of(path: str) -> str | None:
+    """The lock whose node this is; None for another node."""
+    return path.rpartition("/")[2] if parent_of(path) == LOCKS else None
+
+
+def digest_of(owner: str) -> str:
+    """An owner's name in a few letters, so that a thousand fit into a node."""
+    return hashlib.blake2b(owner.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+
+
+# --- decisions -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What is to become of a lock that somebody asks for: he holds it, or not yet."""
+
+    state: LockState
+    granted: bool
+
+
+def lasts_ms(lock: LockState, age_ms: int) -> int:
+    """How much longer the holder has it at most, `age_ms` after its mark was first seen; 0 when nobody holds it."""
+    return 0 if lock.owner is None else max(0, lock.ttl_ms - age_ms)
+
+
+def turn_ms(lock: LockState, who: str, age_ms: int, live: Mapping[int, int]) -> int:
+    """In how long, at the latest, somebody may take the lock if nothing changes; 0 means now.
+
+    `live` tells the incarnation of each broker that is registered. Who has no place comes behind everybody.
+    """
+    ahead = []
+    for place in lock.queue:
+        if place.who == who:
+            break
+        ahead.append(place)
+    answering = {place.broker_id for place in ahead if live.get(place.broker_id) == place.incarnation}
+    free_for_ms = age_ms if lock.owner is None else age_ms - lock.ttl_ms
+    return max(0, PATIENCE_MS * len(answering) - free_for_ms)
+
+
+def asked(lock: LockState, owner: str, ttl_ms: int, age_ms: int, live: Mapping[int, int], place: Place | None) -> Asked:
+    """`owner` asks for the lock. With a `place` he waits for his turn when it is not now; it stands where his earlier
+    one stood, wherever that waited. The holder who asks again (the answer was lost) keeps his token.
+
+    Raises Backpressure when there is no room to wait.
+    """
+    who = digest_of(owner)
+    if lock.owner == owner and lasts_ms(lock, age_ms) > 0:
+        return Asked(msgspec.structs.replace(lock, ttl_ms=ttl_ms, beat=lock.beat + 1), granted=True)
+    if turn_ms(lock, who, age_ms, live) == 0:
+        return Asked(LockState(lock.token + 1, owner, ttl_ms, 0, _behind(lock, who)), granted=True)
+    if place is None:
+        return Asked(lock, granted=False)
+    if lock.place_of(who) is None:
+        if len(lock.queue) >= QUEUE_MAX:
+            raise Backpressure(f"{QUEUE_MAX} wait for this lock already: ask again later", retry_after_s=1)
+        queue = (*lock.queue, place)
+    else:
+        queue = tuple(place if held.who == who else held for held in lock.queue)
+    return Asked(msgspec.structs.replace(lock, queue=queue), granted=False)
+
+
+def _behind(lock: LockState, who: str) -> tuple[Place, ...]:
+    """The queue behind somebody's place. Those before it had their turn and did not take it: they are gone."""
+    for index, place in enumerate(lock.queue):
+        if place.who == who:
+            return lock.queue[index + 1 :]
+    return ()
+
+
+def renewed(lock: LockState, owner: str, token: int, ttl_ms: int | None) -> LockState:
+    """The holder lives. Raises Fenced for who is not the holder any more."""
+    _check_holder(lock, owner, token)
+    return msgspec.structs.replace(lock, ttl_ms=ttl_ms or lock.ttl_ms, beat=lock.beat + 1)
+
+
+def released(lock: LockState, owner: str, token: int) -> LockState:
+    """The holder gives it back; once more is fine. Raises Fenced for who is not the holder any more."""
+    if lock.owner is None and lock.token == token:
+        return lock
+    _check_holder(lock, owner, token)
+    return msgspec.structs.replace(lock, owner=None)
+
+
+def _check_holder(lock: LockState, owner: str, token: int) -> None:
+    if lock.owner == owner and lock.token == token:
+        return
+    if lock.owner is None:
+        raise Fenced(
+            f"nobody holds the lock any more; its last fencing token was {lock.token}", newest_token=lock.token
+        )
+    if lock.token == token:
+        raise Fenced(f"fencing token {token} was given to another owner", newest_token=lock.token)
+    raise Fenced(f"the lock has passed on: its fencing token is {lock.token} now, not {token}", newest_token=lock.token)
+
+
+# --- the tree --------------------------------------------------------------------------------------------------------
+
+Held = Versioned[LockState]
+# Told of each state that was read or written: how long ago, in milliseconds, its mark was first seen.
+Witness = Callable[[str, Held | None], int]
+
+
+class LockTable(Tree):
+    """Locks, each changed by compare-and-set. An unknown outcome is settled by reading: each change here is recognised
+    as done in what is then read (the asker holds the lock or has his place), or is harmless to repeat."""
+
+    def read(self, name: str) -> Held | None:
+        return self._read(lock_path(wire.check_name(name, "lock")), LockState)
+
+    def names(self) -> list[str]:
+        return self.plane.children(LOCKS)
+
+    def read_many(self, names: list[str]) -> dict[str, Held | None]:
+        nodes = self.plane.get_many([lock_path(name) for name in names])
+        return {
+            name: Versioned(state.decode(node.data, LockState), node.version) if node else None
+            for name, node in zip(names, nodes, strict=True)
+        }
+
+    def ask(
+        self,
+        name: str,
+        owner: str,
+        ttl_ms: int,
+        witness: Witness,
+        live: Mapping[int, int],
+        *,
+        place: Place | None = None,
+        may_make: bool = True,
+    ) -> Asked:
+        """As `asked`, and made so. Without `may_make` a lock that is not there raises Backpressure."""
+
+        def attempt() -> Asked:
+            held = self.read(name)
+            age_ms = witness(name, held)
+            if held is None:
+                if not may_make:
+                    raise Backpressure(
+                        "there are as many locks as the cluster keeps: use fewer names", retry_after_s=10
+                    )
+                floor = self._floor()
+                made = LockState(floor.value.token + 1, owner, ttl_ms)
+                self.plane.commit(Check(LOCK_FLOOR, floor.version), Create(lock_path(name), state.encode(made)))
+                witness(name, Versioned(made, 0))
+                return Asked(made, granted=True)
+            outcome = asked(held.value, owner, ttl_ms, age_ms, live, place)
+            self._set(name, held, outcome.state, witness)
+            return outcome
+
+        return self._until_fitting(f"lock {name!r}", attempt)
+
+    def renew(self, name: str, owner: str, token: int, ttl_ms: int | None, witness: Witness) -> LockState:
+        """Raises Fenced, LockNotFound."""
+        return self._change(name, token, lambda lock: renewed(lock, owner, token, ttl_ms), witness)
+
+    def release(self, name: str, owner: str, token: int, witness: Witness) -> LockState:
+        """Raises Fenced, LockNotFound."""
+        return self._change(name, token, lambda lock: released(lock, owner, token), witness)
+
+    def _change(self, name: str, token: int, change: Callable[[LockState], LockState], witness: Witness) -> LockState:
+        path = lock_path(wire.check_name(name, "lock"))
+
+        def attempt() -> LockState:
+            held = self._read(path, LockState)
+            witness(name, held)
+            if held is None:
+                newest = self._floor().value.token
+                if token <= newest:
+                    raise Fenced(f"nobody holds the lock {name!r} any more", newest_token=newest)
+                raise LockNotFound(f"there is no lock {name!r}")
+            after = change(held.value)
+            self._set(name, held, after, witness)
+            return after
+
+        try:
+            return self._until_fitting(f"lock {name!r}", attempt)
+        except (Fenced, LockNotFound):
+            # What was read may be older than what another broker granted a moment ago.
+            self.plane.sync()
+            return self._until_fitting(f"lock {name!r}", attempt)
+
+    def free(self, name: str, mark: Mark, witness: Witness) -> None:
+        """The ttl of this lending is over, as its observer counts: say so, for all who wait."""
+
+        def attempt() -> None:
+            held = self.read(name)
+            witness(name, held)
+            if held is not None and held.value.mark == mark and held.value.owner is not None:
+                self._set(name, held, msgspec.structs.replace(held.value, owner=None), witness)
+
+        self._until_fitting(f"lock {name!r}", attempt)
+
+    def leave(self, name: str, place: Place, witness: Witness) -> None:
+        """Give up this very place in the queue, if it is still there."""
+
+        def attempt() -> None:
+            held = self.read(name)
+            witness(name, held)
+            if held is not None and place in held.value.queue:
+                queue = tuple(each for each in held.value.queue if each != place)
+                self._set(name, held, msgspec.structs.replace(held.value, queue=queue), witness)
+
+        self._until_fitting(f"lock {name!r}", attempt)
+
+    def remove(self, name: str, mark: Mark) -> bool:
+        """Remove a lock that nobody holds and nobody waits for; False when that is not so (any more)."""
+
+        def attempt() -> bool:
+            held = self.read(name)
+            if held is None or held.value.mark != mark or held.value.queue:
+                return False
+            floor = self._floor()
+            newest = LockFloor(max(floor.value.token, held.value.token))
+            self.plane.commit(
+                Delete(lock_path(name), held.version), Set(LOCK_FLOOR, state.encode(newest), floor.version)
+            )
+            return True
+
+        return self._until_fitting(f"lock {name!r}", attempt)
+
+    def _set(self, name: str, held: Held, after: LockState, witness: Witness) -> None:
+        if after == held.value:
+            return
+        version = self.plane.commit(Set(lock_path(name), state.encode(after), held.version))[0]
+        witness(name, Versioned(after, version))
+
+    def _floor(self) -> Versioned[LockFloor]:
+        held = self._read(LOCK_FLOOR, LockFloor)
+        if held is not None:
+            return held
+        self.plane.commit(Create(LOCK_FLOOR, state.encode(LockFloor(0))))
+        return Versioned(LockFloor(0), 0)
