@@ -187,6 +187,14 @@ class GroupsFold:
         """Where the log would begin with all purges done."""
         return max([0, *(upto for _, upto in self.purges), *(upto for _, upto in self.moves)])
 
+    def ordered_from(self) -> int | None:
+        """The first offset that an open order of the outbox may need: its record, and what it gives up. None: there is
+        no order. A group's dead are taken as a whole, since a replica that follows does not read the records."""
+        if not self.outbox:
+            return None
+        groups = {self.delivery[group] for group in self.outbox.values() if group in self.delivery}
+        return min([*self.outbox, *(delivery.dead[0].start for delivery in groups if delivery.dead)])
+
     def snapshot_into(self, fold: PartitionFold) -> PartitionFold:
         """`fold`, with all that is here."""
         fold.groups = [delivery.snapshot() for delivery in self.delivery.values()]

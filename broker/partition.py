@@ -132,6 +132,8 @@ class Partition:
         self.on_leading: Callable[[Partition], None] = lambda partition: None
         self.on_stepped_down: Callable[[Partition], None] = lambda partition: None
         self.on_damaged: Callable[[Partition], None] = lambda partition: None
+        # An order to append something elsewhere (groups.outbox) may be committed now.
+        self.on_ordered: Callable[[], None] = lambda: None
         self.changed = False
         self.serves = False
         self.damage = ""
@@ -377,14 +379,18 @@ class Partition:
         self, records: tuple[Record, ...], size_bytes: int, *, stamp: Stamp | None = None, acks: Acks = "all"
     ) -> Pending:
         """The first half of append: offsets are allotted on return."""
+        self.check_room()
+        batch = Batch(0, len(records), 0, Kind.MESSAGES, 0, 0, records=records)
+        return self._submit(Pending(batch, size_bytes, stamp=stamp, acks=acks), len(records), is_control=False)
+
+    def check_room(self) -> None:
+        """Raises StorageFull or Backpressure when no more payload is to be taken now."""
         if self.host.disk_is_full():
             raise StorageFull("the broker's disk is nearly full: free space or add disk, then repeat", retry_after_s=5)
         if self._writer.queued_bytes > QUEUED_BYTES_MAX:
             raise Backpressure(f"{self._writer.queued_bytes} bytes wait for the disk already", retry_after_s=0.5)
         if self._uncommitted.bytes > UNCOMMITTED_BYTES_MAX:
             raise Backpressure(f"{self._uncommitted.bytes} bytes wait for the followers already", retry_after_s=0.5)
-        batch = Batch(0, len(records), 0, Kind.MESSAGES, 0, 0, records=records)
-        return self._submit(Pending(batch, size_bytes, stamp=stamp, acks=acks), len(records), is_control=False)
 
     def outcome(self, pending: Pending) -> tuple[int, int]:
         """The second half of append: wait until the batch is as safe as its acks ask."""
@@ -522,6 +528,8 @@ class Partition:
             self._begin_to_serve()
         if self.groups.moves:
             self.upkeep.move_log_start(self.groups.due(high_watermark))
+        if self.groups.outbox:
+            self.on_ordered()
         if readable_end > self.readable_end:
             self.readable_end = readable_end
             for wake in self.on_readable:
@@ -562,6 +570,10 @@ class Partition:
     def pieces(self, start: int, end: int, limit: int) -> Iterator[Piece]:
         """The messages in [start, end), at most `limit`, as pieces of batches. Raises Unavailable for a damaged one."""
         return self._reader.pieces(start, end, limit)
+
+    def control_at(self, offset: int) -> Batch | None:
+        """The control record at `offset`; None when it is gone. Raises Unavailable for a damaged one."""
+        return self._reader.control_at(offset)
 
     def spots(self, start: int, end: int) -> Iterator[Spot]:
         """Where the messages in [start, end) stand in their lanes."""

@@ -64,6 +64,21 @@ class Reader:
                 yield piece
             offset = batch.end_offset
 
+    def control_at(self, offset: int) -> Batch | None:
+        """The control record at `offset`; None when it is gone. Raises Unavailable for a damaged one."""
+        found = self._cache.find(self._key, offset)
+        if found is not None:
+            return found
+        self.used = True
+        try:
+            return next((batch for batch in self._log.control_records(offset) if batch.base_offset == offset), None)
+        except (CorruptBatch, DamagedFile) as fault:
+            self._on_damage(fault)
+            raise Unavailable(f"a batch is damaged on this broker: {fault}", outcome="not_applied") from fault
+        except StorageFault as fault:
+            self._on_fault(fault)
+            raise Unavailable("the storage failed", outcome="not_applied") from fault
+
     def _read(self, offset: int, end: int) -> Batch | None:
         """The batch of the first message in [offset, end), read from disk with some that follow it."""
         self.used = True

@@ -140,7 +140,7 @@ class Settling:
         """One verdict a receipt, in order. Raises when nothing was done: InvalidRequest for a receipt that is not the
         group's, NotLeader when it is not to be forwarded, and what every partition refused with."""
         group = self._desk.known(name)
-        work = _Settling(group, way, self._checked(group, receipts), self._desk, self._peers)
+        work = _Settling(group, way, self.checked(group, receipts), self._desk, self._peers)
         if not forward:
             self._leaders.check_led_here(work.shares)
         repeatable = way.verb != "nack"
@@ -151,7 +151,7 @@ class Settling:
         """Ack on the way to a receive: what is led here is appended on return and waits for the disk together with what
         the receive appends; what is led elsewhere is settled on return. Call the result for the verdicts."""
         group = self._desk.known(name)
-        work = _Settling(group, Way("ack"), self._checked(group, receipts), self._desk, self._peers)
+        work = _Settling(group, Way("ack"), self.checked(group, receipts), self._desk, self._peers)
         if not forward:
             self._leaders.check_led_here(work.shares)
         here = [place for place in work.shares if self._leaders.led_here(place)]
@@ -189,7 +189,7 @@ class Settling:
 
     # --- receipts ----------------------------------------------------------------------------------------------------
 
-    def _checked(self, group: GroupState, texts: list[str]) -> dict[Place, list[Shown]]:
+    def checked(self, group: GroupState, texts: list[str]) -> dict[Place, list[Shown]]:
         """The receipts by partition, and there by lease. Raises InvalidRequest when one of them is not the group's."""
         by_head: dict[str, tuple[Lease, Shown]] = {}
         by_place: dict[Place, list[Shown]] = {}

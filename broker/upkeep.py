@@ -8,6 +8,7 @@ for its own files; only a leader writes STATE records, and nobody's log start pa
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+# How long a purge waits for what the outbox has still to read.
+ORDERS_WITHIN_S = 5.0
+ORDERS_POLL_S = 0.02
 # Batches of a live segment that are checked at a time; a sealed one is checked as a whole, by its SHA-256.
 SCRUB_BYTES = 128 * 1024
 
@@ -92,12 +96,25 @@ class Upkeep:
         upto = partition.high_watermark if upto is None else min(upto, partition.high_watermark)
         if upto <= partition.log.log_start_offset:
             return
+        self._wait_for_orders(upto)
         purge = partition.append_control(Kind.PURGE, msgspec.msgpack.encode(Purge(upto)))
         partition.groups.purge(purge.base_offset, upto)
         self.write_state().wait()
         failed = self._advance(upto)
         if failed is not None:
             raise failed
+
+    def _wait_for_orders(self, upto: int) -> None:
+        """What was committed to be appended elsewhere is not purged before it is. Raises Unavailable."""
+        deadline = time.monotonic() + ORDERS_WITHIN_S
+        while (ordered_from := self._partition.groups.ordered_from()) is not None and ordered_from < upto:
+            if time.monotonic() > deadline:
+                raise Unavailable(
+                    f"nothing was purged: the outputs that the record at offset {ordered_from} has ordered are still to"
+                    " be appended to their topics",
+                    retry_after_s=1,
+                )
+            gevent.sleep(ORDERS_POLL_S)
 
     def finish_purges(self) -> None:
         """An earlier leader ended before it could write the STATE that lets its purges move the log start. Where that
@@ -148,7 +165,8 @@ class Upkeep:
         for delivery in partition.delivery.values():
             if wall_ms - delivery.last_active_ms < group_expiry_ms:
                 upto = min(upto, delivery.floor())
-        upto = max(upto, partition.log.log_start_offset)
+        ordered_from = partition.groups.ordered_from()
+        upto = max(upto if ordered_from is None else min(upto, ordered_from), partition.log.log_start_offset)
         if not self._would_drop(upto):
             return
         if partition.groups.state_offset >= partition.high_watermark:
