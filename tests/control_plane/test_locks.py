@@ -1,0 +1,308 @@
+"""Locks: who gets one, when, and under which token; the table over a plane that loses answers."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.interrupted import Interrupted
+
+from portalmq.control_plane.locks import (
+    LOCK_FLOOR,
+    PATIENCE_MS,
+    QUEUE_MAX,
+    Asked,
+    Held,
+    LockState,
+    LockTable,
+    Place,
+    asked,
+    digest_of,
+    lasts_ms,
+    lock_path,
+    released,
+    renewed,
+    turn_ms,
+)
+from portalmq.control_plane.plane import DATA_BYTES_MAX, Delete
+from portalmq.control_plane.state import encode
+from portalmq.errors import Backpressure, Fenced, LockNotFound
+
+LIVE = {1: 10, 2: 20, 3: 30}
+TTL = 5_000
+
+
+def place(owner: str, broker_id: int = 1) -> Place:
+    return Place(digest_of(owner), broker_id, broker_id * 10)
+
+
+def held_by(owner: str | None, *queue: Place, token: int = 7) -> LockState:
+    return LockState(token, owner, TTL, 0, queue)
+
+
+class TestWhoGetsIt:
+    def test_a_free_lock_goes_to_who_asks_under_the_next_token(self) -> None:
+        outcome = asked(held_by(None), "a", TTL, 0, LIVE, None)
+        assert outcome == Asked(LockState(8, "a", TTL), granted=True)
+
+    def test_a_held_lock_is_not_given(self) -> None:
+        assert not asked(held_by("a"), "b", TTL, TTL - 1, LIVE, None).granted
+
+    def test_a_lock_whose_holder_let_the_ttl_pass_is_given_on(self) -> None:
+        outcome = asked(held_by("a"), "b", TTL, TTL, LIVE, None)
+        assert outcome.granted
+        assert (outcome.state.owner, outcome.state.token) == ("b", 8)
+
+    def test_the_holder_who_asks_again_keeps_his_token_and_begins_his_ttl_anew(self) -> None:
+        outcome = asked(held_by("a"), "a", 9_000, 100, LIVE, None)
+        assert outcome.granted
+        assert (outcome.state.token, outcome.state.ttl_ms, outcome.state.beat) == (7, 9_000, 1)
+
+    def test_a_holder_who_comes_back_too_late_gets_a_new_token(self) -> None:
+        assert asked(held_by("a"), "a", TTL, TTL, LIVE, None).state.token == 8
+
+    def test_who_waits_gets_a_place_at_the_end_once(self) -> None:
+        lock = asked(held_by("a", place("b")), "c", TTL, 0, LIVE, place("c")).state
+        assert [each.who for each in lock.queue] == [digest_of("b"), digest_of("c")]
+        assert asked(lock, "c", TTL, 0, LIVE, place("c")).state == lock
+
+    def test_an_owner_who_waits_at_another_broker_now_keeps_his_place(self) -> None:
+        lock = held_by("a", place("b", 1), place("c", 1))
+        moved = asked(lock, "b", TTL, 0, LIVE, place("b", 2)).state
+        assert moved.queue == (place("b", 2), place("c", 1))
+
+    def test_no_room_to_wait_is_told(self) -> None:
+        lock = held_by("a", *(place(f"w{number}") for number in range(QUEUE_MAX)))
+        with pytest.raises(Backpressure):
+            asked(lock, "late", TTL, 0, LIVE, place("late"))
+        assert asked(lock, "w5", TTL, 0, LIVE, place("w5", 2)).state.queue[5] == place("w5", 2)
+
+    def test_a_full_queue_fits_into_a_node(self) -> None:
+        queue = [Place(digest_of(str(number)), 2**31, 2**31) for number in range(QUEUE_MAX)]
+        assert len(encode(LockState(2**53, "\x00" * 190, 2**31, 2**31, tuple(queue)))) < DATA_BYTES_MAX
+
+
+class TestTurns:
+    def test_the_first_in_the_queue_takes_a_free_lock_at_once_the_second_waits(self) -> None:
+        lock = held_by(None, place("a", 1), place("b", 2))
+        assert turn_ms(lock, digest_of("a"), 0, LIVE) == 0
+        assert turn_ms(lock, digest_of("b"), 0, LIVE) == PATIENCE_MS
+
+    def test_who_comes_new_does_not_overtake_those_who_wait(self) -> None:
+        assert not asked(held_by(None, place("a", 2)), "new", TTL, 0, LIVE, None).granted
+
+    def test_places_of_brokers_that_are_gone_or_were_started_anew_do_not_count(self) -> None:
+        gone, older = Place(digest_of("x"), 9, 1), Place(digest_of("y"), 2, 19)
+        lock = held_by(None, gone, older, place("b", 3))
+        outcome = asked(lock, "b", TTL, 0, LIVE, place("b", 3))
+        assert outcome.granted
+        assert outcome.state.queue == ()
+
+    def test_a_silent_broker_holds_the_others_up_for_a_moment_only(self) -> None:
+        lock = held_by(None, place("a", 2), place("b", 2), place("c", 3))
+        assert turn_ms(lock, digest_of("c"), 0, LIVE) == PATIENCE_MS  # once for a broker, not for each place
+        assert turn_ms(lock, digest_of("c"), PATIENCE_MS, LIVE) == 0
+
+    def test_the_turn_after_a_ttl_that_runs_counts_from_its_end(self) -> None:
+        lock = held_by("h", place("a", 1), place("b", 2))
+        assert turn_ms(lock, digest_of("a"), 1_000, LIVE) == TTL - 1_000
+        assert turn_ms(lock, digest_of("b"), TTL + 400, LIVE) == PATIENCE_MS - 400
+
+    def test_taking_it_drops_those_who_were_passed_over_and_keeps_those_behind(self) -> None:
+        lock = held_by(None, place("a", 2), place("b", 1), place("c", 2))
+        outcome = asked(lock, "b", TTL, PATIENCE_MS, LIVE, place("b", 1))
+        assert outcome.state.queue == (place("c", 2),)
+
+
+class TestTheHolder:
+    def test_renewing_raises_the_beat_and_nothing_else(self) -> None:
+        lock = held_by("a", place("b"))
+        assert renewed(lock, "a", 7, None) == msgspec.structs.replace(lock, beat=1)
+
+    @pytest.mark.parametrize(("owner", "token"), [("a", 6), ("b", 7), ("a", 8)])
+    def test_a_stale_or_foreign_token_is_fenced(self, owner: str, token: int) -> None:
+        for change in (lambda: renewed(held_by("a"), owner, token, None), lambda: released(held_by("a"), owner, token)):
+            with pytest.raises(Fenced) as caught:
+                change()
+            assert caught.value.extra["newest_token"] == 7
+
+    def test_giving_it_back_twice_is_fine_until_somebody_else_has_it(self) -> None:
+        free = released(held_by("a"), "a", 7)
+        assert free.owner is None
+        assert released(free, "a", 7) == free
+        with pytest.raises(Fenced):
+            released(asked(free, "b", TTL, 0, LIVE, None).state, "a", 7)
+        with pytest.raises(Fenced):
+            renewed(free, "a", 7, None)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("abcd"), st.sampled_from(["ask", "wait", "renew", "release"]), st.integers(0, 3_000)),
+        max_size=60,
+    )
+)
+def test_tokens_rise_with_holders_and_two_never_hold_at_once(steps: list[tuple[str, str, int]]) -> None:
+    """Each owner trusts his own count of the ttl, which begins when he asks, as a client does."""
+    lock, now, since = held_by(None, token=0), 0, 0
+    until: dict[str, tuple[int, int]] = {}  # owner -> (token, end of his ttl, by his own count)
+    for owner, verb, later in steps:
+        now += later
+        age, before = now - since, lock
+        try:
+            if verb in {"ask", "wait"}:
+                outcome = asked(lock, owner, TTL, age, LIVE, place(owner) if verb == "wait" else None)
+                lock = outcome.state
+                if outcome.granted:
+                    others = [end for name, (_, end) in until.items() if name != owner]
+                    assert all(end <= now for end in others)
+                    if lock.token != before.token:
+                        assert lock.token == before.token + 1
+                    until[owner] = (lock.token, now + TTL)
+            elif owner in until:
+                token, _ = until[owner]
+                if verb == "renew":
+                    lock = renewed(lock, owner, token, None)
+                    until[owner] = (token, now + TTL)
+                else:
+                    lock = released(lock, owner, token)
+                    del until[owner]
+        except Fenced:
+            assert until.pop(owner)[1] <= now  # whoever is fenced knew already that his ttl is over
+        assert lock.token >= before.token
+        assert len({each.who for each in lock.queue}) == len(lock.queue)
+        if lock.mark != before.mark:
+            since = now
+
+
+class Seen:
+    """A witness that saw every mark just now, but for what a test says."""
+
+    def __init__(self) -> None:
+        self.age_ms = 0
+        self.states: list[Held | None] = []
+
+    def __call__(self, name: str, held: Held | None) -> int:
+        self.states.append(held)
+        return self.age_ms
+
+
+class TestTheTable:
+    @pytest.fixture
+    def seen(self) -> Seen:
+        return Seen()
+
+    @pytest.fixture
+    def table(self, plane: Interrupted) -> LockTable:
+        return LockTable(plane)
+
+    def test_the_first_to_ask_makes_the_lock(self, table: LockTable, seen: Seen) -> None:
+        assert table.ask("l", "a", TTL, seen, LIVE).state == LockState(1, "a", TTL)
+        assert not table.ask("l", "b", TTL, seen, LIVE).granted
+        assert table.names() == ["l"]
+
+    @pytest.mark.parametrize("lost", ["lose_answers", "lose_requests"])
+    def test_a_lost_answer_gives_no_second_token(
+        self, plane: Interrupted, table: LockTable, seen: Seen, lost: str
+    ) -> None:
+        table.ask("other", "x", TTL, seen, LIVE)
+        setattr(plane, lost, 1)
+        assert table.ask("l", "a", TTL, seen, LIVE).state.token == 1
+        setattr(plane, lost, 1)
+        assert table.renew("l", "a", 1, None, seen).token == 1
+        setattr(plane, lost, 1)
+        table.ask("l", "b", TTL, seen, LIVE, place=place("b"))
+        setattr(plane, lost, 1)
+        free = table.release("l", "a", 1, seen)
+        assert (free.owner, free.token, len(free.queue)) == (None, 1, 1)
+        setattr(plane, lost, 1)
+        taken = table.ask("l", "b", TTL, seen, LIVE, place=place("b")).state
+        assert (taken.owner, taken.token, taken.queue) == ("b", 2, ())
+
+    def test_a_renewal_that_comes_in_between_wins_over_who_thought_it_expired(
+        self, plane: Interrupted, table: LockTable, seen: Seen
+    ) -> None:
+        table.ask("l", "a", TTL, seen, LIVE)
+        ages = iter([TTL, 0])
+
+        def witness(name: str, held: Held | None) -> int:
+            return next(ages)  # the first look saw the mark long ago, the second one a new mark
+
+        plane.meanwhile.append(lambda: table.renew("l", "a", 1, None, seen))
+        assert not table.ask("l", "b", TTL, witness, LIVE).granted
+        assert table.read("l").value.owner == "a"  # type: ignore[union-attr]
+
+    def test_of_two_who_take_a_free_lock_at_once_one_gets_it(
+        self, plane: Interrupted, table: LockTable, seen: Seen
+    ) -> None:
+        plane.meanwhile.append(lambda: table.ask("l", "b", TTL, seen, LIVE))
+        assert not table.ask("l", "a", TTL, seen, LIVE).granted
+        assert table.read("l").value.owner == "b"  # type: ignore[union-attr]
+
+    def test_tokens_go_on_rising_when_the_lock_was_removed_and_made_anew(self, table: LockTable, seen: Seen) -> None:
+        for token in range(1, 6):
+            state = table.ask("l", "a", TTL, seen, LIVE).state
+            assert state.token == token
+            free = table.release("l", "a", token, seen)
+            assert table.remove("l", free.mark)
+            assert table.read("l") is None
+        assert table.ask("another", "a", TTL, seen, LIVE).state.token == 6
+
+    def test_a_zombie_of_a_removed_lock_is_fenced_and_an_unknown_lock_is_not_found(
+        self, table: LockTable, seen: Seen
+    ) -> None:
+        table.remove("l", table.release("l", "a", table.ask("l", "a", TTL, seen, LIVE).state.token, seen).mark)
+        with pytest.raises(Fenced):
+            table.renew("l", "a", 1, None, seen)
+        with pytest.raises(LockNotFound):
+            table.release("l", "a", 2, seen)
+
+    def test_a_lock_that_somebody_took_or_waits_for_is_not_removed(
+        self, plane: Interrupted, table: LockTable, seen: Seen
+    ) -> None:
+        mark = table.ask("l", "a", TTL, seen, LIVE).state.mark
+        table.renew("l", "a", 1, None, seen)
+        assert not table.remove("l", mark)
+        table.ask("l", "b", TTL, seen, LIVE, place=place("b"))
+        free = table.release("l", "a", 1, seen)
+        assert not table.remove("l", free.mark)
+        table.leave("l", place("b"), seen)
+        plane.meanwhile.append(lambda: table.ask("l", "c", TTL, seen, LIVE))
+        assert not table.remove("l", free.mark)
+
+    def test_the_floor_and_the_removal_are_one_act(self, plane: Interrupted, table: LockTable, seen: Seen) -> None:
+        free = table.release("l", "a", table.ask("l", "a", TTL, seen, LIVE).state.token, seen)
+        plane.lose_answers = 1
+        assert not table.remove("l", free.mark)  # it is gone, and whoever removed it raised the floor
+        assert table.ask("l", "a", TTL, seen, LIVE).state.token == 2
+
+    def test_only_this_very_place_is_left(self, table: LockTable, seen: Seen) -> None:
+        table.ask("l", "a", TTL, seen, LIVE)
+        table.ask("l", "b", TTL, seen, LIVE, place=place("b", 2))
+        table.leave("l", place("b", 1), seen)
+        assert len(table.read("l").value.queue) == 1  # type: ignore[union-attr]
+        table.leave("l", place("b", 2), seen)
+        assert table.read("l").value.queue == ()  # type: ignore[union-attr]
+
+    def test_an_end_of_ttl_is_told_to_all_unless_it_was_renewed(self, table: LockTable, seen: Seen) -> None:
+        mark = table.ask("l", "a", TTL, seen, LIVE).state.mark
+        again = table.renew("l", "a", 1, None, seen)
+        table.free("l", mark, seen)
+        assert table.read("l").value.owner == "a"  # type: ignore[union-attr]
+        table.free("l", again.mark, seen)
+        assert lasts_ms(table.read("l").value, 0) == 0  # type: ignore[union-attr]
+
+    def test_without_room_for_more_locks_those_there_are_served(self, table: LockTable, seen: Seen) -> None:
+        table.ask("l", "a", TTL, seen, LIVE)
+        assert table.ask("l", "a", TTL, seen, LIVE, may_make=False).granted
+        with pytest.raises(Backpressure):
+            table.ask("more", "a", TTL, seen, LIVE, may_make=False)
+
+    def test_every_state_is_told_to_the_witness(self, plane: Interrupted, table: LockTable, seen: Seen) -> None:
+        table.ask("l", "a", TTL, seen, LIVE)
+        assert seen.states[0] is None
+        assert seen.states[-1].version == plane.get(lock_path("l")).version  # type: ignore[union-attr]
+        plane.commit(Delete(lock_path("l"), 0))
+        assert plane.get(LOCK_FLOOR) is not None
