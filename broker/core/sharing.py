@@ -1,0 +1,100 @@
+"""Which member of a stream group reads which partition: sticky, balanced, and with as few moves as that takes.
+
+    balanced  a member has at most one partition more than any other that could have one of his
+    sticky    a partition stays where it is, unless its member is gone or has more than his share
+
+Partitions without a member go to the one with the fewest; then the fullest give to the emptiest until all is balanced.
+Each such step makes the sum of the squares smaller, so it ends; and as nothing moves between members that differ by
+less than two, no assignment that is as balanced takes fewer moves when all members read the same topics (after KIP-54
+and KIP-848; an assignment that were best over chains of differing subscriptions is not sought).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from heapq import heapify, heappop, heappush
+
+Partition = tuple[str, int]
+
+
+def share(
+    members: Mapping[str, Collection[str]],
+    topics: Mapping[str, int],
+    current: Mapping[Partition, str],
+    light: Collection[Partition] = (),
+) -> dict[Partition, str]:
+    """The member of each partition of `topics` (name -> partitions) that a member reads (name -> topics).
+
+    `current` is who has what now. `light` are partitions that are on their way anyway: of two that would serve alike,
+    one of these moves.
+    """
+    readers = {
+        topic: sorted(member for member, subscribed in members.items() if topic in subscribed) for topic in topics
+    }
+    shares = _Shares(members, frozenset(light))
+    vacant: list[Partition] = []
+    for topic, partitions in topics.items():
+        for number in range(partitions):
+            member = current.get((topic, number))
+            if member is not None and topic in members.get(member, ()):
+                shares.give((topic, number), member)
+            elif readers[topic]:
+                vacant.append((topic, number))
+    vacant.sort(key=lambda partition: (len(readers[partition[0]]), partition))
+    for topic, number in vacant:
+        emptiest = min(readers[topic], key=lambda member: (shares.load[member], shares.count(member, topic), member))
+        shares.give((topic, number), emptiest)
+    moved = True
+    while moved:
+        moved = sum(_balance(topic, readers[topic], shares) for topic in topics) > 0
+    return {partition: member for member, held in shares.held.items() for of in held.values() for partition in of}
+
+
+class _Shares:
+    """What each member has, by topic. `load` is how much that is."""
+
+    def __init__(self, members: Collection[str], light: frozenset[Partition]) -> None:
+        self.load = dict.fromkeys(members, 0)
+        self.held: dict[str, dict[str, list[Partition]]] = {member: {} for member in members}
+        self._light = light
+
+    def count(self, member: str, topic: str) -> int:
+        return len(self.held[member].get(topic, ()))
+
+    def give(self, partition: Partition, member: str) -> None:
+        self.held[member].setdefault(partition[0], []).append(partition)
+        self.load[member] += 1
+
+    def take(self, member: str, topic: str) -> Partition:
+        """The partition of `topic` that `member` misses least."""
+        held = self.held[member][topic]
+        taken = max(held, key=lambda partition: (partition in self._light, partition))
+        held.remove(taken)
+        self.load[member] -= 1
+        return taken
+
+
+def _balance(topic: str, readers: list[str], shares: _Shares) -> bool:
+    """Move partitions of `topic` from the fullest of its readers to the emptiest; whether any was moved."""
+    emptiest = [(shares.load[member], member) for member in readers]
+    fullest = [(-shares.load[member], member) for member in readers if shares.count(member, topic)]
+    heapify(emptiest)
+    heapify(fullest)
+    moved = False
+    while emptiest and fullest:
+        load, to = emptiest[0]
+        if load != shares.load[to]:
+            heappop(emptiest)
+            continue
+        negative, holder = fullest[0]
+        if -negative != shares.load[holder] or not shares.count(holder, topic):
+            heappop(fullest)
+            continue
+        if shares.load[holder] - load < 2:
+            break
+        shares.give(shares.take(holder, topic), to)
+        moved = True
+        for member in (holder, to):
+            heappush(emptiest, (shares.load[member], member))
+            heappush(fullest, (-shares.load[member], member))
+    return moved
