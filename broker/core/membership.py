@@ -411,9 +411,10 @@ class GroupMembership:
         if wanted is None or wanted[1] != event.since:
             return
         del self._claiming[event.partition]
-        self._claim_again_ms[event.partition] = now_ms + CLAIM_AGAIN_MS
-        if isinstance(event, ClaimRefused) and event.generation >= event.since:
-            self._refused[event.partition] = event.generation
+        if isinstance(event, ClaimRefused):
+            self._refused[event.partition] = max(event.generation, event.since)
+        else:
+            self._claim_again_ms[event.partition] = now_ms + CLAIM_AGAIN_MS
 
     def _take_claimed(self, event: Claimed) -> None:
         if self._claiming.get(event.partition) == (event.member_id, event.since):
