@@ -111,7 +111,7 @@ class Locks:
         self._noted: set[str | None] = {None}
         self._bell = Event()
         self._gates: dict[str, tuple[Semaphore, int]] = {}
-        self._sweep_at = 0.0
+        self._sweep_at_ms = 0
         self._closed = False
         self._keeper: gevent.Greenlet | None = None
 
@@ -399,10 +399,10 @@ class Locks:
     def _sweep(self) -> None:
         """Remove what is not used, and places in queues that nobody here waits at. The broker with the least id does
         the first; who does it does not matter for being right."""
-        if time.monotonic() < self._sweep_at:
-            return
-        self._sweep_at = time.monotonic() + SWEEP_EVERY_S
         now_ms = self._clock.now_ms()
+        if now_ms < self._sweep_at_ms:
+            return
+        self._sweep_at_ms = now_ms + round(SWEEP_EVERY_S * 1_000)
         is_least = self._me[0] == min(self._live())
         unused: list[tuple[str, Mark]] = []
         for name, seen in list(self._sightings.items()):

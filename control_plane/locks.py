@@ -25,6 +25,7 @@ Everything above `LockTable` is pure. The theory of fencing: Kleppmann, "How to 
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -35,6 +36,8 @@ from portalmq.control_plane import state
 from portalmq.control_plane.plane import Check, Create, Delete, Set, parent_of
 from portalmq.control_plane.tree import Tree, Versioned
 from portalmq.errors import Backpressure, Fenced, LockNotFound
+
+log = logging.getLogger(__name__)
 
 LOCKS = "/locks"
 LOCK_FLOOR = "/lock_floor"
@@ -198,11 +201,14 @@ class LockTable(Tree):
         return self.plane.children(LOCKS)
 
     def read_many(self, names: list[str]) -> dict[str, Held | None]:
-        nodes = self.plane.get_many([lock_path(name) for name in names])
-        return {
-            name: Versioned(state.decode(node.data, LockState), node.version) if node else None
-            for name, node in zip(names, nodes, strict=True)
-        }
+        """Those locks that can be read, None for one that is not there."""
+        found: dict[str, Held | None] = {}
+        for name, node in zip(names, self.plane.get_many([lock_path(name) for name in names]), strict=True):
+            try:
+                found[name] = Versioned(state.decode(node.data, LockState), node.version) if node else None
+            except msgspec.DecodeError as fault:
+                log.critical("lock %r in the control plane cannot be read, and is passed over: %s", name, fault)
+        return found
 
     def ask(
         self,
