@@ -28,19 +28,24 @@ from portalmq.broker.browsing import Browsing, Page, Stored
 from portalmq.broker.cache import BatchCache
 from portalmq.broker.census import Census
 from portalmq.broker.clock import Clock
+from portalmq.broker.committing import Committing
 from portalmq.broker.config import BrokerConfig, cluster_secret_in
+from portalmq.broker.dead_letters import DeadLetters
+from portalmq.broker.fences import Fences
 from portalmq.broker.fetcher import Fetchers
 from portalmq.broker.forwarding import Leaders
 from portalmq.broker.groups import Groups
 from portalmq.broker.locks import Locks
 from portalmq.broker.membership import Membership
 from portalmq.broker.metrics import Metrics
+from portalmq.broker.outbox import Outboxes, OutputTopics
 from portalmq.broker.overview import Overview
 from portalmq.broker.partition import Partition
 from portalmq.broker.peers import Peers, trusting
 from portalmq.broker.produce import Producing
 from portalmq.broker.receiving import Receiving
 from portalmq.broker.replication import Replication
+from portalmq.broker.scheduled import BEGINNING, Due, Scheduled, SchedulePage
 from portalmq.broker.settling import Settling, Verdict, Way
 from portalmq.broker.storage.batch import Record
 from portalmq.broker.storage.disk import DiskGuard
@@ -164,10 +169,20 @@ class Broker:
             self.clock,
             parked_receives_max=config.parked_receives_max,
         )
-        self._producing = Producing(self.leaders, self.peers, atlas.topic, metrics.published, self.clock)
+        self._fences = Fences(broker_id, catalog, self.membership, self.peers, self.clock)
+        self._producing = Producing(
+            self.leaders, self.peers, atlas.topic, metrics.published, self.clock, self._fences.check
+        )
         self._browsing = Browsing(atlas, self.leaders, self.peers, self.groups.lot)
+        self._scheduled = Scheduled(atlas, self.leaders, self.peers, self.clock)
         self._settling = Settling(self.groups, self.leaders, self.peers)
         self._receiving = Receiving(self.groups, self._settling, self.peers)
+        outputs = OutputTopics(self.topics, catalog, self._topic, self._producing.copies)
+        self.outboxes = Outboxes(outputs)
+        self.committing = Committing(
+            self.groups, self._settling, outputs, self.leaders, self.peers, self.outboxes, self.clock
+        )
+        self.dead_letters = DeadLetters(self.groups, self._topic, self.leaders, self.peers, self.clock)
         self._census = Census(broker_id, self.groups, self.mirror, self.peers)
         self._overview = Overview(self.cluster_id, self.topics, atlas, self.leaders, self.peers, self.mirror)
         self.locks = Locks(catalog.plane, lambda: self.mirror.brokers, (broker_id, me.incarnation), self.clock)
@@ -179,8 +194,11 @@ class Broker:
         return {
             "fetch": self.replication.serve,
             "produce": lambda body, peer: self._producing.serve(body),
+            "fence": lambda body, peer: self._fences.serve(body),
             "browse": self._browsing.serve_browse,
             "purge": lambda body, peer: self._browsing.serve_purge(body),
+            "scheduled": lambda body, peer: self._scheduled.serve_list(body),
+            "cancel": lambda body, peer: self._scheduled.serve_cancel(body),
             "partitions": lambda body, peer: self._overview.serve_partitions(body),
             "known": lambda body, peer: self.groups.serve_known(body),
             "start": lambda body, peer: self.groups.serve_start(body),
@@ -188,6 +206,11 @@ class Broker:
             "replay": lambda body, peer: self._receiving.serve_replay(body),
             "interest": self._receiving.serve_interest,
             "settle": lambda body, peer: self._settling.serve(body),
+            "commit": lambda body, peer: self.committing.serve(body),
+            "dead_letters": lambda body, peer: self.dead_letters.serve_list(body),
+            "match_dead": lambda body, peer: self.dead_letters.serve_match(body),
+            "redrive": lambda body, peer: self.dead_letters.serve_redrive(body),
+            "drop_dead": lambda body, peer: self.dead_letters.serve_drop(body),
             "groups": lambda body, peer: self._census.serve_groups(body),
             "end_group": lambda body, peer: self._census.serve_end(body),
             "standing": lambda body, peer: serve_standing(self.topics, body),
@@ -202,7 +225,7 @@ class Broker:
         self.topics.on_stepped_down = self._stepped_down
         self.groups.on_acked = self.metrics.acked
         self.groups.on_delivered = self.metrics.delivered
-        self.membership.on_changed += [self.topics.sync, self.groups.sync, self._changed]
+        self.membership.on_changed += [self._fences.hear, self.topics.sync, self.groups.sync, self._changed]
         self.membership.on_session_lost.append(self.topics.session_lost)
 
     # --- life --------------------------------------------------------------------------------------------------------
@@ -235,6 +258,7 @@ class Broker:
         if not self._draining.is_set():
             self.drain()
         gevent.killall(self._upkeep)
+        self._fences.close()
         self.locks.close()
         self.fetchers.close()
         self.replication.close()
@@ -316,13 +340,16 @@ class Broker:
     def _leading(self, topic: Topic, partition: Partition) -> None:
         self.metrics.elected()
         self.groups.on_leading(topic, partition)
+        self.outboxes.on_leading(topic, partition)
         self.leaders.changed()
 
     def _stepped_down(self, topic: Topic, partition: Partition) -> None:
         self.groups.on_stepped_down(topic, partition)
+        self.outboxes.on_stepped_down(partition)
 
     def _topic_removed(self, topic: Topic) -> None:
         self.groups.forget_topic(topic)
+        self.outboxes.on_removed(topic)
         self._overview.forget_topic(topic)
         self.metrics.forget_topic(topic.name)
 
@@ -420,9 +447,12 @@ class Broker:
             self.topics.get_or_create(topic), records, partition, acks=acks, producer=producer, forward=forward
         )
 
-    def new_producer(self, name: str | None) -> wire.ProducerIdentity:
-        """An identity for an idempotent producer; a named one gets its id again, with the next epoch."""
-        return self._catalog.next_producer(name)
+    def new_producer(self, name: str | None, *, instance: str = "", renews: bool = False) -> wire.ProducerIdentity:
+        """An identity for an idempotent producer; a named one gets its id again, with the next epoch, and from then on
+        no leader takes an older one."""
+        if name is None:
+            return self._catalog.next_producer(None)
+        return self._fences.take_over(name, instance, renews=renews)
 
     @_told
     def browse(
@@ -454,6 +484,16 @@ class Broker:
     def read_all(self, name: str, limit: int | None, *, forward: bool = True) -> Iterator[Stored]:
         """The whole queue as it stands now, partition by partition."""
         return self._browsing.read_all(self._topic(name), limit, forward=forward)
+
+    @_told
+    def scheduled(self, name: str, *, after: Due = BEGINNING, limit: int, forward: bool = True) -> SchedulePage:
+        """The messages that are still to come, by the time at which they are due."""
+        return self._scheduled.page(self._topic(name), after=after, limit=limit, forward=forward)
+
+    @_told
+    def cancel_scheduled(self, name: str, partition: int, offset: int, *, forward: bool = True) -> None:
+        """Take back a message whose time is still to come. Raises MessageNotFound."""
+        self._scheduled.cancel(self._topic(name), partition, offset, forward=forward)
 
     # --- groups ------------------------------------------------------------------------------------------------------
 

@@ -159,8 +159,13 @@ class ProducedRange(msgspec.Struct, frozen=True):
     timestamp_ms: int
 
 
-class ProducerIdRequest(msgspec.Struct, forbid_unknown_fields=True):
+class ProducerIdRequest(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
+    """`instance` names the process that asks under a `name`; with `renews` it has had that name before, and gets a new
+    epoch only if no other instance has taken over since (else 409 fenced)."""
+
     name: str | None = None
+    instance: Annotated[str, msgspec.Meta(max_length=100)] = ""
+    renews: bool = False
 
 
 class ProducerIdentity(msgspec.Struct, frozen=True):
@@ -331,6 +336,66 @@ class NackRequest(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True
 class ExtendRequest(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
     receipts: Receipts
     visibility_timeout_ms: Annotated[int, msgspec.Meta(ge=1, le=VISIBILITY_TIMEOUT_MS_MAX)] | None = None
+
+
+class JsonOutput(JsonMessage, kw_only=True):
+    """A message that a commit publishes."""
+
+    topic: str
+
+
+class PackOutput(PackMessage, kw_only=True):
+    topic: str
+
+
+class CommitPlace(msgspec.Struct, forbid_unknown_fields=True):
+    """The next offset to read of a partition."""
+
+    topic: str
+    partition: NonNegative
+    offset: NonNegative
+
+
+class JsonCommit(msgspec.Struct, forbid_unknown_fields=True):
+    """Input that is done, and what came of it: all or nothing. A queue group shows receipts, a member of a stream group
+    one offset."""
+
+    publish: Annotated[list[JsonOutput], msgspec.Meta(max_length=BATCH_MESSAGES_MAX)] = []
+    ack: Receipts | None = None
+    member_id: str | None = None
+    generation: NonNegative | None = None
+    offsets: Annotated[list[CommitPlace], msgspec.Meta(min_length=1, max_length=1)] | None = None
+
+
+class PackCommit(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
+    publish: Annotated[list[PackOutput], msgspec.Meta(max_length=BATCH_MESSAGES_MAX)] = []
+    ack: Receipts | None = None
+    member_id: str | None = None
+    generation: NonNegative | None = None
+    offsets: Annotated[list[CommitPlace], msgspec.Meta(min_length=1, max_length=1)] | None = None
+
+
+class Committed(msgspec.Struct, frozen=True):
+    """What a commit did, and did once: `id` is where its record stands, <partition>-<offset>."""
+
+    acked: int
+    published: int
+    id: str
+
+
+class RedriveRequest(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
+    """Which dead letters are to be handed out again: those with `ids`, those that `where` means, or all."""
+
+    topic: str
+    ids: Annotated[list[str], msgspec.Meta(max_length=BATCH_MESSAGES_MAX)] | None = None
+    where: Any = None
+    rate_per_s: Annotated[float, msgspec.Meta(gt=0, le=1_000_000)] | None = None
+    dry_run: bool = False
+
+
+class Redriven(msgspec.Struct, frozen=True):
+    matched: int
+    redriven: int
 
 
 class ReceiptResult(msgspec.Struct, frozen=True, gc=False):

@@ -8,7 +8,10 @@ from typing import Any, Protocol
 
 from portalmq import wire
 from portalmq.broker.browsing import Page, Stored
+from portalmq.broker.committing import Committing
+from portalmq.broker.dead_letters import DeadLetters
 from portalmq.broker.locks import Locks
+from portalmq.broker.scheduled import Due, SchedulePage
 from portalmq.broker.settling import Verdict
 from portalmq.broker.storage.batch import Record
 from portalmq.broker.waiting import Delivered, Peer
@@ -69,7 +72,7 @@ class Domain(Protocol):
         producer: wire.ProducerStamp | None,
         forward: bool = True,
     ) -> wire.ProducedRange: ...
-    def new_producer(self, name: str | None) -> wire.ProducerIdentity: ...
+    def new_producer(self, name: str | None, *, instance: str = "", renews: bool = False) -> wire.ProducerIdentity: ...
     def browse(
         self,
         topic: str,
@@ -83,6 +86,8 @@ class Domain(Protocol):
         peer: Peer | None,
         forward: bool = True,
     ) -> Page: ...
+    def scheduled(self, topic: str, *, after: Due, limit: int, forward: bool = True) -> SchedulePage: ...
+    def cancel_scheduled(self, topic: str, partition: int, offset: int, *, forward: bool = True) -> None: ...
     def read_all(self, topic: str, limit: int | None, *, forward: bool = True) -> Iterator[Stored]: ...
 
     def put_group(self, name: str, config_patch: dict[str, Any]) -> tuple[wire.GroupDescription, bool]: ...
@@ -114,6 +119,10 @@ class Domain(Protocol):
     def extend(
         self, group: str, receipts: list[str], visibility_timeout_ms: int | None, *, forward: bool = True
     ) -> Sequence[Verdict]: ...
+    @property
+    def committing(self) -> Committing: ...
+    @property
+    def dead_letters(self) -> DeadLetters: ...
 
     @property
     def locks(self) -> Locks: ...

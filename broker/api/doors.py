@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from flask import Flask
 
 from portalmq import wire
-from portalmq.broker.api import internal, problems, traffic
+from portalmq.broker.api import commits, internal, problems, traffic
 from portalmq.broker.api.body import close_after_answer, leaves_bytes_unread
 from portalmq.broker.api.room import Answer, Room
 from portalmq.errors import PortalMQError, Unauthorized, Unavailable
@@ -41,6 +41,7 @@ TRAFFIC = {
     ("groups", "ack"): Call("/v1/groups/<group>/ack", traffic.ack),
     ("groups", "nack"): Call("/v1/groups/<group>/nack", traffic.nack),
     ("groups", "extend"): Call("/v1/groups/<group>/extend", traffic.extend),
+    ("groups", "commit"): Call("/v1/groups/<group>/commit", commits.commit),
 }
 
 

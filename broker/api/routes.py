@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from flask import Response
 
-from portalmq.broker.api import cluster, groups, locks, messages, topics, traffic
+from portalmq.broker.api import cluster, commits, dead_letters, groups, locks, messages, topics, traffic
 from portalmq.broker.api.room import Answer
 
 
@@ -39,6 +39,8 @@ ROUTES = (
     Route("POST", "/v1/topics/<topic>/messages", traffic.produce, is_traffic=True),
     Route("GET", "/v1/topics/<topic>/messages", messages.read_all),
     Route("DELETE", "/v1/topics/<topic>/messages", topics.purge),
+    Route("GET", "/v1/topics/<topic>/scheduled", messages.list_scheduled),
+    Route("DELETE", "/v1/topics/<topic>/scheduled/<message_id>", messages.cancel_scheduled),
     Route("GET", "/v1/topics/<topic>/partitions/<partition>/messages", messages.browse),
     Route("POST", "/v1/producers", messages.new_producer),
     Route("GET", "/v1/groups", groups.list_all),
@@ -49,6 +51,10 @@ ROUTES = (
     Route("POST", "/v1/groups/<group>/ack", traffic.ack, is_traffic=True),
     Route("POST", "/v1/groups/<group>/nack", traffic.nack, is_traffic=True),
     Route("POST", "/v1/groups/<group>/extend", traffic.extend, is_traffic=True),
+    Route("POST", "/v1/groups/<group>/commit", commits.commit, is_traffic=True),
+    Route("GET", "/v1/groups/<group>/dead-letters", dead_letters.list_some),
+    Route("DELETE", "/v1/groups/<group>/dead-letters", dead_letters.drop),
+    Route("POST", "/v1/groups/<group>/dead-letters/redrive", dead_letters.redrive),
     Route("GET", "/v1/locks", locks.list_all),
     Route("GET", "/v1/locks/<lock>", locks.show),
     Route("POST", "/v1/locks/<lock>", locks.acquire),

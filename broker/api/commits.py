@@ -1,0 +1,79 @@
+"""The commit call: receipts or an offset, and messages to publish, in JSON or MessagePack.
+
+{"ack": [receipts], "publish": [{"topic", …message}]}                                      a queue group
+{"member_id", "generation", "offsets": [{"topic", "partition", "offset"}], "publish"}      a stream group
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from portalmq import wire
+from portalmq.broker.api.incoming import record_of_json, record_of_pack
+from portalmq.broker.api.room import Answer, Room
+from portalmq.broker.api.traffic import may_forward
+from portalmq.broker.committing import Publication, StreamPlace
+from portalmq.errors import InvalidRequest
+
+Environ = dict[str, Any]
+
+_encode_json = msgspec.json.Encoder().encode
+_encode_pack = msgspec.msgpack.Encoder().encode
+
+
+def commit(room: Room, environ: Environ, group: str) -> Answer:
+    wire.check_name(group, "group")
+    essence = environ.get("CONTENT_TYPE", "").partition(";")[0].strip().lower()
+    body, now_ms = room.body_of(environ), room.domain.wall_ms()
+    wanted: wire.JsonCommit | wire.PackCommit
+    if essence == wire.BATCH_MSGPACK:
+        packed = wire.decode_msgpack(body, wire.PackCommit)
+        wanted = packed
+        publications = [
+            _publication(each, record_of_pack(each, _where(index), now_ms)) for index, each in enumerate(packed.publish)
+        ]
+    else:
+        plain = wire.decode_json(body, wire.JsonCommit)
+        wanted = plain
+        publications = [
+            _publication(each, record_of_json(each, _where(index), now_ms)) for index, each in enumerate(plain.publish)
+        ]
+    committed = _committed(room, group, wanted, publications, forward=may_forward(environ))
+    if wire.BATCH_MSGPACK in environ.get("HTTP_ACCEPT", "").lower():
+        return Answer(_encode_pack(committed), 200, wire.BATCH_MSGPACK)
+    return Answer(_encode_json(committed))
+
+
+def _where(index: int) -> str:
+    return f"message {index} to publish"
+
+
+def _publication(message: wire.JsonOutput | wire.PackOutput, record: Any) -> Publication:
+    return Publication(wire.check_name(message.topic, "topic"), record, message.partition)
+
+
+def _committed(
+    room: Room,
+    group: str,
+    wanted: wire.JsonCommit | wire.PackCommit,
+    publications: list[Publication],
+    *,
+    forward: bool,
+) -> wire.Committed:
+    stream = (wanted.member_id, wanted.generation, wanted.offsets)
+    if wanted.ack is not None:
+        if any(each is not None for each in stream):
+            raise InvalidRequest("a commit has `ack` (queue groups), or member_id, generation and offsets (streams)")
+        return room.domain.committing.commit_receipts(group, wanted.ack, publications, forward=forward)
+    if wanted.member_id is None or wanted.generation is None or wanted.offsets is None:
+        raise InvalidRequest(
+            "a commit needs what is done: `ack` with receipts, or, in a stream group, member_id, generation and offsets"
+        )
+    place = wanted.offsets[0]
+    wire.check_name(place.topic, "topic")
+    shown = StreamPlace(wanted.member_id, wanted.generation, place.offset)
+    return room.domain.committing.commit_offset(
+        group, place.topic, place.partition, shown, publications, forward=forward
+    )

@@ -1,0 +1,374 @@
+"""The commit call: input done and output ordered, by one record in the log of the input's partition.
+
+    receipts (queue)            \
+    offset of a member (stream) -+-> checked here -> leader of the partition -> Commit record -> outbox.py
+    messages to publish         /
+
+Everything is checked before anything is done: the receipts' signatures, the outputs whole (names, sizes, headers,
+partitions). At the leader the input is weighed against the group's fold. A message that is done already, or that
+another has, refuses the call with nothing appended; a commit that stands in the fold already is answered again as it
+was answered first. So a call whose outcome is unknown can be repeated, at whoever leads by then.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Protocol
+
+import msgspec
+
+from portalmq import wire
+from portalmq.broker.calls import Place, Result, result_of
+from portalmq.broker.clock import Clock
+from portalmq.broker.core.receipts import ReceiptBook
+from portalmq.broker.core.records import Commit, Output
+from portalmq.broker.delivery import GroupPartition, Shown
+from portalmq.broker.forwarding import Leaders, Outcomes, place_of
+from portalmq.broker.outbox import Outbox, Outboxes
+from portalmq.broker.partition import Partition
+from portalmq.broker.peers import Peers
+from portalmq.broker.produce import size_of, with_default_ttl
+from portalmq.broker.storage.batch import Kind, Record
+from portalmq.broker.topics import Topic
+from portalmq.control_plane.state import GroupState
+from portalmq.errors import (
+    GroupModeMismatch,
+    IllegalGeneration,
+    InvalidRequest,
+    MessageTooLarge,
+    OffsetOutOfRange,
+    PortalMQError,
+    StaleReceipt,
+    Unavailable,
+)
+
+COMMIT_TIMEOUT_S = 20.0
+OUTPUT_TOPICS_MAX = 100
+OUTPUTS_MAX = 10_000
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode_commit = msgspec.msgpack.Decoder(Commit).decode
+
+
+class StreamPlace(msgspec.Struct, array_like=True, frozen=True):
+    """The next offset to read, committed by `member` in `generation`."""
+
+    member: str
+    generation: int
+    offset: int
+
+
+class CommitCall(msgspec.Struct, array_like=True):
+    """A commit whose receipts and outputs were checked: of a queue group `shown`, (delivery number, leader epoch,
+    offsets) a lease; of a stream group `stream`."""
+
+    group: str
+    group_id: str
+    topic: str
+    topic_id: str
+    number: int
+    outputs: list[Output]
+    shown: list[tuple[int, int, list[int]]] = []
+    stream: StreamPlace | None = None
+
+
+class Committed(msgspec.Struct, array_like=True):
+    """How many receipts were acked and outputs ordered, by the record at `offset`."""
+
+    acked: int
+    published: int
+    offset: int
+
+
+_decode_call = msgspec.msgpack.Decoder(CommitCall).decode
+_Results = list[Result[Committed]]
+
+
+@dataclass(frozen=True, slots=True)
+class Publication:
+    """A message to be appended to `topic`, in `partition` if that is named."""
+
+    topic: str
+    record: Record
+    partition: int | None = None
+
+
+class Desk(Protocol):
+    """What committing needs of the groups."""
+
+    def known(self, name: str) -> GroupState: ...
+    def book(self, group: GroupState, topic_id: str) -> ReceiptBook: ...
+    def at(self, group: GroupState, place: Place) -> GroupPartition: ...
+    def partition(self, place: Place) -> Partition: ...
+    def acked(self, topic: str, group: str, messages: int) -> None: ...
+
+
+class Receipts(Protocol):
+    def checked(self, group: GroupState, texts: list[str]) -> dict[Place, list[Shown]]:
+        """The receipts by partition. Raises InvalidRequest when one of them is not the group's."""
+        ...
+
+
+class TopicBook(Protocol):
+    def known(self, name: str) -> Topic:
+        """Raises TopicNotFound, Unavailable."""
+        ...
+
+    def get_or_create(self, name: str) -> Topic:
+        """Raises TopicNotFound where topics are not made by use."""
+        ...
+
+
+@dataclass(slots=True)
+class _Work:
+    """One commit, brought to the leader of its partition."""
+
+    call: CommitCall
+    committing: Committing
+
+    def here(self, places: Sequence[Place]) -> Outcomes[Committed]:
+        outcomes: Outcomes[Committed] = {}
+        for place in places:
+            try:
+                outcomes[place] = self.committing.apply(self.call, place)
+            except PortalMQError as error:
+                outcomes[place] = error
+        return outcomes
+
+    def there(self, broker_id: int, places: Sequence[Place]) -> Outcomes[Committed]:
+        results = self.committing.peers.call(broker_id, "commit", self.call, _Results, timeout_s=COMMIT_TIMEOUT_S)
+        return {place: result.outcome() for place, result in zip(places, results, strict=True)}
+
+
+class Committing:
+    """Commit calls of clients, and those that other brokers bring."""
+
+    def __init__(
+        self,
+        desk: Desk,
+        receipts: Receipts,
+        topics: TopicBook,
+        leaders: Leaders,
+        peers: Peers,
+        outboxes: Outboxes,
+        clock: Clock,
+    ) -> None:
+        self.peers = peers
+        self._desk = desk
+        self._receipts = receipts
+        self._topics = topics
+        self._leaders = leaders
+        self._outboxes = outboxes
+        self._clock = clock
+
+    # --- the broker that is asked ------------------------------------------------------------------------------------
+
+    def commit_receipts(
+        self, name: str, receipts: list[str], publications: list[Publication], *, forward: bool
+    ) -> wire.Committed:
+        """Ack messages of one partition and order outputs. Raises InvalidRequest, GroupModeMismatch, StaleReceipt; then
+        nothing was done."""
+        group = self._of_mode(name, "queue")
+        if group.config.delivery == "at_most_once":
+            raise InvalidRequest(
+                f"group {name!r} delivers at_most_once: its messages are acked before they are handed out, so there is"
+                " nothing left to commit. Publish the outputs as such, or use another group"
+            )
+        shares = self._receipts.checked(group, receipts)
+        if len(shares) > 1:
+            raise InvalidRequest(
+                f"the receipts are of {len(shares)} partitions: a commit is one record in the log of one partition, so"
+                " send a commit for each"
+            )
+        place, shown = next(iter(shares.items()))
+        call = CommitCall(
+            name,
+            group.group_id,
+            *place,
+            self._outputs(publications),
+            [(each.delivery, each.leader_epoch, each.offsets) for each in shown],
+        )
+        return self._brought(call, place, forward)
+
+    def commit_offset(
+        self,
+        name: str,
+        topic: str,
+        number: int,
+        stream: StreamPlace,
+        publications: list[Publication],
+        *,
+        forward: bool,
+    ) -> wire.Committed:
+        """Commit a member's offset and order outputs. Raises IllegalGeneration for one that does not own the partition,
+        OffsetOutOfRange for an offset that cannot be committed, or is already; then nothing was done."""
+        group = self._of_mode(name, "stream")
+        place = place_of(self._topics.known(topic).state, number)
+        call = CommitCall(name, group.group_id, *place, self._outputs(publications), stream=stream)
+        return self._brought(call, place, forward)
+
+    def _of_mode(self, name: str, mode: str) -> GroupState:
+        group = self._desk.known(name)
+        if group.config.mode != mode:
+            raise GroupModeMismatch(
+                f"group {name!r} is a {group.config.mode} group: its commits have {_shape(group.config.mode)}, and no"
+                f" {_shape(mode)}"
+            )
+        return group
+
+    def _brought(self, call: CommitCall, place: Place, forward: bool) -> wire.Committed:
+        if not forward:
+            self._leaders.check_led_here([place])
+        done = self._leaders.one(place, _Work(call, self), forward=forward, repeatable=True)
+        return wire.Committed(done.acked, done.published, f"{place.number}-{done.offset}")
+
+    def _outputs(self, publications: list[Publication]) -> list[Output]:
+        """The outputs as they stand in the record. Topics that are missing are made. Raises what one of them would be
+        refused with, named by its place."""
+        if len(publications) > OUTPUTS_MAX:
+            raise MessageTooLarge(
+                f"{len(publications)} messages to publish, the limit is {OUTPUTS_MAX}: split the input"
+            )
+        names = dict.fromkeys(publication.topic for publication in publications)
+        if len(names) > OUTPUT_TOPICS_MAX:
+            raise InvalidRequest(f"outputs for {len(names)} topics in one commit, the limit is {OUTPUT_TOPICS_MAX}")
+        topics = {name: self._topics.get_or_create(name) for name in names}
+        for name, topic in topics.items():
+            size_of(topic, [publication.record for publication in publications if publication.topic == name])
+        wall_ms = self._clock.wall_ms()
+        outputs: list[Output] = []
+        for publication in publications:
+            topic = topics[publication.topic]
+            (record,) = with_default_ttl(topic, [publication.record], wall_ms)
+            outputs.append(Output(publication.topic, record, _partition_of(topic, publication)))
+        return outputs
+
+    # --- the leader --------------------------------------------------------------------------------------------------
+
+    def serve(self, body: bytes) -> bytes:
+        """A commit that another broker has checked, for a partition that this one leads."""
+        call = _decode_call(body)
+        group = self._desk.known(call.group)
+        if group.group_id != call.group_id:
+            raise InvalidRequest(f"the commit is of an earlier group {call.group!r}")
+        place = Place(call.topic, call.topic_id, call.number)
+        outcomes = self._leaders.run([place], _Work(call, self), forward=False)
+        return _encode([result_of(outcomes[place])])
+
+    def apply(self, call: CommitCall, place: Place) -> Committed:
+        """Append the commit, once; committed on return."""
+        group = self._desk.known(call.group)
+        if call.stream is None:
+            return self._apply_queue(self._desk.at(group, place), call)
+        return self._apply_stream(self._desk.partition(place), call, call.stream)
+
+    def _apply_queue(self, at: GroupPartition, call: CommitCall) -> Committed:
+        shown = [(delivery, epoch, sorted(set(offsets))) for delivery, epoch, offsets in call.shown]
+        commit_id = _id_of("queue", sorted(shown))
+        offsets = {offset for _, _, own in shown for offset in own}
+        first = at.delivery.commits.get(commit_id)
+        if first is not None:
+            return self._first_answer(at.partition, first, call, len(offsets))
+        verdicts, unfinished = at.weigh(_numbered(shown))
+        if not all(verdicts.values()):
+            raise StaleReceipt(
+                f"{sum(not good for good in verdicts.values())} of {len(verdicts)} leases have passed on: nothing was"
+                " acked, and nothing published"
+            )
+        ranges, ahead = at.finished(unfinished)
+        open_now = {offset for start, end in ranges for offset in range(start, end)}
+        open_now |= {spot[2] for spot in ahead if not at.delivery.is_ahead(spot[2])}
+        if open_now != offsets:
+            raise StaleReceipt(
+                f"{len(offsets - open_now)} of {len(offsets)} messages are done already, by an ack or another commit:"
+                " nothing was acked, and nothing published"
+            )
+        record = Commit(commit_id, self._clock.now_ms(), tuple(call.outputs), ranges, ahead)
+        offset = self._append(at.partition, call.group, record)
+        self._desk.acked(call.topic, call.group, len(offsets))
+        at.notify()
+        return Committed(len(offsets), len(call.outputs), offset)
+
+    def _apply_stream(self, partition: Partition, call: CommitCall, shown: StreamPlace) -> Committed:
+        stream = partition.streams.get(call.group)
+        if stream is None:
+            raise IllegalGeneration(
+                f"nobody of group {call.group!r} owns partition {call.number} of topic {call.topic!r}: join the group,"
+                " and send a heartbeat to learn the assignment"
+            )
+        commit_id = _id_of("stream", (shown.member, shown.generation, shown.offset))
+        first = stream.commits.get(commit_id)
+        if first is not None:
+            return self._first_answer(partition, first, call, 0)
+        if not stream.check_commit(shown.member, shown.generation, shown.offset, partition.high_watermark):
+            raise OffsetOutOfRange(
+                f"offset {shown.offset} is not above the committed one, {stream.committed}: that input is done already,"
+                " and nothing was published",
+                high_watermark=partition.high_watermark,
+            )
+        record = Commit(
+            commit_id,
+            self._clock.now_ms(),
+            tuple(call.outputs),
+            offset=shown.offset,
+            member=shown.member,
+            generation=shown.generation,
+        )
+        return Committed(0, len(call.outputs), self._append(partition, call.group, record))
+
+    def _append(self, partition: Partition, group: str, record: Commit) -> int:
+        """Where the record stands, once it is committed."""
+        size = len(_encode(record.outputs))
+        outbox: Outbox | None = None
+        if record.outputs:
+            outbox = self._outboxes.of(partition)
+            if outbox is None:
+                raise Unavailable("this broker was elected, and has not begun to lead yet", retry_after_s=0.1)
+            outbox.check_room(size)
+            partition.check_room()
+        pending = partition.append_group_record(group, record)
+        if outbox is not None:
+            outbox.ordered(pending.base_offset, size)
+        pending.wait()
+        return pending.base_offset
+
+    def _first_answer(self, partition: Partition, offset: int, call: CommitCall, acked: int) -> Committed:
+        """The answer to a commit that stands in the log: it may still be on its way to the disk."""
+        partition.wait_committed(offset)
+        stands = partition.control_at(offset)
+        published = len(call.outputs)
+        if stands is not None and stands.kind == Kind.COMMIT:
+            published = len(_decode_commit(stands.body).outputs)
+        return Committed(acked, published, offset)
+
+
+def _shape(mode: str) -> str:
+    return '"ack"' if mode == "queue" else '"member_id", "generation" and "offsets"'
+
+
+def _id_of(mode: str, shown: object) -> bytes:
+    """What names a commit: what was shown for it."""
+    return blake2b(_encode((mode, shown)), digest_size=16).digest()
+
+
+def _numbered(shown: list[tuple[int, int, list[int]]]) -> list[Shown]:
+    """The receipts with their places in a row."""
+    numbered: list[Shown] = []
+    first = 0
+    for delivery, leader_epoch, offsets in shown:
+        numbered.append(Shown(delivery, leader_epoch, list(range(first, first + len(offsets))), offsets))
+        first += len(offsets)
+    return numbered
+
+
+def _partition_of(topic: Topic, publication: Publication) -> int | None:
+    """Where the output goes: fixed here when it has a key, so that partitions that are added later move none of a
+    commit's outputs. Raises PartitionNotFound."""
+    if publication.partition is not None:
+        return place_of(topic.state, publication.partition).number
+    if publication.record.key is not None:
+        return zlib.crc32(publication.record.key) % topic.state.partitions
+    return None
