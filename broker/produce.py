@@ -8,7 +8,7 @@ partition's share is appended by its leader, all or nothing, and there it is dec
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import count
@@ -34,6 +34,8 @@ _turns = count()
 _decode_produce = msgspec.msgpack.Decoder(Produce).decode
 _encode = msgspec.msgpack.Encoder().encode
 _Results = list[Result[Appended]]
+# Raises Fenced for the stamp of a named producer that has been succeeded; does not switch greenlets.
+CheckFence = Callable[[Stamp], None]
 
 
 class Finder(Protocol):
@@ -94,9 +96,13 @@ class _Entry:
     pending: Pending | None = None
 
 
-def _entered(partition: Partition, records: Sequence[Record], stamp: Stamp | None, acks: Acks) -> _Entry:
+def _entered(
+    partition: Partition, records: Sequence[Record], stamp: Stamp | None, acks: Acks, check_fence: CheckFence
+) -> _Entry:
     """Allot offsets to what is new. Raises what the partition refuses with; nothing is applied then."""
     entry = _Entry(partition)
+    if stamp is not None:
+        check_fence(stamp)
     for rank, record in enumerate(records):
         place = partition.place_of_id(record.message_id) if record.message_id else None
         if place is None:
@@ -142,6 +148,7 @@ class _Producing:
     shares: dict[int, list[Record]]
     stamp: ProducerStamp | None
     acks: Acks
+    check_fence: CheckFence
     peers: Peers | None = None
     published: int = 0
     published_bytes: int = 0
@@ -153,7 +160,7 @@ class _Producing:
         for place in places:
             try:
                 partition = self.topic.partition(place.number)
-                entries[place] = _entered(partition, self.shares[place.number], stamp, self.acks)
+                entries[place] = _entered(partition, self.shares[place.number], stamp, self.acks, self.check_fence)
             except PortalMQError as error:
                 outcomes[place] = error
         for place, entry in entries.items():
@@ -177,12 +184,21 @@ class _Producing:
 class Producing:
     """Produce calls of clients, and the shares that other brokers bring."""
 
-    def __init__(self, leaders: Leaders, peers: Peers, find: Finder, published: Published, clock: WallClock) -> None:
+    def __init__(
+        self,
+        leaders: Leaders,
+        peers: Peers,
+        find: Finder,
+        published: Published,
+        clock: WallClock,
+        check_fence: CheckFence,
+    ) -> None:
         self._leaders = leaders
         self._peers = peers
         self._find = find
         self._published = published
         self._clock = clock
+        self._check_fence = check_fence
 
     def range(
         self,
@@ -203,6 +219,8 @@ class Producing:
             stamp = Stamp(producer.id, producer.epoch, producer.sequence) if producer else None
             try:
                 partition = topic.partition(number)
+                if stamp is not None:
+                    self._check_fence(stamp)
                 base_offset, timestamp_ms = partition.append(tuple(records), size, stamp=stamp, acks=acks)
             except (NotLeader, Unavailable) as error:
                 is_doubtful = error.outcome != "not_applied"
@@ -211,7 +229,7 @@ class Producing:
             else:
                 self._published(topic.name, len(records), size)
                 return ProducedRange(number, base_offset, len(records), timestamp_ms)
-        work = _Producing(topic, {number: records}, producer, acks, self._peers)
+        work = _Producing(topic, {number: records}, producer, acks, self._check_fence, self._peers)
         try:
             appended = self._leaders.one(place, work, forward=forward, repeatable=producer is not None)
         except PortalMQError as error:
@@ -247,7 +265,7 @@ class Producing:
         if producer is not None and len(indexes) != 1:
             raise InvalidRequest("a batch with a producer goes to one partition: name it with ?partition=")
         shares = {number: [records[index] for index in own] for number, own in indexes.items()}
-        work = _Producing(topic, shares, producer, acks, self._peers)
+        work = _Producing(topic, shares, producer, acks, self._check_fence, self._peers)
         if not forward:
             self._leaders.check_led_here(places.values())
         repeatable = producer is not None or idempotency_key is not None
@@ -263,7 +281,7 @@ class Producing:
         """Append what was ordered elsewhere, by partition: records with a message id, so that a repeat finds its first.
         What a topic takes was checked when it was ordered. Raises the error of a share; others may be appended."""
         places = [place_of(topic.state, number) for number in shares]
-        work = _Producing(topic, shares, None, "all", self._peers)
+        work = _Producing(topic, shares, None, "all", self._check_fence, self._peers)
         outcomes = self._leaders.run(places, work, repeatable=True)
         self._count(work)
         for outcome in outcomes.values():
@@ -274,7 +292,9 @@ class Producing:
         """Shares that another broker brings, for partitions that this one leads."""
         call = _decode_produce(body)
         topic = self._find(call.topic, call.topic_id)
-        work = _Producing(topic, {share.number: share.records for share in call.shares}, call.stamp, call.acks)
+        work = _Producing(
+            topic, {share.number: share.records for share in call.shares}, call.stamp, call.acks, self._check_fence
+        )
         places = [Place(call.topic, call.topic_id, share.number) for share in call.shares]
         outcomes = self._leaders.run(places, work, forward=False)
         self._count(work)

@@ -9,6 +9,7 @@ describe the same for Kafka).
 from __future__ import annotations
 
 import logging
+import secrets
 import threading
 import time
 from typing import Any
@@ -66,6 +67,9 @@ class Delivery:
         self._delivery_timeout_s = delivery_timeout_s
         self._identity: wire.ProducerIdentity | None = None
         self._identity_lock = threading.Lock()
+        # A new epoch of the same instance must not fence a successor of the name.
+        self._instance = secrets.token_hex(8) if producer_name is not None else ""
+        self._had_name = False
 
     def advance(self, lane: Lane, batch: Batch, limit_s: float | None) -> float | None:
         """Send what is left of the batch. None when it has its outcomes, else the seconds until the next try.
@@ -137,10 +141,15 @@ class Delivery:
         batch.body = None
 
     def _new_identity(self, deadline: float) -> wire.ProducerIdentity:
-        body = msgspec.json.encode(wire.ProducerIdRequest(self._name))
+        named = wire.ProducerIdRequest(self._name)
+        if self._name is not None:
+            named.instance, named.renews = self._instance, self._had_name
+        body = msgspec.json.encode(named)
         request = Request("POST", "/v1/producers", body, (("Content-Type", wire.JSON),), repeatable=True)
         try:
-            return decode_answer(self._transport.attempt(request, deadline), wire.ProducerIdentity)
+            identity = decode_answer(self._transport.attempt(request, deadline), wire.ProducerIdentity)
+            self._had_name = True
+            return identity
         except PortalMQError as error:
             # An identity that nobody uses does no harm: to the batch nothing has happened.
             error.outcome = "not_applied"

@@ -26,8 +26,17 @@ from portalmq.control_plane.plane import (
     Set,
 )
 from portalmq.control_plane.state import BrokerState, GroupState, PartitionState, Tombstone, TopicState
+from portalmq.control_plane.stream_groups import StreamGroups
 from portalmq.control_plane.tree import ATTEMPTS, Versioned
-from portalmq.errors import GroupModeMismatch, GroupNotFound, InvalidRequest, TopicExists, TopicNotFound, Unavailable
+from portalmq.errors import (
+    Fenced,
+    GroupModeMismatch,
+    GroupNotFound,
+    InvalidRequest,
+    TopicExists,
+    TopicNotFound,
+    Unavailable,
+)
 
 __all__ = ["ATTEMPTS", "BrokerIdTaken", "Catalog", "Deposed", "PartitionChange", "Versioned"]
 
@@ -294,14 +303,19 @@ class Catalog(Cluster):
             held = self._read(state.group_path(wire.check_name(name, "group")), GroupState)
             if held is None:
                 raise GroupNotFound(f"there is no group {name!r}")
-            self.plane.commit(Delete(state.group_path(name), held.version))
+            streams = StreamGroups(self.plane).removal(held.value.group_id) if held.value.group_id else []
+            self._commit_in_parts(streams, last=[Delete(state.group_path(name), held.version)])
 
         self._until_fitting(f"group {name!r}", delete)
 
     # --- producers ---
 
-    def next_producer(self, name: str | None) -> wire.ProducerIdentity:
-        """An identity for an idempotent producer: a fresh id; under a name, always the same id with the next epoch."""
+    def next_producer(self, name: str | None, *, instance: str = "", renews: bool = False) -> wire.ProducerIdentity:
+        """An identity for an idempotent producer: a fresh id; under a name, always the same id with the next epoch.
+
+        `instance` is the process that asks. One that `renews` had the name before: raises Fenced when another instance
+        has it now.
+        """
         if name is None:
             return wire.ProducerIdentity(id=self._next_producer_id(), epoch=0)
         path = state.producer_path(wire.check_name(name, "producer"))
@@ -309,14 +323,19 @@ class Catalog(Cluster):
         def take_over() -> wire.ProducerIdentity:
             held = self._read(path, state.ProducerState)
             if held is None:
-                identity = state.ProducerState(self._next_producer_id(), 0)
+                identity = state.ProducerState(self._next_producer_id(), 0, instance)
                 self.plane.commit(Create(path, state.encode(identity)))
             else:
-                identity = msgspec.structs.replace(held.value, epoch=held.value.epoch + 1)
+                if renews and held.value.instance != instance:
+                    raise Fenced(f"another instance of producer {name!r} has taken over: this one is to end")
+                identity = state.ProducerState(held.value.id, held.value.epoch + 1, instance)
                 self.plane.commit(Set(path, state.encode(identity), held.version))
             return wire.ProducerIdentity(id=identity.id, epoch=identity.epoch)
 
         return self._until_fitting(f"producer {name!r}", take_over)
+
+    def named_producers(self) -> list[state.ProducerState]:
+        return list(self._all(state.PRODUCERS, state.ProducerState).values())
 
     def reserve_producer_ids(self, below: int) -> None:
         """Give away no id below this one any more."""

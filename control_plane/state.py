@@ -199,10 +199,12 @@ class ProducerIds(msgspec.Struct, frozen=True):
 
 
 class ProducerState(msgspec.Struct, frozen=True):
-    """A named producer keeps its id; each start of it raises the epoch, which fences its older self."""
+    """A named producer keeps its id; each start of it raises the epoch, which fences its older self. `instance` is the
+    process that has the name now, as far as it named itself."""
 
     id: int
     epoch: int
+    instance: str = ""
 
 
 StateT = TypeVar("StateT", bound=msgspec.Struct)

@@ -1,4 +1,4 @@
-"""Messages: browse a partition, follow its tail, read a whole topic. Producing them is in traffic.py."""
+"""Messages: browse a partition, follow its tail, read a whole topic, list what is scheduled. (Produce: traffic.py.)"""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from portalmq import wire
 from portalmq.broker.api import outgoing
 from portalmq.broker.api.peer import peer_of
 from portalmq.broker.api.query import whole_number
-from portalmq.broker.api.room import Room, accepts, answer, answer_packed, query
+from portalmq.broker.api.room import Room, accepts, answer, answer_packed, no_content, query
 from portalmq.broker.api.traffic import may_forward
+from portalmq.broker.scheduled import BEGINNING, Due
 from portalmq.errors import InvalidRequest, PortalMQError, Unavailable
 
 BROWSE_MESSAGES = 100
@@ -138,8 +139,51 @@ def _lines(messages: Iterator[Any]) -> Iterator[bytes]:
     return blocks(block)
 
 
+# --- scheduled -------------------------------------------------------------------------------------------------------
+
+
+def list_scheduled(room: Room, topic: str) -> Response:
+    """A page of what is still to come, the next due first; `next`, when there is more, is the `after` of the next."""
+    wire.check_name(topic, "topic")
+    parameters = query("limit", "after")
+    limit = min(parameters.number("limit", least=1) or BROWSE_MESSAGES, wire.BROWSE_MESSAGES_MAX)
+    after = _due(parameters.text("after"))
+    page = room.domain.scheduled(topic, after=after, limit=limit, forward=may_forward(request.environ))
+    shown: dict[str, Any] = {"messages": [outgoing.json_message(stored) for stored in page.messages]}
+    if page.after is not None:
+        shown["next"] = str(page.after)
+    return answer(shown)
+
+
+def _due(text: str | None) -> Due:
+    if text is None:
+        return BEGINNING
+    parts = text.split("-")
+    if len(parts) != 3:
+        raise InvalidRequest(f"after is {text[:100]!r}, but must be the `next` of an earlier page")
+    return Due(*[whole_number(part, "each number of after") for part in parts])
+
+
+def cancel_scheduled(room: Room, topic: str, message_id: str) -> Response:
+    wire.check_name(topic, "topic")
+    query()
+    number, _, offset = message_id.partition("-")
+    room.domain.cancel_scheduled(
+        topic,
+        whole_number(number, "the partition of a message's id (<partition>-<offset>)"),
+        whole_number(offset, "the offset of a message's id (<partition>-<offset>)"),
+        forward=may_forward(request.environ),
+    )
+    return no_content()
+
+
+# --- producers -------------------------------------------------------------------------------------------------------
+
+
 def new_producer(room: Room) -> Response:
     named = wire.decode_json(room.body(), wire.ProducerIdRequest)
     if named.name is not None:
         wire.check_name(named.name, "producer")
-    return answer(room.domain.new_producer(named.name))
+    elif named.instance or named.renews:
+        raise InvalidRequest("instance and renews belong to a named producer: give its name")
+    return answer(room.domain.new_producer(named.name, instance=named.instance, renews=named.renews))

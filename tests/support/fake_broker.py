@@ -7,6 +7,7 @@ from typing import Any
 
 from portalmq import wire
 from portalmq.broker.browsing import Page, Stored
+from portalmq.broker.scheduled import Due, SchedulePage
 from portalmq.broker.waiting import Delivered
 from portalmq.errors import (
     GroupNotFound,
@@ -121,8 +122,8 @@ class FakeBroker:
         log.extend(records)
         return wire.ProducedRange(options["partition"], len(log) - len(records), len(records), NOW_MS)
 
-    def new_producer(self, name: str | None) -> wire.ProducerIdentity:
-        self._called("new_producer", name=name)
+    def new_producer(self, name: str | None, *, instance: str = "", renews: bool = False) -> wire.ProducerIdentity:
+        self._called("new_producer", name=name, instance=instance, renews=renews)
         return wire.ProducerIdentity(5, 2)
 
     def browse(self, topic: str, partition: int, **options: Any) -> Page:
@@ -137,6 +138,14 @@ class FakeBroker:
         stop = min(end, start + options["limit"])
         messages = [self._stored(topic, partition, offset) for offset in range(start, stop)]
         return Page(messages, stop, 0, end)
+
+    def scheduled(self, topic: str, *, after: Due, limit: int, forward: bool = True) -> SchedulePage:
+        self._called("scheduled", topic=topic, after=after, limit=limit)
+        messages = [self._stored(topic, 0, offset) for offset in range(len(self._log(topic)[0]))]
+        return SchedulePage(messages[:limit], Due(9, 0, limit) if len(messages) > limit else None)
+
+    def cancel_scheduled(self, topic: str, partition: int, offset: int, *, forward: bool = True) -> None:
+        self._called("cancel_scheduled", topic=topic, partition=partition, offset=offset)
 
     def _stored(self, topic: str, partition: int, offset: int) -> Stored:
         return Stored(topic, partition, offset, NOW_MS, self.logs[topic][partition][offset])

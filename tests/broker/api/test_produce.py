@@ -415,7 +415,7 @@ def test_a_name_outside_the_pattern_is_refused(client, domain, problem_of, name)
 def test_a_new_producer_gets_an_identity(client, domain, problem_of):
     assert client.post("/v1/producers", data=b'{"name":"p"}').get_json() == {"id": 5, "epoch": 2}
     assert client.post("/v1/producers").get_json() == {"id": 5, "epoch": 2}
-    assert domain.last("new_producer") == {"name": None}
+    assert domain.last("new_producer") == {"name": None, "instance": "", "renews": False}
     problem_of(client.post("/v1/producers", data=b'{"name":"a b"}'), 400, "invalid_request")
 
 

@@ -10,6 +10,7 @@ from support.fake_broker import NOW_MS
 
 from portalmq import wire
 from portalmq.broker.storage.batch import Record
+from portalmq.errors import MessageNotFound
 
 URL = "/v1/topics/t/messages"
 BROWSE = "/v1/topics/t/partitions/0/messages"
@@ -131,3 +132,46 @@ def test_a_browser_sees_when_a_message_is_due_and_over_and_its_priority(client, 
         shown, plain = (json.loads(line[6:]) for line in next(chunks).split(b"\n") if line.startswith(b"data: "))
     assert (shown["deliver_at_ms"], shown["expires_at_ms"], shown["priority"]) == (7, 8, 9)
     assert not {"deliver_at_ms", "expires_at_ms", "priority"} & set(plain)
+
+
+# --- what is scheduled ---
+
+
+def test_what_is_scheduled_is_listed_a_page_at_a_time(client, domain):
+    domain.logs["t"] = [[Record(b"%d" % number, deliver_at_ms=5 + number) for number in range(3)]]
+    first = client.get("/v1/topics/t/scheduled?limit=2").get_json()
+    assert [(each["id"], each["deliver_at_ms"]) for each in first["messages"]] == [("0-0", 5), ("0-1", 6)]
+    assert first["next"] == "9-0-2"
+    client.get(f"/v1/topics/t/scheduled?after={first['next']}")
+    assert domain.last("scheduled")["after"] == (9, 0, 2)
+    assert "next" not in client.get("/v1/topics/t/scheduled").get_json()
+
+
+def test_a_page_of_what_is_scheduled_has_a_limit(client, domain):
+    domain.logs["t"] = [[]]
+    client.get("/v1/topics/t/scheduled?limit=100000")
+    assert domain.last("scheduled")["limit"] == wire.BROWSE_MESSAGES_MAX
+
+
+@pytest.mark.parametrize(
+    "query", ["limit=0", "limit=x", "after=", "after=5", "after=0-1", "after=1-2-3-4", "after=a-b-c", "colour=red"]
+)
+def test_a_list_that_is_asked_for_in_a_wrong_way_is_refused(client, domain, problem_of, query):
+    domain.logs["t"] = [[]]
+    problem_of(client.get(f"/v1/topics/t/scheduled?{query}"), 400, "invalid_request")
+
+
+def test_a_scheduled_message_is_taken_back_by_its_id(client, domain):
+    assert client.delete("/v1/topics/t/scheduled/3-17").status_code == 204
+    assert domain.last("cancel_scheduled") == {"topic": "t", "partition": 3, "offset": 17}
+
+
+@pytest.mark.parametrize("message_id", ["3", "3-", "-", "a-b", "3-17-1", "3--1", "3-1.5", "99999999999999999999-0"])
+def test_what_is_no_id_of_a_message_is_refused(client, domain, problem_of, message_id):
+    problem_of(client.delete(f"/v1/topics/t/scheduled/{message_id}"), 400, "invalid_request")
+    assert not domain.calls_made("cancel_scheduled")
+
+
+def test_one_that_is_due_already_is_not_found(client, domain, problem_of):
+    domain.refuse = MessageNotFound("message 0-1 is due already")
+    problem_of(client.delete("/v1/topics/t/scheduled/0-1"), 404, "message_not_found")
