@@ -1,0 +1,479 @@
+"""Commits: all or nothing, once, and what is refused with nothing done."""
+
+from __future__ import annotations
+
+import gevent
+import msgspec
+import pytest
+from support.domain import records, running
+from support.outputs import commit, outputs, partition_of, receive, send, settled, stored_in, there
+from support.replicas import eventually
+
+from portalmq import wire
+from portalmq.broker import committing, outbox
+from portalmq.broker.committing import Publication, StreamPlace
+from portalmq.broker.core.records import Claim, Seek
+from portalmq.broker.storage.batch import Kind, Record
+from portalmq.broker.storage.errors import DiskFull
+from portalmq.errors import (
+    Backpressure,
+    GroupModeMismatch,
+    GroupNotFound,
+    IllegalGeneration,
+    InvalidRequest,
+    MessageTooLarge,
+    OffsetOutOfRange,
+    PartitionNotFound,
+    StaleReceipt,
+    StorageFull,
+    TopicNotFound,
+    Unavailable,
+)
+
+
+@pytest.fixture
+def fixture(tmp_path):
+    with running(tmp_path) as it:
+        yield it
+
+
+def test_input_is_done_and_output_is_there_once(fixture):
+    send(fixture, "a", "b", "c")
+    messages = receive(fixture, 2)
+    done = commit(fixture, messages, outputs("A", "B"))
+    assert (done.acked, done.published) == (2, 2)
+    settled(fixture)
+    assert there(fixture) == ["A", "B"]
+    fixture.clock.advance(60_000)
+    assert [message.record.value for message in receive(fixture)] == [b"c"], "what was committed is done"
+
+
+def test_a_repeat_of_the_same_receipts_gives_the_first_answer_and_publishes_nothing(fixture):
+    send(fixture, "a", "b")
+    messages = receive(fixture)
+    first = commit(fixture, messages, outputs("A"))
+    assert commit(fixture, messages[::-1], outputs("something", "else")) == first
+    settled(fixture)
+    assert there(fixture) == ["A"]
+
+
+def test_a_commit_that_two_send_at_once_is_done_once(fixture):
+    send(fixture, "a")
+    messages = receive(fixture)
+    tries = [gevent.spawn(commit, fixture, messages, outputs("A")) for _ in range(5)]
+    gevent.joinall(tries, raise_error=True)
+    assert len({each.value.id for each in tries}) == 1
+    settled(fixture)
+    assert there(fixture) == ["A"]
+
+
+def test_a_lease_that_has_passed_on_refuses_the_whole_commit(fixture):
+    send(fixture, "a", "b")
+    late = receive(fixture, 1)
+    fixture.clock.advance(31_000)
+    (again,) = [message for message in receive(fixture, 1) if message.offset == late[0].offset]
+    rest = receive(fixture)
+    end = partition_of(fixture).replica.next_offset
+    with pytest.raises(StaleReceipt, match="nothing was acked") as stale:
+        commit(fixture, [*late, *rest], outputs("A"))
+    assert stale.value.outcome == "not_applied"
+    assert partition_of(fixture).replica.next_offset == end, "nothing was appended"
+    commit(fixture, [again, *rest], outputs("A"))
+    settled(fixture)
+    assert there(fixture) == ["A"]
+
+
+@pytest.mark.parametrize("how", ["ack", "commit"])
+def test_what_is_done_already_refuses_a_commit(fixture, how):
+    send(fixture, "a", "b")
+    messages = receive(fixture)
+    if how == "ack":
+        fixture.broker.ack("g", [messages[0].receipt])
+    else:
+        commit(fixture, messages[:1])
+    with pytest.raises(StaleReceipt, match="done already"):
+        commit(fixture, messages, outputs("A"))
+    settled(fixture)
+    assert there(fixture) == []
+    commit(fixture, messages[1:], outputs("B"))
+    settled(fixture)
+    assert there(fixture) == ["B"]
+
+
+def test_receipts_of_two_partitions_are_refused(fixture):
+    fixture.broker.create_topic("in", wire.CreateTopic(partitions=2))
+    send(fixture, "a", partition=0)
+    send(fixture, "b", partition=1)
+    messages = receive(fixture)
+    with pytest.raises(InvalidRequest, match="2 partitions"):
+        commit(fixture, messages)
+    assert commit(fixture, messages[:1]).acked == 1
+
+
+def test_foreign_and_forged_receipts_are_refused(fixture):
+    send(fixture, "a")
+    (message,) = receive(fixture)
+    receive(fixture, group="other")
+    with pytest.raises(InvalidRequest):
+        commit(fixture, [message], group="other")
+    forged = message.receipt[:20] + ("A" if message.receipt[20] != "A" else "B") + message.receipt[21:]
+    with pytest.raises(InvalidRequest):
+        fixture.broker.committing.commit_receipts("g", [forged], [], forward=True)
+    with pytest.raises(GroupNotFound):
+        commit(fixture, [message], group="nobody")
+
+
+def test_outputs_are_checked_whole_before_anything_is_done(fixture):
+    fixture.broker.create_topic("out", wire.CreateTopic(partitions=2, config={"max_message_bytes": 10}))
+    send(fixture, "a")
+    messages = receive(fixture)
+    end = partition_of(fixture).replica.next_offset
+    with pytest.raises(MessageTooLarge, match="message 1"):
+        commit(fixture, messages, outputs("fine", "x" * 11))
+    with pytest.raises(PartitionNotFound):
+        commit(fixture, messages, outputs("A", partition=2))
+    many = [each for number in range(101) for each in outputs("A", topic=f"t{number}")]
+    with pytest.raises(InvalidRequest, match="101 topics"):
+        commit(fixture, messages, many)
+    with pytest.raises(MessageTooLarge, match="10001 messages"):
+        commit(fixture, messages, outputs("A") * 10_001)
+    assert partition_of(fixture).replica.next_offset == end
+    commit(fixture, messages, outputs("A", partition=1))
+    settled(fixture)
+    assert [(stored.partition, stored.record.value) for stored in stored_in(fixture, "out")] == [(1, b"A")]
+
+
+def test_missing_topics_are_made_or_refused_as_the_cluster_says(fixture):
+    send(fixture, "a", "b")
+    messages = receive(fixture)
+    commit(fixture, messages[:1], outputs("A", topic="new"))
+    settled(fixture)
+    assert there(fixture, "new") == ["A"]
+    fixture.broker.topics._auto_create = False
+    with pytest.raises(TopicNotFound):
+        commit(fixture, messages[1:], outputs("A", topic="newer"))
+
+
+def test_outputs_keep_their_order_key_and_options_and_go_where_their_key_points(fixture):
+    fixture.broker.create_topic("out", wire.CreateTopic(partitions=4))
+    send(fixture, *(str(n) for n in range(20)))
+    for message in receive(fixture, 20):
+        key = b"k%d" % (message.offset % 3)
+        record = Record(b"%d" % message.offset, wire.TEXT, key, {"h": "1"}, None, None, 7)
+        commit(fixture, [message], [Publication("out", record)])
+    settled(fixture)
+    stored = stored_in(fixture, "out")
+    assert len(stored) == 20
+    for key in {each.record.key for each in stored}:
+        own = [each for each in stored if each.record.key == key]
+        assert len({each.partition for each in own}) == 1
+        values = [int(each.record.value) for each in own]
+        assert values == sorted(values)
+    produced = fixture.broker.produce("out", records("x", key=b"k1"), None, acks="all")
+    assert produced[0].partition == next(each.partition for each in stored if each.record.key == b"k1")
+    assert {(each.record.headers["h"], each.record.priority) for each in stored} == {("1", 7)}
+
+
+def test_a_commit_survives_a_restart_with_its_repeat_and_its_outputs(tmp_path):
+    with running(tmp_path) as before:
+        send(before, "a", "b")
+        messages = receive(before)
+        before.broker.outboxes._slots.acquire()  # whoever would carry the orders out waits
+        for _ in range(outbox.PARTITIONS_AT_ONCE - 1):
+            before.broker.outboxes._slots.acquire()
+        first = commit(before, messages, outputs("A", "B"))
+        assert there(before) == []
+        clock = before.clock
+    with running(tmp_path, clock) as after:
+        eventually(lambda: there(after) == ["A", "B"])
+        assert commit(after, messages, outputs("A", "B")) == first
+        settled(after)
+        assert there(after) == ["A", "B"]
+
+
+def test_outputs_that_were_appended_before_done_was_written_are_not_appended_again(tmp_path):
+    with running(tmp_path) as before:
+        send(before, "a")
+        messages = receive(before)
+        own = before.broker.outboxes.of(partition_of(before))
+        own._done = lambda finished: gevent.sleep(60)  # it dies between the two
+        commit(before, messages, outputs("A", "B"))
+        eventually(lambda: there(before) == ["A", "B"])
+        clock = before.clock
+    with running(tmp_path, clock) as after:
+        assert partition_of(after).groups.outbox or there(after) == ["A", "B"]
+        settled(after)
+        assert there(after) == ["A", "B"]
+
+
+def test_at_most_once_groups_have_nothing_to_commit(fixture):
+    send(fixture, "a")
+    fixture.broker.groups.put("g", {})
+    messages = receive(fixture)
+    group = fixture.broker.groups.known("g")
+    config = msgspec.structs.replace(group.config, delivery="at_most_once")
+    fixture.broker.groups._remember("g", msgspec.structs.replace(group, config=config))
+    with pytest.raises(InvalidRequest, match="at_most_once"):
+        commit(fixture, messages)
+
+
+# --- what stands in the way ------------------------------------------------------------------------------------------
+
+
+def test_too_many_open_outputs_are_refused_and_taken_later(fixture, monkeypatch):
+    monkeypatch.setattr(outbox, "OPEN_COMMITS_MAX", 3)
+    send(fixture, *"abcdefgh")
+    messages = receive(fixture)
+    real, blocked = fixture.broker._producing.copies, [True]
+
+    def copies(topic, shares):
+        if blocked:
+            raise Unavailable("no leader", retry_after_s=0.01)
+        real(topic, shares)
+
+    fixture.broker.outboxes._destinations.copies = copies
+    for message in messages[:3]:
+        commit(fixture, [message], outputs(str(message.offset)))
+    with pytest.raises(Backpressure, match="3 commits") as refused:
+        commit(fixture, messages[3:4], outputs("3"))
+    assert refused.value.outcome == "not_applied"
+    commit(fixture, messages[4:5]), "one without outputs leaves nothing open"
+    blocked.clear()
+    settled(fixture)
+    commit(fixture, messages[3:4], outputs(str(messages[3].offset)))
+    settled(fixture)
+    assert there(fixture) == [str(message.offset) for message in messages[:4]], "in the order of the commits"
+
+
+def test_open_outputs_are_bounded_in_bytes(fixture, monkeypatch):
+    monkeypatch.setattr(outbox, "OPEN_BYTES_MAX", 1_000)
+    send(fixture, "a", "b")
+    messages = receive(fixture)
+    monkeypatch.setattr(fixture.broker.outboxes._destinations, "copies", lambda *_: gevent.sleep(60))
+    commit(fixture, messages[:1], outputs("x" * 900))
+    with pytest.raises(Backpressure):
+        commit(fixture, messages[1:], outputs("x" * 900))
+
+
+def test_a_full_disk_refuses_before_anything_is_done(fixture):
+    send(fixture, "a")
+    messages = receive(fixture)
+    fixture.disk.is_full = True
+    with pytest.raises(StorageFull):
+        commit(fixture, messages, outputs("A"))
+    fixture.disk.is_full = False
+    commit(fixture, messages, outputs("A"))
+    settled(fixture)
+    assert there(fixture) == ["A"]
+
+
+def test_a_commit_that_the_disk_refuses_leaves_no_trace(fixture, monkeypatch):
+    send(fixture, "a")
+    fixture.broker.create_topic("out", wire.CreateTopic())
+    messages = receive(fixture)
+    log = partition_of(fixture).log
+    real = log.append
+
+    def refused(batches) -> None:
+        if any(batch.kind == Kind.COMMIT for batch in batches):
+            monkeypatch.setattr(log, "append", real)
+            raise DiskFull("no room")
+        real(batches)
+
+    monkeypatch.setattr(log, "append", refused)
+    with pytest.raises(StorageFull):
+        commit(fixture, messages, outputs("A"))
+    assert not partition_of(fixture).groups.outbox
+    assert there(fixture) == []
+    commit(fixture, messages, outputs("A"))
+    settled(fixture)
+    assert there(fixture) == ["A"]
+
+
+def test_outputs_for_a_topic_that_was_deleted_are_dropped_and_hold_nothing_up(fixture):
+    send(fixture, "a", "b")
+    fixture.broker.create_topic("gone", wire.CreateTopic())
+    messages = receive(fixture)
+    for _ in range(outbox.PARTITIONS_AT_ONCE):
+        fixture.broker.outboxes._slots.acquire()
+    commit(fixture, messages[:1], outputs("A", topic="gone"))
+    commit(fixture, messages[1:], outputs("B"))
+    fixture.broker.delete_topic("gone")
+    for _ in range(outbox.PARTITIONS_AT_ONCE):
+        fixture.broker.outboxes._slots.release()
+    settled(fixture)
+    assert there(fixture) == ["B"]
+    assert "gone" not in {topic.name for topic in fixture.broker.list_topics()}
+
+
+def test_a_purge_waits_for_what_is_still_to_be_published(fixture, monkeypatch):
+    send(fixture, "a")
+    messages = receive(fixture)
+    for _ in range(outbox.PARTITIONS_AT_ONCE):
+        fixture.broker.outboxes._slots.acquire()
+    commit(fixture, messages, outputs("A"))
+    monkeypatch.setattr("portalmq.broker.upkeep.ORDERS_WITHIN_S", 0.05)
+    with pytest.raises(Unavailable, match="nothing was purged"):
+        fixture.broker.purge("in", partition=None, before_offset=None)
+    for _ in range(outbox.PARTITIONS_AT_ONCE):
+        fixture.broker.outboxes._slots.release()
+    settled(fixture)
+    fixture.broker.purge("in", partition=None, before_offset=None)
+    assert there(fixture) == ["A"]
+
+
+def test_retention_spares_what_the_outbox_has_to_read(fixture):
+    send(fixture, "a")
+    messages = receive(fixture)
+    for _ in range(outbox.PARTITIONS_AT_ONCE):
+        fixture.broker.outboxes._slots.acquire()
+    commit(fixture, messages, outputs("A"))
+    partition = partition_of(fixture)
+    (order,) = partition.groups.outbox
+    for _ in range(3):
+        send(fixture, "x" * 1000)
+        fixture.broker.pool.apply(partition.log.roll)
+    fixture.clock.advance(30 * wire.DAY_MS)
+    partition.retain(1_000, None, 1)
+    assert partition.log.base_offset <= order
+    for _ in range(outbox.PARTITIONS_AT_ONCE):
+        fixture.broker.outboxes._slots.release()
+    settled(fixture)
+    assert there(fixture) == ["A"]
+    partition.retain(1_000, None, 1)
+    assert partition.log.base_offset > order
+
+
+def test_large_outputs_go_in_several_shipments(fixture, monkeypatch):
+    monkeypatch.setattr(outbox, "SHIPMENT_BYTES_MAX", 2_000)
+    send(fixture, "a", "b")
+    shipped: list[int] = []
+    real = fixture.broker.outboxes._destinations.copies
+
+    def copies(topic, shares):
+        shipped.append(sum(len(share) for share in shares.values()))
+        real(topic, shares)
+
+    fixture.broker.outboxes._destinations.copies = copies
+    values = [f"{n}".rjust(500) for n in range(20)]
+    for message in receive(fixture):
+        commit(fixture, [message], outputs(*values))
+    settled(fixture)
+    assert there(fixture) == values * 2
+    assert max(shipped) <= 5
+
+
+def test_ids_tell_partitions_records_epochs_and_places_apart(fixture):
+    send(fixture, "a")
+    commit(fixture, receive(fixture), outputs("A", "A"))
+    settled(fixture)
+    ids = [stored.record.message_id for stored in stored_in(fixture, "out")]
+    assert len(set(ids)) == 2
+    order = next(batch for batch in partition_of(fixture).log.control_records() if batch.kind == Kind.COMMIT)
+    topic_id = partition_of(fixture).topic_id
+    assert ids == [outbox.output_id(topic_id, 0, order, index) for index in range(2)]
+    later = msgspec.structs.replace(order, leader_epoch=order.leader_epoch + 1)
+    assert outbox.output_id(topic_id, 0, later, 0) not in ids
+
+
+# --- stream groups ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def stream(fixture):
+    """A stream group whose member `m` owns partition 0 in generation 3."""
+    group = fixture.broker.groups.ensure("s")
+    config = msgspec.structs.replace(group.config, mode="stream")
+    fixture.broker.groups._remember("s", msgspec.structs.replace(group, config=config))
+    send(fixture, *"abcdef")
+    partition_of(fixture).append_group_record("s", Claim("m", 3, 0, 1)).wait()
+    return fixture
+
+
+def commit_offset(fixture, offset: int, publish=(), *, member: str = "m", generation: int = 3, group: str = "s"):
+    place = StreamPlace(member, generation, offset)
+    return fixture.broker.committing.commit_offset(group, "in", 0, place, list(publish), forward=True)
+
+
+def test_a_stream_member_commits_its_offset_with_its_outputs(stream):
+    first = commit_offset(stream, 3, outputs("A"))
+    assert first.published == 1
+    assert partition_of(stream).streams["s"].committed == 3
+    assert commit_offset(stream, 3, outputs("A")) == first, "a repeat"
+    settled(stream)
+    assert there(stream) == ["A"]
+
+
+def test_a_zombie_member_commits_nothing(stream):
+    partition_of(stream).append_group_record("s", Claim("heir", 4, 0, 2)).wait()
+    for member, generation in (("m", 3), ("m", 4), ("heir", 3)):
+        with pytest.raises(IllegalGeneration):
+            commit_offset(stream, 3, outputs("Z"), member=member, generation=generation)
+    commit_offset(stream, 3, outputs("A"), member="heir", generation=4)
+    settled(stream)
+    assert there(stream) == ["A"]
+
+
+def test_an_offset_that_is_committed_already_publishes_nothing_again(stream):
+    commit_offset(stream, 3, outputs("A"))
+    with pytest.raises(OffsetOutOfRange, match="committed 3"):
+        commit_offset(stream, 2, outputs("B"))
+    with pytest.raises(OffsetOutOfRange, match="done already"):
+        commit_offset(stream, 3, outputs("B"), generation=4)
+    with pytest.raises(OffsetOutOfRange, match="can be read up to"):
+        commit_offset(stream, 10_000, outputs("B"))
+    settled(stream)
+    assert there(stream) == ["A"]
+
+
+def test_after_a_seek_the_same_offset_is_committed_anew(stream):
+    commit_offset(stream, 3, outputs("A"))
+    partition_of(stream).append_group_record("s", Seek(0, 4, 2)).wait()
+    partition_of(stream).append_group_record("s", Claim("m", 5, 0, 2)).wait()
+    commit_offset(stream, 3, outputs("again"), generation=5)
+    settled(stream)
+    assert there(stream) == ["A", "again"]
+
+
+def test_a_partition_that_nobody_owns_takes_no_commit(stream):
+    stream.broker.create_topic("in", wire.CreateTopic())
+    partition_of(stream).streams.pop("s")
+    with pytest.raises(IllegalGeneration, match="join the group"):
+        commit_offset(stream, 3)
+
+
+def test_commits_of_the_other_mode_are_refused(stream):
+    messages = receive(stream)
+    with pytest.raises(GroupModeMismatch, match="member_id"):
+        commit(stream, messages, group="s")
+    with pytest.raises(GroupModeMismatch, match='"ack"'):
+        commit_offset(stream, 3, group="g")
+
+
+def test_commits_that_were_forgotten_are_refused_and_not_done_again(fixture, monkeypatch):
+    monkeypatch.setattr("portalmq.broker.core.delivery.COMMITS_REMEMBERED", 2)
+    send(fixture, *"abcd")
+    messages = receive(fixture)
+    for message in messages:
+        commit(fixture, [message], outputs(str(message.offset)))
+    with pytest.raises(StaleReceipt, match="done already"):
+        commit(fixture, messages[:1], outputs("again"))
+    settled(fixture)
+    assert len(there(fixture)) == 4
+
+
+def test_the_calls_between_brokers_carry_all_of_a_commit(fixture):
+    send(fixture, "a")
+    messages = receive(fixture)
+    call_of: list[committing.CommitCall] = []
+    real = fixture.broker.committing._brought
+
+    def brought(call, place, forward):
+        call_of.append(msgspec.msgpack.decode(msgspec.msgpack.encode(call), type=committing.CommitCall))
+        return real(call, place, forward)
+
+    fixture.broker.committing._brought = brought
+    first = commit(fixture, messages, outputs("A", key=b"k"))
+    answer = fixture.broker.serve_peer("commit", msgspec.msgpack.encode(call_of[0]), None)
+    ((value, refused),) = msgspec.msgpack.decode(answer)
+    assert (value, refused) == ([1, 1, int(first.id.split("-")[1])], None)
