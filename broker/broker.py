@@ -225,6 +225,8 @@ class Broker:
         self.topics.on_stepped_down = self._stepped_down
         self.groups.on_acked = self.metrics.acked
         self.groups.on_delivered = self.metrics.delivered
+        self.groups.on_dead = self.metrics.dead
+        self.groups.on_expired = self.metrics.expired
         self.membership.on_changed += [self._fences.hear, self.topics.sync, self.groups.sync, self._changed]
         self.membership.on_session_lost.append(self.topics.session_lost)
 

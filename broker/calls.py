@@ -229,6 +229,7 @@ class GroupCount(msgspec.Struct, array_like=True):
     scheduled: int
     lag: int
     oldest_unacked_ms: int
+    dead: int = 0
 
 
 class GroupCounts(msgspec.Struct, array_like=True):

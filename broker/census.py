@@ -184,7 +184,7 @@ def _described(group: GroupState, counts: list[GroupCount]) -> wire.GroupDescrip
         ready=sum([count.ready for count in counts]),
         in_flight=sum([count.in_flight for count in counts]),
         scheduled=sum([count.scheduled for count in counts]),
-        dead=0,
+        dead=sum([count.dead for count in counts]),
         lag=sum([count.lag for count in counts]),
         oldest_unacked_ms=max([count.oldest_unacked_ms for count in counts], default=0),
         config=group.config,

@@ -7,25 +7,43 @@ payload is read, with no switch of greenlets in between, so no message is handed
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from contextlib import suppress
 from typing import NamedTuple
 
 import gevent
 
 from portalmq.broker.clock import Clock
-from portalmq.broker.core.delivery import GroupDelivery, Plan
+from portalmq.broker.core.choice import Choice, choose, has_turn, note
+from portalmq.broker.core.delivery import OUTSTANDING_MAX, GroupDelivery
 from portalmq.broker.core.fold import SpanFold
+from portalmq.broker.core.keys import HELD_MAX
+from portalmq.broker.core.lanes import DELAYED
 from portalmq.broker.core.receipts import ReceiptBook
-from portalmq.broker.core.records import Ack, Extend, Grant, GroupStart, Nack, Range, Spot, ranges_of
+from portalmq.broker.core.records import Ack, Dead, Extend, Grant, GroupStart, Nack, Range, Spot, ranges_of
 from portalmq.broker.partition import Partition
 from portalmq.broker.reader import Piece
+from portalmq.broker.supply import PartitionSupply
+from portalmq.broker.tally import counted
 from portalmq.broker.waiting import Delivered, Peer, ReceiveOptions, Waiter
 from portalmq.broker.writer import Pending
+from portalmq.errors import PortalMQError
 from portalmq.wire import GroupConfig
 
 __all__ = ["Delivered", "GroupPartition", "Peer", "Shown"]
 
 HANDED_RANGES_MAX = 1_000
+# Messages that are given up by one record.
+DEAD_A_RECORD = 1_000
+# Where nobody sleeps here, what is given up at the end of a lease waits for company this long.
+SWEEP_MS = 1_000
+# A wait for the wall clock is looked at again this often, as that clock may jump.
+LOOK_AGAIN_MS = 1_000
+SOON_MS = 20
+# A cursor that has passed so many places of other lanes is worth a record.
+PASSED_MAX = 10_000
+EXHAUSTED = "max_deliveries: the last lease ended without an ack"
+NAMES_MAX = 190
 
 
 class Shown(NamedTuple):
@@ -37,8 +55,9 @@ class Shown(NamedTuple):
     offsets: list[int]
 
 
-# Neighbouring pieces with their delivery number, the same in all of a run: they share a range and a receipt's head.
-Run = list[tuple[Piece, int]]
+# Neighbouring pieces with their delivery number and lane, the same in all of a run: they share a range and a receipt's
+# head.
+Run = list[tuple[Piece, int, int]]
 
 # Whether the receipt at an index of the request counts.
 Verdicts = dict[int, bool]
@@ -89,12 +108,18 @@ class GroupPartition:
         self._book = book
         self._clock = clock
         self._sleepers: dict[Waiter, None] = {}
+        self._supply = PartitionSupply(partition)
         self._timer: gevent.Greenlet | None = None
         self._timer_at_ms = 0
         self._detached = False
         self._handed = _Handed()
+        # The group's settings as they are now.
+        self.settings: Callable[[], GroupConfig] = GroupConfig
         # How many messages were handed out just now, and how many of them not for the first time.
         self.on_delivered: Callable[[int, int], None] = lambda messages, again: None
+        # How many were given up, and how many were left out since they have expired.
+        self.on_dead: Callable[[int], None] = lambda messages: None
+        self.on_expired: Callable[[int], None] = lambda messages: None
         partition.on_readable.append(self.notify)
 
     @property
@@ -140,18 +165,71 @@ class GroupPartition:
         delivery = self.partition.delivery.get(self.group)
         if delivery is None or self._detached:
             return False
-        return delivery.may_take_fresh(self.partition.readable_end) or delivery.has_returned(self._clock.now_ms())
+        now_ms = self._clock.now_ms()
+        if self._has_fresh(delivery):
+            return True
+        if self.settings().ordering == "key":
+            return has_turn(delivery, now_ms, self.partition.high_watermark)
+        return delivery.has_returned(now_ms)
+
+    def _has_fresh(self, delivery: GroupDelivery) -> bool:
+        if delivery.outstanding >= OUTSTANDING_MAX or delivery.held >= HELD_MAX:
+            return False
+        end = self.partition.readable_end
+        if max(delivery.next, self._supply.looked) < end:
+            return True
+        lanes = self._supply.lanes()
+        return bool(lanes) and self._has_in_lanes(delivery, lanes)
+
+    def _has_in_lanes(self, delivery: GroupDelivery, lanes: Collection[int]) -> bool:
+        by_key = self.settings().ordering == "key"
+        for lane in lanes:
+            if lane >= DELAYED or by_key:
+                continue
+            _, offset = delivery.cursors.get(lane, (0, 0))
+            if next(self._supply.fresh(lane, 0, max(offset, delivery.start)), None) is not None:
+                return True
+        due_ms = self._next_due_ms(delivery)
+        return due_ms is not None and due_ms <= self.partition.readable_by_ms(self._clock.wall_ms())
+
+    def _next_due_ms(self, delivery: GroupDelivery) -> int | None:
+        """When the next delayed message is due, by the wall clock."""
+        lanes = [lane for lane in self._supply.lanes() if lane >= DELAYED]
+        firsts = [next(self._supply.fresh(lane, *delivery.cursors.get(lane, (0, 0))), None) for lane in lanes]
+        return min([run.due_ms for run in firsts if run is not None], default=None)
+
+    # --- the bell ----------------------------------------------------------------------------------------------------
 
     def _arm(self) -> None:
-        """While someone sleeps, ring when the next lease or back-off ends."""
-        if not self._sleepers or self.group not in self.partition.delivery:
+        """Ring when the next lease or back-off ends, since what has been delivered often enough is to be given up even
+        if nobody asks; and while someone sleeps, when the next delayed message is due."""
+        if self._detached or self.group not in self.partition.delivery:
             return
-        at_ms = self.delivery.next_wakeup_ms()
-        if at_ms is None or (self._timer is not None and self._timer_at_ms <= at_ms):
+        wait_ms = self._wait_ms()
+        if wait_ms is None:
+            return
+        at_ms = self._clock.now_ms() + wait_ms
+        if self._timer is not None and self._timer_at_ms <= at_ms:
             return
         self._disarm()
         self._timer_at_ms = at_ms
-        self._timer = gevent.spawn_later(max(0, at_ms - self._clock.now_ms()) / 1000, self._ring)
+        self._timer = gevent.spawn_later(wait_ms / 1000, self._ring)
+
+    def _wait_ms(self) -> int | None:
+        delivery, now_ms = self.delivery, self._clock.now_ms()
+        waits: list[int] = []
+        ends_ms = delivery.next_wakeup_ms()
+        if ends_ms is not None:
+            waits.append(max(ends_ms - now_ms, 0 if self._sleepers else SWEEP_MS))
+        if self._sleepers:
+            if self._supply.lanes():
+                due_ms = self._next_due_ms(delivery)
+                if due_ms is not None:
+                    left_ms = due_ms - self._clock.wall_ms()
+                    waits.append(min(left_ms, LOOK_AGAIN_MS) if left_ms > 0 else LOOK_AGAIN_MS)
+            if delivery.keys is not None and not delivery.keys.is_settled:
+                waits.append(SOON_MS)
+        return min(waits, default=None)
 
     def _disarm(self) -> None:
         if self._timer is not None:
@@ -160,6 +238,10 @@ class GroupPartition:
 
     def _ring(self) -> None:
         self._timer = None
+        if self._detached or self.group not in self.partition.delivery:
+            return
+        with suppress(PortalMQError):  # it is led elsewhere from now on, or the next bell is early enough
+            self._bury(self._clock.now_ms())
         self.notify()
 
     # --- receive -----------------------------------------------------------------------------------------------------
@@ -172,16 +254,32 @@ class GroupPartition:
         return self.partition.append_group_record(self.group, record)
 
     def take(self, options: ReceiveOptions) -> list[Delivered]:
-        """Lease what is there, at most `max_messages`."""
+        """Lease what is there, at most `max_messages`. With at_most_once it is acked before it is handed out."""
         now_ms = self._clock.now_ms()
-        pieces, next_offset = self._chosen(self.delivery.plan(now_ms, options.max_messages))
-        if not pieces:
+        self._bury(now_ms)
+        choice = self._choice(now_ms, options.max_messages)
+        runs = _runs(self._pieces(choice))
+        if not runs:
+            self._pass_over(choice)
             return []
-        runs = _runs(pieces)
+        config = self.settings()
+        at_most_once = config.delivery == "at_most_once"
         deadline_ms = now_ms + options.visibility_timeout_ms
         ranges = tuple([(run[0][0].start, run[-1][0].end, run[0][1]) for run in runs])
-        grant = Grant(ranges, next_offset, now_ms, deadline_ms, options.consumer, options.attempt_id)
-        self.partition.append_group_record(self.group, grant, is_soft=True)
+        lanes = tuple([run[0][2] for run in runs]) if self.delivery.cursors or choice.cursors else ()
+        grant = Grant(
+            ranges,
+            max(choice.next, self._supply.looked),
+            now_ms,
+            deadline_ms,
+            options.consumer,
+            options.attempt_id,
+            lanes,
+            choice.spots(),
+            tuple(choice.gone),
+            tuple(choice.held),
+        )
+        self._append_grant(grant, choice)
         for start, end, _ in ranges:
             self._handed.add(start, end)
         if len(self._handed) > HANDED_RANGES_MAX:
@@ -189,20 +287,87 @@ class GroupPartition:
         self._arm()
         again = sum([end - start for start, end, deliveries in ranges if deliveries > 1])
         self.on_delivered(sum([end - start for start, end, _ in ranges]), again)
-        return self._delivered(runs, deadline_ms)
+        delivered = self._delivered(runs, deadline_ms)
+        if at_most_once:
+            done = tuple([(start, end) for start, end, _ in ranges])
+            self.partition.append_group_record(self.group, Ack(done, now_ms)).wait()
+        return delivered
 
-    def _chosen(self, plan: Plan) -> tuple[list[tuple[Piece, int]], int]:
-        pieces = [
-            (piece, span.deliveries + 1)
-            for span in plan.returned
-            for piece in self.partition.pieces(span.start, span.end, span.end - span.start)
-        ]
-        next_offset = plan.fresh_from
-        if plan.fresh_max and plan.fresh_from < self.partition.readable_end:
-            for piece in self.partition.pieces(plan.fresh_from, self.partition.readable_end, plan.fresh_max):
-                pieces.append((piece, 1))
-                next_offset = piece.end
-        return pieces, next_offset
+    def _choice(self, now_ms: int, max_messages: int) -> Choice:
+        config, wall_ms = self.settings(), self._clock.wall_ms()
+        self._supply.by_key = config.ordering == "key"
+        return choose(
+            self.delivery,
+            self._supply,
+            now_ms=now_ms,
+            wall_ms=wall_ms,
+            due_by_ms=self.partition.readable_by_ms(wall_ms),
+            max_messages=max_messages,
+            max_deliveries=config.max_deliveries,
+            by_key=self._supply.by_key,
+            committed=self.partition.high_watermark,
+            cancelled=self.partition.groups.cancelled,
+        )
+
+    def _pieces(self, choice: Choice) -> list[tuple[Piece, int, int]]:
+        found: list[tuple[Piece, int, int]] = []
+        for start, end, deliveries, lane, piece in choice.handed:
+            if piece is None:  # from another lane: known by number so far
+                pieces = self.partition.pieces(start, end, end - start)
+                found += [(each, deliveries, lane) for each in pieces]
+            elif piece.start == start and piece.end == end:
+                found.append((piece, deliveries, lane))
+            else:
+                found.append((Piece(piece.batch, start, end), deliveries, lane))
+        return found
+
+    def _append_grant(self, grant: Grant, choice: Choice) -> None:
+        self.partition.append_group_record(self.group, grant, is_soft=True, not_before_ms=choice.not_before_ms)
+        note(self.delivery, choice)
+        if choice.expired:
+            self.on_expired(choice.expired)
+
+    def _pass_over(self, choice: Choice) -> None:
+        """There was nothing to hand out. What was passed over is written down when it counts for something, or is
+        much; else it is remembered here."""
+        delivery = self.delivery
+        self._supply.looked = max(self._supply.looked, choice.next)
+        passed = self._supply.looked - delivery.next
+        if choice.gone or choice.held or choice.cursors or (passed > 0 and choice.expired) or passed > PASSED_MAX:
+            # The group itself was not active by this.
+            at_ms = delivery.last_active_ms
+            gone, held = tuple(choice.gone), tuple(choice.held)
+            grant = Grant((), self._supply.looked, at_ms, at_ms, cursors=choice.spots(), gone=gone, held=held)
+            self._append_grant(grant, choice)
+        self._arm()
+
+    # --- what is given up --------------------------------------------------------------------------------------------
+
+    def _bury(self, now_ms: int) -> None:
+        """Give up what has been delivered often enough, as far as a record holds it. What is left rings again."""
+        ranges = self.delivery.overdue(now_ms, self.settings().max_deliveries, DEAD_A_RECORD)
+        if ranges:
+            self._give_up(tuple(ranges), now_ms, EXHAUSTED)
+
+    def _give_up(self, ranges: tuple[tuple[int, int, int], ...], now_ms: int, reason: str) -> Pending:
+        topic = dead_letter_topic(self.settings(), self.partition.topic)
+        pending = self.partition.append_group_record(self.group, Dead(ranges, now_ms, reason, topic))
+        self.on_dead(sum([end - start for start, end, _ in ranges]))
+        return pending
+
+    def sweep(self) -> None:
+        """Pass over what has expired before anybody asked for it, so that nobody counts it any more."""
+        delivery = self.partition.delivery.get(self.group)
+        if delivery is None or self._detached or not self.partition.log.lanes.has_expiring:
+            return
+        while self._has_fresh(delivery):
+            choice = self._choice(self._clock.now_ms(), 0)
+            if not choice.expired:
+                return
+            self._pass_over(choice)
+            gevent.sleep(0)
+            if self._detached or self.partition.delivery.get(self.group) is not delivery:
+                return
 
     def replay(self, attempt_id: str) -> list[Delivered] | None:
         """What the first receive with this attempt id got and still holds; None for an unknown one."""
@@ -214,7 +379,7 @@ class GroupPartition:
 
     def _under_lease(self, span: SpanFold) -> list[Delivered]:
         pieces = self.partition.pieces(span.start, span.end, span.end - span.start)
-        return self._delivered(_runs([(piece, span.deliveries) for piece in pieces]), span.available_at_ms)
+        return self._delivered(_runs([(piece, span.deliveries, span.lane) for piece in pieces]), span.available_at_ms)
 
     def _delivered(self, runs: list[Run], deadline_ms: int) -> list[Delivered]:
         topic, number = self.partition.topic, self.partition.number
@@ -225,7 +390,7 @@ class GroupPartition:
             receipt = self._book.writer(number, first, run[-1][0].end - first, deliveries, leader_epoch)
             delivered += [
                 Delivered(topic, number, offset, timestamp_ms, record, receipt(offset), deliveries, deadline_ms)
-                for piece, _ in run
+                for piece, _, _ in run
                 for timestamp_ms in (piece.batch.appended_at_ms,)
                 for offset, record in enumerate(piece.records(), piece.start)
             ]
@@ -260,7 +425,18 @@ class GroupPartition:
         if not ranges and not ahead:
             return verdicts, self._wait_for_appended()
         pending = self.partition.append_group_record(self.group, Ack(ranges, self._clock.now_ms(), ahead))
-        return verdicts, pending.wait
+        return verdicts, self._then_others(pending)
+
+    def _then_others(self, pending: Pending) -> Callable[[], None]:
+        """Wait until messages are done; then it may be the turn of others of their keys."""
+        if self.delivery.keys is None:
+            return pending.wait
+
+        def wait() -> None:
+            pending.wait()
+            self.notify()
+
+        return wait
 
     def weigh(self, shown: list[Shown]) -> tuple[Verdicts, list[int]]:
         """Which receipts count, and the offsets of those whose message may still be unfinished."""
@@ -292,16 +468,24 @@ class GroupPartition:
     ) -> tuple[Verdicts, Callable[[], None]]:
         now_ms = self._clock.now_ms()
         verdicts, held = self._held(shown)
-        ranges = [
-            (start, end, now_ms + (delay_ms if delay_ms is not None else _backoff_ms(config, delivery)))
-            for delivery, offsets in held
-            for start, end in ranges_of(offsets)
-        ]
-        if not ranges:
-            return verdicts, _no_wait
-        pending = self.partition.append_group_record(self.group, Nack(tuple(ranges), now_ms, reason))
-        self.notify()
-        return verdicts, pending.wait
+        back: list[tuple[int, int, int]] = []
+        dead: list[tuple[int, int, int]] = []
+        for delivery, offsets in held:
+            free_at_ms = now_ms + (delay_ms if delay_ms is not None else _backoff_ms(config, delivery))
+            for start, end in ranges_of(offsets):
+                if delivery >= config.max_deliveries:
+                    dead.append((start, end, delivery))
+                else:
+                    back.append((start, end, free_at_ms))
+        waits: list[Callable[[], None]] = []
+        if dead:
+            for part in _parts(dead):
+                waits.append(self._then_others(self._give_up(part, now_ms, reason or "nacked")))
+        if back:
+            pending = self.partition.append_group_record(self.group, Nack(tuple(back), now_ms, reason))
+            waits.append(pending.wait)
+            self.notify()
+        return verdicts, lambda: [wait() for wait in waits] and None
 
     def extend(self, shown: list[Shown], visibility_timeout_ms: int) -> Verdicts:
         """Leases are soft, so is their extension: it is logged, and not waited for."""
@@ -327,41 +511,45 @@ class GroupPartition:
     # --- counting ----------------------------------------------------------------------------------------------------
 
     def counts(self) -> dict[str, int]:
-        """ready, in_flight, scheduled (in a back-off), lag: messages; oldest_unacked_ms: the age of the oldest."""
-        now_ms = self._clock.now_ms()
-        log, delivery = self.partition.log, self.partition.delivery.get(self.group)
-        high_watermark = self.partition.high_watermark
-        if delivery is None:
-            return {"ready": 0, "in_flight": 0, "scheduled": 0, "lag": 0, "oldest_unacked_ms": 0}
-        fresh = max(0, log.messages_before(high_watermark) - log.messages_before(min(delivery.next, high_watermark)))
-        counted = {"ready": fresh, "in_flight": 0, "scheduled": 0}
-        for span in delivery.spans():
-            waiting = span.available_at_ms > now_ms
-            counted["ready" if not waiting else "in_flight" if span.leased else "scheduled"] += span.end - span.start
-        lag = sum(counted.values())
-        return {**counted, "lag": lag, "oldest_unacked_ms": self._oldest_age_ms() if lag else 0}
-
-    def _oldest_age_ms(self) -> int:
-        for piece in self.partition.pieces(self.delivery.floor(), self.partition.high_watermark, 1):
-            return max(0, self._clock.wall_ms() - piece.batch.appended_at_ms)
-        return 0
+        """ready, in_flight, scheduled, dead, lag: messages; oldest_unacked_ms: the age of the oldest."""
+        return counted(self.partition, self.group, self._clock)
 
 
-def _runs(pieces: list[tuple[Piece, int]]) -> list[Run]:
+def dead_letter_topic(config: GroupConfig, topic: str) -> str:
+    """Where copies of what is given up go; "" for nowhere. A long topic name is cut so that the whole is a name."""
+    pattern = config.dead_letter_topic
+    return pattern.replace("{topic}", topic[: max(1, NAMES_MAX - len(pattern) + len("{topic}"))])
+
+
+def _runs(pieces: list[tuple[Piece, int, int]]) -> list[Run]:
     runs: list[Run] = []
-    end, last = -1, 0
-    for piece, deliveries in pieces:
-        if piece.start == end and deliveries == last:
-            runs[-1].append((piece, deliveries))
+    end, last, last_lane = -1, 0, 0
+    for each in pieces:
+        piece, deliveries, lane = each
+        if piece.start == end and deliveries == last and lane == last_lane:
+            runs[-1].append(each)
         else:
-            runs.append([(piece, deliveries)])
-        end, last = piece.end, deliveries
+            runs.append([each])
+        end, last, last_lane = piece.end, deliveries, lane
     return runs
 
 
-def _no_wait() -> None:
-    """Nothing was written, so there is nothing to wait for."""
+def _parts(ranges: list[tuple[int, int, int]]) -> list[tuple[tuple[int, int, int], ...]]:
+    """The ranges in parts of no more messages than a record gives up."""
+    parts: list[list[tuple[int, int, int]]] = [[]]
+    room = DEAD_A_RECORD
+    for start, end, deliveries in ranges:
+        while start < end:
+            if room == 0:
+                parts.append([])
+                room = DEAD_A_RECORD
+            upto = min(end, start + room)
+            parts[-1].append((start, upto, deliveries))
+            room -= upto - start
+            start = upto
+    return [tuple(part) for part in parts]
 
 
 def _backoff_ms(config: GroupConfig, delivery: int) -> int:
-    return config.retry_backoff_ms[min(delivery, len(config.retry_backoff_ms)) - 1]
+    """What a message waits after its `delivery`-th delivery; after the last one named it stays the same."""
+    return config.retry_backoff_ms[min(max(1, delivery), len(config.retry_backoff_ms)) - 1]

@@ -105,6 +105,8 @@ class Groups:
         self.lot = ParkingLot(parked_receives_max)
         self.on_acked: Callable[[str, str, int], None] = lambda topic, group, messages: None
         self.on_delivered: Callable[[str, str, int, int], None] = lambda topic, group, messages, again: None
+        self.on_dead: Callable[[str, str, int], None] = lambda topic, group, messages: None
+        self.on_expired: Callable[[str, str, int], None] = lambda topic, group, messages: None
         self._catalog = catalog
         self._mirror = mirror
         self._atlas = atlas
@@ -313,7 +315,10 @@ class Groups:
         if attached is None:
             book = self.book(group, topic_id)
             attached = GroupPartition(partition, group.name, book, self._clock, group_id=group.group_id)
+            attached.settings = partial(self._settings, group)
             attached.on_delivered = partial(self._delivered, partition.topic, group.name)
+            attached.on_dead = partial(self._given_up, partition.topic, group.name)
+            attached.on_expired = partial(self._expired, partition.topic, group.name)
             self._attached[key] = attached
         return attached
 
@@ -344,8 +349,19 @@ class Groups:
             self._unheard[tag] = time.monotonic() + UNHEARD_S
         return topic
 
+    def _settings(self, group: GroupState) -> wire.GroupConfig:
+        """The settings as they are now; those of `group` where the control plane knows it no longer."""
+        now = self.find(group.name)
+        return now.config if now is not None and now.group_id == group.group_id else group.config
+
     def _delivered(self, topic: str, group: str, messages: int, again: int) -> None:
         self.on_delivered(topic, group, messages, again)
+
+    def _given_up(self, topic: str, group: str, messages: int) -> None:
+        self.on_dead(topic, group, messages)
+
+    def _expired(self, topic: str, group: str, messages: int) -> None:
+        self.on_expired(topic, group, messages)
 
     def acked(self, topic: str, group: str, messages: int) -> None:
         self.on_acked(topic, group, messages)

@@ -67,6 +67,8 @@ class Metrics:
         self._bytes = self._counter("bytes_published", "Bytes of the payloads appended", "topic")
         self._delivered = self._counter("messages_delivered", "Messages handed out under a lease", "topic", "group")
         self._redelivered = self._counter("messages_redelivered", "Messages handed out again", "topic", "group")
+        self._dead = self._counter("messages_dead", "Messages given up", "topic", "group")
+        self._expired = self._counter("messages_expired", "Messages that a group passed over", "topic", "group")
         self._acked = self._counter("messages_acked", "Messages acknowledged", "topic", "group")
         self._elections = self._counter("leader_elections", "Times that this broker began to lead a partition")
         self._shrinks = self._counter("isr_shrinks", "Replicas that fell out of sync with a leader on this broker")
@@ -85,7 +87,7 @@ class Metrics:
             registry=self.registry,
         )
         self._of_topic: dict[str, tuple[Counter, Counter]] = {}
-        self._of_group: dict[tuple[str, str], tuple[Counter, Counter, Counter]] = {}
+        self._of_group: dict[tuple[str, str], tuple[Counter, ...]] = {}
         self._of_route: dict[tuple[str, str, int], Histogram] = {}
         # How many calls wait now; the HTTP room knows.
         self.waiting: Callable[[], int] = lambda: 0
@@ -106,6 +108,14 @@ class Metrics:
         children[0].inc(messages)
         if redelivered:
             children[1].inc(redelivered)
+
+    def dead(self, topic: str, group: str, messages: int) -> None:
+        """`group` has given up `messages` of `topic`."""
+        self._group_children(topic, group)[3].inc(messages)
+
+    def expired(self, topic: str, group: str, messages: int) -> None:
+        """`group` was not given `messages` of `topic`, since they had expired."""
+        self._group_children(topic, group)[4].inc(messages)
 
     def acked(self, topic: str, group: str, messages: int) -> None:
         """`group` is done with `messages` of `topic`."""
@@ -145,7 +155,7 @@ class Metrics:
     def _forget(self, keys: list[tuple[str, str]]) -> None:
         for key in keys:
             del self._of_group[key]
-            for counter in (self._delivered, self._redelivered, self._acked):
+            for counter in (self._delivered, self._redelivered, self._acked, self._dead, self._expired):
                 counter.remove(*key)
 
     def observe(self, gauges: Callable[[], Gauges]) -> None:
@@ -158,7 +168,7 @@ class Metrics:
     def _counter(self, name: str, meaning: str, *labels: str) -> Counter:
         return Counter(f"portalmq_{name}", meaning, labels, registry=self.registry)
 
-    def _group_children(self, topic: str, group: str) -> tuple[Counter, Counter, Counter]:
+    def _group_children(self, topic: str, group: str) -> tuple[Counter, ...]:
         key = (topic, group)
         children = self._of_group.get(key)
         if children is None:
@@ -166,6 +176,8 @@ class Metrics:
                 self._delivered.labels(*key),
                 self._redelivered.labels(*key),
                 self._acked.labels(*key),
+                self._dead.labels(*key),
+                self._expired.labels(*key),
             )
         return children
 

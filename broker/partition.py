@@ -581,6 +581,11 @@ class Partition:
             for offset, record in enumerate(piece.records(), piece.start):
                 yield spot_of(offset, record.priority, record.deliver_at_ms, piece.batch.appended_at_ms)
 
+    def readable_by_ms(self, wall_ms: int) -> int:
+        """All messages that are due by that time are readable: one that is not yet is due after it was appended."""
+        unread_ms = self._uncommitted.first_message_ms()
+        return wall_ms if unread_ms is None else min(wall_ms, unread_ms)
+
     def check_offset(self, offset: int) -> None:
         """Raises OffsetOutOfRange, or Unavailable when the offset may yet be (KIP-207)."""
         if offset < self.log.log_start_offset:

@@ -61,6 +61,13 @@ class Uncommitted:
                     self._repeats.append((end, repeat))
         return readable_end
 
+    def first_message_ms(self) -> int | None:
+        """When the oldest messages were appended that are not committed; None when all are."""
+        if not self.ends:
+            return None
+        waiting = (each.appended_at_ms for each in self._pending if each.batch.kind == Kind.MESSAGES)
+        return next(waiting, None)
+
     def fail(self, error: PortalMQError) -> None:
         """Everyone who waits is told this. What they wait for may be in the log, and stay there; so the ids of what is
         still on its way to the disk are kept, for the case that this replica leads again before it is written."""

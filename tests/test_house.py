@@ -36,12 +36,14 @@ ROOM_OF = {
     "portalmq": "client",
     "portalmq.errors": "contract",
     "portalmq.wire": "contract",
+    "portalmq.stream_wire": "contract",
     "portalmq.message": "contract",
     "portalmq.connection": "contract",  # sockets and no more: brokers reach each other by it too
     "portalmq.cli": "cli",
     "portalmq.broker": "domain",
     "portalmq.broker.core": "core",
     "portalmq.broker.core.fold": "fold",  # the shape of what a log adds up to: decided in the core, kept by the storage
+    "portalmq.broker.core.lanes": "fold",
     "portalmq.broker.storage": "storage",
     "portalmq.broker.api": "api",
     "portalmq.broker.gauges": "server",

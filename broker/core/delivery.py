@@ -1,7 +1,7 @@
 """A queue group on one partition: who holds which message until when, and what is done.
 
 The state is a fold over the partition's log: `apply` is its only door, and takes the records of records.py. Decisions
-(`plan`, `ackable`, ...) only read; the shell turns a decision into a record, applies it and appends it to the log. On
+(choice.py, `ackable`, ...) only read; the shell turns a decision into a record, applies it and appends it to the log. On
 the leader the fold therefore runs over all that was appended, ahead of the high watermark: two consumers must not get
 one message while the first one's grant is on its way to the disk. That is safe because nothing is *answered* before
 its record is committed, and because a leader that steps down throws this object away and folds the log anew.
@@ -21,12 +21,13 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from heapq import heapify, heappop, heappush
+from heapq import heapify, heappop, heappush, merge
 
 import msgspec
 
 from portalmq.broker.core.fold import DeadFold, GroupFold, SpanFold
+from portalmq.broker.core.keys import KeyBook
+from portalmq.broker.core.lanes import priority_of
 from portalmq.broker.core.records import (
     Ack,
     Commit,
@@ -54,19 +55,6 @@ DEAD_MAX = 100_000
 HELD_MS = 1 << 62
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What a receive may hand out: spans that came back, oldest first, and then fresh messages from `fresh_from`.
-
-    `alone` says that the one message of `returned` is to be delivered without batch-mates.
-    """
-
-    returned: tuple[SpanFold, ...]
-    fresh_from: int
-    fresh_max: int
-    alone: bool = False
-
-
 class GroupDelivery:
     """State of one group on one partition. Times are the leader's, in Unix milliseconds.
 
@@ -87,6 +75,11 @@ class GroupDelivery:
         self.commits: dict[bytes, int] = dict(fold.commits)
         self.dead: list[DeadFold] = [msgspec.structs.replace(each) for each in fold.dead]
         self.outstanding = 0
+        self.held = 0
+        # In a group ordered by key: whose turn it is. None until a choice builds it.
+        self.keys: KeyBook | None = None
+        # The record that finished messages last.
+        self.finished_at = -1
         self._ahead: dict[int, list[tuple[int, int]]] = {}  # lane -> heap of (due_ms, offset)
         self._ahead_offsets: set[int] = set()
         for spot in fold.ahead:
@@ -94,7 +87,9 @@ class GroupDelivery:
         self._spans: dict[int, SpanFold] = {}
         self._starts: list[int] = []
         self._wakeups: list[tuple[int, int]] = []  # heap of (available_at_ms, start); rows may be stale
-        self._available: list[int] = []  # sorted starts whose time has come; rows may be stale
+        self._available: dict[int, list[int]] = {}  # priority -> sorted starts whose time has come; some may be stale
+        self._returned: list[int] = []  # of those, what has not been looked at for being overdue
+        self._overdue_by = 0
         for span in fold.spans:
             self._insert(msgspec.structs.replace(span))
 
@@ -118,11 +113,11 @@ class GroupDelivery:
         """Fold one record, which stands at `offset`. Records come in the order of the log, each once."""
         match record:
             case Grant():
-                self._apply_grant(record)
+                self._apply_grant(record, offset)
             case Ack():
-                self._finish(record.ranges, record.ahead)
+                self._finish(record.ranges, record.ahead, offset)
             case Commit():
-                self._finish(record.ranges, record.ahead)
+                self._finish(record.ranges, record.ahead, offset)
                 remember_commit(self.commits, record.commit_id, offset, COMMITS_REMEMBERED)
             case Nack():
                 for start, end, available_at_ms in record.ranges:
@@ -141,6 +136,7 @@ class GroupDelivery:
                     for span in self._cut(start, end):
                         dead = DeadFold(span.start, span.end, deliveries, record.at_ms, record.reason, span.lane)
                         insort(self.dead, dead, key=_start_of)
+                    self._done(start, end, offset)
                 del self.dead[: max(0, len(self.dead) - DEAD_MAX)]
             case Redrive():
                 for start, end, available_at_ms in record.ranges:
@@ -148,6 +144,7 @@ class GroupDelivery:
                         self._insert(
                             SpanFold(dead.start, dead.end, 0, 0, False, record.at_ms, available_at_ms, dead.lane)
                         )
+                self.keys = None  # what comes back has its place among what is unfinished
             case Drop():
                 for start, end in record.ranges:
                     self._cut_dead(start, end)
@@ -166,10 +163,13 @@ class GroupDelivery:
         self._cut_dead(0, upto)
         self.start = max(self.start, upto)
         self.next = max(self.next, upto)
-        self._drop_passed(0)
+        for lane in tuple(self._ahead):
+            self._drop_passed(lane)
+        if self.keys is not None:
+            self.keys.done(0, upto)
         self._check()
 
-    def _apply_grant(self, grant: Grant) -> None:
+    def _apply_grant(self, grant: Grant, offset: int) -> None:
         self.last_active_ms = max(self.last_active_ms, grant.granted_at_ms)
         lanes = grant.lanes or (0,) * len(grant.ranges)
         for (start, end, deliveries), lane in zip(grant.ranges, lanes, strict=True):
@@ -180,6 +180,7 @@ class GroupDelivery:
             self._insert(SpanFold(start, end, 0, 0, False, 0, HELD_MS, lane))
         for start, end in grant.gone:
             self._cut(start, end)
+            self._done(start, end, offset)
         self.next = max(self.next, grant.next)
         for lane, due_ms, offset in grant.cursors:
             self.cursors[lane] = max(self.cursors.get(lane, (0, 0)), (due_ms, offset))
@@ -198,11 +199,18 @@ class GroupDelivery:
                 return
             del self.attempts[oldest]
 
-    def _finish(self, ranges: Iterable[Range], ahead: Iterable[Spot]) -> None:
+    def _finish(self, ranges: Iterable[Range], ahead: Iterable[Spot], record: int) -> None:
         for start, end in ranges:
             self._cut(start, end)
+            self._done(start, end, record)
         for spot in ahead:
             self._put_ahead(spot)
+
+    def _done(self, start: int, end: int, record: int) -> None:
+        """Messages were finished by the record at that offset: those that wait for them go on when it is committed."""
+        self.finished_at = max(self.finished_at, record)
+        if self.keys is not None:
+            self.keys.finish(start, end, record)
 
     # --- done before the cursor has come ----------------------------------------------------------------------------
 
@@ -216,6 +224,10 @@ class GroupDelivery:
     def is_ahead(self, offset: int) -> bool:
         """Whether a message that its lane's cursor has not reached is done."""
         return offset in self._ahead_offsets
+
+    @property
+    def ahead_count(self) -> int:
+        return len(self._ahead_offsets)
 
     @property
     def has_ahead(self) -> bool:
@@ -240,6 +252,8 @@ class GroupDelivery:
         self.outstanding += span.end - span.start
         if span.available_at_ms < HELD_MS:
             heappush(self._wakeups, (span.available_at_ms, span.start))
+        else:
+            self.held += span.end - span.start
         if len(self._wakeups) > 2 * len(self._spans) + STALE_WAKEUPS_MAX:
             self._drop_stale_wakeups()
 
@@ -259,6 +273,8 @@ class GroupDelivery:
         for at in self._starts[first:last]:
             span = self._spans.pop(at)
             self.outstanding -= span.end - span.start
+            if span.available_at_ms >= HELD_MS:
+                self.held -= span.end - span.start
             taken.append(msgspec.structs.replace(span, start=max(start, span.start), end=min(end, span.end)))
         if not taken:
             return taken
@@ -299,22 +315,26 @@ class GroupDelivery:
 
     # --- decisions ---------------------------------------------------------------------------------------------------
 
-    def plan(self, now_ms: int, max_messages: int) -> Plan:
-        """What may be handed out now, at most `max_messages` (>= 1) messages."""
-        returned: list[SpanFold] = []
-        left = max_messages
-        for span in self._available_spans(now_ms):
-            if left <= 0:
-                break
-            if span.expiries >= EXPIRIES_BEFORE_ALONE:
-                if returned:
-                    continue
-                alone = msgspec.structs.replace(span, end=span.start + 1)
-                return Plan((alone,), self.next, 0, alone=True)
-            part = msgspec.structs.replace(span, end=min(span.end, span.start + left))
-            returned.append(part)
-            left -= part.end - part.start
-        return Plan(tuple(returned), self.next, max(0, min(left, OUTSTANDING_MAX - self.outstanding)))
+    def overdue(self, now_ms: int, max_deliveries: int, limit: int) -> list[tuple[int, int, int]]:
+        """Messages, (start, end, deliveries), at most `limit`, that are free and have been delivered often enough: they
+        are to be given up."""
+        self._note_returned(now_ms)
+        if max_deliveries < self._overdue_by or self._overdue_by == 0:
+            self._returned = [start for starts in self._available.values() for start in starts]
+        self._overdue_by = max_deliveries
+        found: list[tuple[int, int, int]] = []
+        kept: list[int] = []
+        for start in dict.fromkeys(self._returned):
+            span = self._spans.get(start)
+            if span is None or span.available_at_ms > now_ms or span.deliveries < max_deliveries:
+                continue
+            end = min(span.end, start + limit)
+            if end > start:
+                found.append((start, end, span.deliveries))
+                limit -= end - start
+            kept.append(start)
+        self._returned = kept
+        return sorted(found)
 
     def replay(self, attempt_id: str, now_ms: int) -> list[SpanFold] | None:
         """What a repeated receive gets: the spans of its first attempt that are still leased by it, None if unknown."""
@@ -340,10 +360,10 @@ class GroupDelivery:
         span: SpanFold | None = None
         for offset in offsets:
             if span is None or not span.start <= offset < span.end:
-                span = self._at(offset)
+                span = self.at(offset)
             if span is None:
-                verdicts.append(True)
-                if offset >= self.next or self.cursors:
+                verdicts.append(not self.is_dead(offset))
+                if verdicts[-1] and (offset >= self.next or self.cursors):
                     unfinished.append(offset)
                 continue
             good = span.deliveries <= delivery or not (span.leased and span.available_at_ms > now_ms)
@@ -352,13 +372,17 @@ class GroupDelivery:
                 unfinished.append(offset)
         return verdicts, unfinished
 
+    def is_dead(self, offset: int) -> bool:
+        at = bisect_right(self.dead, offset, key=_start_of) - 1
+        return at >= 0 and offset < self.dead[at].end
+
     def has_span(self, offset: int) -> bool:
         """Whether the message was handed out, as far as this log knows, and is not done."""
-        return self._at(offset) is not None
+        return self.at(offset) is not None
 
     def holds(self, offset: int, delivery: int) -> bool:
         """Whether the delivery is the latest one and its lease has neither been given back nor passed on."""
-        span = self._at(offset)
+        span = self.at(offset)
         return span is not None and span.leased and span.deliveries <= delivery
 
     def may_take_fresh(self, readable_end: int) -> bool:
@@ -367,7 +391,11 @@ class GroupDelivery:
 
     def has_returned(self, now_ms: int) -> bool:
         """Whether a message that was handed out before is free again."""
-        return next(self._available_spans(now_ms), None) is not None
+        return next(self.available(now_ms), None) is not None
+
+    def is_free(self, span: SpanFold, now_ms: int) -> bool:
+        """Whether nothing keeps the messages but the order of their keys."""
+        return span.available_at_ms <= now_ms or span.available_at_ms >= HELD_MS
 
     def next_wakeup_ms(self) -> int | None:
         """When the next lease or back-off ends, None when none is running."""
@@ -386,22 +414,34 @@ class GroupDelivery:
         """Everything below is done."""
         return self._starts[0] if self._starts else self.next
 
-    def _available_spans(self, now_ms: int) -> Iterator[SpanFold]:
-        """The spans whose time has come, by offset. Do not change the state while iterating."""
+    def available(self, now_ms: int, priority: int | None = None) -> Iterator[SpanFold]:
+        """The spans (of one priority) whose time has come, by offset. Do not change the state while iterating."""
+        self._note_returned(now_ms)
+        if priority is not None:
+            return self._live(self._available.get(priority, []), now_ms)
+        return merge(*(self._live(starts, now_ms) for starts in self._available.values()), key=_start_of)
+
+    def _note_returned(self, now_ms: int) -> None:
         while self._wakeups and self._wakeups[0][0] <= now_ms:
-            insort(self._available, heappop(self._wakeups)[1])
-        at = 0
-        while at < len(self._available):
-            start = self._available[at]
+            available_at_ms, start = heappop(self._wakeups)
             span = self._spans.get(start)
-            repeated = at > 0 and self._available[at - 1] == start
+            if span is not None and span.available_at_ms == available_at_ms:
+                insort(self._available.setdefault(priority_of(span.lane), []), start)
+                self._returned.append(start)
+
+    def _live(self, starts: list[int], now_ms: int) -> Iterator[SpanFold]:
+        at = 0
+        while at < len(starts):
+            start = starts[at]
+            span = self._spans.get(start)
+            repeated = at > 0 and starts[at - 1] == start
             if repeated or span is None or span.available_at_ms > now_ms:
-                del self._available[at]
+                del starts[at]
                 continue
             at += 1
             yield span
 
-    def _at(self, offset: int) -> SpanFold | None:
+    def at(self, offset: int) -> SpanFold | None:
         at = bisect_right(self._starts, offset) - 1
         if at < 0:
             return None
@@ -417,5 +457,5 @@ class GroupDelivery:
         assert self.outstanding >= 0
 
 
-def _start_of(dead: DeadFold) -> int:
-    return dead.start
+def _start_of(span: DeadFold | SpanFold) -> int:
+    return span.start

@@ -13,14 +13,12 @@ cursor never passes the time of the record that moved it.
 
 from __future__ import annotations
 
-from portalmq.broker.core.records import Spot
-
 PRIORITY_MAX = 31
 DELAYED = 32
 LANES = 2 * DELAYED
 
 
-def spot_of(offset: int, priority: int, deliver_at_ms: int | None, appended_at_ms: int) -> Spot:
+def spot_of(offset: int, priority: int, deliver_at_ms: int | None, appended_at_ms: int) -> tuple[int, int, int]:
     """Where a message stands, (lane, due_ms, offset)."""
     if deliver_at_ms is not None and deliver_at_ms > appended_at_ms:
         return DELAYED + priority, deliver_at_ms, offset

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from portalmq.broker.storage.batch import Batch, Kind
 from portalmq.broker.storage.errors import OffsetPurged
+from portalmq.broker.storage.lanes import Lanes
 from portalmq.broker.storage.segment import Segment
 
 SEALED_READERS_MAX = 4
@@ -45,6 +46,7 @@ class ReadableLog(ABC):
         self._log_start_offset = max(self._active.log_start_offset, self.base_offset)
         self._tail = self._tail_of_active()
         self._open_sealed: OrderedDict[int, Segment] = OrderedDict()
+        self.lanes = Lanes(self)
 
     @abstractmethod
     def _read(self) -> AbstractContextManager[None]:
@@ -64,7 +66,7 @@ class ReadableLog(ABC):
 
     @property
     def message_count_total(self) -> int:
-        """All messages that this partition has ever held below its end."""
+        """All messages that were ever appended to this partition: removed and purged ones count too."""
         return self._tail.messages
 
     @property
@@ -142,7 +144,7 @@ class ReadableLog(ABC):
                 with closing(self._used(segment).batches(offset, below)) as batches:
                     for batch in batches:
                         found.append(batch)
-                        messages += batch.message_count
+                        messages += batch.message_count - batch.holes
                         size += _payload_bytes(batch)
                         if max_messages is not None and messages >= max_messages:
                             return found
@@ -179,13 +181,16 @@ class ReadableLog(ABC):
             return ReplicaStart(*self._used(segment).batch_start(offset))
 
     def messages_before(self, offset: int) -> int:
-        """How many messages this partition holds, or held, below `offset` (any offset): exact, for lag."""
+        """How many messages this partition holds, or held, below `offset` (any offset), without those that compaction
+        has removed: the difference between two offsets is exact, for lag."""
         end_offset, messages, _ = self._tail
         if offset >= end_offset:
-            return messages
+            return messages - sum([segment.removed for segment in self._segments])
         with self._read():
-            segment = self._segments[self._position(offset)]
-            return self._used(segment).messages_below(offset)
+            position = self._position(offset)
+            segment = self._used(self._segments[position])
+            removed = sum([each.removed for each in self._segments[:position]]) + segment.removed_below(offset)
+            return segment.messages_below(offset) - removed
 
     def find_message_id(self, message_id: bytes, since_ms: int) -> tuple[int, bytes | None, int] | None:
         """(offset, body hash, append time) of the newest message with this id appended at or after `since_ms`."""
@@ -227,11 +232,15 @@ class ReadableLog(ABC):
 
     def newest_state(self, below: int | None = None) -> Batch | None:
         """The newest STATE record (below `below`), checked."""
+        return self.newest_control(Kind.STATE, below)
+
+    def newest_control(self, kind: Kind, below: int | None = None) -> Batch | None:
+        """The newest control record of that kind (below `below`), checked."""
         below = self.end_offset if below is None else below
         with self._read():
             for segment in reversed(self._segments):
                 if segment.base_offset < below:
-                    found = self._used(segment).newest_control(Kind.STATE, below)
+                    found = self._used(segment).newest_control(kind, below)
                     if found is not None:
                         return found
         return None

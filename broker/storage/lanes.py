@@ -1,0 +1,265 @@
+"""The lanes of a log (core/lanes.py) in its files: messages with a priority, and such as are to be delivered later.
+
+Partial indexes of each segment hold them, and nothing else: a partition of plain messages pays nothing for them, and
+of a million that wait for their time none is in memory.
+
+    messages_by_priority   (priority, offset)                  of messages with a priority that were not delayed
+    messages_by_time       (priority, deliver_at_ms, offset)   of delayed ones
+    messages_by_expiry     (expires_at_ms)                     of such as expire
+
+A segment knows which lanes occur in it, by a bit each; a settled one learns it from its indexes when it is asked first.
+A lane is read over all segments that have it: by offset one after the other, by time merged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from functools import lru_cache
+from heapq import merge
+from typing import TYPE_CHECKING, Any, Protocol
+
+import apsw
+
+from portalmq.broker.core.lanes import DELAYED, LANES, PRIORITY_MAX, spot_of
+
+if TYPE_CHECKING:
+    from portalmq.broker.storage.batch import Batch
+    from portalmq.broker.storage.segment import Segment
+
+DELAYED_MESSAGES = "deliver_at_ms > timestamp_ms"
+PRIORITY_MESSAGES = "priority > 0 AND (deliver_at_ms IS NULL OR deliver_at_ms <= timestamp_ms)"
+
+LANES_DDL = f"""
+CREATE INDEX IF NOT EXISTS messages_by_priority ON messages (priority, offset) WHERE {PRIORITY_MESSAGES};
+CREATE INDEX IF NOT EXISTS messages_by_time ON messages (priority, deliver_at_ms, offset) WHERE {DELAYED_MESSAGES};
+CREATE INDEX IF NOT EXISTS messages_by_expiry ON messages (expires_at_ms) WHERE expires_at_ms IS NOT NULL;
+"""
+# Lane 0 needs no bit; its bit says that messages expire.
+EXPIRING = 1
+
+# Rows that are read at a time: what a receive of the usual size takes.
+PAGE_ROWS = 256
+
+# (due_ms, offset, expires_at_ms, key)
+Row = tuple[int, int, int | None, bytes | None]
+_ROW = "offset, expires_at_ms, CAST(key AS BLOB)"
+
+
+def lanes_of(batches: Sequence[Batch]) -> int:
+    """The bits of the lanes that occur in these batches."""
+    bits = 0
+    for batch in batches:
+        for record in batch.records:
+            if record.priority or record.deliver_at_ms is not None:
+                lane, _, _ = spot_of(0, record.priority, record.deliver_at_ms, batch.appended_at_ms)
+                bits |= 1 << lane if 0 < lane < LANES else 0
+            if record.expires_at_ms is not None:
+                bits |= EXPIRING
+    return bits
+
+
+def lanes_in(connection: apsw.Connection) -> int:
+    """The bits of the lanes that occur in a file: a step of an index for each priority."""
+    if not _has_indexes(connection):
+        return 0  # by a release that took no such messages
+    expires = connection.execute(
+        "SELECT 1 FROM messages INDEXED BY messages_by_expiry WHERE expires_at_ms IS NOT NULL LIMIT 1"
+    ).get
+    bits = EXPIRING if expires else 0
+    for first, index, which in (
+        (0, "messages_by_priority", PRIORITY_MESSAGES),
+        (DELAYED, "messages_by_time", DELAYED_MESSAGES),
+    ):
+        priority = -1
+        while True:
+            found: Any = connection.execute(
+                f"SELECT priority FROM messages INDEXED BY {index} WHERE {which} AND priority > ?"
+                " ORDER BY priority LIMIT 1",
+                (priority,),
+            ).get
+            if not isinstance(found, int) or not 0 <= found <= PRIORITY_MAX:
+                break
+            priority = found
+            bits |= 1 << (first + priority)
+    return bits
+
+
+def _has_indexes(connection: apsw.Connection) -> bool:
+    count: Any = connection.execute(
+        "SELECT count(*) FROM sqlite_schema"
+        " WHERE name IN ('messages_by_priority', 'messages_by_time', 'messages_by_expiry')"
+    ).get
+    return bool(count == 3)
+
+
+class _Segments(Protocol):
+    """What the lanes need of a log."""
+
+    _segments: tuple[Segment, ...]
+
+    def _read(self) -> AbstractContextManager[None]: ...
+    def _used(self, segment: Segment) -> Segment: ...
+
+
+class Lanes:
+    """The lanes of one log. All places are (due_ms, offset); only what stands below `end` is answered."""
+
+    def __init__(self, log: _Segments) -> None:
+        self._log = log
+
+    @property
+    def present(self) -> frozenset[int]:
+        """The lanes, besides lane 0, that occur in the log."""
+        return _lanes_of_bits(self._all_bits())
+
+    @property
+    def has_expiring(self) -> bool:
+        """Whether messages in the log expire, or have."""
+        return bool(self._all_bits() & EXPIRING)
+
+    def _all_bits(self) -> int:
+        bits = 0
+        for segment in self._log._segments:
+            bits |= self._bits(segment)
+        return bits
+
+    def after(self, lane: int, due_ms: int, offset: int, end: int) -> Iterator[Row]:
+        """The messages of a lane from that place on, in the order of the lane. Nothing is held open in between."""
+        segments = self._having(lane)
+        if lane < DELAYED:
+            for segment in segments:
+                if segment.end_offset > offset and segment.base_offset < end:
+                    yield from self._paged(segment, lane, due_ms, offset, end)
+            return
+        streams = [self._paged(segment, lane, due_ms, offset, end) for segment in segments if segment.base_offset < end]
+        yield from streams[0] if len(streams) == 1 else merge(*streams)
+
+    def _paged(self, segment: Segment, lane: int, due_ms: int, offset: int, end: int) -> Iterator[Row]:
+        rows = 16
+        while True:
+            with self._log._read():
+                if segment not in self._log._segments:
+                    return
+                page = rows_after(self._log._used(segment).reader, lane, due_ms, offset, end, rows)
+            yield from page
+            if len(page) < rows:
+                return
+            due_ms, offset, rows = page[-1][0], page[-1][1] + 1, PAGE_ROWS
+
+    def count(
+        self, lane: int, due_ms: int, offset: int, end: int, *, start: int = 0, until_ms: int | None = None
+    ) -> int:
+        """How many messages of a lane stand from that place on, (of a delayed lane) due by `until_ms`, at `start` or
+        above."""
+        total = 0
+        for segment in self._having(lane):
+            if segment.base_offset < end and segment.end_offset > start:
+                with self._log._read():
+                    if segment in self._log._segments:
+                        reader = self._log._used(segment).reader
+                        total += count_after(reader, lane, due_ms, offset, end, start, until_ms)
+        return total
+
+    def spot(self, offset: int) -> list[tuple[int, int, int]]:
+        """The place of a message, (lane, due_ms, offset); empty when there is none at that offset."""
+        for segment in self._log._segments:
+            if segment.base_offset <= offset < segment.end_offset:
+                with self._log._read():
+                    if segment not in self._log._segments:
+                        break
+                    row: Any = (
+                        self._log._used(segment)
+                        .reader.execute(
+                            "SELECT priority, deliver_at_ms, timestamp_ms FROM messages WHERE offset = ?", (offset,)
+                        )
+                        .fetchone()
+                    )
+                return [spot_of(offset, *row)] if row else []
+        return []
+
+    def first_segment_after(self, lane: int, due_ms: int, offset: int, end: int) -> int | None:
+        """The base offset of the oldest segment with a message of the lane from that place on."""
+        for segment in self._having(lane):
+            with self._log._read():
+                if segment not in self._log._segments or segment.base_offset >= end:
+                    continue
+                if rows_after(self._log._used(segment).reader, lane, due_ms, offset, end, 1):
+                    return segment.base_offset
+        return None
+
+    def next_plain(self, offset: int, end: int, rows_max: int) -> int:
+        """Where lane 0 goes on from `offset`: its next message, or where none was found among `rows_max` offsets."""
+        end = min(end, offset + rows_max)
+        for segment in self._log._segments:
+            if segment.end_offset <= offset or segment.base_offset >= end:
+                continue
+            with self._log._read():
+                if segment not in self._log._segments:
+                    continue
+                found: Any = (
+                    self._log._used(segment)
+                    .reader.execute(
+                        "SELECT offset FROM messages WHERE offset >= ? AND offset < ? AND priority = 0"
+                        f" AND coalesce(NOT ({DELAYED_MESSAGES}), 1) ORDER BY offset LIMIT 1",
+                        (offset, end),
+                    )
+                    .get
+                )
+            if found is not None:
+                return int(found)
+        return end
+
+    def _having(self, lane: int) -> list[Segment]:
+        return [segment for segment in self._log._segments if self._bits(segment) & (1 << lane)]
+
+    def _bits(self, segment: Segment) -> int:
+        if segment.lanes_found is None:
+            with self._log._read():
+                if segment not in self._log._segments:
+                    return 0
+                segment.lanes_found = lanes_in(self._log._used(segment).reader)
+        return segment.lanes_found | segment.lanes_appended
+
+
+def rows_after(reader: apsw.Connection, lane: int, due_ms: int, offset: int, end: int, limit: int) -> list[Row]:
+    priority = lane % DELAYED
+    if lane < DELAYED:
+        rows: Any = reader.execute(
+            f"SELECT 0, {_ROW} FROM messages INDEXED BY messages_by_priority"
+            f" WHERE {PRIORITY_MESSAGES} AND priority = ? AND offset >= ? AND offset < ? ORDER BY offset LIMIT ?",
+            (priority, offset, end, limit),
+        )
+    else:
+        rows = reader.execute(
+            f"SELECT deliver_at_ms, {_ROW} FROM messages INDEXED BY messages_by_time"
+            f" WHERE {DELAYED_MESSAGES} AND priority = ? AND (deliver_at_ms, offset) >= (?, ?) AND offset < ?"
+            " ORDER BY deliver_at_ms, offset LIMIT ?",
+            (priority, due_ms, offset, end, limit),
+        )
+    return list(rows)
+
+
+def count_after(
+    reader: apsw.Connection, lane: int, due_ms: int, offset: int, end: int, start: int, until_ms: int | None
+) -> int:
+    priority = lane % DELAYED
+    if lane < DELAYED:
+        found: Any = reader.execute(
+            f"SELECT count(*) FROM messages INDEXED BY messages_by_priority"
+            f" WHERE {PRIORITY_MESSAGES} AND priority = ? AND offset >= ? AND offset < ?",
+            (priority, max(offset, start), end),
+        ).get
+    else:
+        found = reader.execute(
+            f"SELECT count(*) FROM messages INDEXED BY messages_by_time"
+            f" WHERE {DELAYED_MESSAGES} AND priority = ? AND (deliver_at_ms, offset) >= (?, ?)"
+            " AND deliver_at_ms <= ? AND offset >= ? AND offset < ?",
+            (priority, due_ms, offset, (1 << 62) if until_ms is None else until_ms, start, end),
+        ).get
+    return int(found)
+
+
+@lru_cache(maxsize=256)
+def _lanes_of_bits(bits: int) -> frozenset[int]:
+    return frozenset(lane for lane in range(1, LANES) if bits >> lane & 1)

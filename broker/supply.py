@@ -1,0 +1,118 @@
+"""Where a group's choice finds its messages: those of one partition that are readable, lane by lane.
+
+Lane 0 is read in whole pieces of batches, from the cache where consumers keep up. The other lanes are found through the
+indexes of the segment files, as numbers; payloads are read when a message was chosen. Where a partition holds plain
+messages only, none of that is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from hashlib import blake2b
+from itertools import groupby
+
+from portalmq.broker.core.choice import NEVER_MS, Run
+from portalmq.broker.partition import Partition
+from portalmq.broker.reader import Piece
+from portalmq.broker.storage.batch import Batch, Record
+
+# How many messages of lane 0 a turn looks at, to find some that it may hand out.
+LOOK_MAX = 20_000
+KNOWN_MAX = 10_000
+
+
+class PartitionSupply:
+    """Invariant: between the group's cursor and `looked` lane 0 holds nothing that could be handed out.
+
+    That is known here alone, and costs a new leader no more than looking again.
+    """
+
+    def __init__(self, partition: Partition) -> None:
+        self._partition = partition
+        self.by_key = False
+        self.looked = 0
+        # Whether a batch is plain, by its base offset and epoch.
+        self._plain: dict[tuple[int, int], bool] = {}
+
+    def lanes(self) -> Collection[int]:
+        return self._partition.log.lanes.present
+
+    def fresh(self, lane: int, due_ms: int, offset: int) -> Iterator[Run]:
+        if lane == 0:
+            return self._lane_0(max(offset, self.looked))
+        end = self._partition.readable_end
+        return (
+            Run(each, each + 1, None, due_ms, NEVER_MS if expires_at_ms is None else expires_at_ms, self._key(key))
+            for due_ms, each, expires_at_ms, key in self._partition.log.lanes.after(lane, due_ms, offset, end)
+        )
+
+    def _lane_0(self, offset: int) -> Iterator[Run]:
+        end, looked = self._partition.readable_end, 0
+        skips = bool(self._partition.log.lanes.present)
+        for piece in self._partition.pieces(offset, end, LOOK_MAX):
+            if self._is_plain(piece.batch):
+                yield Run(piece.start, piece.end, piece)
+                continue
+            yield from self._runs(piece, 0 if skips else None)
+            yield Run(piece.end, piece.end)
+            looked += piece.end - piece.start
+            if skips and looked >= LOOK_MAX:
+                return
+
+    def returned(self, start: int, end: int) -> Iterator[Run]:
+        for piece in self._partition.pieces(start, end, end - start):
+            if self._is_plain(piece.batch):
+                yield Run(piece.start, piece.end, piece)
+            else:
+                yield from self._runs(piece, None)
+
+    def _runs(self, piece: Piece, lane: int | None) -> Iterator[Run]:
+        """The messages of a piece, of lane 0 alone where that is asked for; neighbours that are alike together."""
+        appended_at_ms = piece.batch.appended_at_ms
+        for (is_wanted, expires_at_ms, key), run in groupby(
+            enumerate(piece.records(), piece.start),
+            key=lambda each: (
+                lane is None or self._is_of_lane_0(each[1], appended_at_ms),
+                NEVER_MS if each[1].expires_at_ms is None else each[1].expires_at_ms,
+                self._key(each[1].key),
+            ),
+        ):
+            offsets = [offset for offset, _ in run]
+            if not is_wanted:
+                continue
+            if key:
+                for offset in offsets:
+                    yield Run(offset, offset + 1, piece, 0, expires_at_ms, key)
+            else:
+                yield Run(offsets[0], offsets[-1] + 1, piece, 0, expires_at_ms)
+
+    def _is_of_lane_0(self, record: Record, appended_at_ms: int) -> bool:
+        if record.deliver_at_ms is not None and record.deliver_at_ms > appended_at_ms:
+            return False
+        return self.by_key or record.priority == 0
+
+    def _key(self, key: bytes | None) -> int:
+        return key_hash(key) if self.by_key else 0
+
+    def _is_plain(self, batch: Batch) -> bool:
+        """Whether nothing tells the messages of the batch apart."""
+        mark = (batch.base_offset, batch.leader_epoch)
+        plain = self._plain.get(mark)
+        if plain is None:
+            plain = all(
+                record.priority == 0 and record.deliver_at_ms is None and record.expires_at_ms is None
+                for record in batch.records
+            )
+            if self.by_key:
+                plain = plain and all(record.key is None for record in batch.records)
+            if len(self._plain) >= KNOWN_MAX:
+                self._plain.clear()
+            self._plain[mark] = plain
+        return plain
+
+
+def key_hash(key: bytes | None) -> int:
+    """64 bits of a key, never 0; 0 for no key."""
+    if key is None:
+        return 0
+    return int.from_bytes(blake2b(key, digest_size=8).digest(), "big") or 1

@@ -1,0 +1,126 @@
+"""What a group has on a partition, in numbers: exact over all lanes, and a look at the indexes of the files each time.
+
+lag = ready + in_flight + scheduled      what is not done
+      ready       may be handed out, or waits for an earlier message of its key
+      in_flight   leased
+      scheduled   not due yet, or in a back-off
+dead              given up, and kept for a redrive
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from portalmq.broker.clock import Clock
+from portalmq.broker.core.delivery import HELD_MS, GroupDelivery
+from portalmq.broker.core.lanes import DELAYED
+from portalmq.broker.partition import Partition
+from portalmq.broker.storage.lanes import Row
+
+NOTHING = {"ready": 0, "in_flight": 0, "scheduled": 0, "dead": 0, "lag": 0, "oldest_unacked_ms": 0}
+# Of a lane's head so many messages are looked at for the oldest one that is not done.
+HEAD_MAX = 1_000
+
+
+def counted(partition: Partition, group: str, clock: Clock) -> dict[str, int]:
+    """The counts of one group on one partition."""
+    delivery = partition.delivery.get(group)
+    if delivery is None:
+        return dict(NOTHING)
+    now_ms, wall_ms = clock.now_ms(), clock.wall_ms()
+    ready, scheduled = _fresh(partition, delivery, wall_ms)
+    in_flight = 0
+    for span in delivery.spans():
+        messages = span.end - span.start
+        if span.available_at_ms <= now_ms or span.available_at_ms >= HELD_MS:
+            ready += messages
+        elif span.leased:
+            in_flight += messages
+        else:
+            scheduled += messages
+    lag = ready + in_flight + scheduled
+    return {
+        "ready": ready,
+        "in_flight": in_flight,
+        "scheduled": scheduled,
+        "dead": sum([each.end - each.start for each in delivery.dead]),
+        "lag": lag,
+        "oldest_unacked_ms": _oldest_age_ms(partition, delivery, wall_ms) if lag else 0,
+    }
+
+
+def _fresh(partition: Partition, delivery: GroupDelivery, wall_ms: int) -> tuple[int, int]:
+    """How many messages were never handed out: those that may be now, and those that are not due yet."""
+    log, lanes = partition.log, partition.log.lanes
+    end = partition.high_watermark
+    first = min(delivery.next, end)
+    ready = log.messages_before(end) - log.messages_before(first)
+    scheduled = 0
+    for lane in lanes.present:
+        # Between lane 0's cursor and the end are messages of the other lanes too: they are counted with their own.
+        ready -= lanes.count(lane, 0, first if lane < DELAYED else 0, end, start=first)
+        due_ms, offset = _place(delivery, lane)
+        if lane < DELAYED:
+            ready += lanes.count(lane, due_ms, offset, end)
+        else:
+            waiting = lanes.count(lane, due_ms, offset, end, start=delivery.start)
+            due = lanes.count(lane, due_ms, offset, end, start=delivery.start, until_ms=wall_ms)
+            ready += due
+            scheduled += waiting - due
+    cancelled = _cancelled_before(partition, delivery, wall_ms)
+    ahead = delivery.ahead_count
+    return max(0, ready - ahead - cancelled[0]), max(0, scheduled - cancelled[1])
+
+
+def _place(delivery: GroupDelivery, lane: int) -> tuple[int, int]:
+    due_ms, offset = delivery.cursors.get(lane, (0, 0))
+    return (due_ms, offset) if lane >= DELAYED else (0, max(offset, delivery.start))
+
+
+def _cancelled_before(partition: Partition, delivery: GroupDelivery, wall_ms: int) -> tuple[int, int]:
+    """Of what was taken back and the cursors have not passed: how many are due, and how many are not."""
+    due = waiting = 0
+    for offset in partition.groups.cancelled:
+        if offset < delivery.start or offset >= partition.high_watermark:
+            continue
+        for spot in partition.log.lanes.spot(offset):
+            if not delivery.has_passed(spot):
+                due += spot[1] <= wall_ms
+                waiting += spot[1] > wall_ms
+    return due, waiting
+
+
+def _oldest_age_ms(partition: Partition, delivery: GroupDelivery, wall_ms: int) -> int:
+    """The age of the oldest message that is not done, since it could be delivered first."""
+    ages = [0]
+    end = partition.high_watermark
+    first = delivery.spans()[:1]
+    if first:
+        ages += [wall_ms - since_ms for since_ms in _since(partition, first[0].start, first[0].end)]
+    for piece in partition.pieces(delivery.next, end, HEAD_MAX):
+        heads = (
+            record
+            for offset, record in enumerate(piece.records(), piece.start)
+            if not delivery.is_ahead(offset)
+            and (record.deliver_at_ms is None or record.deliver_at_ms <= piece.batch.appended_at_ms)
+        )
+        if next(heads, None) is not None:
+            ages.append(wall_ms - piece.batch.appended_at_ms)
+            break
+    for lane in partition.log.lanes.present:
+        for row in _head(partition, delivery, lane, end):
+            if lane >= DELAYED:
+                ages.append(wall_ms - row[0])
+            else:
+                ages += [wall_ms - since_ms for since_ms in _since(partition, row[1], row[1] + 1)]
+            break
+    return max(ages)
+
+
+def _since(partition: Partition, start: int, end: int) -> Iterator[int]:
+    for piece in partition.pieces(start, end, 1):
+        yield max(piece.batch.appended_at_ms, piece.records()[0].deliver_at_ms or 0)
+
+
+def _head(partition: Partition, delivery: GroupDelivery, lane: int, end: int) -> Iterator[Row]:
+    return partition.log.lanes.after(lane, *_place(delivery, lane), end)
