@@ -157,6 +157,9 @@ class Locks:
         """The lock, as soon as it is this owner's turn. Raises LockHeld when that is not within `wait_ms`, Unavailable,
         Backpressure."""
         self._check_open()
+        if peer is not None and peer.gone():
+            # This broker may have been paused: the client went elsewhere, and must not be given a second lock here.
+            raise Unavailable("the client has gone")
         asked = self._ask(name, request, None)
         if not asked.granted and request.wait_ms <= 0:
             self._plane.sync()

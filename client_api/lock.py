@@ -1,0 +1,332 @@
+"""A lock that programs on many machines share: one holds it, under a fencing token that rises with each holder.
+
+    acquire --> holding --(renewed every third of the ttl)--> release
+                   `--> lost: fenced by the brokers, or not renewed in time by this clock
+
+No lock over a network can keep a program from going on after it has lost it: the process may be paused between looking
+and writing. So whoever writes under the lock passes the fencing token along, and the place that is written to refuses a
+token lower than the highest it has seen. docs/LOCKS.md shows it with a row of SQLite.
+
+The ttl counts here from before a request was sent, on a clock that goes on while the machine sleeps, and at the brokers
+from after they heard of it: the holder always knows first.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import time
+import uuid
+import weakref
+from collections.abc import Callable
+from types import TracebackType
+
+import msgspec
+
+from portalmq import wire
+from portalmq.errors import Fenced, LockHeld, LockNotFound, PortalMQError
+from portalmq.transport import Backoff, Bootstrap, Request, Transport, decode_answer, may_repeat, with_query
+
+_log = logging.getLogger("portalmq.lock")
+
+# A lock that is waited for is asked for again this often: a broker that is paused holds a waiter no longer.
+POLL_WAIT_S = 10.0
+KEEP_PLACE_MS = 2_000
+# For how long failures are repeated, when the caller's own time is shorter.
+REACH_TIMEOUT_S = 10.0
+RELEASE_TIMEOUT_S = 10.0
+RENEWALS_PER_TTL = 3
+JOIN_TIMEOUT_S = 1.0
+
+
+def clock_s() -> float:
+    """Seconds that never jump, and where the system can tell, go on while the machine is suspended."""
+    which = getattr(time, "CLOCK_BOOTTIME", None)
+    return time.monotonic() if which is None else time.clock_gettime(which)
+
+
+class Lock:
+    """One would-be holder of the lock `name`. acquire, renew and release are for one thread at a time.
+
+        with Lock("nightly", "http://localhost:5000", ttl_s=10) as fencing_token:
+            write_report(fencing_token)
+
+    It is renewed in the background while it is held. A holder that is paused, cut off or killed for longer than `ttl_s`
+    loses it: `lost` becomes true, `on_lost` is called, and `check`, `renew`, `release` and the end of `with` raise
+    Fenced. `owner` names the holder to others; it is unique for each acquisition unless one is given.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        bootstrap: Bootstrap = None,
+        *,
+        ttl_s: float = 10.0,
+        owner: str | None = None,
+        acquire_timeout_s: float | None = None,
+        on_lost: Callable[[Fenced], object] | None = None,
+        token: str | None = None,
+        clock: Callable[[], float] = clock_s,
+    ) -> None:
+        """`acquire_timeout_s`: how long `with` waits for the lock; None is for ever. `on_lost` is called once, from the
+        thread that renews. `token` is the one shown to the broker, and no fencing token. `clock` is for tests."""
+        least, most = wire.LOCK_TTL_MS_MIN / 1000, wire.LOCK_TTL_MS_MAX // 1000
+        if not least <= ttl_s <= most:
+            raise ValueError(f"ttl_s must be {least:g} to {most}")
+        if owner is not None and not 1 <= len(owner) <= 190:
+            raise ValueError("owner must have 1 to 190 characters")
+        self.name = wire.check_name(name, "lock")
+        self.ttl_s = ttl_s
+        self._owner = owner
+        self._acquire_timeout_s = acquire_timeout_s
+        self._on_lost = on_lost
+        self._clock = clock
+        self._transport = Transport(bootstrap, token=token)
+        self._tenure: _Tenure | None = None
+        self._forgotten: weakref.finalize[[], Lock] | None = None
+
+    # --- holding -----------------------------------------------------------------------------------------------------
+
+    def acquire(self, timeout_s: float | None = None) -> int:
+        """Wait for the lock, in turn with all others who do; answers the fencing token.
+
+        Raises LockHeld after `timeout_s` (None waits for ever, 0 asks once), and what keeps brokers from answering.
+        """
+        if self.held:
+            raise RuntimeError(f"lock {self.name!r} is held by this object already: release it first")
+        self._drop()
+        owner = self._owner or _new_owner()
+        began = time.monotonic()
+        deadline = None if timeout_s is None else began + max(0.0, timeout_s)
+        failing_since: float | None = None
+        backoff = Backoff()
+        while True:
+            now = time.monotonic()
+            wait_s = POLL_WAIT_S if deadline is None else min(POLL_WAIT_S, max(0.0, deadline - now))
+            asked_at = self._clock()
+            try:
+                grant = self._ask(owner, wait_s, is_last=deadline is not None and now + wait_s >= deadline)
+            except LockHeld:
+                if deadline is not None and time.monotonic() >= deadline:
+                    raise
+                failing_since, backoff = None, Backoff()
+                continue
+            except PortalMQError as error:
+                now = time.monotonic()
+                failing_since = now if failing_since is None else failing_since
+                give_up_at = failing_since + REACH_TIMEOUT_S if deadline is None else max(
+                    deadline, began + REACH_TIMEOUT_S
+                )  # fmt: skip
+                pause_s = backoff.next_s(error.retry_after_s)
+                if not may_repeat(error, repeatable=True) or now + pause_s >= give_up_at:
+                    raise
+                self._transport.pause(pause_s)
+                continue
+            tenure = _Tenure(self, owner, grant.fencing_token, asked_at)
+            if not tenure.is_over():
+                tenure.start()
+                self._tenure = tenure
+                self._forgotten = weakref.finalize(self, tenure.stop)
+                return grant.fencing_token
+
+    def _ask(self, owner: str, wait_s: float, *, is_last: bool) -> wire.LockGrant:
+        body = wire.LockRequest(
+            owner, round(self.ttl_s * 1000), round(wait_s * 1000), 0 if is_last else KEEP_PLACE_MS
+        )  # fmt: skip
+        request = Request(
+            "POST",
+            wire.lock_path(self.name),
+            msgspec.json.encode(body),
+            (("Content-Type", wire.JSON),),
+            repeatable=True,
+            wait_s=wait_s,
+        )
+        deadline = time.monotonic() + wait_s + REACH_TIMEOUT_S
+        return decode_answer(self._transport.attempt(request, deadline), wire.LockGrant)
+
+    def renew(self) -> None:
+        """Renew now. The background does so by itself; raises Fenced when the lock is lost."""
+        tenure = self._held_tenure()
+        tenure.check()
+        tenure.renew()
+
+    def release(self) -> None:
+        """Give the lock back. Raises Fenced when it was lost before, and what keeps brokers from answering: then it
+        comes free when its ttl is over."""
+        tenure = self._held_tenure()
+        try:
+            tenure.check()
+        finally:
+            self._drop()
+        tenure.give_back()
+
+    # --- looking -----------------------------------------------------------------------------------------------------
+
+    @property
+    def fencing_token(self) -> int | None:
+        """That of the latest acquisition, to be passed along with each write; None before the first."""
+        return None if self._tenure is None else self._tenure.token
+
+    @property
+    def owner(self) -> str | None:
+        """As whom it was acquired last."""
+        return self._owner if self._tenure is None else self._tenure.owner
+
+    @property
+    def held(self) -> bool:
+        """Whether it is held, as far as this process can know. True may be old by the time it is read."""
+        return self._tenure is not None and not self._tenure.stopped and not self._tenure.is_over()
+
+    @property
+    def lost(self) -> bool:
+        """Whether it was lost since it was acquired last, without being released."""
+        return self._tenure is not None and self._tenure.is_lost()
+
+    def wait_lost(self, timeout_s: float | None = None) -> bool:
+        """Wait until the lock is lost or released; True when it is lost."""
+        tenure = self._held_tenure()
+        tenure.ended.wait(timeout_s)
+        return self.lost
+
+    def check(self) -> int:
+        """The fencing token. Raises Fenced when the lock is lost."""
+        tenure = self._held_tenure()
+        tenure.check()
+        return tenure.token
+
+    def _held_tenure(self) -> _Tenure:
+        if self._tenure is None or self._tenure.stopped:
+            raise RuntimeError(f"lock {self.name!r} is not held: acquire it first")
+        return self._tenure
+
+    # --- the end -----------------------------------------------------------------------------------------------------
+
+    def _drop(self) -> None:
+        if self._forgotten is not None:
+            self._forgotten()
+
+    def close(self) -> None:
+        """Stop renewing without giving the lock back (release does), and close the connections."""
+        self._drop()
+        self._transport.close()
+
+    def __enter__(self) -> int:
+        return self.acquire(self._acquire_timeout_s)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, fault: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Release. Raises Fenced when the lock was lost meanwhile, unless the body raised something itself."""
+        if self._tenure is None or self._tenure.stopped:
+            return  # the body released it
+        try:
+            self.release()
+        except Fenced:
+            if fault is None:
+                raise
+        except PortalMQError as error:
+            _log.warning("lock %r could not be given back, and comes free by itself: %s", self.name, error)
+
+
+class _Tenure:
+    """One acquisition, from its token to its loss or its release. The thread that renews holds this and not the Lock,
+    so that a Lock which is forgotten is not held for ever."""
+
+    def __init__(self, lock: Lock, owner: str, token: int, asked_at: float) -> None:
+        self.owner = owner
+        self.token = token
+        self.stopped = False
+        self.ended = threading.Event()  # lost, or stopped
+        self._name = lock.name
+        self._ttl_s = lock.ttl_s
+        self._clock = lock._clock
+        self._transport = lock._transport
+        self._on_lost = lock._on_lost
+        self._guard = threading.Lock()
+        self._until = asked_at + lock.ttl_s
+        self._loss: str | None = None
+        self._thread = threading.Thread(target=self._keep, name="portalmq-lock", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Renew no more."""
+        self.stopped = True
+        self.ended.set()
+
+    def is_over(self) -> bool:
+        return self._loss is not None or self._clock() >= self._until
+
+    def is_lost(self) -> bool:
+        return self._loss is not None or (not self.stopped and self.is_over())
+
+    def check(self) -> None:
+        if self.is_over():
+            self._lose_by_time()
+        if self._loss is not None:
+            raise Fenced(self._loss)
+
+    def renew(self) -> None:
+        """Raises Fenced, and then it is lost; or what kept the brokers from answering."""
+        asked_at = self._clock()
+        body = wire.LockRenewal(self.owner, self.token, round(self._ttl_s * 1000))
+        content, headers = msgspec.json.encode(body), (("Content-Type", wire.JSON),)
+        request = Request("PUT", wire.lock_path(self._name), content, headers, repeatable=True)
+        try:
+            self._transport.attempt(request, time.monotonic() + max(0.1, self._until - asked_at))
+        except (Fenced, LockNotFound) as error:
+            self._lose(error.detail)
+            self.check()
+        with self._guard:
+            if self._loss is None and self._clock() < self._until:
+                self._until = max(self._until, asked_at + self._ttl_s)
+        self.check()
+
+    def give_back(self) -> None:
+        query = {"owner": self.owner, "fencing_token": self.token}
+        request = Request("DELETE", with_query(wire.lock_path(self._name), query), repeatable=True)
+        try:
+            self._transport.call(request, timeout_s=RELEASE_TIMEOUT_S)
+        except (Fenced, LockNotFound):
+            # While it was still ours by our own clock nobody else could get it but by this very release: its first
+            # answer was lost, and the repeat came after the next holder.
+            _log.debug("lock %r was given back by a request whose answer was lost", self._name)
+
+    def _keep(self) -> None:
+        backoff = Backoff()
+        pause_s = self._ttl_s / RENEWALS_PER_TTL
+        while not self.ended.wait(min(pause_s, max(0.0, self._until - self._clock()))):
+            if self.is_over():
+                self._lose_by_time()
+                return
+            try:
+                self.renew()
+                pause_s, backoff = self._ttl_s / RENEWALS_PER_TTL, Backoff()
+            except Fenced:
+                return
+            except PortalMQError as error:
+                pause_s = min(backoff.next_s(error.retry_after_s), self._ttl_s / RENEWALS_PER_TTL)
+                _log.info("lock %r will be renewed again in %.2f s: %s", self._name, pause_s, error)
+
+    def _lose_by_time(self) -> None:
+        self._lose(f"lock {self._name!r} was not renewed within its {self._ttl_s:g} s; another may hold it now")
+
+    def _lose(self, why: str) -> None:
+        with self._guard:
+            if self._loss is not None or self.stopped:
+                return
+            self._loss = why
+        _log.warning("lock %r is lost: %s", self._name, why)
+        self.ended.set()
+        if self._on_lost is not None:
+            try:
+                self._on_lost(Fenced(why))
+            except Exception:  # noqa: BLE001 - the caller's mistake ends no thread of ours
+                _log.exception("on_lost of lock %r failed", self._name)
+
+
+def _new_owner() -> str:
+    return f"{socket.gethostname()[:100]}:{os.getpid()}:{uuid.uuid4().hex}"

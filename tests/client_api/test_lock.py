@@ -1,0 +1,331 @@
+"""The Lock: tokens, renewals, losses; a broker that forgets, hangs up and gives the lock to others."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import msgspec
+import pytest
+from support.scripted_broker import Call, Reply, ScriptedBroker, hang_up, lose_answer, refuse
+
+from portalmq import Fenced, InvalidRequest, Lock, LockHeld, Unavailable, wire
+from portalmq.errors import ERRORS_BY_CODE
+
+PATH = "/v1/locks/l"
+WITHIN_S = 10.0
+
+
+class LockBroker(ScriptedBroker):
+    """One lock, which changes hands when a test says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.holder: str | None = None
+        self.token = 0
+
+    def work(self, call: Call) -> Reply:
+        if call.path != PATH:
+            return super().work(call)
+        with self.changed:
+            if call.method == "POST":
+                asked = msgspec.json.decode(call.body, type=wire.LockRequest)
+                if self.holder not in (None, asked.owner):
+                    self.changed.wait_for(lambda: self.holder is None, asked.wait_ms / 1000)
+                if self.holder not in (None, asked.owner):
+                    raise LockHeld("held", owner=self.holder)
+                if self.holder is None:
+                    self.holder, self.token = asked.owner, self.token + 1
+                return Reply(body=msgspec.json.encode(wire.LockGrant(asked.owner, self.token, asked.ttl_ms)))
+            said = call.query if call.method == "DELETE" else call.json()
+            if self.holder != said["owner"] or self.token != int(said["fencing_token"]):
+                raise Fenced("the lock has passed on")
+            if call.method == "DELETE":
+                self.holder = None
+                self.changed.notify_all()
+                return Reply(204)
+            return Reply(body=msgspec.json.encode(wire.LockGrant(self.holder, self.token, 1)))
+
+    def pass_on(self, owner: str | None = "another") -> None:
+        with self.changed:
+            self.holder = owner
+            self.token += owner is not None
+            self.changed.notify_all()
+
+    def count(self, method: str) -> int:
+        return len(self.calls_of(method, PATH))
+
+
+class HandClock:
+    def __init__(self) -> None:
+        self.now = 1_000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def broker() -> Iterator[LockBroker]:
+    with LockBroker() as broker:
+        yield broker
+
+
+@pytest.fixture
+def make(broker: LockBroker) -> Iterator[Callable[..., Lock]]:
+    made: list[Lock] = []
+
+    def lock(**more: object) -> Lock:
+        made.append(Lock("l", broker.url, **more))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield lock
+    for each in made:
+        each.close()
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + WITHIN_S
+    while not condition():
+        assert time.monotonic() < deadline, "that did not come"
+        time.sleep(0.005)
+
+
+class TestHolding:
+    def test_the_body_gets_the_token_and_the_lock_goes_back_behind_it(
+        self, broker: LockBroker, make: Callable[..., Lock]
+    ) -> None:
+        lock = make()
+        with lock as fencing_token:
+            assert fencing_token == 1
+            assert (lock.held, lock.lost, lock.check()) == (True, False, 1)
+        assert broker.holder is None
+        assert (lock.held, lock.lost, lock.fencing_token) == (False, False, 1)
+        with lock as fencing_token:
+            assert fencing_token == 2
+
+    def test_an_exception_in_the_body_gives_it_back_too(self, broker: LockBroker, make: Callable[..., Lock]) -> None:
+        with pytest.raises(KeyError), make():
+            raise KeyError("body")
+        assert broker.holder is None
+
+    def test_each_acquisition_has_an_owner_of_its_own_unless_one_is_given(
+        self, broker: LockBroker, make: Callable[..., Lock]
+    ) -> None:
+        lock, owners = make(), set()
+        for _ in range(2):
+            with lock:
+                owners.add(broker.holder)
+        assert len(owners) == 2
+        with make(owner="me"):
+            assert broker.holder == "me"
+
+    def test_it_is_renewed_while_it_is_held_and_no_longer(self, broker: LockBroker, make: Callable[..., Lock]) -> None:
+        lock = make(ttl_s=0.6)
+        with lock:
+            until(lambda: broker.count("PUT") >= 4)
+            assert lock.held
+        assert broker.count("DELETE") == 1
+        renewals = broker.count("PUT")
+        assert lock._tenure is not None
+        lock._tenure._thread.join(WITHIN_S)
+        assert broker.count("PUT") == renewals
+
+    def test_a_broker_that_fails_for_less_than_the_ttl_costs_nothing(
+        self, broker: LockBroker, make: Callable[..., Lock]
+    ) -> None:
+        broker.script("PUT", PATH, [hang_up, lose_answer, refuse(503, "unavailable"), hang_up])
+        with make(ttl_s=2) as token:
+            until(lambda: broker.count("PUT") >= 6)
+        assert token == 1
+        assert broker.holder is None
+
+    def test_acquire_twice_is_a_mistake_and_so_is_releasing_what_was_not_acquired(
+        self, make: Callable[..., Lock]
+    ) -> None:
+        lock = make()
+        for call in (lock.release, lock.renew, lock.check, lock.wait_lost):
+            with pytest.raises(RuntimeError, match="acquire it first"):
+                call()
+        lock.acquire()
+        with pytest.raises(RuntimeError, match="held by this object"):
+            lock.acquire()
+
+    def test_a_forgotten_lock_is_renewed_no_more(self, broker: LockBroker) -> None:
+        lock = Lock("l", broker.url, ttl_s=0.6)
+        lock.acquire()
+        tenure = lock._tenure
+        assert tenure is not None
+        del lock
+        gc.collect()
+        tenure._thread.join(WITHIN_S)
+        assert not tenure._thread.is_alive()
+
+    def test_release_in_the_body_is_fine(self, broker: LockBroker, make: Callable[..., Lock]) -> None:
+        lock = make()
+        with lock:
+            lock.release()
+        assert broker.count("DELETE") == 1
+
+    @pytest.mark.parametrize(
+        "options", [{"ttl_s": 0.4}, {"ttl_s": 90_000}, {"owner": ""}, {"owner": "x" * 191}, {"ttl_s": float("nan")}]
+    )
+    def test_limits_are_checked_at_once(self, broker: LockBroker, options: dict[str, object]) -> None:
+        with pytest.raises(ValueError, match="must"):
+            Lock("l", broker.url, **options)  # type: ignore[arg-type]
+        with pytest.raises(InvalidRequest):
+            Lock("no name", broker.url)
+
+
+class TestWaiting:
+    def test_without_time_to_wait_it_asks_once(self, broker: LockBroker, make: Callable[..., Lock]) -> None:
+        broker.pass_on()
+        with pytest.raises(LockHeld):
+            make().acquire(timeout_s=0)
+        assert broker.count("POST") == 1
+
+    def test_a_wait_ends_in_time(self, broker: LockBroker, make: Callable[..., Lock]) -> None:
+        broker.pass_on()
+        with pytest.raises(LockHeld), make(acquire_timeout_s=0.2):
+            pass
+        asked = broker.calls_of("POST", PATH)[-1].json()
+        assert "keep_place_ms" not in asked  # nobody comes back for it
+
+    def test_it_comes_when_the_holder_gives_it_back(self, broker: LockBroker, make: Callable[..., Lock]) -> None:
+        broker.pass_on()
+        lock = make()
+        threading.Timer(0.1, broker.pass_on, [None]).start()
+        assert lock.acquire() == 2
+
+    def test_a_long_wait_asks_again_as_the_same_owner_and_keeps_its_place(
+        self, broker: LockBroker, make: Callable[..., Lock], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("portalmq.lock.POLL_WAIT_S", 0.05)
+        broker.pass_on()
+        lock = make()
+        waiting = threading.Thread(target=lock.acquire)
+        waiting.start()
+        until(lambda: broker.count("POST") >= 3)
+        broker.pass_on(None)
+        waiting.join(WITHIN_S)
+        asked = [call.json() for call in broker.calls_of("POST", PATH)]
+        assert len({each["owner"] for each in asked}) == 1
+        assert {each["keep_place_ms"] for each in asked} == {2_000}
+        assert lock.held
+
+    def test_a_lost_answer_is_asked_for_again_and_the_token_is_the_same(
+        self, broker: LockBroker, make: Callable[..., Lock]
+    ) -> None:
+        broker.script("POST", PATH, [lose_answer, refuse(503, "unavailable")])
+        assert make().acquire(timeout_s=0) == 1
+        assert broker.count("POST") == 3
+
+    def test_brokers_that_cannot_be_reached_are_told_after_a_while(
+        self, broker: LockBroker, make: Callable[..., Lock], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("portalmq.lock.REACH_TIMEOUT_S", 0.2)
+        broker.script("POST", PATH, [hang_up] * 100)
+        with pytest.raises(Unavailable):
+            make().acquire()
+
+    def test_a_request_that_is_wrong_is_not_repeated(self, broker: LockBroker, make: Callable[..., Lock]) -> None:
+        broker.script("POST", PATH, [refuse(403, "forbidden")])
+        with pytest.raises(ERRORS_BY_CODE["forbidden"]):
+            make().acquire()
+
+    def test_a_lock_that_came_after_its_ttl_is_asked_for_again(
+        self, broker: LockBroker, make: Callable[..., Lock]
+    ) -> None:
+        clock = HandClock()
+        lock = make(clock=clock)
+
+        def late(broker: ScriptedBroker, call: Call) -> Reply:
+            clock.now += 11
+            return broker.work(call)
+
+        broker.script("POST", PATH, [late])
+        lock.acquire()
+        assert lock.held
+        assert broker.count("POST") == 2
+
+
+class TestLosing:
+    def test_a_holder_who_was_paused_for_longer_than_the_ttl_knows_before_he_asks(
+        self, broker: LockBroker, make: Callable[..., Lock]
+    ) -> None:
+        clock, told = HandClock(), []
+        lock = make(clock=clock, on_lost=told.append)
+        with pytest.raises(Fenced, match="10 s"), lock:  # noqa: PT012 - the loss is told behind the body
+            clock.now += 10
+            assert (lock.held, lock.lost) == (False, True)
+            with pytest.raises(Fenced):
+                lock.check()
+        assert len(told) == 1
+        assert broker.count("DELETE") == 0
+        assert lock.lost
+
+    def test_a_holder_that_was_passed_by_is_fenced(self, broker: LockBroker, make: Callable[..., Lock]) -> None:
+        told: list[Fenced] = []
+        lock = make(ttl_s=0.6, on_lost=told.append)
+        with pytest.raises(Fenced), lock:  # noqa: PT012 - the loss is told behind the body
+            broker.pass_on()
+            assert lock.wait_lost(WITHIN_S)
+            assert lock.lost
+            with pytest.raises(Fenced):
+                lock.renew()
+        assert len(told) == 1
+        assert broker.holder == "another"
+
+    def test_the_error_of_the_body_counts_more_than_the_loss(
+        self, broker: LockBroker, make: Callable[..., Lock]
+    ) -> None:
+        clock = HandClock()
+        with pytest.raises(KeyError), make(clock=clock):  # noqa: PT012
+            clock.now += 10
+            raise KeyError("body")
+
+    def test_a_broker_that_stays_away_for_the_ttl_costs_the_lock(
+        self, broker: LockBroker, make: Callable[..., Lock]
+    ) -> None:
+        lock = make(ttl_s=0.6)
+        lock.acquire()
+        broker.script("PUT", PATH, [hang_up] * 1000)
+        assert lock.wait_lost(WITHIN_S)
+        with pytest.raises(Fenced):
+            lock.release()
+
+    def test_after_a_loss_it_can_be_acquired_anew_under_a_greater_token(
+        self, broker: LockBroker, make: Callable[..., Lock]
+    ) -> None:
+        clock = HandClock()
+        lock = make(clock=clock)
+        lock.acquire()
+        clock.now += 10
+        broker.pass_on(None)
+        assert lock.acquire() == 2
+        assert (lock.held, lock.lost) == (True, False)
+
+    def test_a_release_whose_answer_was_lost_is_no_loss(self, broker: LockBroker, make: Callable[..., Lock]) -> None:
+        def lose_and_pass_on(scripted: ScriptedBroker, call: Call) -> Reply:
+            scripted.work(call)
+            broker.pass_on()
+            return hang_up(scripted, call)
+
+        broker.script("DELETE", PATH, [lose_and_pass_on])
+        with make():
+            pass
+        assert broker.holder == "another"
+
+    def test_a_release_that_cannot_be_told_is_a_warning_behind_with_and_an_error_else(
+        self, broker: LockBroker, make: Callable[..., Lock], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("portalmq.lock.RELEASE_TIMEOUT_S", 0.1)
+        broker.script("DELETE", PATH, [hang_up] * 1000)
+        with make(owner="me"):
+            pass
+        lock = make(owner="me")
+        lock.acquire()
+        with pytest.raises(Unavailable):
+            lock.release()
+        assert not lock.held
