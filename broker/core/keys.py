@@ -40,7 +40,11 @@ class KeyBook:
         if key == 0 or offset in self._keys:
             return
         self._keys[offset] = key
-        insort(self._queues.setdefault(key, []), offset)
+        queue = self._queues.setdefault(key, [])
+        insort(queue, offset)
+        if queue[0] == offset and len(queue) > 1:
+            # A delayed one, due when a later one of its key was out already: with the end of that lease it is its turn.
+            self.free(offset)
 
     def handed_out(self, offset: int) -> None:
         key = self._keys.get(offset)
