@@ -24,17 +24,21 @@ from gevent.threadpool import ThreadPool
 
 from portalmq import wire
 from portalmq.broker.atlas import Atlas
+from portalmq.broker.backlog import Backlog
 from portalmq.broker.browsing import Browsing, Page, Stored
 from portalmq.broker.cache import BatchCache
 from portalmq.broker.census import Census
 from portalmq.broker.clock import Clock
 from portalmq.broker.committing import Committing
 from portalmq.broker.config import BrokerConfig, cluster_secret_in
+from portalmq.broker.coordinating import Coordinating
 from portalmq.broker.dead_letters import DeadLetters
 from portalmq.broker.fences import Fences
 from portalmq.broker.fetcher import Fetchers
+from portalmq.broker.fetching import Fetching
 from portalmq.broker.forwarding import Leaders
 from portalmq.broker.groups import Groups
+from portalmq.broker.idempotency import Repeats
 from portalmq.broker.locks import Locks
 from portalmq.broker.membership import Membership
 from portalmq.broker.metrics import Metrics
@@ -42,7 +46,7 @@ from portalmq.broker.outbox import Outboxes, OutputTopics
 from portalmq.broker.overview import Overview
 from portalmq.broker.partition import Partition
 from portalmq.broker.peers import Peers, trusting
-from portalmq.broker.produce import Producing
+from portalmq.broker.produce import Gate, Producing
 from portalmq.broker.receiving import Receiving
 from portalmq.broker.replication import Replication
 from portalmq.broker.scheduled import BEGINNING, Due, Scheduled, SchedulePage
@@ -50,12 +54,14 @@ from portalmq.broker.settling import Settling, Verdict, Way
 from portalmq.broker.storage.batch import Record
 from portalmq.broker.storage.disk import DiskGuard
 from portalmq.broker.storage.errors import CorruptBatch, DiskFull, StorageFault
+from portalmq.broker.streams import StreamPartitions
 from portalmq.broker.topics import Topic, Topics
 from portalmq.broker.unclean import serve_standing
 from portalmq.broker.waiting import Delivered, Peer
 from portalmq.control_plane.catalog import Catalog
 from portalmq.control_plane.mirror import Changes
 from portalmq.control_plane.state import BrokerState, topic_path
+from portalmq.control_plane.stream_groups import StreamGroups
 from portalmq.errors import NotFound, PortalMQError, StorageFull, TopicNotFound, Unavailable
 
 log = logging.getLogger(__name__)
@@ -170,11 +176,14 @@ class Broker:
             parked_receives_max=config.parked_receives_max,
         )
         self._fences = Fences(broker_id, catalog, self.membership, self.peers, self.clock)
+        self._repeats = Repeats(atlas, self.leaders, self.peers)
+        gate = Gate(self._fences.check, Backlog(self.clock).check)
         self._producing = Producing(
-            self.leaders, self.peers, atlas.topic, metrics.published, self.clock, self._fences.check
+            self.leaders, self.peers, atlas.topic, metrics.published, self.clock, gate, self._repeats
         )
         self._browsing = Browsing(atlas, self.leaders, self.peers, self.groups.lot)
         self._scheduled = Scheduled(atlas, self.leaders, self.peers, self.clock)
+        self.fetching = Fetching(self._topic, atlas.partition, self.leaders, self.groups.lot)
         self._settling = Settling(self.groups, self.leaders, self.peers)
         self._receiving = Receiving(self.groups, self._settling, self.peers)
         outputs = OutputTopics(self.topics, catalog, self._topic, self._producing.copies)
@@ -183,6 +192,19 @@ class Broker:
             self.groups, self._settling, outputs, self.leaders, self.peers, self.outboxes, self.clock
         )
         self.dead_letters = DeadLetters(self.groups, self._topic, self.leaders, self.peers, self.clock)
+        self._streaming = StreamPartitions(self.groups, atlas, self.leaders, self.peers, self.clock)
+        self.streams = Coordinating(
+            (broker_id, me.incarnation),
+            StreamGroups(catalog.plane),
+            self.groups,
+            self._streaming,
+            self._topic,
+            self.topics.get_or_create,
+            self.mirror,
+            self.leaders,
+            self.peers,
+            self.clock,
+        )
         self._census = Census(broker_id, self.groups, self.mirror, self.peers)
         self._overview = Overview(self.cluster_id, self.topics, atlas, self.leaders, self.peers, self.mirror)
         self.locks = Locks(catalog.plane, lambda: self.mirror.brokers, (broker_id, me.incarnation), self.clock)
@@ -194,6 +216,7 @@ class Broker:
         return {
             "fetch": self.replication.serve,
             "produce": lambda body, peer: self._producing.serve(body),
+            "first": lambda body, peer: self._repeats.serve(body),
             "fence": lambda body, peer: self._fences.serve(body),
             "browse": self._browsing.serve_browse,
             "purge": lambda body, peer: self._browsing.serve_purge(body),
@@ -213,6 +236,11 @@ class Broker:
             "drop_dead": lambda body, peer: self.dead_letters.serve_drop(body),
             "groups": lambda body, peer: self._census.serve_groups(body),
             "end_group": lambda body, peer: self._census.serve_end(body),
+            "coordinate": lambda body, peer: self.streams.serve(body),
+            "claim": lambda body, peer: self._streaming.serve_claim(body),
+            "commit_offsets": lambda body, peer: self._streaming.serve_commit(body),
+            "seek": lambda body, peer: self._streaming.serve_seek(body),
+            "offsets": lambda body, peer: self._streaming.serve_standings(body),
             "standing": lambda body, peer: serve_standing(self.topics, body),
             **self.membership.calls,
         }
@@ -228,7 +256,8 @@ class Broker:
         self.groups.on_dead = self.metrics.dead
         self.groups.on_expired = self.metrics.expired
         self.membership.on_changed += [self._fences.hear, self.topics.sync, self.groups.sync, self._changed]
-        self.membership.on_session_lost.append(self.topics.session_lost)
+        self.membership.on_changed.append(self.streams.sync)
+        self.membership.on_session_lost += [self.topics.session_lost, self.streams.session_lost]
 
     # --- life --------------------------------------------------------------------------------------------------------
 
@@ -245,6 +274,7 @@ class Broker:
             gevent.spawn(self._every, RETAIN_EVERY_S, self._retain),
             gevent.spawn(self._every, REST_EVERY_S, self._rest),
         ]
+        self.streams.start()
         self.ready = True
 
     def drain(self) -> None:
@@ -253,6 +283,7 @@ class Broker:
         self._draining.set()
         self.groups.lot.close()
         self.locks.drain()
+        self.streams.drain()
         self.membership.drain()
 
     def close(self) -> None:
@@ -260,6 +291,7 @@ class Broker:
         if not self._draining.is_set():
             self.drain()
         gevent.killall(self._upkeep)
+        self.streams.close()
         self._fences.close()
         self.locks.close()
         self.fetchers.close()
@@ -347,6 +379,7 @@ class Broker:
 
     def _stepped_down(self, topic: Topic, partition: Partition) -> None:
         self.groups.on_stepped_down(topic, partition)
+        self.fetching.moved(partition)
         self.outboxes.on_stepped_down(partition)
 
     def _topic_removed(self, topic: Topic) -> None:
@@ -505,11 +538,14 @@ class Broker:
 
     @_told
     def describe_group(self, name: str) -> wire.GroupDescription:
-        return self._census.describe(name)
+        is_stream = self.groups.known(name).config.mode == "stream"
+        return self.streams.describe(name) if is_stream else self._census.describe(name)
 
     @_told
     def list_groups(self) -> list[wire.GroupDescription]:
-        return self._census.describe_all()
+        return [
+            self.streams.describe_or(each) if each.mode == "stream" else each for each in self._census.describe_all()
+        ]
 
     @_told
     def delete_group(self, name: str) -> None:

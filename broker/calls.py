@@ -83,6 +83,7 @@ class Produce(msgspec.Struct, array_like=True):
     acks: Acks
     stamp: ProducerStamp | None
     shares: list[Share]
+    is_copies: bool = False
 
 
 class Appended(msgspec.Struct, array_like=True):

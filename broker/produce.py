@@ -10,7 +10,6 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from hashlib import blake2b
 from itertools import count
 from typing import Protocol
 
@@ -19,12 +18,13 @@ import msgspec
 from portalmq.broker.calls import Appended, Place, Produce, Result, Share, result_of
 from portalmq.broker.core.events import Stamp
 from portalmq.broker.forwarding import Leaders, place_of, told
+from portalmq.broker.idempotency import AsSent, Repeats, check_done, first_in, identified
 from portalmq.broker.partition import Partition
 from portalmq.broker.peers import Peers
 from portalmq.broker.storage.batch import Record
 from portalmq.broker.topics import Topic
 from portalmq.broker.writer import NotCommittedYet, Pending
-from portalmq.errors import IdempotencyKeyReused, InvalidRequest, MessageTooLarge, NotLeader, PortalMQError, Unavailable
+from portalmq.errors import InvalidRequest, MessageTooLarge, NotLeader, PortalMQError, Unavailable
 from portalmq.wire import INTEGER_MAX, Acks, Produced, ProducedRange, ProducerStamp
 
 # Longer than a client waits for one try: its own time ends first.
@@ -34,8 +34,6 @@ _turns = count()
 _decode_produce = msgspec.msgpack.Decoder(Produce).decode
 _encode = msgspec.msgpack.Encoder().encode
 _Results = list[Result[Appended]]
-# Raises Fenced for the stamp of a named producer that has been succeeded; does not switch greenlets.
-CheckFence = Callable[[Stamp], None]
 
 
 class Finder(Protocol):
@@ -85,6 +83,16 @@ def with_default_ttl(topic: Topic, records: list[Record], wall_ms: int) -> list[
 # --- appending here --------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """How the messages of a call are to be appended. Copies are what the outbox appends: they were counted where they
+    come from, so no backlog keeps them out, and a repeat of them waits for its first."""
+
+    stamp: Stamp | None
+    acks: Acks
+    is_copies: bool = False
+
+
 @dataclass(slots=True)
 class _Entry:
     """A share on its way into a partition: what is new of it, and what is in the log already."""
@@ -96,29 +104,36 @@ class _Entry:
     pending: Pending | None = None
 
 
-def _entered(
-    partition: Partition, records: Sequence[Record], stamp: Stamp | None, acks: Acks, check_fence: CheckFence
-) -> _Entry:
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """Who may append. Asked right before offsets are allotted; neither call switches greenlets."""
+
+    # Raises Fenced for the stamp of a named producer that has been succeeded, Unavailable when nobody can tell.
+    check_fence: Callable[[Stamp], None]
+    # Raises Backpressure when too many messages wait in the partition already.
+    check_room: Callable[[Topic, Partition, int, Stamp | None], None]
+
+
+def _entered(topic: Topic, partition: Partition, records: Sequence[Record], order: _Order, gate: Gate) -> _Entry:
     """Allot offsets to what is new. Raises what the partition refuses with; nothing is applied then."""
     entry = _Entry(partition)
-    if stamp is not None:
-        check_fence(stamp)
+    if order.stamp is not None:
+        gate.check_fence(order.stamp)
     for rank, record in enumerate(records):
-        place = partition.place_of_id(record.message_id) if record.message_id else None
+        place = first_in(partition, record.message_id, record.body_hash) if record.message_id else None
         if place is None:
             entry.ranks.append(rank)
             entry.records.append(record)
             continue
-        offset, body_hash, timestamp_ms = place
-        if body_hash != record.body_hash:
-            raise IdempotencyKeyReused(
-                f"this Idempotency-Key was used for another message (partition {partition.number}, offset {offset}):"
-                " use a new key for a new message"
-            )
+        offset, timestamp_ms = place
+        if not order.is_copies:
+            check_done(partition, offset, order.acks)
         entry.known.append((rank, offset, timestamp_ms))
     if entry.records:
+        if not order.is_copies:
+            gate.check_room(topic, partition, len(entry.records), order.stamp)
         size = sum([len(record.value) for record in entry.records])
-        entry.pending = partition.submit(tuple(entry.records), size, stamp=stamp, acks=acks)
+        entry.pending = partition.submit(tuple(entry.records), size, stamp=order.stamp, acks=order.acks)
         partition.remember_ids(entry.pending)
     return entry
 
@@ -146,26 +161,24 @@ class _Producing:
 
     topic: Topic
     shares: dict[int, list[Record]]
-    stamp: ProducerStamp | None
-    acks: Acks
-    check_fence: CheckFence
+    order: _Order
+    gate: Gate
     peers: Peers | None = None
     published: int = 0
     published_bytes: int = 0
 
     def here(self, places: Sequence[Place]) -> dict[Place, Appended | PortalMQError]:
-        stamp = Stamp(self.stamp.id, self.stamp.epoch, self.stamp.sequence) if self.stamp else None
         entries: dict[Place, _Entry] = {}
         outcomes: dict[Place, Appended | PortalMQError] = {}
         for place in places:
             try:
                 partition = self.topic.partition(place.number)
-                entries[place] = _entered(partition, self.shares[place.number], stamp, self.acks, self.check_fence)
+                entries[place] = _entered(self.topic, partition, self.shares[place.number], self.order, self.gate)
             except PortalMQError as error:
                 outcomes[place] = error
         for place, entry in entries.items():
             try:
-                outcomes[place] = _appended(entry, self.acks)
+                outcomes[place] = _appended(entry, self.order.acks)
             except PortalMQError as error:
                 outcomes[place] = error
             else:
@@ -176,7 +189,15 @@ class _Producing:
     def there(self, broker_id: int, places: Sequence[Place]) -> dict[Place, Appended | PortalMQError]:
         assert self.peers is not None
         shares = [Share(place.number, self.shares[place.number]) for place in places]
-        call = Produce(self.topic.name, self.topic.state.topic_id, self.acks, self.stamp, shares)
+        stamp = self.order.stamp
+        call = Produce(
+            self.topic.name,
+            self.topic.state.topic_id,
+            self.order.acks,
+            ProducerStamp(stamp.producer_id, stamp.producer_epoch, stamp.sequence) if stamp else None,
+            shares,
+            self.order.is_copies,
+        )
         results = self.peers.call(broker_id, "produce", call, _Results, timeout_s=PRODUCE_TIMEOUT_S)
         return {place: result.outcome() for place, result in zip(places, results, strict=True)}
 
@@ -191,14 +212,16 @@ class Producing:
         find: Finder,
         published: Published,
         clock: WallClock,
-        check_fence: CheckFence,
+        gate: Gate,
+        repeats: Repeats,
     ) -> None:
         self._leaders = leaders
         self._peers = peers
         self._find = find
         self._published = published
         self._clock = clock
-        self._check_fence = check_fence
+        self._gate = gate
+        self._repeats = repeats
 
     def range(
         self,
@@ -215,12 +238,13 @@ class Producing:
         records = with_default_ttl(topic, records, self._clock.wall_ms())
         place = place_of(topic.state, number)
         is_doubtful = False
+        stamp = _stamp(producer)
         if topic.leader_of(number) == self._leaders.broker_id:
-            stamp = Stamp(producer.id, producer.epoch, producer.sequence) if producer else None
             try:
                 partition = topic.partition(number)
                 if stamp is not None:
-                    self._check_fence(stamp)
+                    self._gate.check_fence(stamp)
+                self._gate.check_room(topic, partition, len(records), stamp)
                 base_offset, timestamp_ms = partition.append(tuple(records), size, stamp=stamp, acks=acks)
             except (NotLeader, Unavailable) as error:
                 is_doubtful = error.outcome != "not_applied"
@@ -229,7 +253,7 @@ class Producing:
             else:
                 self._published(topic.name, len(records), size)
                 return ProducedRange(number, base_offset, len(records), timestamp_ms)
-        work = _Producing(topic, {number: records}, producer, acks, self._check_fence, self._peers)
+        work = _Producing(topic, {number: records}, _Order(stamp, acks), self._gate, self._peers)
         try:
             appended = self._leaders.one(place, work, forward=forward, repeatable=producer is not None)
         except PortalMQError as error:
@@ -249,14 +273,14 @@ class Producing:
         partition: int | None,
         producer: ProducerStamp | None,
         idempotency_key: str | None,
-        as_sent: tuple[int | str | None, ...] = (),
+        as_sent: AsSent = (),
         forward: bool,
     ) -> list[Produced | PortalMQError]:
         """Append messages to their partitions; one result each, in order. Raises when the whole request is refused."""
         size_of(topic, records)
         if idempotency_key is not None:
             options = (partition, *as_sent) if as_sent or partition is not None else ()
-            records = [_identified(record, idempotency_key, index, options) for index, record in enumerate(records)]
+            records = [identified(record, idempotency_key, index, options) for index, record in enumerate(records)]
         records = with_default_ttl(topic, records, self._clock.wall_ms())
         indexes: dict[int, list[int]] = {}
         for index, number in enumerate(_numbers(topic, records, partitions, partition)):
@@ -265,9 +289,13 @@ class Producing:
         if producer is not None and len(indexes) != 1:
             raise InvalidRequest("a batch with a producer goes to one partition: name it with ?partition=")
         shares = {number: [records[index] for index in own] for number, own in indexes.items()}
-        work = _Producing(topic, shares, producer, acks, self._check_fence, self._peers)
         if not forward:
             self._leaders.check_led_here(places.values())
+        if idempotency_key is not None and topic.state.partitions > 1:
+            firsts = self._firsts(topic, shares, acks)
+            if firsts is not None:
+                return firsts
+        work = _Producing(topic, shares, _Order(_stamp(producer), acks), self._gate, self._peers)
         repeatable = producer is not None or idempotency_key is not None
         outcomes = self._leaders.run(list(places.values()), work, forward=forward, repeatable=repeatable)
         self._count(work)
@@ -277,11 +305,20 @@ class Producing:
                 results[index] = result
         return _unless_all_failed([result for result in results if result is not None])
 
+    def _firsts(
+        self, topic: Topic, shares: dict[int, list[Record]], acks: Acks
+    ) -> list[Produced | PortalMQError] | None:
+        """The first answer to a single message under an Idempotency-Key, when it stands on another partition than that
+        which it would go to now."""
+        ((number, records),) = shares.items()
+        found = self._repeats.find(topic, records[0], number, acks)
+        return None if found is None else [found]
+
     def copies(self, topic: Topic, shares: dict[int, list[Record]]) -> None:
         """Append what was ordered elsewhere, by partition: records with a message id, so that a repeat finds its first.
         What a topic takes was checked when it was ordered. Raises the error of a share; others may be appended."""
         places = [place_of(topic.state, number) for number in shares]
-        work = _Producing(topic, shares, None, "all", self._check_fence, self._peers)
+        work = _Producing(topic, shares, _Order(None, "all", is_copies=True), self._gate, self._peers)
         outcomes = self._leaders.run(places, work, repeatable=True)
         self._count(work)
         for outcome in outcomes.values():
@@ -292,9 +329,8 @@ class Producing:
         """Shares that another broker brings, for partitions that this one leads."""
         call = _decode_produce(body)
         topic = self._find(call.topic, call.topic_id)
-        work = _Producing(
-            topic, {share.number: share.records for share in call.shares}, call.stamp, call.acks, self._check_fence
-        )
+        order = _Order(_stamp(call.stamp), call.acks, call.is_copies)
+        work = _Producing(topic, {share.number: share.records for share in call.shares}, order, self._gate)
         places = [Place(call.topic, call.topic_id, share.number) for share in call.shares]
         outcomes = self._leaders.run(places, work, forward=False)
         self._count(work)
@@ -332,12 +368,8 @@ def _unless_all_failed(results: list[Produced | PortalMQError]) -> list[Produced
     return results
 
 
-def _identified(record: Record, key: str, index: int, options: tuple[int | str | None, ...]) -> Record:
-    """The record with the identity that an Idempotency-Key gives it: 128 bits of id, 64 of its body and the `options`
-    that came with it, in the sender's words: a delay comes to another moment each time it is sent."""
-    message_id = blake2b(f"{index}\n{key}".encode(), digest_size=16).digest()
-    body = msgspec.msgpack.encode((record.value, record.key, record.content_type, record.headers, *options))
-    return msgspec.structs.replace(record, message_id=message_id, body_hash=blake2b(body, digest_size=8).digest())
+def _stamp(producer: ProducerStamp | None) -> Stamp | None:
+    return Stamp(producer.id, producer.epoch, producer.sequence) if producer is not None else None
 
 
 def _numbers(

@@ -15,7 +15,6 @@ from portalmq import wire
 from portalmq.broker.storage.errors import DiskFull, StorageFault
 from portalmq.errors import (
     Fenced,
-    IdempotencyKeyReused,
     InvalidRequest,
     MessageTooLarge,
     OffsetOutOfRange,
@@ -219,46 +218,6 @@ def test_a_producer_is_known_after_a_restart(tmp_path):
         assert send(after, "a", producer=stamp(0)) == first
         send(after, "b", producer=stamp(1))
         assert texts(page(after).messages) == ["a", "b"]
-
-
-def test_an_idempotency_key_gives_the_first_answer_again(fixture):
-    fixture.broker.create_topic("t", wire.CreateTopic(partitions=5))
-    first = send(fixture, "a", idempotency_key="k")
-    fixture.clock.advance(1_000)
-    assert send(fixture, "a", idempotency_key="k") == first
-    assert len(list(fixture.broker.read_all("t", None))) == 1
-
-
-def test_an_idempotency_key_with_another_body_is_refused(fixture):
-    send(fixture, "a", idempotency_key="k")
-    with pytest.raises(IdempotencyKeyReused):
-        send(fixture, "b", idempotency_key="k")
-
-
-def test_an_idempotency_key_may_be_used_again_after_the_window(fixture):
-    fixture.broker.create_topic("t", wire.CreateTopic(config={"dedup_window_ms": 1_000}))
-    (first,) = send(fixture, "a", idempotency_key="k")
-    fixture.clock.advance(1_001)
-    (second,) = send(fixture, "b", idempotency_key="k")
-    assert second.offset > first.offset
-
-
-def test_simultaneous_repeats_of_a_key_are_appended_once(fixture):
-    fixture.broker.create_topic("t", wire.CreateTopic(partitions=4))
-    greenlets = [gevent.spawn(send, fixture, "a", idempotency_key="k") for _ in range(10)]
-    gevent.joinall(greenlets, timeout=20, raise_error=True)
-    assert len({(greenlet.get()[0].partition, greenlet.get()[0].offset) for greenlet in greenlets}) == 1
-    assert len(list(fixture.broker.read_all("t", None))) == 1
-
-
-def test_an_idempotency_key_survives_a_restart_and_growth(tmp_path):
-    clock = HandClock()
-    with running(tmp_path, clock) as before:
-        before.broker.create_topic("t", wire.CreateTopic(partitions=3))
-        first = send(before, "a", idempotency_key="k")
-        before.broker.alter_topic("t", wire.AlterTopic(partitions=8))
-    with running(tmp_path, clock) as after:
-        assert send(after, "a", idempotency_key="k") == first
 
 
 # --- browsing --------------------------------------------------------------------------------------------------------

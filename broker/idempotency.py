@@ -1,0 +1,152 @@
+"""Requests under an Idempotency-Key: what such a message is known by, and where the first one of a key stands.
+
+    id      128 bits of the key: messages of one id are one message, within the topic's dedup window
+    hash     64 bits of what was sent under it: another hash is another message, and refused (422)
+
+A message without a key or a partition goes to its id's own partition, so that a repeat meets its first there. One that
+was sent to another place, or before the topic grew, stands elsewhere: so in a topic with several partitions all their
+leaders are asked first. Ids stand in an index of the log's files, of which nothing is kept in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+import msgspec
+
+from portalmq.broker.atlas import Atlas
+from portalmq.broker.calls import Place, Result, result_of
+from portalmq.broker.forwarding import Leaders, Outcomes, place_of
+from portalmq.broker.partition import Partition
+from portalmq.broker.peers import Peers
+from portalmq.broker.storage.batch import Record
+from portalmq.broker.topics import Topic
+from portalmq.errors import IdempotencyKeyReused, PortalMQError, RequestInProgress
+from portalmq.wire import Acks, Produced
+
+FIND_TIMEOUT_S = 10.0
+IN_PROGRESS_RETRY_S = 0.2
+
+_encode = msgspec.msgpack.Encoder().encode
+# The options of a message, as they were sent.
+AsSent = tuple[int | str | None, ...]
+
+
+class FindFirst(msgspec.Struct, array_like=True):
+    """Does a message of this id stand in one of these partitions? Refused when it does with another hash, or when it is
+    not as safe yet as `acks` asks."""
+
+    topic: str
+    topic_id: str
+    numbers: list[int]
+    message_id: bytes
+    body_hash: bytes
+    acks: Acks
+
+
+_Firsts = list[Result[list[int]]]
+
+
+def identified(record: Record, key: str, index: int, as_sent: AsSent) -> Record:
+    """The record with the identity that an Idempotency-Key gives it. The hash is of its body and the options that came
+    with it, in the sender's words: a delay comes to another moment each time it is sent."""
+    message_id = blake2b(f"{index}\n{key}".encode(), digest_size=16).digest()
+    body = msgspec.msgpack.encode((record.value, record.key, record.content_type, record.headers, *as_sent))
+    return msgspec.structs.replace(record, message_id=message_id, body_hash=blake2b(body, digest_size=8).digest())
+
+
+def first_in(partition: Partition, message_id: bytes, body_hash: bytes | None) -> tuple[int, int] | None:
+    """(offset, timestamp_ms) of the message of this id, if the partition has it. Raises IdempotencyKeyReused for
+    another message."""
+    place = partition.place_of_id(message_id)
+    if place is None:
+        return None
+    offset, first_hash, timestamp_ms = place
+    if first_hash != body_hash:
+        raise IdempotencyKeyReused(
+            f"this Idempotency-Key was used for another message (partition {partition.number}, offset {offset}):"
+            " use a new key for a new message"
+        )
+    return offset, timestamp_ms
+
+
+def check_done(partition: Partition, offset: int, acks: Acks) -> None:
+    """Raises RequestInProgress while the first request, whose message stands at `offset`, is not as safe as its repeat
+    asks to be told."""
+    safe_end = {"all": partition.high_watermark, "leader": partition.log.end_offset, "none": offset + 1}[acks]
+    if offset >= safe_end:
+        raise RequestInProgress(
+            f"the first request of this Idempotency-Key is still being appended (partition {partition.number},"
+            f" offset {offset}): repeat in a moment",
+            retry_after_s=IN_PROGRESS_RETRY_S,
+        )
+
+
+@dataclass(slots=True)
+class _Finding:
+    repeats: Repeats
+    record: Record
+    acks: Acks
+
+    def here(self, places: Sequence[Place]) -> Outcomes[list[int]]:
+        outcomes: Outcomes[list[int]] = {}
+        for place in places:
+            try:
+                partition = self.repeats.atlas.partition(place)
+                found = first_in(partition, self.record.message_id or b"", self.record.body_hash)
+                if found is not None:
+                    check_done(partition, found[0], self.acks)
+                outcomes[place] = list(found or ())
+            except PortalMQError as error:
+                outcomes[place] = error
+        return outcomes
+
+    def there(self, broker_id: int, places: Sequence[Place]) -> Outcomes[list[int]]:
+        call = FindFirst(
+            places[0].topic,
+            places[0].topic_id,
+            [place.number for place in places],
+            self.record.message_id or b"",
+            self.record.body_hash or b"",
+            self.acks,
+        )
+        results = self.repeats.peers.call(broker_id, "first", call, _Firsts, timeout_s=FIND_TIMEOUT_S)
+        return {place: result.outcome() for place, result in zip(places, results, strict=True)}
+
+
+class Repeats:
+    """Finds the first of a key on every partition of its topic."""
+
+    def __init__(self, atlas: Atlas, leaders: Leaders, peers: Peers) -> None:
+        self.atlas = atlas
+        self.peers = peers
+        self._leaders = leaders
+
+    def find(self, topic: Topic, record: Record, besides: int, acks: Acks) -> Produced | None:
+        """Where the first message of the record's id stands, on any partition besides that one, which is for the
+        append itself to look through. Raises IdempotencyKeyReused, RequestInProgress, and what a leader answers that
+        cannot be asked: nothing is appended before it is known."""
+        numbers = [number for number in range(topic.state.partitions) if number != besides]
+        places = [place_of(topic.state, number) for number in numbers]
+        if not places:
+            return None
+        outcomes = self._leaders.run(places, _Finding(self, record, acks), repeatable=True)
+        for place, found in outcomes.items():
+            if not isinstance(found, PortalMQError) and found:
+                offset, timestamp_ms = found
+                return Produced(place.number, offset if acks != "none" else -1, timestamp_ms)
+        errors = [error for error in outcomes.values() if isinstance(error, PortalMQError)]
+        decided = [error for error in errors if isinstance(error, IdempotencyKeyReused | RequestInProgress)]
+        for error in decided or errors:
+            error.outcome = "not_applied"  # this was a question; the message is appended after it
+            raise error
+        return None
+
+    def serve(self, body: bytes) -> bytes:
+        call = msgspec.msgpack.decode(body, type=FindFirst)
+        record = Record(b"", message_id=call.message_id, body_hash=call.body_hash)
+        places = [Place(call.topic, call.topic_id, number) for number in call.numbers]
+        outcomes = self._leaders.run(places, _Finding(self, record, call.acks), forward=False)
+        return _encode([result_of(outcomes[place]) for place in places])
