@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from portalmq.admin import Admin
+    from portalmq.aio import AsyncConsumer, AsyncProducer
     from portalmq.consumer import Consumer
     from portalmq.errors import (
         Backpressure,
@@ -43,11 +44,14 @@ if TYPE_CHECKING:
         Unavailable,
         UnsupportedMediaType,
     )
+    from portalmq.lock import Lock
     from portalmq.message import Message, RecordMetadata
     from portalmq.producer import Producer
 
 __all__ = [
     "Admin",
+    "AsyncConsumer",
+    "AsyncProducer",
     "Backpressure",
     "Consumer",
     "Fenced",
@@ -57,6 +61,7 @@ __all__ = [
     "IdempotencyKeyReused",
     "IllegalGeneration",
     "InvalidRequest",
+    "Lock",
     "LockHeld",
     "LockNotFound",
     "Message",
@@ -84,7 +89,10 @@ __all__ = [
 
 _HOMES = {
     "Admin": "portalmq.admin",
+    "AsyncConsumer": "portalmq.aio",
+    "AsyncProducer": "portalmq.aio",
     "Consumer": "portalmq.consumer",
+    "Lock": "portalmq.lock",
     "Message": "portalmq.message",
     "Producer": "portalmq.producer",
     "RecordMetadata": "portalmq.message",

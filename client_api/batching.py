@@ -60,6 +60,11 @@ class SendFuture(Future[RecordMetadata]):
             return outcome
         return super().result(left)
 
+    def hurry(self) -> None:
+        """Have its batch sent now, by another thread."""
+        if not self._batch.settled:
+            self._batch.hurry(0.0)
+
     def exception(self, timeout: float | None = None) -> BaseException | None:
         left = timeout if self._batch.settled else self._batch.hurry(timeout)
         return super().exception(left)

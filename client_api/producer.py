@@ -191,6 +191,16 @@ class Producer:
                 self._filled(known, lane, batch)
         return SendFuture(batch, index)
 
+    def has_room_for(self, topic: str, partition: int | None = None) -> bool:
+        """Whether a send() to the topic would return at once: it is known, and the buffer is not full."""
+        known = self._topics.get(topic)
+        return (
+            known is not None
+            and (partition is None or partition < len(known.lanes))
+            and self._buffered_messages < self._buffer_messages
+            and self._buffered_bytes < self._buffer_bytes
+        )
+
     def _meet(self, name: str) -> Topic:
         if self._closed:
             raise RuntimeError("the producer is closed")

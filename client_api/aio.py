@@ -1,0 +1,351 @@
+"""AsyncProducer and AsyncConsumer: the producer and the consumer for asyncio, with the same names and guarantees.
+
+They are the synchronous ones, and no second implementation of retries, leases and sequences: what cannot wait is done
+in the event loop's thread, what may wait (the network, a full buffer) in a thread that belongs to the object.
+
+    send --room in the buffer--> the producer's batch --sender thread--> leader --> the future wakes the coroutine
+    next message --> the consumer's own thread --> one message (or, for poll, some)
+    ack, nack, extend --> another thread, so that they do not wait for the receive that waits
+
+Cancelling is safe. A cancelled `send` may or may not be sent, as any message whose outcome was not waited for. What a
+cancelled receive brings is kept and given to whoever asks next; it is never taken for done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from datetime import datetime
+from queue import SimpleQueue
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from portalmq import wire
+from portalmq.batching import SendFuture
+from portalmq.consumer import Consumer
+from portalmq.errors import PortalMQError
+from portalmq.message import Message, RecordMetadata
+from portalmq.producer import Producer
+from portalmq.transport import Bootstrap
+
+T = TypeVar("T")
+
+SETTLERS_MAX = 4
+CLOSE_TIMEOUT_S = 5.0
+
+
+Job = tuple[asyncio.AbstractEventLoop, "asyncio.Future[Any]", Callable[[], Any]]
+
+
+class _Threads:
+    """Up to `most` threads of one object, for one event loop; started when they are needed.
+
+    Daemons, unlike those of concurrent.futures: a program that forgets close() must not hang at its end, in a receive.
+    """
+
+    def __init__(self, name: str, most: int) -> None:
+        self._name = name
+        self._most = most
+        self._jobs: SimpleQueue[Job | None] = SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self.unfinished = 0
+        self.close = weakref.finalize(self, _end, self._jobs, self._threads)
+        self.close.atexit = False
+
+    def start(self, do: Callable[[], T]) -> asyncio.Future[T]:
+        """The future result of `do`. It runs to its end, whatever becomes of who waits for it."""
+        if not self.close.alive:
+            raise RuntimeError("it is closed")
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+        self.unfinished += 1
+        future.add_done_callback(self._finished)
+        self._jobs.put((loop, future, do))
+        if len(self._threads) < min(self._most, self.unfinished):
+            thread = threading.Thread(target=_work, args=(self._jobs,), name=self._name, daemon=True)
+            self._threads.append(thread)
+            thread.start()
+        return future
+
+    async def run(self, do: Callable[[], T]) -> T:
+        return await asyncio.shield(self.start(do))
+
+    def _finished(self, ended: asyncio.Future[Any]) -> None:
+        self.unfinished -= 1
+        if not ended.cancelled():
+            ended.exception()  # who was cancelled does not ask for it
+
+
+def _work(jobs: SimpleQueue[Job | None]) -> None:
+    while (job := jobs.get()) is not None:
+        loop, future, do = job
+        outcome: tuple[Any, BaseException | None]
+        try:
+            outcome = (do(), None)
+        except BaseException as fault:  # noqa: BLE001 - it is told to whoever waits
+            outcome = (None, fault)
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(_settle, future, *outcome)
+        del job, future, do, outcome  # or they would live until the next job
+
+
+def _settle(future: asyncio.Future[Any], result: Any, fault: BaseException | None) -> None:
+    if future.done():
+        return
+    if fault is None:
+        future.set_result(result)
+    else:
+        future.set_exception(fault)
+
+
+def _end(jobs: SimpleQueue[Job | None], threads: list[threading.Thread]) -> None:
+    for _ in threads:
+        jobs.put(None)
+
+
+# --- producing -------------------------------------------------------------------------------------------------------
+
+
+class AsyncProducer:
+    """Sends messages to topics; see Producer, whose arguments and guarantees these are. For one event loop.
+
+        async with AsyncProducer("http://localhost:5000") as producer:
+            metadata = await producer.send("temp_1", {"celsius": 21.5}, key="sensor-1")
+            await asyncio.gather(*(producer.send("temp_1", each) for each in many))
+
+    Coroutines that send at the same time share batches. Messages keep the order in which their `send` was first
+    awaited (tasks: were started).
+    """
+
+    def __init__(
+        self,
+        bootstrap: Bootstrap = None,
+        *,
+        acks: wire.Acks = "all",
+        linger_ms: float = 5,
+        batch_messages: int = 1000,
+        batch_bytes: int = 1_000_000,
+        idempotent: bool = True,
+        producer_name: str | None = None,
+        compression: str | None = None,
+        delivery_timeout_s: float = 120,
+        token: str | None = None,
+        max_block_s: float = 60,
+        buffer_messages: int = 100_000,
+        buffer_bytes: int = 64 * 1024 * 1024,
+    ) -> None:
+        self._producer = Producer(
+            bootstrap,
+            acks=acks,
+            linger_ms=linger_ms,
+            batch_messages=batch_messages,
+            batch_bytes=batch_bytes,
+            idempotent=idempotent,
+            producer_name=producer_name,
+            compression=compression,
+            delivery_timeout_s=delivery_timeout_s,
+            token=token,
+            max_block_s=max_block_s,
+            buffer_messages=buffer_messages,
+            buffer_bytes=buffer_bytes,
+        )
+        # One thread keeps the order of the sends that have to wait; the other is for flush and close.
+        self._senders = _Threads("portalmq-async-send", 1)
+        self._others = _Threads("portalmq-async-flush", 1)
+        self._hurried: list[SendFuture] = []
+
+    async def send(
+        self,
+        topic: str,
+        value: Any,
+        *,
+        key: str | bytes | None = None,
+        headers: Mapping[str, str] | None = None,
+        partition: int | None = None,
+        delay_s: float | None = None,
+        deliver_at: datetime | float | None = None,
+        ttl_s: float | None = None,
+        priority: int = 0,
+        content_type: str | None = None,
+    ) -> RecordMetadata:
+        """Send a message, and wait until it counts (see `acks`). Raises its PortalMQError, and what Producer.send does;
+        waits, without blocking the event loop, while the buffer is full."""
+
+        def put() -> SendFuture:
+            return self._producer.send(
+                topic,
+                value,
+                key=key,
+                headers=headers,
+                partition=partition,
+                delay_s=delay_s,
+                deliver_at=deliver_at,
+                ttl_s=ttl_s,
+                priority=priority,
+                content_type=content_type,
+            )
+
+        # A send behind one that waits must wait too, or it would overtake.
+        if self._senders.unfinished or not self._producer.has_room_for(topic, partition):
+            future = await self._senders.run(put)
+        else:
+            future = put()
+        self._hurry(future)
+        return await asyncio.wrap_future(future)
+
+    def _hurry(self, future: SendFuture) -> None:
+        """Somebody waits for it: its batch goes out as soon as all that run now have sent theirs."""
+        self._hurried.append(future)
+        if len(self._hurried) == 1:
+            asyncio.get_running_loop().call_soon(self._hurry_all)
+
+    def _hurry_all(self) -> None:
+        hurried, self._hurried = self._hurried, []
+        for future in hurried:
+            future.hurry()
+
+    async def flush(self, timeout: float | None = None) -> None:  # noqa: ASYNC109 - the name that Producer has
+        """Wait until everything sent so far has its outcome. Raises TimeoutError after `timeout` seconds."""
+        while self._senders.unfinished:  # those that wait for room were sent before
+            await self._senders.run(lambda: None)
+        await self._others.run(lambda: self._producer.flush(timeout))
+
+    async def close(self, timeout: float | None = None) -> None:  # noqa: ASYNC109 - the name that Producer has
+        """Flush and stop. What is not sent after `timeout` seconds (default: the delivery timeout) fails."""
+        try:
+            await self._others.run(lambda: self._producer.close(timeout))
+        finally:
+            self._senders.close()
+            self._others.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, fault: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+
+# --- consuming -------------------------------------------------------------------------------------------------------
+
+
+class AsyncConsumer:
+    """Receives messages; see Consumer, whose arguments and guarantees these are. For one event loop.
+
+        async with AsyncConsumer("orders", group="billing") as consumer:
+            async for message in consumer:
+                await handle(message)
+
+    Asking for the next message says that the one before is done. An exception in the loop's body never asks: that
+    message goes back when the consumer closes. Settle with `await consumer.ack(message)`; a message's own ack() works
+    too, and blocks the event loop for a round trip.
+    """
+
+    def __init__(self, *topics: str, **options: Any) -> None:
+        """`options` are those of Consumer: group, bootstrap, mode, delivery, max_messages, visibility_timeout_s, start,
+        manual_ack, idle_timeout_s, token."""
+        self._consumer = Consumer(*topics, **options)
+        self._manual_ack = bool(options.get("manual_ack", False))
+        self._receiver = _Threads("portalmq-async-receive", 1)
+        self._settlers = _Threads("portalmq-async-settle", SETTLERS_MAX)
+        # What a receive brought whose asker was cancelled; and that receive itself while it goes on. One at a time.
+        self._kept: deque[Message] = deque()
+        self._receiving: asyncio.Future[list[Message]] | None = None
+        self._turn = asyncio.Lock()
+        self._closed = False
+
+    # --- receiving ---------------------------------------------------------------------------------------------------
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Message:
+        """The next message; the one before is acked."""
+
+        def one() -> list[Message]:
+            message = next(self._consumer, None)
+            return [] if message is None else [message]
+
+        messages = await self._receive(one, 1, None)
+        if not messages:
+            raise StopAsyncIteration
+        return messages[0]
+
+    async def poll(self, timeout_s: float = 1.0, max_messages: int | None = None) -> list[Message]:
+        """Up to `max_messages` messages, as soon as there are any; an empty list after `timeout_s`."""
+        return await self._receive(lambda: self._consumer.poll(timeout_s, max_messages), max_messages, timeout_s)
+
+    async def _receive(
+        self, receive: Callable[[], list[Message]], at_most: int | None, timeout_s: float | None
+    ) -> list[Message]:
+        """What was kept; or what a receive brings that somebody began and left; or what a new one brings."""
+        async with self._turn:
+            while not self._kept and not self._closed:
+                if self._receiving is None:
+                    self._receiving = self._receiver.start(receive)
+                    if not await self._arrived(self._receiving, None):
+                        return []
+                elif not await self._arrived(self._receiving, timeout_s) and self._receiving is not None:
+                    return []  # the earlier one waits on, this asker does not
+            count = len(self._kept) if at_most is None else min(at_most, len(self._kept))
+            return [self._kept.popleft() for _ in range(count)]
+
+    async def _arrived(self, receiving: asyncio.Future[list[Message]], timeout_s: float | None) -> bool:
+        """Wait for a receive, which goes on if this is cancelled. Raises its error; True when it brought something."""
+        await asyncio.wait([receiving], timeout=timeout_s)
+        if not receiving.done():
+            return False
+        self._receiving = None
+        self._kept.extend(receiving.result())
+        return bool(self._kept)
+
+    # --- settling ----------------------------------------------------------------------------------------------------
+
+    async def ack(self, messages: Message | Iterable[Message]) -> None:
+        """Say that messages are done. Raises StaleReceipt, the others being acked all the same."""
+        await self._settlers.run(lambda: self._consumer.ack(messages))
+
+    async def nack(
+        self, messages: Message | Iterable[Message], delay_s: float | None = None, reason: str | None = None
+    ) -> None:
+        """Give messages back for redelivery."""
+        await self._settlers.run(lambda: self._consumer.nack(messages, delay_s, reason))
+
+    async def extend(self, messages: Message | Iterable[Message], visibility_timeout_s: float | None = None) -> None:
+        """Hold leases for `visibility_timeout_s` seconds from now."""
+        await self._settlers.run(lambda: self._consumer.extend(messages, visibility_timeout_s))
+
+    # --- the end -----------------------------------------------------------------------------------------------------
+
+    async def close(self) -> None:
+        """End a wait, send the last acks, give the rest back: also what a cancelled receive brought. Twice is fine."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            await self._settlers.run(self._consumer.close)
+            if self._receiving is not None and not self._turn.locked():  # else who waits for it gets it
+                with contextlib.suppress(PortalMQError):
+                    await self._arrived(self._receiving, CLOSE_TIMEOUT_S)
+            if self._manual_ack and self._kept:
+                # What was handed out in manual mode is the user's to settle, but this never reached him.
+                kept, reason = list(self._kept), "the consumer closed before it came to it"
+                with contextlib.suppress(PortalMQError):
+                    await self._settlers.run(lambda: self._consumer.nack(kept, 0, reason))
+        finally:
+            self._kept.clear()
+            self._receiver.close()
+            self._settlers.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, fault: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()

@@ -1,0 +1,357 @@
+"""AsyncProducer and AsyncConsumer: the loop goes on, a cancellation loses nothing, all else as in the sync ones."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
+
+import pytest
+from support.scripted_broker import ScriptedBroker, hang_up, hold, lose_answer, refuse
+
+from portalmq import AsyncConsumer, AsyncProducer, Consumer, Producer, StaleReceipt, TopicNotFound
+from portalmq.errors import Backpressure
+
+WITHIN_S = 10.0
+
+
+@pytest.fixture
+def broker() -> Iterator[ScriptedBroker]:
+    with ScriptedBroker() as broker:
+        yield broker
+
+
+def run(test: Coroutine[Any, Any, Any]) -> Any:
+    return asyncio.run(asyncio.wait_for(test, 30))
+
+
+async def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + WITHIN_S
+    while not condition():
+        assert time.monotonic() < deadline, "that did not come"
+        await asyncio.sleep(0.005)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "beside"),
+    [(AsyncProducer, Producer, {"transport"}), (AsyncProducer.send, Producer.send, set())],
+)
+def test_arguments_are_those_of_the_synchronous_one(ours: Any, theirs: Any, beside: set[str]) -> None:
+    mine, wanted = inspect.signature(ours).parameters, inspect.signature(theirs).parameters
+    assert list(mine) == [name for name in wanted if name not in beside]
+    for name, parameter in mine.items():
+        assert (parameter.default, parameter.kind) == (wanted[name].default, wanted[name].kind)
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [(AsyncConsumer, Consumer), (AsyncProducer, Producer)])
+def test_every_public_method_has_its_like(ours: type, theirs: type) -> None:
+    internal = {"has_room_for"}
+    wanted = {name for name in vars(theirs) if not name.startswith("_") and callable(getattr(theirs, name))} - internal
+    assert wanted <= set(vars(ours))
+    for name in wanted:
+        mine, its = inspect.signature(getattr(ours, name)), inspect.signature(getattr(theirs, name))
+        assert list(mine.parameters) == list(its.parameters), name
+
+
+class TestProducing:
+    def test_a_send_tells_where_the_message_stands(self, broker: ScriptedBroker) -> None:
+        async def test() -> None:
+            async with AsyncProducer(broker.url) as producer:
+                first = await producer.send("t", {"a": 1}, key="k", headers={"h": "v"})
+                second = await producer.send("t", "text")
+            assert [(each.topic, each.partition, each.offset) for each in (first, second)] == [
+                ("t", 0, 0),
+                ("t", 0, 1),
+            ]
+
+        run(test())
+        assert broker.values("t") == [b'{"a":1}', b"text"]
+
+    def test_a_send_that_is_waited_for_does_not_linger(self, broker: ScriptedBroker) -> None:
+        async def test() -> float:
+            async with AsyncProducer(broker.url, linger_ms=5_000) as producer:
+                await producer.send("t", b"1")
+                began = time.monotonic()
+                await producer.send("t", b"2")
+                return time.monotonic() - began
+
+        assert run(test()) < 2
+
+    def test_sends_of_one_moment_share_a_batch_and_keep_their_order(self, broker: ScriptedBroker) -> None:
+        values = [str(number).encode() for number in range(500)]
+
+        async def test() -> None:
+            async with AsyncProducer(broker.url) as producer:
+                await producer.send("t", b"first")
+                placed = await asyncio.gather(*(producer.send("t", value) for value in values))
+                assert [each.offset for each in placed] == list(range(1, 501))
+
+        run(test())
+        assert broker.values("t") == [b"first", *values]
+        assert len(broker.calls_of("POST", "/v1/topics/t/messages")) < 20
+
+    def test_order_is_kept_through_a_full_buffer_and_the_loop_goes_on(self, broker: ScriptedBroker) -> None:
+        values = [str(number).encode() for number in range(200)]
+        slow = threading.Event()
+        broker.fill("t", [])
+        broker.script("POST", "/v1/topics/t/messages", [hold(slow)])
+
+        async def test() -> None:
+            async with AsyncProducer(broker.url, buffer_messages=10) as producer:
+                sends = [asyncio.create_task(producer.send("t", value)) for value in values]
+                for _ in range(20):
+                    await asyncio.sleep(0.005)
+                assert not any(send.done() for send in sends)
+                slow.set()
+                await asyncio.gather(*sends)
+
+        run(test())
+        assert broker.values("t") == values
+
+    def test_a_buffer_that_stays_full_is_told(self, broker: ScriptedBroker) -> None:
+        slow = threading.Event()
+        broker.fill("t", [])
+        broker.script("POST", "/v1/topics/t/messages", [hold(slow)])
+
+        async def test() -> None:
+            async with AsyncProducer(broker.url, buffer_messages=1, max_block_s=0.1) as producer:
+                first = asyncio.create_task(producer.send("t", b"1"))
+                await until(lambda: broker.calls_of("POST", "/v1/topics/t/messages"))
+                with pytest.raises(Backpressure):
+                    await producer.send("t", b"2")
+                slow.set()
+                await first
+
+        run(test())
+
+    def test_a_lost_answer_sends_nothing_twice(self, broker: ScriptedBroker) -> None:
+        broker.script("POST", "/v1/topics/t/messages", [lose_answer, hang_up])
+
+        async def test() -> None:
+            async with AsyncProducer(broker.url) as producer:
+                assert (await producer.send("t", b"once")).offset == 0
+
+        run(test())
+        assert broker.values("t") == [b"once"]
+
+    def test_what_is_refused_is_raised(self, broker: ScriptedBroker) -> None:
+        broker.fill("t", [])
+        broker.script("POST", "/v1/topics/t/messages", [refuse(404, "topic_not_found")])
+
+        async def test() -> None:
+            async with AsyncProducer(broker.url) as producer:
+                with pytest.raises(TopicNotFound):
+                    await producer.send("t", b"1")
+                with pytest.raises(TypeError):
+                    await producer.send("t", object())
+
+        run(test())
+
+    def test_a_cancelled_send_hurts_no_other(self, broker: ScriptedBroker) -> None:
+        slow = threading.Event()
+        broker.fill("t", [])
+        broker.script("POST", "/v1/topics/t/messages", [hold(slow)])
+
+        async def test() -> None:
+            async with AsyncProducer(broker.url) as producer:
+                cancelled = asyncio.create_task(producer.send("t", b"1"))
+                other = asyncio.create_task(producer.send("t", b"2"))
+                await until(lambda: broker.calls_of("POST", "/v1/topics/t/messages"))
+                cancelled.cancel()
+                slow.set()
+                assert (await other).offset == 1
+                with pytest.raises(asyncio.CancelledError):
+                    await cancelled
+
+        run(test())
+        assert broker.values("t") == [b"1", b"2"]
+
+    def test_flush_waits_for_those_that_wait_for_room_too(self, broker: ScriptedBroker) -> None:
+        async def test() -> None:
+            async with AsyncProducer(broker.url, buffer_messages=5) as producer:
+                sends = [asyncio.create_task(producer.send("t", b"x")) for _ in range(50)]
+                await asyncio.sleep(0)
+                await producer.flush(timeout=10)
+                assert len(broker.values("t")) == 50
+                await asyncio.gather(*sends)
+
+        run(test())
+
+    def test_a_closed_one_says_so(self, broker: ScriptedBroker) -> None:
+        async def test() -> None:
+            producer = AsyncProducer(broker.url)
+            await producer.close()
+            with pytest.raises(RuntimeError, match="closed"):
+                await producer.send("t", b"1")
+
+        run(test())
+
+
+class TestConsuming:
+    def test_asking_for_the_next_acks_the_one_before(self, broker: ScriptedBroker) -> None:
+        broker.fill("t", [b"1", b"2", b"3"])
+
+        async def test() -> None:
+            seen = []
+            async with AsyncConsumer("t", group="g", bootstrap=broker.url, idle_timeout_s=0.3) as consumer:
+                async for message in consumer:
+                    seen.append(message.value)
+            assert seen == [b"1", b"2", b"3"]
+
+        run(test())
+        assert broker.done == {("t", 0, offset) for offset in range(3)}
+
+    def test_an_exception_in_the_body_gives_the_message_back(self, broker: ScriptedBroker) -> None:
+        broker.fill("t", [b"1", b"2"])
+
+        async def test() -> None:
+            async with AsyncConsumer("t", group="g", bootstrap=broker.url) as consumer:
+                async for _ in consumer:
+                    raise KeyError("body")
+
+        with pytest.raises(KeyError):
+            run(test())
+        assert broker.done == set()
+        assert broker.leased == {}
+
+    def test_what_a_cancelled_receive_brings_is_given_to_the_next_who_asks(self, broker: ScriptedBroker) -> None:
+        """Not lost, and not taken for done."""
+
+        async def test() -> None:
+            async with AsyncConsumer("t", group="g", bootstrap=broker.url) as consumer:
+                with pytest.raises(TimeoutError):
+                    await asyncio.wait_for(anext(consumer), 0.2)
+                broker.fill("t", [b"1", b"2"])
+                await until(lambda: broker.leased)
+                assert (await anext(consumer)).value == b"1"
+                assert broker.done == set()
+                assert (await anext(consumer)).value == b"2"
+
+        run(test())
+
+    def test_many_cancellations_lose_and_repeat_nothing(self, broker: ScriptedBroker) -> None:
+        broker.fill("t", [str(number).encode() for number in range(200)])
+
+        async def test() -> list[bytes]:
+            seen: list[bytes] = []
+            async with AsyncConsumer("t", group="g", bootstrap=broker.url, max_messages=7) as consumer:
+                number = 0
+                while len(seen) < 200:
+                    number += 1
+                    try:
+                        seen.append((await asyncio.wait_for(anext(consumer), (number % 5) * 0.0004)).value)
+                    except TimeoutError:
+                        continue
+            return seen
+
+        assert run(test()) == [str(number).encode() for number in range(200)]
+
+    def test_a_poll_behind_a_cancelled_endless_wait_ends_in_time(self, broker: ScriptedBroker) -> None:
+        broker.fill("t", [])
+
+        async def test() -> None:
+            async with AsyncConsumer("t", group="g", bootstrap=broker.url) as consumer:
+                with pytest.raises(TimeoutError):
+                    await asyncio.wait_for(anext(consumer), 0.1)
+                assert await asyncio.wait_for(consumer.poll(0.1), 5) == []
+
+        run(test())
+
+    def test_poll_gives_some_and_ack_does_not_wait_for_the_receive_that_waits(self, broker: ScriptedBroker) -> None:
+        broker.fill("t", [b"1", b"2", b"3"])
+
+        async def test() -> None:
+            async with AsyncConsumer("t", group="g", bootstrap=broker.url, manual_ack=True) as consumer:
+                first, second, third = await consumer.poll(5)
+                waiting = asyncio.create_task(consumer.poll(30))
+                await consumer.ack([first, second])
+                assert len(broker.done) == 2
+                await consumer.extend(third, 10)
+                await consumer.nack(third, delay_s=0, reason="again")
+                assert [message.delivery_count for message in await waiting] == [2]
+
+        run(test())
+
+    def test_a_stale_receipt_is_raised(self, broker: ScriptedBroker) -> None:
+        broker.fill("t", [b"1"])
+
+        async def test() -> None:
+            async with AsyncConsumer("t", group="g", bootstrap=broker.url, manual_ack=True) as consumer:
+                [message] = await consumer.poll(5)
+                broker.leased.clear()
+                with pytest.raises(StaleReceipt):
+                    await consumer.ack(message)
+
+        run(test())
+
+    def test_what_nobody_got_goes_back_at_close(self, broker: ScriptedBroker) -> None:
+        async def test() -> None:
+            async with AsyncConsumer("t", group="g", bootstrap=broker.url, manual_ack=True) as consumer:
+                with pytest.raises(TimeoutError):
+                    await asyncio.wait_for(consumer.poll(30), 0.1)
+                broker.fill("t", [b"1"])
+                await until(lambda: broker.leased)
+
+        run(test())
+        assert (broker.leased, broker.done) == ({}, set())
+
+    def test_close_ends_a_wait_and_twice_is_fine(self, broker: ScriptedBroker) -> None:
+        broker.fill("t", [])
+
+        async def test() -> None:
+            consumer = AsyncConsumer("t", group="g", bootstrap=broker.url)
+            waiting = asyncio.create_task(anext(consumer))
+            await until(lambda: broker.calls_of("POST", "/v1/groups/g/receive"))
+            await consumer.close()
+            with pytest.raises(StopAsyncIteration):
+                await waiting
+            await consumer.close()
+            assert await consumer.poll(1) == []
+
+        run(test())
+
+    def test_a_failure_is_raised_to_who_asks_next_when_its_asker_was_cancelled(self, broker: ScriptedBroker) -> None:
+        slow = threading.Event()
+        broker.fill("t", [b"1"])
+        broker.script("POST", "/v1/groups/g/receive", [refuse_after(slow)])
+
+        async def test() -> None:
+            async with AsyncConsumer("t", group="g", bootstrap=broker.url) as consumer:
+                with pytest.raises(TimeoutError):
+                    await asyncio.wait_for(anext(consumer), 0.1)
+                slow.set()
+                with pytest.raises(TopicNotFound):
+                    await anext(consumer)
+                assert (await anext(consumer)).value == b"1"
+
+        run(test())
+
+
+def refuse_after(event: threading.Event) -> Callable[[ScriptedBroker, Any], Any]:
+    def step(broker: ScriptedBroker, call: Any) -> Any:
+        assert event.wait(WITHIN_S)
+        return refuse(404, "topic_not_found")(broker, call)
+
+    return step
+
+
+def test_a_program_that_forgets_to_close_ends_all_the_same(broker: ScriptedBroker) -> None:
+    broker.fill("t", [])
+    program = f"""
+import asyncio
+from portalmq import AsyncConsumer, AsyncProducer
+async def main():
+    consumer = AsyncConsumer("t", group="g", bootstrap={broker.url!r})
+    try:
+        await asyncio.wait_for(anext(consumer), 0.1)
+    except TimeoutError:
+        pass
+    await AsyncProducer({broker.url!r}).send("other", b"1")
+asyncio.run(main())
+"""
+    subprocess.run([sys.executable, "-c", program], timeout=20, check=True)
