@@ -38,6 +38,7 @@ from portalmq.broker.fetcher import Fetchers
 from portalmq.broker.fetching import Fetching
 from portalmq.broker.forwarding import Leaders
 from portalmq.broker.groups import Groups
+from portalmq.broker.growth import Growth
 from portalmq.broker.idempotency import Repeats
 from portalmq.broker.locks import Locks
 from portalmq.broker.membership import Membership
@@ -182,6 +183,7 @@ class Broker:
             self.leaders, self.peers, atlas.topic, metrics.published, self.clock, gate, self._repeats
         )
         self._browsing = Browsing(atlas, self.leaders, self.peers, self.groups.lot)
+        self._growth = Growth(self.mirror, atlas, self.leaders, self.peers)
         self._scheduled = Scheduled(atlas, self.leaders, self.peers, self.clock)
         self.fetching = Fetching(self._topic, atlas.partition, self.leaders, self.groups.lot)
         self._settling = Settling(self.groups, self.leaders, self.peers)
@@ -404,8 +406,11 @@ class Broker:
     def describe_topic(self, name: str) -> wire.TopicDescription:
         return self._overview.describe_topic(self._topic(name))
 
-    def alter_topic(self, name: str, request: wire.AlterTopic) -> wire.TopicDescription:
-        self._topic(name)
+    def alter_topic(self, name: str, request: wire.AlterTopic, *, force: bool = False) -> wire.TopicDescription:
+        """Change settings, add partitions. Raises KeyOrder, unless by `force`, where that breaks a group's order."""
+        topic = self._topic(name)
+        if not force:
+            self._growth.check(topic, request.partitions)
         return self._overview.describe_topic(self.topics.alter(name, request))
 
     def delete_topic(self, name: str) -> None:

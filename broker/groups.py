@@ -34,7 +34,7 @@ from portalmq.broker.waiting import ParkingLot
 from portalmq.control_plane.catalog import Catalog
 from portalmq.control_plane.mirror import Changes, Mirror
 from portalmq.control_plane.state import GroupState
-from portalmq.errors import GroupNotFound, InvalidRequest, PortalMQError, Unavailable
+from portalmq.errors import GroupModeMismatch, GroupNotFound, InvalidRequest, PortalMQError, Unavailable
 
 BEGIN_TIMEOUT_S = 10.0
 # What was written from here counts at once; by then the mirror shows it.
@@ -129,7 +129,7 @@ class Groups:
 
     def put(self, name: str, patch: dict[str, object]) -> bool:
         """Create the group or change its settings; True when it is new."""
-        for setting, only in (("mode", "queue"), ("delivery", "at_least_once"), ("ordering", "none")):
+        for setting, only in (("delivery", "at_least_once"), ("ordering", "none")):
             if patch.get(setting, only) != only:
                 raise InvalidRequest(f"{setting} {patch[setting]!r} is not supported by this release, {only!r} is")
         self._check_stays(self.find(name))
@@ -167,6 +167,10 @@ class Groups:
             group = self._catalog.ensure_group(name)
             self._remember(name, group)
         self._check_stays(group)
+        if group.config.mode != "queue":
+            raise GroupModeMismatch(
+                f"group {name!r} works in stream mode: join it, or take another name for a queue group"
+            )
         return group
 
     def check_same(self, group: GroupState) -> None:
@@ -200,7 +204,7 @@ class Groups:
         now = time.monotonic()
         self._ending = {known: until for known, until in self._ending.items() if until > now}
         self._ending[group_id] = now + ENDING_S
-        begun = self._begun_on(name)
+        begun = [*self._begun_on(name), *self._streamed_on(name)]
         ends = [partition.end_group(name) for partition, _ in begun]
         keys = [key for key in self._attached if key[0] == name]
         for key in keys:
@@ -247,6 +251,15 @@ class Groups:
             for topic in self.topics
             for partition in topic.led()
             if name in partition.delivery
+        ]
+
+    def _streamed_on(self, name: str) -> list[tuple[Partition, str]]:
+        """The partitions that are led here and know the stream group."""
+        return [
+            (partition, topic.state.topic_id)
+            for topic in self.topics
+            for partition in topic.led()
+            if name in partition.streams
         ]
 
     def at(self, group: GroupState, place: Place) -> GroupPartition:

@@ -155,6 +155,7 @@ class Partition:
         self._uncommitted = Uncommitted()
         self._browsers: set[Event] = set()
         self._used = True
+        self._is_streamed = False
         self._refused_ms = 0
         self._told_ms = host.clock.now_ms()
         found = recovered or recover(log, state_file)
@@ -235,9 +236,13 @@ class Partition:
             self.damaged(self.lost, word)
         if self.damage:
             return
-        self._writer.keeps_frames = len(word.replicas) > 1
+        self._writer.keeps_frames = len(word.replicas) > 1 or self._is_streamed
         self.tell(LeaseRenewed(self.host.membership.answered_ms()))
         self.tell(word)
+
+    def keep_frames(self) -> None:
+        """Somebody reads it as a stream: from now on batches are kept as they travel."""
+        self._is_streamed = self._writer.keeps_frames = True
 
     def hear_brokers(self, brokers: Mapping[int, tuple[int, str]]) -> None:
         self.tell(BrokersChanged(brokers))

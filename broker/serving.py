@@ -91,17 +91,19 @@ class Serving:
         for ask in parked.values():
             ask.reply(Rejected(self._partition.replica.highest_epoch))
 
-    def frames(self, offset: int, bytes_max: int) -> list[Frame] | None:
-        """What follows `offset` and is durable here: at least one batch if there is any, about `bytes_max`.
+    def frames(self, offset: int, bytes_max: int, *, end: int | None = None) -> list[Frame] | None:
+        """What follows `offset` (below `end`) and is durable here: at least one batch if there is any, about
+        `bytes_max`.
 
         May wait for the disk. None when it cannot be had from here: then the fetch has to be looked at anew.
         """
-        end = min(self._partition.replica.durable_end, offset + REPLY_OFFSETS_MAX)
+        durable_end = self._partition.replica.durable_end
+        end = min(durable_end if end is None else min(end, durable_end), offset + REPLY_OFFSETS_MAX)
         found: list[Frame] = []
         size = 0
         cached = self._partition.host.cache.frames
         while offset < end and (size < bytes_max or not found):
-            hit = cached.find(self._cache_key, offset)
+            hit = cached.find(self._cache_key, offset) or self._encoded(offset)
             if hit is None:
                 break
             frame, offset = hit
@@ -110,6 +112,16 @@ class Serving:
         if found or offset >= end:
             return found
         return self._read(offset, end, min(bytes_max, COLD_READ_BYTES))
+
+    def _encoded(self, offset: int) -> tuple[Frame, int] | None:
+        """The frame of a batch that lies in memory as messages only: made now, and kept."""
+        cache = self._partition.host.cache
+        batch = cache.find(self._cache_key, offset)
+        if batch is None:
+            return None
+        frame = frame_of(batch)
+        cache.put_frame(self._cache_key, batch.base_offset, batch.end_offset, frame)
+        return frame, batch.end_offset
 
     def _read(self, offset: int, end: int, bytes_max: int) -> list[Frame] | None:
         partition = self._partition

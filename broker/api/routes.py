@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from flask import Response
 
-from portalmq.broker.api import cluster, commits, dead_letters, groups, locks, messages, topics, traffic
+from portalmq.broker.api import cluster, commits, dead_letters, fetch, groups, locks, messages, streams, topics, traffic
 from portalmq.broker.api.room import Answer
 
 
@@ -55,6 +55,13 @@ ROUTES = (
     Route("GET", "/v1/groups/<group>/dead-letters", dead_letters.list_some),
     Route("DELETE", "/v1/groups/<group>/dead-letters", dead_letters.drop),
     Route("POST", "/v1/groups/<group>/dead-letters/redrive", dead_letters.redrive),
+    Route("POST", "/v1/groups/<group>/members", streams.join),
+    Route("POST", "/v1/groups/<group>/members/<member>/heartbeat", streams.heartbeat),
+    Route("DELETE", "/v1/groups/<group>/members/<member>", streams.leave),
+    Route("PUT", "/v1/groups/<group>/offsets", streams.commit),
+    Route("GET", "/v1/groups/<group>/offsets", streams.offsets),
+    Route("POST", "/v1/groups/<group>/seek", streams.seek),
+    Route("POST", "/v1/fetch", fetch.fetch, is_traffic=True),
     Route("GET", "/v1/locks", locks.list_all),
     Route("GET", "/v1/locks/<lock>", locks.show),
     Route("POST", "/v1/locks/<lock>", locks.acquire),

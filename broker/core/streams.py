@@ -84,7 +84,8 @@ class StreamOffsets:
         """Raises IllegalGeneration for a coordinator that is behind."""
         if generation < self.generation:
             raise IllegalGeneration(
-                f"generation {generation} cannot claim this partition: generation {self.generation} has"
+                f"generation {generation} cannot claim this partition: generation {self.generation} has",
+                generation=self.generation,
             )
 
 

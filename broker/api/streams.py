@@ -1,0 +1,65 @@
+"""Stream groups: their members, their offsets, and seeking."""
+
+from __future__ import annotations
+
+from flask import Response, request
+
+from portalmq import stream_wire as contract
+from portalmq import wire
+from portalmq.broker.api.query import instant_ms
+from portalmq.broker.api.room import Room, answer, no_content
+from portalmq.broker.api.traffic import may_forward
+from portalmq.errors import InvalidRequest
+
+
+def join(room: Room, group: str) -> Response:
+    wire.check_name(group, "group")
+    wanted = wire.decode_json(room.body(), contract.JoinRequest)
+    return answer(room.domain.streams.join(group, wanted, forward=may_forward(request.environ)))
+
+
+def heartbeat(room: Room, group: str, member: str) -> Response:
+    wanted = wire.decode_json(room.body(), contract.HeartbeatRequest)
+    forward = may_forward(request.environ)
+    return answer(room.domain.streams.heartbeat(group, member, wanted.generation, forward=forward))
+
+
+def leave(room: Room, group: str, member: str) -> Response:
+    room.domain.streams.leave(group, member, forward=may_forward(request.environ))
+    return no_content()
+
+
+def commit(room: Room, group: str) -> Response:
+    wanted = wire.decode_json(room.body(), contract.CommitOffsetsRequest)
+    return answer(room.domain.streams.commit(group, wanted, forward=may_forward(request.environ)))
+
+
+def offsets(room: Room, group: str) -> Response:
+    return answer(room.domain.streams.offsets(group))
+
+
+def seek(room: Room, group: str) -> Response:
+    wanted = wire.decode_json(room.body(), contract.SeekRequest)
+    sought = room.domain.streams.seek(
+        group,
+        wanted.topic,
+        target_of(wanted.to),
+        partition=wanted.partition,
+        dry_run=wanted.dry_run,
+        forward=may_forward(request.environ),
+    )
+    return answer(sought)
+
+
+def target_of(to: str | dict[str, int | str]) -> str | dict[str, int]:
+    """Where to seek to, with a time in Unix milliseconds. Raises InvalidRequest."""
+    if isinstance(to, str):
+        if to in {"earliest", "latest"}:
+            return to
+    elif len(to) == 1:
+        ((kind, value),) = to.items()
+        if kind == "at" and isinstance(value, str):
+            return {"at": instant_ms(value, "`to.at`")}
+        if kind in {"at", "offset"} and isinstance(value, int) and 0 <= value <= wire.INTEGER_MAX:
+            return {kind: value}
+    raise InvalidRequest('`to` is "earliest", "latest", {"offset": 17} or {"at": "2026-01-31T12:00:00Z"}')

@@ -1,0 +1,519 @@
+"""Stream groups as any broker answers for them: it finds the group's coordinator, or becomes it.
+
+    join, heartbeat, leave, seek --> coordinated here?  --yes--> Coordinator.ask
+                                          | no
+                                          v
+                       who stands in the control plane? --lives--> that broker, one hop
+                                          | nobody, or gone, or draining
+                                          v
+                            take over by compare-and-set (whoever is first coordinates)
+
+Who was found is kept until that broker says that it is not it, or is gone. Offsets are committed at the partitions'
+leaders, without the coordinator; it only copies them into the control plane once a second, for the time when a leader
+is away.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+
+import gevent
+import msgspec
+from gevent.event import AsyncResult, Event
+
+from portalmq import stream_wire as contract
+from portalmq import wire
+from portalmq.broker.calls import Place
+from portalmq.broker.clock import Clock
+from portalmq.broker.coordinator import Coordinator
+from portalmq.broker.core import group_events as core
+from portalmq.broker.core.membership import TICK_MS
+from portalmq.broker.forwarding import Leaders, place_of
+from portalmq.broker.groups import Groups
+from portalmq.broker.peers import NotReached, Peers
+from portalmq.broker.streams import ClaimShare, CommitShare, Standing, Start, StreamPartitions, first_error
+from portalmq.broker.topics import Topic
+from portalmq.control_plane.mirror import Changes, Mirror
+from portalmq.control_plane.state import GroupState
+from portalmq.control_plane.stream_groups import CheckpointState, RosterState, StreamGroups
+from portalmq.control_plane.tree import Versioned
+from portalmq.errors import (
+    GroupModeMismatch,
+    InvalidRequest,
+    NotLeader,
+    PortalMQError,
+    TopicNotFound,
+    Unavailable,
+)
+
+log = logging.getLogger(__name__)
+
+PATIENCE_S = 5.0
+PAUSE_S = 0.05
+CALL_TIMEOUT_S = 15.0
+CHECKPOINT_EVERY_S = 1.0
+# An offset that is answered without its leader is waited for no longer than this.
+STANDING_WITHIN_S = 2.0
+# A group that nobody is in is coordinated by nobody after this time.
+IDLE_S = 60.0
+KEPT_MAX = 10_000
+
+T = TypeVar("T")
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class Coordinate(msgspec.Struct, array_like=True):
+    """What is asked of a group's coordinator. `verb` is join, heartbeat, leave or seek."""
+
+    group: str
+    group_id: str
+    verb: str
+    member_id: str = ""
+    topics: tuple[str, ...] = ()
+    session_timeout_ms: int = 0
+    generation: int = 0
+    to: Start = ""
+    numbers: tuple[int, ...] = ()
+
+
+class Coordinating:
+    """`me` is (broker id, incarnation). `known` finds a topic, and waits for one that was made a moment ago; `made`
+    makes it if it is missing."""
+
+    def __init__(
+        self,
+        me: tuple[int, int],
+        store: StreamGroups,
+        groups: Groups,
+        partitions: StreamPartitions,
+        known: Callable[[str], Topic],
+        made: Callable[[str], Topic],
+        mirror: Mirror,
+        leaders: Leaders,
+        peers: Peers,
+        clock: Clock,
+    ) -> None:
+        self._me = me
+        self._store = store
+        self._groups = groups
+        self._partitions = partitions
+        self._topic = known
+        self._topic_or_new = made
+        self._mirror = mirror
+        self._leaders = leaders
+        self._peers = peers
+        self._clock = clock
+        self._own: dict[str, Coordinator] = {}
+        self._busy_s: dict[str, float] = {}
+        self._taking: set[str] = set()
+        self._elsewhere: dict[str, tuple[int, int]] = {}
+        self._saved: dict[tuple[str, str], dict[int, tuple[int, int, int]]] = {}
+        self._closing = Event()
+        self._greenlets: list[gevent.Greenlet] = []
+
+    # --- life --------------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        self._greenlets = [gevent.spawn(self._tick), gevent.spawn(self._checkpoint)]
+
+    def drain(self) -> None:
+        """Coordinate nothing more: others take over."""
+        self._closing.set()
+        own, self._own = self._own, {}
+        for coordinator in own.values():
+            coordinator.close()
+
+    def close(self) -> None:
+        self.drain()
+        gevent.killall(self._greenlets, block=False)
+
+    def sync(self, changes: Changes) -> None:
+        """The mirror shows something new."""
+        for name in changes.groups:
+            group = self._mirror.groups.get(name)
+            for group_id, coordinator in tuple(self._own.items()):
+                if coordinator.group.name == name and (group is None or group.group_id != group_id):
+                    self._deposed(coordinator)
+        if changes.topics:
+            for coordinator in tuple(self._own.values()):
+                coordinator.topics_changed()
+
+    def session_lost(self) -> None:
+        """Others may have taken over."""
+        for coordinator in tuple(self._own.values()):
+            coordinator.tell(core.SessionLost())
+
+    def _tick(self) -> None:
+        while not self._closing.wait(TICK_MS / 1000):
+            for group_id, coordinator in tuple(self._own.items()):
+                coordinator.tell(core.Tick())
+                if not coordinator.membership.is_idle:
+                    self._busy_s[group_id] = time.monotonic()
+                elif time.monotonic() > self._busy_s.setdefault(group_id, time.monotonic()) + IDLE_S:
+                    self._forget(coordinator)
+
+    def _forget(self, coordinator: Coordinator) -> None:
+        coordinator.close()
+        group_id = coordinator.group.group_id
+        if self._own.get(group_id) is coordinator:
+            del self._own[group_id]
+            self._busy_s.pop(group_id, None)
+            self._saved = {key: saved for key, saved in self._saved.items() if key[0] != group_id}
+
+    def _deposed(self, coordinator: Coordinator) -> None:
+        self._elsewhere.pop(coordinator.group.group_id, None)
+        self._forget(coordinator)
+
+    # --- members -----------------------------------------------------------------------------------------------------
+
+    def join(self, name: str, request: contract.JoinRequest, *, forward: bool = True) -> contract.MemberAnswer:
+        """Enter the group, which is made if it is missing, and be told what to read."""
+        for topic in request.topics:
+            wire.check_name(topic, "topic")
+            self._topic_or_new(topic)
+        group = self._groups.find(name)
+        if group is None:
+            self._groups.put(name, {"mode": "stream"})
+            group = self._groups.known(name)
+        member_id = request.member_id if request.member_id is not None else f"member-{uuid.uuid4().hex}"
+        if request.member_id is not None:
+            wire.check_name(member_id, "member")
+        topics = tuple(sorted(set(request.topics)))
+        call = Coordinate(
+            name, group.group_id, "join", member_id, topics, session_timeout_ms=request.session_timeout_ms
+        )
+        return self._coordinated(group, call, contract.MemberAnswer, forward)
+
+    def heartbeat(self, name: str, member_id: str, generation: int, *, forward: bool = True) -> contract.MemberAnswer:
+        """Stay in the group. Raises IllegalGeneration for who is not in it (any more), Fenced for an older client of
+        the same member id."""
+        group = self._known(name)
+        call = Coordinate(name, group.group_id, "heartbeat", member_id, generation=generation)
+        return self._coordinated(group, call, contract.MemberAnswer, forward)
+
+    def leave(self, name: str, member_id: str, *, forward: bool = True) -> None:
+        """Go, at once; who is not there has left already."""
+        group = self._known(name)
+        self._coordinated(group, Coordinate(name, group.group_id, "leave", member_id), contract.MemberAnswer, forward)
+
+    def _known(self, name: str) -> GroupState:
+        group = self._groups.known(wire.check_name(name, "group"))
+        self._check_mode(group)
+        return group
+
+    def _check_mode(self, group: GroupState) -> None:
+        if group.config.mode != "stream":
+            raise GroupModeMismatch(
+                f"group {group.name!r} works in queue mode: receive from it, or take another name for a stream group"
+            )
+
+    # --- the coordinator ---------------------------------------------------------------------------------------------
+
+    def _coordinated(self, group: GroupState, call: Coordinate, kind: type[T], forward: bool) -> T:
+        """What the group's coordinator answers, wherever it is; it is looked for again while it is just changing."""
+        self._check_mode(group)
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            try:
+                return self._once(group, call, kind, forward)
+            except (NotLeader, Unavailable) as error:
+                self._elsewhere.pop(group.group_id, None)
+                if not forward and isinstance(error, NotLeader):
+                    raise
+                if time.monotonic() >= deadline or self._closing.is_set() or not error.retryable:
+                    if isinstance(error, NotLeader):
+                        raise Unavailable(error.detail, outcome=error.outcome, retry_after_s=0.2) from error
+                    raise
+            gevent.sleep(PAUSE_S)
+            self._groups.check_same(group)
+
+    def _once(self, group: GroupState, call: Coordinate, kind: type[T], forward: bool) -> T:
+        own = self._own.get(group.group_id)
+        if own is None:
+            where = self._elsewhere.get(group.group_id)
+            if where is None or not self._lives(where):
+                where = self._look_up(group)
+            if where is not None and where != self._me and self._lives(where):
+                self._keep(group, where)
+                if not forward:
+                    raise self._not_coordinator(group, where)
+                try:
+                    return self._peers.call(where[0], "coordinate", call, kind, timeout_s=CALL_TIMEOUT_S)
+                except NotReached as error:
+                    if not error.refused:
+                        raise
+                    log.warning("group %r: its coordinator, broker %d, is gone", group.name, where[0])
+            own = self._take(group)
+        return self._ask(own, call, kind)
+
+    def _lives(self, where: tuple[int, int]) -> bool:
+        broker = self._mirror.brokers.get(where[0])
+        return broker is not None and broker.incarnation == where[1] and not broker.draining
+
+    def _keep(self, group: GroupState, where: tuple[int, int]) -> None:
+        if len(self._elsewhere) >= KEPT_MAX:
+            self._elsewhere.clear()
+        self._elsewhere[group.group_id] = where
+
+    def _look_up(self, group: GroupState, *, sure: bool = False) -> tuple[int, int] | None:
+        held = self._store.roster(group.group_id, sure=sure)
+        return held.value.coordinator if held else None
+
+    def _not_coordinator(self, group: GroupState, where: tuple[int, int]) -> NotLeader:
+        return NotLeader(
+            f"broker {where[0]} coordinates group {group.name!r}",
+            leader=where[0],
+            leader_url=self._mirror.url_of(where[0]),
+        )
+
+    def _take(self, group: GroupState) -> Coordinator:
+        """Coordinate the group from here on, if nobody else is faster."""
+        if self._closing.is_set():
+            raise Unavailable("this broker is shutting down", retry_after_s=0.5)
+        self._groups.check_same(group)
+        if group.group_id in self._taking:
+            raise Unavailable(f"group {group.name!r} is just being taken up", retry_after_s=PAUSE_S)
+        self._taking.add(group.group_id)
+        try:
+            held: Versioned[RosterState] | None = self._store.roster(group.group_id, sure=True)
+        finally:
+            self._taking.discard(group.group_id)
+        own = self._own.get(group.group_id)
+        if own is None:
+            own = self._own[group.group_id] = Coordinator(
+                group, self._me, self._store, self._claims, self._mirror.topics, self._clock, self._deposed
+            )
+            log.info("group %r is coordinated here from now on", group.name)
+            own.begin(held)
+        return own
+
+    def _ask(self, own: Coordinator, call: Coordinate, kind: type[T]) -> T:
+        answer = self._seek(own, call) if call.verb == "seek" else self._member_answer(own, call)
+        assert isinstance(answer, kind)
+        return answer
+
+    def _member_answer(self, own: Coordinator, call: Coordinate) -> contract.MemberAnswer:
+        token: AsyncResult = AsyncResult()
+        match call.verb:
+            case "join":
+                for topic in call.topics:
+                    self._topic(topic)
+                event: core.Join | core.Heartbeat | core.Leave = core.Join(
+                    token, call.member_id, call.topics, call.session_timeout_ms
+                )
+            case "heartbeat":
+                event = core.Heartbeat(token, call.member_id, call.generation)
+            case "leave":
+                event = core.Leave(token, call.member_id)
+            case _:
+                raise InvalidRequest(
+                    f"a coordinator knows nothing of {call.verb[:40]!r}: is a broker of another version?"
+                )
+        answer = own.ask(event, call.topics)
+        return contract.MemberAnswer(
+            answer.member_id,
+            answer.generation,
+            [
+                contract.AssignedPartition(*assigned.partition, assigned.offset, assigned.since)
+                for assigned in answer.assignment
+            ],
+            answer.heartbeat_interval_ms,
+        )
+
+    def serve(self, body: bytes) -> bytes:
+        """Another broker takes this one for the coordinator. What it asks is done here or refused."""
+        call = msgspec.msgpack.decode(body, type=Coordinate)
+        group: GroupState = self._groups.known(call.group)
+        if group.group_id != call.group_id:
+            raise Unavailable(f"group {call.group!r} was deleted meanwhile", retry_after_s=0.1)
+        own = self._own.get(group.group_id)
+        if own is None:
+            where = self._look_up(group, sure=True)
+            if where != self._me:
+                raise Unavailable(f"broker {self._me[0]} does not coordinate group {group.name!r}", retry_after_s=0.1)
+            own = self._take(group)
+        answer = self._seek(own, call) if call.verb == "seek" else self._member_answer(own, call)
+        return _encode(answer)
+
+    def _claims(self, group: GroupState, claims: Sequence[core.Claim]) -> Mapping[core.Partition, int | PortalMQError]:
+        outcomes: dict[core.Partition, int | PortalMQError] = {}
+        shares: list[ClaimShare] = []
+        for claim in claims:
+            topic = self._mirror.topics.get(claim.partition[0])
+            if topic is None:
+                outcomes[claim.partition] = TopicNotFound(f"there is no topic {claim.partition[0]!r}")
+            else:
+                shares.append(ClaimShare(topic.name, topic.topic_id, claim.partition[1], claim.member_id, claim.since))
+        for place, outcome in self._partitions.claim(group, shares).items():
+            outcomes[place.topic, place.number] = outcome
+        return outcomes
+
+    # --- offsets -----------------------------------------------------------------------------------------------------
+
+    def commit(
+        self, name: str, request: contract.CommitOffsetsRequest, *, forward: bool = True
+    ) -> contract.OffsetResults:
+        """Commit the next offsets to read. Raises IllegalGeneration, OffsetOutOfRange for the first that is refused;
+        `results` tells what became of each."""
+        group = self._known(name)
+        shares = []
+        for asked in request.offsets:
+            place = place_of(self._topic(asked.topic).state, asked.partition)
+            shares.append(CommitShare(*place, asked.offset))
+        if len({share.place for share in shares}) < len(shares):
+            raise InvalidRequest("a partition is named twice in `offsets`")
+        outcomes = self._partitions.commit(group, request.member_id, request.generation, shares, forward=forward)
+        results = [
+            contract.OffsetResult(share.topic, share.number, share.offset, _status(outcomes[share.place]))
+            for share in shares
+        ]
+        error = first_error(outcomes.values())
+        if error is not None:
+            if len(shares) > 1:
+                if any(result.status == "ok" for result in results) and error.outcome != "unknown":
+                    error.outcome = "partial"
+                error.extra["results"] = msgspec.to_builtins(results)
+            raise error
+        return contract.OffsetResults(results)
+
+    def offsets(self, name: str) -> contract.GroupOffsets:
+        """Where the group stands on every partition of its topics; what a leader cannot be asked for is told as it was
+        at the last checkpoint."""
+        group = self._known(name)
+        checkpoints = self._store.checkpoints(group.group_id)
+        places = self._places(group, checkpoints)
+        standings = self._partitions.standings(name, places, patience_s=STANDING_WITHIN_S)
+        offsets = []
+        for place in places:
+            found = standings[place]
+            if isinstance(found, PortalMQError):
+                kept = checkpoints.get(place.topic_id)
+                committed, high_watermark, lag = kept.offsets.get(place.number, (0, 0, 0)) if kept else (0, 0, 0)
+                age_ms = max(0, self._clock.wall_ms() - kept.at_ms) if kept and lag else 0
+                found = Standing(committed, high_watermark, lag, age_ms)
+            offset = contract.GroupOffset(
+                place.topic, place.number, max(found.committed, 0), found.high_watermark, found.lag, found.lag_ms
+            )
+            offsets.append(offset)
+        return contract.GroupOffsets(offsets)
+
+    def _places(self, group: GroupState, checkpoints: Mapping[str, CheckpointState]) -> list[Place]:
+        """The partitions of all topics that the group reads, or has read."""
+        held = self._store.roster(group.group_id)
+        names = {topic for member in held.value.members for topic in member.topics} if held else set()
+        topics = {topic.name: topic for name in names if (topic := self._mirror.topics.get(name)) is not None}
+        for topic_id in checkpoints:
+            topic = self._mirror.topic_by_id(topic_id)
+            if topic is not None:
+                topics[topic.name] = topic
+        return [place_of(topics[name], number) for name in sorted(topics) for number in range(topics[name].partitions)]
+
+    def describe(self, name: str) -> wire.GroupDescription:
+        """The group as a whole: its members, and its lag."""
+        group = self._known(name)
+        held = self._store.roster(group.group_id)
+        offsets = self.offsets(name).offsets
+        lag = sum(offset.lag for offset in offsets)
+        return wire.GroupDescription(
+            group=name,
+            mode=group.config.mode,
+            members=[member.id for member in held.value.members] if held else [],
+            ready=lag,
+            in_flight=0,
+            scheduled=0,
+            dead=0,
+            lag=lag,
+            oldest_unacked_ms=max((offset.lag_ms for offset in offsets), default=0),
+            config=group.config,
+        )
+
+    def describe_or(self, otherwise: wire.GroupDescription) -> wire.GroupDescription:
+        """The same for a list of groups, where one that cannot be looked up is told of as it is known."""
+        try:
+            return self.describe(otherwise.group)
+        except PortalMQError:
+            return otherwise
+
+    # --- seeking -----------------------------------------------------------------------------------------------------
+
+    def seek(
+        self, name: str, topic: str, to: Start, *, partition: int | None, dry_run: bool, forward: bool = True
+    ) -> contract.SeekAnswer:
+        """Set the group to another place in a topic. With `dry_run` nothing is done. Raises OffsetOutOfRange."""
+        group = self._known(name)
+        state = self._topic(wire.check_name(topic, "topic")).state
+        places = [place_of(state, number) for number in (range(state.partitions) if partition is None else [partition])]
+        if isinstance(to, dict) and "offset" in to and len(places) > 1:
+            raise InvalidRequest(
+                f"topic {topic!r} has {len(places)} partitions: name the one of the offset in `partition`"
+            )
+        # First for a look, so that one that cannot be sought leaves the others as they are.
+        sought = self._sought(group, to, 0, places)
+        if dry_run:
+            return contract.SeekAnswer(topic, sought, dry_run=True)
+        numbers = tuple(place.number for place in places)
+        call = Coordinate(name, group.group_id, "seek", topics=(topic,), to=to, numbers=numbers)
+        return self._coordinated(group, call, contract.SeekAnswer, forward)
+
+    def _seek(self, own: Coordinator, call: Coordinate) -> contract.SeekAnswer:
+        (topic,) = call.topics
+        state = self._topic(topic).state
+        generation = own.ask(core.SeekRequested(AsyncResult(), topic)).generation
+        try:
+            places = [place_of(state, number) for number in call.numbers]
+            sought = self._sought(own.group, call.to, generation, places)
+        finally:
+            own.tell(core.SeekDone(topic))
+        return contract.SeekAnswer(topic, sought, dry_run=False, generation=generation)
+
+    def _sought(self, group: GroupState, to: Start, generation: int, places: Sequence[Place]) -> list[contract.Sought]:
+        outcomes = self._partitions.seek(group, to, generation, places)
+        error = first_error(outcomes.values())
+        if error is not None:
+            if generation and any(not isinstance(outcome, PortalMQError) for outcome in outcomes.values()):
+                error.outcome = "unknown"  # on a part of the partitions it is done
+            raise error
+        return [
+            contract.Sought(place.number, *outcome)
+            for place, outcome in outcomes.items()
+            if not isinstance(outcome, PortalMQError)
+        ]
+
+    # --- checkpoints -------------------------------------------------------------------------------------------------
+
+    def _checkpoint(self) -> None:
+        while not self._closing.wait(CHECKPOINT_EVERY_S):
+            for coordinator in tuple(self._own.values()):
+                try:
+                    self._save(coordinator)
+                except PortalMQError as error:
+                    log.info("the offsets of group %r are saved later: %s", coordinator.group.name, error)
+
+    def _save(self, coordinator: Coordinator) -> None:
+        """Copy the group's offsets into the control plane, for those topics where they have changed."""
+        known = coordinator.membership.known
+        if known is None or not coordinator.membership.coordinates:
+            return
+        group = coordinator.group
+        states = [topic for name in known.topic_ids if (topic := self._mirror.topics.get(name)) is not None]
+        places = [place_of(topic, number) for topic in states for number in range(topic.partitions)]
+        standings = self._partitions.standings(group.name, places, patience_s=0.0)
+        for topic in states:
+            before = self._saved.get((group.group_id, topic.topic_id), {})
+            offsets = dict(before)
+            for number in range(topic.partitions):
+                standing = standings[place_of(topic, number)]
+                if not isinstance(standing, PortalMQError) and standing.committed >= 0:
+                    offsets[number] = (standing.committed, standing.high_watermark, standing.lag)
+            if offsets != before:
+                checkpoint = CheckpointState(topic.name, self._clock.wall_ms(), offsets)
+                self._store.save_checkpoint(group.name, group.group_id, topic.topic_id, checkpoint)
+                self._saved[group.group_id, topic.topic_id] = offsets
+
+
+def _status(outcome: bool | PortalMQError) -> str:
+    return outcome.code if isinstance(outcome, PortalMQError) else "ok"

@@ -1,0 +1,158 @@
+"""Fetches of stream readers: stored batches as they stand, of many partitions in one long poll.
+
+A reader asks the leader of each partition. What lies in memory goes out as it was encoded when it was checksummed; what
+does not is read and encoded once. Control records are left out, and nothing above the high watermark is shown. A
+partition that this broker does not lead is answered with `not_leader`, and the rest all the same.
+
+    fetch --> frames there are? --yes--> answer
+                  | no
+                  `--> wait for a message in any of them (or a change of leader), at most wait_ms
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import msgspec
+from gevent.event import Event
+
+from portalmq import stream_wire as contract
+from portalmq.broker.calls import Place
+from portalmq.broker.forwarding import Leaders, place_of
+from portalmq.broker.partition import Partition
+from portalmq.broker.storage.batch import Frame, Head, Kind
+from portalmq.broker.topics import Topic
+from portalmq.broker.waiting import ParkingLot, Peer
+from portalmq.errors import PortalMQError
+
+SHARE_BYTES_MIN = 64 * 1024
+
+_decode_head = msgspec.msgpack.Decoder(Head).decode
+
+
+class Fetched(msgspec.Struct, omit_defaults=True):
+    """As stream_wire.FetchedPartition, with frames as the storage has them."""
+
+    topic: str
+    partition: int
+    next_offset: int = 0
+    high_watermark: int = 0
+    log_start_offset: int = 0
+    frames: list[Frame] = []
+    error: dict[str, object] | None = None
+
+
+class _Read(NamedTuple):
+    """A partition that is led here, and from where it is read."""
+
+    place: Place
+    partition: Partition
+    offset: int
+
+
+class Fetching:
+    """`topic` finds a topic; `partition` one that is led here."""
+
+    def __init__(
+        self,
+        topic: Callable[[str], Topic],
+        partition: Callable[[Place], Partition],
+        leaders: Leaders,
+        lot: ParkingLot,
+    ) -> None:
+        self._topic = topic
+        self._partition = partition
+        self._leaders = leaders
+        self._lot = lot
+        self._parked: dict[Partition, set[Event]] = {}
+
+    def fetch(self, request: contract.FetchRequest, peer: Peer | None) -> list[Fetched]:
+        """One answer for each partition, in order."""
+        event = Event()
+        answers = self._answers(request)
+        if request.wait_ms and not any(answer.frames or answer.error for answer in answers):
+            self._wait(request, event, peer)
+            answers = self._answers(request)
+        return answers
+
+    def moved(self, partition: Partition) -> None:
+        """It is led elsewhere from now on: who waits for it is told."""
+        for event in self._parked.get(partition, ()):
+            event.set()
+
+    def _answers(self, request: contract.FetchRequest) -> list[Fetched]:
+        left = request.max_bytes
+        share = max(SHARE_BYTES_MIN, left // len(request.partitions))
+        answers: list[Fetched] = []
+        for asked in request.partitions:
+            try:
+                read = self._read(asked)
+                frames, next_offset = self._frames(read, min(left, share)) if left > 0 else ([], asked.offset)
+            except PortalMQError as error:
+                answers.append(Fetched(asked.topic, asked.partition, error=msgspec.to_builtins(error.problem())))
+                continue
+            left -= sum([frame.size_bytes for frame in frames])
+            log_start = read.partition.log.log_start_offset
+            answers.append(
+                Fetched(asked.topic, asked.partition, next_offset, read.partition.high_watermark, log_start, frames)
+            )
+        return answers
+
+    def _read(self, asked: contract.PartitionOffset) -> _Read:
+        place = place_of(self._topic(asked.topic).state, asked.partition)
+        self._leaders.check_led_here([place])
+        partition = self._partition(place)
+        partition.check_offset(asked.offset)
+        partition.keep_frames()
+        return _Read(place, partition, asked.offset)
+
+    def _frames(self, read: _Read, bytes_max: int) -> tuple[list[Frame], int]:
+        """Batches of messages from the offset on, and where to go on after them."""
+        partition, offset = read.partition, read.offset
+        found: list[Frame] = []
+        size = 0
+        while offset < partition.high_watermark and size < bytes_max:
+            frames = partition.serving.frames(offset, bytes_max - size, end=partition.high_watermark)
+            if not frames:
+                partition.check_offset(offset)  # it may have been purged, or be led elsewhere, meanwhile
+                break
+            for frame in frames:
+                head = _decode_head(frame.header)
+                offset = head.end_offset
+                if head.kind == Kind.MESSAGES:
+                    found.append(frame)
+                    size += frame.size_bytes
+        return found, offset
+
+    def _wait(self, request: contract.FetchRequest, event: Event, peer: Peer | None) -> None:
+        reads: list[_Read] = []
+        for asked in request.partitions:
+            try:
+                reads.append(self._read(asked))
+            except PortalMQError:
+                return
+        unwatch = peer.watch(event.set) if peer is not None else None
+        let_go = self._lot.hold(event)
+        self._park(reads, event)
+        try:
+            if not any(read.partition.readable_end > read.offset for read in reads):
+                event.wait(request.wait_ms / 1000)
+        finally:
+            self._unpark(reads, event)
+            let_go()
+            if unwatch is not None:
+                unwatch()
+
+    def _park(self, reads: Sequence[_Read], event: Event) -> None:
+        for read in reads:
+            read.partition.on_readable.append(event.set)
+            self._parked.setdefault(read.partition, set()).add(event)
+
+    def _unpark(self, reads: Sequence[_Read], event: Event) -> None:
+        for read in reads:
+            read.partition.on_readable.remove(event.set)
+            parked = self._parked[read.partition]
+            parked.discard(event)
+            if not parked:
+                del self._parked[read.partition]

@@ -1,0 +1,222 @@
+"""The HTTP contract of stream groups: members, offsets, and the fetch that brings stored batches as they stand.
+
+A fetch is answered with *frames*: the bytes of each batch that its checksum covers, as they lie in the leader's memory.
+
+    frame = [header, crc32, body]       header = msgpack([base_offset, count, messages_before, kind, leader_epoch,
+                                                          producer_id, producer_epoch, sequence, appended_at_ms, group])
+                                        body   = msgpack([[value, content_type, key, headers, deliver_at_ms,
+                                                           expires_at_ms, priority, message_id, body_hash], ...])
+
+The checksum is zlib's CRC-32 over header and body. Trailing fields may be missing, and have their defaults then.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+from urllib.parse import quote
+
+import msgspec
+
+from portalmq.wire import WAIT_MS_MAX, NonNegative, group_path, prepare
+
+FRAMES_MSGPACK = "application/vnd.portalmq.frames+msgpack"
+FETCH_PATH = "/v1/fetch"
+
+SESSION_TIMEOUT_MS = 10_000
+SESSION_TIMEOUT_MS_MIN = 500
+SESSION_TIMEOUT_MS_MAX = 30 * 60_000
+GROUP_TOPICS_MAX = 100
+OFFSETS_MAX = 10_000
+FETCH_PARTITIONS_MAX = 1_000
+FETCH_BYTES = 4 * 1024 * 1024
+FETCH_BYTES_MAX = 32 * 1024 * 1024
+
+Generation = NonNegative
+
+
+def members_path(group: str) -> str:
+    return group_path(group, "members")
+
+
+def member_path(group: str, member_id: str, verb: str = "") -> str:
+    return f"{members_path(group)}/{quote(member_id, safe='')}" + (f"/{verb}" if verb else "")
+
+
+# --- members ---------------------------------------------------------------------------------------------------------
+
+
+class JoinRequest(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
+    """Without a `member_id` the broker makes one up."""
+
+    topics: Annotated[list[str], msgspec.Meta(min_length=1, max_length=GROUP_TOPICS_MAX)]
+    member_id: str | None = None
+    session_timeout_ms: Annotated[int, msgspec.Meta(ge=SESSION_TIMEOUT_MS_MIN, le=SESSION_TIMEOUT_MS_MAX)] = (
+        SESSION_TIMEOUT_MS
+    )
+
+
+class HeartbeatRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """`generation` is the one of the assignment that the member works by: what that does not name it has let go of."""
+
+    generation: Generation
+
+
+class AssignedPartition(msgspec.Struct, frozen=True):
+    """A partition to read. The member goes on at `offset` when `since`, the generation from which the partition is his
+    or was sought last, is news to it."""
+
+    topic: str
+    partition: int
+    offset: int = 0
+    since: int = 0
+
+
+class MemberAnswer(msgspec.Struct):
+    member_id: str
+    generation: int
+    assignment: list[AssignedPartition]
+    heartbeat_interval_ms: int
+
+
+# --- offsets ---------------------------------------------------------------------------------------------------------
+
+
+class PartitionOffset(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`offset` is the next one to read."""
+
+    topic: str
+    partition: NonNegative
+    offset: NonNegative
+
+
+class CommitOffsetsRequest(msgspec.Struct, forbid_unknown_fields=True):
+    member_id: Annotated[str, msgspec.Meta(min_length=1, max_length=190)]
+    generation: Generation
+    offsets: Annotated[list[PartitionOffset], msgspec.Meta(min_length=1, max_length=OFFSETS_MAX)]
+
+
+class OffsetResult(msgspec.Struct, frozen=True):
+    """`status` is "ok" or the code of an error."""
+
+    topic: str
+    partition: int
+    offset: int
+    status: str
+
+
+class OffsetResults(msgspec.Struct):
+    results: list[OffsetResult]
+
+
+class GroupOffset(msgspec.Struct, frozen=True):
+    """Where a group stands on a partition; `lag` counts messages, `lag_ms` is the age of the first of them."""
+
+    topic: str
+    partition: int
+    committed: int
+    high_watermark: int
+    lag: int
+    lag_ms: int
+
+
+class GroupOffsets(msgspec.Struct):
+    offsets: list[GroupOffset]
+
+
+class SeekRequest(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
+    """`to`: "earliest", "latest", {"offset": n} (of one partition), {"at": RFC 3339 text or Unix ms}."""
+
+    topic: str
+    to: str | dict[str, int | str]
+    partition: NonNegative | None = None
+    dry_run: bool = False
+
+
+class Sought(msgspec.Struct, frozen=True, rename={"before": "from"}):
+    partition: int
+    before: int
+    to: int
+
+
+class SeekAnswer(msgspec.Struct):
+    topic: str
+    offsets: list[Sought]
+    dry_run: bool
+    generation: int = 0
+
+
+# --- fetch -----------------------------------------------------------------------------------------------------------
+
+
+class FetchRequest(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
+    partitions: Annotated[list[PartitionOffset], msgspec.Meta(min_length=1, max_length=FETCH_PARTITIONS_MAX)]
+    max_bytes: Annotated[int, msgspec.Meta(ge=1, le=FETCH_BYTES_MAX)] = FETCH_BYTES
+    wait_ms: Annotated[int, msgspec.Meta(ge=0, le=WAIT_MS_MAX)] = 0
+
+
+class Frame(msgspec.Struct, array_like=True, gc=False, frozen=True):
+    header: bytes
+    crc: int
+    body: bytes
+
+
+class FrameHead(msgspec.Struct, array_like=True, gc=False, frozen=True):
+    base_offset: int
+    count: int
+    messages_before: int
+    kind: int
+    leader_epoch: int
+    producer_id: int
+    producer_epoch: int
+    sequence: int
+    appended_at_ms: int
+    group: str
+
+
+class FrameRecord(msgspec.Struct, array_like=True, gc=False, frozen=True):
+    """A message as it is stored."""
+
+    value: bytes
+    content_type: str
+    key: bytes | None = None
+    headers: dict[str, str] | None = None
+    deliver_at_ms: int | None = None
+    expires_at_ms: int | None = None
+    priority: int = 0
+    message_id: bytes | None = None
+    body_hash: bytes | None = None
+
+
+class FetchedPartition(msgspec.Struct, omit_defaults=True):
+    """`frames` are whole batches: the first may begin below the offset that was asked for. `error` is a problem
+    document; one of code not_leader says whom to ask."""
+
+    topic: str
+    partition: int
+    next_offset: int = 0
+    high_watermark: int = 0
+    log_start_offset: int = 0
+    frames: list[Frame] = []
+    error: dict[str, Any] | None = None
+
+
+class FetchAnswer(msgspec.Struct):
+    partitions: list[FetchedPartition]
+
+
+SeekTo = Literal["earliest", "latest", "offset", "at"]
+
+prepare(
+    JoinRequest,
+    HeartbeatRequest,
+    MemberAnswer,
+    CommitOffsetsRequest,
+    OffsetResults,
+    GroupOffsets,
+    SeekRequest,
+    SeekAnswer,
+    FetchRequest,
+    FetchAnswer,
+    FrameHead,
+    FrameRecord,
+)

@@ -1,0 +1,310 @@
+"""Stream groups in one broker: members, offsets, seeking, and the fetch of stored batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import gevent
+import msgspec
+import pytest
+from support.domain import Fixture, HandClock, records, running
+
+from portalmq import stream_wire as contract
+from portalmq import wire
+from portalmq.broker.storage.batch import Record, head_of
+from portalmq.errors import (
+    Fenced,
+    GroupModeMismatch,
+    GroupNotFound,
+    IllegalGeneration,
+    InvalidRequest,
+    OffsetOutOfRange,
+)
+
+
+@pytest.fixture
+def fixture(tmp_path: Path) -> Iterator[Fixture]:
+    with running(tmp_path) as started:
+        started.broker.create_topic("t", wire.CreateTopic(partitions=2))
+        yield started
+
+
+def produce(fixture: Fixture, *values: str, partition: int = 0) -> None:
+    fixture.broker.produce("t", records(*values), None, acks="all", partition=partition)
+
+
+def join(fixture: Fixture, member: str | None = "a", group: str = "g", **more: object) -> contract.MemberAnswer:
+    return fixture.broker.streams.join(group, contract.JoinRequest(["t"], member, **more))  # type: ignore[arg-type]
+
+
+def commit(fixture: Fixture, answer: contract.MemberAnswer, partition: int, offset: int) -> None:
+    asked = contract.PartitionOffset("t", partition, offset)
+    request = contract.CommitOffsetsRequest(answer.member_id, answer.generation, [asked])
+    fixture.broker.streams.commit("g", request)
+
+
+def standing(fixture: Fixture, partition: int = 0) -> contract.GroupOffset:
+    return fixture.broker.streams.offsets("g").offsets[partition]
+
+
+def test_a_member_is_given_all_partitions_and_where_to_go_on(fixture: Fixture) -> None:
+    answer = join(fixture)
+    assert [(each.topic, each.partition, each.offset) for each in answer.assignment] == [("t", 0, 0), ("t", 1, 0)]
+    assert answer.heartbeat_interval_ms == 2_000
+    assert fixture.broker.describe_group("g").members == ["a"]
+    assert fixture.broker.describe_group("g").mode == "stream"
+
+
+def test_a_member_without_an_id_is_given_one(fixture: Fixture) -> None:
+    assert join(fixture, None).member_id.startswith("member-")
+
+
+def test_a_topic_that_is_missing_is_made_by_the_first_join(fixture: Fixture) -> None:
+    answer = fixture.broker.streams.join("g", contract.JoinRequest(["new"], "a"))
+    assert [(each.topic, each.partition) for each in answer.assignment] == [("new", 0)]
+
+
+def test_commits_rise_and_the_next_owner_goes_on_there(fixture: Fixture) -> None:
+    produce(fixture, "0", "1", "2")
+    answer = join(fixture)
+    offset = answer.assignment[0].offset + 2
+    commit(fixture, answer, 0, offset)
+    commit(fixture, answer, 0, offset)
+    with pytest.raises(OffsetOutOfRange, match="a seek does"):
+        commit(fixture, answer, 0, offset - 1)
+    with pytest.raises(OffsetOutOfRange, match="can be read up to"):
+        commit(fixture, answer, 0, 1_000)
+    fixture.broker.streams.leave("g", "a")
+    assert join(fixture, "b").assignment[0].offset == offset
+
+
+def test_lag_is_told_in_messages_and_in_time(fixture: Fixture) -> None:
+    produce(fixture, "0", "1", "2")
+    answer = join(fixture)
+    fixture.clock.advance(5_000)
+    assert (standing(fixture).lag, standing(fixture).lag_ms) == (3, 5_000)
+    assert standing(fixture, 1) == contract.GroupOffset("t", 1, 0, standing(fixture, 1).high_watermark, 0, 0)
+    commit(fixture, answer, 0, 4)
+    assert (standing(fixture).lag, standing(fixture).lag_ms) == (0, 0)
+    assert fixture.broker.describe_group("g").lag == 0
+
+
+def test_a_zombie_may_not_commit(fixture: Fixture) -> None:
+    produce(fixture, "0")
+    zombie = join(fixture)
+    newer = join(fixture)
+    with pytest.raises(IllegalGeneration, match="does not own"):
+        commit(fixture, zombie, 0, 1)
+    with pytest.raises(Fenced):
+        fixture.broker.streams.heartbeat("g", "a", zombie.generation)
+    commit(fixture, newer, 0, 1)
+
+
+def test_who_is_not_in_the_group_may_not_commit(fixture: Fixture) -> None:
+    answer = join(fixture)
+    with pytest.raises(IllegalGeneration):
+        commit(fixture, contract.MemberAnswer("stranger", answer.generation, [], 1), 0, 0)
+    with pytest.raises(GroupNotFound):
+        fixture.broker.streams.heartbeat("nothing", "a", 1)
+
+
+def test_of_several_commits_each_is_told(fixture: Fixture) -> None:
+    produce(fixture, "0")
+    answer = join(fixture)
+    asked = [contract.PartitionOffset("t", 0, 1), contract.PartitionOffset("t", 1, 500)]
+    with pytest.raises(OffsetOutOfRange) as refused:
+        fixture.broker.streams.commit("g", contract.CommitOffsetsRequest("a", answer.generation, asked))
+    assert refused.value.outcome == "partial"
+    assert [result["status"] for result in refused.value.extra["results"]] == ["ok", "offset_out_of_range"]
+    with pytest.raises(InvalidRequest, match="twice"):
+        fixture.broker.streams.commit("g", contract.CommitOffsetsRequest("a", answer.generation, asked[:1] * 2))
+
+
+def test_new_partitions_are_given_out_and_read_from_their_beginning(fixture: Fixture) -> None:
+    produce(fixture, "old")
+    fixture.broker.put_group("g", {"mode": "stream", "start": "latest"})
+    answer = join(fixture)
+    assert answer.assignment[0].offset >= 1
+    fixture.broker.alter_topic("t", wire.AlterTopic(partitions=3))
+    produce(fixture, "first", partition=2)
+    with gevent.Timeout(5):
+        while len(answer.assignment) < 3:
+            gevent.sleep(0.01)
+            answer = fixture.broker.streams.heartbeat("g", "a", answer.generation)
+    assert answer.assignment[2].offset == 0
+
+
+def test_a_group_begins_at_a_time(fixture: Fixture) -> None:
+    produce(fixture, "old")
+    fixture.clock.advance(1_000)
+    at_ms = fixture.clock.wall_ms()
+    produce(fixture, "new")
+    answer = join(fixture)
+    sought = fixture.broker.streams.seek("g", "t", {"at": at_ms}, partition=None, dry_run=False)
+    first = sought.offsets[0]
+    assert (first.partition, first.to - answer.assignment[0].offset) == (0, 2)
+
+
+def test_a_seek_moves_members_and_fences_what_is_under_way(fixture: Fixture) -> None:
+    produce(fixture, "0", "1", "2")
+    answer = join(fixture)
+    commit(fixture, answer, 0, 3)
+    look = fixture.broker.streams.seek("g", "t", "earliest", partition=None, dry_run=True)
+    assert look.dry_run
+    assert [(each.before, each.to) for each in look.offsets] == [(3, 0), (0, 0)]
+    assert standing(fixture).committed == 3
+    sought = fixture.broker.streams.seek("g", "t", "earliest", partition=None, dry_run=False)
+    assert sought.generation > answer.generation
+    assert standing(fixture).committed == 0
+    with pytest.raises(IllegalGeneration):
+        commit(fixture, answer, 0, 3)
+    again = fixture.broker.streams.heartbeat("g", "a", answer.generation)
+    with gevent.Timeout(5):
+        while len(again.assignment) < 2:
+            gevent.sleep(0.01)
+            again = fixture.broker.streams.heartbeat("g", "a", again.generation)
+    assert [(each.offset, each.since) for each in again.assignment] == [(0, sought.generation)] * 2
+    commit(fixture, again, 0, 2)
+
+
+def test_a_seek_to_nowhere_changes_nothing(fixture: Fixture) -> None:
+    produce(fixture, "0")
+    answer = join(fixture)
+    with pytest.raises(OffsetOutOfRange):
+        fixture.broker.streams.seek("g", "t", {"offset": 999}, partition=0, dry_run=False)
+    with pytest.raises(InvalidRequest, match="name the one"):
+        fixture.broker.streams.seek("g", "t", {"offset": 0}, partition=None, dry_run=False)
+    commit(fixture, answer, 0, 1)
+
+
+def test_a_group_without_members_can_be_sought(fixture: Fixture) -> None:
+    produce(fixture, "0", "1")
+    fixture.broker.put_group("g", {"mode": "stream"})
+    fixture.broker.streams.seek("g", "t", {"offset": 1}, partition=0, dry_run=False)
+    assert join(fixture).assignment[0].offset == 1
+
+
+def test_the_mode_of_a_group_stays(fixture: Fixture) -> None:
+    join(fixture)
+    with pytest.raises(GroupModeMismatch):
+        fixture.broker.receive("g", wire.ReceiveRequest(["t"]), None)
+    with pytest.raises(GroupModeMismatch):
+        fixture.broker.put_group("g", {"mode": "queue"})
+    fixture.broker.receive("q", wire.ReceiveRequest(["t"]), None)
+    with pytest.raises(GroupModeMismatch):
+        join(fixture, group="q")
+    with pytest.raises(GroupModeMismatch):
+        fixture.broker.streams.offsets("q")
+
+
+def test_a_group_that_was_deleted_begins_anew(fixture: Fixture) -> None:
+    produce(fixture, "0")
+    commit(fixture, join(fixture), 0, 1)
+    fixture.broker.delete_group("g")
+    with pytest.raises(GroupNotFound):
+        fixture.broker.streams.heartbeat("g", "a", 2)
+    assert join(fixture).assignment[0].offset == 0
+    assert fixture.plane.children("/streams") == [fixture.broker.groups.known("g").group_id]
+
+
+def test_a_restart_loses_neither_members_nor_offsets(tmp_path: Path) -> None:
+    clock = HandClock()
+    with running(tmp_path, clock) as fixture:
+        fixture.broker.create_topic("t", wire.CreateTopic(partitions=2))
+        produce(fixture, "0", "1")
+        before = join(fixture)
+        commit(fixture, before, 0, 1)
+    with running(tmp_path, clock) as fixture:
+        after = fixture.broker.streams.heartbeat("g", "a", before.generation)
+        with gevent.Timeout(5):
+            while len(after.assignment) < 2:
+                gevent.sleep(0.01)
+                after = fixture.broker.streams.heartbeat("g", "a", before.generation)
+        assert [each.since for each in after.assignment] == [each.since for each in before.assignment]
+        assert standing(fixture).committed == 1
+        commit(fixture, before, 0, 2)
+
+
+def test_offsets_are_checkpointed_to_the_control_plane(fixture: Fixture) -> None:
+    produce(fixture, "0", "1")
+    commit(fixture, join(fixture), 0, 1)
+    group_id = fixture.broker.groups.known("g").group_id
+    with gevent.Timeout(5):
+        while True:
+            nodes = fixture.plane.get_children(f"/streams/{group_id}/offsets")
+            if nodes and msgspec.json.decode(nodes[0].data)["offsets"]["0"][0] == 1:
+                break
+            gevent.sleep(0.02)
+
+
+def test_what_was_purged_is_not_waited_for(fixture: Fixture) -> None:
+    produce(fixture, "0", "1", "2")
+    join(fixture)
+    fixture.broker.purge("t", partition=0, before_offset=2)
+    assert standing(fixture).committed == 2
+    assert standing(fixture).lag == 2
+
+
+# --- fetch -----------------------------------------------------------------------------------------------------------
+
+
+def fetched(fixture: Fixture, offset: int, partition: int = 0, **more: int) -> contract.FetchedPartition:
+    request = contract.FetchRequest([contract.PartitionOffset("t", partition, offset)], **more)
+    (answer,) = fixture.broker.fetching.fetch(request, None)
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(answer), type=contract.FetchedPartition)
+
+
+def values_of(answer: contract.FetchedPartition) -> list[bytes]:
+    decode = msgspec.msgpack.Decoder(tuple[contract.FrameRecord, ...]).decode
+    return [record.value for frame in answer.frames for record in decode(frame.body)]
+
+
+def test_a_fetch_brings_whole_batches_and_no_control_records(fixture: Fixture) -> None:
+    produce(fixture, "0", "1")
+    join(fixture)
+    produce(fixture, "2")
+    answer = fetched(fixture, 0)
+    assert values_of(answer) == [b"0", b"1", b"2"]
+    assert answer.next_offset == answer.high_watermark
+    assert values_of(fetched(fixture, 1)) == [b"0", b"1", b"2"]
+    assert all(head_of(frame).count for frame in answer.frames)  # type: ignore[arg-type]
+
+
+def test_a_fetch_goes_on_where_the_last_one_ended(fixture: Fixture) -> None:
+    for number in range(10):
+        produce(fixture, f"{number}" * 100)
+    offset, values = 0, []
+    while (answer := fetched(fixture, offset, max_bytes=300)).frames:
+        values += values_of(answer)
+        offset = answer.next_offset
+    assert values == [f"{number}".encode() * 100 for number in range(10)]
+
+
+def test_a_fetch_waits_for_the_first_message(fixture: Fixture) -> None:
+    end = fetched(fixture, 0).high_watermark
+    waiting = gevent.spawn(fetched, fixture, end, wait_ms=10_000)
+    gevent.sleep(0)
+    produce(fixture, "at last")
+    assert values_of(waiting.get(timeout=5)) == [b"at last"]
+
+
+def test_a_fetch_of_what_is_not_there_says_so(fixture: Fixture) -> None:
+    produce(fixture, "0")
+    assert fetched(fixture, 500).error["code"] == "offset_out_of_range"  # type: ignore[index]
+    assert fetched(fixture, 0, 7).error["code"] == "partition_not_found"  # type: ignore[index]
+    fixture.broker.purge("t", partition=0, before_offset=1)
+    with gevent.Timeout(5):
+        while (error := fetched(fixture, 0).error) is None:
+            gevent.sleep(0.01)
+    assert error["log_start_offset"] == 1
+
+
+def test_frames_are_made_from_memory_and_from_disk_alike(tmp_path: Path) -> None:
+    with running(tmp_path) as fixture:
+        fixture.broker.create_topic("t", wire.CreateTopic())
+        fixture.broker.produce("t", [Record(b"\x00", "image/png", b"k", {"h": "1"})], None, acks="all", partition=0)
+        from_memory = fetched(fixture, 0)
+    with running(tmp_path) as fixture:
+        from_disk = fetched(fixture, 0)
+    assert from_memory.frames == from_disk.frames
