@@ -13,7 +13,8 @@ the client turns the answer back into the same class.
     |-- PartitionNotFound 404       |-- LockHeld 409                |-- Backpressure 429
     |-- LockNotFound 404            |-- RequestInProgress 409       |-- NotEnoughReplicas 503
     |-- MessageNotFound 404         |-- GroupModeMismatch 409       |-- Unavailable 503
-    |-- NotFound 404                |-- MethodNotAllowed 405        `-- StorageFull 507
+    |-- NotFound 404                |-- KeyOrder 409                `-- StorageFull 507
+    `-- MethodNotAllowed 405
 
 The outcome is one of three words: `not_applied` (nothing happened, and nothing will), `unknown` (it may have happened,
 or may yet), `partial` (the items answered "ok" were applied, the others were not).
@@ -126,6 +127,10 @@ class RequestInProgress(PortalMQError):
 
 class GroupModeMismatch(PortalMQError):
     code, status, title = "group_mode_mismatch", 409, "The group works in the other mode"
+
+
+class KeyOrder(PortalMQError):
+    code, status, title = "key_order", 409, "A group reads the topic in the order of its keys"
 
 
 class StaleReceipt(PortalMQError):

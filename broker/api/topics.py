@@ -25,7 +25,8 @@ def show(room: Room, topic: str) -> Response:
 
 def alter(room: Room, topic: str) -> Response:
     wire.check_name(topic, "topic")
-    return answer(room.domain.alter_topic(topic, wire.decode_json(room.body(), wire.AlterTopic)))
+    forces = query("force").choice("force", "false", "true", "false") == "true"
+    return answer(room.domain.alter_topic(topic, wire.decode_json(room.body(), wire.AlterTopic), force=forces))
 
 
 def delete(room: Room, topic: str) -> Response:

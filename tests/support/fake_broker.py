@@ -74,8 +74,8 @@ class FakeBroker:
         self._called("describe_topic", name=name)
         return self._described(name)
 
-    def alter_topic(self, name: str, request: wire.AlterTopic) -> wire.TopicDescription:
-        self._called("alter_topic", name=name, request=request)
+    def alter_topic(self, name: str, request: wire.AlterTopic, *, force: bool = False) -> wire.TopicDescription:
+        self._called("alter_topic", name=name, request=request, force=force)
         return self._described(name)
 
     def delete_topic(self, name: str) -> None:

@@ -1,0 +1,54 @@
+"""A topic that a group reads in the order of keys does not grow by accident."""
+
+from __future__ import annotations
+
+import pytest
+from support.domain import running
+
+from portalmq import wire
+from portalmq.broker.storage.batch import Record
+from portalmq.errors import KeyOrder
+
+
+@pytest.fixture
+def fixture(tmp_path):
+    with running(tmp_path) as fixture:
+        fixture.broker.create_topic("t", wire.CreateTopic(partitions=2))
+        fixture.broker.produce("t", [Record(b"x", key=b"k")], None, acks="all")
+        yield fixture
+
+
+def read(fixture, group: str, ordering: str) -> None:
+    fixture.broker.put_group(group, {"ordering": ordering})
+    fixture.broker.receive(group, wire.ReceiveRequest(["t"], wait_ms=0), None)
+
+
+def grow(fixture, partitions: int, **how) -> int:
+    return len(fixture.broker.alter_topic("t", wire.AlterTopic(partitions=partitions), **how).partitions)
+
+
+def test_a_topic_that_a_key_ordered_group_reads_grows_only_by_force(fixture):
+    read(fixture, "ordered", "key")
+    with pytest.raises(KeyOrder, match="'ordered'") as refused:
+        grow(fixture, 3)
+    assert (refused.value.status, refused.value.outcome) == (409, "not_applied")
+    assert len(fixture.broker.describe_topic("t").partitions) == 2
+    assert grow(fixture, 3, force=True) == 3
+
+
+def test_other_groups_and_such_as_read_another_topic_are_no_reason(fixture):
+    read(fixture, "plain", "none")
+    fixture.broker.put_group("ordered", {"ordering": "key"})
+    assert grow(fixture, 3) == 3
+
+
+def test_what_adds_no_partition_needs_no_force(fixture):
+    read(fixture, "ordered", "key")
+    assert grow(fixture, 2) == 2
+    fixture.broker.alter_topic("t", wire.AlterTopic(config={"retention_ms": 5_000}))
+
+
+def test_a_group_that_was_deleted_is_no_reason_any_more(fixture):
+    read(fixture, "ordered", "key")
+    fixture.broker.delete_group("ordered")
+    assert grow(fixture, 3) == 3
