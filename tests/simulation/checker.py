@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from simulation.disk import Batch, Disk
+from simulation.group_checker import GroupChecker
 
 from portalmq.broker.core.events import (
     Action,
@@ -65,6 +66,7 @@ class Checker:
         self._isr_changes: list[int] = []
         self._controller_epoch = 0
         self._committed_epoch = 0
+        self.groups = GroupChecker(self)
 
     def fail(self, invariant: str, why: str, *details: object) -> None:
         raise Violation(f"{invariant}: {why.format(*details)}")
@@ -140,6 +142,8 @@ class Checker:
         for batch in fresh:
             self.committed.append(batch)
             self.committed_at[batch.end] = batch.uid
+            if batch.mail or batch.control is not None:
+                self.groups.committed(batch, epoch)
         self.high_watermark = high_watermark
         self._check_isr_is_complete()
         for node in self.world.nodes.values():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from simulation.content import PLAIN, Mail
 from simulation.network import CLIENTS
 from simulation.submission import Submission
 
@@ -14,6 +15,20 @@ if TYPE_CHECKING:
     from simulation.world import World
 
 TIMEOUT_MS = 1_500
+
+
+def mail_at(world: World, wall_ms: int) -> Mail:
+    """A message of some kind, as the broker that takes it reckons its times."""
+    random, groups = world.random, world.groups
+    if world.faults.stopped:
+        return PLAIN
+    priority = random.choice([1, 5]) if world.chance(groups.priorities) else 0
+    deliver_at_ms = wall_ms + random.choice([50, 500, 3_000]) if world.chance(groups.delayed) else None
+    expires_at_ms = None
+    if world.chance(groups.expiring):
+        expires_at_ms = max(wall_ms, deliver_at_ms or 0) + random.choice([20, 500, 4_000])
+    key = random.randint(1, 3) if world.chance(groups.keyed) else 0
+    return Mail(priority, deliver_at_ms, expires_at_ms, key)
 
 
 class Producer:
@@ -32,7 +47,10 @@ class Producer:
         self._rest()
 
     def _rest(self) -> None:
-        self.world.after(self.world.random.randint(1, 120), self._begin)
+        pause_ms = 120
+        if self.world.options.groups is not None:
+            pause_ms = 2_000 if self.world.healed else 600
+        self.world.after(self.world.random.randint(1, pause_ms), self._begin)
 
     def _begin(self) -> None:
         self._count = self.world.random.randint(1, self.world.options.batch_max)
@@ -60,6 +78,8 @@ class Producer:
         if attempt != self._attempt and stamp is not None:
             return  # the batch it was sent for is not at hand any more; duplicates in time are enough
         submission = Submission(self.world.next_uid(), self._count, stamp, self.acks, answer)
+        if self.world.options.groups is not None:
+            submission.mail = tuple(mail_at(self.world, self.world.nodes[target].wall_ms) for _ in range(self._count))
         self.world.nodes[target].call(refused, "submit", submission)
 
     def _answered(self, attempt: int, base: int, error: PortalMQError | None, timed_out: bool) -> None:

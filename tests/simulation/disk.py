@@ -12,6 +12,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass, field
 
+from simulation.content import Control, Mail
+
 from portalmq.broker.core.events import BatchHead
 from portalmq.broker.core.fold import ProducerFold
 from portalmq.broker.core.producers import Producers
@@ -20,11 +22,15 @@ from portalmq.broker.core.producers import Producers
 @dataclass(slots=True, eq=False)
 class Batch:
     """A batch as it was made, once; replicas share the object. `uid` stands for its payload, `parent` is the uid of
-    what stood before it in the log it was made for, 0 at the very beginning."""
+    what stood before it in the log it was made for, 0 at the very beginning. `mail` are its messages, or `control` is the
+    record that it is; `state` the groups' part of a STATE record, encoded."""
 
     head: BatchHead
     uid: int
     parent: int = 0
+    mail: tuple[Mail, ...] = ()
+    control: Control | None = None
+    state: bytes | None = None
 
     @property
     def base(self) -> int:

@@ -158,6 +158,8 @@ class Membership:
             self.node.brokers_changed({id: (b.incarnation, b.store_uuid) for id, (b, _) in tree.brokers.items()})
         if before is None or before.version != tree.version or self.world.chance(0.05):
             self.node.told(word_of(tree.partition, tree.version, self.world.options.min_insync))
+        if self.world.options.groups is not None:
+            self.node.coordinating.rang(tree)
         self._campaign()
         self._decide()
 

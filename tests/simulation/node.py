@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from simulation.coordinating import Coordinating
 from simulation.disk import Disk
 from simulation.membership import Membership
 from simulation.replica_shell import ReplicaShell
@@ -16,6 +17,9 @@ from portalmq.broker.core.events import BrokersChanged, Event, LeaseRenewed, Par
 
 if TYPE_CHECKING:
     from simulation.world import World
+
+# Unix time when a run begins: more than what a clock may jump back.
+BEGAN_MS = 100_000_000
 
 
 class Node:
@@ -28,8 +32,10 @@ class Node:
         self.life = 0
         self.incarnation = 0
         self.wall_offset_ms = 0
+        self.anchor_ms = 0
         self.shell: ReplicaShell
         self.membership: Membership
+        self.coordinating: Coordinating
         self.brokers: Mapping[int, tuple[int, str]] = {}
         self._answered_ms: int | None = None
         self._inbox: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
@@ -51,9 +57,12 @@ class Node:
         self.incarnation = self.world.next_incarnation()
         self.brokers = {}
         self._answered_ms = None
+        self.anchor_ms = self.wall_offset_ms
         self._inbox.clear()
         self.world.note(self.id, "starts as {} with store {}, log to {}", self.incarnation, self.store, self.disk.end)
         self.shell = ReplicaShell(self, self.disk.saved_high_watermark)
+        if self.world.options.groups is not None:
+            self.coordinating = Coordinating(self)
         self.membership = Membership(self)
 
     def crash(self, *, cleanly: bool = False) -> None:
@@ -89,7 +98,12 @@ class Node:
 
     @property
     def wall_ms(self) -> int:
-        return 1_000_000 + self.world.now + self.wall_offset_ms
+        return BEGAN_MS + self.world.now + self.wall_offset_ms
+
+    @property
+    def now_ms(self) -> int:
+        """The clock of leases: Unix time as it was when this process began, and no jump since."""
+        return BEGAN_MS + self.world.now + self.anchor_ms
 
     # --- what reaches it ---------------------------------------------------------------------------------------------
 

@@ -6,6 +6,8 @@ import dataclasses
 from dataclasses import dataclass
 from random import Random
 
+from simulation.group_options import EVENTS_FACTOR, GroupOptions, draw_groups
+
 # What may happen, and how often relative to the rest. A seed silences some of it, so that others come into their own.
 FAULTS = {
     "crash": 6.0,
@@ -65,6 +67,7 @@ class Options:
     disaster: bool
     after: str
     faults: dict[str, float]
+    groups: GroupOptions | None = None
 
     @property
     def lease_ms(self) -> int:
@@ -80,9 +83,10 @@ def draw(seed: int, events: int, random: Random) -> Options:
     silent = random.choice([0.0, 0.3, 0.6, 0.8])
     faults = {name: weight for name, weight in FAULTS.items() if random.random() >= silent}
     rough = random.choice([0.0, 0.0, 0.02, 0.1])
+    groups = draw_groups(seed)
     return Options(
         seed=seed,
-        events=events,
+        events=events * EVENTS_FACTOR if groups else events,
         brokers=brokers,
         late_brokers=random.choice([0, 0, 0, 1, brokers - 1]),
         replication_factor=replication_factor,
@@ -106,7 +110,8 @@ def draw(seed: int, events: int, random: Random) -> Options:
         trouble_in_isr_change=random.choice([0.0, 0.2, 0.5]),
         one_event_at_a_time=random.random() < 0.5,
         producers=random.choice([1, 2, 4]),
-        disaster=random.random() < 0.04,
+        disaster=random.random() < 0.04 and groups is None,
         after=random.choice(["whole", "whole", "one dead", "rough"]),
         faults=faults or {"crash": 1.0},
+        groups=groups,
     )

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from simulation.desk import Desk
 from simulation.disk import Batch
 from simulation.fetches import Fetches
 from simulation.network import CLIENTS
@@ -89,8 +90,10 @@ class ReplicaShell:
         self._tail = disk.batches[-1].uid if disk.batches else (-1 if disk.start else 0)
         self._uncommitted: deque[Submission] = deque()
         self._duplicates: list[Submission] = []
+        self._waiters: list[tuple[int, Callable[[PortalMQError | None], None]]] = []
         self._state_ends = [batch.end for batch in disk.batches if batch.head.producers is not None]
         self._saved_ms = self.world.now
+        self.desk = Desk(self) if options.groups is not None else None
         self._every(options.tick_ms, self._tick)
 
     # --- one event, its actions --------------------------------------------------------------------------------------
@@ -204,6 +207,11 @@ class ReplicaShell:
         if submission is not None:
             submission.base = action.base_offset
         batch = Batch(head, submission.uid if submission else self.world.next_uid(), self._tail)
+        if self.desk is not None and submission is not None:
+            batch.mail, batch.control = submission.mail, submission.control
+            if submission.is_state:
+                batch.state = self.desk.state(batch.base)
+            self.desk.fold(batch)
         self.world.checker.writes(self, batch)
         self._enqueue([(batch, submission)])
 
@@ -225,6 +233,8 @@ class ReplicaShell:
         batches = [batch for batch, _ in taken]
         self.world.checker.appends(self, batches)
         self.disk.append(batches)
+        if self.desk is not None:
+            self.desk.written(batches)
         submissions = [submission for _, submission in taken if submission is not None]
         self._uncommitted += [submission for submission in submissions if not submission.done]
         self._state_ends += [batch.end for batch in batches if batch.head.producers is not None]
@@ -244,6 +254,8 @@ class ReplicaShell:
         self._writing, self._queue = [], []
         full = StorageFull("full")
         if self.world.chance(0.5):
+            if self.desk is not None:
+                self.desk.rebuild()
             self._actions = deque(a for a in self._actions if not isinstance(a, Append | Replicate))
             self._to_replicate.clear()
             self._tail = self.disk.batches[-1].uid if self.disk.batches else (-1 if self.disk.start else 0)
@@ -258,6 +270,7 @@ class ReplicaShell:
             if isinstance(submission, Submission):
                 self._finish(submission, full)
         self._duplicates.clear()
+        self._fail_waiters(full)
 
     def _begin_reshape(self, change: Callable[[], None], tell: Callable[[], None]) -> None:
         assert not self._queue, "a log is cut only when all that was asked for is on disk"
@@ -276,7 +289,7 @@ class ReplicaShell:
         self.disk.truncate(to_offset)
         self._tail = self.disk.batches[-1].uid if self.disk.batches else (-1 if self.disk.start else 0)
         self._state_ends = [end for end in self._state_ends if end <= to_offset]
-        self.world.checker.shrank(self.node)
+        self._shrank()
 
     def _truncated(self) -> None:
         self.tell(Truncated(self.disk.end, self.disk.producers()))
@@ -286,6 +299,11 @@ class ReplicaShell:
         self.disk.reset(action.offset, [entry for entry in action.epochs if entry[1] < action.offset])
         self._tail = -1
         self._state_ends.clear()
+        self._shrank()
+
+    def _shrank(self) -> None:
+        if self.desk is not None:
+            self.desk.rebuild()
         self.world.checker.shrank(self.node)
 
     def _was_reset(self, action: ResetLog) -> None:
@@ -294,7 +312,10 @@ class ReplicaShell:
     # --- produce -----------------------------------------------------------------------------------------------------
 
     def submit(self, submission: Submission) -> None:
-        self.tell(AppendRequested(submission, submission.count, submission.stamp, submission.is_state))
+        is_control = submission.is_state or submission.control is not None
+        self.tell(
+            AppendRequested(submission, submission.count, submission.stamp, is_control, submission.not_before_ms)
+        )
 
     def _finish(self, submission: Submission, error: PortalMQError | None = None) -> None:
         if submission.done:
@@ -303,6 +324,8 @@ class ReplicaShell:
         if submission.is_state:
             return
         self.world.checker.answered(self, submission, error)
+        if submission.then is not None:
+            submission.then(error)
         if submission.answer is not None:
             self.world.network.send(self.node.id, CLIENTS, submission.answer, submission.base, error)
 
@@ -322,7 +345,13 @@ class ReplicaShell:
             if submission.end <= high_watermark:
                 self._finish(submission)
         self._duplicates = [submission for submission in self._duplicates if not submission.done]
+        if self._waiters:
+            waiters, self._waiters = self._waiters, []
+            for end, then in waiters:
+                self.wait_for(end, then)
         self.fetches.high_watermark_moved()
+        if self.desk is not None:
+            self.desk.committed(high_watermark)
 
     def _on_step_down(self, leader: int | None) -> None:
         """Those on their way to the disk as well: what stands at their place later may be another's."""
@@ -332,6 +361,36 @@ class ReplicaShell:
             self._finish(submission, unknown)
         self._uncommitted.clear()
         self._duplicates.clear()
+        self._fail_waiters(unknown)
+
+    # --- groups ------------------------------------------------------------------------------------------------------
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether what is asked for now would not be done at once."""
+        return bool(self._pumping or self._stalled or self._actions or self._events)
+
+    def request(self, name: str, content: tuple[Any, ...], answer: Callable[[Any], None]) -> None:
+        """A client of a group asks."""
+        assert self.desk is not None
+        self.desk.request(name, content, answer)
+
+    def arrived(self, id: tuple[int, int]) -> None:
+        """An output of the outbox stands where it belongs."""
+        assert self.desk is not None
+        self.desk.outbox.arrived(id)
+
+    def wait_for(self, end: int, then: Callable[[PortalMQError | None], None]) -> None:
+        """`then` hears when everything below `end` is committed, or that nobody knows whether it will be."""
+        if end <= self.replica.high_watermark:
+            then(None)
+        else:
+            self._waiters.append((end, then))
+
+    def _fail_waiters(self, error: PortalMQError) -> None:
+        waiters, self._waiters = self._waiters, []
+        for _, then in waiters:
+            then(error)
 
     def fetch(self, fetch: Fetch) -> None:
         """A follower asks."""
@@ -347,6 +406,8 @@ class ReplicaShell:
                 if self.world.network.is_open(self.node.id, member) and not self.world.nodes[member].alive:
                     self.tell(FollowerRefused(member))
         self.fetches.tick()
+        if self.desk is not None:
+            self.desk.tick()
         if now - self._saved_ms >= SAVE_MS:
             self._saved_ms = now
             self.disk.saved_high_watermark = min(self.replica.high_watermark, self.disk.end)
@@ -356,8 +417,11 @@ class ReplicaShell:
         if self.replica.leading:
             self.submit(Submission(self.world.next_uid(), 1, is_state=True))
         committed = [end for end in self._state_ends if end <= self.replica.high_watermark]
-        if committed and self._reshape is None and committed[-1] - 1 > self.disk.start:
-            self.disk.drop_below(committed[-1] - 1)
+        upto = committed[-1] - 1 if committed else 0
+        if self.desk is not None:
+            upto = self.desk.retainable(upto)
+        if self._reshape is None and upto > self.disk.start:
+            self.disk.drop_below(upto)
             self.replica.log_start_offset = self.disk.start
             self.world.count("retained")
             self.world.note(self.node.id, "drops all below {}", self.disk.start)

@@ -6,13 +6,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from simulation.content import Control, Mail
+
 from portalmq.broker.core.events import Stamp
 from portalmq.errors import PortalMQError
 
 
 @dataclass(slots=True, eq=False)
 class Submission:
-    """A produce request that arrived here. Each arrival is one, with a uid of its own. `fold`: a STATE record."""
+    """A produce request that arrived here. Each arrival is one, with a uid of its own. `fold`: a STATE record;
+    `control`: a group's. `then` is called here, where `answer` travels."""
 
     uid: int
     count: int
@@ -24,10 +27,14 @@ class Submission:
     repeats: bool = False
     fold: tuple[Any, ...] | None = None
     is_state: bool = False
+    mail: tuple[Mail, ...] = ()
+    control: Control | None = None
+    not_before_ms: int = 0
+    then: Callable[[PortalMQError | None], None] | None = None
 
     @property
     def end(self) -> int:
         return self.base + self.count
 
     def __str__(self) -> str:
-        return f"#{self.uid}"
+        return f"#{self.uid}" + (f" {self.control.group} {self.control.record}" if self.control else "")

@@ -12,9 +12,14 @@ from simulation.checker import Checker, Violation
 from simulation.client import Consumer, Producer
 from simulation.disk import Disk
 from simulation.faults import Faults
+from simulation.group_clients import Operator, QueueConsumer
+from simulation.group_options import GroupOptions
 from simulation.network import Network
 from simulation.node import Node
 from simulation.options import draw
+from simulation.outbox import Destination
+from simulation.queue_desk import Receipt
+from simulation.stream_clients import Member
 from simulation.zookeeper import Tree, ZooKeeper
 
 from portalmq.control_plane.state import BrokerState, PartitionState, min_insync
@@ -41,6 +46,8 @@ class World:
         self.acked_before = 0
         self.dying = False
         self.left_dead: Node | None = None
+        self.healed = False
+        self.healed_at = 0  # the high watermark then
         self._heap: list[tuple[int, float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._pushed = 0
         self._uids = 0
@@ -48,6 +55,8 @@ class World:
         self._stores = 0
         self._producer_epochs = 0
         self.ids = list(range(1, self.options.brokers + 1))
+        groups = self.options.groups
+        self.queue_groups = {queue.name: queue for queue in groups.queues} if groups else {}
         self.checker = Checker(self)
         self.network = Network(self)
         self.nodes = {broker_id: Node(self, broker_id, Disk(self._next_store())) for broker_id in self.ids}
@@ -64,6 +73,13 @@ class World:
         ]
         self.consumers = [Consumer(self), Consumer(self)]
         self.faults = Faults(self)
+        self.kept_receipts: list[tuple[str, list[Receipt]]] = []
+        self.members: list[Member] = []
+        if groups is not None:
+            self.destination = Destination(self)
+            self.queue_consumers = [QueueConsumer(self, name) for name in self.queue_groups for _ in range(groups.consumers)]
+            self.members += [Member(self, f"m{number}") for number in range(groups.members)]
+            self.operator = Operator(self)
         if self.options.disaster:
             self.after(self.random.randint(1_000, 6_000), self.faults.disaster)
 
@@ -114,6 +130,11 @@ class World:
     def _next_store(self) -> str:
         self._stores += 1
         return f"s{self._stores}"
+
+    @property
+    def groups(self) -> GroupOptions:
+        assert self.options.groups is not None
+        return self.options.groups
 
     # --- what several need -------------------------------------------------------------------------------------------
 
@@ -178,6 +199,8 @@ class World:
         """The end of the faults, as the options have it."""
         self.note("world", "heals: {}", self.options.after)
         self.faults.stopped = True
+        self.healed = True
+        self.healed_at = self.checker.high_watermark
         self.network.heal(wholly=self.options.after != "rough")
         self.slowness = 0.0
         self.fetch_batches_max = 100
@@ -190,6 +213,7 @@ class World:
         for node in self.nodes.values():
             node.disk.full = False
             node.disk.slow_ms = 0
+            node.wall_offset_ms = 0 if self.options.groups is not None else node.wall_offset_ms
             node.resume(node.life)
             node.start()
 
@@ -233,7 +257,7 @@ class World:
             return f"{live} live, {held.isr} in sync"
         if len(held.replicas) < min(self.options.replication_factor, len(self.ids) - (self.left_dead is not None)):
             return f"only {held.replicas} have replicas"
-        return self._unreadable(node)
+        return self._unreadable(node) or self._unsettled(node)
 
     def _awaits_an_operator(self, held: PartitionState) -> bool:
         """One copy was all that was promised (min_insync 1), an election left the ISR to one replica on the word of its
@@ -242,6 +266,12 @@ class World:
             return False
         self.count("awaits an operator")
         return True
+
+    def _unsettled(self, node: Node) -> str | None:
+        """Of the groups, all that was there when the faults ended."""
+        if node.shell.desk is None:
+            return None
+        return self.checker.groups.missing(node.shell.desk, self.healed_at)
 
     def _unreadable(self, node: Node) -> str | None:
         """Every acknowledged record is readable, but for those that retention dropped."""

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from simulation.network import ZOOKEEPER
 
+from portalmq.broker.core.group_events import Membership as Group
 from portalmq.control_plane.state import BrokerState, ControllerState, PartitionState
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ class Tree:
     brokers: Mapping[int, tuple[BrokerState, int]]
     controller: tuple[ControllerState, int] | None = None
     controller_epoch: int = 0
+    group: Group | None = None
+    group_version: int = -1
 
 
 class Conflict(Exception):
@@ -191,6 +194,8 @@ class ZooKeeper:
             self.world.partitions[tree.version] = tree.partition
             self.world.checker.partition_written(before.partition, tree.partition, tree.version)
             self.world.note("zookeeper", "v{}: {}", tree.version, tree.partition)
+        if tree.group is not None and tree.group is not before.group:
+            self.world.checker.groups.group_written(before.group, tree.group)
         index = len(self.trees) - 1
         for session in self.sessions:
             if not session.expired and session.node.life == session.life:

@@ -1,0 +1,39 @@
+"""What a batch says to the groups: the properties of its messages, or a record that changes a group's state.
+
+Payloads are left out as everywhere in the simulation: `Batch.uid` stands for them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from portalmq.broker.core.lanes import spot_of
+from portalmq.broker.core.records import Cancel, GroupEnd, GroupRecord, Spot, StreamRecord
+
+
+class Mail(NamedTuple):
+    """A message as a group sees it. `key` 0 is none."""
+
+    priority: int = 0
+    deliver_at_ms: int | None = None
+    expires_at_ms: int | None = None
+    key: int = 0
+
+    def spot(self, offset: int, appended_at_ms: int) -> Spot:
+        return spot_of(offset, self.priority, self.deliver_at_ms, appended_at_ms)
+
+    def has_expired(self, wall_ms: int) -> bool:
+        return self.expires_at_ms is not None and self.expires_at_ms <= wall_ms
+
+
+PLAIN = Mail()
+
+
+class Control(NamedTuple):
+    """A record of a group (or of all: Cancel), and when its leader decided so, by both of its clocks."""
+
+    group: str
+    record: GroupRecord | StreamRecord | GroupEnd | Cancel
+    now_ms: int
+    wall_ms: int
+    high_watermark: int

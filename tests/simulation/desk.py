@@ -1,0 +1,217 @@
+"""The groups of one replica: the fold over its log, as a broker keeps it, and the door through which it is asked.
+
+On a leader the fold runs ahead of the high watermark, from the moment a record is appended; on a follower from the
+moment it is durable. What a truncation or a refused transaction takes away is folded anew from what is left, as at a
+start: from the newest STATE record in the log, or from its very beginning.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from simulation.content import Control, Mail
+from simulation.network import CLIENTS
+from simulation.outbox import Outbox
+from simulation.queue_desk import QueueDesk
+from simulation.stream_desk import StreamDesk
+from simulation.submission import Submission
+
+from portalmq.broker.core.fold import PartitionFold, decode_fold, encode_fold
+from portalmq.broker.core.choice import NEVER_MS
+from portalmq.broker.core.records import Cancel, GroupEnd, GroupRecord
+from portalmq.broker.folding import GroupsFold
+from portalmq.errors import NotLeader, PortalMQError, Unavailable
+
+if TYPE_CHECKING:
+    from simulation.disk import Batch
+    from simulation.replica_shell import ReplicaShell
+
+Answer = Callable[[Any], None]
+
+
+class Lanes:
+    """The messages of a log by lane, as storage finds them: (due_ms, offset), sorted."""
+
+    def __init__(self) -> None:
+        self.mail: dict[int, tuple[Mail, int, int]] = {}  # offset -> what, appended at, uid of its batch
+        self.places: dict[int, list[tuple[int, int]]] = {}
+
+    def add(self, batch: Batch) -> None:
+        at_ms = batch.head.appended_at_ms
+        for offset, mail in enumerate(batch.mail, batch.base):
+            lane, due_ms, _ = mail.spot(offset, at_ms)
+            self.mail[offset] = (mail, at_ms, batch.uid)
+            insort(self.places.setdefault(lane, []), (due_ms, offset))
+
+    def after(self, lane: int, place: tuple[int, int]) -> list[tuple[int, int]]:
+        places = self.places.get(lane, [])
+        return places[bisect_left(places, place) :]
+
+
+class Desk:
+    def __init__(self, shell: ReplicaShell) -> None:
+        self.shell = shell
+        self.node = shell.node
+        self.world = shell.world
+        self.groups = GroupsFold()
+        self.lanes = Lanes()
+        self._unreadable: deque[tuple[int, int]] = deque()  # (end, time) of batches of messages
+        self._folded = 0
+        self._book: object = None
+        self.queue = QueueDesk(self)
+        self.stream = StreamDesk(self)
+        self.outbox = Outbox(self)
+        self.rebuild()
+
+    # --- the fold ----------------------------------------------------------------------------------------------------
+
+    def rebuild(self) -> None:
+        disk = self.shell.disk
+        self.groups = GroupsFold()
+        self.lanes = Lanes()
+        self._unreadable.clear()
+        states = [number for number, batch in enumerate(disk.batches) if batch.state is not None]
+        first = states[-1] if states and (disk.start or self.world.chance(0.5)) else 0
+        for batch in disk.batches[:first]:
+            self.lanes.add(batch)
+        for batch in disk.batches[first:]:
+            self._take(batch)
+        self.groups.forget_below(disk.start)
+        self._folded = disk.end
+        self.world.checker.groups.forgets(self)
+
+    def state(self, offset: int) -> bytes:
+        """What a STATE record at `offset` says of the groups."""
+        return encode_fold(self.groups.snapshot_into(PartitionFold(applied=offset)))
+
+    def fold(self, batch: Batch) -> None:
+        """A leader has appended this. A STATE record says what it knows already."""
+        if batch.state is None:
+            self._take(batch)
+        self._folded = batch.end
+
+    def written(self, batches: list[Batch]) -> None:
+        """A follower folds what is durable."""
+        for batch in batches:
+            if batch.base >= self._folded:
+                self._take(batch)
+                self._folded = batch.end
+
+    def _take(self, batch: Batch) -> None:
+        self.lanes.add(batch)
+        if batch.mail:
+            self._unreadable.append((batch.end, batch.head.appended_at_ms))
+        if batch.state is not None:
+            self.groups.take_state(batch.base, decode_fold(batch.state))
+        elif batch.control is not None:
+            record = batch.control.record
+            if isinstance(record, Cancel):
+                self.groups.cancel(record)
+            elif isinstance(record, GroupEnd):
+                self.groups.end(batch.control.group)
+            else:
+                self.groups.apply(batch.control.group, record, batch.base)
+
+    def readable_by_ms(self) -> int:
+        """All messages that are due by then are readable: one that is not is due after the time of its batch."""
+        while self._unreadable and self._unreadable[0][0] <= self.high_watermark:
+            self._unreadable.popleft()
+        return self._unreadable[0][1] if self._unreadable else NEVER_MS
+
+    def record_at(self, offset: int) -> GroupRecord | None:
+        """The record that stands there, as the log has it."""
+        disk = self.shell.disk
+        index = disk.index_from(offset)
+        if index == len(disk.batches) or disk.batches[index].base != offset:
+            return None
+        control = disk.batches[index].control
+        return control.record if control is not None else None
+
+    def retainable(self, upto: int) -> int:
+        """Where the log may begin at most: nothing goes that a group or the outbox needs, nor half a batch."""
+        delivery = [each.floor() for each in self.groups.delivery.values()]
+        streams = [each.committed for each in self.groups.streams.values()]
+        fresh = self.queue.first_unpassed()
+        upto = min([upto, *delivery, *streams, *self.outbox.needed(), *fresh])
+        index = self.shell.disk.index_from(upto + 1) - 1
+        return self.shell.disk.batches[index].base if index >= 0 else self.shell.disk.start
+
+    # --- what a leader is asked --------------------------------------------------------------------------------------
+
+    @property
+    def high_watermark(self) -> int:
+        return self.shell.replica.high_watermark
+
+    @property
+    def epoch(self) -> int:
+        """Of this leader."""
+        return self.shell.replica.leader_epoch
+
+    def serves(self) -> bool:
+        """Whether it leads, may serve, and has committed the start of its epoch; then all before is known to it."""
+        replica = self.shell.replica
+        book = replica.in_sync
+        if book is None or book.epoch_start < 0 or replica.high_watermark <= book.epoch_start:
+            return False
+        if self.shell.closed or self.shell.is_busy or not replica.may_serve(self.world.now):
+            return False
+        if self._book is not book:
+            self._book = book
+            for delivery in self.groups.delivery.values():
+                delivery.take_over(self.node.now_ms)
+            self.queue.begin()
+            self.outbox.begin()
+            self.world.checker.groups.agrees(self)
+        return True
+
+    def request(self, name: str, content: tuple[Any, ...], answer: Answer) -> None:
+        """Someone asks; `answer` is called over there, with what comes out or with what is refused."""
+
+        def back(result: Any) -> None:
+            self.world.network.send(self.node.id, CLIENTS, answer, result)
+
+        place, _, verb = name.partition(".")
+        if place == "coordinator":
+            self.node.coordinating.request(verb, content, back)
+            return
+        try:
+            if not self.serves():
+                leader = self.shell.replica.state.leader if self.shell.replica.state else None
+                raise NotLeader("not here, or not now", leader=leader)
+            getattr(getattr(self, place), verb)(*content, back)
+        except PortalMQError as error:
+            back(error)
+
+    def append(
+        self,
+        group: str,
+        record: Any,
+        then: Callable[[PortalMQError | None], None] | None = None,
+        *,
+        not_before_ms: int = 0,
+    ) -> int:
+        """Append and fold a record; `then` hears when it is committed, or that nobody knows. Returns its offset."""
+        control = Control(group, record, self.node.now_ms, self.node.wall_ms, self.high_watermark)
+        submission = Submission(
+            self.world.next_uid(), 1, control=control, then=then, not_before_ms=not_before_ms, answer=None
+        )
+        self.shell.submit(submission)
+        if submission.base < 0:
+            raise Unavailable("refused")
+        self.world.checker.groups.appended(self, control)
+        return submission.base
+
+    def wait_appended(self, then: Callable[[PortalMQError | None], None]) -> None:
+        """When all that is appended by now is committed."""
+        self.shell.wait_for(self.shell.replica.next_offset, then)
+
+    def committed(self, high_watermark: int) -> None:
+        self.outbox.committed(high_watermark)
+
+    def tick(self) -> None:
+        if self.serves():
+            self.queue.sweep()
+            self.outbox.work()

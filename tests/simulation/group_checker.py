@@ -1,0 +1,263 @@
+"""I11, I12, and I13 of commit calls, checked where something moves: when a record is committed (group_model.py), when a
+leader hands out or accepts a receipt, when a client is answered, when an output arrives, when a broker begins to lead.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any
+
+from simulation.group_model import Letter, QueueModel, StreamModel
+
+from portalmq.broker.core.lanes import DELAYED
+from portalmq.broker.core.records import Ack, Cancel, Claim, Commit, Dead, GroupStart, Nack
+
+if TYPE_CHECKING:
+    from simulation.checker import Checker
+    from simulation.content import Control
+    from simulation.desk import Desk
+    from simulation.disk import Batch
+    from simulation.queue_desk import Receipt
+
+    from portalmq.broker.core.group_events import Membership
+
+# (end of the lease, its receipt)
+Held = tuple[int, "Receipt"]
+
+
+class GroupChecker:
+    def __init__(self, checker: Checker) -> None:
+        self.world = checker.world
+        self.fail = checker.fail
+        self.letters: dict[int, Letter] = {}
+        self.cancelled: set[int] = set()
+        self.queues = {
+            name: QueueModel(config, self.letters, self.cancelled, self.fail)
+            for name, config in self.world.queue_groups.items()
+        }
+        self.streams: dict[str, StreamModel] = {}
+        self.ordered: dict[tuple[str, str], int] = {}  # outputs of committed records -> the record
+        self.arrived_outputs: set[tuple[str, str]] = set()
+        self._finals: defaultdict[str, dict[int, int]] = defaultdict(dict)  # group -> offset -> epoch that knows
+        self._live: defaultdict[tuple[str, int], dict[int, Held]] = defaultdict(dict)
+        self._told: dict[tuple[str, int], str] = {}
+
+    # --- what is committed -------------------------------------------------------------------------------------------
+
+    def committed(self, batch: Batch, leader_epoch: int) -> None:
+        for offset, mail in enumerate(batch.mail, batch.base):
+            letter = self.letters[offset] = Letter(mail, batch.head.appended_at_ms, batch.uid)
+            for queue in self.queues.values():
+                queue.born(offset, letter)
+        control = batch.control
+        if control is None:
+            return
+        record: Any = control.record
+        self.world.count(type(record).__name__)
+        if isinstance(record, Cancel):
+            self.cancelled.update(offset for start, end in record.ranges for offset in range(start, end))
+        elif isinstance(record, GroupStart):
+            self.queues[control.group].begin(record.start)
+        elif control.group in self.queues:
+            self._take(self.queues[control.group], control, batch, leader_epoch)
+        elif isinstance(record, Claim) or control.group in self.streams:
+            stream = self.streams.setdefault(control.group, StreamModel(control.group, self.fail, self.letters))
+            stream.take(control)
+        if isinstance(record, Commit):
+            self.ordered.update({(output.topic, output.record): batch.base for output in record.outputs})
+        elif isinstance(record, Dead) and record.topic:
+            for start, end, _ in record.ranges:
+                copies = {(record.topic, f"{at} by {batch.base}") for at in range(start, end) if at in self.letters}
+                self.ordered.update(dict.fromkeys(copies, batch.base))
+
+    def _take(self, queue: QueueModel, control: Control, batch: Batch, leader_epoch: int) -> None:
+        queue.take(control, batch)
+        self._finals[control.group].update(dict.fromkeys(queue.finals, leader_epoch))
+    # --- what a leader decides ---------------------------------------------------------------------------------------
+
+    def appended(self, desk: Desk, control: Control) -> None:
+        """A leader ends leases by what it appends, committed or not."""
+        record: Any = control.record
+        if isinstance(record, Ack | Nack | Dead | Commit):
+            live = self._live[control.group, desk.epoch]
+            for start, end, *_ in record.ranges:
+                for offset in range(start, end):
+                    live.pop(offset, None)
+
+    def forgets(self, desk: Desk) -> None:
+        """A transaction was refused, or a log cut: grants that were in it are gone, within their epoch too."""
+        for (_, epoch), live in self._live.items():
+            if epoch == desk.epoch:
+                live.clear()
+
+    def handed(self, desk: Desk, group: str, receipts: list[Receipt], deadline_ms: int, *, alone: bool) -> None:
+        """A leader hands these out."""
+        model, now_ms, wall_ms = self.queues[group], desk.node.now_ms, desk.node.wall_ms
+        live = self._live[group, desk.epoch]
+        if alone and len(receipts) != 1:
+            self.fail("I12", "{}: {} are to be delivered alone", group, receipts)
+        for receipt in receipts:
+            offset = receipt.offset
+            letter = self.letters.get(offset)
+            if letter is None:
+                self.fail("I12", "{}: {} is handed out and not committed", group, offset)
+                return
+            is_first = receipt.delivery == 1 and model.state.get(offset, "fresh") == "fresh" and not model.config.by_key
+            due_ms = letter.mail.deliver_at_ms
+            if is_first and due_ms is not None and due_ms > max(wall_ms, letter.appended_at_ms):
+                self.fail("I12", "{}: message {} is handed out {} ms early", group, offset, due_ms - wall_ms)
+            if letter.mail.has_expired(wall_ms):
+                self.fail("I12", "{}: message {} is handed out, and has expired", group, offset)
+            if self._finals[group].get(offset, desk.epoch + 1) <= desk.epoch:
+                self.fail("I12", "{}: message {} is handed out in epoch {}, and is {}", group, offset, desk.epoch,
+                          model.state.get(offset))  # fmt: skip
+            if offset in live and live[offset][0] > now_ms:
+                self.fail("I12", "{}: message {} is handed out under the live lease {}", group, offset, live[offset])
+            if receipt.delivery > model.config.max_deliveries:
+                self.fail("I12", "{}: {} is one delivery too many", group, receipt)
+            if model.config.by_key and letter.mail.key:
+                self._check_key(desk, model, offset, live)
+            live[offset] = (deadline_ms, receipt)
+            model.handed.add(offset)
+            self.world.count("delivery")
+            if receipt.delivery > 1:
+                self.world.count("redelivery")
+
+    def _check_key(self, desk: Desk, model: QueueModel, offset: int, live: dict[int, Held]) -> None:
+        """One of a key at a time, and the earlier ones are done; a delayed one is in the order once it was handed
+        out, or held."""
+        letter = self.letters[offset]
+        is_delayed = model.spot(offset, letter)[0] >= DELAYED
+        for other, its in self.letters.items():
+            if its.mail.key != letter.mail.key or other == offset or other < model.start:
+                continue
+            if other in live and live[other][0] > desk.node.now_ms:
+                self.fail("I12", "{}: message {} is handed out while {} of its key is", model.config.name, offset, other)
+            if other > offset or model.is_done(other) or its.mail.has_expired(desk.node.wall_ms):
+                continue
+            waits_for = model.state.get(other) == "out" or not (is_delayed or model.spot(other, its)[0] >= DELAYED)
+            if waits_for:
+                self.fail("I12", "{}: message {} is handed out before {} of its key, which is {}", model.config.name,
+                          offset, other, model.state.get(other, "fresh"))  # fmt: skip
+
+    def repeated(self, desk: Desk, group: str, receipts: list[Receipt]) -> None:
+        """A leader hands these out once more, to who has them."""
+        live = self._live[group, desk.epoch]
+        for receipt in receipts:
+            lease = live.get(receipt.offset)
+            if lease is not None and lease[0] > desk.node.now_ms and lease[1].delivery != receipt.delivery:
+                self.fail("I12", "{}: {} is handed out again, {} is another's", group, receipt, lease)
+
+    def extended(self, desk: Desk, group: str, offsets: list[int], deadline_ms: int) -> None:
+        live = self._live[group, desk.epoch]
+        for offset in offsets:
+            if offset in live:
+                live[offset] = (deadline_ms, live[offset][1])
+
+    def accepted(self, desk: Desk, group: str, receipts: list[Receipt], verdicts: list[bool]) -> None:
+        """A leader is about to use these receipts, or refuses them."""
+        live = self._live[group, desk.epoch]
+        for receipt, good in zip(receipts, verdicts, strict=True):
+            lease = live.get(receipt.offset)
+            if not good or lease is None or lease[0] <= desk.node.now_ms:
+                continue
+            if (receipt.leader_epoch, receipt.delivery) < (lease[1].leader_epoch, lease[1].delivery):
+                self.fail("I12", "{}: stale {} is accepted, {} is live", group, receipt, lease)
+
+    # --- what clients are told ---------------------------------------------------------------------------------------
+
+    def settled(
+        self, group: str, receipts: list[Receipt], verdicts: list[bool], *, by_commit: bool = False
+    ) -> None:
+        """A client is told that its acks stand. An ack of what has expired meanwhile is as good, a commit is not."""
+        model = self.queues[group]
+        good_states = ("acked",) if by_commit else ("acked", "expired", "dropped")
+        for receipt, good in zip(receipts, verdicts, strict=True):
+            if good and model.state.get(receipt.offset) not in good_states:
+                self.fail("I13", "{}: the ack of {} is answered, and it is {}", group, receipt.offset,
+                          model.state.get(receipt.offset, "fresh"))  # fmt: skip
+
+    def fetched(self, stream: str, offsets: list[int]) -> None:
+        if stream in self.streams:
+            self.streams[stream].fetched.update(offsets)
+
+    def named(self, stream: str, member: str, generation: int) -> None:
+        """A member is told that it owns a partition."""
+        model = self.streams.get(stream)
+        if model is None or model.owners.get(generation) != member:
+            self.fail("I11", "{} is named to {}, for whom it was not claimed in generation {}", stream, member,
+                      generation)  # fmt: skip
+
+    def group_written(self, before: Membership | None, after: Membership) -> None:
+        """The state of the stream group in ZooKeeper was changed."""
+        if before is not None and after.generation <= before.generation:
+            self.fail("I11", "generation {} is written over {}", after.generation, before.generation)
+        self.world.count("generation")
+
+    def arrived(self, id: tuple[int, int], topic: str, content: str) -> None:
+        """An output stands in its log."""
+        if (topic, content) not in self.ordered:
+            self.fail("I13", "output {} of {} arrives, and nothing committed has ordered it", content, id)
+        if (topic, content) in self.arrived_outputs:
+            self.fail("I13", "output {} arrives twice, now as {}", content, id)
+        self.arrived_outputs.add((topic, content))
+        self.world.count("output")
+
+    # --- what a leader knows -----------------------------------------------------------------------------------------
+
+    def agrees(self, desk: Desk) -> None:
+        """The fold of a leader that has appended nothing beyond what is committed says what the models say."""
+        if desk.shell.replica.next_offset != self.world.checker.high_watermark:
+            return
+        self.world.count("folds compared")
+        for group, delivery in desk.groups.delivery.items():
+            model = self.queues[group]
+            for offset, letter in self.letters.items():
+                if offset < max(model.start, desk.shell.disk.start):
+                    continue
+                known = model.state.get(offset, "fresh")
+                if delivery.has_span(offset):
+                    folded = "out"
+                elif delivery.is_dead(offset):
+                    folded = "dead"
+                elif delivery.is_ahead(offset) or delivery.has_passed(model.spot(offset, letter)):
+                    folded = "done"
+                else:
+                    folded = "fresh"
+                known = "done" if known in ("acked", "expired", "dropped") else known
+                if known != folded and offset not in self.cancelled:
+                    self.fail("I12", "{}: message {} is {}, in the fold of {} it is {}", group, offset,
+                              model.state.get(offset, "fresh"), desk.node.id, folded)  # fmt: skip
+        for name, stream in desk.groups.streams.items():
+            known_stream = self.streams[name]
+            folds = (stream.committed, stream.generation, stream.member)
+            if folds != (known_stream.committed, known_stream.generation, known_stream.member):
+                self.fail("I11", "{}: the fold of {} has {}", name, desk.node.id, folds)
+
+    # --- at the end --------------------------------------------------------------------------------------------------
+
+    def missing(self, desk: Desk, upto: int) -> str | None:
+        """What of the messages and orders below `upto` is not yet as it is to be; None when all is."""
+        if not desk.serves():
+            return "the groups are not served"
+        wall_ms = desk.node.wall_ms
+        for name, queue in self.queues.items():
+            if not queue.has_begun:
+                return f"{name} has not begun"
+            for offset, letter in self.letters.items():
+                if queue.start <= offset < upto and not queue.is_done(offset):
+                    if (letter.mail.deliver_at_ms or 0) <= wall_ms + 1_000:
+                        return f"{name}: message {offset} is {queue.state.get(offset, 'fresh')}"
+        last = max((offset for offset in self.letters if offset < upto), default=-1)
+        late = [name for name, stream in self.streams.items() if stream.committed <= last]
+        if late and self.world.members:
+            return f"streams {late} are not read to {upto}"
+        opened = [offset for offset in desk.groups.outbox if offset < upto]
+        if opened:
+            return f"the outbox has {opened}"
+        owed = [content for content, record in self.ordered.items() if record < upto]
+        for content in owed:
+            if content not in self.arrived_outputs:
+                self.fail("I13", "output {} was ordered and never arrived", content)
+        self.agrees(desk)
+        return None

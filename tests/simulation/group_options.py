@@ -1,0 +1,82 @@
+"""What a seed decides about the groups of its run. A quarter of the seeds have groups: those that 4 divides with a rest
+of 3. What else such a seed decides is drawn apart, so the other three quarters are as they would be without."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+
+EVERY = 4
+EVENTS_FACTOR = 3
+
+
+@dataclass(frozen=True, slots=True)
+class QueueGroup:
+    name: str
+    by_key: bool
+    max_deliveries: int
+    latest: bool
+    at_most_once: bool
+    has_dead_letters: bool
+
+
+@dataclass(frozen=True, slots=True)
+class GroupOptions:
+    queues: tuple[QueueGroup, ...]
+    consumers: int
+    members: int
+    streams: int  # partitions, as it were, of the stream group
+    delayed: float
+    priorities: float
+    expiring: float
+    keyed: float
+    visibility_ms: int
+    session_timeout_ms: int
+    nack: float
+    crash: float
+    commit: float
+    extend: float
+    late: float  # receipts that are used again long after
+    attempts: float
+    takeover: float  # how often a broker takes a living coordinator for dead
+
+
+def has_groups(seed: int) -> bool:
+    return seed % EVERY == EVERY - 1
+
+
+def draw_groups(seed: int) -> GroupOptions | None:
+    if not has_groups(seed):
+        return None
+    random = Random(f"groups of {seed}")
+
+    def queue(name: str, *, by_key: bool) -> QueueGroup:
+        return QueueGroup(
+            name,
+            by_key,
+            max_deliveries=random.choice([1, 2, 3, 5, 1_000]),
+            latest=random.random() < 0.2,
+            at_most_once=random.random() < 0.15,
+            has_dead_letters=random.random() < 0.8,
+        )
+
+    queues = random.choice([("any", "key"), ("any",), ("key",)])
+    return GroupOptions(
+        queues=tuple(queue(name, by_key=name == "key") for name in queues),
+        consumers=random.choice([1, 2, 4]),
+        members=random.choice([0, 1, 2, 3]),
+        streams=random.choice([1, 2, 4]),
+        delayed=random.choice([0.0, 0.1, 0.5]),
+        priorities=random.choice([0.0, 0.0, 0.3]),
+        expiring=random.choice([0.0, 0.1, 0.4]),
+        keyed=random.choice([0.0, 0.5, 1.0]),
+        visibility_ms=random.choice([100, 500, 2_000]),
+        session_timeout_ms=random.choice([600, 2_000]),
+        nack=random.choice([0.0, 0.1, 0.4]),
+        crash=random.choice([0.0, 0.1, 0.4]),
+        commit=random.choice([0.0, 0.2, 0.5]),
+        extend=random.choice([0.0, 0.1]),
+        late=random.choice([0.0, 0.1, 0.3]),
+        attempts=random.choice([0.0, 0.5]),
+        takeover=random.choice([0.0, 0.02, 0.2]),
+    )

@@ -1,0 +1,123 @@
+"""What Dead and Commit records have ordered to be appended elsewhere, and the place where it arrives.
+
+The leader works on what is committed, sends each output under an id that the record's place gives it, again and again
+until it is answered, and logs Done. The destination is another partition with its message ids, as far as that matters
+here: it takes each id once.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from simulation.network import CLIENTS
+
+from portalmq.broker.core.records import Commit, Dead, Done
+from portalmq.errors import PortalMQError
+
+if TYPE_CHECKING:
+    from simulation.desk import Desk
+    from simulation.node import Node
+    from simulation.world import World
+
+AGAIN_MS = 400
+
+# (offset of the record, number of the output)
+Id = tuple[int, int]
+
+
+class Destination:
+    """A log elsewhere."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.log: list[tuple[str, str]] = []  # topic, content
+        self._ids: set[Id] = set()
+
+    def append(self, sender: Node, id: Id, topic: str, content: str) -> None:
+        """Take an output, unless that is here, and say so to its sender."""
+        if id not in self._ids:
+            self._ids.add(id)
+            self.log.append((topic, content))
+            self.world.checker.groups.arrived(id, topic, content)
+        else:
+            self.world.count("output repeated")
+        self.world.network.send(CLIENTS, sender.id, sender.call, _ignore, "arrived", id)
+
+
+class Outbox:
+    """Of one replica. It keeps nothing that a new leader would miss: what is open is in the fold."""
+
+    def __init__(self, desk: Desk) -> None:
+        self.desk = desk
+        self.world = desk.world
+        self._left: dict[int, dict[int, tuple[str, str]]] = {}  # record -> number -> (topic, content), unanswered
+        self._sent_ms: dict[int, int] = {}
+
+    def begin(self) -> None:
+        self._left.clear()
+        self._sent_ms.clear()
+
+    def needed(self) -> list[int]:
+        """Offsets that the log must keep for it."""
+        needed = list(self.desk.groups.outbox)
+        for offset in self.desk.groups.outbox:
+            record = self.desk.record_at(offset)
+            if isinstance(record, Dead):
+                needed += [start for start, _, _ in record.ranges]
+        return needed
+
+    def committed(self, high_watermark: int) -> None:
+        if any(offset < high_watermark and offset not in self._sent_ms for offset in self.desk.groups.outbox):
+            self.desk.shell.soon(0, self.desk.tick)
+
+    def work(self) -> None:
+        """Send what is committed and not answered, now and then again."""
+        for offset, group in list(self.desk.groups.outbox.items()):
+            if not self.is_committed(offset):
+                continue
+            if self.world.now - self._sent_ms.get(offset, -AGAIN_MS) < AGAIN_MS:
+                continue
+            if offset not in self._left:
+                self._left[offset] = self._ordered(offset)
+            self._sent_ms[offset] = self.world.now
+            for number, (topic, content) in self._left[offset].items():
+                self._send(self.id_of(offset, number), topic, content)
+            self._finish(offset, group)
+
+    def is_committed(self, offset: int) -> bool:
+        return offset < self.desk.high_watermark
+
+    def id_of(self, offset: int, number: int) -> Id:
+        return offset, number
+
+    def _ordered(self, offset: int) -> dict[int, tuple[str, str]]:
+        record = self.desk.record_at(offset)
+        if isinstance(record, Commit):
+            return {number: (output.topic, output.record) for number, output in enumerate(record.outputs)}
+        assert isinstance(record, Dead), (offset, record)
+        dead = [at for start, end, _ in record.ranges for at in range(start, end) if at in self.desk.lanes.mail]
+        return {number: (record.topic, f"{at} by {offset}") for number, at in enumerate(dead)}
+
+    def _send(self, id: Id, topic: str, content: str) -> None:
+        self.world.network.send(
+            self.desk.node.id, CLIENTS, self.world.destination.append, self.desk.node, id, topic, content
+        )
+
+    def arrived(self, id: Id) -> None:
+        """The destination has it."""
+        offset, number = id
+        self._left.get(offset, {}).pop(number, None)
+        if self.desk.serves() and offset in self.desk.groups.outbox:
+            self._finish(offset, self.desk.groups.outbox[offset])
+
+    def _finish(self, offset: int, group: str) -> None:
+        if offset in self._left and not self._left[offset]:
+            try:
+                self.desk.append(group, Done(offset))
+            except PortalMQError:
+                return  # next time, or the next leader
+            del self._left[offset]
+
+
+def _ignore() -> None:
+    pass

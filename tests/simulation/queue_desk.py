@@ -1,0 +1,347 @@
+"""A leader's queue groups, as thin as the broker's own: it lays what is asked before the core, makes a record of what
+the core decides, appends it, and answers when that is committed (a grant is soft, and not waited for)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from hashlib import blake2b
+from typing import TYPE_CHECKING, NamedTuple
+
+from simulation.content import Mail
+
+from portalmq.broker.core.choice import NEVER_MS, Choice, Run, choose, note
+from portalmq.broker.core.delivery import GroupDelivery
+from portalmq.broker.core.lanes import DELAYED
+from portalmq.broker.core.records import (
+    Ack,
+    Cancel,
+    Commit,
+    Dead,
+    Drop,
+    Extend,
+    Grant,
+    GroupStart,
+    Nack,
+    Output,
+    Range,
+    Redrive,
+    Spot,
+    ranges_of,
+)
+from portalmq.errors import InvalidRequest, PortalMQError, StaleReceipt, Unavailable
+
+if TYPE_CHECKING:
+    from simulation.desk import Answer, Desk
+
+DEAD_LETTERS = "dead letters"
+GIVEN_UP_MAX = 3
+
+
+class Receipt(NamedTuple):
+    """What a consumer holds: the message, the number of its delivery, the epoch of the leader that handed it out."""
+
+    offset: int
+    delivery: int
+    leader_epoch: int
+
+    def __repr__(self) -> str:
+        return f"{self.offset}.{self.delivery}e{self.leader_epoch}"
+
+
+class Shelf:
+    """The readable messages of a log, as the core's choice wants to see them."""
+
+    def __init__(self, desk: Desk, *, by_key: bool) -> None:
+        self._desk = desk
+        self._lanes = desk.lanes
+        self._by_key = by_key
+        self._end = desk.high_watermark
+
+    def lanes(self) -> Collection[int]:
+        return [lane for lane in self._lanes.places if lane > 0]
+
+    def fresh(self, lane: int, due_ms: int, offset: int) -> Iterator[Run]:
+        if lane >= DELAYED:
+            for due, at in self._lanes.after(lane, (due_ms, offset)):
+                if at < self._end:
+                    yield self._run(at, at + 1, due)
+            return
+        places = self._lanes.after(lane, (0, offset))
+        if self._by_key and lane == 0:
+            lanes = [lane for lane in self._lanes.places if 0 < lane < DELAYED]
+            places = sorted([*places, *(place for lane in lanes for place in self._lanes.after(lane, (0, offset)))])
+        yield from self._runs([at for _, at in places if at < self._end])
+        if self._desk.world.chance(0.5):
+            yield Run(self._end, self._end)  # nothing more below the high watermark
+
+    def returned(self, start: int, end: int) -> Iterator[Run]:
+        yield from self._runs([offset for offset in range(start, end) if offset in self._lanes.mail])
+
+    def _runs(self, offsets: list[int]) -> Iterator[Run]:
+        """Neighbours that are alike in one run, as long as it pleases."""
+        start = 0
+        for end in range(1, len(offsets) + 1):
+            first, last = offsets[start], offsets[end - 1]
+            if end < len(offsets) and offsets[end] == last + 1 and self._are_alike(first, offsets[end]):
+                continue
+            yield self._run(first, last + 1, 0)
+            start = end
+
+    def _are_alike(self, offset: int, other: int) -> bool:
+        mail, its = self._lanes.mail[offset][0], self._lanes.mail[other][0]
+        return mail.expires_at_ms == its.expires_at_ms and not (self._by_key and (mail.key or its.key))
+
+    def _run(self, start: int, end: int, due_ms: int) -> Run:
+        mail: Mail = self._lanes.mail[start][0]
+        expires_at_ms = NEVER_MS if mail.expires_at_ms is None else mail.expires_at_ms
+        return Run(start, end, None, due_ms, expires_at_ms, mail.key if self._by_key else 0)
+
+
+class QueueDesk:
+    def __init__(self, desk: Desk) -> None:
+        self.desk = desk
+        self.world = desk.world
+        self.node = desk.node
+        self._handed: dict[str, set[int]] = {}
+
+    def begin(self) -> None:
+        """A new epoch: nothing was handed out in it."""
+        self._handed = {}
+
+    def _delivery(self, group: str) -> GroupDelivery:
+        delivery = self.desk.groups.delivery.get(group)
+        if delivery is None:
+            raise Unavailable("the group has not begun here")
+        return delivery
+
+    def _when_committed(self, back: Answer, result: object) -> Callable[[PortalMQError | None], None]:
+        return lambda error: back(error or result)
+
+    # --- receive -----------------------------------------------------------------------------------------------------
+
+    def receive(self, group: str, max_messages: int, visibility_ms: int, attempt: str | None, back: Answer) -> None:
+        config = self.world.queue_groups[group]
+        delivery = self.desk.groups.delivery.get(group)
+        if delivery is None:
+            start = self.desk.high_watermark if config.latest else self.desk.shell.disk.start
+            self.desk.append(group, GroupStart(start, self.node.now_ms), self._when_committed(back, []))
+            return
+        now_ms = self.node.now_ms
+        if attempt is not None and (spans := delivery.replay(attempt, now_ms)) is not None:
+            again = [
+                Receipt(offset, span.deliveries, self.desk.epoch)
+                for span in spans
+                for offset in range(span.start, span.end)
+                if offset in self.desk.lanes.mail
+            ]
+            self.world.checker.groups.repeated(self.desk, group, again)
+            back(again)
+            return
+        choice = self._chosen(group, max_messages)
+        if not choice.handed:
+            back([])
+            return
+        deadline_ms = now_ms + visibility_ms
+        self._grant(group, choice, deadline_ms, attempt)
+        receipts = [
+            Receipt(offset, handed.deliveries, self.desk.epoch)
+            for handed in choice.handed
+            for offset in range(handed.start, handed.end)
+        ]
+        self._handed.setdefault(group, set()).update(receipt.offset for receipt in receipts)
+        self.world.note(self.node.id, "{}: hands out {} until {}", group, receipts, deadline_ms)
+        self.world.checker.groups.handed(self.desk, group, receipts, deadline_ms, alone=choice.alone)
+        if config.at_most_once:
+            ranges = ranges_of([receipt.offset for receipt in receipts])
+            self.desk.append(group, Ack(ranges, now_ms), self._when_committed(back, receipts))
+        else:
+            back(receipts)
+
+    def _chosen(self, group: str, max_messages: int) -> Choice:
+        config = self.world.queue_groups[group]
+        wall_ms = self.node.wall_ms
+        return choose(
+            self._delivery(group),
+            Shelf(self.desk, by_key=config.by_key),
+            now_ms=self.node.now_ms,
+            wall_ms=wall_ms,
+            due_by_ms=min(wall_ms, self.desk.readable_by_ms()),
+            max_messages=max_messages,
+            max_deliveries=config.max_deliveries,
+            by_key=config.by_key,
+            committed=self.desk.high_watermark,
+            cancelled=self.desk.groups.cancelled,
+        )
+
+    def _grant(self, group: str, choice: Choice, deadline_ms: int, attempt: str | None = None) -> None:
+        ranges = tuple((handed.start, handed.end, handed.deliveries) for handed in choice.handed)
+        lanes = tuple(handed.lane for handed in choice.handed)
+        record = Grant(
+            ranges,
+            choice.next,
+            self.node.now_ms,
+            deadline_ms,
+            "",
+            attempt,
+            lanes if any(lanes) else (),
+            choice.spots(),
+            tuple(choice.gone),
+            tuple(choice.held),
+        )
+        self.desk.append(group, record, not_before_ms=choice.not_before_ms)
+        note(self._delivery(group), choice)
+
+    # --- settle ------------------------------------------------------------------------------------------------------
+
+    def _weigh(self, group: str, receipts: list[Receipt]) -> tuple[list[bool], list[int]]:
+        """Which count, and the messages of those that may be unfinished. A receipt of an earlier epoch counts for a
+        message that was handed out anew in this one as long as nobody has it."""
+        delivery = self._delivery(group)
+        verdicts: list[bool] = []
+        unfinished: list[int] = []
+        for receipt in receipts:
+            good, more = delivery.ackable([receipt.offset], self._number(group, receipt), self.node.now_ms)
+            verdicts += good
+            unfinished += more
+        self.world.checker.groups.accepted(self.desk, group, receipts, verdicts)
+        return verdicts, sorted(set(unfinished))
+
+    def _number(self, group: str, receipt: Receipt) -> int:
+        is_older = receipt.leader_epoch < self.desk.epoch and receipt.offset in self._handed.get(group, ())
+        return 0 if is_older else receipt.delivery
+
+    def _finished(self, group: str, offsets: list[int]) -> tuple[tuple[Range, ...], tuple[Spot, ...]]:
+        delivery = self._delivery(group)
+        held = [offset for offset in offsets if delivery.has_span(offset)]
+        spots = [self._spot(offset) for offset in offsets if offset not in held and self._is_there(offset)]
+        return ranges_of(held), tuple(spot for spot in spots if not delivery.has_passed(spot))
+
+    def _is_there(self, offset: int) -> bool:
+        return offset in self.desk.lanes.mail
+
+    def _spot(self, offset: int) -> Spot:
+        mail, appended_at_ms, _ = self.desk.lanes.mail[offset]
+        return mail.spot(offset, appended_at_ms)
+
+    def ack(self, group: str, receipts: list[Receipt], back: Answer) -> None:
+        verdicts, unfinished = self._weigh(group, receipts)
+        ranges, ahead = self._finished(group, unfinished)
+        done = self._when_committed(back, verdicts)
+        if ranges or ahead:
+            self.desk.append(group, Ack(ranges, self.node.now_ms, ahead), done)
+        else:
+            self.desk.wait_appended(done)
+
+    def _held(self, group: str, receipts: list[Receipt]) -> list[bool]:
+        delivery = self._delivery(group)
+        verdicts = [delivery.holds(receipt.offset, self._number(group, receipt)) for receipt in receipts]
+        self.world.checker.groups.accepted(self.desk, group, receipts, verdicts)
+        return verdicts
+
+    def nack(self, group: str, receipts: list[Receipt], delay_ms: int, back: Answer) -> None:
+        """Back with them; those that were delivered often enough are given up at once."""
+        verdicts = self._held(group, receipts)
+        delivery, now_ms = self._delivery(group), self.node.now_ms
+        held = {receipt.offset for receipt, holds in zip(receipts, verdicts, strict=True) if holds}
+        last = self.world.queue_groups[group].max_deliveries
+        spans = {offset: span for span in delivery.spans() for offset in held if span.start <= offset < span.end}
+        up = sorted(offset for offset, span in spans.items() if span.deliveries >= last)
+        returned = ranges_of(sorted(held.difference(up)))
+        done = self._when_committed(back, verdicts)
+        if returned:
+            nack = Nack(tuple((start, end, now_ms + delay_ms) for start, end in returned), now_ms)
+            self.desk.append(group, nack, None if up else done)
+        if up:
+            self._give_up(group, [(offset, offset + 1, spans[offset].deliveries) for offset in up], done)
+        if not held:
+            back(verdicts)
+
+    def extend(self, group: str, receipts: list[Receipt], visibility_ms: int, back: Answer) -> None:
+        verdicts = self._held(group, receipts)
+        held = [receipt.offset for receipt, holds in zip(receipts, verdicts, strict=True) if holds]
+        if held:
+            now_ms = self.node.now_ms
+            self.desk.append(group, Extend(ranges_of(held), now_ms + visibility_ms, now_ms))
+            self.world.checker.groups.extended(self.desk, group, held, now_ms + visibility_ms)
+        back(verdicts)
+
+    def commit(self, group: str, receipts: list[Receipt], call: str, outputs: int, back: Answer) -> None:
+        """Input done and output ordered, or neither. `call` names the outputs."""
+        delivery = self._delivery(group)
+        commit_id = blake2b(repr((group, sorted(receipts))).encode(), digest_size=16).digest()
+        if commit_id in delivery.commits:
+            self.desk.wait_appended(self._when_committed(back, delivery.commits[commit_id]))
+            return
+        verdicts, unfinished = self._weigh(group, receipts)
+        ranges, ahead = self._finished(group, unfinished)
+        found = {offset for start, end in ranges for offset in range(start, end)}
+        found |= {offset for _, _, offset in ahead if not delivery.is_ahead(offset)}
+        if not all(verdicts) or found != {receipt.offset for receipt in receipts}:
+            raise StaleReceipt("somebody else has it, or it is done")
+        ordered = tuple(Output("output", f"{call}/{number}") for number in range(outputs))
+        record = Commit(commit_id, self.node.now_ms, ordered, ranges, ahead)
+        offset = self.desk.append(group, record, lambda error: back(error or offset))
+
+    # --- what is given up --------------------------------------------------------------------------------------------
+
+    def _give_up(
+        self,
+        group: str,
+        ranges: Iterable[tuple[int, int, int]],
+        then: Callable[[PortalMQError | None], None] | None = None,
+    ) -> None:
+        topic = DEAD_LETTERS if self.world.queue_groups[group].has_dead_letters else ""
+        self.desk.append(group, Dead(tuple(ranges), self.node.now_ms, "often enough", topic), then)
+
+    def redrive(self, group: str, back: Answer) -> None:
+        dead = self._some_dead(group)
+        now_ms = self.node.now_ms
+        if dead:
+            ranges = tuple((start, end, now_ms + self.world.random.randint(0, 500)) for start, end in dead)
+            self.desk.append(group, Redrive(ranges, now_ms), self._when_committed(back, len(dead)))
+        else:
+            back(0)
+
+    def drop(self, group: str, back: Answer) -> None:
+        dead = self._some_dead(group)
+        if dead:
+            self.desk.append(group, Drop(tuple(dead), self.node.now_ms), self._when_committed(back, len(dead)))
+        else:
+            back(0)
+
+    def _some_dead(self, group: str) -> list[Range]:
+        found = [(dead.start, dead.end) for dead in self._delivery(group).dead]
+        return [found[number] for number in range(len(found)) if self.world.chance(0.5)]
+
+    def cancel(self, back: Answer) -> None:
+        """Take a scheduled message back, for all groups."""
+        wall_ms = self.node.wall_ms
+        scheduled = [
+            offset
+            for lane, places in self.desk.lanes.places.items()
+            for due_ms, offset in places
+            if lane >= DELAYED and due_ms > wall_ms and offset < self.desk.high_watermark
+        ]
+        if not scheduled:
+            raise InvalidRequest("nothing is scheduled")
+        offset = self.world.random.choice(scheduled)
+        self.desk.append("", Cancel(((offset, offset + 1),)), self._when_committed(back, offset))
+
+    def sweep(self) -> None:
+        """What was delivered often enough is given up, what has expired unseen is passed over."""
+        for group, delivery in self.desk.groups.delivery.items():
+            config = self.world.queue_groups[group]
+            overdue = delivery.overdue(self.node.now_ms, config.max_deliveries, GIVEN_UP_MAX)
+            if overdue:
+                self._give_up(group, overdue)
+            choice = self._chosen(group, 0) if self.world.chance(0.1) else None
+            if choice is not None and (choice.cursors or choice.gone or choice.next > delivery.next):
+                self._grant(group, choice, self.node.now_ms)
+
+    def first_unpassed(self) -> list[int]:
+        """Of each group, the first message that its cursors have not reached."""
+        found = []
+        for delivery in self.desk.groups.delivery.values():
+            fresh = (offset for offset in self.desk.lanes.mail if not delivery.has_passed(self._spot(offset)))
+            found += [first for first in (next(fresh, None),) if first is not None]
+        return found

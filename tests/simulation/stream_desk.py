@@ -1,0 +1,88 @@
+"""A leader's stream groups: claims of the group's coordinator, commits of members, seeks, and reading.
+
+The log of the simulation is one; a stream group reads it as if it were several partitions that hold the same, each
+under a name of its own: "stream/0", "stream/1". So members have something to share, and every claim and commit is
+replicated under all faults.
+"""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any
+
+from simulation.coordinating import Behind
+
+from portalmq.broker.core.records import Claim, Commit, CommitOffset, Output, Seek
+from portalmq.broker.core.streams import StreamOffsets
+from portalmq.errors import IllegalGeneration
+
+if TYPE_CHECKING:
+    from simulation.desk import Answer, Desk
+
+FETCHED_MAX = 10
+
+
+class StreamDesk:
+    def __init__(self, desk: Desk) -> None:
+        self.desk = desk
+        self.node = desk.node
+        self.world = desk.world
+
+    def _stream(self, name: str) -> StreamOffsets:
+        stream = self.desk.groups.streams.get(name)
+        if stream is None:
+            raise IllegalGeneration("nobody has claimed it")
+        return stream
+
+    def claim(self, name: str, member: str, generation: int, back: Answer) -> None:
+        """The member owns it from this generation on; answered with the offset at which it goes on."""
+        stream = self.desk.groups.streams.get(name)
+        if stream is not None:
+            try:
+                stream.check_claim(generation)
+            except IllegalGeneration:
+                back(Behind(stream.generation))
+                return
+        self.desk.append(name, Claim(member, generation, self.desk.shell.disk.start, self.node.now_ms))
+        claimed = self._stream(name).committed
+        self.desk.wait_appended(lambda error: back(error or claimed))
+
+    def commit(self, name: str, member: str, generation: int, offset: int, back: Answer) -> None:
+        if self._stream(name).check_commit(member, generation, offset, self.desk.high_watermark):
+            self.desk.append(name, CommitOffset(offset, member, generation, self.node.now_ms))
+        self.desk.wait_appended(lambda error: back(error or offset))
+
+    def transform(
+        self, name: str, member: str, generation: int, offset: int, call: str, outputs: int, back: Answer
+    ) -> None:
+        """The commit call of a stream: the offset and the outputs, or neither."""
+        stream = self._stream(name)
+        commit_id = blake2b(repr((name, member, generation, offset)).encode(), digest_size=16).digest()
+        if commit_id not in stream.commits and stream.check_commit(
+            member, generation, offset, self.desk.high_watermark
+        ):
+            ordered = tuple(Output("output", f"{call}/{number}") for number in range(outputs))
+            record = Commit(
+                commit_id, self.node.now_ms, ordered, offset=offset, member=member, generation=generation
+            )
+            self.desk.append(name, record)
+        self.desk.wait_appended(lambda error: back(error or offset))
+
+    def seek(self, name: str, generation: int, back: Answer) -> None:
+        """Anywhere between the start of the log and its end; older generations are fenced."""
+        self._stream(name).check_claim(generation)
+        offset = self.world.random.randint(self.desk.shell.disk.start, self.desk.high_watermark)
+        self.desk.append(name, Seek(offset, generation, self.node.now_ms))
+        self.desk.wait_appended(lambda error: back(error or offset))
+
+    def fetch(self, name: str, offset: int, back: Answer) -> None:
+        """Messages from `offset` on, and where to go on."""
+        disk = self.desk.shell.disk
+        first = disk.index_from(offset + 1) - 1
+        at = disk.batches[first].base if first >= 0 and disk.batches else disk.start
+        batches: list[Any] = self.desk.shell.read(at) or []
+        batches = batches[:FETCHED_MAX]
+        found = [at for batch in batches for at in range(batch.base, batch.end) if batch.mail and at >= offset]
+        end = batches[-1].end if batches else max(offset, disk.start)
+        self.world.checker.groups.fetched(name, found)
+        back((found, end))
