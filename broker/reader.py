@@ -18,7 +18,7 @@ READ_BYTES = 1024 * 1024
 
 
 class Piece(msgspec.Struct, gc=False, frozen=True):
-    """Messages [start, end) of one batch."""
+    """Messages [start, end) of one batch, without a hole between them."""
 
     batch: Batch
     start: int
@@ -58,10 +58,12 @@ class Reader:
             if batch is None:
                 return
             if batch.kind == Kind.MESSAGES:
-                first, last = max(offset, batch.base_offset), min(end, batch.end_offset)
-                piece = Piece(batch, first, min(last, first + limit))
-                limit -= piece.end - piece.start
-                yield piece
+                for first, last in batch.runs(offset, end):
+                    piece = Piece(batch, first, min(last, first + limit))
+                    limit -= piece.end - piece.start
+                    yield piece
+                    if limit <= 0:
+                        return
             offset = batch.end_offset
 
     def control_at(self, offset: int) -> Batch | None:

@@ -9,6 +9,10 @@ takes one offset: so the log is dense, while the offsets of messages have gaps.
     body = msgpack(list of records as arrays)   for messages
          = the control record's own bytes       for the rest
 
+A message that compaction has removed leaves a hole: its offset stays taken and the count stays, so the log stays dense;
+in `records` stands HOLE in its place, and nil in the encoded list. The checksum is then that of the batch as it is now,
+so all replicas that removed the same have the same batch.
+
 Between brokers a batch travels as a Frame: those very bytes, header and body apart, with the checksum. It is encoded
 once, when it is checksummed; who receives it verifies the checksum over what came, and only then decodes.
 """
@@ -60,8 +64,14 @@ class Record(msgspec.Struct, array_like=True, gc=False, frozen=True):
     body_hash: bytes | None = None
 
 
+# What stands in `Batch.records` for a message that is gone. Compare by identity.
+HOLE = Record(b"", "")
+
+
 class Batch(msgspec.Struct, gc=False, frozen=True):
-    """A batch in the log. `messages_before` counts the messages of the partition below `base_offset`, for exact lag.
+    """A batch in the log. `messages_before` counts the messages that were ever appended below `base_offset`.
+
+    `holes` of its messages were removed by compaction; `count` and `message_count` count them still.
 
     producer_id, producer_epoch and sequence are -1 without an idempotent producer; the sequence is the first record's.
     `group` names the group that a group record belongs to, "" else.
@@ -80,10 +90,26 @@ class Batch(msgspec.Struct, gc=False, frozen=True):
     records: tuple[Record, ...] = ()
     body: bytes = b""
     crc: int = 0
+    holes: int = 0
 
     @property
     def end_offset(self) -> int:
         return self.base_offset + self.count
+
+    def runs(self, start: int, end: int) -> list[tuple[int, int]]:
+        """The ranges of messages in [start, end) that are there, within this batch of messages."""
+        start, end = max(start, self.base_offset), min(end, self.end_offset)
+        if not self.holes:
+            return [(start, end)] if start < end else []
+        runs: list[tuple[int, int]] = []
+        for offset in range(start, end):
+            if self.records[offset - self.base_offset] is HOLE:
+                continue
+            if runs and runs[-1][1] == offset:
+                runs[-1] = (runs[-1][0], offset + 1)
+            else:
+                runs.append((offset, offset + 1))
+        return runs
 
     @property
     def message_count(self) -> int:
@@ -132,6 +158,7 @@ class BadFrame(ValueError):
 _encode = msgspec.msgpack.Encoder().encode
 _decode_head = msgspec.msgpack.Decoder(Head).decode
 _decode_records = msgspec.msgpack.Decoder(tuple[Record, ...]).decode
+_decode_records_with_holes = msgspec.msgpack.Decoder(tuple[Record | None, ...]).decode
 
 
 def frame_of(batch: Batch) -> Frame:
@@ -150,7 +177,10 @@ def frame_of(batch: Batch) -> Frame:
             batch.group,
         )
     )
-    body = _encode(batch.records) if batch.kind == Kind.MESSAGES else batch.body
+    body = batch.body
+    if batch.kind == Kind.MESSAGES:
+        records = [None if record is HOLE else record for record in batch.records] if batch.holes else batch.records
+        body = _encode(records)
     return Frame(header, zlib.crc32(body, zlib.crc32(header)), body)
 
 
@@ -171,9 +201,10 @@ def head_of(frame: Frame) -> Head:
 def batch_of_frame(frame: Frame, head: Head) -> Batch:
     """The batch of a frame that was checked. Raises BadFrame."""
     records: tuple[Record, ...] = ()
+    holes = 0
     if head.kind == Kind.MESSAGES:
         try:
-            records = _decode_records(frame.body)
+            records, holes = _records_of(frame.body)
         except msgspec.MsgspecError as error:
             raise BadFrame(f"unreadable records: {error}") from error
         if len(records) != head.count:
@@ -192,7 +223,17 @@ def batch_of_frame(frame: Frame, head: Head) -> Batch:
         records,
         frame.body if head.kind != Kind.MESSAGES else b"",
         frame.crc,
+        holes,
     )
+
+
+def _records_of(body: bytes) -> tuple[tuple[Record, ...], int]:
+    """The records, and how many of them are holes. Hardly a batch has any, so it is decoded as if it had none."""
+    try:
+        return _decode_records(body), 0
+    except msgspec.ValidationError:
+        found = _decode_records_with_holes(body)
+        return tuple([HOLE if record is None else record for record in found]), found.count(None)
 
 
 def checksum(batch: Batch) -> int:

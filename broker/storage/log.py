@@ -8,6 +8,8 @@ Every change goes through states that `open` understands, so a kill at any momen
 renamed into place when it is complete; segments are removed from the end that keeps the rest contiguous (the newest
 first when truncating, the oldest first when dropping); the manifest is written last when sealing and first when undoing
 it; what nothing explains any more (leftovers of creating, a -wal without its database) is deleted at the next open.
+Compaction puts a new file in a segment's place: while that is done the segment does not count as sealed, so the
+manifest never describes another file than the one that is there.
 A reset is a truncation to the border of a segment, then a segment that begins at its own log start: whatever stands
 before such a one, with a hole in between, was being dropped. In between no segment may be left at all, which is a new
 and empty log.
@@ -22,6 +24,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from portalmq.broker.storage.batch import Batch, Kind
 from portalmq.broker.storage.errors import CorruptBatch, DiskFull, LogClosed, StorageFault, faults_of
 from portalmq.broker.storage.files import make_directory, sha256_of, sync_directory
@@ -29,7 +33,7 @@ from portalmq.broker.storage.manifest import SealedSegment, entry_of, read_manif
 from portalmq.broker.storage.reading import ReadableLog
 from portalmq.broker.storage.recovery import open_segments, remove_leftovers
 from portalmq.broker.storage.schema import PAGE_BYTES, LogIdentity
-from portalmq.broker.storage.segment import Segment
+from portalmq.broker.storage.segment import COMPACTING, Segment
 from portalmq.broker.storage.turn import Turn
 
 SEGMENT_BYTES = 256 * 1024 * 1024
@@ -198,9 +202,7 @@ class Log(ReadableLog):
                     entry = entry_of(segment)
                 with self._change(all_or_fault=True):
                     if segment in self._segments:
-                        sealed = {**self._sealed, segment.base_offset: entry}
-                        write_manifest(self.directory, self.identity, sealed.values())
-                        self._sealed = sealed
+                        self._put_sealed([entry])
                         count += 1
         return count
 
@@ -226,6 +228,7 @@ class Log(ReadableLog):
             for segment in (last, *later):
                 self._close_reader(segment)
             self._unseal(segment.base_offset for segment in (last, *later))
+            self._uncompact(to_offset)
             if last.settled:
                 last.open_live()
             last.set_log_start(self._log_start_offset)
@@ -272,6 +275,70 @@ class Log(ReadableLog):
             sealed = {base: entry for base, entry in self._sealed.items() if base not in gone}
             write_manifest(self.directory, self.identity, sealed.values())
             self._sealed = sealed
+
+    # --- compaction (see compaction.py) -----------------------------------------------------------------------------
+
+    def sealed_below(self, upto: int) -> list[SealedSegment] | None:
+        """The manifest of the segments that begin below `upto`, oldest first; None while one of them is not sealed."""
+        bases = [segment.base_offset for segment in self._segments if segment.base_offset < upto]
+        entries = [self._sealed[base] for base in bases if base in self._sealed]
+        return entries if len(entries) == len(bases) else None
+
+    def is_compacted(self, upto: int, tombstones_before_ms: int) -> bool:
+        """Whether everything below `upto` is as a compaction up to there leaves it."""
+        sealed = self.sealed_below(upto)
+        return sealed is not None and all(entry.is_compacted(upto, tombstones_before_ms) for entry in sealed)
+
+    def has_sealed(self, entry: SealedSegment) -> bool:
+        """Whether that very file still stands."""
+        return self._sealed.get(entry.base_offset) is entry and entry.base_offset >= self.base_offset
+
+    def draft_of(self, entry: SealedSegment) -> Path:
+        """Where the file that is to take the place of a segment is written."""
+        return self.directory / f"{entry.file}{COMPACTING}"
+
+    def replace_sealed(self, old: SealedSegment, new: SealedSegment) -> bool:
+        """Puts the draft of `old`, which `new` describes, in its place. False when that segment is gone meanwhile, or
+        is not sealed any more."""
+        with self._change(all_or_fault=True):
+            segment = self._segments[self._position(old.base_offset)]
+            if self._sealed.get(old.base_offset) is not old or segment.base_offset != old.base_offset:
+                return False
+            self._unseal(iter((old.base_offset,)))
+            with self._reading:
+                self._close_reader(segment)
+                segment.replace(self.draft_of(old), new.removed, new.bytes)
+            sync_directory(self.directory)
+            self._put_sealed([new])
+            return True
+
+    def mark_compacted(
+        self, entries: Sequence[SealedSegment], upto: int, tombstones_before_ms: int, at_ms: int
+    ) -> None:
+        """These segments are as a compaction up to `upto` leaves them: it had nothing to remove in them."""
+        with self._change(all_or_fault=True):
+            self._put_sealed(
+                [
+                    replace(
+                        entry, compacted_upto=upto, tombstones_before_ms=tombstones_before_ms, compacted_at_ms=at_ms
+                    )
+                    for entry in entries
+                    if self._sealed.get(entry.base_offset) is entry
+                ]
+            )
+
+    def _put_sealed(self, entries: Sequence[SealedSegment]) -> None:
+        if entries:
+            sealed = {**self._sealed, **{entry.base_offset: entry for entry in entries}}
+            write_manifest(self.directory, self.identity, sealed.values())
+            self._sealed = sealed
+
+    def _uncompact(self, to_offset: int) -> None:
+        """What is compacted beyond `to_offset`, where the log is about to be cut, was not judged by what comes next."""
+        beyond = [entry for entry in self._sealed.values() if entry.compacted_upto > to_offset]
+        self._put_sealed([replace(entry, compacted_upto=to_offset) for entry in beyond])
+
+    # --- the beginning ----------------------------------------------------------------------------------------------
 
     def advance_log_start(self, offset: int) -> None:
         """Messages below `offset` are gone from now on, durably. Never goes back; the files stay until dropped."""

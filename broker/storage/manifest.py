@@ -21,7 +21,11 @@ MANIFEST_NAME = "manifest.json"
 
 
 class SealedSegment(msgspec.Struct, frozen=True):
-    """One sealed file. Offsets [base_offset, end_offset); `newest_ms` is the latest append or delivery time in it."""
+    """One sealed file. Offsets [base_offset, end_offset); `newest_ms` is the latest append or delivery time in it.
+
+    `removed` of its messages are gone by compaction. The last one was ordered at `compacted_at_ms`, reached up to
+    `compacted_upto`, and removed tombstones older than `tombstones_before_ms`.
+    """
 
     file: str
     base_offset: int
@@ -32,6 +36,13 @@ class SealedSegment(msgspec.Struct, frozen=True):
     newest_ms: int
     bytes: int
     sha256: str
+    removed: int = 0
+    compacted_upto: int = 0
+    tombstones_before_ms: int = 0
+    compacted_at_ms: int = 0
+
+    def is_compacted(self, upto: int, tombstones_before_ms: int) -> bool:
+        return self.compacted_upto >= upto and self.tombstones_before_ms >= tombstones_before_ms
 
 
 class _Manifest(msgspec.Struct, frozen=True):
@@ -81,4 +92,5 @@ def entry_of(segment: Segment) -> SealedSegment:
         newest_ms=segment.newest_ms(),
         bytes=segment.bytes,
         sha256=sha256_of(segment.path),
+        removed=segment.removed,
     )

@@ -14,7 +14,7 @@ from portalmq.broker.storage.errors import DamagedFile
 from portalmq.broker.storage.files import sync_directory
 from portalmq.broker.storage.manifest import MANIFEST_NAME, SealedSegment
 from portalmq.broker.storage.schema import LogIdentity
-from portalmq.broker.storage.segment import CREATING, SEGMENT_NAME, Segment
+from portalmq.broker.storage.segment import COMPACTING, CREATING, KEYS_NAME, SEGMENT_NAME, Segment
 
 
 def remove_leftovers(directory: Path) -> None:
@@ -24,7 +24,8 @@ def remove_leftovers(directory: Path) -> None:
         main, _, suffix = name.partition(".sqlite")
         orphan = suffix in ("-wal", "-shm", "-journal") and f"{main}.sqlite" not in names
         draft = name.startswith(MANIFEST_NAME) and name.endswith(".new")
-        if suffix == CREATING or draft or (orphan and SEGMENT_NAME.match(f"{main}.sqlite")):
+        unfinished = suffix.partition("-")[0] in (CREATING, COMPACTING) or name.startswith(KEYS_NAME)
+        if unfinished or draft or (orphan and SEGMENT_NAME.match(f"{main}.sqlite")):
             os.unlink(directory / name)
 
 
@@ -75,6 +76,7 @@ def _open_segment(
     segment.messages_before, segment.messages_end = entry.messages_before, entry.messages_end
     segment.last_timestamp_ms = entry.last_timestamp_ms
     segment.bytes = entry.bytes
+    segment.removed = entry.removed
     return segment
 
 

@@ -241,7 +241,12 @@ BATCH_COLUMNS = (
 
 
 def batch_of(
-    row: Sequence[Any], crc: int, records: tuple[Record, ...] = (), group: str = "", body: bytes = b""
+    row: Sequence[Any],
+    crc: int,
+    records: tuple[Record, ...] = (),
+    group: str = "",
+    body: bytes = b"",
+    holes: int = 0,
 ) -> Batch:
     """The batch whose BATCH_COLUMNS are `row`."""
     base_offset, count, messages_before, kind, leader_epoch, appended_at_ms, producer_id, producer_epoch, sequence = row
@@ -259,6 +264,7 @@ def batch_of(
         records,
         body,
         crc,
+        holes,
     )
 
 

@@ -19,9 +19,11 @@ from urllib.parse import quote
 import apsw
 import msgspec
 
-from portalmq.broker.storage.batch import Batch, Kind, Record, checksum
+from portalmq.broker.storage.batch import HOLE, Batch, Kind, Record, checksum
 from portalmq.broker.storage.errors import CorruptBatch, StorageFault, WrongLog
 from portalmq.broker.storage.files import sync_directory
+from portalmq.broker.storage.holes import HOLES_DDL, insert_holes, removed_below, removed_in
+from portalmq.broker.storage.lanes import LANES_DDL, lanes_of
 from portalmq.broker.storage.rows import (
     BATCH_COLUMNS,
     MESSAGE_COLUMNS,
@@ -36,6 +38,9 @@ from portalmq.broker.storage.schema import PAGE_BYTES, SCHEMA_VERSION, SEGMENT_D
 
 SEGMENT_NAME = re.compile(r"\d{20}\.sqlite\Z")
 CREATING = ".creating"
+# A file that is to take a segment's place, and the keys that decide what is in it: see compaction.py.
+COMPACTING = ".compacting"
+KEYS_NAME = "keys.compacting"
 
 # Another process that reads can hold up a write for a moment; inside the process nothing does.
 BUSY_TIMEOUT_MS = 5_000
@@ -50,7 +55,8 @@ def segment_path(directory: Path, base_offset: int) -> Path:
 class Segment:
     """One segment file. What is known of it without reading:
 
-    Invariants: base_offset <= end_offset; messages_before <= messages_end. `bytes` is the size of the database.
+    Invariants: base_offset <= end_offset; messages_before <= messages_end. `bytes` is the size of the database,
+    `removed` how many of its messages compaction has removed.
     """
 
     def __init__(self, path: Path, identity: LogIdentity) -> None:
@@ -60,9 +66,14 @@ class Segment:
         self.messages_before = self.messages_end = 0
         self.last_timestamp_ms = 0
         self.log_start_offset = 0
+        self.removed = 0
         self.bytes = 0
         self.wal_pages = 0
         self.settled = False
+        # Which lanes occur in it (lanes.py), by their bits: what was found in the file, None before it was asked for,
+        # and what was appended.
+        self.lanes_found: int | None = None
+        self.lanes_appended = 0
         self._writer: apsw.Connection | None = None
         self._reader: apsw.Connection | None = None
         self._content_types: ContentTypes | None = None
@@ -93,6 +104,8 @@ class Segment:
         with contextlib.closing(apsw.Connection(":memory:")) as draft:
             draft.execute(f"PRAGMA page_size = {PAGE_BYTES}")
             draft.execute(SEGMENT_DDL)
+            draft.execute(HOLES_DDL)
+            draft.execute(LANES_DDL)
             preset_content_types(draft)
             draft.executemany("INSERT INTO meta VALUES (?, ?)", meta.items())
             image = draft.serialize("main")
@@ -133,6 +146,7 @@ class Segment:
                 raise StorageFault(f"{self.path}: SQLite refused WAL with synchronous=FULL (a network file system?)")
             self._read_meta(writer)
             self._make_durable(writer)
+            writer.execute(LANES_DDL)  # an earlier release wrote files without
             self._read_end(writer)
             writer.set_wal_hook(self._committed)
             self._content_types = ContentTypes(writer)
@@ -184,6 +198,7 @@ class Segment:
             self.end_offset, self.messages_end = self.base_offset, self.messages_before
         else:
             self.end_offset, self.messages_end, self.last_timestamp_ms = row
+        self.removed = removed_in(connection)
         self.bytes = connection.execute("PRAGMA page_count").get * PAGE_BYTES
 
     @property
@@ -264,6 +279,16 @@ class Segment:
         self.settled = True
         return True
 
+    def replace(self, draft: Path, removed: int, size_bytes: int) -> None:
+        """Takes `draft`, a complete file on disk, in the place of this settled one. Whoever else has the old file open
+        reads on in it."""
+        assert self.settled, "only a settled file is replaced"
+        self.close()
+        os.rename(draft, self.path)
+        self.removed = removed
+        self.bytes = size_bytes
+        self.lanes = None
+
     def remove(self) -> None:
         """Unlinks the file, then what belongs to it: a leftover -wal would poison a new file of the same name."""
         self.close()
@@ -278,9 +303,11 @@ class Segment:
         """All of `batches` in one transaction and one fsync. On any error none is applied, unless it is a fault."""
         writer = self.writer
         assert self._content_types is not None
+        self.lanes_appended |= lanes_of(batches)
         writer.execute("BEGIN IMMEDIATE")
         try:
             insert_batches(writer, batches)
+            removed = insert_holes(writer, batches, self.removed)
             for offset, timestamp_ms, records in _neighbours(batches):
                 insert_messages(writer, self._content_types, offset, timestamp_ms, records)
             size = writer.execute("PRAGMA page_count").get * PAGE_BYTES
@@ -290,6 +317,7 @@ class Segment:
             raise
         last = batches[-1]
         self.end_offset = last.end_offset
+        self.removed = removed
         self.messages_end = last.messages_before + last.message_count
         self.last_timestamp_ms = last.appended_at_ms
         self.bytes = size
@@ -307,6 +335,8 @@ class Segment:
             writer.execute("DELETE FROM messages WHERE offset >= ?", (to_offset,))
             writer.execute("DELETE FROM records WHERE offset >= ?", (to_offset,))
             writer.execute("DELETE FROM batches WHERE base_offset >= ?", (to_offset,))
+            if self.removed:
+                writer.execute("DELETE FROM holes WHERE base_offset >= ?", (to_offset,))
             writer.execute("COMMIT")
         except BaseException:
             self._roll_back(writer)
@@ -343,10 +373,14 @@ class Segment:
                 yield self._message_batch(row, messages)
 
     def _headers(self, offset: int, below: int) -> apsw.Cursor:
-        return self.reader.execute(
-            f"SELECT {BATCH_COLUMNS}, crc FROM batches AS b"
-            " WHERE base_offset >= coalesce((SELECT max(base_offset) FROM batches WHERE base_offset <= ?1), ?1)"
-            " AND base_offset < ?2 ORDER BY base_offset",
+        reader = self.reader
+        removed, holes = "0", ""
+        if self.removed:
+            removed, holes = "coalesce(h.removed, 0)", " LEFT JOIN holes AS h ON h.base_offset = b.base_offset"
+        return reader.execute(
+            f"SELECT {BATCH_COLUMNS}, crc, {removed} FROM batches AS b{holes}"
+            " WHERE b.base_offset >= coalesce((SELECT max(base_offset) FROM batches WHERE base_offset <= ?1), ?1)"
+            " AND b.base_offset < ?2 ORDER BY b.base_offset",
             (offset, below),
         )
 
@@ -359,15 +393,20 @@ class Segment:
         record = self.reader.execute("SELECT group_name, body FROM records WHERE offset = ?", (row[0],)).fetchone()
         if record is None:
             raise CorruptBatch(self.path, row[0], "its record is missing")
-        return self._checked(batch_of(row[:-1], row[-1], group=record[0], body=record[1]))
+        return self._checked(batch_of(row[:9], row[9], group=record[0], body=record[1]))
 
     def _message_batch(self, row: Sequence[Any], messages: Iterator[Any]) -> Batch:
-        base_offset, count = row[0], row[1]
+        base_offset, count, removed = row[0], row[1], row[10]
         names = self._content_type_names
         records: list[Record] = []
         try:
-            rows = list(islice(messages, count))
-            if not rows or rows[0][-1] != base_offset or rows[-1][-1] != base_offset + count - 1:
+            rows = list(islice(messages, count - removed))
+            first, last = (rows[0][-1], rows[-1][-1]) if rows else (base_offset - 1, base_offset - 1)
+            if removed:  # which offsets are holes, the checksum knows
+                complete = count == removed or (first >= base_offset and last < base_offset + count)
+            else:
+                complete = (first, last) == (base_offset, base_offset + count - 1)
+            if not complete or len(rows) != count - removed:
                 raise CorruptBatch(self.path, base_offset, "messages are missing")
             try:
                 records = [record_of(message, names) for message in rows]
@@ -376,7 +415,10 @@ class Segment:
                 records = [record_of(message, names) for message in rows]
         except (KeyError, ValueError, TypeError, msgspec.MsgspecError) as error:
             raise CorruptBatch(self.path, base_offset, f"unreadable: {error}") from error
-        return self._checked(batch_of(row[:-1], row[-1], tuple(records)))
+        if removed:
+            there = dict(zip([message[-1] for message in rows], records, strict=True))
+            records = [there.get(offset, HOLE) for offset in range(base_offset, base_offset + count)]
+        return self._checked(batch_of(row[:9], row[9], tuple(records), holes=removed))
 
     def _checked(self, batch: Batch) -> Batch:
         try:
@@ -417,6 +459,8 @@ class Segment:
         first = self.reader.execute("SELECT offset FROM messages WHERE offset >= ? LIMIT 1", (start,)).get
         if first is None or first >= end:
             return []
+        if self.removed:
+            return self._runs_of_rows(first, end, limit)
         rows: Any = self.reader.execute(
             "SELECT base_offset, base_offset + count FROM batches"
             " WHERE base_offset >= (SELECT max(base_offset) FROM batches WHERE base_offset <= ?)"
@@ -425,8 +469,23 @@ class Segment:
         )
         return list(rows)
 
+    def _runs_of_rows(self, start: int, end: int, limit: int) -> list[tuple[int, int]]:
+        runs: list[tuple[int, int]] = []
+        for (offset,) in self.reader.execute(
+            "SELECT offset FROM messages WHERE offset >= ? AND offset < ? ORDER BY offset LIMIT ?", (start, end, limit)
+        ):
+            if runs and runs[-1][1] == offset:
+                runs[-1] = (runs[-1][0], offset + 1)
+            else:
+                runs.append((offset, offset + 1))
+        return runs
+
+    def removed_below(self, offset: int) -> int:
+        """How many messages below `offset` compaction has removed from this segment."""
+        return removed_below(self.reader, offset) if self.removed else 0
+
     def messages_below(self, offset: int) -> int:
-        """How many messages the partition holds, or held, below `offset`, which is in this segment."""
+        """How many messages were ever appended below `offset`, which is in this segment."""
         row = self.reader.execute(
             "SELECT base_offset, count, messages_before, kind FROM batches WHERE base_offset <= ?"
             " ORDER BY base_offset DESC LIMIT 1",
@@ -499,6 +558,13 @@ def _neighbours(batches: Sequence[Batch]) -> Iterator[tuple[int, int, Sequence[R
     records: list[Record] = []
     for batch in batches:
         if batch.kind != Kind.MESSAGES:
+            continue
+        if batch.holes:
+            if records:
+                yield offset, timestamp_ms, records
+            offset, records = -1, []
+            for start, end in batch.runs(batch.base_offset, batch.end_offset):
+                yield start, batch.appended_at_ms, batch.records[start - batch.base_offset : end - batch.base_offset]
             continue
         if batch.base_offset != offset + len(records) or batch.appended_at_ms != timestamp_ms:
             if records:

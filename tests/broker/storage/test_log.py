@@ -263,7 +263,7 @@ def test_damage_to_the_file_itself_is_a_fault(tmp_path):
     log.close()
     file = tmp_path / f"{0:020d}.sqlite"
     content = bytearray(file.read_bytes())
-    for page in range(8, len(content) // 4_096):
+    for page in range(16, len(content) // 4_096):
         content[page * 4_096 : page * 4_096 + 16] = b"\xee" * 16
     file.write_bytes(content)
     log = open_log(tmp_path)

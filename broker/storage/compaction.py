@@ -1,0 +1,348 @@
+"""Compaction of a log: below an offset only the last message of each key stays.
+
+    Compact(upto, tombstones_before_ms), a record in the log at the time `at_ms`. Of the messages below `upto`
+
+    stays    one without a key
+             one that was not due at `at_ms` (it speaks for no key yet, and supersedes nothing)
+             one with a message id, unless it is older than `tombstones_before_ms`: its id tells a repeat from a new one
+             the last one of its key; a message that was taken back before it was due is not the last of anything
+    goes     any other
+             a tombstone (a key and an empty value) that is older than `tombstones_before_ms`, even the last one
+
+That is a function of the log and the record alone, so all replicas arrive at the same, whatever their files are. What
+an earlier record removed, a later one would remove too: only the newest counts, also for a replica that begins late.
+(Each one reaches further than the one before, and `tombstones_before_ms` never falls.)
+
+    keys.compacting           key -> its last offset, over what was not judged yet: SQLite spills it to disk when large
+    <segment>.compacting      the file that is to take a sealed segment's place, complete and on disk before it does
+
+Segments are replaced oldest first: a tombstone is gone only after all that it stood for. A kill leaves some replaced
+and others not; the manifest knows how far each one is compacted, and the next run does the rest. Readers go on in the
+files that they have.
+
+The work is cut into steps of a few milliseconds. Between two of them nothing is locked, and the caller may wait as long
+as it likes: how much of the machine compaction takes is up to him.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import apsw
+import msgspec
+
+from portalmq.broker.storage.batch import HOLE, Batch, Record, checksum
+from portalmq.broker.storage.errors import CorruptBatch, StorageFault, faults_of
+from portalmq.broker.storage.files import sha256_of
+from portalmq.broker.storage.holes import HOLES_DDL, insert_holes
+from portalmq.broker.storage.log import Log
+from portalmq.broker.storage.manifest import SealedSegment
+from portalmq.broker.storage.rows import BATCH_COLUMNS, MESSAGE_COLUMNS, batch_of, record_of
+from portalmq.broker.storage.schema import PAGE_BYTES
+from portalmq.broker.storage.segment import KEYS_NAME
+from portalmq.broker.storage.turn import Turn
+
+STEP_BYTES = 512 * 1024
+STEP_OFFSETS_MIN, STEP_OFFSETS_MAX = 16, 10_000
+# A large fsync at the end would hold up those of the appends.
+STEPS_A_SYNC = 16
+KEYS_CACHE_KIB = 16 * 1024
+
+_KEYS_DDL = """
+CREATE TABLE keys.last (key BLOB PRIMARY KEY, offset INTEGER NOT NULL) WITHOUT ROWID;
+CREATE TABLE keys.cancelled (start_offset INTEGER PRIMARY KEY, end_offset INTEGER NOT NULL);
+CREATE TABLE keys.removed (offset INTEGER PRIMARY KEY);
+"""
+
+_JUDGED = "m.offset >= :start AND m.offset < :end AND m.key IS NOT NULL AND coalesce(m.deliver_at_ms, 0) <= :at_ms"
+_CANCELLED_UPTO = (
+    "coalesce((SELECT c.end_offset FROM keys.cancelled AS c WHERE c.start_offset <= m.offset"
+    " ORDER BY c.start_offset DESC LIMIT 1), 0)"
+)
+_LEARN = (
+    "INSERT INTO keys.last SELECT CAST(m.key AS BLOB), m.offset FROM source.messages AS m"
+    f" WHERE {_JUDGED} AND {_CANCELLED_UPTO} <= m.offset"
+    " ON CONFLICT (key) DO UPDATE SET offset = max(offset, excluded.offset)"
+)
+_JUDGE = (
+    "INSERT INTO keys.removed SELECT m.offset FROM source.messages AS m"
+    " LEFT JOIN keys.last AS l ON l.key = CAST(m.key AS BLOB)"
+    f" WHERE {_JUDGED} AND (m.message_id IS NULL OR m.timestamp_ms < :tombstones_before_ms)"
+    " AND (l.offset > m.offset OR (octet_length(m.value) = 0"
+    " AND max(m.timestamp_ms, coalesce(m.deliver_at_ms, 0)) < :tombstones_before_ms))"
+)
+
+
+class Order(msgspec.Struct, frozen=True):
+    """A Compact record as it is carried out: with its own time, and the messages that had been taken back."""
+
+    upto: int
+    tombstones_before_ms: int
+    at_ms: int
+    cancelled: tuple[tuple[int, int], ...] = ()
+
+
+class Compaction:
+    """One order carried out on one log, whose segments below `order.upto` are sealed. `step` until it says False, then
+    `close`; on any threads, one at a time. `removed` counts messages, `freed_bytes` what the files are smaller by."""
+
+    def __init__(self, log: Log, order: Order) -> None:
+        self.removed = 0
+        self.freed_bytes = 0
+        self._log = log
+        self._order = order
+        self._keys = log.directory / KEYS_NAME
+        self._turn = Turn()
+        self._entries: list[SealedSegment] = []
+        self._work = self._run()
+
+    def step(self) -> bool:
+        """Do a little more; whether there is more to do. Raises CorruptBatch, StorageFault, DiskFull, LogClosed.
+
+        Without an error it may leave something undone, when segments go meanwhile: ask `Log.is_compacted`."""
+        with self._turn:
+            try:
+                with faults_of(self._log.directory):
+                    return next(self._work, False)
+            except (StorageFault, CorruptBatch):
+                if all(self._log.has_sealed(entry) for entry in self._entries):
+                    raise
+                return False  # a file was dropped or cut under this: whoever wants it all asks again
+
+    def close(self) -> None:
+        """Give up what is not done, and remove what it has left."""
+        with self._turn, contextlib.suppress(apsw.Error, OSError):
+            self._work.close()
+
+    # --- the whole ---------------------------------------------------------------------------------------------------
+
+    def _run(self) -> Generator[bool]:
+        order, log = self._order, self._log
+        entries = log.sealed_below(order.upto) or []
+        todo = [entry for entry in entries if not entry.is_compacted(order.upto, order.tombstones_before_ms)]
+        if not todo:
+            return
+        judged = min(_judged_upto(entry) for entry in todo)
+        new = [entry for entry in entries if entry.end_offset > judged]
+        self._entries = [entry for entry in entries if entry in new or entry in todo]
+        for entry in self._entries:
+            self._verify(entry)
+            yield True
+        try:
+            self._begin_keys()
+            for entry in new:
+                yield from self._learn(entry, judged)
+            untouched: list[SealedSegment] = []
+            for entry in todo:
+                yield from self._judge(entry)
+                if self._is_touched():
+                    yield from self._rewrite(entry)
+                else:
+                    untouched.append(entry)
+            log.mark_compacted(untouched, order.upto, order.tombstones_before_ms, order.at_ms)
+        finally:
+            self._keys.unlink(missing_ok=True)
+
+    def _verify(self, entry: SealedSegment) -> None:
+        """New checksums are about to be made of what the file holds: it has to be what was written."""
+        path = self._log.directory / entry.file
+        found = sha256_of(path)
+        if found != entry.sha256:
+            raise CorruptBatch(path, entry.base_offset, f"its SHA-256 is {found}, not {entry.sha256}")
+
+    # --- which messages go -------------------------------------------------------------------------------------------
+
+    def _begin_keys(self) -> None:
+        self._keys.unlink(missing_ok=True)
+        with contextlib.closing(self._connect(":memory:")) as connection:
+            connection.execute(_KEYS_DDL)
+            connection.executemany("INSERT INTO keys.cancelled VALUES (?, ?)", self._order.cancelled)
+
+    def _connect(self, main: str, source: SealedSegment | None = None) -> apsw.Connection:
+        """A connection to `main`, with the keys and a segment's file attached."""
+        flags = apsw.SQLITE_OPEN_READWRITE | apsw.SQLITE_OPEN_CREATE | apsw.SQLITE_OPEN_URI
+        connection = apsw.Connection(main, flags=flags)
+        try:
+            connection.execute("PRAGMA trusted_schema = OFF")
+            connection.execute("ATTACH ? AS keys", (f"file:{quote(str(self._keys))}?mode=rwc",))
+            for schema in ("main", "keys"):  # what a kill leaves of them is deleted
+                connection.execute(f"PRAGMA {schema}.journal_mode = OFF")
+                connection.execute(f"PRAGMA {schema}.synchronous = OFF")
+            connection.execute(f"PRAGMA keys.cache_size = -{KEYS_CACHE_KIB}")
+            if source is not None:
+                path = self._log.directory / source.file
+                connection.execute("ATTACH ? AS source", (f"file:{quote(str(path))}?immutable=1",))
+        except BaseException:
+            connection.close(True)
+            raise
+        return connection
+
+    def _learn(self, entry: SealedSegment, judged: int) -> Iterator[bool]:
+        """The last offset of each key in what was not judged yet."""
+        with contextlib.closing(self._connect(":memory:", entry)) as connection:
+            yield from self._in_steps(connection, _LEARN, entry, max(judged, entry.base_offset))
+
+    def _judge(self, entry: SealedSegment) -> Iterator[bool]:
+        """The offsets in the segment that go."""
+        with contextlib.closing(self._connect(":memory:", entry)) as connection:
+            connection.execute("DELETE FROM keys.removed")
+            yield from self._in_steps(connection, _JUDGE, entry, entry.base_offset)
+
+    def _in_steps(
+        self, connection: apsw.Connection, statement: str, entry: SealedSegment, start: int
+    ) -> Iterator[bool]:
+        order, end = self._order, min(entry.end_offset, self._order.upto)
+        wanted = {"at_ms": order.at_ms, "tombstones_before_ms": order.tombstones_before_ms}
+        step = _step_of(entry)
+        for at in range(start, end, step):
+            connection.execute(statement, {"start": at, "end": min(at + step, end), **wanted})
+            yield True
+
+    def _is_touched(self) -> bool:
+        with contextlib.closing(self._connect(":memory:")) as connection:
+            return bool(connection.execute("SELECT EXISTS (SELECT 1 FROM keys.removed)").get)
+
+    # --- a segment without them --------------------------------------------------------------------------------------
+
+    def _rewrite(self, entry: SealedSegment) -> Iterator[bool]:
+        """A new file in the place of the segment's."""
+        draft = self._log.draft_of(entry)
+        draft.unlink(missing_ok=True)
+        try:
+            yield from self._fill(draft, entry)
+            os.chmod(draft, 0o444)
+            new = self._entry_of(draft, entry)
+            yield True
+            if self._log.replace_sealed(entry, new):
+                self.removed += new.removed - entry.removed
+                self.freed_bytes += entry.bytes - new.bytes
+        finally:
+            draft.unlink(missing_ok=True)
+
+    def _fill(self, draft: Path, entry: SealedSegment) -> Iterator[bool]:
+        with contextlib.closing(self._connect(str(draft), entry)) as connection:
+            connection.execute(f"PRAGMA main.page_size = {PAGE_BYTES}")
+            for table, sql in _schema_of(connection, "table"):
+                connection.execute(sql)
+                if table not in ("messages", "batches", "records", "holes"):
+                    connection.execute(f'INSERT INTO main."{table}" SELECT * FROM source."{table}"')
+            connection.execute(HOLES_DDL)  # an earlier release wrote files without
+            descriptor = os.open(draft, os.O_RDONLY)
+            try:
+                for number, _ in enumerate(self._copy(connection, entry), 1):
+                    if number % STEPS_A_SYNC == 0:
+                        os.fsync(descriptor)
+                    yield True
+                for kind in ("index", "view"):
+                    for _, sql in _schema_of(connection, kind):
+                        connection.execute(sql)
+                        yield True
+                connection.close()
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+
+    def _copy(self, connection: apsw.Connection, entry: SealedSegment) -> Iterator[None]:
+        """Batches as they are, messages that stay; then new checksums for the batches that have lost some."""
+        names = dict(connection.execute("SELECT id, name FROM main.content_types"))
+        removed, step, start = 0, _step_of(entry), entry.base_offset
+        while start < entry.end_offset:
+            end: Any = connection.execute(
+                "SELECT coalesce(min(base_offset), ?) FROM source.batches WHERE base_offset >= ?",
+                (entry.end_offset, start + step),
+            ).get
+            connection.execute("BEGIN")
+            for table, key in (("batches", "base_offset"), ("records", "offset")):
+                connection.execute(
+                    f"INSERT INTO main.{table} SELECT * FROM source.{table} WHERE {key} >= ? AND {key} < ?",
+                    (start, end),
+                )
+            connection.execute(
+                "INSERT INTO main.messages SELECT * FROM source.messages AS m WHERE m.offset >= ? AND m.offset < ?"
+                " AND NOT EXISTS (SELECT 1 FROM keys.removed AS r WHERE r.offset = m.offset)",
+                (start, end),
+            )
+            holed = _holed(connection, names, start, end)
+            connection.executemany(
+                "UPDATE main.batches SET crc = ? WHERE base_offset = ?",
+                [(batch.crc, batch.base_offset) for batch in holed],
+            )
+            removed = insert_holes(connection, holed, removed)
+            connection.execute("COMMIT")
+            start = end
+            yield
+
+    def _entry_of(self, draft: Path, old: SealedSegment) -> SealedSegment:
+        uri = f"file:{quote(str(draft))}?immutable=1"
+        flags = apsw.SQLITE_OPEN_READONLY | apsw.SQLITE_OPEN_URI
+        with contextlib.closing(apsw.Connection(uri, flags=flags)) as connection:
+            delivered: Any = connection.execute("SELECT coalesce(max(deliver_at_ms), 0) FROM messages").get
+            removed: Any = connection.execute("SELECT coalesce(sum(removed), 0) FROM holes").get
+        return msgspec.structs.replace(
+            old,
+            newest_ms=max(old.last_timestamp_ms, delivered),
+            bytes=draft.stat().st_size,
+            sha256=sha256_of(draft),
+            removed=removed,
+            compacted_upto=self._order.upto,
+            compacted_at_ms=self._order.at_ms,
+            tombstones_before_ms=self._order.tombstones_before_ms,
+        )
+
+
+def _judged_upto(entry: SealedSegment) -> int:
+    """What stands below was judged, and has judged, in earlier compactions of the segment. One that held messages which
+    were not due then begins anew."""
+    if entry.newest_ms > entry.compacted_at_ms:
+        return entry.base_offset
+    return max(entry.base_offset, entry.compacted_upto)
+
+
+def _step_of(entry: SealedSegment) -> int:
+    """How many offsets of the segment are a step's work."""
+    offsets = entry.end_offset - entry.base_offset
+    return max(STEP_OFFSETS_MIN, min(STEP_OFFSETS_MAX, STEP_BYTES * offsets // max(1, entry.bytes)))
+
+
+def _schema_of(connection: apsw.Connection, kind: str) -> list[tuple[str, str]]:
+    rows: Any = connection.execute(
+        "SELECT name, sql FROM source.sqlite_schema WHERE type = ? AND sql IS NOT NULL AND name NOT LIKE 'sqlite_%'"
+        " ORDER BY rowid",
+        (kind,),
+    )
+    return list(rows)
+
+
+def _holed(connection: apsw.Connection, names: dict[int, str], start: int, end: int) -> list[Batch]:
+    """The batches in [start, end) of the draft that miss messages, with their checksums as they are now."""
+    inside = "offset >= b.base_offset AND offset < b.base_offset + b.count"
+    rows: list[Any] = connection.execute(
+        f"SELECT {BATCH_COLUMNS}, crc, (SELECT count(*) FROM main.messages WHERE {inside}),"
+        f" EXISTS (SELECT 1 FROM keys.removed WHERE {inside})"
+        " FROM main.batches AS b WHERE b.base_offset >= ? AND b.base_offset < ? AND kind = 0 ORDER BY b.base_offset",
+        (start, end),
+    ).fetchall()
+    holed: list[Batch] = []
+    for row in rows:
+        there, is_touched = row[10], row[11]
+        base_offset, count = row[0], row[1]
+        if there == count:
+            continue
+        if not is_touched:
+            holed.append(batch_of(row[:9], row[9], holes=count - there))
+            continue
+        records: list[Record] = [HOLE] * count
+        messages: Any = connection.execute(
+            f"SELECT {MESSAGE_COLUMNS} FROM main.messages WHERE offset >= ? AND offset < ?",
+            (base_offset, base_offset + count),
+        )
+        for message in messages:
+            records[message[-1] - base_offset] = record_of(message, names)
+        batch = batch_of(row[:9], 0, tuple(records), holes=count - there)
+        holed.append(batch_of(row[:9], checksum(batch), holes=count - there))
+    return holed

@@ -1,0 +1,64 @@
+"""The table `holes` of a segment: in which batches compaction has removed messages, and how many.
+
+It lets a reader know how many rows a batch has before it reads them, and lag be counted in messages that are there,
+without a walk over the messages. A file that no compaction has touched has an empty table, or, from an earlier version,
+none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import apsw
+
+from portalmq.broker.storage.batch import Batch
+
+HOLES_DDL = """
+CREATE TABLE IF NOT EXISTS holes (
+    base_offset    INTEGER PRIMARY KEY,
+    removed        INTEGER NOT NULL,
+    removed_before INTEGER NOT NULL
+);
+"""
+
+
+def removed_in(connection: apsw.Connection) -> int:
+    """How many messages are missing from the file."""
+    if connection.execute("SELECT count(*) FROM sqlite_schema WHERE name = 'holes'").get == 0:
+        return 0
+    found: Any = connection.execute("SELECT removed + removed_before FROM holes ORDER BY base_offset DESC LIMIT 1").get
+    return 0 if found is None else int(found)
+
+
+def insert_holes(connection: apsw.Connection, batches: Iterable[Batch], removed_before: int) -> int:
+    """Note the holes of `batches`, which stand behind all that are noted, within the running transaction; how many
+    messages are missing from the file then."""
+    rows: list[tuple[int, int, int]] = []
+    for batch in batches:
+        if batch.holes:
+            rows.append((batch.base_offset, batch.holes, removed_before))
+            removed_before += batch.holes
+    if rows:
+        connection.execute(HOLES_DDL)
+        connection.executemany("INSERT INTO holes VALUES (?, ?, ?)", rows)
+    return removed_before
+
+
+def removed_below(connection: apsw.Connection, offset: int) -> int:
+    """How many messages below `offset` are missing from the file, which has holes."""
+    row: Any = connection.execute(
+        "SELECT h.base_offset, b.count, h.removed, h.removed_before FROM holes AS h"
+        " JOIN batches AS b ON b.base_offset = h.base_offset"
+        " WHERE h.base_offset < ? ORDER BY h.base_offset DESC LIMIT 1",
+        (offset,),
+    ).fetchone()
+    if row is None:
+        return 0
+    base_offset, count, removed, removed_before = row
+    if offset >= base_offset + count:
+        return int(removed_before + removed)
+    there: Any = connection.execute(
+        "SELECT count(*) FROM messages WHERE offset >= ? AND offset < ?", (base_offset, offset)
+    ).get
+    return int(removed_before + (offset - base_offset) - there)
