@@ -18,6 +18,7 @@ from typing import Literal, Self
 import msgspec
 
 from portalmq import wire
+from portalmq.commit import Output, commit_receipts, place_of
 from portalmq.errors import PortalMQError
 from portalmq.lease import Leases, Verb
 from portalmq.message import Message, message_from_wire
@@ -82,6 +83,7 @@ class Consumer:
         # Two transports: close() cuts a waiting receive off, and still has to ack and nack.
         self._receiving = Transport(bootstrap, token=token)
         settling = Transport(bootstrap, token=token)
+        self._settling = settling
         self._leases = Leases(settling, self.group, visibility_timeout_s)
         self._shut_down = weakref.finalize(self, _shut_down, self._closed, self._receiving, settling, self._leases)
 
@@ -206,6 +208,21 @@ class Consumer:
         """Hold leases for `visibility_timeout_s` seconds from now (default: this consumer's)."""
         seconds = self._visibility_timeout_s if visibility_timeout_s is None else visibility_timeout_s
         self._settle("extend", messages, {"visibility_timeout_ms": round(seconds * 1000)})
+
+    def commit_with(self, messages: Message | Iterable[Message], outputs: Iterable[Output]) -> wire.Committed:
+        """Say that messages of one partition are done and publish `outputs`, both or neither, and once.
+
+        An output is a dict: `topic` and `value` (bytes, text or what JSON can say), and as wanted `key` (`Message.key`
+        as it is), `headers`, `content_type`, `partition`, `delay_ms`, `deliver_at_ms`, `ttl_ms`, `priority`. Raises
+        StaleReceipt when a message is another consumer's by now, or done: then nothing was done. An unknown outcome is
+        repeated until it is known; after an error whose `outcome` is "unknown" the messages are not acked, and come
+        again unless the commit was done.
+        """
+        given = [messages] if isinstance(messages, Message) else list(messages)
+        ordered = list(outputs)
+        place_of(given)
+        self._leases.withdraw([message.receipt for message in given if message.receipt is not None])
+        return commit_receipts(self._settling, self.group, given, ordered)
 
     def _settle(self, verb: Verb, messages: Message | Iterable[Message], options: dict[str, object]) -> None:
         given = [messages] if isinstance(messages, Message) else list(messages)

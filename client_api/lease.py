@@ -161,6 +161,10 @@ class Leases:
         if self._closed:
             self._transport.rest()
 
+    def withdraw(self, receipts: Collection[str]) -> None:
+        """The user commits these: going on does not ack them, whatever becomes of the commit."""
+        self._forget(receipts)
+
     def _forget(self, receipts: Collection[str]) -> None:
         with self._lock:
             for receipt in receipts:
