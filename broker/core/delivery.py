@@ -205,6 +205,8 @@ class GroupDelivery:
             self._done(start, end, record)
         for spot in ahead:
             self._put_ahead(spot)
+            # In no queue of its key, so the book cannot say what waits for it: nothing goes before this is committed.
+            self.finished_at, self.keys = max(self.finished_at, record), None
 
     def _done(self, start: int, end: int, record: int) -> None:
         """Messages were finished by the record at that offset: those that wait for them go on when it is committed."""
@@ -363,7 +365,8 @@ class GroupDelivery:
                 span = self.at(offset)
             if span is None:
                 verdicts.append(not self.is_dead(offset))
-                if verdicts[-1] and (offset >= self.next or self.cursors):
+                if verdicts[-1]:
+                    # Done, or its grant is lost. Its lane may be one that no cursor is known of, so `next` says nothing.
                     unfinished.append(offset)
                 continue
             good = span.deliveries <= delivery or not (span.leased and span.available_at_ms > now_ms)
@@ -384,10 +387,6 @@ class GroupDelivery:
         """Whether the delivery is the latest one and its lease has neither been given back nor passed on."""
         span = self.at(offset)
         return span is not None and span.leased and span.deliveries <= delivery
-
-    def may_take_fresh(self, readable_end: int) -> bool:
-        """Whether there are messages that were never handed out, and room to hand them out."""
-        return self.next < readable_end and self.outstanding < OUTSTANDING_MAX
 
     def has_returned(self, now_ms: int) -> bool:
         """Whether a message that was handed out before is free again."""
