@@ -1,21 +1,28 @@
-"""The administrator's view: topics, groups, the cluster, and a look into queues that changes nothing."""
+"""The administrator's view: topics, groups and what they gave up, schedules, locks, the cluster, and a look into queues
+that changes nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from types import TracebackType
 from typing import Any, Literal, Self
+from urllib.parse import quote
 
 import msgspec
 
-from portalmq import wire
-from portalmq.message import Message, message_from_wire
+from portalmq import stream_wire, wire
+from portalmq.message import Message, message_from_json, message_from_wire
 from portalmq.transport import Bootstrap, Request, Transport, decode_answer, with_query
 
 BROWSE_WAIT_S_MAX = 20.0
+PAGE_MESSAGES = 500
+# So many ids in one URL stay below what a server takes for a request line.
+IDS_PER_REQUEST_MAX = 200
 
 Position = int | Literal["earliest", "latest"]
+# Where a stream group is to go on: an end, an offset of one partition, or a time.
+SeekTarget = int | Literal["earliest", "latest"] | datetime
 
 
 class _TopicList(msgspec.Struct):
@@ -26,7 +33,25 @@ class _GroupList(msgspec.Struct):
     groups: list[wire.GroupDescription]
 
 
-wire.prepare(_TopicList, _GroupList)
+class _LockList(msgspec.Struct):
+    locks: list[wire.LockDescription]
+
+
+class _DeadPage(msgspec.Struct):
+    messages: list[wire.JsonMessageShown]
+    next_after: str | None = None
+
+
+class _ScheduledPage(msgspec.Struct):
+    messages: list[wire.JsonMessageShown]
+    next: str | None = None
+
+
+class _Dropped(msgspec.Struct):
+    dropped: int
+
+
+wire.prepare(_TopicList, _GroupList, _LockList, _DeadPage, _ScheduledPage, _Dropped)
 
 
 class Admin:
@@ -62,11 +87,21 @@ class Admin:
         return self._transport.get(_topic(topic), wire.TopicDescription)
 
     def alter_topic(
-        self, name: str, *, partitions: int | None = None, config: Mapping[str, Any] | None = None
+        self,
+        name: str,
+        *,
+        partitions: int | None = None,
+        config: Mapping[str, Any] | None = None,
+        force: bool = False,
     ) -> wire.TopicDescription:
-        """Change settings, or add partitions (their number never falls). None in `config` sets the default."""
+        """Change settings, or add partitions (their number never falls). None in `config` sets the default.
+
+        Keys go to other partitions when there are more. So a topic that a group reads in the order of keys is not
+        grown, unless with `force`: then messages of a key may pass each other once.
+        """
+        path = with_query(_topic(name), {"force": "true"} if force else None)
         return self._transport.send_json(
-            "PATCH", _topic(name), _given(partitions=partitions, config=config), wire.TopicDescription
+            "PATCH", path, _given(partitions=partitions, config=config), wire.TopicDescription
         )
 
     def delete_topic(self, name: str) -> None:
@@ -87,7 +122,10 @@ class Admin:
         return self._transport.get(_group(name), wire.GroupDescription)
 
     def create_group(self, name: str, **config: Any) -> wire.GroupDescription:
-        """Make or change a group; `config` as in wire.GroupConfig, for instance visibility_timeout_ms=5000."""
+        """Make or change a group; `config` as in wire.GroupConfig, for instance visibility_timeout_ms=5000.
+
+        What is not named is left as it is. Raises GroupModeMismatch: a group keeps its mode.
+        """
         return self._transport.send_json("PUT", _group(name), config, wire.GroupDescription)
 
     def delete_group(self, name: str) -> None:
@@ -96,6 +134,96 @@ class Admin:
     def lag(self, group: str) -> int:
         """How many messages the group has not yet acked."""
         return self.group(group).lag
+
+    def offsets(self, group: str) -> list[stream_wire.GroupOffset]:
+        """Where a stream group stands on each partition of its topics."""
+        return self._transport.get(f"{_group(group)}/offsets", stream_wire.GroupOffsets).offsets
+
+    def seek(
+        self, group: str, topic: str, to: SeekTarget, *, partition: int | None = None, dry_run: bool = False
+    ) -> stream_wire.SeekAnswer:
+        """Have a stream group go on elsewhere: at an end, at a time, or at an offset (of one partition). Its members
+        notice at their next heartbeat. With `dry_run` nothing changes, and the answer says what would."""
+        target: str | dict[str, int | str] = {"offset": to} if isinstance(to, int) else _instant(to)
+        request = stream_wire.SeekRequest(wire.check_name(topic, "topic"), target, partition, dry_run)
+        return self._transport.send_json("POST", f"{_group(group)}/seek", request, stream_wire.SeekAnswer)
+
+    # --- dead letters ------------------------------------------------------------------------------------------------
+
+    def dead_letters(self, group: str, topic: str, *, limit: int | None = None) -> Iterator[Message]:
+        """The messages of the topic that the group gave up, oldest first. Their ids are those of the topic; headers
+        that begin with `portalmq-` tell how often, when and why."""
+        after, left = None, limit
+        while left is None or left > 0:
+            size = PAGE_MESSAGES if left is None else min(left, PAGE_MESSAGES)
+            query = {"topic": wire.check_name(topic, "topic"), "limit": size, "after": after}
+            page = self._transport.get(f"{_group(group)}/dead-letters", _DeadPage, query)
+            yield from map(message_from_json, page.messages)
+            left = None if left is None else left - len(page.messages)
+            if page.next_after is None or page.next_after == after:
+                return
+            after = page.next_after
+
+    def redrive(
+        self,
+        group: str,
+        topic: str,
+        *,
+        ids: Sequence[str] | None = None,
+        where: Mapping[str, Any] | None = None,
+        rate_per_s: float | None = None,
+        dry_run: bool = False,
+    ) -> wire.Redriven:
+        """Have dead letters handed out again to this group, counted from zero: those with `ids`, those that `where`
+        means, or all.
+
+            admin.redrive("billing", "orders", where={"reason": {"contains": "timeout"}}, rate_per_s=100)
+        """
+        request = wire.RedriveRequest(
+            wire.check_name(topic, "topic"), None if ids is None else list(ids), where, rate_per_s, dry_run
+        )
+        return self._transport.send_json("POST", f"{_group(group)}/dead-letters/redrive", request, wire.Redriven)
+
+    def drop_dead_letters(self, group: str, topic: str, *, ids: Sequence[str] | None = None) -> int:
+        """Forget dead letters, those with `ids` or all; answers how many. Copies in a dead-letter topic stay."""
+        wire.check_name(topic, "topic")
+        parts: list[Sequence[str] | None] = [None]
+        if ids is not None:
+            parts = [ids[start : start + IDS_PER_REQUEST_MAX] for start in range(0, len(ids), IDS_PER_REQUEST_MAX)]
+        dropped = 0
+        for part in parts:
+            query = {"topic": topic, "ids": None if part is None else ",".join(part)}
+            request = Request("DELETE", with_query(f"{_group(group)}/dead-letters", query), repeatable=True)
+            dropped += decode_answer(self._transport.call(request), _Dropped).dropped
+        return dropped
+
+    # --- scheduled messages ------------------------------------------------------------------------------------------
+
+    def scheduled(self, topic: str, *, limit: int | None = None) -> Iterator[Message]:
+        """The topic's messages that are not due yet, the next one first."""
+        after, left = None, limit
+        while left is None or left > 0:
+            size = PAGE_MESSAGES if left is None else min(left, PAGE_MESSAGES)
+            page = self._transport.get(f"{_topic(topic)}/scheduled", _ScheduledPage, {"limit": size, "after": after})
+            yield from map(message_from_json, page.messages)
+            left = None if left is None else left - len(page.messages)
+            if page.next is None or page.next == after:
+                return
+            after = page.next
+
+    def cancel_scheduled(self, topic: str, message_id: str) -> None:
+        """Take a message back that is not due yet. Raises MessageNotFound when there is none such (any more)."""
+        path = f"{_topic(topic)}/scheduled/{quote(message_id, safe='')}"
+        self._transport.call(Request("DELETE", path, repeatable=True))
+
+    # --- locks -------------------------------------------------------------------------------------------------------
+
+    def locks(self) -> list[wire.LockDescription]:
+        return self._transport.get("/v1/locks", _LockList).locks
+
+    def lock(self, name: str) -> wire.LockDescription:
+        """Who holds the lock, under which fencing token, and how many wait. Raises LockNotFound."""
+        return self._transport.get(wire.lock_path(wire.check_name(name, "lock")), wire.LockDescription)
 
     # --- the cluster -------------------------------------------------------------------------------------------------
 
@@ -127,7 +255,7 @@ class Admin:
         if at is None:
             query["offset"] = offset
         else:
-            query["at"] = at.astimezone(UTC).isoformat().replace("+00:00", "Z")
+            query["at"] = _rfc3339(at)
         if wait_s > 0:
             query["wait_ms"] = round(min(wait_s, BROWSE_WAIT_S_MAX) * 1000)
         path = with_query(wire.partition_messages_path(wire.check_name(topic, "topic"), partition), query)
@@ -203,6 +331,14 @@ def _topic(name: str) -> str:
 
 def _group(name: str) -> str:
     return wire.group_path(wire.check_name(name, "group"))
+
+
+def _rfc3339(moment: datetime) -> str:
+    return moment.astimezone(UTC).isoformat().replace("+00:00", "Z")
+
+
+def _instant(to: str | datetime) -> str | dict[str, int | str]:
+    return {"at": _rfc3339(to)} if isinstance(to, datetime) else to
 
 
 def _given(**fields: object) -> dict[str, object]:

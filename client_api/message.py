@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from portalmq.wire import PackMessageOut
+import msgspec
+
+from portalmq.wire import JsonMessageShown, PackMessageOut, is_json_type
 
 if TYPE_CHECKING:
     from portalmq.consumer import Consumer
@@ -100,4 +103,33 @@ def message_from_wire(packed: PackMessageOut, topic: str, consumer: Consumer | N
         packed.expires_at_ms,
         packed.priority,
         consumer,
+    )
+
+
+def message_from_json(shown: JsonMessageShown) -> Message:
+    """The message that a JSON answer shows."""
+    if shown.value_base64 is not None:
+        value = base64.b64decode(shown.value_base64)
+    elif shown.value is msgspec.UNSET:
+        value = b""
+    elif is_json_type(shown.content_type):
+        value = bytes(shown.value)
+    else:
+        value = msgspec.json.decode(shown.value, type=str).encode()
+    key = None if shown.key is None else shown.key.encode()
+    if shown.key_base64 is not None:
+        key = base64.b64decode(shown.key_base64)
+    return Message(
+        shown.topic,
+        shown.partition,
+        shown.offset,
+        key,
+        value,
+        shown.headers,
+        shown.content_type,
+        shown.timestamp_ms,
+        shown.delivery_count or 0,
+        deliver_at_ms=shown.deliver_at_ms,
+        expires_at_ms=shown.expires_at_ms,
+        priority=shown.priority,
     )

@@ -52,6 +52,7 @@ HEADERS_MAX = 64
 HEADER_BYTES_MAX = 8 * 1024
 KEY_BYTES_MAX = 4 * 1024
 PARTITIONS_MAX = 1_000
+PRIORITY_MAX = 31
 
 Acks = Literal["all", "leader", "none"]
 
@@ -251,6 +252,25 @@ class JsonMessageOut(msgspec.Struct, gc=False, omit_defaults=True):
     receipt: str | None = None
     delivery_count: int | None = None
     lease_expires_at_ms: int | None = None
+
+
+class JsonMessageShown(msgspec.Struct, gc=False):
+    """What JsonMessageOut is decoded into: `value` is the JSON text that came."""
+
+    partition: int
+    offset: int
+    topic: str
+    content_type: str
+    timestamp_ms: int
+    key: str | None = None
+    key_base64: str | None = None
+    headers: dict[str, str] = {}
+    value: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    value_base64: str | None = None
+    deliver_at_ms: int | None = None
+    expires_at_ms: int | None = None
+    priority: int = 0
+    delivery_count: int | None = None
 
 
 class PackMessageOut(msgspec.Struct, gc=False, omit_defaults=True):
