@@ -33,7 +33,11 @@ def pack(
     content_type: str | None,
 ) -> tuple[wire.PackMessage, int]:
     """The message as it travels, and its size. Raises TypeError for a value that is no bytes, text or JSON,
-    and for a key or header that is no text."""
+    and for a key or header that is no text, ValueError for times and a priority that make no sense."""
+    if delay_s is not None and deliver_at is not None:
+        raise ValueError("delay_s and deliver_at both say when the message is to be delivered: give one")
+    if not isinstance(priority, int) or not 0 <= priority <= wire.PRIORITY_MAX:
+        raise ValueError(f"priority={priority!r} must be a whole number from 0 to {wire.PRIORITY_MAX}")
     if key is not None and not isinstance(key, str | bytes | bytearray | memoryview):
         raise TypeError(f"key={key!r}: a key is text or bytes")
     for name, text in headers.items() if headers else ():

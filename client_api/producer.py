@@ -139,8 +139,10 @@ class Producer:
         """Send `value` (bytes, text, or anything JSON) to `topic`; returns at once with the future RecordMetadata.
 
         Messages of one `key` go to one partition and keep their order. `deliver_at` is a datetime with a time zone,
-        or Unix seconds. Blocks only while the buffer is full. Raises Backpressure when it stays full for
-        `max_block_s`, MessageTooLarge, TypeError for a value that is not JSON-able, RuntimeError once closed.
+        or Unix seconds; `delay_s` counts from when a broker takes the message, `ttl_s` from when it can be delivered.
+        Of those that wait, queue groups get the ones with the greatest `priority` (0 to 31) first. Blocks only while
+        the buffer is full. Raises Backpressure when it stays full for `max_block_s`, MessageTooLarge, TypeError for a
+        value that is not JSON-able, ValueError for options that make no sense, RuntimeError once closed.
         """
         if (
             type(value) is bytes

@@ -17,7 +17,6 @@ from portalmq.broker.api.query import instant_ms, whole_number
 from portalmq.broker.produce import expiry
 from portalmq.errors import InvalidRequest
 
-PRIORITY_MAX = 31
 # Further ahead than this is a mistake in the unit, nearly always: seconds for milliseconds, or microseconds.
 HORIZON_YEARS = 10
 HORIZON_MS = HORIZON_YEARS * 366 * wire.DAY_MS
@@ -56,8 +55,8 @@ def moments(
 
 
 def checked_priority(priority: int, where: str) -> int:
-    if not 0 <= priority <= PRIORITY_MAX:
-        raise InvalidRequest(f"the priority of {where} is {priority}, but must be 0 to {PRIORITY_MAX}")
+    if not 0 <= priority <= wire.PRIORITY_MAX:
+        raise InvalidRequest(f"the priority of {where} is {priority}, but must be 0 to {wire.PRIORITY_MAX}")
     return priority
 
 

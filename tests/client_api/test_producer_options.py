@@ -1,0 +1,97 @@
+"""What a producer does about options that make no sense, a topic that is full, and a name that others may take."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+import pytest
+from support.scripted_broker import ScriptedBroker, lose_answer, refuse
+
+from portalmq import Backpressure, Fenced, MessageTooLarge, Producer
+
+PRODUCE = "/v1/topics/t/messages"
+PRODUCERS = "/v1/producers"
+
+
+def full(**members):
+    return refuse(429, "backpressure", retry_after_s=0.01, **members)
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"delay_s": -1}, "delay_s"),
+        ({"delay_s": float("nan")}, "delay_s"),
+        ({"delay_s": 1, "deliver_at": 5.0}, "both"),
+        ({"deliver_at": datetime(1969, 1, 1, tzinfo=UTC)}, "deliver_at"),
+        ({"ttl_s": -1}, "ttl_s"),
+        ({"priority": 32}, "priority"),
+        ({"priority": -1}, "priority"),
+        ({"priority": "high"}, "priority"),
+    ],
+)
+def test_times_and_priorities_that_make_no_sense_are_refused_at_the_call(options, what) -> None:
+    with ScriptedBroker() as broker, Producer(broker.url) as producer:
+        with pytest.raises(ValueError, match=what):
+            producer.send("t", b"x", **options)
+        assert broker.calls_of("POST", PRODUCE) == []
+
+
+def test_a_topic_that_is_full_is_waited_for_and_gets_each_message_once() -> None:
+    with ScriptedBroker() as broker, Producer(broker.url) as producer:
+        broker.script("POST", PRODUCE, [full()] * 5)
+        futures = [producer.send("t", b"%d" % number) for number in range(3)]
+        assert [future.result(10).offset for future in futures] == [0, 1, 2]
+        assert len(broker.calls_of("POST", PRODUCE)) >= 6
+        assert broker.values("t") == [b"0", b"1", b"2"]
+        assert len(broker.calls_of("POST", PRODUCERS)) == 1, "what was not applied leaves the identity as it is"
+
+
+def test_a_topic_that_stays_full_fails_the_send_after_the_delivery_timeout() -> None:
+    with ScriptedBroker() as broker, Producer(broker.url, delivery_timeout_s=0.3) as producer:
+        broker.script("POST", PRODUCE, [full()] * 1_000)
+        with pytest.raises(Backpressure, match="not delivered within") as late:
+            producer.send("t", b"x").result(10)
+        assert late.value.outcome == "not_applied"
+
+
+def test_a_batch_that_is_more_than_may_ever_wait_goes_in_parts() -> None:
+    def at_most_two(broker: ScriptedBroker, call):  # type: ignore[no-untyped-def]
+        if len(call.batch().messages) > 2:
+            raise MessageTooLarge("at most 2 may wait: split it")
+        return broker.work(call)
+
+    with ScriptedBroker() as broker, Producer(broker.url, linger_ms=60_000) as producer:
+        broker.script("POST", PRODUCE, [at_most_two] * 100)
+        futures = [producer.send("t", b"%d" % number) for number in range(9)]
+        producer.flush(10)
+        assert [future.result(0).offset for future in futures] == list(range(9))
+
+
+def test_a_producer_that_takes_a_new_epoch_says_which_instance_it_is() -> None:
+    with ScriptedBroker() as broker, Producer(broker.url, producer_name="billing") as producer:
+        producer.send("t", b"one").result(10)
+        broker.stamps.clear()  # the broker has forgotten it
+        producer.send("t", b"two").result(10)
+        first, second = [call.json() for call in broker.calls_of("POST", PRODUCERS)]
+    assert first["name"] == second["name"] == "billing"
+    assert first["instance"] == second["instance"] != ""
+    assert (first.get("renews", False), second.get("renews", False)) == (False, True)
+
+
+def test_a_zombie_that_has_to_renew_its_epoch_does_not_fence_its_successor() -> None:
+    with ScriptedBroker() as broker, Producer(broker.url, producer_name="billing", delivery_timeout_s=0.3) as zombie:
+        zombie.send("t", b"one").result(10)
+        broker.script("POST", PRODUCE, [lose_answer, *[refuse(503, "unavailable")] * 100])
+        zombie.send("t", b"two").exception(10)
+        broker._scripts.clear()
+        broker.script("POST", PRODUCERS, [refuse(409, "fenced")])
+        with pytest.raises(Fenced) as fenced:
+            zombie.send("t", b"three").result(10)
+        assert fenced.value.outcome == "not_applied"
+
+
+def test_an_unnamed_producer_asks_for_an_identity_and_no_more() -> None:
+    with ScriptedBroker() as broker, Producer(broker.url) as producer:
+        producer.send("t", b"one").result(10)
+        assert [call.json() for call in broker.calls_of("POST", PRODUCERS)] == [{}]
