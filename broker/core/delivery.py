@@ -122,7 +122,10 @@ class GroupDelivery:
             case Nack():
                 for start, end, available_at_ms in record.ranges:
                     for span in self._cut(start, end):
-                        self._insert(msgspec.structs.replace(span, leased=False, available_at_ms=available_at_ms))
+                        back = msgspec.structs.replace(
+                            span, leased=False, granted_at_ms=record.at_ms, available_at_ms=available_at_ms
+                        )
+                        self._insert(back)
             case Extend():
                 for start, end in record.ranges:
                     for span in self._cut(start, end):
@@ -307,11 +310,11 @@ class GroupDelivery:
 
     def take_over(self, now_ms: int) -> None:
         """A new leader's clock may differ from the one that granted: no lease lasts longer from now than it was
-        granted for."""
+        granted for, and no back-off longer than it was to be."""
         for start in tuple(self._starts):
             span = self._spans[start]
             latest_ms = now_ms + max(0, span.available_at_ms - span.granted_at_ms)
-            if span.leased and span.available_at_ms > latest_ms:
+            if latest_ms < span.available_at_ms < HELD_MS:
                 self._cut(span.start, span.end)
                 self._insert(msgspec.structs.replace(span, granted_at_ms=now_ms, available_at_ms=latest_ms))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from support.supply import ListSupply, chosen, offsets_of
+
 from portalmq.broker.core.delivery import ATTEMPTS_MAX, OUTSTANDING_MAX, GroupDelivery
 from portalmq.broker.core.fold import GroupFold
 from portalmq.broker.core.records import Ack, Extend, Grant, GroupStart, Nack, ranges_of
@@ -16,42 +18,47 @@ def grant(group: GroupDelivery, *ranges: tuple[int, int, int], now: int = 0, lea
     group.apply(Grant(ranges, max(end, group.next), now, now + lease, **more))
 
 
+def handed(group: GroupDelivery, now: int, max_messages: int = 100, *, end: int = 0) -> list[int]:
+    """The offsets that would be handed out of a log of `end` messages."""
+    supply = ListSupply()
+    supply.add(max(end, group.next))
+    return offsets_of(chosen(group, supply, now, max_messages))
+
+
 def spans(group: GroupDelivery) -> list[tuple[int, int, int]]:
     return [(span.start, span.end, span.deliveries) for span in group.spans()]
 
 
 def test_a_new_group_hands_out_from_its_start():
-    plan = new_group(start=7).plan(now_ms=0, max_messages=10)
-    assert (plan.returned, plan.fresh_from, plan.fresh_max) == ((), 7, 10)
+    assert handed(new_group(start=7), now=0, end=10) == [7, 8, 9]
 
 
 def test_granted_messages_are_not_handed_out_again_under_their_lease():
     group = new_group()
     grant(group, (0, 10, 1))
-    plan = group.plan(now_ms=99, max_messages=10)
-    assert (plan.returned, plan.fresh_from) == ((), 10)
+    assert handed(group, now=99, end=12) == [10, 11]
 
 
 def test_an_expired_lease_returns_its_messages_with_their_count():
     group = new_group()
     grant(group, (0, 10, 1), lease=100)
-    (span,) = group.plan(now_ms=100, max_messages=20).returned
+    (span,) = group.available(100)
     assert (span.start, span.end, span.deliveries, span.expiries) == (0, 10, 1, 0)
 
 
-def test_a_plan_takes_no_more_than_asked_for_and_the_oldest_first():
+def test_no_more_than_asked_for_is_handed_out_and_the_oldest_first():
     group = new_group()
     grant(group, (0, 3, 1), now=5, lease=10)
     grant(group, (3, 6, 1), now=0, lease=1)
-    plan = group.plan(now_ms=50, max_messages=4)
-    assert [(span.start, span.end) for span in plan.returned] == [(0, 3), (3, 4)]
-    assert plan.fresh_max == 0
+    assert handed(group, now=50, max_messages=4, end=10) == [0, 1, 2, 3]
 
 
-def test_planning_changes_nothing():
+def test_choosing_changes_nothing():
     group = new_group()
     grant(group, (0, 4, 1), lease=1)
-    assert group.plan(10, 2) == group.plan(10, 2)
+    before = group.snapshot()
+    assert handed(group, 10, 2) == handed(group, 10, 2) == [0, 1]
+    assert group.snapshot() == before
 
 
 def test_acked_messages_are_done_for_good():
@@ -59,7 +66,7 @@ def test_acked_messages_are_done_for_good():
     grant(group, (0, 10, 1), lease=10)
     group.apply(Ack(((0, 10),), 5))
     assert spans(group) == []
-    assert group.plan(1_000, 5).returned == ()
+    assert handed(group, 1_000) == []
     assert group.outstanding == 0
 
 
@@ -82,15 +89,15 @@ def test_offsets_between_granted_runs_hold_no_messages_and_are_done():
     group = new_group()
     grant(group, (0, 3, 1), (5, 8, 1))
     assert group.next == 8
-    assert [(span.start, span.end) for span in group.plan(1_000, 100).returned] == [(0, 3), (5, 8)]
+    assert handed(group, 1_000) == [0, 1, 2, 5, 6, 7]
 
 
 def test_a_nacked_message_comes_back_after_its_delay():
     group = new_group()
     grant(group, (0, 4, 1))
     group.apply(Nack(((1, 2, 50),), 10, "no"))
-    assert group.plan(49, 10).returned == ()
-    (span,) = group.plan(50, 10).returned
+    assert list(group.available(49)) == []
+    (span,) = group.available(50)
     assert (span.start, span.end, span.deliveries) == (1, 2, 1)
 
 
@@ -98,29 +105,24 @@ def test_an_extended_lease_ends_later():
     group = new_group()
     grant(group, (0, 4, 1), lease=100)
     group.apply(Extend(((0, 2),), 300, 90))
-    assert [(span.start, span.end) for span in group.plan(150, 10).returned] == [(2, 4)]
-    assert [(span.start, span.end) for span in group.plan(300, 10).returned] == [(0, 2), (2, 4)]
+    assert handed(group, 150) == [2, 3]
+    assert handed(group, 300) == [0, 1, 2, 3]
 
 
 def test_a_message_that_expired_twice_is_delivered_alone():
     group = new_group()
     grant(group, (0, 3, 1), now=0, lease=10)
+    assert handed(group, 10, end=5) == [0, 1, 2, 3, 4]
     grant(group, (0, 3, 2), now=10, lease=10)
-    grant(group, (0, 3, 3), now=20, lease=10)
-    plan = group.plan(30, 10)
-    assert plan.alone
-    assert [(span.start, span.end) for span in plan.returned] == [(0, 1)]
-    assert plan.fresh_max == 0
+    assert handed(group, 20, end=5) == [0]
 
 
 def test_a_suspect_does_not_join_a_batch_that_has_begun():
     group = new_group()
     grant(group, (1, 2, 1), now=0, lease=10)
     grant(group, (1, 2, 2), now=10, lease=10)
-    grant(group, (1, 2, 3), now=20, lease=10)
     grant(group, (0, 1, 1), now=20, lease=5)
-    plan = group.plan(40, 10)
-    assert [(span.start, span.end) for span in plan.returned] == [(0, 1)]
+    assert handed(group, 40) == [0]
 
 
 def test_nacks_do_not_make_a_message_suspect():
@@ -128,14 +130,24 @@ def test_nacks_do_not_make_a_message_suspect():
     for delivery in range(1, 6):
         grant(group, (0, 2, delivery), now=delivery * 10, lease=100)
         group.apply(Nack(((0, 2, delivery * 10),), delivery * 10))
-    assert not group.plan(1_000, 10).alone
+    assert handed(group, 1_000) == [0, 1]
 
 
 def test_acking_twice_is_fine():
     group = new_group()
     grant(group, (0, 1, 1))
     group.apply(Ack(((0, 1),), 1))
-    assert group.ackable([0], delivery=1, now_ms=2) == ([True], [])
+    assert group.ackable([0], delivery=1, now_ms=2)[0] == [True]
+
+
+def test_an_ack_of_a_delayed_message_whose_grant_was_lost_is_not_taken_for_done():
+    """Found by the simulator: lane 0 has gone on beyond it, and no cursor of its own lane is known any more."""
+    group = new_group()
+    grant(group, (20, 21, 1))
+    assert (group.next, group.cursors) == (21, {})
+    assert group.ackable([11], delivery=1, now_ms=2) == ([True], [11])
+    group.apply(Ack((), 2, ahead=((32, 5_000, 11),)))
+    assert group.is_ahead(11)
 
 
 def test_a_receipt_counts_until_a_later_delivery_is_out():
@@ -153,7 +165,10 @@ def test_receipts_of_several_spans_are_judged_one_by_one():
     grant(group, (0, 2, 1), (4, 6, 1), now=0, lease=10)
     group.apply(Ack(((1, 2),), 1))
     grant(group, (5, 6, 2), now=10, lease=10)
-    assert group.ackable([0, 1, 4, 5, 9], delivery=1, now_ms=15) == ([True, True, True, False, True], [0, 4, 9])
+    assert group.ackable([0, 1, 4, 5, 9], delivery=1, now_ms=15) == (
+        [True, True, True, False, True],
+        [0, 1, 4, 9],
+    )
 
 
 def test_a_nack_or_extend_needs_the_latest_delivery():
@@ -168,10 +183,13 @@ def test_a_nack_or_extend_needs_the_latest_delivery():
 
 def test_an_ack_whose_grant_was_lost_leaves_the_rest_to_be_handed_out():
     group = new_group()
-    group.apply(Ack(((5, 6),), 1))
-    assert group.next == 6
-    (span,) = group.plan(1, 100).returned
-    assert (span.start, span.end, span.deliveries) == (0, 5, 0)
+    group.apply(Ack((), 1, ahead=((0, 0, 5),)))
+    assert (group.next, spans(group), group.is_ahead(5)) == (0, [], True)
+    assert handed(group, 1, end=8) == [0, 1, 2, 3, 4, 6, 7]
+    assert group.ackable([5], delivery=1, now_ms=2)[0] == [True]
+    grant(group, (0, 5, 1), (6, 8, 1))
+    assert not group.is_ahead(5), "the cursor has passed it: it is done like any other"
+    assert spans(group) == [(0, 5, 1), (6, 8, 1)]
 
 
 def test_a_repeated_attempt_finds_its_messages_while_the_lease_lasts():
@@ -195,8 +213,9 @@ def test_attempts_are_bounded():
 def test_no_more_is_handed_out_than_the_bound():
     group = new_group()
     grant(group, (0, OUTSTANDING_MAX, 1))
-    assert group.plan(1, 10).fresh_max == 0
-    assert not group.may_take_fresh(OUTSTANDING_MAX + 1)
+    supply = ListSupply(pieces=True)
+    supply.add(OUTSTANDING_MAX + 10)
+    assert offsets_of(chosen(group, supply, 1)) == []
 
 
 def test_a_purge_forgets_what_lies_below():
@@ -249,7 +268,7 @@ def test_a_snapshot_goes_on_where_it_was_taken():
     group.apply(Ack(((0, 1),), 20))
     twin = GroupDelivery(group.snapshot())
     assert twin.snapshot() == group.snapshot()
-    assert twin.plan(60, 10) == group.plan(60, 10)
+    assert handed(twin, 60, end=12) == handed(group, 60, end=12) == [2, 10, 11]
     twin.apply(Ack(((2, 3),), 30))
     assert twin.snapshot() != group.snapshot(), "a snapshot shares nothing with what it was taken from"
 

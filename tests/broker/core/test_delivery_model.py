@@ -1,111 +1,236 @@
-"""The fold against a model so simple that it is right: a dictionary with one entry a message."""
+"""The fold and the choice against a model so simple that it is right: a dictionary with one entry a message.
+
+I12: a message is exactly one of scheduled, ready, leased, acked, dead, expired; acked, dead and expired are final until
+a redrive; at most one live lease.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.supply import ListSupply, Message, chosen, granted, offsets_of
 
-from portalmq.broker.core.delivery import GroupDelivery
+from portalmq.broker.core.delivery import EXPIRIES_BEFORE_ALONE, HELD_MS, GroupDelivery
 from portalmq.broker.core.fold import GroupFold
-from portalmq.broker.core.records import Ack, Extend, Grant, Nack, ranges_of
+from portalmq.broker.core.lanes import DELAYED
+from portalmq.broker.core.records import Ack, Dead, Drop, Extend, Nack, Redrive, ranges_of
 
+LEASE_MS = 30
+MAX_DELIVERIES = 2
 STEPS = st.lists(
     st.tuples(
-        st.sampled_from(["append", "receive", "receive", "ack", "nack", "extend", "wait", "snapshot", "purge"]),
-        st.integers(1, 12),
+        st.sampled_from(
+            "append priority delay expire receive receive receive receive ack ack nack extend wait wait wait snapshot"
+            " purge give_up redrive drop ack_unseen cancel sweep".split()
+        ),
+        st.integers(1, 8),
         st.integers(0, 60),
     ),
-    max_size=60,
+    min_size=40,
+    max_size=80,
 )
 
 
+@dataclass
+class State:
+    """`name` is fresh, leased, free (again, from `until` on), held, done, dead or gone."""
+
+    name: str = "fresh"
+    until: int = 0
+    deliveries: int = 0
+    expiries: int = 0
+
+
 class Model:
-    """Each message is fresh, leased until a time, free again from a time, or done."""
+    def __init__(self, *, by_key: bool) -> None:
+        self.by_key = by_key
+        self.states: dict[int, State] = {}
+        self.messages: dict[int, Message] = {}
+        self.cancelled: set[int] = set()
 
-    def __init__(self) -> None:
-        self.end = 0
-        self.states: dict[int, tuple[str, int, int]] = {}  # offset -> (state, until, deliveries)
+    def add(self, messages: list[Message]) -> None:
+        for message in messages:
+            self.states[message.offset] = State()
+            self.messages[message.offset] = message
 
-    def append(self, count: int) -> None:
-        for offset in range(self.end, self.end + count):
-            self.states[offset] = ("fresh", 0, 0)
-        self.end += count
+    def expect(self, now: int, size: int) -> list[int]:
+        """What a receive is handed, in order. Nothing is changed."""
+        handed: list[int] = []
+        keys: set[int] = set()
+        for offset in self._candidates(now):
+            state, message = self.states[offset], self.messages[offset]
+            if len(handed) == size:
+                break
+            if self._has_expired(offset, now):
+                continue
+            if self.by_key and message.key and not self._has_turn(offset, keys, now):
+                continue
+            if state.name != "fresh":
+                expiries = state.expiries + (state.name == "leased")
+                last = state.deliveries + 1 >= MAX_DELIVERIES
+                if expiries >= EXPIRIES_BEFORE_ALONE or (expiries and last):
+                    if not handed:
+                        return [offset]
+                    continue
+            handed.append(offset)
+            keys.add(message.key)
+        return handed
 
-    def available(self, now: int) -> list[int]:
-        return [
-            offset
-            for offset, (state, until, _) in sorted(self.states.items())
-            if state == "fresh" or (state in {"leased", "free"} and until <= now)
-        ]
+    def _candidates(self, now: int) -> list[int]:
+        found: list[tuple[int, int, int, int]] = []
+        for offset, state in self.states.items():
+            lane, due, _ = self.messages[offset].spot
+            rank = 0 if self.by_key else -(lane % DELAYED)
+            if state.name in {"leased", "free"} and state.until <= now and state.deliveries < MAX_DELIVERIES:
+                found.append((rank, 0, 0, offset))
+            elif state.name == "held":
+                found.append((rank, 0, 0, offset))
+            elif state.name == "fresh" and offset not in self.cancelled and lane >= DELAYED and due <= now:
+                found.append((rank, 100 - lane if self.by_key else 1, due, offset))
+            elif state.name == "fresh" and lane < DELAYED:
+                found.append((rank, 200, 0, offset))
+        return [offset for *_, offset in sorted(found)]
+
+    def _has_expired(self, offset: int, now: int) -> bool:
+        expires = self.messages[offset].expires_at_ms
+        return expires is not None and expires <= now
+
+    def _has_turn(self, offset: int, keys: set[int], now: int) -> bool:
+        key = self.messages[offset].key
+        others = {
+            o: s
+            for o, s in self.states.items()
+            if o != offset and self.messages[o].key == key and s.name in {"leased", "free", "held"}
+        }
+        if self.states[offset].name == "fresh":
+            return not others and key not in keys
+        is_out = any(s.name == "leased" and s.until > now for s in others.values())
+        return key not in keys and not is_out and all(o > offset for o in others)
 
 
 @settings(max_examples=300, deadline=None)
-@given(STEPS)
-def test_the_fold_agrees_with_a_dictionary_of_messages(steps):
-    group, model, now = GroupDelivery(GroupFold("g", 0, 0, [])), Model(), 0
+@given(STEPS, st.booleans())
+def test_the_fold_agrees_with_a_dictionary_of_messages(steps, by_key):
+    group, supply, model = GroupDelivery(GroupFold("g", 0, 0, [])), ListSupply(by_key=by_key), Model(by_key=by_key)
+    now = 1_000
     for verb, size, pick in steps:
-        offset = pick % max(1, model.end)
-        if verb == "append":
-            model.append(size)
-        elif verb == "wait":
+        end = len(supply.messages)
+        offset = pick % max(1, end)
+        targets = range(offset, min(end, offset + size))
+        if verb == "wait":
             now += size * 7
-        elif verb == "receive":
-            receive(group, model, now, size)
         elif verb == "snapshot":
             group = GroupDelivery(group.snapshot())
-        elif verb == "purge":
-            group.purge(offset)
-            for gone in range(offset):
-                model.states[gone] = ("done", 0, 0)
+        elif verb == "cancel":
+            waiting = [o for o, s in model.states.items() if s.name == "fresh" and supply.messages[o].spot[1] > now]
+            model.cancelled |= set(waiting[: size // 2])
+        elif verb in {"append", "priority", "delay", "expire"}:
+            more = {
+                "append": {"key": pick % 3},
+                "priority": {"priority": pick % 32, "key": pick % 2},
+                "delay": {"deliver_at_ms": now + pick, "priority": size % 2, "key": pick % 3},
+                "expire": {"expires_at_ms": now + pick},
+            }[verb]
+            model.add(supply.add(size, appended_at_ms=now, **more))
+        elif verb == "receive":
+            receive(group, supply, model, now, size)
+        elif verb == "sweep":
+            receive(group, supply, model, now, 0)
         else:
-            settle(group, model, verb, range(offset, min(model.end, offset + size)), now, size)
+            change(group, model, verb, targets, now, size)
         check(group, model, now)
 
 
-def receive(group: GroupDelivery, model: Model, now: int, size: int) -> None:
-    plan = group.plan(now, size)
-    ranges = [(span.start, span.end, span.deliveries + 1) for span in plan.returned]
-    fresh_end = min(model.end, plan.fresh_from + plan.fresh_max)
-    if fresh_end > plan.fresh_from:
-        ranges.append((plan.fresh_from, fresh_end, 1))
-    handed = [offset for start, end, _ in ranges for offset in range(start, end)]
-    assert len(handed) <= size
-    assert set(handed) <= set(model.available(now)), "only what is free is handed out"
-    assert handed or not model.available(now), "something free is never withheld"
-    if ranges:
-        group.apply(Grant(tuple(ranges), max(group.next, fresh_end), now, now + 30))
+def receive(group: GroupDelivery, supply: ListSupply, model: Model, now: int, size: int) -> None:
+    expected = model.expect(now, size) if size else []
+    cancelled = frozenset(model.cancelled)
+    choice = chosen(group, supply, now, size, max_deliveries=MAX_DELIVERIES, cancelled=cancelled)
+    handed = offsets_of(choice)
+    assert handed == expected
+    granted(group, choice, now, now + LEASE_MS)
     for offset in handed:
-        model.states[offset] = ("leased", now + 30, model.states[offset][2] + 1)
+        state = model.states[offset]
+        expiries = state.expiries + (state.name == "leased")
+        model.states[offset] = State("leased", now + LEASE_MS, state.deliveries + 1, expiries)
+    for offset in (o for start, end, _ in choice.held for o in range(start, end)):
+        assert model.by_key and model.states[offset].name == "fresh"
+        model.states[offset] = State("held")
+    for offset in (o for start, end in choice.gone for o in range(start, end)):
+        assert model._has_expired(offset, now) and model.states[offset].name in {"leased", "free", "held"}
+        model.states[offset] = State("gone")
+    for offset, state in model.states.items():
+        if state.name == "fresh" and group.has_passed(model.messages[offset].spot):
+            assert model._has_expired(offset, now) or offset in model.cancelled, "nothing is passed over but these"
+            model.states[offset] = State("gone")
 
 
-def settle(group: GroupDelivery, model: Model, verb: str, offsets: range, now: int, size: int) -> None:
-    leased = [offset for offset in offsets if model.states[offset][0] == "leased"]
-    assert leased == [o for o in offsets if group.holds(o, model.states[o][2])]
-    ranges = ranges_of(leased)
-    if not ranges:
-        return
-    if verb == "ack":
-        group.apply(Ack(ranges, now))
-    elif verb == "nack":
-        group.apply(Nack(tuple((start, end, now + size) for start, end in ranges), now))
-    else:
-        group.apply(Extend(ranges, now + 50, now))
-    for offset in leased:
-        deliveries = model.states[offset][2]
-        model.states[offset] = {
-            "ack": ("done", 0, 0),
-            "nack": ("free", now + size, deliveries),
-            "extend": ("leased", now + 50, deliveries),
-        }[verb]
+def change(group: GroupDelivery, model: Model, verb: str, targets: range, now: int, size: int) -> None:
+    leased = [o for o in targets if model.states[o].name == "leased"]
+    assert leased == [o for o in targets if group.holds(o, model.states[o].deliveries)]
+    dead = [o for o, state in model.states.items() if state.name == "dead"][:size]
+    if verb == "purge":
+        group.purge(targets.start)
+        for offset in range(targets.start):
+            model.states[offset] = State("done")
+    elif verb == "ack" and leased:
+        group.apply(Ack(ranges_of(leased), now), 1)
+        _set(model, leased, State("done"))
+    elif verb == "ack_unseen":
+        unseen = [o for o in targets if model.states[o].name == "fresh"]
+        group.apply(Ack((), now, tuple(model.messages[o].spot for o in unseen)), 1)
+        _set(model, unseen, State("done"))
+    elif verb == "nack" and leased:
+        group.apply(Nack(tuple((start, end, now + size) for start, end in ranges_of(leased)), now), 1)
+        for offset in leased:
+            state = model.states[offset]
+            model.states[offset] = State("free", now + size, state.deliveries, state.expiries)
+    elif verb == "extend" and leased:
+        group.apply(Extend(ranges_of(leased), now + 50, now), 1)
+        for offset in leased:
+            model.states[offset].until = now + 50
+    elif verb == "give_up":
+        overdue = group.overdue(now, MAX_DELIVERIES, size)
+        found = [o for start, end, _ in overdue for o in range(start, end)]
+        waiting = [
+            o
+            for o, s in model.states.items()
+            if s.name in {"leased", "free"} and s.until <= now and s.deliveries >= MAX_DELIVERIES
+        ]
+        assert set(found) <= set(waiting)
+        assert len(found) == min(size, len(waiting))
+        if found:
+            group.apply(Dead(tuple(overdue), now, "x"), 1)
+            _set(model, found, State("dead"))
+            assert group.ackable(found, 1_000, now)[0] == [False] * len(found), "a dead message's receipts are stale"
+    elif verb == "redrive" and dead:
+        group.apply(Redrive(tuple((start, end, now) for start, end in ranges_of(dead)), now), 1)
+        _set(model, dead, State("free", now))
+    elif verb == "drop" and dead:
+        group.apply(Drop(ranges_of(dead), now), 1)
+        _set(model, dead, State("done"))
+
+
+def _set(model: Model, offsets: list[int], state: State) -> None:
+    for offset in offsets:
+        model.states[offset] = State(state.name, state.until)
 
 
 def check(group: GroupDelivery, model: Model, now: int) -> None:
-    unfinished = {o: s for o, s in model.states.items() if s[0] in {"leased", "free"}}
+    unfinished = {o: s for o, s in model.states.items() if s.name in {"leased", "free", "held"}}
     seen = {o: span for span in group.spans() for o in range(span.start, span.end)}
     assert seen.keys() == unfinished.keys()
-    for offset, (state, until, deliveries) in unfinished.items():
+    for offset, state in unfinished.items():
         span = seen[offset]
-        assert (span.leased, span.available_at_ms, span.deliveries) == (state == "leased", until, deliveries)
+        until = HELD_MS if state.name == "held" else state.until
+        assert (span.leased, span.available_at_ms, span.deliveries) == (state.name == "leased", until, state.deliveries)
     assert group.outstanding == len(unfinished)
-    waits = [until for _, until, _ in unfinished.values()]
+    assert group.held == sum(state.name == "held" for state in unfinished.values())
+    dead = {o for each in group.dead for o in range(each.start, each.end)}
+    assert dead == {o for o, s in model.states.items() if s.name == "dead"}
+    for offset, state in model.states.items():
+        if state.name == "fresh":
+            assert not group.has_passed(model.messages[offset].spot) and not group.is_ahead(offset)
+    waits = [s.until for s in unfinished.values() if s.name != "held"]
     assert group.has_returned(now) == any(until <= now for until in waits)
