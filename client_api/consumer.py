@@ -18,7 +18,7 @@ from typing import Literal, Self
 import msgspec
 
 from portalmq import wire
-from portalmq.commit import Output, commit_receipts, place_of
+from portalmq.commit import Output, commit_receipts
 from portalmq.errors import PortalMQError
 from portalmq.lease import Leases, Verb
 from portalmq.message import Message, message_from_wire
@@ -219,10 +219,9 @@ class Consumer:
         again unless the commit was done.
         """
         given = [messages] if isinstance(messages, Message) else list(messages)
-        ordered = list(outputs)
-        place_of(given)
+        # Before anything can fail: going on after an error must not ack what has no outputs.
         self._leases.withdraw([message.receipt for message in given if message.receipt is not None])
-        return commit_receipts(self._settling, self.group, given, ordered)
+        return commit_receipts(self._settling, self.group, given, outputs)
 
     def _settle(self, verb: Verb, messages: Message | Iterable[Message], options: dict[str, object]) -> None:
         given = [messages] if isinstance(messages, Message) else list(messages)

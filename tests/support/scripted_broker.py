@@ -103,6 +103,7 @@ class ScriptedBroker:
         self.stamps: dict[tuple[str, int, int, int], tuple[int, int]] = {}
         self.leased: dict[str, tuple[str, int, int]] = {}
         self.attempts: dict[str, list[wire.PackMessageOut]] = {}
+        self.commits: dict[frozenset[str], wire.Committed] = {}
         self.done: set[tuple[str, int, int]] = set()
         self.deliveries: dict[tuple[str, int, int], int] = defaultdict(int)
         self.changed = threading.Condition()
@@ -189,6 +190,8 @@ class ScriptedBroker:
                     return Reply(body=b"{}")
                 case "POST", "groups", _, "receive":
                     return self._receive(call)
+                case "POST", "groups", _, "commit":
+                    return self._commit(call)
                 case "POST", "groups", _, verb:
                     return self._settle(verb, call)
             return problem(ERRORS_BY_CODE["not_found"](call.path))
@@ -267,6 +270,18 @@ class ScriptedBroker:
                         )
                     )  # fmt: skip
         return messages
+
+    def _commit(self, call: Call) -> Reply:
+        commit = msgspec.msgpack.decode(call.body, type=wire.PackCommit)
+        shown = frozenset(commit.ack or [])
+        if shown not in self.commits:
+            if not all(receipt in self.leased for receipt in shown):
+                raise ERRORS_BY_CODE["stale_receipt"]("stale")
+            self.done.update(self.leased.pop(receipt) for receipt in shown)
+            for output in commit.publish:
+                self.topics.setdefault(output.topic, [[]])[0].append(output)
+            self.commits[shown] = wire.Committed(len(shown), len(commit.publish), f"0-{len(self.commits)}")
+        return Reply(body=msgspec.msgpack.encode(self.commits[shown]), content_type=wire.BATCH_MSGPACK)
 
     def _settle(self, verb: str, call: Call) -> Reply:
         results = [

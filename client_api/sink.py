@@ -1,0 +1,223 @@
+"""Effect and place in one transaction: for sinks that are a database of their own.
+
+A message may be delivered twice. Where its effect is a row in a database, the way out is to write beside the row, in
+the same transaction, that the message is handled: then a second delivery finds that, and does nothing.
+
+    with TransactionalSink(connection, group="billing") as sink:
+        for message in consumer:
+            with sink.handle(message) as cursor:
+                if cursor is not None:
+                    cursor.execute("INSERT INTO bills …", …)
+
+Works with any DB-API 2.0 connection (PEP 249) whose paramstyle is qmark, format, pyformat, numeric or named, and whose
+database knows ON CONFLICT (SQLite 3.24, PostgreSQL 9.5) and runs a transaction by itself until commit().
+
+    portalmq_handled   a row for each message that a queue group has handled: (consumer_group, topic, partition,
+                       message_offset, timestamp_ms), and when that was
+    portalmq_places    of a stream group: (consumer_group, topic, partition) -> next_offset; all below is handled
+
+Of handled messages the newest 200,000 rows of each partition are kept, by the time at which they were handled: one that
+was not acked comes again before so many others are handled.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Literal, Protocol, Self
+
+from portalmq.message import Message
+
+HANDLED_KEPT = 200_000
+# Old rows are looked for once for so many messages.
+PRUNED_EVERY = 1_000
+PARAMETERS_MAX = 6
+
+ParamStyle = Literal["qmark", "format", "pyformat", "numeric", "named"]
+
+_TABLES = (
+    """CREATE TABLE IF NOT EXISTS portalmq_handled (
+        consumer_group VARCHAR(190) NOT NULL, topic VARCHAR(190) NOT NULL, partition INTEGER NOT NULL,
+        message_offset BIGINT NOT NULL, timestamp_ms BIGINT NOT NULL, handled_us BIGINT NOT NULL,
+        PRIMARY KEY (consumer_group, topic, partition, message_offset, timestamp_ms))""",
+    """CREATE INDEX IF NOT EXISTS portalmq_handled_in_order
+        ON portalmq_handled (consumer_group, topic, partition, handled_us)""",
+    """CREATE TABLE IF NOT EXISTS portalmq_places (
+        consumer_group VARCHAR(190) NOT NULL, topic VARCHAR(190) NOT NULL, partition INTEGER NOT NULL,
+        next_offset BIGINT NOT NULL, PRIMARY KEY (consumer_group, topic, partition))""",
+)
+# The time of the message is part of its name: a topic that was deleted and made anew has the same offsets again.
+_CLAIM = (
+    "INSERT INTO portalmq_handled (consumer_group, topic, partition, message_offset, timestamp_ms, handled_us)"
+    " VALUES ({0}, {1}, {2}, {3}, {4}, {5}) ON CONFLICT DO NOTHING"
+)
+_OLDEST_KEPT = (
+    "SELECT handled_us FROM portalmq_handled WHERE consumer_group = {0} AND topic = {1} AND partition = {2}"
+    " ORDER BY handled_us DESC LIMIT 1 OFFSET {3}"
+)
+_PRUNE = (
+    "DELETE FROM portalmq_handled WHERE consumer_group = {0} AND topic = {1} AND partition = {2} AND handled_us <= {3}"
+)
+_FORGET_HANDLED = "DELETE FROM portalmq_handled WHERE consumer_group = {0} AND topic = {1}"
+_FORGET_PLACES = "DELETE FROM portalmq_places WHERE consumer_group = {0} AND topic = {1}"
+# Only ever forward: whoever is behind the place, a member that was given up perhaps, changes no row.
+_ADVANCE = (
+    "INSERT INTO portalmq_places (consumer_group, topic, partition, next_offset) VALUES ({0}, {1}, {2}, {3})"
+    " ON CONFLICT (consumer_group, topic, partition) DO UPDATE SET next_offset = excluded.next_offset"
+    " WHERE portalmq_places.next_offset < excluded.next_offset"
+)
+_PLACE = "SELECT next_offset FROM portalmq_places WHERE consumer_group = {0} AND topic = {1} AND partition = {2}"
+
+
+class Cursor(Protocol):
+    """What is used of a DB-API cursor; `rowcount` tells how many rows the last statement changed."""
+
+    @property
+    def rowcount(self) -> int: ...
+    def execute(self, statement: str, parameters: Any = ..., /) -> Any: ...
+    def fetchone(self) -> Any: ...
+    def close(self) -> Any: ...
+
+
+class Connection(Protocol):
+    def cursor(self) -> Any: ...
+    def commit(self) -> Any: ...
+    def rollback(self) -> Any: ...
+
+
+class TransactionalSink:
+    """Runs the effect of each message once, in one transaction with the note that it ran. For one thread at a time, and
+    a connection that nobody else has a transaction open on."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        *,
+        group: str = "default",
+        mode: Literal["queue", "stream"] = "queue",
+        paramstyle: ParamStyle | None = None,
+        handled_kept: int = HANDLED_KEPT,
+    ) -> None:
+        """`mode` is that of the group: a stream group reads each partition in order, so that one number a partition
+        says what is handled; a queue group notes each message. `paramstyle` is found out by the connection's module
+        when it is not given."""
+        if handled_kept < 1:
+            raise ValueError(f"handled_kept={handled_kept} must be at least 1")
+        self.group = group
+        self._connection = connection
+        self._mode = mode
+        style = paramstyle or _paramstyle_of(connection)
+        self._claim, self._oldest_kept, self._prune = (
+            _Statement(text, style) for text in (_CLAIM, _OLDEST_KEPT, _PRUNE)
+        )
+        self._advance, self._place = _Statement(_ADVANCE, style), _Statement(_PLACE, style)
+        self._forget = [_Statement(text, style) for text in (_FORGET_HANDLED, _FORGET_PLACES)]
+        self._kept = handled_kept
+        self._since_pruned: dict[tuple[str, int], int] = {}
+        cursor = connection.cursor()
+        for table in _TABLES:
+            cursor.execute(table)
+        cursor.close()
+        connection.commit()
+
+    @contextmanager
+    def handle(self, message: Message) -> Iterator[Any]:
+        """A cursor for the effect of `message`, or None when it was handled before. What it wrote is committed with the
+        note at the end, and rolled back, note and all, when the body raises.
+
+        Ack (or commit the offset of) the message after this block: then a crash in between costs a second delivery,
+        which does nothing.
+        """
+        cursor: Cursor = self._connection.cursor()
+        try:
+            is_new = self._note(cursor, message)
+            yield cursor if is_new else None
+            self._connection.commit()
+        except BaseException:
+            self._connection.rollback()
+            raise
+        finally:
+            cursor.close()
+
+    def next_offset(self, topic: str, partition: int) -> int | None:
+        """Of a stream group: where to go on, None when nothing was handled yet."""
+        cursor: Cursor = self._connection.cursor()
+        try:
+            cursor.execute(*self._place(self.group, topic, partition))
+            row = cursor.fetchone()
+            return None if row is None else int(row[0])
+        finally:
+            cursor.close()
+            self._connection.rollback()
+
+    def forget(self, topic: str) -> None:
+        """Forget what was handled of a topic: it was deleted, or is to be handled once more from its beginning."""
+        cursor: Cursor = self._connection.cursor()
+        for statement in self._forget:
+            cursor.execute(*statement(self.group, topic))
+        cursor.close()
+        self._connection.commit()
+
+    def _note(self, cursor: Cursor, message: Message) -> bool:
+        """Write that the message is handled. False: it was. The row is locked from here on, so that of two who handle
+        one message at the same time the second waits, and finds that it is done."""
+        place = (self.group, message.topic, message.partition)
+        if self._mode == "stream":
+            cursor.execute(*self._advance(*place, message.offset + 1))
+            return cursor.rowcount == 1
+        cursor.execute(*self._claim(*place, message.offset, message.timestamp_ms, time.time_ns() // 1000))
+        is_new = cursor.rowcount == 1
+        since = self._since_pruned.get(place[1:], 0) + 1
+        if since >= PRUNED_EVERY:
+            since = 0
+            cursor.execute(*self._oldest_kept(*place, self._kept))
+            if (row := cursor.fetchone()) is not None:
+                cursor.execute(*self._prune(*place, row[0]))
+        self._since_pruned[place[1:]] = since
+        return is_new
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, fault: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """The connection stays open: it is the caller's."""
+
+
+class _Statement:
+    """A statement in the driver's way of writing parameters (PEP 249)."""
+
+    def __init__(self, text: str, style: ParamStyle) -> None:
+        marks = {
+            "qmark": ["?"] * PARAMETERS_MAX,
+            "format": ["%s"] * PARAMETERS_MAX,
+            "pyformat": [f"%(p{number})s" for number in range(PARAMETERS_MAX)],
+            "numeric": [f":{number + 1}" for number in range(PARAMETERS_MAX)],
+            "named": [f":p{number}" for number in range(PARAMETERS_MAX)],
+        }
+        if style not in marks:
+            raise ValueError(f"paramstyle={style!r}: use one of {', '.join(marks)}")
+        self._text = text.format(*marks[style])
+        self._by_name = style in {"pyformat", "named"}
+
+    def __call__(self, *values: str | int) -> tuple[str, Any]:
+        if self._by_name:
+            return self._text, {f"p{number}": value for number, value in enumerate(values)}
+        return self._text, values
+
+
+def _paramstyle_of(connection: Connection) -> ParamStyle:
+    """The paramstyle that the connection's driver says it has."""
+    module = type(connection).__module__
+    while module:
+        style = getattr(sys.modules.get(module), "paramstyle", None)
+        if isinstance(style, str):
+            return style  # type: ignore[return-value]
+        module = module.rpartition(".")[0]
+    raise ValueError(
+        f"{type(connection).__module__} does not say its paramstyle: give paramstyle='qmark', for instance"
+    )
