@@ -1,7 +1,7 @@
 """A queue group on one partition: who holds which message until when, and what is done.
 
 The state is a fold over the partition's log: `apply` is its only door, and takes the records of records.py. Decisions
-(choice.py, `ackable`, ...) only read; the shell turns a decision into a record, applies it and appends it to the log. On
+(choice.py, `ackable`) only read; the shell turns a decision into a record, applies it and appends it to the log. On
 the leader the fold therefore runs over all that was appended, ahead of the high watermark: two consumers must not get
 one message while the first one's grant is on its way to the disk. That is safe because nothing is *answered* before
 its record is committed, and because a leader that steps down throws this object away and folds the log anew.
@@ -369,7 +369,7 @@ class GroupDelivery:
             if span is None:
                 verdicts.append(not self.is_dead(offset))
                 if verdicts[-1]:
-                    # Done, or its grant is lost. Its lane may be one that no cursor is known of, so `next` says nothing.
+                    # Done, or its grant is lost: `next` says nothing of other lanes, and their cursors may be lost too.
                     unfinished.append(offset)
                 continue
             good = span.deliveries <= delivery or not (span.leased and span.available_at_ms > now_ms)

@@ -21,8 +21,8 @@ class ProducerFold(msgspec.Struct, array_like=True):
 class SpanFold(msgspec.Struct, array_like=True, gc=False):
     """Messages [start, end) of a group that were handed out and are not done, all in the same state.
 
-    `available_at_ms` ends the lease, or the back-off after a nack; HELD_MS says that the message waits for an earlier
-    one of its key. Invariant: start < end, deliveries >= 0.
+    `available_at_ms` ends the lease, or the back-off after a nack, that began at `granted_at_ms`; HELD_MS says that
+    the message waits for an earlier one of its key. Invariant: start < end, deliveries >= 0.
     """
 
     start: int

@@ -72,7 +72,7 @@ class Coordinating:
             held = tree.group.coordinator if tree.group is not None else None
             registered = tree.brokers.get(held[0]) if held is not None else None
             is_there = registered is not None and held is not None and registered[0].incarnation == held[1]
-            suspects = not self.world.faults.stopped and self.world.chance(self.world.options.groups.takeover)
+            suspects = not self.world.faults.stopped and self.world.chance(self.world.groups.takeover)
             if held is not None and is_there and held != self._me and not suspects:
                 back(Elsewhere(held[0]))
                 return
@@ -86,7 +86,7 @@ class Coordinating:
             case "leave":
                 self._step(core.Leave(back, *content))
             case "seek":
-                self._step(core.SeekRequested(Seeking(self.world.options.groups.streams), TOPIC))
+                self._step(core.SeekRequested(Seeking(self.world.groups.streams), TOPIC))
                 back(None)
 
     @property
@@ -97,7 +97,7 @@ class Coordinating:
         self.world.count("coordinator")
         self.world.note(self.node.id, "begins to coordinate")
         self.core = GroupMembership("stream", self._me)
-        self._step(core.TopicsChanged({TOPIC: core.Topic("id", self.world.options.groups.streams)}))
+        self._step(core.TopicsChanged({TOPIC: core.Topic("id", self.world.groups.streams)}))
         self._read(self.core)
 
     def rang(self, tree: Tree) -> None:
@@ -198,8 +198,9 @@ class Coordinating:
             if seeking.left == 0:
                 self._step(core.SeekDone(TOPIC), of)
 
-        for number in range(self.world.options.groups.streams):
-            self._call("stream.seek", (name_of((TOPIC, number)), generation), done)
+        for number in range(self.world.groups.streams):
+            offset = self.world.random.randint(0, self.world.checker.high_watermark)
+            self._call("stream.seek", (name_of((TOPIC, number)), generation, offset), done)
 
     # --- calls to the leader -----------------------------------------------------------------------------------------
 
@@ -243,5 +244,3 @@ def _told(action: core.Action) -> str:
             return f"refuse ({action.error.code})"
         case _:
             return type(action).__name__
-
-

@@ -19,8 +19,8 @@ from simulation.queue_desk import QueueDesk
 from simulation.stream_desk import StreamDesk
 from simulation.submission import Submission
 
-from portalmq.broker.core.fold import PartitionFold, decode_fold, encode_fold
 from portalmq.broker.core.choice import NEVER_MS
+from portalmq.broker.core.fold import PartitionFold, decode_fold, encode_fold
 from portalmq.broker.core.records import Cancel, GroupEnd, GroupRecord
 from portalmq.broker.folding import GroupsFold
 from portalmq.errors import NotLeader, PortalMQError, Unavailable

@@ -22,8 +22,8 @@ from portalmq.broker.core.producers import Producers
 @dataclass(slots=True, eq=False)
 class Batch:
     """A batch as it was made, once; replicas share the object. `uid` stands for its payload, `parent` is the uid of
-    what stood before it in the log it was made for, 0 at the very beginning. `mail` are its messages, or `control` is the
-    record that it is; `state` the groups' part of a STATE record, encoded."""
+    what stood before it in the log it was made for, 0 at the very beginning. `mail` are its messages, or `control` is
+    the record that it is; `state` the groups' part of a STATE record, encoded."""
 
     head: BatchHead
     uid: int

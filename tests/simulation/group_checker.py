@@ -73,6 +73,7 @@ class GroupChecker:
     def _take(self, queue: QueueModel, control: Control, batch: Batch, leader_epoch: int) -> None:
         queue.take(control, batch)
         self._finals[control.group].update(dict.fromkeys(queue.finals, leader_epoch))
+
     # --- what a leader decides ---------------------------------------------------------------------------------------
 
     def appended(self, desk: Desk, control: Control) -> None:
@@ -129,10 +130,12 @@ class GroupChecker:
         letter = self.letters[offset]
         is_delayed = model.spot(offset, letter)[0] >= DELAYED
         for other, its in self.letters.items():
-            if its.mail.key != letter.mail.key or other == offset or other < model.start:
+            if its.mail.key != letter.mail.key or other == offset or other < max(model.start, desk.shell.disk.start):
                 continue
             if other in live and live[other][0] > desk.node.now_ms:
-                self.fail("I12", "{}: message {} is handed out while {} of its key is", model.config.name, offset, other)
+                self.fail(
+                    "I12", "{}: message {} is handed out while {} of its key is", model.config.name, offset, other
+                )
             if other > offset or model.is_done(other) or its.mail.has_expired(desk.node.wall_ms):
                 continue
             waits_for = model.state.get(other) == "out" or not (is_delayed or model.spot(other, its)[0] >= DELAYED)
@@ -166,9 +169,7 @@ class GroupChecker:
 
     # --- what clients are told ---------------------------------------------------------------------------------------
 
-    def settled(
-        self, group: str, receipts: list[Receipt], verdicts: list[bool], *, by_commit: bool = False
-    ) -> None:
+    def settled(self, group: str, receipts: list[Receipt], verdicts: list[bool], *, by_commit: bool = False) -> None:
         """A client is told that its acks stand. An ack of what has expired meanwhile is as good, a commit is not."""
         model = self.queues[group]
         good_states = ("acked",) if by_commit else ("acked", "expired", "dropped")
@@ -245,9 +246,11 @@ class GroupChecker:
             if not queue.has_begun:
                 return f"{name} has not begun"
             for offset, letter in self.letters.items():
-                if queue.start <= offset < upto and not queue.is_done(offset):
-                    if (letter.mail.deliver_at_ms or 0) <= wall_ms + 1_000:
-                        return f"{name}: message {offset} is {queue.state.get(offset, 'fresh')}"
+                if offset in queue.redriven and offset < desk.shell.disk.start:
+                    continue  # the dead do not keep retention from their messages
+                is_due = (letter.mail.deliver_at_ms or 0) <= wall_ms + 1_000
+                if is_due and queue.start <= offset < upto and not queue.is_done(offset):
+                    return f"{name}: message {offset} is {queue.state.get(offset, 'fresh')}"
         last = max((offset for offset in self.letters if offset < upto), default=-1)
         late = [name for name, stream in self.streams.items() if stream.committed <= last]
         if late and self.world.members:

@@ -31,7 +31,9 @@ class Caller:
 
     def leader(self) -> int:
         leader = self.world.zookeeper.tree.partition.leader
-        return leader if leader is not None and not self.world.chance(0.05) else self.world.random.choice(self.world.ids)
+        return (
+            leader if leader is not None and not self.world.chance(0.05) else self.world.random.choice(self.world.ids)
+        )
 
     def call(self, target: int, name: str, content: tuple[Any, ...], then: Callable[[Any], None]) -> None:
         is_open = [True]
@@ -134,7 +136,9 @@ class QueueConsumer(Caller):
             self._rest()
 
         outputs = self.world.random.randint(0, 2)
-        self.call_until_known("queue.commit", (self.group, receipts, f"call {self.world.next_uid()}", outputs), answered)
+        self.call_until_known(
+            "queue.commit", (self.group, receipts, f"call {self.world.next_uid()}", outputs), answered
+        )
 
     def _done(self, result: Any) -> None:
         self._rest()

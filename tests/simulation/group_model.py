@@ -67,6 +67,7 @@ class QueueModel:
         self.leases: dict[int, Lease] = {}
         self.handed: set[int] = set()  # by whatever leader, committed or not
         self.calls: set[str] = set()
+        self.redriven: set[int] = set()
         self.finals: set[int] = set()  # acked or expired for good by the record that was taken last
         self._fresh: dict[int, list[tuple[int, int]]] = {}
         self._cursors: dict[int, tuple[int, int]] = {}
@@ -94,10 +95,6 @@ class QueueModel:
             self.fail("I12", "{}: message {} comes behind the cursor {} of lane {}, and will not be seen",
                       self.config.name, offset, self._cursors[lane], lane)  # fmt: skip
         insort(self._fresh.setdefault(lane, []), (due_ms, offset))
-
-    def dropped_below(self, offset: int) -> list[int]:
-        """Messages that are not done though retention has dropped them."""
-        return [at for at in self.letters if self.start <= at < offset and not self.is_done(at)]
 
     def is_done(self, offset: int) -> bool:
         state = self.state.get(offset, "fresh")
@@ -134,6 +131,7 @@ class QueueModel:
             case Redrive():
                 for offset in self._each(record.ranges, "dead", "redrive"):
                     self.state[offset] = "out"
+                    self.redriven.add(offset)
             case Drop():
                 for offset in self._each(record.ranges, "dead", "drop"):
                     self.state[offset] = "dropped"
@@ -268,6 +266,9 @@ class StreamModel:
                 if record.generation < self.generation:
                     self.fail("I11", "{}: sought in generation {} after {}", self.name, record.generation,
                               self.generation)  # fmt: skip
+                if record.generation in self.owners:
+                    # It came late, after the claim: whoever reads goes on where he is, and the seek is in vain.
+                    self.fetched.update(range(record.offset, self.committed))
                 self.generation, self.committed = record.generation, record.offset
 
     def _take_commit(self, commit: CommitOffset | Commit, control: Control) -> None:

@@ -313,9 +313,7 @@ class ReplicaShell:
 
     def submit(self, submission: Submission) -> None:
         is_control = submission.is_state or submission.control is not None
-        self.tell(
-            AppendRequested(submission, submission.count, submission.stamp, is_control, submission.not_before_ms)
-        )
+        self.tell(AppendRequested(submission, submission.count, submission.stamp, is_control, submission.not_before_ms))
 
     def _finish(self, submission: Submission, error: PortalMQError | None = None) -> None:
         if submission.done:

@@ -1,5 +1,5 @@
-"""Members of the stream group: they join, heartbeat, read and commit, leave, and sometimes go silent while they read on;
-then they come back under their name, or another client does."""
+"""Members of the stream group: they join, heartbeat, read, commit and leave, and sometimes go silent while they read
+on; then they come back under their name, or another client does."""
 
 from __future__ import annotations
 

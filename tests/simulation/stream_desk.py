@@ -62,16 +62,14 @@ class StreamDesk:
             member, generation, offset, self.desk.high_watermark
         ):
             ordered = tuple(Output("output", f"{call}/{number}") for number in range(outputs))
-            record = Commit(
-                commit_id, self.node.now_ms, ordered, offset=offset, member=member, generation=generation
-            )
+            record = Commit(commit_id, self.node.now_ms, ordered, offset=offset, member=member, generation=generation)
             self.desk.append(name, record)
         self.desk.wait_appended(lambda error: back(error or offset))
 
-    def seek(self, name: str, generation: int, back: Answer) -> None:
-        """Anywhere between the start of the log and its end; older generations are fenced."""
+    def seek(self, name: str, generation: int, offset: int, back: Answer) -> None:
+        """To there, as far as the log goes; older generations are fenced."""
         self._stream(name).check_claim(generation)
-        offset = self.world.random.randint(self.desk.shell.disk.start, self.desk.high_watermark)
+        offset = max(self.desk.shell.disk.start, min(offset, self.desk.high_watermark))
         self.desk.append(name, Seek(offset, generation, self.node.now_ms))
         self.desk.wait_appended(lambda error: back(error or offset))
 

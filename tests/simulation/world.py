@@ -77,7 +77,9 @@ class World:
         self.members: list[Member] = []
         if groups is not None:
             self.destination = Destination(self)
-            self.queue_consumers = [QueueConsumer(self, name) for name in self.queue_groups for _ in range(groups.consumers)]
+            self.queue_consumers = [
+                QueueConsumer(self, name) for name in self.queue_groups for _ in range(groups.consumers)
+            ]
             self.members += [Member(self, f"m{number}") for number in range(groups.members)]
             self.operator = Operator(self)
         if self.options.disaster:

@@ -254,6 +254,15 @@ def test_a_new_leader_shortens_leases_that_its_clock_would_prolong():
     assert group.next_wakeup_ms() == 600
 
 
+def test_a_new_leader_shortens_back_offs_that_its_clock_would_prolong():
+    """Found by the simulator: a clock that was an hour ahead kept a nacked message back for an hour."""
+    group = new_group()
+    grant(group, (0, 1, 1), now=0, lease=100)
+    group.apply(Nack(((0, 1, 1_000_300),), 1_000_000))
+    group.take_over(now_ms=500)
+    assert group.next_wakeup_ms() == 800
+
+
 def test_a_group_that_starts_again_forgets_everything():
     group = new_group()
     grant(group, (0, 10, 1), attempt_id="a")
