@@ -30,6 +30,7 @@ from portalmq.broker.cache import BatchCache
 from portalmq.broker.census import Census
 from portalmq.broker.clock import Clock
 from portalmq.broker.committing import Committing
+from portalmq.broker.compaction import Compacting
 from portalmq.broker.config import BrokerConfig, cluster_secret_in
 from portalmq.broker.coordinating import Coordinating
 from portalmq.broker.dead_letters import DeadLetters
@@ -70,6 +71,7 @@ log = logging.getLogger(__name__)
 CACHE_BYTES = 32 * 1024 * 1024
 SAVE_STATE_EVERY_S = 1.0
 RETAIN_EVERY_S = 10.0
+COMPACT_EVERY_S = 5.0
 REST_EVERY_S = 60.0
 GROUP_EXPIRY_MS = 7 * wire.DAY_MS
 # A replica that cannot be opened (a disk without room) holds up the others no longer than this.
@@ -153,6 +155,7 @@ class Broker:
         self.peers.on_trouble = lambda other, incarnation, refused: self.membership.suspect(
             other, incarnation, refused=refused
         )
+        self.compacting = Compacting(self)
         self.topics = Topics(
             self,
             catalog,
@@ -274,6 +277,7 @@ class Broker:
         self._upkeep = [
             gevent.spawn(self._every, SAVE_STATE_EVERY_S, self._save_state),
             gevent.spawn(self._every, RETAIN_EVERY_S, self._retain),
+            gevent.spawn(self._every, COMPACT_EVERY_S, self._compact),
             gevent.spawn(self._every, REST_EVERY_S, self._rest),
         ]
         self.streams.start()
@@ -329,6 +333,14 @@ class Broker:
                     partition.retain(config.retention_ms, config.retention_bytes, GROUP_EXPIRY_MS)
                 except PortalMQError as error:  # the others are not to wait for this one
                     log.warning("%s will be cleaned later: %s", partition, error)
+
+    def _compact(self) -> None:
+        for topic in tuple(self.topics):
+            for partition in tuple(topic.local.values()):
+                try:
+                    self.compacting.look_after(partition, keeps_last=topic.state.config.cleanup == "compact")
+                except PortalMQError as error:
+                    log.warning("%s will be compacted later: %s", partition, error)
 
     # --- other brokers -----------------------------------------------------------------------------------------------
 

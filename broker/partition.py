@@ -591,6 +591,10 @@ class Partition:
         unread_ms = self._uncommitted.first_message_ms()
         return wall_ms if unread_ms is None else min(wall_ms, unread_ms)
 
+    def forget_read(self) -> None:
+        """What was read before is not in the files any more as it was."""
+        self.host.cache.drop(self._cache_key)
+
     def check_offset(self, offset: int) -> None:
         """Raises OffsetOutOfRange, or Unavailable when the offset may yet be (KIP-207)."""
         if offset < self.log.log_start_offset:

@@ -278,6 +278,22 @@ class Log(ReadableLog):
 
     # --- compaction (see compaction.py) -----------------------------------------------------------------------------
 
+    @property
+    def sealed_upto(self) -> int:
+        """Below, all segments are sealed."""
+        upto = self.base_offset
+        for segment in self._segments:
+            if segment.base_offset not in self._sealed:
+                break
+            upto = segment.end_offset
+        return upto
+
+    def roll_below(self, upto: int) -> None:
+        """Starts a new segment when the active one begins below `upto`, so that it can be sealed."""
+        with self._change():
+            if self._active.base_offset < upto:
+                self._roll()
+
     def sealed_below(self, upto: int) -> list[SealedSegment] | None:
         """The manifest of the segments that begin below `upto`, oldest first; None while one of them is not sealed."""
         bases = [segment.base_offset for segment in self._segments if segment.base_offset < upto]

@@ -79,10 +79,24 @@ class ReadableLog(ABC):
         """The size of the databases, without the write-ahead log."""
         return sum(segment.bytes for segment in self._segments)
 
+    def bytes_from(self, offset: int) -> int:
+        """About how much of the size stands at `offset` and above."""
+        size = 0
+        for segment in self._segments:
+            if segment.end_offset > max(offset, segment.base_offset):
+                share = segment.end_offset - max(offset, segment.base_offset)
+                size += segment.bytes * share // (segment.end_offset - segment.base_offset)
+        return size
+
     @property
     def base_offset(self) -> int:
         """Where the oldest file begins: at or below the log start."""
         return self._segments[0].base_offset
+
+    @property
+    def active_base_offset(self) -> int:
+        """Where the file begins that is appended to."""
+        return self._active.base_offset
 
     @property
     def _active(self) -> Segment:
@@ -179,6 +193,11 @@ class ReadableLog(ABC):
             offset = self._log_start_offset
             segment = self._segments[self._position(offset)]
             return ReplicaStart(*self._used(segment).batch_start(offset))
+
+    def time_before(self, offset: int) -> int:
+        """When the last batch below the one at `offset` was appended."""
+        with self._read():
+            return self._used(self._segments[self._position(offset)]).batch_start(offset)[2]
 
     def messages_before(self, offset: int) -> int:
         """How many messages this partition holds, or held, below `offset` (any offset), without those that compaction
