@@ -29,22 +29,22 @@ RETRY_AFTER_S = 0.25
 
 
 class _Room:
-    """What was counted last. `left` may be used before the next count; None: no limit, as nobody reads."""
+    """What was counted last. `left` may be used before the next count."""
 
     __slots__ = ("counted_at_ms", "left", "pause_ms", "share")
 
     def __init__(self) -> None:
         self.share = 0
-        self.left: int | None = 0
+        self.left = 0
         self.counted_at_ms = -(1 << 62)
         self.pause_ms = 0.0
 
 
 class Backlog:
     """The room that is left on the partitions which this broker leads. `count(partition)` is what the slowest group
-    has not done, None without a group."""
+    has not done."""
 
-    def __init__(self, clock: Clock, count: Callable[[Partition], int | None] | None = None) -> None:
+    def __init__(self, clock: Clock, count: Callable[[Partition], int] | None = None) -> None:
         self._clock = clock
         self._count = count or (lambda partition: slowest(partition, clock))
         self._rooms: WeakKeyDictionary[Partition, _Room] = WeakKeyDictionary()
@@ -53,15 +53,13 @@ class Backlog:
         """Take room for messages that are about to be appended. Raises Backpressure when there is none, and
         MessageTooLarge for more than there could ever be room for. Does not switch greenlets."""
         limit = topic.state.config.max_backlog_messages
-        if limit is None:
+        if limit is None or not partition.delivery:
             return
         share = -(-limit // topic.state.partitions)
         room = self._rooms.get(partition)
         if room is None:
             room = self._rooms[partition] = _Room()
         self._recount(room, partition, share, messages)
-        if room.left is None:
-            return
         if messages <= room.left:
             room.left -= messages
             return
@@ -80,21 +78,18 @@ class Backlog:
 
     def _recount(self, room: _Room, partition: Partition, share: int, messages: int) -> None:
         now_ms = self._clock.now_ms()
-        is_full = room.left is not None and room.left < messages
-        every_ms = max(room.pause_ms, COUNT_FULL_EVERY_MS if is_full else COUNT_EVERY_MS)
+        every_ms = max(room.pause_ms, COUNT_FULL_EVERY_MS if room.left < messages else COUNT_EVERY_MS)
         if room.share == share and now_ms - room.counted_at_ms < every_ms:
             return
         began = perf_counter()
         waiting = self._count(partition)
         room.pause_ms = PAUSE_FACTOR * 1_000 * (perf_counter() - began)
         room.share, room.counted_at_ms = share, now_ms
-        room.left = None if waiting is None else max(0, share - waiting)
+        room.left = max(0, share - waiting)
 
 
-def slowest(partition: Partition, clock: Clock) -> int | None:
-    """What the slowest queue group has not done, with what is on its way to the disk; None without a group."""
-    if not partition.delivery:
-        return None
+def slowest(partition: Partition, clock: Clock) -> int:
+    """What the slowest queue group has not done, with what is on its way to the disk; 0 without a group."""
     counts = [counted(partition, group, clock) for group in tuple(partition.delivery)]
     unread = partition.messages_next - partition.log.messages_before(partition.high_watermark)
-    return unread + max(each["lag"] + each["dead"] for each in counts)
+    return max([unread + each["lag"] + each["dead"] for each in counts], default=0)

@@ -68,6 +68,13 @@ def test_without_a_group_there_is_no_limit(fixture):
     send(fixture, 10)
 
 
+def test_a_group_that_begins_counts_at_once(fixture):
+    limit(fixture, 3)
+    send(fixture, 5)
+    receive(fixture, 1)
+    assert is_full(fixture)
+
+
 def test_over_the_limit_is_refused_until_messages_are_acked(fixture):
     limit(fixture, 5)
     begin(fixture)
@@ -192,6 +199,7 @@ class Counts:
 
 def test_the_room_that_was_counted_is_used_up_before_it_is_counted_again(fixture):
     limit(fixture, 1_000)
+    begin(fixture)
     topic, clock, counts = fixture.broker.topics.get("t"), HandClock(), Counts(0)
     backlog, partition = Backlog(clock, counts), topic.partition(0)
     for _ in range(100):
@@ -210,6 +218,7 @@ def test_the_room_that_was_counted_is_used_up_before_it_is_counted_again(fixture
 
 def test_a_count_that_takes_long_is_made_seldom(fixture, monkeypatch):
     limit(fixture, 10)
+    begin(fixture)
     topic, clock, counts = fixture.broker.topics.get("t"), HandClock(), Counts(10)
     backlog, partition = Backlog(clock, counts), topic.partition(0)
     seconds = iter(range(100))

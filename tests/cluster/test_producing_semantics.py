@@ -1,0 +1,241 @@
+"""What producers are promised, on real brokers: through a leader's death, and by way of any broker."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+import pytest
+from support.cluster import Cluster, wait_until
+
+from portalmq import wire
+from portalmq.connection import Answer
+
+pytestmark = pytest.mark.cluster
+
+FAR_MS = 3_600_000
+ATTEMPTS_WITHIN_S = 20
+
+
+def post(cluster: Cluster, broker_id: int, path: str, body: bytes, headers: dict[str, str] | None = None) -> Answer:
+    headers = {"Content-Type": "text/plain", **(headers or {})}
+    return cluster.brokers[broker_id].request("POST", path, body, headers, timeout_s=20)
+
+
+def patiently(ask, accepted: tuple[int, ...] = (200,)) -> Answer:
+    """Repeat while the answer says that a repeat may help, as a client does."""
+    deadline = time.monotonic() + ATTEMPTS_WITHIN_S
+    while True:
+        try:
+            answer = ask()
+        except OSError:
+            answer = None
+        if answer is not None and answer.status in accepted:
+            return answer
+        told = answer.json() if answer is not None else {"retryable": True}
+        assert told["retryable"], told
+        assert time.monotonic() < deadline, told
+        time.sleep(0.05)
+
+
+def values(cluster: Cluster, topic: str) -> list[str]:
+    answer = patiently(lambda: cluster.brokers[cluster.running[0]].request("GET", f"/v1/topics/{topic}/messages"))
+    return [message["value"] for message in answer.json()["messages"]]
+
+
+def stamped(
+    cluster: Cluster, broker_id: int, topic: str, partition: int, identity, sequence: int, value: str
+) -> Answer:
+    batch = {"messages": [{"value": value.encode()}], "producer": {**identity, "sequence": sequence}}
+    path = f"/v1/topics/{topic}/messages?partition={partition}"
+    return post(cluster, broker_id, path, msgspec.msgpack.encode(batch), {"Content-Type": wire.BATCH_MSGPACK})
+
+
+def named(cluster: Cluster, broker_id: int, name: str) -> dict[str, int]:
+    body = msgspec.json.encode({"name": name})
+    return patiently(lambda: post(cluster, broker_id, "/v1/producers", body, {"Content-Type": wire.JSON})).json()
+
+
+# --- Idempotency-Key -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("acks", ["all", "none"])
+def test_a_key_gets_its_first_answer_from_another_broker_and_after_the_leader_has_died(
+    cluster: Cluster, topic: str, acks: str
+):
+    cluster.admin().create_topic(topic, partitions=3)
+    cluster.wait_in_sync(topic)
+    path = f"/v1/topics/{topic}/messages"
+    headers = {"Idempotency-Key": f"order-{topic}", "PortalMQ-Delay-Ms": "1"}
+    post(cluster, 1, f"{path}?acks={acks}", b"mine", headers)
+    first = patiently(lambda: post(cluster, 2, path, b"mine", headers)).json()
+    assert patiently(lambda: post(cluster, 3, path, b"mine", headers)).json() == first
+    other = post(cluster, 2, path, b"another", headers)
+    assert (other.status, other.json()["code"]) == (422, "idempotency_key_reused")
+    leader = cluster.wait_for_leader(topic, first["partition"])
+    cluster.kill(leader)
+    survivor, bystander = cluster.running
+    assert patiently(lambda: post(cluster, survivor, path, b"mine", headers)).json() == first
+    for elsewhere in ({"PortalMQ-Key": "k"}, {"PortalMQ-Delay-Ms": "2"}):
+        reused = patiently(
+            lambda extra=elsewhere: post(cluster, bystander, path, b"mine", {**headers, **extra}), (422,)
+        )
+        assert reused.json()["outcome"] == "not_applied"
+    assert values(cluster, topic) == ["mine"]
+
+
+def test_a_key_that_many_send_at_once_to_all_brokers_while_the_leader_dies_is_one_message(cluster: Cluster, topic: str):
+    cluster.admin().create_topic(topic, partitions=3)
+    cluster.wait_in_sync(topic)
+    path = f"/v1/topics/{topic}/messages"
+    keys = [f"{topic}-{number}" for number in range(60)]
+
+    def send(number: int) -> tuple[str, str]:
+        key = keys[number % len(keys)]
+        tries = iter(range(number, number + 10_000))
+
+        def one_of_them() -> Answer:
+            running = cluster.running
+            return post(cluster, running[next(tries) % len(running)], path, key.encode(), {"Idempotency-Key": key})
+
+        return key, patiently(one_of_them).json()["id"]
+
+    with ThreadPoolExecutor(8) as pool:
+        sending = [pool.submit(send, number) for number in range(4 * len(keys))]
+        wait_until(lambda: sum(each.done() for each in sending) > 40, "the first answers")
+        cluster.kill(cluster.wait_for_leader(topic, 0))
+        answers = {each.result(60) for each in sending}
+    assert len(answers) == len(keys), "each key has one answer"
+    assert sorted(values(cluster, topic)) == sorted(keys)
+
+
+# --- named producers -------------------------------------------------------------------------------------------------
+
+
+def test_a_zombie_is_fenced_on_every_partition_and_by_every_later_leader(cluster: Cluster, topic: str):
+    cluster.admin().create_topic(topic, partitions=3)
+    cluster.wait_in_sync(topic)
+    zombie = named(cluster, 1, topic)
+    assert stamped(cluster, 1, topic, 0, zombie, 0, "before").status == 200
+    heir = named(cluster, 2, topic)
+    assert (heir["id"], heir["epoch"]) == (zombie["id"], zombie["epoch"] + 1)
+    for partition in range(3):
+        for broker_id in cluster.running:
+            refused = stamped(cluster, broker_id, topic, partition, zombie, 1 - min(partition, 1), "late")
+            assert (refused.status, refused.json()["code"]) == (409, "fenced")
+    killed = cluster.wait_for_leader(topic, 1)
+    cluster.kill(killed)
+    cluster.wait_for_leader(topic, 1, other_than=killed)
+    refused = patiently(lambda: stamped(cluster, cluster.running[0], topic, 1, zombie, 0, "late"), (409,))
+    assert refused.json()["code"] == "fenced"
+    patiently(lambda: stamped(cluster, cluster.running[0], topic, 1, heir, 0, "after"))
+    assert sorted(values(cluster, topic)) == ["after", "before"]
+
+
+def test_a_broker_that_was_away_knows_who_was_fenced_meanwhile(cluster: Cluster, topic: str):
+    cluster.admin().create_topic(topic)
+    cluster.wait_in_sync(topic)
+    zombie = named(cluster, 1, topic)
+    leader = cluster.wait_for_leader(topic)
+    cluster.kill(leader)
+    cluster.wait_for_leader(topic, other_than=leader)
+    named(cluster, cluster.running[0], topic)
+    cluster.start(leader)
+    cluster.wait_in_sync(topic)
+    others = [broker_id for broker_id in cluster.running if broker_id != leader]
+    for other in others:
+        cluster.kill(other)
+        if len(cluster.running) > 1:
+            cluster.wait_for_leader(topic, other_than=other)
+            cluster.start(other)
+            cluster.wait_in_sync(topic)
+        if cluster.leader(topic) == leader:
+            break
+    refused = patiently(lambda: stamped(cluster, leader, topic, 0, zombie, 0, "late"), (409,))
+    assert refused.json()["code"] == "fenced"
+    assert values(cluster, topic) == []
+
+
+def test_a_paused_broker_is_waited_for_and_never_takes_what_is_fenced(cluster: Cluster, topic: str):
+    """The paused one leads when its process goes on, or thinks so; the zombie's batch lies in its socket."""
+    cluster.admin().create_topic(topic)
+    cluster.wait_in_sync(topic)
+    zombie = named(cluster, 1, topic)
+    leader = cluster.wait_for_leader(topic)
+    cluster.pause(leader)
+    with ThreadPoolExecutor(1) as pool:
+        late = pool.submit(stamped, cluster, leader, topic, 0, zombie, 0, "late")
+        heir = named(cluster, cluster.running[0], topic)
+        cluster.resume(leader)
+        answer = late.result(30)
+    assert answer.status in {409, 421, 503}, answer.body
+    refused = patiently(lambda: stamped(cluster, leader, topic, 0, zombie, 0, "late"), (409,))
+    assert refused.json()["code"] == "fenced"
+    patiently(lambda: stamped(cluster, leader, topic, 0, heir, 0, "after"))
+    assert values(cluster, topic) == ["after"]
+
+
+# --- scheduled messages ----------------------------------------------------------------------------------------------
+
+
+def scheduled(cluster: Cluster, broker_id: int, topic: str) -> list[str]:
+    shown: list[str] = []
+    after = ""
+    while True:
+        path = f"/v1/topics/{topic}/scheduled?limit=4{after}"
+        page = patiently(lambda path=path: cluster.brokers[broker_id].request("GET", path)).json()
+        shown += [message["value"] for message in page["messages"]]
+        if "next" not in page:
+            return shown
+        after = f"&after={page['next']}"
+
+
+def test_what_is_scheduled_is_listed_and_taken_back_by_any_broker_and_after_the_leader_has_died(
+    cluster: Cluster, topic: str
+):
+    cluster.admin().create_topic(topic, partitions=3)
+    cluster.wait_in_sync(topic)
+    ids = {}
+    for number in range(9):
+        path = f"/v1/topics/{topic}/messages?partition={number % 3}"
+        headers = {"PortalMQ-Delay-Ms": str(FAR_MS + 1_000 * (9 - number))}
+        ids[str(number)] = patiently(
+            lambda p=path, h=headers, n=number: post(cluster, 1, p, str(n).encode(), h)
+        ).json()["id"]
+    expected = [str(number) for number in reversed(range(9))]
+    for broker_id in cluster.running:
+        assert scheduled(cluster, broker_id, topic) == expected
+
+    def take_back(broker_id: int, number: str) -> int:
+        path = f"/v1/topics/{topic}/scheduled/{ids[number]}"
+        return patiently(lambda: cluster.brokers[broker_id].request("DELETE", path), (204, 404)).status
+
+    assert [take_back(broker_id, str(broker_id)) for broker_id in cluster.running] == [204, 204, 204]
+    killed = cluster.wait_for_leader(topic, 0)
+    cluster.kill(killed)
+    expected = [number for number in expected if number not in {"1", "2", "3"}]
+    for broker_id in cluster.running:
+        assert scheduled(cluster, broker_id, topic) == expected
+    assert take_back(cluster.running[0], "1") == 404
+    assert take_back(cluster.running[0], "0") == 204
+    assert scheduled(cluster, cluster.running[1], topic) == [number for number in expected if number != "0"]
+
+
+# --- a topic that is full --------------------------------------------------------------------------------------------
+
+
+def test_a_full_topic_answers_429_by_way_of_every_broker(cluster: Cluster, topic: str):
+    cluster.admin().create_topic(topic, config={"max_backlog_messages": 3})
+    cluster.wait_in_sync(topic)
+    path = f"/v1/topics/{topic}/messages"
+    patiently(lambda: post(cluster, 1, path, b"0"))
+    received = msgspec.json.encode({"topics": [topic], "wait_ms": 0})
+    patiently(lambda: post(cluster, 1, f"/v1/groups/{topic}/receive", received, {"Content-Type": wire.JSON}))
+    for broker_id in (2, 3):
+        patiently(lambda to=broker_id: post(cluster, to, path, b"more"))
+    for broker_id in cluster.running:
+        full = post(cluster, broker_id, path, b"too many")
+        assert (full.status, full.json()["code"], full.json()["outcome"]) == (429, "backpressure", "not_applied")
+        assert int(full.headers["Retry-After"]) >= 1
+    assert len(values(cluster, topic)) == 3
