@@ -225,6 +225,12 @@ class Admin:
         """Who holds the lock, under which fencing token, and how many wait. Raises LockNotFound."""
         return self._transport.get(wire.lock_path(wire.check_name(name, "lock")), wire.LockDescription)
 
+    def release_lock(self, name: str, owner: str, fencing_token: int) -> None:
+        """Give a lock back in its holder's name. Raises Fenced when that is not the holder any more."""
+        query = {"owner": owner, "fencing_token": fencing_token}
+        path = with_query(wire.lock_path(wire.check_name(name, "lock")), query)
+        self._transport.call(Request("DELETE", path, repeatable=True))
+
     # --- the cluster -------------------------------------------------------------------------------------------------
 
     def cluster(self) -> wire.ClusterDescription:

@@ -1,18 +1,25 @@
-"""`portalmq group`: list, show, lag."""
+"""`portalmq group`: list, show, lag, create, alter, seek, delete."""
 
 from __future__ import annotations
 
-import click
+from typing import Any
 
+import click
+import msgspec
+
+from portalmq import wire
+from portalmq.admin import SeekTarget
+from portalmq.cli.options import config_option, moment_ago
 from portalmq.cli.output import show_one, show_rows
 from portalmq.cli.session import Session, fields, with_session
 
 _COLUMNS = ["group", "mode", "ready", "in_flight", "scheduled", "dead", "lag", "oldest_unacked_ms"]
+_OFFSET_COLUMNS = ["topic", "partition", "committed", "high_watermark", "lag", "lag_ms"]
 
 
 @click.group("group")
 def group_commands() -> None:
-    """Show consumer groups."""
+    """Show and change consumer groups."""
 
 
 @group_commands.command("list")
@@ -30,6 +37,10 @@ def show(session: Session, name: str) -> None:
     """Show group NAME: its messages by state, its consumers, its settings."""
     with session.admin() as admin:
         group = fields(admin.group(name))
+    _show(session, group)
+
+
+def _show(session: Session, group: dict[str, Any]) -> None:
     if session.output == "table":
         config = group.pop("config")
         group = {**group, **config}
@@ -40,7 +51,96 @@ def show(session: Session, name: str) -> None:
 @click.argument("name")
 @with_session
 def lag(session: Session, name: str) -> None:
-    """Show how many messages group NAME has not yet acked, and how old the oldest is."""
+    """Show how far group NAME is behind, and for how long: a stream group by partition."""
     with session.admin() as admin:
         group = admin.group(name)
+        if group.mode == "stream":
+            show_rows(map(fields, admin.offsets(name)), session.output, _OFFSET_COLUMNS)
+            return
     show_one({"group": name, "lag": group.lag, "oldest_unacked_ms": group.oldest_unacked_ms}, session.output)
+
+
+@group_commands.command()
+@click.argument("name")
+@click.option("--mode", type=click.Choice(["queue", "stream"]), help="How messages are shared [queue].")
+@config_option
+@with_session
+def create(session: Session, name: str, mode: str | None, config: dict[str, Any]) -> None:
+    """Make group NAME. It may exist already; the settings that are given here are changed then.
+
+    Example: portalmq group create billing -c max_deliveries=3 -c retry_backoff_ms=[1000,10000]
+    """
+    _check_settings(config)
+    if mode is not None:
+        config = {**config, "mode": mode}
+    with session.admin() as admin:
+        group = fields(admin.create_group(name, **config))
+    click.echo(f"group {name} is there", err=True)
+    _show(session, group)
+
+
+@group_commands.command()
+@click.argument("name")
+@config_option
+@with_session
+def alter(session: Session, name: str, config: dict[str, Any]) -> None:
+    """Change settings of group NAME, which must exist."""
+    if not config:
+        raise click.UsageError("nothing to change: give --config NAME=VALUE")
+    _check_settings(config)
+    with session.admin() as admin:
+        admin.group(name)
+        group = fields(admin.create_group(name, **config))
+    click.echo(f"group {name} is changed", err=True)
+    _show(session, group)
+
+
+def _check_settings(config: dict[str, Any]) -> None:
+    known = [field.encode_name for field in msgspec.structs.fields(wire.GroupConfig)]
+    for name in config:
+        if name not in known:
+            raise click.UsageError(f"a group has no setting {name!r}; it has {', '.join(known)}")
+
+
+@group_commands.command()
+@click.argument("name")
+@click.argument("topic")
+@click.option(
+    "--to", required=True, metavar="PLACE", help="earliest, latest, an offset, a time (RFC 3339), or 15m, 2h, 7d ago."
+)
+@click.option("--partition", type=click.IntRange(0), help="Only this partition; an offset needs it.")
+@click.option("--dry-run", is_flag=True, help="Show what would be, and change nothing.")
+@with_session
+def seek(session: Session, name: str, topic: str, to: str, partition: int | None, dry_run: bool) -> None:
+    """Have stream group NAME go on at another place of TOPIC.
+
+    Example: portalmq group seek audit orders --to 2h --dry-run
+    """
+    with session.admin() as admin:
+        sought = admin.seek(name, topic, _place(to), partition=partition, dry_run=dry_run)
+    rows = [{"topic": topic, **fields(each)} for each in sought.offsets]
+    show_rows(rows, session.output, ["topic", "partition", "from", "to"])
+    click.echo("nothing was changed (--dry-run)" if sought.dry_run else f"group {name} goes on there", err=True)
+
+
+def _place(given: str) -> SeekTarget:
+    if given == "earliest":
+        return "earliest"
+    if given == "latest":
+        return "latest"
+    if given.isascii() and given.isdigit():
+        return int(given)
+    return moment_ago(given)
+
+
+@group_commands.command()
+@click.argument("name")
+@click.option("-y", "--yes", is_flag=True, help="Do not ask.")
+@with_session
+def delete(session: Session, name: str, yes: bool) -> None:
+    """Delete group NAME: its place, its leases and its dead letters. Messages stay."""
+    if not yes:
+        click.confirm(f"Delete group {name}? A group of that name begins anew.", abort=True, err=True)
+    with session.admin() as admin:
+        admin.delete_group(name)
+    click.echo(f"group {name} is deleted", err=True)

@@ -13,7 +13,9 @@ from typing import Any
 
 import click
 
+from portalmq.cli.dead_letters import dead_letter_commands, scheduled_commands
 from portalmq.cli.groups import group_commands
+from portalmq.cli.locks import lock_commands
 from portalmq.cli.messages import consume, peek, produce
 from portalmq.cli.session import connection_options
 from portalmq.cli.status import status
@@ -104,7 +106,17 @@ def main() -> None:
     """A message queue you can curl, query with SQL, and trust."""
 
 
-for _command in (topic_commands, produce, consume, peek, group_commands, status):
+for _command in (
+    topic_commands,
+    produce,
+    consume,
+    peek,
+    group_commands,
+    dead_letter_commands,
+    scheduled_commands,
+    lock_commands,
+    status,
+):
     main.add_command(_command)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from typing import Any
 
 import click
@@ -18,6 +18,7 @@ import msgspec
 from portalmq import wire
 from portalmq.admin import Admin, Position
 from portalmq.batching import SendFuture
+from portalmq.cli.options import duration, future_time, past_time
 from portalmq.cli.output import message_row, show_rows, show_value
 from portalmq.cli.session import Session, with_session
 from portalmq.consumer import Consumer
@@ -30,8 +31,6 @@ TAIL_WAIT_S = 10.0
 ROUND_WAIT_S = 0.2
 END_WAIT_S = 1.0
 
-_DURATION_UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
-
 
 def _headers(ctx: click.Context, parameter: click.Parameter, given: tuple[str, ...]) -> dict[str, str]:
     pairs = [pair.partition("=") for pair in given]
@@ -39,21 +38,6 @@ def _headers(ctx: click.Context, parameter: click.Parameter, given: tuple[str, .
         if not equals or not name:
             raise click.BadParameter(f"{name!r} is not NAME=VALUE")
     return {name.lower(): value for name, _, value in pairs}
-
-
-def _moment(ctx: click.Context, parameter: click.Parameter, given: str | None) -> datetime | None:
-    """A time as RFC 3339, or how long ago: 90s, 15m, 2h, 7d."""
-    if given is None:
-        return None
-    if given[-1:] in _DURATION_UNITS and given[:-1].isdigit():
-        return datetime.now(UTC) - timedelta(**{_DURATION_UNITS[given[-1]]: int(given[:-1])})
-    try:
-        moment = datetime.fromisoformat(given)
-    except ValueError:
-        raise click.BadParameter(
-            f"{given!r} is no time; write 2026-05-01T12:00:00Z, or 15m for 15 minutes ago"
-        ) from None
-    return moment if moment.tzinfo else moment.astimezone()
 
 
 # --- produce ---------------------------------------------------------------------------------------------------------
@@ -67,6 +51,10 @@ def _moment(ctx: click.Context, parameter: click.Parameter, given: str | None) -
 )
 @click.option("--ndjson", is_flag=True, help="Each line is a JSON value (checked, and sent as application/json).")
 @click.option("--partition", type=click.IntRange(0), help="Send to this partition.")
+@click.option("--delay", callback=duration, metavar="DURATION", help="Deliver after 500ms, 90s, 15m, 2h, 7d.")
+@click.option("--at", "deliver_at", callback=future_time, metavar="TIME", help="Deliver at a time (RFC 3339).")
+@click.option("--ttl", callback=duration, metavar="DURATION", help="Not to be delivered later than this.")
+@click.option("--priority", type=click.IntRange(0, 31), default=0, help="0 to 31; greater ones come first.")
 @click.option("--acks", type=click.Choice(["all", "leader", "none"]), default="all", show_default=True)
 @with_session
 def produce(
@@ -76,12 +64,18 @@ def produce(
     header: dict[str, str],
     ndjson: bool,
     partition: int | None,
+    delay: float | None,
+    deliver_at: datetime | None,
+    ttl: float | None,
+    priority: int,
     acks: wire.Acks,
 ) -> None:
     """Send each line of stdin to TOPIC as one message.
 
-    Example: seq 1000 | portalmq produce numbers
+    Examples: seq 1000 | portalmq produce numbers; echo tea | portalmq produce reminders --delay 15m
     """
+    if delay is not None and deliver_at is not None:
+        raise click.UsageError("give --delay, or --at, and not both")
     session.admin().close()
     started = time.monotonic()
     tally = _Tally()
@@ -92,10 +86,19 @@ def produce(
             except ValueError as fault:
                 tally.refuse(f"line {number}: {fault}")
                 continue
-            future = producer.send(
-                topic, value, key=key, headers=header or None, partition=partition, content_type=content_type
+            sent = producer.send(
+                topic,
+                value,
+                key=key,
+                headers=header or None,
+                partition=partition,
+                delay_s=delay,
+                deliver_at=deliver_at,
+                ttl_s=ttl,
+                priority=priority,
+                content_type=content_type,
             )
-            tally.expect(future)
+            tally.expect(sent)
         producer.flush()
         tally.settle(0)
     seconds = time.monotonic() - started
@@ -157,7 +160,7 @@ class _Tally:
 @click.option(
     "--offset", type=click.IntRange(0), help="Start at this offset (needs --partition on a partitioned topic)."
 )
-@click.option("--since", callback=_moment, metavar="TIME", help="Start at a time: RFC 3339, or 15m, 2h, 7d ago.")
+@click.option("--since", callback=past_time, metavar="TIME", help="Start at a time: RFC 3339, or 15m, 2h, 7d ago.")
 @click.option("--partition", type=click.IntRange(0), help="Read this partition only (not with --group).")
 @click.option("-n", "--count", type=click.IntRange(1), help="Stop after so many messages.")
 @click.option("--exit-at-end", is_flag=True, help="Stop when no more messages are there.")
@@ -266,7 +269,7 @@ def _of_topic(
 @click.option("-n", "--count", type=click.IntRange(1), default=10, show_default=True, help="How many messages.")
 @click.option("--partition", type=click.IntRange(0), help="Look into this partition only.")
 @click.option("--offset", type=click.IntRange(0), help="Start at this offset.")
-@click.option("--since", callback=_moment, metavar="TIME", help="Start at a time: RFC 3339, or 15m, 2h, 7d ago.")
+@click.option("--since", callback=past_time, metavar="TIME", help="Start at a time: RFC 3339, or 15m, 2h, 7d ago.")
 @with_session
 def peek(
     session: Session, topic: str, count: int, partition: int | None, offset: int | None, since: datetime | None

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import click
-import msgspec
 
+from portalmq.cli.options import config_option
 from portalmq.cli.output import show_one, show_rows
 from portalmq.cli.session import Session, fields, with_session
 
@@ -19,35 +19,11 @@ def topic_commands() -> None:
     """Create, show and change topics."""
 
 
-def _setting(ctx: click.Context, parameter: click.Parameter, given: tuple[str, ...]) -> dict[str, Any]:
-    """`name=value` pairs; a value is JSON where it can be (numbers, null), else text."""
-    config: dict[str, Any] = {}
-    for pair in given:
-        name, equals, value = pair.partition("=")
-        if not equals or not name:
-            raise click.BadParameter(f"{pair!r} is not NAME=VALUE")
-        try:
-            config[name] = msgspec.json.decode(value)
-        except msgspec.DecodeError:
-            config[name] = value
-    return config
-
-
-_config_option = click.option(
-    "-c",
-    "--config",
-    multiple=True,
-    metavar="NAME=VALUE",
-    callback=_setting,
-    help="A setting, e.g. retention_ms=3600000.",
-)
-
-
 @topic_commands.command()
 @click.argument("name")
 @click.option("-p", "--partitions", type=click.IntRange(1), help="How many partitions [1].")
 @click.option("-r", "--replication-factor", type=click.IntRange(1), help="On how many brokers each partition stands.")
-@_config_option
+@config_option
 @with_session
 def create(
     session: Session, name: str, partitions: int | None, replication_factor: int | None, config: dict[str, Any]
@@ -85,14 +61,15 @@ def show(session: Session, name: str) -> None:
 @topic_commands.command()
 @click.argument("name")
 @click.option("-p", "--partitions", type=click.IntRange(1), help="The new number of partitions; it only grows.")
-@_config_option
+@config_option
+@click.option("--force", is_flag=True, help="Add partitions though a group reads the topic in the order of keys.")
 @with_session
-def alter(session: Session, name: str, partitions: int | None, config: dict[str, Any]) -> None:
+def alter(session: Session, name: str, partitions: int | None, config: dict[str, Any], force: bool) -> None:
     """Change settings of topic NAME (NAME=null sets the default), or add partitions."""
     if partitions is None and not config:
         raise click.UsageError("nothing to change: give --partitions or --config")
     with session.admin() as admin:
-        admin.alter_topic(name, partitions=partitions, config=config or None)
+        admin.alter_topic(name, partitions=partitions, config=config or None, force=force)
     click.echo(f"topic {name} is changed", err=True)
 
 

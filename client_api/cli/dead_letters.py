@@ -1,0 +1,147 @@
+"""`portalmq dlq`: list, redrive, drop the messages that a group gave up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from typing import Any
+
+import click
+import msgspec
+
+from portalmq.cli.options import message_ids
+from portalmq.cli.output import message_row, show_one, show_rows
+from portalmq.cli.session import Session, fields, with_session
+from portalmq.message import Message
+
+_COLUMNS = ["id", "dead_at", "deliveries", "reason", "key", "value"]
+
+
+@click.group("dlq")
+def dead_letter_commands() -> None:
+    """See dead letters, hand them out again, drop them."""
+
+
+_ids_option = click.option(
+    "--ids", callback=message_ids, metavar="ID,ID…", help="Only these, as `dlq list` shows them; - reads stdin."
+)
+
+
+@dead_letter_commands.command("list")
+@click.argument("group")
+@click.argument("topic")
+@click.option("-n", "--count", type=click.IntRange(1), help="How many at most [all].")
+@with_session
+def list_some(session: Session, group: str, topic: str, count: int | None) -> None:
+    """List the messages of TOPIC that GROUP gave up, with how often, when and why."""
+    with session.admin() as admin:
+        show_rows(map(_row, admin.dead_letters(group, topic, limit=count)), session.output, _COLUMNS)
+
+
+def _row(message: Message) -> dict[str, Any]:
+    row = message_row(message)
+    told = message.headers
+    row["deliveries"] = _number(told.get("portalmq-delivery-count"))
+    row["reason"] = told.get("portalmq-dead-reason")
+    dead_at_ms = _number(told.get("portalmq-dead-at-ms"))
+    row["dead_at"] = None if dead_at_ms is None else datetime.fromtimestamp(dead_at_ms // 1000, UTC).isoformat()
+    return row
+
+
+def _number(text: str | None) -> int | None:
+    return int(text) if text is not None and text.isascii() and text.isdigit() else None
+
+
+def _where(ctx: click.Context, parameter: click.Parameter, given: str | None) -> dict[str, Any] | None:
+    if given is None:
+        return None
+    try:
+        return msgspec.json.decode(given, type=dict[str, Any])
+    except msgspec.DecodeError as fault:
+        raise click.BadParameter(
+            f'{fault}; write for instance \'{{"value.sensor":{{"eq":1}},"reason":{{"contains":"timeout"}}}}\''
+        ) from None
+
+
+@dead_letter_commands.command()
+@click.argument("group")
+@click.argument("topic")
+@_ids_option
+@click.option("--where", callback=_where, metavar="JSON", help='Only these, e.g. {"reason":{"contains":"timeout"}}.')
+@click.option("--rate", type=click.FloatRange(0, min_open=True), metavar="N", help="At most N a second.")
+@click.option("--dry-run", is_flag=True, help="Count them, and change nothing.")
+@with_session
+def redrive(
+    session: Session,
+    group: str,
+    topic: str,
+    ids: list[str] | None,
+    where: dict[str, Any] | None,
+    rate: float | None,
+    dry_run: bool,
+) -> None:
+    """Hand dead letters of TOPIC out again to GROUP alone, counted from zero: all, or those that are named.
+
+    Example: portalmq dlq redrive billing orders --where '{"reason":{"contains":"timeout"}}' --rate 100
+    """
+    if ids is not None and where is not None:
+        raise click.UsageError("give --ids, or --where, and not both")
+    with session.admin() as admin:
+        redriven = admin.redrive(group, topic, ids=ids, where=where, rate_per_s=rate, dry_run=dry_run)
+    show_one(fields(redriven), session.output)
+    if dry_run:
+        click.echo("nothing was changed (--dry-run)", err=True)
+
+
+@dead_letter_commands.command()
+@click.argument("group")
+@click.argument("topic")
+@_ids_option
+@click.option("-y", "--yes", is_flag=True, help="Do not ask.")
+@with_session
+def drop(session: Session, group: str, topic: str, ids: list[str] | None, yes: bool) -> None:
+    """Forget dead letters of TOPIC: all that GROUP has, or those that are named. Copies elsewhere stay."""
+    if not yes:
+        which = "all dead letters" if ids is None else f"{len(ids)} dead letters"
+        click.confirm(f"Drop {which} of {topic} for group {group}?", abort=True, err=True)
+    with session.admin() as admin:
+        dropped = admin.drop_dead_letters(group, topic, ids=ids)
+    show_one({"dropped": dropped}, session.output)
+
+
+# --- scheduled messages ----------------------------------------------------------------------------------------------
+
+
+@click.group("scheduled")
+def scheduled_commands() -> None:
+    """See messages that are not due yet, and take them back."""
+
+
+@scheduled_commands.command("list")
+@click.argument("topic")
+@click.option("-n", "--count", type=click.IntRange(1), help="How many at most [all].")
+@with_session
+def list_scheduled(session: Session, topic: str, count: int | None) -> None:
+    """List the messages of TOPIC that are not due yet, the next one first."""
+    with session.admin() as admin:
+        rows = _due_rows(admin.scheduled(topic, limit=count))
+        show_rows(rows, session.output, ["id", "due", "key", "content_type", "value"])
+
+
+def _due_rows(messages: Iterator[Message]) -> Iterator[dict[str, Any]]:
+    for message in messages:
+        due = message.deliver_at_ms
+        shown = None if due is None else datetime.fromtimestamp(due / 1000, UTC).isoformat(timespec="milliseconds")
+        yield {**message_row(message), "due": shown}
+
+
+@scheduled_commands.command()
+@click.argument("topic")
+@click.argument("ids", nargs=-1, required=True)
+@with_session
+def cancel(session: Session, topic: str, ids: tuple[str, ...]) -> None:
+    """Take messages of TOPIC back that are not due yet, by their ids."""
+    with session.admin() as admin:
+        for each in ids:
+            admin.cancel_scheduled(topic, each)
+            click.echo(f"message {each} of {topic} is cancelled", err=True)

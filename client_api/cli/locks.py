@@ -1,0 +1,173 @@
+"""`portalmq lock`: run a command under a lock; acquire, release, show and list by hand."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from types import FrameType
+
+import click
+
+from portalmq import wire
+from portalmq.cli.options import duration
+from portalmq.cli.output import show_one, show_rows
+from portalmq.cli.session import Session, fields, with_session
+from portalmq.errors import Fenced
+from portalmq.lock import Lock
+
+# EX_TEMPFAIL of sysexits.h: what ran was stopped because the lock had gone; running it again may work.
+EXIT_LOST = 75
+EXIT_NOT_FOUND = 127
+EXIT_NOT_EXECUTABLE = 126
+STOP_GRACE_S = 5.0
+POLL_S = 0.2
+
+_COLUMNS = ["name", "owner", "fencing_token", "expires_in_ms", "waiters"]
+
+_ttl_option = click.option(
+    "--ttl", default="30s", show_default=True, callback=duration, metavar="DURATION",
+    help="How long the lock outlives its holder's last word.",
+)  # fmt: skip
+_wait_option = click.option(
+    "--wait", callback=duration, metavar="DURATION", help="How long to wait for it [for ever]; 0s asks once."
+)
+
+
+@click.group("lock")
+def lock_commands() -> None:
+    """Take, keep and give back locks; run a command under one."""
+
+
+@lock_commands.command("list")
+@with_session
+def list_locks(session: Session) -> None:
+    """List the locks that are or were held lately."""
+    with session.admin() as admin:
+        show_rows(map(fields, admin.locks()), session.output, _COLUMNS)
+
+
+@lock_commands.command()
+@click.argument("name")
+@with_session
+def show(session: Session, name: str) -> None:
+    """Show who holds lock NAME, under which fencing token, and how many wait."""
+    with session.admin() as admin:
+        show_one(fields(admin.lock(name)), session.output)
+
+
+def _lock(session: Session, name: str, ttl: float, owner: str | None) -> Lock:
+    session.admin().close()
+    try:
+        return Lock(name, session.server, ttl_s=ttl, owner=owner, token=session.token)
+    except ValueError as fault:
+        raise click.UsageError(str(fault)) from None
+
+
+@lock_commands.command()
+@click.argument("name")
+@click.option("--owner", required=True, help="Who takes it: release needs the same.")
+@_ttl_option
+@_wait_option
+@with_session
+def acquire(session: Session, name: str, owner: str, ttl: float, wait: float | None) -> None:
+    """Take lock NAME for --ttl, and print its fencing token. Nothing renews it: `lock run` does.
+
+    The same owner gets the same token again, and its ttl begins anew.
+    """
+    lock = _lock(session, name, ttl, owner)
+    try:
+        token = lock.acquire(wait)
+    finally:
+        lock.close()
+    show_one(fields(wire.LockGrant(owner, token, round(ttl * 1000))), session.output)
+
+
+@lock_commands.command()
+@click.argument("name")
+@click.option("--owner", required=True)
+@click.option("--token", "fencing_token", required=True, type=click.IntRange(0), help="The fencing token.")
+@with_session
+def release(session: Session, name: str, owner: str, fencing_token: int) -> None:
+    """Give lock NAME back."""
+    with session.admin() as admin:
+        admin.release_lock(name, owner, fencing_token)
+    click.echo(f"lock {name} is free", err=True)
+
+
+@lock_commands.command()
+@click.argument("name")
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
+@click.option("--owner", help="Who holds it, for others to see [host, process, and a random part].")
+@_ttl_option
+@_wait_option
+@with_session
+def run(
+    session: Session, name: str, command: tuple[str, ...], owner: str | None, ttl: float, wait: float | None
+) -> None:
+    """Run COMMAND, which stands behind --, under lock NAME, renewed as long as it runs.
+
+    The command finds the token in PORTALMQ_FENCING_TOKEN. Its exit code is ours; when the lock is lost it is stopped
+    (SIGTERM, after 5 s SIGKILL), and the exit code is 75.
+
+    Example: portalmq lock run nightly --wait 0s -- ./report.sh
+    """
+    lock = _lock(session, name, ttl, owner)
+    token = lock.acquire(wait)
+    environment = {**os.environ, "PORTALMQ_FENCING_TOKEN": str(token), "PORTALMQ_LOCK": name}
+    try:
+        code = _under(lock, command, environment)
+    finally:
+        lock.close()
+    if code:
+        raise click.exceptions.Exit(code)
+
+
+def _under(lock: Lock, command: tuple[str, ...], environment: dict[str, str]) -> int:
+    try:
+        child = subprocess.Popen(command, env=environment)
+    except OSError as fault:
+        lock.release()
+        click.echo(f"portalmq: {command[0]}: {fault.strerror or fault}", err=True)
+        return EXIT_NOT_FOUND if isinstance(fault, FileNotFoundError) else EXIT_NOT_EXECUTABLE
+    stopping = threading.Event()
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        child.send_signal(number)
+
+    earlier = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    try:
+        while child.poll() is None:
+            try:
+                child.wait(POLL_S)
+            except subprocess.TimeoutExpired:
+                if lock.lost and not stopping.is_set():
+                    stopping.set()
+                    click.echo(f"portalmq: lock {lock.name} is lost: {command[0]} is stopped", err=True)
+                    _stop(child)
+        if lock.held:
+            lock.release()
+        elif lock.lost:
+            stopping.set()
+    except Fenced:
+        stopping.set()
+    finally:
+        for number, handler in earlier.items():
+            signal.signal(number, handler)
+        if child.poll() is None:
+            _stop(child)
+    if stopping.is_set():
+        return EXIT_LOST
+    return 128 - child.returncode if child.returncode < 0 else child.returncode
+
+
+def _stop(child: subprocess.Popen[bytes]) -> None:
+    child.terminate()
+    try:
+        child.wait(STOP_GRACE_S)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        child.wait()
+    sys.stderr.flush()

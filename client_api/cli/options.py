@@ -1,0 +1,102 @@
+"""Values that several commands take: times, durations, settings, message ids."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import click
+import msgspec
+
+_UNITS_S = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86_400}
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)\Z")
+
+
+def duration_s(given: str) -> float | None:
+    """`500ms`, `90s`, `15m`, `2h`, `7d` in seconds; None for what is none."""
+    found = _DURATION.match(given)
+    return None if found is None else float(found[1]) * _UNITS_S[found[2]]
+
+
+def duration(ctx: click.Context, parameter: click.Parameter, given: str | None) -> float | None:
+    """An option that takes a duration."""
+    if given is None:
+        return None
+    seconds = duration_s(given)
+    if seconds is None:
+        raise click.BadParameter(f"{given!r} is no duration; write 500ms, 90s, 15m, 2h or 7d")
+    return seconds
+
+
+def instant(given: str) -> datetime | None:
+    """An RFC 3339 time; without a zone it is this machine's. None for what is none."""
+    try:
+        moment = datetime.fromisoformat(given)
+    except ValueError:
+        return None
+    return moment if moment.tzinfo else moment.astimezone()
+
+
+def moment_ago(given: str) -> datetime:
+    """A time as RFC 3339, or how long ago: 90s, 15m, 2h, 7d. Raises BadParameter."""
+    seconds = duration_s(given)
+    try:
+        moment = instant(given) if seconds is None else datetime.now(UTC) - timedelta(seconds=seconds)
+    except OverflowError:
+        moment = None
+    if moment is None:
+        raise click.BadParameter(f"{given!r} is no time; write 2026-05-01T12:00:00Z, or 15m for 15 minutes ago")
+    return moment
+
+
+def past_time(ctx: click.Context, parameter: click.Parameter, given: str | None) -> datetime | None:
+    """An option that takes a time, or how long ago."""
+    return None if given is None else moment_ago(given)
+
+
+def future_time(ctx: click.Context, parameter: click.Parameter, given: str | None) -> datetime | None:
+    """An option that takes a time."""
+    if given is None:
+        return None
+    moment = instant(given)
+    if moment is None:
+        raise click.BadParameter(f"{given!r} is no time; write 2026-05-01T12:00:00Z (or use a delay)")
+    return moment
+
+
+def settings(ctx: click.Context, parameter: click.Parameter, given: tuple[str, ...]) -> dict[str, Any]:
+    """`name=value` pairs; a value is JSON where it can be (numbers, null), else text."""
+    config: dict[str, Any] = {}
+    for pair in given:
+        name, equals, value = pair.partition("=")
+        if not equals or not name:
+            raise click.BadParameter(f"{pair!r} is not NAME=VALUE")
+        try:
+            config[name] = msgspec.json.decode(value)
+        except msgspec.DecodeError:
+            config[name] = value
+    return config
+
+
+def message_ids(ctx: click.Context, parameter: click.Parameter, given: str | None) -> list[str] | None:
+    """An option that takes message ids with commas between them; `-` reads them from stdin, one a line."""
+    if given is None:
+        return None
+    lines: Iterable[str] = sys.stdin if given == "-" else given.split(",")
+    ids = [each.strip() for each in lines if each.strip()]
+    if not ids:
+        raise click.BadParameter("no id is named; write for instance 0-17,0-18")
+    return ids
+
+
+config_option = click.option(
+    "-c",
+    "--config",
+    multiple=True,
+    metavar="NAME=VALUE",
+    callback=settings,
+    help="A setting, e.g. retention_ms=3600000.",
+)
