@@ -38,7 +38,9 @@ log = logging.getLogger(__name__)
 TOMBSTONES_KEPT_MS = 24 * 3600 * 1000
 # A log that grows slowly is compacted once a day none the less.
 COMPACT_WITHIN_MS = 24 * 3600 * 1000
+# What is new has to be so much, and so many times what is old.
 DIRTY_BYTES_MIN = 8 * 1024 * 1024
+DIRTY_A_CLEAN = 1.0
 PAUSES_A_STEP = 3
 PAUSE_S_MIN = 0.001
 
@@ -85,10 +87,10 @@ class Compacting:
         """Whether what came since the last compaction, and stands below `upto`, is worth one."""
         files, since = partition.log, partition.groups.compacted
         dirty = files.bytes_from(since) - files.bytes_from(max(since, upto))
-        if not dirty:
+        if not dirty or files.messages_before(upto) == files.messages_before(since):
             return False
         clean = files.size_bytes - files.bytes_from(since)
-        if dirty >= max(clean, min(DIRTY_BYTES_MIN, files.segment_bytes)):
+        if dirty >= max(clean * DIRTY_A_CLEAN, min(DIRTY_BYTES_MIN, files.segment_bytes)):
             return True
         wall_ms = self._host.clock.wall_ms()
         oldest_ms = self._done(partition, _first_message_ms, files, max(since, files.log_start_offset))
