@@ -72,6 +72,7 @@ CACHE_BYTES = 32 * 1024 * 1024
 SAVE_STATE_EVERY_S = 1.0
 RETAIN_EVERY_S = 10.0
 COMPACT_EVERY_S = 5.0
+SWEEP_EVERY_S = 2.0
 REST_EVERY_S = 60.0
 GROUP_EXPIRY_MS = 7 * wire.DAY_MS
 # A replica that cannot be opened (a disk without room) holds up the others no longer than this.
@@ -277,6 +278,7 @@ class Broker:
         self._upkeep = [
             gevent.spawn(self._every, SAVE_STATE_EVERY_S, self._save_state),
             gevent.spawn(self._every, RETAIN_EVERY_S, self._retain),
+            gevent.spawn(self._every, SWEEP_EVERY_S, self.groups.sweep),
             gevent.spawn(self._every, COMPACT_EVERY_S, self._compact),
             gevent.spawn(self._every, REST_EVERY_S, self._rest),
         ]

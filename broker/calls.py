@@ -21,7 +21,7 @@ import msgspec
 from portalmq.broker.storage.batch import Record
 from portalmq.broker.waiting import Delivered
 from portalmq.errors import PortalMQError, error_from_problem
-from portalmq.wire import Acks, ProducerStamp
+from portalmq.wire import Acks, GroupStart, ProducerStamp
 
 T = TypeVar("T")
 Verb = Literal["ack", "nack", "extend"]
@@ -201,7 +201,7 @@ class Start(msgspec.Struct, array_like=True):
     topic: str
     topic_id: str
     numbers: list[int]
-    start: Literal["earliest", "latest"]
+    start: GroupStart
 
 
 class Known(msgspec.Struct, array_like=True):

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import gevent
 
+from portalmq import wire
 from portalmq.broker.clock import Clock
 from portalmq.broker.core.choice import Choice, choose, has_turn, note
 from portalmq.broker.core.delivery import OUTSTANDING_MAX, GroupDelivery
@@ -246,10 +247,13 @@ class GroupPartition:
 
     # --- receive -----------------------------------------------------------------------------------------------------
 
-    def start_at(self, start: str) -> Pending:
+    def start_at(self, start: wire.GroupStart) -> Pending:
         """Begin on this partition: the place is fixed by the group's first use. What to wait on until it is durable."""
-        earliest = self.partition.log.log_start_offset
-        offset = earliest if start == "earliest" else self.partition.high_watermark
+        offset, end = self.partition.log.log_start_offset, self.partition.high_watermark
+        if isinstance(start, dict):
+            offset = min(max(offset, self.partition.log.offset_for_time(start["at"])), end)
+        elif start == "latest":
+            offset = end
         record = GroupStart(offset, self._clock.now_ms())
         return self.partition.append_group_record(self.group, record)
 

@@ -13,10 +13,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
 import msgspec
 
@@ -71,7 +70,7 @@ class _Beginning:
 
     groups: Groups
     group: GroupState
-    start: Literal["earliest", "latest"]
+    start: wire.GroupStart
 
     def here(self, places: Sequence[Place]) -> Outcomes[bool]:
         return self.groups.each(places, lambda place: self.groups.begin_here(self.group, place, self.start))
@@ -129,10 +128,8 @@ class Groups:
 
     def put(self, name: str, patch: dict[str, object]) -> bool:
         """Create the group or change its settings; True when it is new."""
-        for setting, only in (("delivery", "at_least_once"), ("ordering", "none")):
-            if patch.get(setting, only) != only:
-                raise InvalidRequest(f"{setting} {patch[setting]!r} is not supported by this release, {only!r} is")
         self._check_stays(self.find(name))
+        check_settings(patch, self._catalog.find_group(wire.check_name(name, "group")))
         group, created = self._catalog.put_group(name, patch)
         self._remember(name, group)
         return created
@@ -362,6 +359,12 @@ class Groups:
             self._unheard[tag] = time.monotonic() + UNHEARD_S
         return topic
 
+    def sweep(self) -> None:
+        """What has expired before anybody asked for it is counted no longer."""
+        for attached in tuple(self._attached.values()):
+            with suppress(PortalMQError):  # another broker leads it by now, or the next sweep does it
+                attached.sweep()
+
     def _settings(self, group: GroupState) -> wire.GroupConfig:
         """The settings as they are now; those of `group` where the control plane knows it no longer."""
         now = self.find(group.name)
@@ -405,7 +408,7 @@ class Groups:
         self._begun = {mark for mark in self._begun if mark[0] != group.group_id}
         self.lot.move(topics)
 
-    def begin_here(self, group: GroupState, place: Place, start: Literal["earliest", "latest"]) -> bool:
+    def begin_here(self, group: GroupState, place: Place, start: wire.GroupStart) -> bool:
         """Whether the group has begun just now; it is durable on return."""
         partition = self.partition(place)
         self.check_same(group)
@@ -442,3 +445,26 @@ class Groups:
     def ask(self, broker_id: int, name: str, call: msgspec.Struct, places: Sequence[Place]) -> Outcomes[bool]:
         results = self._peers.call(broker_id, name, call, _Bools, timeout_s=BEGIN_TIMEOUT_S)
         return {place: result.outcome() for place, result in zip(places, results, strict=True)}
+
+
+def check_settings(patch: dict[str, object], held: GroupState | None) -> None:
+    """Raises InvalidRequest for settings of a queue group that do not go together, or that it cannot change to."""
+    start = patch.get("start")
+    if isinstance(start, dict) and set(start) != {"at"}:
+        raise InvalidRequest('start is "earliest", "latest" or {"at": a time}, and names nothing else')
+    topic = patch.get("dead_letter_topic")
+    if isinstance(topic, str) and topic:
+        if topic == "{topic}":
+            raise InvalidRequest("dead_letter_topic is the topic itself, so what is given up would come again")
+        wire.check_name(topic.replace("{topic}", "t"), "dead_letter_topic")
+        if topic.startswith("__"):
+            raise InvalidRequest("dead_letter_topic begins with __, as internal topics do: take another name")
+    ordering = patch.get("ordering", held.config.ordering if held is not None else "none")
+    mode = patch.get("mode", held.config.mode if held is not None else "queue")
+    if mode == "stream" and ordering == "key":
+        raise InvalidRequest("ordering 'key' is of queue groups: a stream group reads a partition in order anyway")
+    if held is not None and held.config.mode == mode and ordering != held.config.ordering:
+        raise InvalidRequest(
+            f"group {held.name!r} keeps its ordering {held.config.ordering!r}: what it has passed over cannot be put in"
+            " another order; delete it first, or take another name"
+        )

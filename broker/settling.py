@@ -20,7 +20,7 @@ from portalmq.broker.forwarding import Leaders, Outcomes
 from portalmq.broker.peers import Peers
 from portalmq.broker.topics import Topic
 from portalmq.control_plane.state import GroupState
-from portalmq.errors import InvalidRequest, PortalMQError
+from portalmq.errors import GroupModeMismatch, InvalidRequest, PortalMQError
 
 SETTLE_TIMEOUT_S = 15.0
 
@@ -139,7 +139,7 @@ class Settling:
     def settle(self, name: str, receipts: list[str], way: Way, *, forward: bool = True) -> list[Verdict]:
         """One verdict a receipt, in order. Raises when nothing was done: InvalidRequest for a receipt that is not the
         group's, NotLeader when it is not to be forwarded, and what every partition refused with."""
-        group = self._desk.known(name)
+        group = self._queue_group(name)
         work = _Settling(group, way, self.checked(group, receipts), self._desk, self._peers)
         if not forward:
             self._leaders.check_led_here(work.shares)
@@ -150,7 +150,7 @@ class Settling:
     def begin_acks(self, name: str, receipts: list[str], *, forward: bool) -> Callable[[], list[Verdict]]:
         """Ack on the way to a receive: what is led here is appended on return and waits for the disk together with what
         the receive appends; what is led elsewhere is settled on return. Call the result for the verdicts."""
-        group = self._desk.known(name)
+        group = self._queue_group(name)
         work = _Settling(group, Way("ack"), self.checked(group, receipts), self._desk, self._peers)
         if not forward:
             self._leaders.check_led_here(work.shares)
@@ -186,6 +186,12 @@ class Settling:
         work = _Settling(group, Way(call.verb, call.time_ms, call.reason), shares, self._desk)
         outcomes = self._leaders.run(list(shares), work, forward=False)
         return _encode([result_of(outcomes[place]) for place in shares])
+
+    def _queue_group(self, name: str) -> GroupState:
+        group = self._desk.known(name)
+        if group.config.mode != "queue":
+            raise GroupModeMismatch(f"group {name!r} works in stream mode: it commits offsets and has no receipts")
+        return group
 
     # --- receipts ----------------------------------------------------------------------------------------------------
 

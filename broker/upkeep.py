@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING
 import gevent
 import msgspec
 
+from portalmq.broker.core.delivery import GroupDelivery
 from portalmq.broker.core.fold import PartitionFold, encode_fold
+from portalmq.broker.core.lanes import DELAYED
 from portalmq.broker.core.records import Purge
 from portalmq.broker.storage.batch import Kind
 from portalmq.broker.storage.errors import CorruptBatch, DamagedFile, DiskFull, OffsetPurged
@@ -164,7 +166,7 @@ class Upkeep:
         upto = partition.log.retention_candidate(wall_ms, retention_ms, retention_bytes)
         for delivery in partition.delivery.values():
             if wall_ms - delivery.last_active_ms < group_expiry_ms:
-                upto = min(upto, delivery.floor())
+                upto = self._unfinished_from(delivery, upto)
         ordered_from = partition.groups.ordered_from()
         upto = max(upto if ordered_from is None else min(upto, ordered_from), partition.log.log_start_offset)
         if not self._would_drop(upto):
@@ -178,6 +180,18 @@ class Upkeep:
         partition.groups.forget_below(upto)
         partition.host.pool.apply(partition.log.drop_segments_below, (upto,))
         self._moved(partition.host.pool.apply(partition.log.replica_start))
+
+    def _unfinished_from(self, delivery: GroupDelivery, upto: int) -> int:
+        """Where the oldest segment below `upto` begins that holds something the group has not finished."""
+        lanes, end = self._partition.log.lanes, self._partition.high_watermark
+        upto = min(upto, delivery.floor())
+        for lane in lanes.present:
+            due_ms, offset = delivery.cursors.get(lane, (0, 0))
+            if lane < DELAYED:
+                offset = max(offset, delivery.start)
+            found = lanes.first_segment_after(lane, due_ms, offset, min(upto, end), start=delivery.start)
+            upto = upto if found is None else min(upto, found)
+        return upto
 
     def _would_drop(self, upto: int) -> bool:
         sealed = self._partition.log.sealed_segments

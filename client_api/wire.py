@@ -311,9 +311,13 @@ class PackBrowsePage(msgspec.Struct):
 # --- groups ----------------------------------------------------------------------------------------------------------
 
 
+# Where a group begins on a topic: {"at": Unix ms} is the first message appended at that time or later.
+GroupStart = Literal["earliest", "latest"] | dict[Literal["at"], NonNegative]
+
+
 class GroupConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     mode: Literal["queue", "stream"] = "queue"
-    start: Literal["earliest", "latest"] = "earliest"
+    start: GroupStart = "earliest"
     delivery: Literal["at_least_once", "at_most_once", "exactly_once"] = "at_least_once"
     visibility_timeout_ms: Annotated[int, msgspec.Meta(ge=1, le=VISIBILITY_TIMEOUT_MS_MAX)] = 30_000
     max_deliveries: Positive = 5

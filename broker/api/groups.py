@@ -7,6 +7,7 @@ from typing import Any
 from flask import Response
 
 from portalmq import wire
+from portalmq.broker.api.query import instant_ms
 from portalmq.broker.api.room import Room, answer, no_content
 
 
@@ -16,7 +17,11 @@ def list_all(room: Room) -> Response:
 
 def put(room: Room, group: str) -> Response:
     wire.check_name(group, "group")
-    description, created = room.domain.put_group(group, wire.decode_json(room.body(), dict[str, Any]))
+    patch = wire.decode_json(room.body(), dict[str, Any])
+    start = patch.get("start")
+    if isinstance(start, dict) and isinstance(start.get("at"), str):
+        patch["start"] = {**start, "at": instant_ms(start["at"], "start.at")}
+    description, created = room.domain.put_group(group, patch)
     return answer(description, 201 if created else 200)
 
 

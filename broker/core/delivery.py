@@ -413,8 +413,8 @@ class GroupDelivery:
         return [self._spans[start] for start in self._starts]
 
     def floor(self) -> int:
-        """Everything below is done."""
-        return self._starts[0] if self._starts else self.next
+        """Everything below is done, but for messages that wait in other lanes."""
+        return min(self._starts[0], self.next) if self._starts else self.next
 
     def available(self, now_ms: int, priority: int | None = None) -> Iterator[SpanFold]:
         """The spans (of one priority) whose time has come, by offset. Do not change the state while iterating."""

@@ -178,14 +178,21 @@ class Lanes:
                 return [spot_of(offset, *row)] if row else []
         return []
 
-    def first_segment_after(self, lane: int, due_ms: int, offset: int, end: int) -> int | None:
-        """The base offset of the oldest segment with a message of the lane from that place on."""
+    def first_segment_after(self, lane: int, due_ms: int, offset: int, end: int, *, start: int = 0) -> int | None:
+        """The base offset of the oldest segment with a message of the lane from that place on, at `start` or above."""
         for segment in self._having(lane):
+            if segment.end_offset <= start or segment.base_offset >= end:
+                continue
             with self._log._read():
-                if segment not in self._log._segments or segment.base_offset >= end:
+                if segment not in self._log._segments:
                     continue
-                if rows_after(self._log._used(segment).reader, lane, due_ms, offset, end, 1):
-                    return segment.base_offset
+                reader = self._log._used(segment).reader
+                if segment.base_offset >= start:
+                    found = bool(rows_after(reader, lane, due_ms, offset, end, 1))
+                else:
+                    found = count_after(reader, lane, due_ms, offset, end, start, None) > 0
+            if found:
+                return segment.base_offset
         return None
 
     def next_plain(self, offset: int, end: int, rows_max: int) -> int:

@@ -398,8 +398,8 @@ class Log(ReadableLog):
         offset = self._segments[0].base_offset
         for segment in self._segments[:-1]:
             entry = self._sealed.get(segment.base_offset)
-            if entry is None:
-                break
+            if entry is None or entry.newest_ms > max(now_ms, entry.last_timestamp_ms):
+                break  # in use, or something in it is still to be delivered
             old = retention_ms is not None and entry.newest_ms < now_ms - retention_ms
             if not old and (retention_bytes is None or size <= retention_bytes):
                 break
