@@ -1,4 +1,5 @@
-"""The consumer of a queue group: competing consumers share the topics' messages, each message is leased to one of them.
+"""The consumer: of a queue group, whose consumers compete for messages that are leased to them, or a member of a stream
+group (stream.py), whose members share the partitions.
 
 Iterating is the whole protocol: asking for the next message says that the one before is done. An exception in the
 loop's body never asks, so that message stays unacked and goes back when the consumer closes (or is collected).
@@ -12,6 +13,7 @@ import time
 import uuid
 import weakref
 from collections.abc import Iterable, Iterator
+from datetime import datetime
 from types import TracebackType
 from typing import Literal, Self
 
@@ -19,9 +21,11 @@ import msgspec
 
 from portalmq import wire
 from portalmq.commit import Output, commit_receipts
-from portalmq.errors import PortalMQError
+from portalmq.errors import GroupNotFound, PortalMQError
 from portalmq.lease import Leases, Verb
 from portalmq.message import Message, message_from_wire
+from portalmq.stream import Delivery, StreamMember
+from portalmq.stream_wire import SESSION_TIMEOUT_MS_MAX
 from portalmq.transport import CALL_TIMEOUT_S, Bootstrap, Request, Transport, decode_answer
 
 # A consumer that waits asks again this often: a broker that is paused holds it no longer.
@@ -44,26 +48,37 @@ class Consumer:
         *topics: str,
         group: str = "default",
         bootstrap: Bootstrap = None,
-        mode: Literal["queue"] = "queue",
-        delivery: Literal["at_least_once"] = "at_least_once",
+        mode: Literal["queue", "stream"] = "queue",
+        delivery: Delivery = "at_least_once",
         max_messages: int = 100,
         visibility_timeout_s: float = 30,
-        start: Literal["earliest", "latest"] = "earliest",
+        start: Literal["earliest", "latest"] | datetime = "earliest",
         manual_ack: bool = False,
         idle_timeout_s: float | None = None,
         token: str | None = None,
+        member_id: str | None = None,
+        session_timeout_s: float = 10,
     ) -> None:
         """`max_messages`: how many are fetched at once; choose 1 when handling one takes long. `start` counts when the
         group meets a partition for the first time. `idle_timeout_s`: iteration ends when nothing came for so long.
+        `delivery` is a setting of the group, and fixed by who makes it.
+
+        With mode="stream" each partition is read by one member of the group, in order, and nothing is leased: what was
+        handed out is committed by going on. `member_id` names this consumer for good: under it a consumer that comes
+        back within `session_timeout_s` has its partitions again, and close() does not give them up.
         """
         if not topics:
             raise ValueError("name at least one topic")
-        if mode != "queue":
-            raise ValueError(f"mode={mode!r} is not supported yet: this version consumes in mode='queue'")
-        if delivery != "at_least_once":
-            raise ValueError(f"delivery={delivery!r} is not supported yet: this version delivers 'at_least_once'")
-        if start not in ("earliest", "latest"):
-            raise ValueError(f"start={start!r}: use 'earliest' or 'latest'")
+        if mode not in ("queue", "stream"):
+            raise ValueError(f"mode={mode!r}: use 'queue' or 'stream'")
+        if delivery not in ("at_least_once", "at_most_once", "exactly_once"):
+            raise ValueError(f"delivery={delivery!r}: use 'at_least_once', 'at_most_once' or 'exactly_once'")
+        if start not in ("earliest", "latest") and not isinstance(start, datetime):
+            raise ValueError(f"start={start!r}: use 'earliest', 'latest' or a datetime")
+        if not 0.5 <= session_timeout_s <= SESSION_TIMEOUT_MS_MAX / 1000:
+            raise ValueError(f"session_timeout_s must be 0.5 to {SESSION_TIMEOUT_MS_MAX // 1000}")
+        if member_id is not None and mode != "stream":
+            raise ValueError("member_id is for mode='stream': in a queue group all consumers are alike")
         if not 1 <= max_messages <= wire.RECEIVE_MESSAGES_MAX:
             raise ValueError(f"max_messages must be 1 to {wire.RECEIVE_MESSAGES_MAX}")
         if not 1 <= visibility_timeout_s * 1000 <= wire.VISIBILITY_TIMEOUT_MS_MAX:
@@ -72,7 +87,10 @@ class Consumer:
         self.group = wire.check_name(group, "group")
         self._max_messages = max_messages
         self._visibility_timeout_s = visibility_timeout_s
-        self._start = start
+        self._settings: dict[str, object] = {}
+        if start != "earliest":
+            self._settings["start"] = start if isinstance(start, str) else {"at": _unix_ms(start)}
+        self._delivery = delivery
         self._manual_ack = manual_ack
         self._idle_timeout_s = idle_timeout_s
         self._name = f"python-{uuid.uuid4().hex}"
@@ -85,7 +103,25 @@ class Consumer:
         settling = Transport(bootstrap, token=token)
         self._settling = settling
         self._leases = Leases(settling, self.group, visibility_timeout_s)
-        self._shut_down = weakref.finalize(self, _shut_down, self._closed, self._receiving, settling, self._leases)
+        self._stream: StreamMember | None = None
+        if mode == "stream":
+            if delivery != "at_least_once":
+                self._settings["delivery"] = delivery
+            self._stream = StreamMember(
+                self._receiving,
+                settling,
+                self.group,
+                self.topics,
+                self._settings,
+                delivery=delivery,
+                manual_ack=manual_ack,
+                member_id=None if member_id is None else wire.check_name(member_id, "member"),
+                session_timeout_s=session_timeout_s,
+                max_messages=max_messages,
+            )
+        self._shut_down = weakref.finalize(
+            self, _shut_down, self._closed, self._receiving, settling, self._leases, self._stream
+        )
 
     # --- receiving ---------------------------------------------------------------------------------------------------
 
@@ -94,6 +130,11 @@ class Consumer:
 
     def __next__(self) -> Message:
         """The next message; the one before is acked. Waits for one, up to `idle_timeout_s`."""
+        if self._stream is not None:
+            message = self._stream.next_message(self._idle_timeout_s, self)
+            if message is None:
+                raise StopIteration
+            return message
         messages = self._next_messages(1, self._idle_timeout_s)
         if not messages:
             raise StopIteration
@@ -106,6 +147,8 @@ class Consumer:
         """
         if max_messages is not None and not 1 <= max_messages <= wire.RECEIVE_MESSAGES_MAX:
             raise ValueError(f"max_messages must be 1 to {wire.RECEIVE_MESSAGES_MAX}")
+        if self._stream is not None:
+            return self._stream.poll(timeout_s, max_messages or self._max_messages, self)
         return self._next_messages(max_messages or self._max_messages, timeout_s)
 
     def _next_messages(self, at_most: int, timeout_s: float | None) -> list[Message]:
@@ -169,12 +212,28 @@ class Consumer:
         return bool(received.messages)
 
     def _prepare(self) -> None:
-        """Give the group its start, once, before its first receive fixes it."""
-        if not self._is_prepared and self._start != "earliest":
-            self._receiving.send_json("PUT", wire.group_path(self.group), {"start": self._start}, object)
+        """Give the group its settings, once, before its first receive fixes them."""
+        if not self._is_prepared:
+            if self._delivery != "at_least_once":
+                self._settle_delivery()
+            if self._settings:
+                self._receiving.send_json("PUT", wire.group_path(self.group), self._settings, object)
         self._is_prepared = True
         if self._near is None:
             self._look_up()
+
+    def _settle_delivery(self) -> None:
+        """A group that is not there is made with this delivery; one that is keeps its own. Raises ValueError."""
+        try:
+            group = self._receiving.get(wire.group_path(self.group), wire.GroupDescription)
+        except GroupNotFound:
+            self._settings["delivery"] = self._delivery
+            return
+        if group.config.delivery != self._delivery:
+            raise ValueError(
+                f"group {self.group!r} delivers {group.config.delivery!r}, and this consumer asks for"
+                f" {self._delivery!r}: change one of them, or take another group"
+            )
 
     def _look_up(self) -> None:
         """Choose a partition whose leader to ask: any broker would do, and that one has the shortest way. Consumers of
@@ -190,13 +249,18 @@ class Consumer:
 
     def ack(self, messages: Message | Iterable[Message]) -> None:
         """Say that messages are done. Raises StaleReceipt when a lease has passed on; the others are acked all the
-        same (`error.extra["results"]` tells which)."""
+        same (`error.extra["results"]` tells which). In stream mode it says so of all before them in their partitions,
+        and is committed within a second."""
+        if self._stream is not None:
+            self._stream.finished([messages] if isinstance(messages, Message) else messages)
+            return
         self._settle("ack", messages, {})
 
     def nack(
         self, messages: Message | Iterable[Message], delay_s: float | None = None, reason: str | None = None
     ) -> None:
         """Give messages back for redelivery, after `delay_s` seconds (default: the group's back-off)."""
+        self._check_leases("nack")
         options: dict[str, object] = {}
         if delay_s is not None:
             options["delay_ms"] = round(delay_s * 1000)
@@ -206,6 +270,7 @@ class Consumer:
 
     def extend(self, messages: Message | Iterable[Message], visibility_timeout_s: float | None = None) -> None:
         """Hold leases for `visibility_timeout_s` seconds from now (default: this consumer's)."""
+        self._check_leases("extend")
         seconds = self._visibility_timeout_s if visibility_timeout_s is None else visibility_timeout_s
         self._settle("extend", messages, {"visibility_timeout_ms": round(seconds * 1000)})
 
@@ -219,6 +284,8 @@ class Consumer:
         again unless the commit was done.
         """
         given = [messages] if isinstance(messages, Message) else list(messages)
+        if self._stream is not None:
+            return self._stream.commit_with(given, outputs)
         # Before anything can fail: going on after an error must not ack what has no outputs.
         self._leases.withdraw([message.receipt for message in given if message.receipt is not None])
         return commit_receipts(self._settling, self.group, given, outputs)
@@ -230,6 +297,70 @@ class Consumer:
             raise ValueError("a message without a receipt was browsed, not received: there is no lease to settle")
         if receipts:
             self._leases.settle(verb, receipts, options)
+
+    # --- streams ------------------------------------------------------------------------------------------------------
+
+    def commit(self) -> None:
+        """Say that all that was handed out is done; durable on return. Raises IllegalGeneration for what was given to
+        another member: it comes again there."""
+        if self._stream is not None:
+            self._stream.commit()
+        elif self._manual_ack:
+            raise ValueError("with manual_ack in a queue group, ack the messages")
+        else:
+            self._leases.finish_handed()
+            self._leases.flush()
+
+    def seek(
+        self,
+        topic: str,
+        to: Literal["earliest", "latest"] | int | datetime = "earliest",
+        partition: int | None = None,
+    ) -> None:
+        """Set the group to another place in a topic: its beginning, its end, a time, or an offset of one partition.
+
+        It holds for all members of the group: what they have read and not committed is void.
+        """
+        stream = self._streaming("seek")
+        if isinstance(to, datetime):
+            stream.seek(topic, {"at": _unix_ms(to)}, partition)
+        else:
+            stream.seek(topic, {"offset": to} if isinstance(to, int) else to, partition)
+
+    def pause(self, topic: str | None = None, partition: int | None = None) -> None:
+        """Hand out nothing of a topic, or one partition of it, or at all, until resume(). The partitions stay this
+        member's."""
+        self._streaming("pause").pause(self._places(topic, partition))
+
+    def resume(self, topic: str | None = None, partition: int | None = None) -> None:
+        """The opposite of pause()."""
+        self._streaming("resume").resume(self._places(topic, partition))
+
+    @property
+    def assignment(self) -> list[tuple[str, int]]:
+        """The partitions (topic, number) that this member of a stream group reads now."""
+        return self._streaming("assignment").assignment()
+
+    @property
+    def member_id(self) -> str:
+        """The name under which this consumer is a member of its stream group."""
+        return self._streaming("member_id").member_id
+
+    def _places(self, topic: str | None, partition: int | None) -> list[tuple[str, int]] | None:
+        if topic is None:
+            return None
+        if partition is not None:
+            return [(topic, partition)]
+        return [place for place in self.assignment if place[0] == topic]
+
+    def _streaming(self, what: str) -> StreamMember:
+        if self._stream is None:
+            raise ValueError(f"{what} is for mode='stream'")
+        return self._stream
+
+    def _check_leases(self, what: str) -> None:
+        if self._stream is not None:
+            raise ValueError(f"{what} is for mode='queue': a stream group has no leases, it goes on where it committed")
 
     # --- the end -----------------------------------------------------------------------------------------------------
 
@@ -248,9 +379,20 @@ class Consumer:
         self.close()
 
 
-def _shut_down(closed: threading.Event, receiving: Transport, settling: Transport, leases: Leases) -> None:
+def _unix_ms(moment: datetime) -> int:
+    if moment.tzinfo is None:
+        raise ValueError(f"{moment!r} names no time zone: write datetime.now(timezone.utc), for instance")
+    return round(moment.timestamp() * 1000)
+
+
+def _shut_down(
+    closed: threading.Event, receiving: Transport, settling: Transport, leases: Leases, stream: StreamMember | None
+) -> None:
     """Runs once: at close(), when the consumer is collected, or when the interpreter ends."""
     closed.set()
+    if stream is not None:
+        stream.close()
+        return
     receiving.close()
     leases.release()
     # Not closed: with manual_ack, other threads may still have messages in hand to ack.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -29,14 +29,15 @@ class RecordMetadata:
     timestamp_ms: int
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
+class Message(msgspec.Struct, frozen=True, eq=False):
     """One message as it was sent. `value` is the payload's bytes; `text` and `json()` read it.
 
     A message that came from a queue group carries its lease: `receipt`, `delivery_count` (1 at the first delivery),
-    `lease_expires_at_ms` (Unix time of the leader's clock), and can be acked, nacked and extended.
+    `lease_expires_at_ms` (Unix time of the leader's clock), and can be acked, nacked and extended. One that came from a
+    stream group can be acked, which says so of all before it in its partition.
     """
 
+    # A Struct and no dataclass: a stream consumer makes half a million of them a second (0.07 against 1.3 us).
     topic: str
     partition: int
     offset: int
@@ -51,7 +52,24 @@ class Message:
     deliver_at_ms: int | None = None
     expires_at_ms: int | None = None
     priority: int = 0
-    _consumer: Consumer | None = field(default=None, repr=False, compare=False)
+    # A Consumer; msgspec looks into the types of all fields, and this one would go round in a circle.
+    _consumer: Any = None
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Message):
+            return NotImplemented
+        return self._shown() == other._shown()
+
+    def __hash__(self) -> int:
+        return hash((self.topic, self.partition, self.offset))
+
+    def __repr__(self) -> str:
+        shown = zip(self.__struct_fields__, self._shown(), strict=False)
+        return f"Message({', '.join(f'{name}={value!r}' for name, value in shown)})"
+
+    def _shown(self) -> tuple[Any, ...]:
+        """All fields but the consumer."""
+        return msgspec.structs.astuple(self)[:-1]
 
     @property
     def id(self) -> str:
@@ -82,7 +100,8 @@ class Message:
     def _leased_by(self) -> Consumer:
         if self._consumer is None:
             raise RuntimeError("this message was browsed, not received by a queue group: there is no lease to settle")
-        return self._consumer
+        consumer: Consumer = self._consumer
+        return consumer
 
 
 def message_from_wire(packed: PackMessageOut, topic: str, consumer: Consumer | None = None) -> Message:

@@ -295,6 +295,17 @@ class Transport:
         self._book.learn(metadata)
         return metadata
 
+    def leader_of(self, place: tuple[str, int]) -> Address | None:
+        """The leader of a (topic, partition), when it is known and answers."""
+        return self._book.leader_of(place)
+
+    def heard_leader(self, place: tuple[str, int], url: object) -> bool:
+        """A broker said who leads. False when that is nobody to go to: then it is looked up before the next try."""
+        if self._book.leads(place, url):
+            return True
+        self._outdated.add(place[0])
+        return False
+
     def _look_up_leaders(self, topic: str, deadline: float) -> None:
         self._outdated.discard(topic)
         for _ in range(LOOK_UPS_MAX):

@@ -200,7 +200,7 @@ def test_start_latest_is_told_to_the_group_once_before_the_first_receive() -> No
 
 @pytest.mark.parametrize(
     "options",
-    [{"mode": "stream"}, {"delivery": "exactly_once"}, {"start": "middle"}, {"max_messages": 0}],
+    [{"mode": "log"}, {"delivery": "twice"}, {"start": "middle"}, {"max_messages": 0}, {"member_id": "a"}],
 )
 def test_options_that_do_not_work_are_refused_with_a_sentence(options: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=r".+"):

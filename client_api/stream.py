@@ -1,0 +1,493 @@
+"""A member of a stream group: it keeps its place in the group, reads what is assigned to it, and commits.
+
+    member thread   join -> heartbeat, commit, heartbeat, ...        what the coordinator says is adopted here
+    fetch threads   see feeds.py
+    user's thread   next_message, poll: what was handed out before is finished by asking for more
+
+The generation that a heartbeat carries says what this member has let go of. So a new assignment is adopted only when
+what it takes away is finished: no more of it is handed out, what is in hand is waited for (for a while), what is done
+is committed, and the next heartbeat says so. Partitions that stay are read on meanwhile.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from portalmq import stream_wire as contract
+from portalmq import wire
+from portalmq.commit import Output, commit_offset, place_of
+from portalmq.errors import (
+    Fenced,
+    GroupNotFound,
+    IllegalGeneration,
+    OffsetOutOfRange,
+    PortalMQError,
+    Unavailable,
+)
+from portalmq.feeds import Feed, Feeds, Place, Taken
+from portalmq.message import Message
+from portalmq.transport import Request, Transport, decode_answer
+
+_log = logging.getLogger("portalmq.consumer")
+
+COMMIT_EVERY_S = 1.0
+# How long a partition that is taken away is held for the message in hand.
+LET_GO_WITHIN_S = 5.0
+LET_GO_POLL_S = 0.05
+AGAIN_S = 0.3
+CLOSE_WITHIN_S = 5.0
+WAIT_S = 10.0
+
+Delivery = Literal["at_least_once", "at_most_once", "exactly_once"]
+
+
+class StreamMember:
+    """`make` makes the message that the user gets: (topic, partition, offset, record, timestamp_ms)."""
+
+    def __init__(
+        self,
+        reading: Transport,
+        settling: Transport,
+        group: str,
+        topics: Sequence[str],
+        settings: dict[str, object],
+        *,
+        delivery: Delivery,
+        manual_ack: bool,
+        member_id: str | None,
+        session_timeout_s: float,
+        max_messages: int,
+    ) -> None:
+        self.member_id = member_id or f"python-{uuid.uuid4().hex}"
+        self.generation = -1
+        self.feeds = Feeds(reading, lambda: time.time_ns() // 1_000_000)
+        self._is_static = member_id is not None
+        self._reading = reading
+        self._settling = settling
+        self._group = group
+        self._topics = list(topics)
+        self._settings = settings
+        self._delivery = delivery
+        self._auto = not manual_ack
+        self._session_s = session_timeout_s
+        self._max_messages = max_messages
+        self._lock = self.feeds.lock
+        self._committing = threading.RLock()
+        self._wake = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._failure: PortalMQError | None = None
+        self._joined = False
+        self._left = False
+        self._answered_at = 0.0
+        self._revoked_at = 0.0
+        self._committed_at = 0.0
+        # Answers of generations before this one are older than what was sought.
+        self._not_before = -1
+        # The batch that is being handed out.
+        self._taken: Taken | None = None
+
+    # --- handing out (the user's thread) -----------------------------------------------------------------------------
+
+    def next_message(self, timeout_s: float | None, consumer: Any) -> Message | None:
+        """The next message; the one before is finished. None after `timeout_s`, or when it is closed."""
+        with self._lock:
+            taken = self._taken
+            if taken is not None and not taken.feed.revoked and not taken.feed.gone and not self._failure:
+                feed = taken.feed
+                if self._auto:
+                    feed.done = feed.handed
+                if taken.next < len(taken.records) and feed.place not in self.feeds.paused:
+                    return self._hand_out(taken, consumer)
+        messages = self._messages(timeout_s, 1, consumer, one=True)
+        return messages[0] if messages else None
+
+    def _hand_out(self, taken: Taken, consumer: Any) -> Message:
+        offset, record = taken.records[taken.next]
+        taken.next += 1
+        feed = taken.feed
+        feed.handed = taken.end if taken.next == len(taken.records) else offset + 1
+        if self._delivery == "at_most_once":
+            feed.done = feed.committed  # committed as a whole before the first of them was handed out
+        return _message(feed.place, offset, record, taken.timestamp_ms, consumer)
+
+    def poll(self, timeout_s: float | None, at_most: int, consumer: Any) -> list[Message]:
+        return self._messages(timeout_s, at_most, consumer, one=False)
+
+    def _messages(self, timeout_s: float | None, at_most: int, consumer: Any, *, one: bool) -> list[Message]:
+        self._start()
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            with self._lock:
+                self._finish_handed()
+                while True:
+                    if self._failure is not None:
+                        raise self._failure
+                    if self.feeds.closed:
+                        return []
+                    taken = self._rest() or self.feeds.take()
+                    if taken is not None:
+                        break
+                    left_s = WAIT_S if deadline is None else deadline - time.monotonic()
+                    if left_s <= 0:
+                        return []
+                    self._lock.wait(min(left_s, WAIT_S))
+                self._taken = taken
+            if self._delivery == "at_most_once" and not self._commit_first(taken):
+                continue
+            with self._lock:
+                if taken.feed.gone or taken.feed.revoked:
+                    continue
+                if one:
+                    return [self._hand_out(taken, consumer)]
+                return self._hand_out_many(taken, at_most, consumer)
+
+    def _rest(self) -> Taken | None:
+        """What is left of the batch that was begun."""
+        taken = self._taken
+        if taken is None or taken.feed.gone or taken.feed.revoked or taken.next >= len(taken.records):
+            return None
+        return None if taken.feed.place in self.feeds.paused else taken
+
+    def _hand_out_many(self, taken: Taken, at_most: int, consumer: Any) -> list[Message]:
+        records = taken.records[taken.next : taken.next + at_most]
+        taken.next += len(records)
+        feed = taken.feed
+        feed.handed = taken.end if taken.next == len(taken.records) else records[-1][0] + 1
+        topic, partition = feed.place
+        timestamp_ms = taken.timestamp_ms
+        return [
+            Message(
+                topic,
+                partition,
+                offset,
+                record.key,
+                record.value,
+                record.headers or {},
+                record.content_type,
+                timestamp_ms,
+                0,
+                None,
+                0,
+                record.deliver_at_ms,
+                record.expires_at_ms,
+                record.priority,
+                consumer,
+            )
+            for offset, record in records
+        ]
+
+    def _finish_handed(self) -> None:
+        if self._auto and self._delivery != "at_most_once":
+            for feed in self.feeds.by_place.values():
+                feed.done = feed.handed
+        if self.feeds.by_place and any(feed.revoked for feed in self.feeds.by_place.values()):
+            self._wake.set()
+
+    def _commit_first(self, taken: Taken) -> bool:
+        """at_most_once: the batch is committed before the first of it is handed out."""
+        if taken.feed.committed >= taken.end:
+            return True
+        with self._lock:
+            taken.feed.done = taken.end
+        try:
+            self._commit([taken.feed])
+        except (IllegalGeneration, OffsetOutOfRange):
+            with self._lock:
+                self._taken = None
+            self._wake.set()
+            return False
+        return True
+
+    def finished(self, messages: Iterable[Message]) -> None:
+        """These are done, and all before them in their partitions; committed within a second."""
+        with self._lock:
+            for message in messages:
+                feed = self.feeds.by_place.get((message.topic, message.partition))
+                if feed is not None and message.offset < feed.handed:
+                    feed.done = max(feed.done, message.offset + 1)
+
+    # --- commits -----------------------------------------------------------------------------------------------------
+
+    def commit(self) -> None:
+        """Commit all that was handed out; durable on return. Raises IllegalGeneration for what was taken away."""
+        with self._lock:
+            feeds = [feed for feed in self.feeds.by_place.values() if not feed.gone]
+            for feed in feeds:
+                feed.done = feed.handed
+        self._commit(feeds)
+
+    def _commit(self, feeds: Sequence[Feed], timeout_s: float | None = None) -> None:
+        """Bring what is done to the leaders."""
+        with self._committing:
+            with self._lock:
+                news = [(feed, feed.done) for feed in feeds if feed.done > feed.committed and not feed.gone]
+                generation = self.generation
+            if not news:
+                return
+            offsets = [contract.PartitionOffset(*feed.place, done) for feed, done in news]
+            request = Request(
+                "PUT",
+                wire.group_path(self._group, "offsets"),
+                msgspec.json.encode(contract.CommitOffsetsRequest(self.member_id, generation, offsets)),
+                (("Content-Type", wire.JSON),),
+                repeatable=True,
+                near=news[0][0].place,
+            )
+            try:
+                self._settling.call(request, timeout_s=timeout_s)
+            except PortalMQError as error:
+                results = error.extra.get("results") or []
+                ok = {(each["topic"], each["partition"]) for each in results if each.get("status") == "ok"}
+                self._committed([(feed, done) for feed, done in news if feed.place in ok])
+                if isinstance(error, IllegalGeneration | OffsetOutOfRange):
+                    self._wake.set()
+                raise
+            self._committed(news)
+
+    def _committed(self, news: Iterable[tuple[Feed, int]]) -> None:
+        with self._lock:
+            for feed, done in news:
+                feed.committed = max(feed.committed, done)
+
+    def commit_with(self, messages: Sequence[Message], outputs: Iterable[Output]) -> wire.Committed:
+        """Commit the place behind these messages and publish `outputs`, both or neither. After an error the partition
+        is read again from what is committed: going on must not commit what has no outputs."""
+        place = place_of(messages)
+        with self._committing:
+            try:
+                answer = commit_offset(
+                    self._settling, self._group, messages, outputs, member_id=self.member_id, generation=self.generation
+                )
+            except BaseException:
+                self._read_again(place)
+                raise
+            with self._lock:
+                feed = self.feeds.by_place.get(place)
+                if feed is not None:
+                    end = max(message.offset for message in messages) + 1
+                    feed.committed = max(feed.committed, end)
+                    feed.done = max(feed.done, end)
+        return answer
+
+    def _read_again(self, place: Place) -> None:
+        with self._lock:
+            feed = self.feeds.by_place.get(place)
+            if feed is not None:
+                self.feeds.add([contract.AssignedPartition(*place, feed.committed, feed.since)])
+                self._taken = None
+        self._wake.set()
+
+    # --- the user's other words --------------------------------------------------------------------------------------
+
+    def seek(self, topic: str, to: str | dict[str, int], partition: int | None) -> contract.SeekAnswer:
+        """Set the group to another place; what this member has read ahead is void."""
+        self._start()
+        request = contract.SeekRequest(topic, dict(to) if isinstance(to, dict) else to, partition)
+        answer = self._settling.send_json("POST", wire.group_path(self._group, "seek"), request, contract.SeekAnswer)
+        with self._lock:
+            self.feeds.drop([place for place in self.feeds.by_place if place[0] == topic])
+            self._taken = None
+            self._not_before = answer.generation
+        self._wake.set()
+        return answer
+
+    def pause(self, places: Iterable[Place] | None) -> None:
+        with self._lock:
+            self.feeds.paused.update(self.feeds.by_place if places is None else places)
+
+    def resume(self, places: Iterable[Place] | None) -> None:
+        with self._lock:
+            self.feeds.paused.difference_update(list(self.feeds.paused) if places is None else list(places))
+            self._lock.notify_all()
+
+    def assignment(self) -> list[Place]:
+        with self._lock:
+            return sorted(place for place, feed in self.feeds.by_place.items() if not feed.revoked)
+
+    # --- the member's thread -----------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._live, name="portalmq-member", daemon=True)
+            self._thread.start()
+
+    def _live(self) -> None:
+        while not self.feeds.closed:
+            pause_s = AGAIN_S
+            try:
+                pause_s = self._turn()
+            except (Fenced, IllegalGeneration, GroupNotFound) as error:
+                self._lost(error)
+                if isinstance(error, Fenced):
+                    self._fail(error)
+                    return
+                pause_s = LET_GO_POLL_S
+            except PortalMQError as error:
+                if self.feeds.closed:
+                    return
+                if not error.retryable:
+                    self._fail(error)
+                    return
+                _log.debug("group %s: %s", self._group, error)
+                if self._joined and time.monotonic() > self._answered_at + self._session_s:
+                    self._lost(error)
+            except Exception as fault:
+                self._fail(Unavailable(f"the consumer's member thread failed: {fault!r}", retryable=False))
+                raise
+            self._wake.wait(pause_s)
+            self._wake.clear()
+
+    def _turn(self) -> float:
+        """Join or heartbeat, adopt what is answered, commit. How long to wait until the next turn."""
+        answer = self._heartbeat() if self._joined else self._join()
+        self._answered_at = time.monotonic()
+        interval_s = answer.heartbeat_interval_ms / 1000
+        adopted = self._adopt(answer)
+        if adopted is None:
+            return LET_GO_POLL_S
+        if adopted:
+            return 0.0  # say at once what was let go of
+        return min(interval_s, self._commit_done())
+
+    def _join(self) -> contract.MemberAnswer:
+        self._settle_group()
+        request = contract.JoinRequest(self._topics, self.member_id, round(self._session_s * 1000))
+        answer = self._call("POST", contract.members_path(self._group), request)
+        self._joined = True
+        _log.info("joined group %s as %s in generation %d", self._group, self.member_id, answer.generation)
+        return answer
+
+    def _settle_group(self) -> None:
+        self._settling.send_json("PUT", wire.group_path(self._group), {"mode": "stream", **self._settings}, object)
+
+    def _heartbeat(self) -> contract.MemberAnswer:
+        path = contract.member_path(self._group, self.member_id, "heartbeat")
+        return self._call("POST", path, contract.HeartbeatRequest(self.generation))
+
+    def _call(self, method: str, path: str, body: msgspec.Struct) -> contract.MemberAnswer:
+        request = Request(method, path, msgspec.json.encode(body), (("Content-Type", wire.JSON),), repeatable=True)
+        return decode_answer(self._settling.call(request, timeout_s=self._session_s), contract.MemberAnswer)
+
+    def _adopt(self, answer: contract.MemberAnswer) -> bool | None:
+        """Work by this assignment from now on: True when something was let go of. None when that has to wait for the
+        message in hand; then the old generation stands."""
+        if answer.generation < max(self.generation, self._not_before):
+            return False  # of a coordinator that was replaced, or from before a seek
+        named = {(each.topic, each.partition): each for each in answer.assignment}
+        with self._lock:
+            taken_away = [feed for place, feed in self.feeds.by_place.items() if place not in named]
+            if taken_away and not any(feed.revoked for feed in taken_away):
+                self._revoked_at = time.monotonic()
+            for feed in taken_away:
+                feed.revoked = True
+            in_hand = any(feed.handed > feed.done for feed in taken_away)
+            if in_hand and self._auto and time.monotonic() < self._revoked_at + LET_GO_WITHIN_S:
+                return None
+        if taken_away:
+            self._commit_last(taken_away)
+        with self._lock:
+            self.feeds.drop([feed.place for feed in taken_away])
+            self.generation = answer.generation
+            news = []
+            for place, each in named.items():
+                known = self.feeds.by_place.get(place)
+                if known is None or known.since < each.since:
+                    news.append(each)
+                else:
+                    known.revoked = False
+            self.feeds.add(news)
+        if taken_away or news:
+            _log.info("group %s: generation %d, %d partitions", self._group, answer.generation, len(named))
+        return bool(taken_away)
+
+    def _commit_last(self, feeds: Sequence[Feed]) -> None:
+        try:
+            self._commit(feeds, timeout_s=self._session_s / 2)
+        except PortalMQError as error:
+            _log.warning("group %s: %s; messages of what was taken away may come twice", self._group, error)
+
+    def _commit_done(self) -> float:
+        """Commit what is done, once a second; when the next time is."""
+        now = time.monotonic()
+        if now >= self._committed_at + COMMIT_EVERY_S:
+            self._committed_at = now
+            with self._lock:
+                feeds = [feed for feed in self.feeds.by_place.values() if not feed.revoked]
+            try:
+                self._commit(feeds, timeout_s=max(1.0, self._session_s / 4))
+            except (IllegalGeneration, OffsetOutOfRange) as error:
+                _log.info("group %s: %s", self._group, error)
+                return 0.0
+            except PortalMQError as error:
+                _log.debug("group %s: commits are tried again: %s", self._group, error)
+        return COMMIT_EVERY_S
+
+    def _lost(self, why: PortalMQError) -> None:
+        """This member is out of the group: nothing that it has read counts any more."""
+        if not self.feeds.closed:
+            _log.warning("group %s: %s", self._group, why)
+        with self._lock:
+            self.feeds.drop(list(self.feeds.by_place))
+            self._taken = None
+            self._joined = False
+            self.generation = -1
+
+    def _fail(self, error: PortalMQError) -> None:
+        with self._lock:
+            self._failure = error
+            self._lock.notify_all()
+
+    # --- the end -----------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Commit what is finished and leave; a member with an id of its own keeps its place for its session."""
+        with self._lock:
+            if self._left:
+                return
+            self._left = True
+            feeds = list(self.feeds.by_place.values())
+            joined = self._joined
+        self.feeds.close()
+        self._reading.close()
+        self._wake.set()
+        if joined:
+            try:
+                self._commit(feeds, timeout_s=CLOSE_WITHIN_S)
+            except PortalMQError as error:
+                _log.warning("the last messages could not be committed and will be read again: %s", error)
+        if joined and not self._is_static:
+            self._leave()
+        self._settling.rest()
+
+    def _leave(self) -> None:
+        request = Request("DELETE", contract.member_path(self._group, self.member_id), repeatable=True)
+        try:
+            self._settling.call(request, timeout_s=CLOSE_WITHIN_S)
+        except PortalMQError as error:
+            _log.debug("could not leave group %s, its session will time out: %s", self._group, error)
+
+
+def _message(place: Place, offset: int, record: contract.FrameRecord, timestamp_ms: int, consumer: Any) -> Message:
+    return Message(
+        *place,
+        offset,
+        record.key,
+        record.value,
+        record.headers or {},
+        record.content_type,
+        timestamp_ms,
+        0,
+        None,
+        0,
+        record.deliver_at_ms,
+        record.expires_at_ms,
+        record.priority,
+        consumer,
+    )
