@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPException
 
 import msgspec
 import pytest
@@ -29,7 +30,7 @@ def patiently(ask, accepted: tuple[int, ...] = (200,)) -> Answer:
     while True:
         try:
             answer = ask()
-        except OSError:
+        except (OSError, HTTPException):
             answer = None
         if answer is not None and answer.status in accepted:
             return answer
