@@ -82,7 +82,7 @@ class Catalog(Cluster):
         differs, and InvalidRequest for wrong settings or for more replicas, asked for by name, than there are brokers.
         """
         wire.check_name(name, "topic")
-        config = _patched(wire.TopicConfig(), request.config)
+        config = _topic_config(wire.TopicConfig(), request.config)
         tried: set[str] = set()
 
         def create() -> tuple[TopicState, bool]:
@@ -149,7 +149,7 @@ class Catalog(Cluster):
                     f"make a new topic with {partitions}, and copy"
                 )
             altered = msgspec.structs.replace(
-                topic, partitions=partitions, config=_patched(topic.config, request.config)
+                topic, partitions=partitions, config=_topic_config(topic.config, request.config)
             )
             _check_min_insync(altered.config, altered.replication_factor)
             if altered != topic:
@@ -408,6 +408,17 @@ def _patched(config: state.ConfigT, patch: dict[str, Any]) -> state.ConfigT:
         return state.patched(config, patch)
     except msgspec.ValidationError as fault:
         raise InvalidRequest(f"config: {fault}") from None
+
+
+def _topic_config(config: wire.TopicConfig, patch: dict[str, Any]) -> wire.TopicConfig:
+    """A topic that keeps the last message of each key drops none for its age, unless that is asked for by name."""
+    patched = _patched(config, patch)
+    if patched.cleanup == config.cleanup or "retention_ms" in patch:
+        return patched
+    retention_ms = None
+    if patched.cleanup == "delete":
+        retention_ms = patched.retention_ms or wire.TopicConfig().retention_ms
+    return msgspec.structs.replace(patched, retention_ms=retention_ms)
 
 
 def _check_alike(topic: TopicState, request: wire.CreateTopic) -> None:

@@ -216,6 +216,26 @@ def test_a_topic_that_deletes_is_not_compacted(fixture):
     assert (len(there(partition)), partition.groups.compacted) == (12, 0)
 
 
+def test_nothing_goes_for_its_age_unless_that_was_asked_for(fixture, clock):
+    broker = fixture.broker
+    assert broker.topics.get("t").state.config.retention_ms is None
+    broker.create_topic("both", wire.CreateTopic(config={"cleanup": "compact", "retention_ms": HOUR_MS}))
+    assert broker.topics.get("both").state.config.retention_ms == HOUR_MS
+    for name, left in (("t", 4), ("both", 0)):
+        partition = partition_of(fixture, name)
+        rounds(partition)
+        compact(fixture)
+        clock.advance(24 * 30 * HOUR_MS)
+        put(partition, (b"new", b"1"))
+        partition.log.roll()
+        broker._retain()
+        assert len(there(partition)) == left + 1, name
+    broker.topics.alter("t", wire.AlterTopic(config={"cleanup": "delete"}))
+    assert broker.topics.get("t").state.config.retention_ms == wire.TopicConfig().retention_ms
+    broker.topics.alter("t", wire.AlterTopic(config={"cleanup": "compact"}))
+    assert broker.topics.get("t").state.config.retention_ms is None
+
+
 def test_it_is_done_when_as_much_is_new_as_is_left_and_not_before(fixture, monkeypatch):
     partition = partition_of(fixture)
     monkeypatch.setattr(compaction_module, "DIRTY_A_CLEAN", 1.0)
