@@ -1,0 +1,202 @@
+"""Locks on real processes: brokers and holders that are killed and paused, and a row of SQLite that must stay right."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from support.broker_process import BrokerProcess
+from support.cluster import Cluster, wait_until
+
+from portalmq import Fenced, Lock, LockHeld
+
+pytestmark = pytest.mark.cluster
+
+EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "lock_fencing_sqlite.py"
+# The whole proof: PORTALMQ_LOCK_ROUNDS=400 PORTALMQ_LOCK_KILLS=6.
+ROUNDS = int(os.environ.get("PORTALMQ_LOCK_ROUNDS", "40"))
+KILLS = int(os.environ.get("PORTALMQ_LOCK_KILLS", "2"))
+WORKERS = 3
+SECONDS_A_ROUND = 2.0
+
+
+@contextmanager
+def worker(cluster: Cluster, db: Path, rounds: int, *options: str) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, str(EXAMPLE), "work", "--server", ",".join(cluster.urls), "--db", str(db)]
+    child = subprocess.Popen([*command, "--rounds", str(rounds), *options], stdout=subprocess.PIPE, text=True)
+    try:
+        yield child
+    finally:
+        if child.poll() is None:
+            child.send_signal(signal.SIGCONT)
+            child.kill()
+        child.wait()
+        if child.stdout is not None:
+            child.stdout.close()
+
+
+def deposits(db: Path) -> list[tuple[int, int]]:
+    """(token, balance) in the order in which they were written."""
+    with sqlite3.connect(db, timeout=30) as connection:
+        return connection.execute("SELECT token, balance FROM deposits ORDER BY rowid").fetchall()
+
+
+def check(db: Path) -> int:
+    """Nothing was lost, and no token wrote after a greater one; how many wrote."""
+    written = deposits(db)
+    assert [balance for _, balance in written] == list(range(1, len(written) + 1))
+    tokens = [token for token, _ in written]
+    assert all(earlier < later for earlier, later in itertools.pairwise(tokens))
+    return len(written)
+
+
+def test_a_lock_outlives_the_broker_it_was_got_from(cluster: Cluster, topic: str) -> None:
+    lock = Lock(topic, cluster.urls, ttl_s=3)
+    other = Lock(topic, cluster.urls, ttl_s=3)
+    token = lock.acquire()
+    try:
+        for broker_id in (1, 2):
+            cluster.kill(broker_id)
+            with pytest.raises(LockHeld):
+                other.acquire(timeout_s=1.5)
+            assert lock.check() == token
+            cluster.heal()
+        lock.renew()
+        lock.release()
+        assert other.acquire(timeout_s=10) == token + 1
+    finally:
+        lock.close()
+        other.close()
+
+
+def test_a_killed_broker_shortens_no_lease_and_its_waiters_keep_their_turns(cluster: Cluster, topic: str) -> None:
+    """Each waits at a broker of its own; that of the first in the queue dies, and he goes on at another."""
+    holder = Lock(topic, cluster.brokers[1].url, ttl_s=30)
+    token = holder.acquire()
+    order: list[str] = []
+    waiting = []
+    for name, url in (
+        ("first", [cluster.brokers[2].url, cluster.brokers[1].url]),
+        ("second", [cluster.brokers[3].url]),
+    ):
+        lock = Lock(topic, url, ttl_s=30)
+
+        def wait(name: str = name, lock: Lock = lock) -> None:
+            with lock:
+                order.append(name)
+            lock.close()
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        waiting.append(thread)
+        wanted = len(waiting)
+        wait_until(lambda wanted=wanted: cluster.ask(f"/v1/locks/{topic}")["waiters"] == wanted, "a place in the queue")
+    cluster.kill(2)
+    try:
+        wait_until(lambda: waits_at(cluster, 1) == 1, "the client of the killed broker waits at another one")
+        wait_until(lambda: cluster.ask(f"/v1/locks/{topic}", 3)["waiters"] == 2, "both have a place")
+        assert holder.check() == token
+        holder.release()
+        for thread in waiting:
+            thread.join(30)
+    finally:
+        holder.close()
+    assert order == ["first", "second"]
+    assert cluster.ask(f"/v1/locks/{topic}", 3)["fencing_token"] == token + 2
+
+
+def waits_at(cluster: Cluster, broker_id: int) -> int:
+    """How many calls wait at a broker."""
+    metrics = cluster.brokers[broker_id].request("GET", "/metrics").body.decode()
+    return int(float(re.search(r"^portalmq_waiting_calls (\S+)", metrics, re.MULTILINE)[1]))  # type: ignore[index]
+
+
+def test_a_holder_that_is_stopped_loses_the_lock_and_its_late_write_is_refused(
+    cluster: Cluster, topic: str, tmp_path: Path
+) -> None:
+    db = tmp_path / "account.db"
+    with worker(cluster, db, 1, "--ttl", "1", "--hold", "3") as slow:
+        wait_until(lambda: db.exists() and fence(db) > 0, "the first holder has claimed the row")
+        slow.send_signal(signal.SIGSTOP)
+        with worker(cluster, db, 3, "--ttl", "5") as quick:
+            assert quick.stdout is not None
+            tokens = [int(line) for line in quick.stdout]
+            assert quick.wait(30) == 0
+        assert len(tokens) == 3
+        slow.send_signal(signal.SIGCONT)
+        assert slow.wait(30) == 0  # it loses its round, and makes it under a new token
+    assert check(db) == 4
+    assert deposits(db)[-1][0] > max(tokens)
+
+
+def fence(db: Path) -> int:
+    try:
+        with sqlite3.connect(db, timeout=30) as connection:
+            return int(connection.execute("SELECT fence FROM account").fetchone()[0])
+    except (sqlite3.OperationalError, TypeError):
+        return 0  # it is just being made
+
+
+def test_kills_and_pauses_of_brokers_and_holders_lose_no_deposit(cluster: Cluster, tmp_path: Path) -> None:
+    """Workers deposit under the lock; brokers are killed, a worker is paused again and again."""
+    db = tmp_path / "account.db"
+    each = ROUNDS // WORKERS + 1
+    deadline = time.monotonic() + SECONDS_A_ROUND * ROUNDS + 60
+    with (
+        worker(cluster, db, each) as first,
+        worker(cluster, db, each) as second,
+        worker(cluster, db, each, "--ttl", "0.6") as paused,
+    ):
+        workers = [first, second, paused]
+        wait_until(lambda: db.exists() and fence(db) > 0, "somebody works")
+        for number in range(KILLS):
+            victim = 1 + number % 3
+            paused.send_signal(signal.SIGSTOP)
+            before = len(deposits(db))
+            cluster.kill(victim)
+            wait_until(
+                lambda before=before: len(deposits(db)) > before + 2 or all(w.poll() is not None for w in workers[:2]),
+                "others go on while a holder is paused and a broker is dead",
+            )
+            paused.send_signal(signal.SIGCONT)
+            cluster.heal()
+        for child in workers:
+            assert child.wait(max(1.0, deadline - time.monotonic())) == 0
+    assert check(db) == WORKERS * each
+
+
+def test_the_example_shows_what_it_says(tmp_path: Path) -> None:
+    broker = BrokerProcess(tmp_path / "data", command=("dev",))
+    broker.start()
+    try:
+        command = [sys.executable, str(EXAMPLE), "demo", "--server", broker.url, "--db", str(tmp_path / "account.db")]
+        told = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
+    finally:
+        broker.end()
+    assert "its write is refused" in told
+    assert told.endswith("balance: 100\n")
+
+
+def test_a_zombie_is_fenced_over_the_restart_of_all_brokers(cluster: Cluster, topic: str) -> None:
+    zombie = Lock(topic, cluster.urls, ttl_s=1)
+    token = zombie.acquire()
+    zombie.close()  # it renews no more, and does not know
+    cluster.kill(1, 2, 3)
+    cluster.heal()
+    with Lock(topic, cluster.urls, ttl_s=5) as newer:
+        assert newer > token
+        admin = cluster.admin()
+        with pytest.raises(Fenced):
+            admin.release_lock(topic, zombie.owner or "", token)
+        admin.close()
