@@ -310,7 +310,8 @@ class GroupDelivery:
 
     def take_over(self, now_ms: int) -> None:
         """A new leader's clock may differ from the one that granted: no lease lasts longer from now than it was
-        granted for, and no back-off longer than it was to be."""
+        granted for, and no back-off longer than it was to be. What it knew of keys when it led before is out of date."""
+        self.keys = None
         for start in tuple(self._starts):
             span = self._spans[start]
             latest_ms = now_ms + max(0, span.available_at_ms - span.granted_at_ms)

@@ -6,6 +6,7 @@ from support.supply import ListSupply, chosen, offsets_of
 
 from portalmq.broker.core.delivery import ATTEMPTS_MAX, OUTSTANDING_MAX, GroupDelivery
 from portalmq.broker.core.fold import GroupFold
+from portalmq.broker.core.keys import KeyBook
 from portalmq.broker.core.records import Ack, Extend, Grant, GroupStart, Nack, ranges_of
 
 
@@ -252,6 +253,14 @@ def test_a_new_leader_shortens_leases_that_its_clock_would_prolong():
     grant(group, (0, 1, 1), now=1_000_000, lease=100)
     group.take_over(now_ms=500)
     assert group.next_wakeup_ms() == 600
+
+
+def test_a_leader_that_leads_again_finds_out_anew_whose_turn_it_is():
+    """Found by the simulator: records that came by replication meanwhile are in no book."""
+    group = new_group()
+    group.keys = KeyBook()
+    group.take_over(now_ms=500)
+    assert group.keys is None
 
 
 def test_a_new_leader_shortens_back_offs_that_its_clock_would_prolong():
