@@ -259,13 +259,18 @@ class GroupPartition:
 
     def take(self, options: ReceiveOptions) -> list[Delivered]:
         """Lease what is there, at most `max_messages`. With at_most_once it is acked before it is handed out."""
-        now_ms = self._clock.now_ms()
-        self._bury(now_ms)
-        choice = self._choice(now_ms, options.max_messages)
-        runs = _runs(self._pieces(choice))
-        if not runs:
-            self._pass_over(choice)
-            return []
+        while True:
+            now_ms = self._clock.now_ms()
+            self._bury(now_ms)
+            choice = self._choice(now_ms, options.max_messages)
+            runs = _runs(self._pieces(choice))
+            if runs:
+                break
+            if not self._pass_over(choice):
+                return []
+            gevent.sleep(0)  # much was passed over, and there may be something behind it
+            if not self.has_messages():
+                return []
         config = self.settings()
         at_most_once = config.delivery == "at_most_once"
         deadline_ms = now_ms + options.visibility_timeout_ms
@@ -331,10 +336,10 @@ class GroupPartition:
         if choice.expired:
             self.on_expired(choice.expired)
 
-    def _pass_over(self, choice: Choice) -> None:
-        """There was nothing to hand out. What was passed over is written down when it counts for something, or is
-        much; else it is remembered here."""
-        delivery = self.delivery
+    def _pass_over(self, choice: Choice) -> bool:
+        """There was nothing to hand out; whether anything was passed over. That is written down when it counts for
+        something, or is much; else it is remembered here."""
+        delivery, before = self.delivery, self._supply.looked
         self._supply.looked = max(self._supply.looked, choice.next)
         passed = self._supply.looked - delivery.next
         if choice.gone or choice.held or choice.cursors or (passed > 0 and choice.expired) or passed > PASSED_MAX:
@@ -344,6 +349,7 @@ class GroupPartition:
             grant = Grant((), self._supply.looked, at_ms, at_ms, cursors=choice.spots(), gone=gone, held=held)
             self._append_grant(grant, choice)
         self._arm()
+        return self._supply.looked > before or bool(choice.gone or choice.held or choice.cursors)
 
     # --- what is given up --------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from hashlib import blake2b
-from itertools import groupby
+from itertools import groupby, islice
 
 from portalmq.broker.core.choice import NEVER_MS, Run
 from portalmq.broker.partition import Partition
@@ -18,6 +18,9 @@ from portalmq.broker.storage.batch import Batch, Record
 
 # How many messages of lane 0 a turn looks at, to find some that it may hand out.
 LOOK_MAX = 20_000
+# How many of other lanes are skipped at a time, within the file.
+SKIP_MAX = 100_000
+SKIP_COST = 5_000
 KNOWN_MAX = 10_000
 
 
@@ -40,24 +43,41 @@ class PartitionSupply:
     def fresh(self, lane: int, due_ms: int, offset: int) -> Iterator[Run]:
         if lane == 0:
             return self._lane_0(max(offset, self.looked))
-        end = self._partition.readable_end
+        rows = self._partition.log.lanes.after(lane, due_ms, offset, self._partition.readable_end)
         return (
             Run(each, each + 1, None, due_ms, NEVER_MS if expires_at_ms is None else expires_at_ms, self._key(key))
-            for due_ms, each, expires_at_ms, key in self._partition.log.lanes.after(lane, due_ms, offset, end)
+            for due_ms, each, expires_at_ms, key in islice(rows, LOOK_MAX)
         )
 
     def _lane_0(self, offset: int) -> Iterator[Run]:
-        end, looked = self._partition.readable_end, 0
-        skips = bool(self._partition.log.lanes.present)
-        for piece in self._partition.pieces(offset, end, LOOK_MAX):
-            if self._is_plain(piece.batch):
-                yield Run(piece.start, piece.end, piece)
-                continue
-            yield from self._runs(piece, 0 if skips else None)
-            yield Run(piece.end, piece.end)
-            looked += piece.end - piece.start
-            if skips and looked >= LOOK_MAX:
+        end, lanes = self._partition.readable_end, self._partition.log.lanes
+        looked = 0
+        if not lanes.present:
+            for piece in self._partition.pieces(offset, end, LOOK_MAX):
+                if self._is_plain(piece.batch):
+                    yield Run(piece.start, piece.end, piece)
+                else:
+                    yield from self._runs(piece, None)
+            return
+        while offset < end and looked < LOOK_MAX:
+            is_other = False
+            for piece in self._partition.pieces(offset, end, LOOK_MAX):
+                runs = [Run(piece.start, piece.end, piece)] if self._is_plain(piece.batch) else self._runs(piece, 0)
+                is_other = True
+                for run in runs:
+                    is_other = False
+                    yield run
+                offset = piece.end
+                yield Run(offset, offset)
+                looked += piece.end - piece.start
+                if is_other or looked >= LOOK_MAX:
+                    break
+            if not is_other:
                 return
+            # A batch of other lanes is mostly followed by more of them, which the file skips faster.
+            offset = lanes.next_plain(offset, end, SKIP_MAX, any_priority=self.by_key)
+            looked += SKIP_COST
+            yield Run(offset, offset)
 
     def returned(self, start: int, end: int) -> Iterator[Run]:
         for piece in self._partition.pieces(start, end, end - start):

@@ -195,8 +195,9 @@ class Lanes:
                 return segment.base_offset
         return None
 
-    def next_plain(self, offset: int, end: int, rows_max: int) -> int:
+    def next_plain(self, offset: int, end: int, rows_max: int, *, any_priority: bool = False) -> int:
         """Where lane 0 goes on from `offset`: its next message, or where none was found among `rows_max` offsets."""
+        plain = "" if any_priority else " AND priority = 0"
         end = min(end, offset + rows_max)
         for segment in self._log._segments:
             if segment.end_offset <= offset or segment.base_offset >= end:
@@ -207,8 +208,8 @@ class Lanes:
                 found: Any = (
                     self._log._used(segment)
                     .reader.execute(
-                        "SELECT offset FROM messages WHERE offset >= ? AND offset < ? AND priority = 0"
-                        f" AND coalesce(NOT ({DELAYED_MESSAGES}), 1) ORDER BY offset LIMIT 1",
+                        "SELECT offset FROM messages WHERE offset >= ? AND offset < ?"
+                        f"{plain} AND coalesce(NOT ({DELAYED_MESSAGES}), 1) ORDER BY offset LIMIT 1",
                         (offset, end),
                     )
                     .get
