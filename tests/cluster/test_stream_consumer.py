@@ -1,0 +1,229 @@
+"""Consumer(mode="stream") against a real broker: iterating, committing, two members, seeking, and one name twice."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+from support.broker_process import BrokerProcess
+from support.cluster import wait_until
+
+from portalmq import Admin, Consumer, Fenced, GroupModeMismatch, IllegalGeneration, Producer
+
+pytestmark = pytest.mark.cluster
+
+_numbers = itertools.count(1)
+IDLE_S = 1.5
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with BrokerProcess(tmp_path_factory.mktemp("broker")) as broker:
+        yield broker.url
+
+
+@pytest.fixture
+def topic() -> str:
+    return f"stream-{next(_numbers)}"
+
+
+def consumer(url: str, topic: str, **options: object) -> Consumer:
+    settings = {"group": f"g-{topic}", "mode": "stream", "session_timeout_s": 3, **options}
+    return Consumer(topic, bootstrap=url, **settings)  # type: ignore[arg-type]
+
+
+def produce(url: str, topic: str, count: int, *, first: int = 0, partitions: int = 1, **more: object) -> None:
+    with Producer(url) as producer:
+        for number in range(first, first + count):
+            producer.send(topic, str(number), partition=number % partitions, **more)  # type: ignore[arg-type]
+
+
+def committed(url: str, topic: str) -> list[int]:
+    answer = Admin(url)._transport.get(f"/v1/groups/g-{topic}/offsets", dict)
+    return [each["committed"] for each in answer["offsets"]]
+
+
+def lag(url: str, topic: str) -> int:
+    answer = Admin(url)._transport.get(f"/v1/groups/g-{topic}/offsets", dict)
+    return sum(each["lag"] for each in answer["offsets"])
+
+
+def numbers(messages: Iterator[object] | list[object] | Consumer) -> list[int]:
+    return [int(message.text) for message in messages]  # type: ignore[union-attr]
+
+
+def test_messages_come_in_order_and_once(url: str, topic: str) -> None:
+    produce(url, topic, 2_000)
+    with consumer(url, topic, idle_timeout_s=IDLE_S) as reading:
+        assert numbers(reading) == list(range(2_000))
+    assert lag(url, topic) == 0
+    produce(url, topic, 10, first=2_000)
+    with consumer(url, topic, idle_timeout_s=IDLE_S) as reading:
+        assert numbers(reading) == list(range(2_000, 2_010))
+
+
+def test_the_message_whose_handling_failed_comes_again(url: str, topic: str) -> None:
+    produce(url, topic, 5)
+    with consumer(url, topic) as reading:
+        assert numbers(itertools.islice(reading, 4)) == [0, 1, 2, 3]  # and 3 is in hand when it closes
+    with consumer(url, topic, idle_timeout_s=IDLE_S) as reading:
+        assert numbers(reading) == [3, 4]
+
+
+def test_at_most_once_commits_before_it_hands_out(url: str, topic: str) -> None:
+    produce(url, topic, 5)
+    with consumer(url, topic, delivery="at_most_once") as reading:
+        first = next(reading)
+        assert committed(url, topic)[0] > first.offset
+    with consumer(url, topic, delivery="at_most_once", idle_timeout_s=IDLE_S) as reading:
+        assert 0 not in numbers(reading)
+
+
+def test_with_manual_ack_nothing_is_committed_but_by_word(url: str, topic: str) -> None:
+    produce(url, topic, 6)
+    with consumer(url, topic, manual_ack=True) as reading:
+        messages = reading.poll(5, 4)
+        messages[1].ack()
+        wait_until(lambda: committed(url, topic) == [messages[1].offset + 1], "the ack is committed", 5)
+        reading.commit()
+        assert committed(url, topic) == [messages[3].offset + 1]
+        assert numbers(reading.poll(5, 10)) == [4, 5]
+    with consumer(url, topic, idle_timeout_s=IDLE_S) as reading:
+        assert numbers(reading) == [4, 5]
+
+
+def test_two_members_share_the_partitions_and_a_third_takes_over_from_one_that_closed(url: str, topic: str) -> None:
+    Admin(url).create_topic(topic, partitions=4)
+    with consumer(url, topic) as first, consumer(url, topic) as second:
+        found: list[int] = []
+        lock = threading.Lock()
+
+        def read(reading: Consumer) -> None:
+            for message in reading:
+                with lock:
+                    found.append(int(message.text))
+
+        threads = [threading.Thread(target=read, args=(each,)) for each in (first, second)]
+        for thread in threads:
+            thread.start()
+        wait_until(lambda: len(first.assignment) == len(second.assignment) == 2, "each has two partitions")
+        produce(url, topic, 200, partitions=4)
+        wait_until(lambda: len(found) >= 200, "all messages came")
+        first.close()
+        wait_until(lambda: len(second.assignment) == 4, "the other one has all four")
+        produce(url, topic, 40, first=200, partitions=4)
+        wait_until(lambda: len(found) >= 240, "all messages came")
+        second.close()
+        for thread in threads:
+            thread.join(10)
+    assert sorted(found) == list(range(240))
+
+
+def test_of_two_consumers_with_one_member_id_the_older_is_told(url: str, topic: str) -> None:
+    produce(url, topic, 3)
+    with consumer(url, topic, member_id="one") as older, consumer(url, topic, member_id="one") as newer:
+        assert next(older).text == "0"
+        assert next(newer).text == "0"
+        with pytest.raises(Fenced, match="member id of its own"):
+            list(older)
+
+
+def test_a_static_member_that_comes_back_has_its_partitions_at_once(url: str, topic: str) -> None:
+    Admin(url).create_topic(topic, partitions=2)
+    with consumer(url, topic, member_id="one") as first, consumer(url, topic, member_id="two") as second:
+        first.poll(0.1)
+        second.poll(0.1)
+        wait_until(lambda: len(first.assignment) == len(second.assignment) == 1, "each has one")
+        before = first.assignment
+        first.close()
+        with consumer(url, topic, member_id="one") as again:
+            again.poll(0.1)
+            wait_until(lambda: again.assignment == before, "it has its own again", 2)
+            assert len(second.assignment) == 1
+
+
+def test_a_seek_sets_the_whole_group_back(url: str, topic: str) -> None:
+    produce(url, topic, 10)
+    between = datetime.now(UTC)
+    produce(url, topic, 10, first=10)
+    with consumer(url, topic, idle_timeout_s=IDLE_S) as reading:
+        assert numbers(reading) == list(range(20))
+        reading.seek(topic, "earliest")
+        assert numbers(reading) == list(range(20))
+        reading.seek(topic, between)
+        assert numbers(reading) == list(range(10, 20))
+        reading.seek(topic, 18, partition=0)
+        assert numbers(reading)[-1] == 19
+        reading.seek(topic, "latest")
+        assert numbers(reading) == []
+
+
+def test_what_is_paused_is_not_handed_out(url: str, topic: str) -> None:
+    Admin(url).create_topic(topic, partitions=2)
+    with consumer(url, topic) as reading:
+        reading.poll(0.1)
+        wait_until(lambda: len(reading.assignment) == 2, "it has both")
+        reading.pause(topic, 1)
+        produce(url, topic, 20, partitions=2)
+        found: list[int] = []
+        while len(found) < 10:
+            found += numbers(reading.poll(5))
+        assert {number % 2 for number in found} == {0}
+        assert reading.poll(0.3) == []
+        reading.resume(topic, 1)
+        while len(found) < 20:
+            found += numbers(reading.poll(5))
+    assert sorted(found) == list(range(20))
+
+
+def test_expired_messages_are_left_out(url: str, topic: str) -> None:
+    produce(url, topic, 3, ttl_s=0.2)
+    produce(url, topic, 1, first=3)
+    time.sleep(0.3)  # the time to live passes
+    with consumer(url, topic, idle_timeout_s=IDLE_S) as reading:
+        assert numbers(reading) == [3]
+    assert lag(url, topic) == 0
+
+
+def test_a_partition_that_is_added_is_read_from_its_beginning(url: str, topic: str) -> None:
+    produce(url, topic, 1)
+    with consumer(url, topic, start="latest") as reading:
+        reading.poll(0.1)
+        wait_until(lambda: len(reading.assignment) == 1, "it has the first")
+        Admin(url)._transport.send_json("PATCH", f"/v1/topics/{topic}", {"partitions": 2}, object)
+        with Producer(url) as producer:
+            producer.send(topic, "7", partition=1).result(5)
+        assert numbers(reading.poll(10)) == [7]
+
+
+def test_a_queue_consumer_is_told_of_the_other_mode(url: str, topic: str) -> None:
+    produce(url, topic, 1)
+    with consumer(url, topic) as reading:
+        assert reading.poll(5)
+    with pytest.raises(GroupModeMismatch), Consumer(topic, group=f"g-{topic}", bootstrap=url) as queue:
+        queue.poll(1)
+
+
+def test_what_a_member_was_too_late_to_commit_is_refused(url: str, topic: str) -> None:
+    produce(url, topic, 3)
+    with consumer(url, topic, manual_ack=True) as reading:
+        assert reading.poll(5)
+        Admin(url)._transport.send_json("POST", f"/v1/groups/g-{topic}/seek", {"topic": topic, "to": "latest"}, object)
+        with pytest.raises(IllegalGeneration):
+            reading.commit()
+
+
+def test_delivery_of_a_queue_group_is_fixed_by_who_makes_it(url: str, topic: str, tmp_path: Path) -> None:
+    produce(url, topic, 1)
+    with Consumer(topic, group=topic, bootstrap=url) as plain:
+        plain.poll(5)
+    with (
+        pytest.raises(ValueError, match="at_least_once"),
+        Consumer(topic, group=topic, bootstrap=url, delivery="exactly_once") as other,
+    ):
+        other.poll(1)

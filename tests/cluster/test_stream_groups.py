@@ -1,0 +1,228 @@
+"""A stream group over a cluster: members come and go, brokers die, and every message is processed by its one owner.
+
+`PORTALMQ_CHURN` sets how often the group loses a member and gains one (the suite: 4; the full proof is 20), and
+`PORTALMQ_CHURN_KILLS` how often the broker that coordinates the group is killed meanwhile (the suite: 1; the proof 5).
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import defaultdict
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import pytest
+from support.cluster import Cluster, wait_until
+from support.load import loads
+
+from portalmq import Consumer
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+
+CHURN = int(os.environ.get("PORTALMQ_CHURN", "4"))
+KILLS = int(os.environ.get("PORTALMQ_CHURN_KILLS", "1"))
+MEMBERS = 6
+PARTITIONS = 12
+SESSION_S = 3.0
+PAUSE_S = 0.004
+# A partition that keeps its member is read on: the longest that it may stand still while members come and go.
+STILL_S_MAX = 2.0
+
+
+@dataclass
+class Sight:
+    """A message that was handed out: when, where, by whom, and in which generation."""
+
+    at: float
+    partition: int
+    value: str
+    member: str
+    generation: int
+    since: int
+
+
+@dataclass
+class Reader:
+    """A member of the group in a thread. Everything that it is handed is noted, before it asks for more."""
+
+    consumer: Consumer
+    sights: list[Sight] = field(default_factory=list)
+    fault: BaseException | None = None
+
+    def start(self) -> Reader:
+        self.thread = threading.Thread(target=self._read, daemon=True)
+        self.thread.start()
+        return self
+
+    def _read(self) -> None:
+        member = self.consumer._stream
+        assert member is not None
+        try:
+            for message in self.consumer:
+                with member.feeds.lock:
+                    feed = member.feeds.by_place.get((message.topic, message.partition))
+                    generation, since = member.generation, feed.since if feed else -1
+                self.sights.append(
+                    Sight(time.monotonic(), message.partition, message.text, member.member_id, generation, since)
+                )
+        except BaseException as fault:  # noqa: BLE001 - the test tells of it
+            self.fault = fault
+
+    @property
+    def partitions(self) -> int:
+        return len(self.consumer.assignment)
+
+    def leave(self) -> None:
+        self.consumer.close()
+        self.thread.join(10)
+
+    def vanish(self) -> None:
+        """As a process that is killed: it commits nothing, and does not leave."""
+        member = self.consumer._stream
+        assert member is not None
+        member._left = True
+        member.feeds.close()
+        self.consumer._receiving.close()
+        member._settling.close()
+        self.thread.join(10)
+
+
+class Group:
+    """The members, those that are gone included."""
+
+    def __init__(self, cluster: Cluster, topic: str) -> None:
+        self._cluster = cluster
+        self._topic = topic
+        self.live: list[Reader] = []
+        self.all: list[Reader] = []
+
+    def add(self) -> None:
+        reader = Reader(
+            Consumer(
+                self._topic,
+                group=f"group-{self._topic}",
+                bootstrap=self._cluster.urls,
+                mode="stream",
+                session_timeout_s=SESSION_S,
+            )
+        ).start()
+        self.live.append(reader)
+        self.all.append(reader)
+
+    def settle(self) -> None:
+        """Until all partitions are given out, evenly."""
+        wait_until(self._is_settled, f"{PARTITIONS} partitions among {len(self.live)} members", 40)
+
+    def _is_settled(self) -> bool:
+        self.check_faults()
+        counts = [reader.partitions for reader in self.live]
+        return sum(counts) == PARTITIONS and max(counts) - min(counts) <= 1
+
+    def check_faults(self) -> None:
+        for reader in self.all:
+            if reader.fault is not None:
+                raise AssertionError(f"a member failed: {reader.fault!r}") from reader.fault
+
+    def owners(self) -> dict[int, tuple[str, int]]:
+        owned: dict[int, tuple[str, int]] = {}
+        for reader in self.live:
+            member = reader.consumer._stream
+            assert member is not None
+            with member.feeds.lock:
+                for place, feed in member.feeds.by_place.items():
+                    owned[place[1]] = (member.member_id, feed.since)
+        return owned
+
+    @property
+    def sights(self) -> list[Sight]:
+        return [sight for reader in self.all for sight in tuple(reader.sights)]
+
+    def close(self) -> None:
+        for reader in self.live:
+            reader.leave()
+
+
+def coordinator(cluster: Cluster, topic: str) -> int:
+    """The broker that coordinates the group: whoever is asked says so, when it may not forward."""
+    path = f"/v1/groups/group-{topic}/members/nobody"
+
+    def found() -> int | None:
+        asked = cluster.running[0]
+        answer = cluster.brokers[asked].request("DELETE", path, headers={"PortalMQ-No-Forward": "1"})
+        if answer.status == 204:
+            return asked
+        leader: int | None = answer.json().get("leader") if answer.status == 421 else None
+        return leader
+
+    return wait_until(found, "the group has a coordinator")
+
+
+def test_members_and_coordinators_come_and_go(cluster: Cluster, topic: str) -> None:
+    cluster.admin().create_topic(topic, partitions=PARTITIONS)
+    cluster.wait_in_sync(topic)
+    group = Group(cluster, topic)
+    kill_after = {round((turn + 1) * CHURN / (KILLS + 1)) for turn in range(KILLS)}
+    longest_still_s = 0.0
+    with loads(cluster.urls, topic=topic, partitions=PARTITIONS, pause_s=PAUSE_S) as running:
+        for _ in range(MEMBERS):
+            group.add()
+        group.settle()
+        for turn in range(CHURN):
+            began, before = time.monotonic(), group.owners()
+            reader = group.live.pop(0)
+            reader.leave() if turn % 2 else reader.vanish()
+            group.settle()
+            group.add()
+            group.settle()
+            longest_still_s = max(longest_still_s, _longest_still_s(group, began, before))
+            if turn in kill_after:
+                killed = coordinator(cluster, topic)
+                cluster.kill(killed)
+                group.settle()
+                cluster.start(killed)
+                cluster.wait_in_sync(topic)
+                group.settle()
+        for load in running:
+            load.wait_for_acked(50)
+    acked = {each.value for load in running for each in load.acked}
+    wait_until(lambda: acked <= {sight.value for sight in group.sights}, "every message was processed", 60)
+    group.close()
+    group.check_faults()
+    _check_owners(group.sights)
+    again = len(group.sights) - len({sight.value for sight in group.sights})
+    print(
+        f"{CHURN} members lost and regained, {KILLS} coordinators killed: {len(acked)} messages, {again} came again; "
+        f"a partition that stayed stood still for {longest_still_s:.2f} s at most"
+    )
+    assert longest_still_s <= STILL_S_MAX
+
+
+def _longest_still_s(group: Group, began: float, before: dict[int, tuple[str, int]]) -> float:
+    """The longest time, since `began`, between two messages of a partition whose member stayed."""
+    ended, after = time.monotonic(), group.owners()
+    stayed = [partition for partition, owner in before.items() if after.get(partition) == owner]
+    assert stayed, "who is neither lost nor new keeps most of what he has"
+    times: dict[int, list[float]] = defaultdict(list)
+    for sight in group.sights:
+        if sight.at >= began:
+            times[sight.partition].append(sight.at)
+    longest = 0.0
+    for partition in stayed:
+        moments = [began, *sorted(times[partition]), ended]
+        longest = max(longest, *(later - earlier for earlier, later in pairwise(moments)))
+    return longest
+
+
+def _check_owners(sights: list[Sight]) -> None:
+    """No partition was owned twice in a generation."""
+    by_generation: dict[tuple[int, int], set[str]] = defaultdict(set)
+    by_since: dict[tuple[int, int], set[str]] = defaultdict(set)
+    for sight in sights:
+        if sight.since >= 0:  # it was not taken away while its message was noted
+            by_generation[sight.partition, sight.generation].add(sight.member)
+            by_since[sight.partition, sight.since].add(sight.member)
+    for owners in (by_generation, by_since):
+        twice = {where: members for where, members in owners.items() if len(members) > 1}
+        assert not twice, twice
