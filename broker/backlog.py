@@ -3,9 +3,10 @@
 A partition has its share of the topic's limit. What counts is what the slowest queue group has not done: unacked and
 dead messages, and those that are still to come. Without a queue group nobody is late, and there is no limit.
 
-Counting looks into the files, so it is not done for each batch: the room that was counted last is used up first. Acks
-and new groups meanwhile are seen at the next count, a second later at most; when there is no room, a count is made each
-50 ms, and seldom enough that counting takes no more than a twentieth of the time.
+Counting looks into the files, so it is not done for each batch. A count says with which message the partition is full;
+until then messages only have to be numbered. It is made again when a group has moved since, which stands in the log as
+a record: at most once a second while there is room, each 50 ms when there is none, and seldom enough that counting
+takes no more than a twentieth of the time.
 """
 
 from __future__ import annotations
@@ -28,15 +29,17 @@ PAUSE_FACTOR = 20
 RETRY_AFTER_S = 0.25
 
 
-class _Room:
-    """What was counted last. `left` may be used before the next count."""
+class _Count:
+    """What was counted last: with the partition's message of number `full_at` it is full. `records` is how many control
+    records it had then."""
 
-    __slots__ = ("counted_at_ms", "left", "pause_ms", "share")
+    __slots__ = ("at_ms", "full_at", "pause_ms", "records", "share")
 
     def __init__(self) -> None:
         self.share = 0
-        self.left = 0
-        self.counted_at_ms = -(1 << 62)
+        self.full_at = 0
+        self.records = -1
+        self.at_ms = -(1 << 62)
         self.pause_ms = 0.0
 
 
@@ -47,21 +50,21 @@ class Backlog:
     def __init__(self, clock: Clock, count: Callable[[Partition], int] | None = None) -> None:
         self._clock = clock
         self._count = count or (lambda partition: slowest(partition, clock))
-        self._rooms: WeakKeyDictionary[Partition, _Room] = WeakKeyDictionary()
+        self._counts: WeakKeyDictionary[Partition, _Count] = WeakKeyDictionary()
 
     def check(self, topic: Topic, partition: Partition, messages: int, stamp: Stamp | None) -> None:
-        """Take room for messages that are about to be appended. Raises Backpressure when there is none, and
+        """Whether there is room for messages that are about to be appended. Raises Backpressure when there is none, and
         MessageTooLarge for more than there could ever be room for. Does not switch greenlets."""
         limit = topic.state.config.max_backlog_messages
         if limit is None or not partition.delivery:
             return
         share = -(-limit // topic.state.partitions)
-        room = self._rooms.get(partition)
-        if room is None:
-            room = self._rooms[partition] = _Room()
-        self._recount(room, partition, share, messages)
-        if messages <= room.left:
-            room.left -= messages
+        count = self._counts.get(partition)
+        if count is None:
+            count = self._counts[partition] = _Count()
+        self._recount(count, partition, share, messages)
+        room = count.full_at - partition.messages_next
+        if messages <= room:
             return
         if stamp is not None and partition.replica.producers.first_place(stamp, messages) is not None:
             return  # it is in the log already, and gets its first answer
@@ -71,21 +74,23 @@ class Backlog:
                 f" {topic.name!r} (max_backlog_messages): split it"
             )
         raise Backpressure(
-            f"{share - room.left} of {share} messages wait in partition {partition.number} of topic {topic.name!r}"
-            f" (max_backlog_messages): consume some, purge it, or repeat later",
+            f"{share - room} messages wait in partition {partition.number} of topic {topic.name!r}, and {share} may"
+            " (max_backlog_messages): consume some, purge it, or repeat later",
             retry_after_s=RETRY_AFTER_S,
         )
 
-    def _recount(self, room: _Room, partition: Partition, share: int, messages: int) -> None:
-        now_ms = self._clock.now_ms()
-        every_ms = max(room.pause_ms, COUNT_FULL_EVERY_MS if room.left < messages else COUNT_EVERY_MS)
-        if room.share == share and now_ms - room.counted_at_ms < every_ms:
-            return
+    def _recount(self, count: _Count, partition: Partition, share: int, messages: int) -> None:
+        records = partition.replica.next_offset - partition.messages_next
+        if count.share == share:
+            is_full = partition.messages_next + messages > count.full_at
+            every_ms = max(count.pause_ms, COUNT_FULL_EVERY_MS if is_full else COUNT_EVERY_MS)
+            if count.records == records or self._clock.now_ms() - count.at_ms < every_ms:
+                return
         began = perf_counter()
         waiting = self._count(partition)
-        room.pause_ms = PAUSE_FACTOR * 1_000 * (perf_counter() - began)
-        room.share, room.counted_at_ms = share, now_ms
-        room.left = max(0, share - waiting)
+        count.pause_ms = PAUSE_FACTOR * 1_000 * (perf_counter() - began)
+        count.share, count.records, count.at_ms = share, records, self._clock.now_ms()
+        count.full_at = partition.messages_next + share - waiting
 
 
 def slowest(partition: Partition, clock: Clock) -> int:

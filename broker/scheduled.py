@@ -15,8 +15,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from heapq import merge
 from itertools import islice
+from time import perf_counter
 from typing import NamedTuple
 
+import gevent
 import msgspec
 
 from portalmq.broker.atlas import Atlas
@@ -34,6 +36,8 @@ from portalmq.errors import MessageNotFound, PortalMQError
 
 SCHEDULED_TIMEOUT_S = 10.0
 CANCEL_TIMEOUT_S = 30.0
+# After so long of reading the others get their turn.
+TURN_S = 0.005
 
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -98,10 +102,14 @@ class _Listing:
             except PortalMQError as error:
                 outcomes[place] = error
         streams = [self._to_come(place, partition) for place, partition in partitions.items()]
+        turn_ends = perf_counter() + TURN_S
         for due, place in islice(merge(*streams), self.limit):
             rows = outcomes[place]
             if not isinstance(rows, PortalMQError):
                 rows += [(due.due_ms, due.offset, *found) for found in _read(partitions[place], due.offset)]
+            if perf_counter() > turn_ends:  # they may stand far apart, and each costs a read then
+                gevent.sleep(0)
+                turn_ends = perf_counter() + TURN_S
         return outcomes
 
     def _to_come(self, place: Place, partition: Partition) -> Iterator[tuple[Due, Place]]:

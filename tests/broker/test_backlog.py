@@ -7,8 +7,10 @@ from support.domain import HandClock, records, running
 
 from portalmq import wire
 from portalmq.broker.backlog import COUNT_EVERY_MS, COUNT_FULL_EVERY_MS, Backlog
+from portalmq.broker.core.records import Ack
 from portalmq.broker.storage.batch import Record
-from portalmq.errors import Backpressure, MessageTooLarge
+from portalmq.broker.storage.errors import DiskFull
+from portalmq.errors import Backpressure, MessageTooLarge, StorageFull
 
 
 @pytest.fixture
@@ -51,7 +53,7 @@ def test_what_is_refused_says_that_it_was_not_applied_and_when_to_repeat(fixture
     limit(fixture, 1)
     begin(fixture)
     send(fixture, 1)
-    with pytest.raises(Backpressure, match="1 of 1 messages wait") as refused:
+    with pytest.raises(Backpressure, match=r"1 messages wait .* and 1 may") as refused:
         send(fixture, 1)
     error = refused.value
     assert (error.outcome, error.retryable, error.status) == ("not_applied", True, 429)
@@ -197,34 +199,83 @@ class Counts:
         return self.waiting
 
 
-def test_the_room_that_was_counted_is_used_up_before_it_is_counted_again(fixture):
-    limit(fixture, 1_000)
-    begin(fixture)
-    topic, clock, counts = fixture.broker.topics.get("t"), HandClock(), Counts(0)
-    backlog, partition = Backlog(clock, counts), topic.partition(0)
-    for _ in range(100):
-        backlog.check(topic, partition, 10, None)
-    assert counts.made == 1
-    counts.waiting = 1_000
-    for _ in range(100):
-        with pytest.raises(Backpressure):
-            backlog.check(topic, partition, 10, None)
-    assert counts.made == 1, "no more than one count each 50 ms"
-    clock.advance(COUNT_FULL_EVERY_MS)
-    with pytest.raises(Backpressure):
-        backlog.check(topic, partition, 10, None)
-    assert counts.made == 2
+class Counting:
+    """A backlog whose counts are made up, on a real partition that a group reads."""
+
+    def __init__(self, fixture, share: int, waiting: int) -> None:
+        limit(fixture, share)
+        begin(fixture)
+        self.topic = fixture.broker.topics.get("t")
+        self.partition = self.topic.partition(0)
+        self.clock = HandClock()
+        self.counts = Counts(waiting)
+        self.backlog = Backlog(self.clock, self.counts)
+
+    def move_a_group(self) -> None:
+        self.partition.append_group_record("g", Ack((), self.clock.now_ms())).wait()
+
+    def is_full(self, messages: int = 1) -> bool:
+        try:
+            self.backlog.check(self.topic, self.partition, messages, None)
+        except Backpressure:
+            return True
+        return False
+
+
+def test_while_there_is_room_a_count_is_made_once_a_second_and_only_when_a_group_has_moved(fixture):
+    counting = Counting(fixture, 1_000, 0)
+    assert not any(counting.is_full(10) for _ in range(100))
+    counting.clock.advance(COUNT_EVERY_MS)
+    assert not counting.is_full()
+    assert counting.counts.made == 1, "nothing has moved"
+    counting.move_a_group()
+    assert not counting.is_full()
+    assert counting.counts.made == 2
+    counting.move_a_group()
+    counting.clock.advance(COUNT_EVERY_MS - 1)
+    assert not counting.is_full()
+    assert counting.counts.made == 2, "the second is not over"
+
+
+def test_when_there_is_no_room_a_count_is_made_each_50_ms_and_only_when_a_group_has_moved(fixture):
+    counting = Counting(fixture, 1_000, 1_000)
+    assert all(counting.is_full() for _ in range(100))
+    counting.clock.advance(COUNT_FULL_EVERY_MS)
+    assert counting.is_full()
+    assert counting.counts.made == 1, "nothing has moved"
+    counting.move_a_group()
+    assert counting.is_full()
+    counting.move_a_group()
+    counting.counts.waiting = 0
+    assert counting.is_full(), "the pause is not over"
+    counting.clock.advance(COUNT_FULL_EVERY_MS)
+    assert not counting.is_full()
+    assert counting.counts.made == 3
 
 
 def test_a_count_that_takes_long_is_made_seldom(fixture, monkeypatch):
-    limit(fixture, 10)
-    begin(fixture)
-    topic, clock, counts = fixture.broker.topics.get("t"), HandClock(), Counts(10)
-    backlog, partition = Backlog(clock, counts), topic.partition(0)
+    counting = Counting(fixture, 10, 10)
     seconds = iter(range(100))
     monkeypatch.setattr("portalmq.broker.backlog.perf_counter", lambda: next(seconds))
     for passed_ms, made in ((0, 1), (19_999, 1), (1, 2)):
-        clock.advance(passed_ms)
-        with pytest.raises(Backpressure):
-            backlog.check(topic, partition, 1, None)
-        assert counts.made == made
+        counting.clock.advance(passed_ms)
+        counting.move_a_group()
+        assert counting.is_full()
+        assert counting.counts.made == made
+
+
+def test_what_the_disk_refuses_uses_up_no_room(fixture, monkeypatch):
+    limit(fixture, 3)
+    begin(fixture)
+    log = fixture.broker.topics.get("t").partition(0).log
+    send(fixture, 1)
+    with monkeypatch.context() as patched:
+        patched.setattr(log, "append", full_disk)
+        with pytest.raises(StorageFull):
+            send(fixture, 2)
+    send(fixture, 2)
+    assert is_full(fixture)
+
+
+def full_disk(batches):
+    raise DiskFull("no room")
