@@ -22,14 +22,16 @@ from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
 from queue import SimpleQueue
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 from portalmq import wire
 from portalmq.batching import SendFuture
+from portalmq.commit import Output
 from portalmq.consumer import Consumer
 from portalmq.errors import PortalMQError
 from portalmq.message import Message, RecordMetadata
 from portalmq.producer import Producer
+from portalmq.stream import Delivery
 from portalmq.transport import Bootstrap
 
 T = TypeVar("T")
@@ -246,17 +248,47 @@ class AsyncConsumer:
     too, and blocks the event loop for a round trip.
     """
 
-    def __init__(self, *topics: str, **options: Any) -> None:
-        """`options` are those of Consumer: group, bootstrap, mode, delivery, max_messages, visibility_timeout_s, start,
-        manual_ack, idle_timeout_s, token."""
-        self._consumer = Consumer(*topics, **options)
-        self._manual_ack = bool(options.get("manual_ack", False))
+    def __init__(
+        self,
+        *topics: str,
+        group: str = "default",
+        bootstrap: Bootstrap = None,
+        mode: Literal["queue", "stream"] = "queue",
+        delivery: Delivery = "at_least_once",
+        max_messages: int = 100,
+        visibility_timeout_s: float = 30,
+        start: Literal["earliest", "latest"] | datetime = "earliest",
+        manual_ack: bool = False,
+        idle_timeout_s: float | None = None,
+        token: str | None = None,
+        member_id: str | None = None,
+        session_timeout_s: float = 10,
+    ) -> None:
+        self._consumer = Consumer(
+            *topics,
+            group=group,
+            bootstrap=bootstrap,
+            mode=mode,
+            delivery=delivery,
+            max_messages=max_messages,
+            visibility_timeout_s=visibility_timeout_s,
+            start=start,
+            manual_ack=manual_ack,
+            idle_timeout_s=idle_timeout_s,
+            token=token,
+            member_id=member_id,
+            session_timeout_s=session_timeout_s,
+        )
+        self._mode = mode
+        self._manual_ack = manual_ack
         self._receiver = _Threads("portalmq-async-receive", 1)
         self._settlers = _Threads("portalmq-async-settle", SETTLERS_MAX)
         # What a receive brought whose asker was cancelled; and that receive itself while it goes on. One at a time.
         self._kept: deque[Message] = deque()
         self._receiving: asyncio.Future[list[Message]] | None = None
         self._turn = asyncio.Lock()
+        # What the user has in hand: all since the latest receive, of a stream the last one of each partition.
+        self._given: dict[tuple[str, int, int], Message] = {}
         self._closed = False
 
     # --- receiving ---------------------------------------------------------------------------------------------------
@@ -287,13 +319,19 @@ class AsyncConsumer:
         async with self._turn:
             while not self._kept and not self._closed:
                 if self._receiving is None:
+                    if self._mode == "queue":
+                        self._given.clear()  # asking for more says that they are done
                     self._receiving = self._receiver.start(receive)
                     if not await self._arrived(self._receiving, None):
                         return []
                 elif not await self._arrived(self._receiving, timeout_s) and self._receiving is not None:
                     return []  # the earlier one waits on, this asker does not
             count = len(self._kept) if at_most is None else min(at_most, len(self._kept))
-            return [self._kept.popleft() for _ in range(count)]
+            messages = [self._kept.popleft() for _ in range(count)]
+            for message in messages:
+                offset = message.offset if self._mode == "queue" else 0
+                self._given[message.topic, message.partition, offset] = message
+            return messages
 
     async def _arrived(self, receiving: asyncio.Future[list[Message]], timeout_s: float | None) -> bool:
         """Wait for a receive, which goes on if this is cancelled. Raises its error; True when it brought something."""
@@ -320,6 +358,58 @@ class AsyncConsumer:
         """Hold leases for `visibility_timeout_s` seconds from now."""
         await self._settlers.run(lambda: self._consumer.extend(messages, visibility_timeout_s))
 
+    async def commit_with(self, messages: Message | Iterable[Message], outputs: Iterable[Output]) -> wire.Committed:
+        """Say that messages of one partition are done and publish `outputs`, both or neither, and once."""
+        return await self._settlers.run(lambda: self._consumer.commit_with(messages, outputs))
+
+    async def commit(self) -> None:
+        """Say that all that this gave is done; durable on return. What a cancelled receive brought is not meant."""
+        if self._mode == "queue" and self._manual_ack:
+            self._consumer.commit()  # which says what is wrong with that
+        given = list(self._given.values())
+
+        def commit() -> None:
+            if given:
+                self._consumer.ack(given)
+            self._consumer.commit_finished()
+
+        await self._settlers.run(commit)
+
+    # --- streams -----------------------------------------------------------------------------------------------------
+
+    async def seek(
+        self,
+        topic: str,
+        to: Literal["earliest", "latest"] | int | datetime = "earliest",
+        partition: int | None = None,
+    ) -> None:
+        """Set the group to another place in a topic. What a cancelled receive brought of it is dropped."""
+        await self._settlers.run(lambda: self._consumer.seek(topic, to, partition))
+
+        def is_void(message: Message) -> bool:
+            return message.topic == topic and partition in (None, message.partition)
+
+        self._kept = deque(message for message in self._kept if not is_void(message))
+        self._given = {place: message for place, message in self._given.items() if not is_void(message)}
+
+    async def pause(self, topic: str | None = None, partition: int | None = None) -> None:
+        """Hand out nothing of a topic, or one partition of it, or at all, until resume()."""
+        await self._settlers.run(lambda: self._consumer.pause(topic, partition))
+
+    async def resume(self, topic: str | None = None, partition: int | None = None) -> None:
+        """The opposite of pause()."""
+        await self._settlers.run(lambda: self._consumer.resume(topic, partition))
+
+    @property
+    def assignment(self) -> list[tuple[str, int]]:
+        """The partitions (topic, number) that this member of a stream group reads now."""
+        return self._consumer.assignment
+
+    @property
+    def member_id(self) -> str:
+        """The name under which this consumer is a member of its stream group."""
+        return self._consumer.member_id
+
     # --- the end -----------------------------------------------------------------------------------------------------
 
     async def close(self) -> None:
@@ -332,7 +422,7 @@ class AsyncConsumer:
             if self._receiving is not None and not self._turn.locked():  # else who waits for it gets it
                 with contextlib.suppress(PortalMQError):
                     await self._arrived(self._receiving, CLOSE_TIMEOUT_S)
-            if self._manual_ack and self._kept:
+            if self._manual_ack and self._kept and self._mode == "queue":
                 # What was handed out in manual mode is the user's to settle, but this never reached him.
                 kept, reason = list(self._kept), "the consumer closed before it came to it"
                 with contextlib.suppress(PortalMQError):

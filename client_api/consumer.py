@@ -311,6 +311,13 @@ class Consumer:
             self._leases.finish_handed()
             self._leases.flush()
 
+    def commit_finished(self) -> None:
+        """Bring to the brokers what is said to be done, and not all that was handed out; durable on return."""
+        if self._stream is not None:
+            self._stream.commit_finished()
+        else:
+            self._leases.flush()
+
     def seek(
         self,
         topic: str,

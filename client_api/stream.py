@@ -223,6 +223,12 @@ class StreamMember:
                 feed.done = feed.handed
         self._commit(feeds)
 
+    def commit_finished(self) -> None:
+        """Commit what is done, and not all that was handed out; durable on return. Raises IllegalGeneration."""
+        with self._lock:
+            feeds = [feed for feed in self.feeds.by_place.values() if not feed.gone]
+        self._commit(feeds)
+
     def _commit(self, feeds: Sequence[Feed], timeout_s: float | None = None) -> None:
         """Bring what is done to the leaders."""
         with self._committing:
@@ -263,10 +269,15 @@ class StreamMember:
         with self._committing:
             try:
                 answer = commit_offset(
-                    self._settling, self._group, messages, outputs, member_id=self.member_id, generation=self.generation
+                    self._settling,
+                    self._group,
+                    messages,
+                    outputs,
+                    member_id=self.member_id,
+                    generation=self._owning(place, messages),
                 )
-            except BaseException:
-                self._read_again(place)
+            except BaseException as error:
+                self._read_again(place, error)
                 raise
             with self._lock:
                 feed = self.feeds.by_place.get(place)
@@ -276,10 +287,26 @@ class StreamMember:
                     feed.done = max(feed.done, end)
         return answer
 
-    def _read_again(self, place: Place) -> None:
+    def _owning(self, place: Place, messages: Sequence[Message]) -> int:
+        """The generation in which these messages are this member's. A commit says where the input ends, and not where
+        it begins: of a partition that was somebody else's in between, it would publish what he has published."""
+        offsets = [message.offset for message in messages]
+        with self._lock:
+            feed = self.feeds.by_place.get(place)
+            if feed is None or min(offsets) < feed.committed or max(offsets) >= feed.handed:
+                raise IllegalGeneration(
+                    f"partition {place[1]} of topic {place[0]!r} was taken away, or is read again, since these messages"
+                    " were handed out: what is not committed of them comes again"
+                )
+            return self.generation
+
+    def _read_again(self, place: Place, error: BaseException) -> None:
         with self._lock:
             feed = self.feeds.by_place.get(place)
             if feed is not None:
+                # An earlier try, whose outcome nobody knew, had done it.
+                committed = error.extra.get("committed") if isinstance(error, OffsetOutOfRange) else None
+                feed.committed = max(feed.committed, committed if isinstance(committed, int) else 0)
                 self.feeds.add([contract.AssignedPartition(*place, feed.committed, feed.since)])
                 self._taken = None
         self._wake.set()

@@ -39,7 +39,11 @@ async def until(condition: Callable[[], object]) -> None:
 
 @pytest.mark.parametrize(
     ("ours", "theirs", "beside"),
-    [(AsyncProducer, Producer, {"transport"}), (AsyncProducer.send, Producer.send, set())],
+    [
+        (AsyncProducer, Producer, {"transport"}),
+        (AsyncProducer.send, Producer.send, set()),
+        (AsyncConsumer, Consumer, set()),
+    ],
 )
 def test_arguments_are_those_of_the_synchronous_one(ours: Any, theirs: Any, beside: set[str]) -> None:
     mine, wanted = inspect.signature(ours).parameters, inspect.signature(theirs).parameters
@@ -50,7 +54,7 @@ def test_arguments_are_those_of_the_synchronous_one(ours: Any, theirs: Any, besi
 
 @pytest.mark.parametrize(("ours", "theirs"), [(AsyncConsumer, Consumer), (AsyncProducer, Producer)])
 def test_every_public_method_has_its_like(ours: type, theirs: type) -> None:
-    internal = {"has_room_for"}
+    internal = {"has_room_for", "commit_finished"}
     wanted = {name for name in vars(theirs) if not name.startswith("_") and callable(getattr(theirs, name))} - internal
     assert wanted <= set(vars(ours))
     for name in wanted:
@@ -286,6 +290,34 @@ class TestConsuming:
                 broker.leased.clear()
                 with pytest.raises(StaleReceipt):
                     await consumer.ack(message)
+
+        run(test())
+
+    def test_commit_means_what_was_given_and_not_what_a_cancelled_receive_brought(self, broker: ScriptedBroker) -> None:
+        broker.fill("t", [b"1"])
+
+        async def test() -> None:
+            async with AsyncConsumer("t", group="g", bootstrap=broker.url) as consumer:
+                assert (await anext(consumer)).value == b"1"
+                await consumer.commit()
+                assert broker.done == {("t", 0, 0)}
+                with pytest.raises(TimeoutError):
+                    await asyncio.wait_for(anext(consumer), 0.1)
+                broker.fill("t", [b"2", b"3"])
+                await until(lambda: len(broker.leased) == 2)
+                await consumer.commit()
+                assert broker.done == {("t", 0, 0)}
+                assert (await anext(consumer)).value == b"2"
+                await consumer.commit()
+                assert broker.done == {("t", 0, 0), ("t", 0, 1)}
+
+        run(test())
+
+    def test_commit_in_manual_mode_is_refused_as_in_the_synchronous_one(self, broker: ScriptedBroker) -> None:
+        async def test() -> None:
+            async with AsyncConsumer("t", group="g", bootstrap=broker.url, manual_ack=True) as consumer:
+                with pytest.raises(ValueError, match="ack the messages"):
+                    await consumer.commit()
 
         run(test())
 
