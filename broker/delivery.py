@@ -500,7 +500,7 @@ class GroupPartition:
     def extend(self, shown: list[Shown], visibility_timeout_ms: int) -> Verdicts:
         """Leases are soft, so is their extension: it is logged, and not waited for."""
         now_ms = self._clock.now_ms()
-        verdicts, held = self._held(shown)
+        verdicts, held = self._held(shown, lambda offset, number: self.delivery.may_extend(offset, number, now_ms))
         offsets = [offset for _, offsets in held for offset in offsets]
         if offsets:
             record = Extend(ranges_of(offsets), now_ms + visibility_timeout_ms, now_ms)
@@ -508,12 +508,15 @@ class GroupPartition:
             self._arm()
         return verdicts
 
-    def _held(self, shown: list[Shown]) -> tuple[Verdicts, list[tuple[int, list[int]]]]:
+    def _held(
+        self, shown: list[Shown], counts: Callable[[int, int], bool] | None = None
+    ) -> tuple[Verdicts, list[tuple[int, list[int]]]]:
         """Which receipts are of the latest lease of their message, and those offsets, by delivery number."""
+        counts = counts or self.delivery.holds
         verdicts: Verdicts = {}
         held: list[tuple[int, list[int]]] = []
         for each in self._weighed(shown):
-            good = [self.delivery.holds(offset, each.delivery) for offset in each.offsets]
+            good = [counts(offset, each.delivery) for offset in each.offsets]
             verdicts.update(zip(each.indexes, good, strict=True))
             held.append((each.delivery, [offset for offset, holds in zip(each.offsets, good, strict=True) if holds]))
         return verdicts, held

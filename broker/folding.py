@@ -94,6 +94,8 @@ class GroupsFold:
         """Take a snapshot. Those who serve groups keep hold of the dicts, so they stay."""
         self.delivery.clear()
         self.delivery.update({group.group: GroupDelivery(group) for group in fold.groups})
+        for delivery in self.delivery.values():
+            delivery.finished_at = fold.applied - 1  # it does not say which, so take it for the last one
         self.streams.clear()
         self.streams.update({stream.group: StreamOffsets(stream) for stream in fold.streams})
         self.outbox.clear()

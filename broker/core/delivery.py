@@ -310,7 +310,7 @@ class GroupDelivery:
 
     def take_over(self, now_ms: int) -> None:
         """A new leader's clock may differ from the one that granted: no lease lasts longer from now than it was
-        granted for, and no back-off longer than it was to be. What it knew of keys when it led before is out of date."""
+        granted for, and no back-off longer than it was to be. Its book of keys is of another time that it led."""
         self.keys = None
         for start in tuple(self._starts):
             span = self._spans[start]
@@ -391,6 +391,13 @@ class GroupDelivery:
         """Whether the delivery is the latest one and its lease has neither been given back nor passed on."""
         span = self.at(offset)
         return span is not None and span.leased and span.deliveries <= delivery
+
+    def may_extend(self, offset: int, delivery: int, now_ms: int) -> bool:
+        """Whether that lease may be prolonged. One that has ended may be while nobody else has the message; but where
+        keys are in order it may be the turn of another message by then."""
+        span = self.at(offset)
+        ended = span is not None and span.available_at_ms <= now_ms
+        return self.holds(offset, delivery) and not (ended and self.keys is not None)
 
     def has_returned(self, now_ms: int) -> bool:
         """Whether a message that was handed out before is free again."""

@@ -65,7 +65,7 @@ class Checker:
         self._lost: list[Copy] = []
         self._isr_changes: list[int] = []
         self._controller_epoch = 0
-        self._committed_epoch = 0
+        self.committed_epoch = 0
         self.groups = GroupChecker(self)
 
     def fail(self, invariant: str, why: str, *details: object) -> None:
@@ -138,7 +138,7 @@ class Checker:
         if not fresh or fresh[-1].end != high_watermark:
             self.fail("I5", "{} commits to {}, which is not durable there", shell.node.id, high_watermark)
         self._check_copies(fresh[-1], min_insync(held, self.world.options.min_insync))
-        self._committed_epoch = max(self._committed_epoch, epoch)
+        self.committed_epoch = max(self.committed_epoch, epoch)
         for batch in fresh:
             self.committed.append(batch)
             self.committed_at[batch.end] = batch.uid
@@ -191,7 +191,7 @@ class Checker:
         """A leader is about to write what it made."""
         epoch = batch.head.leader_epoch
         self.acts(shell, epoch)
-        if batch.head.is_epoch_start and self._is_settled and epoch >= self._committed_epoch:
+        if batch.head.is_epoch_start and self._is_settled and epoch >= self.committed_epoch:
             self._check_holds("I3", shell.disk, self.high_watermark, f"new leader {shell.node.id} of epoch {epoch}")
 
     def appends(self, shell: ReplicaShell, batches: list[Batch]) -> None:

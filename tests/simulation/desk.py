@@ -46,6 +46,10 @@ class Lanes:
             self.mail[offset] = (mail, at_ms, batch.uid)
             insort(self.places.setdefault(lane, []), (due_ms, offset))
 
+    def drop_below(self, start: int) -> None:
+        self.mail = {offset: found for offset, found in self.mail.items() if offset >= start}
+        self.places = {lane: [place for place in places if place[1] >= start] for lane, places in self.places.items()}
+
     def after(self, lane: int, place: tuple[int, int]) -> list[tuple[int, int]]:
         places = self.places.get(lane, [])
         return places[bisect_left(places, place) :]
@@ -59,7 +63,7 @@ class Desk:
         self.groups = GroupsFold()
         self.lanes = Lanes()
         self._unreadable: deque[tuple[int, int]] = deque()  # (end, time) of batches of messages
-        self._folded = 0
+        self._own: set[int] = set()  # folded when they were appended, and not written yet
         self._book: object = None
         self.queue = QueueDesk(self)
         self.stream = StreamDesk(self)
@@ -80,7 +84,7 @@ class Desk:
         for batch in disk.batches[first:]:
             self._take(batch)
         self.groups.forget_below(disk.start)
-        self._folded = disk.end
+        self._own.clear()
         self.world.checker.groups.forgets(self)
 
     def state(self, offset: int) -> bytes:
@@ -91,14 +95,14 @@ class Desk:
         """A leader has appended this. A STATE record says what it knows already."""
         if batch.state is None:
             self._take(batch)
-        self._folded = batch.end
+        self._own.add(batch.uid)
 
     def written(self, batches: list[Batch]) -> None:
         """A follower folds what is durable."""
         for batch in batches:
-            if batch.base >= self._folded:
+            if batch.uid not in self._own:
                 self._take(batch)
-                self._folded = batch.end
+            self._own.discard(batch.uid)
 
     def _take(self, batch: Batch) -> None:
         self.lanes.add(batch)
@@ -131,7 +135,10 @@ class Desk:
         return control.record if control is not None else None
 
     def retainable(self, upto: int) -> int:
-        """Where the log may begin at most: nothing goes that a group or the outbox needs, nor half a batch."""
+        """Where the log may begin at most: nothing goes that a group or the outbox needs, nor half a batch. What is
+        not committed may be taken back, an ack among it: then nothing goes at all."""
+        if self.shell.replica.next_offset > self.high_watermark:
+            return self.shell.disk.start
         delivery = [each.floor() for each in self.groups.delivery.values()]
         streams = [each.committed for each in self.groups.streams.values()]
         fresh = self.queue.first_unpassed()

@@ -42,6 +42,11 @@ class GroupChecker:
         self._live: defaultdict[tuple[str, int], dict[int, Held]] = defaultdict(dict)
         self._told: dict[tuple[str, int], str] = {}
 
+    @property
+    def dropped_below(self) -> int:
+        """Retention has dropped what lies below, on one replica at least; nobody remembers the dead there."""
+        return max(node.disk.start for node in self.world.nodes.values())
+
     # --- what is committed -------------------------------------------------------------------------------------------
 
     def committed(self, batch: Batch, leader_epoch: int) -> None:
@@ -116,7 +121,7 @@ class GroupChecker:
                 self.fail("I12", "{}: message {} is handed out under the live lease {}", group, offset, live[offset])
             if receipt.delivery > model.config.max_deliveries:
                 self.fail("I12", "{}: {} is one delivery too many", group, receipt)
-            if model.config.by_key and letter.mail.key:
+            if model.config.by_key and letter.mail.key and model.has_begun:
                 self._check_key(desk, model, offset, live)
             live[offset] = (deadline_ms, receipt)
             model.handed.add(offset)
@@ -130,12 +135,14 @@ class GroupChecker:
         letter = self.letters[offset]
         is_delayed = model.spot(offset, letter)[0] >= DELAYED
         for other, its in self.letters.items():
-            if its.mail.key != letter.mail.key or other == offset or other < max(model.start, desk.shell.disk.start):
+            if its.mail.key != letter.mail.key or other == offset or other < max(model.start, self.dropped_below):
                 continue
             if other in live and live[other][0] > desk.node.now_ms:
                 self.fail(
                     "I12", "{}: message {} is handed out while {} of its key is", model.config.name, offset, other
                 )
+            if desk.epoch < self.world.checker.committed_epoch:
+                continue  # it knows nothing of what was committed since
             if other > offset or model.is_done(other) or its.mail.has_expired(desk.node.wall_ms):
                 continue
             waits_for = model.state.get(other) == "out" or not (is_delayed or model.spot(other, its)[0] >= DELAYED)
@@ -174,7 +181,7 @@ class GroupChecker:
         model = self.queues[group]
         good_states = ("acked",) if by_commit else ("acked", "expired", "dropped")
         for receipt, good in zip(receipts, verdicts, strict=True):
-            if good and model.state.get(receipt.offset) not in good_states:
+            if good and model.state.get(receipt.offset) not in good_states and receipt.offset >= self.dropped_below:
                 self.fail("I13", "{}: the ack of {} is answered, and it is {}", group, receipt.offset,
                           model.state.get(receipt.offset, "fresh"))  # fmt: skip
 
@@ -214,7 +221,7 @@ class GroupChecker:
         for group, delivery in desk.groups.delivery.items():
             model = self.queues[group]
             for offset, letter in self.letters.items():
-                if offset < max(model.start, desk.shell.disk.start):
+                if offset < max(model.start, self.dropped_below):
                     continue
                 known = model.state.get(offset, "fresh")
                 if delivery.has_span(offset):
@@ -246,7 +253,7 @@ class GroupChecker:
             if not queue.has_begun:
                 return f"{name} has not begun"
             for offset, letter in self.letters.items():
-                if offset in queue.redriven and offset < desk.shell.disk.start:
+                if offset in queue.redriven and offset < self.dropped_below:
                     continue  # the dead do not keep retention from their messages
                 is_due = (letter.mail.deliver_at_ms or 0) <= wall_ms + 1_000
                 if is_due and queue.start <= offset < upto and not queue.is_done(offset):

@@ -175,7 +175,7 @@ class QueueModel:
             self.state[offset] = "expired"
             self.finals.add(offset)
             self.leases.pop(offset, None)
-            if not self.letters[offset].mail.has_expired(wall_ms):
+            if not self.letters[offset].mail.has_expired(wall_ms) and offset not in self.redriven:
                 self.fail("I12", "{}: message {} is given up, and has not expired", name, offset)
         self._move(0, (0, grant.next), wall_ms)
         for lane, due_ms, offset in grant.cursors:

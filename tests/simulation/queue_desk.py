@@ -232,9 +232,13 @@ class QueueDesk:
         else:
             self.desk.wait_appended(done)
 
-    def _held(self, group: str, receipts: list[Receipt]) -> list[bool]:
-        delivery = self._delivery(group)
-        verdicts = [delivery.holds(receipt.offset, self._number(group, receipt)) for receipt in receipts]
+    def _held(self, group: str, receipts: list[Receipt], *, extends: bool = False) -> list[bool]:
+        delivery, now_ms = self._delivery(group), self.node.now_ms
+        verdicts = [
+            delivery.may_extend(receipt.offset, number, now_ms) if extends else delivery.holds(receipt.offset, number)
+            for receipt in receipts
+            for number in (self._number(group, receipt),)
+        ]
         self.world.checker.groups.accepted(self.desk, group, receipts, verdicts)
         return verdicts
 
@@ -257,7 +261,7 @@ class QueueDesk:
             back(verdicts)
 
     def extend(self, group: str, receipts: list[Receipt], visibility_ms: int, back: Answer) -> None:
-        verdicts = self._held(group, receipts)
+        verdicts = self._held(group, receipts, extends=True)
         held = [receipt.offset for receipt, holds in zip(receipts, verdicts, strict=True) if holds]
         if held:
             now_ms = self.node.now_ms
@@ -343,5 +347,5 @@ class QueueDesk:
         found = []
         for delivery in self.desk.groups.delivery.values():
             fresh = (offset for offset in self.desk.lanes.mail if not delivery.has_passed(self._spot(offset)))
-            found += [first for first in (next(fresh, None),) if first is not None]
+            found += [first for first in (min(fresh, default=None),) if first is not None]
         return found

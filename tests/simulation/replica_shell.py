@@ -420,6 +420,8 @@ class ReplicaShell:
             upto = self.desk.retainable(upto)
         if self._reshape is None and upto > self.disk.start:
             self.disk.drop_below(upto)
+            if self.desk is not None:
+                self.desk.lanes.drop_below(upto)
             self.replica.log_start_offset = self.disk.start
             self.world.count("retained")
             self.world.note(self.node.id, "drops all below {}", self.disk.start)

@@ -255,6 +255,16 @@ def test_a_new_leader_shortens_leases_that_its_clock_would_prolong():
     assert group.next_wakeup_ms() == 600
 
 
+def test_a_lease_that_has_ended_is_not_prolonged_where_keys_are_in_order():
+    """Found by the simulator: an earlier message of the key, redriven, had been handed out meanwhile."""
+    group = new_group()
+    grant(group, (0, 1, 1), now=0, lease=10)
+    assert group.may_extend(0, delivery=1, now_ms=50), "nobody else has it"
+    group.keys = KeyBook()
+    assert not group.may_extend(0, delivery=1, now_ms=50)
+    assert group.may_extend(0, delivery=1, now_ms=9)
+
+
 def test_a_leader_that_leads_again_finds_out_anew_whose_turn_it_is():
     """Found by the simulator: records that came by replication meanwhile are in no book."""
     group = new_group()
