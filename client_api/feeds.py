@@ -37,6 +37,7 @@ Place = tuple[str, int]
 
 _decode_head = msgspec.msgpack.Decoder(contract.FrameHead).decode
 _decode_records = msgspec.msgpack.Decoder(tuple[contract.FrameRecord, ...]).decode
+_decode_records_with_holes = msgspec.msgpack.Decoder(tuple[contract.FrameRecord | None, ...]).decode
 _decode_answer = msgspec.msgpack.Decoder(contract.FetchAnswer).decode
 
 
@@ -91,6 +92,16 @@ class Taken:
         self.timestamp_ms = timestamp_ms
         self.end = end
         self.next = 0
+
+
+def _numbered(body: bytes, skipped: int, base_offset: int) -> list[tuple[int, contract.FrameRecord]]:
+    """The messages of a batch without the first `skipped`, by offset. Where compaction has removed one, nil stands."""
+    try:
+        records = _decode_records(body)
+    except msgspec.ValidationError:
+        numbered = enumerate(_decode_records_with_holes(body)[skipped:], base_offset + skipped)
+        return [(offset, record) for offset, record in numbered if record is not None]
+    return list(enumerate(records[skipped:] if skipped else records, base_offset + skipped))
 
 
 class Feeds:
@@ -164,10 +175,9 @@ class Feeds:
         if was_full:
             self._wake()
         head = _decode_head(frame.header)
-        records = _decode_records(frame.body)
         skipped = max(0, feed.handed - head.base_offset)
-        numbered = list(enumerate(records[skipped:] if skipped else records, head.base_offset + skipped))
-        if any(record.expires_at_ms is not None for record in records):
+        numbered = _numbered(frame.body, skipped, head.base_offset)
+        if any(record.expires_at_ms is not None for _, record in numbered):
             now_ms = self._wall_ms()
             numbered = [
                 (offset, record)

@@ -10,8 +10,9 @@ from support.replicas import contents, eventually, replicas
 from portalmq import wire
 from portalmq.broker import compaction as compaction_module
 from portalmq.broker.compaction import Compacting
-from portalmq.broker.storage.batch import HOLE, Kind, Record
+from portalmq.broker.storage.batch import HOLE, Kind, Record, frame_of, head_of
 from portalmq.errors import Unavailable
+from portalmq.feeds import _numbered
 
 HOUR_MS = 3_600_000
 
@@ -358,6 +359,50 @@ def test_browsing_passes_over_what_is_gone(fixture):
     rest = fixture.broker.browse("t", 0, offset=page.next_offset, limit=3, **settings)
     assert [message.record.key for message in rest.messages] == [b"key 3"]
     assert rest.next_offset == partition.high_watermark
+
+
+def test_a_stream_reader_is_given_what_is_left(fixture):
+    partition = partition_of(fixture)
+    put(partition, (b"a", b"1"), (b"b", b"1"), (b"c", b"1"))
+    put(partition, (b"a", b"2"), (b"c", b"2"))
+    compact(fixture)
+    frames = [frame_of(batch) for batch in partition.log.read(0) if batch.kind == Kind.MESSAGES]
+    bases = [head_of(frame).base_offset for frame in frames]
+    read = [_numbered(frame.body, 0, base) for frame, base in zip(frames, bases, strict=True)]
+    assert [[(offset - bases[0], record.key) for offset, record in batch] for batch in read] == [
+        [(1, b"b")],
+        [(3, b"a"), (4, b"c")],
+    ]
+    assert _numbered(frames[0].body, 2, bases[0]) == []
+
+
+def test_messages_that_a_group_holds_and_that_are_gone_are_done_for_it(fixture, clock):
+    partition = partition_of(fixture)
+    rounds(partition, 2)
+    request = wire.ReceiveRequest(["t"], max_messages=6, visibility_timeout_ms=30_000)
+    held = fixture.broker.receive("g", request, None)
+    assert len(held) == 6
+    compact(fixture)
+    assert len(there(partition)) == 4
+    clock.advance(30_001)
+    again = fixture.broker.receive("g", wire.ReceiveRequest(["t"], max_messages=10), None)
+    assert sorted((message.record.key, message.record.value) for message in again) == [
+        (b"key %d" % key, b"1") for key in range(4)
+    ]
+    assert all(fixture.broker.ack("g", [message.receipt for message in again]))
+    assert partition.delivery["g"].outstanding == 0
+    assert fixture.broker.receive("g", wire.ReceiveRequest(["t"], wait_ms=0), None) == []
+    assert fixture.broker.describe_group("g").lag == 0
+
+
+def test_receipts_of_messages_that_are_gone_may_still_be_shown(fixture):
+    partition = partition_of(fixture)
+    rounds(partition, 2)
+    held = fixture.broker.receive("g", wire.ReceiveRequest(["t"], max_messages=6), None)
+    compact(fixture)
+    assert all(fixture.broker.ack("g", [message.receipt for message in held]))
+    rest = fixture.broker.receive("g", wire.ReceiveRequest(["t"], max_messages=10), None)
+    assert [message.record.key for message in rest] == [b"key 2", b"key 3"]
 
 
 def test_a_damaged_file_is_told_and_nothing_is_compacted(fixture, tmp_path):
