@@ -307,7 +307,7 @@ class Committing:
             raise OffsetOutOfRange(
                 f"offset {shown.offset} is not above the committed one, {stream.committed}: that input is done already,"
                 " and nothing was published",
-                high_watermark=partition.high_watermark,
+                committed=stream.committed,
             )
         record = Commit(
             commit_id,

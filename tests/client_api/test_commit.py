@@ -6,8 +6,18 @@ import msgspec
 import pytest
 from support.scripted_broker import ScriptedBroker, hang_up, lose_answer, refuse
 
-from portalmq import Consumer, Message, StaleReceipt, Unavailable, wire
+from portalmq import (
+    Consumer,
+    IllegalGeneration,
+    Message,
+    OffsetOutOfRange,
+    StaleReceipt,
+    Unavailable,
+    wire,
+)
 from portalmq.commit import commit_offset, packed
+from portalmq.stream import StreamMember
+from portalmq.stream_wire import AssignedPartition
 from portalmq.transport import Transport
 
 COMMIT = "/v1/groups/g/commit"
@@ -134,6 +144,37 @@ def test_messages_of_two_partitions_none_or_browsed_ones_are_refused() -> None:
             messages.commit_with([], [])
         with pytest.raises(ValueError, match="browsed"):
             messages.commit_with(message(0), [])
+
+
+def test_messages_of_a_partition_that_was_elsewhere_in_between_are_not_committed() -> None:
+    """Somebody else has published for the first of them: a commit says where the input ends, not where it begins."""
+
+    def message(offset: int) -> Message:
+        return Message("t", 0, offset, None, b"", {}, wire.BYTES, 0)
+
+    with ScriptedBroker() as broker:
+        transport = Transport(broker.url)
+        member = StreamMember(
+            transport, transport, "g", ["t"], {}, delivery="exactly_once", manual_ack=True, member_id="m",
+            session_timeout_s=10, max_messages=10,
+        )  # fmt: skip
+        with pytest.raises(IllegalGeneration, match="comes again"):
+            member.commit_with([message(100)], [])
+        member.feeds.add([AssignedPartition("t", 0, 150, 5)])
+        feed = member.feeds.by_place["t", 0]
+        feed.handed = 250
+        for own in ([message(100), message(199)], [message(250)]):
+            with pytest.raises(IllegalGeneration, match="comes again"):
+                member.commit_with(own, [])
+        assert broker.calls_of("POST", COMMIT) == []
+        refused = refuse(416, "offset_out_of_range", committed=200)
+        broker.script("POST", COMMIT, [refused])
+        member.feeds.by_place["t", 0].handed = 250
+        with pytest.raises(OffsetOutOfRange):
+            member.commit_with([message(150)], [])
+        feed = member.feeds.by_place["t", 0]
+        assert (feed.committed, feed.position) == (200, 200), "an earlier try had done it: it goes on behind that"
+        transport.close()
 
 
 def test_a_stream_member_shows_the_place_behind_its_last_message() -> None:

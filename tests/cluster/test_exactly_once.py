@@ -81,9 +81,7 @@ def prove(cluster: Cluster, topic: str, mode: str) -> None:
     admin = cluster.admin()
     for name in (topic, out):
         admin.create_topic(name, partitions=PARTITIONS)
-    settings = (
-        {"mode": mode, "max_deliveries": 1_000} if mode == "queue" else {"mode": mode}
-    )
+    settings = {"mode": mode, "max_deliveries": 1_000} if mode == "queue" else {"mode": mode}
     assert put_group(cluster, f"{topic}-group", settings) in {200, 201}
     cluster.wait_in_sync(topic, out)
     inputs = [f"{number}" for number in range(INPUTS)]
@@ -132,3 +130,7 @@ def lag(cluster: Cluster, topic: str) -> int | None:
 
 def test_every_output_is_there_once_in_queue_mode(cluster: Cluster, topic: str):
     prove(cluster, topic, "queue")
+
+
+def test_every_output_is_there_once_in_stream_mode(cluster: Cluster, topic: str):
+    prove(cluster, topic, "stream")

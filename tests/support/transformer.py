@@ -40,6 +40,7 @@ def main(urls: str, topic: str, out: str, group: str, mode: str) -> None:
         mode=mode,  # type: ignore[arg-type]
         max_messages=BATCH,
         visibility_timeout_s=LEASE_S,
+        session_timeout_s=LEASE_S,
         manual_ack=True,
     ) as consumer:
         while True:
