@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Literal
 
 import click
 import msgspec
@@ -30,6 +30,8 @@ UNCONFIRMED_MAX = 20_000
 TAIL_WAIT_S = 10.0
 ROUND_WAIT_S = 0.2
 END_WAIT_S = 1.0
+# A new member may have to wait for its partitions: for who had them to let go.
+STREAM_END_WAIT_S = 3.0
 
 
 def _headers(ctx: click.Context, parameter: click.Parameter, given: tuple[str, ...]) -> dict[str, str]:
@@ -156,6 +158,13 @@ class _Tally:
 @click.command()
 @click.argument("topic")
 @click.option("-g", "--group", help="Consume as this group: each message goes to one of its consumers, and is acked.")
+@click.option(
+    "--mode",
+    type=click.Choice(["queue", "stream"]),
+    default="queue",
+    show_default=True,
+    help="Of the group: its consumers share messages, or partitions.",
+)
 @click.option("--from-beginning", is_flag=True, help="Start with the oldest message.")
 @click.option(
     "--offset", type=click.IntRange(0), help="Start at this offset (needs --partition on a partitioned topic)."
@@ -169,6 +178,7 @@ def consume(
     session: Session,
     topic: str,
     group: str | None,
+    mode: Literal["queue", "stream"],
     from_beginning: bool,
     offset: int | None,
     since: datetime | None,
@@ -182,11 +192,14 @@ def consume(
     """
     if sum([from_beginning, offset is not None, since is not None]) > 1:
         raise click.UsageError("give one of --from-beginning, --offset and --since")
+    if group is None and mode == "stream":
+        raise click.UsageError("--mode stream goes with --group: without one, nothing is consumed")
     if group is not None and (offset is not None or since is not None or partition is not None):
         raise click.UsageError("a group keeps its own place: --offset, --since and --partition do not go with --group")
     with session.admin() as admin:
         if group is not None:
-            messages = _of_group(session, topic, group, count, exit_at_end)
+            of_group = _of_stream if mode == "stream" else _of_group
+            messages = of_group(session, topic, group, count, exit_at_end)
         else:
             start: Position = (
                 offset if offset is not None else "earliest" if from_beginning or exit_at_end else "latest"
@@ -233,6 +246,22 @@ def _of_group(session: Session, topic: str, group: str, count: int | None, exit_
         finally:
             if printed:
                 consumer.ack(printed)
+
+
+def _of_stream(session: Session, topic: str, group: str, count: int | None, exit_at_end: bool) -> Iterator[Message]:
+    """Messages of the partitions that this member of the group reads. What is printed is committed, all of it."""
+    with Consumer(
+        topic,
+        group=group,
+        mode="stream",
+        bootstrap=session.server,
+        token=session.token,
+        idle_timeout_s=STREAM_END_WAIT_S if exit_at_end else None,
+    ) as consumer:
+        try:
+            yield from consumer
+        finally:
+            consumer.commit()
 
 
 def _of_topic(
