@@ -63,7 +63,7 @@ def answer(error: PortalMQError) -> Response:
 def of(error: PortalMQError) -> Answer:
     """The answer that tells of `error`."""
     headers: tuple[tuple[str, str], ...] = ()
-    if error.status in RETRY_AFTER_STATUSES:
+    if error.status in RETRY_AFTER_STATUSES or error.retry_after_s is not None:
         wait_s = RETRY_AFTER_DEFAULT_S if error.retry_after_s is None else error.retry_after_s
         headers = (("Retry-After", str(max(1, math.ceil(wait_s)))),)
     if isinstance(error, Unauthorized):

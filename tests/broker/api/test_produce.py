@@ -11,7 +11,7 @@ from support.fake_broker import NOW_MS
 
 from portalmq import wire
 from portalmq.broker.storage.batch import Record
-from portalmq.errors import Backpressure, MessageTooLarge
+from portalmq.errors import Backpressure, MessageTooLarge, RequestInProgress
 
 URL = "/v1/topics/t/messages"
 YEAR_MS = 366 * wire.DAY_MS
@@ -104,6 +104,13 @@ def test_an_idempotency_key_is_accepted_bare_and_quoted(client, domain, sent, me
 @pytest.mark.parametrize("sent", ["", '"', '""', '"open', "x" * 256])
 def test_a_malformed_idempotency_key_is_refused(client, problem_of, sent):
     problem_of(client.post(URL, data=b"x", headers={"Idempotency-Key": sent}), 400, "invalid_request")
+
+
+def test_a_key_whose_first_request_is_under_way_is_to_be_sent_again_later(client, domain, problem_of):
+    domain.refuse = RequestInProgress("the first request is still being appended", retry_after_s=0.2)
+    answer = client.post(URL, data=b"x", headers={"Idempotency-Key": "k"})
+    assert problem_of(answer, 409, "request_in_progress")["retryable"] is True
+    assert answer.headers["Retry-After"] == "1"
 
 
 def test_an_idempotency_key_on_a_batch_is_refused(client, problem_of):

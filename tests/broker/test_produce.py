@@ -1,0 +1,65 @@
+"""What a topic's settings make of the messages that are sent to it."""
+
+from __future__ import annotations
+
+import pytest
+from support.domain import running
+
+from portalmq import wire
+from portalmq.broker.storage.batch import Record
+from portalmq.errors import InvalidRequest
+
+
+@pytest.fixture
+def fixture(tmp_path):
+    with running(tmp_path) as fixture:
+        yield fixture
+
+
+def send(fixture, *records: Record, way: str) -> None:
+    if way == "range":
+        fixture.broker.produce_range("t", list(records), acks="all", partition=0, producer=None)
+    else:
+        fixture.broker.produce("t", list(records), None, acks="all")
+
+
+def stored(fixture) -> list[Record]:
+    return [each.record for each in fixture.broker.read_all("t", None)]
+
+
+@pytest.mark.parametrize("way", ["range", "batch"])
+def test_the_topics_time_to_live_is_for_messages_that_bring_none(fixture, way):
+    fixture.broker.create_topic("t", wire.CreateTopic(config={"default_ttl_ms": 1_000}))
+    now_ms = fixture.clock.wall_ms()
+    send(fixture, Record(b"plain"), Record(b"own", expires_at_ms=now_ms + 5), way=way)
+    send(fixture, Record(b"later", deliver_at_ms=now_ms + 500), Record(b"late", deliver_at_ms=7), way=way)
+    assert {record.value: record.expires_at_ms for record in stored(fixture)} == {
+        b"plain": now_ms + 1_000,
+        b"own": now_ms + 5,
+        b"later": now_ms + 1_500,
+        b"late": now_ms + 1_000,
+    }
+    fixture.broker.alter_topic("t", wire.AlterTopic(config={"default_ttl_ms": None}))
+    send(fixture, Record(b"for ever"), way=way)
+    assert stored(fixture)[-1].expires_at_ms is None
+
+
+def test_what_has_expired_is_browsed_and_given_to_no_group(fixture):
+    fixture.broker.create_topic("t", wire.CreateTopic(config={"default_ttl_ms": 1_000}))
+    send(fixture, Record(b"old"), way="batch")
+    fixture.clock.advance(1_000)
+    send(fixture, Record(b"new"), way="batch")
+    received = fixture.broker.receive("g", wire.ReceiveRequest(["t"], max_messages=10, wait_ms=0), None)
+    assert [each.record.value for each in received] == [b"new"]
+    assert [record.value for record in stored(fixture)] == [b"old", b"new"]
+
+
+@pytest.mark.parametrize("way", ["range", "batch"])
+def test_a_topic_that_keeps_the_last_message_of_each_key_takes_none_without_a_key(fixture, way):
+    fixture.broker.create_topic("t", wire.CreateTopic(config={"cleanup": "compact"}))
+    with pytest.raises(InvalidRequest, match="message 1 has no key") as refused:
+        send(fixture, Record(b"a", key=b"k"), Record(b"b"), way=way)
+    assert refused.value.outcome == "not_applied"
+    assert stored(fixture) == []
+    send(fixture, Record(b"a", key=b"k"), Record(b"", key=b"k"), Record(b"b", key=b""), way=way)
+    assert len(stored(fixture)) == 3
