@@ -38,4 +38,5 @@ def gauges_of(broker: Broker, *, connected: bool) -> Gauges:
         connected,
         is_controller=broker.membership.is_controller,
         offline_partitions=broker.offline_partitions(),
+        open_orders=broker.outboxes.open,
     )

@@ -56,6 +56,8 @@ class Gauges:
     coordinator_connected: bool = False
     is_controller: bool = False
     offline_partitions: int = 0
+    # Commits and dead letters of partitions led here whose outputs are still to be appended.
+    open_orders: int = 0
 
 
 class Metrics:
@@ -263,6 +265,7 @@ class _Gauges(Collector):
                 sum(each.quarantined for each in state.partitions),
             ),
             ("offline_partitions", "Partitions of the cluster that have no leader", state.offline_partitions),
+            ("outbox_orders", "Commits and dead letters whose outputs are still to be appended", state.open_orders),
             ("is_controller", "1 while this broker is the controller", int(state.is_controller)),
         ):
             yield _gauge(f"portalmq_{name}", meaning, (), [((), count)])

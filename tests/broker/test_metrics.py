@@ -48,7 +48,8 @@ def test_a_deleted_topic_and_a_deleted_group_lose_their_series():
 
 def test_the_state_is_read_when_it_is_asked_for():
     metrics = Metrics("0")
-    state = Gauges([GroupLag("t", 0, "g", 5, 1.5)], [PartitionGauge("t", 0, True, 2, 9)], {"log": 100}, True)
+    lags = [GroupLag("t", 0, "g", 5, 1.5)]
+    state = Gauges(lags, [PartitionGauge("t", 0, True, 2, 9)], {"log": 100}, True, open_orders=7)
     asked = []
     metrics.observe(lambda: asked.append(1) or state)
     assert not asked
@@ -56,6 +57,7 @@ def test_the_state_is_read_when_it_is_asked_for():
     place = (("partition", "0"), ("topic", "t"))
     assert found["portalmq_group_lag_messages", (("group", "g"), *place)] == 5
     assert found["portalmq_oldest_unacked_age_seconds", (("group", "g"), *place)] == 1.5
+    assert found["portalmq_outbox_orders", ()] == 7
     assert found["portalmq_partition_leader", place] == 1
     assert found["portalmq_partition_high_watermark", place] == 9
     assert found["portalmq_storage_bytes", (("file", "log"),)] == 100

@@ -81,7 +81,9 @@ def prove(cluster: Cluster, topic: str, mode: str) -> None:
     admin = cluster.admin()
     for name in (topic, out):
         admin.create_topic(name, partitions=PARTITIONS)
-    settings = {"mode": mode, "max_deliveries": 1_000} if mode == "queue" else {"mode": mode}
+    settings = (
+        {"mode": mode, "delivery": "exactly_once", "max_deliveries": 1_000} if mode == "queue" else {"mode": mode}
+    )
     assert put_group(cluster, f"{topic}-group", settings) in {200, 201}
     cluster.wait_in_sync(topic, out)
     inputs = [f"{number}" for number in range(INPUTS)]
