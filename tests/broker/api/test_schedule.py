@@ -175,3 +175,13 @@ def test_what_is_no_id_of_a_message_is_refused(client, domain, problem_of, messa
 def test_one_that_is_due_already_is_not_found(client, domain, problem_of):
     domain.refuse = MessageNotFound("message 0-1 is due already")
     problem_of(client.delete("/v1/topics/t/scheduled/0-1"), 404, "message_not_found")
+
+
+@pytest.mark.parametrize("accept", [wire.JSON, wire.BATCH_MSGPACK])
+def test_a_consumer_sees_when_a_message_is_due_and_over_and_its_priority(client, domain, accept):
+    domain.logs["t"] = [[Record(b"x", deliver_at_ms=7, expires_at_ms=8, priority=9), Record(b"plain")]]
+    answer = client.post("/v1/groups/g/receive", json={"topics": ["t"]}, headers={"Accept": accept})
+    decode = msgspec.msgpack.decode if accept == wire.BATCH_MSGPACK else msgspec.json.decode
+    shown, plain = decode(answer.data)["messages"]
+    assert (shown["deliver_at_ms"], shown["expires_at_ms"], shown["priority"]) == (7, 8, 9)
+    assert not {"deliver_at_ms", "expires_at_ms", "priority"} & set(plain)
