@@ -1,7 +1,7 @@
 """Dead letters over several leaders: from any broker, and copied once while leaders are killed.
 
-`PORTALMQ_DEAD` sets how many messages are given up under kills (the suite: 1,000), `PORTALMQ_KILLS` how many leaders die
-meanwhile (the suite: 2).
+`PORTALMQ_DEAD` sets how many messages are given up under kills (the suite: 1,000), `PORTALMQ_KILLS` how many leaders
+are killed meanwhile (the suite: 2).
 """
 
 from __future__ import annotations
