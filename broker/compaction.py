@@ -1,11 +1,13 @@
 """Compaction of topics that keep the last message of each key (`cleanup: compact`): when, how far, and how fast.
 
-    leader      enough is new -> roll, seal -> Compact(upto, tombstones_before_ms) in the log
+    leader      enough is new -> roll, seal -> STATE, Compact(upto, tombstones_before_ms) in the log
     replicas    that record is committed -> seal what lies below -> storage.compaction, a step at a time
 
 A leader orders a compaction when what came since the last one is as large as what that one has left: so all the
 rewriting there ever is stays in proportion to what was sent. It looks for that itself, no setting is needed. What an
-open order of the outbox has still to read lies above `upto`.
+open order of the outbox has still to read lies above `upto`. The STATE record in front of the order holds all that the
+groups' records below have added up to, so these go too: else the acks of a topic that keeps a few keys for ever would
+grow without an end.
 
 A tombstone stays for a day after the first compaction that saw it, and a message with an id as long as its id counts.
 Whoever reads from the start, be it a consumer or a replica that begins late, and takes less than a day, so learns of
@@ -104,6 +106,7 @@ class Compacting:
         before_ms = self._done(partition, _tombstones_before_ms, partition.log, kept_ms)
         if not isinstance(before_ms, int) or not partition.serves:
             return
+        partition.upkeep.write_state()
         pending = partition.append_control(Kind.COMPACT, msgspec.msgpack.encode(Compact(upto, before_ms)))
         partition.groups.compacted = max(partition.groups.compacted, upto)
         pending.wait()
@@ -226,7 +229,9 @@ def _newest_order(files: Log, high_watermark: int, taken_back: tuple[tuple[int, 
     if record is None:
         return None
     compact = _decode(record.body)
-    return Order(compact.upto, compact.tombstones_before_ms, record.appended_at_ms, taken_back)
+    state = files.newest_control(Kind.STATE, record.base_offset)
+    blanks = state is not None and state.base_offset >= compact.upto
+    return Order(compact.upto, compact.tombstones_before_ms, record.appended_at_ms, taken_back, blanks)
 
 
 def _tombstones_before_ms(files: Log, kept_ms: int) -> int:

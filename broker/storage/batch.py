@@ -26,7 +26,8 @@ import msgspec
 
 
 class Kind(IntEnum):
-    """What a batch is. The numbers stand in the files: never change one, only add."""
+    """What a batch is. The numbers stand in the files: never change one, only add. BLANK is what compaction leaves of a
+    control record that a STATE record behind it makes superfluous."""
 
     MESSAGES = 0
     EPOCH_START = 1
@@ -34,6 +35,7 @@ class Kind(IntEnum):
     PURGE = 3
     CANCEL = 4
     COMPACT = 5
+    BLANK = 6
     GROUP_START = 10
     GRANT = 11
     ACK = 12

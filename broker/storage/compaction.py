@@ -8,6 +8,7 @@
              the last one of its key; a message that was taken back before it was due is not the last of anything
     goes     any other
              a tombstone (a key and an empty value) that is older than `tombstones_before_ms`, even the last one
+             the content of control records of groups (they become BLANK), when a STATE record behind `upto` has it all
 
 That is a function of the log and the record alone, so all replicas arrive at the same, whatever their files are. What
 an earlier record removed, a later one would remove too: only the newest counts, also for a replica that begins late.
@@ -36,7 +37,7 @@ from urllib.parse import quote
 import apsw
 import msgspec
 
-from portalmq.broker.storage.batch import HOLE, Batch, Record, checksum
+from portalmq.broker.storage.batch import HOLE, Batch, Kind, Record, checksum
 from portalmq.broker.storage.errors import CorruptBatch, StorageFault, faults_of
 from portalmq.broker.storage.files import sha256_of
 from portalmq.broker.storage.holes import HOLES_DDL, insert_holes
@@ -48,7 +49,7 @@ from portalmq.broker.storage.segment import KEYS_NAME
 from portalmq.broker.storage.turn import Turn
 
 STEP_BYTES = 512 * 1024
-STEP_OFFSETS_MIN, STEP_OFFSETS_MAX = 16, 10_000
+STEP_OFFSETS_MIN, STEP_OFFSETS_MAX = 16, 5_000
 # A large fsync at the end would hold up those of the appends.
 STEPS_A_SYNC = 16
 KEYS_CACHE_KIB = 16 * 1024
@@ -78,13 +79,19 @@ _JUDGE = (
 )
 
 
+# Epochs stay, since they are compared one by one, and so do the orders of compactions, for the age of tombstones.
+_SUPERFLUOUS = f"(kind IN ({Kind.STATE:d}, {Kind.PURGE:d}, {Kind.CANCEL:d}) OR kind >= {Kind.GROUP_START:d})"
+
+
 class Order(msgspec.Struct, frozen=True):
-    """A Compact record as it is carried out: with its own time, and the messages that had been taken back."""
+    """A Compact record as it is carried out: with its own time, and the messages that had been taken back. `blanks`
+    says that between `upto` and the record there stands a STATE."""
 
     upto: int
     tombstones_before_ms: int
     at_ms: int
     cancelled: tuple[tuple[int, int], ...] = ()
+    blanks: bool = False
 
 
 class Compaction:
@@ -140,7 +147,7 @@ class Compaction:
             untouched: list[SealedSegment] = []
             for entry in todo:
                 yield from self._judge(entry)
-                if self._is_touched():
+                if self._is_touched(entry):
                     yield from self._rewrite(entry)
                 else:
                     untouched.append(entry)
@@ -203,9 +210,18 @@ class Compaction:
             connection.execute(statement, {"start": at, "end": min(at + step, end), **wanted})
             yield True
 
-    def _is_touched(self) -> bool:
-        with contextlib.closing(self._connect(":memory:")) as connection:
-            return bool(connection.execute("SELECT EXISTS (SELECT 1 FROM keys.removed)").get)
+    def _is_touched(self, entry: SealedSegment) -> bool:
+        with contextlib.closing(self._connect(":memory:", entry)) as connection:
+            blank = f"SELECT 1 FROM source.records WHERE offset < ? AND {_SUPERFLUOUS}"
+            return bool(
+                connection.execute(
+                    f"SELECT EXISTS (SELECT 1 FROM keys.removed) OR EXISTS ({blank})", (self._blank_below,)
+                ).get
+            )
+
+    @property
+    def _blank_below(self) -> int:
+        return self._order.upto if self._order.blanks else 0
 
     # --- a segment without them --------------------------------------------------------------------------------------
 
@@ -257,11 +273,19 @@ class Compaction:
                 (entry.end_offset, start + step),
             ).get
             connection.execute("BEGIN")
-            for table, key in (("batches", "base_offset"), ("records", "offset")):
-                connection.execute(
-                    f"INSERT INTO main.{table} SELECT * FROM source.{table} WHERE {key} >= ? AND {key} < ?",
-                    (start, end),
-                )
+            connection.execute(
+                "INSERT INTO main.batches SELECT * FROM source.batches WHERE base_offset >= ? AND base_offset < ?",
+                (start, end),
+            )
+            connection.execute(
+                "INSERT INTO main.records SELECT * FROM source.records WHERE offset >= ?1 AND offset < ?2"
+                f" AND NOT (offset < ?3 AND {_SUPERFLUOUS})",
+                (start, end, self._blank_below),
+            )
+            connection.executemany(
+                "UPDATE main.batches SET kind = ?, crc = ? WHERE base_offset = ?",
+                _blanked(connection, start, min(end, self._blank_below)),
+            )
             connection.execute(
                 "INSERT INTO main.messages SELECT * FROM source.messages AS m WHERE m.offset >= ? AND m.offset < ?"
                 " AND NOT EXISTS (SELECT 1 FROM keys.removed AS r WHERE r.offset = m.offset)",
@@ -316,6 +340,18 @@ def _schema_of(connection: apsw.Connection, kind: str) -> list[tuple[str, str]]:
         (kind,),
     )
     return list(rows)
+
+
+def _blanked(connection: apsw.Connection, start: int, end: int) -> list[tuple[int, int, int]]:
+    """(kind, checksum, offset) of the control records in [start, end) of the draft that have lost their content."""
+    rows: Any = connection.execute(
+        f"SELECT {BATCH_COLUMNS} FROM main.batches AS b"
+        f" WHERE b.base_offset >= ? AND b.base_offset < ? AND {_SUPERFLUOUS}",
+        (start, end),
+    )
+    return [
+        (Kind.BLANK, checksum(batch_of((*row[:3], int(Kind.BLANK), *row[4:9]), 0)), row[0]) for row in rows.fetchall()
+    ]
 
 
 def _holed(connection: apsw.Connection, names: dict[int, str], start: int, end: int) -> list[Batch]:

@@ -6,7 +6,7 @@
     batches        one row a batch, the unit of atomic append, replication and checksum
       base_offset      first offset of the batch
       count            how many offsets it takes (its messages; 1 for a control record)
-      messages_before  messages of the partition below base_offset
+      messages_before  messages that were ever appended below base_offset
       kind             0 messages, else a control record (batch.Kind)
       leader_epoch     the epoch of the leader that appended it
       producer_id, producer_epoch, sequence    NULL without an idempotent producer; the first message's sequence
@@ -24,6 +24,7 @@
       priority         higher first; 0 by default
       message_id       16 bytes, the identity for deduplication; NULL without
       body_hash        hash of what was sent under message_id, to tell a repeat from another message
+    holes          batches that have lost messages to compaction (see holes.py): base_offset, removed, removed_before
     records        the control records: offset, kind, group_name (empty without a group), body (MessagePack)
     messages_with_type   view: messages with the content type's name and their batch's columns
 

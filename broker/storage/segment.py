@@ -390,6 +390,8 @@ class Segment:
         )
 
     def _control_batch(self, row: Sequence[Any]) -> Batch:
+        if row[3] == Kind.BLANK:
+            return self._checked(batch_of(row[:9], row[9]))
         record = self.reader.execute("SELECT group_name, body FROM records WHERE offset = ?", (row[0],)).fetchone()
         if record is None:
             raise CorruptBatch(self.path, row[0], "its record is missing")

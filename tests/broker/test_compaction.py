@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gevent
+import msgspec
 import pytest
 from support.domain import HandClock, running
 from support.replicas import contents, eventually, replicas
@@ -10,6 +11,7 @@ from support.replicas import contents, eventually, replicas
 from portalmq import wire
 from portalmq.broker import compaction as compaction_module
 from portalmq.broker.compaction import Compacting
+from portalmq.broker.core.records import Ack, Grant, GroupStart
 from portalmq.broker.storage.batch import HOLE, Kind, Record, frame_of, head_of
 from portalmq.errors import Unavailable
 from portalmq.feeds import _numbered
@@ -393,6 +395,53 @@ def test_messages_that_a_group_holds_and_that_are_gone_are_done_for_it(fixture, 
     assert partition.delivery["g"].outstanding == 0
     assert fixture.broker.receive("g", wire.ReceiveRequest(["t"], wait_ms=0), None) == []
     assert fixture.broker.describe_group("g").lag == 0
+
+
+def test_what_groups_have_done_outlives_the_records_of_it(tmp_path, clock):
+    """Their records go with the first compaction: the STATE in front of its order has it all."""
+
+    def fold_of(partition):
+        return msgspec.structs.replace(partition.snapshot(), applied=0, producers=[])
+
+    with running(tmp_path, clock) as fixture:
+        fixture.broker.create_topic("t", wire.CreateTopic(config={"cleanup": "compact"}))
+        partition = partition_of(fixture)
+        for _ in range(5):
+            rounds(partition, 1)
+            for message in fixture.broker.receive("g", wire.ReceiveRequest(["t"], max_messages=3), None):
+                fixture.broker.ack("g", [message.receipt])
+        held = fixture.broker.receive("g", wire.ReceiveRequest(["t"], max_messages=1), None)
+        before = fold_of(partition)
+        compact(fixture)
+        kinds = [batch.kind for batch in partition.log.read(0)]
+        assert kinds.count(Kind.BLANK) > 10
+        assert Kind.ACK not in kinds[: kinds.index(Kind.STATE)]
+        reached = partition.groups.compacted
+        assert fold_of(partition) == msgspec.structs.replace(before, compacted=reached)
+    next((tmp_path / "partitions").rglob("state.sqlite")).unlink()
+    with running(tmp_path, clock) as fixture:
+        partition = partition_of(fixture)
+        found = fold_of(partition)
+        assert (found.groups, found.compacted) == (before.groups, reached)
+        assert fixture.broker.ack("g", [held[0].receipt]) == [True]
+
+
+def test_a_rebuilt_replica_has_the_groups_of_a_compacted_log(tmp_path):
+    with replicas(tmp_path, 2) as group:
+        settle(group)
+        everywhere = Everywhere(group)
+        leader = group.leader
+        leader.append_group_record("g", GroupStart(0, 1)).wait()
+        rounds(leader)
+        leader.append_group_record("g", Grant(((2, 6, 1),), 6, 1, 1 << 50)).wait()
+        leader.append_group_record("g", Ack(((2, 4),), 1)).wait()
+        eventually(everywhere.are_alike)
+        broken = group.partition(2)
+        broken.damaged("told so by a test")
+        eventually(lambda: group.partition(2) is not broken)
+        eventually(everywhere.are_alike)
+        assert group.partition(2).delivery["g"].snapshot() == leader.delivery["g"].snapshot()
+        assert [(span.start, span.end) for span in group.partition(2).delivery["g"].spans()] == [(4, 6)]
 
 
 def test_receipts_of_messages_that_are_gone_may_still_be_shown(fixture):

@@ -178,6 +178,28 @@ def test_text_and_bytes_are_one_key(tmp_path):
     assert sorted(found(log)) == [4, 5, 6, 7]
 
 
+def test_records_of_groups_lose_their_content_and_keep_their_offsets(tmp_path):
+    log = open_log(tmp_path)
+    writer = Writer(log)
+    kinds = [Kind.EPOCH_START, Kind.GROUP_START, Kind.STATE, Kind.GRANT, Kind.CANCEL, Kind.COMPACT, Kind.DEAD]
+    log.append([writer.control_batch(kind, b"x" * 1_000, "g") for kind in kinds])
+    put(log, (b"a", b"1"))
+    Writer(log).put_control(Kind.ACK, b"body", "g")
+    log.roll()
+    copy = open_log(tmp_path / "copy")
+    copy.append(log.read(0))
+    copy.roll()
+    wanted = msgspec.structs.replace(order(8), blanks=True)
+    for each in (log, copy):
+        compact(each, wanted)
+        kept = [Kind.EPOCH_START, Kind.BLANK, Kind.BLANK, Kind.BLANK, Kind.BLANK, Kind.COMPACT, Kind.BLANK]
+        assert [batch.kind for batch in everything(each)] == [*kept, Kind.MESSAGES, Kind.ACK]
+        assert [batch.kind for batch in each.control_records()] == [Kind.EPOCH_START, Kind.COMPACT, Kind.ACK]
+        assert each.newest_state() is None
+    frames = [frame_of(batch) for batch in everything(log)]
+    assert [batch_of_frame(frame, head_of(frame)) for frame in frames] == everything(copy)
+
+
 # --- what readers see -------------------------------------------------------------------------------------------------
 
 

@@ -13,8 +13,10 @@ from support.log_files import IDENTITY, Writer, open_log
 import portalmq.broker.storage.schema as schema_module
 from portalmq.broker.core.fold import PartitionFold
 from portalmq.broker.storage.batch import Kind, Record
+from portalmq.broker.storage.fold_tables import STATE_DDL
+from portalmq.broker.storage.holes import HOLES_DDL
 from portalmq.broker.storage.schema import SEGMENT_DDL
-from portalmq.broker.storage.state import STATE_DDL, StateFile
+from portalmq.broker.storage.state import StateFile
 
 DOCUMENT = Path(schema_module.__file__).with_name("SCHEMA.md").read_text()
 
@@ -26,7 +28,7 @@ def tables_of(ddl):
     return {name: [row[1] for row in connection.execute(f"PRAGMA table_info({name})")] for name in names}
 
 
-@pytest.mark.parametrize("ddl", [SEGMENT_DDL, STATE_DDL])
+@pytest.mark.parametrize("ddl", [SEGMENT_DDL, f"{SEGMENT_DDL}{HOLES_DDL}", STATE_DDL])
 def test_the_document_names_every_table_view_and_column(ddl):
     for table, columns in tables_of(ddl).items():
         assert table in DOCUMENT
