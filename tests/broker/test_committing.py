@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import gevent
 import msgspec
 import pytest
@@ -477,3 +479,47 @@ def test_the_calls_between_brokers_carry_all_of_a_commit(fixture):
     answer = fixture.broker.serve_peer("commit", msgspec.msgpack.encode(call_of[0]), None)
     ((value, refused),) = msgspec.msgpack.decode(answer)
     assert (value, refused) == ([1, 1, int(first.id.split("-")[1])], None)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_whatever_goes_wrong_on_the_way_each_output_is_there_once_and_in_order(fixture, monkeypatch, seed):
+    """Appending fails before it is done, after it, or half way, and the outbox begins anew, while commits go on."""
+    chance = Random(seed)
+    monkeypatch.setattr(outbox, "PAUSE_FIRST_S", 0.0005)
+    monkeypatch.setattr(outbox, "PAUSE_MAX_S", 0.002)
+    fixture.broker.create_topic("out", wire.CreateTopic(partitions=3))
+    real = fixture.broker.outboxes._destinations.copies
+
+    def copies(topic, shares):
+        some = {number: share for number, share in shares.items() if chance.random() < 0.7}
+        if chance.random() < 0.4:
+            if some and chance.random() < 0.7:
+                real(topic, some)
+            raise Unavailable("nobody knows", outcome="unknown", retry_after_s=0)
+        real(topic, shares)
+
+    fixture.broker.outboxes._destinations.copies = copies
+    send(fixture, *(str(n) for n in range(60)))
+    messages = receive(fixture, 60)
+    while messages:
+        own = [messages.pop(0) for _ in range(min(len(messages), chance.randint(1, 4)))]
+        publish = [each for m in own for each in outputs(m.record.value.decode(), key=b"%d" % (m.offset % 7))]
+        while True:
+            try:
+                commit(fixture, own, publish)
+                break
+            except (StorageFull, Unavailable):
+                continue
+        if chance.random() < 0.3:  # another leader begins with the fold that the log adds up to
+            partition = partition_of(fixture)
+            topic = fixture.broker.topics.get("in")
+            fixture.broker.outboxes.on_stepped_down(partition)
+            gevent.sleep(0)
+            fixture.broker.outboxes.on_leading(topic, partition)
+        gevent.sleep(0)
+    settled(fixture)
+    stored = stored_in(fixture, "out")
+    assert sorted(int(each.record.value) for each in stored) == list(range(60))
+    for key in {each.record.key for each in stored}:
+        own = [int(each.record.value) for each in stored if each.record.key == key]
+        assert own == sorted(own)
