@@ -56,21 +56,24 @@ class Crew:
                 topic, group=topic, bootstrap=cluster.urls, manual_ack=True, max_messages=20, visibility_timeout_s=5
             ) as consumer:
                 while not self._ended.is_set():
-                    for message in consumer.poll(timeout_s=0.5):
-                        self._settle(consumer, message)
+                    messages = consumer.poll(timeout_s=0.5)
+                    good = [message for message in messages if self._handle(message)]
+                    self._settle(lambda these: consumer.nack(these, delay_s=0), [m for m in messages if m not in good])
+                    if self._settle(consumer.ack, good):
+                        self.acked.update([message.id for message in good])
         except BaseException as fault:  # noqa: BLE001 - told by the thread that waits
             self.faults.append(fault)
 
-    def _settle(self, consumer: Consumer, message: Message) -> None:
+    def _settle(self, call: Callable[[list[Message]], None], messages: list[Message]) -> bool:
+        """Whether all of them are. Some may have come to another consumer, through a leader that died."""
         try:
-            if self._handle(message):
-                consumer.ack(message)
-                self.acked[message.id] += 1
-            else:
-                consumer.nack(message, delay_s=0)
+            if messages:
+                call(messages)
         except PortalMQError as error:
             if error.code != "stale_receipt" and not error.retryable:
                 raise
+            return False
+        return True
 
     def wait_for(self, count: int) -> None:
         wait_until(lambda: self.faults or len(self.acked) >= count, f"{count} messages acked", DONE_WITHIN_S)
