@@ -156,7 +156,7 @@ class Broker:
         self.peers.on_trouble = lambda other, incarnation, refused: self.membership.suspect(
             other, incarnation, refused=refused
         )
-        self.compacting = Compacting(self)
+        self.compacting = Compacting(self, self.metrics.compacted)
         self.topics = Topics(
             self,
             catalog,

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
@@ -66,11 +67,11 @@ class _Pool(Protocol):
 
 
 class Compacting:
-    """`removed` counts the messages that it has removed from this broker's files."""
+    """`on_removed` hears how many messages are gone from this broker's files."""
 
-    def __init__(self, host: CompactionHost) -> None:
-        self.removed = 0
+    def __init__(self, host: CompactionHost, on_removed: Callable[[int], None] = lambda messages: None) -> None:
         self._host = host
+        self._on_removed = on_removed
         # The newest order of each partition that is known to be committed.
         self._orders: WeakKeyDictionary[Partition, Order] = WeakKeyDictionary()
 
@@ -140,7 +141,7 @@ class Compacting:
         while not partition.closed and self._step(partition, work):
             pass
         work.close()
-        self.removed += work.removed
+        self._on_removed(work.removed)
         partition.forget_read()
         if partition.log.is_compacted(order.upto, order.tombstones_before_ms):
             log.info(

@@ -72,6 +72,7 @@ class Metrics:
         self._dead = self._counter("messages_dead", "Messages given up", "topic", "group")
         self._expired = self._counter("messages_expired", "Messages that a group passed over", "topic", "group")
         self._acked = self._counter("messages_acked", "Messages acknowledged", "topic", "group")
+        self._compacted = self._counter("messages_compacted", "Messages that compaction removed from the files here")
         self._elections = self._counter("leader_elections", "Times that this broker began to lead a partition")
         self._shrinks = self._counter("isr_shrinks", "Replicas that fell out of sync with a leader on this broker")
         self._expands = self._counter("isr_expands", "Replicas that came in sync with a leader on this broker")
@@ -126,6 +127,10 @@ class Metrics:
     def committed(self, seconds: float) -> None:
         """A transaction was written and fsynced."""
         self._commits.observe(seconds)
+
+    def compacted(self, messages: int) -> None:
+        """So many messages were superseded, and are gone from this broker's files."""
+        self._compacted.inc(messages)
 
     def elected(self) -> None:
         """This broker leads a partition from now on."""

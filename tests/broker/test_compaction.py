@@ -57,12 +57,14 @@ class Everywhere:
     def __init__(self, group):
         self.group = group
         self.by_host = {}
+        self.removed = {}
 
     def run(self, *broker_ids):
         for broker_id, host in tuple(self.group.hosts.items()):
             if broker_ids and broker_id not in broker_ids:
                 continue
-            compacting = self.by_host.setdefault((broker_id, id(host)), Compacting(host))
+            removed = self.removed.setdefault(broker_id, [])
+            compacting = self.by_host.setdefault((broker_id, id(host)), Compacting(host, removed.append))
             compacting.look_after(host.partition, keeps_last=True)
 
     def are_alike(self):
@@ -98,7 +100,7 @@ def test_all_replicas_compact_alike_and_offsets_stay(tmp_path):
             assert latest(partition) == {b"key %d" % n: b"2" for n in (1, 2, 3)} | {b"key 0": b"after"}
             assert len(found) == 4
             assert found.items() - {max(found): found[max(found)]}.items() <= before.items()
-        assert everywhere.by_host[2, id(group.hosts[2])].removed == 9
+        assert {broker_id: sum(counts) for broker_id, counts in everywhere.removed.items()} == {1: 9, 2: 9, 3: 9}
 
 
 def test_an_order_of_a_leader_that_is_gone_is_carried_out(tmp_path):
@@ -252,6 +254,7 @@ def test_it_is_done_when_as_much_is_new_as_is_left_and_not_before(fixture, monke
     first = partition.groups.compacted
     assert first > 400
     assert len(there(partition)) == 24
+    assert b"portalmq_messages_compacted_total 384.0" in fixture.broker.metrics.exposition()
     put(partition, (b"0", b"one more"))
     compact(fixture)
     assert partition.groups.compacted == first, "almost all is clean"
