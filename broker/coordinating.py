@@ -38,6 +38,7 @@ from portalmq.broker.peers import NotReached, Peers
 from portalmq.broker.streams import ClaimShare, CommitShare, Standing, Start, StreamPartitions, first_error
 from portalmq.broker.topics import Topic
 from portalmq.control_plane.mirror import Changes, Mirror
+from portalmq.control_plane.plane import PlaneUnavailable
 from portalmq.control_plane.state import GroupState
 from portalmq.control_plane.stream_groups import CheckpointState, RosterState, StreamGroups
 from portalmq.control_plane.tree import Versioned
@@ -111,6 +112,7 @@ class Coordinating:
         self._busy_s: dict[str, float] = {}
         self._taking: set[str] = set()
         self._elsewhere: dict[str, tuple[int, int]] = {}
+        self._doubtful: set[str] = set()
         self._saved: dict[tuple[str, str], dict[int, tuple[int, int, int]]] = {}
         self._closing = Event()
         self._greenlets: list[gevent.Greenlet] = []
@@ -221,7 +223,7 @@ class Coordinating:
             try:
                 return self._once(group, call, kind, forward)
             except (NotLeader, Unavailable) as error:
-                self._elsewhere.pop(group.group_id, None)
+                self._doubtful.add(group.group_id)
                 if not forward and isinstance(error, NotLeader):
                     raise
                 if time.monotonic() >= deadline or self._closing.is_set() or not error.retryable:
@@ -234,9 +236,7 @@ class Coordinating:
     def _once(self, group: GroupState, call: Coordinate, kind: type[T], forward: bool) -> T:
         own = self._own.get(group.group_id)
         if own is None:
-            where = self._elsewhere.get(group.group_id)
-            if where is None or not self._lives(where):
-                where = self._look_up(group)
+            where = self._whereabouts(group)
             if where is not None and where != self._me and self._lives(where):
                 self._keep(group, where)
                 if not forward:
@@ -250,6 +250,20 @@ class Coordinating:
             own = self._take(group)
         return self._ask(own, call, kind)
 
+    def _whereabouts(self, group: GroupState) -> tuple[int, int] | None:
+        """Who coordinates the group: as it is remembered, unless there is reason to doubt that."""
+        where = self._elsewhere.get(group.group_id)
+        if where is not None and self._lives(where) and group.group_id not in self._doubtful:
+            return where
+        try:
+            where = self._look_up(group)
+        except PlaneUnavailable:
+            if where is None:
+                raise
+            return where  # an outage of the control plane alone changes no coordinator
+        self._doubtful.discard(group.group_id)
+        return where
+
     def _lives(self, where: tuple[int, int]) -> bool:
         broker = self._mirror.brokers.get(where[0])
         return broker is not None and broker.incarnation == where[1] and not broker.draining
@@ -257,6 +271,7 @@ class Coordinating:
     def _keep(self, group: GroupState, where: tuple[int, int]) -> None:
         if len(self._elsewhere) >= KEPT_MAX:
             self._elsewhere.clear()
+            self._doubtful.clear()
         self._elsewhere[group.group_id] = where
 
     def _look_up(self, group: GroupState, *, sure: bool = False) -> tuple[int, int] | None:

@@ -167,7 +167,8 @@ class StreamPartitions:
                 self._remember(mark)
         if mark in self._begun:
             return self._claim(group, "earliest", shares)
-        start: Start = group.config.start
+        configured = group.config.start
+        start: Start = configured if isinstance(configured, str) else {"at": configured["at"]}
         outcomes = self._claim(group, start, [share for share in shares if share.number])
         failed = next((outcome for outcome in outcomes.values() if isinstance(outcome, PortalMQError)), None)
         rest = [share for share in shares if not share.number]

@@ -105,8 +105,6 @@ class Consumer:
         self._leases = Leases(settling, self.group, visibility_timeout_s)
         self._stream: StreamMember | None = None
         if mode == "stream":
-            if delivery != "at_least_once":
-                self._settings["delivery"] = delivery
             self._stream = StreamMember(
                 self._receiving,
                 settling,

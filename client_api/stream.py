@@ -27,6 +27,7 @@ from portalmq.errors import (
     Fenced,
     GroupNotFound,
     IllegalGeneration,
+    InvalidRequest,
     OffsetOutOfRange,
     PortalMQError,
     Unavailable,
@@ -392,7 +393,21 @@ class StreamMember:
         return answer
 
     def _settle_group(self) -> None:
-        self._settling.send_json("PUT", wire.group_path(self._group), {"mode": "stream", **self._settings}, object)
+        """Make the group, with these settings, or see that it is one to read with them. Raises GroupModeMismatch,
+        InvalidRequest."""
+        path = wire.group_path(self._group)
+        body = msgspec.json.encode({"mode": "stream", **self._settings})
+        request = Request("PUT", path, body, (("Content-Type", wire.JSON),), repeatable=True)
+        answer = self._settling.call(request, timeout_s=self._session_s)
+        delivery = decode_answer(answer, wire.GroupDescription).config.delivery
+        if delivery == self._delivery:
+            return
+        if answer.status != 201:
+            raise InvalidRequest(
+                f"group {self._group!r} delivers {delivery!r}, and this consumer asks for {self._delivery!r}: change"
+                " one of them, or take another group"
+            )
+        self._settling.send_json("PUT", path, {"delivery": self._delivery}, object)
 
     def _heartbeat(self) -> contract.MemberAnswer:
         path = contract.member_path(self._group, self.member_id, "heartbeat")

@@ -17,7 +17,7 @@ import pytest
 from support.cluster import Cluster, wait_until
 from support.load import loads
 
-from portalmq import Consumer
+from portalmq import Consumer, Producer
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
@@ -226,3 +226,74 @@ def _check_owners(sights: list[Sight]) -> None:
     for owners in (by_generation, by_since):
         twice = {where: members for where, members in owners.items() if len(members) > 1}
         assert not twice, twice
+
+
+def test_a_group_reads_on_without_zookeeper(cluster: Cluster, topic: str) -> None:
+    """Its members heartbeat, read and commit as if nothing were: a ZooKeeper outage alone stops no partition."""
+    cluster.admin().create_topic(topic, partitions=3)
+    cluster.wait_in_sync(topic)
+    group = Group(cluster, topic)
+    with loads(cluster.urls, topic=topic, partitions=3, pause_s=PAUSE_S) as running:
+        for _ in range(3):
+            group.add()
+        wait_until(lambda: [reader.partitions for reader in group.live] == [1, 1, 1], "each has one")
+        before = group.owners()
+        cluster.zookeeper.kill()
+        try:
+            for load in running:
+                load.wait_for_acked(500)
+            ended = time.monotonic() + 1.5 * SESSION_S
+            for load in running:
+                while time.monotonic() < ended:
+                    load.wait_for_acked(20)
+            newest = {load.acked[-1].value for load in running}
+            wait_until(lambda: newest <= {sight.value for sight in group.sights}, "what was sent meanwhile is read")
+        finally:
+            cluster.zookeeper.start()
+        wait_until(lambda: cluster.live() == set(cluster.brokers), "every broker is registered again")
+        for load in running:
+            load.wait_for_acked(100)
+        assert group.owners() == before
+    acked = {each.value for load in running for each in load.acked}
+    wait_until(lambda: acked <= {sight.value for sight in group.sights}, "every message was processed")
+    group.close()
+    group.check_faults()
+    assert len(group.sights) == len(acked), "nothing came twice"
+
+
+def test_a_coordinator_that_is_stopped_hands_over_and_nobody_notices(cluster: Cluster, topic: str) -> None:
+    cluster.admin().create_topic(topic, partitions=3)
+    cluster.wait_in_sync(topic)
+    group = Group(cluster, topic)
+    with loads(cluster.urls, topic=topic, partitions=3, pause_s=PAUSE_S) as running:
+        for _ in range(2):
+            group.add()
+        wait_until(lambda: sum(reader.partitions for reader in group.live) == 3, "all is given out")
+        before = group.owners()
+        stopped = coordinator(cluster, topic)
+        assert cluster.brokers[stopped].stop() == 0
+        assert coordinator(cluster, topic) != stopped
+        for load in running:
+            load.wait_for_acked(100)
+        assert group.owners() == before
+        cluster.start(stopped)
+    acked = {each.value for load in running for each in load.acked}
+    wait_until(lambda: acked <= {sight.value for sight in group.sights}, "every message was processed")
+    group.close()
+    group.check_faults()
+    assert len(group.sights) == len(acked), "nothing came twice"
+
+
+def test_a_topic_that_is_made_anew_is_read_from_its_beginning(cluster: Cluster, topic: str) -> None:
+    cluster.admin().create_topic(topic)
+    with Producer(cluster.urls) as producer:
+        producer.send(topic, "old").result(timeout=20)
+    with Consumer(
+        topic, group=f"group-{topic}", bootstrap=cluster.urls, mode="stream", session_timeout_s=SESSION_S
+    ) as reading:
+        assert [message.text for message in reading.poll(20)] == ["old"]
+        cluster.admin().delete_topic(topic)
+        cluster.admin().create_topic(topic)
+        with Producer(cluster.urls) as producer:
+            producer.send(topic, "new").result(timeout=20)
+        assert [message.text for message in reading.poll(20)] == ["new"]
