@@ -38,6 +38,8 @@ SCHEDULED_TIMEOUT_S = 10.0
 CANCEL_TIMEOUT_S = 30.0
 # After so long of reading the others get their turn.
 TURN_S = 0.005
+# A page ends when the payloads in it are so large together.
+PAGE_BYTES = 8 * 1024 * 1024
 
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -76,11 +78,20 @@ class CancelScheduled(msgspec.Struct, array_like=True):
     offset: int
 
 
-_Pages = list[Result[list[Row]]]
+class Rows(msgspec.Struct, array_like=True):
+    """What is to come on a partition. With `cut_at` a leader has given no more than up to there, as it was enough for
+    one answer: what comes behind that is for the next page."""
+
+    rows: list[Row]
+    cut_at: Due | None = None
+
+
+_Pages = list[Result[Rows]]
 
 
 class SchedulePage(NamedTuple):
-    """Messages in the order in which they are due; `after` is where the next page begins, None at the end."""
+    """Messages in the order in which they are due; `after` is where the next page begins, None at the end. A page may
+    be short of its limit where messages are large."""
 
     messages: list[Stored]
     after: Due | None
@@ -92,21 +103,26 @@ class _Listing:
     after: Due
     limit: int
 
-    def here(self, places: Sequence[Place]) -> Outcomes[list[Row]]:
-        outcomes: Outcomes[list[Row]] = {}
+    def here(self, places: Sequence[Place]) -> Outcomes[Rows]:
+        outcomes: Outcomes[Rows] = {}
         partitions: dict[Place, Partition] = {}
+        pages: dict[Place, Rows] = {}
         for place in places:
             try:
                 partitions[place] = self.scheduled.atlas.partition(place)
-                outcomes[place] = []
+                outcomes[place] = pages[place] = Rows([])
             except PortalMQError as error:
                 outcomes[place] = error
         streams = [self._to_come(place, partition) for place, partition in partitions.items()]
-        turn_ends = perf_counter() + TURN_S
+        turn_ends, room = perf_counter() + TURN_S, PAGE_BYTES
         for due, place in islice(merge(*streams), self.limit):
-            rows = outcomes[place]
-            if not isinstance(rows, PortalMQError):
-                rows += [(due.due_ms, due.offset, *found) for found in _read(partitions[place], due.offset)]
+            for timestamp_ms, record in _read(partitions[place], due.offset):
+                pages[place].rows.append((due.due_ms, due.offset, timestamp_ms, record))
+                room -= len(record.value)
+            if room <= 0:
+                for page in pages.values():
+                    page.cut_at = due
+                break
             if perf_counter() > turn_ends:  # they may stand far apart, and each costs a read then
                 gevent.sleep(0)
                 turn_ends = perf_counter() + TURN_S
@@ -126,7 +142,7 @@ class _Listing:
             if row[1] >= start and row[1] not in cancelled:
                 yield Due(row[0], number, row[1]), place
 
-    def there(self, broker_id: int, places: Sequence[Place]) -> Outcomes[list[Row]]:
+    def there(self, broker_id: int, places: Sequence[Place]) -> Outcomes[Rows]:
         numbers = [place.number for place in places]
         call = ListScheduled(places[0].topic, places[0].topic_id, numbers, self.after, self.limit)
         results = self.scheduled.peers.call(broker_id, "scheduled", call, _Pages, timeout_s=SCHEDULED_TIMEOUT_S)
@@ -173,15 +189,17 @@ class Scheduled:
             self._leaders.check_led_here(places)
         outcomes = self._leaders.run(places, _Listing(self, after, limit + 1), forward=forward, repeatable=True)
         found: list[tuple[Due, Stored]] = []
-        for place, rows in outcomes.items():
-            if isinstance(rows, PortalMQError):
-                raise rows
-            for due_ms, offset, timestamp_ms, record in rows:
+        cuts: list[Due] = []
+        for place, each in outcomes.items():
+            if isinstance(each, PortalMQError):
+                raise each
+            cuts += [each.cut_at] if each.cut_at is not None else []
+            for due_ms, offset, timestamp_ms, record in each.rows:
                 stored = Stored(place.topic, place.number, offset, timestamp_ms, record)
                 found.append((Due(due_ms, place.number, offset), stored))
-        found.sort(key=lambda each: each[0])
-        page = found[:limit]
-        return SchedulePage([stored for _, stored in page], page[-1][0] if len(found) > limit else None)
+        found.sort(key=lambda row: row[0])
+        page = [row for row in found[:limit] if not cuts or row[0] <= min(cuts)]
+        return SchedulePage([stored for _, stored in page], page[-1][0] if len(found) > limit or cuts else None)
 
     def serve_list(self, body: bytes) -> bytes:
         call = msgspec.msgpack.decode(body, type=ListScheduled)

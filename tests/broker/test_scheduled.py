@@ -61,6 +61,21 @@ def test_pages_join_without_a_hole_or_a_repeat_even_where_many_are_due_at_once(f
     assert seen == sorted(set(seen))
 
 
+def test_a_page_of_large_messages_is_short_and_the_next_goes_on(fixture, monkeypatch):
+    monkeypatch.setattr("portalmq.broker.scheduled.PAGE_BYTES", 7)
+    for partition in range(3):
+        schedule(fixture, *[100 + partition, 400, 800], partition=partition)
+    seen, sizes, after = [], [], BEGINNING
+    while after is not None:
+        page = fixture.broker.scheduled("t", after=after, limit=100)
+        sizes.append(len(page.messages))
+        seen += [(each.record.deliver_at_ms, each.partition) for each in page.messages]
+        after = page.after
+    assert len(seen) == 9
+    assert seen == sorted(set(seen))
+    assert max(sizes) == 3
+
+
 def test_one_that_is_taken_back_is_never_delivered_to_any_group(fixture):
     offsets = schedule(fixture, 100, 200, 300)
     fixture.broker.cancel_scheduled("t", 0, offsets[1])
