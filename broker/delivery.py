@@ -6,7 +6,6 @@ payload is read, with no switch of greenlets in between, so no message is handed
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from typing import NamedTuple
@@ -22,6 +21,7 @@ from portalmq.broker.core.keys import HELD_MAX
 from portalmq.broker.core.lanes import DELAYED
 from portalmq.broker.core.receipts import ReceiptBook
 from portalmq.broker.core.records import Ack, Dead, Extend, Grant, GroupStart, Nack, Range, Spot, ranges_of
+from portalmq.broker.handing import DEAD_A_RECORD, HandedOut, Run, backoff_ms, dead_letter_topic, parts_of, runs_of
 from portalmq.broker.partition import Partition
 from portalmq.broker.reader import Piece
 from portalmq.broker.supply import PartitionSupply
@@ -34,8 +34,6 @@ from portalmq.wire import GroupConfig
 __all__ = ["Delivered", "GroupPartition", "Peer", "Shown"]
 
 HANDED_RANGES_MAX = 1_000
-# Messages that are given up by one record.
-DEAD_A_RECORD = 1_000
 # Where nobody sleeps here, what is given up at the end of a lease waits for company this long.
 SWEEP_MS = 1_000
 # A wait for the wall clock is looked at again this often, as that clock may jump.
@@ -44,7 +42,6 @@ SOON_MS = 20
 # A cursor that has passed so many places of other lanes is worth a record.
 PASSED_MAX = 10_000
 EXHAUSTED = "max_deliveries: the last lease ended without an ack"
-NAMES_MAX = 190
 
 
 class Shown(NamedTuple):
@@ -56,43 +53,8 @@ class Shown(NamedTuple):
     offsets: list[int]
 
 
-# Neighbouring pieces with their delivery number and lane, the same in all of a run: they share a range and a receipt's
-# head.
-Run = list[tuple[Piece, int, int]]
-
 # Whether the receipt at an index of the request counts.
 Verdicts = dict[int, bool]
-
-
-class _Handed:
-    """The offsets that were handed out here, in the epoch that goes on. Invariant: sorted, disjoint, not adjacent."""
-
-    def __init__(self) -> None:
-        self._starts: list[int] = []
-        self._ends: list[int] = []
-
-    def add(self, start: int, end: int) -> None:
-        at = bisect_right(self._starts, start)
-        if at and self._ends[at - 1] >= start:
-            at -= 1
-            start = self._starts[at]
-        last = at
-        while last < len(self._starts) and self._starts[last] <= end:
-            end = max(end, self._ends[last])
-            last += 1
-        self._starts[at:last] = [start]
-        self._ends[at:last] = [end]
-
-    def __contains__(self, offset: int) -> bool:
-        at = bisect_right(self._starts, offset) - 1
-        return at >= 0 and offset < self._ends[at]
-
-    def __len__(self) -> int:
-        return len(self._starts)
-
-    def forget_below(self, offset: int) -> None:
-        gone = bisect_right(self._ends, offset)
-        del self._starts[:gone], self._ends[:gone]
 
 
 class GroupPartition:
@@ -113,7 +75,7 @@ class GroupPartition:
         self._timer: gevent.Greenlet | None = None
         self._timer_at_ms = 0
         self._detached = False
-        self._handed = _Handed()
+        self._handed = HandedOut()
         # The group's settings as they are now.
         self.settings: Callable[[], GroupConfig] = GroupConfig
         # How many messages were handed out just now, and how many of them not for the first time.
@@ -263,7 +225,7 @@ class GroupPartition:
             now_ms = self._clock.now_ms()
             self._bury(now_ms)
             choice = self._choice(now_ms, options.max_messages)
-            runs = _runs(self._pieces(choice))
+            runs = runs_of(self._pieces(choice))
             if runs:
                 break
             if not self._pass_over(choice):
@@ -389,7 +351,7 @@ class GroupPartition:
 
     def _under_lease(self, span: SpanFold) -> list[Delivered]:
         pieces = self.partition.pieces(span.start, span.end, span.end - span.start)
-        return self._delivered(_runs([(piece, span.deliveries, span.lane) for piece in pieces]), span.available_at_ms)
+        return self._delivered(runs_of([(piece, span.deliveries, span.lane) for piece in pieces]), span.available_at_ms)
 
     def _delivered(self, runs: list[Run], deadline_ms: int) -> list[Delivered]:
         topic, number = self.partition.topic, self.partition.number
@@ -481,7 +443,7 @@ class GroupPartition:
         back: list[tuple[int, int, int]] = []
         dead: list[tuple[int, int, int]] = []
         for delivery, offsets in held:
-            free_at_ms = now_ms + (delay_ms if delay_ms is not None else _backoff_ms(config, delivery))
+            free_at_ms = now_ms + (delay_ms if delay_ms is not None else backoff_ms(config, delivery))
             for start, end in ranges_of(offsets):
                 if delivery >= config.max_deliveries:
                     dead.append((start, end, delivery))
@@ -489,13 +451,18 @@ class GroupPartition:
                     back.append((start, end, free_at_ms))
         waits: list[Callable[[], None]] = []
         if dead:
-            for part in _parts(dead):
+            for part in parts_of(dead):
                 waits.append(self._then_others(self._give_up(part, now_ms, reason or "nacked")))
         if back:
             pending = self.partition.append_group_record(self.group, Nack(tuple(back), now_ms, reason))
             waits.append(pending.wait)
             self.notify()
-        return verdicts, lambda: [wait() for wait in waits] and None
+
+        def wait_for_all() -> None:
+            for wait in waits:
+                wait()
+
+        return verdicts, wait_for_all
 
     def extend(self, shown: list[Shown], visibility_timeout_ms: int) -> Verdicts:
         """Leases are soft, so is their extension: it is logged, and not waited for."""
@@ -526,43 +493,3 @@ class GroupPartition:
     def counts(self) -> dict[str, int]:
         """ready, in_flight, scheduled, dead, lag: messages; oldest_unacked_ms: the age of the oldest."""
         return counted(self.partition, self.group, self._clock)
-
-
-def dead_letter_topic(config: GroupConfig, topic: str) -> str:
-    """Where copies of what is given up go; "" for nowhere. A long topic name is cut so that the whole is a name."""
-    pattern = config.dead_letter_topic
-    return pattern.replace("{topic}", topic[: max(1, NAMES_MAX - len(pattern) + len("{topic}"))])
-
-
-def _runs(pieces: list[tuple[Piece, int, int]]) -> list[Run]:
-    runs: list[Run] = []
-    end, last, last_lane = -1, 0, 0
-    for each in pieces:
-        piece, deliveries, lane = each
-        if piece.start == end and deliveries == last and lane == last_lane:
-            runs[-1].append(each)
-        else:
-            runs.append([each])
-        end, last, last_lane = piece.end, deliveries, lane
-    return runs
-
-
-def _parts(ranges: list[tuple[int, int, int]]) -> list[tuple[tuple[int, int, int], ...]]:
-    """The ranges in parts of no more messages than a record gives up."""
-    parts: list[list[tuple[int, int, int]]] = [[]]
-    room = DEAD_A_RECORD
-    for start, end, deliveries in ranges:
-        while start < end:
-            if room == 0:
-                parts.append([])
-                room = DEAD_A_RECORD
-            upto = min(end, start + room)
-            parts[-1].append((start, upto, deliveries))
-            room -= upto - start
-            start = upto
-    return [tuple(part) for part in parts]
-
-
-def _backoff_ms(config: GroupConfig, delivery: int) -> int:
-    """What a message waits after its `delivery`-th delivery; after the last one named it stays the same."""
-    return config.retry_backoff_ms[min(max(1, delivery), len(config.retry_backoff_ms)) - 1]
