@@ -177,6 +177,63 @@ def test_tokens_rise_with_holders_and_two_never_hold_at_once(steps: list[tuple[s
             since = now
 
 
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_brokers_that_look_rarely_and_hold_up_requests_never_shorten_a_lease(data: st.DataObject) -> None:
+    """Two brokers, each with what it saw and when. A request is sent, reaches its broker later, and its answer later
+    still: the holder counts from the sending, a broker from when it looks. One may come anew, knowing nothing."""
+    lock, now = held_by(None, token=0), 0
+    sightings: dict[int, tuple[tuple[int, int, bool], int]] = {}
+    ends: dict[str, tuple[int, int]] = {}  # owner -> (token, when its lease is over, as it counts)
+
+    def age(broker: int) -> int:
+        mark, since = sightings.get(broker, (lock.mark, now))
+        sightings[broker] = (lock.mark, since if mark == lock.mark else now)
+        return now - sightings[broker][1]
+
+    for _ in range(data.draw(st.sampled_from([40, 10]))):
+        now += data.draw(st.sampled_from([0, 1, TTL // 2 + 1, TTL - 1, TTL]))
+        broker = data.draw(st.integers(1, 2))
+        match data.draw(st.sampled_from(["ask", "wait", "renew", "free", "free", "release", "look", "restart"])):
+            case "look":
+                age(broker)
+            case "restart":
+                sightings.pop(broker, None)
+            case "free":
+                if lock.owner is not None and lasts_ms(lock, age(broker)) == 0:
+                    lock = msgspec.structs.replace(lock, owner=None)
+            case "renew" | "release" as verb if ends:
+                owner = data.draw(st.sampled_from(sorted(ends)))
+                token, end = ends[owner]
+                if now >= end:  # he knows that it is over, and asks no more
+                    del ends[owner]
+                    continue
+                sent_at = now
+                now += data.draw(st.sampled_from([0, 50, TTL // 2]))
+                try:
+                    if verb == "renew":
+                        lock = renewed(lock, owner, token, None)
+                        ends[owner] = (token, sent_at + TTL)
+                    else:
+                        lock = released(lock, owner, token)
+                        del ends[owner]
+                except Fenced:
+                    assert ends.pop(owner)[1] <= now
+            case "ask" | "wait" as verb:
+                owner = data.draw(st.sampled_from("abcd"))
+                sent_at = now
+                now += data.draw(st.sampled_from([0, 50, TTL // 2, 2 * TTL]))
+                before = lock
+                outcome = asked(lock, owner, TTL, age(broker), LIVE, place(owner, broker) if verb == "wait" else None)
+                lock = outcome.state
+                if outcome.granted and lock.token != before.token:
+                    assert lock.token == before.token + 1
+                    assert [name for name, (_, end) in ends.items() if end > now and name != owner] == []
+                if outcome.granted:
+                    ends[owner] = (lock.token, sent_at + TTL)
+        age(broker)  # it knows what it wrote itself
+
+
 class Seen:
     """A witness that saw every mark just now, but for what a test says."""
 
