@@ -28,7 +28,8 @@ partitions (static membership, KIP-345): they are claimed again, in the new gene
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from portalmq.broker.core.group_events import (
@@ -116,6 +117,16 @@ class GroupMembership:
         # The generation that a partition's leader has seen, where it is higher than ours.
         self._refused: dict[Partition, int] = {}
         self._ticked_ms: int | None = None
+        # Whether the next state may be another one: making it takes a look at everything.
+        self._is_dirty = False
+        # Derived from `known`: the places of each member, those that give something up, and what is not claimed yet,
+        # with how much of that each member waits for.
+        self._places_of: dict[str, list[tuple[Partition, Place]]] = {}
+        self._leaving: set[str] = set()
+        self._unclaimed: dict[Partition, Place] = {}
+        self._waited_for: Counter[str] = Counter()
+        # Whether something may be claimed now.
+        self._claims_due = False
         self._actions: list[Action] = []
 
     @property
@@ -158,6 +169,7 @@ class GroupMembership:
                 self._intents.append(event)
             case TopicsChanged():
                 self._topics = dict(event.topics)
+                self._is_dirty = True
             case Claimed():
                 self._take_claimed(event)
             case ClaimRefused() | ClaimFailed():
@@ -166,6 +178,7 @@ class GroupMembership:
                 self._seeking[event.topic] = self._seeking.get(event.topic, 1) - 1
                 if self._seeking[event.topic] <= 0:
                     del self._seeking[event.topic]
+                    self._claims_due = True
             case SessionLost():
                 if self._loaded and self._proposed is None:
                     self._read()
@@ -180,9 +193,10 @@ class GroupMembership:
         found = event.membership
         if not self._loaded:
             self._loaded = True
-            self.known, self.version = found, event.version
+            self._know(found, event.version)
         elif event.version == self.version:
             self._included = 0  # not applied, or not yet: what is wanted is proposed again
+            self._is_dirty = True
         elif found is None or found.coordinator != self.me:
             self._depose(found.coordinator if found else None)
             return
@@ -191,7 +205,7 @@ class GroupMembership:
         else:
             # An older proposal of ours came to pass late. What is still wanted is proposed again on top of it.
             self._included = 0
-            self.known, self.version = found, event.version
+            self._know(found, event.version)
             self._begin_sessions(now_ms)
         self._settle_doubts(now_ms)
 
@@ -228,7 +242,7 @@ class GroupMembership:
     def _confirm(self, membership: Membership, version: int, now_ms: int) -> None:
         """The control plane holds `membership` as we proposed it."""
         began = self.known is None or self.known.coordinator != self.me
-        self.known, self.version = membership, version
+        self._know(membership, version)
         if began:
             self._begin_sessions(now_ms)
         included, self._intents = self._intents[: self._included], self._intents[self._included :]
@@ -256,6 +270,19 @@ class GroupMembership:
             for partition, generation in self._refused.items()
             if partition in membership.places and membership.places[partition].since <= generation
         }
+
+    def _know(self, membership: Membership | None, version: int) -> None:
+        """This is what the control plane holds."""
+        self.known, self.version, self._is_dirty = membership, version, True
+        self._places_of, self._leaving, self._unclaimed, self._claims_due = {}, set(), {}, True
+        for partition, place in membership.places.items() if membership else ():
+            self._places_of.setdefault(place.owner, []).append((partition, place))
+            if place.leaving:
+                self._leaving.add(place.leaving)
+                self._places_of.setdefault(place.leaving, []).append((partition, place))
+            elif self._claimed.get(partition, ("", 0, 0))[:2] != (place.owner, place.since):
+                self._unclaimed[partition] = place
+        self._waited_for = Counter(place.owner for place in self._unclaimed.values())
 
     def _begin_sessions(self, now_ms: int) -> None:
         """A new coordinator does not know when its members came last: each gets a whole session."""
@@ -306,21 +333,20 @@ class GroupMembership:
             self._actions.append(Refuse(heartbeat.token, error))
         else:
             self._deadlines[member.member_id] = now_ms + member.session_timeout_ms
-            self._heard[member.member_id] = max(self._heard.get(member.member_id, 0), heartbeat.generation)
+            if heartbeat.generation > self._heard.get(member.member_id, 0):
+                self._heard[member.member_id] = heartbeat.generation
+                self._is_dirty = self._is_dirty or member.member_id in self._leaving
             self._actions.append(self._assignment(heartbeat.token, member))
 
     def _assignment(self, token: object, member: Member) -> Answer:
         assert self.known is not None
         held: list[Assigned] = []
         is_moving = False
-        for partition, place in self.known.places.items():
-            if member.member_id not in (place.owner, place.leaving):
-                continue
-            claimed = self._claimed.get(partition)
-            if not place.leaving and claimed is not None and claimed[:2] == (place.owner, place.since):
-                held.append(Assigned(partition, place.since, claimed[2]))
-            else:
+        for partition, place in self._places_of.get(member.member_id, ()):
+            if place.leaving or partition in self._unclaimed:
                 is_moving = True
+            else:
+                held.append(Assigned(partition, place.since, self._claimed[partition][2]))
         interval_ms = min(HEARTBEAT_MS_MAX, member.session_timeout_ms // HEARTBEATS_PER_SESSION)
         if is_moving:
             interval_ms = min(interval_ms, HEARTBEAT_SOON_MS)
@@ -337,7 +363,7 @@ class GroupMembership:
             if member is None:
                 gone = f"member {joining.member_id!r} left group {self.group!r} while it joined"
                 self._actions.append(Refuse(joining.token, IllegalGeneration(gone)))
-            elif now_ms >= joining.until_ms or not any(self._unclaimed(joining.member_id)):
+            elif now_ms >= joining.until_ms or not self._waited_for[joining.member_id]:
                 self._actions.append(self._assignment(joining.token, member))
             else:
                 waiting.append(joining)
@@ -351,13 +377,18 @@ class GroupMembership:
                 for member_id in self._deadlines:
                     self._deadlines[member_id] += paused_ms
         self._ticked_ms = now_ms
+        self._claims_due = self._claims_due or bool(self._unclaimed)
+        self._is_dirty = self._is_dirty or any(deadline <= now_ms for deadline in self._deadlines.values())
 
     # --- the next state ----------------------------------------------------------------------------------------------
 
     def _propose(self, now_ms: int) -> None:
         if not self._loaded or self._proposed is not None or self._reading or self._topics is None:
             return
+        if not (self._is_dirty or self._intents or self._refused):
+            return
         wanted = self._wanted(now_ms)
+        self._is_dirty = False
         if wanted is not None:
             self._included = len(self._intents)
             self._proposed = wanted
@@ -386,19 +417,11 @@ class GroupMembership:
 
     # --- claims ------------------------------------------------------------------------------------------------------
 
-    def _unclaimed(self, member_id: str | None = None) -> Iterator[tuple[Partition, Place]]:
-        assert self.known is not None
-        for partition, place in self.known.places.items():
-            if place.leaving or (member_id is not None and place.owner != member_id):
-                continue
-            claimed = self._claimed.get(partition)
-            if claimed is None or claimed[:2] != (place.owner, place.since):
-                yield partition, place
-
     def _claim(self, now_ms: int) -> None:
-        if not self.coordinates:
+        if not self.coordinates or not self._claims_due:
             return
-        for partition, place in self._unclaimed():
+        self._claims_due = False
+        for partition, place in self._unclaimed.items():
             wanted = (place.owner, place.since)
             if partition[0] in self._seeking or partition in self._refused or self._claiming.get(partition) == wanted:
                 continue
@@ -419,8 +442,10 @@ class GroupMembership:
     def _take_claimed(self, event: Claimed) -> None:
         if self._claiming.get(event.partition) == (event.member_id, event.since):
             del self._claiming[event.partition]
-        place = self.known.places.get(event.partition) if self.known else None
-        if place is not None and (place.owner, place.since) == (event.member_id, event.since) and not place.leaving:
+        place = self._unclaimed.get(event.partition)
+        if place is not None and (place.owner, place.since) == (event.member_id, event.since):
+            del self._unclaimed[event.partition]
+            self._waited_for[event.member_id] -= 1
             self._claimed[event.partition] = (event.member_id, event.since, event.offset)
             self._claim_again_ms.pop(event.partition, None)
 

@@ -12,7 +12,7 @@ and KIP-848; an assignment that were best over chains of differing subscriptions
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from heapq import heapify, heappop, heappush
+from heapq import heapify, heappop, heappush, heapreplace
 
 Partition = tuple[str, int]
 
@@ -32,18 +32,16 @@ def share(
         topic: sorted(member for member, subscribed in members.items() if topic in subscribed) for topic in topics
     }
     shares = _Shares(members, frozenset(light))
-    vacant: list[Partition] = []
+    vacant: dict[str, list[Partition]] = {}
     for topic, partitions in topics.items():
         for number in range(partitions):
             member = current.get((topic, number))
             if member is not None and topic in members.get(member, ()):
                 shares.give((topic, number), member)
             elif readers[topic]:
-                vacant.append((topic, number))
-    vacant.sort(key=lambda partition: (len(readers[partition[0]]), partition))
-    for topic, number in vacant:
-        emptiest = min(readers[topic], key=lambda member: (shares.load[member], shares.count(member, topic), member))
-        shares.give((topic, number), emptiest)
+                vacant.setdefault(topic, []).append((topic, number))
+    for topic in sorted(vacant, key=lambda topic: (len(readers[topic]), topic)):
+        _fill(topic, vacant[topic], readers[topic], shares)
     moved = True
     while moved:
         moved = sum(_balance(topic, readers[topic], shares) for topic in topics) > 0
@@ -66,12 +64,23 @@ class _Shares:
         self.load[member] += 1
 
     def take(self, member: str, topic: str) -> Partition:
-        """The partition of `topic` that `member` misses least."""
-        held = self.held[member][topic]
-        taken = max(held, key=lambda partition: (partition in self._light, partition))
-        held.remove(taken)
+        """The last partition of `topic` that `member` has."""
         self.load[member] -= 1
-        return taken
+        return self.held[member][topic].pop()
+
+    def line_up(self, member: str, topic: str) -> None:
+        """What `member` misses least comes last."""
+        self.held[member][topic].sort(key=lambda partition: (partition in self._light, partition))
+
+
+def _fill(topic: str, vacant: list[Partition], readers: list[str], shares: _Shares) -> None:
+    """Give each to the emptiest of the readers then."""
+    emptiest = [(shares.load[member], shares.count(member, topic), member) for member in readers]
+    heapify(emptiest)
+    for partition in vacant:
+        _, _, member = emptiest[0]
+        shares.give(partition, member)
+        heapreplace(emptiest, (shares.load[member], shares.count(member, topic), member))
 
 
 def _balance(topic: str, readers: list[str], shares: _Shares) -> bool:
@@ -80,6 +89,8 @@ def _balance(topic: str, readers: list[str], shares: _Shares) -> bool:
     fullest = [(-shares.load[member], member) for member in readers if shares.count(member, topic)]
     heapify(emptiest)
     heapify(fullest)
+    for _, member in fullest:
+        shares.line_up(member, topic)
     moved = False
     while emptiest and fullest:
         load, to = emptiest[0]

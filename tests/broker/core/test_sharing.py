@@ -89,4 +89,4 @@ def test_a_thousand_members_and_ten_thousand_partitions_are_shared_in_a_moment()
     began = time.process_time()
     shares = share(members, {"t": 5_000, "u": 5_000}, {("t", number): "m1" for number in range(5_000)})
     assert set(loads(members, shares).values()) == {10}
-    assert time.process_time() - began < 10
+    assert time.process_time() - began < 5
