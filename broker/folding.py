@@ -82,6 +82,8 @@ class GroupsFold:
         self.delivery: dict[str, GroupDelivery] = {}
         self.streams: dict[str, StreamOffsets] = {}
         self.outbox: dict[int, str] = {}
+        # The first offset that each of them needs, where its record was seen and not only a snapshot of the outbox.
+        self._needs: dict[int, int] = {}
         self.cancelled: set[int] = set()
         self.compacted = 0
         self._load(fold)
@@ -134,12 +136,15 @@ class GroupsFold:
         """Fold a group's record that stands at `offset`."""
         if isinstance(record, Done):
             self.outbox.pop(record.record, None)
+            self._needs.pop(record.record, None)
             return
         if isinstance(record, Claim | CommitOffset | Seek):
             self._apply_stream(group, record, offset)
             return
         if isinstance(record, Dead | Commit) and (record.topic if isinstance(record, Dead) else record.outputs):
             self.outbox[offset] = group
+            given_up = [start for start, _, _ in record.ranges] if isinstance(record, Dead) else []
+            self._needs[offset] = min([offset, *given_up])
         if isinstance(record, Commit) and record.offset >= 0:
             self._apply_stream(group, record, offset)
             return
@@ -190,12 +195,17 @@ class GroupsFold:
         return max([0, *(upto for _, upto in self.purges), *(upto for _, upto in self.moves)])
 
     def ordered_from(self) -> int | None:
-        """The first offset that an open order of the outbox may need: its record, and what it gives up. None: there is
-        no order. A group's dead are taken as a whole, since a replica that follows does not read the records."""
-        if not self.outbox:
-            return None
-        groups = {self.delivery[group] for group in self.outbox.values() if group in self.delivery}
-        return min([*self.outbox, *(delivery.dead[0].start for delivery in groups if delivery.dead)])
+        """The first offset that an open order of the outbox may need: its record, or what it gives up. None: there is
+        no order."""
+        return min((self._needed_from(offset, group) for offset, group in self.outbox.items()), default=None)
+
+    def _needed_from(self, offset: int, group: str) -> int:
+        known = self._needs.get(offset)
+        if known is not None:
+            return known
+        # A snapshot does not say what kind of record it is: all that the group gave up, at the most.
+        delivery = self.delivery.get(group)
+        return min(offset, delivery.dead[0].start) if delivery is not None and delivery.dead else offset
 
     def snapshot_into(self, fold: PartitionFold) -> PartitionFold:
         """`fold`, with all that is here."""

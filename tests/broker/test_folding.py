@@ -9,7 +9,7 @@ import pytest
 from support.log_files import IDENTITY, Writer, open_log
 
 from portalmq.broker.core.fold import GroupFold, PartitionFold, ProducerFold, encode_fold
-from portalmq.broker.core.records import Ack, GroupStart, Purge
+from portalmq.broker.core.records import Ack, Commit, Dead, Done, Grant, GroupStart, Output, Purge
 from portalmq.broker.folding import GroupsFold, last_message_end, recover
 from portalmq.broker.storage.batch import Kind
 from portalmq.broker.storage.state import StateFile
@@ -120,3 +120,23 @@ def test_the_end_of_the_last_message_is_found_behind_control_records(files):
     log, _ = files
     filled(log)
     assert [last_message_end(log, below) for below in (0, 1, 2, 3, 5, 7, 8)] == [0, 0, 0, 3, 5, 7, 7]
+
+
+def test_what_an_open_order_needs_is_known_by_its_record_and_guessed_low_from_a_snapshot():
+    groups = GroupsFold()
+    groups.apply("g", GroupStart(0, 1), 0)
+    groups.apply("g", Grant(((1, 9, 1),), 9, 1, 100), 10)
+    assert groups.ordered_from() is None
+    groups.apply("g", Dead(((1, 2, 1),), 2, "old", ""), 11)
+    assert groups.ordered_from() is None, "without a topic nothing is ordered"
+    groups.apply("g", Dead(((5, 7, 1), (8, 9, 1)), 2, "new", "t.dlq"), 12)
+    groups.apply("g", Commit(b"id", 3, (Output("out", None),), ((2, 4),)), 13)
+    assert groups.ordered_from() == 5
+    later = GroupsFold(groups.snapshot_into(PartitionFold()))
+    assert later.ordered_from() == 1
+    groups.end("g")
+    assert groups.ordered_from() == 5, "the group's orders outlive it"
+    groups.apply("g", Done(12), 14)
+    assert groups.ordered_from() == 13
+    groups.apply("g", Done(13), 15)
+    assert groups.ordered_from() is None
