@@ -19,7 +19,7 @@ import pytest
 from support.broker_process import BrokerProcess
 from support.cluster import Cluster, wait_until
 
-from portalmq import Fenced, Lock, LockHeld
+from portalmq import Fenced, Lock, LockHeld, Unavailable
 
 pytestmark = pytest.mark.cluster
 
@@ -200,3 +200,26 @@ def test_a_zombie_is_fenced_over_the_restart_of_all_brokers(cluster: Cluster, to
         with pytest.raises(Fenced):
             admin.release_lock(topic, zombie.owner or "", token)
         admin.close()
+
+
+def test_without_zookeeper_nobody_gets_a_lock_and_holders_lose_theirs_in_time(
+    cluster: Cluster, topic: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("portalmq.lock.REACH_TIMEOUT_S", 3.0)
+    lock, other = Lock(topic, cluster.urls, ttl_s=2), Lock(topic, cluster.urls, ttl_s=2)
+    token = lock.acquire()
+    cluster.zookeeper.kill()
+    try:
+        assert lock.wait_lost(10)
+        with pytest.raises(Fenced):
+            lock.check()
+        with pytest.raises(Unavailable):
+            other.acquire(timeout_s=0)
+    finally:
+        cluster.zookeeper.start()
+        lock.close()
+    try:
+        assert other.acquire(timeout_s=30) > token
+        other.release()
+    finally:
+        other.close()
