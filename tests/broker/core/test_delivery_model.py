@@ -19,12 +19,16 @@ from portalmq.broker.core.records import Ack, Dead, Drop, Extend, Nack, Redrive,
 
 LEASE_MS = 30
 MAX_DELIVERIES = 2
+VERBS = (
+    *("append", "priority", "delay", "expire"),
+    *("receive",) * 4,
+    *("ack", "ack", "nack", "extend"),
+    *("wait",) * 3,
+    *("snapshot", "purge", "give_up", "redrive", "drop", "ack_unseen", "cancel", "sweep"),
+)
 STEPS = st.lists(
     st.tuples(
-        st.sampled_from(
-            "append priority delay expire receive receive receive receive ack ack nack extend wait wait wait snapshot"
-            " purge give_up redrive drop ack_unseen cancel sweep".split()
-        ),
+        st.sampled_from(VERBS),
         st.integers(1, 8),
         st.integers(0, 60),
     ),
@@ -63,7 +67,7 @@ class Model:
             state, message = self.states[offset], self.messages[offset]
             if len(handed) == size:
                 break
-            if self._has_expired(offset, now):
+            if self.has_expired(offset, now):
                 continue
             if self.by_key and message.key and not self._has_turn(offset, keys, now):
                 continue
@@ -83,9 +87,8 @@ class Model:
         for offset, state in self.states.items():
             lane, due, _ = self.messages[offset].spot
             rank = 0 if self.by_key else -(lane % DELAYED)
-            if state.name in {"leased", "free"} and state.until <= now and state.deliveries < MAX_DELIVERIES:
-                found.append((rank, 0, 0, offset))
-            elif state.name == "held":
+            is_back = state.name in {"leased", "free"} and state.until <= now and state.deliveries < MAX_DELIVERIES
+            if is_back or state.name == "held":
                 found.append((rank, 0, 0, offset))
             elif state.name == "fresh" and offset not in self.cancelled and lane >= DELAYED and due <= now:
                 found.append((rank, 100 - lane if self.by_key else 1, due, offset))
@@ -93,7 +96,7 @@ class Model:
                 found.append((rank, 200, 0, offset))
         return [offset for *_, offset in sorted(found)]
 
-    def _has_expired(self, offset: int, now: int) -> bool:
+    def has_expired(self, offset: int, now: int) -> bool:
         expires = self.messages[offset].expires_at_ms
         return expires is not None and expires <= now
 
@@ -155,14 +158,16 @@ def receive(group: GroupDelivery, supply: ListSupply, model: Model, now: int, si
         expiries = state.expiries + (state.name == "leased")
         model.states[offset] = State("leased", now + LEASE_MS, state.deliveries + 1, expiries)
     for offset in (o for start, end, _ in choice.held for o in range(start, end)):
-        assert model.by_key and model.states[offset].name == "fresh"
+        assert model.by_key
+        assert model.states[offset].name == "fresh"
         model.states[offset] = State("held")
     for offset in (o for start, end in choice.gone for o in range(start, end)):
-        assert model._has_expired(offset, now) and model.states[offset].name in {"leased", "free", "held"}
+        assert model.has_expired(offset, now)
+        assert model.states[offset].name in {"leased", "free", "held"}
         model.states[offset] = State("gone")
     for offset, state in model.states.items():
         if state.name == "fresh" and group.has_passed(model.messages[offset].spot):
-            assert model._has_expired(offset, now) or offset in model.cancelled, "nothing is passed over but these"
+            assert model.has_expired(offset, now) or offset in model.cancelled, "nothing is passed over but these"
             model.states[offset] = State("gone")
 
 
@@ -231,6 +236,7 @@ def check(group: GroupDelivery, model: Model, now: int) -> None:
     assert dead == {o for o, s in model.states.items() if s.name == "dead"}
     for offset, state in model.states.items():
         if state.name == "fresh":
-            assert not group.has_passed(model.messages[offset].spot) and not group.is_ahead(offset)
+            assert not group.has_passed(model.messages[offset].spot)
+            assert not group.is_ahead(offset)
     waits = [s.until for s in unfinished.values() if s.name != "held"]
     assert group.has_returned(now) == any(until <= now for until in waits)

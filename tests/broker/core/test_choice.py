@@ -1,0 +1,137 @@
+"""What a receive hands out, case by case. The whole of it against a model: test_delivery_model.py."""
+
+from __future__ import annotations
+
+from support.supply import ListSupply, chosen, granted, offsets_of
+
+from portalmq.broker.core.choice import choose, has_turn
+from portalmq.broker.core.delivery import GroupDelivery
+from portalmq.broker.core.fold import GroupFold
+from portalmq.broker.core.keys import HELD_MAX, KeyBook
+from portalmq.broker.core.lanes import DELAYED
+from portalmq.broker.core.records import Ack, Nack
+
+
+def new_group(start: int = 0) -> GroupDelivery:
+    return GroupDelivery(GroupFold("g", start, start, []))
+
+
+def receive(group: GroupDelivery, supply: ListSupply, now: int, max_messages: int = 100, **more) -> list[int]:
+    choice = chosen(group, supply, now, max_messages, **more)
+    granted(group, choice, now, now + 100)
+    return offsets_of(choice)
+
+
+def test_a_cursor_that_passes_a_time_asks_for_a_later_record():
+    group, supply = new_group(), ListSupply()
+    supply.add(deliver_at_ms=500)
+    supply.add()
+    choice = chosen(group, supply, 600)
+    assert offsets_of(choice) == [0, 1]
+    assert choice.not_before_ms == 500
+    assert choice.spots() == ((DELAYED, 500, 1),)
+
+
+def test_what_is_due_but_not_all_readable_is_left_alone():
+    """A message that is due earlier may be on its way to the disk: passing its time would lose it."""
+    group, supply = new_group(), ListSupply()
+    supply.add(deliver_at_ms=500)
+    choice = choose(
+        group, supply, now_ms=600, wall_ms=600, due_by_ms=499, max_messages=10, max_deliveries=5, by_key=False
+    )
+    assert offsets_of(choice) == []
+    assert choice.cursors == {}
+
+
+def test_a_message_on_its_last_delivery_whose_lease_has_ended_before_goes_alone():
+    group, supply = new_group(), ListSupply()
+    supply.add(3)
+    assert receive(group, supply, 0, max_deliveries=2) == [0, 1, 2]
+    assert receive(group, supply, 100, max_deliveries=2) == [0]
+    assert receive(group, supply, 101, max_deliveries=2) == [1]
+
+
+def test_what_was_delivered_often_enough_is_not_handed_out_but_overdue():
+    group, supply = new_group(), ListSupply(pieces=True)
+    supply.add(2)
+    receive(group, supply, 0, max_deliveries=1)
+    assert group.overdue(99, 1, 10) == []
+    assert receive(group, supply, 100, max_deliveries=1) == []
+    assert group.overdue(100, 1, 10) == [(0, 2, 1)]
+    assert group.overdue(100, 1, 1) == [(0, 1, 1)], "no more than asked for"
+    assert group.overdue(100, 2, 10) == [], "the group's settings were changed"
+    assert group.overdue(100, 1, 10) == [(0, 2, 1)]
+
+
+def test_what_is_gone_from_the_log_is_done():
+    group, supply = new_group(), ListSupply()
+    supply.add(4)
+    receive(group, supply, 0)
+    del supply.messages[1:3]
+    choice = chosen(group, supply, 200)
+    assert offsets_of(choice) == [0, 3]
+    assert choice.gone == [(1, 3)]
+
+
+def test_looking_moves_the_cursors_over_what_has_expired_and_hands_out_nothing():
+    group, supply = new_group(), ListSupply()
+    supply.add(2, expires_at_ms=50)
+    supply.add(priority=4, expires_at_ms=50)
+    supply.add()
+    choice = chosen(group, supply, 60, 0)
+    assert (offsets_of(choice), choice.next, choice.expired) == ([], 2, 3)
+    assert choice.cursors == {4: (0, 3)}
+
+
+def test_the_next_of_a_key_waits_until_the_end_of_the_one_before_is_committed():
+    group, supply = new_group(), ListSupply(by_key=True)
+    supply.add(3, key=1)
+    assert receive(group, supply, 0, committed=0) == [0]
+    group.apply(Ack(((0, 1),), 1), offset=7)
+    assert not has_turn(group, 1, committed=7)
+    assert receive(group, supply, 1, committed=7) == []
+    assert has_turn(group, 1, committed=8)
+    assert receive(group, supply, 1, committed=8) == [1]
+
+
+def test_a_book_that_is_built_anew_waits_for_the_same():
+    group, supply = new_group(), ListSupply(by_key=True)
+    supply.add(2, key=1)
+    receive(group, supply, 0)
+    group.apply(Ack(((0, 1),), 1), offset=7)
+    group.keys = None
+    assert receive(group, supply, 1, committed=7) == []
+    assert receive(group, supply, 1, committed=8) == [1]
+
+
+def test_no_more_are_held_than_the_window():
+    group, supply = new_group(), ListSupply(by_key=True)
+    supply.add(HELD_MAX + 50, key=1)
+    supply.add(key=2)
+    assert receive(group, supply, 0) == [0]
+    assert group.held == HELD_MAX
+    assert receive(group, supply, 0) == [], "key 2 is behind the window"
+    group.apply(Ack(((0, 1),), 1), offset=1)
+    assert receive(group, supply, 1) == [1]
+
+
+def test_a_back_off_keeps_the_key_and_not_the_others():
+    group, supply = new_group(), ListSupply(by_key=True)
+    supply.add(2, key=1)
+    supply.add(key=2)
+    assert receive(group, supply, 0) == [0, 2]
+    group.apply(Nack(((0, 1, 50), (2, 3, 10)), 5))
+    assert receive(group, supply, 20) == [2]
+    assert receive(group, supply, 50) == [0]
+
+
+def test_a_book_forgets_what_is_done():
+    book = KeyBook()
+    for offset in range(10):
+        book.add(offset, 1 + offset % 2)
+    book.done(0, 9)
+    assert len(book) == 1
+    assert not book.is_busy(1)
+    assert 9 in book.freed
+    book.done(0, 1 << 40)
+    assert len(book) == 0
