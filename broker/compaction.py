@@ -13,7 +13,8 @@ A tombstone stays for a day after the first compaction that saw it, and a messag
 Whoever reads from the start, be it a consumer or a replica that begins late, and takes less than a day, so learns of
 every removal of what it has seen: nothing that was deleted comes back to life (Kafka's delete.retention.ms, KIP-534).
 
-One partition at a time is compacted, on native threads, with pauses three times as long as the work.
+One partition at a time is compacted, on native threads, with pauses three times as long as the work, or as long as the
+work while more comes than is compacted.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ COMPACT_WITHIN_MS = 24 * 3600 * 1000
 DIRTY_BYTES_MIN = 8 * 1024 * 1024
 DIRTY_A_CLEAN = 1.0
 PAUSES_A_STEP = 3
+PAUSES_A_STEP_BEHIND = 1
 PAUSE_S_MIN = 0.001
 
 _decode = msgspec.msgpack.Decoder(Compact).decode
@@ -72,6 +74,7 @@ class Compacting:
     def __init__(self, host: CompactionHost, on_removed: Callable[[int], None] = lambda messages: None) -> None:
         self._host = host
         self._on_removed = on_removed
+        self._pauses = PAUSES_A_STEP
         # The newest order of each partition that is known to be committed.
         self._orders: WeakKeyDictionary[Partition, Order] = WeakKeyDictionary()
 
@@ -139,7 +142,8 @@ class Compacting:
         work = Compaction(partition.log, order)
         began = time.monotonic()
         while not partition.closed and self._step(partition, work):
-            pass
+            is_behind = 2 * partition.log.bytes_from(order.upto) > partition.log.size_bytes
+            self._pauses = PAUSES_A_STEP_BEHIND if is_behind else PAUSES_A_STEP
         work.close()
         self._on_removed(work.removed)
         partition.forget_read()
@@ -154,7 +158,7 @@ class Compacting:
         thread ends its step, and what the work has left goes with it."""
         began = time.monotonic()
         more = self._done(partition, _stepped, work)
-        gevent.sleep(max(PAUSE_S_MIN, PAUSES_A_STEP * (time.monotonic() - began)))
+        gevent.sleep(max(PAUSE_S_MIN, self._pauses * (time.monotonic() - began)))
         return bool(more)
 
     def _newest_order(self, partition: Partition) -> Order | None:

@@ -21,7 +21,7 @@ from portalmq import stream_wire as contract
 from portalmq.broker.calls import Place
 from portalmq.broker.forwarding import Leaders, place_of
 from portalmq.broker.partition import Partition
-from portalmq.broker.storage.batch import Frame, Head, Kind
+from portalmq.broker.storage.batch import Frame, Head, Kind, is_hollow
 from portalmq.broker.topics import Topic
 from portalmq.broker.waiting import ParkingLot, Peer
 from portalmq.errors import PortalMQError
@@ -120,7 +120,7 @@ class Fetching:
             for frame in frames:
                 head = _decode_head(frame.header)
                 offset = head.end_offset
-                if head.kind == Kind.MESSAGES:
+                if head.kind == Kind.MESSAGES and not is_hollow(frame, head):
                     found.append(frame)
                     size += frame.size_bytes
         return found, offset

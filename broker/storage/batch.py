@@ -200,6 +200,12 @@ def head_of(frame: Frame) -> Head:
     return head
 
 
+def is_hollow(frame: Frame, head: Head) -> bool:
+    """Whether compaction has left nothing of a batch of messages: a list takes 5 bytes at the most, and one for each
+    nil; a message takes more."""
+    return head.kind == Kind.MESSAGES and len(frame.body) <= head.count + 5
+
+
 def batch_of_frame(frame: Frame, head: Head) -> Batch:
     """The batch of a frame that was checked. Raises BadFrame."""
     records: tuple[Record, ...] = ()

@@ -158,7 +158,8 @@ class ReadableLog(ABC):
                 with closing(self._used(segment).batches(offset, below)) as batches:
                     for batch in batches:
                         found.append(batch)
-                        messages += batch.message_count - batch.holes
+                        # One that compaction has left empty costs something too.
+                        messages += max(batch.message_count - batch.holes, batch.holes > 0)
                         size += _payload_bytes(batch)
                         if max_messages is not None and messages >= max_messages:
                             return found

@@ -15,7 +15,7 @@ from support.killer import Killed, Killer
 from support.log_files import IDENTITY, Writer, everything, numbered, open_log
 
 from portalmq.broker.storage import compaction as compaction_module
-from portalmq.broker.storage.batch import HOLE, Kind, Record, batch_of_frame, checksum, frame_of, head_of
+from portalmq.broker.storage.batch import HOLE, Kind, Record, batch_of_frame, checksum, frame_of, head_of, is_hollow
 from portalmq.broker.storage.compaction import Compaction, Order
 from portalmq.broker.storage.errors import CorruptBatch, DamagedFile, DiskFull, LogClosed
 from portalmq.broker.storage.log import Log
@@ -341,6 +341,29 @@ def test_appends_reads_and_drops_go_on_between_the_steps(tmp_path, monkeypatch):
     compact(log, order(600))
     assert log.is_compacted(600, 0)
     assert [offset for offset in found(log) if offset < 600] == list(range(590, 600))
+
+
+def test_batches_that_are_empty_are_not_read_without_a_bound(tmp_path):
+    log = open_log(tmp_path)
+    writer = Writer(log)
+    log.append([writer.messages_batch([Record(b"v", key=b"k")]) for _ in range(500)])
+    put(log, (b"k", b"last"))
+    log.roll()
+    compact(log, order(501))
+    assert len(log.read(0, max_messages=100)) == 100
+    assert log.message_runs(0, 501, 10) == [(500, 501)]
+    frames = [frame_of(batch) for batch in log.read(0)]
+    assert [is_hollow(frame, head_of(frame)) for frame in frames] == [True] * 500 + [False]
+
+
+@pytest.mark.parametrize("count", [1, 2, 15, 16, 200, 70_000])
+def test_a_batch_is_hollow_when_nothing_is_left_of_it(tmp_path, count):
+    batch = Writer(open_log(tmp_path)).messages_batch([Record(b"", "")] * count)
+    hollow = msgspec.structs.replace(batch, records=(HOLE,) * count, holes=count)
+    almost = msgspec.structs.replace(batch, records=(*hollow.records[1:], Record(b"", "")), holes=count - 1)
+    for each, expected in ((batch, False), (almost, False), (hollow, True)):
+        frame = frame_of(each)
+        assert is_hollow(frame, head_of(frame)) is expected
 
 
 # --- what can go wrong ------------------------------------------------------------------------------------------------
