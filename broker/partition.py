@@ -315,10 +315,14 @@ class Partition:
         self._book = self.replica.in_sync
         if self._book is None:
             return
+        self._take_over()
+        self._begin_to_serve()
+
+    def _take_over(self) -> None:
+        """Leases and back-offs in the log are by the clocks of those who led before."""
         now_ms = self.host.clock.now_ms()
         for delivery in self.delivery.values():
             delivery.take_over(now_ms)
-        self._begin_to_serve()
 
     def _begin_to_serve(self) -> None:
         """A leader knows all that was committed before its time once the start of its epoch is committed."""
@@ -515,6 +519,8 @@ class Partition:
         self._uncommitted.refuse(refused, StorageFull(DISK_FULL, outcome="unknown", retry_after_s=5))
         found = recover(self.log, self.state_file, self.high_watermark)
         self.install(found)
+        if self.replica.leading:
+            self._take_over()
         self.following.pause()
         # An EPOCH_START that waits for its epoch to be remembered stood after what is gone: the core asks for it again.
         self._actions = deque(action for action in self._actions if not isinstance(action, Append))

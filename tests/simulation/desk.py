@@ -65,6 +65,7 @@ class Desk:
         self._unreadable: deque[tuple[int, int]] = deque()  # (end, time) of batches of messages
         self._own: set[int] = set()  # folded when they were appended, and not written yet
         self._book: object = None
+        self._took_over = False
         self.queue = QueueDesk(self)
         self.stream = StreamDesk(self)
         self.outbox = Outbox(self)
@@ -78,13 +79,14 @@ class Desk:
         self.lanes = Lanes()
         self._unreadable.clear()
         states = [number for number, batch in enumerate(disk.batches) if batch.state is not None]
-        first = states[-1] if states and (disk.start or self.world.chance(0.5)) else 0
+        first = states[-1] if states and (disk.start or self.world.chance(0.7)) else 0
         for batch in disk.batches[:first]:
             self.lanes.add(batch)
         for batch in disk.batches[first:]:
             self._take(batch)
         self.groups.forget_below(disk.start)
         self._own.clear()
+        self._took_over = False
         self.world.checker.groups.forgets(self)
 
     def state(self, offset: int) -> bytes:
@@ -165,10 +167,12 @@ class Desk:
             return False
         if self.shell.closed or self.shell.is_busy or not replica.may_serve(self.world.now):
             return False
-        if self._book is not book:
-            self._book = book
+        if not self._took_over or self._book is not book:
+            self._took_over = True
             for delivery in self.groups.delivery.values():
                 delivery.take_over(self.node.now_ms)
+        if self._book is not book:
+            self._book = book
             self.queue.begin()
             self.outbox.begin()
             self.world.checker.groups.agrees(self)

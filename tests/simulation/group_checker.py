@@ -8,6 +8,7 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 from simulation.group_model import Letter, QueueModel, StreamModel
+from simulation.outbox import DEAD_LETTERS
 
 from portalmq.broker.core.lanes import DELAYED
 from portalmq.broker.core.records import Ack, Cancel, Claim, Commit, Dead, GroupStart, Nack
@@ -185,6 +186,20 @@ class GroupChecker:
                 self.fail("I13", "{}: the ack of {} is answered, and it is {}", group, receipt.offset,
                           model.state.get(receipt.offset, "fresh"))  # fmt: skip
 
+    def refused(self, group: str, call: str) -> None:
+        """A client is told that its commit call, repeated or not, did nothing."""
+        if call in self.queues[group].calls:
+            self.fail("I13", "{}: {} is refused, and has been committed", group, call)
+
+    def has_ordered(self, group: str, receipts: list[Receipt], call: str, outputs: int) -> None:
+        """A client is told that its commit call stands, or that of a zombie with the same receipts."""
+        committed = self.queues[group].call_of.get(receipts[0].offset, "")
+        if committed not in (call, "") or not outputs:
+            return
+        for number in range(outputs):
+            if ("output", f"{call}/{number}") not in self.ordered:
+                self.fail("I13", "{} is answered, and output {} was not ordered", call, number)
+
     def fetched(self, stream: str, offsets: list[int]) -> None:
         if stream in self.streams:
             self.streams[stream].fetched.update(offsets)
@@ -202,7 +217,7 @@ class GroupChecker:
             self.fail("I11", "generation {} is written over {}", after.generation, before.generation)
         self.world.count("generation")
 
-    def arrived(self, id: tuple[int, int], topic: str, content: str) -> None:
+    def arrived(self, id: tuple[int, ...], topic: str, content: str) -> None:
         """An output stands in its log."""
         if (topic, content) not in self.ordered:
             self.fail("I13", "output {} of {} arrives, and nothing committed has ordered it", content, id)
@@ -215,7 +230,8 @@ class GroupChecker:
 
     def agrees(self, desk: Desk) -> None:
         """The fold of a leader that has appended nothing beyond what is committed says what the models say."""
-        if desk.shell.replica.next_offset != self.world.checker.high_watermark:
+        checker = self.world.checker
+        if desk.shell.replica.next_offset != checker.high_watermark or desk.epoch < checker.committed_epoch:
             return
         self.world.count("folds compared")
         for group, delivery in desk.groups.delivery.items():
@@ -265,9 +281,9 @@ class GroupChecker:
         opened = [offset for offset in desk.groups.outbox if offset < upto]
         if opened:
             return f"the outbox has {opened}"
-        owed = [content for content, record in self.ordered.items() if record < upto]
-        for content in owed:
-            if content not in self.arrived_outputs:
-                self.fail("I13", "output {} was ordered and never arrived", content)
+        for output, record in self.ordered.items():
+            is_gone = output[0] == DEAD_LETTERS and int(output[1].partition(" ")[0]) < self.dropped_below
+            if record < upto and output not in self.arrived_outputs and not is_gone:
+                self.fail("I13", "output {} was ordered and never arrived", output)
         self.agrees(desk)
         return None

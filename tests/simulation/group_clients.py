@@ -129,16 +129,18 @@ class QueueConsumer(Caller):
         self.call_until_known("queue.ack", (self.group, receipts), answered)
 
     def _commit(self, receipts: list[Receipt]) -> None:
+        outputs, call = self.world.random.randint(0, 2), f"call {self.world.next_uid()}"
+
         def answered(result: Any) -> None:
-            if isinstance(result, int):
+            if isinstance(result, StaleReceipt):
+                self.world.checker.groups.refused(self.group, call)
+            elif isinstance(result, int):
                 self.world.count("commit call")
                 self.world.checker.groups.settled(self.group, receipts, [True] * len(receipts), by_commit=True)
+                self.world.checker.groups.has_ordered(self.group, receipts, call, outputs)
             self._rest()
 
-        outputs = self.world.random.randint(0, 2)
-        self.call_until_known(
-            "queue.commit", (self.group, receipts, f"call {self.world.next_uid()}", outputs), answered
-        )
+        self.call_until_known("queue.commit", (self.group, receipts, call, outputs), answered)
 
     def _done(self, result: Any) -> None:
         self._rest()
@@ -160,9 +162,11 @@ class Operator(Caller):
             return
         random = world.random
         group = random.choice(list(world.queue_groups))
-        verb = random.choice(["redrive", "redrive", "drop", "cancel", "seek", "zombie", "zombie", "zombie"])
+        verb = random.choice(["redrive", "redrive", "drop", "cancel", "seek", "snapshot", "zombie", "zombie", "zombie"])
         if verb == "zombie":
             self._use_kept()
+        elif verb == "snapshot":
+            self.world.faults.retain()
         elif verb == "seek":
             self.call(random.choice(world.ids), "coordinator.seek", (), lambda result: None)
         elif verb == "cancel":

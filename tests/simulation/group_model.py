@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from simulation.content import Control, Mail
 from simulation.group_options import QueueGroup
 
+from portalmq.broker.core.lanes import DELAYED
 from portalmq.broker.core.records import (
     Ack,
     Claim,
@@ -48,6 +49,9 @@ class Letter:
     appended_at_ms: int
     uid: int
 
+    def is_delayed(self, offset: int) -> bool:
+        return self.mail.spot(offset, self.appended_at_ms)[0] >= DELAYED
+
 
 @dataclass(slots=True)
 class Lease:
@@ -67,6 +71,7 @@ class QueueModel:
         self.leases: dict[int, Lease] = {}
         self.handed: set[int] = set()  # by whatever leader, committed or not
         self.calls: set[str] = set()
+        self.call_of: dict[int, str] = {}  # message -> the call that committed it, "" for one without outputs
         self.redriven: set[int] = set()
         self.finals: set[int] = set()  # acked or expired for good by the record that was taken last
         self._fresh: dict[int, list[tuple[int, int]]] = {}
@@ -109,9 +114,9 @@ class QueueModel:
             case Grant():
                 self._take_grant(record, control, batch.head.leader_epoch)
             case Ack():
-                self._take_acked(record, control)
+                self._take_acked(record)
             case Commit():
-                self._take_acked(record, control)
+                self._take_acked(record)
                 self._take_outputs(record)
             case Nack():
                 for offset in self._each(record.ranges, "out", "nack"):
@@ -162,6 +167,8 @@ class QueueModel:
                     self.fail("I12", "{}: message {} is handed out under a live lease", name, offset)
                 if state == "fresh":
                     self._check_due(offset, wall_ms)
+                    if offset in self.cancelled and self.letters[offset].is_delayed(offset):
+                        self.fail("I12", "{}: message {} is handed out, and was taken back", name, offset)
                 self.state[offset] = "out"
                 self.leases[offset] = Lease(leader_epoch, grant.deadline_ms, deliveries)
                 granted.add(offset)
@@ -202,7 +209,7 @@ class QueueModel:
                 self.state[offset] = "expired"
         del fresh[:passed]
 
-    def _take_acked(self, record: Ack | Commit, control: Control) -> None:
+    def _take_acked(self, record: Ack | Commit) -> None:
         for offset in self._each(record.ranges, "out", "ack"):
             self._acked(offset)
         for spot in record.ahead:
@@ -226,6 +233,8 @@ class QueueModel:
         if call and call in self.calls:
             self.fail("I13", "{}: call {} is committed twice", self.config.name, call)
         self.calls.add(call)
+        done = [at for start, end in commit.ranges for at in range(start, end)] + [at for _, _, at in commit.ahead]
+        self.call_of.update(dict.fromkeys(done, call))
 
 
 @dataclass(slots=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from random import Random
 
 EVERY = 4
-EVENTS_FACTOR = 3
+EVENTS_FACTOR = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +38,7 @@ class GroupOptions:
     extend: float
     late: float  # receipts that are used again long after
     attempts: float
+    skewed: bool  # clocks that are an hour apart from the beginning
     takeover: float  # how often a broker takes a living coordinator for dead
 
 
@@ -69,13 +70,14 @@ def draw_groups(seed: int) -> GroupOptions | None:
         delayed=random.choice([0.0, 0.1, 0.5]),
         priorities=random.choice([0.0, 0.0, 0.3]),
         expiring=random.choice([0.0, 0.1, 0.4]),
-        keyed=random.choice([0.0, 0.5, 1.0]),
+        keyed=random.choice([0.0, 0.5, 1.0, 1.0]),
         visibility_ms=random.choice([100, 500, 2_000]),
         session_timeout_ms=random.choice([600, 2_000]),
         nack=random.choice([0.0, 0.1, 0.4]),
         crash=random.choice([0.0, 0.1, 0.4]),
         commit=random.choice([0.0, 0.2, 0.5]),
-        extend=random.choice([0.0, 0.1]),
+        extend=random.choice([0.0, 0.1, 0.4]),
+        skewed=random.random() < 0.3,
         late=random.choice([0.0, 0.1, 0.3]),
         attempts=random.choice([0.0, 0.5]),
         takeover=random.choice([0.0, 0.02, 0.2]),

@@ -14,10 +14,13 @@ from contextlib import ExitStack, contextmanager
 from multiprocessing import Pool
 from unittest.mock import patch
 
+from simulation import delivery_mutants
+from simulation.group_options import has_groups
 from simulation.mutants import MUTANTS
 from simulation.run import failure_of
 
 SEEDS_MAX = 2_000
+assert delivery_mutants.mutant  # imported for what it plants
 
 
 @contextmanager
@@ -33,6 +36,8 @@ def killer_of(name: str, seeds: Iterable[int] = range(SEEDS_MAX)) -> tuple[int, 
     """The first of these seeds whose run breaks with this bug, and how; None if all hold."""
     with planted(name):
         for seed in seeds:
+            if MUTANTS[name].has_groups and not has_groups(seed):
+                continue
             failure, _ = failure_of(seed)
             if failure is not None:
                 return seed, failure

@@ -32,12 +32,13 @@ class Mutant:
     name: str
     seed: int
     patches: tuple[Patch, ...]
+    has_groups: bool = False
 
 
 MUTANTS: dict[str, Mutant] = {}
 
 
-def mutant(name: str, seed: int, *targets: tuple[Any, str]) -> Callable[[Any], Any]:
+def mutant(name: str, seed: int, *targets: tuple[Any, str], has_groups: bool = False) -> Callable[[Any], Any]:
     """The decorated function replaces each target; it gets the original as its first argument."""
 
     def register(function: Any) -> Any:
@@ -48,14 +49,14 @@ def mutant(name: str, seed: int, *targets: tuple[Any, str]) -> Callable[[Any], A
             return property(call) if isinstance(original, property) else call
 
         patches = tuple((owner, target, replacement(_original(owner, target))) for owner, target in targets)
-        MUTANTS[name] = Mutant(name, seed, patches)
+        MUTANTS[name] = Mutant(name, seed, patches, has_groups)
         return function
 
     return register
 
 
 def _original(owner: Any, name: str) -> Any:
-    return owner.__dict__[name]
+    return owner.__dict__[name] if isinstance(owner, type) else getattr(owner, name)
 
 
 # --- followers -------------------------------------------------------------------------------------------------------

@@ -20,9 +20,10 @@ if TYPE_CHECKING:
     from simulation.world import World
 
 AGAIN_MS = 400
+DEAD_LETTERS = "dead letters"
 
 # (offset of the record, number of the output)
-Id = tuple[int, int]
+Id = tuple[int, ...]
 
 
 class Destination:
@@ -105,7 +106,7 @@ class Outbox:
 
     def arrived(self, id: Id) -> None:
         """The destination has it."""
-        offset, number = id
+        offset, number = id[:2]
         self._left.get(offset, {}).pop(number, None)
         if self.desk.serves() and offset in self.desk.groups.outbox:
             self._finish(offset, self.desk.groups.outbox[offset])

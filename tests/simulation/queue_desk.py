@@ -8,6 +8,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, NamedTuple
 
 from simulation.content import Mail
+from simulation.outbox import DEAD_LETTERS
 
 from portalmq.broker.core.choice import NEVER_MS, Choice, Run, choose, note
 from portalmq.broker.core.delivery import GroupDelivery
@@ -33,7 +34,6 @@ from portalmq.errors import InvalidRequest, PortalMQError, StaleReceipt, Unavail
 if TYPE_CHECKING:
     from simulation.desk import Answer, Desk
 
-DEAD_LETTERS = "dead letters"
 GIVEN_UP_MAX = 3
 
 

@@ -373,7 +373,7 @@ class ReplicaShell:
         assert self.desk is not None
         self.desk.request(name, content, answer)
 
-    def arrived(self, id: tuple[int, int]) -> None:
+    def arrived(self, id: tuple[int, ...]) -> None:
         """An output of the outbox stands where it belongs."""
         assert self.desk is not None
         self.desk.outbox.arrived(id)

@@ -60,6 +60,9 @@ class World:
         self.checker = Checker(self)
         self.network = Network(self)
         self.nodes = {broker_id: Node(self, broker_id, Disk(self._next_store())) for broker_id in self.ids}
+        if groups is not None and groups.skewed:
+            for node in self.nodes.values():
+                node.wall_offset_ms = self.random.choice([-3_600_000, 0, 3_600_000])
         early = self.ids[: self.options.brokers - self.options.late_brokers]
         self.zookeeper = ZooKeeper(self, self._first_tree(early))
         self.partitions: dict[int, PartitionState] = {0: self.zookeeper.tree.partition}

@@ -1,0 +1,234 @@
+"""Bugs of delivery, planted one at a time, as in mutants.py: in the folds of groups, in the choice of what is handed
+out, in what a leader does about it, in the coordinator. They are hunted in the seeds that have groups."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import msgspec
+from simulation import queue_desk
+from simulation.desk import Desk
+from simulation.mutants import mutant as any_mutant
+from simulation.outbox import Outbox
+from simulation.queue_desk import QueueDesk
+from simulation.stream_desk import StreamDesk
+
+from portalmq.broker.core import delivery, streams
+from portalmq.broker.core.choice import NEVER_MS
+from portalmq.broker.core.delivery import GroupDelivery
+from portalmq.broker.core.keys import KeyBook
+from portalmq.broker.core.rebalance import Draft
+from portalmq.broker.core.records import Claim, CommitOffset, Grant
+from portalmq.broker.core.streams import StreamOffsets
+
+mutant = partial(any_mutant, has_groups=True)
+
+
+# --- receipts and leases ---------------------------------------------------------------------------------------------
+
+
+@mutant("accepts stale receipts", 3, (GroupDelivery, "ackable"))
+def _(original: Any, self: Any, offsets: Any, *more: Any) -> Any:
+    return [True] * len(offsets), list(offsets)
+
+
+@mutant("acks what is dead", 3, (GroupDelivery, "is_dead"))
+def _(original: Any, self: Any, offset: int) -> bool:
+    return False
+
+
+@mutant("hands out before the grant is folded", 3, (Desk, "fold"))
+def _(original: Any, self: Any, batch: Any) -> None:
+    if batch.control is None or not isinstance(batch.control.record, Grant):
+        original(self, batch)
+
+
+@mutant("looks at no lease", 3, (GroupDelivery, "_live"))
+def _(original: Any, self: Any, starts: list[int], now_ms: int) -> Any:
+    return original(self, starts, now_ms + 200)
+
+
+@mutant("forgets what was acked ahead of the cursor", 3, (GroupDelivery, "_put_ahead"))
+def _(original: Any, self: Any, spot: Any) -> None:
+    pass
+
+
+@mutant("takes an ack for done whose grant is lost", 539, (GroupDelivery, "ackable"))
+def _(original: Any, self: Any, offsets: Any, *more: Any) -> Any:
+    verdicts, unfinished = original(self, offsets, *more)
+    return verdicts, [offset for offset in unfinished if offset >= self.next or self.cursors or self.has_span(offset)]
+
+
+@mutant("answers an ack before it is committed", 3, (QueueDesk, "_when_committed"))
+def _(original: Any, self: Any, back: Any, result: object) -> Any:
+    if isinstance(result, list) and result:
+        back(result)
+        return lambda error: None
+    return original(self, back, result)
+
+
+@mutant("keeps back-offs that another clock began", 6623, (GroupDelivery, "take_over"))
+def _(original: Any, self: Any, now_ms: int) -> None:
+    backing_off = [span for span in self.spans() if not span.leased]
+    original(self, now_ms)
+    for span in backing_off:
+        self._cut(span.start, span.end)
+        self._insert(span)
+
+
+@mutant("delivers once too often", 3, (queue_desk, "choose"))
+def _(original: Any, *arguments: Any, max_deliveries: int, **named: Any) -> Any:
+    return original(*arguments, max_deliveries=max_deliveries + 1, **named)
+
+
+# --- lanes -----------------------------------------------------------------------------------------------------------
+
+
+@mutant("hands out a little early", 3, (queue_desk, "choose"))
+def _(original: Any, *arguments: Any, due_by_ms: int, **named: Any) -> Any:
+    return original(*arguments, due_by_ms=due_by_ms + 100, **named)
+
+
+@mutant("passes a time of which not all is readable", 3, (Desk, "readable_by_ms"))
+def _(original: Any, self: Any) -> int:
+    return NEVER_MS
+
+
+@mutant("hands out what has expired", 3, (queue_desk, "choose"))
+def _(original: Any, *arguments: Any, wall_ms: int, **named: Any) -> Any:
+    return original(*arguments, wall_ms=wall_ms - 300, **named)
+
+
+@mutant("hands out what was taken back", 3, (queue_desk, "choose"))
+def _(original: Any, *arguments: Any, cancelled: Any, **named: Any) -> Any:
+    return original(*arguments, cancelled=(), **named)
+
+
+@mutant("snapshots without what is ahead", 3, (GroupDelivery, "snapshot"))
+def _(original: Any, self: Any) -> Any:
+    return msgspec.structs.replace(original(self), ahead=[])
+
+
+@mutant("snapshots without the cursors of its lanes", 3, (GroupDelivery, "snapshot"))
+def _(original: Any, self: Any) -> Any:
+    return msgspec.structs.replace(original(self), cursors=[])
+
+
+@mutant("snapshots without the dead", 3, (GroupDelivery, "snapshot"))
+def _(original: Any, self: Any) -> Any:
+    return msgspec.structs.replace(original(self), dead=[])
+
+
+# --- order by key ----------------------------------------------------------------------------------------------------
+
+
+@mutant("loses the order of a key at redelivery", 3, (KeyBook, "is_first"))
+def _(original: Any, self: Any, offset: int) -> bool:
+    return True
+
+
+@mutant("hands out two of a key", 3, (KeyBook, "is_busy"))
+def _(original: Any, self: Any, key: int) -> bool:
+    return False
+
+
+@mutant("goes on with a key before the ack is committed", 3, (KeyBook, "finish"))
+def _(original: Any, self: Any, start: int, end: int, record: int) -> None:
+    self.done(start, end)
+
+
+@mutant("does not look again at one that comes first", 399, (KeyBook, "add"))
+def _(original: Any, self: Any, offset: int, key: int) -> None:
+    freed = list(self._freed)
+    original(self, offset, key)
+    self._freed = freed
+
+
+@mutant("keeps its book of keys from an earlier time", 5743, (GroupDelivery, "take_over"))
+def _(original: Any, self: Any, now_ms: int) -> None:
+    keys = self.keys
+    original(self, now_ms)
+    self.keys = keys
+
+
+@mutant("prolongs a lease when it is another's turn", 20271, (GroupDelivery, "may_extend"))
+def _(original: Any, self: Any, offset: int, number: int, now_ms: int) -> bool:
+    return self.holds(offset, number)
+
+
+# --- the outbox ------------------------------------------------------------------------------------------------------
+
+
+@mutant("gives outputs an id of its own epoch", 3, (Outbox, "id_of"))
+def _(original: Any, self: Any, offset: int, number: int) -> Any:
+    return (*original(self, offset, number), self.desk.epoch)
+
+
+@mutant("sends what is not committed", 3, (Outbox, "is_committed"))
+def _(original: Any, self: Any, offset: int) -> bool:
+    return True
+
+
+@mutant("logs Done before the output has arrived", 3, (Outbox, "_send"))
+def _(original: Any, self: Any, id: Any, topic: str, content: str) -> None:
+    original(self, id, topic, content)
+    self.world.after(1, self.arrived, id)
+
+
+@mutant("forgets which calls it has committed", 3, (delivery, "remember_commit"))
+def _(original: Any, *arguments: Any) -> None:
+    pass
+
+
+@mutant("acks the input and forgets the output", 3, (QueueDesk, "commit"))
+def _(original: Any, self: Any, group: str, receipts: Any, call: str, outputs: int, back: Any) -> None:
+    original(self, group, receipts, call, 0, back)
+
+
+# --- streams ---------------------------------------------------------------------------------------------------------
+
+
+@mutant("commits below what is committed", 3, (StreamOffsets, "check_commit"), (StreamOffsets, "apply"))
+def _(original: Any, self: Any, first: Any, *more: Any) -> Any:
+    if isinstance(first, CommitOffset):
+        self.committed = first.offset
+        return None
+    if isinstance(first, str) and first == self.member and more[0] >= self.generation and more[1] < self.committed:
+        return True
+    return original(self, first, *more)
+
+
+@mutant("lets any generation commit", 3, (StreamOffsets, "check_commit"))
+def _(original: Any, self: Any, member: str, generation: int, *more: Any) -> bool:
+    return original(self, self.member, self.generation, *more)
+
+
+@mutant("names a partition before its claim stands", 3, (StreamDesk, "claim"))
+def _(original: Any, self: Any, name: str, member: str, generation: int, back: Any) -> None:
+    def at_once(result: Any) -> None:
+        pass
+
+    original(self, name, member, generation, at_once)
+    back(self.desk.groups.streams[name].committed)
+
+
+@mutant("claims for an older generation", 3, (StreamOffsets, "check_claim"), (StreamOffsets, "apply"))
+def _(original: Any, self: Any, first: Any, *more: Any) -> None:
+    if isinstance(first, Claim):
+        self.member, self.generation = first.member, first.generation
+    elif not isinstance(first, int):
+        original(self, first, *more)
+
+
+@mutant("keeps its generation", 3, (Draft, "__init__"))
+def _(original: Any, self: Any, known: Any, generation: int, *more: Any) -> None:
+    original(self, known, max(1, known.generation), *more)
+
+
+@mutant("seeks without a fence", 3, (StreamOffsets, "apply"))
+def _(original: Any, self: Any, record: Any, offset: int) -> None:
+    generation = self.generation
+    original(self, record, offset)
+    if isinstance(record, streams.Seek):
+        self.generation = generation
