@@ -49,10 +49,10 @@ class FindFirst(msgspec.Struct, array_like=True):
 _Firsts = list[Result[list[int]]]
 
 
-def identified(record: Record, key: str, index: int, as_sent: AsSent) -> Record:
+def identified(record: Record, key: str, as_sent: AsSent) -> Record:
     """The record with the identity that an Idempotency-Key gives it. The hash is of its body and the options that came
     with it, in the sender's words: a delay comes to another moment each time it is sent."""
-    message_id = blake2b(f"{index}\n{key}".encode(), digest_size=16).digest()
+    message_id = blake2b(f"0\n{key}".encode(), digest_size=16).digest()
     body = msgspec.msgpack.encode((record.value, record.key, record.content_type, record.headers, *as_sent))
     return msgspec.structs.replace(record, message_id=message_id, body_hash=blake2b(body, digest_size=8).digest())
 

@@ -138,14 +138,14 @@ def _entered(topic: Topic, partition: Partition, records: Sequence[Record], orde
     return entry
 
 
-def _appended(entry: _Entry, acks: Acks) -> Appended:
+def _appended(entry: _Entry, order: _Order) -> Appended:
     """Wait until the share is as safe as its acks ask. Raises its error."""
-    for _, offset, _ in entry.known if acks != "none" else ():
-        entry.partition.wait_committed(offset)
+    for _, offset, _ in entry.known if order.is_copies else ():
+        entry.partition.wait_committed(offset)  # any other repeat was refused while its first was on its way
     base_offset, timestamp_ms = entry.partition.outcome(entry.pending) if entry.pending is not None else (-1, 0)
     if not entry.known:
         return Appended(base_offset, timestamp_ms)
-    if acks == "none":
+    if order.acks == "none":
         return Appended(-1, 0)
     places = {rank: (base_offset + nth, timestamp_ms) for nth, rank in enumerate(entry.ranks)}
     places |= {rank: (offset, known_ms) for rank, offset, known_ms in entry.known}
@@ -178,7 +178,7 @@ class _Producing:
                 outcomes[place] = error
         for place, entry in entries.items():
             try:
-                outcomes[place] = _appended(entry, self.order.acks)
+                outcomes[place] = _appended(entry, self.order)
             except PortalMQError as error:
                 outcomes[place] = error
             else:
@@ -279,8 +279,10 @@ class Producing:
         """Append messages to their partitions; one result each, in order. Raises when the whole request is refused."""
         size_of(topic, records)
         if idempotency_key is not None:
+            if len(records) != 1:
+                raise InvalidRequest("an Idempotency-Key belongs to a single message")
             options = (partition, *as_sent) if as_sent or partition is not None else ()
-            records = [identified(record, idempotency_key, index, options) for index, record in enumerate(records)]
+            records = [identified(records[0], idempotency_key, options)]
         records = with_default_ttl(topic, records, self._clock.wall_ms())
         indexes: dict[int, list[int]] = {}
         for index, number in enumerate(_numbers(topic, records, partitions, partition)):
@@ -292,9 +294,9 @@ class Producing:
         if not forward:
             self._leaders.check_led_here(places.values())
         if idempotency_key is not None and topic.state.partitions > 1:
-            firsts = self._firsts(topic, shares, acks)
-            if firsts is not None:
-                return firsts
+            first = self._repeats.find(topic, records[0], next(iter(places)), acks)
+            if first is not None:
+                return [first]
         work = _Producing(topic, shares, _Order(_stamp(producer), acks), self._gate, self._peers)
         repeatable = producer is not None or idempotency_key is not None
         outcomes = self._leaders.run(list(places.values()), work, forward=forward, repeatable=repeatable)
@@ -304,15 +306,6 @@ class Producing:
             for index, result in zip(own, _produced(number, len(own), outcomes[places[number]]), strict=True):
                 results[index] = result
         return _unless_all_failed([result for result in results if result is not None])
-
-    def _firsts(
-        self, topic: Topic, shares: dict[int, list[Record]], acks: Acks
-    ) -> list[Produced | PortalMQError] | None:
-        """The first answer to a single message under an Idempotency-Key, when it stands on another partition than that
-        which it would go to now."""
-        ((number, records),) = shares.items()
-        found = self._repeats.find(topic, records[0], number, acks)
-        return None if found is None else [found]
 
     def copies(self, topic: Topic, shares: dict[int, list[Record]]) -> None:
         """Append what was ordered elsewhere, by partition: records with a message id, so that a repeat finds its first.

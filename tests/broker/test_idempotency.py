@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import gevent
 import pytest
 from support.domain import HandClock, running
 
 from portalmq import wire
+from portalmq.broker.idempotency import check_done
 from portalmq.broker.storage.batch import Record
-from portalmq.errors import IdempotencyKeyReused, RequestInProgress
+from portalmq.errors import IdempotencyKeyReused, InvalidRequest, RequestInProgress
 
 
 @pytest.fixture
@@ -167,9 +170,35 @@ def test_a_default_time_to_live_is_no_part_of_the_request(fixture):
     assert send(fixture, "a") == first
 
 
+def test_a_key_belongs_to_one_message(fixture):
+    with pytest.raises(InvalidRequest):
+        fixture.broker.produce("t", [Record(b"a"), Record(b"b")], None, acks="all", idempotency_key="k")
+
+
 def test_a_thousand_keys_leave_nothing_in_memory(fixture):
     for number in range(1_000):
         send(fixture, "a", idempotency_key=f"k{number}")
     partition = fixture.broker.topics.get("t").partition(0)
     assert partition._uncommitted._ids == {}
     assert send(fixture, "a", idempotency_key="k0")[0].offset == 1
+
+
+@pytest.mark.parametrize(
+    ("acks", "written", "committed", "is_done"),
+    [
+        ("all", True, True, True),
+        ("all", True, False, False),
+        ("leader", True, False, True),
+        ("leader", False, False, False),
+        ("none", False, False, True),
+    ],
+)
+def test_a_repeat_is_answered_when_its_first_is_as_safe_as_it_asks(acks, written, committed, is_done):
+    partition = SimpleNamespace(
+        number=0, high_watermark=8 if committed else 7, log=SimpleNamespace(end_offset=8 if written else 7)
+    )
+    if is_done:
+        check_done(partition, 7, acks)
+    else:
+        with pytest.raises(RequestInProgress):
+            check_done(partition, 7, acks)
