@@ -222,7 +222,13 @@ class Committing:
     def _brought(self, call: CommitCall, place: Place, forward: bool) -> wire.Committed:
         if not forward:
             self._leaders.check_led_here([place])
-        done = self._leaders.one(place, _Work(call, self), forward=forward, repeatable=True)
+        try:
+            done = self._leaders.one(place, _Work(call, self), forward=forward, repeatable=True)
+        except (StaleReceipt, IllegalGeneration, OffsetOutOfRange) as error:
+            # Whoever leads knows all that was ever committed here. What an earlier try began, if any did, is not among
+            # it, and never will be.
+            error.outcome = "not_applied"
+            raise
         return wire.Committed(done.acked, done.published, f"{place.number}-{done.offset}")
 
     def _outputs(self, publications: list[Publication]) -> list[Output]:

@@ -73,7 +73,9 @@ class Reader:
             return found
         self.used = True
         try:
-            return next((batch for batch in self._log.control_records(offset) if batch.base_offset == offset), None)
+            return next(iter(self._log.read(offset, below=offset + 1)), None)
+        except OffsetPurged:
+            return None
         except (CorruptBatch, DamagedFile) as fault:
             self._on_damage(fault)
             raise Unavailable(f"a batch is damaged on this broker: {fault}", outcome="not_applied") from fault

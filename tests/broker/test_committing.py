@@ -24,6 +24,7 @@ from portalmq.errors import (
     IllegalGeneration,
     InvalidRequest,
     MessageTooLarge,
+    NotLeader,
     OffsetOutOfRange,
     PartitionNotFound,
     StaleReceipt,
@@ -462,6 +463,41 @@ def test_commits_that_were_forgotten_are_refused_and_not_done_again(fixture, mon
         commit(fixture, messages[:1], outputs("again"))
     settled(fixture)
     assert len(there(fixture)) == 4
+
+
+def test_a_refusal_after_an_unknown_try_is_known_to_have_done_nothing(fixture):
+    send(fixture, "a")
+    messages = receive(fixture)
+    commit(fixture, messages)
+    tries = [NotLeader("the leadership moved while this was on its way", outcome="unknown")]
+    real = fixture.broker.committing.apply
+
+    def apply(call, place):
+        if tries:
+            raise tries.pop()
+        return real(call, place)
+
+    fixture.broker.committing.apply = apply
+    partition_of(fixture).delivery["g"].commits.clear()
+    with pytest.raises(StaleReceipt) as refused:
+        commit(fixture, messages, outputs("A"))
+    assert tries == []
+    assert refused.value.outcome == "not_applied"
+
+
+def test_an_order_is_read_from_the_files_when_the_cache_has_lost_it(fixture):
+    send(fixture, "a", "b")
+    for _ in range(outbox.PARTITIONS_AT_ONCE):
+        fixture.broker.outboxes._slots.acquire()
+    for message in receive(fixture):
+        commit(fixture, [message], outputs(message.record.value.decode()))
+    partition = partition_of(fixture)
+    fixture.broker.cache.drop(partition._cache_key)
+    for _ in range(outbox.PARTITIONS_AT_ONCE):
+        fixture.broker.outboxes._slots.release()
+    settled(fixture)
+    assert there(fixture) == ["a", "b"]
+    assert partition.control_at(10_000) is None
 
 
 def test_the_calls_between_brokers_carry_all_of_a_commit(fixture):
