@@ -160,15 +160,16 @@ class Locks:
         if peer is not None and peer.gone():
             # This broker may have been paused: the client went elsewhere, and must not be given a second lock here.
             raise Unavailable("the client has gone")
+        if request.wait_ms > 0:
+            return self._wait(name, request, peer)
         asked = self._ask(name, request, None)
-        if not asked.granted and request.wait_ms <= 0:
+        if not asked.granted:
+            # What was read may be older than what another broker did a moment ago.
             self._plane.sync()
             asked = self._ask(name, request, None)
-        if asked.granted:
-            return _grant(asked.state)
-        if request.wait_ms <= 0:
+        if not asked.granted:
             raise self._held(name, asked.state)
-        return self._wait(name, request, peer)
+        return _grant(asked.state)
 
     def renew(self, name: str, request: wire.LockRenewal) -> wire.LockGrant:
         """The holder lives: its ttl begins anew. Raises Fenced, LockNotFound."""
