@@ -89,6 +89,8 @@ class StreamMember:
         self._answered_at = 0.0
         self._revoked_at = 0.0
         self._committed_at = 0.0
+        # Where this member was in what was taken from it; it may be given the same again.
+        self._left_at: dict[Place, tuple[int, int]] = {}
         # Answers of generations before this one are older than what was sought.
         self._not_before = -1
         # The batch that is being handed out.
@@ -321,6 +323,7 @@ class StreamMember:
         answer = self._settling.send_json("POST", wire.group_path(self._group, "seek"), request, contract.SeekAnswer)
         with self._lock:
             self.feeds.drop([place for place in self.feeds.by_place if place[0] == topic])
+            self._left_at.clear()
             self._taken = None
             self._not_before = answer.generation
         self._wake.set()
@@ -435,12 +438,16 @@ class StreamMember:
         if taken_away:
             self._commit_last(taken_away)
         with self._lock:
+            self._left_at |= {feed.place: (feed.since, feed.committed) for feed in taken_away}
             self.feeds.drop([feed.place for feed in taken_away])
             self.generation = answer.generation
             news = []
             for place, each in named.items():
                 known = self.feeds.by_place.get(place)
                 if known is None or known.since < each.since:
+                    since, committed = self._left_at.pop(place, (-1, 0))
+                    if since == each.since and committed > each.offset:
+                        each = contract.AssignedPartition(*place, committed, since)
                     news.append(each)
                 else:
                     known.revoked = False
@@ -477,6 +484,7 @@ class StreamMember:
             _log.warning("group %s: %s", self._group, why)
         with self._lock:
             self.feeds.drop(list(self.feeds.by_place))
+            self._left_at.clear()
             self._taken = None
             self._joined = False
             self.generation = -1

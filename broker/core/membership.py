@@ -78,12 +78,14 @@ CLAIM_AGAIN_MS = 500
 
 
 @dataclass(slots=True)
-class _Joining:
-    """A join that stands in the state, and waits for its claims to be answered."""
+class _Waiting:
+    """A join that waits for its claims; or the heartbeat of a member whose partitions this broker has taken over, and
+    has not claimed yet: an answer that does not name them would have it let go of them."""
 
     token: object
     member_id: str
     until_ms: int
+    is_join: bool
 
 
 class GroupMembership:
@@ -106,7 +108,7 @@ class GroupMembership:
         self._intents: list[Intent] = []
         # How many of them, from the first on, the proposal holds.
         self._included = 0
-        self._joining: list[_Joining] = []
+        self._waiting: list[_Waiting] = []
         self._doubted: list[Heartbeat] = []
         self._deadlines: dict[str, int] = {}
         self._heard: dict[str, int] = {}
@@ -124,6 +126,8 @@ class GroupMembership:
         self._places_of: dict[str, list[tuple[Partition, Place]]] = {}
         self._leaving: set[str] = set()
         self._unclaimed: dict[Partition, Place] = {}
+        # Those of them that an older coordinator had given out.
+        self._inherited: dict[Partition, Place] = {}
         self._waited_for: Counter[str] = Counter()
         # Whether something may be claimed now.
         self._claims_due = False
@@ -137,7 +141,7 @@ class GroupMembership:
     @property
     def is_idle(self) -> bool:
         """Nobody is in the group, and nobody waits."""
-        waits = self._intents or self._joining or self._doubted or self._seeking or self._proposed is not None
+        waits = self._intents or self._waiting or self._doubted or self._seeking or self._proposed is not None
         return self.coordinates and self.known is not None and not self.known.members and not waits
 
     def step(self, event: Event, now_ms: int) -> list[Action]:
@@ -149,7 +153,7 @@ class GroupMembership:
         if not self.deposed:
             self._propose(now_ms)
             self._claim(now_ms)
-            self._answer_joins(now_ms)
+            self._answer_waiting(now_ms)
         actions, self._actions = self._actions, []
         return actions
 
@@ -234,15 +238,22 @@ class GroupMembership:
     def _depose(self, coordinator: tuple[int, int] | None) -> None:
         self.deposed = True
         moved = _moved(self.group)
-        waiting = [*self._intents, *self._joining, *self._doubted]
+        waiting = [*self._intents, *self._waiting, *self._doubted]
         self._actions += [Refuse(waiter.token, moved) for waiter in waiting]
         self._actions.append(Deposed(coordinator))
-        self._intents, self._joining, self._doubted = [], [], []
+        self._intents, self._waiting, self._doubted = [], [], []
 
     def _confirm(self, membership: Membership, version: int, now_ms: int) -> None:
         """The control plane holds `membership` as we proposed it."""
-        began = self.known is None or self.known.coordinator != self.me
+        before = self.known
+        began = before is None or before.coordinator != self.me
         self._know(membership, version)
+        if began and before is not None:
+            self._inherited = {
+                partition: place
+                for partition, place in self._unclaimed.items()
+                if before.places.get(partition) == place
+            }
         if began:
             self._begin_sessions(now_ms)
         included, self._intents = self._intents[: self._included], self._intents[self._included :]
@@ -253,7 +264,8 @@ class GroupMembership:
                     if intent.member_id in membership.members:
                         self._deadlines[intent.member_id] = now_ms + intent.session_timeout_ms
                         self._heard[intent.member_id] = membership.generation
-                    self._joining.append(_Joining(intent.token, intent.member_id, now_ms + JOIN_WAIT_MS))
+                    until_ms = now_ms + JOIN_WAIT_MS
+                    self._waiting.append(_Waiting(intent.token, intent.member_id, until_ms, is_join=True))
                 case Leave():
                     self._actions.append(Answer(intent.token, intent.member_id, membership.generation))
                 case SeekRequested():
@@ -283,6 +295,9 @@ class GroupMembership:
             elif self._claimed.get(partition, ("", 0, 0))[:2] != (place.owner, place.since):
                 self._unclaimed[partition] = place
         self._waited_for = Counter(place.owner for place in self._unclaimed.values())
+        self._inherited = {
+            partition: place for partition, place in self._inherited.items() if self._unclaimed.get(partition) == place
+        }
 
     def _begin_sessions(self, now_ms: int) -> None:
         """A new coordinator does not know when its members came last: each gets a whole session."""
@@ -336,7 +351,8 @@ class GroupMembership:
             if heartbeat.generation > self._heard.get(member.member_id, 0):
                 self._heard[member.member_id] = heartbeat.generation
                 self._is_dirty = self._is_dirty or member.member_id in self._leaving
-            self._actions.append(self._assignment(heartbeat.token, member))
+            until_ms = now_ms + JOIN_WAIT_MS
+            self._waiting.append(_Waiting(heartbeat.token, member.member_id, until_ms, is_join=False))
 
     def _assignment(self, token: object, member: Member) -> Answer:
         assert self.known is not None
@@ -353,21 +369,28 @@ class GroupMembership:
         held.sort(key=lambda assigned: assigned.partition)
         return Answer(token, member.member_id, self.known.generation, tuple(held), interval_ms)
 
-    def _answer_joins(self, now_ms: int) -> None:
-        if not self._joining or not self.coordinates:
+    def _answer_waiting(self, now_ms: int) -> None:
+        if not self._waiting or not self.coordinates:
             return
         assert self.known is not None
-        waiting: list[_Joining] = []
-        for joining in self._joining:
-            member = self.known.members.get(joining.member_id)
+        still: list[_Waiting] = []
+        for waiting in self._waiting:
+            member = self.known.members.get(waiting.member_id)
             if member is None:
-                gone = f"member {joining.member_id!r} left group {self.group!r} while it joined"
-                self._actions.append(Refuse(joining.token, IllegalGeneration(gone)))
-            elif now_ms >= joining.until_ms or not self._waited_for[joining.member_id]:
-                self._actions.append(self._assignment(joining.token, member))
+                gone = f"member {waiting.member_id!r} left group {self.group!r} while it waited to be answered"
+                self._actions.append(Refuse(waiting.token, IllegalGeneration(gone)))
+            elif now_ms >= waiting.until_ms or not self._waits(waiting):
+                self._actions.append(self._assignment(waiting.token, member))
             else:
-                waiting.append(joining)
-        self._joining = waiting
+                still.append(waiting)
+        self._waiting = still
+
+    def _waits(self, waiting: _Waiting) -> bool:
+        if waiting.is_join:
+            return self._waited_for[waiting.member_id] > 0
+        if not self._inherited:
+            return False
+        return any(partition in self._inherited for partition, _ in self._places_of.get(waiting.member_id, ()))
 
     def _tick(self, now_ms: int) -> None:
         """Nobody could heartbeat while this process was paused: that is not the members' silence."""
@@ -445,6 +468,7 @@ class GroupMembership:
         place = self._unclaimed.get(event.partition)
         if place is not None and (place.owner, place.since) == (event.member_id, event.since):
             del self._unclaimed[event.partition]
+            self._inherited.pop(event.partition, None)
             self._waited_for[event.member_id] -= 1
             self._claimed[event.partition] = (event.member_id, event.since, event.offset)
             self._claim_again_ms.pop(event.partition, None)

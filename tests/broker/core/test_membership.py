@@ -240,6 +240,22 @@ def test_another_broker_takes_over_and_loses_nobody(group: Coordinator) -> None:
     assert after.generation == before.generation + 1
 
 
+def test_a_member_is_not_made_to_let_go_while_a_new_coordinator_claims_what_it_has(group: Coordinator) -> None:
+    before = group.join("a")
+    core = GroupMembership("g", (2, 1))
+    core.step(Loaded(group.plane.held, group.plane.version), 0)
+    (took,) = core.step(TopicsChanged({"t": Topic("id-t", 4)}), 0)
+    assert isinstance(took, Propose)
+    claims = core.step(Answered(Outcome.APPLIED, took.version + 1), 0)
+    assert [type(claim) for claim in claims] == [Claim] * 4
+    assert core.step(Heartbeat("beat", "a", before.generation), 0) == []
+    for number in range(3):
+        assert core.step(Claimed(("t", number), "a", before.generation, 0), 0) == []
+    (answer,) = core.step(Claimed(("t", 3), "a", before.generation, 0), 0)
+    assert isinstance(answer, Answer)
+    assert answer.assignment == before.assignment
+
+
 def test_a_coordinator_that_was_replaced_can_change_nothing_and_says_so(group: Coordinator) -> None:
     group.join("a")
     Coordinator(group.plane, group.leaders, 2, {"t": 4})
