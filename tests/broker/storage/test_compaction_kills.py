@@ -1,0 +1,77 @@
+"""kill -9 of a process that compacts: the last message of every key is found, and every message where it was."""
+
+from __future__ import annotations
+
+import random
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from support.log_files import everything, open_log
+
+from portalmq.broker.storage.batch import HOLE
+from portalmq.broker.storage.compaction import Compaction, Order
+
+CHILD = Path(__file__).with_name("killed_compactor.py")
+KILLS = 10
+# As in killed_compactor.py.
+KEYS = 50
+NEVER_MS = 1 << 50
+
+
+def run_until_killed(directory: Path, seed: int, after_s: float) -> int:
+    """Runs the compactor, kills it `after_s` after its first word; the end that it has acknowledged."""
+    with subprocess.Popen(
+        [sys.executable, str(CHILD), str(directory), str(seed)], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as child:
+        assert child.stdout is not None
+        assert select.select([child.stdout], [], [], 20)[0], "it has begun"
+        deadline, said = time.monotonic() + after_s, b""
+        while (left_s := deadline - time.monotonic()) > 0:
+            if select.select([child.stdout], [], [], left_s)[0]:
+                said += child.stdout.read1()
+                assert child.poll() is None, child.stderr.read() if child.stderr else ""
+        child.send_signal(signal.SIGKILL)
+        said += child.stdout.read()
+        child.wait()
+    return max(int(line.split()[1]) for line in said.splitlines(keepends=True) if line.endswith(b"\n"))
+
+
+def check(directory: Path, acknowledged: int) -> int:
+    """How many messages are gone."""
+    log = open_log(directory, segment_bytes=60_000)
+    end = log.end_offset
+    assert end >= acknowledged
+    there = {}
+    for batch in everything(log):
+        for offset, record in enumerate(batch.records, batch.base_offset):
+            if record is not HOLE:
+                assert record.value.split(b"/")[0] == b"%d" % offset
+                assert record.key == b"%d" % (offset % KEYS)
+                there[offset] = record
+    assert set(range(max(0, end - KEYS), end)) <= there.keys(), "the last of each key"
+    assert log.messages_before(end) == len(there)
+    gone = end - len(there)
+    log.close()
+    return gone
+
+
+def test_what_compaction_leaves_survives_kill_9(tmp_path):
+    directory, chance, gone = tmp_path / "log", random.Random(20_261_121), 0
+    for kill in range(KILLS):
+        acknowledged = run_until_killed(directory, kill, chance.uniform(0.05, 0.4))
+        now = check(directory, acknowledged)
+        assert now >= gone, "what is gone stays so"
+        gone = now
+    log = open_log(directory, segment_bytes=60_000)
+    log.roll()
+    log.seal(log.end_offset)
+    work = Compaction(log, Order(log.sealed_upto, 0, NEVER_MS))
+    while work.step():
+        pass
+    log.close()
+    log = open_log(directory)
+    assert check(directory, log.end_offset) == log.end_offset - KEYS > 1_000
