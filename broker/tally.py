@@ -10,9 +10,11 @@ dead              given up, and kept for a redrive
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 
 from portalmq.broker.clock import Clock
 from portalmq.broker.core.delivery import HELD_MS, GroupDelivery
+from portalmq.broker.core.fold import SpanFold
 from portalmq.broker.core.lanes import DELAYED
 from portalmq.broker.partition import Partition
 from portalmq.broker.storage.lanes import Row
@@ -20,6 +22,8 @@ from portalmq.broker.storage.lanes import Row
 NOTHING = {"ready": 0, "in_flight": 0, "scheduled": 0, "dead": 0, "lag": 0, "oldest_unacked_ms": 0}
 # Of a lane's head so many messages are looked at for the oldest one that is not done.
 HEAD_MAX = 1_000
+SKIP_MAX = 100_000
+DELAYED_SPANS_MAX = 100
 
 
 def counted(partition: Partition, group: str, clock: Clock) -> dict[str, int]:
@@ -94,10 +98,12 @@ def _oldest_age_ms(partition: Partition, delivery: GroupDelivery, wall_ms: int) 
     """The age of the oldest message that is not done, since it could be delivered first."""
     ages = [0]
     end = partition.high_watermark
-    first = delivery.spans()[:1]
-    if first:
-        ages += [wall_ms - since_ms for since_ms in _since(partition, first[0].start, first[0].end)]
-    for piece in partition.pieces(delivery.next, end, HEAD_MAX):
+    for span in _oldest_spans(delivery):
+        ages += [wall_ms - since_ms for since_ms in _since(partition, span.start, span.end)]
+    first = delivery.next
+    if partition.log.lanes.present:
+        first = partition.log.lanes.next_plain(first, end, SKIP_MAX)
+    for piece in partition.pieces(first, end, HEAD_MAX):
         heads = (
             record
             for offset, record in enumerate(piece.records(), piece.start)
@@ -115,6 +121,14 @@ def _oldest_age_ms(partition: Partition, delivery: GroupDelivery, wall_ms: int) 
                 ages += [wall_ms - since_ms for since_ms in _since(partition, row[1], row[1] + 1)]
             break
     return max(ages)
+
+
+def _oldest_spans(delivery: GroupDelivery) -> list[SpanFold]:
+    """The first span that was not delayed, and some of those that were: their age does not go by their offset."""
+    spans = delivery.spans()
+    plain = next((span for span in spans if span.lane < DELAYED), None)
+    delayed = islice((span for span in spans if span.lane >= DELAYED), DELAYED_SPANS_MAX)
+    return [*([plain] if plain else []), *delayed]
 
 
 def _since(partition: Partition, start: int, end: int) -> Iterator[int]:

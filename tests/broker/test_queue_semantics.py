@@ -170,6 +170,21 @@ def test_a_group_may_start_at_a_time(fixture):
     assert texts(receive(fixture)) == ["new"]
 
 
+def test_the_oldest_message_is_as_old_as_it_could_be_delivered(fixture):
+    now = fixture.clock.wall_ms()
+    receive(fixture)
+    send(fixture, *[b"x"] * 1_500, deliver_at_ms=now + HOUR_MS)
+    send(fixture, "plain")
+    fixture.clock.advance(5_000)
+    assert fixture.broker.describe_group("g").oldest_unacked_ms == 5_000
+    ack(fixture, receive(fixture))
+    assert fixture.broker.describe_group("g").oldest_unacked_ms == 0, "nothing else could have been delivered"
+    fixture.clock.advance(HOUR_MS)
+    assert fixture.broker.describe_group("g").oldest_unacked_ms == 5_000
+    receive(fixture, 10)
+    assert fixture.broker.describe_group("g").oldest_unacked_ms == 5_000
+
+
 # --- expiry ---------------------------------------------------------------------------------------------------------
 
 
