@@ -5,12 +5,13 @@ from __future__ import annotations
 import msgspec
 import pytest
 from support.domain import running
-from support.outputs import give_up, receive, send, settled, stored_in, there
+from support.outputs import give_up, partition_of, receive, send, settled, stored_in, there
 
 from portalmq import wire
 from portalmq.broker.api.app import create_app
 from portalmq.broker.auth import Auth
 from portalmq.broker.config import BrokerConfig
+from portalmq.broker.core.records import Claim
 
 
 @pytest.fixture
@@ -126,6 +127,30 @@ def test_a_stale_receipt_is_409_and_nothing_is_published(client, fixture, proble
     problem_of(client.post("/v1/groups/g/commit", json=body), 409, "stale_receipt")
     settled(fixture)
     assert there(fixture) == []
+
+
+def test_a_commit_of_a_stream_member(client, fixture, problem_of):
+    (receipt,) = receipts(fixture, "a", "b", "c")[:1]
+    assert client.put("/v1/groups/s", json={"mode": "stream"}).status_code == 201
+    partition_of(fixture).append_group_record("s", Claim("m", 3, 0, 1)).wait()
+
+    def body(offset: int, generation: int = 3, member: str = "m") -> dict[str, object]:
+        place = {"topic": "in", "partition": 0, "offset": offset}
+        publish = [{"topic": "out", "value": "A", "content_type": "text/plain"}]
+        return {"member_id": member, "generation": generation, "offsets": [place], "publish": publish}
+
+    path = "/v1/groups/s/commit"
+    first = client.post(path, json=body(2))
+    assert (first.status_code, first.get_json()["published"]) == (200, 1)
+    assert client.post(path, json=body(2)).get_json() == first.get_json()
+    problem_of(client.post(path, json=body(3, generation=2)), 409, "illegal_generation")
+    problem_of(client.post(path, json=body(3, member="zombie")), 409, "illegal_generation")
+    problem_of(client.post(path, json=body(1)), 416, "offset_out_of_range")
+    problem_of(client.post(path, json=body(10_000)), 416, "offset_out_of_range")
+    problem_of(client.post(path, json={"ack": [receipt]}), 409, "group_mode_mismatch")
+    problem_of(client.post("/v1/groups/g/commit", json=body(2)), 409, "group_mode_mismatch")
+    settled(fixture)
+    assert there(fixture) == ["A"]
 
 
 # --- dead letters ----------------------------------------------------------------------------------------------------
