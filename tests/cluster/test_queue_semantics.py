@@ -11,7 +11,6 @@ import os
 import random
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
 
 import msgspec
@@ -42,7 +41,9 @@ class Crew:
     """Consumers of one group, each in a thread: `handle` says whether a message is acked (or else nacked)."""
 
     def __init__(self, cluster: Cluster, topic: str, size: int, handle: Callable[[Message], bool]) -> None:
-        self.acked: Counter[str] = Counter()
+        self.acked_at: dict[str, float] = {}
+        self.again: list[str] = []  # received by a poll that began when the ack had been answered
+        self.received: set[str] = set()
         self.faults: list[BaseException] = []
         self._ended = threading.Event()
         self._handle = handle
@@ -56,16 +57,21 @@ class Crew:
                 topic, group=topic, bootstrap=cluster.urls, manual_ack=True, max_messages=20, visibility_timeout_s=5
             ) as consumer:
                 while not self._ended.is_set():
+                    began = time.monotonic()
                     messages = consumer.poll(timeout_s=0.5)
+                    self.again += [each.id for each in messages if self.acked_at.get(each.id, began) < began]
+                    self.received.update([message.id for message in messages])
                     good = [message for message in messages if self._handle(message)]
                     self._settle(lambda these: consumer.nack(these, delay_s=0), [m for m in messages if m not in good])
                     if self._settle(consumer.ack, good):
-                        self.acked.update([message.id for message in good])
+                        answered = time.monotonic()
+                        for message in good:
+                            self.acked_at.setdefault(message.id, answered)
         except BaseException as fault:  # noqa: BLE001 - told by the thread that waits
             self.faults.append(fault)
 
     def _settle(self, call: Callable[[list[Message]], None], messages: list[Message]) -> bool:
-        """Whether all of them are. Some may have come to another consumer, through a leader that died."""
+        """Whether all of them are, for certain. Some may have come to another consumer, through a leader that died."""
         try:
             if messages:
                 call(messages)
@@ -75,8 +81,17 @@ class Crew:
             return False
         return True
 
+    def wait_for_all(self, cluster: Cluster, group: str) -> None:
+        """Until the group has nothing left: an ack without an answer may have counted."""
+
+        def is_done() -> bool:
+            described = cluster.ask(f"/v1/groups/{group}")
+            return bool(self.faults) or (described is not None and described["lag"] == 0)
+
+        wait_until(is_done, f"group {group} has nothing left", DONE_WITHIN_S)
+
     def wait_for(self, count: int) -> None:
-        wait_until(lambda: self.faults or len(self.acked) >= count, f"{count} messages acked", DONE_WITHIN_S)
+        wait_until(lambda: self.faults or len(self.received) >= count, f"{count} messages received", DONE_WITHIN_S)
         assert not self.faults, self.faults
 
     def end(self) -> None:
@@ -123,10 +138,11 @@ def test_delayed_messages_each_come_none_early_and_in_time_while_leaders_die(clu
             crew.wait_for((2 * kill + 1) * DELAYED // (2 * KILLS + 1))
             kills.append(kill_the_leader(cluster, topic))
         crew.wait_for(DELAYED)
+        crew.wait_for_all(cluster, topic)
     finally:
         crew.end()
-    assert crew.acked.keys() == ids
-    assert set(crew.acked.values()) == {1}, "nothing comes again once its ack was answered"
+    assert seen.keys() == ids
+    assert not crew.again, "nothing comes again once its ack was answered"
     early = [(at, due) for times in seen.values() for at, due in times if at < due - 1]
     assert not early
     late = sorted(
@@ -137,8 +153,10 @@ def test_delayed_messages_each_come_none_early_and_in_time_while_leaders_die(clu
     print(f"{len(ids)} delayed, {KILLS} kills; {len(late)} due while all was up:", end=" ")
     if late:
         p50, p95 = late[len(late) // 2], late[int(0.95 * len(late))]
-        print(f"late p50 {p50:.0f} ms, p95 {p95:.0f} ms, worst {late[-1]:.0f} ms")
-        assert p95 <= LATE_MS, "this machine was busy, or the bell is slow"
+        repeated = sum(len(times) - 1 for times in seen.values())
+        print(f"{repeated} came again, late p50 {p50:.0f} ms, p95 {p95:.0f} ms, worst {late[-1]:.0f} ms")
+        assert p50 <= LATE_MS, "the bell is slow"
+        assert p95 <= (LATE_MS if KILLS >= 5 else 5 * LATE_MS), "this machine was busy, or the bell is slow"
 
 
 def test_the_order_of_keys_holds_with_many_consumers_nacks_and_dying_leaders(cluster: Cluster, topic: str):
@@ -178,9 +196,11 @@ def test_the_order_of_keys_holds_with_many_consumers_nacks_and_dying_leaders(clu
             crew.wait_for((2 * kill + 1) * KEYS * PER_KEY // (2 * KILLS + 2))
             kill_the_leader(cluster, topic)
         crew.wait_for(KEYS * PER_KEY)
+        crew.wait_for_all(cluster, topic)
     finally:
         crew.end()
     assert not broken, broken[:10]
+    assert not crew.again
     assert set(last.values()) == {PER_KEY - 1}
     print(f"{KEYS} keys of {PER_KEY} messages, {CONSUMERS} consumers, {KILLS} kills: in order")
 
