@@ -45,7 +45,7 @@ from portalmq.broker.core.group_events import (
     TopicsChanged,
 )
 from portalmq.broker.core.membership import GroupMembership
-from portalmq.control_plane.plane import Conflict, OutcomeUnknown, PlaneError
+from portalmq.control_plane.plane import Conflict, NodeMissing, OutcomeUnknown, PlaneError
 from portalmq.control_plane.state import GroupState, TopicState
 from portalmq.control_plane.stream_groups import MemberState, RosterState, StreamGroups
 from portalmq.control_plane.tree import Versioned
@@ -174,6 +174,10 @@ class Coordinator:
         roster = roster_of(action.membership)
         try:
             version = self._store.set_roster(self.group.name, self.group.group_id, roster, action.version)
+        except NodeMissing:
+            self.close()  # the group was deleted
+            self._on_deposed(self)
+            return
         except Conflict:
             told = Answered(Outcome.CONFLICT)
         except OutcomeUnknown:

@@ -17,7 +17,7 @@ import zlib
 import msgspec
 
 from portalmq.control_plane import state
-from portalmq.control_plane.plane import Check, Create, Delete, Op, Set
+from portalmq.control_plane.plane import Check, Create, Delete, Node, NodeMissing, Op, Set
 from portalmq.control_plane.tree import Tree, Versioned
 
 STREAMS = "/streams"
@@ -80,20 +80,26 @@ class StreamGroups(Tree):
         return Versioned(decode(held.data), held.version) if held else None
 
     def set_roster(self, name: str, group_id: str, roster: RosterState, version: int) -> int:
-        """Compare-and-set (-1: make it); answers the new version. Raises Conflict, OutcomeUnknown, PlaneUnavailable.
-
-        It is not made for a group that is gone.
-        """
+        """Compare-and-set (-1: make it); answers the new version. Raises Conflict, OutcomeUnknown, PlaneUnavailable;
+        NodeMissing for a group that is gone, be there another one of its name."""
         data = encode(roster)
         if version >= 0:
             return self.plane.commit(Set(membership_path(group_id), data, version))[0]
-        group = self.plane.get(state.group_path(name))
-        if group is None or state.decode(group.data, state.GroupState).group_id != group_id:
-            self.plane.sync()
-            group = self.plane.get(state.group_path(name))
-        version = group.version if group else 0
-        self.plane.commit(Check(state.group_path(name), version), Create(membership_path(group_id), data))
+        group = self._group(name, group_id)
+        if group is None:
+            self.plane.sync()  # what was read may be older than the group
+            group = self._group(name, group_id)
+        if group is None:
+            raise NodeMissing(state.group_path(name))
+        self.plane.commit(Check(group.path, group.version), Create(membership_path(group_id), data))
         return 0
+
+    def _group(self, name: str, group_id: str) -> Node | None:
+        """The group's own node, while it is this very group's."""
+        node = self.plane.get(state.group_path(name))
+        if node is None or state.decode(node.data, state.GroupState).group_id != group_id:
+            return None
+        return node
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -110,8 +116,8 @@ class StreamGroups(Tree):
             if held is not None:
                 self.plane.commit(Set(path, state.encode(checkpoint), held.version))
                 return
-            group = self.plane.get(state.group_path(name))
-            if group is not None and state.decode(group.data, state.GroupState).group_id == group_id:
+            group = self._group(name, group_id)
+            if group is not None:
                 self.plane.commit(Check(group.path, group.version), Create(path, state.encode(checkpoint)))
 
         self._until_fitting(f"offsets of group {name!r}", save)
