@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import random
+import threading
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from http.client import HTTPException
 
 import msgspec
@@ -17,6 +22,8 @@ pytestmark = pytest.mark.cluster
 
 FAR_MS = 3_600_000
 ATTEMPTS_WITHIN_S = 20
+# How often a leader is killed, or stands still, while a producer's name goes from hand to hand.
+FENCE_FAULTS = int(os.environ.get("PORTALMQ_FENCE_FAULTS", "2"))
 
 
 def post(cluster: Cluster, broker_id: int, path: str, body: bytes, headers: dict[str, str] | None = None) -> Answer:
@@ -175,6 +182,78 @@ def test_a_paused_broker_is_waited_for_and_never_takes_what_is_fenced(cluster: C
     assert refused.json()["code"] == "fenced"
     patiently(lambda: stamped(cluster, leader, topic, 0, heir, 0, "after"))
     assert values(cluster, topic) == ["after"]
+
+
+class Succession:
+    """One name that is taken over again and again, and instances that write on regardless: whoever begins a request
+    after his successor was answered must not be answered 200."""
+
+    def __init__(self, cluster: Cluster, topic: str) -> None:
+        self.cluster = cluster
+        self.topic = topic
+        self.ends = threading.Event()
+        self.answered: list[tuple[dict[str, int], float]] = []
+        self.outcomes: Counter[int] = Counter()
+        self.late: list[tuple[dict[str, int], float]] = []
+
+    def take_over(self) -> None:
+        chance = random.Random(0)
+        body = msgspec.json.encode({"name": self.topic})
+        while not self.ends.wait(0.05):
+            broker_id = chance.choice(list(self.cluster.brokers))
+            with suppress(OSError, HTTPException):
+                answer = post(self.cluster, broker_id, "/v1/producers", body, {"Content-Type": wire.JSON})
+                if answer.status == 200:
+                    self.answered.append((answer.json(), time.monotonic()))
+
+    def write(self, seed: int) -> None:
+        chance = random.Random(seed)
+        while not self.ends.is_set():
+            if not self.answered:
+                time.sleep(0.01)
+                continue
+            identity, _ = chance.choice(self.answered[-4:])
+            broker_id = chance.choice(list(self.cluster.brokers))
+            began = time.monotonic()
+            with suppress(OSError, HTTPException):
+                value = f"{identity['epoch']}"
+                answer = stamped(self.cluster, broker_id, self.topic, chance.randrange(3), identity, 0, value)
+                self.outcomes[answer.status] += 1
+                succeeded = [at for other, at in list(self.answered) if other["epoch"] > identity["epoch"]]
+                if answer.status == 200 and min(succeeded, default=began) < began:
+                    self.late.append((identity, began))
+
+
+def test_no_instance_is_answered_after_its_successor_whatever_dies_or_stands_still(cluster: Cluster, topic: str):
+    cluster.admin().create_topic(topic, partitions=3)
+    cluster.wait_in_sync(topic)
+    succession = Succession(cluster, topic)
+    threads = [threading.Thread(target=succession.take_over)]
+    threads += [threading.Thread(target=succession.write, args=(seed,)) for seed in range(3)]
+    for thread in threads:
+        thread.start()
+    try:
+        for number in range(FENCE_FAULTS):
+            before = len(succession.answered)
+            wait_until(lambda seen=before: len(succession.answered) > seen + 5, "the name goes on from hand to hand")
+            leader = cluster.wait_for_leader(topic, number % 3)
+            if number % 2:
+                cluster.pause(leader)
+                cluster.wait_for_leader(topic, number % 3, other_than=leader)
+                cluster.resume(leader)
+            else:
+                cluster.kill(leader)
+                cluster.wait_for_leader(topic, number % 3, other_than=leader)
+                cluster.start(leader)
+            cluster.wait_in_sync(topic)
+    finally:
+        succession.ends.set()
+        for thread in threads:
+            thread.join(30)
+    print(f"{len(succession.answered)} take-overs, answers {dict(succession.outcomes)}")
+    assert succession.late == []
+    assert succession.outcomes[200] > 0
+    assert succession.outcomes[409] > 0
 
 
 # --- scheduled messages ----------------------------------------------------------------------------------------------
