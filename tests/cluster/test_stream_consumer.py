@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import threading
 import time
@@ -13,7 +14,16 @@ import pytest
 from support.broker_process import BrokerProcess
 from support.cluster import wait_until
 
-from portalmq import Admin, Consumer, Fenced, GroupModeMismatch, IllegalGeneration, Producer
+from portalmq import (
+    Admin,
+    AsyncConsumer,
+    Consumer,
+    Fenced,
+    GroupModeMismatch,
+    IllegalGeneration,
+    InvalidRequest,
+    Producer,
+)
 
 pytestmark = pytest.mark.cluster
 
@@ -227,3 +237,42 @@ def test_delivery_of_a_queue_group_is_fixed_by_who_makes_it(url: str, topic: str
         Consumer(topic, group=topic, bootstrap=url, delivery="exactly_once") as other,
     ):
         other.poll(1)
+
+
+def test_a_place_and_outputs_are_committed_together(url: str, topic: str) -> None:
+    produce(url, topic, 3)
+    with consumer(url, topic, delivery="exactly_once", idle_timeout_s=IDLE_S) as reading:
+        for message in reading:
+            reading.commit_with(message, [{"topic": f"{topic}-out", "value": message.value}])
+    assert lag(url, topic) == 0
+    with Consumer(f"{topic}-out", group=topic, bootstrap=url, idle_timeout_s=IDLE_S) as outputs:
+        assert sorted(numbers(outputs)) == [0, 1, 2]
+
+
+def test_a_message_whose_commit_failed_is_read_again(url: str, topic: str) -> None:
+    produce(url, topic, 3)
+    with consumer(url, topic, delivery="exactly_once", idle_timeout_s=IDLE_S) as reading:
+        first = next(reading)
+        with pytest.raises(ValueError, match="value"):
+            reading.commit_with(first, [{"topic": f"{topic}-out"}])
+        assert numbers(reading) == [0, 1, 2]
+
+
+def test_the_group_that_delivers_otherwise_is_not_read(url: str, topic: str) -> None:
+    produce(url, topic, 1)
+    with consumer(url, topic) as reading:
+        assert reading.poll(5)
+    with consumer(url, topic, delivery="at_most_once") as other, pytest.raises(InvalidRequest, match="at_least_once"):
+        other.poll(5)
+
+
+def test_an_asynchronous_consumer_reads_streams_too(url: str, topic: str) -> None:
+    produce(url, topic, 100)
+
+    async def read() -> list[int]:
+        async with AsyncConsumer(
+            topic, group=f"g-{topic}", bootstrap=url, mode="stream", idle_timeout_s=IDLE_S
+        ) as reading:
+            return [int(message.text) async for message in reading]
+
+    assert asyncio.run(read()) == list(range(100))
