@@ -43,7 +43,6 @@ class GroupChecker:
         self._live: defaultdict[tuple[str, int], dict[int, Held]] = defaultdict(dict)
         self._told: dict[tuple[str, int], str] = {}
 
-    @property
     def dropped_below(self) -> int:
         """Retention has dropped what lies below, on one replica at least; nobody remembers the dead there."""
         return max(node.disk.start for node in self.world.nodes.values())
@@ -67,8 +66,9 @@ class GroupChecker:
         elif control.group in self.queues:
             self._take(self.queues[control.group], control, batch, leader_epoch)
         elif isinstance(record, Claim) or control.group in self.streams:
-            stream = self.streams.setdefault(control.group, StreamModel(control.group, self.fail, self.letters))
-            stream.take(control)
+            if control.group not in self.streams:
+                self.streams[control.group] = StreamModel(control.group, self.fail, self.letters, self.dropped_below)
+            self.streams[control.group].take(control)
         if isinstance(record, Commit):
             self.ordered.update({(output.topic, output.record): batch.base for output in record.outputs})
         elif isinstance(record, Dead) and record.topic:
@@ -136,7 +136,7 @@ class GroupChecker:
         letter = self.letters[offset]
         is_delayed = model.spot(offset, letter)[0] >= DELAYED
         for other, its in self.letters.items():
-            if its.mail.key != letter.mail.key or other == offset or other < max(model.start, self.dropped_below):
+            if its.mail.key != letter.mail.key or other == offset or other < max(model.start, self.dropped_below()):
                 continue
             if other in live and live[other][0] > desk.node.now_ms:
                 self.fail(
@@ -182,7 +182,7 @@ class GroupChecker:
         model = self.queues[group]
         good_states = ("acked",) if by_commit else ("acked", "expired", "dropped")
         for receipt, good in zip(receipts, verdicts, strict=True):
-            if good and model.state.get(receipt.offset) not in good_states and receipt.offset >= self.dropped_below:
+            if good and model.state.get(receipt.offset) not in good_states and receipt.offset >= self.dropped_below():
                 self.fail("I13", "{}: the ack of {} is answered, and it is {}", group, receipt.offset,
                           model.state.get(receipt.offset, "fresh"))  # fmt: skip
 
@@ -237,7 +237,7 @@ class GroupChecker:
         for group, delivery in desk.groups.delivery.items():
             model = self.queues[group]
             for offset, letter in self.letters.items():
-                if offset < max(model.start, self.dropped_below):
+                if offset < max(model.start, self.dropped_below()):
                     continue
                 known = model.state.get(offset, "fresh")
                 if delivery.has_span(offset):
@@ -254,9 +254,10 @@ class GroupChecker:
                               model.state.get(offset, "fresh"), desk.node.id, folded)  # fmt: skip
         for name, stream in desk.groups.streams.items():
             known_stream = self.streams[name]
-            folds = (stream.committed, stream.generation, stream.member)
-            if folds != (known_stream.committed, known_stream.generation, known_stream.member):
-                self.fail("I11", "{}: the fold of {} has {}", name, desk.node.id, folds)
+            least, most = known_stream.committed, max(known_stream.committed, self.dropped_below())
+            owner = (known_stream.generation, known_stream.member)
+            if not least <= stream.committed <= most or (stream.generation, stream.member) != owner:
+                self.fail("I11", "{}: the fold of {} has {}", name, desk.node.id, stream.snapshot())
 
     # --- at the end --------------------------------------------------------------------------------------------------
 
@@ -269,7 +270,7 @@ class GroupChecker:
             if not queue.has_begun:
                 return f"{name} has not begun"
             for offset, letter in self.letters.items():
-                if offset in queue.redriven and offset < self.dropped_below:
+                if offset in queue.redriven and offset < self.dropped_below():
                     continue  # the dead do not keep retention from their messages
                 is_due = (letter.mail.deliver_at_ms or 0) <= wall_ms + 1_000
                 if is_due and queue.start <= offset < upto and not queue.is_done(offset):
@@ -282,7 +283,7 @@ class GroupChecker:
         if opened:
             return f"the outbox has {opened}"
         for output, record in self.ordered.items():
-            is_gone = output[0] == DEAD_LETTERS and int(output[1].partition(" ")[0]) < self.dropped_below
+            is_gone = output[0] == DEAD_LETTERS and int(output[1].partition(" ")[0]) < self.dropped_below()
             if record < upto and output not in self.arrived_outputs and not is_gone:
                 self.fail("I13", "output {} was ordered and never arrived", output)
         self.agrees(desk)
