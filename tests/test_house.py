@@ -57,6 +57,7 @@ ROOM_OF = {
     "portalmq.broker.up": "server",
     "portalmq.broker.bench": "bench",
     "portalmq.broker.bench_cluster": "bench",
+    "portalmq.broker.bench_delivery": "bench",
     "portalmq.control_plane": "control",
     "portalmq.control_plane.plane": "tree",
     "portalmq.control_plane.state": "tree",
