@@ -153,6 +153,21 @@ def test_a_repeat_of_what_is_in_the_log_gets_its_first_answer_though_there_is_no
     assert fixture.broker.produce("t", records("y"), None, **keyed) == answer
 
 
+def test_copies_and_outputs_are_not_held_up_and_count_for_what_comes_after(fixture):
+    limit(fixture, 2)
+    begin(fixture)
+    send(fixture, 1)
+    producing, topic = fixture.broker._producing, fixture.broker.topics.get("t")
+    copies = {0: [Record(b"copy", message_id=bytes([number]) * 16) for number in range(3)]}
+    producing.copies(topic, copies)
+    producing.copies(topic, copies)
+    assert len(list(fixture.broker.read_all("t", None))) == 5
+    assert is_full(fixture)
+    ack(fixture, receive(fixture, 3))
+    assert not is_full(fixture)
+    assert is_full(fixture)
+
+
 def test_a_limit_may_be_raised_and_lifted(fixture):
     limit(fixture, 2)
     begin(fixture)
