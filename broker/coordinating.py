@@ -516,7 +516,7 @@ class Coordinating:
         group = coordinator.group
         states = [topic for name in known.topic_ids if (topic := self._mirror.topics.get(name)) is not None]
         places = [place_of(topic, number) for topic in states for number in range(topic.partitions)]
-        standings = self._partitions.standings(group.name, places, patience_s=0.0)
+        standings = self._partitions.standings(group.name, places, ages=False, patience_s=0.0)
         for topic in states:
             before = self._saved.get((group.group_id, topic.topic_id), {})
             offsets = dict(before)

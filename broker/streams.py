@@ -84,8 +84,11 @@ class SeekCall(msgspec.Struct, array_like=True):
 
 
 class StandingCall(msgspec.Struct, array_like=True):
+    """`ages`: look up how old the first unread message is, which may mean to read it."""
+
     group: str
     places: list[Place]
+    ages: bool = True
 
 
 class Standing(msgspec.Struct, array_like=True):
@@ -318,22 +321,24 @@ class StreamPartitions:
 
     # --- where it stands ---------------------------------------------------------------------------------------------
 
-    def standings(self, group: str, places: Sequence[Place], *, patience_s: float | None = None) -> Outcomes[Standing]:
+    def standings(
+        self, group: str, places: Sequence[Place], *, ages: bool = True, patience_s: float | None = None
+    ) -> Outcomes[Standing]:
         """How far the group is, as the leaders know it."""
-        return self._leaders.run(places, self._standing(group), repeatable=True, patience_s=patience_s)
+        return self._leaders.run(places, self._standing(group, ages), repeatable=True, patience_s=patience_s)
 
-    def _standing(self, group: str) -> _Work[Standing]:
+    def _standing(self, group: str, ages: bool) -> _Work[Standing]:
         def ask(broker_id: int, places: Sequence[Place]) -> list[Result[Standing]]:
-            call = StandingCall(group, list(places))
+            call = StandingCall(group, list(places), ages)
             return self._peers.call(broker_id, "offsets", call, list[Result[Standing]], timeout_s=CALL_TIMEOUT_S)
 
         def begin(place: Place) -> Callable[[], Standing]:
-            standing = self._standing_here(group, place)
+            standing = self._standing_here(group, place, ages)
             return lambda: standing
 
         return _Work(begin, ask)
 
-    def _standing_here(self, group: str, place: Place) -> Standing:
+    def _standing_here(self, group: str, place: Place, ages: bool) -> Standing:
         partition = self._atlas.partition(place)
         stream = partition.streams.get(group)
         high_watermark = partition.high_watermark
@@ -343,14 +348,14 @@ class StreamPartitions:
         log = partition.log
         lag = max(0, log.messages_before(high_watermark) - log.messages_before(committed))
         lag_ms = 0
-        if lag:
+        if lag and ages:
             first = next(partition.pieces(committed, high_watermark, 1), None)
             lag_ms = max(0, self._clock.wall_ms() - first.batch.appended_at_ms) if first is not None else 0
         return Standing(committed, high_watermark, lag, lag_ms)
 
     def serve_standings(self, body: bytes) -> bytes:
         call = _decode(body, type=StandingCall)
-        return self._serve(call.places, self._standing(call.group))
+        return self._serve(call.places, self._standing(call.group, call.ages))
 
     # --- inside ------------------------------------------------------------------------------------------------------
 

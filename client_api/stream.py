@@ -100,14 +100,15 @@ class StreamMember:
 
     def next_message(self, timeout_s: float | None, consumer: Any) -> Message | None:
         """The next message; the one before is finished. None after `timeout_s`, or when it is closed."""
-        with self._lock:
+        with self.feeds.mutex:
             taken = self._taken
-            if taken is not None and not taken.feed.revoked and not taken.feed.gone and not self._failure:
+            if taken is not None:
                 feed = taken.feed
-                if self._auto:
-                    feed.done = feed.handed
-                if taken.next < len(taken.records) and feed.place not in self.feeds.paused:
-                    return self._hand_out(taken, consumer)
+                if not (feed.revoked or feed.gone or self._failure):
+                    if self._auto:
+                        feed.done = feed.handed
+                    if taken.next < len(taken.records) and feed.place not in self.feeds.paused:
+                        return self._hand_out(taken, consumer)
         messages = self._messages(timeout_s, 1, consumer, one=True)
         return messages[0] if messages else None
 
