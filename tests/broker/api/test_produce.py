@@ -426,6 +426,29 @@ def test_a_new_producer_gets_an_identity(client, domain, problem_of):
     problem_of(client.post("/v1/producers", data=b'{"name":"a b"}'), 400, "invalid_request")
 
 
+def test_a_named_producer_says_which_instance_it_is(client, domain):
+    client.post("/v1/producers", json={"name": "p", "instance": "i", "renews": True})
+    assert domain.last("new_producer") == {"name": "p", "instance": "i", "renews": True}
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"instance": "i"},
+        {"renews": True},
+        {"name": "p", "instance": "i" * 101},
+        {"name": "p", "instance": 5},
+        {"name": "p", "renews": "yes"},
+        {"name": "p", "epoch": 5},
+        {"name": ""},
+        [],
+    ],
+)
+def test_an_identity_that_is_asked_for_in_a_wrong_way_is_refused(client, domain, problem_of, asked):
+    problem_of(client.post("/v1/producers", json=asked), 400, "invalid_request")
+    assert not domain.calls_made("new_producer")
+
+
 def test_base64_of_a_value_is_decoded_strictly(client, problem_of):
     urlsafe = base64.urlsafe_b64encode(b"\xff\xfe\xfd").decode()
     problem_of(post_json(client, {"messages": [{"value_base64": urlsafe}]}), 400, "invalid_request")
