@@ -139,7 +139,7 @@ class GroupPartition:
         if delivery.outstanding >= OUTSTANDING_MAX or delivery.held >= HELD_MAX:
             return False
         end = self.partition.readable_end
-        if max(delivery.next, self._supply.looked) < end:
+        if self._supply.place(delivery.next) < end:
             return True
         lanes = self._supply.lanes()
         return bool(lanes) and self._has_in_lanes(delivery, lanes)
@@ -240,7 +240,7 @@ class GroupPartition:
         lanes = tuple([run[0][2] for run in runs]) if self.delivery.cursors or choice.cursors else ()
         grant = Grant(
             ranges,
-            max(choice.next, self._supply.looked),
+            self._supply.place(choice.next),
             now_ms,
             deadline_ms,
             options.consumer,
@@ -301,17 +301,18 @@ class GroupPartition:
     def _pass_over(self, choice: Choice) -> bool:
         """There was nothing to hand out; whether anything was passed over. That is written down when it counts for
         something, or is much; else it is remembered here."""
-        delivery, before = self.delivery, self._supply.looked
-        self._supply.looked = max(self._supply.looked, choice.next)
-        passed = self._supply.looked - delivery.next
+        delivery, before = self.delivery, self._supply.place(self.delivery.next)
+        self._supply.note_looked(delivery.next, choice.next)
+        upto = self._supply.place(delivery.next)
+        passed = upto - delivery.next
         if choice.gone or choice.held or choice.cursors or (passed > 0 and choice.expired) or passed > PASSED_MAX:
             # The group itself was not active by this.
             at_ms = delivery.last_active_ms
             gone, held = tuple(choice.gone), tuple(choice.held)
-            grant = Grant((), self._supply.looked, at_ms, at_ms, cursors=choice.spots(), gone=gone, held=held)
+            grant = Grant((), upto, at_ms, at_ms, cursors=choice.spots(), gone=gone, held=held)
             self._append_grant(grant, choice)
         self._arm()
-        return self._supply.looked > before or bool(choice.gone or choice.held or choice.cursors)
+        return upto > before or bool(choice.gone or choice.held or choice.cursors)
 
     # --- what is given up --------------------------------------------------------------------------------------------
 

@@ -25,24 +25,36 @@ KNOWN_MAX = 10_000
 
 
 class PartitionSupply:
-    """Invariant: between the group's cursor and `looked` lane 0 holds nothing that could be handed out.
+    """Invariant: from `_looked_from` to `_looked` lane 0 holds nothing that could be handed out.
 
-    That is known here alone, and costs a new leader no more than looking again.
+    That is known here alone, and costs a new leader no more than looking again. It says nothing of what stands before:
+    a cursor may go back there, when the disk refuses the record that moved it.
     """
 
     def __init__(self, partition: Partition) -> None:
         self._partition = partition
         self.by_key = False
-        self.looked = 0
+        self._looked_from = self._looked = 0
         # Whether a batch is plain, by its base offset and epoch.
         self._plain: dict[tuple[int, int], bool] = {}
+
+    def place(self, offset: int) -> int:
+        """Where lane 0 goes on from `offset`, as far as that is known."""
+        return self._looked if self._looked_from <= offset < self._looked else offset
+
+    def note_looked(self, start: int, end: int) -> None:
+        """From `start` to `end` lane 0 holds nothing to hand out."""
+        if not self._looked_from <= start <= self._looked:
+            self._looked_from = start
+            self._looked = end
+        self._looked = max(self._looked, end)
 
     def lanes(self) -> Collection[int]:
         return self._partition.log.lanes.present
 
     def fresh(self, lane: int, due_ms: int, offset: int) -> Iterator[Run]:
         if lane == 0:
-            return self._lane_0(max(offset, self.looked))
+            return self._lane_0(self.place(offset))
         rows = self._partition.log.lanes.after(lane, due_ms, offset, self._partition.readable_end)
         return (
             Run(each, each + 1, None, due_ms, NEVER_MS if expires_at_ms is None else expires_at_ms, self._key(key))

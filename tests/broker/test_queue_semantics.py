@@ -7,6 +7,7 @@ import pytest
 from support.domain import records, running
 
 from portalmq import wire
+from portalmq.broker.core.delivery import GroupDelivery
 from portalmq.broker.core.lanes import DELAYED
 from portalmq.errors import GroupModeMismatch, InvalidRequest
 
@@ -366,6 +367,22 @@ def test_with_order_by_key_priority_is_not_looked_at(fixture):
     group = partition_of(fixture).delivery["g"]
     assert fixture.broker.describe_group("g").lag == 1
     assert group.cursors[9] == (0, group.next), "retention is not kept from what lane 0 has passed"
+
+
+# --- a disk that refuses ---------------------------------------------------------------------------------------------
+
+
+def test_a_grant_that_the_disk_refused_hides_nothing(fixture):
+    """The cursor goes back with the fold: what was found out beyond it must not be taken for what lies before."""
+    receive(fixture)
+    send(fixture, "a", "b")
+    send(fixture, "later", deliver_at_ms=fixture.clock.wall_ms() + HOUR_MS)
+    partition = partition_of(fixture)
+    before = partition.delivery["g"].snapshot()
+    assert texts(receive(fixture)) == ["a", "b"]
+    assert receive(fixture) == [], "and looks over what is not due"
+    partition.delivery["g"] = GroupDelivery(before)
+    assert texts(receive(fixture)) == ["a", "b"]
 
 
 # --- settings -------------------------------------------------------------------------------------------------------
