@@ -10,31 +10,20 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Generator, Iterator, Sequence
-from itertools import islice
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
 import apsw
-import msgspec
 
-from portalmq.broker.storage.batch import HOLE, Batch, Kind, Record, checksum
-from portalmq.broker.storage.errors import CorruptBatch, StorageFault, WrongLog
+from portalmq.broker.storage.batch import Batch, Kind, Record
+from portalmq.broker.storage.errors import StorageFault, WrongLog
 from portalmq.broker.storage.files import sync_directory
-from portalmq.broker.storage.holes import HOLES_DDL, insert_holes, removed_below, removed_in
+from portalmq.broker.storage.holes import HOLES_DDL, insert_holes, removed_in
 from portalmq.broker.storage.lanes import LANES_DDL, lanes_of
-from portalmq.broker.storage.rows import (
-    BATCH_COLUMNS,
-    MESSAGE_COLUMNS,
-    ContentTypes,
-    batch_of,
-    insert_batches,
-    insert_messages,
-    preset_content_types,
-    record_of,
-)
+from portalmq.broker.storage.rows import ContentTypes, insert_batches, insert_messages, preset_content_types
 from portalmq.broker.storage.schema import PAGE_BYTES, SCHEMA_VERSION, SEGMENT_DDL, LogIdentity
+from portalmq.broker.storage.segment_reading import ReadableSegment
 
 SEGMENT_NAME = re.compile(r"\d{20}\.sqlite\Z")
 CREATING = ".creating"
@@ -52,7 +41,7 @@ def segment_path(directory: Path, base_offset: int) -> Path:
     return directory / f"{base_offset:020d}.sqlite"
 
 
-class Segment:
+class Segment(ReadableSegment):
     """One segment file. What is known of it without reading:
 
     Invariants: base_offset <= end_offset; messages_before <= messages_end. `bytes` is the size of the database,
@@ -60,13 +49,11 @@ class Segment:
     """
 
     def __init__(self, path: Path, identity: LogIdentity) -> None:
-        self.path = path
+        super().__init__(path)
         self.identity = identity
-        self.base_offset = self.end_offset = int(path.name[:20])
-        self.messages_before = self.messages_end = 0
+        self.messages_end = 0
         self.last_timestamp_ms = 0
         self.log_start_offset = 0
-        self.removed = 0
         self.bytes = 0
         self.wal_pages = 0
         self.settled = False
@@ -77,7 +64,6 @@ class Segment:
         self._writer: apsw.Connection | None = None
         self._reader: apsw.Connection | None = None
         self._content_types: ContentTypes | None = None
-        self._content_type_names: dict[int, str] = {}
 
     # --- life ---------------------------------------------------------------------------------------------------
 
@@ -287,7 +273,7 @@ class Segment:
         os.rename(draft, self.path)
         self.removed = removed
         self.bytes = size_bytes
-        self.lanes = None
+        self.lanes_found, self.lanes_appended = None, 0
 
     def remove(self) -> None:
         """Unlinks the file, then what belongs to it: a leftover -wal would poison a new file of the same name."""
@@ -353,199 +339,6 @@ class Segment:
         in_wal, moved = self.writer.wal_checkpoint("main", apsw.SQLITE_CHECKPOINT_PASSIVE)
         if moved == in_wal:
             self.wal_pages = 0  # the next commit starts the WAL from its beginning
-
-    # --- reading ------------------------------------------------------------------------------------------------
-
-    def batches(self, offset: int, below: int) -> Generator[Batch]:
-        """Whole batches in order, checked, from the one that contains `offset` to the last that starts below `below`.
-
-        Lazy: rows are read as batches are taken.
-        """
-        with contextlib.ExitStack() as cursors:  # an open cursor would pin the WAL
-            headers = cursors.enter_context(contextlib.closing(self._headers(offset, below)))
-            messages: Iterator[Any] | None = None
-            for row in headers:
-                if row[3] != Kind.MESSAGES:
-                    yield self._control_batch(row)
-                    continue
-                if messages is None:
-                    messages = cursors.enter_context(contextlib.closing(self._messages(row[0])))
-                yield self._message_batch(row, messages)
-
-    def _headers(self, offset: int, below: int) -> apsw.Cursor:
-        reader = self.reader
-        removed, holes = "0", ""
-        if self.removed:
-            removed, holes = "coalesce(h.removed, 0)", " LEFT JOIN holes AS h ON h.base_offset = b.base_offset"
-        return reader.execute(
-            f"SELECT {BATCH_COLUMNS}, crc, {removed} FROM batches AS b{holes}"
-            " WHERE b.base_offset >= coalesce((SELECT max(base_offset) FROM batches WHERE base_offset <= ?1), ?1)"
-            " AND b.base_offset < ?2 ORDER BY b.base_offset",
-            (offset, below),
-        )
-
-    def _messages(self, offset: int) -> apsw.Cursor:
-        return self.reader.execute(
-            f"SELECT {MESSAGE_COLUMNS} FROM messages WHERE offset >= ? ORDER BY offset", (offset,)
-        )
-
-    def _control_batch(self, row: Sequence[Any]) -> Batch:
-        if row[3] == Kind.BLANK:
-            return self._checked(batch_of(row[:9], row[9]))
-        record = self.reader.execute("SELECT group_name, body FROM records WHERE offset = ?", (row[0],)).fetchone()
-        if record is None:
-            raise CorruptBatch(self.path, row[0], "its record is missing")
-        return self._checked(batch_of(row[:9], row[9], group=record[0], body=record[1]))
-
-    def _message_batch(self, row: Sequence[Any], messages: Iterator[Any]) -> Batch:
-        base_offset, count, removed = row[0], row[1], row[10]
-        names = self._content_type_names
-        records: list[Record] = []
-        try:
-            rows = list(islice(messages, count - removed))
-            first, last = (rows[0][-1], rows[-1][-1]) if rows else (base_offset - 1, base_offset - 1)
-            if removed:  # which offsets are holes, the checksum knows
-                complete = count == removed or (first >= base_offset and last < base_offset + count)
-            else:
-                complete = (first, last) == (base_offset, base_offset + count - 1)
-            if not complete or len(rows) != count - removed:
-                raise CorruptBatch(self.path, base_offset, "messages are missing")
-            try:
-                records = [record_of(message, names) for message in rows]
-            except KeyError:  # a content type that came after this connection
-                names = self._content_type_names = dict(self.reader.execute("SELECT id, name FROM content_types"))
-                records = [record_of(message, names) for message in rows]
-        except (KeyError, ValueError, TypeError, msgspec.MsgspecError) as error:
-            raise CorruptBatch(self.path, base_offset, f"unreadable: {error}") from error
-        if removed:
-            there = dict(zip([message[-1] for message in rows], records, strict=True))
-            records = [there.get(offset, HOLE) for offset in range(base_offset, base_offset + count)]
-        return self._checked(batch_of(row[:9], row[9], tuple(records), holes=removed))
-
-    def _checked(self, batch: Batch) -> Batch:
-        try:
-            found = checksum(batch)
-        except (TypeError, ValueError, OverflowError, msgspec.MsgspecError) as error:
-            raise CorruptBatch(self.path, batch.base_offset, f"unreadable: {error}") from error
-        if found != batch.crc:
-            raise CorruptBatch(self.path, batch.base_offset, f"its checksum is {found}, not {batch.crc}")
-        return batch
-
-    def control_batches(self, offset: int, limit: int) -> list[Batch]:
-        """Up to `limit` control records from `offset` on, checked. The messages between them cost nothing."""
-        rows = self.reader.execute(
-            f"SELECT {BATCH_COLUMNS}, b.crc, r.group_name, r.body FROM records AS r CROSS JOIN batches AS b"
-            " ON b.base_offset = r.offset WHERE r.offset >= ? ORDER BY r.offset LIMIT ?",
-            (offset, limit),
-        )
-        return [self._checked(batch_of(row[:9], row[9], group=row[10], body=row[11])) for row in rows]
-
-    def newest_control(self, kind: int, below: int) -> Batch | None:
-        row = self.reader.execute(
-            "SELECT offset FROM records WHERE kind = ? AND offset < ? ORDER BY offset DESC LIMIT 1", (kind, below)
-        ).fetchone()
-        return self.control_batches(row[0], 1)[0] if row else None
-
-    def producer_headers(self, offset: int, limit: int) -> list[Batch]:
-        """Up to `limit` batches of idempotent producers from `offset` on, without their records."""
-        rows = self.reader.execute(
-            f"SELECT {BATCH_COLUMNS}, crc FROM batches AS b"
-            " WHERE base_offset >= ? AND kind = 0 AND producer_id IS NOT NULL ORDER BY base_offset LIMIT ?",
-            (offset, limit),
-        )
-        return [batch_of(row[:-1], row[-1]) for row in rows]
-
-    def message_runs(self, start: int, end: int, limit: int) -> list[tuple[int, int]]:
-        """Up to `limit` of the message batches that touch [start, end), as (base offset, end offset)."""
-        # Seek the first message: after many acks it can be far behind `start`.
-        first = self.reader.execute("SELECT offset FROM messages WHERE offset >= ? LIMIT 1", (start,)).get
-        if first is None or first >= end:
-            return []
-        if self.removed:
-            return self._runs_of_rows(first, end, limit)
-        rows: Any = self.reader.execute(
-            "SELECT base_offset, base_offset + count FROM batches"
-            " WHERE base_offset >= (SELECT max(base_offset) FROM batches WHERE base_offset <= ?)"
-            " AND base_offset < ? AND kind = 0 ORDER BY base_offset LIMIT ?",
-            (first, end, limit),
-        )
-        return list(rows)
-
-    def _runs_of_rows(self, start: int, end: int, limit: int) -> list[tuple[int, int]]:
-        runs: list[tuple[int, int]] = []
-        for (offset,) in self.reader.execute(
-            "SELECT offset FROM messages WHERE offset >= ? AND offset < ? ORDER BY offset LIMIT ?", (start, end, limit)
-        ):
-            if runs and runs[-1][1] == offset:
-                runs[-1] = (runs[-1][0], offset + 1)
-            else:
-                runs.append((offset, offset + 1))
-        return runs
-
-    def removed_below(self, offset: int) -> int:
-        """How many messages below `offset` compaction has removed from this segment."""
-        return removed_below(self.reader, offset) if self.removed else 0
-
-    def messages_below(self, offset: int) -> int:
-        """How many messages were ever appended below `offset`, which is in this segment."""
-        row = self.reader.execute(
-            "SELECT base_offset, count, messages_before, kind FROM batches WHERE base_offset <= ?"
-            " ORDER BY base_offset DESC LIMIT 1",
-            (offset,),
-        ).fetchone()
-        if row is None:
-            return self.messages_before
-        base_offset, count, messages_before, kind = row
-        return int(messages_before) + (min(offset - base_offset, count) if kind == Kind.MESSAGES else 0)
-
-    def batch_start(self, offset: int) -> tuple[int, int, int]:
-        """(base offset, messages before, time of the batch before) of the batch that holds `offset`, or would."""
-        row = self.reader.execute(
-            "SELECT base_offset, messages_before FROM batches WHERE base_offset <= ?1 AND base_offset + count > ?1"
-            " ORDER BY base_offset DESC LIMIT 1",
-            (offset,),
-        ).fetchone()
-        base_offset, messages_before = row or (offset, self.messages_below(offset))
-        before_ms = self.reader.execute(
-            "SELECT appended_at_ms FROM batches WHERE base_offset < ? ORDER BY base_offset DESC LIMIT 1", (base_offset,)
-        ).get
-        if before_ms is None:
-            before_ms = self.reader.execute("SELECT value FROM meta WHERE key = 'timestamp_before_ms'").get
-        return base_offset, messages_before, before_ms
-
-    def is_border(self, offset: int) -> bool:
-        """Whether no batch of this segment straddles `offset`."""
-        end = self.reader.execute(
-            "SELECT base_offset + count FROM batches WHERE base_offset < ? ORDER BY base_offset DESC LIMIT 1", (offset,)
-        ).get
-        return end is None or end <= offset
-
-    def message_of_id(self, message_id: bytes, since_ms: int) -> tuple[int, bytes | None, int] | None:
-        row = self.reader.execute(
-            "SELECT offset, body_hash, timestamp_ms FROM messages WHERE message_id = ? AND timestamp_ms >= ?"
-            " ORDER BY offset DESC LIMIT 1",
-            (message_id, since_ms),
-        ).fetchone()
-        return None if row is None else (row[0], row[1], row[2])
-
-    def offset_for_time(self, timestamp_ms: int) -> int:
-        """The first offset of the first batch appended at or after that time, or the end. Times never fall: bisect."""
-        low, high = self.base_offset, self.end_offset
-        while low < high:  # the answer is in [low, high]
-            middle = (low + high) // 2
-            row = self.reader.execute(
-                "SELECT base_offset, count, appended_at_ms FROM batches WHERE base_offset <= ?"
-                " ORDER BY base_offset DESC LIMIT 1",
-                (middle,),
-            ).fetchone()
-            if row is None:
-                raise CorruptBatch(self.path, middle, "its header is missing")
-            base_offset, count, appended_at_ms = row
-            if appended_at_ms >= timestamp_ms:
-                high = base_offset
-            else:
-                low = base_offset + count
-        return low
 
     def newest_ms(self) -> int:
         """The latest time that keeps a message of this settled segment: its append or its delivery. Reads the file."""
