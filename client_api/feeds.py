@@ -302,7 +302,7 @@ class Feeds:
         elif code == "offset_out_of_range" and isinstance(start, int) and isinstance(end, int):
             goes_on = start if feed.position < start else min(feed.position, end)
             _log.warning(
-                "%s: offset %d is not there any more, reading goes on at %d", *feed.place, feed.position, goes_on
+                "%s-%d: offset %d is not there any more, reading goes on at %d", *feed.place, feed.position, goes_on
             )
             feed.position = goes_on
         elif problem.get("status") != 503:

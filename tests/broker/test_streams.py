@@ -20,6 +20,7 @@ from portalmq.errors import (
     IllegalGeneration,
     InvalidRequest,
     OffsetOutOfRange,
+    Unavailable,
 )
 
 
@@ -308,3 +309,21 @@ def test_frames_are_made_from_memory_and_from_disk_alike(tmp_path: Path) -> None
     with running(tmp_path) as fixture:
         from_disk = fetched(fixture, 0)
     assert from_memory.frames == from_disk.frames
+
+
+def test_lag_is_told_from_the_checkpoint_while_a_leader_is_away(
+    fixture: Fixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    produce(fixture, "0", "1", "2")
+    commit(fixture, join(fixture), 0, 2)
+    group_id = fixture.broker.groups.known("g").group_id
+    with gevent.Timeout(5):
+        while not fixture.plane.get_children(f"/streams/{group_id}/offsets"):
+            gevent.sleep(0.02)
+    before = standing(fixture)
+    away = {"standings": lambda group, places, **_: {place: Unavailable("no leader") for place in places}}
+    monkeypatch.setattr(fixture.broker.streams, "_partitions", type("Away", (), away))
+    fixture.clock.advance(1_000)
+    after = standing(fixture)
+    assert (after.committed, after.lag) == (before.committed, before.lag) == (2, 2)
+    assert after.lag_ms == 1_000
