@@ -151,6 +151,26 @@ def test_a_replica_that_was_down_carries_out_what_was_ordered_meanwhile(tmp_path
         assert len(there(group.partition(3))) == 4
 
 
+def test_a_replica_whose_log_begins_anew_compacts_alike(tmp_path):
+    with replicas(tmp_path, 3, least=2) as group:
+        settle(group)
+        everywhere = Everywhere(group)
+        group.stop(3)
+        eventually(lambda: 3 not in group.state.isr)
+        rounds(group.leader, 2)
+        group.leader.purge(None)
+        rounds(group.leader, 3)
+        everywhere.run(1, 2)
+        start = group.leader.log.log_start_offset
+        assert start > 8
+        group.start(3, incarnation=2)
+        eventually(everywhere.are_alike)
+        assert group.partition(3).log.base_offset == start
+        assert len(there(group.partition(3))) == 4
+        files = group.partition(3).log
+        assert files.messages_before(files.end_offset) - files.messages_before(start) == 4
+
+
 def test_an_order_that_is_not_committed_is_not_carried_out(tmp_path):
     with replicas(tmp_path, 2, least=2) as group:
         settle(group)
