@@ -44,7 +44,7 @@ def _(original: Any, self: Any, batch: Any) -> None:
         original(self, batch)
 
 
-@mutant("looks at no lease", 3, (GroupDelivery, "_live"))
+@mutant("looks at no lease", 7, (GroupDelivery, "_live"))
 def _(original: Any, self: Any, starts: list[int], now_ms: int) -> Any:
     return original(self, starts, now_ms + 200)
 
@@ -68,7 +68,7 @@ def _(original: Any, self: Any, back: Any, result: object) -> Any:
     return original(self, back, result)
 
 
-@mutant("keeps back-offs that another clock began", 6623, (GroupDelivery, "take_over"))
+@mutant("keeps back-offs that another clock began", 11, (GroupDelivery, "take_over"))
 def _(original: Any, self: Any, now_ms: int) -> None:
     backing_off = [span for span in self.spans() if not span.leased]
     original(self, now_ms)
@@ -85,37 +85,37 @@ def _(original: Any, *arguments: Any, max_deliveries: int, **named: Any) -> Any:
 # --- lanes -----------------------------------------------------------------------------------------------------------
 
 
-@mutant("hands out a little early", 3, (queue_desk, "choose"))
+@mutant("hands out a little early", 7, (queue_desk, "choose"))
 def _(original: Any, *arguments: Any, due_by_ms: int, **named: Any) -> Any:
     return original(*arguments, due_by_ms=due_by_ms + 100, **named)
 
 
-@mutant("passes a time of which not all is readable", 3, (Desk, "readable_by_ms"))
+@mutant("passes a time of which not all is readable", 11, (Desk, "readable_by_ms"))
 def _(original: Any, self: Any) -> int:
     return NEVER_MS
 
 
-@mutant("hands out what has expired", 3, (queue_desk, "choose"))
+@mutant("hands out what has expired", 7, (queue_desk, "choose"))
 def _(original: Any, *arguments: Any, wall_ms: int, **named: Any) -> Any:
     return original(*arguments, wall_ms=wall_ms - 300, **named)
 
 
-@mutant("hands out what was taken back", 3, (queue_desk, "choose"))
+@mutant("hands out what was taken back", 35, (queue_desk, "choose"))
 def _(original: Any, *arguments: Any, cancelled: Any, **named: Any) -> Any:
     return original(*arguments, cancelled=(), **named)
 
 
-@mutant("snapshots without what is ahead", 3, (GroupDelivery, "snapshot"))
+@mutant("snapshots without what is ahead", 1779, (GroupDelivery, "snapshot"))
 def _(original: Any, self: Any) -> Any:
     return msgspec.structs.replace(original(self), ahead=[])
 
 
-@mutant("snapshots without the cursors of its lanes", 3, (GroupDelivery, "snapshot"))
+@mutant("snapshots without the cursors of its lanes", 83, (GroupDelivery, "snapshot"))
 def _(original: Any, self: Any) -> Any:
     return msgspec.structs.replace(original(self), cursors=[])
 
 
-@mutant("snapshots without the dead", 3, (GroupDelivery, "snapshot"))
+@mutant("snapshots without the dead", 27, (GroupDelivery, "snapshot"))
 def _(original: Any, self: Any) -> Any:
     return msgspec.structs.replace(original(self), dead=[])
 
@@ -123,7 +123,7 @@ def _(original: Any, self: Any) -> Any:
 # --- order by key ----------------------------------------------------------------------------------------------------
 
 
-@mutant("loses the order of a key at redelivery", 3, (KeyBook, "is_first"))
+@mutant("loses the order of a key at redelivery", 11, (KeyBook, "is_first"))
 def _(original: Any, self: Any, offset: int) -> bool:
     return True
 
@@ -145,14 +145,14 @@ def _(original: Any, self: Any, offset: int, key: int) -> None:
     self._freed = freed
 
 
-@mutant("keeps its book of keys from an earlier time", 5743, (GroupDelivery, "take_over"))
+@mutant("keeps its book of keys from an earlier time", 1203, (GroupDelivery, "take_over"))
 def _(original: Any, self: Any, now_ms: int) -> None:
     keys = self.keys
     original(self, now_ms)
     self.keys = keys
 
 
-@mutant("prolongs a lease when it is another's turn", 20271, (GroupDelivery, "may_extend"))
+@mutant("prolongs a lease when it is another's turn", 687, (GroupDelivery, "may_extend"))
 def _(original: Any, self: Any, offset: int, number: int, now_ms: int) -> bool:
     return self.holds(offset, number)
 
@@ -160,28 +160,28 @@ def _(original: Any, self: Any, offset: int, number: int, now_ms: int) -> bool:
 # --- the outbox ------------------------------------------------------------------------------------------------------
 
 
-@mutant("gives outputs an id of its own epoch", 3, (Outbox, "id_of"))
+@mutant("gives outputs an id of its own epoch", 11, (Outbox, "id_of"))
 def _(original: Any, self: Any, offset: int, number: int) -> Any:
     return (*original(self, offset, number), self.desk.epoch)
 
 
-@mutant("sends what is not committed", 3, (Outbox, "is_committed"))
+@mutant("sends what is not committed", 7, (Outbox, "is_committed"))
 def _(original: Any, self: Any, offset: int) -> bool:
     return True
 
 
-@mutant("logs Done before the output has arrived", 3, (Outbox, "_send"))
+@mutant("logs Done before the output has arrived", 27, (Outbox, "_send"))
 def _(original: Any, self: Any, id: Any, topic: str, content: str) -> None:
     original(self, id, topic, content)
     self.world.after(1, self.arrived, id)
 
 
-@mutant("forgets which calls it has committed", 3, (delivery, "remember_commit"))
+@mutant("forgets which calls it has committed", 283, (delivery, "remember_commit"))
 def _(original: Any, *arguments: Any) -> None:
     pass
 
 
-@mutant("acks the input and forgets the output", 3, (QueueDesk, "commit"))
+@mutant("acks the input and forgets the output", 7, (QueueDesk, "commit"))
 def _(original: Any, self: Any, group: str, receipts: Any, call: str, outputs: int, back: Any) -> None:
     original(self, group, receipts, call, 0, back)
 
@@ -189,7 +189,7 @@ def _(original: Any, self: Any, group: str, receipts: Any, call: str, outputs: i
 # --- streams ---------------------------------------------------------------------------------------------------------
 
 
-@mutant("commits below what is committed", 3, (StreamOffsets, "check_commit"), (StreamOffsets, "apply"))
+@mutant("commits below what is committed", 7, (StreamOffsets, "check_commit"), (StreamOffsets, "apply"))
 def _(original: Any, self: Any, first: Any, *more: Any) -> Any:
     if isinstance(first, CommitOffset):
         self.committed = first.offset
@@ -199,12 +199,12 @@ def _(original: Any, self: Any, first: Any, *more: Any) -> Any:
     return original(self, first, *more)
 
 
-@mutant("lets any generation commit", 3, (StreamOffsets, "check_commit"))
+@mutant("lets any generation commit", 7, (StreamOffsets, "check_commit"))
 def _(original: Any, self: Any, member: str, generation: int, *more: Any) -> bool:
     return original(self, self.member, self.generation, *more)
 
 
-@mutant("names a partition before its claim stands", 3, (StreamDesk, "claim"))
+@mutant("names a partition before its claim stands", 7, (StreamDesk, "claim"))
 def _(original: Any, self: Any, name: str, member: str, generation: int, back: Any) -> None:
     def at_once(result: Any) -> None:
         pass
@@ -213,7 +213,7 @@ def _(original: Any, self: Any, name: str, member: str, generation: int, back: A
     back(self.desk.groups.streams[name].committed)
 
 
-@mutant("claims for an older generation", 3, (StreamOffsets, "check_claim"), (StreamOffsets, "apply"))
+@mutant("claims for an older generation", 79, (StreamOffsets, "check_claim"), (StreamOffsets, "apply"))
 def _(original: Any, self: Any, first: Any, *more: Any) -> None:
     if isinstance(first, Claim):
         self.member, self.generation = first.member, first.generation
@@ -226,7 +226,7 @@ def _(original: Any, self: Any, known: Any, generation: int, *more: Any) -> None
     original(self, known, max(1, known.generation), *more)
 
 
-@mutant("seeks without a fence", 3, (StreamOffsets, "apply"))
+@mutant("seeks without a fence", 7, (StreamOffsets, "apply"))
 def _(original: Any, self: Any, record: Any, offset: int) -> None:
     generation = self.generation
     original(self, record, offset)

@@ -112,13 +112,17 @@ class QueueConsumer(Caller):
             self.call(self.leader(), "queue.nack", (self.group, receipts, delay_ms), self._done)
         elif world.chance(options.extend):
             content = (self.group, receipts, world.random.randint(1, options.visibility_ms))
-            self.call(self.leader(), "queue.extend", content, lambda result: self._work(receipts))
+            late_ms = world.random.choice([0, options.visibility_ms])
+            world.after(late_ms, self._extend, content)
         elif world.chance(options.commit):
             self._commit(receipts)
         elif world.chance(0.2):
             self._ack(receipts[: world.random.randint(1, len(receipts))])
         else:
             self._ack(receipts)
+
+    def _extend(self, content: tuple[Any, ...]) -> None:
+        self.call(self.leader(), "queue.extend", content, lambda result: self._work(content[1]))
 
     def _ack(self, receipts: list[Receipt]) -> None:
         def answered(result: Any) -> None:
