@@ -24,6 +24,7 @@ from portalmq import (
     InvalidRequest,
     Producer,
 )
+from portalmq.transport import Request
 
 pytestmark = pytest.mark.cluster
 
@@ -276,3 +277,27 @@ def test_an_asynchronous_consumer_reads_streams_too(url: str, topic: str) -> Non
             return [int(message.text) async for message in reading]
 
     assert asyncio.run(read()) == list(range(100))
+
+
+def test_what_was_purged_before_it_was_read_is_passed_over(url: str, topic: str) -> None:
+    produce(url, topic, 3)
+    with consumer(url, topic, idle_timeout_s=IDLE_S) as reading:
+        assert numbers(reading) == [0, 1, 2]
+        reading.pause()
+        feeds = reading._stream.feeds.by_place.values()  # type: ignore[union-attr]
+        wait_until(lambda: not any(feed.in_flight for feed in feeds), "no fetch is on its way", 5)
+        produce(url, topic, 10, first=3)
+        Admin(url)._transport.call(Request("DELETE", f"/v1/topics/{topic}/messages?partition=0", repeatable=True))
+        produce(url, topic, 2, first=13)
+        reading.resume()
+        assert numbers(reading) == [13, 14]
+    assert lag(url, topic) == 0
+
+
+def test_a_member_reads_several_topics(url: str, topic: str) -> None:
+    produce(url, topic, 10)
+    produce(url, f"{topic}-too", 10, first=10)
+    with Consumer(
+        topic, f"{topic}-too", group=f"g-{topic}", bootstrap=url, mode="stream", idle_timeout_s=IDLE_S
+    ) as reading:
+        assert sorted(numbers(reading)) == list(range(20))
