@@ -22,7 +22,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 import gevent
@@ -68,6 +68,14 @@ class _Pool(Protocol):
     def apply(self, func: object, args: tuple[object, ...], /) -> object: ...
 
 
+class _First(NamedTuple):
+    """When the first message from `since` on was appended; None when there was none, of `appended` in all."""
+
+    since: int
+    appended: int
+    at_ms: int | None
+
+
 class Compacting:
     """`on_removed` hears how many messages are gone from this broker's files."""
 
@@ -75,6 +83,7 @@ class Compacting:
         self._host = host
         self._on_removed = on_removed
         self._pauses = PAUSES_A_STEP
+        self._first: WeakKeyDictionary[Partition, _First] = WeakKeyDictionary()
         # The newest order of each partition that is known to be committed.
         self._orders: WeakKeyDictionary[Partition, Order] = WeakKeyDictionary()
 
@@ -83,28 +92,37 @@ class Compacting:
         ordered. Takes as long as that takes. Raises PortalMQError when it has to be tried again later."""
         if partition.closed or partition.damage or partition.quarantined or self._host.disk_is_full():
             return
-        if keeps_last and partition.serves and self._is_due(partition, partition.log.end_offset):
-            self._order(partition)
+        if keeps_last and partition.serves:
+            is_old = self._is_old(partition)
+            if is_old or self._is_enough(partition, partition.log.end_offset):
+                self._order(partition, is_old=is_old)
         self._carry_out(partition)
 
     # --- deciding ----------------------------------------------------------------------------------------------------
 
-    def _is_due(self, partition: Partition, upto: int) -> bool:
+    def _is_enough(self, partition: Partition, upto: int) -> bool:
         """Whether what came since the last compaction, and stands below `upto`, is worth one."""
         files, since = partition.log, partition.groups.compacted
         dirty = files.bytes_from(since) - files.bytes_from(max(since, upto))
-        if not dirty or files.messages_before(upto) == files.messages_before(since):
-            return False
         clean = files.size_bytes - files.bytes_from(since)
-        if dirty >= max(clean * DIRTY_A_CLEAN, min(DIRTY_BYTES_MIN, files.segment_bytes)):
-            return True
-        wall_ms = self._host.clock.wall_ms()
-        oldest_ms = self._done(partition, _first_message_ms, files, max(since, files.log_start_offset))
-        return isinstance(oldest_ms, int) and oldest_ms < wall_ms - COMPACT_WITHIN_MS
+        if not dirty or dirty < max(clean * DIRTY_A_CLEAN, min(DIRTY_BYTES_MIN, files.segment_bytes)):
+            return False
+        return files.messages_before(upto) > files.messages_before(since)
 
-    def _order(self, partition: Partition) -> None:
+    def _is_old(self, partition: Partition) -> bool:
+        """Whether the first message since the last compaction has waited long enough. The file is asked once for it:
+        those of a partition at rest stay closed."""
+        files = partition.log
+        since, appended = max(partition.groups.compacted, files.log_start_offset), files.message_count_total
+        known = self._first.get(partition)
+        if known is None or known.since != since or (known.at_ms is None and known.appended != appended):
+            at_ms = self._done(partition, _first_message_ms, files, since)
+            known = self._first[partition] = _First(since, appended, at_ms if isinstance(at_ms, int) else None)
+        return known.at_ms is not None and known.at_ms < self._host.clock.wall_ms() - COMPACT_WITHIN_MS
+
+    def _order(self, partition: Partition, *, is_old: bool = False) -> None:
         upto = self._reach(partition)
-        if upto <= partition.groups.compacted or not self._is_due(partition, upto):
+        if upto <= partition.groups.compacted or not (is_old or self._is_enough(partition, upto)):
             return
         kept_ms = max(TOMBSTONES_KEPT_MS, partition.dedup_window_ms)
         before_ms = self._done(partition, _tombstones_before_ms, partition.log, kept_ms)
