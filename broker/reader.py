@@ -15,6 +15,8 @@ from portalmq.errors import Unavailable
 # Read ahead this much: whoever reads one message usually reads the next ones too.
 READ_MESSAGES = 1_000
 READ_BYTES = 1024 * 1024
+# Of so many batches it is remembered that they were checked.
+CHECKED_MAX = 100_000
 
 
 class Piece(msgspec.Struct, gc=False, frozen=True):
@@ -49,10 +51,15 @@ class Reader:
         self._on_fault = on_fault
         self._on_damage = on_damage
         self.used = False
+        # Base offsets of batches that were read as a whole, and so were checked.
+        self._checked: set[int] = set()
 
     def pieces(self, start: int, end: int, limit: int) -> Iterator[Piece]:
         """The messages in [start, end), at most `limit`, by offset. Raises Unavailable for what is damaged."""
         offset = max(start, self._log.log_start_offset)
+        if end - start == 1 and offset == start and (piece := self._of_checked(offset)) is not None:
+            yield piece
+            return
         while offset < end and limit > 0:
             batch = self._cache.find(self._key, offset) or self._read(offset, end)
             if batch is None:
@@ -65,6 +72,28 @@ class Reader:
                     if limit <= 0:
                         return
             offset = batch.end_offset
+
+    def _of_checked(self, offset: int) -> Piece | None:
+        """The message at `offset` alone, when its batch was checked before and has left the cache since: who reads here
+        and there would else read a whole batch for each message, as the checksum is of that."""
+        if self._cache.find(self._key, offset) is not None:
+            return None
+        base_offset, timestamp_ms, record = self._row(offset) or (-1, 0, None)
+        if record is None or base_offset not in self._checked:
+            return None
+        batch = Batch(offset, 1, 0, Kind.MESSAGES, 0, timestamp_ms, records=(record,))
+        return Piece(batch, offset, offset + 1)
+
+    def _row(self, offset: int) -> tuple[int, int, Record] | None:
+        self.used = True
+        try:
+            return self._log.lanes.message(offset)
+        except (CorruptBatch, DamagedFile) as fault:
+            self._on_damage(fault)
+            raise Unavailable(f"a batch is damaged on this broker: {fault}", outcome="not_applied") from fault
+        except StorageFault as fault:
+            self._on_fault(fault)
+            raise Unavailable("the storage failed", outcome="not_applied") from fault
 
     def control_at(self, offset: int) -> Batch | None:
         """The control record at `offset`; None when it is gone. Raises Unavailable for a damaged one."""
@@ -99,6 +128,9 @@ class Reader:
         except StorageFault as fault:
             self._on_fault(fault)
             raise Unavailable("the storage failed", outcome="not_applied") from fault
+        if len(self._checked) >= CHECKED_MAX:
+            self._checked.clear()
+        self._checked.update([batch.base_offset for batch in batches])
         for batch in reversed(batches):
             self._cache.put(self._key, batch, payload_bytes(batch))
         return batches[0] if batches else None

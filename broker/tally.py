@@ -24,6 +24,8 @@ NOTHING = {"ready": 0, "in_flight": 0, "scheduled": 0, "dead": 0, "lag": 0, "old
 HEAD_MAX = 1_000
 SKIP_MAX = 100_000
 DELAYED_SPANS_MAX = 100
+# A group that has so little before it is counted by its messages, and not by all that ever waited in the lanes.
+NEAR = 20_000
 
 
 def counted(partition: Partition, group: str, clock: Clock) -> dict[str, int]:
@@ -58,11 +60,15 @@ def _fresh(partition: Partition, delivery: GroupDelivery, wall_ms: int) -> tuple
     log, lanes = partition.log, partition.log.lanes
     end = partition.high_watermark
     first = min(delivery.next, end)
+    # Between lane 0's cursor and the end are messages of the other lanes too, which are counted with their own.
     ready = log.messages_before(end) - log.messages_before(first)
+    is_near = end - first <= NEAR
+    if is_near and lanes.present:
+        ready -= lanes.count_others(first, end)
     scheduled = 0
     for lane in lanes.present:
-        # Between lane 0's cursor and the end are messages of the other lanes too: they are counted with their own.
-        ready -= lanes.count(lane, 0, first if lane < DELAYED else 0, end, start=first)
+        if not is_near:
+            ready -= lanes.count(lane, 0, first if lane < DELAYED else 0, end, start=first)
         due_ms, offset = _place(delivery, lane)
         if lane < DELAYED:
             ready += lanes.count(lane, due_ms, offset, end)

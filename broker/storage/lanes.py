@@ -24,7 +24,7 @@ import apsw
 from portalmq.broker.core.lanes import DELAYED, LANES, PRIORITY_MAX, spot_of
 
 if TYPE_CHECKING:
-    from portalmq.broker.storage.batch import Batch
+    from portalmq.broker.storage.batch import Batch, Record
     from portalmq.broker.storage.segment import Segment
 
 DELAYED_MESSAGES = "deliver_at_ms > timestamp_ms"
@@ -161,6 +161,25 @@ class Lanes:
                         total += count_after(reader, lane, due_ms, offset, end, start, until_ms)
         return total
 
+    def count_others(self, start: int, end: int) -> int:
+        """How many messages in [start, end) are not of lane 0, by a walk over them."""
+        total = 0
+        for segment in self._log._segments:
+            if segment.base_offset < end and segment.end_offset > start:
+                with self._log._read():
+                    if segment in self._log._segments:
+                        found: Any = (
+                            self._log._used(segment)
+                            .reader.execute(
+                                "SELECT count(*) FROM messages WHERE offset >= ? AND offset < ?"
+                                f" AND (({PRIORITY_MESSAGES}) OR coalesce({DELAYED_MESSAGES}, 0))",
+                                (start, end),
+                            )
+                            .get
+                        )
+                        total += found
+        return total
+
     def spot(self, offset: int) -> list[tuple[int, int, int]]:
         """The place of a message, (lane, due_ms, offset); empty when there is none at that offset."""
         for segment in self._log._segments:
@@ -177,6 +196,14 @@ class Lanes:
                     )
                 return [spot_of(offset, *row)] if row else []
         return []
+
+    def message(self, offset: int) -> tuple[int, int, Record] | None:
+        """(base offset of its batch, append time, record) of one message, which is not checked; None without one."""
+        for segment in self._log._segments:
+            if segment.base_offset <= offset < segment.end_offset:
+                with self._log._read():
+                    return self._log._used(segment).message(offset) if segment in self._log._segments else None
+        return None
 
     def first_segment_after(self, lane: int, due_ms: int, offset: int, end: int, *, start: int = 0) -> int | None:
         """The base offset of the oldest segment with a message of the lane from that place on, at `start` or above."""

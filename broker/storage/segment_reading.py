@@ -109,6 +109,22 @@ class ReadableSegment(ABC):
             raise CorruptBatch(self.path, batch.base_offset, f"its checksum is {found}, not {batch.crc}")
         return batch
 
+    def message(self, offset: int) -> tuple[int, int, Record] | None:
+        """(base offset of its batch, append time, record) of one message, not checked; None when there is none."""
+        row = self.reader.execute(
+            f"SELECT {MESSAGE_COLUMNS}, timestamp_ms,"
+            " (SELECT max(base_offset) FROM batches WHERE base_offset <= ?1) FROM messages WHERE offset = ?1",
+            (offset,),
+        ).fetchone()
+        if row is None:
+            return None
+        try:
+            if row[1] not in self._content_type_names:
+                self._content_type_names = dict(self.reader.execute("SELECT id, name FROM content_types"))
+            return row[-1], row[-2], record_of(row[:-2], self._content_type_names)
+        except (KeyError, ValueError, TypeError, msgspec.MsgspecError) as error:
+            raise CorruptBatch(self.path, offset, f"unreadable: {error}") from error
+
     def control_batches(self, offset: int, limit: int) -> list[Batch]:
         """Up to `limit` control records from `offset` on, checked. The messages between them cost nothing."""
         rows = self.reader.execute(

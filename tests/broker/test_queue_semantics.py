@@ -186,6 +186,23 @@ def test_the_oldest_message_is_as_old_as_it_could_be_delivered(fixture):
     assert fixture.broker.describe_group("g").oldest_unacked_ms == 5_000
 
 
+def test_messages_that_are_due_here_and_there_are_read_one_by_one_from_batches_that_were_checked(fixture):
+    now = fixture.clock.wall_ms()
+    receive(fixture)
+    batch = [
+        each for number in range(500) for each in records(f"m{number}", deliver_at_ms=now + 1_000 + (number * 37) % 500)
+    ]
+    fixture.broker.produce("t", batch, None, acks="all")
+    partition = partition_of(fixture)
+    got = []
+    for _ in range(50):
+        fixture.clock.advance(50)
+        fixture.broker.cache.drop(partition._cache_key)
+        got += texts(receive(fixture))
+    assert got == [f"m{number}" for number in sorted(range(500), key=lambda number: ((number * 37) % 500, number))]
+    assert len(partition._reader._checked) == 1
+
+
 # --- expiry ---------------------------------------------------------------------------------------------------------
 
 
