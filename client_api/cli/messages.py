@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from typing import Any, Literal
 
@@ -198,22 +198,24 @@ def consume(
         raise click.UsageError("a group keeps its own place: --offset, --since and --partition do not go with --group")
     with session.admin() as admin:
         if group is not None:
-            of_group = _of_stream if mode == "stream" else _of_group
-            messages = of_group(session, topic, group, count, exit_at_end)
+            shown = _consume_as(session, topic, group, mode, count, exit_at_end)
         else:
             start: Position = (
                 offset if offset is not None else "earliest" if from_beginning or exit_at_end else "latest"
             )
-            messages = _of_topic(admin, topic, partition, start, since, exit_at_end)
-        shown = 0
-        for message in messages:
-            _show(message, session.output)
-            shown += 1
-            if count is not None and shown >= count:
-                break
-        if isinstance(messages, Iterator):
-            getattr(messages, "close", lambda: None)()
+            shown = _print(_of_topic(admin, topic, partition, start, since, exit_at_end), session.output, count)
     click.echo(f"{shown} messages", err=True)
+
+
+def _print(messages: Iterable[Message], form: str, count: int | None) -> int:
+    """Print up to `count` messages as they come; answers how many."""
+    shown = 0
+    for message in messages:
+        _show(message, form)
+        shown += 1
+        if shown == count:
+            break
+    return shown
 
 
 def _show(message: Message, form: str) -> None:
@@ -224,44 +226,24 @@ def _show(message: Message, form: str) -> None:
         sys.stdout.flush()
 
 
-def _of_group(session: Session, topic: str, group: str, count: int | None, exit_at_end: bool) -> Iterator[Message]:
-    """Messages for the group. Each is acked once it is printed, the last one too."""
+def _consume_as(
+    session: Session, topic: str, group: str, mode: Literal["queue", "stream"], count: int | None, exit_at_end: bool
+) -> int:
+    """Print messages as a member of the group. What is printed is done; what could not be printed goes back."""
+    end_wait_s = STREAM_END_WAIT_S if mode == "stream" else END_WAIT_S
     with Consumer(
         topic,
         group=group,
+        mode=mode,
         bootstrap=session.server,
         token=session.token,
         max_messages=min(count or 100, 100),
-        idle_timeout_s=END_WAIT_S if exit_at_end else None,
-        manual_ack=True,
+        idle_timeout_s=end_wait_s if exit_at_end else None,
     ) as consumer:
-        printed: list[Message] = []
-        try:
-            for message in consumer:
-                printed.append(message)
-                yield message
-                if len(printed) >= 100:
-                    consumer.ack(printed)
-                    printed = []
-        finally:
-            if printed:
-                consumer.ack(printed)
-
-
-def _of_stream(session: Session, topic: str, group: str, count: int | None, exit_at_end: bool) -> Iterator[Message]:
-    """Messages of the partitions that this member of the group reads. What is printed is committed, all of it."""
-    with Consumer(
-        topic,
-        group=group,
-        mode="stream",
-        bootstrap=session.server,
-        token=session.token,
-        idle_timeout_s=STREAM_END_WAIT_S if exit_at_end else None,
-    ) as consumer:
-        try:
-            yield from consumer
-        finally:
-            consumer.commit()
+        shown = _print(consumer, session.output, count)
+        # Asking for the next message says that one is done, and after the last one nobody asks.
+        consumer.commit()
+    return shown
 
 
 def _of_topic(

@@ -12,6 +12,7 @@ import click
 import msgspec
 
 _UNITS_S = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86_400}
+DURATION_S_MAX = 100 * 366 * 86_400
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)\Z")
 
 
@@ -28,6 +29,8 @@ def duration(ctx: click.Context, parameter: click.Parameter, given: str | None) 
     seconds = duration_s(given)
     if seconds is None:
         raise click.BadParameter(f"{given!r} is no duration; write 500ms, 90s, 15m, 2h or 7d")
+    if seconds > DURATION_S_MAX:
+        raise click.BadParameter(f"{given!r} is longer than a century")
     return seconds
 
 

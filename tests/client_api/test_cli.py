@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from support.scripted_broker import Call, Reply, ScriptedBroker, refuse
 from portalmq import wire
 from portalmq.cli import main as cli
 from portalmq.cli.main import main
+from portalmq.message import Message
 
 PARTITION = wire.PartitionDescription(0, 1, 1, [1], [1], 0, 3, 100)
 TOPIC = wire.TopicDescription("t", [PARTITION], wire.TopicConfig())
@@ -212,6 +214,14 @@ def test_produce_fails_when_a_message_is_refused(broker: ScriptedBroker) -> None
     assert "1 messages were not sent; the first: scripted forbidden" in result.stderr
 
 
+@pytest.mark.parametrize("option", ["--delay", "--ttl"])
+def test_a_time_that_is_too_long_is_a_wrong_call(broker: ScriptedBroker, option: str) -> None:
+    result = run(broker, "produce", "t", option, "100000000000000d", stdin="one\n")
+    assert (result.exit_code, type(result.exception)) == (2, SystemExit)
+    assert f"Invalid value for '{option}'" in result.stderr
+    assert broker.topics == {}
+
+
 # --- consume and peek ------------------------------------------------------------------------------------------------
 
 
@@ -230,6 +240,36 @@ def test_consume_as_a_group_ends_at_the_end(broker: ScriptedBroker, monkeypatch:
     result = run(broker, "consume", "t", "--group", "g", "--exit-at-end", "-o", "ndjson")
     assert [json.loads(line)["value"] for line in result.stdout.splitlines()] == [str(number) for number in range(250)]
     assert len(broker.done) == 250
+
+
+def test_consume_as_a_group_acks_what_is_printed_while_it_waits_for_more(broker: ScriptedBroker) -> None:
+    """Or the lease of a message would run out before the hundredth comes, and it would be printed again."""
+    broker.fill("t", [b"one"])
+    program = [sys.executable, "-m", "portalmq.cli.main", "consume", "t", "-g", "g", "--server", broker.url]
+    with subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        try:
+            broker.wait_for(lambda: ("t", 0, 0) in broker.done)
+            assert process.poll() is None
+        finally:
+            process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=10)[0] == b"one\n"
+    assert process.returncode == 130
+
+
+def test_consume_as_a_group_gives_back_what_could_not_be_printed(
+    broker: ScriptedBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reader went away (`| head`): what it can have seen is done, and no more."""
+
+    def show(message: Message, form: str) -> None:
+        if message.value == b"three":
+            raise BrokenPipeError
+
+    monkeypatch.setattr("portalmq.cli.messages._show", show)
+    broker.fill("t", [b"one", b"two", b"three", b"four"])
+    run(broker, "consume", "t", "--group", "g")
+    assert broker.done == {("t", 0, 0), ("t", 0, 1)}
+    assert broker.leased == {}
 
 
 def test_consume_without_a_group_only_looks(broker: ScriptedBroker) -> None:
