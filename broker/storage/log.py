@@ -201,7 +201,7 @@ class Log(ReadableLog):
                 with faults_of(segment.path):
                     entry = entry_of(segment)
                 with self._change(all_or_fault=True):
-                    if segment in self._segments:
+                    if segment in self._segments and segment.base_offset not in self._sealed:
                         self._put_sealed([entry])
                         count += 1
         return count
@@ -316,7 +316,7 @@ class Log(ReadableLog):
     def replace_sealed(self, old: SealedSegment, new: SealedSegment) -> bool:
         """Puts the draft of `old`, which `new` describes, in its place. False when that segment is gone meanwhile, or
         is not sealed any more."""
-        with self._change(all_or_fault=True):
+        with self._sealing, self._change(all_or_fault=True):  # nobody is to hash the old file for the new one's entry
             segment = self._segments[self._position(old.base_offset)]
             if self._sealed.get(old.base_offset) is not old or segment.base_offset != old.base_offset:
                 return False

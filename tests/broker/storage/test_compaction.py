@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import shutil
 import sqlite3
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import apsw
 import msgspec
@@ -364,6 +366,34 @@ def test_a_batch_is_hollow_when_nothing_is_left_of_it(tmp_path, count):
     for each, expected in ((batch, False), (almost, False), (hollow, True)):
         frame = frame_of(each)
         assert is_hollow(frame, head_of(frame)) is expected
+
+
+def test_sealing_goes_on_meanwhile_and_the_manifest_tells_the_files_that_are_there(tmp_path):
+    log = open_log(tmp_path)
+    for number in range(30):
+        put(log, *[(b"key %d" % n, b"%d" % number) for n in range(20)])
+        log.roll()
+    log.seal(300)
+    work = Compaction(log, order(300))
+    stop = threading.Event()
+
+    def seal():
+        while not stop.is_set():
+            log.seal(log.end_offset)
+            put(log, (b"live", b"1"))
+            log.roll()
+
+    with ThreadPoolExecutor(2) as pool:
+        sealing = pool.submit(seal)
+        run(work)
+        stop.set()
+        sealing.result()
+    assert log.is_compacted(300, 0)
+    for entry in log.sealed_segments:
+        content = (tmp_path / entry.file).read_bytes()
+        assert (len(content), hashlib.sha256(content).hexdigest()) == (entry.bytes, entry.sha256)
+    log.close()
+    assert sorted(found(open_log(tmp_path)))[:20] == list(range(280, 300))
 
 
 # --- what can go wrong ------------------------------------------------------------------------------------------------
