@@ -105,7 +105,7 @@ def _(original: Any, *arguments: Any, cancelled: Any, **named: Any) -> Any:
     return original(*arguments, cancelled=(), **named)
 
 
-@mutant("snapshots without what is ahead", 1779, (GroupDelivery, "snapshot"))
+@mutant("snapshots without what is ahead", 4695, (GroupDelivery, "snapshot"))
 def _(original: Any, self: Any) -> Any:
     return msgspec.structs.replace(original(self), ahead=[])
 
@@ -145,14 +145,14 @@ def _(original: Any, self: Any, offset: int, key: int) -> None:
     self._freed = freed
 
 
-@mutant("keeps its book of keys from an earlier time", 1203, (GroupDelivery, "take_over"))
+@mutant("keeps its book of keys from an earlier time", 1031, (GroupDelivery, "take_over"))
 def _(original: Any, self: Any, now_ms: int) -> None:
     keys = self.keys
     original(self, now_ms)
     self.keys = keys
 
 
-@mutant("prolongs a lease when it is another's turn", 687, (GroupDelivery, "may_extend"))
+@mutant("prolongs a lease when it is another's turn", 1415, (GroupDelivery, "may_extend"))
 def _(original: Any, self: Any, offset: int, number: int, now_ms: int) -> bool:
     return self.holds(offset, number)
 
@@ -176,7 +176,7 @@ def _(original: Any, self: Any, id: Any, topic: str, content: str) -> None:
     self.world.after(1, self.arrived, id)
 
 
-@mutant("forgets which calls it has committed", 283, (delivery, "remember_commit"))
+@mutant("forgets which calls it has committed", 47, (delivery, "remember_commit"))
 def _(original: Any, *arguments: Any) -> None:
     pass
 

@@ -126,6 +126,9 @@ class GroupChecker:
                 self._check_key(desk, model, offset, live)
             live[offset] = (deadline_ms, receipt)
             model.handed.add(offset)
+            if receipt in model.receipts:
+                model.twins.add(receipt)  # a full disk took the first grant away: two hold the same
+            model.receipts.add(receipt)
             self.world.count("delivery")
             if receipt.delivery > 1:
                 self.world.count("redelivery")
@@ -192,9 +195,9 @@ class GroupChecker:
             self.fail("I13", "{}: {} is refused, and has been committed", group, call)
 
     def has_ordered(self, group: str, receipts: list[Receipt], call: str, outputs: int) -> None:
-        """A client is told that its commit call stands, or that of a zombie with the same receipts."""
-        committed = self.queues[group].call_of.get(receipts[0].offset, "")
-        if committed not in (call, "") or not outputs:
+        """A client is told that its commit call stands, or that of another with the same receipts."""
+        model = self.queues[group]
+        if model.call_of.get(receipts[0].offset, "") not in (call, "") or not model.twins.isdisjoint(receipts):
             return
         for number in range(outputs):
             if ("output", f"{call}/{number}") not in self.ordered:

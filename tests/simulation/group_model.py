@@ -37,6 +37,7 @@ from portalmq.broker.core.records import (
 
 if TYPE_CHECKING:
     from simulation.disk import Batch
+    from simulation.queue_desk import Receipt
 
 Fail = Callable[..., None]
 
@@ -70,6 +71,8 @@ class QueueModel:
         self.state: dict[int, str] = {}
         self.leases: dict[int, Lease] = {}
         self.handed: set[int] = set()  # by whatever leader, committed or not
+        self.receipts: set[Receipt] = set()
+        self.twins: set[Receipt] = set()
         self.calls: set[str] = set()
         self.call_of: dict[int, str] = {}  # message -> the call that committed it, "" for one without outputs
         self.redriven: set[int] = set()

@@ -11,11 +11,12 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import chain
 from multiprocessing import Pool
 from unittest.mock import patch
 
 from simulation import delivery_mutants
-from simulation.group_options import has_groups
+from simulation.group_options import EVERY
 from simulation.mutants import MUTANTS
 from simulation.run import failure_of
 
@@ -32,12 +33,15 @@ def planted(name: str) -> Iterator[None]:
         yield
 
 
-def killer_of(name: str, seeds: Iterable[int] = range(SEEDS_MAX)) -> tuple[int, str] | None:
-    """The first of these seeds whose run breaks with this bug, and how; None if all hold."""
+def seeds_for(name: str) -> Iterable[int]:
+    """SEEDS_MAX runs; a bug of delivery is looked for in those that have groups."""
+    return range(EVERY - 1, EVERY * SEEDS_MAX, EVERY) if MUTANTS[name].has_groups else range(SEEDS_MAX)
+
+
+def killer_of(name: str, first: Iterable[int] = ()) -> tuple[int, str] | None:
+    """A seed whose run breaks with this bug, and how; `first` are tried before all others. None if all hold."""
     with planted(name):
-        for seed in seeds:
-            if MUTANTS[name].has_groups and not has_groups(seed):
-                continue
+        for seed in chain(first, seeds_for(name)):
             failure, _ = failure_of(seed)
             if failure is not None:
                 return seed, failure
