@@ -22,6 +22,8 @@ def test_messages_are_counted_by_topic_and_group():
     metrics.published("t", 2, 20)
     metrics.delivered("t", "g", 4, 1)
     metrics.acked("t", "g", 4)
+    metrics.dead("t", "g", 2)
+    metrics.expired("t", "g", 7)
     metrics.committed(0.002)
     found = samples(metrics)
     assert found["portalmq_messages_published_total", (("topic", "t"),)] == 5
@@ -29,6 +31,8 @@ def test_messages_are_counted_by_topic_and_group():
     assert found["portalmq_messages_delivered_total", (("group", "g"), ("topic", "t"))] == 4
     assert found["portalmq_messages_redelivered_total", (("group", "g"), ("topic", "t"))] == 1
     assert found["portalmq_messages_acked_total", (("group", "g"), ("topic", "t"))] == 4
+    assert found["portalmq_messages_dead_total", (("group", "g"), ("topic", "t"))] == 2
+    assert found["portalmq_messages_expired_total", (("group", "g"), ("topic", "t"))] == 7
     assert found["portalmq_storage_commit_duration_seconds_count", ()] == 1
     assert found["portalmq_build_info", (("version", "1.2.3"),)] == 1
 

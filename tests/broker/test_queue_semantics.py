@@ -250,6 +250,7 @@ def test_a_message_that_is_nacked_often_enough_is_given_up_and_its_receipt_is_st
     assert texts(receive(fixture)) == ["b"]
     (dead,) = partition_of(fixture).delivery["g"].dead
     assert (dead.deliveries, dead.reason) == (2, "no such customer")
+    assert b'portalmq_messages_dead_total{group="g",topic="t"} 1.0' in fixture.broker.metrics.exposition()
 
 
 def test_a_lease_that_ends_for_the_last_time_gives_the_message_up_though_nobody_asks(fixture):

@@ -145,3 +145,11 @@ def test_a_client_that_says_so_is_not_looked_for_an_earlier_attempt_of(client, d
     headers = {} if header is None else {"PortalMQ-First-Try": header}
     client.post("/v1/groups/g/receive", json={"topics": ["t"], "attempt_id": "a"}, headers=headers)
     assert domain.last("receive")["is_first"] is is_first
+
+
+def test_a_group_may_be_told_to_start_at_a_time_in_either_form(client, domain, problem_of):
+    for at in ("2026-01-31T12:00:00Z", 1_769_860_800_000):
+        assert client.put(f"/v1/groups/g{len(str(at))}", json={"start": {"at": at}}).status_code == 201
+        assert domain.last("put_group")["config_patch"] == {"start": {"at": 1_769_860_800_000}}
+    problem = problem_of(client.put("/v1/groups/h", json={"start": {"at": "yesterday"}}), 400, "invalid_request")
+    assert "start.at" in problem["detail"]
