@@ -4,7 +4,7 @@
                                           | no
                                           v
                        who stands in the control plane? --lives--> that broker, one hop
-                                          | nobody, or gone, or draining
+                                          | nobody, or gone, or draining, or silent
                                           v
                             take over by compare-and-set (whoever is first coordinates)
 
@@ -34,13 +34,13 @@ from portalmq.broker.core import group_events as core
 from portalmq.broker.core.membership import TICK_MS
 from portalmq.broker.forwarding import Leaders, place_of
 from portalmq.broker.groups import Groups
-from portalmq.broker.peers import NotReached, Peers
+from portalmq.broker.peers import NotAnswered, NotReached, Peers
 from portalmq.broker.streams import ClaimShare, CommitShare, Standing, Start, StreamPartitions, first_error
 from portalmq.broker.topics import Topic
 from portalmq.control_plane.mirror import Changes, Mirror
 from portalmq.control_plane.plane import PlaneUnavailable
 from portalmq.control_plane.state import GroupState
-from portalmq.control_plane.stream_groups import CheckpointState, RosterState, StreamGroups
+from portalmq.control_plane.stream_groups import CheckpointState, RosterState, StreamGroups, group_id_of
 from portalmq.control_plane.tree import Versioned
 from portalmq.errors import (
     GroupModeMismatch,
@@ -56,6 +56,8 @@ log = logging.getLogger(__name__)
 PATIENCE_S = 5.0
 PAUSE_S = 0.05
 CALL_TIMEOUT_S = 15.0
+# A coordinator that is silent for longer is paused, or so busy that its members suffer.
+HEARTBEAT_TIMEOUT_S = 4.0
 CHECKPOINT_EVERY_S = 1.0
 # An offset that is answered without its leader is waited for no longer than this.
 STANDING_WITHIN_S = 2.0
@@ -113,6 +115,7 @@ class Coordinating:
         self._taking: set[str] = set()
         self._elsewhere: dict[str, tuple[int, int]] = {}
         self._doubtful: set[str] = set()
+        self._noted: set[str] = set()
         self._saved: dict[tuple[str, str], dict[int, tuple[int, int, int]]] = {}
         self._closing = Event()
         self._greenlets: list[gevent.Greenlet] = []
@@ -120,6 +123,7 @@ class Coordinating:
     # --- life --------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
+        self._store.plane.watch(self._rang)
         self._greenlets = [gevent.spawn(self._tick), gevent.spawn(self._checkpoint)]
 
     def drain(self) -> None:
@@ -149,8 +153,18 @@ class Coordinating:
         for coordinator in tuple(self._own.values()):
             coordinator.tell(core.SessionLost())
 
+    def _rang(self, path: str | None) -> None:
+        """The plane's bell: a roster was written, by us or by who has taken over."""
+        group_id = group_id_of(path) if path is not None else None
+        if group_id in self._own:
+            self._noted.add(group_id)
+
     def _tick(self) -> None:
         while not self._closing.wait(TICK_MS / 1000):
+            noted, self._noted = self._noted, set()
+            for group_id in noted:
+                if group_id in self._own:
+                    self._own[group_id].tell(core.SessionLost())
             for group_id, coordinator in tuple(self._own.items()):
                 coordinator.tell(core.Tick())
                 if not coordinator.membership.is_idle:
@@ -241,12 +255,12 @@ class Coordinating:
                 self._keep(group, where)
                 if not forward:
                     raise self._not_coordinator(group, where)
+                timeout_s = HEARTBEAT_TIMEOUT_S if call.verb == "heartbeat" else CALL_TIMEOUT_S
                 try:
-                    return self._peers.call(where[0], "coordinate", call, kind, timeout_s=CALL_TIMEOUT_S)
-                except NotReached as error:
-                    if not error.refused:
-                        raise
-                    log.warning("group %r: its coordinator, broker %d, is gone", group.name, where[0])
+                    return self._peers.call(where[0], "coordinate", call, kind, timeout_s=timeout_s)
+                except (NotReached, NotAnswered) as error:
+                    # It need not be dead: whoever takes over from one that lives harms nothing.
+                    log.warning("group %r is taken over: %s", group.name, error)
             own = self._take(group)
         return self._ask(own, call, kind)
 

@@ -43,6 +43,10 @@ COMMIT_EVERY_S = 1.0
 LET_GO_WITHIN_S = 5.0
 LET_GO_POLL_S = 0.05
 AGAIN_S = 0.3
+HEARTBEAT_S_MIN = 1.0
+# While no coordinator can be reached nobody else is given this member's partitions, and one that takes over gives it a
+# session more. So it goes on for a while; after this time it is more likely the one that is cut off.
+SESSIONS_UNHEARD = 3
 CLOSE_WITHIN_S = 5.0
 WAIT_S = 10.0
 
@@ -203,9 +207,10 @@ class StreamMember:
         try:
             self._commit([taken.feed])
         except (IllegalGeneration, OffsetOutOfRange):
+            self._wake.set()
             with self._lock:
                 self._taken = None
-            self._wake.set()
+                self._lock.wait(LET_GO_POLL_S)  # until the heartbeat tells what has become of the partition
             return False
         return True
 
@@ -234,8 +239,11 @@ class StreamMember:
         self._commit(feeds)
 
     def _commit(self, feeds: Sequence[Feed], timeout_s: float | None = None) -> None:
-        """Bring what is done to the leaders."""
-        with self._committing:
+        """Bring what is done to the leaders. With a `timeout_s` no other commit is waited for any longer: the member's
+        thread has heartbeats to send."""
+        if not self._committing.acquire(timeout=-1 if timeout_s is None else timeout_s):
+            raise Unavailable("another commit is on its way")
+        try:
             with self._lock:
                 news = [(feed, feed.done) for feed in feeds if feed.done > feed.committed and not feed.gone]
                 generation = self.generation
@@ -260,6 +268,8 @@ class StreamMember:
                     self._wake.set()
                 raise
             self._committed(news)
+        finally:
+            self._committing.release()
 
     def _committed(self, news: Iterable[tuple[Feed, int]]) -> None:
         with self._lock:
@@ -368,7 +378,7 @@ class StreamMember:
                     self._fail(error)
                     return
                 _log.debug("group %s: %s", self._group, error)
-                if self._joined and time.monotonic() > self._answered_at + self._session_s:
+                if self._joined and time.monotonic() > self._answered_at + SESSIONS_UNHEARD * self._session_s:
                     self._lost(error)
             except Exception as fault:
                 self._fail(Unavailable(f"the consumer's member thread failed: {fault!r}", retryable=False))
@@ -391,7 +401,7 @@ class StreamMember:
     def _join(self) -> contract.MemberAnswer:
         self._settle_group()
         request = contract.JoinRequest(self._topics, self.member_id, round(self._session_s * 1000))
-        answer = self._call("POST", contract.members_path(self._group), request)
+        answer = self._call("POST", contract.members_path(self._group), request, self._session_s)
         self._joined = True
         _log.info("joined group %s as %s in generation %d", self._group, self.member_id, answer.generation)
         return answer
@@ -415,11 +425,13 @@ class StreamMember:
 
     def _heartbeat(self) -> contract.MemberAnswer:
         path = contract.member_path(self._group, self.member_id, "heartbeat")
-        return self._call("POST", path, contract.HeartbeatRequest(self.generation))
+        # A broker that is silent is given up in time for another one to be asked within the session.
+        timeout_s = max(HEARTBEAT_S_MIN, self._session_s / 3)
+        return self._call("POST", path, contract.HeartbeatRequest(self.generation), timeout_s)
 
-    def _call(self, method: str, path: str, body: msgspec.Struct) -> contract.MemberAnswer:
+    def _call(self, method: str, path: str, body: msgspec.Struct, timeout_s: float) -> contract.MemberAnswer:
         request = Request(method, path, msgspec.json.encode(body), (("Content-Type", wire.JSON),), repeatable=True)
-        return decode_answer(self._settling.call(request, timeout_s=self._session_s), contract.MemberAnswer)
+        return decode_answer(self._settling.call(request, timeout_s=timeout_s), contract.MemberAnswer)
 
     def _adopt(self, answer: contract.MemberAnswer) -> bool | None:
         """Work by this assignment from now on: True when something was let go of. None when that has to wait for the

@@ -28,6 +28,14 @@ def membership_path(group_id: str) -> str:
     return f"{STREAMS}/{group_id}/membership"
 
 
+def group_id_of(path: str) -> str | None:
+    """The id of the group whose membership stands at this path; None when it is another path."""
+    match path.split("/"):
+        case ["", "streams", group_id, "membership"]:
+            return group_id
+    return None
+
+
 def checkpoints_path(group_id: str) -> str:
     return f"{STREAMS}/{group_id}/offsets"
 

@@ -69,7 +69,8 @@ from portalmq.errors import Backpressure, Fenced, IllegalGeneration, PortalMQErr
 
 MEMBERS_MAX = 1_000
 TICK_MS = 250
-# A join is answered when its partitions are claimed, or with those that are after this time.
+# A join is answered when its partitions are claimed, or with those that are after this time, and a quarter of the
+# member's session at most: it must not give up waiting.
 JOIN_WAIT_MS = 3_000
 HEARTBEATS_PER_SESSION = 5
 # While partitions are on their way to a member, or from it, it is to come again soon.
@@ -184,8 +185,7 @@ class GroupMembership:
                     del self._seeking[event.topic]
                     self._claims_due = True
             case SessionLost():
-                if self._loaded and self._proposed is None:
-                    self._read()
+                self._doubt()
             case Tick():
                 self._tick(now_ms)
 
@@ -221,6 +221,11 @@ class GroupMembership:
             self._confirm(proposed, event.version, now_ms)
             self._settle_doubts(now_ms)
         else:
+            self._read()
+
+    def _doubt(self) -> None:
+        """See whether somebody else has written. The answer to a proposal tells that too."""
+        if self._loaded and self._proposed is None:
             self._read()
 
     def _read(self) -> None:
@@ -264,7 +269,7 @@ class GroupMembership:
                     if intent.member_id in membership.members:
                         self._deadlines[intent.member_id] = now_ms + intent.session_timeout_ms
                         self._heard[intent.member_id] = membership.generation
-                    until_ms = now_ms + JOIN_WAIT_MS
+                    until_ms = now_ms + _patience_ms(intent.session_timeout_ms)
                     self._waiting.append(_Waiting(intent.token, intent.member_id, until_ms, is_join=True))
                 case Leave():
                     self._actions.append(Answer(intent.token, intent.member_id, membership.generation))
@@ -351,7 +356,7 @@ class GroupMembership:
             if heartbeat.generation > self._heard.get(member.member_id, 0):
                 self._heard[member.member_id] = heartbeat.generation
                 self._is_dirty = self._is_dirty or member.member_id in self._leaving
-            until_ms = now_ms + JOIN_WAIT_MS
+            until_ms = now_ms + _patience_ms(member.session_timeout_ms)
             self._waiting.append(_Waiting(heartbeat.token, member.member_id, until_ms, is_join=False))
 
     def _assignment(self, token: object, member: Member) -> Answer:
@@ -393,12 +398,14 @@ class GroupMembership:
         return any(partition in self._inherited for partition, _ in self._places_of.get(waiting.member_id, ()))
 
     def _tick(self, now_ms: int) -> None:
-        """Nobody could heartbeat while this process was paused: that is not the members' silence."""
+        """Nobody could heartbeat while this process was paused: that is not the members' silence. And others may have
+        taken over."""
         if self._ticked_ms is not None:
             paused_ms = now_ms - self._ticked_ms - 4 * TICK_MS
             if paused_ms > 0:
                 for member_id in self._deadlines:
                     self._deadlines[member_id] += paused_ms
+                self._doubt()
         self._ticked_ms = now_ms
         self._claims_due = self._claims_due or bool(self._unclaimed)
         self._is_dirty = self._is_dirty or any(deadline <= now_ms for deadline in self._deadlines.values())
@@ -472,6 +479,10 @@ class GroupMembership:
             self._waited_for[event.member_id] -= 1
             self._claimed[event.partition] = (event.member_id, event.since, event.offset)
             self._claim_again_ms.pop(event.partition, None)
+
+
+def _patience_ms(session_timeout_ms: int) -> int:
+    return min(JOIN_WAIT_MS, session_timeout_ms // 4)
 
 
 def _moved(group: str) -> PortalMQError:

@@ -159,6 +159,14 @@ def coordinator(cluster: Cluster, topic: str) -> int:
     return wait_until(found, "the group has a coordinator")
 
 
+def coordinator_other_than(cluster: Cluster, topic: str, paused: int) -> int:
+    def found() -> int | None:
+        now = coordinator(cluster, topic)
+        return now if now != paused else None
+
+    return wait_until(found, "another broker coordinates")
+
+
 def test_members_and_coordinators_come_and_go(cluster: Cluster, topic: str) -> None:
     cluster.admin().create_topic(topic, partitions=PARTITIONS)
     cluster.wait_in_sync(topic)
@@ -282,6 +290,30 @@ def test_a_coordinator_that_is_stopped_hands_over_and_nobody_notices(cluster: Cl
     group.close()
     group.check_faults()
     assert len(group.sights) == len(acked), "nothing came twice"
+
+
+def test_a_coordinator_that_stands_still_is_replaced(cluster: Cluster, topic: str) -> None:
+    """And when it goes on, it changes nothing any more."""
+    cluster.admin().create_topic(topic, partitions=3)
+    cluster.wait_in_sync(topic)
+    group = Group(cluster, topic)
+    with loads(cluster.urls, topic=topic, partitions=3, pause_s=PAUSE_S) as running:
+        for _ in range(3):
+            group.add()
+        wait_until(lambda: [reader.partitions for reader in group.live] == [1, 1, 1], "each has one")
+        paused = coordinator(cluster, topic)
+        cluster.pause(paused)
+        other = coordinator_other_than(cluster, topic, paused)
+        cluster.resume(paused)
+        for load in running:
+            load.wait_for_acked(100)
+        assert coordinator(cluster, topic) == other
+        wait_until(lambda: [reader.partitions for reader in group.live] == [1, 1, 1], "each has one still, or again")
+    acked = {each.value for load in running for each in load.acked}
+    wait_until(lambda: acked <= {sight.value for sight in group.sights}, "every message was processed")
+    group.close()
+    group.check_faults()
+    _check_owners(group.sights)
 
 
 def test_a_topic_that_is_made_anew_is_read_from_its_beginning(cluster: Cluster, topic: str) -> None:

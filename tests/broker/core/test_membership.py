@@ -344,7 +344,9 @@ def test_a_claim_that_fails_is_tried_again_and_the_join_does_not_wait_for_it_for
     core.step(Claimed(("t", 0), "a", 2, 5), 0)
     assert core.step(ClaimFailed(("t", 1), 2), 0) == []
     assert core.step(Tick(), 500) == [Claim(("t", 1), "a", 2)]
-    (answer,) = core.step(Tick(), 3_000)
+    for now_ms in range(750, SESSION_MS // 4, 250):
+        assert not any(isinstance(action, Answer) for action in core.step(Tick(), now_ms))
+    (answer,) = core.step(Tick(), SESSION_MS // 4)
     assert isinstance(answer, Answer)
     assert answer.assignment == (Assigned(("t", 0), 2, 5),)
     core.step(Claimed(("t", 1), "a", 2, 9), 3_000)
@@ -362,6 +364,14 @@ def test_a_group_takes_so_many_members_and_no_more() -> None:
     (refused,) = core.step(Join("one more", "x", ("t",), 100), 0)
     assert isinstance(refused, Refuse)
     assert isinstance(refused.error, Backpressure)
+
+
+def test_a_coordinator_that_stood_still_looks_whether_it_still_is_one(group: Coordinator) -> None:
+    group.join("a")
+    group.tell(Tick(), 0)
+    Coordinator(group.plane, group.leaders, 2, {"t": 4})
+    group.tell(Tick(), 5_000)
+    assert group.deposed
 
 
 def test_time_in_which_this_process_stood_still_is_not_the_members_silence(group: Coordinator) -> None:
