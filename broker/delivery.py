@@ -329,18 +329,21 @@ class GroupPartition:
         return pending
 
     def sweep(self) -> None:
-        """Pass over what has expired before anybody asked for it, so that nobody counts it any more."""
+        """Pass over what has expired before anybody asked for it, so that nobody counts it any more; and write down
+        what was looked over, so that retention need not wait for it."""
         delivery = self.partition.delivery.get(self.group)
-        if delivery is None or self._detached or not self.partition.log.lanes.has_expiring:
+        if delivery is None or self._detached:
             return
-        while self._has_fresh(delivery):
-            choice = self._choice(self._clock.now_ms(), 0)
-            if not choice.expired:
-                return
-            self._pass_over(choice)
+        while self.partition.log.lanes.has_expiring and self._has_fresh(delivery):
+            if not self._pass_over(self._choice(self._clock.now_ms(), 0)):
+                break
             gevent.sleep(0)
             if self._detached or self.partition.delivery.get(self.group) is not delivery:
                 return
+        upto = self._supply.place(delivery.next)
+        if upto > delivery.next:
+            at_ms = delivery.last_active_ms
+            self.partition.append_group_record(self.group, Grant((), upto, at_ms, at_ms), is_soft=True)
 
     def replay(self, attempt_id: str) -> list[Delivered] | None:
         """What the first receive with this attempt id got and still holds; None for an unknown one."""

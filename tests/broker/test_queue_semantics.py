@@ -387,6 +387,22 @@ def test_with_order_by_key_priority_is_not_looked_at(fixture):
     assert group.cursors[9] == (0, group.next), "retention is not kept from what lane 0 has passed"
 
 
+def test_a_topic_of_urgent_messages_alone_is_not_kept_for_lane_0(fixture):
+    partition = partition_of(fixture)
+    for number in range(3):
+        send(fixture, f"urgent {number}", priority=1)
+        partition.log.roll()
+    ack(fixture, receive(fixture))
+    assert receive(fixture) == []
+    fixture.broker.groups.sweep()
+    assert partition.delivery["g"].next == partition.readable_end
+    before = partition.replica.next_offset
+    fixture.broker.groups.sweep()
+    assert partition.replica.next_offset == before, "there is nothing more to tell"
+    partition.retain(None, 1, 10 * HOUR_MS)
+    assert partition.log.log_start_offset > 0
+
+
 # --- a disk that refuses ---------------------------------------------------------------------------------------------
 
 
