@@ -16,6 +16,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 
 import gevent
 from gevent.event import Event
@@ -25,6 +26,7 @@ from portalmq import wire
 from portalmq.broker.clock import Clock
 from portalmq.broker.waiting import Peer
 from portalmq.control_plane.locks import (
+    REMOVE_AT_ONCE_MAX,
     Asked,
     Held,
     LockState,
@@ -47,7 +49,6 @@ NOTES_MAX = 2_000
 # A lock that nobody holds is kept for so long, in case it is used again.
 KEEP_UNUSED_MS = 60_000
 SWEEP_EVERY_S = 10.0
-REMOVE_AT_ONCE_MAX = 100
 AGAIN_S = 1.0
 GATE_TIMEOUT_S = 10.0
 
@@ -408,7 +409,7 @@ class Locks:
             return
         self._sweep_at_ms = now_ms + round(SWEEP_EVERY_S * 1_000)
         is_least = self._me[0] == min(self._live())
-        unused: list[tuple[str, Mark]] = []
+        unused: dict[str, Mark] = {}
         for name, seen in list(self._sightings.items()):
             lock, age_ms = seen.state, now_ms - seen.since_ms
             for place in lock.queue:
@@ -416,10 +417,9 @@ class Locks:
                     gevent.spawn(self._quietly, self._table.leave, name, place, self._witness)
             over_for_ms = age_ms - (lock.ttl_ms if lock.owner is not None else 0)
             if is_least and not lock.queue and over_for_ms >= KEEP_UNUSED_MS:
-                unused.append((name, lock.mark))
-        for name, mark in unused[:REMOVE_AT_ONCE_MAX]:
-            if self._table.remove(name, mark):
-                self._sightings.pop(name, None)
+                unused[name] = lock.mark
+        for name in self._table.remove_all(dict(islice(unused.items(), REMOVE_AT_ONCE_MAX))):
+            self._sightings.pop(name, None)
 
     def _quietly(self, do: Callable[..., object], *arguments: object) -> None:
         """What will be tried again by somebody if it fails."""

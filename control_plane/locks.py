@@ -16,8 +16,9 @@ PATIENCE_MS each. (Rejected: an ephemeral node for each waiter, the recipe of Zo
 lock to the session of a broker, which is not its client's life, and hands it to clients that are long gone.)
 
 Tokens rise for ever: a new holder gets the last one plus one. A lock that is not used is removed, which raises the
-floor to its token in the same commit; one that is made begins above the floor, and checks in its commit that this has
-not moved.
+floor to its token in the same commit; one that is made begins above the floor. A node that is made anew begins at
+version 0 again, so its version does not tell it from the one that was judged: each commit checks that the floor has not
+moved since before that was read. (Floors are seldom raised; the version that was seen last is kept in memory.)
 
 Everything above `LockTable` is pure. The theory of fencing: Kleppmann, "How to do distributed locking" (2016).
 """
@@ -33,7 +34,7 @@ import msgspec
 
 from portalmq import wire
 from portalmq.control_plane import state
-from portalmq.control_plane.plane import Check, Create, Delete, Set, parent_of
+from portalmq.control_plane.plane import COMMIT_OPS_MAX, Check, Conflict, Create, Delete, Set, parent_of
 from portalmq.control_plane.tree import Tree, Versioned
 from portalmq.errors import Backpressure, Fenced, LockNotFound
 
@@ -44,6 +45,7 @@ LOCK_FLOOR = "/lock_floor"
 
 # With a place at some 30 bytes, a full queue and its holder stay well below what a node can hold.
 QUEUE_MAX = 1_000
+REMOVE_AT_ONCE_MAX = COMMIT_OPS_MAX - 1
 # How long the broker of somebody further ahead may take to notice that the lock is free.
 PATIENCE_MS = 1_000
 
@@ -194,6 +196,9 @@ class LockTable(Tree):
     """Locks, each changed by compare-and-set. An unknown outcome is settled by reading: each change here is recognised
     as done in what is then read (the asker holds the lock or has his place), or is harmless to repeat."""
 
+    # The floor's version as it was read last. An old one only makes a commit conflict, which has it read again.
+    _floor_seen: int | None = None
+
     def read(self, name: str) -> Held | None:
         return self._read(lock_path(wire.check_name(name, "lock")), LockState)
 
@@ -224,6 +229,7 @@ class LockTable(Tree):
         """As `asked`, and made so. Without `may_make` a lock that is not there raises Backpressure."""
 
         def attempt() -> Asked:
+            floor_version = self._floor_version()
             held = self.read(name)
             age_ms = witness(name, held)
             if held is None:
@@ -237,7 +243,7 @@ class LockTable(Tree):
                 witness(name, Versioned(made, 0))
                 return Asked(made, granted=True)
             outcome = asked(held.value, owner, ttl_ms, age_ms, live, place)
-            self._set(name, held, outcome.state, witness)
+            self._set(name, held, outcome.state, witness, floor_version)
             return outcome
 
         return self._until_fitting(f"lock {name!r}", attempt)
@@ -254,6 +260,7 @@ class LockTable(Tree):
         path = lock_path(wire.check_name(name, "lock"))
 
         def attempt() -> LockState:
+            floor_version = self._floor_version()
             held = self._read(path, LockState)
             witness(name, held)
             if held is None:
@@ -262,7 +269,7 @@ class LockTable(Tree):
                     raise Fenced(f"nobody holds the lock {name!r} any more", newest_token=newest)
                 raise LockNotFound(f"there is no lock {name!r}")
             after = change(held.value)
-            self._set(name, held, after, witness)
+            self._set(name, held, after, witness, floor_version)
             return after
 
         try:
@@ -276,10 +283,11 @@ class LockTable(Tree):
         """The ttl of this lending is over, as its observer counts: say so, for all who wait."""
 
         def attempt() -> None:
+            floor_version = self._floor_version()
             held = self.read(name)
             witness(name, held)
             if held is not None and held.value.mark == mark and held.value.owner is not None:
-                self._set(name, held, msgspec.structs.replace(held.value, owner=None), witness)
+                self._set(name, held, msgspec.structs.replace(held.value, owner=None), witness, floor_version)
 
         self._until_fitting(f"lock {name!r}", attempt)
 
@@ -287,35 +295,59 @@ class LockTable(Tree):
         """Give up this very place in the queue, if it is still there."""
 
         def attempt() -> None:
+            floor_version = self._floor_version()
             held = self.read(name)
             witness(name, held)
             if held is not None and place in held.value.queue:
                 queue = tuple(each for each in held.value.queue if each != place)
-                self._set(name, held, msgspec.structs.replace(held.value, queue=queue), witness)
+                self._set(name, held, msgspec.structs.replace(held.value, queue=queue), witness, floor_version)
 
         self._until_fitting(f"lock {name!r}", attempt)
 
     def remove(self, name: str, mark: Mark) -> bool:
         """Remove a lock that nobody holds and nobody waits for; False when that is not so (any more)."""
+        return bool(self.remove_all({name: mark}))
 
-        def attempt() -> bool:
-            held = self.read(name)
-            if held is None or held.value.mark != mark or held.value.queue:
-                return False
+    def remove_all(self, marks: Mapping[str, Mark]) -> list[str]:
+        """Remove locks, at most REMOVE_AT_ONCE_MAX, which nobody holds or waits for; answers which it were. All in one
+        commit: each that raises the floor makes others judge again."""
+        assert len(marks) <= REMOVE_AT_ONCE_MAX
+
+        def attempt() -> list[str]:
             floor = self._floor()
-            newest = LockFloor(max(floor.value.token, held.value.token))
-            self.plane.commit(
-                Delete(lock_path(name), held.version), Set(LOCK_FLOOR, state.encode(newest), floor.version)
-            )
-            return True
+            unused = {
+                name: held
+                for name, held in self.read_many(list(marks)).items()
+                if held is not None and held.value.mark == marks[name] and not held.value.queue
+            }
+            if unused:
+                newest = LockFloor(max(floor.value.token, *(held.value.token for held in unused.values())))
+                self._floor_seen = None
+                self.plane.commit(
+                    *(Delete(lock_path(name), held.version) for name, held in unused.items()),
+                    Set(LOCK_FLOOR, state.encode(newest), floor.version),
+                )
+            return list(unused)
 
-        return self._until_fitting(f"lock {name!r}", attempt)
+        return self._until_fitting("unused locks", attempt)
 
-    def _set(self, name: str, held: Held, after: LockState, witness: Witness) -> None:
+    def _set(self, name: str, held: Held, after: LockState, witness: Witness, floor_version: int) -> None:
+        """`floor_version` was read before `held` was."""
         if after == held.value:
             return
-        version = self.plane.commit(Set(lock_path(name), state.encode(after), held.version))[0]
-        witness(name, Versioned(after, version))
+        try:
+            versions = self.plane.commit(
+                Check(LOCK_FLOOR, floor_version), Set(lock_path(name), state.encode(after), held.version)
+            )
+        except Conflict:
+            self._floor_seen = None
+            raise
+        witness(name, Versioned(after, versions[-1]))
+
+    def _floor_version(self) -> int:
+        if self._floor_seen is None:
+            self._floor_seen = self._floor().version
+        return self._floor_seen
 
     def _floor(self) -> Versioned[LockFloor]:
         held = self._read(LOCK_FLOOR, LockFloor)

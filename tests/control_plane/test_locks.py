@@ -307,6 +307,40 @@ class TestTheTable:
             assert table.read("l") is None
         assert table.ask("another", "a", TTL, seen, LIVE).state.token == 6
 
+    @pytest.mark.parametrize("verb", ["ask", "renew", "release"])
+    def test_who_judged_a_lock_that_was_made_anew_meanwhile_judges_again(
+        self, plane: Interrupted, table: LockTable, seen: Seen, verb: str
+    ) -> None:
+        """The new node begins at the version that the old one had: the version alone does not tell them apart."""
+        mark = table.ask("l", "gone", TTL, seen, LIVE).state.mark
+        another = LockTable(plane)
+
+        def made_anew() -> None:
+            assert another.remove("l", mark)
+            assert another.ask("l", "holder", TTL, Seen(), LIVE).state.token == 2
+
+        plane.meanwhile.append(made_anew)
+        ages = iter([TTL, 0, 0])
+        if verb == "ask":
+            assert not table.ask("l", "b", TTL, lambda *_: next(ages), LIVE).granted
+        else:
+            with pytest.raises(Fenced):
+                table.renew("l", "gone", 1, None, seen) if verb == "renew" else table.release("l", "gone", 1, seen)
+        assert table.read("l").value == LockState(2, "holder", TTL)  # type: ignore[union-attr]
+
+    def test_many_unused_locks_are_removed_in_one_step_but_for_those_that_somebody_took(
+        self, plane: Interrupted, table: LockTable, seen: Seen
+    ) -> None:
+        marks = {
+            name: table.release(name, "a", table.ask(name, "a", TTL, seen, LIVE).state.token, seen).mark
+            for name in ("k", "l", "m")
+        }
+        plane.meanwhile.append(lambda: table.ask("l", "b", TTL, seen, LIVE))
+        before = plane.commits
+        assert table.remove_all({**marks, "not there": (1, 0, False)}) == ["k", "m"]
+        assert plane.commits - before == 3
+        assert table.names() == ["l"]
+
     def test_a_zombie_of_a_removed_lock_is_fenced_and_an_unknown_lock_is_not_found(
         self, table: LockTable, seen: Seen
     ) -> None:
