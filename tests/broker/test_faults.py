@@ -18,7 +18,7 @@ from portalmq.broker.core.events import SessionLost
 from portalmq.broker.storage.errors import DiskFull, StorageFault
 from portalmq.broker.storage.log import Log
 from portalmq.broker.storage.segment import Segment
-from portalmq.errors import PortalMQError, StorageFull, Unavailable
+from portalmq.errors import PortalMQError, RequestInProgress, StorageFull, Unavailable
 
 
 @pytest.fixture
@@ -185,21 +185,21 @@ def test_a_receive_that_outlived_its_topic_does_not_sleep(fixture, monkeypatch):
     assert late.ready()
 
 
-def test_a_known_message_that_the_disk_refuses_does_not_hide_what_went_in(fixture, monkeypatch):
+def test_a_first_request_that_the_disk_refuses_is_in_progress_and_then_as_if_it_had_not_been(fixture, monkeypatch):
     fixture.broker.create_topic("t", wire.CreateTopic(partitions=2))
     log = fixture.broker.topics.get("t").partition(0).log
-    refuse(monkeypatch, fixture, 0)
-    with held(monkeypatch, log, "append") as release:
-        first = gevent.spawn(send, fixture, "a", partition=0, idempotency_key="k")
-        gevent.sleep(0.01)
-        both = gevent.spawn(fixture.broker.produce, "t", records("a", "b"), [0, 1], acks="all", idempotency_key="k")
-        gevent.sleep(0.01)
-        release()
-        gevent.joinall([first, both], timeout=5)
+    with monkeypatch.context() as patch:
+        refuse(patch, fixture, 0)
+        with held(monkeypatch, log, "append") as release:
+            first = gevent.spawn(send, fixture, "a", partition=0, idempotency_key="k")
+            gevent.sleep(0.01)
+            with pytest.raises(RequestInProgress):
+                send(fixture, "a", partition=0, idempotency_key="k")
+            release()
+            gevent.joinall([first], timeout=5)
     assert isinstance(first.exception, StorageFull)
-    refused, went_in = both.get()
-    assert isinstance(refused, StorageFull)
-    assert went_in.partition == 1
+    send(fixture, "a", partition=0, idempotency_key="k")
+    assert texts(receive(fixture, max_messages=10)) == ["a"]
 
 
 def test_a_start_on_a_full_disk_tries_again_at_leisure(tmp_path, monkeypatch):
@@ -290,11 +290,12 @@ def test_a_message_that_is_on_its_way_to_the_disk_is_known_to_whoever_repeats_it
         gevent.sleep(0.02)
         partition.tell(SessionLost())
         eventually(lambda: partition.serves)
-        again = gevent.spawn(send, fixture, "b", idempotency_key="k")
-        gevent.sleep(0.02)
+        with pytest.raises(RequestInProgress):
+            send(fixture, "b", idempotency_key="k")
         release()
-        gevent.joinall([first, again], timeout=5)
-    assert again.get()[0].offset == partition.replica.high_watermark - 1
+        gevent.joinall([first], timeout=5)
+    eventually(lambda: partition.high_watermark == partition.replica.next_offset)
+    assert send(fixture, "b", idempotency_key="k")[0].offset == partition.high_watermark - 1
     assert texts(receive(fixture, max_messages=10)) == ["a", "b"]
 
 
