@@ -363,7 +363,8 @@ class GroupPartition:
         delivered: list[Delivered] = []
         for run in runs:
             first, deliveries = run[0][0].start, run[0][1]
-            receipt = self._book.writer(number, first, run[-1][0].end - first, deliveries, leader_epoch)
+            lease = self.delivery.earlier(first) + deliveries
+            receipt = self._book.writer(number, first, run[-1][0].end - first, lease, leader_epoch)
             delivered += [
                 Delivered(topic, number, offset, timestamp_ms, record, receipt(offset), deliveries, deadline_ms)
                 for piece, _, _ in run
@@ -446,7 +447,7 @@ class GroupPartition:
         verdicts, held = self._held(shown)
         back: list[tuple[int, int, int]] = []
         dead: list[tuple[int, int, int]] = []
-        for delivery, offsets in held:
+        for delivery, offsets in self._by_deliveries(held):
             free_at_ms = now_ms + (delay_ms if delay_ms is not None else backoff_ms(config, delivery))
             for start, end in ranges_of(offsets):
                 if delivery >= config.max_deliveries:
@@ -467,6 +468,14 @@ class GroupPartition:
                 wait()
 
         return verdicts, wait_for_all
+
+    def _by_deliveries(self, held: list[tuple[int, list[int]]]) -> list[tuple[int, list[int]]]:
+        """Offsets by the number of their lease; answers them by their deliveries since they were redriven."""
+        found: dict[int, list[int]] = {}
+        for lease, offsets in held:
+            for offset in offsets:
+                found.setdefault(lease - self.delivery.earlier(offset), []).append(offset)
+        return list(found.items())
 
     def extend(self, shown: list[Shown], visibility_timeout_ms: int) -> Verdicts:
         """Leases are soft, so is their extension: it is logged, and not waited for."""

@@ -137,16 +137,15 @@ class GroupDelivery:
             case Dead():
                 for start, end, deliveries in record.ranges:
                     for span in self._cut(start, end):
-                        dead = DeadFold(span.start, span.end, deliveries, record.at_ms, record.reason, span.lane)
-                        insort(self.dead, dead, key=_start_of)
+                        where, why = (span.start, span.end), (record.at_ms, record.reason)
+                        insort(self.dead, DeadFold(*where, deliveries, *why, span.lane, span.earlier), key=_start_of)
                     self._done(start, end, offset)
                 del self.dead[: max(0, len(self.dead) - DEAD_MAX)]
             case Redrive():
                 for start, end, available_at_ms in record.ranges:
                     for dead in self._cut_dead(start, end):
-                        self._insert(
-                            SpanFold(dead.start, dead.end, 0, 0, False, record.at_ms, available_at_ms, dead.lane)
-                        )
+                        times, earlier = (record.at_ms, available_at_ms), dead.earlier + dead.deliveries
+                        self._insert(SpanFold(dead.start, dead.end, 0, 0, False, *times, dead.lane, earlier))
                 self.keys = None  # what comes back has its place among what is unfinished
             case Drop():
                 for start, end in record.ranges:
@@ -178,7 +177,9 @@ class GroupDelivery:
         for (start, end, deliveries), lane in zip(grant.ranges, lanes, strict=True):
             before = self._cut(start, end)
             expiries = max((span.expiries + span.leased for span in before), default=0)
-            self._insert(SpanFold(start, end, deliveries, expiries, True, grant.granted_at_ms, grant.deadline_ms, lane))
+            earlier = max((span.earlier for span in before), default=0)
+            times = (grant.granted_at_ms, grant.deadline_ms)
+            self._insert(SpanFold(start, end, deliveries, expiries, True, *times, lane, earlier))
         for start, end, lane in grant.held:
             self._insert(SpanFold(start, end, 0, 0, False, 0, HELD_MS, lane))
         for start, end in grant.gone:
@@ -373,7 +374,7 @@ class GroupDelivery:
                     # Done, or its grant is lost: `next` says nothing of other lanes, and their cursors may be lost too.
                     unfinished.append(offset)
                 continue
-            good = span.deliveries <= delivery or not (span.leased and span.available_at_ms > now_ms)
+            good = span.lease <= delivery or not (span.leased and span.available_at_ms > now_ms)
             verdicts.append(good)
             if good:
                 unfinished.append(offset)
@@ -390,7 +391,12 @@ class GroupDelivery:
     def holds(self, offset: int, delivery: int) -> bool:
         """Whether the delivery is the latest one and its lease has neither been given back nor passed on."""
         span = self.at(offset)
-        return span is not None and span.leased and span.deliveries <= delivery
+        return span is not None and span.leased and span.lease <= delivery
+
+    def earlier(self, offset: int) -> int:
+        """How often the message was delivered before it was redriven last."""
+        span = self.at(offset)
+        return 0 if span is None else span.earlier
 
     def may_extend(self, offset: int, delivery: int, now_ms: int) -> bool:
         """Whether that lease may be prolonged. One that has ended may be while nobody else has the message; but where

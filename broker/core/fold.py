@@ -22,7 +22,8 @@ class SpanFold(msgspec.Struct, array_like=True, gc=False):
     """Messages [start, end) of a group that were handed out and are not done, all in the same state.
 
     `available_at_ms` ends the lease, or the back-off after a nack, that began at `granted_at_ms`; HELD_MS says that
-    the message waits for an earlier one of its key. Invariant: start < end, deliveries >= 0.
+    the message waits for an earlier one of its key. `earlier` counts the deliveries before it was redriven last: the
+    number of a lease never comes again, so no receipt from before counts. Invariant: start < end, deliveries >= 0.
     """
 
     start: int
@@ -33,6 +34,12 @@ class SpanFold(msgspec.Struct, array_like=True, gc=False):
     granted_at_ms: int
     available_at_ms: int
     lane: int = 0
+    earlier: int = 0
+
+    @property
+    def lease(self) -> int:
+        """The number of the last lease, as its receipts have it."""
+        return self.earlier + self.deliveries
 
 
 class DeadFold(msgspec.Struct, array_like=True, gc=False):
@@ -44,6 +51,7 @@ class DeadFold(msgspec.Struct, array_like=True, gc=False):
     at_ms: int
     reason: str
     lane: int = 0
+    earlier: int = 0
 
 
 class GroupFold(msgspec.Struct, array_like=True):

@@ -65,6 +65,7 @@ CREATE TABLE spans (
     granted_at_ms   INTEGER NOT NULL,
     available_at_ms INTEGER NOT NULL,
     lane            INTEGER NOT NULL,
+    earlier         INTEGER NOT NULL,
     PRIMARY KEY (group_name, start_offset)
 ) WITHOUT ROWID;
 
@@ -86,6 +87,7 @@ CREATE TABLE dead_ranges (
     dead_at_ms   INTEGER NOT NULL,
     reason       TEXT NOT NULL,
     lane         INTEGER NOT NULL,
+    earlier      INTEGER NOT NULL,
     PRIMARY KEY (group_name, position)
 ) WITHOUT ROWID;
 
@@ -191,7 +193,7 @@ JOIN meta AS m ON m.key = 'high_watermark_messages_before';
 _LISTS = {
     "cursors": "lane, due_ms, offset",
     "ahead": "lane, due_ms, offset",
-    "dead_ranges": "start_offset, end_offset, deliveries, dead_at_ms, reason, lane",
+    "dead_ranges": "start_offset, end_offset, deliveries, dead_at_ms, reason, lane, earlier",
     "commits": "commit_id, record_offset",
     "stream_commits": "commit_id, record_offset",
     "outbox": "record_offset, group_name",
@@ -352,7 +354,7 @@ def _insert_group(
         (name, position, group.start, group.next, next_messages_before, group.last_active_ms),
     )
     connection.executemany(
-        "INSERT INTO spans VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        "INSERT INTO spans VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
         ((name, *msgspec.structs.astuple(span)) for span in group.spans),
     )
     connection.executemany(
@@ -418,12 +420,10 @@ def _read_groups(connection: apsw.Connection) -> list[GroupFold]:
             "SELECT group_name, start_offset, next_offset, last_active_ms FROM groups ORDER BY position"
         )
     }
-    for name, start, end, deliveries, expiries, leased, granted_at_ms, available_at_ms, lane in connection.execute(
+    for name, start, end, deliveries, expiries, leased, *rest in connection.execute(
         "SELECT * FROM spans ORDER BY group_name, start_offset"
     ):
-        groups[name].spans.append(
-            SpanFold(start, end, deliveries, expiries, bool(leased), granted_at_ms, available_at_ms, lane)
-        )
+        groups[name].spans.append(SpanFold(start, end, deliveries, expiries, bool(leased), *rest))
     for name, attempt, deadline_ms in connection.execute(
         "SELECT group_name, attempt_id, deadline_ms FROM attempts ORDER BY group_name, position"
     ):
@@ -437,8 +437,8 @@ def _read_groups(connection: apsw.Connection) -> list[GroupFold]:
         groups[name].cursors.append((lane, due_ms, offset))
     for name, lane, due_ms, offset in _rows(connection, "ahead"):
         groups[name].ahead.append((lane, due_ms, offset))
-    for name, start, end, deliveries, at_ms, reason, lane in _rows(connection, "dead_ranges"):
-        groups[name].dead.append(DeadFold(start, end, deliveries, at_ms, reason, lane))
+    for name, *row in _rows(connection, "dead_ranges"):
+        groups[name].dead.append(DeadFold(*row))
     for name, commit_id, record in _rows(connection, "commits"):
         groups[name].commits.append((commit_id, record))
     return list(groups.values())

@@ -47,7 +47,7 @@ from portalmq.broker.storage.schema import LogIdentity
 from portalmq.broker.storage.turn import Turn
 
 STATE_NAME = "state.sqlite"
-STATE_SCHEMA_VERSION = 2
+STATE_SCHEMA_VERSION = 3
 
 
 class _Damaged(Exception):

@@ -21,6 +21,7 @@ from support.replicas import eventually
 
 from portalmq import wire
 from portalmq.broker import dead_letters, outbox
+from portalmq.broker.settling import Way
 from portalmq.broker.storage.batch import Record
 from portalmq.errors import GroupModeMismatch, GroupNotFound, InvalidRequest, TopicNotFound, Unavailable
 
@@ -41,6 +42,10 @@ def ids(found) -> list[str]:
 
 def redrive(fixture, *, ids=None, where=None, rate_per_s=None, dry_run=False):
     return fixture.broker.dead_letters.redrive("g", "in", ids=ids, where=where, rate_per_s=rate_per_s, dry_run=dry_run)
+
+
+def settle(fixture, messages, way: Way) -> list[bool]:
+    return fixture.broker._settling.settle("g", [message.receipt for message in messages], way)
 
 
 def drop(fixture, ids=None) -> int:
@@ -218,6 +223,31 @@ def test_redriven_messages_are_handed_out_again_and_count_from_zero(fixture):
     assert ids(listed(fixture)) == known[2:]
     assert redrive(fixture, ids=known[:2]) == (0, 0), "they are dead no more"
     assert redrive(fixture) == (1, 1), "all, when nothing is named"
+
+
+def test_receipts_from_before_a_redrive_are_stale(tmp_path):
+    """Deliveries count from zero again, and leases do not: who had one before it was given up has lost it."""
+    with running(tmp_path) as before:
+        before.broker.groups.put("g", {"max_deliveries": 1})
+        send(before, "a", "b")
+        earlier = receive(before, 2)
+        settle(before, earlier[:1], Way("nack"))
+        settle(before, earlier[1:], Way("nack"))
+        assert redrive(before) == (2, 2)
+        later = receive(before, 2)
+        assert [message.delivery_count for message in later] == [1, 1]
+        clock = before.clock
+        for way in (Way("ack"), Way("nack"), Way("extend", 1_000)):
+            assert settle(before, earlier, way) == [False, False]
+    with running(tmp_path, clock) as after:
+        for way in (Way("ack"), Way("nack"), Way("extend", 1_000)):
+            assert settle(after, earlier, way) == [False, False]
+        # A nack counts what was delivered since the redrive.
+        after.broker.groups.put("g", {"max_deliveries": 2})
+        assert settle(after, later[:1], Way("nack")) == [True]
+        (again,) = receive(after, 2)
+        assert (again.offset, again.delivery_count) == (later[0].offset, 2)
+        assert settle(after, [again, later[1]], Way("ack")) == [True, True]
 
 
 def test_a_redrive_wakes_a_consumer_that_sleeps(fixture):

@@ -159,7 +159,7 @@ class GroupChecker:
         live = self._live[group, desk.epoch]
         for receipt in receipts:
             lease = live.get(receipt.offset)
-            if lease is not None and lease[0] > desk.node.now_ms and lease[1].delivery != receipt.delivery:
+            if lease is not None and lease[0] > desk.node.now_ms and lease[1].lease != receipt.lease:
                 self.fail("I12", "{}: {} is handed out again, {} is another's", group, receipt, lease)
 
     def extended(self, desk: Desk, group: str, offsets: list[int], deadline_ms: int) -> None:
@@ -175,7 +175,7 @@ class GroupChecker:
             lease = live.get(receipt.offset)
             if not good or lease is None or lease[0] <= desk.node.now_ms:
                 continue
-            if (receipt.leader_epoch, receipt.delivery) < (lease[1].leader_epoch, lease[1].delivery):
+            if (receipt.leader_epoch, receipt.lease) < (lease[1].leader_epoch, lease[1].lease):
                 self.fail("I12", "{}: stale {} is accepted, {} is live", group, receipt, lease)
 
     # --- what clients are told ---------------------------------------------------------------------------------------

@@ -38,11 +38,13 @@ GIVEN_UP_MAX = 3
 
 
 class Receipt(NamedTuple):
-    """What a consumer holds: the message, the number of its delivery, the epoch of the leader that handed it out."""
+    """What a consumer holds: the message, the number of its delivery, the epoch of the leader that handed it out, and
+    the number of its lease, which goes on where a redrive lets deliveries begin anew."""
 
     offset: int
     delivery: int
     leader_epoch: int
+    lease: int
 
     def __repr__(self) -> str:
         return f"{self.offset}.{self.delivery}e{self.leader_epoch}"
@@ -129,7 +131,7 @@ class QueueDesk:
         now_ms = self.node.now_ms
         if attempt is not None and (spans := delivery.replay(attempt, now_ms)) is not None:
             again = [
-                Receipt(offset, span.deliveries, self.desk.epoch)
+                Receipt(offset, span.deliveries, self.desk.epoch, span.lease)
                 for span in spans
                 for offset in range(span.start, span.end)
                 if offset in self.desk.lanes.mail
@@ -144,7 +146,7 @@ class QueueDesk:
         deadline_ms = now_ms + visibility_ms
         self._grant(group, choice, deadline_ms, attempt)
         receipts = [
-            Receipt(offset, handed.deliveries, self.desk.epoch)
+            Receipt(offset, handed.deliveries, self.desk.epoch, delivery.earlier(offset) + handed.deliveries)
             for handed in choice.handed
             for offset in range(handed.start, handed.end)
         ]
@@ -208,7 +210,7 @@ class QueueDesk:
 
     def _number(self, group: str, receipt: Receipt) -> int:
         is_older = receipt.leader_epoch < self.desk.epoch and receipt.offset in self._handed.get(group, ())
-        return 0 if is_older else receipt.delivery
+        return 0 if is_older else receipt.lease
 
     def _finished(self, group: str, offsets: list[int]) -> tuple[tuple[Range, ...], tuple[Spot, ...]]:
         delivery = self._delivery(group)

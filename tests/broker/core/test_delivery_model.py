@@ -53,6 +53,8 @@ class Model:
         self.states: dict[int, State] = {}
         self.messages: dict[int, Message] = {}
         self.cancelled: set[int] = set()
+        # The number of the last lease of each message: it rises, also over a redrive.
+        self.leases: dict[int, int] = {}
 
     def add(self, messages: list[Message]) -> None:
         for message in messages:
@@ -157,6 +159,11 @@ def receive(group: GroupDelivery, supply: ListSupply, model: Model, now: int, si
         state = model.states[offset]
         expiries = state.expiries + (state.name == "leased")
         model.states[offset] = State("leased", now + LEASE_MS, state.deliveries + 1, expiries)
+        lease = group.earlier(offset) + state.deliveries + 1
+        assert lease > model.leases.get(offset, 0)
+        assert not group.holds(offset, lease - 1), "what was handed out before counts no more"
+        assert group.ackable([offset], lease - 1, now)[0] == [False]
+        model.leases[offset] = lease
     for offset in (o for start, end, _ in choice.held for o in range(start, end)):
         assert model.by_key
         assert model.states[offset].name == "fresh"
@@ -173,7 +180,7 @@ def receive(group: GroupDelivery, supply: ListSupply, model: Model, now: int, si
 
 def change(group: GroupDelivery, model: Model, verb: str, targets: range, now: int, size: int) -> None:
     leased = [o for o in targets if model.states[o].name == "leased"]
-    assert leased == [o for o in targets if group.holds(o, model.states[o].deliveries)]
+    assert leased == [o for o in targets if group.holds(o, model.leases.get(o, 0))]
     dead = [o for o, state in model.states.items() if state.name == "dead"][:size]
     if verb == "purge":
         group.purge(targets.start)
