@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import msgspec
+
 from portalmq.broker.core.lanes import spot_of
-from portalmq.broker.core.records import Cancel, GroupEnd, GroupRecord, Spot, StreamRecord
+from portalmq.broker.core.records import Cancel, GroupEnd, GroupRecord, Output, Spot, StreamRecord
 
 
 class Mail(NamedTuple):
@@ -37,3 +39,19 @@ class Control(NamedTuple):
     now_ms: int
     wall_ms: int
     high_watermark: int
+
+    def __str__(self) -> str:
+        """On one line: what is not as it always is."""
+        fields = msgspec.structs.fields(self.record)
+        said = [(each.name, getattr(self.record, each.name)) for each in fields if each.name not in _UNTOLD]
+        told = " ".join(f"{name}={_short(value)}" for name, value in said if value not in ((), "", None, -1))
+        return f"{self.group} {type(self.record).__name__} {told}".strip()
+
+
+_UNTOLD = {"at_ms", "granted_at_ms", "reason", "commit_id"}
+
+
+def _short(value: object) -> str:
+    if isinstance(value, tuple):
+        return "[" + " ".join(_short(each) for each in value) + "]"
+    return str(value.record) if isinstance(value, Output) else str(value)

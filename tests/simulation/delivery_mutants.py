@@ -54,7 +54,7 @@ def _(original: Any, self: Any, spot: Any) -> None:
     pass
 
 
-@mutant("takes an ack for done whose grant is lost", 539, (GroupDelivery, "ackable"))
+@mutant("takes an ack for done whose grant is lost", 6259, (GroupDelivery, "ackable"))
 def _(original: Any, self: Any, offsets: Any, *more: Any) -> Any:
     verdicts, unfinished = original(self, offsets, *more)
     return verdicts, [offset for offset in unfinished if offset >= self.next or self.cursors or self.has_span(offset)]
@@ -138,7 +138,7 @@ def _(original: Any, self: Any, start: int, end: int, record: int) -> None:
     self.done(start, end)
 
 
-@mutant("does not look again at one that comes first", 399, (KeyBook, "add"))
+@mutant("does not look again at one that comes first", 1415, (KeyBook, "add"))
 def _(original: Any, self: Any, offset: int, key: int) -> None:
     freed = list(self._freed)
     original(self, offset, key)

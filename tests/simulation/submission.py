@@ -37,4 +37,4 @@ class Submission:
         return self.base + self.count
 
     def __str__(self) -> str:
-        return f"#{self.uid}" + (f" {self.control.group} {self.control.record}" if self.control else "")
+        return f"#{self.uid}" + (f" {self.control}" if self.control else "")

@@ -44,7 +44,7 @@ def _event(event: core.Event) -> str:
 def _action(action: core.Action) -> str:
     match action:
         case core.Append():
-            what = "START" if action.token is None else action.token
+            what = "START" if action.token is None else str(action.token).partition(" ")[0]
             return f"append {what} at {action.base_offset}e{action.leader_epoch}"
         case core.Refuse():
             return f"refuse {action.token} ({action.error.code})"
