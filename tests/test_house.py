@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ast
 import configparser
+import re
 import sys
 from collections.abc import Iterator
 from functools import cache
@@ -284,3 +285,11 @@ def test_docs_that_should_be_there_are() -> None:
         assert (ROOT / name).stat().st_size > 200, name
     assert "Apache License" in (ROOT / "LICENSE").read_text()
     assert f"[{setup()['metadata']['version']}]" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_each_feature_in_the_readme_names_a_test_that_exists() -> None:
+    named = re.findall(r"`(tests/[\w/]+\.py)(?:::([\w:]+))?`", (ROOT / "README.md").read_text())
+    assert len(named) > 30
+    for path, name in named:
+        assert (ROOT / path).is_file(), path
+        assert not name or f"def {name.split('::')[-1]}(" in (ROOT / path).read_text(), f"{path}::{name}"
