@@ -29,6 +29,9 @@ from portalmq.wire import Acks, Produced
 FIND_TIMEOUT_S = 10.0
 IN_PROGRESS_RETRY_S = 0.2
 
+# Headers that tell of the request and not of the message: who traces his requests sends others with each repeat.
+_OF_THE_REQUEST = frozenset({"traceparent", "tracestate"})
+
 _encode = msgspec.msgpack.Encoder().encode
 # The options of a message, as they were sent.
 AsSent = tuple[int | str | None, ...]
@@ -51,9 +54,11 @@ _Firsts = list[Result[list[int]]]
 
 def identified(record: Record, key: str, as_sent: AsSent) -> Record:
     """The record with the identity that an Idempotency-Key gives it. The hash is of its body and the options that came
-    with it, in the sender's words: a delay comes to another moment each time it is sent."""
+    with it, in the sender's words: a delay comes to another moment each time it is sent. A proxy may have put the
+    headers into another order."""
     message_id = blake2b(f"0\n{key}".encode(), digest_size=16).digest()
-    body = msgspec.msgpack.encode((record.value, record.key, record.content_type, record.headers, *as_sent))
+    headers = sorted(item for item in (record.headers or {}).items() if item[0] not in _OF_THE_REQUEST)
+    body = _encode((record.value, record.key, record.content_type, headers, *as_sent))
     return msgspec.structs.replace(record, message_id=message_id, body_hash=blake2b(body, digest_size=8).digest())
 
 

@@ -148,6 +148,20 @@ def test_content_type_and_headers_belong_to_the_request(fixture):
             fixture.broker.produce("t", [other], None, **how)
 
 
+def test_a_repeat_may_be_traced_anew_and_bring_its_headers_in_another_order(fixture):
+    fixture.broker.create_topic("t", wire.CreateTopic())
+    sent = [
+        {"traceparent": "00-1-1-00", "a": "1", "b": "2"},
+        {"b": "2", "a": "1", "traceparent": "00-1-2-00", "tracestate": "x"},
+        {"a": "1", "b": "2"},
+    ]
+    answers = [
+        fixture.broker.produce("t", [Record(b"a", headers=headers)], None, acks="all", idempotency_key="k")
+        for headers in sent
+    ]
+    assert answers[1] == answers[2] == answers[0]
+
+
 def test_a_delay_that_is_sent_again_is_the_same_request_though_it_comes_to_another_moment(fixture):
     def send_later():
         record = Record(b"a", deliver_at_ms=fixture.clock.wall_ms() + 500)
