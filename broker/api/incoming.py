@@ -30,6 +30,16 @@ IDEMPOTENCY_KEY_LENGTH_MAX = 255
 _KEPT_HEADERS = frozenset({"HTTP_TRACEPARENT", "HTTP_TRACESTATE"})
 _CLOUD_EVENT = "HTTP_CE_"
 _OWN_HEADER = "HTTP_PORTALMQ_HEADER_"
+_OF_A_SINGLE = frozenset(
+    f"HTTP_{name.upper().replace('-', '_')}"
+    for name in (
+        wire.HEADER_KEY,
+        wire.HEADER_DELAY_MS,
+        wire.HEADER_DELIVER_AT,
+        wire.HEADER_TTL_MS,
+        wire.HEADER_PRIORITY,
+    )
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +91,11 @@ def decode_messages(content_type: str | None, body: bytes, environ: dict[str, An
     """
     essence = (content_type or "").partition(";")[0].strip().lower()
     if essence == wire.BATCH_MSGPACK:
-        return _without_key(_from_msgpack(body, now_ms), environ)
+        return _alone(_from_msgpack(body, now_ms), environ)
     if essence == wire.BATCH_JSON:
-        return _without_key(_from_json(body, now_ms), environ)
+        return _alone(_from_json(body, now_ms), environ)
     if essence == wire.NDJSON:
-        return _without_key(_from_lines(body), environ)
+        return _alone(_from_lines(body), environ)
     return _from_raw(content_type, body, environ, now_ms)
 
 
@@ -293,11 +303,18 @@ def _idempotency_key(environ: dict[str, Any]) -> str | None:
     return key
 
 
-def _without_key(incoming: Incoming, environ: dict[str, Any]) -> Incoming:
+def _alone(incoming: Incoming, environ: dict[str, Any]) -> Incoming:
+    """A batch that no header says anything of. Passed over in silence, a delay would be a message that comes too early."""
     if "HTTP_IDEMPOTENCY_KEY" in environ:
         raise InvalidRequest(
             "Idempotency-Key belongs to a single message; a batch is made idempotent by its producer's stamp"
         )
+    for name in environ:
+        if name in _OF_A_SINGLE or name.startswith(_OWN_HEADER):
+            raise InvalidRequest(
+                f"the header {_lower(name.removeprefix('HTTP_'))!r} belongs to a single message: in a JSON or MessagePack"
+                " batch each message says it itself"
+            )
     return incoming
 
 

@@ -118,6 +118,26 @@ def test_an_idempotency_key_on_a_batch_is_refused(client, problem_of):
     assert "producer" in problem_of(answer, 400, "invalid_request")["detail"]
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "PortalMQ-Key",
+        "PortalMQ-Delay-Ms",
+        "PortalMQ-Deliver-At",
+        "PortalMQ-Ttl-Ms",
+        "PortalMQ-Priority",
+        "PortalMQ-Header-A",
+    ],
+)
+@pytest.mark.parametrize(
+    ("content_type", "body"), [(wire.NDJSON, b"1\n2\n"), (wire.BATCH_JSON, b'{"messages":[{"value":1}]}')]
+)
+def test_a_batch_takes_nothing_from_headers_and_says_so(client, domain, problem_of, name, content_type, body):
+    answer = client.post(URL, data=body, content_type=content_type, headers={name: "7"})
+    assert name.lower() in problem_of(answer, 400, "invalid_request")["detail"]
+    assert client.post(URL, data=body, content_type=content_type, headers={"traceparent": "00-1"}).status_code == 200
+
+
 def test_acks_none_answers_202_without_an_offset(client):
     answer = client.post(f"{URL}?acks=none", data=b"x")
     assert (answer.status_code, "offset" in answer.get_json()) == (202, False)
