@@ -304,7 +304,7 @@ def _idempotency_key(environ: dict[str, Any]) -> str | None:
 
 
 def _alone(incoming: Incoming, environ: dict[str, Any]) -> Incoming:
-    """A batch that no header says anything of. Passed over in silence, a delay would be a message that comes too early."""
+    """A batch that no header says anything of: a delay that is passed over in silence would come too early."""
     if "HTTP_IDEMPOTENCY_KEY" in environ:
         raise InvalidRequest(
             "Idempotency-Key belongs to a single message; a batch is made idempotent by its producer's stamp"
@@ -312,8 +312,8 @@ def _alone(incoming: Incoming, environ: dict[str, Any]) -> Incoming:
     for name in environ:
         if name in _OF_A_SINGLE or name.startswith(_OWN_HEADER):
             raise InvalidRequest(
-                f"the header {_lower(name.removeprefix('HTTP_'))!r} belongs to a single message: in a JSON or MessagePack"
-                " batch each message says it itself"
+                f"the header {_lower(name.removeprefix('HTTP_'))!r} belongs to a single message: in a JSON or"
+                " MessagePack batch each message says it itself"
             )
     return incoming
 
