@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -28,7 +29,7 @@ from portalmq import wire
 from portalmq.batching import SendFuture
 from portalmq.commit import Output
 from portalmq.consumer import Consumer
-from portalmq.errors import PortalMQError
+from portalmq.errors import Backpressure, PortalMQError
 from portalmq.message import Message, RecordMetadata
 from portalmq.producer import Producer
 from portalmq.stream import Delivery
@@ -159,6 +160,9 @@ class AsyncProducer:
         self._senders = _Threads("portalmq-async-send", 1)
         self._others = _Threads("portalmq-async-flush", 1)
         self._hurried: list[SendFuture] = []
+        self._max_block_s = max_block_s
+        self._delivery_timeout_s = delivery_timeout_s
+        self._closing: asyncio.Future[None] | None = None
 
     async def send(
         self,
@@ -191,9 +195,19 @@ class AsyncProducer:
                 content_type=content_type,
             )
 
+        began = time.monotonic()
+
+        def put_in_time() -> SendFuture:
+            if time.monotonic() - began > self._max_block_s:
+                raise Backpressure(
+                    f"the sends before this one have waited for a broker for {self._max_block_s:g} s",
+                    outcome="not_applied",
+                )
+            return put()
+
         # A send behind one that waits must wait too, or it would overtake.
         if self._senders.unfinished or not self._producer.has_room_for(topic, partition):
-            future = await self._senders.run(put)
+            future = await self._senders.run(put_in_time)
         else:
             future = put()
         self._hurry(future)
@@ -217,12 +231,25 @@ class AsyncProducer:
         await self._others.run(lambda: self._producer.flush(timeout))
 
     async def close(self, timeout: float | None = None) -> None:  # noqa: ASYNC109 - the name that Producer has
-        """Flush and stop. What is not sent after `timeout` seconds (default: the delivery timeout) fails."""
-        try:
-            await self._others.run(lambda: self._producer.close(timeout))
-        finally:
+        """Flush and stop. What is not sent after `timeout` seconds (default: the delivery timeout) fails. Closing twice
+        is fine: the second one waits for the first, which goes on when its caller is cancelled."""
+        if self._closing is None:
+            limit_s = self._delivery_timeout_s if timeout is None else timeout
+            sends_done = threading.Event()
+            if self._senders.unfinished:
+                self._senders.start(sends_done.set)
+            else:
+                sends_done.set()
+
+            def finish() -> None:
+                began = time.monotonic()
+                sends_done.wait(limit_s)
+                self._producer.close(max(0.0, limit_s - (time.monotonic() - began)))
+
+            self._closing = self._others.start(finish)
             self._senders.close()
             self._others.close()
+        await asyncio.shield(self._closing)
 
     async def __aenter__(self) -> Self:
         return self

@@ -198,6 +198,9 @@ class Transport:
 
         A kept connection that turns out to be closed is no try: it is replaced at once, when that is safe.
         """
+        if self._closing.is_set():
+            # Not to be repeated: nothing would pause whoever does.
+            raise Unavailable("this client is closed", retryable=False, outcome="not_applied")
         if self._clock() >= deadline:
             raise OutOfTime("the time for this call is over", outcome="not_applied")
         topic = request.topic

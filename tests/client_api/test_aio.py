@@ -15,7 +15,7 @@ import pytest
 from support.scripted_broker import ScriptedBroker, hang_up, hold, lose_answer, refuse
 
 from portalmq import AsyncConsumer, AsyncProducer, Consumer, Producer, StaleReceipt, TopicNotFound
-from portalmq.errors import Backpressure
+from portalmq.errors import Backpressure, Unavailable
 
 WITHIN_S = 10.0
 
@@ -133,6 +133,27 @@ class TestProducing:
 
         run(test())
 
+    def test_many_that_wait_at_once_wait_no_longer_than_one(self, broker: ScriptedBroker) -> None:
+        """They stand in line behind each other, and their time runs from when each was asked for."""
+        never = threading.Event()
+        broker.fill("t", [])
+        broker.script("POST", "/v1/topics/t/messages", [hold(never)])
+
+        async def test() -> list[Any]:
+            producer = AsyncProducer(broker.url, buffer_messages=1, max_block_s=0.4)
+            first = asyncio.create_task(producer.send("t", b"0"))
+            await until(lambda: broker.calls_of("POST", "/v1/topics/t/messages"))
+            began = time.monotonic()
+            outcomes = await asyncio.gather(*(producer.send("t", b"x") for _ in range(20)), return_exceptions=True)
+            assert time.monotonic() - began < 3
+            never.set()
+            await first
+            await producer.close()
+            return outcomes
+
+        assert {type(outcome) for outcome in run(test())} == {Backpressure}
+        assert broker.values("t") == [b"0"]
+
     def test_a_lost_answer_sends_nothing_twice(self, broker: ScriptedBroker) -> None:
         broker.script("POST", "/v1/topics/t/messages", [lose_answer, hang_up])
 
@@ -185,6 +206,40 @@ class TestProducing:
                 await asyncio.gather(*sends)
 
         run(test())
+
+    def test_closing_twice_is_fine_and_sends_what_the_cancelled_first_one_left(self, broker: ScriptedBroker) -> None:
+        async def test() -> None:
+            async with AsyncProducer(broker.url, linger_ms=5_000) as producer:
+                sends = [asyncio.create_task(producer.send("t", b"%d" % number)) for number in range(3)]
+                await asyncio.sleep(0)
+                first = asyncio.create_task(producer.close())
+                await asyncio.sleep(0)
+                first.cancel()
+                await producer.close()
+                assert len(await asyncio.gather(*sends)) == 3
+                await producer.close()
+
+        run(test())
+        assert broker.values("t") == [b"0", b"1", b"2"]
+
+    def test_close_ends_in_its_time_whatever_waits_for_a_broker(self, broker: ScriptedBroker) -> None:
+        never = threading.Event()
+        broker.script("GET", "/v1/metadata", [hold(never)])
+
+        async def test() -> None:
+            producer = AsyncProducer(broker.url)
+            sends = [asyncio.create_task(producer.send("t", b"1")) for _ in range(3)]
+            await until(lambda: broker.calls_of("GET", "/v1/metadata"))
+            began = time.monotonic()
+            await producer.close(0.2)
+            outcomes = await asyncio.gather(*sends, return_exceptions=True)
+            assert time.monotonic() - began < 5
+            assert {isinstance(outcome, RuntimeError | Unavailable) for outcome in outcomes} == {True}
+
+        try:
+            run(test())
+        finally:
+            never.set()
 
     def test_a_closed_one_says_so(self, broker: ScriptedBroker) -> None:
         async def test() -> None:

@@ -561,3 +561,15 @@ def test_a_cheap_message_is_a_message_of_the_contract() -> None:
 
     cheap = msgspec.msgpack.encode({"messages": [Plain(b"x")]})
     assert wire.decode_msgpack(cheap, wire.PackBatch).messages == [wire.PackMessage(value=b"x")]
+
+
+def test_closing_ends_a_send_that_still_looks_for_a_broker() -> None:
+    with ScriptedBroker() as broker:
+        broker.script("GET", "/v1/metadata", [hang_up] * 1000)
+        producer = Producer(broker.url, max_block_s=30)
+        with concurrent.futures.ThreadPoolExecutor(1) as threads:
+            sending = threads.submit(producer.send, "t", b"1")
+            broker.wait_for(lambda: bool(broker.calls_of("GET", "/v1/metadata")))
+            producer.close()
+            with pytest.raises(Unavailable):
+                sending.result(5)

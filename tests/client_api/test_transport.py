@@ -153,9 +153,10 @@ def test_a_closed_transport_stops_repeating() -> None:
     network = Network(NotSent("refused"))
     transport = network.transport()
     transport.close()
-    with pytest.raises(errors.Unavailable):
+    with pytest.raises(errors.Unavailable, match="closed") as refused:
         transport.call(GET)
-    assert len(network.asked) == 1
+    assert network.asked == []
+    assert not refused.value.retryable  # or who repeats by himself would do so without a pause
 
 
 # --- what strangers say ----------------------------------------------------------------------------------------------
