@@ -14,6 +14,7 @@
     |-- deleted/<topic id>            Tombstone: the authority to remove the topic's files
     |   `-- <broker id>               empty: this broker has removed them
     |-- groups/<group>                GroupState
+    |-- streams/<group id>            of a stream group, in stream_groups.py: its membership, copies of its offsets
     |-- producer_ids                  ProducerIds: the first id no broker has taken yet
     |-- producers/<producer name>     ProducerState
     |-- locks/<lock>                  LockState, in locks.py, which has the theory too
