@@ -302,10 +302,19 @@ class GroupPartition:
         """There was nothing to hand out; whether anything was passed over. That is written down when it counts for
         something, or is much; else it is remembered here."""
         delivery, before = self.delivery, self._supply.place(self.delivery.next)
-        self._supply.note_looked(delivery.next, choice.next)
-        upto = self._supply.place(delivery.next)
+        # What is held or done ahead is so by records that the disk may refuse: it is not to be forgotten here.
+        has_left_out = bool(choice.held) or delivery.has_ahead
+        if not has_left_out:
+            self._supply.note_looked(delivery.next, choice.next)
+        upto = self._supply.place(max(delivery.next, choice.next))
         passed = upto - delivery.next
-        if choice.gone or choice.held or choice.cursors or (passed > 0 and choice.expired) or passed > PASSED_MAX:
+        if (
+            choice.gone
+            or choice.held
+            or choice.cursors
+            or (passed > 0 and (choice.expired or has_left_out))
+            or passed > PASSED_MAX
+        ):
             # The group itself was not active by this.
             at_ms = delivery.last_active_ms
             gone, held = tuple(choice.gone), tuple(choice.held)

@@ -419,6 +419,33 @@ def test_a_grant_that_the_disk_refused_hides_nothing(fixture):
     assert texts(receive(fixture)) == ["a", "b"]
 
 
+def test_messages_that_were_held_by_a_grant_that_the_disk_refused_come_none_the_less(fixture):
+    fixture.broker.put_group("g", {"ordering": "key"})
+    receive(fixture)
+    send_keyed(fixture, ("k", "k1"), ("k", "k2"))
+    first = receive(fixture, 1)
+    partition = partition_of(fixture)
+    before = partition.delivery["g"].snapshot()
+    assert receive(fixture) == [], "k2 is held"
+    partition.delivery["g"] = GroupDelivery(before)
+    ack(fixture, first)
+    assert texts(receive(fixture)) == ["k2"]
+
+
+def test_a_message_comes_again_whose_ack_ahead_the_disk_refused(fixture):
+    receive(fixture)
+    send(fixture, "a")
+    partition = partition_of(fixture)
+    before = partition.delivery["g"].snapshot()
+    (a,) = receive(fixture)
+    partition.delivery["g"] = GroupDelivery(before)  # the grant is lost
+    ack(fixture, [a])
+    assert partition.delivery["g"].is_ahead(a.offset)
+    assert receive(fixture) == []
+    partition.delivery["g"] = GroupDelivery(before)  # and so is the ack
+    assert texts(receive(fixture)) == ["a"]
+
+
 # --- settings -------------------------------------------------------------------------------------------------------
 
 
