@@ -15,7 +15,7 @@ from portalmq import wire
 from portalmq.cli.options import duration
 from portalmq.cli.output import show_one, show_rows
 from portalmq.cli.session import Session, fields, with_session
-from portalmq.errors import Fenced
+from portalmq.errors import Fenced, PortalMQError
 from portalmq.lock import Lock
 
 # EX_TEMPFAIL of sysexits.h: what ran was stopped because the lock had gone; running it again may work.
@@ -153,6 +153,8 @@ def _under(lock: Lock, command: tuple[str, ...], environment: dict[str, str]) ->
             stopping.set()
     except Fenced:
         stopping.set()
+    except PortalMQError as error:
+        click.echo(f"portalmq: lock {lock.name} could not be given back, and comes free by itself: {error}", err=True)
     finally:
         for number, handler in earlier.items():
             signal.signal(number, handler)

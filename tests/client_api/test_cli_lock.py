@@ -15,7 +15,7 @@ import msgspec
 import pytest
 from click.testing import CliRunner, Result
 from support.lock_broker import PATH, LockBroker
-from support.scripted_broker import Reply
+from support.scripted_broker import Reply, refuse
 
 from portalmq import wire
 from portalmq.cli.main import main
@@ -87,6 +87,14 @@ def test_a_command_runs_under_the_lock_and_its_exit_code_is_ours(broker: LockBro
     assert child.communicate(timeout=WITHIN_S)[0].split() == ["l", "1"]
     assert child.returncode == 7
     assert broker.holder is None
+
+
+def test_a_lock_that_cannot_be_given_back_does_not_hide_what_the_command_said(broker: LockBroker) -> None:
+    broker.script("DELETE", PATH, [refuse(403, "forbidden")])
+    child = process(broker, "l", "--", sys.executable, "-c", "raise SystemExit(7)")
+    told = child.communicate(timeout=WITHIN_S)[1]
+    assert child.returncode == 7
+    assert "lock l could not be given back, and comes free by itself: scripted forbidden" in told
 
 
 def test_a_command_that_is_not_there_gives_the_lock_back(broker: LockBroker) -> None:
