@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import logging
 import random
+import re
 import time
 import zlib
 from collections.abc import Callable, Iterator
@@ -83,6 +84,9 @@ class Destinations(Protocol):
         ...
 
 
+_control_characters = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]+")
+
+
 def output_id(topic_id: str, number: int, order: Batch, index: int) -> bytes:
     """The identity of the `index`-th message that a record orders. The leader epoch is part of it: after an unclean
     election another record may stand at the same offset."""
@@ -93,14 +97,15 @@ def output_id(topic_id: str, number: int, order: Batch, index: int) -> bytes:
 def provenance(
     topic: str, number: int, offset: int, group: str, deliveries: int, reason: str, at_ms: int
 ) -> dict[str, str]:
-    """The headers that tell where a dead letter comes from."""
+    """The headers that tell where a dead letter comes from. A reason of several lines, as a stack trace has, becomes
+    one: a letter that is sent again as it stands must be taken."""
     return {
         HEADER_SOURCE_TOPIC: topic,
         HEADER_SOURCE_PARTITION: str(number),
         HEADER_SOURCE_OFFSET: str(offset),
         HEADER_GROUP: group,
         HEADER_DELIVERY_COUNT: str(deliveries),
-        HEADER_DEAD_REASON: reason,
+        HEADER_DEAD_REASON: _control_characters.sub(" ", reason),
         HEADER_DEAD_AT_MS: str(at_ms),
     }
 

@@ -83,6 +83,19 @@ def test_the_copy_carries_the_message_and_where_it_comes_from(fixture):
     }
 
 
+def test_a_reason_of_several_lines_becomes_a_header_of_one(fixture):
+    """What a consumer gives as the reason is a stack trace, often; a header takes no line breaks."""
+    send(fixture, "a")
+    settle(fixture, receive(fixture), Way("nack", 0, "Traceback:\n  File\r\n\tValueError\0"))
+    fixture.broker.groups.put("g", {"max_deliveries": 2})
+    settle(fixture, receive(fixture), Way("nack", None, "Traceback:\n  File\r\n\tValueError\0"))
+    settled(fixture)
+    (copy,) = stored_in(fixture, "in.dlq")
+    (letter,) = listed(fixture).messages
+    assert copy.record.headers["portalmq-dead-reason"] == "Traceback:   File \tValueError "
+    assert letter.record.headers == copy.record.headers
+
+
 def test_the_dead_letter_topic_is_made_even_where_topics_are_not_made_by_use(fixture):
     fixture.broker.create_topic("in", wire.CreateTopic(partitions=3, config={"max_message_bytes": 2_000_000}))
     fixture.broker.topics._auto_create = False
