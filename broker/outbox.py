@@ -79,8 +79,8 @@ class Destinations(Protocol):
         Raises InvalidRequest for what cannot be a name."""
         ...
 
-    def copies(self, topic: Topic, shares: dict[int, list[Record]]) -> None:
-        """Append records that carry message ids, by partition. Raises the error of a share."""
+    def copies(self, topic: Topic, shares: dict[int, list[Record]]) -> dict[int, PortalMQError]:
+        """Append records that carry message ids, by partition; the errors of those that did not take theirs."""
         ...
 
 
@@ -120,15 +120,15 @@ def stable_partition(topic: Topic, record: Record, wanted: int | None) -> int:
 
 @dataclass(slots=True)
 class _Shipment:
-    """Messages that are appended in one call for each topic: (wanted partition, record) in order."""
+    """Messages that are appended in one call for each topic: (wanted partition, record, offset of the order)."""
 
-    by_topic: dict[str, list[tuple[int | None, Record]]] = field(default_factory=dict)
+    by_topic: dict[str, list[tuple[int | None, Record, int]]] = field(default_factory=dict)
     made: dict[str, Topic] = field(default_factory=dict)
     messages: int = 0
     size_bytes: int = 0
 
-    def add(self, topic: str, wanted: int | None, record: Record) -> None:
-        self.by_topic.setdefault(topic, []).append((wanted, record))
+    def add(self, topic: str, wanted: int | None, record: Record, order: int) -> None:
+        self.by_topic.setdefault(topic, []).append((wanted, record, order))
         self.messages += 1
         self.size_bytes += len(record.value)
 
@@ -140,7 +140,9 @@ class _Shipment:
 class Outbox:
     """The orders of one partition, as long as it is led here.
 
-    Invariant: at most one greenlet carries them out; `_sizes` are the bytes of open commits, by their offset.
+    Invariant: at most one greenlet carries them out; `_sizes` are the bytes of open commits, by their offset, and
+    `_appended` the ids of what was appended of the orders that are under way: one that waits for a partition longer
+    than the dedup window of another adds nothing there again.
     """
 
     def __init__(self, topic: Topic, partition: Partition, destinations: Destinations, slots: BoundedSemaphore) -> None:
@@ -149,6 +151,7 @@ class Outbox:
         self._destinations = destinations
         self._slots = slots
         self._sizes: dict[int, int] = {}
+        self._appended: dict[int, set[bytes]] = {}
         self._worker: gevent.Greenlet | None = None
         self._ended = False
         self._logged_at = -LOGGED_EVERY_S
@@ -239,7 +242,7 @@ class Outbox:
         finished: list[tuple[int, str]] = []
         for offset, group in orders:
             for topic, wanted, record in self._ordered_by(offset, group, shipment):
-                shipment.add(topic, wanted, record)
+                shipment.add(topic, wanted, record, offset)
                 if shipment.is_full:
                     self._ship(shipment)
                     shipment = _Shipment(made=shipment.made)
@@ -254,6 +257,7 @@ class Outbox:
             if offset in self._partition.groups.outbox:
                 self._partition.append_group_record(group, Done(offset), is_soft=True)
             self._sizes.pop(offset, None)
+            self._appended.pop(offset, None)
         finished.clear()
 
     def _ordered_by(self, offset: int, group: str, shipment: _Shipment) -> Iterator[tuple[str, int | None, Record]]:
@@ -304,9 +308,19 @@ class Outbox:
                 )
                 continue
             shares: dict[int, list[Record]] = {}
-            for wanted, record in messages:
-                shares.setdefault(stable_partition(topic, record, wanted), []).append(record)
-            self._destinations.copies(topic, shares)
+            orders: dict[int, list[tuple[int, bytes]]] = {}
+            for wanted, record, order in messages:
+                message_id = record.message_id or b""
+                if message_id not in self._appended.get(order, ()):
+                    number = stable_partition(topic, record, wanted)
+                    shares.setdefault(number, []).append(record)
+                    orders.setdefault(number, []).append((order, message_id))
+            errors = self._destinations.copies(topic, shares) if shares else {}
+            for number in shares.keys() - errors.keys():
+                for order, message_id in orders[number]:
+                    self._appended.setdefault(order, set()).add(message_id)
+            for error in errors.values():
+                raise error
 
 
 class Outboxes:
@@ -348,7 +362,7 @@ class OutputTopics:
         topics: Topics,
         catalog: Catalog,
         find: Callable[[str], Topic],
-        append: Callable[[Topic, dict[int, list[Record]]], None],
+        append: Callable[[Topic, dict[int, list[Record]]], dict[int, PortalMQError]],
     ) -> None:
         """`find` waits for one that another broker made just now; it raises TopicNotFound, Unavailable."""
         self.known = find

@@ -307,16 +307,14 @@ class Producing:
                 results[index] = result
         return _unless_all_failed([result for result in results if result is not None])
 
-    def copies(self, topic: Topic, shares: dict[int, list[Record]]) -> None:
+    def copies(self, topic: Topic, shares: dict[int, list[Record]]) -> dict[int, PortalMQError]:
         """Append what was ordered elsewhere, by partition: records with a message id, so that a repeat finds its first.
-        What a topic takes was checked when it was ordered. Raises the error of a share; others may be appended."""
+        What a topic takes was checked when it was ordered. The errors of those that did not take their share."""
         places = [place_of(topic.state, number) for number in shares]
         work = _Producing(topic, shares, _Order(None, "all", is_copies=True), self._gate, self._peers)
         outcomes = self._leaders.run(places, work, repeatable=True)
         self._count(work)
-        for outcome in outcomes.values():
-            if isinstance(outcome, PortalMQError):
-                raise outcome
+        return {place.number: outcome for place, outcome in outcomes.items() if isinstance(outcome, PortalMQError)}
 
     def serve(self, body: bytes) -> bytes:
         """Shares that another broker brings, for partitions that this one leads."""

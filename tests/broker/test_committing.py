@@ -232,7 +232,7 @@ def test_too_many_open_outputs_are_refused_and_taken_later(fixture, monkeypatch)
     def copies(topic, shares):
         if blocked:
             raise Unavailable("no leader", retry_after_s=0.01)
-        real(topic, shares)
+        return real(topic, shares)
 
     fixture.broker.outboxes._destinations.copies = copies
     for message in messages[:3]:
@@ -355,7 +355,7 @@ def test_large_outputs_go_in_several_shipments(fixture, monkeypatch):
 
     def copies(topic, shares):
         shipped.append(sum(len(share) for share in shares.values()))
-        real(topic, shares)
+        return real(topic, shares)
 
     fixture.broker.outboxes._destinations.copies = copies
     values = [f"{n}".rjust(500) for n in range(20)]
@@ -532,7 +532,7 @@ def test_whatever_goes_wrong_on_the_way_each_output_is_there_once_and_in_order(f
             if some and chance.random() < 0.7:
                 real(topic, some)
             raise Unavailable("nobody knows", outcome="unknown", retry_after_s=0)
-        real(topic, shares)
+        return real(topic, shares)
 
     fixture.broker.outboxes._destinations.copies = copies
     send(fixture, *(str(n) for n in range(60)))
@@ -559,3 +559,27 @@ def test_whatever_goes_wrong_on_the_way_each_output_is_there_once_and_in_order(f
     for key in {each.record.key for each in stored}:
         own = [int(each.record.value) for each in stored if each.record.key == key]
         assert own == sorted(own)
+
+
+def test_an_order_that_waits_longer_than_the_dedup_window_is_not_appended_again_where_it_was(fixture, monkeypatch):
+    """One partition of a topic takes nothing for an hour; what the others took stands there once."""
+    monkeypatch.setattr(outbox, "PAUSE_FIRST_S", 0.001)
+    fixture.broker.create_topic("fine", wire.CreateTopic(config={"dedup_window_ms": 1_000}))
+    fixture.broker.create_topic("out", wire.CreateTopic(partitions=2, config={"dedup_window_ms": 1_000}))
+    stuck = partition_of(fixture, "out", 1)
+    real, tries = stuck.submit, [0]
+
+    def submit(*arguments, **more):
+        if tries[0] < 5:
+            tries[0] += 1
+            fixture.clock.advance(3_600_000)
+            raise Backpressure("no room", retry_after_s=0)
+        return real(*arguments, **more)
+
+    stuck.submit = submit
+    send(fixture, "a")
+    publish = [*outputs("F", topic="fine"), *outputs("A", partition=0), *outputs("B", partition=1)]
+    commit(fixture, receive(fixture), publish)
+    settled(fixture)
+    assert tries == [5]
+    assert (there(fixture, "fine"), there(fixture)) == (["F"], ["A", "B"])
