@@ -275,8 +275,10 @@ class _Tenure:
         body = wire.LockRenewal(self.owner, self.token, round(self._ttl_s * 1000))
         content, headers = msgspec.json.encode(body), (("Content-Type", wire.JSON),)
         request = Request("PUT", wire.lock_path(self._name), content, headers, repeatable=True)
+        # A broker that stands still must not use up the time in which another one would answer.
+        limit_s = max(0.1, min(self._until - asked_at, self._ttl_s / RENEWALS_PER_TTL))
         try:
-            self._transport.attempt(request, time.monotonic() + max(0.1, self._until - asked_at))
+            self._transport.attempt(request, time.monotonic() + limit_s)
         except (Fenced, LockNotFound) as error:
             self._lose(error.detail)
             self.check()

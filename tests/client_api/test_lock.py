@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from support.lock_broker import PATH, LockBroker
-from support.scripted_broker import Call, Reply, ScriptedBroker, hang_up, lose_answer, refuse
+from support.scripted_broker import Call, Reply, ScriptedBroker, hang_up, hold, lose_answer, refuse
 
 from portalmq import Fenced, InvalidRequest, Lock, LockHeld, Unavailable
 from portalmq.errors import ERRORS_BY_CODE
@@ -99,6 +99,20 @@ class TestHolding:
             until(lambda: broker.count("PUT") >= 6)
         assert token == 1
         assert broker.holder is None
+
+    def test_a_broker_that_stands_still_costs_a_part_of_the_ttl_and_not_the_lock(
+        self, broker: LockBroker, make: Callable[..., Lock]
+    ) -> None:
+        """A renewal that is not answered is tried at another broker while there is time."""
+        never = threading.Event()
+        broker.script("PUT", PATH, [hold(never)])
+        try:
+            with make(ttl_s=1.5) as fencing_token:
+                until(lambda: broker.count("PUT") >= 4)
+                assert fencing_token == 1
+        finally:
+            never.set()
+        assert broker.token == 1
 
     def test_acquire_twice_is_a_mistake_and_so_is_releasing_what_was_not_acquired(
         self, make: Callable[..., Lock]
