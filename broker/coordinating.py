@@ -337,6 +337,8 @@ class Coordinating:
             case "heartbeat":
                 event = core.Heartbeat(token, call.member_id, call.generation)
             case "leave":
+                # Its topics may go from the roster with it: from then on the checkpoint alone tells of them.
+                self._save_quietly(own)
                 event = core.Leave(token, call.member_id)
             case _:
                 raise InvalidRequest(
@@ -517,10 +519,13 @@ class Coordinating:
     def _checkpoint(self) -> None:
         while not self._closing.wait(CHECKPOINT_EVERY_S):
             for coordinator in tuple(self._own.values()):
-                try:
-                    self._save(coordinator)
-                except PortalMQError as error:
-                    log.info("the offsets of group %r are saved later: %s", coordinator.group.name, error)
+                self._save_quietly(coordinator)
+
+    def _save_quietly(self, coordinator: Coordinator) -> None:
+        try:
+            self._save(coordinator)
+        except PortalMQError as error:
+            log.info("the offsets of group %r are saved later: %s", coordinator.group.name, error)
 
     def _save(self, coordinator: Coordinator) -> None:
         """Copy the group's offsets into the control plane, for those topics where they have changed."""

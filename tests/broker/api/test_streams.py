@@ -40,6 +40,17 @@ def join(http: FlaskClient, **more: Any) -> dict[str, Any]:
     return answer.get_json()  # type: ignore[no-any-return]
 
 
+def test_the_lag_of_a_group_whose_members_have_just_left_is_told(http: FlaskClient) -> None:
+    """However short their stay was: no checkpoint need have come by."""
+    generation = join(http)["generation"]
+    offsets = [{"topic": "t", "partition": 0, "offset": 2}]
+    http.put("/v1/groups/g/offsets", json={"member_id": "a", "generation": generation, "offsets": offsets})
+    assert http.delete("/v1/groups/g/members/a").status_code == 204
+    (first, second) = http.get("/v1/groups/g/offsets").get_json()["offsets"]
+    assert (first["committed"], first["lag"], second["lag"]) == (2, 2, 0)
+    assert http.get("/v1/groups/g").get_json()["lag"] == 2
+
+
 def test_join_heartbeat_commit_and_leave(http: FlaskClient) -> None:
     member = join(http)
     assert member == {
