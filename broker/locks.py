@@ -109,6 +109,8 @@ class Locks:
         self._waiters: dict[str, dict[str, Waiter]] = {}
         # When, on the clock, a lock with waiters is to be looked at again if nothing changes.
         self._due: dict[str, int] = {}
+        # Places that are to be given up, while somebody is doing so.
+        self._leaving: dict[str, set[Place]] = {}
         self._noted: set[str | None] = {None}
         self._bell = Event()
         self._gates: dict[str, tuple[Semaphore, int]] = {}
@@ -268,7 +270,28 @@ class Locks:
         self._forget(name, waiter)
         seen = self._sightings.get(name)
         if not self._closed and (seen is None or waiter.place in seen.state.queue):
-            gevent.spawn(self._quietly, self._table.leave, name, waiter.place, self._witness)
+            self._leave(name, waiter.place)
+
+    def _leave(self, name: str, place: Place) -> None:
+        """Give up a place, together with all that are given up meanwhile: a thousand clients may go at once, and one
+        commit for each would stand in the way of all others."""
+        leaving = self._leaving.get(name)
+        if leaving is not None:
+            leaving.add(place)
+            return
+        self._leaving[name] = {place}
+        gevent.spawn(self._leave_all, name)
+
+    def _leave_all(self, name: str) -> None:
+        try:
+            while leaving := self._leaving[name]:
+                self._leaving[name] = set()
+                here = self._waiters.get(name, {})
+                # Who has come back stands where he stood.
+                gone = {place for place in leaving if place.who not in here}
+                self._quietly(self._table.leave, name, gone, self._witness)
+        finally:
+            del self._leaving[name]
 
     def _forget(self, name: str, waiter: Waiter) -> None:
         here = self._waiters.get(name, {})
@@ -414,7 +437,7 @@ class Locks:
             lock, age_ms = seen.state, now_ms - seen.since_ms
             for place in lock.queue:
                 if (place.broker_id, place.incarnation) == self._me and place.who not in self._waiters.get(name, {}):
-                    gevent.spawn(self._quietly, self._table.leave, name, place, self._witness)
+                    self._leave(name, place)
             over_for_ms = age_ms - (lock.ttl_ms if lock.owner is not None else 0)
             if is_least and not lock.queue and over_for_ms >= KEEP_UNUSED_MS:
                 unused[name] = lock.mark

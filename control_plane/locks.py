@@ -28,6 +28,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 import msgspec
@@ -291,15 +292,15 @@ class LockTable(Tree):
 
         self._until_fitting(f"lock {name!r}", attempt)
 
-    def leave(self, name: str, place: Place, witness: Witness) -> None:
-        """Give up this very place in the queue, if it is still there."""
+    def leave(self, name: str, places: AbstractSet[Place], witness: Witness) -> None:
+        """Give up these very places in the queue, those that are still there."""
 
         def attempt() -> None:
             floor_version = self._floor_version()
             held = self.read(name)
             witness(name, held)
-            if held is not None and place in held.value.queue:
-                queue = tuple(each for each in held.value.queue if each != place)
+            if held is not None and not places.isdisjoint(held.value.queue):
+                queue = tuple(each for each in held.value.queue if each not in places)
                 self._set(name, held, msgspec.structs.replace(held.value, queue=queue), witness, floor_version)
 
         self._until_fitting(f"lock {name!r}", attempt)

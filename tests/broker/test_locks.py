@@ -242,6 +242,22 @@ class TestWaiting:
         brokers.release(1, "a", 1)
         assert outcome(waiting) == wire.LockGrant("b", 2, TTL)
 
+    def test_many_clients_that_go_at_once_give_up_their_places_in_few_steps(
+        self, brokers: Brokers, plane: Interrupted
+    ) -> None:
+        brokers.ask(1, "a")
+        peers = [FakePeer() for _ in range(50)]
+        for number, peer in enumerate(peers):
+            brokers.wait(number % 2 + 1, f"w{number}", peer)
+        last = brokers.wait(1, "last")
+        before = plane.commits
+        for peer in peers:
+            peer.leave()
+        until(lambda: brokers.waiters() == 1)
+        assert plane.commits - before <= 10
+        brokers.release(1, "a", 1)
+        assert outcome(last) == wire.LockGrant("last", 2, TTL)
+
     def test_a_wait_that_ends_says_who_has_it_and_leaves_nothing_behind(self, brokers: Brokers) -> None:
         brokers.ask(1, "a")
         ended = outcome(brokers.wait(2, "b", wait_ms=30))

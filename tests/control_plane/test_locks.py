@@ -359,7 +359,7 @@ class TestTheTable:
         table.ask("l", "b", TTL, seen, LIVE, place=place("b"))
         free = table.release("l", "a", 1, seen)
         assert not table.remove("l", free.mark)
-        table.leave("l", place("b"), seen)
+        table.leave("l", {place("b")}, seen)
         plane.meanwhile.append(lambda: table.ask("l", "c", TTL, seen, LIVE))
         assert not table.remove("l", free.mark)
 
@@ -372,9 +372,9 @@ class TestTheTable:
     def test_only_this_very_place_is_left(self, table: LockTable, seen: Seen) -> None:
         table.ask("l", "a", TTL, seen, LIVE)
         table.ask("l", "b", TTL, seen, LIVE, place=place("b", 2))
-        table.leave("l", place("b", 1), seen)
+        table.leave("l", {place("b", 1)}, seen)
         assert len(table.read("l").value.queue) == 1  # type: ignore[union-attr]
-        table.leave("l", place("b", 2), seen)
+        table.leave("l", {place("b", 2)}, seen)
         assert table.read("l").value.queue == ()  # type: ignore[union-attr]
 
     def test_an_end_of_ttl_is_told_to_all_unless_it_was_renewed(self, table: LockTable, seen: Seen) -> None:
