@@ -35,6 +35,7 @@ from portalmq.broker.partition import Partition
 from portalmq.broker.peers import Peers
 from portalmq.broker.storage.batch import Record
 from portalmq.broker.topics import Topic
+from portalmq.broker.writer import Pending
 from portalmq.control_plane.state import GroupState
 from portalmq.errors import GroupModeMismatch, InvalidRequest, PortalMQError, Unavailable
 
@@ -330,13 +331,9 @@ class DeadLetters:
             ]
             offsets = offsets[: max(0, REDRIVEN_MAX - delivery.outstanding)]
             ranges = _timed(offsets, now_ms + share.first_ms, share.step_ms)
-            for first in range(0, len(ranges), RANGES_IN_A_RECORD):
-                record = Redrive(tuple(ranges[first : first + RANGES_IN_A_RECORD]), now_ms)
-                pending = partition.append_group_record(call.group, record)
-                if first + RANGES_IN_A_RECORD >= len(ranges):
-                    pending.wait()
+            redriven = _written(partition, call.group, ranges, lambda part: Redrive(part, now_ms))
             self._desk.attach(self._desk.known(call.group), partition, place.topic_id).notify()
-            return len(offsets)
+            return redriven
 
         return do
 
@@ -345,13 +342,36 @@ class DeadLetters:
             partition, delivery = self._delivery(call, place)
             if delivery is None or not share.ranges:
                 return 0
-            before = _count_dead(delivery)
-            pending = partition.append_group_record(call.group, Drop(share.ranges, self._clock.now_ms()))
-            dropped = before - _count_dead(delivery)
-            pending.wait()
-            return dropped
+            now_ms = self._clock.now_ms()
+            return _written(partition, call.group, share.ranges, lambda part: Drop(part, now_ms))
 
         return do
+
+
+def _written(
+    partition: Partition,
+    group: str,
+    ranges: Sequence[T],
+    record_of: Callable[[tuple[T, ...]], Redrive | Drop],
+) -> int:
+    """Write down what becomes of dead letters, in records that leave others their turn in between; how many were dead
+    no more by that. Raises a refusal as unknown, where a part may stand."""
+    written: list[Pending] = []
+    done = 0
+    try:
+        for first in range(0, len(ranges), RANGES_IN_A_RECORD):
+            if written:
+                gevent.sleep(0)
+            before = _count_dead(partition, group)
+            record = record_of(tuple(ranges[first : first + RANGES_IN_A_RECORD]))
+            written.append(partition.append_group_record(group, record))
+            done += before - _count_dead(partition, group)
+        for pending in written:
+            pending.wait()
+    except PortalMQError as error:
+        error.outcome = error.outcome if len(ranges) <= RANGES_IN_A_RECORD else "unknown"
+        raise
+    return done
 
 
 class _Patience:
@@ -411,8 +431,9 @@ def _count(ranges: Sequence[Range]) -> int:
     return sum([end - start for start, end in ranges])
 
 
-def _count_dead(delivery: GroupDelivery) -> int:
-    return sum([dead.end - dead.start for dead in delivery.dead])
+def _count_dead(partition: Partition, group: str) -> int:
+    delivery = partition.delivery.get(group)
+    return sum([dead.end - dead.start for dead in delivery.dead]) if delivery is not None else 0
 
 
 def _timed(offsets: list[int], first_ms: float, step_ms: float) -> list[tuple[int, int, int]]:

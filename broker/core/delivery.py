@@ -160,8 +160,7 @@ class GroupDelivery:
 
     def purge(self, upto: int) -> None:
         """Everything below `upto` is gone from the log."""
-        for start in self._starts[: bisect_left(self._starts, upto)]:
-            self._cut(start, min(upto, self._spans[start].end))
+        self._cut(0, upto)
         self._cut_dead(0, upto)
         self.start = max(self.start, upto)
         self.next = max(self.next, upto)
@@ -317,8 +316,9 @@ class GroupDelivery:
             span = self._spans[start]
             latest_ms = now_ms + max(0, span.available_at_ms - span.granted_at_ms)
             if latest_ms < span.available_at_ms < HELD_MS:
-                self._cut(span.start, span.end)
-                self._insert(msgspec.structs.replace(span, granted_at_ms=now_ms, available_at_ms=latest_ms))
+                self._spans[start] = msgspec.structs.replace(span, granted_at_ms=now_ms, available_at_ms=latest_ms)
+                heappush(self._wakeups, (latest_ms, start))
+        self._drop_stale_wakeups()
 
     # --- decisions ---------------------------------------------------------------------------------------------------
 
@@ -446,16 +446,19 @@ class GroupDelivery:
                 self._returned.append(start)
 
     def _live(self, starts: list[int], now_ms: int) -> Iterator[SpanFold]:
-        at = 0
-        while at < len(starts):
-            start = starts[at]
+        at = seen = 0  # from `at` to `seen` they are stale
+        last = -1
+        while seen < len(starts):
+            start = starts[seen]
             span = self._spans.get(start)
-            repeated = at > 0 and starts[at - 1] == start
-            if repeated or span is None or span.available_at_ms > now_ms:
-                del starts[at]
+            if start == last or span is None or span.available_at_ms > now_ms:
+                seen += 1
                 continue
-            at += 1
+            del starts[at:seen]
+            at = seen = at + 1
+            last = start
             yield span
+        del starts[at:seen]
 
     def at(self, offset: int) -> SpanFold | None:
         at = bisect_right(self._starts, offset) - 1

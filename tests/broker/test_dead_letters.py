@@ -21,9 +21,10 @@ from support.replicas import eventually
 
 from portalmq import wire
 from portalmq.broker import dead_letters, outbox
+from portalmq.broker.core.records import Drop
 from portalmq.broker.settling import Way
 from portalmq.broker.storage.batch import Record
-from portalmq.errors import GroupModeMismatch, GroupNotFound, InvalidRequest, TopicNotFound, Unavailable
+from portalmq.errors import GroupModeMismatch, GroupNotFound, InvalidRequest, NotLeader, TopicNotFound, Unavailable
 
 
 @pytest.fixture
@@ -408,3 +409,46 @@ def test_the_calls_between_brokers_carry_all_of_it(fixture):
     assert ask("redrive", shares=[dead_letters.DeadShare(0, ranges=ranges)]) == 1
     assert ask("drop_dead", shares=[dead_letters.DeadShare(0, ranges=((first, second + 1),))]) == 1
     assert [message.record.value for message in receive(fixture)] == [b"a"]
+
+
+def test_many_dead_letters_are_redriven_and_dropped_while_others_have_their_turn(fixture, monkeypatch):
+    monkeypatch.setattr(dead_letters, "RANGES_IN_A_RECORD", 10)
+    send(fixture, *(str(number) for number in range(100)))
+    messages = receive(fixture, 100)[::2]
+    give_up(fixture, messages)
+    turns = [0]
+
+    def others() -> None:
+        while True:
+            gevent.sleep(0)
+            turns[0] += 1
+
+    greenlet = gevent.spawn(others)
+    try:
+        assert redrive(fixture, ids=[f"0-{message.offset}" for message in messages[:25]]) == (25, 25)
+        assert turns[0] >= 2
+        turns[0] = 0
+        assert drop(fixture) == 25
+        assert turns[0] >= 2
+    finally:
+        greenlet.kill()
+    assert ids(listed(fixture)) == []
+
+
+def test_a_redrive_whose_second_record_is_refused_is_of_unknown_outcome(fixture, monkeypatch):
+    monkeypatch.setattr(dead_letters, "RANGES_IN_A_RECORD", 1)
+    send(fixture, "a", "b", "c", "d")
+    give_up(fixture, receive(fixture)[::2])
+    partition = partition_of(fixture)
+    real, records_left = partition.append_group_record, [1]
+
+    def append(group, record, **more):
+        if not records_left:
+            raise NotLeader("it has moved")
+        records_left.pop()
+        return real(group, record, **more)
+
+    monkeypatch.setattr(partition, "append_group_record", append)
+    with pytest.raises(NotLeader) as refused:
+        dead_letters._written(partition, "g", [(0, 1), (2, 3)], lambda part: Drop(part, 0))
+    assert refused.value.outcome == "unknown"
