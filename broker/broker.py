@@ -553,7 +553,8 @@ class Broker:
 
     def put_group(self, name: str, patch: dict[str, object]) -> tuple[wire.GroupDescription, bool]:
         created = self.groups.put(name, patch)
-        return self._census.describe(name, leave_out=True), created
+        counted = self._census.describe(name, leave_out=True)
+        return self.streams.describe_or(counted) if counted.mode == "stream" else counted, created
 
     @_told
     def describe_group(self, name: str) -> wire.GroupDescription:

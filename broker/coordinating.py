@@ -510,7 +510,7 @@ class Coordinating:
             raise error
         return [
             contract.Sought(place.number, *outcome)
-            for place, outcome in outcomes.items()
+            for place, outcome in sorted(outcomes.items())
             if not isinstance(outcome, PortalMQError)
         ]
 

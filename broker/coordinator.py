@@ -56,6 +56,8 @@ log = logging.getLogger(__name__)
 # The longest that a join takes: its claims, and a compare-and-set before and after.
 ANSWER_WITHIN_S = 10.0
 READ_AGAIN_S = 0.2
+# The longest that others wait for the fencing of those who are gone.
+FENCE_WITHIN_S = 0.5
 
 Asking = Join | Heartbeat | Leave | SeekRequested
 
@@ -171,6 +173,7 @@ class Coordinator:
             gevent.spawn(self._claim, claims)
 
     def _propose(self, action: Propose) -> None:
+        known = self.membership.known
         roster = roster_of(action.membership)
         try:
             version = self._store.set_roster(self.group.name, self.group.group_id, roster, action.version)
@@ -192,6 +195,9 @@ class Coordinator:
             return
         else:
             told = Answered(Outcome.APPLIED, version)
+            gone = left_behind(known, action.membership) if known else []
+            if gone:
+                gevent.spawn(self._fence, gone).join(FENCE_WITHIN_S)
         self.tell(told)
 
     def _read(self) -> None:
@@ -204,6 +210,12 @@ class Coordinator:
                 continue
             self.tell(Loaded(membership_of(held.value) if held else None, held.version if held else -1))
             return
+
+    def _fence(self, gone: Sequence[Claim]) -> None:
+        try:
+            self._claims(self.group, gone)
+        except PortalMQError as error:  # then the claim of who comes next does it
+            log.info("group %r: members that are gone are fenced later: %s", self.group.name, error)
 
     def _claim(self, claims: Sequence[Claim]) -> None:
         try:
@@ -223,6 +235,18 @@ class Coordinator:
 
 def _moved(group: str) -> Unavailable:
     return Unavailable(f"the coordinator of group {group!r} is just changing", outcome="unknown", retry_after_s=0.2)
+
+
+def left_behind(before: Membership, after: Membership) -> list[Claim]:
+    """What was held by members that are gone, to be claimed for nobody: so they can commit no more, whether or not
+    somebody comes after them. A claim of `after` is of a later generation, and goes before these in any order."""
+    claims = []
+    for partition, place in before.places.items():
+        holder = place.leaving or place.owner
+        topic_id = before.topic_ids.get(partition[0])
+        if holder not in after.members and after.topic_ids.get(partition[0], topic_id) == topic_id:
+            claims.append(Claim(partition, "", place.since))
+    return claims
 
 
 def roster_of(membership: Membership) -> RosterState:

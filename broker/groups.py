@@ -152,8 +152,12 @@ class Groups:
             wire.check_name(name, "group")
             group = self._catalog.find_group(name) if name not in self._own else None
             if group is None:
-                raise GroupNotFound(f"there is no group {name!r}: its first receive creates it")
+                raise GroupNotFound(f"there is no group {name!r}: its first receive or join creates it")
             self._remember(name, group)
+        elif self.is_ending(group):  # perhaps it is gone, and the mirror does not show that yet
+            group = self._catalog.find_group(name)
+            if group is None:
+                raise GroupNotFound(f"group {name!r} was deleted")
         return group
 
     def ensure(self, name: str) -> GroupState:

@@ -64,9 +64,10 @@ class StreamOffsets:
         above the high watermark or below what is committed.
         """
         if member != self.member or generation < self.generation:
+            owner = f"{self.member!r} does" if self.member else "nobody does"
             raise IllegalGeneration(
-                f"member {member!r} of generation {generation} does not own this partition: {self.member!r} does, since"
-                f" generation {self.generation}. Send a heartbeat to learn the assignment"
+                f"member {member!r} of generation {generation} does not own this partition: {owner}, since generation"
+                f" {self.generation}. Send a heartbeat to learn the assignment"
             )
         if not 0 <= offset <= high_watermark:
             raise OffsetOutOfRange(

@@ -327,3 +327,48 @@ def test_lag_is_told_from_the_checkpoint_while_a_leader_is_away(
     after = standing(fixture)
     assert (after.committed, after.lag) == (before.committed, before.lag) == (2, 2)
     assert after.lag_ms == 1_000
+
+
+def test_who_has_left_may_not_commit_though_nobody_comes_after_him(fixture: Fixture) -> None:
+    produce(fixture, "0", "1")
+    answer = join(fixture)
+    commit(fixture, answer, 0, 1)
+    fixture.broker.streams.leave("g", "a")
+    with pytest.raises(IllegalGeneration, match="nobody does"):
+        commit(fixture, answer, 0, 2)
+    again = join(fixture)
+    assert [each.offset for each in again.assignment] == [1, 0]
+    commit(fixture, again, 0, 2)
+
+
+def test_who_has_timed_out_may_not_commit_though_nobody_comes_after_him(fixture: Fixture) -> None:
+    produce(fixture, "0", "1")
+    answer = join(fixture, session_timeout_ms=500)
+    fixture.clock.advance(1_000)
+
+    def is_fenced() -> bool:
+        try:
+            commit(fixture, answer, 0, 1)
+        except IllegalGeneration:
+            return True
+        return False
+
+    with gevent.Timeout(5):
+        while not is_fenced():
+            gevent.sleep(0.05)
+    assert fixture.broker.describe_group("g").members == []
+    assert join(fixture, "b").assignment[0].offset <= 1
+
+
+def test_a_seek_tells_of_the_partitions_in_their_order(fixture: Fixture) -> None:
+    join(fixture)
+    fixture.broker.alter_topic("t", wire.AlterTopic(partitions=12))
+    sought = fixture.broker.streams.seek("g", "t", "latest", partition=None, dry_run=True)
+    assert [each.partition for each in sought.offsets] == list(range(12))
+
+
+def test_settings_that_are_put_again_tell_of_the_members(fixture: Fixture) -> None:
+    produce(fixture, "0", "1")
+    join(fixture)
+    description, created = fixture.broker.put_group("g", {"mode": "stream"})
+    assert (description.members, description.lag, created) == (["a"], 2, False)
