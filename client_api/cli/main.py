@@ -6,6 +6,7 @@ sysexits.h), 130 interrupted.
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from importlib.metadata import EntryPoint, entry_points
@@ -41,6 +42,8 @@ class CommandLine(click.Group):
         return None if entry is None else _load(entry)
 
     def invoke(self, ctx: click.Context) -> Any:
+        if sys.stdout is None:  # `>&-`: somebody wants none of it
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
         try:
             result = super().invoke(ctx)
             sys.stdout.flush()
@@ -52,9 +55,20 @@ class CommandLine(click.Group):
             # The way to end a tail: nothing to complain about.
             ctx.exit(EXIT_INTERRUPTED)
         except BrokenPipeError:
-            # The reader (`| head`) has what it wanted. Nothing may be written at exit either.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            # The reader (`| head`) has what it wanted.
+            _write_no_more()
             ctx.exit(0)
+        except OSError as fault:
+            if fault.errno not in (errno.ENOSPC, errno.EIO, errno.EDQUOT):
+                raise
+            _write_no_more()
+            click.echo(f"portalmq: cannot write: {fault.strerror}", err=True)
+            ctx.exit(EXIT_ERROR)
+
+
+def _write_no_more() -> None:
+    """Nothing may be written at exit either."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _room_commands() -> dict[str, EntryPoint]:

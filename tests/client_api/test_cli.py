@@ -333,3 +333,13 @@ def test_a_reader_that_goes_away_is_no_error(broker: ScriptedBroker) -> None:
     assert piped.stdout.strip() == "1001"
     assert "Traceback" not in piped.stderr
     assert piped.returncode == 0
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="has no /dev/full")
+def test_an_output_that_takes_no_more_is_told_and_one_that_is_not_there_is_no_error(broker: ScriptedBroker) -> None:
+    broker.script("GET", "/v1/topics", [reply({"topics": [wire.TopicSummary("t", 1, 3)]})] * 2)
+    program = f"{sys.executable} -m portalmq.cli.main topic list --server {broker.url}"
+    full = subprocess.run(["bash", "-c", f"{program} >/dev/full"], capture_output=True, text=True, timeout=30)
+    assert (full.returncode, full.stderr) == (1, "portalmq: cannot write: No space left on device\n")
+    closed = subprocess.run(["bash", "-c", f"{program} >&-"], capture_output=True, text=True, timeout=30)
+    assert (closed.returncode, closed.stderr) == (0, "")
