@@ -47,6 +47,8 @@ class Upkeep:
         self._snapshot: PartitionFold | None = None
         self._is_due = False
         self._scrub_at = 0
+        # Of a follower: what it might drop, and the end of the log that says so.
+        self._judged: tuple[int, int] | None = None
 
     # --- snapshots ---------------------------------------------------------------------------------------------------
 
@@ -69,7 +71,7 @@ class Upkeep:
 
     def forget_snapshot(self) -> None:
         """The log was cut, or begun anew: what was taken before may not be in it."""
-        self._snapshot = None
+        self._snapshot = self._judged = None
         self._partition.changed = True
 
     def _save(self) -> None:
@@ -168,7 +170,10 @@ class Upkeep:
             if wall_ms - delivery.last_active_ms < group_expiry_ms:
                 upto = self._unfinished_from(delivery, upto)
         ordered_from = partition.groups.ordered_from()
-        upto = max(upto if ordered_from is None else min(upto, ordered_from), partition.log.log_start_offset)
+        upto = upto if ordered_from is None else min(upto, ordered_from)
+        if not partition.serves:
+            upto = self._judged_for_good(upto)
+        upto = max(upto, partition.log.log_start_offset)
         if not self._would_drop(upto):
             return
         if partition.groups.state_offset >= partition.high_watermark:
@@ -180,6 +185,13 @@ class Upkeep:
         partition.groups.forget_below(upto)
         partition.host.pool.apply(partition.log.drop_segments_below, (upto,))
         self._moved(partition.host.pool.apply(partition.log.replica_start))
+
+    def _judged_for_good(self, upto: int) -> int:
+        """What was judged the last time, once all records that spoke for it are committed; 0 before. A leader commits
+        a STATE record first, which says the same of all that stands before it."""
+        replica = self._partition.replica
+        judged, self._judged = self._judged, (upto, replica.next_offset)
+        return judged[0] if judged is not None and judged[1] <= replica.high_watermark else 0
 
     def _unfinished_from(self, delivery: GroupDelivery, upto: int) -> int:
         """Where the oldest segment below `upto` begins that holds something the group has not finished."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from queue import SimpleQueue
+
 import gevent
 import pytest
 from support.domain import records, running
+from support.replicas import eventually
 
 from portalmq import wire
 from portalmq.broker.core.delivery import GroupDelivery
@@ -514,3 +517,33 @@ def test_retention_keeps_what_is_scheduled_and_what_a_lane_still_holds(fixture):
     partition.retain(None, 1, 10 * HOUR_MS)
     assert partition.log.log_start_offset > 0
     assert DELAYED in partition.delivery["g"].cursors
+
+
+def test_a_follower_drops_nothing_for_an_ack_that_may_yet_be_taken_back(fixture, monkeypatch):
+    partition = partition_of(fixture)
+    receive(fixture)
+    for number in range(3):
+        send(fixture, f"{number}")
+        partition.log.roll()
+    send(fixture, "last")
+    partition.retain(None, None, HOUR_MS)
+    partition.upkeep.write_state().wait()
+    got = receive(fixture)
+    gate, append = SimpleQueue(), partition.log.append
+
+    def waiting(batches):
+        gate.get()
+        gate.put(None)  # once open, it stays so
+        return append(batches)
+
+    monkeypatch.setattr(partition.log, "append", waiting)
+    acking = gevent.spawn(ack, fixture, got)
+    eventually(lambda: partition.delivery["g"].floor() == partition.delivery["g"].next)  # the fold has the ack already
+    partition.serves = False
+    for _ in range(2):
+        partition.retain(None, 1, HOUR_MS)
+        assert partition.log.log_start_offset == 0
+    gate.put(None)
+    acking.get(timeout=10)
+    partition.retain(None, 1, HOUR_MS)
+    assert partition.log.log_start_offset > 0
