@@ -182,7 +182,7 @@ class Partition(ReadablePartition):
         self.readable_end = found.readable_end
         self._uncommitted.ends.clear()
         if found.recovered_end > found.readable_end:
-            self._uncommitted.ends.append(found.recovered_end)
+            self._uncommitted.ends.append((found.recovered_end, 0))
         self.upkeep.forget_snapshot()
 
     def _replica_of(self, found: Recovered, highest_epoch: int) -> PartitionReplica:
@@ -476,7 +476,7 @@ class Partition(ReadablePartition):
         for head in entry.heads:
             if head.kind == Kind.MESSAGES:
                 self.messages_next += head.count
-                self._uncommitted.ends.append(head.end_offset)
+                self._uncommitted.ends.append((head.end_offset, head.appended_at_ms))
         self.changed = self._used = True
         self._writer.put(entry)
 

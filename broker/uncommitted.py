@@ -17,12 +17,13 @@ Place = tuple[int, bytes | None, int]
 
 
 class Uncommitted:
-    """`ends` are the ends of the message batches above the high watermark, rising; `bytes` what the batches that are
-    waited for hold in memory."""
+    """`ends` are the ends of the message batches above the high watermark, rising, with the times at which they were
+    appended (0: not known), whoever waits for them or has given up; `bytes` what the batches that are waited for hold
+    in memory."""
 
     def __init__(self) -> None:
         self.bytes = 0
-        self.ends: deque[int] = deque()
+        self.ends: deque[tuple[int, int]] = deque()
         self._pending: deque[Pending] = deque()
         self._repeats: list[tuple[int, Pending]] = []
         self._ids: dict[bytes, Place] = {}
@@ -32,7 +33,7 @@ class Uncommitted:
         self._pending.append(pending)
         self.bytes += pending.size_bytes
         if pending.batch.kind == Kind.MESSAGES:
-            self.ends.append(pending.batch.end_offset)
+            self.ends.append((pending.batch.end_offset, pending.appended_at_ms))
 
     def add_repeat(self, end: int, pending: Pending) -> None:
         """Somebody waits for what somebody else has appended, up to `end`."""
@@ -46,8 +47,8 @@ class Uncommitted:
 
     def advance(self, high_watermark: int, readable_end: int) -> int:
         """Answer everyone below the high watermark; where the readable messages end now."""
-        while self.ends and self.ends[0] <= high_watermark:
-            readable_end = self.ends.popleft()
+        while self.ends and self.ends[0][0] <= high_watermark:
+            readable_end = self.ends.popleft()[0]
         while self._pending and self._pending[0].batch.end_offset <= high_watermark:
             pending = self._pending.popleft()
             self.bytes -= pending.size_bytes
@@ -63,10 +64,7 @@ class Uncommitted:
 
     def first_message_ms(self) -> int | None:
         """When the oldest messages were appended that are not committed; None when all are."""
-        if not self.ends:
-            return None
-        waiting = (each.appended_at_ms for each in self._pending if each.batch.kind == Kind.MESSAGES)
-        return next(waiting, None)
+        return self.ends[0][1] if self.ends else None
 
     def fail(self, error: PortalMQError) -> None:
         """Everyone who waits is told this. What they wait for may be in the log, and stay there; so the ids of what is

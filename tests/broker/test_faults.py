@@ -299,6 +299,26 @@ def test_a_message_that_is_on_its_way_to_the_disk_is_known_to_whoever_repeats_it
     assert texts(receive(fixture, max_messages=10)) == ["a", "b"]
 
 
+def test_a_delayed_message_that_nobody_waits_for_is_not_passed_over_before_it_is_committed(fixture, monkeypatch):
+    """Who leads, loses touch and leads on has told its waiters that the outcome is unknown. What they waited for still
+    comes: until then no cursor may pass the time of its append."""
+    receive(fixture)
+    partition = fixture.broker.topics.get("t").partition(0)
+    due_ms = fixture.clock.wall_ms() + 1_000
+    fixture.broker.produce("t", records("later", deliver_at_ms=due_ms), None, acks="all")
+    with held(monkeypatch, partition.log, "append") as release:
+        partition.submit(tuple(records("sooner", deliver_at_ms=due_ms - 500)), 6)
+        gevent.sleep(0.02)
+        partition.tell(SessionLost())
+        eventually(lambda: partition.serves)
+        fixture.clock.advance(2_000)
+        taken = texts(receive(fixture, max_messages=10))
+        release()
+    eventually(lambda: partition.high_watermark == partition.replica.next_offset)
+    taken += texts(receive(fixture, max_messages=10))
+    assert taken == ["sooner", "later"]
+
+
 def test_a_partition_that_cannot_be_cleaned_does_not_keep_the_others_from_it(fixture, monkeypatch):
     fixture.broker.create_topic("t", wire.CreateTopic(partitions=2))
     first, second = fixture.broker.topics.get("t").led()
