@@ -314,7 +314,6 @@ class Partition(ReadablePartition):
         self._book = self.replica.in_sync
         if self._book is None:
             return
-        self._take_over()
         self._begin_to_serve()
 
     def _take_over(self) -> None:
@@ -329,6 +328,7 @@ class Partition(ReadablePartition):
         if self.serves or book is None or self.replica.high_watermark <= book.epoch_start:
             return
         self.serves = True
+        self._take_over()  # what the one before wrote last was perhaps still on its way to the disk at the election
         if self.groups.purges:
             gevent.spawn(self.upkeep.finish_purges)  # from here an append could not tell its place yet
         gevent.spawn(self.on_leading, self)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from queue import SimpleQueue
 
 import gevent
 import pytest
@@ -397,3 +398,31 @@ def test_a_fetch_whose_sender_has_gone_says_nothing(tmp_path):
         )
         host.replication.serve(encode(request), Caller())
         assert book.joiner(2) == (1, "store-2"), "it would have been heard as incarnation 9"
+
+
+def test_leases_that_a_new_leader_had_still_to_write_down_end_by_its_own_clock(tmp_path, monkeypatch):
+    hour_ms = 3_600_000
+    with replicas(tmp_path, 3) as group:
+        settle(group)
+        send(group.leader, "a")
+        settle(group)
+        first, second = group.partition(1), group.partition(2)
+        ahead_ms = first.host.clock.now_ms() + hour_ms
+        gate, append = SimpleQueue(), second.log.append
+
+        def waiting(batches):
+            gate.get()
+            gate.put(None)  # once open, it stays so
+            return append(batches)
+
+        monkeypatch.setattr(second.log, "append", waiting)
+        start = first.log.log_start_offset
+        first.append_group_record("g", GroupStart(start, ahead_ms))
+        message = first.high_watermark - 1
+        first.append_group_record("g", Grant(((message, message + 1, 1),), message + 1, ahead_ms, ahead_ms + 30_000))
+        eventually(lambda: second.replica.next_offset == first.replica.next_offset)
+        group.elect(2)
+        gate.put(None)
+        eventually(lambda: second.serves)
+        (span,) = second.delivery["g"].spans()
+        assert span.available_at_ms <= second.host.clock.now_ms() + 30_000
