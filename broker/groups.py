@@ -128,8 +128,10 @@ class Groups:
 
     def put(self, name: str, patch: dict[str, object]) -> bool:
         """Create the group or change its settings; True when it is new."""
-        self._check_stays(self.find(name))
-        check_settings(patch, self._catalog.find_group(wire.check_name(name, "group")))
+        held = self._catalog.find_group(wire.check_name(name, "group"))
+        self._check_deletes_not(name)
+        self._check_stays(held)
+        check_settings(patch, held)
         group, created = self._catalog.put_group(name, patch)
         self._remember(name, group)
         return created
@@ -163,11 +165,13 @@ class Groups:
     def ensure(self, name: str) -> GroupState:
         """The group, made now if it is missing. Raises Unavailable for one that is just being deleted."""
         group = self.find(name)
-        if group is None:
+        if group is None or self.is_ending(group):
+            # It may be gone already where another broker deleted it, though the mirror shows it still.
             wire.check_name(name, "group")
+            self._check_deletes_not(name)
             group = self._catalog.ensure_group(name)
+            self._check_stays(group)
             self._remember(name, group)
-        self._check_stays(group)
         if group.config.mode != "queue":
             raise GroupModeMismatch(
                 f"group {name!r} works in stream mode: join it, or take another name for a queue group"
@@ -197,7 +201,11 @@ class Groups:
 
     def _check_stays(self, group: GroupState | None) -> None:
         if group is not None and self.is_ending(group):
-            raise Unavailable(f"group {group.name!r} is being deleted: repeat, to make it anew", retry_after_s=0.1)
+            raise _is_being_deleted(group.name)
+
+    def _check_deletes_not(self, name: str) -> None:
+        if name in self._deleting:
+            raise _is_being_deleted(name)
 
     def end_here(self, name: str, group_id: str) -> list[Place]:
         """End the group on all partitions that are led here, durably; answers on which it had begun. Nobody may use it
@@ -449,6 +457,10 @@ class Groups:
     def ask(self, broker_id: int, name: str, call: msgspec.Struct, places: Sequence[Place]) -> Outcomes[bool]:
         results = self._peers.call(broker_id, name, call, _Bools, timeout_s=BEGIN_TIMEOUT_S)
         return {place: result.outcome() for place, result in zip(places, results, strict=True)}
+
+
+def _is_being_deleted(name: str) -> Unavailable:
+    return Unavailable(f"group {name!r} is being deleted: repeat, to make it anew", retry_after_s=0.1)
 
 
 def check_settings(patch: dict[str, object], held: GroupState | None) -> None:

@@ -67,10 +67,11 @@ class Receiving:
         deadline = time.monotonic() + (wait_s or self._patience_s)
         pause_s = PAUSE_FIRST_S
         while True:
+            topics = self._as_they_are(topics)
             try:
                 self._begin(group, topics, forward)
                 messages = receive(plan, request.topics, options, wait_s, peer, self._groups.lot)
-                if messages or self._answered(topics, forward, waited=wait_s > 0):
+                if messages or self._answered(self._as_they_are(topics), forward, waited=wait_s > 0):
                     return messages
                 raise Unavailable("a partition has no leader just now, and the others are empty", retry_after_s=0.1)
             except (NotLeader, Unavailable) as error:
@@ -182,6 +183,10 @@ class Receiving:
             first = turn % len(parts)
             parts = parts[first:] + parts[:first]
         return [source for part in parts for source in part]
+
+    def _as_they_are(self, topics: Sequence[Topic]) -> list[Topic]:
+        """The topics of these names: one may have been deleted and made anew during a wait."""
+        return [self._find(topic.name) or topic for topic in topics]
 
     def _find(self, name: str) -> Topic | None:
         try:

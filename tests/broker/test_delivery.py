@@ -519,3 +519,37 @@ def test_groups_that_came_and_went_are_not_remembered_for_ever(fixture, monkeypa
     assert len(fixture.broker.groups._own) <= 5
     assert len(fixture.broker.groups._begun) <= 5
     assert len(fixture.broker._receiving._turn) <= 5
+
+
+@pytest.mark.parametrize("is_by_name", [True, False])
+def test_a_group_that_another_broker_deleted_is_made_anew_at_once(fixture, is_by_name):
+    """What the control plane says counts: it is ahead of what this broker has heard."""
+    groups = fixture.broker.groups
+    send(fixture, "a")
+    receive(fixture)
+    old = groups.known("g")
+    groups.end_here("g", old.group_id)
+    with pytest.raises(Unavailable):
+        fixture.broker.put_group("g", {})
+    with pytest.raises(Unavailable):
+        receive(fixture)
+    fixture.broker._catalog.delete_group("g")
+    groups._remember("g", old)
+    if is_by_name:
+        assert fixture.broker.put_group("g", {})
+    assert texts(receive(fixture)) == ["a"]
+    assert groups.known("g").group_id != old.group_id
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_a_wait_goes_on_over_a_topic_that_is_deleted_and_made_anew(fixture, comes):
+    send(fixture, "old")
+    assert texts(receive(fixture)) == ["old"]
+    waiting = gevent.spawn(receive, fixture, wait_ms=1_500)
+    gevent.sleep(0.1)
+    fixture.broker.delete_topic("t")
+    gevent.sleep(0.1)
+    fixture.broker.create_topic("t", wire.CreateTopic())
+    if comes:
+        send(fixture, "new")
+    assert texts(waiting.get(timeout=5)) == (["new"] if comes else [])
