@@ -135,7 +135,8 @@ def _under(lock: Lock, command: tuple[str, ...], environment: dict[str, str]) ->
     stopping = threading.Event()
 
     def pass_on(number: int, frame: FrameType | None) -> None:
-        child.send_signal(number)
+        if number != signal.SIGINT or not _runs_in_front():
+            child.send_signal(number)
 
     earlier = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
     try:
@@ -163,6 +164,15 @@ def _under(lock: Lock, command: tuple[str, ...], environment: dict[str, str]) ->
     if stopping.is_set():
         return EXIT_LOST
     return 128 - child.returncode if child.returncode < 0 else child.returncode
+
+
+def _runs_in_front() -> bool:
+    """Whether a terminal tells us and the command, side by side, of a Ctrl-C: passed on, it would be heard twice."""
+    try:
+        with open("/dev/tty", "rb", buffering=0) as terminal:
+            return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
+    except OSError:
+        return False
 
 
 def _stop(child: subprocess.Popen[bytes]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -141,4 +142,29 @@ def test_signals_go_to_the_command_and_the_lock_goes_back(broker: LockBroker) ->
     os.kill(child.pid, signal.SIGTERM)
     child.communicate(timeout=WITHIN_S)
     assert child.returncode == 3
+    assert broker.holder is None
+
+
+def test_ctrl_c_on_a_terminal_reaches_the_command_once(broker: LockBroker) -> None:
+    """The terminal tells all that run in front, the command too; who hears it twice may think that it is urgent."""
+    count = "import signal, time; n = []; signal.signal(signal.SIGINT, lambda *_: n.append(1)); print('on', flush=True)"
+    wait = (
+        "[time.sleep(0.01) for _ in iter(lambda: bool(n), True)]; time.sleep(0.5); print('heard', len(n), flush=True)"
+    )
+    words = ["--server", broker.url, "lock", "run", "l", "--", sys.executable, "-c", f"{count}; {wait}"]
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execv(sys.executable, [sys.executable, "-m", "portalmq.cli.main", *words])
+    try:
+        said = b""
+        while b"on" not in said:
+            said += os.read(terminal, 1000)
+        os.write(terminal, b"\x03")
+        while b"heard 1" not in said and b"heard 2" not in said:
+            said += os.read(terminal, 1000)
+    finally:
+        _, status = os.waitpid(pid, 0)
+        os.close(terminal)
+    assert b"heard 1" in said
+    assert os.waitstatus_to_exitcode(status) == 0
     assert broker.holder is None
