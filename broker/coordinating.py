@@ -29,7 +29,7 @@ from portalmq import stream_wire as contract
 from portalmq import wire
 from portalmq.broker.calls import Place
 from portalmq.broker.clock import Clock
-from portalmq.broker.coordinator import Coordinator
+from portalmq.broker.coordinator import Coordinator, roster_of
 from portalmq.broker.core import group_events as core
 from portalmq.broker.core.membership import TICK_MS
 from portalmq.broker.forwarding import Leaders, place_of
@@ -38,7 +38,7 @@ from portalmq.broker.peers import NotAnswered, NotReached, Peers
 from portalmq.broker.streams import ClaimShare, CommitShare, Standing, Start, StreamPartitions, first_error
 from portalmq.broker.topics import Topic
 from portalmq.control_plane.mirror import Changes, Mirror
-from portalmq.control_plane.plane import PlaneUnavailable
+from portalmq.control_plane.plane import PlaneState, PlaneUnavailable
 from portalmq.control_plane.state import GroupState
 from portalmq.control_plane.stream_groups import CheckpointState, RosterState, StreamGroups, group_id_of
 from portalmq.control_plane.tree import Versioned
@@ -116,6 +116,8 @@ class Coordinating:
         self._elsewhere: dict[str, tuple[int, int]] = {}
         self._doubtful: set[str] = set()
         self._noted: set[str] = set()
+        # What the control plane held of the groups that were asked for, for the time when it does not answer.
+        self._last: dict[str, tuple[RosterState | None, dict[str, CheckpointState]]] = {}
         self._saved: dict[tuple[str, str], dict[int, tuple[int, int, int]]] = {}
         self._closing = Event()
         self._greenlets: list[gevent.Greenlet] = []
@@ -415,9 +417,33 @@ class Coordinating:
         """Where the group stands on every partition of its topics; what a leader cannot be asked for is told as it was
         at the last checkpoint."""
         group = self._known(name)
-        checkpoints = self._store.checkpoints(group.group_id)
-        places = self._places(group, checkpoints)
-        standings = self._partitions.standings(name, places, patience_s=STANDING_WITHIN_S)
+        return self._offsets(group, *self._held(group))
+
+    def _held(self, group: GroupState) -> tuple[RosterState | None, dict[str, CheckpointState]]:
+        """What the control plane holds of the group; or held, as long as it does not answer. Raises PlaneUnavailable
+        where that is not known."""
+        own, last = self._own.get(group.group_id), self._last.get(group.group_id)
+        if own is not None and own.membership.known is not None:
+            last = (roster_of(own.membership.known), last[1] if last else {})
+        if last is not None and self._store.plane.state is not PlaneState.CONNECTED:
+            return last
+        try:
+            held = self._store.roster(group.group_id)
+            found = held.value if held else None, self._store.checkpoints(group.group_id)
+        except PlaneUnavailable:
+            if last is None:
+                raise
+            return last
+        if len(self._last) >= KEPT_MAX:
+            self._last.clear()
+        self._last[group.group_id] = found
+        return found
+
+    def _offsets(
+        self, group: GroupState, roster: RosterState | None, checkpoints: Mapping[str, CheckpointState]
+    ) -> contract.GroupOffsets:
+        places = self._places(roster, checkpoints)
+        standings = self._partitions.standings(group.name, places, patience_s=STANDING_WITHIN_S)
         offsets = []
         for place in places:
             found = standings[place]
@@ -432,10 +458,9 @@ class Coordinating:
             offsets.append(offset)
         return contract.GroupOffsets(offsets)
 
-    def _places(self, group: GroupState, checkpoints: Mapping[str, CheckpointState]) -> list[Place]:
+    def _places(self, roster: RosterState | None, checkpoints: Mapping[str, CheckpointState]) -> list[Place]:
         """The partitions of all topics that the group reads, or has read."""
-        held = self._store.roster(group.group_id)
-        names = {topic for member in held.value.members for topic in member.topics} if held else set()
+        names = {topic for member in roster.members for topic in member.topics} if roster else set()
         topics = {topic.name: topic for name in names if (topic := self._mirror.topics.get(name)) is not None}
         for topic_id in checkpoints:
             topic = self._mirror.topic_by_id(topic_id)
@@ -446,13 +471,13 @@ class Coordinating:
     def describe(self, name: str) -> wire.GroupDescription:
         """The group as a whole: its members, and its lag."""
         group = self._known(name)
-        held = self._store.roster(group.group_id)
-        offsets = self.offsets(name).offsets
+        roster, checkpoints = self._held(group)
+        offsets = self._offsets(group, roster, checkpoints).offsets
         lag = sum(offset.lag for offset in offsets)
         return wire.GroupDescription(
             group=name,
             mode=group.config.mode,
-            members=[member.id for member in held.value.members] if held else [],
+            members=[member.id for member in roster.members] if roster else [],
             ready=lag,
             in_flight=0,
             scheduled=0,

@@ -246,6 +246,7 @@ def test_a_group_reads_on_without_zookeeper(cluster: Cluster, topic: str) -> Non
             group.add()
         wait_until(lambda: [reader.partitions for reader in group.live] == [1, 1, 1], "each has one")
         before = group.owners()
+        asked = coordinator(cluster, topic)
         cluster.zookeeper.kill()
         try:
             for load in running:
@@ -256,6 +257,9 @@ def test_a_group_reads_on_without_zookeeper(cluster: Cluster, topic: str) -> Non
                     load.wait_for_acked(20)
             newest = {load.acked[-1].value for load in running}
             wait_until(lambda: newest <= {sight.value for sight in group.sights}, "what was sent meanwhile is read")
+            told = cluster.ask(f"/v1/groups/group-{topic}/offsets", asked)
+            assert [each["partition"] for each in told["offsets"]] == [0, 1, 2], "the lag is told meanwhile"
+            assert all(each["committed"] > 0 for each in told["offsets"])
         finally:
             cluster.zookeeper.start()
         wait_until(lambda: cluster.live() == set(cluster.brokers), "every broker is registered again")
@@ -329,3 +333,32 @@ def test_a_topic_that_is_made_anew_is_read_from_its_beginning(cluster: Cluster, 
         with Producer(cluster.urls) as producer:
             producer.send(topic, "new").result(timeout=20)
         assert [message.text for message in reading.poll(20)] == ["new"]
+
+
+def test_who_left_and_what_was_deleted_is_refused_at_every_broker(cluster: Cluster, topic: str) -> None:
+    cluster.admin().create_topic(topic, partitions=6)
+    cluster.wait_in_sync(topic)
+    one, two, three = cluster.running
+    path = f"/v1/groups/group-{topic}"
+
+    def ask(broker_id: int, method: str, tail: str = "", **body: object) -> tuple[int, dict[str, object]]:
+        headers = {"Content-Type": "application/json"}
+        answer = cluster.brokers[broker_id].request(method, path + tail, body, headers)
+        return answer.status, answer.json() if answer.status != 204 else {}
+
+    offsets = [{"topic": topic, "partition": partition, "offset": 0} for partition in range(6)]
+    for _ in range(5):
+        status, member = ask(one, "POST", "/members", topics=[topic], member_id="a")
+        assert status == 200
+        commit = {"member_id": "a", "generation": member["generation"], "offsets": offsets}
+        assert ask(two, "PUT", "/offsets", **commit)[0] == 200
+        assert ask(two, "DELETE", "/members/a")[0] == 204
+        for broker_id in (three, one):
+            status, refused = ask(broker_id, "PUT", "/offsets", **commit)
+            assert (status, refused["code"], refused["outcome"]) == (409, "illegal_generation", "not_applied")
+        status, member = ask(one, "POST", "/members", topics=[topic], member_id="a")
+        assert status == 200
+        assert ask(three, "DELETE")[0] == 204
+        for broker_id in (one, two, three):
+            status, gone = ask(broker_id, "POST", "/members/a/heartbeat", generation=member["generation"])
+            assert (status, gone["code"]) == (404, "group_not_found")
