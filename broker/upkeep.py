@@ -62,9 +62,10 @@ class Upkeep:
 
     def take_snapshot_if_due(self) -> None:
         """The core folds what it is told of, the groups' fold what is written (or, on a leader, appended): they agree
-        on a leader always, on a follower between two transactions."""
+        on a leader that serves always, on others between two transactions. One that was just elected may have records
+        of the last leader still to write."""
         replica = self._partition.replica
-        if self._is_due and (replica.leading or replica.durable_end == replica.next_offset):
+        if self._is_due and (self._partition.serves or replica.durable_end == replica.next_offset):
             self._is_due = False
             self._partition.changed = False
             self._snapshot = self._partition.snapshot()

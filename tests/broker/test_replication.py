@@ -426,3 +426,31 @@ def test_leases_that_a_new_leader_had_still_to_write_down_end_by_its_own_clock(t
         eventually(lambda: second.serves)
         (span,) = second.delivery["g"].spans()
         assert span.available_at_ms <= second.host.clock.now_ms() + 30_000
+
+
+def test_a_snapshot_has_what_a_new_leader_had_still_to_write_down(tmp_path, monkeypatch):
+    with replicas(tmp_path, 3) as group:
+        settle(group)
+        first, second = group.partition(1), group.partition(2)
+        gate, append = SimpleQueue(), second.log.append
+
+        def waiting(batches):
+            gate.get()
+            gate.put(None)  # once open, it stays so
+            return append(batches)
+
+        monkeypatch.setattr(second.log, "append", waiting)
+        first.append_group_record("g", GroupStart(0, first.host.clock.now_ms()))
+        eventually(lambda: second.replica.next_offset == first.replica.next_offset)
+        group.elect(2)
+        eventually(lambda: second.replica.leading)
+        second.save_state()
+        gate.put(None)
+        eventually(lambda: second.serves)
+        second.upkeep._save()  # the broker may be killed right after it
+        if (saved := second.state_file.load()) is not None and saved[0].applied >= second.replica.next_offset:
+            assert [each.group for each in saved[0].groups] == ["g"]
+        second.save_state()
+        saved = second.state_file.load()
+        assert saved is not None
+        assert [each.group for each in saved[0].groups] == ["g"]
