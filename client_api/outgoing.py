@@ -69,8 +69,13 @@ def pack(
 
 
 def _milliseconds(seconds: float, what: str) -> int:
-    if not 0 <= seconds < 1e12:
-        raise ValueError(f"{what}={seconds!r} must not be negative")
+    try:
+        is_good = 0 <= seconds < 1e12
+    except TypeError:
+        kinds = "a number, or a datetime" if what == "deliver_at" else "a number"
+        raise TypeError(f"{what}={seconds!r} must be {kinds}") from None
+    if not is_good:
+        raise ValueError(f"{what}={seconds!r} must be a number of seconds, not negative and below 10**12")
     return round(seconds * 1000)
 
 

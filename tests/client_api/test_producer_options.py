@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 
 import pytest
 from support.scripted_broker import ScriptedBroker, lose_answer, refuse
@@ -35,6 +35,19 @@ def test_times_and_priorities_that_make_no_sense_are_refused_at_the_call(options
         with pytest.raises(ValueError, match=what):
             producer.send("t", b"x", **options)
         assert broker.calls_of("POST", PRODUCE) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"deliver_at": "2031-01-01T00:00:00Z"}, "deliver_at=.*datetime"),
+        ({"delay_s": timedelta(seconds=1)}, "delay_s=.*a number"),
+        ({"ttl_s": "1"}, "ttl_s='1' must be a number"),
+    ],
+)
+def test_times_of_another_kind_are_refused_with_the_kind_to_give(options, what) -> None:
+    with ScriptedBroker() as broker, Producer(broker.url) as producer, pytest.raises(TypeError, match=what):
+        producer.send("t", b"x", **options)
 
 
 def test_a_topic_that_is_full_is_waited_for_and_gets_each_message_once() -> None:
