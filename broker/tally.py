@@ -9,13 +9,17 @@ dead              given up, and kept for a redrive
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from itertools import islice
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 from portalmq.broker.clock import Clock
 from portalmq.broker.core.delivery import HELD_MS, GroupDelivery
 from portalmq.broker.core.fold import SpanFold
 from portalmq.broker.core.lanes import DELAYED
+from portalmq.broker.folding import GroupsFold
 from portalmq.broker.partition import Partition
 from portalmq.broker.storage.lanes import Row
 
@@ -90,14 +94,44 @@ def _place(delivery: GroupDelivery, lane: int) -> tuple[int, int]:
 def _cancelled_before(partition: Partition, delivery: GroupDelivery, wall_ms: int) -> tuple[int, int]:
     """Of what was taken back and the cursors have not passed: how many are due, and how many are not."""
     due = waiting = 0
-    for offset in partition.groups.cancelled:
-        if offset < delivery.start or offset >= partition.high_watermark:
-            continue
-        for spot in partition.log.lanes.spot(offset):
-            if not delivery.has_passed(spot):
-                due += spot[1] <= wall_ms
-                waiting += spot[1] > wall_ms
+    for lane, places in _taken_back(partition).items():
+        places = places[bisect_left(places, delivery.cursors.get(lane, (0, 0))) :]
+        if delivery.start > partition.log.base_offset:
+            places = [place for place in places if place[1] >= delivery.start]
+        until = bisect_right(places, wall_ms, key=_due_ms)
+        due += until
+        waiting += len(places) - until
     return due, waiting
+
+
+class _TakenBack(NamedTuple):
+    """The places of the offsets in `known`, sorted, by lane. `cancelled` is the set that they come from."""
+
+    cancelled: set[int]
+    known: set[int]
+    places: dict[int, list[tuple[int, int]]]
+
+
+_taken_back_of: WeakKeyDictionary[GroupsFold, _TakenBack] = WeakKeyDictionary()
+
+
+def _taken_back(partition: Partition) -> dict[int, list[tuple[int, int]]]:
+    """Where the messages stand that were taken back. Each is looked up once: there may be very many."""
+    groups = partition.groups
+    found = _taken_back_of.get(groups)
+    if found is None or found.cancelled is not groups.cancelled:
+        found = _taken_back_of[groups] = _TakenBack(groups.cancelled, set(), {})
+    if len(found.known) < len(groups.cancelled):
+        for lane, due_ms, offset in partition.log.lanes.spots(groups.cancelled - found.known):
+            found.places.setdefault(lane, []).append((due_ms, offset))
+        for places in found.places.values():
+            places.sort()
+        found.known.update(groups.cancelled)
+    return found.places
+
+
+def _due_ms(place: tuple[int, int]) -> int:
+    return place[0]
 
 
 def _oldest_age_ms(partition: Partition, delivery: GroupDelivery, wall_ms: int) -> int:

@@ -13,7 +13,9 @@ A lane is read over all segments that have it: by offset one after the other, by
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from array import array
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import lru_cache
 from heapq import merge
@@ -180,22 +182,23 @@ class Lanes:
                         total += found
         return total
 
-    def spot(self, offset: int) -> list[tuple[int, int, int]]:
-        """The place of a message, (lane, due_ms, offset); empty when there is none at that offset."""
+    def spots(self, offsets: Iterable[int]) -> list[tuple[int, int, int]]:
+        """The places, (lane, due_ms, offset), of those of the messages that are there."""
+        wanted = sorted(offsets)
+        found: list[tuple[int, int, int]] = []
         for segment in self._log._segments:
-            if segment.base_offset <= offset < segment.end_offset:
-                with self._log._read():
-                    if segment not in self._log._segments:
-                        break
-                    row: Any = (
-                        self._log._used(segment)
-                        .reader.execute(
-                            "SELECT priority, deliver_at_ms, timestamp_ms FROM messages WHERE offset = ?", (offset,)
-                        )
-                        .fetchone()
+            own = wanted[bisect_left(wanted, segment.base_offset) : bisect_left(wanted, segment.end_offset)]
+            if not own:
+                continue
+            with self._log._read():
+                if segment in self._log._segments:
+                    rows: Any = self._log._used(segment).reader.execute(
+                        "SELECT offset, priority, deliver_at_ms, timestamp_ms FROM messages"
+                        " WHERE offset IN (SELECT value FROM carray(?))",
+                        (apsw.carray(array("q", own), flags=apsw.SQLITE_CARRAY_INT64),),
                     )
-                return [spot_of(offset, *row)] if row else []
-        return []
+                    found += [spot_of(*row) for row in rows]
+        return found
 
     def message(self, offset: int) -> tuple[int, int, Record] | None:
         """(base offset of its batch, append time, record) of one message, which is not checked; None without one."""

@@ -129,3 +129,39 @@ def test_a_purge_takes_the_scheduled_too(fixture):
 def test_a_topic_that_is_not_there_has_no_list(fixture):
     with pytest.raises(TopicNotFound):
         fixture.broker.scheduled("nothing", limit=5)
+
+
+def test_what_was_taken_back_is_counted_for_nobody_and_looked_up_once(tmp_path, monkeypatch):
+    clock = HandClock()
+    with running(tmp_path, clock) as fixture:
+        fixture.broker.create_topic("t", wire.CreateTopic(partitions=1))
+        fixture.broker.put_group("late", {"start": "latest"})
+        receive(fixture)
+        first = schedule(fixture, 100, 200, 300, 400)
+        receive(fixture, "late")
+        more = schedule(fixture, 150, 350, priority=7)
+        lanes = next(iter(fixture.broker.topics.get("t").led())).log.lanes
+        looked_up, spots = [], lanes.spots
+        monkeypatch.setattr(
+            lanes, "spots", lambda offsets: spots(looked_up.extend(offsets) or looked_up[-len(offsets) :])
+        )
+
+        def counts(group: str) -> tuple[int, int]:
+            found = fixture.broker.describe_group(group)
+            return found.ready, found.scheduled
+
+        assert counts("g") == (0, 6)
+        for offset in (first[1], more[0]):
+            fixture.broker.cancel_scheduled("t", 0, offset)
+            counts("g")
+        assert counts("g") == (0, 4)
+        assert counts("late") == (0, 1), "it began behind the first ones"
+        fixture.broker.cancel_scheduled("t", 0, first[3])
+        clock.advance(250)
+        assert counts("g") == (1, 2)
+        assert receive(fixture) == ["100"]
+        clock.advance(500)
+        assert counts("g") == (2, 0)
+        assert sorted(looked_up) == sorted([first[1], first[3], more[0]])
+    with running(tmp_path, clock) as fixture:
+        assert fixture.broker.describe_group("g").lag == 3
