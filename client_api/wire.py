@@ -114,7 +114,7 @@ class JsonMessage(msgspec.Struct, gc=False, omit_defaults=True, forbid_unknown_f
     delay_ms: NonNegative | None = None
     deliver_at_ms: NonNegative | None = None
     ttl_ms: Positive | None = None
-    priority: int = 0
+    priority: int | None = 0
 
 
 class PackMessage(msgspec.Struct, gc=False, omit_defaults=True, forbid_unknown_fields=True):
@@ -130,7 +130,7 @@ class PackMessage(msgspec.Struct, gc=False, omit_defaults=True, forbid_unknown_f
     delay_ms: NonNegative | None = None
     deliver_at_ms: NonNegative | None = None
     ttl_ms: Positive | None = None
-    priority: int = 0
+    priority: int | None = 0
 
 
 class JsonBatch(msgspec.Struct, forbid_unknown_fields=True):

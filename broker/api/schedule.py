@@ -54,7 +54,10 @@ def moments(
     return deliver_at_ms, None if ttl_ms is None else expiry(ttl_ms, deliver_at_ms, now_ms)
 
 
-def checked_priority(priority: int, where: str) -> int:
+def checked_priority(priority: int | None, where: str) -> int:
+    """The priority, 0 where none is given: null is none, as it is for every other option."""
+    if priority is None:
+        return 0
     if not 0 <= priority <= wire.PRIORITY_MAX:
         raise InvalidRequest(f"the priority of {where} is {priority}, but must be 0 to {wire.PRIORITY_MAX}")
     return priority

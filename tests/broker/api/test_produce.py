@@ -138,6 +138,16 @@ def test_a_batch_takes_nothing_from_headers_and_says_so(client, domain, problem_
     assert client.post(URL, data=body, content_type=content_type, headers={"traceparent": "00-1"}).status_code == 200
 
 
+@pytest.mark.parametrize(
+    "option",
+    ["key", "key_base64", "headers", "partition", "delay_ms", "deliver_at_ms", "ttl_ms", "priority", "content_type"],
+)
+def test_an_option_that_is_null_is_not_given(client, domain, option):
+    assert post_json(client, {"messages": [{"value": 1, option: None}]}).status_code == 200
+    (record,) = stored(domain)
+    assert (record.key, record.deliver_at_ms, record.expires_at_ms, record.priority) == (None, None, None, 0)
+
+
 def test_acks_none_answers_202_without_an_offset(client):
     answer = client.post(f"{URL}?acks=none", data=b"x")
     assert (answer.status_code, "offset" in answer.get_json()) == (202, False)
