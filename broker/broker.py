@@ -607,9 +607,17 @@ class Broker:
 
     @_told
     def nack(
-        self, group: str, receipts: list[str], delay_ms: int | None, reason: str | None, *, forward: bool = True
+        self,
+        group: str,
+        receipts: list[str],
+        delay_ms: int | None,
+        reason: str | None,
+        *,
+        unseen: bool = False,
+        forward: bool = True,
     ) -> list[Verdict]:
-        return self._settling.settle(group, receipts, Way("nack", delay_ms, reason), forward=forward)
+        way = Way("release" if unseen else "nack", delay_ms, reason)
+        return self._settling.settle(group, receipts, way, forward=forward)
 
     @_told
     def extend(

@@ -24,7 +24,7 @@ from portalmq.errors import PortalMQError, error_from_problem
 from portalmq.wire import Acks, GroupStart, ProducerStamp
 
 T = TypeVar("T")
-Verb = Literal["ack", "nack", "extend"]
+Verb = Literal["ack", "nack", "extend", "release"]
 
 
 class Place(NamedTuple):
@@ -149,7 +149,7 @@ class SettleShare(msgspec.Struct, array_like=True):
 
 
 class Settle(msgspec.Struct, array_like=True):
-    """`time_ms` is the delay of a nack, or the visibility timeout of an extension."""
+    """`time_ms` is the delay of a nack or a release, or the visibility timeout of an extension."""
 
     verb: Verb
     group: str

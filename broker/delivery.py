@@ -478,6 +478,18 @@ class GroupPartition:
 
         return verdicts, wait_for_all
 
+    def release(self, shown: list[Shown], delay_ms: int, reason: str | None) -> tuple[Verdicts, Callable[[], None]]:
+        """Take back what nobody has looked at: that was no delivery."""
+        now_ms = self._clock.now_ms()
+        verdicts, held = self._held(shown)
+        ranges = ranges_of([offset for _, offsets in held for offset in offsets])
+        if not ranges:
+            return verdicts, lambda: None
+        back = tuple([(start, end, now_ms + delay_ms) for start, end in ranges])
+        pending = self.partition.append_group_record(self.group, Nack(back, now_ms, reason, unseen=True))
+        self.notify()
+        return verdicts, pending.wait
+
     def _by_deliveries(self, held: list[tuple[int, list[int]]]) -> list[tuple[int, list[int]]]:
         """Offsets by the number of their lease; answers them by their deliveries since they were redriven."""
         found: dict[int, list[int]] = {}

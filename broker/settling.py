@@ -52,7 +52,8 @@ class Desk(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """What to do with the receipts. `time_ms` is the delay of a nack, or how long an extended lease is to last."""
+    """What to do with the receipts. `time_ms` is the delay of a nack, or how long an extended lease is to last. A
+    release is a nack of messages that nobody has looked at."""
 
     verb: Verb
     time_ms: int | None = None
@@ -122,6 +123,8 @@ class _Settling:
             verdicts, wait = at.ack(numbered)
         elif self.way.verb == "nack":
             verdicts, wait = at.nack(numbered, self.way.time_ms, self.way.reason, config)
+        elif self.way.verb == "release":
+            verdicts, wait = at.release(numbered, self.way.time_ms or 0, self.way.reason)
         else:
             verdicts = at.extend(numbered, self.way.time_ms or config.visibility_timeout_ms)
             wait = _no_wait
@@ -143,7 +146,7 @@ class Settling:
         work = _Settling(group, way, self.checked(group, receipts), self._desk, self._peers)
         if not forward:
             self._leaders.check_led_here(work.shares)
-        repeatable = way.verb != "nack"
+        repeatable = way.verb in {"ack", "extend"}
         outcomes = self._leaders.run(list(work.shares), work, forward=forward, repeatable=repeatable)
         return _verdicts(work, outcomes, len(receipts))
 

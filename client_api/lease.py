@@ -220,7 +220,7 @@ class Leases:
                 self._waiting.clear()
         if stuck:
             _log.warning("the message in hand has taken longer than its lease: %d others are given back", len(receipts))
-            self._give_back(receipts, "the consumer is stuck", delay_ms=0)
+            self.give_back_unseen(receipts, "the consumer is stuck")
             return
         gone: set[str] = set()
         try:
@@ -249,15 +249,16 @@ class Leases:
             self.flush()
         except PortalMQError as error:
             _log.warning("the last messages could not be acked and will be delivered again: %s", error)
-        self._give_back(handed, "the consumer closed before it was done", delay_ms=None)
-        self._give_back(waiting, "the consumer closed before it came to it", delay_ms=0)
+        self._give_back(handed, {"reason": "the consumer closed before it was done"})
+        self.give_back_unseen(waiting, "the consumer closed before it came to it")
 
-    def _give_back(self, receipts: list[str], reason: str, *, delay_ms: int | None) -> None:
+    def give_back_unseen(self, receipts: list[str], reason: str) -> None:
+        """Give back what nobody has looked at: it does not count as delivered."""
+        self._give_back(receipts, {"reason": reason, "delay_ms": 0, "unseen": True})
+
+    def _give_back(self, receipts: list[str], options: dict[str, object]) -> None:
         if not receipts:
             return
-        options: dict[str, object] = {"reason": reason}
-        if delay_ms is not None:
-            options["delay_ms"] = delay_ms
         try:
             self._settle("nack", receipts, options)
         except PortalMQError as error:

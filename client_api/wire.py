@@ -355,6 +355,8 @@ class NackRequest(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True
     receipts: Receipts
     delay_ms: Annotated[int, msgspec.Meta(ge=0, le=VISIBILITY_TIMEOUT_MS_MAX)] | None = None
     reason: Annotated[str, msgspec.Meta(max_length=1_000)] | None = None
+    # Nobody has looked at these messages: they go back as if they had not been delivered.
+    unseen: bool = False
 
 
 class ExtendRequest(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):

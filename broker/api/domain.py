@@ -116,7 +116,14 @@ class Domain(Protocol):
     ) -> tuple[Sequence[Delivered], Sequence[Verdict]]: ...
     def ack(self, group: str, receipts: list[str], *, forward: bool = True) -> Sequence[Verdict]: ...
     def nack(
-        self, group: str, receipts: list[str], delay_ms: int | None, reason: str | None, *, forward: bool = True
+        self,
+        group: str,
+        receipts: list[str],
+        delay_ms: int | None,
+        reason: str | None,
+        *,
+        unseen: bool = False,
+        forward: bool = True,
     ) -> Sequence[Verdict]: ...
     def extend(
         self, group: str, receipts: list[str], visibility_timeout_ms: int | None, *, forward: bool = True

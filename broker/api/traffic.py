@@ -159,7 +159,14 @@ def ack(room: Room, environ: Environ, group: str) -> Answer:
 def nack(room: Room, environ: Environ, group: str) -> Answer:
     wire.check_name(group, "group")
     wanted = wire.decode_json(room.body_of(environ), wire.NackRequest)
-    verdicts = room.domain.nack(group, wanted.receipts, wanted.delay_ms, wanted.reason, forward=may_forward(environ))
+    verdicts = room.domain.nack(
+        group,
+        wanted.receipts,
+        wanted.delay_ms,
+        wanted.reason,
+        unseen=wanted.unseen,
+        forward=may_forward(environ),
+    )
     return _settled(wanted.receipts, verdicts)
 
 

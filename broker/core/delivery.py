@@ -125,6 +125,8 @@ class GroupDelivery:
                         back = msgspec.structs.replace(
                             span, leased=False, granted_at_ms=record.at_ms, available_at_ms=available_at_ms
                         )
+                        if record.unseen and span.deliveries > 0:  # the lease's number is not used again
+                            back.deliveries, back.earlier = span.deliveries - 1, span.earlier + 1
                         self._insert(back)
             case Extend():
                 for start, end in record.ranges:

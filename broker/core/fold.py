@@ -22,8 +22,9 @@ class SpanFold(msgspec.Struct, array_like=True, gc=False):
     """Messages [start, end) of a group that were handed out and are not done, all in the same state.
 
     `available_at_ms` ends the lease, or the back-off after a nack, that began at `granted_at_ms`; HELD_MS says that
-    the message waits for an earlier one of its key. `earlier` counts the deliveries before it was redriven last: the
-    number of a lease never comes again, so no receipt from before counts. Invariant: start < end, deliveries >= 0.
+    the message waits for an earlier one of its key. `earlier` counts the leases that are no deliveries any more
+    (before a redrive, or given back unseen): the number of a lease never comes again, so no receipt from before counts.
+    Invariant: start < end, deliveries >= 0.
     """
 
     start: int

@@ -64,11 +64,13 @@ class Ack(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Nack(msgspec.Struct, array_like=True, frozen=True):
-    """These messages came back and are free from `available_at_ms` on; ranges may differ in it."""
+    """These messages came back and are free from `available_at_ms` on; ranges may differ in it. `unseen`: nobody has
+    looked at them, so that they count as never delivered."""
 
     ranges: tuple[tuple[int, int, int], ...]
     at_ms: int
     reason: str | None = None
+    unseen: bool = False
 
 
 class Extend(msgspec.Struct, array_like=True, frozen=True):

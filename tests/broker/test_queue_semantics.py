@@ -256,6 +256,26 @@ def test_a_message_that_is_nacked_often_enough_is_given_up_and_its_receipt_is_st
     assert b'portalmq_messages_dead_total{group="g",topic="t"} 1.0' in fixture.broker.metrics.exposition()
 
 
+def test_what_nobody_has_looked_at_goes_back_as_if_it_had_not_been_delivered(fixture):
+    send(fixture, "a", "b", "c")
+    fixture.broker.put_group("g", {"max_deliveries": 2})
+    receipts = set()
+    for _ in range(5):
+        got = receive(fixture)
+        assert [(text, message.delivery_count) for text, message in zip(texts(got), got, strict=True)] == [
+            ("a", 1),
+            ("b", 1),
+            ("c", 1),
+        ]
+        receipts.update(message.receipt for message in got)
+        assert fixture.broker.nack("g", [message.receipt for message in got], 0, None, unseen=True) == [True] * 3
+    assert len(receipts) == 15, "no receipt comes twice"
+    current = receive(fixture)
+    assert fixture.broker.ack("g", [min(receipts - {message.receipt for message in current})]) == [False]
+    ack(fixture, current)
+    assert fixture.broker.describe_group("g").dead == 0
+
+
 def test_a_lease_that_ends_for_the_last_time_gives_the_message_up_though_nobody_asks(fixture):
     fixture.broker.put_group("g", {"max_deliveries": 1, "dead_letter_topic": ""})
     send(fixture, "a")

@@ -75,6 +75,8 @@ def test_an_exception_in_the_body_gives_the_message_and_the_waiting_ones_back() 
         handed, waiting = (call.json() for call in broker.calls_of("POST", NACK))
         assert "delay_ms" not in handed, "the group's back-off holds for what failed"
         assert waiting["delay_ms"] == 0, "what was never begun is free at once"
+        assert waiting["unseen"] is True, "and counts as never delivered"
+        assert "unseen" not in handed
         with consumer(broker) as messages:
             assert [(message.value, message.delivery_count) for message in messages] == [
                 (b"2", 2),

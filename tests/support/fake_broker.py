@@ -198,9 +198,16 @@ class FakeBroker:
         return [receipt not in self.stale for receipt in receipts]
 
     def nack(
-        self, group: str, receipts: list[str], delay_ms: int | None, reason: str | None, *, forward: bool = True
+        self,
+        group: str,
+        receipts: list[str],
+        delay_ms: int | None,
+        reason: str | None,
+        *,
+        unseen: bool = False,
+        forward: bool = True,
     ) -> list[bool]:
-        self._called("nack", group=group, receipts=receipts, delay_ms=delay_ms, reason=reason)
+        self._called("nack", group=group, receipts=receipts, delay_ms=delay_ms, reason=reason, unseen=unseen)
         return [receipt not in self.stale for receipt in receipts]
 
     def extend(

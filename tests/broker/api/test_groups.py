@@ -56,7 +56,15 @@ def test_receipts_are_answered_one_by_one(client, domain, problem_of, verb):
 
 def test_settings_of_a_nack_and_an_extend_reach_the_domain(client, domain):
     client.post("/v1/groups/g/nack", json={"receipts": ["a"], "delay_ms": 5, "reason": "busy"})
-    assert domain.last("nack") == {"group": "g", "receipts": ["a"], "delay_ms": 5, "reason": "busy"}
+    assert domain.last("nack") == {
+        "group": "g",
+        "receipts": ["a"],
+        "delay_ms": 5,
+        "reason": "busy",
+        "unseen": False,
+    }
+    client.post("/v1/groups/g/nack", json={"receipts": ["a"], "unseen": True})
+    assert domain.last("nack")["unseen"] is True
     client.post("/v1/groups/g/extend", json={"receipts": ["a"], "visibility_timeout_ms": 9})
     assert domain.last("extend")["visibility_timeout_ms"] == 9
 
