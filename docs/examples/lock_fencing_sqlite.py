@@ -75,7 +75,10 @@ def demo(server: str | None, db: Path) -> None:
     account = Account(db)
     slow = Lock("account", server, ttl_s=1)
     token = slow.acquire()
-    balance = account.claim(token)
+    try:
+        balance = account.claim(token)
+    except Stale as refused:  # tokens rise for ever, but each cluster has its own
+        sys.exit(f"{db} was written under another cluster's tokens ({refused}): give another --db")
     print(f"first holder:  token {token}, reads {balance}, and falls asleep")
     slow.close()  # nothing renews it any more, as when the process is paused
 
