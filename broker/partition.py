@@ -83,6 +83,8 @@ log = logging.getLogger(__name__)
 
 QUEUED_BYTES_MAX = 64 * 1024 * 1024
 UNCOMMITTED_BYTES_MAX = 128 * 1024 * 1024
+# Batches and control records; above it groups stand still too, while messages have limits of their own.
+UNCOMMITTED_RECORDS_MAX = 200_000
 REMEMBER_AGAIN_S = 1.0
 # Every replica is told something several times a second. Others take a broker for dead after two seconds at the least.
 PAUSED_MS = 1_500
@@ -410,7 +412,10 @@ class Partition(ReadablePartition):
     def append_control(
         self, kind: Kind, body: bytes, group: str = "", *, is_soft: bool = False, not_before_ms: int = 0
     ) -> Pending:
-        """Append a control record. A soft one is not hurried to the disk, as nobody is going to `settle` it."""
+        """Append a control record. A soft one is not hurried to the disk, as nobody is going to `settle` it. Raises
+        Backpressure while too many are not committed: leases come and go though no follower is there."""
+        if self._uncommitted.records >= UNCOMMITTED_RECORDS_MAX:
+            raise Backpressure(f"{self._uncommitted.records} records wait for the followers already", retry_after_s=0.5)
         pending = Pending(Batch(0, 1, 0, kind, 0, 0, group=group, body=body), len(body), is_soft=is_soft)
         return self._submit(pending, 1, is_control=True, not_before_ms=not_before_ms)
 

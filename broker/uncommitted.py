@@ -28,6 +28,11 @@ class Uncommitted:
         self._repeats: list[tuple[int, Pending]] = []
         self._ids: dict[bytes, Place] = {}
 
+    @property
+    def records(self) -> int:
+        """How many batches and control records are waited for."""
+        return len(self._pending)
+
     def add(self, pending: Pending) -> None:
         """A batch that was allotted its offsets."""
         self._pending.append(pending)

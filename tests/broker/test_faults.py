@@ -18,7 +18,7 @@ from portalmq.broker.core.events import SessionLost
 from portalmq.broker.storage.errors import DiskFull, StorageFault
 from portalmq.broker.storage.log import Log
 from portalmq.broker.storage.segment import Segment
-from portalmq.errors import PortalMQError, RequestInProgress, StorageFull, Unavailable
+from portalmq.errors import Backpressure, PortalMQError, RequestInProgress, StorageFull, Unavailable
 
 
 @pytest.fixture
@@ -317,6 +317,24 @@ def test_a_delayed_message_that_nobody_waits_for_is_not_passed_over_before_it_is
     eventually(lambda: partition.high_watermark == partition.replica.next_offset)
     taken += texts(receive(fixture, max_messages=10))
     assert taken == ["sooner", "later"]
+
+
+def test_leases_that_nothing_commits_are_bounded(fixture, monkeypatch):
+    monkeypatch.setattr("portalmq.broker.partition.UNCOMMITTED_RECORDS_MAX", 5)
+    receive(fixture)
+    send(fixture, "a")
+    partition = fixture.broker.topics.get("t").partition(0)
+    fixture.broker.put_group("g", {"max_deliveries": 100})
+    with held(monkeypatch, partition.log, "append") as release:
+        while partition._uncommitted.records < 5:
+            receive(fixture)
+            fixture.clock.advance(60_000)
+        with pytest.raises(Backpressure) as refused:
+            receive(fixture)
+        assert refused.value.outcome == "not_applied"
+        release()
+    eventually(lambda: partition.high_watermark == partition.replica.next_offset)
+    assert texts(receive(fixture)) == ["a"]
 
 
 def test_a_partition_that_cannot_be_cleaned_does_not_keep_the_others_from_it(fixture, monkeypatch):
