@@ -247,29 +247,41 @@ class StreamMember:
             with self._lock:
                 news = [(feed, feed.done) for feed in feeds if feed.done > feed.committed and not feed.gone]
                 generation = self.generation
-            if not news:
-                return
-            offsets = [contract.PartitionOffset(*feed.place, done) for feed, done in news]
-            request = Request(
-                "PUT",
-                wire.group_path(self._group, "offsets"),
-                msgspec.json.encode(contract.CommitOffsetsRequest(self.member_id, generation, offsets)),
-                (("Content-Type", wire.JSON),),
-                repeatable=True,
-                near=news[0][0].place,
-            )
-            try:
-                self._settling.call(request, timeout_s=timeout_s)
-            except PortalMQError as error:
-                results = error.extra.get("results") or []
-                ok = {(each["topic"], each["partition"]) for each in results if each.get("status") == "ok"}
-                self._committed([(feed, done) for feed, done in news if feed.place in ok])
-                if isinstance(error, IllegalGeneration | OffsetOutOfRange):
-                    self._wake.set()
-                raise
-            self._committed(news)
+            if news:
+                self._put_offsets(news, generation, timeout_s)
         finally:
             self._committing.release()
+
+    def _put_offsets(self, news: Sequence[tuple[Feed, int]], generation: int, timeout_s: float | None) -> None:
+        offsets = [contract.PartitionOffset(*feed.place, done) for feed, done in news]
+        request = Request(
+            "PUT",
+            wire.group_path(self._group, "offsets"),
+            msgspec.json.encode(contract.CommitOffsetsRequest(self.member_id, generation, offsets)),
+            (("Content-Type", wire.JSON),),
+            repeatable=True,
+            near=news[0][0].place,
+        )
+        try:
+            self._settling.call(request, timeout_s=timeout_s)
+        except PortalMQError as error:
+            results = error.extra.get("results") or []
+            ok = {(each["topic"], each["partition"]) for each in results if each.get("status") == "ok"}
+            self._committed([(feed, done) for feed, done in news if feed.place in ok])
+            if isinstance(error, OffsetOutOfRange) and len(news) > 1:
+                for feed, done in news:  # which of them it is of, each is asked for itself
+                    if feed.place not in ok:
+                        self._put_offsets([(feed, done)], generation, timeout_s)
+                return
+            committed = error.extra.get("committed")
+            if isinstance(error, OffsetOutOfRange) and isinstance(committed, int):
+                # A purge or retention has taken the group past what was done here, and what is below is done.
+                self._committed([(feed, committed) for feed, _ in news])
+                return
+            if isinstance(error, IllegalGeneration | OffsetOutOfRange):
+                self._wake.set()
+            raise
+        self._committed(news)
 
     def _committed(self, news: Iterable[tuple[Feed, int]]) -> None:
         with self._lock:

@@ -294,6 +294,23 @@ def test_what_was_purged_before_it_was_read_is_passed_over(url: str, topic: str)
     assert lag(url, topic) == 0
 
 
+def test_a_commit_of_what_a_purge_has_passed_over_is_no_error(url: str, topic: str) -> None:
+    Admin(url).create_topic(topic, partitions=2)
+    produce(url, topic, 40, partitions=2)
+    with consumer(url, topic, manual_ack=True) as reading:
+        in_hand: list[object] = []
+        while len({message.partition for message in in_hand}) < 2:  # type: ignore[attr-defined]
+            in_hand += reading.poll(5, 5)
+        Admin(url)._transport.call(Request("DELETE", f"/v1/topics/{topic}/messages", repeatable=True))
+        passed_over = committed(url, topic)
+        reading.commit()
+        assert committed(url, topic) == passed_over
+        produce(url, topic, 2, first=40, partitions=2)
+        wait_until(lambda: {message.text for message in reading.poll(1, 100)} & {"40", "41"}, "reading goes on", 10)
+        reading.commit()
+    assert [now > before for now, before in zip(committed(url, topic), passed_over, strict=True)].count(True) >= 1
+
+
 def test_a_member_reads_several_topics(url: str, topic: str) -> None:
     produce(url, topic, 10)
     produce(url, f"{topic}-too", 10, first=10)
