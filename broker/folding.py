@@ -196,16 +196,9 @@ class GroupsFold:
 
     def ordered_from(self) -> int | None:
         """The first offset that an open order of the outbox may need: its record, or what it gives up. None: there is
-        no order."""
-        return min((self._needed_from(offset, group) for offset, group in self.outbox.items()), default=None)
-
-    def _needed_from(self, offset: int, group: str) -> int:
-        known = self._needs.get(offset)
-        if known is not None:
-            return known
-        # A snapshot does not say what kind of record it is: all that the group gave up, at the most.
-        delivery = self.delivery.get(group)
-        return min(offset, delivery.dead[0].start) if delivery is not None and delivery.dead else offset
+        no order. A snapshot does not say what an order needs, so nothing goes before it is carried out: its group may
+        have been deleted since, and its dead letters dropped."""
+        return min((self._needs.get(offset, 0) for offset in self.outbox), default=None)
 
     def snapshot_into(self, fold: PartitionFold) -> PartitionFold:
         """`fold`, with all that is here."""
