@@ -211,6 +211,7 @@ class Broker:
             self.peers,
             self.clock,
         )
+        self.committing.check_reached = self.streams.check_reached
         self._census = Census(broker_id, self.groups, self.mirror, self.peers)
         self._overview = Overview(self.cluster_id, self.topics, atlas, self.leaders, self.peers, self.mirror)
         self.locks = Locks(catalog.plane, lambda: self.mirror.brokers, (broker_id, me.incarnation), self.clock)

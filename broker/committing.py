@@ -13,7 +13,7 @@ was answered first. So a call whose outcome is unknown can be repeated, at whoev
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Protocol
@@ -161,6 +161,8 @@ class Committing:
         self._receipts = receipts
         self._topics = topics
         self._leaders = leaders
+        # Raises IllegalGeneration for a generation that a stream group has not come to.
+        self.check_reached: Callable[[GroupState, int], None] = lambda group, generation: None
         self._outboxes = outboxes
         self._clock = clock
 
@@ -206,6 +208,7 @@ class Committing:
         """Commit a member's offset and order outputs. Raises IllegalGeneration for one that does not own the partition,
         OffsetOutOfRange for an offset that cannot be committed, or is already; then nothing was done."""
         group = self._of_mode(name, "stream")
+        self.check_reached(group, stream.generation)
         place = place_of(self._topics.known(topic).state, number)
         call = CommitCall(name, group.group_id, *place, self._outputs(publications), stream=stream)
         return self._brought(call, place, forward)

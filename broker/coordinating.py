@@ -44,6 +44,7 @@ from portalmq.control_plane.stream_groups import CheckpointState, RosterState, S
 from portalmq.control_plane.tree import Versioned
 from portalmq.errors import (
     GroupModeMismatch,
+    IllegalGeneration,
     InvalidRequest,
     NotLeader,
     PortalMQError,
@@ -116,6 +117,8 @@ class Coordinating:
         self._elsewhere: dict[str, tuple[int, int]] = {}
         self._doubtful: set[str] = set()
         self._noted: set[str] = set()
+        # The generations that groups are known to have come to.
+        self._reached: dict[str, int] = {}
         # What the control plane held of the groups that were asked for, for the time when it does not answer.
         self._last: dict[str, tuple[RosterState | None, dict[str, CheckpointState]]] = {}
         self._saved: dict[tuple[str, str], dict[int, tuple[int, int, int]]] = {}
@@ -393,6 +396,7 @@ class Coordinating:
         """Commit the next offsets to read. Raises IllegalGeneration, OffsetOutOfRange for the first that is refused;
         `results` tells what became of each."""
         group = self._known(name)
+        self.check_reached(group, request.generation)
         shares = []
         for asked in request.offsets:
             place = place_of(self._topic(asked.topic).state, asked.partition)
@@ -412,6 +416,27 @@ class Coordinating:
                 error.extra["results"] = msgspec.to_builtins(results)
             raise error
         return contract.OffsetResults(results)
+
+    def check_reached(self, group: GroupState, generation: int) -> None:
+        """Raises IllegalGeneration for a generation that the group has not come to: nobody can know it. Whether one is
+        too old the partition's leader says."""
+        if generation <= self._reached.get(group.group_id, 0) or self._store.plane.state is not PlaneState.CONNECTED:
+            return
+        try:
+            held = self._store.roster(group.group_id, sure=True)
+        except PlaneUnavailable:
+            return
+        if held is None:
+            return
+        reached = held.value.generation
+        if len(self._reached) >= KEPT_MAX:
+            self._reached.clear()
+        self._reached[group.group_id] = reached
+        if generation > reached:
+            raise IllegalGeneration(
+                f"group {group.name!r} is in generation {reached}, and has never been in {generation}: commit in the"
+                " one that joining or a heartbeat told"
+            )
 
     def offsets(self, name: str) -> contract.GroupOffsets:
         """Where the group stands on every partition of its topics; what a leader cannot be asked for is told as it was

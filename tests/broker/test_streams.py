@@ -372,3 +372,14 @@ def test_settings_that_are_put_again_tell_of_the_members(fixture: Fixture) -> No
     join(fixture)
     description, created = fixture.broker.put_group("g", {"mode": "stream"})
     assert (description.members, description.lag, created) == (["a"], 2, False)
+
+
+def test_a_generation_that_the_group_has_never_been_in_is_refused(fixture: Fixture) -> None:
+    produce(fixture, "0")
+    answer = join(fixture)
+    ahead = contract.MemberAnswer("a", answer.generation + 1, [], 1)
+    with pytest.raises(IllegalGeneration, match="has never been in"):
+        commit(fixture, ahead, 0, 1)
+    commit(fixture, answer, 0, 1)
+    join(fixture, "b")
+    commit(fixture, ahead, 0, 2)

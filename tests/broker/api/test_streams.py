@@ -144,3 +144,17 @@ def test_a_fetch_is_answered_with_frames(http: FlaskClient, problem_of: Problem)
     assert second.error["code"] == "topic_not_found"
     problem_of(http.post("/v1/fetch", json={"partitions": []}), 400, "invalid_request")
     problem_of(http.post("/v1/fetch", json={"partitions": asked, "max_bytes": 1 << 40}), 400, "invalid_request")
+
+
+def test_a_commit_of_a_generation_to_come_is_refused(http: FlaskClient, problem_of: Problem) -> None:
+    http.post("/v1/topics/t/messages", data=b"1")
+    member = http.post("/v1/groups/g/members", json={"topics": ["t"], "member_id": "a"}).get_json()
+    wanted = {
+        "member_id": "a",
+        "generation": member["generation"] + 1,
+        "offsets": [{"topic": "t", "partition": 0, "offset": 2}],
+    }
+    problem_of(http.put("/v1/groups/g/offsets", json=wanted), 409, "illegal_generation")
+    problem_of(http.post("/v1/groups/g/commit", json={**wanted, "publish": []}), 409, "illegal_generation")
+    wanted["generation"] = member["generation"]
+    assert http.post("/v1/groups/g/commit", json={**wanted, "publish": []}).status_code == 200
