@@ -75,10 +75,13 @@ class InSync:
         self.proposed = None
 
     def fetched(self, fetch: Fetch, leader_end: int, now_ms: int) -> bool:
-        """A fetch of this epoch whose log matches ours. False for one of a life before the one known."""
+        """A fetch of this epoch whose log matches ours. False for one of a life before the one known: it is late, and
+        says nothing of the replica as it is now."""
         known = self._followers.get(fetch.broker_id)
         life = life_of(fetch.incarnation, fetch.store_uuid)
         if known is not None and life < life_of(known.incarnation, known.store_uuid):
+            return False
+        if life < self._life_in_sync(fetch.broker_id):
             return False
         if known is None or (known.incarnation, known.store_uuid) != (fetch.incarnation, fetch.store_uuid):
             caught_up_ms = known.caught_up_ms if known else self.began_ms
@@ -94,6 +97,11 @@ class InSync:
         known.fetched_ms = known.heard_ms = now_ms
         known.refused = False
         return True
+
+    def _life_in_sync(self, broker_id: int) -> tuple[int, int]:
+        """The life in which the replica was counted in sync last."""
+        incarnation = (self.state.incarnations or {}).get(broker_id, -1)
+        return life_of(incarnation, (self.state.store_uuids or {}).get(broker_id, ""))
 
     def refused(self, broker_id: int, now_ms: int) -> None:
         """Its port refuses connections."""

@@ -62,7 +62,8 @@ class GroupChecker:
         if isinstance(record, Cancel):
             self.cancelled.update(offset for start, end in record.ranges for offset in range(start, end))
         elif isinstance(record, GroupStart):
-            self.queues[control.group].begin(record.start)
+            # What a replica had dropped before the group began may be missing on a later leader.
+            self.queues[control.group].begin(max(record.start, self.dropped_below()))
         elif control.group in self.queues:
             self._take(self.queues[control.group], control, batch, leader_epoch)
         elif isinstance(record, Claim) or control.group in self.streams:

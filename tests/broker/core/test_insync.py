@@ -79,6 +79,15 @@ def test_an_earlier_life_says_nothing_about_a_later_one():
     assert insync.committed_end(10, BROKERS, 100) == 0
 
 
+def test_a_late_fetch_of_a_life_before_the_one_in_sync_does_not_make_the_member_lossy():
+    state = PartitionStateChanged(
+        1, 5, frozenset({1, 2}), (1, 2, 3), 2, store_uuids={**STORES, 2: "new"}, incarnations={1: 1, 2: 4}
+    )
+    insync = InSync(1, state, 0, now_ms=0, lag_ms=LAG_MS)
+    assert not insync.fetched(fetch(2, 10, incarnation=2), 10, 100)
+    assert insync.wanted(0, {**BROKERS, 2: (4, "new")}, 100) == {1, 2}
+
+
 def test_a_member_that_lags_leaves():
     insync = book(1, 2, 3)
     insync.fetched(fetch(2, 10), 10, 2_000)
