@@ -187,6 +187,7 @@ class Coordinator:
             told = Answered(Outcome.UNKNOWN)
         except PlaneError as error:
             log.info("group %r: its membership will be written later: %s", self.group.name, error)
+            gevent.sleep(READ_AGAIN_S)
             told = Answered(Outcome.UNKNOWN)
         except ValueError as fault:  # too large for a node
             log.critical("group %r: its membership cannot be kept: %s", self.group.name, fault)

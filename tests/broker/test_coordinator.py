@@ -106,7 +106,9 @@ def test_who_was_replaced_answers_nobody_any_more(plane: Flaky, group: GroupStat
 def test_a_coordinator_that_is_closed_lets_nobody_wait(plane: Flaky, group: GroupState) -> None:
     plane.fates = ["unavailable"] * 1_000
     waiting = gevent.spawn(join, closing := coordinator(plane, group))
-    gevent.sleep(0.05)
+    with gevent.Timeout(5):
+        while len(plane.fates) == 1_000:
+            gevent.sleep(0.01)
     closing.close()
     with pytest.raises(Unavailable):
         waiting.get(timeout=5)
