@@ -208,7 +208,7 @@ def _park(url: str) -> socket.socket:
     return connection
 
 
-def until_parked(url: str, parked: int) -> None:
+def until_parked(url: str, parked: int, every_s: float = 0.05) -> None:
     host, _, port = url.removeprefix("http://").partition(":")
     end = time.monotonic() + READY_WITHIN_S
     while time.monotonic() < end:
@@ -216,7 +216,7 @@ def until_parked(url: str, parked: int) -> None:
         connection.request("GET", "/healthz")
         if json.loads(connection.getresponse().read()).get("parked_receives", 0) >= parked:
             return
-        time.sleep(0.05)
+        time.sleep(every_s)
     raise click.ClickException(f"{parked} receives did not park within {READY_WITHIN_S:.0f} s")
 
 

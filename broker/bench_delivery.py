@@ -26,6 +26,7 @@ SCHEDULED = 1_000_000
 SCHEDULED_FOR_S = 3600.0
 FETCH_BYTES = 1_000_000
 WITHIN_S = 60.0
+PARKED_EVERY_S = 0.002
 
 
 def measured(directory: Path, messages: int, singles: int, rounds: int) -> dict[str, float]:
@@ -120,7 +121,7 @@ def _wake_p50_ms(url: str, topic: str, times: int) -> float:
         thread.start()
         bell.acquire(timeout=WITHIN_S)
         for _ in range(times):
-            bench.until_parked(url, 1)
+            bench.until_parked(url, 1, PARKED_EVERY_S)
             begin = time.perf_counter()
             producer.send(topic, bench.VALUE).result(timeout=WITHIN_S)
             bell.acquire(timeout=WITHIN_S)
