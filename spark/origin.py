@@ -1,0 +1,70 @@
+"""Where rows come from: what the readers ask of data directories and of brokers alike.
+
+    Origin.logs()          which partitions there are, and which offsets of each are committed
+    Origin.offset_at()     where in a log a moment is
+    Origin.spans()         a range of offsets, cut into pieces that one task each reads
+    Span.batches()         the rows of one piece, as Arrow batches; runs in a Spark worker
+
+Append times never fall along a log, so a range of times is a range of offsets.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import pyarrow as pa
+from pyspark.sql.datasource import InputPartition
+
+# A task reads so many offsets at most: enough to pay for its start, few enough to keep all cores busy.
+SPAN_OFFSETS = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Log:
+    """One partition of one topic. Readable offsets are [start_offset, end_offset)."""
+
+    topic: str
+    topic_id: str
+    partition: int
+    start_offset: int
+    end_offset: int
+
+    @property
+    def name(self) -> str:
+        """Names it for good: a topic that was made again has another id."""
+        return f"{self.topic}@{self.topic_id}/{self.partition}"
+
+
+class Span(InputPartition):
+    """Offsets [start, end) of one log, read by one task. Travels to the worker by pickle."""
+
+    def __init__(self, log: Log, start: int, end: int) -> None:
+        super().__init__(None)
+        self.log = log
+        self.start = start
+        self.end = end
+
+    @abstractmethod
+    def batches(self, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
+        """The rows, in order, with these columns in this order. Bounded: no batch holds more than a few tens of MB
+        unless a single message does. Raises DamagedFile, DataLoss, SourceError."""
+        raise NotImplementedError
+
+
+class Origin(Protocol):
+    """Data directories, or brokers. Cheap to make; each call looks anew."""
+
+    def logs(self) -> list[Log]:
+        """The partitions of the topics that were asked for, sorted. Raises NothingThere, SourceError."""
+        ...
+
+    def offset_at(self, log: Log, timestamp_ms: int) -> int:
+        """The first offset appended at that time (Unix ms) or later; `log.end_offset` when there is none."""
+        ...
+
+    def spans(self, log: Log, start: int, end: int) -> list[Span]:
+        """Pieces that cover [start, end) once. The range lies within the log's."""
+        ...

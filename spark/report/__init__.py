@@ -1,0 +1,1 @@
+"""The throughput report: its figures (model), and the page that shows them."""
