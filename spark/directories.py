@@ -168,8 +168,11 @@ class FileSpan(Span):
 class Directories:
     """The data directories of one or all brokers of a cluster. Implements Origin."""
 
-    def __init__(self, paths: Sequence[str], topics: Sequence[str] | None = None) -> None:
+    def __init__(
+        self, paths: Sequence[str], topics: Sequence[str] | None = None, span_offsets: int = SPAN_OFFSETS
+    ) -> None:
         """`topics` None means all, but for those whose names begin with two underscores."""
+        self._span_offsets = span_offsets
         self._roots = [Path(path).absolute() for path in paths]
         self._topics = None if topics is None else tuple(topics)
 
@@ -203,9 +206,9 @@ class Directories:
                 other.directory for other in replicas if other is not replica and other.high_watermark >= end
             )
             return [
-                FileSpan(log, low, min(low + SPAN_OFFSETS, segment.end_offset, end), segment.path, elsewhere)
+                FileSpan(log, low, min(low + self._span_offsets, segment.end_offset, end), segment.path, elsewhere)
                 for segment in segments
-                for low in range(max(start, segment.base_offset), min(segment.end_offset, end), SPAN_OFFSETS)
+                for low in range(max(start, segment.base_offset), min(segment.end_offset, end), self._span_offsets)
             ]
         assert fault is not None
         raise fault

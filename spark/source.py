@@ -1,16 +1,26 @@
-"""The format "portalmq": what Spark asks for, answered by a reader or a writer of this room."""
+"""The format "portalmq": what Spark asks for, answered by a reader or a writer of this room.
+
+The modules are imported by the methods that use them: Spark makes an instance of this class, in a process of its own,
+for each question, and most of the questions need little.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
-import pyarrow as pa
-from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
+from pyspark.sql.datasource import (
+    DataSource,
+    DataSourceReader,
+    DataSourceStreamReader,
+    DataSourceStreamWriter,
+    DataSourceWriter,
+)
 from pyspark.sql.types import StructType
 
-from portalmq.spark.columns import COLUMNS, columns_of, schema_of
-from portalmq.spark.directories import Directories
-from portalmq.spark.origin import Span
+from portalmq.spark import options
+
+if TYPE_CHECKING:
+    from portalmq.spark.options import Reading
 
 
 class PortalMQ(DataSource):
@@ -19,20 +29,47 @@ class PortalMQ(DataSource):
         return "portalmq"
 
     def schema(self) -> StructType:
-        return schema_of(list(COLUMNS))
+        from portalmq.spark.columns import COLUMNS, schema_of
+
+        reading = options.described(self.options)
+        if reading.table != "messages":
+            schema: StructType = _table(reading).schema_of(reading.columns)
+            return schema
+        return schema_of(reading.columns or tuple(COLUMNS))
 
     def reader(self, schema: StructType) -> DataSourceReader:
-        return MessagesReader(self.options["path"].split(","), self.options.get("topic"), columns_of(schema))
+        from portalmq.spark.batch import MessagesReader
+        from portalmq.spark.columns import columns_of
+
+        reading = options.batch_reading(self.options)
+        if reading.table != "messages":
+            reader: DataSourceReader = _table(reading).reader(reading, schema)
+            return reader
+        return MessagesReader(reading, columns_of(schema))
+
+    def streamReader(self, schema: StructType) -> DataSourceStreamReader:
+        from portalmq.spark.columns import columns_of
+        from portalmq.spark.stream import MessagesStream
+
+        return MessagesStream(options.stream_reading(self.options), columns_of(schema))
+
+    def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
+        from portalmq.spark.sink import BatchWriter
+
+        return BatchWriter(options.writing(self.options), schema, overwrite)
+
+    def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamWriter:
+        from portalmq.spark.sink import StreamWriter
+
+        return StreamWriter(options.writing(self.options), schema, overwrite)
 
 
-class MessagesReader(DataSourceReader):
-    def __init__(self, paths: list[str], topic: str | None, columns: tuple[str, ...]) -> None:
-        self.origin = Directories(paths, [topic] if topic else None)
-        self.columns = columns
+def _table(reading: Reading) -> Any:
+    """The module of a table other than `messages`, by the option `table`: it has
 
-    def partitions(self) -> list[InputPartition]:
-        return [span for log in self.origin.logs() for span in self.origin.spans(log, log.start_offset, log.end_offset)]
+    schema_of(columns: Sequence[str] | None) -> StructType
+    reader(reading: Reading, schema: StructType) -> DataSourceReader
+    """
+    import importlib
 
-    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        if isinstance(partition, Span):
-            yield from partition.batches(self.columns)
+    return importlib.import_module(f"portalmq.spark.{reading.table}")
