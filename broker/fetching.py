@@ -41,6 +41,7 @@ class Fetched(msgspec.Struct, omit_defaults=True):
     log_start_offset: int = 0
     frames: list[Frame] = []
     error: dict[str, object] | None = None
+    topic_id: str = ""
 
 
 class _Read(NamedTuple):
@@ -86,21 +87,32 @@ class Fetching:
         share = max(SHARE_BYTES_MIN, left // len(request.partitions))
         answers: list[Fetched] = []
         for asked in request.partitions:
+            topic_id = ""
             try:
-                read = self._read(asked)
+                topic = self._topic(asked.topic)
+                topic_id = topic.state.topic_id
+                read = self._read(topic, asked)
                 frames, next_offset = self._frames(read, min(left, share)) if left > 0 else ([], asked.offset)
             except PortalMQError as error:
-                answers.append(Fetched(asked.topic, asked.partition, error=msgspec.to_builtins(error.problem())))
+                problem = msgspec.to_builtins(error.problem())
+                answers.append(Fetched(asked.topic, asked.partition, error=problem, topic_id=topic_id))
                 continue
             left -= sum([frame.size_bytes for frame in frames])
-            log_start = read.partition.log.log_start_offset
             answers.append(
-                Fetched(asked.topic, asked.partition, next_offset, read.partition.high_watermark, log_start, frames)
+                Fetched(
+                    asked.topic,
+                    asked.partition,
+                    next_offset,
+                    read.partition.high_watermark,
+                    read.partition.log.log_start_offset,
+                    frames,
+                    topic_id=topic_id,
+                )
             )
         return answers
 
-    def _read(self, asked: contract.PartitionOffset) -> _Read:
-        place = place_of(self._topic(asked.topic).state, asked.partition)
+    def _read(self, topic: Topic, asked: contract.PartitionOffset) -> _Read:
+        place = place_of(topic.state, asked.partition)
         self._leaders.check_led_here([place])
         partition = self._partition(place)
         partition.check_offset(asked.offset)
@@ -129,7 +141,7 @@ class Fetching:
         reads: list[_Read] = []
         for asked in request.partitions:
             try:
-                reads.append(self._read(asked))
+                reads.append(self._read(self._topic(asked.topic), asked))
             except PortalMQError:
                 return
         unwatch = peer.watch(event.set) if peer is not None else None

@@ -189,7 +189,8 @@ class FrameRecord(msgspec.Struct, array_like=True, gc=False, frozen=True):
 
 class FetchedPartition(msgspec.Struct, omit_defaults=True):
     """`frames` are whole batches: the first may begin below the offset that was asked for. `error` is a problem
-    document; one of code not_leader says whom to ask."""
+    document; one of code not_leader says whom to ask. `topic_id` is of the topic that answered: one that was made again
+    has another."""
 
     topic: str
     partition: int
@@ -198,6 +199,7 @@ class FetchedPartition(msgspec.Struct, omit_defaults=True):
     log_start_offset: int = 0
     frames: list[Frame] = []
     error: dict[str, Any] | None = None
+    topic_id: str = ""
 
 
 class FetchAnswer(msgspec.Struct):

@@ -3,8 +3,10 @@
     SourceError
     +-- BadOption       an option that is unknown, missing, or makes no sense
     +-- NothingThere    no such directory, topic or partition
+    |   +-- NoTopic     the place is there and can be read, a topic that was asked for is not in it
     +-- DamagedFile     a file that is torn, foreign, or lacks messages
     +-- DataLoss        messages that were to be read are gone (retention, purge, a topic made again)
+    +-- Unreachable     no broker answers, or none does as it should
 
 They reach the user inside Spark's own exceptions, as text.
 """
@@ -24,6 +26,10 @@ class NothingThere(SourceError):
     """There is no such directory, topic or partition."""
 
 
+class NoTopic(NothingThere):
+    """The place is there and can be read, a topic that was asked for is not in it. To a stream it says: deleted."""
+
+
 class DamagedFile(SourceError):
     """A file is torn, foreign, or lacks messages."""
 
@@ -40,12 +46,17 @@ class DamagedFile(SourceError):
         return DamagedFile, (self.path, self.what)
 
 
-class DataLoss(SourceError):
-    """Messages that were to be read are gone."""
+class Unreachable(SourceError):
+    """No broker answers, or none does as it should."""
 
-    def __init__(self, what: str) -> None:
+
+class DataLoss(SourceError):
+    """Messages that were to be read are gone. `resume_at` is the offset at which there may be some again."""
+
+    def __init__(self, what: str, resume_at: int | None = None) -> None:
         super().__init__(f"{what}. With failOnDataLoss=false the query goes on with what is there")
         self.what = what
+        self.resume_at = resume_at
 
-    def __reduce__(self) -> tuple[type[DataLoss], tuple[str]]:
-        return DataLoss, (self.what,)
+    def __reduce__(self) -> tuple[type[DataLoss], tuple[str, int | None]]:
+        return DataLoss, (self.what, self.resume_at)

@@ -88,8 +88,13 @@ def origin_of(reading: Reading) -> Origin:
 
 def rows_of(span: Span, columns: Sequence[str], fails_on_data_loss: bool) -> Iterator[pa.RecordBatch]:
     """The rows of a span; where they were removed meanwhile and the user does not mind, those that were left."""
-    try:
-        yield from span.batches(columns)
-    except DataLoss:
-        if fails_on_data_loss:
-            raise
+    while True:
+        try:
+            yield from span.batches(columns)
+            return
+        except DataLoss as loss:
+            if fails_on_data_loss:
+                raise
+            if loss.resume_at is None or not span.start < loss.resume_at < span.end:
+                return
+            span.start = loss.resume_at

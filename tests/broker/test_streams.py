@@ -272,6 +272,19 @@ def test_a_fetch_brings_whole_batches_and_no_control_records(fixture: Fixture) -
     assert all(head_of(frame).count for frame in answer.frames)  # type: ignore[arg-type]
 
 
+def test_a_fetch_tells_the_id_of_the_topic_that_answers_also_when_it_refuses(fixture: Fixture) -> None:
+    produce(fixture, "0")
+    first = fixture.broker.describe_topic("t").topic_id
+    assert first
+    assert fetched(fixture, 0).topic_id == first
+    refused = fetched(fixture, wire.INTEGER_MAX)
+    assert refused.error is not None
+    assert (refused.error["code"], refused.topic_id) == ("offset_out_of_range", first)
+    fixture.broker.delete_topic("t")
+    fixture.broker.create_topic("t", wire.CreateTopic(partitions=2))
+    assert fetched(fixture, 0).topic_id == fixture.broker.describe_topic("t").topic_id != first
+
+
 def test_a_fetch_goes_on_where_the_last_one_ended(fixture: Fixture) -> None:
     for number in range(10):
         produce(fixture, f"{number}" * 100)

@@ -1,0 +1,399 @@
+"""The brokers' HTTP interface as an origin: for a Spark cluster that does not see their disks.
+
+Planning asks any broker who leads what, and each leader once where its logs begin and end. Each task then fetches its
+offsets from the leader of its partition, batches as they are stored, checksums included, one answer ahead of what Spark
+takes; at most two answers are in memory. It follows the leader wherever it goes: what was given away is never asked for
+again, and what a new leader does not show yet is waited for.
+
+    logs      GET /v1/metadata, then POST /v1/fetch of an offset that no log reaches: the refusal tells where the log
+              begins and ends, as its leader knows it, and the topic's id, and costs no reading
+    offset_at GET .../messages?at=
+    batches   POST /v1/fetch
+
+Every answer names the topic's id, so that a topic that was deleted and made again is not taken for the one it was.
+Every wait is bounded by `patience_s` without progress, and ends in a sentence that says where was looked.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+import pyarrow as pa
+
+from portalmq import stream_wire as contract
+from portalmq import wire
+from portalmq.connection import Address
+from portalmq.errors import Forbidden, NotFound, OffsetOutOfRange, PortalMQError, Unauthorized
+from portalmq.spark.errors import BadOption, DataLoss, NothingThere, SourceError, Unreachable
+from portalmq.spark.frames import batches_of
+from portalmq.spark.origin import SPAN_OFFSETS, Log, Span
+from portalmq.transport import Backoff, Request, Transport, decode_answer, with_query
+
+PATIENCE_S = 30.0
+# Nobody has answered yet: more likely the address is wrong than that all brokers are away for a moment.
+FIRST_CONTACT_S = 10.0
+FETCH_BYTES = 8 * 1024 * 1024
+FETCH_WAIT_MS = 500
+FETCH_TIMEOUT_S = 10.0
+NEVER = wire.INTEGER_MAX  # an offset that no log reaches
+
+Place = tuple[str, int]
+
+_decode_answer = msgspec.msgpack.Decoder(contract.FetchAnswer).decode
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """How the brokers are reached. Travels to the workers by pickle."""
+
+    bootstrap: str
+    token: str | None = field(default=None, repr=False)
+    patience_s: float = PATIENCE_S
+
+
+class Cluster:
+    """The brokers, as this room asks them: each question bounded, each refusal a sentence of ours. Thread-safe."""
+
+    def __init__(self, access: Access) -> None:
+        """Raises BadOption for what is no address or token."""
+        self.access = access
+        self._met = False
+        try:
+            self.transport = Transport(access.bootstrap, token=access.token, timeout_s=access.patience_s)
+        except ValueError as error:
+            raise BadOption(f"bootstrap or token: {error}") from error
+
+    def close(self) -> None:
+        self.transport.close()
+
+    def patiently(self, ask: Callable[[float], Any]) -> Any:
+        """The answer to a question that is asked with a deadline, again while that may help. Raises SourceError."""
+        patience_s = self.access.patience_s if self._met else min(self.access.patience_s, FIRST_CONTACT_S)
+        deadline = time.monotonic() + patience_s
+        backoff = Backoff()
+        while True:
+            try:
+                answer = ask(deadline)
+            except PortalMQError as error:
+                pause_s = backoff.next_s(error.retry_after_s)
+                if not error.retryable or time.monotonic() + pause_s >= deadline:
+                    raise self.in_words(error, patience_s) from error
+                self.transport.pause(pause_s)
+            else:
+                self._met = True
+                return answer
+
+    def metadata(self, topics: Iterable[str] | None) -> wire.Metadata:
+        metadata: wire.Metadata = self.patiently(lambda deadline: self.transport.metadata(topics, deadline=deadline))
+        return metadata
+
+    def get(self, path: str, kind: type[Any], leader_of: Place | None = None, **query: object) -> Any:
+        """Raises PortalMQError's of kind NotFound and OffsetOutOfRange as they are."""
+        request = Request("GET", with_query(path, query), repeatable=True, leader_of=leader_of)
+
+        def ask(deadline: float) -> Any:
+            try:
+                return decode_answer(self.transport.attempt(request, deadline), kind)
+            except (NotFound, OffsetOutOfRange) as refused:
+                return refused
+
+        answer = self.patiently(ask)
+        if isinstance(answer, PortalMQError):
+            raise answer
+        return answer
+
+    def fetch(
+        self, asked: list[contract.PartitionOffset], *, max_bytes: int, wait_ms: int, deadline: float
+    ) -> list[contract.FetchedPartition]:
+        """One try at the leader of the first partition. Raises PortalMQError."""
+        request = Request(
+            "POST",
+            contract.FETCH_PATH,
+            msgspec.json.encode(contract.FetchRequest(asked, max_bytes, wait_ms)),
+            (("Content-Type", wire.JSON), ("Accept", contract.FRAMES_MSGPACK)),
+            repeatable=True,
+            leader_of=(asked[0].topic, asked[0].partition),
+            wait_s=FETCH_TIMEOUT_S,
+        )
+        answer = self.transport.attempt(request, deadline)
+        try:
+            partitions = _decode_answer(answer.body).partitions
+        except msgspec.DecodeError as error:
+            raise Unreachable(f"what answers at {self.where} is no PortalMQ broker ({error})") from error
+        self._met = True
+        return partitions
+
+    @property
+    def where(self) -> str:
+        return ", ".join(self.transport.urls)
+
+    def in_words(self, error: PortalMQError, patience_s: float) -> SourceError:
+        if isinstance(error, Unauthorized | Forbidden):
+            return SourceError(f"the broker at {self.where} refuses to be read ({error}): give the option token")
+        if isinstance(error, NotFound):
+            return SourceError(f"{self.where}: {error}. Is it a PortalMQ broker that bootstrap names?")
+        if error.retryable:
+            return Unreachable(
+                f"no broker answered within {patience_s:g} s; looked at {self.where} ({error}). Start one, or name one"
+                " that runs, and that the machines of Spark reach, in the option bootstrap"
+            )
+        return Unreachable(f"{self.where} cannot be read: {error}")
+
+
+class Brokers:
+    """A cluster by its HTTP interface. Implements Origin."""
+
+    def __init__(
+        self,
+        bootstrap: Sequence[str],
+        topics: Sequence[str] | None = None,
+        span_offsets: int = SPAN_OFFSETS,
+        *,
+        token: str | None = None,
+        patience_s: float = PATIENCE_S,
+    ) -> None:
+        """`topics` None means all, but for those whose names begin with two underscores."""
+        self._access = Access(",".join(bootstrap), token, patience_s)
+        self._topics = None if topics is None else tuple(topics)
+        self._span_offsets = span_offsets
+        self._open: Cluster | None = Cluster(self._access)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_open": None}
+
+    @property
+    def _cluster(self) -> Cluster:
+        if self._open is None:
+            self._open = Cluster(self._access)
+        return self._open
+
+    def logs(self) -> list[Log]:
+        ends = _Ends(self._cluster, self._access.patience_s)
+        return sorted(ends.of(self._places()), key=lambda log: (log.topic, log.topic_id, log.partition))
+
+    def offset_at(self, log: Log, timestamp_ms: int) -> int:
+        if timestamp_ms <= 0:
+            return log.start_offset
+        try:
+            moment = datetime.fromtimestamp(timestamp_ms / 1000, UTC)
+        except (ValueError, OverflowError, OSError):
+            return log.end_offset  # beyond the year 9999
+        at = moment.isoformat(timespec="milliseconds")
+        path = wire.partition_messages_path(log.topic, log.partition)
+        try:
+            page = self._cluster.get(path, wire.BrowsePage, (log.topic, log.partition), at=at, limit=1)
+        except NotFound as error:
+            raise DataLoss(f"{log.name} is gone: {error}") from error
+        offset = page.messages[0].offset if page.messages else log.end_offset
+        return min(max(offset, log.start_offset), log.end_offset)
+
+    def spans(self, log: Log, start: int, end: int) -> list[Span]:
+        return [
+            BrokerSpan(log, low, min(low + self._span_offsets, end), self._access)
+            for low in range(start, end, self._span_offsets)
+        ]
+
+    def _places(self) -> list[Place]:
+        found = {topic.name: len(topic.partitions) for topic in self._cluster.metadata(self._topics).topics}
+        for name in self._topics or ():
+            if name not in found:  # made a moment ago, perhaps: this call asks further
+                try:
+                    found[name] = len(self._cluster.get(wire.topic_path(name), wire.TopicDescription).partitions)
+                except NotFound:
+                    raise NothingThere(f"there is no topic {name!r} at {self._cluster.where}") from None
+                except PortalMQError as error:
+                    raise self._cluster.in_words(error, self._access.patience_s) from error
+        shown = [name for name in found if self._topics is not None or not name.startswith("__")]
+        if not shown:
+            raise NothingThere(f"there are no topics at {self._cluster.where} yet")
+        return [(name, number) for name in shown for number in range(found[name])]
+
+
+class _Ends:
+    """Where logs begin and end, as their leaders know it: asked of all leaders, until each has answered."""
+
+    def __init__(self, cluster: Cluster, patience_s: float) -> None:
+        self._cluster = cluster
+        self._patience_s = patience_s
+        self._found: dict[Place, Log] = {}
+        self._said = "nobody leads it"
+
+    def of(self, places: Sequence[Place]) -> list[Log]:
+        """Raises NothingThere, SourceError."""
+        deadline = time.monotonic() + self._patience_s
+        backoff = Backoff()
+        while waiting := [place for place in places if place not in self._found]:
+            for asked in self._by_leader(waiting):
+                self._ask(asked, deadline)
+            self._drop_mixed()
+            if len(self._found) < len(places):
+                self._pause(backoff.next_s(), deadline, places)
+        return list(self._found.values())
+
+    def _by_leader(self, places: Sequence[Place]) -> Iterator[list[Place]]:
+        by_leader: dict[Address | None, list[Place]] = defaultdict(list)
+        for place in places:
+            by_leader[self._cluster.transport.leader_of(place)].append(place)
+        for group in by_leader.values():
+            for first in range(0, len(group), contract.FETCH_PARTITIONS_MAX):
+                yield group[first : first + contract.FETCH_PARTITIONS_MAX]
+
+    def _ask(self, places: Sequence[Place], deadline: float) -> None:
+        asked = [contract.PartitionOffset(*place, NEVER) for place in places]
+        try:
+            answers = self._cluster.fetch(asked, max_bytes=1, wait_ms=0, deadline=deadline)
+        except PortalMQError as error:
+            if not error.retryable:
+                raise self._cluster.in_words(error, self._patience_s) from error
+            self._said = str(error)
+            return
+        for answer in answers:
+            self._heard(answer, answer.error or {})
+
+    def _heard(self, answer: contract.FetchedPartition, problem: dict[str, Any]) -> None:
+        place = (answer.topic, answer.partition)
+        code = problem.get("code")
+        if code == OffsetOutOfRange.code:
+            start, end = problem["log_start_offset"], problem["high_watermark"]
+            self._found[place] = Log(answer.topic, answer.topic_id, answer.partition, min(start, end), end)
+        elif code == "not_leader":
+            self._cluster.transport.heard_leader(place, problem.get("leader_url"))
+        elif problem.get("status") == 404:
+            raise NothingThere(f"{problem.get('detail')} (deleted a moment ago?); looked at {self._cluster.where}")
+        else:
+            self._said = str(problem.get("detail"))
+
+    def _drop_mixed(self) -> None:
+        """Partitions of two lives of one topic: it was made again while we asked. The older are asked again."""
+        ids = {log.topic: log.topic_id for log in self._found.values()}
+        self._found = {place: log for place, log in self._found.items() if log.topic_id == ids[log.topic]}
+
+    def _pause(self, seconds: float, deadline: float, places: Sequence[Place]) -> None:
+        missing = [place for place in places if place not in self._found]
+        if time.monotonic() + seconds >= deadline:
+            topic, number = missing[0]
+            more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
+            raise Unreachable(
+                f"partition {number} of {topic!r}{more} has no leader that answers, for {self._patience_s:g} s:"
+                f" {self._said}. Looked at {self._cluster.where}: start the brokers that hold it"
+            )
+        self._cluster.transport.pause(seconds)
+        self._cluster.metadata(sorted({topic for topic, _ in missing}))
+
+
+class BrokerSpan(Span):
+    """Offsets that are fetched from whoever leads the partition."""
+
+    def __init__(self, log: Log, start: int, end: int, access: Access) -> None:
+        super().__init__(log, start, end)
+        self.access = access
+
+    def batches(self, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
+        with closing(Cluster(self.access)) as cluster, ThreadPoolExecutor(1) as ahead:
+            fetching = _Fetching(cluster, self.log, self.end)
+            try:
+                position = self.start
+                pending = ahead.submit(fetching.read, position) if position < self.end else None
+                while pending is not None:
+                    fetched = pending.result()
+                    following = fetched.next_offset
+                    pending = ahead.submit(fetching.read, following) if following < self.end else None
+                    yield from batches_of(fetched.frames, self.log, position, self.end, columns)
+                    position = following
+            finally:
+                fetching.end()
+
+
+class _Fetching:
+    """Fetches of one partition, each with progress or an end."""
+
+    def __init__(self, cluster: Cluster, log: Log, end: int) -> None:
+        self._cluster = cluster
+        self._log = log
+        self._end = end
+        self._place: Place = (log.topic, log.partition)
+        self._ended = threading.Event()
+
+    def end(self) -> None:
+        """Nobody takes what comes: a fetch that is under way is aborted."""
+        self._ended.set()
+        self._cluster.close()
+
+    def read(self, position: int) -> contract.FetchedPartition:
+        """What follows `position`: whole batches, checksums verified, and `next_offset` > `position`.
+
+        Raises DataLoss, SourceError.
+        """
+        patience_s = self._cluster.access.patience_s
+        deadline = time.monotonic() + patience_s
+        backoff = Backoff()
+        while True:
+            pause_s = 0.0
+            try:
+                fetched = self._fetch(position, deadline)
+                said = self._fault(fetched, position)
+                if said is None:
+                    return fetched
+            except PortalMQError as error:
+                if not error.retryable:
+                    raise self._cluster.in_words(error, patience_s) from error
+                said, pause_s = str(error), error.retry_after_s or 0.0
+            pause_s = backoff.next_s(pause_s)
+            if self._ended.is_set() or time.monotonic() + pause_s >= deadline:
+                raise Unreachable(
+                    f"offset {position} of {self._log.topic!r}, partition {self._log.partition}, could not be read for"
+                    f" {patience_s:g} s: {said}. Looked at {self._cluster.where}; start the query again once the"
+                    " brokers that hold it run"
+                )
+            self._cluster.transport.pause(pause_s)
+
+    def _fetch(self, position: int, deadline: float) -> contract.FetchedPartition:
+        asked = contract.PartitionOffset(*self._place, position)
+        (fetched,) = self._cluster.fetch([asked], max_bytes=FETCH_BYTES, wait_ms=FETCH_WAIT_MS, deadline=deadline)
+        return fetched
+
+    def _fault(self, fetched: contract.FetchedPartition, position: int) -> str | None:
+        """Why it has to be asked again; None when it is good. Raises DataLoss, SourceError when that does not help."""
+        if fetched.topic_id and fetched.topic_id != self._log.topic_id:
+            raise DataLoss(
+                f"topic {self._log.topic!r} was deleted and made again (its id was {self._log.topic_id}, and is"
+                f" {fetched.topic_id}): offsets {position} to {self._end - 1} of partition {self._log.partition} are"
+                " gone"
+            )
+        if fetched.error is not None:
+            return self._refusal(fetched.error, position)
+        if fetched.next_offset <= position:
+            return f"its leader has committed up to {fetched.high_watermark} only"
+        if any(zlib.crc32(frame.body, zlib.crc32(frame.header)) != frame.crc for frame in fetched.frames):
+            return "a batch came with a wrong checksum, again and again: something on the way changes bytes"
+        return None
+
+    def _refusal(self, problem: dict[str, Any], position: int) -> str:
+        code, detail = problem.get("code"), str(problem.get("detail"))
+        missing = f"offsets {position} to {self._end - 1} of {self._log.name}"
+        if code == OffsetOutOfRange.code:
+            begins, ends = problem["log_start_offset"], problem["high_watermark"]
+            if begins > position:
+                raise DataLoss(
+                    f"offsets {position} to {min(begins, self._end) - 1} of {self._log.name} were removed before they"
+                    " were read (retention or a purge)",
+                    begins,
+                )
+            raise DataLoss(f"{missing} are gone: the log ends at {ends} (a leader was elected that did not have them)")
+        if problem.get("status") == 404:
+            raise DataLoss(f"{missing} are gone: {detail}")
+        if code == "not_leader":
+            self._cluster.transport.heard_leader(self._place, problem.get("leader_url"))
+        elif not problem.get("retryable"):
+            raise SourceError(f"{missing} cannot be read: {detail}")
+        return detail

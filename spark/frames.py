@@ -1,0 +1,143 @@
+"""Fetched batches, as the wire has them, into Arrow: the same columns as the files give.
+
+    frames --decode--> records, a list --column by column--> Arrow batches of bounded size
+
+One Python object a message is made here (MessagePack has no columns), and no more: a column is one list of one field.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from portalmq.spark.columns import arrow_schema
+from portalmq.spark.origin import Log
+from portalmq.stream_wire import Frame, FrameHead, FrameRecord
+
+BATCH_ROWS = 65_536
+BATCH_BYTES = 16 * 1024 * 1024
+MESSAGES = 0  # the kind of a batch of messages
+
+_decode_head = msgspec.msgpack.Decoder(FrameHead).decode
+_decode_records = msgspec.msgpack.Decoder(list[FrameRecord]).decode
+_decode_records_with_holes = msgspec.msgpack.Decoder(list[FrameRecord | None]).decode
+
+
+def batches_of(
+    frames: Iterable[Frame], log: Log, start: int, end: int, columns: Sequence[str]
+) -> Iterator[pa.RecordBatch]:
+    """The messages of the frames at offsets [start, end), in order. Raises msgspec.MsgspecError for bytes that are no
+    frame's: their checksums are to be looked at before."""
+    rows = _Rows(log, columns)
+    for frame in frames:
+        rows.add(frame, start, end)
+        if len(rows.records) >= BATCH_ROWS or rows.bytes >= BATCH_BYTES:
+            yield rows.taken()
+    if rows.records:
+        yield rows.taken()
+
+
+class _Rows:
+    """What is to become the next Arrow batch. `heads` and `counts` are of the frames that the records came in."""
+
+    def __init__(self, log: Log, columns: Sequence[str]) -> None:
+        self._log = log
+        self._schema = arrow_schema(columns)
+        self._empty()
+
+    def _empty(self) -> None:
+        self.records: list[FrameRecord] = []
+        self.bytes = 0
+        self._heads: list[FrameHead] = []
+        self._counts: list[int] = []
+        self._offsets: list[Any] = []
+
+    def add(self, frame: Frame, start: int, end: int) -> None:
+        head = _decode_head(frame.header)
+        low, high = max(start, head.base_offset), min(end, head.base_offset + head.count)
+        if head.kind != MESSAGES or low >= high:
+            return
+        offsets = np.arange(low, high)
+        try:
+            records = _decode_records(frame.body)[low - head.base_offset : high - head.base_offset]
+        except msgspec.ValidationError:
+            # Where compaction has removed a message nil stands.
+            found = _decode_records_with_holes(frame.body)[low - head.base_offset : high - head.base_offset]
+            offsets = offsets[[record is not None for record in found]]
+            records = [record for record in found if record is not None]
+        self.records += records
+        self.bytes += len(frame.body)
+        self._heads.append(head)
+        self._counts.append(len(records))
+        self._offsets.append(offsets)
+
+    def taken(self) -> pa.RecordBatch:
+        offsets = np.concatenate(self._offsets)
+        arrays = [self._column(field, offsets) for field in self._schema]
+        self._empty()
+        return pa.RecordBatch.from_arrays(arrays, schema=self._schema)
+
+    def _column(self, field: pa.Field, offsets: Any) -> pa.Array:
+        name, kind, records = field.name, field.type, self.records
+        if name == "topic":
+            return _constant(self._log.topic, len(records), kind)
+        if name == "partition":
+            return _constant(self._log.partition, len(records), kind)
+        if name == "offset":
+            return pa.array(offsets, kind)
+        if name == "value":
+            return pa.array([record.value for record in records], kind)
+        if name == "key":
+            return pa.array([record.key for record in records], kind)
+        if name == "content_type":
+            first = records[0].content_type if records else ""
+            names = [record.content_type for record in records]
+            same = names.count(first) == len(names)
+            return _constant(first, len(names), kind) if same else pa.array(names, kind)
+        if name == "headers":
+            return _headers([record.headers for record in records], kind)
+        if name == "priority":
+            return pa.array([record.priority for record in records], kind)
+        if name == "deliver_at":
+            return _times([record.deliver_at_ms for record in records], kind)
+        if name == "expires_at":
+            return _times([record.expires_at_ms for record in records], kind)
+        return self._of_batch(name, kind, offsets)
+
+    def _of_batch(self, name: str, kind: pa.DataType, offsets: Any) -> pa.Array:
+        """A column that is one value a batch."""
+        if name in {"timestamp", "appended_at"}:
+            return pa.array(self._repeated([head.appended_at_ms * 1000 for head in self._heads]), kind)
+        if name == "leader_epoch":
+            return pa.array(self._repeated([head.leader_epoch for head in self._heads]), kind)
+        nothing = self._repeated([head.producer_id for head in self._heads]) < 0
+        if name == "producer_id":
+            return pa.array(self._repeated([head.producer_id for head in self._heads]), kind, mask=nothing)
+        assert name == "sequence", name
+        # The head has the sequence of the first message; those behind it count on, removed ones included.
+        first = self._repeated([head.sequence - head.base_offset for head in self._heads])
+        return pa.array(first + offsets, kind, mask=nothing)
+
+    def _repeated(self, of_batches: Sequence[int]) -> Any:
+        return np.repeat(np.array(of_batches, np.int64), self._counts)
+
+
+def _constant(value: Any, size: int, kind: pa.DataType) -> pa.Array:
+    return pa.repeat(pa.scalar(value, kind), size)
+
+
+def _headers(headers: list[dict[str, str] | None], kind: pa.DataType) -> pa.Array:
+    if headers.count(None) == len(headers):
+        return pa.nulls(len(headers), kind)
+    return pa.array([None if each is None else list(each.items()) for each in headers], kind)
+
+
+def _times(times_ms: list[int | None], kind: pa.DataType) -> pa.Array:
+    if times_ms.count(None) == len(times_ms):
+        return pa.nulls(len(times_ms), kind)
+    return pc.multiply(pa.array(times_ms, pa.int64()), 1000).cast(kind)
