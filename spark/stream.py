@@ -1,0 +1,275 @@
+"""A streaming query's source. Spark asks it, in this order, again and again:
+
+    latestOffset   how far may the next micro-batch read?     positions, written to the checkpoint before they are read
+    partitions     which pieces is a micro-batch made of?     also of one that was begun before a crash
+    read           the rows of one piece                      in a Spark worker
+
+The first two run in one Python process that lives as long as the query; `read` in many. Positions are in positions.py,
+sharing out `maxRowsPerTrigger` in admission.py, waiting out what passes in lookout.py.
+
+Exactly once rests on two things: a range of offsets below the high watermark holds the same messages whenever it is
+read, and no range is read whose beginning is not in the checkpoint. Spark writes down where a batch ends, and takes
+the end of the one before as its beginning; of the first batch it asks for the beginning anew after a crash, when
+"latest" is another place. So a beginning that would not be found again is first written down by an empty batch.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+import pyarrow as pa
+from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
+from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
+
+from portalmq.spark.admission import shares
+from portalmq.spark.errors import BadOption, DataLoss, NoTopic
+from portalmq.spark.lookout import LASTING, PASSING, PATIENCE_S, Lookout, Patience
+from portalmq.spark.options import EARLIEST, LATEST, Reading
+from portalmq.spark.origin import Log, Origin, Span, origin_of, rows_of
+from portalmq.spark.positions import Positions, Standing, accepted, as_sorted, standing
+
+POLL_S = 0.25
+_LOSSES_TOLD = 3
+_log = logging.getLogger("portalmq.spark")
+
+Found = TypeVar("Found")
+
+
+class MessagesStream(DataSourceStreamReader, SupportsTriggerAvailableNow):
+    def __init__(
+        self,
+        reading: Reading,
+        columns: Sequence[str],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        if reading.table != "messages":
+            raise BadOption(f"table {reading.table!r} is read by spark.read; only messages are a stream")
+        self.reading = reading
+        self.columns = tuple(columns)
+        self._clock = clock
+        self._sleep = sleep
+        self._origins: dict[tuple[str, ...] | None, Origin] = {}
+        self._lookout = Lookout(self._look, clock)
+        self._doubted: dict[str, float] = {}  # log -> since when
+        self._initial: Positions | None = None
+        self._to_be_written: Positions | None = None
+        self._target: Positions | None = None
+        self._last_served = ""
+
+    # --- where it begins ---------------------------------------------------------------------------------------------
+
+    def initialOffset(self) -> Positions:
+        """Spark asks twice before the first batch and has to hear the same."""
+        if self._initial is None:
+            beginnings = [(log.name, *self._beginning(log)) for log in self._first_logs()]
+            self._initial = as_sorted({name: offset for name, offset, _ in beginnings})
+            if not all(is_found_again for _, _, is_found_again in beginnings):
+                self._to_be_written = self._initial
+        return self._initial
+
+    def _first_logs(self) -> list[Log]:
+        try:
+            logs = self._origin(self.reading.topics).logs()
+        except NoTopic:
+            if self.reading.topics is not None:
+                raise
+            return []  # topics that come are noticed
+        named = {(topic, number) for topic, each in self.reading.starting.offsets.items() for number in each}
+        unknown = named - {(log.topic, log.partition) for log in logs}
+        if unknown:
+            topic, number = min(unknown)
+            raise BadOption(f"startingOffsets names partition {number} of {topic!r}, which is not read here")
+        return logs
+
+    def _beginning(self, log: Log) -> tuple[int, bool]:
+        """The offset, and whether the same options will lead to it again when the log has grown."""
+        bound = self.reading.starting
+        if bound.timestamp_ms is not None:
+            offset = self._origin(self.reading.topics).offset_at(log, bound.timestamp_ms)
+            return offset, offset < log.end_offset
+        asked = bound.of(log)
+        if asked == EARLIEST:
+            return log.start_offset, True
+        if asked == LATEST:
+            return log.end_offset, False
+        if asked > log.end_offset:
+            raise BadOption(
+                f"startingOffsets: {asked} for {log.topic!r}, partition {log.partition}, which ends at"
+                f" {log.end_offset}: name an offset up to that, or {LATEST} for the end"
+            )
+        if asked < log.start_offset:
+            self._report([f"startingOffsets: {asked} for {log.name}, which begins at {log.start_offset} by now"])
+        return max(asked, log.start_offset), True
+
+    # --- how far the next batch goes ---------------------------------------------------------------------------------
+
+    def getDefaultReadLimit(self) -> ReadLimit:
+        rows_max = self.reading.rows_per_trigger_max
+        return ReadAllAvailable() if rows_max is None else ReadMaxRows(rows_max)
+
+    def prepareForTriggerAvailableNow(self) -> None:
+        logs = self._patiently(lambda: self._lookout.logs(fresh=True))
+        self._target = {log.name: log.end_offset for log in logs}
+
+    def latestOffset(self, start: Positions, limit: ReadLimit) -> Positions:
+        """Never below `start`, but for a log that is found shorter for good and failOnDataLoss=false."""
+        to_be_written, self._to_be_written = self._to_be_written, None
+        if to_be_written is not None and start == to_be_written:
+            return start
+        if self._target is None:
+            now = self._standing(start, fresh=False)
+        else:  # "nothing new" would end the query: what passes is waited for here
+            now = self._patiently(lambda: self._without_doubts(start))
+            _cut(now, start, self._target)
+        if now is None:
+            return start
+        end = as_sorted(self._admitted(now, limit))
+        return start if end == start else end
+
+    def _without_doubts(self, start: Positions) -> Standing | None:
+        now = self._standing(start, fresh=True)
+        return None if now is None or now.doubts else now
+
+    def _standing(self, start: Positions, *, fresh: bool) -> Standing | None:
+        """None while the logs cannot be seen. Raises DataLoss."""
+        logs = self._lookout.logs(fresh=fresh)
+        if logs is None:
+            return None
+        now, at = standing(start, logs), self._clock()
+        self._doubted = {name: self._doubted.get(name, at) for name in now.doubts}
+        lasting = [name for name, since in self._doubted.items() if at - since >= PATIENCE_S]
+        self._report(now.losses + [now.doubts[name] for name in lasting])
+        accepted(now, lasting, logs)
+        return now
+
+    def _admitted(self, now: Standing, limit: ReadLimit) -> Positions:
+        if not isinstance(limit, ReadMaxRows):
+            return now.ends
+        waiting = now.waiting
+        given = shares(waiting, limit.max_rows, self._last_served)
+        if len(given) < sum(count > 0 for count in waiting.values()):
+            self._last_served = list(given)[-1]
+        return {name: floor + given.get(name, 0) for name, floor in now.floors.items()}
+
+    def reportLatestOffset(self) -> Positions | None:
+        logs = self._lookout.last_seen
+        return as_sorted({log.name: log.end_offset for log in logs}) if logs else None
+
+    # --- the pieces of a batch ---------------------------------------------------------------------------------------
+
+    def partitions(self, start: Positions, end: Positions) -> list[InputPartition]:
+        """A log that `start` does not have is new: `end` says where it begins, and this batch reads nothing of it."""
+        self._to_be_written = None  # a batch that is in the checkpoint is read again
+        wanted = {name: (start.get(name, high), high) for name, high in end.items() if start.get(name, high) < high}
+        if not wanted:
+            return []
+        patience = Patience(self._clock)
+        while True:
+            ranges = self._ranges(wanted)
+            try:
+                origin = self._origin(self.reading.topics)
+                return [span for log, low, high in ranges for span in origin.spans(log, low, high)]
+            except LASTING:
+                raise
+            except PASSING as fault:  # a file went between the look and the plan, say: look again
+                final = patience.ended(fault)
+                if final is not None:
+                    raise final from fault
+            self._sleep(POLL_S)
+
+    def _ranges(self, wanted: Mapping[str, tuple[int, int]]) -> list[tuple[Log, int, int]]:
+        """What there is of what is wanted. Raises DataLoss, SourceError."""
+        logs = self._patiently(lambda: self._reaching(wanted))
+        losses: list[str] = []
+        ranges: list[tuple[Log, int, int]] = []
+        for name, (low, high) in wanted.items():
+            log = logs.get(name)
+            if log is None:
+                losses.append(f"{name} is gone (was its topic deleted?): offsets {low} to {high - 1} were not read")
+                continue
+            if log.start_offset > low:
+                gone = min(log.start_offset, high)
+                losses.append(f"offsets {low} to {gone - 1} of {name} were removed before they were read")
+            if log.end_offset < high:
+                losses.append(f"{name} ends at offset {log.end_offset}, and was to be read up to {high}")
+            ranges.append((log, max(low, log.start_offset), min(high, log.end_offset)))
+        self._report(losses)
+        return [(log, low, high) for log, low, high in ranges if low < high]
+
+    def _reaching(self, wanted: Mapping[str, tuple[int, int]]) -> dict[str, Log] | None:
+        """The logs, once each of those wanted is there and known to be committed as far as it was when the batch was
+        made; None before. They are given as they are when that has not come about in time."""
+        seen = self._lookout.logs(fresh=True)
+        if seen is None:
+            return None
+        logs, at = {log.name: log for log in seen}, self._clock()
+        short = [name for name, (_, high) in wanted.items() if name not in logs or logs[name].end_offset < high]
+        self._doubted = {name: self._doubted.get(name, at) for name in short}
+        if any(at - since < PATIENCE_S for since in self._doubted.values()):
+            return None
+        return logs
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        assert isinstance(partition, Span)
+        yield from rows_of(partition, self.columns, self.reading.fails_on_data_loss)
+
+    def commit(self, end: Positions) -> None:
+        """Nothing to do: what was read stays until retention takes it."""
+
+    def stop(self) -> None:
+        self._origins.clear()
+
+    # --- looking -----------------------------------------------------------------------------------------------------
+
+    def _look(self) -> list[Log]:
+        """The logs of those topics that are there: of the others `standing` says that they are missing."""
+        topics = self.reading.topics
+        try:
+            return self._origin(topics).logs()
+        except NoTopic:
+            found: list[Log] = []
+            for topic in topics or ():
+                found += self._logs_of(topic) if len(topics or ()) > 1 else []
+            return found
+
+    def _logs_of(self, topic: str) -> list[Log]:
+        try:
+            return self._origin((topic,)).logs()
+        except NoTopic:
+            return []
+
+    def _origin(self, topics: tuple[str, ...] | None) -> Origin:
+        if topics not in self._origins:
+            self._origins[topics] = origin_of(replace(self.reading, topics=topics))
+        return self._origins[topics]
+
+    def _patiently(self, look: Callable[[], Found | None]) -> Found:
+        """What `look` finds at last. It ends its patience itself, by raising or by finding."""
+        while (found := look()) is None:
+            self._sleep(POLL_S)
+        return found
+
+    def _report(self, losses: Sequence[str]) -> None:
+        if not losses:
+            return
+        told = ". ".join(losses[:_LOSSES_TOLD])
+        if len(losses) > _LOSSES_TOLD:
+            told += f". And {len(losses) - _LOSSES_TOLD} more like these"
+        if self.reading.fails_on_data_loss:
+            raise DataLoss(told)
+        _log.warning("%s. The query goes on with what is there (failOnDataLoss=false)", told)
+
+
+def _cut(now: Standing, start: Positions, target: Positions) -> None:
+    """No further than the target, and nothing of logs that came after it."""
+    for name in list(now.ends):
+        if name not in target and name not in start:
+            del now.floors[name], now.ends[name]
+        else:
+            now.ends[name] = max(now.floors[name], min(now.ends[name], target.get(name, 0)))
