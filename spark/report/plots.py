@@ -1,0 +1,346 @@
+"""Plots as inline SVG: a few kilobytes each, crisp on paper, and coloured by the page's CSS, so light and dark come free.
+
+A plot has to fit a phone and a wide screen without a script. So the SVG holds shapes alone and is stretched to the
+width there is (strokes are not: vector-effect), while its labels are HTML beside it, placed in percent.
+
+    figure .plot
+      figcaption      what is seen, and in what unit
+      .legend
+      .chart          .ordinate (labels) | .canvas (grid, svg, marks, the cursor) | .abscissa (labels)
+      details         the same as a table
+
+page.js adds a cursor that names the values under the pointer, or, with the arrow keys, of one column after another. It
+reads them from the JSON that stands in the figure; without a script nothing but that is missing.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from portalmq.spark.report.axes import Linear, Logarithmic, Tick, Times
+from portalmq.spark.report.markup import Markup, element, join
+
+# Above so many columns there is no room for a gap between bars.
+BARS_MAX = 120
+HEAT_LEVELS = 8
+# Marks closer to each other than this (percent of the width) are shown as one.
+_MARKS_APART = 1.5
+
+
+@dataclass(frozen=True, slots=True)
+class Colour:
+    """A hue of the page's wheel; None is the grey of what is summed up as the rest."""
+
+    hue: float | None = None
+    is_deep: bool = False
+
+    @property
+    def style(self) -> str | None:
+        return None if self.hue is None else f"--h:{self.hue:.0f}"
+
+    def css(self, *more: str) -> str:
+        kind = "rest" if self.hue is None else "deep" if self.is_deep else "hue"
+        return " ".join([kind, *more])
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """One thing in a plot; a value a column, None where there is none."""
+
+    name: str
+    values: Sequence[float | None]
+    colour: Colour = field(default_factory=Colour)
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A moment to point out, `percent` from the left."""
+
+    percent: float
+    label: str
+
+
+def colours(number: int, first_hue: float = 268.0) -> list[Colour]:
+    """Colours for neighbours: hues around the wheel as far apart as there is room, every second one deeper."""
+    apart = min(360 / max(number, 1), 68.0)
+    return [Colour((first_hue - apart * n) % 360, is_deep=n % 2 == 1) for n in range(number)]
+
+
+def stacked(
+    series: Sequence[Series],
+    times: Times,
+    *,
+    unit: str,
+    label: Callable[[float], str],
+    marks: Sequence[Mark] = (),
+    describe: str,
+) -> Markup:
+    """Columns, one series upon the other."""
+    totals = [sum(one.values[column] or 0 for one in series) for column in range(times.columns)]
+    axis = Linear.up_to(max(totals, default=0), label)
+    width = 0.84 if times.columns <= BARS_MAX else 1.0
+    below = [0.0] * times.columns
+    shapes = []
+    for one in series:
+        path = []
+        for column, value in enumerate(one.values):
+            if not value:
+                continue
+            bottom = axis.percent(below[column])
+            below[column] += value
+            height = axis.percent(below[column]) - bottom
+            path.append(f"M{_n(column + (1 - width) / 2)} {_n(100 - bottom)}v{_n(-height)}h{_n(width)}v{_n(height)}z")
+        shapes.append(element("path", d="".join(path), class_=one.colour.css("fill"), style=one.colour.style))
+    drawing = _svg(f"0 0 {times.columns} 100", *shapes)
+    hover = _hover([times.label(column) for column in range(times.columns)], series, unit, total=len(series) > 1)
+    return chart(drawing, axis.ticks, times.ticks, marks=marks, describe=describe, hover=hover)
+
+
+def lines(
+    series: Sequence[Series],
+    times: Times,
+    *,
+    unit: str,
+    label: Callable[[float], str],
+    thin: frozenset[int] = frozenset(),
+    marks: Sequence[Mark] = (),
+    describe: str,
+) -> Markup:
+    """Lines over a logarithmic ordinate; a column without a value breaks them. `thin` are indices of quieter lines."""
+    axis = Logarithmic.around((v for one in series for v in one.values if v is not None), label)
+    shapes = [
+        element(
+            "path",
+            d=_line([None if value is None else axis.percent(value) for value in one.values]),
+            class_=one.colour.css("line", *(["thin"] if index in thin else [])),
+            style=one.colour.style,
+        )
+        for index, one in enumerate(series)
+    ]
+    drawing = _svg(f"0 0 {times.columns} 100", *shapes)
+    hover = _hover([times.label(column) for column in range(times.columns)], series, unit)
+    return chart(drawing, axis.ticks, times.ticks, marks=marks, describe=describe, hover=hover)
+
+
+def _line(percents: Sequence[float | None]) -> str:
+    """Through the middles of the columns. A point between two gaps is a line of no length, which round caps show."""
+    path, pen_is_down = [], False
+    for column, percent in enumerate(percents):
+        if percent is not None:
+            path.append(f"{'L' if pen_is_down else 'M'}{_n(column + 0.5)} {_n(100 - percent)}")
+            if not pen_is_down:
+                path.append("h0")
+        pen_is_down = percent is not None
+    return "".join(path)
+
+
+def histogram(
+    labels: Sequence[str],
+    values: Sequence[float],
+    *,
+    unit: str,
+    colour: Colour,
+    borders: Sequence[str],
+    describe: str,
+    short: bool = False,
+    between: bool = False,
+) -> Markup:
+    """A column a class. `borders` are the classes' lower borders and, as the last, the upper one of the last; or, with
+    `between`, the names of the classes themselves."""
+    axis = Linear.up_to(max(values, default=0), ticks=2 if short else 4)
+    path = [
+        f"M{_n(column + 0.04)} 100v{_n(-max(axis.percent(value), 0.8))}h.92V100z"
+        for column, value in enumerate(values)
+        if value
+    ]
+    shape = element("path", d="".join(path), class_=colour.css("fill"), style=colour.style)
+    every = -(-len(borders) // 9)
+    ticks = [
+        Tick(100 * (at + between / 2) / len(values), text) for at, text in enumerate(borders) if at % every == 0
+    ]
+    hover = _hover(labels, [Series("", values, colour)], unit)
+    drawing = _svg(f"0 0 {max(len(values), 1)} 100", shape)
+    return chart(drawing, axis.ticks, ticks, describe=describe, hover=hover, size="short" if short else "")
+
+
+def heat_map(
+    names: Sequence[str],
+    rows: Sequence[Sequence[float]],
+    labels: Sequence[str],
+    ticks: Sequence[Tick],
+    *,
+    unit: str,
+    label: Callable[[float], str],
+    marks: Sequence[Mark] = (),
+    describe: str,
+) -> Markup:
+    """A row a name, a column a label: the more, the stronger the colour, up to the greatest value of all."""
+    most = max((value for row in rows for value in row), default=0.0)
+    columns = len(labels)
+    shapes = [
+        element("path", d=path, class_=f"heat{level}")
+        for level in range(1, HEAT_LEVELS + 1)
+        if (path := _runs([[_level(value, most) == level for value in row] for row in rows]))
+    ]
+    drawing = _svg(f"0 0 {columns} {len(rows)}", *shapes)
+    every = -(-len(names) // 40)
+    beside = [Tick(100 - 100 * (n + 0.5) / len(names), name) for n, name in enumerate(names) if n % every == 0]
+    hover = {"at": list(labels), "rows": list(names), "values": [[_r(v) for v in row] for row in rows], "unit": unit}
+    scale = element(
+        "p",
+        element("span", "few"),
+        [element("i", class_=f"heat{level}") for level in range(1, HEAT_LEVELS + 1)],
+        element("span", f"{label(most)} {unit}".strip()),
+        class_="scale",
+    )
+    height = max(min(len(rows) * 20, 900), len(rows) * 6, 60)
+    made = chart(
+        drawing, beside, ticks, marks=marks, describe=describe, hover=hover, size="heat", style=f"--height:{height}px"
+    )
+    return join(made, scale)
+
+
+def _level(value: float, most: float) -> int:
+    """0 is nothing. Linear: twice the colour is twice the rate."""
+    return 0 if value <= 0 else min(HEAT_LEVELS, 1 + int(HEAT_LEVELS * value / most - 1e-9))
+
+
+def _runs(rows: Sequence[Sequence[bool]]) -> str:
+    """What is true, as horizontal strokes: 6 to 12 characters for a run, whatever its length."""
+    path = []
+    for number, row in enumerate(rows):
+        column, pen = 0, None
+        while column < len(row):
+            if not row[column]:
+                column += 1
+                continue
+            end = column
+            while end < len(row) and row[end]:
+                end += 1
+            path.append(f"M{column} {number}.5" if pen is None else f"m{column - pen} 0")
+            path.append(f"h{end - column}")
+            column = pen = end
+    return "".join(path)
+
+
+def spark_line(values: Sequence[float | None], most: float, colour: Colour) -> Markup:
+    """A topic's course in the space of a word; `most` is the height that all in one table share."""
+    path = ["M0 20"]
+    for column, value in enumerate(values):
+        path.append(f"V{_n(20 - 19 * (value or 0) / (most or 1))}H{column + 1}")
+    path.append("V20z")
+    shape = element("path", d="".join(path), class_=colour.css("fill"), style=colour.style)
+    return _svg(f"0 0 {max(len(values), 1)} 20", shape, class_="spark")
+
+
+def bar(part: float, colour: Colour) -> Markup:
+    """A horizontal bar in a table's cell, `part` of the cell long."""
+    width = 100 * min(max(part, 0.0), 1.0)
+    style = ";".join(filter(None, [f"width:{_n(width)}%", colour.style]))
+    inner = element("span", class_=colour.css("bar"), style=style)
+    return element("span", inner, class_="track", aria_hidden="true")
+
+
+def legend(series: Iterable[Series], thin: str = "") -> Markup:
+    items = [
+        element("li", element("i", class_=one.colour.css("dot"), style=one.colour.style), one.name) for one in series
+    ]
+    return element("ul", items, element("li", thin, class_="note") if thin else None, class_="legend")
+
+
+def joined(marks: Iterable[tuple[float, str]], several: Callable[[int], str]) -> list[Mark]:
+    """Marks that would stand upon each other as one, which says how many it is."""
+    found: list[list[tuple[float, str]]] = []
+    for percent, text in sorted(marks):
+        if found and percent - found[-1][0][0] < _MARKS_APART:
+            found[-1].append((percent, text))
+        else:
+            found.append([(percent, text)])
+    return [Mark(one[0][0], one[0][1] if len(one) == 1 else several(len(one))) for one in found]
+
+
+def chart(
+    drawing: Markup,
+    ordinate: Iterable[Tick],
+    abscissa: Iterable[Tick],
+    *,
+    describe: str,
+    hover: dict[str, object],
+    marks: Sequence[Mark] = (),
+    size: str = "",
+    style: str | None = None,
+) -> Markup:
+    beside = [element("span", tick.label, style=f"bottom:{_n(tick.percent)}%") for tick in ordinate]
+    rules = [element("i", style=f"bottom:{_n(tick.percent)}%") for tick in ordinate] if size != "heat" else []
+    below = [
+        element("span", tick.label, class_=_edge(tick.percent, number), style=f"left:{_n(tick.percent)}%")
+        for number, tick in enumerate(abscissa)
+    ]
+    flags = [
+        element("span", element("b", mark.label), class_=_edge(mark.percent), style=f"left:{_n(mark.percent)}%")
+        for mark in marks
+    ]
+    return element(
+        "div",
+        element("div", beside, class_="ordinate", aria_hidden="true"),
+        element(
+            "div",
+            element("div", rules, class_="rules", aria_hidden="true"),
+            drawing,
+            element("div", flags, class_="marks") if flags else None,
+            class_="canvas",
+            role="img",
+            aria_label=describe,
+            tabindex="0",
+        ),
+        element("div", below, class_="abscissa", aria_hidden="true"),
+        _data(hover),
+        class_=f"chart {size}".strip(),
+        style=style,
+    )
+
+
+def _hover(labels: Sequence[str], series: Sequence[Series], unit: str, *, total: bool = False) -> dict[str, object]:
+    listed = [
+        {
+            "name": one.name,
+            "class": one.colour.css(),
+            "style": one.colour.style or "",
+            "values": [None if value is None else _r(value) for value in one.values],
+        }
+        for one in series
+    ]
+    return {"at": list(labels), "series": listed, "unit": unit, "total": total}
+
+
+def _data(hover: dict[str, object]) -> Markup:
+    """JSON inside HTML: `<` is the one character by which a name could end the element."""
+    text = json.dumps(hover, ensure_ascii=False, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    return Markup(f'<script type="application/json">{text}</script>')
+
+
+def _svg(view_box: str, *shapes: Markup, class_: str | None = None) -> Markup:
+    return element("svg", *shapes, viewBox=view_box, preserveAspectRatio="none", aria_hidden="true", class_=class_)
+
+
+def _edge(percent: float, number: int = 0) -> str | None:
+    """Labels at an end stand inside; on a phone every second one is left out."""
+    side = "begin" if percent < 7 else "end" if percent > 93 else ""
+    return " ".join(filter(None, [side, "odd" if number % 2 else ""])) or None
+
+
+def _n(number: float) -> str:
+    """A coordinate: two digits behind the point are less than a pixel."""
+    text = f"{number:.2f}".rstrip("0").rstrip(".")
+    return "0" if text == "-0" else text
+
+
+def _r(value: float) -> float | None:
+    """Four digits, for the eye."""
+    if not math.isfinite(value):
+        return None
+    rounded = float(f"{value:.4g}")
+    return int(rounded) if rounded == int(rounded) else rounded

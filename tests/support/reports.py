@@ -1,0 +1,145 @@
+"""Throughput reports made by hand: one as a demo gives, one of nothing, one that is as big as they get."""
+
+from __future__ import annotations
+
+import math
+from random import Random
+
+from portalmq.spark.report import model
+from portalmq.spark.report.model import (
+    Deliveries,
+    FailOver,
+    GroupFigures,
+    LagFigures,
+    LatencyBucket,
+    LatencyPoint,
+    PartitionFigures,
+    PartitionThroughput,
+    ProducerFigures,
+    Quantiles,
+    Report,
+    SizeBucket,
+    Throughput,
+    TopicFigures,
+    Totals,
+)
+
+BEGAN_MS = 1_795_306_907_000  # 22 Nov 2026, 00:21:47 UTC
+EVEN = Quantiles(mean=188, p50=187, p90=196, p99=204, max=211)
+
+
+def nothing() -> Report:
+    totals = Totals(0, 0, 0, 0, 0, 0, None, None, 0.0, 0.0, 0.0)
+    return Report(1, BEGAN_MS, ["data/broker-1"], 1_000, totals)
+
+
+def made(
+    topics: dict[str, int],
+    *,
+    seconds: int = 36,
+    bucket_ms: int = 1_000,
+    rate: float = 290.0,
+    groups: dict[str, str] | None = None,
+    leader_dies: bool = True,
+    left_out: dict[str, int] | None = None,
+) -> Report:
+    """`topics`: name -> partitions. Rates wander, the first half of the topics loses its leader half way, partitions
+    are uneven. The same arguments give the same report."""
+    random = Random(7)
+    dies_at = seconds // 2 if leader_dies else None
+    throughput, by_partition, sizes, partitions, figures, fail_overs = [], [], [], [], [], []
+    for index, (topic, count) in enumerate(topics.items()):
+        weights = [random.uniform(0.6, 1.4) for _ in range(count)]
+        stored = [0] * count
+        course = []
+        for at in range(seconds):
+            wave = rate * (1 + 0.25 * math.sin(index + at / 7)) * random.uniform(0.9, 1.1) * (1 + index % 5) / 3
+            hit = dies_at is not None and index % 2 == 0
+            messages = 0 if hit and at == dies_at else round(wave * (2.1 if hit and at == (dies_at or 0) + 1 else 1))
+            course.append(messages)
+            for partition, weight in enumerate(weights):
+                part = round(messages * weight / sum(weights))
+                stored[partition] += part
+                if part:
+                    at_ms = BEGAN_MS + at * bucket_ms
+                    by_partition.append(PartitionThroughput(topic, partition, at_ms, part))
+            if messages:
+                throughput.append(Throughput(topic, BEGAN_MS + at * bucket_ms, messages, messages * 188))
+        total = sum(stored)
+        for partition, messages in enumerate(stored):
+            share = messages / max(total, 1)
+            partitions.append(PartitionFigures(topic, partition, messages, messages * 188, 0, messages + 2, share))
+            fail_overs.append(FailOver(topic, partition, 1, BEGAN_MS - 3_000, None))
+            if dies_at is not None and index % 2 == 0:
+                fail_overs.append(FailOver(topic, partition, 2, BEGAN_MS + dies_at * bucket_ms + 40 * index, 560 + index))
+        for low, part in ((64, 0.02), (128, 0.9), (256, 0.07), (512, 0.01)):
+            sizes.append(SizeBucket(topic, low, 2 * low, round(total * part * (1 + index % 3 / 4))))
+        per_s = 1000 / bucket_ms
+        figures.append(
+            TopicFigures(
+                topic, count, total, total * 188, total, BEGAN_MS, BEGAN_MS + (seconds - 1) * bucket_ms + 900,
+                total / seconds * per_s, max(course) * per_s, EVEN, max(stored) * count / max(total, 1),
+            )
+        )  # fmt: skip
+    messages = sum(one.messages for one in figures)
+    producers = [
+        ProducerFigures(17 + n, one.messages, one.bytes, one.messages // 12 + 1, 1, BEGAN_MS + 120, BEGAN_MS + seconds * 900)
+        for n, one in enumerate(figures[: model.PRODUCERS_SHOWN])
+    ]
+    made_groups, latencies, over_time, deliveries, lag = [], [], [], [], []
+    for number, (group, mode) in enumerate((groups if groups is not None else {"controllers": "queue"}).items()):
+        slower = 2 ** min(number, 5)
+        again = 0 if mode == "stream" else messages // 900
+        for one in figures:
+            made_groups.append(
+                GroupFigures(
+                    group, one.topic, mode, one.messages,
+                    Quantiles(6.2 * slower, 4.1 * slower, 9.8 * slower, 42.0 * slower, 5_210.0),
+                    again // len(figures), again // len(figures), 0, one.messages, number,
+                )
+            )  # fmt: skip
+            for partition in range(min(one.partitions, 8)):
+                waiting = 0 if number == 0 else 37 * partition
+                lag.append(
+                    LagFigures(group, one.topic, partition, mode, waiting, 4_200 * partition if waiting else None)
+                )
+        for low, part in ((0, 0.002), (1, 0.06), (2, 0.31), (4, 0.39), (8, 0.16), (16, 0.05), (32, 0.02), (512, 0.008)):
+            latencies.append(LatencyBucket(group, low * slower if low else 0, max(2 * low, 1) * slower, round(messages * part)))
+        for at in range(seconds):
+            wild = 130 if dies_at is not None and abs(at - dies_at) < 2 else 1
+            p50 = 4.1 * slower * random.uniform(0.8, 1.3) * (1 + wild / 20)
+            over_time.append(LatencyPoint(group, BEGAN_MS + at * bucket_ms, messages // seconds, p50, p50 * (9 + wild / 4)))
+        if mode == "queue":
+            topic = figures[0].topic
+            deliveries += [Deliveries(group, topic, 1, messages), Deliveries(group, topic, 2, again)]
+            deliveries += [Deliveries(group, topic, 3, again // 6), Deliveries(group, topic, 5, 1)]
+    span_s = seconds * bucket_ms / 1000
+    peak = max(sum(t.messages for t in throughput if t.at_ms == BEGAN_MS + at * bucket_ms) for at in range(seconds))
+    totals = Totals(
+        messages, messages * 188, len(figures), len(partitions), len(producers), len({g.group for g in made_groups}),
+        BEGAN_MS, BEGAN_MS + seconds * bucket_ms - 100, messages / span_s, messages * 188 / span_s, peak * 1000 / bucket_ms,
+    )  # fmt: skip
+    return Report(
+        1, BEGAN_MS + 61_000, ["data/broker-1", "data/broker-2", "data/broker-3"], bucket_ms, totals, figures, partitions,
+        throughput, by_partition, sizes, producers, made_groups, latencies, over_time, deliveries, lag, fail_overs,
+        left_out or {},
+    )  # fmt: skip
+
+
+def demo() -> Report:
+    """Twelve sensors' topics, read by one group."""
+    return made({f"{kind}_{n}": 1 for kind in ("humidity", "pressure", "temp", "wind") for n in (1, 2, 3)})
+
+
+def biggest() -> Report:
+    """50 topics, 200 partitions, 240 buckets over five days, 14 groups."""
+    topics = {f"orders.eu-west.{n:02}": 4 for n in range(model.TOPICS_SHOWN)}
+    groups = {f"billing-{n}": "queue" if n % 3 else "stream" for n in range(14)}
+    return made(
+        topics,
+        seconds=model.SERIES_POINTS,
+        bucket_ms=1_800_000,
+        rate=90_000,
+        groups=groups,
+        left_out={"topics": 31, "partitions": 1_200, "producers": 77},
+    )
