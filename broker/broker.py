@@ -37,6 +37,7 @@ from portalmq.broker.dead_letters import DeadLetters
 from portalmq.broker.fences import Fences
 from portalmq.broker.fetcher import Fetchers
 from portalmq.broker.fetching import Fetching
+from portalmq.broker.finishing import Finishing
 from portalmq.broker.forwarding import Leaders
 from portalmq.broker.groups import Groups
 from portalmq.broker.growth import Growth
@@ -58,6 +59,7 @@ from portalmq.broker.storage.disk import DiskGuard
 from portalmq.broker.storage.errors import CorruptBatch, DiskFull, StorageFault
 from portalmq.broker.streams import StreamPartitions
 from portalmq.broker.topics import Topic, Topics
+from portalmq.broker.turns import Turns
 from portalmq.broker.unclean import serve_standing
 from portalmq.broker.waiting import Delivered, Peer
 from portalmq.control_plane.catalog import Catalog
@@ -191,6 +193,8 @@ class Broker:
         self._scheduled = Scheduled(atlas, self.leaders, self.peers, self.clock)
         self.fetching = Fetching(self._topic, atlas.partition, self.leaders, self.groups.lot)
         self._settling = Settling(self.groups, self.leaders, self.peers)
+        self.finishing = Finishing(self.groups, self._topic, self.leaders, self.peers)
+        self.turns = Turns(self.groups, self._topic, atlas, self.leaders, self.peers, self.clock)
         self._receiving = Receiving(self.groups, self._settling, self.peers)
         outputs = OutputTopics(self.topics, catalog, self._topic, self._producing.copies)
         self.outboxes = Outboxes(outputs)
@@ -236,6 +240,8 @@ class Broker:
             "replay": lambda body, peer: self._receiving.serve_replay(body),
             "interest": self._receiving.serve_interest,
             "settle": lambda body, peer: self._settling.serve(body),
+            "finish": lambda body, peer: self.finishing.serve(body),
+            "turn": lambda body, peer: self.turns.serve(body),
             "commit": lambda body, peer: self.committing.serve(body),
             "dead_letters": lambda body, peer: self.dead_letters.serve_list(body),
             "match_dead": lambda body, peer: self.dead_letters.serve_match(body),

@@ -6,6 +6,7 @@
     purge       Purge      -> [Result[bool]]              settle      Settle      -> [Result[list[bool]]]
     known       Known      -> [Result[bool]]              groups      CountGroups -> GroupCounts
     start       Start      -> [Result[bool]]              end_group   EndGroup    -> EndedGroup
+    finish      Finish     -> [Result[list[bool]]]        turn        Turn        -> Turned
 
 Results come in the order of the shares, or numbers, that were asked for. A topic goes by its id as well as its name:
 one that was deleted and made again is another topic. All are arrays in MessagePack; a field that is added comes last
@@ -157,6 +158,41 @@ class Settle(msgspec.Struct, array_like=True):
     shares: list[SettleShare]
     time_ms: int | None = None
     reason: str | None = None
+
+
+class FinishShare(msgspec.Struct, array_like=True):
+    topic: str
+    topic_id: str
+    number: int
+    offsets: list[int]
+
+
+class Finish(msgspec.Struct, array_like=True):
+    """Messages are done, by their places. `holder`: only those that were handed out to it."""
+
+    group: str
+    group_id: str
+    shares: list[FinishShare]
+    holder: str | None = None
+
+
+class Turn(msgspec.Struct, array_like=True):
+    """Whose turn is it in a queue with one shared offset? With `done`, an offset, that message's is over, if it was."""
+
+    group: str
+    group_id: str
+    topic: str
+    topic_id: str
+    number: int
+    done: int | None = None
+
+
+class Turned(msgspec.Struct, array_like=True):
+    """`advanced`: the offset has moved. `message` is (offset, timestamp_ms, record) of the one whose turn it is, None
+    when there is none, and when it was not asked for."""
+
+    advanced: bool
+    message: tuple[int, int, Record] | None = None
 
 
 class Receive(msgspec.Struct, array_like=True):

@@ -6,7 +6,7 @@ payload is read, with no switch of greenlets in between, so no message is handed
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -407,11 +407,30 @@ class GroupPartition:
     def ack(self, shown: list[Shown]) -> tuple[Verdicts, Callable[[], None]]:
         """Which receipts count, and what to call to wait until their record is committed."""
         verdicts, unfinished = self.weigh(shown)
-        ranges, ahead = self.finished(unfinished)
+        return verdicts, self._finish(unfinished)
+
+    def finish(self, offsets: Sequence[int], holder: str | None) -> tuple[list[bool], Callable[[], None]]:
+        """Done by their places, without receipts: which of them are or were messages of the group to be done, and what
+        to call to wait until they are. With `holder` only what is leased by an attempt of that name counts
+        (`<holder>:<anything>` is its id)."""
+        now_ms = self._clock.now_ms()
+        verdicts = [self._may_finish(offset, holder, now_ms) for offset in offsets]
+        return verdicts, self._finish([offset for offset, good in zip(offsets, verdicts, strict=True) if good])
+
+    def _may_finish(self, offset: int, holder: str | None, now_ms: int) -> bool:
+        if self.delivery.is_dead(offset) or not 0 <= offset < self.partition.high_watermark:
+            return False
+        if holder is not None and not self.delivery.is_given_to(offset, holder, now_ms):
+            return False
+        return self.delivery.has_span(offset) or any(self.partition.spots(offset, offset + 1))
+
+    def _finish(self, offsets: list[int]) -> Callable[[], None]:
+        """Append that these messages are done, as far as they are not; what to call to wait for it."""
+        ranges, ahead = self.finished(offsets)
         if not ranges and not ahead:
-            return verdicts, self._wait_for_appended()
+            return self._wait_for_appended()
         pending = self.partition.append_group_record(self.group, Ack(ranges, self._clock.now_ms(), ahead))
-        return verdicts, self._then_others(pending)
+        return self._then_others(pending)
 
     def _then_others(self, pending: Pending) -> Callable[[], None]:
         """Wait until messages are done; then it may be the turn of others of their keys."""

@@ -12,10 +12,12 @@ from portalmq.broker.committing import Committing
 from portalmq.broker.coordinating import Coordinating
 from portalmq.broker.dead_letters import DeadLetters
 from portalmq.broker.fetching import Fetching
+from portalmq.broker.finishing import Finishing
 from portalmq.broker.locks import Locks
 from portalmq.broker.scheduled import Due, SchedulePage
 from portalmq.broker.settling import Verdict
 from portalmq.broker.storage.batch import Record
+from portalmq.broker.turns import Turns
 from portalmq.broker.waiting import Delivered, Peer
 from portalmq.errors import PortalMQError
 
@@ -128,6 +130,10 @@ class Domain(Protocol):
     def extend(
         self, group: str, receipts: list[str], visibility_timeout_ms: int | None, *, forward: bool = True
     ) -> Sequence[Verdict]: ...
+    @property
+    def finishing(self) -> Finishing: ...
+    @property
+    def turns(self) -> Turns: ...
     @property
     def committing(self) -> Committing: ...
     @property

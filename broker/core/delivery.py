@@ -359,6 +359,16 @@ class GroupDelivery:
             ]
         return found
 
+    def is_given_to(self, offset: int, holder: str, now_ms: int) -> bool:
+        """Whether the message was handed out last by an attempt of that holder, whose lease runs or who finished it."""
+        span = self.at(offset)
+        if span is not None and not (span.leased and span.available_at_ms > now_ms):
+            return False
+        for attempt_id, (_, ranges) in reversed(self.attempts.items()):
+            if any(start <= offset < end for start, end in ranges):
+                return attempt_id.startswith(f"{holder}:")
+        return False
+
     def ackable(self, offsets: Iterable[int], delivery: int, now_ms: int) -> tuple[list[bool], list[int]]:
         """Whether receipts of the `delivery`-th lease still count, and those of the offsets that are not done yet.
 

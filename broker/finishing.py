@@ -1,0 +1,118 @@
+"""Messages that are done by their places, for callers who were given no receipt.
+
+A receipt proves that its message was handed out to whoever shows it. Older protocols know a message by an id alone: who
+names it may end it. Where they know who consumes, the id of a receive's attempt begins with the consumer's name; the
+attempts are part of the group's fold, so that any leader can tell whose a message is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import repeat
+
+import msgspec
+
+from portalmq.broker.calls import Finish, FinishShare, Place, Result, result_of
+from portalmq.broker.forwarding import Leaders, Outcomes, place_of
+from portalmq.broker.groups import Groups
+from portalmq.broker.peers import Peers
+from portalmq.broker.settling import Verdict
+from portalmq.broker.topics import Topic
+from portalmq.control_plane.state import GroupState
+from portalmq.errors import GroupModeMismatch, InvalidRequest, PortalMQError
+
+FINISH_TIMEOUT_S = 15.0
+
+_decode_finish = msgspec.msgpack.Decoder(Finish).decode
+_encode = msgspec.msgpack.Encoder().encode
+_Results = list[Result[list[bool]]]
+
+
+@dataclass(slots=True)
+class _Finishing:
+    """The work of one call: offsets by partition."""
+
+    groups: Groups
+    group: GroupState
+    shares: dict[Place, list[int]]
+    holder: str | None
+    peers: Peers | None = None
+
+    def here(self, places: Sequence[Place]) -> Outcomes[list[bool]]:
+        begun: dict[Place, tuple[list[bool], Callable[[], None]]] = {}
+        outcomes: Outcomes[list[bool]] = {}
+        for place in places:
+            try:
+                if self.group.config.start == "earliest":
+                    self.groups.begin_here(self.group, place, "earliest")
+                begun[place] = self.groups.at(self.group, place).finish(self.shares[place], self.holder)
+            except PortalMQError as error:
+                outcomes[place] = error
+        for place, (verdicts, wait) in begun.items():
+            try:
+                wait()
+            except PortalMQError as error:
+                outcomes[place] = error
+            else:
+                outcomes[place] = verdicts
+                self.groups.acked(place.topic, self.group.name, sum(verdicts))
+        return outcomes
+
+    def there(self, broker_id: int, places: Sequence[Place]) -> Outcomes[list[bool]]:
+        assert self.peers is not None
+        shares = [FinishShare(*place, self.shares[place]) for place in places]
+        call = Finish(self.group.name, self.group.group_id, shares, self.holder)
+        results = self.peers.call(broker_id, "finish", call, _Results, timeout_s=FINISH_TIMEOUT_S)
+        return {place: result.outcome() for place, result in zip(places, results, strict=True)}
+
+
+class Finishing:
+    """`known` finds a topic by its name, and waits for one that was made a moment ago."""
+
+    def __init__(self, groups: Groups, known: Callable[[str], Topic], leaders: Leaders, peers: Peers) -> None:
+        self._groups = groups
+        self._topic = known
+        self._leaders = leaders
+        self._peers = peers
+
+    def finish(
+        self,
+        name: str,
+        topic_name: str,
+        places: Sequence[tuple[int, int]],
+        *,
+        holder: str | None = None,
+        forward: bool = True,
+    ) -> list[Verdict]:
+        """Whether each message, (partition, offset), is done for the group now; False for a place where none was to be
+        done, and for one that is not the holder's: that was handed out by a receive whose attempt_id is not
+        `<holder>:<anything>`. Repeating it is fine. An error stands for what is not known; it is raised when nothing
+        is. Raises TopicNotFound, PartitionNotFound."""
+        topic = self._topic(topic_name)
+        group = self._groups.ensure(name)
+        shares: dict[Place, list[int]] = {}
+        for number, offset in places:
+            shares.setdefault(place_of(topic.state, number), []).append(offset)
+        work = _Finishing(self._groups, group, shares, holder, self._peers)
+        outcomes = self._leaders.run(list(shares), work, forward=forward, repeatable=True)
+        errors = [outcome for outcome in outcomes.values() if isinstance(outcome, PortalMQError)]
+        if errors and len(errors) == len(outcomes):
+            raise next((error for error in errors if error.outcome == "unknown"), errors[0])
+        left: dict[Place, Iterator[Verdict]] = {
+            place: repeat(outcome) if isinstance(outcome, PortalMQError) else iter(outcome)
+            for place, outcome in outcomes.items()
+        }
+        return [next(left[place_of(topic.state, number)]) for number, _ in places]
+
+    def serve(self, body: bytes) -> bytes:
+        call = _decode_finish(body)
+        group = self._groups.known(call.group)
+        if group.group_id != call.group_id:
+            raise InvalidRequest(f"this was asked of an earlier group {call.group!r}")
+        if group.config.mode != "queue":
+            raise GroupModeMismatch(f"group {call.group!r} works in stream mode: it commits offsets")
+        shares = {Place(share.topic, share.topic_id, share.number): share.offsets for share in call.shares}
+        work = _Finishing(self._groups, group, shares, call.holder)
+        outcomes = self._leaders.run(list(shares), work, forward=False)
+        return _encode([result_of(outcomes[place]) for place in shares])

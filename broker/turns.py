@@ -1,0 +1,141 @@
+"""A queue with one offset that all its consumers share: everybody is shown the same message until somebody ends it.
+
+    front      the first message at or above the offset: it is its turn
+    advance    the message at this offset is done; only if it is its turn, else nothing changes
+
+The offset is a stream group's, in which nobody is a member: a claim for nobody in generation 0, and commits by nobody.
+The leader of the partition decides alone, in the order of the log, so of two who end one message one does. Who joins
+the group claims the partition for himself, and from then on nobody else moves the offset.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from portalmq.broker.atlas import Atlas
+from portalmq.broker.browsing import Stored
+from portalmq.broker.calls import Place, Turn, Turned
+from portalmq.broker.clock import Clock
+from portalmq.broker.core.records import Claim, CommitOffset
+from portalmq.broker.forwarding import Leaders, Outcomes, place_of
+from portalmq.broker.groups import Groups
+from portalmq.broker.partition import Partition
+from portalmq.broker.peers import Peers
+from portalmq.broker.storage.batch import Record
+from portalmq.broker.streams import target
+from portalmq.broker.topics import Topic
+from portalmq.control_plane.state import GroupState
+from portalmq.errors import GroupModeMismatch, PortalMQError, Unavailable
+
+TURN_TIMEOUT_S = 15.0
+NOBODY = ""
+
+_decode_turn = msgspec.msgpack.Decoder(Turn).decode
+_encode = msgspec.msgpack.Encoder().encode
+
+
+@dataclass(slots=True)
+class _Turning:
+    turns: Turns
+    group: GroupState
+    call: Turn
+
+    def here(self, places: Sequence[Place]) -> Outcomes[Turned]:
+        (place,) = places
+        try:
+            return {place: self.turns.here(self.group, place, self.call.done)}
+        except PortalMQError as error:
+            return {place: error}
+
+    def there(self, broker_id: int, places: Sequence[Place]) -> Outcomes[Turned]:
+        (place,) = places
+        return {place: self.turns.peers.call(broker_id, "turn", self.call, Turned, timeout_s=TURN_TIMEOUT_S)}
+
+
+class Turns:
+    """`known` finds a topic by its name, and waits for one that was made a moment ago."""
+
+    def __init__(
+        self,
+        groups: Groups,
+        known: Callable[[str], Topic],
+        atlas: Atlas,
+        leaders: Leaders,
+        peers: Peers,
+        clock: Clock,
+    ) -> None:
+        self.peers = peers
+        self._groups = groups
+        self._topic = known
+        self._atlas = atlas
+        self._leaders = leaders
+        self._clock = clock
+
+    def front(self, name: str, topic: str, number: int, *, forward: bool = True) -> Stored | None:
+        """The message whose turn it is, or None. Raises TopicNotFound, PartitionNotFound."""
+        turned = self._turn(name, topic, number, None, forward)
+        return Stored(topic, number, *turned.message) if turned.message is not None else None
+
+    def advance(self, name: str, topic: str, number: int, offset: int, *, forward: bool = True) -> bool:
+        """Whether it was the turn of the message at `offset`; it is done then, durably. Raises with the outcome unknown
+        when that is so: a repeat answers False for a message that the first call ended."""
+        return self._turn(name, topic, number, offset, forward).advanced
+
+    def _turn(self, name: str, topic: str, number: int, done: int | None, forward: bool) -> Turned:
+        place = place_of(self._topic(topic).state, number)
+        group = self._group(name)
+        call = Turn(name, group.group_id, *place, done)
+        return self._leaders.one(place, _Turning(self, group, call), forward=forward, repeatable=done is None)
+
+    def _group(self, name: str) -> GroupState:
+        """The group, made now if it is missing."""
+        group = self._groups.find(name)
+        if group is None:
+            self._groups.put(name, {"mode": "stream"})
+            group = self._groups.known(name)
+        if group.config.mode != "stream":
+            raise GroupModeMismatch(f"group {name!r} works in queue mode: its messages are leased, and have no turns")
+        return group
+
+    def here(self, group: GroupState, place: Place, done: int | None) -> Turned:
+        """On a partition that is led here."""
+        partition = self._atlas.partition(place)
+        self._groups.check_same(group)
+        if group.name not in partition.streams:
+            self._claim(group, partition)
+        stream = partition.streams[group.name]
+        offset = max(stream.committed, partition.log.log_start_offset)
+        message = _first_message(partition, offset)
+        if done is None:
+            return Turned(False, message)
+        if message is None or message[0] != done:
+            # It may have been ended by a commit that is not committed yet: say so when it is.
+            partition.wait_committed(partition.replica.next_offset - 1)
+            return Turned(False)
+        stream.check_commit(NOBODY, stream.generation, done + 1, partition.high_watermark)
+        record = CommitOffset(done + 1, NOBODY, stream.generation, self._clock.now_ms())
+        partition.append_group_record(group.name, record).wait()
+        return Turned(True)
+
+    def _claim(self, group: GroupState, partition: Partition) -> None:
+        configured = group.config.start
+        start = target(partition, configured if isinstance(configured, str) else {"at": configured["at"]})
+        partition.append_group_record(group.name, Claim(NOBODY, 0, start, self._clock.now_ms()))
+
+    def serve(self, body: bytes) -> bytes:
+        call = _decode_turn(body)
+        group = self._groups.known(call.group)
+        if group.group_id != call.group_id:
+            raise Unavailable(f"group {call.group!r} was deleted meanwhile", retry_after_s=0.1)
+        place = Place(call.topic, call.topic_id, call.number)
+        return _encode(self._leaders.one(place, _Turning(self, group, call), forward=False))
+
+
+def _first_message(partition: Partition, offset: int) -> tuple[int, int, Record] | None:
+    piece = next(partition.pieces(offset, partition.high_watermark, 1), None)
+    if piece is None:
+        return None
+    return piece.start, piece.batch.appended_at_ms, piece.records()[0]

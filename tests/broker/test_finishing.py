@@ -1,0 +1,120 @@
+"""Messages that are done by their places, without a receipt."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.domain import Fixture, HandClock, records, running
+
+from portalmq import wire
+from portalmq.errors import GroupModeMismatch, PartitionNotFound, TopicNotFound
+
+
+@pytest.fixture
+def fixture(tmp_path: Path) -> Iterator[Fixture]:
+    with running(tmp_path) as started:
+        started.broker.create_topic("t", wire.CreateTopic(partitions=2))
+        yield started
+
+
+def produce(fixture: Fixture, *values: str, partition: int = 0) -> list[int]:
+    produced = fixture.broker.produce("t", records(*values), None, acks="all", partition=partition)
+    return [each.offset for each in produced]  # type: ignore[union-attr]
+
+
+def receive(fixture: Fixture, attempt_id: str | None = None, most: int = 10) -> list[str]:
+    request = wire.ReceiveRequest(["t"], max_messages=most, wait_ms=0, attempt_id=attempt_id)
+    return [each.record.value.decode() for each in fixture.broker.receive("g", request, None)]
+
+
+def finish(fixture: Fixture, *places: tuple[int, int], holder: str | None = None) -> list[object]:
+    return list(fixture.broker.finishing.finish("g", "t", places, holder=holder))
+
+
+def test_what_was_handed_out_is_done(fixture: Fixture) -> None:
+    first, second = produce(fixture, "a", "b")
+    assert receive(fixture) == ["a", "b"]
+    assert finish(fixture, (0, first)) == [True]
+    fixture.clock.advance(31_000)
+    assert receive(fixture) == ["b"]
+    assert finish(fixture, (0, second)) == [True]
+    assert fixture.broker.describe_group("g").lag == 0
+
+
+def test_what_nobody_was_given_yet_is_done_and_not_handed_out(fixture: Fixture) -> None:
+    _, second, _ = produce(fixture, "a", "b", "c")
+    assert finish(fixture, (0, second)) == [True]
+    assert receive(fixture) == ["a", "c"]
+
+
+def test_it_may_be_repeated(fixture: Fixture) -> None:
+    (first,) = produce(fixture, "a")
+    receive(fixture)
+    assert finish(fixture, (0, first)) == [True]
+    assert finish(fixture, (0, first)) == [True]
+
+
+def test_where_no_message_is_nothing_is_done(fixture: Fixture) -> None:
+    (first,) = produce(fixture, "a")
+    assert finish(fixture, (0, first + 100), (1, 5), (0, -1)) == [False, False, False]
+    assert finish(fixture, (0, first - 1)) == [False], "the record that begins the leader's epoch"
+
+
+def test_messages_of_several_partitions_are_told_in_order(fixture: Fixture) -> None:
+    (first,) = produce(fixture, "a")
+    (other,) = produce(fixture, "b", partition=1)
+    assert finish(fixture, (1, other), (0, 999), (0, first)) == [True, False, True]
+    assert receive(fixture) == []
+
+
+def test_with_a_holder_only_his_messages_are(fixture: Fixture) -> None:
+    first, second = produce(fixture, "a", "b")
+    assert receive(fixture, "7:one", most=1) == ["a"]
+    assert receive(fixture, "70:two", most=1) == ["b"]
+    assert finish(fixture, (0, first), (0, second), holder="7") == [True, False]
+    assert finish(fixture, (0, first), holder="7") == [True], "his, and done"
+    assert finish(fixture, (0, first), holder="70") == [False]
+
+
+def test_a_holder_whose_lease_has_ended_has_nothing(fixture: Fixture) -> None:
+    (first,) = produce(fixture, "a")
+    receive(fixture, "7:one")
+    fixture.clock.advance(30_001)
+    assert finish(fixture, (0, first), holder="7") == [False]
+    assert receive(fixture, "8:two") == ["a"]
+    assert finish(fixture, (0, first), holder="7") == [False]
+    assert finish(fixture, (0, first), holder="8") == [True]
+
+
+def test_who_holds_what_survives_a_restart(tmp_path: Path) -> None:
+    clock = HandClock()
+    with running(tmp_path, clock) as before:
+        before.broker.create_topic("t", wire.CreateTopic(partitions=1))
+        (first,) = produce(before, "a")
+        receive(before, "7:one")
+    with running(tmp_path, clock) as after:
+        assert finish(after, (0, first), holder="8") == [False]
+        assert finish(after, (0, first), holder="7") == [True]
+        clock.advance(31_000)
+        assert receive(after) == []
+
+
+def test_a_dead_message_is_not_done_by_its_place(fixture: Fixture) -> None:
+    fixture.broker.put_group("g", {"max_deliveries": 1, "dead_letter_topic": ""})
+    (first,) = produce(fixture, "a")
+    receive(fixture)
+    fixture.clock.advance(31_000)
+    assert receive(fixture) == []
+    assert finish(fixture, (0, first)) == [False]
+
+
+def test_bad_requests_are_told(fixture: Fixture) -> None:
+    with pytest.raises(PartitionNotFound):
+        finish(fixture, (9, 0))
+    with pytest.raises(TopicNotFound):
+        fixture.broker.finishing.finish("g", "nowhere", [(0, 0)])
+    fixture.broker.put_group("s", {"mode": "stream"})
+    with pytest.raises(GroupModeMismatch):
+        fixture.broker.finishing.finish("s", "t", [(0, 0)])

@@ -1,0 +1,109 @@
+"""A queue with one offset that all its consumers share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import gevent
+import pytest
+from support.domain import Fixture, records, running
+
+from portalmq import stream_wire as contract
+from portalmq import wire
+from portalmq.errors import GroupModeMismatch, IllegalGeneration, PartitionNotFound, TopicNotFound
+
+
+@pytest.fixture
+def fixture(tmp_path: Path) -> Iterator[Fixture]:
+    with running(tmp_path) as started:
+        started.broker.create_topic("t", wire.CreateTopic(partitions=2))
+        yield started
+
+
+def produce(fixture: Fixture, *values: str, partition: int = 0) -> list[int]:
+    produced = fixture.broker.produce("t", records(*values), None, acks="all", partition=partition)
+    return [each.offset for each in produced]  # type: ignore[union-attr]
+
+
+def front(fixture: Fixture, partition: int = 0) -> tuple[int, str] | None:
+    stored = fixture.broker.turns.front("g", "t", partition)
+    return None if stored is None else (stored.offset, stored.record.value.decode())
+
+
+def advance(fixture: Fixture, offset: int, partition: int = 0) -> bool:
+    return fixture.broker.turns.advance("g", "t", partition, offset)
+
+
+def test_everybody_is_shown_the_same_message_until_it_is_done(fixture: Fixture) -> None:
+    first, second = produce(fixture, "a", "b")
+    assert front(fixture) == front(fixture) == (first, "a")
+    assert advance(fixture, first)
+    assert front(fixture) == (second, "b")
+    assert advance(fixture, second)
+    assert front(fixture) is None
+
+
+def test_only_the_message_whose_turn_it_is_can_be_done(fixture: Fixture) -> None:
+    first, second = produce(fixture, "a", "b")
+    assert not advance(fixture, second)
+    assert advance(fixture, first)
+    assert not advance(fixture, first), "a second time"
+    assert not advance(fixture, 999)
+    assert front(fixture) == (second, "b")
+
+
+def test_of_many_who_end_a_message_one_does(fixture: Fixture) -> None:
+    (first,) = produce(fixture, "a")
+    ends = [gevent.spawn(advance, fixture, first) for _ in range(20)]
+    gevent.joinall(ends, timeout=10, raise_error=True)
+    assert sorted(end.value for end in ends) == [False] * 19 + [True]
+
+
+def test_an_empty_partition_has_no_front(fixture: Fixture) -> None:
+    assert front(fixture) is None
+    assert front(fixture, 1) is None
+    assert not advance(fixture, 0)
+
+
+def test_control_records_are_passed_over(fixture: Fixture) -> None:
+    (first,) = produce(fixture, "a")
+    fixture.broker.receive("other", wire.ReceiveRequest(["t"], wait_ms=0), None)
+    (second,) = produce(fixture, "b")
+    assert second > first + 1
+    assert advance(fixture, first)
+    assert front(fixture) == (second, "b")
+
+
+def test_what_was_purged_has_no_turn(fixture: Fixture) -> None:
+    _, second = produce(fixture, "a", "b")
+    fixture.broker.purge("t", partition=0, before_offset=second)
+    assert front(fixture) == (second, "b")
+
+
+def test_the_offset_survives_a_restart(tmp_path: Path) -> None:
+    with running(tmp_path) as before:
+        before.broker.create_topic("t", wire.CreateTopic(partitions=1))
+        first, second = produce(before, "a", "b")
+        assert advance(before, first)
+    with running(tmp_path) as after:
+        assert front(after) == (second, "b")
+        assert not advance(after, first)
+
+
+def test_who_joins_the_group_moves_the_offset_alone(fixture: Fixture) -> None:
+    (first,) = produce(fixture, "a")
+    assert front(fixture) == (first, "a")
+    fixture.broker.streams.join("g", contract.JoinRequest(["t"], "m"))
+    with pytest.raises(IllegalGeneration):
+        advance(fixture, first)
+
+
+def test_bad_requests_are_told(fixture: Fixture) -> None:
+    with pytest.raises(TopicNotFound):
+        fixture.broker.turns.front("g", "nowhere", 0)
+    with pytest.raises(PartitionNotFound):
+        fixture.broker.turns.front("g", "t", 7)
+    fixture.broker.put_group("q", {})
+    with pytest.raises(GroupModeMismatch):
+        fixture.broker.turns.front("q", "t", 0)
