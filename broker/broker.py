@@ -61,6 +61,7 @@ from portalmq.broker.streams import StreamPartitions
 from portalmq.broker.topics import Topic, Topics
 from portalmq.broker.turns import Turns
 from portalmq.broker.unclean import serve_standing
+from portalmq.broker.unfinished import Unfinished
 from portalmq.broker.waiting import Delivered, Peer
 from portalmq.control_plane.catalog import Catalog
 from portalmq.control_plane.mirror import Changes
@@ -195,6 +196,7 @@ class Broker:
         self._settling = Settling(self.groups, self.leaders, self.peers)
         self.finishing = Finishing(self.groups, self._topic, self.leaders, self.peers)
         self.turns = Turns(self.groups, self._topic, atlas, self.leaders, self.peers, self.clock)
+        self.unfinished = Unfinished(self.groups, self._topic, atlas, self.leaders, self.peers, self.clock)
         self._receiving = Receiving(self.groups, self._settling, self.peers)
         outputs = OutputTopics(self.topics, catalog, self._topic, self._producing.copies)
         self.outboxes = Outboxes(outputs)
@@ -242,6 +244,7 @@ class Broker:
             "settle": lambda body, peer: self._settling.serve(body),
             "finish": lambda body, peer: self.finishing.serve(body),
             "turn": lambda body, peer: self.turns.serve(body),
+            "unfinished": lambda body, peer: self.unfinished.serve(body),
             "commit": lambda body, peer: self.committing.serve(body),
             "dead_letters": lambda body, peer: self.dead_letters.serve_list(body),
             "match_dead": lambda body, peer: self.dead_letters.serve_match(body),

@@ -189,10 +189,11 @@ class Turn(msgspec.Struct, array_like=True):
 
 class Turned(msgspec.Struct, array_like=True):
     """`advanced`: the offset has moved. `message` is (offset, timestamp_ms, record) of the one whose turn it is, None
-    when there is none, and when it was not asked for."""
+    when there is none, and when it was not asked for; `offset` is where the queue goes on."""
 
     advanced: bool
     message: tuple[int, int, Record] | None = None
+    offset: int = -1
 
 
 class Receive(msgspec.Struct, array_like=True):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 
@@ -35,6 +36,13 @@ NOBODY = ""
 
 _decode_turn = msgspec.msgpack.Decoder(Turn).decode
 _encode = msgspec.msgpack.Encoder().encode
+
+
+class Front(NamedTuple):
+    """`message` is None when there is none: the next one will stand at `offset` or above."""
+
+    message: Stored | None
+    offset: int
 
 
 @dataclass(slots=True)
@@ -74,10 +82,11 @@ class Turns:
         self._leaders = leaders
         self._clock = clock
 
-    def front(self, name: str, topic: str, number: int, *, forward: bool = True) -> Stored | None:
-        """The message whose turn it is, or None. Raises TopicNotFound, PartitionNotFound."""
+    def front(self, name: str, topic: str, number: int, *, forward: bool = True) -> Front:
+        """The message whose turn it is, and the offset. Raises TopicNotFound, PartitionNotFound."""
         turned = self._turn(name, topic, number, None, forward)
-        return Stored(topic, number, *turned.message) if turned.message is not None else None
+        stored = Stored(topic, number, *turned.message) if turned.message is not None else None
+        return Front(stored, turned.offset)
 
     def advance(self, name: str, topic: str, number: int, offset: int, *, forward: bool = True) -> bool:
         """Whether it was the turn of the message at `offset`; it is done then, durably. Raises with the outcome unknown
@@ -110,7 +119,7 @@ class Turns:
         offset = max(stream.committed, partition.log.log_start_offset)
         message = _first_message(partition, offset)
         if done is None:
-            return Turned(False, message)
+            return Turned(False, message, offset)
         if message is None or message[0] != done:
             # It may have been ended by a commit that is not committed yet: say so when it is.
             partition.wait_committed(partition.replica.next_offset - 1)

@@ -18,6 +18,7 @@ from portalmq.broker.scheduled import Due, SchedulePage
 from portalmq.broker.settling import Verdict
 from portalmq.broker.storage.batch import Record
 from portalmq.broker.turns import Turns
+from portalmq.broker.unfinished import Unfinished
 from portalmq.broker.waiting import Delivered, Peer
 from portalmq.errors import PortalMQError
 
@@ -134,6 +135,8 @@ class Domain(Protocol):
     def finishing(self) -> Finishing: ...
     @property
     def turns(self) -> Turns: ...
+    @property
+    def unfinished(self) -> Unfinished: ...
     @property
     def committing(self) -> Committing: ...
     @property

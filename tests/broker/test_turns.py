@@ -27,7 +27,7 @@ def produce(fixture: Fixture, *values: str, partition: int = 0) -> list[int]:
 
 
 def front(fixture: Fixture, partition: int = 0) -> tuple[int, str] | None:
-    stored = fixture.broker.turns.front("g", "t", partition)
+    stored = fixture.broker.turns.front("g", "t", partition).message
     return None if stored is None else (stored.offset, stored.record.value.decode())
 
 
