@@ -51,6 +51,7 @@ from portalmq.broker.partition import Partition
 from portalmq.broker.peers import Peers, trusting
 from portalmq.broker.produce import Gate, Producing
 from portalmq.broker.receiving import Receiving
+from portalmq.broker.registry import Registry
 from portalmq.broker.replication import Replication
 from portalmq.broker.scheduled import BEGINNING, Due, Scheduled, SchedulePage
 from portalmq.broker.settling import Settling, Verdict, Way
@@ -196,6 +197,7 @@ class Broker:
         self._settling = Settling(self.groups, self.leaders, self.peers)
         self.finishing = Finishing(self.groups, self._topic, self.leaders, self.peers)
         self.turns = Turns(self.groups, self._topic, atlas, self.leaders, self.peers, self.clock)
+        self.registry = Registry(catalog.plane)
         self.unfinished = Unfinished(self.groups, self._topic, atlas, self.leaders, self.peers, self.clock)
         self._receiving = Receiving(self.groups, self._settling, self.peers)
         outputs = OutputTopics(self.topics, catalog, self._topic, self._producing.copies)

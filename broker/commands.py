@@ -15,6 +15,9 @@ import click
 
 from portalmq.broker.config import ENVIRONMENT_PREFIX, SETTINGS, BrokerConfig, StartupError, load_config
 
+# As programs that were written for MiniQ start it.
+SHORT = {"no_confirm": "-c"}
+
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
@@ -31,7 +34,8 @@ def _with_settings(*left_out: str) -> Callable[[Command], Command]:
             meaning += f"; default {default}]" if default not in (None, False, True) else "]"
             if setting.type == "bool":
                 declared = option if default is False else f"{option}/--no-{option[2:]}"
-                command = click.option(declared, name, is_flag=True, default=None, help=meaning)(command)
+                short = [SHORT[name]] if name in SHORT else []
+                command = click.option(declared, *short, name, is_flag=True, default=None, help=meaning)(command)
             else:
                 command = click.option(option, name, metavar=_metavar(str(setting.type)), help=meaning)(command)
         command = click.option("--config", "file", type=click.Path(path_type=Path), help="settings in TOML")(command)

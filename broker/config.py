@@ -73,6 +73,7 @@ class BrokerConfig:
     advertised_url: str | None = _setting(None, "URL that clients reach this broker at (default http://HOST:PORT)")
     token_file: Path | None = _setting(None, "file with one secret a line; calls must carry one of them")
     secret: str | None = _setting(None, "one secret, instead of a token file", secret=True)
+    no_confirm: bool = _setting(False, "MiniQ's GET /message takes a message out of the queue without a confirmation")
     insecure: bool = _setting(False, "allow an address other than loopback without a token")
     cluster_secret_file: Path | None = _setting(
         None, "file with what brokers show to each other; default: a secret made once, kept in ZooKeeper"

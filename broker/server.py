@@ -232,6 +232,7 @@ class BrokerProcess:
         from portalmq.broker.broker import Broker
         from portalmq.broker.gauges import gauges_of
         from portalmq.broker.metrics import Metrics
+        from portalmq.broker.seeds.routes import SEED_ROUTES
         from portalmq.control_plane.catalog import Catalog
         from portalmq.control_plane.state import BrokerState
 
@@ -254,7 +255,7 @@ class BrokerProcess:
         if self.config.is_clustered:
             broker.membership.on_changed.append(lambda changes: self._remember_brokers())
         self._broker, self._plane = broker, plane
-        return create_app(broker, self.config, metrics, self._auth)
+        return create_app(broker, self.config, metrics, self._auth, more=SEED_ROUTES)
 
     def _started_plane(self) -> ControlPlane:
         """The cluster's ZooKeeper, or this broker's own journal."""

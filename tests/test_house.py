@@ -5,7 +5,7 @@ The rooms, ground floor first; each sees the ones named behind it and itself:
     contract  <- client <- cli, demo, spark
     contract, fold  <- core, storage
     contract        <- tree <- control
-    contract, fold, core, storage, tree, control <- domain <- api <- server
+    contract, fold, core, storage, tree, control <- domain <- api <- seeds <- server
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ ROOM_OF = {
     "portalmq.broker.core.lanes": "fold",
     "portalmq.broker.storage": "storage",
     "portalmq.broker.api": "api",
+    "portalmq.broker.seeds": "seeds",
     "portalmq.broker.gauges": "server",
     "portalmq.broker.process": "server",
     "portalmq.broker.preflight": "server",
@@ -82,7 +83,8 @@ MAY_IMPORT = {
     "control": {"contract", "tree", "control"},
     "domain": {"contract", "fold", "core", "storage", "tree", "control", "domain"},
     "api": {"contract", "core", "storage", "domain", "api"},
-    "server": {"contract", "storage", "tree", "control", "domain", "api", "server"},
+    "seeds": {"contract", "storage", "domain", "api", "seeds"},
+    "server": {"contract", "seeds", "storage", "tree", "control", "domain", "api", "server"},
 }
 
 ONLY_IN = {

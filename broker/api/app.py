@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from time import perf_counter
 
@@ -18,8 +19,10 @@ from portalmq.broker.config import BrokerConfig
 from portalmq.broker.metrics import Metrics
 
 
-def create_app(broker: Domain, config: BrokerConfig, metrics: Metrics, auth: Auth) -> Flask:
-    """The WSGI application of one broker."""
+def create_app(
+    broker: Domain, config: BrokerConfig, metrics: Metrics, auth: Auth, *, more: Sequence[Route] = ()
+) -> Flask:
+    """The WSGI application of one broker: the routes of the table, and those of other rooms."""
     room = Room(broker, config, metrics, auth)
     metrics.waiting = lambda: room.waiting
     app = Flask(__name__, static_folder=None)
@@ -27,7 +30,7 @@ def create_app(broker: Domain, config: BrokerConfig, metrics: Metrics, auth: Aut
     app.url_map.strict_slashes = False
     app.url_map.merge_slashes = False
     open_endpoints, early_endpoints = set(), set()
-    for route in ROUTES:
+    for route in (*ROUTES, *more):
         endpoint = f"{route.method} {route.path}"
         app.add_url_rule(route.path, endpoint, partial(_respond, route, room), methods=[route.method])
         if route.is_open:

@@ -14,6 +14,7 @@ from portalmq.broker.dead_letters import DeadLetters
 from portalmq.broker.fetching import Fetching
 from portalmq.broker.finishing import Finishing
 from portalmq.broker.locks import Locks
+from portalmq.broker.registry import Registry
 from portalmq.broker.scheduled import Due, SchedulePage
 from portalmq.broker.settling import Verdict
 from portalmq.broker.storage.batch import Record
@@ -135,6 +136,8 @@ class Domain(Protocol):
     def finishing(self) -> Finishing: ...
     @property
     def turns(self) -> Turns: ...
+    @property
+    def registry(self) -> Registry: ...
     @property
     def unfinished(self) -> Unfinished: ...
     @property

@@ -1,0 +1,43 @@
+"""The names that programs register under, kept in the control plane. Nothing depends on them: they are there to be
+looked up.
+
+    /registry/<kind>/<name>    empty nodes
+"""
+
+from __future__ import annotations
+
+from portalmq.control_plane.plane import ControlPlane, Create, Delete, NodeExists, NodeMissing, VersionMismatch
+from portalmq.errors import Backpressure
+
+NAMES_MAX = 10_000
+
+
+class Registry:
+    def __init__(self, plane: ControlPlane) -> None:
+        self._plane = plane
+
+    def create(self, kind: str, name: str) -> bool:
+        """Whether the name is new. Raises Backpressure when there are too many, and what the plane raises."""
+        if len(self._plane.children(f"/registry/{kind}")) >= NAMES_MAX:
+            raise Backpressure(f"{NAMES_MAX} of the kind {kind!r} are registered: delete some first", retryable=False)
+        try:
+            self._plane.commit(Create(_path(kind, name)))
+        except NodeExists:
+            return False
+        return True
+
+    def delete(self, kind: str, name: str) -> bool:
+        """Whether it was there."""
+        try:
+            self._plane.commit(Delete(_path(kind, name), 0))
+        except (NodeMissing, VersionMismatch):
+            return False
+        return True
+
+    def has(self, kind: str, name: str) -> bool:
+        self._plane.sync()
+        return self._plane.get(_path(kind, name)) is not None
+
+
+def _path(kind: str, name: str) -> str:
+    return f"/registry/{kind}/{name}"

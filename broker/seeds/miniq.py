@@ -1,0 +1,110 @@
+"""MiniQ over HTTP: a queue, and a message stays in it until it is confirmed.
+
+    POST /message  {"Message": ...}   200 {key, timestamp}; a body that is no such object is the message itself
+    GET  /message                     200 {message, timestamp, key}, 404 when there is none to be had
+    POST /confirm  {"Key": key}       200; 404 for a key of no message
+    GET  /messages                    the whole queue, nothing taken: {messages: [{message, timestamp, key, state}]}
+
+Who was given a message has it until the lease ends; then it is offered again. A broker that was started with
+--no-confirm (MiniQ's -c) takes a message out when it hands it out. ?queue=name is a queue of its own, that is, a topic.
+Timestamps are Unix milliseconds.
+"""
+
+from __future__ import annotations
+
+import uuid
+from itertools import islice
+from typing import Any
+
+import msgspec
+from flask import Response, request
+
+from portalmq import wire
+from portalmq.broker.api.peer import peer_of
+from portalmq.broker.api.room import Room, answer, query
+from portalmq.broker.seeds import DEFAULT
+from portalmq.broker.seeds.payload import message_id, place_of_id, record_of, shown
+from portalmq.broker.storage.batch import Record
+from portalmq.errors import MessageNotFound, PartitionNotFound, PortalMQError, TopicNotFound
+
+LIST_MAX = 10_000
+
+
+class Posted(msgspec.Struct):
+    message: Any = msgspec.field(name="Message")
+
+
+class Confirmation(msgspec.Struct):
+    key: str = msgspec.field(name="Key")
+
+
+def post(room: Room) -> Response:
+    queue = _queue()
+    (produced,) = room.domain.produce(queue, [_posted(room.body())], None, acks="all")
+    if isinstance(produced, PortalMQError):
+        raise produced
+    return answer({"key": message_id(produced.partition, produced.offset), "timestamp": produced.timestamp_ms})
+
+
+def _posted(body: bytes) -> Record:
+    try:
+        return record_of(msgspec.json.decode(body, type=Posted).message)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        pass
+    try:
+        body.decode("utf-8")
+    except UnicodeDecodeError:
+        return Record(body, wire.BYTES)
+    return Record(body, wire.TEXT)
+
+
+def get(room: Room) -> Response:
+    parameters = query("queue", "wait_ms")
+    queue = wire.check_name(parameters.text("queue") or DEFAULT, "queue")
+    wait_ms = min(parameters.number("wait_ms") or 0, wire.WAIT_MS_MAX)
+    wanted = wire.ReceiveRequest([queue], max_messages=1, wait_ms=wait_ms, attempt_id=uuid.uuid4().hex)
+    with room.parked(wait_ms):
+        messages = room.domain.receive(DEFAULT, wanted, peer_of(request.environ), is_first=True)
+    if not messages:
+        raise MessageNotFound(f"queue {queue!r} has no message to be had now")
+    (message,) = messages
+    if room.config.no_confirm:
+        (verdict,) = room.domain.ack(DEFAULT, [message.receipt])
+        if isinstance(verdict, PortalMQError):
+            raise verdict
+    key = message_id(message.partition, message.offset)
+    return answer({**shown(message.record), "timestamp": message.timestamp_ms, "key": key})
+
+
+def confirm(room: Room) -> Response:
+    queue = _queue()
+    key = wire.decode_json(room.body(), Confirmation).key
+    try:
+        (verdict,) = room.domain.finishing.finish(DEFAULT, queue, [place_of_id(key)])
+    except (PartitionNotFound, TopicNotFound):
+        verdict = False
+    if isinstance(verdict, PortalMQError):
+        raise verdict
+    if not verdict:
+        raise MessageNotFound(f"queue {queue!r} has no message with the key {key[:100]!r}")
+    return answer({"confirmed": key})
+
+
+def read_all(room: Room) -> Response:
+    """All that is not confirmed yet, at most LIST_MAX; `more` says whether that is not all."""
+    queue = _queue()
+    found = list(islice(room.domain.unfinished.messages(DEFAULT, queue), LIST_MAX + 1))
+    messages = [
+        {
+            **shown(each.stored.record),
+            "timestamp": each.stored.timestamp_ms,
+            "key": message_id(each.stored.partition, each.stored.offset),
+            "state": each.state,
+        }
+        for each in found[:LIST_MAX]
+    ]
+    return answer({"messages": messages, "more": len(found) > LIST_MAX})
+
+
+def _queue() -> str:
+    return wire.check_name(query("queue").text("queue") or DEFAULT, "queue")

@@ -1,0 +1,34 @@
+"""The doors of the older queues, on one screen."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from portalmq.broker.api.routes import Route
+from portalmq.broker.seeds import miniq, portal, wonderq
+
+SEED_ROUTES = (
+    Route("POST", "/publish", portal.publish),
+    Route("POST", "/read", portal.read),
+    Route("POST", "/consume", portal.consume),
+    Route("POST", "/topic/create", portal.create_topic),
+    Route("POST", "/topic/delete", portal.delete_topic),
+    Route("POST", "/topic/exists", portal.topic_exists),
+    *(
+        Route("POST", f"/{kind}/{verb}", partial(view, kind=kind))
+        for kind in ("producer", "consumer")
+        for verb, view in (
+            ("create", portal.create_program),
+            ("delete", portal.delete_program),
+            ("exists", portal.program_exists),
+        )
+    ),
+    Route("POST", "/message", miniq.post),
+    Route("GET", "/message", miniq.get),
+    Route("POST", "/confirm", miniq.confirm),
+    Route("GET", "/messages", miniq.read_all),
+    Route("POST", "/v1/publish", wonderq.publish),
+    Route("GET", "/v1/consumer", wonderq.consume),
+    Route("DELETE", "/v1/consumer", wonderq.delete),
+    Route("GET", "/v1/queue", wonderq.state),
+)

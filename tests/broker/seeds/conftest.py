@@ -1,0 +1,20 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from flask.testing import FlaskClient
+from support.domain import Fixture, running
+from support.seeds import client_of
+
+
+@pytest.fixture
+def fixture(tmp_path: Path) -> Iterator[Fixture]:
+    with running(tmp_path) as started:
+        yield started
+
+
+@pytest.fixture
+def client(fixture: Fixture) -> FlaskClient:
+    return client_of(fixture)

@@ -1,0 +1,86 @@
+"""MiniQ over HTTP, as its text describes it, and its to-do list."""
+
+from __future__ import annotations
+
+import pytest
+from flask.testing import FlaskClient
+from support.domain import Fixture
+from support.seeds import client_of
+
+
+def test_a_message_stays_until_it_is_confirmed(client: FlaskClient, fixture: Fixture) -> None:
+    assert client.get("/message").status_code == 404
+    posted = client.post("/message", json={"Message": "hello"})
+    assert posted.status_code == 200
+    shown = client.get("/message").get_json()
+    assert shown == {"message": "hello", "timestamp": fixture.clock.wall_ms(), "key": posted.get_json()["key"]}
+    assert client.get("/message").status_code == 404, "somebody has it"
+    fixture.clock.advance(31_000)
+    assert client.get("/message").get_json()["key"] == shown["key"], "it was not confirmed, and is offered again"
+    assert client.post("/confirm", json={"Key": shown["key"]}).status_code == 200
+    fixture.clock.advance(31_000)
+    assert client.get("/message").status_code == 404
+
+
+def test_another_caller_gets_the_next_one(client: FlaskClient) -> None:
+    for message in ("a", "b"):
+        client.post("/message", json={"Message": message})
+    assert [client.get("/message").get_json()["message"] for _ in range(2)] == ["a", "b"]
+
+
+def test_a_body_that_is_no_such_object_is_the_message(client: FlaskClient) -> None:
+    client.post("/message", data=b"plain text")
+    client.post("/message", data=b'{"celsius": 21.5}')
+    client.post("/message", data=b"\xff\x00")
+    assert client.get("/message").get_json()["message"] == "plain text"
+    assert client.get("/message").get_json()["message"] == '{"celsius": 21.5}'
+    assert client.get("/message").get_json()["message_base64"] == "/wA="
+
+
+def test_without_confirmation_a_message_is_gone_when_it_is_read(fixture: Fixture) -> None:
+    client = client_of(fixture, no_confirm=True)
+    client.post("/message", json={"Message": "once"})
+    assert client.get("/message").get_json()["message"] == "once"
+    fixture.clock.advance(31_000)
+    assert client.get("/message").status_code == 404
+
+
+def test_queues_are_apart(client: FlaskClient) -> None:
+    client.post("/message?queue=red", json={"Message": "r"})
+    client.post("/message?queue=blue", json={"Message": "b"})
+    assert client.get("/message").status_code == 404
+    shown = client.get("/message?queue=blue").get_json()
+    assert shown["message"] == "b"
+    assert client.post("/confirm?queue=blue", json={"Key": shown["key"]}).status_code == 200
+    assert client.get("/message?queue=red").get_json()["message"] == "r"
+
+
+def test_the_whole_queue_is_read_at_once(client: FlaskClient) -> None:
+    for message in ("a", "b", "c"):
+        client.post("/message", json={"Message": message})
+    first = client.get("/message").get_json()
+    client.post("/confirm", json={"Key": first["key"]})
+    client.get("/message")
+    listed = client.get("/messages").get_json()
+    assert [(each["message"], each["state"]) for each in listed["messages"]] == [("b", "in_flight"), ("c", "ready")]
+    assert listed["more"] is False
+
+
+@pytest.mark.parametrize("key", ["0-999", "9-0"])
+def test_a_key_of_no_message_is_not_found(client: FlaskClient, key: str) -> None:
+    client.post("/message", json={"Message": "a"})
+    assert client.post("/confirm", json={"Key": key}).status_code == 404
+
+
+def test_bad_requests_are_told(client: FlaskClient) -> None:
+    assert client.post("/confirm", json={"Key": "nonsense"}).status_code == 400
+    assert client.post("/confirm", json={}).status_code == 400
+    assert client.post("/confirm", json={"Key": "0-0"}).status_code == 404, "there is no queue yet"
+    assert client.get("/message?queue=a/b").status_code == 400
+
+
+def test_the_bare_secret_opens(fixture: Fixture) -> None:
+    client = client_of(fixture, "strong-secret")
+    assert client.get("/message").status_code == 401
+    assert client.get("/message", headers={"Authorization": "wrong"}).status_code == 401
+    assert client.get("/message", headers={"Authorization": "strong-secret"}).status_code == 404

@@ -1,0 +1,87 @@
+"""WonderQ, as its text describes it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flask.testing import FlaskClient
+from support.domain import Fixture
+
+from portalmq import wire
+
+
+def publish(client: FlaskClient, message: Any) -> int:
+    answer = client.post("/v1/publish", json={"message": message})
+    assert answer.status_code == 200
+    number = answer.get_json()["id"]
+    assert isinstance(number, int)
+    return number
+
+
+def take(client: FlaskClient, cid: int, limit: int = 10) -> list[tuple[int, Any]]:
+    answer = client.get(f"/v1/consumer?cid={cid}&limit={limit}")
+    assert answer.status_code == 200
+    return [(each["id"], each["message"]) for each in answer.get_json()["messages"]]
+
+
+def delete(client: FlaskClient, cid: int, number: int) -> bool:
+    answer = client.delete(f"/v1/consumer?cid={cid}&id={number}")
+    assert answer.status_code == 200
+    found: bool = answer.get_json()
+    return found
+
+
+def test_a_processed_message_is_deleted_by_its_consumer(client: FlaskClient) -> None:
+    first, second = publish(client, "a"), publish(client, {"b": 2})
+    assert take(client, 7, limit=1) == [(first, "a")]
+    assert take(client, 8) == [(second, {"b": 2})], "no two consumers have one message"
+    assert take(client, 9) == []
+    assert delete(client, 8, first) is False, "it is another's"
+    assert delete(client, 7, first) is True
+    assert delete(client, 8, second) is True
+
+
+def test_a_message_that_is_not_processed_in_time_is_unlocked(client: FlaskClient, fixture: Fixture) -> None:
+    number = publish(client, "a")
+    take(client, 7)
+    fixture.clock.advance(31_000)
+    assert delete(client, 7, number) is False
+    assert take(client, 8) == [(number, "a")]
+    assert delete(client, 7, number) is False
+    assert delete(client, 8, number) is True
+
+
+def test_ids_are_integers_and_differ_over_partitions(client: FlaskClient, fixture: Fixture) -> None:
+    fixture.broker.create_topic("default", wire.CreateTopic(partitions=3))
+    numbers = {publish(client, n) for n in range(30)}
+    assert len(numbers) == 30
+    assert all(number < 2**53 for number in numbers)
+    taken = take(client, 1, limit=100)
+    assert {number for number, _ in taken} == numbers
+    assert all(delete(client, 1, number) for number, _ in taken)
+    assert client.get("/v1/queue").get_json()["messages"] == []
+
+
+def test_the_queue_s_state_is_shown(client: FlaskClient, fixture: Fixture) -> None:
+    assert client.get("/v1/queue").get_json()["messages"] == []
+    first, second = publish(client, "a"), publish(client, "b")
+    take(client, 7, limit=1)
+    fixture.clock.advance(5_000)
+    shown = client.get("/v1/queue").get_json()
+    assert (shown["ready"], shown["in_flight"], shown["oldest_unacked_ms"]) == (1, 1, 5_000)
+    assert [(each["id"], each["state"], each["deliveries"]) for each in shown["messages"]] == [
+        (first, "in_flight", 1),
+        (second, "ready", 0),
+    ]
+    assert shown["more"] is False
+
+
+def test_bad_requests_are_told(client: FlaskClient) -> None:
+    assert client.get("/v1/consumer").status_code == 400
+    assert client.get("/v1/consumer?cid=x").status_code == 400
+    assert client.get("/v1/consumer?cid=1&limit=0").status_code == 400
+    assert client.get("/v1/consumer?cid=1&limit=1000000").status_code == 400
+    assert client.delete("/v1/consumer?cid=1").status_code == 400
+    assert client.delete("/v1/consumer?id=1").status_code == 400
+    assert client.post("/v1/publish", json={}).status_code == 400
+    assert delete(client, 1, 5) is False, "there is no queue yet"

@@ -1,0 +1,17 @@
+"""The older queues' doors, over a domain in this process."""
+
+from __future__ import annotations
+
+from flask.testing import FlaskClient
+from support.domain import Fixture
+
+from portalmq.broker.api.app import create_app
+from portalmq.broker.auth import Auth
+from portalmq.broker.config import BrokerConfig
+from portalmq.broker.metrics import Metrics
+from portalmq.broker.seeds.routes import SEED_ROUTES
+
+
+def client_of(fixture: Fixture, *secrets: str, **settings: object) -> FlaskClient:
+    config = BrokerConfig(**settings)  # type: ignore[arg-type]
+    return create_app(fixture.broker, config, Metrics("0"), Auth(secrets), more=SEED_ROUTES).test_client()
