@@ -55,6 +55,7 @@ from portalmq.broker.registry import Registry
 from portalmq.broker.replication import Replication
 from portalmq.broker.scheduled import BEGINNING, Due, Scheduled, SchedulePage
 from portalmq.broker.settling import Settling, Verdict, Way
+from portalmq.broker.sizing import Sizing
 from portalmq.broker.storage.batch import Record
 from portalmq.broker.storage.disk import DiskGuard
 from portalmq.broker.storage.errors import CorruptBatch, DiskFull, StorageFault
@@ -196,6 +197,7 @@ class Broker:
         self.fetching = Fetching(self._topic, atlas.partition, self.leaders, self.groups.lot)
         self._settling = Settling(self.groups, self.leaders, self.peers)
         self.finishing = Finishing(self.groups, self._topic, self.leaders, self.peers)
+        self.sizing = Sizing(self.groups, self._topic, self.leaders, self.peers)
         self.turns = Turns(self.groups, self._topic, atlas, self.leaders, self.peers, self.clock)
         self.registry = Registry(catalog.plane)
         self.unfinished = Unfinished(self.groups, self._topic, atlas, self.leaders, self.peers, self.clock)
@@ -247,6 +249,7 @@ class Broker:
             "finish": lambda body, peer: self.finishing.serve(body),
             "turn": lambda body, peer: self.turns.serve(body),
             "unfinished": lambda body, peer: self.unfinished.serve(body),
+            "sizes": lambda body, peer: self.sizing.serve(body),
             "commit": lambda body, peer: self.committing.serve(body),
             "dead_letters": lambda body, peer: self.dead_letters.serve_list(body),
             "match_dead": lambda body, peer: self.dead_letters.serve_match(body),

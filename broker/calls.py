@@ -7,6 +7,7 @@
     known       Known      -> [Result[bool]]              groups      CountGroups -> GroupCounts
     start       Start      -> [Result[bool]]              end_group   EndGroup    -> EndedGroup
     finish      Finish     -> [Result[list[bool]]]        turn        Turn        -> Turned
+    sizes       SizeOf     -> [Result[QueueSize]]         (its Structs are in sizing.py)
 
 Results come in the order of the shares, or numbers, that were asked for. A topic goes by its id as well as its name:
 one that was deleted and made again is another topic. All are arrays in MessagePack; a field that is added comes last

@@ -17,6 +17,7 @@ from portalmq.broker.locks import Locks
 from portalmq.broker.registry import Registry
 from portalmq.broker.scheduled import Due, SchedulePage
 from portalmq.broker.settling import Verdict
+from portalmq.broker.sizing import Sizing
 from portalmq.broker.storage.batch import Record
 from portalmq.broker.turns import Turns
 from portalmq.broker.unfinished import Unfinished
@@ -134,6 +135,8 @@ class Domain(Protocol):
     ) -> Sequence[Verdict]: ...
     @property
     def finishing(self) -> Finishing: ...
+    @property
+    def sizing(self) -> Sizing: ...
     @property
     def turns(self) -> Turns: ...
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from portalmq.broker.api.routes import Route
-from portalmq.broker.seeds import miniq, portal, wonderq
+from portalmq.broker.seeds import commands, miniq, portal, wonderq
 
 SEED_ROUTES = (
     Route("POST", "/publish", portal.publish),
@@ -27,6 +27,7 @@ SEED_ROUTES = (
     Route("GET", "/message", miniq.get),
     Route("POST", "/confirm", miniq.confirm),
     Route("GET", "/messages", miniq.read_all),
+    Route("POST", "/miniq/command", commands.command),
     Route("POST", "/v1/publish", wonderq.publish),
     Route("GET", "/v1/consumer", wonderq.consume),
     Route("DELETE", "/v1/consumer", wonderq.delete),
