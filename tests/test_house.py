@@ -3,6 +3,7 @@
 The rooms, ground floor first; each sees the ones named behind it and itself:
 
     contract  <- client <- cli, demo, spark
+    contract, client, cli <- zeromq
     contract, fold  <- core, storage
     contract        <- tree <- control
     contract, fold, core, storage, tree, control <- domain <- api <- seeds <- server
@@ -61,11 +62,13 @@ ROOM_OF = {
     "portalmq.broker.bench": "bench",
     "portalmq.broker.bench_cluster": "bench",
     "portalmq.broker.bench_delivery": "bench",
+    "portalmq.broker.bench_seeds": "bench",
     "portalmq.control_plane": "control",
     "portalmq.control_plane.plane": "tree",
     "portalmq.control_plane.state": "tree",
     "portalmq.control_plane.assignment": "tree",
     "portalmq.demo_iot": "demo",
+    "portalmq.zeromq": "zeromq",
     "portalmq.spark": "spark",
 }
 
@@ -74,8 +77,9 @@ MAY_IMPORT = {
     "client": {"contract", "client"},
     "cli": {"contract", "client", "cli"},
     "demo": {"contract", "client", "demo"},
+    "zeromq": {"contract", "client", "cli", "zeromq"},
     "spark": {"contract", "client", "spark"},
-    "bench": {"contract", "client", "storage", "server", "bench"},
+    "bench": {"contract", "client", "zeromq", "storage", "server", "bench"},
     "fold": {"fold"},
     "core": {"contract", "fold", "core"},
     "storage": {"contract", "fold", "storage"},
@@ -90,6 +94,7 @@ MAY_IMPORT = {
 ONLY_IN = {
     "apsw": "portalmq.broker.storage",
     "sqlite3": ("portalmq.broker.storage", "portalmq.spark"),  # Spark's reader knows SCHEMA.md and no more
+    "zmq": "portalmq.zeromq",
     "pyspark": "portalmq.spark",
     "pyarrow": "portalmq.spark",
     # Clients ask a ZooKeeper for brokers by themselves: they have none of the other rooms, the control plane included.

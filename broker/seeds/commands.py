@@ -1,4 +1,4 @@
-"""MiniQ's command server: one JSON object a command, {"type", "payload": {"queue", ...}}, answered {"status": "ok", ...}.
+"""MiniQ's commands, each one JSON object: {"type", "payload": {"queue", ...}}, answered {"status": "ok", ...}.
 
     CREATE_QUEUE                  {queue, created}
     QUEUE_SIZE                    {queue, size, ready, in_flight, scheduled}: size is all that is not deleted
