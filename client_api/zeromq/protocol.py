@@ -12,6 +12,7 @@ producers and consumers, a message for, or a request of, the queue DEFAULT.
 from __future__ import annotations
 
 import base64
+import json
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -181,7 +182,9 @@ def partition_of(message_id: str) -> int:
 
 
 def _is_object(body: bytes) -> bool:
-    """Whether it is a JSON object, whatever stands in it. Nested deeper than can be read it is taken for one."""
+    """Whether it is meant as a JSON object. Nested deeper than can be read it is taken for one, and so is what Python's
+    json writes and no standard knows (NaN, half of a surrogate pair): stored as it came, in the default queue, it would
+    be lost to the queue that it names."""
     if body.lstrip(b" \t\r\n")[:1] != b"{":
         return False
     try:
@@ -189,7 +192,12 @@ def _is_object(body: bytes) -> bool:
     except RecursionError:
         return True
     except (msgspec.DecodeError, UnicodeError):
-        return False
+        try:
+            json.loads(body.decode())
+        except RecursionError:
+            return True
+        except ValueError:
+            return False
     return True
 
 

@@ -30,8 +30,10 @@ _log = logging.getLogger("portalmq.zeromq")
 
 # So many requests of one client at a time: REQ has one, a DEALER may have more.
 PIPELINE_MAX = 100
-# In libzmq, for each connection: requests that are read ahead, answers that are not taken yet.
+# In libzmq, for each connection: requests that are read ahead, answers that are not taken yet. libzmq hears only after
+# half of the latter that they were taken, so that a client with all its requests answered at once needs the double.
 READ_AHEAD = 4
+UNREAD_MAX = 4 * PIPELINE_MAX
 BURST = 100
 BACKLOG = 1_024
 KEEPALIVE_IDLE_S = 30
@@ -109,7 +111,7 @@ class Server:
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         socket.setsockopt(zmq.MAXMSGSIZE, self.limits.frame_bytes_max)
         socket.setsockopt(zmq.RCVHWM, READ_AHEAD)
-        socket.setsockopt(zmq.SNDHWM, PIPELINE_MAX)
+        socket.setsockopt(zmq.SNDHWM, UNREAD_MAX)
         socket.setsockopt(zmq.BACKLOG, BACKLOG)
         socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
         socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_IDLE_S)

@@ -78,7 +78,8 @@ class Queues:
     def delete(self, queue: str, partition: int, ids: list[str], timeout_s: float) -> list[bool]:
         self._called("delete", queue, partition, *ids)
         with self._lock:
-            return [self.leased.pop(f"{queue}/{each.partition('-')[2]}", None) is not None for each in ids]
+            receipts = [each.replace("0-", f"{queue}/", 1) for each in ids]  # all is in partition 0
+            return [self.leased.pop(receipt, None) is not None for receipt in receipts]
 
     def command(self, body: bytes, timeout_s: float) -> bytes:
         self._called("command", json.loads(body))
