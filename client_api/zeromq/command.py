@@ -105,6 +105,7 @@ def zeromq(
         sys.stdout.flush()
         server.run()
     finally:
+        signal.set_wakeup_fd(-1)
         cluster.close(CLOSE_WITHIN_S)
 
 
@@ -114,6 +115,8 @@ def _server(cluster: Cluster, access: Access, host: str, ports: tuple[int, int, 
     server = Server(cluster, access, host=host, ports=dict(zip(DOORS, ports, strict=True)), limits=limits)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: server.stop())
+    # A signal may come to any thread, and wakes no other by itself.
+    signal.set_wakeup_fd(server.bell, warn_on_full_buffer=False)
     return server
 
 
@@ -122,4 +125,4 @@ def _look(cluster: Cluster) -> None:
     try:
         cluster.check(LOOK_WITHIN_S)
     except PortalMQError as error:
-        click.echo(f"portalmq: {error}; requests are answered with an error until a broker is there", err=True)
+        click.echo(f"portalmq: {error}. Until that is mended requests are answered with an error.", err=True)

@@ -146,6 +146,11 @@ class Server:
         self._stopping = True
         self._ring()
 
+    @property
+    def bell(self) -> int:
+        """A byte that is written to this file descriptor wakes the loop: for signal.set_wakeup_fd."""
+        return self._ringer
+
     def _turn(self, timeout_s: float | None) -> None:
         ready = dict(self._poller.poll(None if timeout_s is None else max(1, round(timeout_s * 1000))))
         if self._bell in ready:

@@ -1,0 +1,216 @@
+"""MiniQ over ZeroMQ in front of three brokers: a program written from its text, and everything that may die, dying.
+
+PORTALMQ_MINIQ_MESSAGES=20000 makes the first test a long one.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import miniq_zeromq_program
+from support.broker_process import BrokerProcess
+from support.cluster import Cluster, wait_until
+from support.zeromq import ZeroMQProcess, ask, service_at, socket_to
+
+from portalmq.errors import PortalMQError
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
+
+MESSAGES = int(os.environ.get("PORTALMQ_MINIQ_MESSAGES", "600"))
+LEASE_S = 2.0
+DRAIN_WITHIN_S = 60.0
+
+
+class Program:
+    """The program as a process; what it says is in a file, so that nobody has to read along."""
+
+    def __init__(self, directory: Path, name: str, miniq: ZeroMQProcess, *arguments: str) -> None:
+        self._said = directory / f"{name}.out"
+        ports = [str(miniq.ports[door]) for door in ("commands", "producers", "consumers")]
+        with self._said.open("wb") as out, (directory / f"{name}.err").open("wb") as err:
+            self.process = subprocess.Popen(
+                [sys.executable, miniq_zeromq_program.__file__, *ports, *arguments], stdout=out, stderr=err
+            )
+
+    def lines(self) -> list[str]:
+        return self._said.read_text().splitlines()
+
+
+@contextmanager
+def ended(programs: list[Program]) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for program in programs:
+            program.process.kill()
+            program.process.wait()
+
+
+def test_a_program_from_the_text_loses_nothing_when_a_leader_and_a_consumer_die(cluster: Cluster, tmp_path: Path):
+    queues = ("orders", "payments")
+    for queue in queues:
+        cluster.admin().create_topic(queue)
+    cluster.wait_in_sync(*queues)
+    leader = cluster.wait_for_leader("orders")
+    options = ("--lease", str(LEASE_S), "--timeout", "5")
+    programs: list[Program] = []
+    with ZeroMQProcess(tmp_path, cluster.urls, *options) as miniq, ended(programs):
+        each = max(1, MESSAGES // 4)
+        producers = {
+            name: Program(tmp_path, name, miniq, "produce", queue, name, str(each))
+            for queue in queues
+            for name in (f"{queue}-a", f"{queue}-b")
+        }
+        programs += producers.values()
+        consumers = [
+            Program(tmp_path, f"{queue}-consumer-{number}", miniq, "consume", queue)
+            for queue in queues
+            for number in range(2)
+        ]
+        dying = Program(tmp_path, "dying", miniq, "consume", "orders", "10")
+        programs += [*consumers, dying]
+
+        def acked() -> list[str]:
+            return [line for producer in producers.values() for line in producer.lines()]
+
+        wait_until(lambda: len(acked()) >= MESSAGES // 3, "a third is acked")
+        cluster.kill(leader)
+        for producer in producers.values():
+            assert producer.process.wait(DRAIN_WITHIN_S) == 0
+        assert len(acked()) == 4 * each
+        assert dying.process.wait(DRAIN_WITHIN_S) == 9
+
+        def processed() -> list[str]:
+            return [line for consumer in [*consumers, dying] for line in consumer.lines()]
+
+        wait_until(lambda: set(acked()) <= set(processed()), "all that was acked is processed", DRAIN_WITHIN_S)
+        with service_at(miniq.ports) as service:
+            for queue in queues:
+                wait_until(lambda queue=queue: service.queue_size(queue) == 0, f"{queue} is empty", DRAIN_WITHIN_S)
+        print(f"{len(acked())} acked, {len(processed()) - len(set(processed()))} processed twice")
+
+
+def test_producers_and_consumers_go_on_when_the_server_is_killed_and_started_again(cluster: Cluster, tmp_path: Path):
+    acked: list[str] = []
+    faults: list[BaseException] = []
+    enough = threading.Event()
+
+    def produce(service: Any) -> None:
+        try:
+            while not enough.is_set():
+                message = f"m{len(acked)}"
+                service.produce("jobs", message)
+                acked.append(message)
+        except BaseException as fault:  # noqa: BLE001 - told at the end
+            faults.append(fault)
+
+    with ZeroMQProcess(tmp_path, cluster.urls, "--lease", str(LEASE_S)) as miniq:
+        patient = {"timeout_s": 2.0, "tries": 10}
+        with service_at(miniq.ports, **patient) as producer, service_at(miniq.ports, **patient) as consumer:
+            thread = threading.Thread(target=produce, args=(producer,))
+            thread.start()
+            try:
+                held = wait_until(lambda: consumer.consume("jobs"), "the first message")
+                before = len(acked)
+                miniq.kill()
+                miniq.start()
+                wait_until(lambda: len(acked) > before + 20, "producing goes on")
+            finally:
+                enough.set()
+                thread.join(30)
+            assert faults == []
+            seen: dict[str, int] = {}
+
+            def drained() -> bool:
+                message = consumer.consume("jobs")
+                if message is not None:
+                    seen[message.message] = message.deliveries
+                    consumer.delete(message)
+                return set(acked) <= seen.keys()
+
+            wait_until(drained, "all that was acked comes", DRAIN_WITHIN_S)
+            assert seen[held.message] >= 2, "what was handed out and not deleted comes again"
+
+
+def test_while_no_broker_answers_requests_are_refused_and_then_served_again(tmp_path: Path):
+    with (
+        BrokerProcess(tmp_path / "broker") as broker,
+        ZeroMQProcess(tmp_path, [f"http://127.0.0.1:{broker.port}"], "--timeout", "0.5") as miniq,
+        socket_to(miniq.ports["producers"]) as producer,
+        socket_to(miniq.ports["consumers"]) as consumer,
+    ):
+        first = ask(producer, {"queue": "q", "message": "before"})
+        assert first["status"] == "ok"
+        broker.kill()
+        started = time.monotonic()
+        refused = ask(producer, {"queue": "q", "message": "meanwhile"})
+        assert (refused["status"], refused["retryable"]) == ("error", True)
+        assert ask(consumer, {"queue": "q"})["status"] == "error"
+        assert time.monotonic() - started < 10
+        broker.start()
+        later = wait_until(lambda: ok(ask(producer, {"queue": "q", "message": "after"})), "it is served")
+        assert later["id"] != first["id"]
+        seen = [wait_until(lambda: ok(ask(consumer, {"queue": "q"})), "a message")["message"] for _ in "12"]
+        assert "before" in seen
+
+
+def ok(answer: dict[str, Any]) -> dict[str, Any] | None:
+    return answer if answer["status"] == "ok" else None
+
+
+def test_what_goes_in_by_one_door_of_miniq_comes_out_of_the_other(tmp_path: Path):
+    with (
+        BrokerProcess(tmp_path / "broker", "--secret", "strong-secret") as broker,
+        ZeroMQProcess(
+            tmp_path, [f"http://127.0.0.1:{broker.port}"], "--token", "strong-secret", "--lease", "30"
+        ) as miniq,
+        service_at(miniq.ports) as service,
+    ):
+        secret = {"Authorization": "strong-secret"}
+
+        def http(method: str, path: str, body: bytes = b"") -> Any:
+            answer = broker.request(method, path, body, secret)
+            assert answer.status == 200, answer.body
+            return answer.json()
+
+        key = http("POST", "/message", b'{"Message": {"by": "http"}}')["key"]
+        message = service.consume()
+        assert message is not None
+        assert (message.id, message.message) == (key, {"by": "http"})
+        http("POST", "/confirm", b'{"Key": "%s"}' % key.encode())
+        with socket_to(miniq.ports["producers"]) as producer:
+            told = ask(producer, b"by a plain frame")
+        shown = http("GET", "/message")
+        assert (shown["key"], shown["message"]) == (told["id"], "by a plain frame")
+        assert service.queue_size() == 1
+        size = http("POST", "/miniq/command", b'{"type": "QUEUE_SIZE", "payload": {"queue": "default"}}')
+        assert (size["size"], size["in_flight"]) == (1, 1)
+        service.delete(shown["key"])
+        assert service.queue_size() == 0
+        http("POST", "/v1/topics/default/messages", b"\xff\x00")
+        raw = service.consume()
+        assert raw is not None
+        assert raw.message == b"\xff\x00"
+
+
+def test_a_server_without_the_brokers_secret_says_so(tmp_path: Path):
+    with (
+        BrokerProcess(tmp_path / "broker", "--secret", "strong-secret") as broker,
+        ZeroMQProcess(tmp_path, [f"http://127.0.0.1:{broker.port}"], "--timeout", "2") as miniq,
+    ):
+        with service_at(miniq.ports) as service:
+            for call in (service.consume, service.queue_size, lambda: service.produce("q", "x")):
+                with pytest.raises(PortalMQError) as caught:
+                    call()
+                assert caught.value.code == "unauthorized"
+        assert miniq.stop() == 0
+        assert "token" in miniq.stderr()
