@@ -44,6 +44,9 @@ WAITING_MESSAGES = 1_000_000
 @click.option("--data-dir", type=click.Path(path_type=Path), help="Where to measure (default: a temporary directory).")
 @click.option("--cluster", is_flag=True, help="Measure three brokers with ZooKeeper, instead of one without.")
 @click.option("--delivery", is_flag=True, help="Measure the ways of delivery: queue, stream, scheduled, one by one.")
+@click.option(
+    "--seeds", is_flag=True, help="Measure the older queues' doors, ZeroMQ and HTTP side by side."
+)
 @click.option("--partitions", default=300, show_default=True, help="With --cluster: of the topic with many.")
 @click.option("-o", "--output", type=click.Choice(["table", "json"]), default="table")
 def bench(
@@ -57,6 +60,7 @@ def bench(
     output: str,
     *,
     delivery: bool,
+    seeds: bool,
 ) -> None:
     """Measure this machine: produce, synchronous send, receive and ack, beside bare SQLite and a bare POST."""
     if delivery:
@@ -64,6 +68,12 @@ def bench(
 
         with tempfile.TemporaryDirectory(dir=data_dir) as directory:
             bench_delivery.show(bench_delivery.measured(Path(directory), messages, sends, rounds), output)
+        return
+    if seeds:
+        from portalmq.broker import bench_seeds
+
+        with tempfile.TemporaryDirectory(dir=data_dir) as directory:
+            bench_seeds.show(bench_seeds.measured(Path(directory), rounds), output)
         return
     if cluster:
         from portalmq.broker import bench_cluster

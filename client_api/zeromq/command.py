@@ -126,3 +126,7 @@ def _look(cluster: Cluster) -> None:
         cluster.check(LOOK_WITHIN_S)
     except PortalMQError as error:
         click.echo(f"portalmq: {error}. Until that is mended requests are answered with an error.", err=True)
+
+
+if __name__ == "__main__":
+    zeromq(prog_name="portalmq zeromq")
