@@ -6,6 +6,8 @@ PORTALMQ_MINIQ_MESSAGES=20000 makes the first test a long one.
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -17,7 +19,7 @@ from typing import Any
 
 import pytest
 from support import miniq_zeromq_program
-from support.broker_process import BrokerProcess
+from support.broker_process import REPOSITORY, BrokerProcess
 from support.cluster import Cluster, wait_until
 from support.zeromq import ZeroMQProcess, ask, service_at, socket_to
 
@@ -214,3 +216,46 @@ def test_a_server_without_the_brokers_secret_says_so(tmp_path: Path):
                 assert caught.value.code == "unauthorized"
         assert miniq.stop() == 0
         assert "token" in miniq.stderr()
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="the document uses curl")
+def test_the_commands_and_the_program_of_the_document_do_what_it_says(tmp_path: Path):
+    text = (REPOSITORY / "docs" / "ZEROMQ.md").read_text()
+    (curls,) = [block for block in re.findall(r"```sh\n(.*?)```", text, re.DOTALL) if block.startswith("curl")]
+    (program,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    with (
+        BrokerProcess(tmp_path / "broker", command=("dev",)) as broker,
+        ZeroMQProcess(tmp_path, [broker.url]) as miniq,
+    ):
+        ports = ", ".join(f"{door[:-1]}_port={port}" for door, port in miniq.ports.items())
+        program = program.replace('MiniQService("localhost")', f'MiniQService("localhost", {ports})')
+        said = run("bash", "-e", "-c", curls.replace("http://localhost:5000", broker.url))
+        assert said.count('"status":"ok"') == 2
+        assert '"created":true' in said
+        assert '"size":0' in said
+        assert run(sys.executable, "-c", program).splitlines() == ["1", "{'n': 1}"]
+
+
+def run(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_command_refuses_to_start_where_it_makes_no_sense(tmp_path: Path):
+    with ZeroMQProcess(tmp_path, ["http://127.0.0.1:1"], "--timeout", "0.5") as miniq:
+        assert "Until that is mended" in miniq.stderr(), "a cluster that is not there yet may come"
+        taken = start("--command-port", str(miniq.ports["commands"]), "--producer-port", "0", "--consumer-port", "0")
+        assert (taken.returncode, "commands" in taken.stderr) == (73, True)
+        assert miniq.stop() == 0
+    open_to_all = start("--host", "0.0.0.0")
+    assert (open_to_all.returncode, "--require-token" in open_to_all.stderr) == (2, True)
+    no_file = start("--require-token", str(tmp_path / "missing"))
+    assert (no_file.returncode, "cannot be read" in no_file.stderr) == (2, True)
+    odd_server = start("--server", "ftp://x")
+    assert (odd_server.returncode, "ftp" in odd_server.stderr) == (2, True)
+
+
+def start(*options: str) -> subprocess.CompletedProcess[str]:
+    arguments = [sys.executable, "-m", "portalmq.zeromq.command", *options]
+    return subprocess.run(arguments, capture_output=True, text=True, timeout=60, check=False)
