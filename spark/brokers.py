@@ -34,7 +34,7 @@ from portalmq import stream_wire as contract
 from portalmq import wire
 from portalmq.connection import Address
 from portalmq.errors import Forbidden, NotFound, OffsetOutOfRange, PortalMQError, Unauthorized
-from portalmq.spark.errors import BadOption, DataLoss, NothingThere, SourceError, Unreachable
+from portalmq.spark.errors import BadOption, DataLoss, NothingThere, NoTopic, SourceError, Unreachable
 from portalmq.spark.frames import batches_of
 from portalmq.spark.origin import SPAN_OFFSETS, Log, Span
 from portalmq.transport import Backoff, Request, Transport, decode_answer, with_query
@@ -210,12 +210,12 @@ class Brokers:
                 try:
                     found[name] = len(self._cluster.get(wire.topic_path(name), wire.TopicDescription).partitions)
                 except NotFound:
-                    raise NothingThere(f"there is no topic {name!r} at {self._cluster.where}") from None
+                    raise NoTopic(f"there is no topic {name!r} at {self._cluster.where}") from None
                 except PortalMQError as error:
                     raise self._cluster.in_words(error, self._access.patience_s) from error
         shown = [name for name in found if self._topics is not None or not name.startswith("__")]
         if not shown:
-            raise NothingThere(f"there are no topics at {self._cluster.where} yet")
+            raise NoTopic(f"there are no topics at {self._cluster.where} yet")
         return [(name, number) for name in shown for number in range(found[name])]
 
 

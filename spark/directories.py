@@ -12,21 +12,24 @@ watermark may yet be taken back. Where a file of it cannot be read, the others' 
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any, Final
 
 import msgspec
 import pyarrow as pa
 
-from portalmq.spark.errors import DamagedFile, DataLoss, NothingThere, SourceError
+from portalmq.spark.errors import DamagedFile, DataLoss, NothingThere, NoTopic, SourceError
 from portalmq.spark.origin import SPAN_OFFSETS, Log, Span
 from portalmq.spark.segment import SegmentRows, opened
 
 _SEGMENT = re.compile(r"\d{20}\.sqlite\Z")
 _TOPIC = re.compile(r"(?P<topic>[A-Za-z0-9._-]{1,190})@(?P<topic_id>[0-9a-f]+)\Z")
-SCHEMA_VERSION = 1
+SCHEMA_VERSION: Final = 1
+OFFSET_END: Final = 1 << 63
 
 
 class _Sealed(msgspec.Struct):
@@ -49,8 +52,8 @@ class _TopicFile(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """One file. `end_offset` and `last_ms` (Unix time of its last batch) are None while it is not sealed and not the
-    last one."""
+    """One file. `last_ms`, the Unix time of its last batch, is None while it is not sealed; the last one then ends at
+    OFFSET_END."""
 
     path: Path
     base_offset: int
@@ -59,19 +62,34 @@ class Segment:
 
 
 class Replica:
-    """One broker's copy of a partition, as it stands now."""
+    """One broker's copy of a partition, as it stood when it was first asked. Its directory may go meanwhile, with its
+    topic: all of it raises FileNotFoundError then."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
     @cached_property
-    def _state(self) -> dict[str, int]:
+    def _state(self) -> dict[str, Any] | None:
+        """None where there is no snapshot."""
         path = self.directory / "state.sqlite"
         try:
-            with opened(path) as connection:
-                return dict(connection.execute("SELECT key, value FROM meta"))
+            return self._meta_of(path)
         except FileNotFoundError:
-            return {}
+            return None
+
+    def _meta_of(self, path: Path) -> dict[str, Any]:
+        """Raises FileNotFoundError, DamagedFile, SourceError."""
+        with opened(path) as connection:
+            meta = dict(connection.execute("SELECT key, value FROM meta"))
+        try:
+            if int(meta.get("schema_version", SCHEMA_VERSION)) > SCHEMA_VERSION:
+                raise SourceError(f"{path} was written by a newer PortalMQ: read it with that one's portalmq[spark]")
+            whose = (meta.get("topic_id", ""), int(meta.get("partition", -1)))
+        except ValueError as error:
+            raise DamagedFile(path, f"is not a file of PortalMQ ({error})") from error
+        if whose != (self.directory.parent.name.rpartition("@")[2], int(self.directory.name)):
+            raise DamagedFile(path, f"belongs to partition {whose[1]} of the topic with the id {whose[0]!r}, not here")
+        return meta
 
     @cached_property
     def _sealed(self) -> dict[int, _Sealed]:
@@ -89,42 +107,72 @@ class Replica:
         return sorted(path for path in self.directory.iterdir() if _SEGMENT.match(path.name))
 
     @cached_property
+    def _bases(self) -> list[int]:
+        return [int(path.name[:20]) for path in self.paths]
+
+    @cached_property
     def high_watermark(self) -> int:
-        """All below is committed. What is sealed is, even where the snapshot of the state is missing or older."""
+        """All below is committed. What is sealed is, even where the snapshot of the state is older, or was not copied
+        along. A broker writes the snapshot before the first message, so it is missing beside a live file by a fault
+        alone."""
         sealed_end = max((segment.end_offset for segment in self._sealed.values()), default=0)
-        return max(int(self._state.get("high_watermark", 0)), sealed_end)
+        if self._state is None and self._has_unsealed():
+            raise DamagedFile(
+                self.directory / "state.sqlite",
+                "is missing, and it alone tells which of the newest messages are committed",
+            )
+        return max(int((self._state or {}).get("high_watermark", 0)), sealed_end)
+
+    def _has_unsealed(self) -> bool:
+        for path, base in zip(self.paths, self._bases, strict=True):
+            if base not in self._sealed:
+                with opened(path) as connection:
+                    if connection.execute("SELECT count(*) FROM (SELECT 1 FROM batches LIMIT 1)").fetchone()[0]:
+                        return True
+        return False
 
     @cached_property
     def start_offset(self) -> int:
-        """The first offset that is there and not purged."""
+        """The first offset that is there and not purged. It moves before files are removed: so where the first file
+        begins behind it, a file is missing."""
         if not self.paths:
-            return self.high_watermark
-        with opened(self.paths[-1]) as connection:
-            newest = dict(connection.execute("SELECT key, value FROM meta"))
-        if int(newest.get("schema_version", SCHEMA_VERSION)) > SCHEMA_VERSION:
-            raise SourceError(
-                f"{self.paths[-1]} was written by a newer PortalMQ: read it with that one's portalmq[spark]"
+            if self.high_watermark:
+                raise DamagedFile(self.directory, "holds no segment any more")
+            return 0
+        starts = [(self._state or {}).get("log_start_offset", 0)]
+        starts.append(self._meta_of(self.paths[-1]).get("log_start_offset", 0))
+        start = max(map(int, starts))
+        if start < self._bases[0]:
+            raise DamagedFile(
+                self.directory, f"a segment is missing: the log begins at offset {start}, its files at {self._bases[0]}"
             )
-        purged = max(int(self._state.get("log_start_offset", 0)), int(newest.get("log_start_offset", 0)))
-        return max(purged, int(self.paths[0].name[:20]))
+        return start
+
+    def segment_at(self, offset: int) -> Segment | None:
+        """The file that holds the offset; None when it is missing. Only the manifest tells where a file ends that is
+        not the last: of others it is found out by reading."""
+        index = bisect_right(self._bases, offset) - 1
+        if index < 0:
+            return None
+        path, base = self.paths[index], self._bases[index]
+        sealed = self._sealed.get(base)
+        if sealed is not None:
+            return (
+                Segment(path, base, sealed.end_offset, sealed.last_timestamp_ms) if offset < sealed.end_offset else None
+            )
+        following = self._bases[index + 1] if index + 1 < len(self._bases) else OFFSET_END
+        return Segment(path, base, following, None)
 
     def segments(self, start: int, end: int) -> list[Segment]:
         """The files that hold [start, end). Raises DamagedFile when one of them is missing."""
-        bases = [int(path.name[:20]) for path in self.paths]
         found: list[Segment] = []
         reached = start
-        for index, (path, base) in enumerate(zip(self.paths, bases, strict=True)):
-            sealed = self._sealed.get(base)
-            following = bases[index + 1] if index + 1 < len(bases) else end
-            segment_end = sealed.end_offset if sealed is not None else max(following, base)
-            if segment_end <= start or base >= end:
-                continue
-            if base > reached:
-                break
-            found.append(Segment(path, base, segment_end, sealed.last_timestamp_ms if sealed is not None else None))
-            reached = segment_end
-        if reached < end:
-            raise DamagedFile(self.directory, f"a segment is missing: there is none that holds offset {reached}")
+        while reached < end:
+            segment = self.segment_at(reached)
+            if segment is None:
+                raise DamagedFile(self.directory, f"a segment is missing: there is none that holds offset {reached}")
+            found.append(segment)
+            reached = segment.end_offset
         return found
 
 
@@ -175,50 +223,72 @@ class Directories:
         self._span_offsets = span_offsets
         self._roots = [Path(path).absolute() for path in paths]
         self._topics = None if topics is None else tuple(topics)
+        self._seen: dict[str, tuple[Log, list[Replica]]] = {}
 
     def logs(self) -> list[Log]:
-        return [log for log, _ in self._found()]
+        self._seen = {log.name: (log, replicas) for log, replicas in self._found()}
+        return [log for log, _ in self._seen.values()]
 
     def offset_at(self, log: Log, timestamp_ms: int) -> int:
-        replica = self._replicas_of(log)[0]
-        for segment in replica.segments(log.start_offset, log.end_offset):
-            if segment.last_ms is not None and segment.last_ms < timestamp_ms:
-                continue
-            found = _first_at(segment, timestamp_ms)
-            if found is not None:
-                return min(max(found, log.start_offset), log.end_offset)
+        """Only files are opened whose times the manifest does not settle."""
+        reached = log.start_offset
+        for replica, segment, upto in self._pieces(log, log.start_offset, log.end_offset):
+            if segment.last_ms is None or segment.last_ms >= timestamp_ms:
+                found = _first_at(segment, reached, upto, timestamp_ms)
+                if found is not None:
+                    return found
+            reached = upto
         return log.end_offset
 
     def spans(self, log: Log, start: int, end: int) -> list[Span]:
-        if start >= end:
-            return []
-        replicas = self._replicas_of(log)
-        fault: DamagedFile | None = None
-        for replica in replicas:
-            try:
-                segments = replica.segments(start, end)
-            except DamagedFile as error:
-                fault = fault or error
-                continue
-            if replica.high_watermark < end:
-                continue
+        found: list[Span] = []
+        reached = start
+        for replica, segment, upto in self._pieces(log, start, end):
             elsewhere = tuple(
-                other.directory for other in replicas if other is not replica and other.high_watermark >= end
+                other.directory
+                for other in self._replicas_of(log)
+                if other is not replica and other.high_watermark >= upto
             )
-            return [
-                FileSpan(log, low, min(low + self._span_offsets, segment.end_offset, end), segment.path, elsewhere)
-                for segment in segments
-                for low in range(max(start, segment.base_offset), min(segment.end_offset, end), self._span_offsets)
+            found += [
+                FileSpan(log, low, min(low + self._span_offsets, upto), segment.path, elsewhere)
+                for low in range(reached, upto, self._span_offsets)
             ]
-        assert fault is not None
-        raise fault
+            reached = upto
+        return found
+
+    def _pieces(self, log: Log, start: int, end: int) -> Iterator[tuple[Replica, Segment, int]]:
+        """[start, end) by files: each with the replica it is of, and the offset up to which it is to be read. A file
+        that the best replica lacks is taken from another one that knows it to be committed."""
+        replicas = self._replicas_of(log)
+        if replicas[0].high_watermark < end:  # committed since we looked
+            self.logs()
+            replicas = self._replicas_of(log)
+        reached = start
+        while reached < end:
+            committed = [replica for replica in replicas if replica.high_watermark > reached]
+            if not committed:
+                raise SourceError(
+                    f"offsets {reached} to {end - 1} of {log.name} are not known to be committed in {self._where}: name"
+                    " the data directories of all brokers, separated by commas"
+                )
+            pieces = ((replica, replica.segment_at(reached)) for replica in committed)
+            found = next(((replica, segment) for replica, segment in pieces if segment is not None), None)
+            if found is None:
+                raise DamagedFile(
+                    committed[0].directory, f"a segment is missing: there is none that holds offset {reached}"
+                )
+            replica, segment = found
+            upto = min(segment.end_offset, replica.high_watermark, end)
+            yield replica, segment, upto
+            reached = upto
 
     def _replicas_of(self, log: Log) -> list[Replica]:
         """Best first."""
-        for found, replicas in self._found():
-            if found.name == log.name:
-                return replicas
-        raise NothingThere(f"{log.name} is in none of {self._where}")
+        if log.name not in self._seen:
+            self.logs()
+        if log.name not in self._seen:
+            raise NothingThere(f"{log.name} is in none of {self._where}")
+        return self._seen[log.name][1]
 
     @property
     def _where(self) -> str:
@@ -239,12 +309,12 @@ class Directories:
                         places.setdefault((*name, int(place.name)), []).append(Replica(place))
         self._check_topics(sizes)
         self._check_complete(sizes, places)
-        found = []
-        for (topic, topic_id, partition), replicas in sorted(places.items()):
-            replicas.sort(key=lambda replica: -replica.high_watermark)
-            best = replicas[0]
-            found.append((Log(topic, topic_id, partition, best.start_offset, best.high_watermark), replicas))
-        return found
+        found = ((key, _whole(replicas)) for key, replicas in sorted(places.items()))
+        return [
+            (Log(*key, replicas[0].start_offset, max(replicas[0].start_offset, replicas[0].high_watermark)), replicas)
+            for key, replicas in found
+            if replicas
+        ]
 
     def _wants(self, topic: str) -> bool:
         return not topic.startswith("__") if self._topics is None else topic in self._topics
@@ -275,9 +345,9 @@ class Directories:
         names = [topic for topic, _ in sizes]
         for topic in self._topics or ():
             if topic not in names:
-                raise NothingThere(f"there is no topic {topic!r} in {self._where}")
+                raise NoTopic(f"there is no topic {topic!r} in {self._where}")
         if not names:
-            raise NothingThere(f"there are no topics in {self._where} yet")
+            raise NoTopic(f"there are no topics in {self._where} yet")
         for topic in names:
             if names.count(topic) > 1:
                 ids = " and ".join(topic_id for name, topic_id in sizes if name == topic)
@@ -309,10 +379,39 @@ def _size_of(directory: Path) -> int:
         raise DamagedFile(path, f"describes no topic ({error})") from error
 
 
-def _first_at(segment: Segment, timestamp_ms: int) -> int | None:
-    """The first offset of the file's first batch that was appended at that time or later. Times never fall: bisect."""
+def _whole(replicas: Sequence[Replica]) -> list[Replica]:
+    """Those that can be read, best first; none when all went away with their topic. Raises DamagedFile when there are
+    some, and none of them can be."""
+    readable: list[Replica] = []
+    fault: DamagedFile | None = None
+    for replica in replicas:
+        try:
+            assert replica.high_watermark >= 0
+            readable.append(replica)
+        except FileNotFoundError:
+            continue
+        except DamagedFile as error:
+            fault = fault or error
+    readable.sort(key=lambda replica: -replica.high_watermark)
+    while readable:
+        try:
+            assert readable[0].start_offset >= 0
+            return readable
+        except FileNotFoundError:
+            pass
+        except DamagedFile as error:
+            fault = fault or error
+        del readable[0]
+    if fault is not None:
+        raise fault
+    return []
+
+
+def _first_at(segment: Segment, start: int, end: int, timestamp_ms: int) -> int | None:
+    """The first offset of [start, end), all of it in the file, of a batch that was appended at that time or later.
+    Times never fall: bisect."""
     with opened(segment.path) as connection:
-        low, high = segment.base_offset, segment.end_offset
+        low, high = start, end
         while low < high:
             middle = (low + high) // 2
             row = connection.execute(
@@ -327,4 +426,4 @@ def _first_at(segment: Segment, timestamp_ms: int) -> int | None:
                 high = base_offset
             else:
                 low = base_offset + count
-        return low if low < segment.end_offset else None
+        return max(low, start) if low < end else None

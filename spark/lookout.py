@@ -32,14 +32,12 @@ class Patience:
         self._patience_s = patience_s
         self._since: float | None = None
 
-    def ended(self, fault: BaseException) -> Exception | None:
-        """Note one more fault. What to raise once there were nothing but faults for so long."""
-        now = self._clock()
+    def ended(self, fault: BaseException, began: float) -> Exception | None:
+        """Note one more fault, of a try that began then. What to raise once all have failed for so long."""
         if self._since is None:
-            self._since = now
-        if now - self._since < self._patience_s:
-            return None
-        return SourceError(f"{fault}. It was tried again for {self._patience_s:g} s")
+            self._since = began
+        waited_s = self._clock() - self._since
+        return None if waited_s < self._patience_s else SourceError(f"{fault}. It was tried for {waited_s:.0f} s")
 
     def restored(self) -> None:
         self._since = None
@@ -66,7 +64,7 @@ class Lookout:
             raise
         except PASSING as fault:
             self._seen = None
-            final = self._patience.ended(fault)
+            final = self._patience.ended(fault, began)
             if final is not None:
                 raise final from fault
         else:

@@ -171,14 +171,14 @@ class MessagesStream(DataSourceStreamReader, SupportsTriggerAvailableNow):
             return []
         patience = Patience(self._clock)
         while True:
-            ranges = self._ranges(wanted)
+            ranges, began = self._ranges(wanted), self._clock()
             try:
                 origin = self._origin(self.reading.topics)
                 return [span for log, low, high in ranges for span in origin.spans(log, low, high)]
             except LASTING:
                 raise
             except PASSING as fault:  # a file went between the look and the plan, say: look again
-                final = patience.ended(fault)
+                final = patience.ended(fault, began)
                 if final is not None:
                     raise final from fault
             self._sleep(POLL_S)
