@@ -234,21 +234,42 @@ class Directories:
         reached = log.start_offset
         for replica, segment, upto in self._pieces(log, log.start_offset, log.end_offset):
             if segment.last_ms is None or segment.last_ms >= timestamp_ms:
-                found = _first_at(segment, reached, upto, timestamp_ms)
+                found = self._first_in(log, replica, segment, reached, upto, timestamp_ms)
                 if found is not None:
                     return found
             reached = upto
         return log.end_offset
 
+    def _first_in(
+        self, log: Log, replica: Replica, segment: Segment, start: int, end: int, timestamp_ms: int
+    ) -> int | None:
+        """As `_first_at`, by another replica's files where this one's cannot be read."""
+        try:
+            return _first_at(segment, start, end, timestamp_ms)
+        except (FileNotFoundError, DamagedFile) as fault:
+            for other in self._others(log, replica, end):
+                try:
+                    for part in other.segments(start, end):
+                        low, high = max(start, part.base_offset), min(end, part.end_offset)
+                        found = _first_at(part, low, high, timestamp_ms)
+                        if found is not None:
+                            return found
+                    return None
+                except (FileNotFoundError, DamagedFile):
+                    continue
+            if isinstance(fault, FileNotFoundError):
+                raise DataLoss(f"{segment.path} is gone: it was removed while the query was planned") from fault
+            raise
+
+    def _others(self, log: Log, replica: Replica, end: int) -> list[Replica]:
+        """Who else knows all below `end` to be committed."""
+        return [other for other in self._replicas_of(log) if other is not replica and other.high_watermark >= end]
+
     def spans(self, log: Log, start: int, end: int) -> list[Span]:
         found: list[Span] = []
         reached = start
         for replica, segment, upto in self._pieces(log, start, end):
-            elsewhere = tuple(
-                other.directory
-                for other in self._replicas_of(log)
-                if other is not replica and other.high_watermark >= upto
-            )
+            elsewhere = tuple(other.directory for other in self._others(log, replica, upto))
             found += [
                 FileSpan(log, low, min(low + self._span_offsets, upto), segment.path, elsewhere)
                 for low in range(reached, upto, self._span_offsets)
@@ -282,6 +303,10 @@ class Directories:
             yield replica, segment, upto
             reached = upto
 
+    def homes(self, log: Log) -> list[Path]:
+        """Where the partition stands, the best copy first."""
+        return [replica.directory for replica in self._replicas_of(log)]
+
     def _replicas_of(self, log: Log) -> list[Replica]:
         """Best first."""
         if log.name not in self._seen:
@@ -302,19 +327,23 @@ class Directories:
                 match = _TOPIC.match(directory.name)
                 if match is None or not self._wants(match["topic"]):
                     continue
+                try:
+                    found = [place for place in directory.iterdir() if place.name.isdecimal() and place.is_dir()]
+                except (FileNotFoundError, NotADirectoryError):  # deleted just now; or no topic's
+                    continue
                 name = (match["topic"], match["topic_id"])
                 sizes[name] = max(sizes.get(name, 0), _size_of(directory))
-                for place in directory.iterdir():
-                    if place.name.isdecimal() and place.is_dir():
-                        places.setdefault((*name, int(place.name)), []).append(Replica(place))
+                for place in found:
+                    places.setdefault((*name, int(place.name)), []).append(Replica(place))
         self._check_topics(sizes)
         self._check_complete(sizes, places)
-        found = ((key, _whole(replicas)) for key, replicas in sorted(places.items()))
-        return [
-            (Log(*key, replicas[0].start_offset, max(replicas[0].start_offset, replicas[0].high_watermark)), replicas)
-            for key, replicas in found
-            if replicas
-        ]
+        logs = []
+        for key, replicas in sorted(places.items()):
+            whole = _whole(replicas)
+            if whole:
+                start = whole[0].start_offset
+                logs.append((Log(*key, start, max(start, whole[0].high_watermark)), whole))
+        return logs
 
     def _wants(self, topic: str) -> bool:
         return not topic.startswith("__") if self._topics is None else topic in self._topics
