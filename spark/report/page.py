@@ -91,8 +91,10 @@ def _headline(report: Report) -> str:
     if not totals.messages:
         return "No messages yet"
     span = _span_ms(report)
-    return f"{words.plural(totals.messages, 'message')} in {words.duration(span)}" if span else (
-        f"{words.plural(totals.messages, 'message')} at once"
+    return (
+        f"{words.plural(totals.messages, 'message')} in {words.duration(span)}"
+        if span
+        else (f"{words.plural(totals.messages, 'message')} at once")
     )
 
 
@@ -107,8 +109,9 @@ def _when(report: Report) -> str:
         return f"There is nothing to measure in what was read. Made {words.moment(report.made_at_ms)}."
     if words.moment(totals.first_ms) == words.moment(totals.last_ms):
         return f"{words.moment(totals.first_ms)}. Made {words.moment(report.made_at_ms)}."
-    first, last = words.moment(totals.first_ms), words.moment(totals.last_ms)
-    return f"{first.removesuffix(' UTC')} to {last}. Made {words.moment(report.made_at_ms)}."
+    first, last = words.moment(totals.first_ms).removesuffix(" UTC"), words.moment(totals.last_ms)
+    last = last.removeprefix(f"{words.day(totals.first_ms)}, ")
+    return f"{first} to {last}. Made {words.moment(report.made_at_ms)}."
 
 
 def _tiles(view: View) -> Markup | None:
@@ -163,4 +166,6 @@ def _foot(report: Report) -> Markup:
         "are in decimal units (1 kB is 1,000 bytes), times in UTC. The same figures stand in report.json beside this "
         "page, and in full as Parquet files."
     )
-    return element("footer", element("p", told), join(element("p", "Read:"), element("ul", sources)) if sources else None)
+    return element(
+        "footer", element("p", told), join(element("p", "Read:"), element("ul", sources)) if sources else None
+    )

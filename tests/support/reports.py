@@ -71,7 +71,9 @@ def made(
             partitions.append(PartitionFigures(topic, partition, messages, messages * 188, 0, messages + 2, share))
             fail_overs.append(FailOver(topic, partition, 1, BEGAN_MS - 3_000, None))
             if dies_at is not None and index % 2 == 0:
-                fail_overs.append(FailOver(topic, partition, 2, BEGAN_MS + dies_at * bucket_ms + 40 * index, 560 + index))
+                fail_overs.append(
+                    FailOver(topic, partition, 2, BEGAN_MS + dies_at * bucket_ms + 40 * index, 560 + index)
+                )
         for low, part in ((64, 0.02), (128, 0.9), (256, 0.07), (512, 0.01)):
             sizes.append(SizeBucket(topic, low, 2 * low, round(total * part * (1 + index % 3 / 4))))
         per_s = 1000 / bucket_ms
@@ -83,7 +85,9 @@ def made(
         )  # fmt: skip
     messages = sum(one.messages for one in figures)
     producers = [
-        ProducerFigures(17 + n, one.messages, one.bytes, one.messages // 12 + 1, 1, BEGAN_MS + 120, BEGAN_MS + seconds * 900)
+        ProducerFigures(
+            17 + n, one.messages, one.bytes, one.messages // 12 + 1, 1, BEGAN_MS + 120, BEGAN_MS + seconds * 900
+        )
         for n, one in enumerate(figures[: model.PRODUCERS_SHOWN])
     ]
     made_groups, latencies, over_time, deliveries, lag = [], [], [], [], []
@@ -104,11 +108,15 @@ def made(
                     LagFigures(group, one.topic, partition, mode, waiting, 4_200 * partition if waiting else None)
                 )
         for low, part in ((0, 0.002), (1, 0.06), (2, 0.31), (4, 0.39), (8, 0.16), (16, 0.05), (32, 0.02), (512, 0.008)):
-            latencies.append(LatencyBucket(group, low * slower if low else 0, max(2 * low, 1) * slower, round(messages * part)))
+            latencies.append(
+                LatencyBucket(group, low * slower if low else 0, max(2 * low, 1) * slower, round(messages * part))
+            )
         for at in range(seconds):
             wild = 130 if dies_at is not None and abs(at - dies_at) < 2 else 1
             p50 = 4.1 * slower * random.uniform(0.8, 1.3) * (1 + wild / 20)
-            over_time.append(LatencyPoint(group, BEGAN_MS + at * bucket_ms, messages // seconds, p50, p50 * (9 + wild / 4)))
+            over_time.append(
+                LatencyPoint(group, BEGAN_MS + at * bucket_ms, messages // seconds, p50, p50 * (9 + wild / 4))
+            )
         if mode == "queue":
             topic = figures[0].topic
             deliveries += [Deliveries(group, topic, 1, messages), Deliveries(group, topic, 2, again)]
@@ -117,10 +125,11 @@ def made(
     peak = max(sum(t.messages for t in throughput if t.at_ms == BEGAN_MS + at * bucket_ms) for at in range(seconds))
     totals = Totals(
         messages, messages * 188, len(figures), len(partitions), len(producers), len({g.group for g in made_groups}),
-        BEGAN_MS, BEGAN_MS + seconds * bucket_ms - 100, messages / span_s, messages * 188 / span_s, peak * 1000 / bucket_ms,
+        BEGAN_MS, BEGAN_MS + seconds * bucket_ms - 100,
+        messages / span_s, messages * 188 / span_s, peak * 1000 / bucket_ms,
     )  # fmt: skip
     return Report(
-        1, BEGAN_MS + 61_000, ["data/broker-1", "data/broker-2", "data/broker-3"], bucket_ms, totals, figures, partitions,
+        1, BEGAN_MS + 61_000, [f"data/broker-{n}" for n in (1, 2, 3)], bucket_ms, totals, figures, partitions,
         throughput, by_partition, sizes, producers, made_groups, latencies, over_time, deliveries, lag, fail_overs,
         left_out or {},
     )  # fmt: skip
