@@ -28,7 +28,8 @@ from portalmq.spark.segment import SegmentRows, opened
 
 _SEGMENT = re.compile(r"\d{20}\.sqlite\Z")
 _TOPIC = re.compile(r"(?P<topic>[A-Za-z0-9._-]{1,190})@(?P<topic_id>[0-9a-f]+)\Z")
-SCHEMA_VERSION: Final = 1
+STATE_NAME: Final = "state.sqlite"
+SCHEMA_VERSION: Final = 1  # of segment files; of the state its meta is read, which stays
 OFFSET_END: Final = 1 << 63
 
 
@@ -71,7 +72,7 @@ class Replica:
     @cached_property
     def _state(self) -> dict[str, Any] | None:
         """None where there is no snapshot."""
-        path = self.directory / "state.sqlite"
+        path = self.directory / STATE_NAME
         try:
             return self._meta_of(path)
         except FileNotFoundError:
@@ -82,7 +83,7 @@ class Replica:
         with opened(path) as connection:
             meta = dict(connection.execute("SELECT key, value FROM meta"))
         try:
-            if int(meta.get("schema_version", SCHEMA_VERSION)) > SCHEMA_VERSION:
+            if path.name != STATE_NAME and int(meta.get("schema_version", SCHEMA_VERSION)) > SCHEMA_VERSION:
                 raise SourceError(f"{path} was written by a newer PortalMQ: read it with that one's portalmq[spark]")
             whose = (meta.get("topic_id", ""), int(meta.get("partition", -1)))
         except ValueError as error:
@@ -118,7 +119,7 @@ class Replica:
         sealed_end = max((segment.end_offset for segment in self._sealed.values()), default=0)
         if self._state is None and self._has_unsealed():
             raise DamagedFile(
-                self.directory / "state.sqlite",
+                self.directory / STATE_NAME,
                 "is missing, and it alone tells which of the newest messages are committed",
             )
         return max(int((self._state or {}).get("high_watermark", 0)), sealed_end)
@@ -270,9 +271,10 @@ class Directories:
         reached = start
         for replica, segment, upto in self._pieces(log, start, end):
             elsewhere = tuple(other.directory for other in self._others(log, replica, upto))
+            tasks = -(-(upto - reached) // self._span_offsets)
+            size = -(-(upto - reached) // tasks)  # as equal as can be: the longest task decides when all are done
             found += [
-                FileSpan(log, low, min(low + self._span_offsets, upto), segment.path, elsewhere)
-                for low in range(reached, upto, self._span_offsets)
+                FileSpan(log, low, min(low + size, upto), segment.path, elsewhere) for low in range(reached, upto, size)
             ]
             reached = upto
         return found
