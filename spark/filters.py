@@ -144,8 +144,10 @@ def bounds_of(filters: Sequence[Filter]) -> tuple[Bounds, list[Filter]]:
 def _narrowed(bounds: Bounds, each: Filter) -> tuple[Bounds, bool]:
     """The bounds with one filter more, and whether they hold exactly what it lets through. Raises _NotOurs."""
     column = _column(each)
-    if column in _NEVER_NULL and isinstance(each, IsNull | IsNotNull):
-        return (bounds if isinstance(each, IsNotNull) else replace(bounds, offsets=NONE)), True
+    plain, is_negated = (each.child, True) if isinstance(each, Not) else (each, False)
+    if column in _NEVER_NULL and isinstance(plain, IsNull | IsNotNull):
+        is_always = isinstance(plain, IsNotNull) != is_negated
+        return (bounds if is_always else replace(bounds, offsets=NONE)), True
     if column in {"topic", "partition"}:
         _is_true(each, "" if column == "topic" else 0)  # sees whether it can be decided
         return replace(bounds, logs=(*bounds.logs, each)), True
@@ -188,8 +190,6 @@ def _is_true(each: Filter, own: str | int) -> bool:
 
 def _holds(each: Filter, own: str | int) -> bool | None:
     """True, False, or None: unknown, as SQL has it. `own` is never NULL."""
-    if isinstance(each, IsNull | IsNotNull):
-        return isinstance(each, IsNotNull)
     if isinstance(each, In):
         equal = [_holds(EqualTo(each.attribute, value), own) for value in each.value]
         return True if True in equal else None if None in equal else False
