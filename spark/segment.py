@@ -62,6 +62,9 @@ _RARE = {
 _HEAVY = ("value", "key", "headers")
 _MIXED = -1
 
+# How a torn or foreign file shows: by SQLite, or by a column that holds something else than it should.
+_FAULTS = (adbc.Error, DamagedFile, pa.ArrowException, msgspec.MsgspecError, ValueError, TypeError)
+
 _decode_header_lines = msgspec.json.Decoder(dict[str, str]).decode_lines
 
 
@@ -221,7 +224,7 @@ class SegmentRows:
             rest = _rest(self._path)
             try:
                 batch = self._read(start, end, immutable=rest is not None)
-            except (adbc.Error, DamagedFile) as fault:
+            except _FAULTS as fault:
                 if rest is not None and _rest(self._path) != rest:
                     continue  # a broker has opened it meanwhile, or compaction replaced it: none of this counts
                 if isinstance(fault, DamagedFile):
@@ -231,7 +234,7 @@ class SegmentRows:
                 return batch
         raise SourceError(f"{self._path} was opened and closed by a broker again and again: read it again later")
 
-    def _told(self, fault: adbc.Error) -> Exception:
+    def _told(self, fault: Exception) -> Exception:
         if not self._path.exists():
             return FileNotFoundError(self._path)
         if "is locked" in str(fault) or "locking protocol" in str(fault):
@@ -399,6 +402,8 @@ def _table(cursor: Any, query: str, rows: int = CHUNK_OFFSETS) -> pa.Table:
 def _maps(texts: pa.Array, kind: pa.DataType) -> pa.Array:
     """JSON objects as maps, all decoded at once: there is no raw newline in what the broker wrote."""
     objects = _decode_header_lines("\n".join(texts.drop_null().to_pylist()))
+    if len(objects) != len(texts) - texts.null_count:
+        raise ValueError("headers are no JSON objects of one line each")
     sizes = np.zeros(len(texts) + 1, np.int32)
     there = texts.is_valid().to_numpy(zero_copy_only=False)
     sizes[1:][there] = [len(headers) for headers in objects]
