@@ -250,7 +250,8 @@ class TestWhatIsSeen:
         assert browser.seen.requests == [path.as_uri()]
         assert browser.ask("document.documentElement.scrollWidth") <= width
         beside = browser.ask(
-            "[...document.querySelectorAll('h1, h2, h3, figure, .tiles > div, .chart')].map((e) => e.getBoundingClientRect())"
+            "[...document.querySelectorAll('h1, h2, h3, figure, .tiles > div, .chart')]"
+            ".map((e) => e.getBoundingClientRect())"
             ".filter((box) => box.right > innerWidth + 1 || box.left < -1).length"
         )
         assert beside == 0
