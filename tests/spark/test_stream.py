@@ -103,7 +103,7 @@ def test_with_fewer_rows_than_logs_they_take_turns(pretended):
     assert served == {f"t@a/{n}": 4 for n in range(5)}
 
 
-# --- where it begins ------------------------------------------------------------------------------------------------
+# --- where it begins -----------------------------------------------------------------------------------------------
 
 
 def test_a_stream_begins_at_the_end_unless_told_otherwise(pretended):
@@ -188,7 +188,7 @@ def test_other_tables_are_no_streams():
         reader(table="groups")
 
 
-# --- how far the next batch goes ---------------------------------------------------------------------------------------
+# --- how far the next batch goes --------------------------------------------------------------------------------------
 
 
 def test_the_limit_is_what_spark_says_not_what_the_option_says(pretended):
@@ -271,7 +271,7 @@ def test_available_now_takes_up_a_new_partition_of_the_last_run_and_ends(pretend
     assert ends[1:] == [{"t@a/0": 100, "t@a/1": 0}, {"t@a/0": 100, "t@a/1": 20}]
 
 
-# --- what becomes of the logs ------------------------------------------------------------------------------------------
+# --- what becomes of the logs -----------------------------------------------------------------------------------------
 
 
 def test_it_never_goes_back_when_a_replica_knows_less_for_a_moment(pretended):
