@@ -1,10 +1,11 @@
 """The demo: a year of weather goes from sensors to controllers while a leader is killed half way.
 
 ZooKeeper and three brokers are started. Twelve sensors (four kinds at three airports) send each reading of 2013; for
-each kind two controllers share the three topics. When half is sent, the broker that leads most gets SIGKILL: the others
-take over, and it is started again on what it has, and catches up. At the end the books are compared: each reading that
-was acknowledged to a sensor has to be in the ledger of a controller. With --report, Spark then reads what the brokers left
-on disk, and draws the run. The last line says DEMO OK, and the exit code is 0, only if all of that is true.
+each kind two controllers share the three topics. When half is sent, the broker that leads most gets SIGKILL: the
+others take over, and it is started again on what it has, and catches up. At the end the books are compared: each
+reading that was acknowledged to a sensor has to be in the ledger of a controller. With --report, Spark then reads
+what the brokers left on disk, and draws the run. The last line says DEMO OK, and the exit code is 0, only if all of
+that is true.
 """
 
 from __future__ import annotations

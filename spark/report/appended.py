@@ -48,7 +48,7 @@ def throughput(view: View) -> Markup:
         ),
         figure(
             _peak(sizes, view.times, lambda value: f"{words.size(value)}/s", "data"),
-            f"Bytes appended per second (keys, values and headers), by topic; each column is the mean over {every}.",
+            f"Bytes of messages' values appended per second, by topic; each column is the mean over {every}.",
             plots.legend(sizes) if len(sizes) > 1 else None,
             plots.stacked(
                 sizes,
