@@ -12,19 +12,22 @@ watermark may yet be taken back. Where a file of it cannot be read, the others' 
 from __future__ import annotations
 
 import re
+import sqlite3
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 import pyarrow as pa
 
 from portalmq.spark.errors import DamagedFile, DataLoss, NothingThere, NoTopic, SourceError
 from portalmq.spark.origin import SPAN_OFFSETS, Log, Span
-from portalmq.spark.segment import SegmentRows, opened
+from portalmq.spark.segment import ATTEMPTS, SegmentRows, is_at_rest, opened
+
+T = TypeVar("T")
 
 _SEGMENT = re.compile(r"\d{20}\.sqlite\Z")
 _TOPIC = re.compile(r"(?P<topic>[A-Za-z0-9._-]{1,190})@(?P<topic_id>[0-9a-f]+)\Z")
@@ -80,8 +83,7 @@ class Replica:
 
     def _meta_of(self, path: Path) -> dict[str, Any]:
         """Raises FileNotFoundError, DamagedFile, SourceError."""
-        with opened(path) as connection:
-            meta = dict(connection.execute("SELECT key, value FROM meta"))
+        meta = dict(_asked(path, _rows("SELECT key, value FROM meta")))
         try:
             if path.name != STATE_NAME and int(meta.get("schema_version", SCHEMA_VERSION)) > SCHEMA_VERSION:
                 raise SourceError(f"{path} was written by a newer PortalMQ: read it with that one's portalmq[spark]")
@@ -125,12 +127,8 @@ class Replica:
         return max(int((self._state or {}).get("high_watermark", 0)), sealed_end)
 
     def _has_unsealed(self) -> bool:
-        for path, base in zip(self.paths, self._bases, strict=True):
-            if base not in self._sealed:
-                with opened(path) as connection:
-                    if connection.execute("SELECT count(*) FROM (SELECT 1 FROM batches LIMIT 1)").fetchone()[0]:
-                        return True
-        return False
+        unsealed = [path for path, base in zip(self.paths, self._bases, strict=True) if base not in self._sealed]
+        return any(_asked(path, _rows("SELECT 1 FROM batches LIMIT 1")) for path in unsealed)
 
     @cached_property
     def start_offset(self) -> int:
@@ -441,20 +439,53 @@ def _whole(replicas: Sequence[Replica]) -> list[Replica]:
 def _first_at(segment: Segment, start: int, end: int, timestamp_ms: int) -> int | None:
     """The first offset of [start, end), all of it in the file, of a batch that was appended at that time or later.
     Times never fall: bisect."""
-    with opened(segment.path) as connection:
+
+    def ask(connection: sqlite3.Connection) -> int | None:
         low, high = start, end
         while low < high:
             middle = (low + high) // 2
-            row = connection.execute(
-                "SELECT base_offset, count, appended_at_ms FROM batches WHERE base_offset <= ?"
-                " ORDER BY base_offset DESC LIMIT 1",
-                (middle,),
-            ).fetchone()
-            if row is None:
+            found = connection.execute(_BATCH_AT, (middle,)).fetchone()
+            if found is None:
                 raise DamagedFile(segment.path, f"the header of the batch at offset {middle} is missing")
-            base_offset, count, appended_at_ms = row
+            base_offset, count, appended_at_ms = found
             if appended_at_ms >= timestamp_ms:
                 high = base_offset
             else:
                 low = base_offset + count
         return max(low, start) if low < end else None
+
+    return _asked(segment.path, ask)
+
+
+_BATCH_AT = """
+SELECT base_offset, count, appended_at_ms FROM batches WHERE base_offset <= ? ORDER BY base_offset DESC LIMIT 1"""
+
+
+def _asked(path: Path, ask: Callable[[sqlite3.Connection], T]) -> T:
+    """The answer to a small question. Where a broker has begun to write to the file meanwhile, it is asked again.
+    Raises FileNotFoundError, DamagedFile, SourceError."""
+    for attempt in range(1, ATTEMPTS + 1):
+        before = _quiet_state(path)
+        try:
+            with opened(path) as connection:
+                answer = ask(connection)
+            if before is None or before == _quiet_state(path):
+                return answer
+        except sqlite3.OperationalError as error:
+            raise SourceError(f"{path} was kept locked for seconds ({error}): try again") from error
+        except DamagedFile:
+            if attempt == ATTEMPTS or before is None or before == _quiet_state(path):
+                raise
+    raise SourceError(f"{path} was changed each time it was read: try again")
+
+
+def _rows(query: str) -> Callable[[sqlite3.Connection], list[tuple[Any, ...]]]:
+    return lambda connection: connection.execute(query).fetchall()
+
+
+def _quiet_state(path: Path) -> tuple[int, int, int] | None:
+    """Changes when the file does; None while somebody may be writing to it, and SQLite sees to the order."""
+    if not is_at_rest(path):
+        return None
+    state = path.stat()
+    return state.st_ino, state.st_size, state.st_mtime_ns

@@ -196,7 +196,9 @@ def _holds(each: Filter, own: str | int) -> bool | None:
     value = getattr(each, "value", None)
     if isinstance(each, EqualNullSafe) and value is None:
         return False
-    compare = _COMPARISONS.get(type(each)) or (_TEXTS.get(type(each)) if isinstance(own, str) else None)
+    compare: Callable[[Any, Any], bool] | None = _COMPARISONS.get(type(each))
+    if compare is None and isinstance(own, str):
+        compare = _TEXTS.get(type(each))
     if compare is None:
         raise _NotOurs
     if value is None:
