@@ -194,7 +194,7 @@ class Brokers:
             page = self._cluster.get(path, wire.BrowsePage, (log.topic, log.partition), at=at, limit=1)
         except NotFound as error:
             raise DataLoss(f"{log.name} is gone: {error}") from error
-        offset = page.messages[0].offset if page.messages else log.end_offset
+        offset = page.messages[0]["offset"] if page.messages else log.end_offset
         return min(max(offset, log.start_offset), log.end_offset)
 
     def spans(self, log: Log, start: int, end: int) -> list[Span]:
