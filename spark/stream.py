@@ -61,6 +61,7 @@ class MessagesStream(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._to_be_written: Positions | None = None
         self._target: Positions | None = None
         self._last_served = ""
+        self._told: set[str] = set()
 
     # --- where it begins ---------------------------------------------------------------------------------------------
 
@@ -195,7 +196,9 @@ class MessagesStream(DataSourceStreamReader, SupportsTriggerAvailableNow):
                 continue
             if log.start_offset > low:
                 gone = min(log.start_offset, high)
-                losses.append(f"offsets {low} to {gone - 1} of {name} were removed before they were read")
+                losses.append(
+                    f"offsets {low} to {gone - 1} of {name} were removed before they were read (retention or a purge)"
+                )
             if log.end_offset < high:
                 losses.append(f"{name} ends at offset {log.end_offset}, and was to be read up to {high}")
             ranges.append((log, max(low, log.start_offset), min(high, log.end_offset)))
@@ -263,7 +266,9 @@ class MessagesStream(DataSourceStreamReader, SupportsTriggerAvailableNow):
             told += f". And {len(losses) - _LOSSES_TOLD} more like these"
         if self.reading.fails_on_data_loss:
             raise DataLoss(told)
-        _log.warning("%s. The query goes on with what is there (failOnDataLoss=false)", told)
+        if not self._told.issuperset(losses):  # the plan of a batch finds again what the look before it has found
+            _log.warning("%s. The query goes on with what is there (failOnDataLoss=false)", told)
+        self._told = set(losses)
 
 
 def _cut(now: Standing, start: Positions, target: Positions) -> None:

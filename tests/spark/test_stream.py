@@ -336,14 +336,16 @@ def test_who_does_not_mind_a_loss_goes_on_at_the_end_and_reads_nothing_twice(pre
 def test_what_retention_removed_unread_is_a_loss_at_once(pretended, caplog):
     pretended.found = [log("t@a/0", 90, start=50)]
     start = {"t@a/0": 10}
-    with pytest.raises(DataLoss, match=r"offsets 10 to 49 of t@a/0 were removed before they were read"):
-        reader().latestOffset(start, ALL)
+    strict = reader()
+    for _ in range(2):
+        with pytest.raises(DataLoss, match=r"offsets 10 to 49 of t@a/0 were removed before they were read"):
+            strict.latestOffset(start, ALL)
     lenient = reader(failOnDataLoss="false")
     assert lenient.latestOffset(start, ReadMaxRows(5)) == {"t@a/0": 55}, (
         "the limit counts from where there is something"
     )
     assert pieces(lenient.partitions(start, {"t@a/0": 55})) == [("t@a/0", 50, 55)]
-    assert "offsets 10 to 49" in caplog.text
+    assert caplog.text.count("offsets 10 to 49") == 1
     with pytest.raises(DataLoss, match="offsets 10 to 49 of t@a/0"):
         reader().partitions(start, {"t@a/0": 55})
 

@@ -42,7 +42,7 @@ def test_a_killed_job_writes_every_message_once(spark, tmp_path: Path):
         where = {"path": str(broker.data_dir), "bootstrap": broker.url}
         given = {"topic": "t", "startingOffsets": "earliest", "maxRowsPerTrigger": "2000"}
         doors = cycle({door: where[door]} for door in DOORS)
-        load = Load(broker.url, "load", topic="t", partitions=PARTITIONS, pause_s=0.001)
+        load = Load(broker.url, "load", topic="t", partitions=PARTITIONS, pause_s=0.003)
         try:
             with StreamJob(tmp_path / "job") as job:
                 planned = []
