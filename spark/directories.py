@@ -339,10 +339,12 @@ class Directories:
         self._check_complete(sizes, places)
         logs = []
         for key, replicas in sorted(places.items()):
-            whole = _whole(replicas)
-            if whole:
-                start = whole[0].start_offset
-                logs.append((Log(*key, start, max(start, whole[0].high_watermark)), whole))
+            readable, fault = _readable(replicas)
+            if readable:
+                start = _start_of(readable)
+                logs.append((Log(*key, start, max(start, readable[0].high_watermark)), readable))
+            elif fault is not None:
+                raise fault
         return logs
 
     def _wants(self, topic: str) -> bool:
@@ -408,32 +410,35 @@ def _size_of(directory: Path) -> int:
         raise DamagedFile(path, f"describes no topic ({error})") from error
 
 
-def _whole(replicas: Sequence[Replica]) -> list[Replica]:
-    """Those that can be read, best first; none when all went away with their topic. Raises DamagedFile when there are
-    some, and none of them can be."""
-    readable: list[Replica] = []
+def _readable(replicas: Sequence[Replica]) -> tuple[list[Replica], DamagedFile | None]:
+    """Those that tell what is committed, best first, and why another one does not. None when all went away with their
+    topic."""
+    found: list[tuple[int, Replica]] = []
     fault: DamagedFile | None = None
     for replica in replicas:
         try:
-            assert replica.high_watermark >= 0
-            readable.append(replica)
+            found.append((replica.high_watermark, replica))
         except FileNotFoundError:
             continue
         except DamagedFile as error:
             fault = fault or error
-    readable.sort(key=lambda replica: -replica.high_watermark)
-    while readable:
+    found.sort(key=lambda pair: -pair[0])
+    return [replica for _, replica in found], fault
+
+
+def _start_of(replicas: Sequence[Replica]) -> int:
+    """Where the log begins, by the best replica that can tell. Raises DamagedFile."""
+    fault: DamagedFile | None = None
+    for replica in replicas:
         try:
-            assert readable[0].start_offset >= 0
-            return readable
+            return replica.start_offset
         except FileNotFoundError:
-            pass
+            continue
         except DamagedFile as error:
             fault = fault or error
-        del readable[0]
     if fault is not None:
         raise fault
-    return []
+    return replicas[0].high_watermark  # all went away just now
 
 
 def _first_at(segment: Segment, start: int, end: int, timestamp_ms: int) -> int | None:
