@@ -8,7 +8,7 @@ from collections.abc import Callable
 from portalmq.spark.report import plots, words
 from portalmq.spark.report.axes import Tick, Times
 from portalmq.spark.report.markup import Markup, join
-from portalmq.spark.report.model import PartitionFigures, Throughput, TopicFigures
+from portalmq.spark.report.model import OTHERS, PartitionFigures, Throughput, TopicFigures
 from portalmq.spark.report.plots import Series
 from portalmq.spark.report.view import Column, View, figure, framed, named, note, nothing, section, table
 
@@ -17,7 +17,7 @@ HEAT_ROWS_MAX = 60
 _Value = Callable[[Throughput], int]
 _Words = Callable[[float], str]
 
-# A partition with so much more than an even share is worth a sentence.
+# A topic or a partition with so much more than an even share is worth a sentence.
 UNEVEN = 1.25
 
 
@@ -67,6 +67,7 @@ def throughput(view: View) -> Markup:
 def _by_topic(view: View, times: Times, value_of: _Value) -> list[Series]:
     """A second's worth of each column, by topic; topics without a colour of their own are one series."""
     values: dict[str | None, list[float | None]] = {topic: [0.0] * times.columns for topic in view.topics}
+    # Behind OTHERS stand those that the report itself has left out.
     rest = set[str]()
     for point in view.report.throughput:
         column = times.column(point.at_ms)
@@ -77,8 +78,9 @@ def _by_topic(view: View, times: Times, value_of: _Value) -> list[Series]:
             rest.add(point.topic)
         row = values.setdefault(name, [0.0] * times.columns)
         row[column] = (row[column] or 0.0) + value_of(point) / times.seconds
+    others = len(rest) if OTHERS not in rest else len(rest) - 1 + view.report.left_out.get("topics", 1)
     return [
-        Series(f"{words.plural(len(rest), 'other')}" if name is None else name, row, view.colour_of_topic(name or ""))
+        Series(words.plural(others, "other") if name is None else name, row, view.colour_of_topic(name or ""))
         for name, row in values.items()
     ]
 
@@ -112,13 +114,14 @@ def _topics(view: View, times: Times) -> Markup:
     titles = ("Messages", "Data", "Mean", "Peak", "Size p50", "Size p99", "With a key", "Partitions")
     columns = [Column("Topic", is_text=True), Column("Course", is_text=True), *(Column(title) for title in titles)]
     busiest = topics[0]
+    number = view.report.totals.topics
     of_all = busiest.messages / max(view.report.totals.messages, 1)
-    title = (
-        f"{words.plural(view.report.totals.topics, 'topic')}; the busiest, {busiest.topic}, "
-        f"has {words.share(of_all)} of the messages"
-        if len(topics) > 1
-        else f"One topic, {busiest.topic}, has it all"
-    )
+    if number == 1:
+        title = f"One topic, {busiest.topic}, has it all"
+    elif of_all * number < UNEVEN:
+        title = f"{words.count(number)} topics, about {words.share(1 / number)} of the messages each"
+    else:
+        title = f"{busiest.topic} has {words.share(of_all)} of the messages, the most of {words.count(number)} topics"
     what = (
         "Every topic, the busiest first. The courses share one scale; a mean runs from the first message to the last."
     )
@@ -260,7 +263,7 @@ def _sizes_by_topic(
     if len(by_topic) < 2 or len(classes) < 2:
         return None
     topics = sorted(by_topic, key=lambda topic: (-sum(by_topic[topic].values()), topic))[:HEAT_ROWS_MAX]
-    topics.sort()
+    topics.sort(key=lambda topic: (topic == OTHERS, topic))
     shares = [
         [by_topic[topic].get(low, 0) / max(sum(by_topic[topic].values()), 1) for low, _ in classes] for topic in topics
     ]

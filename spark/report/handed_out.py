@@ -34,7 +34,7 @@ def latency(view: View) -> Markup:
         "latency",
         "Delivery latency",
         figure(
-            _sentence(by_group),
+            _sentence(view.report.latencies),
             "From the moment a message could be delivered to when it was first handed out (queue groups), or to the "
             "commit behind it (stream groups). Messages by latency; the borders are powers of two.",
             element("div", cards, class_="multiples" if len(cards) > 1 else None),
@@ -46,9 +46,17 @@ def latency(view: View) -> Markup:
     )
 
 
-def _sentence(by_group: dict[str, list[LatencyBucket]]) -> str:
+def usual(found: Sequence[LatencyBucket]) -> tuple[str, int, int]:
+    """The group that was given most, and what half of its deliveries, and 99 percent, stayed below (ms)."""
+    by_group: dict[str, list[LatencyBucket]] = defaultdict(list)
+    for bucket in found:
+        by_group[bucket.group].append(bucket)
     group = max(by_group, key=lambda name: sum(bucket.messages for bucket in by_group[name]))
-    half, most = _within(by_group[group], 0.5), _within(by_group[group], 0.99)
+    return group, _within(by_group[group], 0.5), _within(by_group[group], 0.99)
+
+
+def _sentence(found: Sequence[LatencyBucket]) -> str:
+    group, half, most = usual(found)
     told = (
         f"99 % within {words.duration(most)}"
         if half == most
@@ -137,7 +145,7 @@ def _over_time(view: View) -> Markup | None:
             series,
             times,
             unit="ms",
-            label=words.duration,
+            label=words.decade,
             thin=frozenset(range(0, len(series), 2)),
             marks=view.marks,
             describe=f"Lines over time: median and 99th percentile of latency of {words.plural(len(groups), 'group')}",
@@ -185,7 +193,9 @@ def _quantiles(view: View) -> Markup | None:
         if len(measured) > 1
         else f"1 in 100 messages took over {words.duration(worst)}"
     )
-    return figure(title, "Latency by group and topic.", framed(table(columns, rows, "Latency")))
+    made = framed(table(columns, rows, "Latency"))
+    more = view.left_out("groups", "pair of group and topic", "pairs of group and topic")
+    return figure(title, "Latency by group and topic.", made, more)
 
 
 def _ordered(groups: list[GroupFigures]) -> list[GroupFigures]:
@@ -211,10 +221,7 @@ def redeliveries(view: View) -> Markup:
         [
             named(view.colour_of_group(one.group), one.group),
             one.topic,
-            plots.bar(
-                one.redeliveries / one.delivered / most if most and one.delivered else 0,
-                view.colour_of_group(one.group),
-            ),
+            _bar(view, one, most),
             *(words.count(value) for value in (one.delivered, one.redelivered, one.redeliveries)),
             *(words.count(value) for value in (one.nacked, one.acked, one.dead)),
         ]
@@ -238,6 +245,12 @@ def redeliveries(view: View) -> Markup:
         ),
         _attempts(view),
     )
+
+
+def _bar(view: View, one: GroupFigures, most: float) -> Markup | None:
+    if not one.redeliveries or not one.delivered:
+        return None
+    return plots.bar(one.redeliveries / one.delivered / most, view.colour_of_group(one.group))
 
 
 def _attempts(view: View) -> Markup | None:

@@ -136,13 +136,10 @@ def _tile(name: str, figure: str, more: str) -> Markup:
 
 
 def _latency_tile(view: View) -> Markup:
-    found = [group for group in view.report.groups if group.latency_ms]
-    if not found:
-        return _tile("Delivery", words.NONE, "no group has read yet")
-    usual = max(found, key=lambda group: group.delivered)
-    assert usual.latency_ms
-    more = f"median, {usual.group} on {usual.topic}" if len(found) > 1 else f"median of {usual.group}"
-    return _tile("Delivery", words.duration(usual.latency_ms.p50), more)
+    if not any(bucket.messages for bucket in view.report.latencies):
+        return _tile("Delivered within", words.NONE, "no group has read yet")
+    group, half, most = handed_out.usual(view.report.latencies)
+    return _tile("Delivered within", words.duration(half), f"half of {group}; 99 % in {words.duration(most)}")
 
 
 def _redelivery_tile(view: View) -> Markup:

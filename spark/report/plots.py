@@ -26,6 +26,7 @@ from portalmq.spark.report.markup import Markup, element, join
 # Above so many columns there is no room for a gap between bars.
 BARS_MAX = 120
 HEAT_LEVELS = 8
+_COLUMNS_TO_FILL = 7
 PLAIN_HUE = 287.0
 # Marks closer to each other than this (percent of the width) are shown as one.
 _MARKS_APART = 1.5
@@ -167,7 +168,10 @@ def histogram(
     ticks = [Tick(100 * (at + between / 2) / len(values), text) for at, text in enumerate(borders) if at % every == 0]
     hover = _hover(labels, [Series("", values, colour)], unit)
     drawing = _svg(f"0 0 {max(len(values), 1)} 100", shape)
-    return chart(drawing, axis.ticks, ticks, describe=describe, hover=hover, size="short" if short else "")
+    # Two or three columns would be blocks rather than bars.
+    style = f"max-width:{60 + 150 * len(values)}px" if len(values) < _COLUMNS_TO_FILL else None
+    size = "short" if short else ""
+    return chart(drawing, axis.ticks, ticks, describe=describe, hover=hover, size=size, style=style)
 
 
 def heat_map(

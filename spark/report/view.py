@@ -55,12 +55,12 @@ class View:
     def colour_of_group(self, group: str) -> Colour:
         return self.groups.get(group, Colour())
 
-    def left_out(self, name: str, what: str) -> Markup | None:
+    def left_out(self, name: str, what: str, many: str = "") -> Markup | None:
         """The sentence about what a list of the report does not show."""
         number = self.report.left_out.get(name, 0)
         if not number:
             return None
-        return note(f"{words.plural(number, what)} more: all are in the Parquet files beside this page.")
+        return note(f"{words.plural(number, what, many)} more: all are in the Parquet files beside this page.")
 
 
 def changes_of_leaders(epochs: Iterable[FailOver]) -> list[FailOver]:

@@ -71,6 +71,11 @@ def duration(ms: float) -> str:
     return _two(ms, _DAY, "d", _HOUR, "h")
 
 
+def decade(ms: float) -> str:
+    """A power of ten, which has no round number of minutes."""
+    return duration(ms) if ms < _MINUTE else f"{count(ms / _SECOND)}{_SP}s"
+
+
 def _two(ms: float, big: int, big_name: str, small: int, small_name: str) -> str:
     whole, rest = divmod(round(ms / small) * small, big)
     first = f"{count(whole)}{_SP}{big_name}"

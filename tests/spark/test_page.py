@@ -114,7 +114,7 @@ class TestWhatItSays:
         found = read(reports.biggest()).words
         assert "31 topics more: all are in the Parquet files" in found
         assert "1,200 partitions more" in found
-        assert "39 others" in found
+        assert "70 others" in found
 
     def test_lag_names_who_is_behind_and_for_how_long(self) -> None:
         found = read(reports.made({"orders": 3}, groups={"fast": "queue", "slow": "queue"})).words
