@@ -24,7 +24,7 @@ from portalmq.spark import brokers as brokers_module
 from portalmq.spark.brokers import Access, Brokers, BrokerSpan
 from portalmq.spark.columns import COLUMNS
 from portalmq.spark.directories import Directories
-from portalmq.spark.errors import BadOption, DataLoss, NothingThere, SourceError, Unreachable
+from portalmq.spark.errors import BadOption, DataLoss, NoTopic, SourceError, Unreachable
 from portalmq.spark.origin import Log, Origin, Span, rows_of
 
 LOG = Log("t", "id-1", 0, 0, 6)
@@ -312,8 +312,26 @@ def test_internal_topics_are_left_out_and_one_that_is_not_there_is_named(broker:
     assert {"shown"} <= {log.topic for log in Brokers([broker.url]).logs()}
     assert "__hidden" not in {log.topic for log in Brokers([broker.url]).logs()}
     assert [log.topic for log in Brokers([broker.url], ["__hidden"]).logs()] == ["__hidden"]
-    with pytest.raises(NothingThere, match=f"there is no topic 'nope' at {broker.url}"):
+    with pytest.raises(NoTopic, match=f"there is no topic 'nope' at {broker.url}"):
         Brokers([broker.url], ["shown", "nope"]).logs()
+
+
+@pytest.mark.cluster
+def test_a_pattern_stands_for_the_topics_that_match_it_by_both_doors(broker: BrokerProcess) -> None:
+    for name in ("like_1", "like_2", "liked", "__like_3"):
+        Admin(broker.url).create_topic(name)
+    for asked, found in (
+        (["like_*"], ["like_1", "like_2"]),
+        (["like?"], ["liked"]),
+        (["liked", "*_2"], ["like_2", "liked"]),
+        (["__*"], ["__like_3"]),
+    ):
+        for origin in (Brokers([broker.url], asked), Directories([str(broker.data_dir)], asked)):
+            topics = [log.topic for log in origin.logs()]
+            assert [topic for topic in topics if "like" in topic] == found
+    for origin in (Brokers([broker.url], ["nope*"]), Directories([str(broker.data_dir)], ["nope*"])):
+        with pytest.raises(NoTopic, match=r"there is no topic 'nope\*' (at|in) "):
+            origin.logs()
 
 
 @pytest.mark.cluster
@@ -339,7 +357,7 @@ def test_a_purge_moves_the_beginning_and_a_topic_that_is_made_again_is_another(b
 @pytest.mark.cluster
 def test_a_broker_without_topics_and_one_that_wants_a_token(tmp_path: Path) -> None:
     with BrokerProcess(tmp_path, "--secret", "open sesame", command=("dev",)) as guarded:
-        with pytest.raises(NothingThere, match="there are no topics at"):
+        with pytest.raises(NoTopic, match="there are no topics at"):
             Brokers([guarded.url], token="open sesame").logs()
         for token in (None, "wrong"):
             with pytest.raises(SourceError, match=r"refuses to be read .*: give the option token"):
