@@ -1,4 +1,4 @@
-"""A stream over the data directories of three brokers while leaders are killed: without Spark, in Spark's order."""
+"""A stream while leaders are killed, by three data directories and by HTTP: without Spark, in Spark's order."""
 
 from __future__ import annotations
 
@@ -25,9 +25,14 @@ class Query:
     """What Spark does with a source, one micro-batch after the other."""
 
     def __init__(self, **given: str) -> None:
-        self.source = MessagesStream(options.stream_reading(given), ("partition", "offset", "value"))
-        self.position = self.source.initialOffset()
         self.rows: list[tuple[int, int, str]] = []
+        self.restart(**given)
+        self.position = self.source.initialOffset()
+
+    def restart(self, **given: str) -> None:
+        """With other options, from the checkpoint."""
+        reading = options.stream_reading(given | {"topic": "t", "startingOffsets": "earliest"})
+        self.source = MessagesStream(reading, ("partition", "offset", "value"))
 
     def run_until(self, rows: int) -> None:
         """Until it has read so many."""
@@ -57,7 +62,8 @@ def test_leaders_are_killed_and_every_message_is_read_once(tmp_path: Path):
         cluster.admin().create_topic("t", partitions=PARTITIONS)
         cluster.wait_in_sync("t")
         paths = ",".join(str(broker.data_dir) for broker in cluster.brokers.values())
-        query = Query(path=paths, topic="t", startingOffsets="earliest")
+        doors = itertools.cycle([{"path": paths}, {"bootstrap": ",".join(cluster.urls)}])
+        query = Query(**next(doors))
         with loads(cluster.urls, topic="t", partitions=PARTITIONS, pause_s=0.002) as running:
             query.run_until(1_000)
             for partition in range(PARTITIONS):
@@ -66,6 +72,7 @@ def test_leaders_are_killed_and_every_message_is_read_once(tmp_path: Path):
                 query.run_until(len(query.rows) + 1_000)
                 cluster.start(killed)
                 cluster.wait_in_sync("t")
+                query.restart(**next(doors))
         sent = {(each.partition, each.offset): each.value for load in running for each in load.acked}
         query.run_until(len(sent))
     assert {(partition, offset): value for partition, offset, value in query.rows} == sent
