@@ -26,6 +26,7 @@ import pyarrow as pa
 from portalmq.spark.errors import DamagedFile, DataLoss, NothingThere, NoTopic, SourceError
 from portalmq.spark.origin import SPAN_OFFSETS, Log, Span
 from portalmq.spark.segment import ATTEMPTS, SegmentRows, is_at_rest, opened
+from portalmq.spark.topics import is_wanted, not_found
 
 T = TypeVar("T")
 
@@ -348,7 +349,7 @@ class Directories:
         return logs
 
     def _wants(self, topic: str) -> bool:
-        return not topic.startswith("__") if self._topics is None else topic in self._topics
+        return is_wanted(topic, self._topics)
 
     def _checked_roots(self) -> list[Path]:
         clusters: dict[str, Path] = {}
@@ -374,9 +375,8 @@ class Directories:
 
     def _check_topics(self, sizes: dict[tuple[str, str], int]) -> None:
         names = [topic for topic, _ in sizes]
-        for topic in self._topics or ():
-            if topic not in names:
-                raise NoTopic(f"there is no topic {topic!r} in {self._where}")
+        for topic in not_found(self._topics, names):
+            raise NoTopic(f"there is no topic {topic!r} in {self._where}")
         if not names:
             raise NoTopic(f"there are no topics in {self._where} yet")
         for topic in names:
