@@ -33,12 +33,14 @@ _WRITING = ("bootstrap", "token", "topic", "query", "checkpointLocation")
 # What comes to the fingers of who has used Spark's Kafka source.
 _KAFKA = {
     "subscribe": "topic",
+    "subscribepattern": "topic",
     "assign": "topic",
     "kafka.bootstrap.servers": "bootstrap",
     "maxoffsetspertrigger": "maxRowsPerTrigger",
     "startingoffsetsbytimestamp": "startingTimestamp",
     "endingoffsetsbytimestamp": "endingTimestamp",
     "maxrecordsperpartition": "maxRowsPerPartition",
+    "minpartitions": "maxRowsPerPartition",
 }
 
 
