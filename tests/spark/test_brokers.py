@@ -401,3 +401,25 @@ def test_a_leader_that_is_killed_between_planning_and_reading_and_in_the_middle_
             assert [row["value"] for row in found] == [value_of(batch, n) for batch in range(40) for n in range(100)]
         # Planning again, while one broker is away.
         assert sum(log.end_offset > log.start_offset for log in origin.logs()) == 2
+
+
+# --- through Spark ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.spark
+@pytest.mark.cluster
+@pytest.mark.timeout(300)  # the first one starts Spark
+def test_a_query_gives_the_same_by_both_doors_and_a_refusal_reaches_who_asked(spark: Any, tmp_path: Path) -> None:
+    with BrokerProcess(tmp_path, command=("dev",)) as broker:
+        produced(broker, "asked")
+        until_the_files_tell(Directories([str(broker.data_dir)], ["asked"]), Brokers([broker.url], ["asked"]))
+        found = []
+        for door, where in (("path", str(broker.data_dir)), ("bootstrap", broker.url)):
+            messages = spark.read.format("portalmq").option(door, where).option("topic", "ask*").load()
+            asked = messages.where("partition <> 1 AND offset >= 20 AND timestamp > '2020-01-01'")
+            found.append(asked.orderBy("partition", "offset").toArrow())
+        assert found[0].num_rows > 100
+        assert found[1].to_pylist() == found[0].to_pylist()
+        nowhere = spark.read.format("portalmq").option("bootstrap", broker.url).option("topic", "nope").load()
+        with pytest.raises(Exception, match=f"there is no topic 'nope' at {broker.url}"):
+            nowhere.collect()

@@ -21,7 +21,7 @@ from support.broker_process import BrokerProcess
 from portalmq import Admin, Producer
 from portalmq.demo_iot.readings import Reading, replay, year
 
-pytestmark = [pytest.mark.spark, pytest.mark.cluster]
+pytestmark = [pytest.mark.spark, pytest.mark.cluster, pytest.mark.timeout(300)]
 
 REPOSITORY = Path(__file__).parents[2]
 EXAMPLES = REPOSITORY / "docs" / "examples"
