@@ -21,11 +21,11 @@ import msgspec
 
 from portalmq import wire
 from portalmq.errors import MessageTooLarge, PortalMQError, TopicExists
-from portalmq.spark.errors import BadRow, NotWritten, Unreachable
+from portalmq.spark.errors import BadOption, BadRow, NotWritten, Unreachable
 from portalmq.spark.rows import Placed, Row
 from portalmq.transport import Request, Transport, decode_answer
 
-REQUEST_ROWS_MAX: Final = 5_000
+REQUEST_ROWS_MAX: Final = 2_000
 REQUEST_BYTES_MAX: Final = 1_000_000
 REQUESTS_MAX: Final = 8
 BYTES_WAITING_MAX: Final = 32 * 1024 * 1024
@@ -76,7 +76,7 @@ class Sender:
         self, bootstrap: Sequence[str], token: str | None, *, delivery_timeout_s: float = DELIVERY_TIMEOUT_S
     ) -> None:
         self._timeout_s = delivery_timeout_s
-        self._transport = Transport(list(bootstrap), token=token, timeout_s=delivery_timeout_s)
+        self._transport = transport_of(bootstrap, token, delivery_timeout_s)
         self._pool = ThreadPoolExecutor(REQUESTS_MAX, thread_name_prefix="portalmq-sink")
         self._topics: dict[str, _Topic] = {}
         self._lanes: dict[tuple[str, int], _Lane] = {}
@@ -187,6 +187,14 @@ class Sender:
             refused = [result.error for result in answer.results if result.error is not None]
             if refused or len(answer.results) != len(rows):
                 raise NotWritten(str(lane), f"{len(refused)} of {len(rows)}, the first one: {refused[:1]}")
+
+
+def transport_of(bootstrap: Sequence[str], token: str | None, timeout_s: float) -> Transport:
+    """Calls nobody yet. Raises BadOption."""
+    try:
+        return Transport(",".join(bootstrap), token=token, timeout_s=timeout_s)
+    except ValueError as error:
+        raise BadOption(f"bootstrap or token: {error}") from error
 
 
 def partitions_of(transport: Transport, name: str) -> _Topic | None:

@@ -23,8 +23,7 @@ from portalmq.spark.errors import BadOption, SourceError
 from portalmq.spark.identity import Identities
 from portalmq.spark.options import Writing
 from portalmq.spark.rows import check_columns, placed_rows
-from portalmq.spark.sending import Sender, partitions_of
-from portalmq.transport import Transport
+from portalmq.spark.sending import Sender, partitions_of, transport_of
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -55,6 +54,7 @@ class _Rows:
                 " a stream. To begin anew, purge the topic first"
             )
         check_columns(schema, writing.topic)
+        transport_of(writing.bootstrap, writing.token, PREFLIGHT_TIMEOUT_S).close()
         self._writing = writing
 
     def _write(self, batches: Iterator[pa.RecordBatch], query: str, batch: str) -> Written:
@@ -92,7 +92,7 @@ class BatchWriter(_Rows, DataSourceArrowWriter):
     def __init__(self, writing: Writing, schema: StructType, overwrite: bool) -> None:
         super().__init__(writing, schema, overwrite)
         self._query = f"named {writing.query}" if writing.query else f"once {uuid.uuid4().hex}"
-        transport = Transport(list(writing.bootstrap), token=writing.token, timeout_s=PREFLIGHT_TIMEOUT_S)
+        transport = transport_of(writing.bootstrap, writing.token, PREFLIGHT_TIMEOUT_S)
         try:
             partitions_of(transport, writing.topic or "")
         finally:

@@ -224,6 +224,13 @@ def test_a_topic_is_never_overwritten(writer):
         writer(Writing(("http://localhost:1",), None, "t", None), schema("value string"), True)
 
 
+@pytest.mark.parametrize(("bootstrap", "token"), [("ftp://localhost", None), ("http://localhost:1", "a\nb")])
+@pytest.mark.parametrize("writer", [sink.BatchWriter, sink.StreamWriter])
+def test_an_address_or_a_token_that_makes_no_sense_is_told_at_once(writer, bootstrap, token):
+    with pytest.raises(BadOption, match="bootstrap or token"):
+        writer(Writing((bootstrap,), token, "t", None), schema("value string"), False)
+
+
 def test_a_stream_is_named_by_its_checkpoint_alone():
     with pytest.raises(BadOption, match="checkpoint"):
         sink.StreamWriter(Writing(("http://localhost:1",), None, "t", "mine"), schema("value string"), False)
