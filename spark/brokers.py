@@ -38,14 +38,14 @@ from portalmq.spark.errors import BadOption, DataLoss, NoTopic, SourceError, Unr
 from portalmq.spark.frames import batches_of
 from portalmq.spark.origin import SPAN_OFFSETS, Log, Span
 from portalmq.spark.topics import is_pattern, is_wanted, not_found
-from portalmq.transport import Backoff, Request, Transport, decode_answer, with_query
+from portalmq.transport import LONG_POLL_GRACE_S, Backoff, Request, Transport, decode_answer, with_query
 
 PATIENCE_S = 30.0
 # Nobody has answered yet: more likely the address is wrong than that all brokers are away for a moment.
 FIRST_CONTACT_S = 10.0
 FETCH_BYTES = 8 * 1024 * 1024
 FETCH_WAIT_MS = 500
-FETCH_TIMEOUT_S = 10.0
+FETCH_TIMEOUT_S = 10.0  # a leader that is silent for so long may be paused: another one leads by then
 NEVER = wire.INTEGER_MAX  # an offset that no log reaches
 
 Place = tuple[str, int]
@@ -124,7 +124,7 @@ class Cluster:
             (("Content-Type", wire.JSON), ("Accept", contract.FRAMES_MSGPACK)),
             repeatable=True,
             leader_of=(asked[0].topic, asked[0].partition),
-            wait_s=FETCH_TIMEOUT_S,
+            wait_s=FETCH_TIMEOUT_S - LONG_POLL_GRACE_S,
         )
         answer = self.transport.attempt(request, deadline)
         try:
