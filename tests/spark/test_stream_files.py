@@ -44,7 +44,7 @@ def test_batch_after_batch_every_message_comes_once(data):
         start = end
     assert found == {b"%d" % number: 2 for number in range(30)}
     assert max(rows) <= 7
-    assert set(start) == {f"{log.name}" for log in source._origin(("t",)).logs()}
+    assert set(start) == {log.name for log in source._look()}
 
 
 def test_a_stream_begins_at_a_time(data):
@@ -109,6 +109,31 @@ def test_a_segment_that_goes_between_planning_and_reading_is_a_loss(data):
     lenient = reader(data, topic="t", failOnDataLoss="false")
     left = sum(batch.num_rows for span in spans for batch in lenient.read(span))
     assert left == 50
+
+
+def test_a_topic_that_is_gone_does_not_stop_the_others(data, tmp_path):
+    """Named, or by a pattern that overlaps another one."""
+    given = {"topic": "t,empty,t*", "failOnDataLoss": "false"}
+    source = reader(data, startingOffsets="earliest", **given)
+    start = source.initialOffset()
+    (gone,) = data.glob("partitions/empty@*")
+    shutil.rmtree(gone)
+    end = source.latestOffset(start, ALL)
+    assert set(end) == set(start), "it may be back in a moment"
+    assert Counter(values(source, start, end)) == {b"%d" % number: 2 for number in range(30)}
+
+
+def test_a_pattern_that_nothing_matches_yet_is_waited_for(tmp_path):
+    with written(tmp_path / "data") as place:
+        place.topic("other")
+    source = reader(tmp_path / "data", topic="temp_*,wind_?")
+    assert source.initialOffset() == {} == source.latestOffset({}, ALL)
+    with written(tmp_path / "data") as place:
+        place.topic("wind_1")
+        place.put("wind_1", *numbered(3))
+    source.prepareForTriggerAvailableNow()
+    begun = source.latestOffset({}, ALL)
+    assert values(source, begun, source.latestOffset(begun, ALL)) == numbered(3)
 
 
 def test_a_checkpoint_goes_on_with_another_broker_of_the_cluster(tmp_path):
