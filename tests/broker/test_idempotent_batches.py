@@ -141,6 +141,24 @@ def test_a_batch_over_several_partitions_is_refused_share_by_share(fixture):
     assert stored(fixture) == ["a", "elsewhere"]
 
 
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("acks", ["leader", "none"])
+def test_a_repeat_is_told_as_much_as_its_acks_ask(fixture, acks, size):
+    fixture.broker.create_topic("t", wire.CreateTopic())
+    first = send(fixture, names(size))
+    again = send(fixture, names(size), acks=acks)
+    assert again == first if acks == "leader" else {result.offset for result in again} == {-1}
+    assert send(fixture, names(size, start=1), acks=acks)
+    wait_for(lambda: len(stored(fixture)) == size + 1)
+    assert stored(fixture) == names(size + 1)
+
+
+def wait_for(condition) -> None:
+    with gevent.Timeout(10):
+        while not condition():
+            gevent.sleep(0.005)
+
+
 def test_messages_without_a_key_are_appended_each_time(fixture):
     fixture.broker.create_topic("t", wire.CreateTopic())
     for _ in range(2):
