@@ -20,7 +20,7 @@ import threading
 import time
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -43,6 +43,7 @@ from portalmq.transport import LONG_POLL_GRACE_S, Backoff, Request, Transport, d
 PATIENCE_S = 30.0
 # Nobody has answered yet: more likely the address is wrong than that all brokers are away for a moment.
 FIRST_CONTACT_S = 10.0
+NAMES_MAX = 10
 FETCH_BYTES = 8 * 1024 * 1024
 FETCH_WAIT_MS = 500
 FETCH_TIMEOUT_S = 10.0  # a leader that is silent for so long may be paused: another one leads by then
@@ -94,8 +95,10 @@ class Cluster:
                 self._met = True
                 return answer
 
-    def metadata(self, topics: Iterable[str] | None) -> wire.Metadata:
-        metadata: wire.Metadata = self.patiently(lambda deadline: self.transport.metadata(topics, deadline=deadline))
+    def metadata(self, topics: Collection[str] | None) -> wire.Metadata:
+        """Of all topics, where so many are asked for that their names would make too long a URL."""
+        names = topics if topics is not None and len(topics) <= NAMES_MAX else None
+        metadata: wire.Metadata = self.patiently(lambda deadline: self.transport.metadata(names, deadline=deadline))
         return metadata
 
     def get(self, path: str, kind: type[Any], leader_of: Place | None = None, **query: object) -> Any:
@@ -207,8 +210,8 @@ class Brokers:
         ]
 
     def _places(self) -> list[Place]:
-        asks_all = self._topics is None or any(map(is_pattern, self._topics))
-        metadata = self._cluster.metadata(None if asks_all else self._topics)
+        names = None if self._topics is None or any(map(is_pattern, self._topics)) else self._topics
+        metadata = self._cluster.metadata(names)
         found = {topic.name: len(topic.partitions) for topic in metadata.topics if is_wanted(topic.name, self._topics)}
         for name in not_found(self._topics, found):
             if not is_pattern(name):  # made a moment ago, perhaps: this call asks further
@@ -246,7 +249,10 @@ class _Ends:
             for asked in self._by_leader(waiting):
                 self._ask(asked, deadline)
             self._drop_mixed()
-            if missing := self._waiting(places):
+            missing = self._waiting(places)
+            if len(missing) < len(waiting):
+                deadline = time.monotonic() + self._patience_s
+            if missing:
                 self._pause(backoff.next_s(), deadline, missing)
         return [log for log in self._found.values() if log.topic not in self._deleted]
 
