@@ -17,7 +17,7 @@ import pytest
 from support.broker_process import BrokerProcess
 from support.cluster import Cluster, wait_until
 
-from portalmq import Admin, Producer, errors
+from portalmq import Admin, Producer, errors, wire
 from portalmq import stream_wire as contract
 from portalmq.connection import Answer
 from portalmq.spark import brokers as brokers_module
@@ -193,6 +193,71 @@ def test_a_reader_that_is_given_up_leaves_no_thread(leaders: Leaders) -> None:
     next(batches)
     batches.close()  # type: ignore[attr-defined]
     assert threading.active_count() == before
+
+
+class Planned(Leaders):
+    """Tells of topics of one partition each, and answers for each from a script of its own, the last step for ever."""
+
+    def __init__(self, topics: dict[str, list[Step]]) -> None:
+        super().__init__()
+        self.topics = topics
+        self.looks = 0
+
+    def metadata(self, topics: object, *, deadline: float) -> wire.Metadata:
+        self.looks += 1
+        of = [wire.TopicMetadata(name, [wire.PartitionLeader(0, 1, 1, None)]) for name in self.topics]
+        return wire.Metadata([], of)
+
+    def leader_of(self, place: object) -> None:
+        return None
+
+    def attempt(self, request: Any, deadline: float) -> Answer:
+        told: list[contract.FetchedPartition] = []
+        for asked in msgspec.json.decode(request.body, type=contract.FetchRequest).partitions:
+            steps = self.topics[asked.topic]
+            step = steps.pop(0) if len(steps) > 1 else steps[0]
+            answer = step(asked.offset)
+            assert isinstance(answer, contract.FetchedPartition)
+            answer.topic = asked.topic
+            told.append(answer)
+        return Answer(200, {}, msgspec.msgpack.encode(contract.FetchAnswer(told)))  # type: ignore[arg-type]
+
+
+def ends_at(start: int, end: int, topic_id: str = "id-1") -> Step:
+    return refused(errors.OffsetOutOfRange("past the end", log_start_offset=start, high_watermark=end), topic_id)
+
+
+def planned(monkeypatch: pytest.MonkeyPatch, topics: dict[str, list[Step]]) -> Planned:
+    made = Planned(topics)
+    monkeypatch.setattr(brokers_module, "Transport", lambda *_, **__: made)
+    return made
+
+
+def test_planning_asks_again_until_every_leader_has_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    electing = refused(errors.Unavailable("a leader is being elected"))
+    made = planned(monkeypatch, {"a": [ends_at(0, 5)], "b": [electing, electing, ends_at(3, 9, "id-2")]})
+    logs = Brokers(["http://scripted:1"]).logs()
+    assert logs == [Log("a", "id-1", 0, 0, 5), Log("b", "id-2", 0, 3, 9)]
+    assert made.looks == 3
+
+
+def test_a_partition_that_has_no_leader_is_named_when_patience_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned(monkeypatch, {"a": [ends_at(0, 5)], "b": [refused(errors.Unavailable("a leader is being elected"))]})
+    with pytest.raises(
+        Unreachable,
+        match=r"partition 0 of 'b' has no leader that answers, for 0.2 s: a leader is being elected. Looked at http",
+    ):
+        Brokers(["http://scripted:1"], patience_s=0.2).logs()
+
+
+def test_a_topic_that_is_deleted_while_it_is_planned_is_left_out_or_missed_by_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    topics = {"a": [ends_at(0, 5)], "b": [refused(errors.TopicNotFound("there is no topic 'b'"), "")]}
+    planned(monkeypatch, topics)
+    assert [log.topic for log in Brokers(["http://scripted:1"]).logs()] == ["a"]
+    with pytest.raises(NoTopic, match="there is no topic 'b'"):
+        Brokers(["http://scripted:1"], ["a", "b"]).logs()
 
 
 def test_spans_cover_a_range_once() -> None:
