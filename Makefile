@@ -48,6 +48,9 @@ up: $(READY)
 bench: $(READY)
 	@exec $(BIN)/portalmq bench
 
+bench-spark: $(READY)
+	@exec $(BIN)/python -m portalmq.spark.bench
+
 report: $(READY)
 	@test -n "$(DATA)" || { echo "Whose report? make report DATA='data/5000 data/5001' names brokers' data directories" >&2; exit 2; }
 	@exec $(BIN)/portalmq report $(addprefix --data-dir ,$(DATA)) --out $(OUT)
@@ -73,7 +76,7 @@ $(READY): setup.cfg pyproject.toml
 		|| { echo "PortalMQ needs Python 3.11 or newer; name one with: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 2; }
 	@test -x $(BIN)/pip || $(PYTHON) -m venv --clear $(VENV) \
 		|| { echo "No virtual environment: on Debian and Ubuntu, apt install python3-venv mends it" >&2; exit 2; }
-	@echo "Setting up $(VENV), once: a minute or two, 750 MB; 500 MB of it is Spark" >&2
+	@echo "Setting up $(VENV), once: a minute or two, 1.1 GB; half of it is Spark" >&2
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[$(EXTRAS)]"
 	@touch $@
 
