@@ -20,7 +20,7 @@ import pyarrow as pa
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as f
 
-from portalmq.spark import appended, batches, delivered, deliveries, groups
+from portalmq.spark import appended, delivered
 from portalmq.spark.appended import Appended
 from portalmq.spark.delivered import Delivered
 from portalmq.spark.directories import Directories
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
     from portalmq.spark.origin import Log
-    from portalmq.spark.table import Table
 
 VERSION = 1
 _S, _MIN, _H = 1_000, 60_000, 3_600_000
@@ -43,6 +42,12 @@ WIDTHS_MS = (
 _DAY = 24 * _H
 # Figures are small queries: some at a time keep the cores busy between them.
 FIGURES_AT_A_TIME = 4
+
+_TABLES = {
+    "batches": {"appended_at": "at_ms"},
+    "deliveries": {"at": "at_ms", "available_at": "available_ms"},
+    "groups": {"oldest": "oldest_ms"},
+}
 
 Row = TypeVar("Row", bound=msgspec.Struct)
 
@@ -69,10 +74,8 @@ def report(
     sources = [str(path) for path in paths]
     logs = Directories(sources, topics).logs()
     read = _Reader(spark, sources, topics)
-    batch_rows = read(batches.TABLE, {"appended_at": "at_ms"}).persist()
-    delivery_rows = read(deliveries.TABLE, {"at": "at_ms", "available_at": "available_ms"}).persist()
-    group_rows = read(groups.TABLE, {"oldest": "oldest_ms"}).persist()
     with ThreadPoolExecutor(FIGURES_AT_A_TIME) as pool:
+        batch_rows, delivery_rows, group_rows = pool.map(read, *zip(*_TABLES.items(), strict=True))
         spans = pool.map(_span, (batch_rows, delivery_rows.where("event IN ('granted', 'committed')"), delivery_rows))
         of_batches, of_hand_outs, of_deliveries = list(spans)
         first, last = _union(of_batches, of_hand_outs)
@@ -99,16 +102,15 @@ class _Reader:
     """Reads a table of the data directories, its times as Unix ms."""
 
     def __init__(self, spark: SparkSession, paths: Sequence[str], topics: Sequence[str] | None) -> None:
-        self._source = spark.read.format("portalmq")
-        if topics:
-            self._source = self._source.option("topic", ",".join(topics))
+        self._spark = spark
         self._paths = list(paths)
+        self._options = {"topic": ",".join(topics)} if topics else {}
 
-    def __call__(self, table: Table, times: dict[str, str]) -> DataFrame:
-        frame = self._source.option("table", table.name).load(self._paths)
+    def __call__(self, table: str, times: dict[str, str]) -> DataFrame:
+        frame = self._spark.read.format("portalmq").options(table=table, **self._options).load(self._paths)
         for name, as_ms in times.items():
             frame = frame.withColumn(as_ms, f.unix_millis(name)).drop(name)
-        return frame
+        return frame.persist()
 
 
 def _logs(spark: SparkSession, logs: Sequence[Log]) -> DataFrame:
