@@ -96,13 +96,7 @@ def section(anchor: str, title: str, *body: Child) -> Markup:
 
 def figure(title: str, what: str, *body: Child, table: Markup | None = None) -> Markup:
     """`title` says what is seen, `what` is what the plot shows, and its unit."""
-    numbers = (
-        element(
-            "details", element("summary", "The same as a table"), element("div", table, class_="scroll", tabindex="0")
-        )
-        if table
-        else None
-    )
+    numbers = element("details", element("summary", "The same as a table"), framed(table)) if table else None
     caption = element("figcaption", element("h3", title), element("p", what))
     return element("figure", caption, *body, numbers, class_="plot")
 
@@ -153,7 +147,7 @@ def table(columns: Sequence[Column], rows: Iterable[Sequence[Child]], caption: s
 
 def framed(made: Markup) -> Markup:
     """A table that may be wider than a phone scrolls by itself, and not the page."""
-    return element("div", made, class_="scroll", tabindex="0")
+    return element("div", made, class_="scroll", tabindex="0", role="region", aria_label="Table, may be scrolled")
 
 
 def named(colour: Colour, name: str) -> Markup:

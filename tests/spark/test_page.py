@@ -199,7 +199,7 @@ class TestWhatItBears:
 
     def test_every_plot_has_words_for_who_does_not_see_it(self) -> None:
         found = read(reports.demo())
-        plots = [div for div in found.all("div") if div.get("role") == "img"]
+        plots = [div for div in found.all("div") if div.get("aria-roledescription") == "plot"]
         assert len(plots) >= 6
         assert all(len(str(plot["aria-label"])) > 20 and plot["tabindex"] == "0" for plot in plots)
         assert len(found.all("details")) >= len(plots)
@@ -291,6 +291,7 @@ class TestWhatIsSeen:
         browser.ask("document.querySelector('#throughput .canvas').focus()")
         browser.press("ArrowRight")
         assert browser.ask("document.querySelector('.tip').innerText").startswith("00:21:48")
+        assert browser.ask("document.querySelector('#throughput .voice').textContent").startswith("00:21:48, all ")
         browser.press("Escape")
         assert browser.ask("document.querySelectorAll('.tip').length") == 0
 
