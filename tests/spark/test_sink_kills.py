@@ -15,9 +15,10 @@ from support.cluster import Cluster, wait_until
 from support.data_directory import written
 from support.sink_job import SinkJob
 
-pytestmark = [pytest.mark.spark, pytest.mark.cluster, pytest.mark.timeout(600)]
-
 KILLS = int(os.environ.get("PORTALMQ_SPARK_KILLS", "2"))
+
+pytestmark = [pytest.mark.spark, pytest.mark.cluster, pytest.mark.timeout(240 + 90 * KILLS)]
+
 ROWS_A_BATCH = 400
 BATCHES_BETWEEN_KILLS = 4
 WITHIN_S = 120.0
