@@ -1,6 +1,10 @@
 """A batch read: the offsets between two bounds, as the logs stood when it was planned, that can pass its filters.
 
-Spark plans by `pushFilters` and then `partitions`, both once, in a process of its own; `read` runs in its workers.
+Spark plans by `pushFilters` and then `partitions`, in a process of its own; `read` runs in its workers. It keeps what
+was planned beside the DataFrame that `load` made, whatever queries are built on that. Up to Spark 4.3 at least, a query
+that has no filter to push down is therefore given what was planned for an earlier one with its filters, and so are both
+sides of a union or join of two filters on one DataFrame: silently, the wrong rows. So only `FilteringReader`, which has
+to be asked for, takes filters. The bounds in the options are the DataFrame's own, and always safe.
 """
 
 from __future__ import annotations
@@ -21,10 +25,6 @@ class MessagesReader(DataSourceReader):
         self.reading = reading
         self.columns = tuple(columns)
         self.bounds = Bounds()
-
-    def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:
-        self.bounds, left = bounds_of(filters)
-        return left
 
     def partitions(self) -> list[InputPartition]:
         """Raises SourceError."""
@@ -50,6 +50,14 @@ class MessagesReader(DataSourceReader):
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         if isinstance(partition, Span):  # Spark makes up another one where none was planned
             yield from rows_of(partition, self.columns, self.reading.fails_on_data_loss)
+
+
+class FilteringReader(MessagesReader):
+    """Option pushdown=true: only what the filters can let through is planned."""
+
+    def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:
+        self.bounds, left = bounds_of(filters)
+        return left
 
 
 def check_named(option: str, bound: Bound, logs: Sequence[Log]) -> None:

@@ -26,7 +26,7 @@ TABLES = ("messages", "deliveries", "batches", "groups")
 _DOORS = ("path", "paths", "bootstrap", "token")
 _READING = (*_DOORS, "topic", "columns", "table", "failOnDataLoss", "maxRowsPerPartition")
 _STARTS = ("startingOffsets", "startingTimestamp")
-_BATCH = (*_READING, *_STARTS, "endingOffsets", "endingTimestamp")
+_BATCH = (*_READING, *_STARTS, "endingOffsets", "endingTimestamp", "pushdown")
 _STREAM = (*_READING, *_STARTS, "maxRowsPerTrigger")
 _WRITING = ("bootstrap", "token", "topic", "query", "checkpointLocation")
 
@@ -74,6 +74,7 @@ class Reading:
     ending: Bound
     rows_per_trigger_max: int | None
     fails_on_data_loss: bool
+    pushes_down: bool
     span_offsets: int
     table: str
 
@@ -205,6 +206,7 @@ def _reading(given: _Options, starting: Bound) -> Reading:
         ending=ending,
         rows_per_trigger_max=given.number("maxRowsPerTrigger"),
         fails_on_data_loss=given.truth("failOnDataLoss", True),
+        pushes_down=given.truth("pushdown", False),
         span_offsets=given.number("maxRowsPerPartition") or SPAN_OFFSETS,
         table=table,
     )
