@@ -137,9 +137,10 @@ def _tile(name: str, figure: str, more: str) -> Markup:
 
 def _latency_tile(view: View) -> Markup:
     if not any(bucket.messages for bucket in view.report.latencies):
-        return _tile("Delivered within", words.NONE, "no group has read yet")
+        return _tile("Half delivered within", words.NONE, "no group has read yet")
     group, half, most = handed_out.usual(view.report.latencies)
-    return _tile("Delivered within", words.duration(half), f"half of {group}; 99 % in {words.duration(most)}")
+    whose = f", {group}" if view.report.totals.groups > 1 else ""
+    return _tile("Half delivered within", words.duration(half), f"99 % within {words.duration(most)}{whose}")
 
 
 def _redelivery_tile(view: View) -> Markup:
