@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import random
+import re
 import sys
 import zlib
 from collections.abc import Iterator
@@ -14,7 +15,8 @@ import msgspec
 import pyarrow as pa
 import pytest
 from pyspark.sql import types
-from support.broker_process import BrokerProcess
+from support.broker_process import REPOSITORY, BrokerProcess
+from support.cluster import wait_until
 
 from portalmq import Admin, wire
 from portalmq.errors import IdempotencyKeyReused, MessageTooLarge, Unavailable
@@ -490,3 +492,36 @@ def test_a_stream_goes_on_from_its_checkpoint_and_its_last_batch_is_not_doubled(
     arrive(100)
     run()
     assert len(stored(broker, "stream")) == 200
+
+
+@pytest.mark.cluster
+@pytest.mark.spark
+def test_the_examples_of_the_document_do_what_it_says(spark, broker, tmp_path: Path):
+    text = (REPOSITORY / "docs" / "SPARK.md").read_text(encoding="utf-8")
+    section = re.split(r"^## ", text.partition("\n## Writing\n")[2], flags=re.MULTILINE)[0]
+    batch, stream, own_keys = re.findall(r"^```python\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
+    readings = spark.readStream.format("rate").option("rowsPerSecond", 50).load()
+    names = {
+        "spark": spark,
+        "averages": readings.selectExpr("cast(value % 3 AS string) AS sensor", "value AS celsius"),
+        "messages": spark.sql("SELECT 't' AS topic, 0 AS partition, 7L AS offset, 'x' AS value"),
+    }
+
+    def run(code: str) -> None:
+        exec(code.replace("http://localhost:5000", url(broker)).replace("checkpoints", str(tmp_path)), names)
+
+    run(batch)
+    run(batch)
+    (message,) = stored(broker, "temp_1")
+    assert (message["key"], message["value"]) == ("sensor-1", {"celsius": 21.5})
+    run(stream)
+    try:
+        wait_until(lambda: len(stored(broker, "averages")) >= 3, "some averages", 60)
+    finally:
+        names["query"].stop()
+    assert {message["key"] for message in stored(broker, "averages")} <= {"0", "1", "2"}
+    run(own_keys)
+    for name in ("one", "another"):
+        writer = names["copy"].write.format("portalmq").options(bootstrap=url(broker), topic="copied", query=name)
+        writer.mode("append").save()
+    assert [message["value"] for message in stored(broker, "copied")] == ["x"]
