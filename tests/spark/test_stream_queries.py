@@ -73,3 +73,14 @@ def test_what_was_removed_unread_is_told_to_the_user(spark, data: Path, tmp_path
     run(spark, tmp_path, **given, failOnDataLoss="false")
     assert "never read" not in rows(spark, tmp_path)
     assert "after the purge" in rows(spark, tmp_path)
+
+
+def test_the_example_in_the_documents_runs_as_pasted(spark, tmp_path: Path, monkeypatch):
+    text = (Path(__file__).resolve().parents[2] / "docs" / "SPARK.md").read_text()
+    example = text.split("## Streaming\n")[1].split("```python\n")[1].split("```")[0]
+    with written(tmp_path / "data" / "dev") as place:
+        place.topic("temp_1")
+        place.put("temp_1", *numbered(5))
+    monkeypatch.chdir(tmp_path)
+    exec(example, {"spark": spark})
+    assert sorted(row.value for row in spark.read.parquet("out/messages").collect()) == ["0", "1", "2", "3", "4"]
