@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
+from portalmq.spark import options
 from portalmq.spark.errors import BadOption
 from portalmq.spark.options import EARLIEST, LATEST, Bound, batch_reading, described, stream_reading, writing
 from portalmq.spark.origin import SPAN_OFFSETS, Log
@@ -61,7 +65,7 @@ def test_a_time_is_unix_ms_or_rfc_3339(text, ms):
 
 
 @pytest.mark.parametrize(
-    ("options", "sentence"),
+    ("given", "sentence"),
     [
         ({}, "name where to read from: path"),
         (PATH | {"bootstrap": "http://b"}, "name one of them, not both"),
@@ -90,9 +94,9 @@ def test_a_time_is_unix_ms_or_rfc_3339(text, ms):
         (PATH | {"startingTimestamp": "2000", "endingTimestamp": "1000"}, "is after endingTimestamp"),
     ],
 )
-def test_bad_options_are_told(options, sentence):
+def test_bad_options_are_told(given, sentence):
     with pytest.raises(BadOption) as told:
-        batch_reading(options)
+        batch_reading(given)
     assert sentence in str(told.value)
 
 
@@ -107,12 +111,21 @@ def test_a_schema_is_asked_for_before_it_is_known_who_reads():
 
 
 def test_writing_takes_its_own_options():
-    options = {"bootstrap": "http://a, http://b", "topic": "t", "query": "q", "checkpointLocation": "/c"}
-    given = writing(options)
-    assert (given.bootstrap, given.topic, given.query) == (("http://a", "http://b"), "t", "q")
+    given = {"bootstrap": "http://a, http://b", "topic": "t", "query": "q", "checkpointLocation": "/c"}
+    found = writing(given)
+    assert (found.bootstrap, found.topic, found.query) == (("http://a", "http://b"), "t", "q")
     with pytest.raises(BadOption, match="bootstrap is missing"):
         writing({"topic": "t"})
     with pytest.raises(BadOption, match="one name in writing"):
         writing({"bootstrap": "http://a", "topic": "t,u"})
     with pytest.raises(BadOption, match="'path' is not for writing"):
         writing({"path": "/data"})
+
+
+def test_the_document_has_every_option():
+    document = (Path(__file__).parents[2] / "docs/SPARK.md").read_text()
+    _, _, rows = document.partition("## Options of reading")
+    told = {name for row in re.findall(r"^\| (`.*?) \|", rows, re.M) for name in re.findall(r"`(\w+)`", row)}
+    given = {name for name in {*options._BATCH, *options._STREAM} if name != "paths"}
+    assert told >= given
+    assert all(f"`{name}`" in document for name in options._WRITING if name != "checkpointLocation")
