@@ -19,6 +19,7 @@ from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
 
 import portalmq.spark
+from portalmq.spark.session import java_home
 
 BOOTSTRAP = os.environ.get("PORTALMQ_URL", "http://localhost:5000")
 TOPIC = os.environ.get("TOPIC", "temp_1")  # or several: temp_1,temp_2
@@ -28,6 +29,8 @@ LATE = os.environ.get("LATE", "10 seconds")  # how long after its end a minute w
 
 # %% A session that knows the queue
 os.environ.setdefault("PYSPARK_PYTHON", sys.executable)  # Spark's workers need this environment's packages
+if home := java_home():
+    os.environ["JAVA_HOME"] = home  # the Java that came with portalmq[spark], on a machine that has none of its own
 spark = (
     SparkSession.builder.appName("averages")
     .config("spark.sql.shuffle.partitions", "4")  # as many stores of state: a handful of sensors needs no 200

@@ -18,6 +18,7 @@ import sys
 from pyspark.sql import SparkSession
 
 import portalmq.spark
+from portalmq.spark.session import java_home
 
 BOOTSTRAP = os.environ.get("PORTALMQ_URL", "http://localhost:5000")
 TOPIC = os.environ.get("TOPIC", "temp_1,temp_2,temp_3")
@@ -25,6 +26,8 @@ DATA = os.environ.get("DATA", "data/5000")  # the broker's data directory, where
 
 # %% A session that knows the queue
 os.environ.setdefault("PYSPARK_PYTHON", sys.executable)  # Spark's workers need this environment's packages
+if home := java_home():
+    os.environ["JAVA_HOME"] = home  # the Java that came with portalmq[spark], on a machine that has none of its own
 spark = SparkSession.builder.appName("weather").config("spark.ui.showConsoleProgress", "false").getOrCreate()
 spark.sparkContext.setLogLevel("ERROR")
 spark.conf.set("spark.sql.session.timeZone", "UTC")
