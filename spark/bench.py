@@ -202,7 +202,8 @@ def sixtieth(spark: SparkSession, directory: Path, topic: str) -> Selected:
     reader = FilteringReader(batch_reading({"path": str(directory), "topic": topic}), ALL)
     list(reader.pushFilters([GreaterThanOrEqual(("timestamp",), start), LessThan(("timestamp",), end)]))
     read = {str(span.path) for span in reader.partitions() if hasattr(span, "path")}
-    rows = frame.where((functions.col("timestamp") >= start) & (functions.col("timestamp") < end)).count()
+    pushed = spark.read.format("portalmq").options(path=str(directory), topic=topic, pushdown="true").load()
+    rows = pushed.where((functions.col("timestamp") >= start) & (functions.col("timestamp") < end)).count()
     in_range = functions.col("timestamp").cast("double").between(start.timestamp(), end.timestamp() - 1e-6)
     assert rows == frame.where(in_range).count()
     return Selected(len(list(directory.glob(f"partitions/{topic}@*/*/0*.sqlite"))), len(read), rows)
