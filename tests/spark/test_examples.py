@@ -165,3 +165,10 @@ def test_the_sensor_of_the_averages_is_started_as_it_is_shown(broker: BrokerProc
     assert command.endswith(" 0.1 &")
     typed(command.replace(" 0.1 &", " 0.1 --count 3"), broker, tmp_path)
     assert [json.loads(message.value)["n"] for message in Admin(broker.url).peek("temp_1")] == [1, 2, 3]
+
+
+def test_the_document_shows_the_same_commands_as_the_examples() -> None:
+    document = (REPOSITORY / "docs" / "SPARK.md").read_text()
+    for name in ("spark_averages.py", "spark_sql.py"):
+        block = "".join(f"    {line}\n" for line in ["portalmq dev 5000 &", *commands_of(name)])
+        assert f"{block}    python docs/examples/{name}\n" in document
