@@ -11,6 +11,7 @@ watermark may yet be taken back. Where a file of it cannot be read, the others' 
 
 from __future__ import annotations
 
+import os
 import re
 import sqlite3
 from bisect import bisect_right
@@ -478,7 +479,13 @@ def _asked(path: Path, ask: Callable[[sqlite3.Connection], T]) -> T:
                 return answer
         except sqlite3.OperationalError as error:
             raise SourceError(f"{path} was kept locked for seconds ({error}): try again") from error
-        except DamagedFile:
+        except DamagedFile as fault:
+            if _may_not_recover(path):
+                raise SourceError(
+                    f"{path} was in use by a broker that was killed: SQLite has to recover its write-ahead log, and may"
+                    f" not write to {path.parent}. Copy the data directory with its -shm files, or to a place where"
+                    " this user may write"
+                ) from fault
             if attempt == ATTEMPTS or before is None or before == _quiet_state(path):
                 raise
     raise SourceError(f"{path} was changed each time it was read: try again")
@@ -486,6 +493,11 @@ def _asked(path: Path, ask: Callable[[sqlite3.Connection], T]) -> T:
 
 def _rows(query: str) -> Callable[[sqlite3.Connection], list[tuple[Any, ...]]]:
     return lambda connection: connection.execute(query).fetchall()
+
+
+def _may_not_recover(path: Path) -> bool:
+    has_index = os.path.exists(f"{path}-shm")
+    return not is_at_rest(path) and not has_index and not os.access(path.parent, os.W_OK)
 
 
 def _quiet_state(path: Path) -> tuple[int, int, int] | None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import shutil
 import sqlite3
+import subprocess
+import sys
+import tempfile
 from contextlib import closing
 from pathlib import Path
 
@@ -429,6 +432,64 @@ def test_a_file_that_is_opened_meanwhile_is_asked_again(data, monkeypatch):
     origin = Directories([str(data)], ["t"])
     assert [log.end_offset for log in origin.logs()] == [31, 31]
     assert asked.count(path) == 2
+
+
+# --- places that may not be written to -------------------------------------------------------------------------------
+
+READER = """
+import os, sys
+from portalmq.spark import directories
+from adbc_driver_sqlite import dbapi
+with dbapi.connect(":memory:") as connection, connection.cursor() as cursor:
+    cursor.execute("SELECT 1")  # what is loaded late is loaded now: nobody may not look everywhere
+    cursor.fetch_arrow_table()
+if os.getuid() == 0:
+    os.setgid(65534)
+    os.setuid(65534)
+origin = directories.Directories(sys.argv[1:])
+try:
+    for log in origin.logs():
+        for span in origin.spans(log, log.start_offset, log.end_offset):
+            print(sum(batch.num_rows for batch in span.batches(["offset"])))
+except Exception as error:
+    print(error)
+"""
+
+
+def read_by_somebody_who_may_not_write(path: Path) -> str:
+    for each in (path, *path.rglob("*")):
+        each.chmod(0o555 if each.is_dir() else 0o444)
+    before = listing(path)
+    answer = subprocess.run(
+        [sys.executable, "-c", READER, path], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert listing(path) == before
+    for each in (path, *path.rglob("*")):
+        each.chmod(0o755)
+    return answer.stdout
+
+
+def test_directories_are_read_without_the_right_to_write(tmp_path):
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        written(tmp_path / "data") as directory,
+    ):  # others may not see tmp_path
+        Path(folder).chmod(0o755)
+        directory.topic("t")
+        directory.put("t", *numbered(10))
+        directory.partition("t").save_state()
+        killed = Path(shutil.copytree(directory.path, Path(folder, "killed")))
+        directory.fixture.close()
+        stopped = Path(shutil.copytree(directory.path, Path(folder, "stopped")))
+        assert list(killed.rglob("*-wal"))
+        assert not list(stopped.rglob("*-wal"))
+        assert read_by_somebody_who_may_not_write(stopped) == "10\n"
+        assert read_by_somebody_who_may_not_write(killed) == "10\n"
+        for path in killed.rglob("*-shm"):
+            path.unlink()
+        assert "SQLite has to recover its write-ahead log, and may not write to" in (
+            read_by_somebody_who_may_not_write(killed)
+        )
 
 
 # --- a directory in use -----------------------------------------------------------------------------------------------
