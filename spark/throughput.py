@@ -121,9 +121,9 @@ def _told_plainly() -> Iterator[None]:
         said = _FAULT.search(str(fault))
         if said is None:
             raise
-        kind = getattr(errors, said[1], SourceError)
-        told = SourceError(said[2].strip())
-        told.__class__ = kind if issubclass(kind, SourceError) else SourceError
+        kind: type[SourceError] = getattr(errors, said[1], SourceError)
+        told = kind.__new__(kind)
+        told.args = (said[2].strip(),)  # the sentence is whole: it is not to be made again
         raise told from fault
 
 
