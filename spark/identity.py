@@ -34,7 +34,7 @@ class Identities:
 
 
 class Counts:
-    """How often each of many 64-bit numbers came, in a hash table with linear probing.
+    """How often each of many 64-bit numbers came, which are hashes themselves, in a table with linear probing.
 
     A dict of ints takes six times as much. Two contents of one number (once in 3e12 pairs of ten million rows) are
     counted as one, which makes their keys depend on the order of the rows, and does no other harm.

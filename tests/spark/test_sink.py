@@ -33,6 +33,10 @@ def keys(contents: list[bytes], query="q", batch="1", partition=0) -> list[str]:
     return [identities.key_of(content) for content in contents]
 
 
+# As a hash spreads what is counted.
+SPREAD = 0x9E3779B97F4A7C15
+
+
 # --- what a row is known by ------------------------------------------------------------------------------------------
 
 
@@ -62,7 +66,7 @@ def test_counts_are_exact_while_the_table_grows():
     chance = random.Random(3)
     seen: dict[int, int] = {}
     for _ in range(50_000):
-        number = chance.choice((0, chance.randrange(1 << 64), chance.randrange(5_000) << 40))
+        number = chance.choice((0, chance.randrange(1 << 64), chance.randrange(5_000) * SPREAD % 2**64))
         assert counts.add(number) == seen.get(number or 1, 0)
         seen[number or 1] = seen.get(number or 1, 0) + 1
 
@@ -70,7 +74,7 @@ def test_counts_are_exact_while_the_table_grows():
 def test_a_million_rows_are_counted_in_a_few_dozen_megabytes():
     counts = Counts()
     for number in range(1, 1_000_000):
-        counts.add(number * 0x9E3779B97F4A7C15 & (1 << 64) - 1)
+        counts.add(number * SPREAD % 2**64)
     assert sys.getsizeof(counts._numbers) + sys.getsizeof(counts._counts) < 40_000_000
 
 
