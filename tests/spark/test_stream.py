@@ -179,8 +179,12 @@ def test_a_topic_that_is_not_there_is_said_at_once_when_it_was_named_and_waited_
 
 
 def test_a_place_that_is_not_there_is_said_at_once(tmp_path):
-    with pytest.raises(NothingThere, match="there is no directory"):
-        reader(path=str(tmp_path / "nowhere")).initialOffset()
+    clock = Clock()
+    source = reader(clock, path=str(tmp_path / "nowhere"))
+    for ask in (source.initialOffset, source.prepareForTriggerAvailableNow):
+        with pytest.raises(NothingThere, match="there is no directory"):
+            ask()
+    assert clock.slept == 0
 
 
 def test_other_tables_are_no_streams():
@@ -392,6 +396,16 @@ def test_a_broker_that_is_away_for_a_moment_does_not_end_the_query(pretended):
         later(clock)
     pretended.fault = None
     assert source.latestOffset(start, ALL) == {"t@a/0": 90}
+
+
+def test_a_place_that_goes_for_a_moment_does_not_end_the_query(pretended):
+    clock = Clock()
+    pretended.found = [log("t@a/0", 90)]
+    source = reader(clock)
+    assert source.latestOffset({"t@a/0": 50}, ALL) == {"t@a/0": 90}
+    pretended.fault = NothingThere("there is no directory data/5000")
+    later(clock)
+    assert source.latestOffset({"t@a/0": 90}, ALL) == {"t@a/0": 90}
 
 
 @pytest.mark.parametrize("ask", ["latestOffset", "partitions", "prepareForTriggerAvailableNow"])

@@ -75,12 +75,14 @@ def test_what_was_removed_unread_is_told_to_the_user(spark, data: Path, tmp_path
     assert "after the purge" in rows(spark, tmp_path)
 
 
-def test_the_example_in_the_documents_runs_as_pasted(spark, tmp_path: Path, monkeypatch):
+def test_the_example_in_the_documents_runs_as_pasted(spark, tmp_path: Path):
     text = (Path(__file__).resolve().parents[2] / "docs" / "SPARK.md").read_text()
     example = text.split("## Streaming\n")[1].split("```python\n")[1].split("```")[0]
-    with written(tmp_path / "data" / "dev") as place:
+    with written(tmp_path / "data" / "5000") as place:
         place.topic("temp_1")
         place.put("temp_1", *numbered(5))
-    monkeypatch.chdir(tmp_path)
+    for folder in ("data", "out"):  # the folder of Spark's own processes is not this one
+        example = example.replace(f'"{folder}/', f'"{tmp_path}/{folder}/')
     exec(example, {"spark": spark})
-    assert sorted(row.value for row in spark.read.parquet("out/messages").collect()) == ["0", "1", "2", "3", "4"]
+    found = spark.read.parquet(str(tmp_path / "out" / "messages")).collect()
+    assert sorted(row.value for row in found) == ["0", "1", "2", "3", "4"]
