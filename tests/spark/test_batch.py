@@ -368,7 +368,7 @@ def test_filters_that_are_pushed_down_let_through_what_spark_does(spark, data, z
     try:
         chance = random.Random(zone)
         counts = set()
-        for _ in range(10):
+        for _ in range(8):
             wanted = " and ".join(
                 f"({condition(chance, timedelta(hours=ahead_h))})" for _ in range(chance.choice([1, 1, 2]))
             )
@@ -446,3 +446,17 @@ def test_what_is_wrong_reaches_the_user_as_a_sentence(spark, data, tmp_path):
     sentence = told(data)
     assert str(path) in sentence
     assert "It was left as it is. Name the data directory of another replica as well" in sentence
+
+
+@pytest.mark.spark
+def test_the_document_s_examples_run(spark, data, capsys):
+    document = (Path(__file__).parents[2] / "docs/SPARK.md").read_text()
+    blocks = [block for block in re.findall(r"```python\n(.*?)```", document, re.S) if "data/5000" in block]
+    blocks = [block for block in blocks if "readStream" not in block and "writeStream" not in block]
+    assert len(blocks) >= 4
+    names = {"spark": spark}
+    for block in blocks:
+        exec(block.replace("data/5000", str(data)).replace("'temp_1'", "'t'"), names)
+    shown = capsys.readouterr().out
+    assert "|    t|        0|   30|" in shown
+    assert "|2023-11-14 22:01:00|      20|" in shown

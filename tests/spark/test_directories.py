@@ -393,13 +393,18 @@ def test_a_moment_is_found_by_another_replica_s_file(data):
 
 
 def test_a_query_is_planned_by_one_look(data, monkeypatch):
-    looks = []
+    looks, asked = [], []
+    monkeypatch.setattr(directories, "opened", lambda path: asked.append(path) or segment.opened(path))
     look = Directories._found
     monkeypatch.setattr(Directories, "_found", lambda origin: looks.append(1) or look(origin))
     origin = Directories([str(data)])
-    for log in origin.logs():
-        origin.offset_at(log, START_MS)
+    logs = origin.logs()
+    for log in logs:
         origin.spans(log, log.start_offset, log.end_offset)
+    assert len(asked) == len(set(asked)) == 2 * len(logs)  # its state, and its newest segment
+    for log in logs:
+        origin.offset_at(log, START_MS)
+    assert len(asked) == 3 * len(logs)
     assert len(looks) == 1
 
 
