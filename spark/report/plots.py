@@ -285,11 +285,16 @@ def chart(
     beside = [element("span", element("bdi", tick.label), style=f"bottom:{_n(tick.percent)}%") for tick in ordinate]
     rules = [element("i", style=f"bottom:{_n(tick.percent)}%") for tick in ordinate] if size != "heat" else []
     below = [
-        element("span", tick.label, class_=_edge(tick.percent, number), style=f"left:{_n(tick.percent)}%")
+        element("span", tick.label, class_=_place(tick.percent, number), style=f"left:{_n(tick.percent)}%")
         for number, tick in enumerate(abscissa)
     ]
     flags = [
-        element("span", element("b", mark.label), class_=_edge(mark.percent), style=f"left:{_n(mark.percent)}%")
+        element(
+            "span",
+            element("b", mark.label),
+            class_="end" if mark.percent > 65 else None,
+            style=f"left:{_n(mark.percent)}%",
+        )
         for mark in marks
     ]
     return element(
@@ -336,10 +341,9 @@ def _svg(view_box: str, *shapes: Markup, class_: str | None = None) -> Markup:
     return element("svg", *shapes, viewBox=view_box, preserveAspectRatio="none", aria_hidden="true", class_=class_)
 
 
-def _edge(percent: float, number: int = 0) -> str | None:
-    """Labels at an end stand inside; on a phone every second one is left out."""
-    side = "begin" if percent < 7 else "end" if percent > 93 else ""
-    return " ".join(filter(None, [side, "odd" if number % 2 else ""])) or None
+def _place(percent: float, number: int) -> str | None:
+    """A label at the right end stands inside; on a phone every second one is left out."""
+    return " ".join(filter(None, ["end" if percent > 97 else "", "odd" if number % 2 else ""])) or None
 
 
 def _n(number: float) -> str:
