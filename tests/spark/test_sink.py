@@ -7,7 +7,9 @@ import random
 import re
 import sys
 import zlib
+from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -417,6 +419,23 @@ def test_a_task_that_runs_again_in_another_order_writes_nothing_twice(broker):
     random.Random(1).shuffle(values)
     run(values)
     assert sorted(message["value"] for message in stored(broker, topic)) == sorted(values)
+
+
+@pytest.mark.cluster
+def test_two_attempts_of_a_task_side_by_side_write_each_row_once(broker, monkeypatch):
+    """As speculation has them. Requests are small here, so that the two meet often."""
+    monkeypatch.setattr(sending, "REQUEST_ROWS_MAX", 50)
+    Admin(url(broker)).create_topic("speculation", partitions=2)
+    writing = Writing((url(broker),), None, "speculation", None)
+    values = [str(number % 900) for number in range(2_000)]
+
+    def attempt(seed: int) -> int:
+        order = random.Random(seed).sample(values, len(values)) if seed else values
+        return sink.write_rows(iter([pa.record_batch({"value": order})]), writing, Identities("q", "1", 4))
+
+    with ThreadPoolExecutor(3) as threads:
+        assert list(threads.map(attempt, (0, 0, 5))) == [2_000] * 3
+    assert Counter(message["value"] for message in stored(broker, "speculation")) == Counter(values)
 
 
 @pytest.mark.cluster
