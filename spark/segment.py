@@ -214,7 +214,7 @@ class SegmentRows:
                 continue
             start = upto
             if batch is not None:
-                if batch.nbytes < CHUNK_BYTES // 4:
+                if batch.nbytes < CHUNK_BYTES // 2:
                     self._chunk_offsets = min(CHUNK_OFFSETS, self._chunk_offsets * 2)
                 yield batch
 
