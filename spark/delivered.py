@@ -21,7 +21,8 @@ _BLOCK = 1024
 @dataclass(frozen=True)
 class Delivered:
     """`deliveries` and `groups` have the tables' columns, with times as `at_ms`, `available_ms` and `oldest_ms`;
-    `latency` counts the first hand-outs by group, topic, mode, bucket of time and latency. All are persisted."""
+    `latency` counts the first hand-outs by group, topic, mode, bucket of time and latency, `redelivered` the messages
+    that were handed out again. The first three are persisted."""
 
     deliveries: DataFrame
     groups: DataFrame

@@ -79,6 +79,8 @@ TABLE = Table(
     },
 )
 ROWS_IN_A_BATCH = 16_384
+# Records of so many offsets are decoded at a time: one may hold a thousand ranges.
+CHUNK_OFFSETS = 8_192
 _BLANK = 6
 
 
@@ -124,7 +126,7 @@ class DeliveriesReader(DataSourceReader):
         for piece in walk.pieces:
             if moments is None or piece.log != log:
                 moments, log = Moments([piece.path.parent, *piece.elsewhere]), piece.log
-            for chunk in piece.chunks():
+            for chunk in piece.chunks(CHUNK_OFFSETS):
                 for record in _records(chunk, _QUEUE_SQL):
                     yield from _queue_rows(piece.log, record, moments)
         for pieces in walk.streams:
@@ -271,7 +273,7 @@ def _stream_rows(pieces: Sequence[Piece]) -> Iterator[_Row]:
     readers: dict[str, _Reader] = {}
     is_compacted = False
     for piece in pieces:
-        for chunk in piece.chunks():
+        for chunk in piece.chunks(CHUNK_OFFSETS):
             is_compacted = is_compacted or bool(chunk.read(_blanks))
             for record in _records(chunk, _STREAM_SQL):
                 yield from _one_stream(log, record, readers, moments, is_compacted)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -74,8 +75,10 @@ def report(
     sources = [str(path) for path in paths]
     logs = Directories(sources, topics).logs()
     read = _Reader(spark, sources, topics)
-    with ThreadPoolExecutor(FIGURES_AT_A_TIME) as pool:
+    with ThreadPoolExecutor(FIGURES_AT_A_TIME) as pool, ExitStack() as kept:
         batch_rows, delivery_rows, group_rows = pool.map(read, *zip(*_TABLES.items(), strict=True))
+        for frame in (batch_rows, delivery_rows, group_rows):
+            kept.callback(frame.unpersist)
         spans = pool.map(_span, (batch_rows, delivery_rows.where("event IN ('granted', 'committed')"), delivery_rows))
         of_batches, of_hand_outs, of_deliveries = list(spans)
         first, last = _union(of_batches, of_hand_outs)
@@ -83,8 +86,10 @@ def report(
         bucket_ms = bucket_width_ms(first, last)
         put_in = appended.appended(_logs(spark, logs), batch_rows, bucket_ms)
         taken_out = delivered.delivered(delivery_rows, group_rows, bucket_ms, as_of_ms)
+        for frame in (put_in.volume, put_in.sizes, taken_out.latency):
+            kept.callback(frame.unpersist)
         figures = _Figures(put_in, taken_out, parquet)
-        made = Report(
+        return Report(
             version=VERSION,
             made_at_ms=made_at_ms,
             sources=sources,
@@ -93,9 +98,6 @@ def report(
             **figures.collected(pool),
             left_out=figures.left_out,
         )
-    for frame in (batch_rows, delivery_rows, group_rows, put_in.volume, put_in.sizes, taken_out.latency):
-        frame.unpersist()
-    return made
 
 
 class _Reader:

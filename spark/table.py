@@ -71,9 +71,9 @@ class Piece:
     path: Path
     elsewhere: tuple[Path, ...]
 
-    def chunks(self) -> Iterator[Piece]:
-        for low in range(self.start, self.end, CHUNK_OFFSETS):
-            yield replace(self, start=low, end=min(low + CHUNK_OFFSETS, self.end))
+    def chunks(self, offsets: int = CHUNK_OFFSETS) -> Iterator[Piece]:
+        for low in range(self.start, self.end, offsets):
+            yield replace(self, start=low, end=min(low + offsets, self.end))
 
     def read(self, read: Callable[[Path, int, int], list[T]]) -> list[T]:
         """What `read(file, low, high)` answers for the piece, from the first replica whose files can be read.
