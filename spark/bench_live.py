@@ -22,13 +22,13 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 
 import numpy as np
 
 from portalmq import Admin, Producer
-from portalmq.spark.bench import BATCH_MESSAGES, END_WITHIN_S, MESSAGE_BYTES, PARTITIONS, broker
+from portalmq.spark.bench import BATCH_MESSAGES, END_WITHIN_S, MESSAGE_BYTES, PARTITIONS, broker, fill
 from portalmq.spark.columns import COLUMNS
 from portalmq.spark.directories import Directories
 from portalmq.spark.errors import DataLoss, NothingThere
@@ -38,6 +38,7 @@ READERS = 2
 SEGMENT_BYTES = 32 * 1024 * 1024
 RETENTION_BYTES = 512 * 1024 * 1024
 SAMPLE_S = 0.05
+OTHER_MESSAGES = 2_000_000
 
 
 class Load:
@@ -179,6 +180,9 @@ def run(rounds: int, seconds: float, folder: Path) -> dict[str, float]:
     figures: dict[str, float] = {}
     cores = sorted(os.sched_getaffinity(0))
     half = len(cores) // 2 or 1
+    other = folder / "other"
+    with broker(other) as (url, _):
+        fill(url, TOPIC, iter(lambda: b"x" * MESSAGE_BYTES, None), OTHER_MESSAGES, segment_bytes=SEGMENT_BYTES)
     for name, writing_cores, reading_cores in (
         ("as it is", cores, cores),
         ("apart", cores[:half], cores[half:] or cores),
@@ -187,47 +191,48 @@ def run(rounds: int, seconds: float, folder: Path) -> dict[str, float]:
         with broker(data) as (url, process):
             pin(process.pid, writing_cores)
             pin(os.getpid(), writing_cores)
-            found = windows(url, data, rounds, seconds, reading_cores)
+            found = windows(url, {"alone": None, "other": other, "read": data}, rounds, seconds, reading_cores)
         pin(os.getpid(), cores)
         shutil.rmtree(data)
         figures |= {f"{name}: {key}": value for key, value in found.items()}
     return figures
 
 
-def windows(url: str, data: Path, rounds: int, seconds: float, reading_cores: Sequence[int]) -> dict[str, float]:
+def windows(
+    url: str, kinds: dict[str, Path | None], rounds: int, seconds: float, reading_cores: Sequence[int]
+) -> dict[str, float]:
+    """`kinds`: what is read meanwhile, by the name of the window."""
+    data = kinds["read"]
+    assert data is not None
     with closing(Admin(url)) as admin:
         config = {"segment_bytes": SEGMENT_BYTES, "retention_bytes": RETENTION_BYTES}
         admin.create_topic(TOPIC, partitions=PARTITIONS, replication_factor=1, config=config)
-    rates: dict[bool, list[float]] = {False: [], True: []}
-    wal: dict[bool, int] = {False: 0, True: 0}
-    waits: dict[bool, float] = {False: 0.0, True: 0.0}
+    rates: dict[str, list[float]] = {kind: [] for kind in kinds}
+    wal: dict[str, int] = dict.fromkeys(kinds, 0)
+    waits: dict[str, float] = dict.fromkeys(kinds, 0.0)
     load, watch = Load(url), Watch(data)
     try:
         time.sleep(seconds)  # the first segments, and what a start costs
         for _ in range(rounds):
-            for is_read in (False, True):
-                if is_read:
-                    with reading(data, reading_cores):
-                        time.sleep(1)  # the readers' own start is not what is measured
-                        rate = _rate(load, watch, seconds)
-                else:
-                    rate = _rate(load, watch, seconds)
-                rates[is_read].append(rate)
+            for kind, directory in kinds.items():
+                with reading(directory, reading_cores) if directory is not None else nullcontext():
+                    time.sleep(1)  # the readers' own start is not what is measured
+                    rates[kind].append(_rate(load, watch, seconds))
                 wal_bytes, wait_s = watch.take()
-                wal[is_read], waits[is_read] = max(wal[is_read], wal_bytes), max(waits[is_read], wait_s)
-                print(f"  {'read' if is_read else 'alone':5} {rate:12,.0f} messages/s", flush=True)
+                wal[kind], waits[kind] = max(wal[kind], wal_bytes), max(waits[kind], wait_s)
+                print(f"  {kind:5} {rates[kind][-1]:12,.0f} messages/s", flush=True)
     finally:
         load.end()
         watch.end()
-    alone, read = statistics.median(rates[False]), statistics.median(rates[True])
+    rate = {kind: statistics.median(measured) for kind, measured in rates.items()}
     return {
-        "messages/s alone": round(alone),
-        "messages/s while it is read": round(read),
-        "loss, %": round(100 * (1 - read / alone), 1),
-        "longest WAL alone, MB": round(wal[False] / 1e6),
-        "longest WAL while it is read, MB": round(wal[True] / 1e6),
-        "longest wait of a full segment alone, s": round(waits[False], 2),
-        "longest wait of a full segment while it is read, s": round(waits[True], 2),
+        "messages/s alone": round(rate["alone"]),
+        "messages/s while other files are read": round(rate["other"]),
+        "messages/s while its files are read": round(rate["read"]),
+        "loss by reading, %": round(100 * (1 - rate["read"] / rate["alone"]), 1),
+        "loss besides the CPU, %": round(100 * (1 - rate["read"] / rate["other"]), 1),
+        **{f"longest WAL, {kind}, MB": round(wal[kind] / 1e6) for kind in kinds},
+        **{f"longest wait to be sealed, {kind}, s": round(waits[kind], 1) for kind in kinds},
     }
 
 
