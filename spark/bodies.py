@@ -54,7 +54,12 @@ class Grant(msgspec.Struct, array_like=True):
 
 
 class Ack(msgspec.Struct, array_like=True):
+    """`ahead` are (lane, _, offset): done by who was handed them by a leader that died before its grant was in the
+    log."""
+
     ranges: tuple[Range, ...]
+    at_ms: int = 0
+    ahead: tuple[tuple[int, int, int], ...] = ()
 
 
 class Nack(msgspec.Struct, array_like=True):

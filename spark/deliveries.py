@@ -226,6 +226,9 @@ def _queue_rows(log: Log, record: _Record, moments: Moments) -> Iterator[_Row]:
                 yield row("expired", start, end)
         case Ack():
             yield from (row("acked", start, end) for start, end in body.ranges)
+            for *_, spot in body.ahead:
+                if not any(start <= spot < end for start, end in body.ranges):
+                    yield row("acked", spot, spot + 1)
         case Commit():
             yield from (row("acked", start, end) for start, end in body.ranges)
         case Nack():
