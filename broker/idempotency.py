@@ -6,14 +6,20 @@
 A message without a key or a partition goes to its id's own partition, so that a repeat meets its first there. One that
 was sent to another place, or before the topic grew, stands elsewhere: so in a topic with several partitions all their
 leaders are asked first. Ids stand in an index of the log's files, of which nothing is kept in memory.
+
+In a batch each message may have a key of its own. Then every one of them is looked for in the partition that it goes
+to, and there alone: asking all leaders for each of a thousand would cost more than the messages. Few are looked for on
+the hub. Many on native threads, during which their ids are marked as sought: nobody else appends them meanwhile.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
 
+import gevent
 import msgspec
 
 from portalmq.broker.atlas import Atlas
@@ -24,7 +30,7 @@ from portalmq.broker.peers import Peers
 from portalmq.broker.storage.batch import Record
 from portalmq.broker.topics import Topic
 from portalmq.errors import IdempotencyKeyReused, PortalMQError, RequestInProgress
-from portalmq.wire import Acks, Produced
+from portalmq.wire import Acks, Produced, message_id_of
 
 FIND_TIMEOUT_S = 10.0
 IN_PROGRESS_RETRY_S = 0.2
@@ -35,6 +41,14 @@ _OF_THE_REQUEST = frozenset({"traceparent", "tracestate"})
 _encode = msgspec.msgpack.Encoder().encode
 # The options of a message, as they were sent.
 AsSent = tuple[int | str | None, ...]
+# The key of a message in a batch, and its options.
+Keyed = tuple[str, AsSent]
+# (offset, body hash, timestamp_ms) of the first message of an id.
+First = tuple[int, bytes | None, int]
+# An index looks for so many in less time than it takes to hand them to another thread.
+SOUGHT_HERE_MAX = 8
+# That takes 3 ms or so.
+HASHED_AT_ONCE = 1_000
 
 
 class FindFirst(msgspec.Struct, array_like=True):
@@ -56,19 +70,63 @@ def identified(record: Record, key: str, as_sent: AsSent) -> Record:
     """The record with the identity that an Idempotency-Key gives it. The hash is of its body and the options that came
     with it, in the sender's words: a delay comes to another moment each time it is sent. A proxy may have put the
     headers into another order."""
-    message_id = blake2b(f"0\n{key}".encode(), digest_size=16).digest()
-    headers = sorted(item for item in (record.headers or {}).items() if item[0] not in _OF_THE_REQUEST)
-    body = _encode((record.value, record.key, record.content_type, headers, *as_sent))
-    return msgspec.structs.replace(record, message_id=message_id, body_hash=blake2b(body, digest_size=8).digest())
+    headers = record.headers and sorted(item for item in record.headers.items() if item[0] not in _OF_THE_REQUEST)
+    body = _encode((record.value, record.key, record.content_type, headers or (), *as_sent))
+    return Record(
+        record.value,
+        record.content_type,
+        record.key,
+        record.headers,
+        record.deliver_at_ms,
+        record.expires_at_ms,
+        record.priority,
+        message_id_of(key),
+        blake2b(body, digest_size=8).digest(),
+    )
+
+
+def each_once(
+    records: Sequence[Record], keys: Sequence[Keyed | None], numbers: Sequence[int | None]
+) -> tuple[list[Record], list[int], list[int]]:
+    """A batch in which messages have keys of their own: its records with their identities, each once; which of the
+    batch these are; and for each message of the batch which of them is its own. `numbers` are the partitions that were
+    named. Raises IdempotencyKeyReused for two messages under one key."""
+    once: list[Record] = []
+    places: list[int] = []
+    own: list[int] = []
+    seen: dict[bytes, int] = {}
+    for index, (record, keyed) in enumerate(zip(records, keys, strict=True)):
+        if index and index % HASHED_AT_ONCE == 0:
+            gevent.sleep(0)  # the others' turn
+        at = len(once)
+        if keyed is not None:
+            key, as_sent = keyed
+            number = numbers[index]
+            record = identified(record, key, (number, *as_sent) if as_sent or number is not None else ())
+            at = seen.setdefault(record.message_id or b"", at)
+            if at < len(once) and once[at].body_hash != record.body_hash:
+                raise IdempotencyKeyReused(
+                    f"messages {places[at]} and {index} of the batch differ, and have one idempotency_key: use a key"
+                    " for one message"
+                )
+        own.append(at)
+        if at == len(once):
+            once.append(record)
+            places.append(index)
+    return once, places, own
 
 
 def first_in(partition: Partition, message_id: bytes, body_hash: bytes | None) -> tuple[int, int] | None:
     """(offset, timestamp_ms) of the message of this id, if the partition has it. Raises IdempotencyKeyReused for
-    another message."""
+    another message, RequestInProgress while it is looked for by somebody else, who appends it then."""
+    if partition.is_sought(message_id):
+        raise _in_progress(partition, "")
     place = partition.place_of_id(message_id)
-    if place is None:
-        return None
-    offset, first_hash, timestamp_ms = place
+    return None if place is None else _checked(partition, place, body_hash)
+
+
+def _checked(partition: Partition, first: First, body_hash: bytes | None) -> tuple[int, int]:
+    offset, first_hash, timestamp_ms = first
     if first_hash != body_hash:
         raise IdempotencyKeyReused(
             f"this Idempotency-Key was used for another message (partition {partition.number}, offset {offset}):"
@@ -77,16 +135,52 @@ def first_in(partition: Partition, message_id: bytes, body_hash: bytes | None) -
     return offset, timestamp_ms
 
 
+def _in_progress(partition: Partition, where: str) -> RequestInProgress:
+    return RequestInProgress(
+        f"the first request of this Idempotency-Key is still being appended (partition {partition.number}{where}):"
+        " repeat in a moment",
+        retry_after_s=IN_PROGRESS_RETRY_S,
+    )
+
+
+@contextmanager
+def known_in(partition: Partition, records: Sequence[Record], acks: Acks) -> Iterator[dict[bytes, tuple[int, int]]]:
+    """Which of these, all with different ids if any, the partition has: id -> (offset, timestamp_ms). What it has not
+    is to be appended within the block. Raises IdempotencyKeyReused, RequestInProgress, Unavailable."""
+    keyed = [record for record in records if record.message_id is not None]
+    known: dict[bytes, tuple[int, int]] = {}
+    sought: dict[bytes, Record] = {}
+    for record in keyed:
+        message_id = record.message_id or b""
+        if len(keyed) <= SOUGHT_HERE_MAX:
+            place = first_in(partition, message_id, record.body_hash)
+        elif partition.is_sought(message_id):
+            raise _in_progress(partition, "")
+        else:
+            unwritten = partition.unwritten_place_of_id(message_id)
+            place = None if unwritten is None else _checked(partition, unwritten, record.body_hash)
+            if unwritten is None:
+                sought[message_id] = record
+        if place is not None:
+            check_done(partition, place[0], acks)
+            known[message_id] = place
+    if not sought:
+        yield known
+        return
+    with partition.seeking(list(sought)) as found:
+        for message_id, first in found.items():
+            place = _checked(partition, first, sought[message_id].body_hash)
+            check_done(partition, place[0], acks)
+            known[message_id] = place
+        yield known
+
+
 def check_done(partition: Partition, offset: int, acks: Acks) -> None:
     """Raises RequestInProgress while the first request, whose message stands at `offset`, is not as safe as its repeat
     asks to be told."""
     safe_end = {"all": partition.high_watermark, "leader": partition.log.end_offset, "none": offset + 1}[acks]
     if offset >= safe_end:
-        raise RequestInProgress(
-            f"the first request of this Idempotency-Key is still being appended (partition {partition.number},"
-            f" offset {offset}): repeat in a moment",
-            retry_after_s=IN_PROGRESS_RETRY_S,
-        )
+        raise _in_progress(partition, f", offset {offset}")
 
 
 @dataclass(slots=True)

@@ -120,7 +120,11 @@ class Overview:
         return wire.Metadata(
             self._brokers(),
             [
-                wire.TopicMetadata(state.name, [self._leader(state, number) for number in range(state.partitions)])
+                wire.TopicMetadata(
+                    state.name,
+                    [self._leader(state, number) for number in range(state.partitions)],
+                    state.first_partitions,
+                )
                 for state in sorted(states, key=lambda state: state.name)
             ],
         )

@@ -8,7 +8,8 @@ partition's share is appended by its leader, all or nothing, and there it is dec
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Protocol
@@ -18,7 +19,7 @@ import msgspec
 from portalmq.broker.calls import Appended, Place, Produce, Result, Share, result_of
 from portalmq.broker.core.events import Stamp
 from portalmq.broker.forwarding import Leaders, place_of, told
-from portalmq.broker.idempotency import AsSent, Repeats, check_done, first_in, identified
+from portalmq.broker.idempotency import AsSent, Keyed, Repeats, each_once, first_in, identified, known_in
 from portalmq.broker.partition import Partition
 from portalmq.broker.peers import Peers
 from portalmq.broker.storage.batch import Record
@@ -117,25 +118,38 @@ class Gate:
 def _entered(topic: Topic, partition: Partition, records: Sequence[Record], order: _Order, gate: Gate) -> _Entry:
     """Allot offsets to what is new. Raises what the partition refuses with; nothing is applied then."""
     entry = _Entry(partition)
-    if order.stamp is not None:
-        gate.check_fence(order.stamp)
-    for rank, record in enumerate(records):
-        place = first_in(partition, record.message_id, record.body_hash) if record.message_id else None
-        if place is None:
-            entry.ranks.append(rank)
-            entry.records.append(record)
-            continue
-        offset, timestamp_ms = place
-        if not order.is_copies:
-            check_done(partition, offset, order.acks)
-        entry.known.append((rank, offset, timestamp_ms))
-    if entry.records:
-        if not order.is_copies:
-            gate.check_room(topic, partition, len(entry.records), order.stamp)
-        size = sum([len(record.value) for record in entry.records])
-        entry.pending = partition.submit(tuple(entry.records), size, stamp=order.stamp, acks=order.acks)
-        partition.remember_ids(entry.pending)
+    with _known_in(partition, records, order) as known:
+        if order.stamp is not None:
+            gate.check_fence(order.stamp)
+        for rank, record in enumerate(records):
+            place = known.get(record.message_id) if record.message_id else None
+            if place is None:
+                entry.ranks.append(rank)
+                entry.records.append(record)
+            else:
+                entry.known.append((rank, *place))
+        if entry.records:
+            if not order.is_copies:
+                gate.check_room(topic, partition, len(entry.records), order.stamp)
+            size = sum([len(record.value) for record in entry.records])
+            entry.pending = partition.submit(tuple(entry.records), size, stamp=order.stamp, acks=order.acks)
+            partition.remember_ids(entry.pending)
     return entry
+
+
+@contextmanager
+def _known_in(partition: Partition, records: Sequence[Record], order: _Order) -> Iterator[dict[bytes, tuple[int, int]]]:
+    """What of the share is in the log already, by id. No greenlet is switched to in the block."""
+    if not order.is_copies:
+        with known_in(partition, records, order.acks) as known:
+            yield known
+        return
+    found = {
+        record.message_id: first_in(partition, record.message_id, record.body_hash)
+        for record in records
+        if record.message_id is not None
+    }
+    yield {message_id: place for message_id, place in found.items() if place is not None}
 
 
 def _appended(entry: _Entry, order: _Order) -> Appended:
@@ -274,10 +288,23 @@ class Producing:
         producer: ProducerStamp | None,
         idempotency_key: str | None,
         as_sent: AsSent = (),
+        keys: Sequence[Keyed | None] | None = None,
         forward: bool,
     ) -> list[Produced | PortalMQError]:
-        """Append messages to their partitions; one result each, in order. Raises when the whole request is refused."""
+        """Append messages to their partitions; one result each, in order. Raises when the whole request is refused.
+        `keys` are those of the messages of a batch, and not looked for beyond the partition that each goes to."""
         size_of(topic, records)
+        at_of: Sequence[int] | None = None
+        all_are_keyed = False
+        if keys is not None:
+            if producer is not None:
+                raise InvalidRequest(
+                    "a batch with a producer's stamp is known by that: give its messages no idempotency_key"
+                )
+            named = [partition if number is None else number for number in partitions or [None] * len(records)]
+            records, firsts, at_of = each_once(records, keys, named)
+            partitions = [partitions[index] for index in firsts] if partitions is not None else None
+            all_are_keyed = all(key is not None for key in keys)
         if idempotency_key is not None:
             if len(records) != 1:
                 raise InvalidRequest("an Idempotency-Key belongs to a single message")
@@ -298,14 +325,15 @@ class Producing:
             if first is not None:
                 return [first]
         work = _Producing(topic, shares, _Order(_stamp(producer), acks), self._gate, self._peers)
-        repeatable = producer is not None or idempotency_key is not None
+        repeatable = producer is not None or idempotency_key is not None or all_are_keyed
         outcomes = self._leaders.run(list(places.values()), work, forward=forward, repeatable=repeatable)
         self._count(work)
         results: list[Produced | PortalMQError | None] = [None] * len(records)
         for number, own in indexes.items():
             for index, result in zip(own, _produced(number, len(own), outcomes[places[number]]), strict=True):
                 results[index] = result
-        return _unless_all_failed([result for result in results if result is not None])
+        answers = results if at_of is None else [results[at] for at in at_of]
+        return _unless_all_failed([result for result in answers if result is not None])
 
     def copies(self, topic: Topic, shares: dict[int, list[Record]]) -> dict[int, PortalMQError]:
         """Append what was ordered elsewhere, by partition: records with a message id, so that a repeat finds its first.

@@ -6,7 +6,8 @@ yet is known by its ids and its times alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from gevent.event import Event
 
@@ -20,6 +21,9 @@ from portalmq.broker.storage.log import Log
 from portalmq.broker.uncommitted import Uncommitted
 from portalmq.broker.writer import Pending
 from portalmq.errors import OffsetOutOfRange, Unavailable
+
+# SQLite takes 32,766 parameters; so many ids take a few milliseconds in each segment.
+IDS_SOUGHT_AT_ONCE = 1_000
 
 
 class ReadablePartition:
@@ -45,6 +49,43 @@ class ReadablePartition:
             return unwritten
         since_ms = max(self.replica.last_timestamp_ms, self.host.clock.wall_ms()) - self.dedup_window_ms
         return self.log.find_message_id(message_id, since_ms)
+
+    def unwritten_place_of_id(self, message_id: bytes) -> tuple[int, bytes | None, int] | None:
+        """The same, of what is on its way to the disk only."""
+        return self._uncommitted.place_of(message_id)
+
+    def is_sought(self, message_id: bytes) -> bool:
+        """Whether somebody looks for this id in the log, and appends its message if it is not there."""
+        return self._uncommitted.is_sought(message_id)
+
+    @contextmanager
+    def seeking(self, message_ids: Sequence[bytes]) -> Iterator[dict[bytes, tuple[int, bytes | None, int]]]:
+        """Which of these stand in the log, as place_of_id tells it. They are looked for on native threads; until the
+        end of the block nobody else looks for one of them to append it. Raises Unavailable when this broker has not led
+        all the while: another leader may have appended some of them, and what it did may have come here since."""
+        epoch = self.replica.leader_epoch if self.replica.leading else -1
+        self._uncommitted.seek(message_ids)
+        try:
+            found = self._find_ids(message_ids)
+            if not self.replica.leading or self.replica.leader_epoch != epoch:
+                raise Unavailable("the partition's leadership is just changing", retry_after_s=0.1)
+            yield found
+        finally:
+            self._uncommitted.sought(message_ids)
+
+    def _find_ids(self, message_ids: Sequence[bytes]) -> dict[bytes, tuple[int, bytes | None, int]]:
+        since_ms = max(self.replica.last_timestamp_ms, self.host.clock.wall_ms()) - self.dedup_window_ms
+        found: dict[bytes, tuple[int, bytes | None, int]] = {}
+        for start in range(0, len(message_ids), IDS_SOUGHT_AT_ONCE):
+            left = message_ids[start : start + IDS_SOUGHT_AT_ONCE]
+            below: int | None = None
+            while left:  # a turn on the pool for each segment: the writers take theirs in between
+                here, below = self._reader.find_ids(self.host.pool, left, since_ms, below)
+                found |= here
+                if below is None:
+                    break
+                left = [message_id for message_id in left if message_id not in here] if here else left
+        return found
 
     def remember_ids(self, pending: Pending) -> None:
         """Ids of messages that are allotted and not yet written."""

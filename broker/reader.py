@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
+from gevent.threadpool import ThreadPool
 
 from portalmq.broker.cache import BatchCache, payload_bytes
 from portalmq.broker.storage.batch import Batch, Kind, Record
-from portalmq.broker.storage.errors import CorruptBatch, DamagedFile, OffsetPurged, StorageFault
+from portalmq.broker.storage.errors import CorruptBatch, DamagedFile, OffsetPurged, StorageError, StorageFault
 from portalmq.broker.storage.log import Log
 from portalmq.errors import Unavailable
 
@@ -73,6 +74,23 @@ class Reader:
                         return
             offset = batch.end_offset
 
+    def find_ids(
+        self, pool: ThreadPool, message_ids: Sequence[bytes], since_ms: int, below: int | None
+    ) -> tuple[dict[bytes, tuple[int, bytes | None, int]], int | None]:
+        """As the log's find_message_ids, on a native thread. Raises Unavailable for what is damaged."""
+        self.used = True
+        found: tuple[dict[bytes, tuple[int, bytes | None, int]], int | None] | StorageError | Unavailable
+        found = pool.apply(_found_ids, (self._log, message_ids, since_ms, below))
+        if isinstance(found, Unavailable):
+            raise found
+        if isinstance(found, CorruptBatch | DamagedFile):
+            self._on_damage(found)
+            raise Unavailable(f"a file is damaged on this broker: {found}", outcome="not_applied") from found
+        if isinstance(found, StorageError):
+            self._on_fault(found)
+            raise Unavailable("the storage failed", outcome="not_applied") from found
+        return found
+
     def _of_checked(self, offset: int) -> Piece | None:
         """The message at `offset` alone, when its batch was checked before and has left the cache since: who reads here
         and there would else read a whole batch for each message, as the checksum is of that."""
@@ -134,3 +152,13 @@ class Reader:
         for batch in reversed(batches):
             self._cache.put(self._key, batch, payload_bytes(batch))
         return batches[0] if batches else None
+
+
+def _found_ids(
+    log: Log, message_ids: Sequence[bytes], since_ms: int, below: int | None
+) -> tuple[dict[bytes, tuple[int, bytes | None, int]], int | None] | StorageError | Unavailable:
+    """On a native thread. Errors are answered and not raised, as gevent would print them."""
+    try:
+        return log.find_message_ids(message_ids, since_ms, below)
+    except (StorageError, Unavailable) as error:
+        return error

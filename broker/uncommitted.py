@@ -7,7 +7,7 @@ high watermark ....[batch]....[batch]....[batch].... next offset
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Container
+from collections.abc import Collection, Container
 
 from portalmq.broker.storage.batch import Batch, Kind
 from portalmq.broker.writer import Pending
@@ -27,6 +27,7 @@ class Uncommitted:
         self._pending: deque[Pending] = deque()
         self._repeats: list[tuple[int, Pending]] = []
         self._ids: dict[bytes, Place] = {}
+        self._sought: set[bytes] = set()
 
     @property
     def records(self) -> int:
@@ -99,6 +100,17 @@ class Uncommitted:
 
     def place_of(self, message_id: bytes) -> Place | None:
         return self._ids.get(message_id)
+
+    def seek(self, message_ids: Collection[bytes]) -> None:
+        """Somebody looks for these in the log, and is going to append those that are not there: until `sought` nobody
+        else is to."""
+        self._sought.update(message_ids)
+
+    def sought(self, message_ids: Collection[bytes]) -> None:
+        self._sought.difference_update(message_ids)
+
+    def is_sought(self, message_id: bytes) -> bool:
+        return message_id in self._sought
 
     def written(self, end_offset: int) -> None:
         """What stands below is found in the log from here on."""

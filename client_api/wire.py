@@ -10,6 +10,8 @@ from __future__ import annotations
 import base64
 import binascii
 import re
+from functools import lru_cache
+from hashlib import blake2b
 from typing import Annotated, Any, Literal, TypeVar
 from urllib.parse import quote
 
@@ -51,6 +53,7 @@ VISIBILITY_TIMEOUT_MS_MAX = 12 * 3600 * 1000
 HEADERS_MAX = 64
 HEADER_BYTES_MAX = 8 * 1024
 KEY_BYTES_MAX = 4 * 1024
+IDEMPOTENCY_KEY_LENGTH_MAX = 255
 PARTITIONS_MAX = 1_000
 PRIORITY_MAX = 31
 
@@ -115,6 +118,7 @@ class JsonMessage(msgspec.Struct, gc=False, omit_defaults=True, forbid_unknown_f
     deliver_at_ms: NonNegative | None = None
     ttl_ms: Positive | None = None
     priority: int | None = 0
+    idempotency_key: str | None = None
 
 
 class PackMessage(msgspec.Struct, gc=False, omit_defaults=True, forbid_unknown_fields=True):
@@ -131,6 +135,20 @@ class PackMessage(msgspec.Struct, gc=False, omit_defaults=True, forbid_unknown_f
     deliver_at_ms: NonNegative | None = None
     ttl_ms: Positive | None = None
     priority: int | None = 0
+    idempotency_key: str | None = None
+
+
+def message_id_of(key: str) -> bytes:
+    """What a message with this idempotency key is known by. Its first 4 bytes are those of the part of the key before
+    its last slash: keys that share one stand side by side in the index, which takes 5 times as many a second so."""
+    family = key.rpartition("/")[0]
+    own = blake2b(b"0\n" + key.encode(), digest_size=16).digest()
+    return _family_id(family) + own[:12] if family else own
+
+
+@lru_cache(maxsize=1_000)
+def _family_id(family: str) -> bytes:
+    return blake2b(b"1\n" + family.encode(), digest_size=4).digest()
 
 
 class JsonBatch(msgspec.Struct, forbid_unknown_fields=True):
@@ -529,8 +547,12 @@ class PartitionLeader(msgspec.Struct):
 
 
 class TopicMetadata(msgspec.Struct):
+    """`first_partitions` is how many the topic was made with (0: a broker that does not tell): a message with an
+    idempotency key, and no key or partition, goes to crc32(message_id_of(it)) modulo that."""
+
     name: str
     partitions: list[PartitionLeader]
+    first_partitions: int = 0
 
 
 class Metadata(msgspec.Struct):

@@ -16,6 +16,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -38,18 +39,18 @@ class DemoFailed(Exception):
 
 
 class Worker:
-    """One process, whose output goes to a log file."""
+    """One process. All it says goes to a log file; but with `answer`, what it says on stdout goes to that."""
 
-    def __init__(self, name: str, command: list[str], log: Path) -> None:
+    def __init__(self, name: str, command: list[str], log: Path, answer: Path | None = None) -> None:
         self.name = name
         self.log = log
         self._was_asked = False
-        with log.open("ab") as output:
+        with log.open("ab") as talk, (answer or log).open("ab") as output:
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
-                stderr=subprocess.STDOUT,
+                stderr=talk,
                 process_group=0,
                 preexec_fn=_die_with(os.getpid()),
             )
@@ -61,6 +62,12 @@ class Worker:
     def kill(self) -> None:
         """SIGKILL: no goodbye, nothing flushed."""
         self._process.kill()
+        self._process.wait()
+
+    def kill_all(self) -> None:
+        """SIGKILL for the process and those that it has started and that stayed in its group, as Spark's Java does."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
     def ask_to_end(self) -> None:
@@ -94,8 +101,8 @@ class Crew:
         self.directory = directory
         self._workers: list[Worker] = []
 
-    def start(self, name: str, *command: str) -> Worker:
-        worker = Worker(name, [sys.executable, *command], self.directory / f"{name}.log")
+    def start(self, name: str, *command: str, answer: Path | None = None) -> Worker:
+        worker = Worker(name, [sys.executable, *command], self.directory / f"{name}.log", answer)
         self._workers.append(worker)
         return worker
 
@@ -107,7 +114,12 @@ class Crew:
     ) -> None:
         for worker in self._workers:
             if worker.exit_code is None:
-                worker.kill()
+                worker.kill_all()
+
+
+def broker_name(number: int) -> str:
+    """Its data directory's name as well."""
+    return f"broker-{number}"
 
 
 class Broker:
@@ -169,7 +181,7 @@ class Cluster:
             self.zookeeper = self._start_zookeeper(crew)
         self.brokers = {
             number: Broker(
-                crew, f"broker-{number}", "broker", "--broker-id", str(number), "--zookeeper", self.zookeeper
+                crew, broker_name(number), "broker", "--broker-id", str(number), "--zookeeper", self.zookeeper
             )
             for number in range(1, brokers + 1)
         }

@@ -1,10 +1,11 @@
 """The demo: a year of weather goes from sensors to controllers while a leader is killed half way.
 
 ZooKeeper and three brokers are started. Twelve sensors (four kinds at three airports) send each reading of 2013; for
-each kind two controllers share the three topics. When half is sent, the broker that leads most gets SIGKILL: the others
-take over, and it is started again on what it has, and catches up. At the end the books are compared: each reading that
-was acknowledged to a sensor has to be in the ledger of a controller. The last line says DEMO OK, and the exit code is
-0, only if that is true.
+each kind two controllers share the three topics. When half is sent, the broker that leads most gets SIGKILL: the
+others take over, and it is started again on what it has, and catches up. At the end the books are compared: each
+reading that was acknowledged to a sensor has to be in the ledger of a controller. With --report, Spark then reads
+what the brokers left on disk, and draws the run. The last line says DEMO OK, and the exit code is 0, only if all of
+that is true.
 """
 
 from __future__ import annotations
@@ -17,14 +18,15 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import click
 
 from portalmq import Admin, PortalMQError
-from portalmq.demo_iot import ledger
+from portalmq.demo_iot import ledger, report
 from portalmq.demo_iot.controller import verdict
-from portalmq.demo_iot.crew import Cluster, Crew, DemoFailed, Worker, wait_for
+from portalmq.demo_iot.crew import Cluster, Crew, DemoFailed, Worker, broker_name, wait_for
 from portalmq.demo_iot.ledger import Comparison, Entry, Tally
 from portalmq.demo_iot.readings import KINDS, STATIONS, topic_of, year
 
@@ -125,6 +127,12 @@ class Demo:
         cluster.end_well()
         self._tell("all processes have ended, the books are compared")
         return outage
+
+    def report(self, out: Path) -> None:
+        """Of a run that has ended."""
+        directories = [self._crew.directory / broker_name(number) for number in range(1, BROKERS + 1)]
+        summary = report.make(self._crew, directories, out, self._tell)
+        click.echo("\n".join(["", *(f"  {line}" for line in summary), ""]))
 
     @property
     def _topics(self) -> list[str]:
@@ -287,8 +295,8 @@ def last_line(found: Comparison, failover_ms: int) -> str:
     )
 
 
-def conclude(books: Books, outage: Outage) -> bool:
-    """Compare the books and print the summary; True when all is well."""
+def conclude(books: Books, outage: Outage, report_it: Callable[[], None] | None = None) -> bool:
+    """Compare the books, print the summary, and report on a run that lost nothing; True when all is well."""
     sent, delivered = list(ledger.read(books.all_sent)), list(ledger.read(books.all_delivered))
     found = ledger.compare(sent, delivered)
     click.echo(f"\n{table(sent, delivered)}\n")
@@ -296,6 +304,8 @@ def conclude(books: Books, outage: Outage) -> bool:
         click.echo(sentence)
     if not found.is_clean:
         click.echo(f"what everybody wrote is in {books.directory}")
+    elif report_it:
+        report_it()
     click.echo(last_line(found, outage.longest_ms(sent)))
     return found.is_clean
 
@@ -303,15 +313,24 @@ def conclude(books: Books, outage: Outage) -> bool:
 @click.command()
 @click.option("--seconds", default=30.0, show_default=True, type=click.FloatRange(min=1), help="How long to send.")
 @click.option("--count", type=click.IntRange(min=1), help="Readings of each sensor (default: all of the year).")
-def main(seconds: float, count: int | None) -> None:
+@click.option(
+    "--report",
+    "out",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="A folder for a throughput report over the run, made by Spark (without: none is made).",
+)
+def main(seconds: float, count: int | None, out: Path | None) -> None:
     """Replay a year of weather from sensors to controllers, kill a leader half way, and compare the books."""
+    if out and (lack := report.missing()):
+        raise click.UsageError(f"No report can be made: {lack}. The demo runs without one when --report is left out.")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     directory = Path(tempfile.mkdtemp(prefix="portalmq-demo-"))
     is_worth_keeping = False
     try:
         with Crew(directory) as crew:
-            outage = Demo(crew, counts_of_a_year(count), seconds).run()
-        is_worth_keeping = not conclude(Books(directory), outage)
+            demo = Demo(crew, counts_of_a_year(count), seconds)
+            outage = demo.run()
+            is_worth_keeping = not conclude(Books(directory), outage, partial(demo.report, out) if out else None)
     except (DemoFailed, PortalMQError) as fault:
         is_worth_keeping = True
         click.echo(f"what everybody wrote is in {directory}\nDEMO FAILED {fault}")

@@ -20,7 +20,7 @@ import threading
 import time
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -33,18 +33,20 @@ import pyarrow as pa
 from portalmq import stream_wire as contract
 from portalmq import wire
 from portalmq.connection import Address
-from portalmq.errors import Forbidden, NotFound, OffsetOutOfRange, PortalMQError, Unauthorized
-from portalmq.spark.errors import BadOption, DataLoss, NothingThere, SourceError, Unreachable
+from portalmq.errors import Forbidden, NotFound, OffsetOutOfRange, PortalMQError, TopicNotFound, Unauthorized
+from portalmq.spark.errors import BadOption, DataLoss, NoTopic, SourceError, Unreachable
 from portalmq.spark.frames import batches_of
 from portalmq.spark.origin import SPAN_OFFSETS, Log, Span
-from portalmq.transport import Backoff, Request, Transport, decode_answer, with_query
+from portalmq.spark.topics import is_pattern, is_wanted, not_found
+from portalmq.transport import LONG_POLL_GRACE_S, Backoff, Request, Transport, decode_answer, with_query
 
 PATIENCE_S = 30.0
 # Nobody has answered yet: more likely the address is wrong than that all brokers are away for a moment.
 FIRST_CONTACT_S = 10.0
+NAMES_MAX = 10
 FETCH_BYTES = 8 * 1024 * 1024
 FETCH_WAIT_MS = 500
-FETCH_TIMEOUT_S = 10.0
+FETCH_TIMEOUT_S = 10.0  # a leader that is silent for so long may be paused: another one leads by then
 NEVER = wire.INTEGER_MAX  # an offset that no log reaches
 
 Place = tuple[str, int]
@@ -93,8 +95,10 @@ class Cluster:
                 self._met = True
                 return answer
 
-    def metadata(self, topics: Iterable[str] | None) -> wire.Metadata:
-        metadata: wire.Metadata = self.patiently(lambda deadline: self.transport.metadata(topics, deadline=deadline))
+    def metadata(self, topics: Collection[str] | None) -> wire.Metadata:
+        """Of all topics, where so many are asked for that their names would make too long a URL."""
+        names = topics if topics is not None and len(topics) <= NAMES_MAX else None
+        metadata: wire.Metadata = self.patiently(lambda deadline: self.transport.metadata(names, deadline=deadline))
         return metadata
 
     def get(self, path: str, kind: type[Any], leader_of: Place | None = None, **query: object) -> Any:
@@ -123,7 +127,7 @@ class Cluster:
             (("Content-Type", wire.JSON), ("Accept", contract.FRAMES_MSGPACK)),
             repeatable=True,
             leader_of=(asked[0].topic, asked[0].partition),
-            wait_s=FETCH_TIMEOUT_S,
+            wait_s=FETCH_TIMEOUT_S - LONG_POLL_GRACE_S,
         )
         answer = self.transport.attempt(request, deadline)
         try:
@@ -162,7 +166,7 @@ class Brokers:
         token: str | None = None,
         patience_s: float = PATIENCE_S,
     ) -> None:
-        """`topics` None means all, but for those whose names begin with two underscores."""
+        """`topics`: see topics.py."""
         self._access = Access(",".join(bootstrap), token, patience_s)
         self._topics = None if topics is None else tuple(topics)
         self._span_offsets = span_offsets
@@ -179,7 +183,9 @@ class Brokers:
 
     def logs(self) -> list[Log]:
         ends = _Ends(self._cluster, self._access.patience_s)
-        return sorted(ends.of(self._places()), key=lambda log: (log.topic, log.topic_id, log.partition))
+        logs = ends.of(self._places())
+        self._check_found({log.topic for log in logs})
+        return sorted(logs, key=lambda log: (log.topic, log.topic_id, log.partition))
 
     def offset_at(self, log: Log, timestamp_ms: int) -> int:
         if timestamp_ms <= 0:
@@ -194,7 +200,7 @@ class Brokers:
             page = self._cluster.get(path, wire.BrowsePage, (log.topic, log.partition), at=at, limit=1)
         except NotFound as error:
             raise DataLoss(f"{log.name} is gone: {error}") from error
-        offset = page.messages[0].offset if page.messages else log.end_offset
+        offset = page.messages[0]["offset"] if page.messages else log.end_offset
         return min(max(offset, log.start_offset), log.end_offset)
 
     def spans(self, log: Log, start: int, end: int) -> list[Span]:
@@ -204,19 +210,25 @@ class Brokers:
         ]
 
     def _places(self) -> list[Place]:
-        found = {topic.name: len(topic.partitions) for topic in self._cluster.metadata(self._topics).topics}
-        for name in self._topics or ():
-            if name not in found:  # made a moment ago, perhaps: this call asks further
+        names = None if self._topics is None or any(map(is_pattern, self._topics)) else self._topics
+        metadata = self._cluster.metadata(names)
+        found = {topic.name: len(topic.partitions) for topic in metadata.topics if is_wanted(topic.name, self._topics)}
+        for name in not_found(self._topics, found):
+            if not is_pattern(name):  # made a moment ago, perhaps: this call asks further
                 try:
                     found[name] = len(self._cluster.get(wire.topic_path(name), wire.TopicDescription).partitions)
                 except NotFound:
-                    raise NothingThere(f"there is no topic {name!r} at {self._cluster.where}") from None
+                    continue
                 except PortalMQError as error:
                     raise self._cluster.in_words(error, self._access.patience_s) from error
-        shown = [name for name in found if self._topics is not None or not name.startswith("__")]
-        if not shown:
-            raise NothingThere(f"there are no topics at {self._cluster.where} yet")
-        return [(name, number) for name in shown for number in range(found[name])]
+        self._check_found(found)
+        return [(name, number) for name, partitions in found.items() for number in range(partitions)]
+
+    def _check_found(self, topics: Collection[str]) -> None:
+        for name in not_found(self._topics, topics):
+            raise NoTopic(f"there is no topic {name!r} at {self._cluster.where}")
+        if not topics:
+            raise NoTopic(f"there are no topics at {self._cluster.where} yet")
 
 
 class _Ends:
@@ -226,19 +238,26 @@ class _Ends:
         self._cluster = cluster
         self._patience_s = patience_s
         self._found: dict[Place, Log] = {}
+        self._deleted: set[str] = set()
         self._said = "nobody leads it"
 
     def of(self, places: Sequence[Place]) -> list[Log]:
-        """Raises NothingThere, SourceError."""
+        """Those of topics that were deleted meanwhile are left out. Raises SourceError."""
         deadline = time.monotonic() + self._patience_s
         backoff = Backoff()
-        while waiting := [place for place in places if place not in self._found]:
+        while waiting := self._waiting(places):
             for asked in self._by_leader(waiting):
                 self._ask(asked, deadline)
             self._drop_mixed()
-            if len(self._found) < len(places):
-                self._pause(backoff.next_s(), deadline, places)
-        return list(self._found.values())
+            missing = self._waiting(places)
+            if len(missing) < len(waiting):
+                deadline = time.monotonic() + self._patience_s
+            if missing:
+                self._pause(backoff.next_s(), deadline, missing)
+        return [log for log in self._found.values() if log.topic not in self._deleted]
+
+    def _waiting(self, places: Sequence[Place]) -> list[Place]:
+        return [place for place in places if place not in self._found and place[0] not in self._deleted]
 
     def _by_leader(self, places: Sequence[Place]) -> Iterator[list[Place]]:
         by_leader: dict[Address | None, list[Place]] = defaultdict(list)
@@ -268,8 +287,8 @@ class _Ends:
             self._found[place] = Log(answer.topic, answer.topic_id, answer.partition, min(start, end), end)
         elif code == "not_leader":
             self._cluster.transport.heard_leader(place, problem.get("leader_url"))
-        elif problem.get("status") == 404:
-            raise NothingThere(f"{problem.get('detail')} (deleted a moment ago?); looked at {self._cluster.where}")
+        elif code == TopicNotFound.code:
+            self._deleted.add(answer.topic)
         else:
             self._said = str(problem.get("detail"))
 
@@ -278,8 +297,7 @@ class _Ends:
         ids = {log.topic: log.topic_id for log in self._found.values()}
         self._found = {place: log for place, log in self._found.items() if log.topic_id == ids[log.topic]}
 
-    def _pause(self, seconds: float, deadline: float, places: Sequence[Place]) -> None:
-        missing = [place for place in places if place not in self._found]
+    def _pause(self, seconds: float, deadline: float, missing: Sequence[Place]) -> None:
         if time.monotonic() + seconds >= deadline:
             topic, number = missing[0]
             more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""

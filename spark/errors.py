@@ -7,6 +7,8 @@
     +-- DamagedFile     a file that is torn, foreign, or lacks messages
     +-- DataLoss        messages that were to be read are gone (retention, purge, a topic made again)
     +-- Unreachable     no broker answers, or none does as it should
+    +-- BadRow          a row that cannot be a message
+    +-- NotWritten      rows that the brokers did not take
 
 They reach the user inside Spark's own exceptions, as text.
 """
@@ -60,3 +62,22 @@ class DataLoss(SourceError):
 
     def __reduce__(self) -> tuple[type[DataLoss], tuple[str, int | None]]:
         return DataLoss, (self.what, self.resume_at)
+
+
+class BadRow(SourceError, ValueError):
+    """A row that cannot be a message."""
+
+
+class NotWritten(SourceError):
+    """Rows that the brokers did not take."""
+
+    def __init__(self, where: str, why: str) -> None:
+        super().__init__(
+            f"rows for {where} were not taken: {why}. Those before them may be in the topic; when Spark runs this task"
+            " again, each is written once"
+        )
+        self.where = where
+        self.why = why
+
+    def __reduce__(self) -> tuple[type[NotWritten], tuple[str, str]]:
+        return NotWritten, (self.where, self.why)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 
 from portalmq.errors import PortalMQError
-from portalmq.spark.errors import BadOption, DataLoss, SourceError
+from portalmq.spark.errors import BadOption, DataLoss, NothingThere, SourceError
 from portalmq.spark.origin import Log
 
 PATIENCE_S = 20.0
@@ -32,14 +32,12 @@ class Patience:
         self._patience_s = patience_s
         self._since: float | None = None
 
-    def ended(self, fault: BaseException) -> Exception | None:
-        """Note one more fault. What to raise once there were nothing but faults for so long."""
-        now = self._clock()
+    def ended(self, fault: BaseException, began: float) -> Exception | None:
+        """Note one more fault, of a try that began then. What to raise once all have failed for so long."""
         if self._since is None:
-            self._since = now
-        if now - self._since < self._patience_s:
-            return None
-        return SourceError(f"{fault}. It was tried again for {self._patience_s:g} s")
+            self._since = began
+        waited_s = self._clock() - self._since
+        return None if waited_s < self._patience_s else SourceError(f"{fault}. It was tried for {waited_s:.0f} s")
 
     def restored(self) -> None:
         self._since = None
@@ -51,12 +49,14 @@ class Lookout:
         self._clock = clock
         self._patience = Patience(clock)
         self._seen: list[Log] | None = None
+        self._has_seen = False
         self._rests_until_s = float("-inf")
 
     def logs(self, *, fresh: bool = False) -> list[Log] | None:
         """As they stand now or stood a moment ago (`fresh`: now); None while they cannot be seen.
 
-        Raises SourceError when they could not be seen for PATIENCE_S, BadOption and DataLoss at once."""
+        Raises SourceError when they could not be seen for PATIENCE_S, BadOption and DataLoss at once, and at the first
+        look NothingThere."""
         began = self._clock()
         if began < self._rests_until_s and not fresh:
             return self._seen
@@ -65,11 +65,14 @@ class Lookout:
         except LASTING:
             raise
         except PASSING as fault:
+            if not self._has_seen and isinstance(fault, NothingThere):
+                raise  # more likely the name is wrong than that it comes in a moment
             self._seen = None
-            final = self._patience.ended(fault)
+            final = self._patience.ended(fault, began)
             if final is not None:
                 raise final from fault
         else:
+            self._has_seen = True
             self._patience.restored()
         ended = self._clock()
         self._rests_until_s = ended + min(max(_RESTS_PER_LOOK * (ended - began), _REST_MIN_S), _REST_MAX_S)

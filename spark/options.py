@@ -26,19 +26,21 @@ TABLES = ("messages", "deliveries", "batches", "groups")
 _DOORS = ("path", "paths", "bootstrap", "token")
 _READING = (*_DOORS, "topic", "columns", "table", "failOnDataLoss", "maxRowsPerPartition")
 _STARTS = ("startingOffsets", "startingTimestamp")
-_BATCH = (*_READING, *_STARTS, "endingOffsets", "endingTimestamp")
+_BATCH = (*_READING, *_STARTS, "endingOffsets", "endingTimestamp", "pushdown")
 _STREAM = (*_READING, *_STARTS, "maxRowsPerTrigger")
 _WRITING = ("bootstrap", "token", "topic", "query", "checkpointLocation")
 
 # What comes to the fingers of who has used Spark's Kafka source.
 _KAFKA = {
     "subscribe": "topic",
+    "subscribepattern": "topic",
     "assign": "topic",
     "kafka.bootstrap.servers": "bootstrap",
     "maxoffsetspertrigger": "maxRowsPerTrigger",
     "startingoffsetsbytimestamp": "startingTimestamp",
     "endingoffsetsbytimestamp": "endingTimestamp",
     "maxrecordsperpartition": "maxRowsPerPartition",
+    "minpartitions": "maxRowsPerPartition",
 }
 
 
@@ -72,6 +74,7 @@ class Reading:
     ending: Bound
     rows_per_trigger_max: int | None
     fails_on_data_loss: bool
+    pushes_down: bool
     span_offsets: int
     table: str
 
@@ -186,6 +189,10 @@ def _reading(given: _Options, starting: Bound) -> Reading:
             if paths
             else "name where to read from: path, the data directories of the brokers, or bootstrap, their URLs"
         )
+    starting = _bound(given, "startingOffsets", "startingTimestamp", starting)
+    ending = _bound(given, "endingOffsets", "endingTimestamp", Bound(LATEST))
+    if (starting.timestamp_ms or 0) > (OFFSET_MAX if ending.timestamp_ms is None else ending.timestamp_ms):
+        raise BadOption(f"startingTimestamp ({starting.timestamp_ms} ms) is after endingTimestamp: swap them")
     table = given.text("table") or "messages"
     if table not in TABLES:
         raise BadOption(f"there is no table {table!r}: the tables are {', '.join(TABLES)}")
@@ -195,10 +202,11 @@ def _reading(given: _Options, starting: Bound) -> Reading:
         token=given.text("token"),
         topics=given.names("topic") or None,
         columns=given.names("columns") or None,
-        starting=_bound(given, "startingOffsets", "startingTimestamp", starting),
-        ending=_bound(given, "endingOffsets", "endingTimestamp", Bound(LATEST)),
+        starting=starting,
+        ending=ending,
         rows_per_trigger_max=given.number("maxRowsPerTrigger"),
         fails_on_data_loss=given.truth("failOnDataLoss", True),
+        pushes_down=given.truth("pushdown", False),
         span_offsets=given.number("maxRowsPerPartition") or SPAN_OFFSETS,
         table=table,
     )
@@ -217,10 +225,11 @@ def _bound(given: _Options, name: str, by_time: str, otherwise: Bound) -> Bound:
         return Bound(EARLIEST)
     if text.lower() == "latest":
         return Bound(LATEST)
-    return Bound(EARLIEST if is_start else LATEST, _offsets(name, text, "earliest, latest" if is_start else "latest"))
+    return Bound(EARLIEST if is_start else LATEST, _offsets(name, text, is_start))
 
 
-def _offsets(name: str, text: str, words: str) -> Mapping[str, Mapping[int, int]]:
+def _offsets(name: str, text: str, is_start: bool) -> Mapping[str, Mapping[int, int]]:
+    words = "earliest, latest" if is_start else "latest"
     shape = f'write {words}, or JSON as in {{"orders": {{"0": 23, "1": {LATEST}}}}}, topic, partition and offset'
     try:
         found = msgspec.json.decode(text, type=dict[str, dict[str, int]])
@@ -230,10 +239,10 @@ def _offsets(name: str, text: str, words: str) -> Mapping[str, Mapping[int, int]
         for number, offset in partitions.items():
             if not (number.isascii() and number.isdecimal()):
                 raise BadOption(f"{name}: {number!r} of {topic!r} is no partition's number: {shape}")
-            if not EARLIEST <= offset <= OFFSET_MAX:
+            if not (EARLIEST if is_start else LATEST) <= offset <= OFFSET_MAX:
                 raise BadOption(
                     f"{name}: {offset} for {topic!r}, partition {number}, is no offset: they begin at 0;"
-                    f" {EARLIEST} stands for the earliest, {LATEST} for the latest"
+                    f" {f'{EARLIEST} stands for the earliest, ' if is_start else ''}{LATEST} stands for the latest"
                 )
     return {topic: {int(number): offset for number, offset in each.items()} for topic, each in found.items()}
 

@@ -60,7 +60,7 @@ class Span(InputPartition):
 
 
 class Origin(Protocol):
-    """Data directories, or brokers. Cheap to make; each call looks anew."""
+    """Data directories, or brokers. Cheap to make. `logs` looks anew; the others may go by what it saw last."""
 
     def logs(self) -> list[Log]:
         """The partitions of the topics that were asked for, sorted. Raises NothingThere, SourceError."""

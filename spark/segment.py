@@ -1,16 +1,20 @@
 """One segment file, read into Arrow: straight from SQLite's rows by ADBC, no Python object a message.
 
-A chunk of offsets at a time, on a connection of its own, so that a broker that wants to checkpoint or seal the file
-waits for a chunk at most (tens of milliseconds). A chunk is three queries:
+A chunk of offsets at a time, each on a connection of its own that is closed before the rows are given away: a broker
+that wants to checkpoint or seal the file waits for a chunk at most (tens of milliseconds), however slowly Spark takes
+the rows. What is read twice because the file changed meanwhile was given to nobody. A chunk is two or three queries:
 
-    shape      which of the rarely used columns are used here, and how big the messages are: the others are not read
     batches    the headers, which are contiguous, so that a missing row is noticed
-    messages   offset, value and what else is used
+    messages   offset, value, and what else the chunk before used; only of rows that use nothing beyond that, and are
+               small. They are all there is, nearly always: the headers say how many have to come.
+    look       else: what the messages here use and weigh. Then they are read again, or a smaller chunk of them.
 
 How to open a file that a broker may have open, without writing a byte beside it:
 
     no -wal beside it   sealed, or not open anywhere: immutable=1, and looked at again afterwards
     else                mode=ro: SQLite's own rules for readers of a live file
+
+Nothing else may open the file in this process meanwhile: whoever closes it drops the locks of all (POSIX).
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ import os
 import sqlite3
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -28,22 +33,47 @@ import adbc_driver_sqlite.dbapi as adbc
 import msgspec
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from portalmq.spark.columns import arrow_schema
-from portalmq.spark.errors import DamagedFile
+from portalmq.spark.errors import DamagedFile, SourceError
 from portalmq.spark.origin import Log
 
 CHUNK_OFFSETS = 65_536
-BATCH_BYTES = 16 * 1024 * 1024
-_OF_BATCHES = frozenset({"timestamp", "appended_at", "leader_epoch", "producer_id", "sequence"})
-_OPTIONAL = ("key", "headers", "deliver_at", "expires_at")
+CHUNK_BYTES = 16 * 1024 * 1024
+BUSY_TIMEOUT_MS = 5_000
+# A broker opens a file that nobody used, and closes it, now and then: hardly twice while a chunk of it is read.
+ATTEMPTS = 20
 
-_decode_headers = msgspec.json.Decoder(dict[str, str]).decode
+_OF_BATCHES = {
+    "timestamp": "appended_at_ms",
+    "appended_at": "appended_at_ms",
+    "leader_epoch": "leader_epoch",
+    "producer_id": "producer_id",
+    "sequence": "sequence",
+}
+# Hardly used: what to read, and what is true of a row that does not use it.
+_RARE = {
+    "key": ("CAST(key AS BLOB) AS key", "key IS NULL"),
+    "headers": ("headers", "headers IS NULL"),
+    "deliver_at": ("deliver_at_ms AS deliver_at", "deliver_at_ms IS NULL"),
+    "expires_at": ("expires_at_ms AS expires_at", "expires_at_ms IS NULL"),
+    "priority": ("priority", "priority = 0"),
+}
+_HEAVY = ("value", "key", "headers")
+_MIXED = -1
+
+# How a torn or foreign file shows: by SQLite, or by a column that holds something else than it should.
+_FAULTS = (adbc.Error, DamagedFile, pa.ArrowException, msgspec.MsgspecError, ValueError, TypeError)
+
+_decode_header_lines = msgspec.json.Decoder(dict[str, str]).decode_lines
 
 
-class _Changed(Exception):
-    """The file was opened for writing while it was read as one that does not change."""
+class _TooHeavy(Exception):
+    """The chunk weighs more than is read at once."""
+
+    def __init__(self, size_bytes: int) -> None:
+        super().__init__(size_bytes)
+        self.size_bytes = size_bytes
 
 
 def _uri(path: Path, *, immutable: bool) -> str:
@@ -55,6 +85,12 @@ def is_at_rest(path: Path) -> bool:
     return not os.path.exists(f"{path}-wal")
 
 
+def _rest(path: Path) -> tuple[int, int, int] | None:
+    """What stays the same as long as the file is at rest; None when it is live. Raises FileNotFoundError."""
+    state = os.stat(path)
+    return (state.st_ino, state.st_size, state.st_mtime_ns) if is_at_rest(path) else None
+
+
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[sqlite3.Connection]:
     """A connection for small questions. Raises FileNotFoundError, DamagedFile, and sqlite3.OperationalError when a
@@ -62,7 +98,7 @@ def opened(path: Path) -> Iterator[sqlite3.Connection]:
     if not path.is_file():
         raise FileNotFoundError(path)
     try:
-        connection = sqlite3.connect(_uri(path, immutable=is_at_rest(path)), uri=True, timeout=5.0)
+        connection = sqlite3.connect(_uri(path, immutable=is_at_rest(path)), uri=True, timeout=BUSY_TIMEOUT_MS / 1000)
     except sqlite3.Error as error:
         raise DamagedFile(path, f"cannot be opened ({error})") from error
     with contextlib.closing(connection):
@@ -76,213 +112,302 @@ def opened(path: Path) -> Iterator[sqlite3.Connection]:
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    rows: int
-    used: frozenset[str]
-    priority_max: int
-    content_types: tuple[int, int]
-    bytes_max: int
+    """What the messages of a chunk have in common, as far as the columns that are read go."""
 
-    @property
-    def batch_rows(self) -> int:
-        return max(1, min(CHUNK_OFFSETS, BATCH_BYTES // max(1, self.bytes_max)))
+    used: frozenset[str] = frozenset()  # of _RARE, those that a message may use
+    content_type: int = 0  # that all have, or _MIXED
+    heaviest_bytes: int = 0
 
 
 class _Batches:
-    """The batch headers that cover a chunk."""
+    """The batch headers that cover a chunk, [start, end)."""
 
-    def __init__(self, table: pa.Table) -> None:
+    def __init__(self, table: pa.Table, start: int, end: int) -> None:
         self._columns = {name: table.column(name).to_numpy() for name in table.column_names}
-        self.base = self._columns["base_offset"]
-        self.count = self._columns["count"]
+        self._start, self._end = start, end
+        self._base: Any = self._columns["base_offset"]
+        self._count: Any = self._columns["count"]
 
-    def fault(self, start: int, end: int) -> str | None:
+    def fault(self) -> str | None:
         """What is missing: headers follow each other without a gap, and cover the chunk."""
-        if not len(self.base):
-            return f"holds no offset from {start} to {end - 1}"
-        ends = self.base + self.count
-        if self.base[0] > start or ends[-1] < end or (ends[:-1] != self.base[1:]).any():
-            return f"lacks a part of the offsets {start} to {end - 1}"
+        if not len(self._base):
+            return f"holds no offset from {self._start} to {self._end - 1}"
+        ends = self._base + self._count
+        if self._base[0] > self._start or ends[-1] < self._end or (ends[:-1] != self._base[1:]).any():
+            return f"lacks a part of the offsets {self._start} to {self._end - 1}"
         return None
 
-    def messages(self, start: int, end: int) -> int:
-        """How many messages stand in the chunk, where compaction has removed none."""
-        from_, to = np.maximum(self.base, start), np.minimum(self.base + self.count, end)
-        return int(np.where(self._columns["kind"] == 0, to - from_, 0).sum())
+    def per_batch(self) -> Any:
+        """How many messages of each batch stand in the chunk, where compaction has removed none."""
+        low, high = np.maximum(self._base, self._start), np.minimum(self._base + self._count, self._end)
+        return np.where(self._columns["kind"] == 0, high - low, 0)
 
-    def of(self, offsets: Any) -> Any:
-        """For each message the index of its batch."""
-        return np.searchsorted(self.base, offsets, side="right") - 1
+    @property
+    def first(self) -> int:
+        return int(self._base[0])
 
-    def column(self, name: str, index: Any, offsets: Any) -> pa.Array:
-        if name in {"timestamp", "appended_at"}:
-            return pa.array(self._columns["appended_at_ms"][index] * 1000, pa.timestamp("us", "UTC"))
-        values = self._columns[name][index]
-        if name == "leader_epoch":
-            return pa.array(values)
+    def columns(self, names: Sequence[str], offsets: Any) -> dict[str, pa.Array]:
+        """What stands in the headers, for each message."""
+        per_batch = self.per_batch()
+        if per_batch.sum() == len(offsets):
+            spread = _repeated(per_batch)
+        else:
+            spread = _taken(np.searchsorted(self._base, offsets, side="right") - 1)
+        found: dict[str, pa.Array] = {}
+        times: pa.Array | None = None
+        for name in names:
+            values = self._columns[_OF_BATCHES[name]]
+            if name in {"timestamp", "appended_at"}:  # the same today
+                times = _times(spread(values * 1000)) if times is None else times
+                found[name] = times
+            elif name == "leader_epoch":
+                found[name] = pa.array(spread(values))
+            else:
+                found[name] = self._of_producer(name, values, spread, offsets)
+        return found
+
+    def _of_producer(self, name: str, values: Any, spread: Any, offsets: Any) -> pa.Array:
         nothing = values < 0
-        if name == "sequence":
-            values = values + (offsets - self.base[index])
-        return pa.array(values, mask=nothing)
+        if nothing.all():
+            return pa.nulls(len(offsets), pa.int64())
+        of_messages = spread(values) if name == "producer_id" else spread(values - self._base) + offsets
+        return pa.array(of_messages, mask=spread(nothing) if nothing.any() else None)
+
+
+def _repeated(per_batch: Any) -> Any:
+    return lambda values: np.repeat(values, per_batch)
+
+
+def _taken(index: Any) -> Any:
+    return lambda values: values[index]
+
+
+def _times(microseconds: Any) -> pa.Array:
+    return pa.array(microseconds).view(pa.timestamp("us", "UTC"))
 
 
 class SegmentRows:
-    """Reads rows of one file: offsets [start, end) of `log`, all of which lie in it."""
+    """Reads rows of one file: of `log`, with these columns in this order."""
 
     def __init__(self, path: Path, log: Log, columns: Sequence[str]) -> None:
         self._path = path
         self._log = log
-        self._columns = tuple(columns)
         self._schema = arrow_schema(columns)
+        self._columns = frozenset(columns)
+        self._of_batches = [name for name in columns if name in _OF_BATCHES]
+        self._weight = " + ".join(f"coalesce(octet_length({name}), 0)" for name in _HEAVY if name in self._columns)
+        self._shape = _Shape()
+        self._chunk_offsets = CHUNK_OFFSETS
         self._content_types: dict[int, str] = {}
+        self._constants: dict[str, tuple[Any, pa.Array]] = {}
 
     def batches(self, start: int, end: int) -> Iterator[pa.RecordBatch]:
-        """Raises FileNotFoundError, DamagedFile."""
-        for low in range(start, end, CHUNK_OFFSETS):
-            yield from self._chunk(low, min(low + CHUNK_OFFSETS, end))
-
-    def _chunk(self, start: int, end: int) -> Iterator[pa.RecordBatch]:
-        immutable = is_at_rest(self._path)
-        done = start  # what was given away is not given again when the chunk has to be read anew
-        try:
-            for batch, upto in self._read(start, end, immutable=immutable):
-                if immutable and not is_at_rest(self._path):
-                    raise _Changed
-                done = upto
+        """The rows of the offsets [start, end), all of which lie in the file, in order. Raises FileNotFoundError,
+        DamagedFile, and SourceError when others keep it from being read."""
+        while start < end:
+            upto = min(start + self._chunk_offsets, end)
+            try:
+                batch = self._chunk(start, upto)
+            except _TooHeavy as chunk:
+                length = upto - start
+                self._chunk_offsets = max(1, min(length // 2, length * CHUNK_BYTES // chunk.size_bytes))
+                continue
+            start = upto
+            if batch is not None:
+                if batch.nbytes < CHUNK_BYTES // 2:
+                    self._chunk_offsets = min(CHUNK_OFFSETS, self._chunk_offsets * 2)
                 yield batch
-        except (_Changed, adbc.Error, DamagedFile) as fault:
-            if immutable and not is_at_rest(self._path):
-                yield from self._chunk(done, end)  # the broker has opened it meanwhile: it is read as a live one now
-                return
-            if isinstance(fault, adbc.Error):
-                raise DamagedFile(self._path, f"is not a file of PortalMQ, or torn ({fault})") from fault
-            raise
 
-    def _read(self, start: int, end: int, *, immutable: bool) -> Iterator[tuple[pa.RecordBatch, int]]:
-        """Batches, each with the offset behind it."""
-        if not self._path.is_file():
-            raise FileNotFoundError(self._path)
+    def _chunk(self, start: int, end: int) -> pa.RecordBatch | None:
+        """None: there is no message among these offsets."""
+        for _ in range(ATTEMPTS):
+            rest = _rest(self._path)
+            try:
+                batch = self._read(start, end, immutable=rest is not None)
+            except _FAULTS as fault:
+                if rest is not None and _rest(self._path) != rest:
+                    continue  # a broker has opened it meanwhile, or compaction replaced it: none of this counts
+                if isinstance(fault, DamagedFile):
+                    raise
+                raise self._told(fault) from fault
+            if rest is None or _rest(self._path) == rest:
+                return batch
+        raise SourceError(f"{self._path} was opened and closed by a broker again and again: read it again later")
+
+    def _told(self, fault: Exception) -> Exception:
+        if not self._path.exists():
+            return FileNotFoundError(self._path)
+        if "is locked" in str(fault) or "locking protocol" in str(fault):
+            return SourceError(
+                f"{self._path} was kept locked for {BUSY_TIMEOUT_MS} ms by another process: read it again later"
+            )
+        return DamagedFile(self._path, f"is not a file of PortalMQ, or torn ({fault})")
+
+    def _read(self, start: int, end: int, *, immutable: bool) -> pa.RecordBatch | None:
         with adbc.connect(_uri(self._path, immutable=immutable)) as connection, connection.cursor() as cursor:
-            headers = _Batches(_table(cursor, _HEADERS_SQL.format(start=start, end=end)))
-            fault = headers.fault(start, end)
+            if not immutable:
+                cursor.execute(f"PRAGMA busy_timeout = {BUSY_TIMEOUT_MS}")
+            headers = _Batches(_table(cursor, _headers_sql(self._of_batches, start, end)), start, end)
+            fault = headers.fault()
             if fault is not None:
                 raise DamagedFile(self._path, fault)
-            shape = self._shape(cursor, start, end)
-            if shape.rows != headers.messages(start, end) and not self._has_holes(cursor, headers):
-                raise DamagedFile(
-                    self._path,
-                    f"holds {shape.rows} messages from offset {start} to {end - 1}, not {headers.messages(start, end)}",
-                )
-            if not shape.rows:
-                return
-            cursor.adbc_statement.set_options(**{"adbc.sqlite.query.batch_rows": str(shape.batch_rows)})
-            cursor.execute(self._query(shape, start, end))
-            for rows in cursor.fetch_record_batch():
-                if rows.num_rows:
-                    yield self._finished(rows, shape, headers), rows.column("offset")[-1].as_py() + 1
+            rows = self._messages(cursor, headers, start, end)
+            if not rows.num_rows:
+                return None
+            return self._finished(cursor, rows, headers)
 
-    def _shape(self, cursor: Any, start: int, end: int) -> _Shape:
-        cursor.execute(_SHAPE_SQL.format(start=start, end=end))
-        rows, *rest = cursor.fetchone()
-        counts, (priority_max, type_min, type_max, bytes_max) = rest[:4], rest[4:]
-        used = frozenset(name for name, count in zip(_OPTIONAL, counts, strict=True) if count)
-        return _Shape(rows, used, priority_max or 0, (type_min or 0, type_max or 0), bytes_max or 0)
+    def _messages(self, cursor: Any, headers: _Batches, start: int, end: int) -> pa.Table:
+        expected = int(headers.per_batch().sum())
+        light_bytes = CHUNK_BYTES // self._chunk_offsets
+        rows = None
+        if self._shape.heaviest_bytes <= light_bytes:
+            rows = _table(cursor, self._query(start, end, light_bytes), expected)
+            if rows.num_rows == expected:
+                return rows
+        shape, count, size_bytes = self._look(cursor, start, end)
+        if count != expected:
+            self._check_holes(cursor, headers, expected - count, start, end)
+        if rows is None or rows.num_rows != count:
+            if size_bytes > CHUNK_BYTES and end - start > 1:
+                raise _TooHeavy(size_bytes)
+            self._shape = shape
+            rows = _table(cursor, self._query(start, end, None), count)
+        return rows
 
-    def _has_holes(self, cursor: Any, headers: _Batches) -> bool:
-        cursor.execute("SELECT count(*) FROM sqlite_master WHERE name = 'holes'")
-        if not cursor.fetchone()[0]:
-            return False
-        low, high = int(headers.base[0]), int(headers.base[-1])
-        cursor.execute(f"SELECT count(*) FROM holes WHERE base_offset BETWEEN {low} AND {high}")
-        return bool(cursor.fetchone()[0])
-
-    def _query(self, shape: _Shape, start: int, end: int) -> str:
-        # ADBC settles a column's type by its first rows, so none may be NULL here and something there.
-        wanted = ["offset"]
+    def _query(self, start: int, end: int, light_bytes: int | None) -> str:
+        """The rows; with `light_bytes` only those that are as the shape says, and no heavier."""
+        wanted, as_expected = ["offset"], []
         if "value" in self._columns:
             wanted.append("CAST(value AS BLOB) AS value")
-        if "key" in self._columns and "key" in shape.used:
-            wanted += ["coalesce(CAST(key AS BLOB), x'') AS key", "key IS NULL AS no_key"]
-        if "headers" in self._columns and "headers" in shape.used:
-            wanted.append("coalesce(headers, '') AS headers")
-        for name in ("deliver_at", "expires_at"):
-            if name in self._columns and name in shape.used:
-                wanted.append(f"coalesce({name}_ms, -1) AS {name}")
-        if "priority" in self._columns and shape.priority_max:
-            wanted.append("priority")
-        if "content_type" in self._columns and shape.content_types[0] != shape.content_types[1]:
-            wanted.append("content_type")
-        return f"SELECT {', '.join(wanted)} FROM messages WHERE offset >= {start} AND offset < {end} ORDER BY offset"
-
-    def _finished(self, rows: pa.RecordBatch, shape: _Shape, headers: _Batches) -> pa.RecordBatch:
-        offsets = rows.column("offset").to_numpy()
-        index = headers.of(offsets) if _OF_BATCHES.intersection(self._columns) else None
-        arrays = []
-        for field in self._schema:
-            if field.name in _OF_BATCHES:
-                arrays.append(headers.column(field.name, index, offsets))
+        for name, (expression, unused) in _RARE.items():
+            if name not in self._columns:
+                continue
+            if name in self._shape.used:
+                wanted.append(expression)
             else:
-                arrays.append(self._column(field, rows, shape))
+                as_expected.append(unused)
+        if "content_type" in self._columns:
+            if self._shape.content_type == _MIXED:
+                wanted.append("content_type")
+            else:
+                as_expected.append(f"content_type = {self._shape.content_type}")
+        if self._weight:
+            as_expected.append(f"{self._weight} <= {light_bytes}")
+        conditions = [f"offset >= {start}", f"offset < {end}", *(as_expected if light_bytes is not None else ())]
+        return f"SELECT {', '.join(wanted)} FROM messages WHERE {' AND '.join(conditions)} ORDER BY offset"
+
+    def _look(self, cursor: Any, start: int, end: int) -> tuple[_Shape, int, int]:
+        """What the messages use, how many there are, and their weight."""
+        rare = [name for name in _RARE if name in self._columns]
+        asked = [f"coalesce(max(NOT ({_RARE[name][1]})), 0)" for name in rare]
+        cursor.execute(
+            f"SELECT count(*), coalesce(sum({self._weight or 0}), 0), coalesce(max({self._weight or 0}), 0),"
+            f" coalesce(min(content_type), 0), coalesce(max(content_type), 0)"
+            f" {''.join(', ' + one for one in asked)} FROM messages WHERE offset >= {start} AND offset < {end}"
+        )
+        count, size_bytes, heaviest_bytes, type_min, type_max, *uses = cursor.fetchone()
+        used = frozenset(name for name, is_used in zip(rare, uses, strict=True) if is_used)
+        content_type = type_min if type_min == type_max else _MIXED
+        return _Shape(used, content_type, heaviest_bytes), count, size_bytes
+
+    def _check_holes(self, cursor: Any, headers: _Batches, missing: int, start: int, end: int) -> None:
+        """Raises DamagedFile unless compaction can have removed the messages that are missing."""
+        if missing > 0 and _asked(cursor, "SELECT count(*) FROM sqlite_master WHERE name = 'holes'"):
+            removed = _asked(
+                cursor,
+                "SELECT coalesce(sum(removed), 0) FROM holes"
+                f" WHERE base_offset >= {headers.first} AND base_offset < {end}",
+            )
+            if missing <= removed:
+                return
+        word = "lacks" if missing > 0 else "has too many:"
+        raise DamagedFile(self._path, f"{word} {abs(missing)} of the messages from offset {start} to {end - 1}")
+
+    def _finished(self, cursor: Any, rows: pa.Table, headers: _Batches) -> pa.RecordBatch:
+        (batch,) = rows.to_batches()
+        found = headers.columns(self._of_batches, batch.column("offset").to_numpy()) if self._of_batches else {}
+        arrays = [
+            found[field.name] if field.name in found else self._column(cursor, field, batch) for field in self._schema
+        ]
         return pa.RecordBatch.from_arrays(arrays, schema=self._schema)
 
-    def _column(self, field: pa.Field, rows: pa.RecordBatch, shape: _Shape) -> pa.Array:
-        name, size = field.name, rows.num_rows
+    def _column(self, cursor: Any, field: pa.Field, batch: pa.RecordBatch) -> pa.Array:
+        name, size = field.name, batch.num_rows
         if name == "topic":
-            return _constant(self._log.topic, size, field.type)
+            return self._constant(field, self._log.topic, size)
         if name == "partition":
-            return _constant(self._log.partition, size, field.type)
-        if name in {"offset", "value"}:
-            return rows.column(name).cast(field.type)
+            return self._constant(field, self._log.partition, size)
         if name == "content_type":
-            if shape.content_types[0] == shape.content_types[1]:
-                return _constant(self._type_name(shape.content_types[0]), size, field.type)
-            return self._type_names(rows.column(name))
-        if name == "priority":
-            return rows.column(name).cast(field.type) if shape.priority_max else _constant(0, size, field.type)
-        if name not in shape.used:
-            return pa.nulls(size, field.type)
-        column = rows.column(name)
-        if name == "key":
-            return pc.if_else(pc.equal(rows.column("no_key"), 0), column.cast(field.type), None)
+            if self._shape.content_type == _MIXED:
+                return self._type_names(cursor, batch.column(name))
+            return self._constant(field, self._type_name(cursor, self._shape.content_type), size)
+        if name in _RARE and name not in self._shape.used:
+            return self._constant(field, 0 if name == "priority" else None, size)
+        column = batch.column(name)
+        if column.null_count == size:
+            return self._constant(field, None, size)
         if name == "headers":
-            return pa.array(
-                [list(_decode_headers(text).items()) if text else None for text in column.to_pylist()], field.type
-            )
-        times = column.to_numpy()
-        return pa.array(times * 1000, field.type, mask=times < 0)
+            return _maps(column, field.type)
+        if name in {"deliver_at", "expires_at"}:
+            return column.cast(pa.timestamp("ms", "UTC")).cast(field.type)
+        return column.cast(field.type)
 
-    def _type_name(self, number: int) -> str:
+    def _constant(self, field: pa.Field, value: Any, size: int) -> pa.Array:
+        """Hardly a batch differs from the one before in these columns, so they are made once."""
+        before, array = self._constants.get(field.name, (None, None))
+        if array is None or before != value or len(array) < size:
+            array = pa.repeat(pa.scalar(value, field.type), size)
+            self._constants[field.name] = value, array
+        return array.slice(0, size)
+
+    def _type_name(self, cursor: Any, number: int) -> str:
         if number not in self._content_types:
-            with opened(self._path) as connection:
-                self._content_types = dict(connection.execute("SELECT id, name FROM content_types"))
+            cursor.execute("SELECT id, name FROM content_types")
+            self._content_types = dict(cursor.fetchall())
         try:
             return self._content_types[number]
         except KeyError:
             raise DamagedFile(self._path, f"content type {number} is not in it") from None
 
-    def _type_names(self, numbers: pa.Array) -> pa.Array:
+    def _type_names(self, cursor: Any, numbers: pa.Array) -> pa.Array:
         encoded = numbers.dictionary_encode()
-        names = pa.array([self._type_name(number) for number in encoded.dictionary.to_pylist()], pa.string())
+        names = pa.array([self._type_name(cursor, number) for number in encoded.dictionary.to_pylist()], pa.string())
         return names.take(encoded.indices)
 
 
-_SHAPE_SQL = """
-SELECT count(*), count(key), count(headers), count(deliver_at_ms), count(expires_at_ms), max(priority),
-       min(content_type), max(content_type), max(octet_length(value))
-FROM messages WHERE offset >= {start} AND offset < {end}"""
-
-_HEADERS_SQL = """
-SELECT base_offset, count, kind, leader_epoch, coalesce(producer_id, -1) AS producer_id,
-       coalesce(sequence, -1) AS sequence, appended_at_ms
-FROM batches
-WHERE base_offset >= coalesce((SELECT max(base_offset) FROM batches WHERE base_offset <= {start}), {start})
-      AND base_offset < {end}
-ORDER BY base_offset"""
+def _headers_sql(names: Sequence[str], start: int, end: int) -> str:
+    needed = dict.fromkeys(_OF_BATCHES[name] for name in names)
+    columns = "".join(
+        f", coalesce({name}, -1) AS {name}" if name in {"producer_id", "sequence"} else f", {name}" for name in needed
+    )
+    return (
+        f"SELECT base_offset, count, kind{columns} FROM batches WHERE base_offset >="
+        f" coalesce((SELECT max(base_offset) FROM batches WHERE base_offset <= {start}), {start})"
+        f" AND base_offset < {end} ORDER BY base_offset"
+    )
 
 
-def _table(cursor: Any, query: str) -> pa.Table:
+def _asked(cursor: Any, query: str) -> int:
+    cursor.execute(query)
+    return int(cursor.fetchone()[0])
+
+
+def _table(cursor: Any, query: str, rows: int = CHUNK_OFFSETS) -> pa.Table:
+    """All in one batch: ADBC settles a column's type by its first batch, and NULLs alone say nothing of it."""
+    cursor.adbc_statement.set_options(**{"adbc.sqlite.query.batch_rows": str(rows + 1)})
     cursor.execute(query)
     return cursor.fetch_arrow_table()
 
 
-def _constant(value: Any, size: int, kind: pa.DataType) -> pa.Array:
-    return pa.repeat(pa.scalar(value, kind), size)
+def _maps(texts: pa.Array, kind: pa.DataType) -> pa.Array:
+    """JSON objects as maps, all decoded at once: there is no raw newline in what the broker wrote."""
+    objects = _decode_header_lines("\n".join(texts.drop_null().to_pylist()))
+    if len(objects) != len(texts) - texts.null_count:
+        raise ValueError("headers are no JSON objects of one line each")
+    sizes = np.zeros(len(texts) + 1, np.int32)
+    there = texts.is_valid().to_numpy(zero_copy_only=False)
+    sizes[1:][there] = [len(headers) for headers in objects]
+    offsets = pa.array(np.cumsum(sizes, dtype=np.int32), mask=np.append(~there, False))
+    keys = pa.array(list(chain.from_iterable(objects)), pa.string())
+    values = pa.array(list(chain.from_iterable(headers.values() for headers in objects)), pa.string())
+    return pa.MapArray.from_arrays(offsets, keys, values).cast(kind)

@@ -38,14 +38,14 @@ class PortalMQ(DataSource):
         return schema_of(reading.columns or tuple(COLUMNS))
 
     def reader(self, schema: StructType) -> DataSourceReader:
-        from portalmq.spark.batch import MessagesReader
+        from portalmq.spark.batch import FilteringReader, MessagesReader
         from portalmq.spark.columns import columns_of
 
         reading = options.batch_reading(self.options)
         if reading.table != "messages":
             reader: DataSourceReader = _table(reading).reader(reading, schema)
             return reader
-        return MessagesReader(reading, columns_of(schema))
+        return (FilteringReader if reading.pushes_down else MessagesReader)(reading, columns_of(schema))
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:
         from portalmq.spark.columns import columns_of

@@ -15,6 +15,7 @@ the end of the one before as its beginning; of the first batch it asks for the b
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,6 +32,7 @@ from portalmq.spark.lookout import LASTING, PASSING, PATIENCE_S, Lookout, Patien
 from portalmq.spark.options import EARLIEST, LATEST, Reading
 from portalmq.spark.origin import Log, Origin, Span, origin_of, rows_of
 from portalmq.spark.positions import Positions, Standing, accepted, as_sorted, standing
+from portalmq.spark.topics import is_pattern
 
 POLL_S = 0.25
 _LOSSES_TOLD = 3
@@ -55,12 +57,14 @@ class MessagesStream(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._clock = clock
         self._sleep = sleep
         self._origins: dict[tuple[str, ...] | None, Origin] = {}
+        self._seen_by: dict[str, Origin] = {}  # topic -> who saw its logs last
         self._lookout = Lookout(self._look, clock)
         self._doubted: dict[str, float] = {}  # log -> since when
         self._initial: Positions | None = None
         self._to_be_written: Positions | None = None
         self._target: Positions | None = None
         self._last_served = ""
+        self._told: set[str] = set()
 
     # --- where it begins ---------------------------------------------------------------------------------------------
 
@@ -75,11 +79,11 @@ class MessagesStream(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def _first_logs(self) -> list[Log]:
         try:
-            logs = self._origin(self.reading.topics).logs()
+            logs = self._logs_of(self.reading.topics)
         except NoTopic:
-            if self.reading.topics is not None:
+            if not all(map(is_pattern, self.reading.topics or ())):
                 raise
-            return []  # topics that come are noticed
+            logs = self._look()  # topics that come later are noticed
         named = {(topic, number) for topic, each in self.reading.starting.offsets.items() for number in each}
         unknown = named - {(log.topic, log.partition) for log in logs}
         if unknown:
@@ -91,7 +95,7 @@ class MessagesStream(DataSourceStreamReader, SupportsTriggerAvailableNow):
         """The offset, and whether the same options will lead to it again when the log has grown."""
         bound = self.reading.starting
         if bound.timestamp_ms is not None:
-            offset = self._origin(self.reading.topics).offset_at(log, bound.timestamp_ms)
+            offset = self._seen_by[log.topic].offset_at(log, bound.timestamp_ms)
             return offset, offset < log.end_offset
         asked = bound.of(log)
         if asked == EARLIEST:
@@ -171,14 +175,13 @@ class MessagesStream(DataSourceStreamReader, SupportsTriggerAvailableNow):
             return []
         patience = Patience(self._clock)
         while True:
-            ranges = self._ranges(wanted)
+            ranges, began = self._ranges(wanted), self._clock()
             try:
-                origin = self._origin(self.reading.topics)
-                return [span for log, low, high in ranges for span in origin.spans(log, low, high)]
+                return [span for log, low, high in ranges for span in self._seen_by[log.topic].spans(log, low, high)]
             except LASTING:
                 raise
             except PASSING as fault:  # a file went between the look and the plan, say: look again
-                final = patience.ended(fault)
+                final = patience.ended(fault, began)
                 if final is not None:
                     raise final from fault
             self._sleep(POLL_S)
@@ -195,7 +198,9 @@ class MessagesStream(DataSourceStreamReader, SupportsTriggerAvailableNow):
                 continue
             if log.start_offset > low:
                 gone = min(log.start_offset, high)
-                losses.append(f"offsets {low} to {gone - 1} of {name} were removed before they were read")
+                losses.append(
+                    f"offsets {low} to {gone - 1} of {name} were removed before they were read (retention or a purge)"
+                )
             if log.end_offset < high:
                 losses.append(f"{name} ends at offset {log.end_offset}, and was to be read up to {high}")
             ranges.append((log, max(low, log.start_offset), min(high, log.end_offset)))
@@ -224,6 +229,7 @@ class MessagesStream(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def stop(self) -> None:
         self._origins.clear()
+        self._seen_by.clear()
 
     # --- looking -----------------------------------------------------------------------------------------------------
 
@@ -231,23 +237,21 @@ class MessagesStream(DataSourceStreamReader, SupportsTriggerAvailableNow):
         """The logs of those topics that are there: of the others `standing` says that they are missing."""
         topics = self.reading.topics
         try:
-            return self._origin(topics).logs()
+            return self._logs_of(topics)
         except NoTopic:
-            found: list[Log] = []
-            for topic in topics or ():
-                found += self._logs_of(topic) if len(topics or ()) > 1 else []
-            return found
+            found: dict[str, Log] = {}  # by name: patterns may overlap
+            for topic in topics if topics and len(topics) > 1 else ():
+                with contextlib.suppress(NoTopic):
+                    found |= {log.name: log for log in self._logs_of((topic,))}
+            return list(found.values())
 
-    def _logs_of(self, topic: str) -> list[Log]:
-        try:
-            return self._origin((topic,)).logs()
-        except NoTopic:
-            return []
-
-    def _origin(self, topics: tuple[str, ...] | None) -> Origin:
+    def _logs_of(self, topics: tuple[str, ...] | None) -> list[Log]:
         if topics not in self._origins:
             self._origins[topics] = origin_of(replace(self.reading, topics=topics))
-        return self._origins[topics]
+        origin = self._origins[topics]
+        logs = origin.logs()
+        self._seen_by |= {log.topic: origin for log in logs}
+        return logs
 
     def _patiently(self, look: Callable[[], Found | None]) -> Found:
         """What `look` finds at last. It ends its patience itself, by raising or by finding."""
@@ -263,7 +267,9 @@ class MessagesStream(DataSourceStreamReader, SupportsTriggerAvailableNow):
             told += f". And {len(losses) - _LOSSES_TOLD} more like these"
         if self.reading.fails_on_data_loss:
             raise DataLoss(told)
-        _log.warning("%s. The query goes on with what is there (failOnDataLoss=false)", told)
+        if not self._told.issuperset(losses):  # the plan of a batch finds again what the look before it has found
+            _log.warning("%s. The query goes on with what is there (failOnDataLoss=false)", told)
+        self._told = set(losses)
 
 
 def _cut(now: Standing, start: Positions, target: Positions) -> None:

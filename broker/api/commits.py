@@ -51,6 +51,8 @@ def _where(index: int) -> str:
 
 
 def _publication(message: wire.JsonOutput | wire.PackOutput, record: Any) -> Publication:
+    if message.idempotency_key is not None:
+        raise InvalidRequest("what a commit publishes is appended once by itself: give it no idempotency_key")
     return Publication(wire.check_name(message.topic, "topic"), record, message.partition)
 
 

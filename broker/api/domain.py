@@ -13,6 +13,7 @@ from portalmq.broker.coordinating import Coordinating
 from portalmq.broker.dead_letters import DeadLetters
 from portalmq.broker.fetching import Fetching
 from portalmq.broker.finishing import Finishing
+from portalmq.broker.idempotency import Keyed
 from portalmq.broker.locks import Locks
 from portalmq.broker.registry import Registry
 from portalmq.broker.scheduled import Due, SchedulePage
@@ -67,6 +68,7 @@ class Domain(Protocol):
         producer: wire.ProducerStamp | None = None,
         idempotency_key: str | None = None,
         as_sent: tuple[int | str | None, ...] = (),
+        keys: Sequence[Keyed | None] | None = None,
         forward: bool = True,
     ) -> Sequence[wire.Produced | PortalMQError]: ...
     def produce_range(

@@ -12,6 +12,7 @@ Delays and times to live become moments here, by the clock of the broker that ta
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Annotated, Any
@@ -20,11 +21,11 @@ import msgspec
 
 from portalmq import wire
 from portalmq.broker.api import schedule
+from portalmq.broker.idempotency import AsSent, Keyed
 from portalmq.broker.storage.batch import Record
 from portalmq.errors import InvalidRequest, MessageTooLarge
 
 CONTENT_TYPE_LENGTH_MAX = 255
-IDEMPOTENCY_KEY_LENGTH_MAX = 255
 
 # Headers that become message headers under their own name: trace context (W3C) and binary CloudEvents.
 _KEPT_HEADERS = frozenset({"HTTP_TRACEPARENT", "HTTP_TRACESTATE"})
@@ -54,7 +55,12 @@ class Incoming:
     producer: wire.ProducerStamp | None = None
     idempotency_key: str | None = None
     single: bool = False
-    as_sent: tuple[int | str | None, ...] = ()
+    as_sent: AsSent = ()
+    # Of a batch: one entry a record, or None when no message has an idempotency_key.
+    keys: list[Keyed | None] | None = None
+
+
+_KEY = r"^[ -~]{1,255}\Z"
 
 
 class _PlainMessage(msgspec.Struct, gc=False, forbid_unknown_fields=True):
@@ -64,6 +70,7 @@ class _PlainMessage(msgspec.Struct, gc=False, forbid_unknown_fields=True):
     content_type: Annotated[str, msgspec.Meta(min_length=1, max_length=CONTENT_TYPE_LENGTH_MAX)] = wire.BYTES
     key: Annotated[bytes, msgspec.Meta(max_length=wire.KEY_BYTES_MAX)] | None = None
     headers: dict[str, str] | None = None
+    idempotency_key: Annotated[str, msgspec.Meta(pattern=_KEY)] | None = None
 
 
 class _PlainBatch(msgspec.Struct, forbid_unknown_fields=True):
@@ -77,6 +84,8 @@ _control_character = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]").search
 
 _headers_of = attrgetter("headers")
 _type_of = attrgetter("content_type")
+_idempotency_key_of = attrgetter("idempotency_key")
+_NO_OPTIONS = (None, None, None, 0)
 _decode_plain = msgspec.msgpack.Decoder(_PlainBatch).decode
 _decode_raw_json = msgspec.json.Decoder(msgspec.Raw).decode
 _decode_text = msgspec.json.Decoder(str).decode
@@ -117,7 +126,10 @@ def _from_msgpack(body: bytes, now_ms: int) -> Incoming:
         ]
     else:
         records = [Record(message.value, message.content_type, message.key) for message in messages]
-    return Incoming(records, producer=plain.producer)
+    keys: list[Keyed | None] | None = None
+    if any(map(_idempotency_key_of, messages)):
+        keys = [None if message.idempotency_key is None else (message.idempotency_key, ()) for message in messages]
+    return Incoming(records, producer=plain.producer, keys=keys)
 
 
 def _all_headers(messages: list[_PlainMessage]) -> list[dict[str, str] | None]:
@@ -128,7 +140,7 @@ def _from_any_msgpack(body: bytes, now_ms: int) -> Incoming:
     batch = wire.decode_msgpack(body, wire.PackBatch)
     _check_count(len(batch.messages))
     records = [record_of_pack(message, f"message {index}", now_ms) for index, message in enumerate(batch.messages)]
-    return Incoming(records, _partitions(batch.messages), batch.producer)
+    return Incoming(records, _partitions(batch.messages), batch.producer, keys=_keys(batch.messages))
 
 
 def _from_json(body: bytes, now_ms: int) -> Incoming:
@@ -136,7 +148,7 @@ def _from_json(body: bytes, now_ms: int) -> Incoming:
     batch = wire.decode_json(body, wire.JsonBatch)
     _check_count(len(batch.messages))
     records = [record_of_json(message, f"message {index}", now_ms) for index, message in enumerate(batch.messages)]
-    return Incoming(records, _partitions(batch.messages), batch.producer)
+    return Incoming(records, _partitions(batch.messages), batch.producer, keys=_keys(batch.messages))
 
 
 def record_of_pack(message: wire.PackMessage, where: str, now_ms: int) -> Record:
@@ -298,16 +310,35 @@ def _idempotency_key(environ: dict[str, Any]) -> str | None:
         if len(key) < 2 or not key.endswith('"'):
             raise InvalidRequest("Idempotency-Key begins with a quote and does not end with one")
         key = key[1:-1].replace('\\"', '"').replace("\\\\", "\\")
-    if not (1 <= len(key) <= IDEMPOTENCY_KEY_LENGTH_MAX) or not key.isascii() or not key.isprintable():
-        raise InvalidRequest(f"Idempotency-Key must be 1 to {IDEMPOTENCY_KEY_LENGTH_MAX} printable ASCII characters")
+    return _checked_idempotency_key(key, "Idempotency-Key")
+
+
+def _checked_idempotency_key(key: str, what: str) -> str:
+    if not (1 <= len(key) <= wire.IDEMPOTENCY_KEY_LENGTH_MAX) or not key.isascii() or not key.isprintable():
+        raise InvalidRequest(f"{what} must be 1 to {wire.IDEMPOTENCY_KEY_LENGTH_MAX} printable ASCII characters")
     return key
+
+
+def _keys(messages: Sequence[wire.JsonMessage | wire.PackMessage]) -> list[Keyed | None] | None:
+    """The keys of a batch's messages, with the options as they were sent: a delay comes to another moment each time."""
+    keys: list[Keyed | None] = []
+    for index, message in enumerate(messages):
+        key = message.idempotency_key
+        if key is None:
+            keys.append(None)
+            continue
+        options = (message.delay_ms, message.deliver_at_ms, message.ttl_ms, message.priority or 0)
+        as_sent = () if options == _NO_OPTIONS else options
+        keys.append((_checked_idempotency_key(key, f"the idempotency_key of message {index}"), as_sent))
+    return keys if any(keys) else None
 
 
 def _alone(incoming: Incoming, environ: dict[str, Any]) -> Incoming:
     """A batch that no header says anything of: a delay that is passed over in silence would come too early."""
     if "HTTP_IDEMPOTENCY_KEY" in environ:
         raise InvalidRequest(
-            "Idempotency-Key belongs to a single message; a batch is made idempotent by its producer's stamp"
+            "Idempotency-Key belongs to a single message; in a batch each message has its own idempotency_key, or the"
+            " batch a producer's stamp"
         )
     for name in environ:
         if name in _OF_A_SINGLE or name.startswith(_OWN_HEADER):

@@ -41,7 +41,7 @@ def produce(room: Room, environ: Environ, topic: str) -> Answer:
     if not incoming.records:
         return _answer({"results": []}, packed=False, status=202 if acks == "none" else 200)
     partition = _one_partition(incoming, partition)
-    if _wants_minimal(environ) and partition is not None and not incoming.single:
+    if _wants_minimal(environ) and partition is not None and not incoming.single and incoming.keys is None:
         produced = room.domain.produce_range(
             topic,
             incoming.records,
@@ -60,6 +60,7 @@ def produce(room: Room, environ: Environ, topic: str) -> Answer:
         producer=incoming.producer,
         idempotency_key=incoming.idempotency_key,
         as_sent=incoming.as_sent,
+        keys=incoming.keys,
         forward=may_forward(environ),
     )
     return _single_answer(topic, results[0]) if incoming.single else _batch_answer(results, acks, packed=packed)

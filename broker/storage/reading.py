@@ -223,6 +223,21 @@ class ReadableLog(ABC):
                     return found
         return None
 
+    def find_message_ids(
+        self, message_ids: Sequence[bytes], since_ms: int, below: int | None = None
+    ) -> tuple[dict[bytes, tuple[int, bytes | None, int]], int | None]:
+        """As find_message_id, for many, in the newest segment that begins below `below`: what it has of them, and below
+        what to go on, None when no older one can have any. A segment at a time, as others wait for their turn to
+        read."""
+        with self._read():
+            for segment in reversed(self._segments):
+                if below is not None and segment.base_offset >= below:
+                    continue
+                if segment.last_timestamp_ms < since_ms:
+                    break
+                return self._used(segment).messages_of_ids(message_ids, since_ms), segment.base_offset
+        return {}, None
+
     def offset_for_time(self, timestamp_ms: int) -> int:
         """The first offset of the first batch appended at or after `timestamp_ms`; the end when there is none."""
         with self._read():

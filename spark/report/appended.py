@@ -6,10 +6,10 @@ from collections import defaultdict
 from collections.abc import Callable
 
 from portalmq.spark.report import plots, words
-from portalmq.spark.report.axes import Times
+from portalmq.spark.report.axes import Tick, Times
 from portalmq.spark.report.markup import Markup, join
-from portalmq.spark.report.model import PartitionFigures, Throughput, TopicFigures
-from portalmq.spark.report.plots import Colour, Series
+from portalmq.spark.report.model import OTHERS, PartitionFigures, Throughput, TopicFigures
+from portalmq.spark.report.plots import Series
 from portalmq.spark.report.view import Column, View, figure, framed, named, note, nothing, section, table
 
 HEAT_ROWS_MAX = 60
@@ -17,13 +17,15 @@ HEAT_ROWS_MAX = 60
 _Value = Callable[[Throughput], int]
 _Words = Callable[[float], str]
 
-# A partition with so much more than an even share is worth a sentence.
-UNEVEN = 1.5
+# A topic or a partition with so much more than an even share is worth a sentence.
+UNEVEN = 1.25
 
 
 def throughput(view: View) -> Markup:
     if view.times is None:
-        return section("throughput", "Throughput", nothing("No message has been stored yet, so there is no rate to show."))
+        return section(
+            "throughput", "Throughput", nothing("No message has been stored yet, so there is no rate to show.")
+        )
     messages = _by_topic(view, view.times, lambda point: point.messages)
     sizes = _by_topic(view, view.times, lambda point: point.bytes)
     every = words.duration(view.times.width_ms)
@@ -46,7 +48,7 @@ def throughput(view: View) -> Markup:
         ),
         figure(
             _peak(sizes, view.times, lambda value: f"{words.size(value)}/s", "data"),
-            f"Bytes appended per second (keys, values and headers), by topic; each column is the mean over {every}.",
+            f"Bytes of messages' values appended per second, by topic; each column is the mean over {every}.",
             plots.legend(sizes) if len(sizes) > 1 else None,
             plots.stacked(
                 sizes,
@@ -65,6 +67,7 @@ def throughput(view: View) -> Markup:
 def _by_topic(view: View, times: Times, value_of: _Value) -> list[Series]:
     """A second's worth of each column, by topic; topics without a colour of their own are one series."""
     values: dict[str | None, list[float | None]] = {topic: [0.0] * times.columns for topic in view.topics}
+    # Behind OTHERS stand those that the report itself has left out.
     rest = set[str]()
     for point in view.report.throughput:
         column = times.column(point.at_ms)
@@ -75,8 +78,9 @@ def _by_topic(view: View, times: Times, value_of: _Value) -> list[Series]:
             rest.add(point.topic)
         row = values.setdefault(name, [0.0] * times.columns)
         row[column] = (row[column] or 0.0) + value_of(point) / times.seconds
+    others = len(rest) if OTHERS not in rest else len(rest) - 1 + view.report.left_out.get("topics", 1)
     return [
-        Series(f"{words.plural(len(rest), 'other')}" if name is None else name, row, view.colour_of_topic(name or ""))
+        Series(words.plural(others, "other") if name is None else name, row, view.colour_of_topic(name or ""))
         for name, row in values.items()
     ]
 
@@ -106,18 +110,21 @@ def _topics(view: View, times: Times) -> Markup:
             courses[point.topic][column] = (courses[point.topic][column] or 0) + point.messages
     most = max((value or 0 for course in courses.values() for value in course), default=0.0)
     topics = sorted(view.report.topics, key=lambda topic: (-topic.messages, topic.topic))
-    rows = [_topic_row(view, topic, courses[topic.topic] if topic.topic in courses else [0], most) for topic in topics]
+    rows = [_topic_row(view, topic, courses.get(topic.topic, [0]), most) for topic in topics]
     titles = ("Messages", "Data", "Mean", "Peak", "Size p50", "Size p99", "With a key", "Partitions")
     columns = [Column("Topic", is_text=True), Column("Course", is_text=True), *(Column(title) for title in titles)]
     busiest = topics[0]
+    number = view.report.totals.topics
     of_all = busiest.messages / max(view.report.totals.messages, 1)
-    title = (
-        f"{words.plural(view.report.totals.topics, 'topic')}; the busiest, {busiest.topic}, "
-        f"has {words.share(of_all)} of the messages"
-        if len(topics) > 1
-        else f"One topic, {busiest.topic}, has it all"
+    if number == 1:
+        title = f"One topic, {busiest.topic}, has it all"
+    elif of_all * number < UNEVEN:
+        title = f"{words.count(number)} topics, about {words.share(1 / number)} of the messages each"
+    else:
+        title = f"{busiest.topic} has {words.share(of_all)} of the messages, the most of {words.count(number)} topics"
+    what = (
+        "Every topic, the busiest first. The courses share one scale; a mean runs from the first message to the last."
     )
-    what = "Every topic, the busiest first. The courses share one scale; means run from a topic's first message to its last."
     return figure(title, what, framed(table(columns, rows, "Topics")), view.left_out("topics", "topic"))
 
 
@@ -200,7 +207,9 @@ def _heat(view: View, found: list[PartitionFigures]) -> Markup:
         describe=f"Heat map over time: messages per second of {words.plural(len(shown), 'partition')}",
     )
     hidden = len(found) - len(shown)
-    return join(made, note(f"The {len(shown)} busiest of {len(found)} partitions; the table has them all.") if hidden else None)
+    return join(
+        made, note(f"The {len(shown)} busiest of {len(found)} partitions; the table has them all.") if hidden else None
+    )
 
 
 def sizes(view: View) -> Markup:
@@ -210,7 +219,9 @@ def sizes(view: View) -> Markup:
         by_class[one.from_bytes, one.to_bytes] += one.messages
         by_topic[one.topic][one.from_bytes] = by_topic[one.topic].get(one.from_bytes, 0) + one.messages
     if not sum(by_class.values()):
-        return section("sizes", "Message sizes", nothing("No message has been stored yet, so there is no size to show."))
+        return section(
+            "sizes", "Message sizes", nothing("No message has been stored yet, so there is no size to show.")
+        )
     classes = _classes(by_class)
     values = [by_class.get(borders, 0) for borders in classes]
     names = [words.size_class(*borders) for borders in classes]
@@ -227,7 +238,7 @@ def sizes(view: View) -> Markup:
             names,
             values,
             unit="messages",
-            colour=Colour(268),
+            colour=plots.plain(),
             borders=[words.size_border(low) for low, _ in classes] + [words.size_border(classes[-1][1])],
             describe="Columns: messages by size",
         ),
@@ -252,13 +263,13 @@ def _sizes_by_topic(
     if len(by_topic) < 2 or len(classes) < 2:
         return None
     topics = sorted(by_topic, key=lambda topic: (-sum(by_topic[topic].values()), topic))[:HEAT_ROWS_MAX]
-    topics.sort()
+    topics.sort(key=lambda topic: (topic == OTHERS, topic))
     shares = [
         [by_topic[topic].get(low, 0) / max(sum(by_topic[topic].values()), 1) for low, _ in classes] for topic in topics
     ]
     columns = [Column("Topic", is_text=True), *(Column(name) for name in names)]
     rows = ([topic, *(words.share(part) for part in row)] for topic, row in zip(topics, shares, strict=True))
-    ticks = [plots.Tick(100 * at / len(classes), words.size_border(low)) for at, (low, _) in enumerate(classes)]
+    ticks = [Tick(100 * at / len(classes), words.size_border(low)) for at, (low, _) in enumerate(classes)]
     return figure(
         "The same by topic",
         "How a topic's messages spread over the sizes: the stronger the colour, the greater the share.",
@@ -287,7 +298,7 @@ def producers(view: View) -> Markup:
     rows = [
         [
             "without an id" if one.producer_id is None else f"producer {one.producer_id}",
-            join(plots.bar(one.messages / max(found[0].messages, 1), Colour(268)), words.share(one.messages / total)),
+            join(plots.bar(one.messages / max(found[0].messages, 1), plots.plain()), words.share(one.messages / total)),
             words.count(one.messages),
             words.size(one.bytes),
             words.count(one.batches),

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import pairwise
 
 from portalmq.spark.report import plots, words
 from portalmq.spark.report.axes import Times
 from portalmq.spark.report.markup import Markup, element
 from portalmq.spark.report.model import FailOver, GroupFigures, LagFigures, LatencyBucket
 from portalmq.spark.report.plots import Series
-from portalmq.spark.report.view import Column, View, figure, framed, named, note, nothing, section, table
+from portalmq.spark.report.view import ROWS_MAX, Column, View, figure, framed, named, note, nothing, section, table
 
 
 def latency(view: View) -> Markup:
@@ -18,8 +19,10 @@ def latency(view: View) -> Markup:
     for bucket in view.report.latencies:
         by_group[bucket.group].append(bucket)
     if not any(bucket.messages for bucket in view.report.latencies):
-        told = "No group has read yet, so there is no latency to show." if not view.report.groups else (
-            "The groups that there are have been given no message yet, so there is no latency to show."
+        told = (
+            "No group has read yet, so there is no latency to show."
+            if not view.report.groups
+            else ("The groups that there are have been given no message yet, so there is no latency to show.")
         )
         return section("latency", "Delivery latency", nothing(told))
     shown = [group for group in view.groups if by_group.get(group)]
@@ -31,7 +34,7 @@ def latency(view: View) -> Markup:
         "latency",
         "Delivery latency",
         figure(
-            _sentence(by_group),
+            _sentence(view.report.latencies),
             "From the moment a message could be delivered to when it was first handed out (queue groups), or to the "
             "commit behind it (stream groups). Messages by latency; the borders are powers of two.",
             element("div", cards, class_="multiples" if len(cards) > 1 else None),
@@ -43,9 +46,17 @@ def latency(view: View) -> Markup:
     )
 
 
-def _sentence(by_group: dict[str, list[LatencyBucket]]) -> str:
+def usual(found: Sequence[LatencyBucket]) -> tuple[str, int, int]:
+    """The group that was given most, and what half of its deliveries, and 99 percent, stayed below (ms)."""
+    by_group: dict[str, list[LatencyBucket]] = defaultdict(list)
+    for bucket in found:
+        by_group[bucket.group].append(bucket)
     group = max(by_group, key=lambda name: sum(bucket.messages for bucket in by_group[name]))
-    half, most = _within(by_group[group], 0.5), _within(by_group[group], 0.99)
+    return group, _within(by_group[group], 0.5), _within(by_group[group], 0.99)
+
+
+def _sentence(found: Sequence[LatencyBucket]) -> str:
+    group, half, most = usual(found)
     told = (
         f"99 % within {words.duration(most)}"
         if half == most
@@ -74,7 +85,7 @@ def _distribution(view: View, group: str, buckets: list[LatencyBucket], low: int
     for bucket in buckets:
         if bucket.from_ms in counts:
             counts[bucket.from_ms] += bucket.messages
-    labels = [f"{words.duration(a)} to {words.duration(b)}" for a, b in zip(borders, borders[1:], strict=False)]
+    labels = [f"{words.duration(a)} to {words.duration(b)}" for a, b in pairwise(borders)]
     colour = view.colour_of_group(group)
     made = plots.histogram(
         labels,
@@ -127,27 +138,26 @@ def _over_time(view: View) -> Markup | None:
     return figure(
         f"The slowest hundredth took {words.duration(worst.p99_ms)} at worst, at {_label(times, worst.at_ms)}",
         "Latency of what was first delivered in each column of time: the strong line is p99, the quiet one the median.",
-        plots.legend([Series(group, [], view.colour_of_group(group)) for group in groups], thin="strong p99, quiet p50"),
+        plots.legend(
+            [Series(group, [], view.colour_of_group(group)) for group in groups], thin="strong p99, quiet p50"
+        ),
         plots.lines(
             series,
             times,
             unit="ms",
-            label=words.duration,
+            label=words.decade,
             thin=frozenset(range(0, len(series), 2)),
             marks=view.marks,
             describe=f"Lines over time: median and 99th percentile of latency of {words.plural(len(groups), 'group')}",
         ),
         table=table(
-            [Column("UTC", is_text=True), Column("Group", is_text=True), *map(Column, ("Delivered", "p50", "p99"))],
+            [Column("UTC", is_text=True), *(Column(one.name) for one in series)],
             (
                 [
-                    _label(times, point.at_ms),
-                    point.group,
-                    words.count(point.delivered),
-                    words.duration(point.p50_ms),
-                    words.duration(point.p99_ms),
+                    times.label(at),
+                    *(words.NONE if (ms := one.values[at]) is None else words.duration(ms) for one in series),
                 ]
-                for point in sorted(points, key=lambda point: (point.at_ms, point.group))
+                for at in range(times.columns)
             ),
             "Latency over time",
         ),
@@ -177,21 +187,29 @@ def _quantiles(view: View) -> Markup | None:
         if (it := one.latency_ms)
     )
     slowest = max(measured, key=lambda one: one.latency_ms.p99 if one.latency_ms else 0)
+    worst = slowest.latency_ms.p99 if slowest.latency_ms else 0
     title = (
-        f"Slowest: {slowest.group} on {slowest.topic}" if len(measured) > 1 else f"{slowest.group} on {slowest.topic}"
+        f"{slowest.group} on {slowest.topic} waited longest: 1 in 100 messages over {words.duration(worst)}"
+        if len(measured) > 1
+        else f"1 in 100 messages took over {words.duration(worst)}"
     )
-    return figure(title, "Latency by group and topic.", framed(table(columns, rows, "Latency")))
+    made = framed(table(columns, rows, "Latency"))
+    more = view.left_out("groups", "pair of group and topic", "pairs of group and topic")
+    return figure(title, "Latency by group and topic.", made, more)
 
 
 def _ordered(groups: list[GroupFigures]) -> list[GroupFigures]:
-    return sorted(groups, key=lambda one: (one.group, one.topic))
+    """By name; when not all can be shown, the busiest first."""
+    return sorted(groups, key=lambda one: (-one.delivered if len(groups) > ROWS_MAX else 0, one.group, one.topic))
 
 
 def redeliveries(view: View) -> Markup:
     """Only queue groups deliver again: a stream is read where its offset stands."""
     groups = [group for group in view.report.groups if group.mode == "queue"]
     if not groups:
-        told = "No group has read yet." if not view.report.groups else "Only stream groups have read: they lease nothing."
+        told = (
+            "No group has read yet." if not view.report.groups else "Only stream groups have read: they lease nothing."
+        )
         return section("redeliveries", "Redeliveries", nothing(told))
     delivered = sum(group.delivered for group in groups)
     again = sum(group.redelivered for group in groups)
@@ -203,7 +221,7 @@ def redeliveries(view: View) -> Markup:
         [
             named(view.colour_of_group(one.group), one.group),
             one.topic,
-            plots.bar(one.redeliveries / one.delivered / most if most and one.delivered else 0, view.colour_of_group(one.group)),
+            _bar(view, one, most),
             *(words.count(value) for value in (one.delivered, one.redelivered, one.redeliveries)),
             *(words.count(value) for value in (one.nacked, one.acked, one.dead)),
         ]
@@ -212,7 +230,8 @@ def redeliveries(view: View) -> Markup:
     if not again:
         title = f"None of {words.plural(delivered, 'message')} had to be delivered twice"
     else:
-        title = f"{words.count(again)} of {words.plural(delivered, 'message')} ({words.share(again / delivered)}) came again"
+        part = words.share(again / max(delivered, 1))
+        title = f"{words.count(again)} of {words.plural(delivered, 'message')} ({part}) came again"
     if dead:
         title += f", {words.count(dead)} ended as dead letters"
     return section(
@@ -220,12 +239,18 @@ def redeliveries(view: View) -> Markup:
         "Redeliveries",
         figure(
             title,
-            "Deliveries beyond a message's first: after a nack, or when a lease ran out, as it does when a consumer or a "
-            "leader dies. The bars compare them to what was delivered.",
+            "Deliveries beyond a message's first: after a nack, or when a lease ran out, as it does when a consumer or "
+            "a leader dies. The bars compare them to what was delivered.",
             framed(table([*columns, *map(Column, titles)], rows, "Redeliveries by group and topic")),
         ),
         _attempts(view),
     )
+
+
+def _bar(view: View, one: GroupFigures, most: float) -> Markup | None:
+    if not one.redeliveries or not one.delivered:
+        return None
+    return plots.bar(one.redeliveries / one.delivered / most, view.colour_of_group(one.group))
 
 
 def _attempts(view: View) -> Markup | None:
@@ -277,7 +302,7 @@ def lag(view: View) -> Markup:
             [
                 named(colour, group),
                 topic,
-                plots.bar(total / max(most, 1), colour),
+                plots.bar(total / most, colour) if total else "",
                 words.count(total),
                 _oldest(found),
                 f"{sum(1 for one in found if one.lag)} of {len(found)}",
@@ -286,8 +311,14 @@ def lag(view: View) -> Markup:
         )
     worst = max(by_group, key=lambda key: sum(one.lag for one in by_group[key]))
     behind = words.plural(sum(one.lag for one in by_group[worst]), "message")
-    title = f"{worst[0]} is {behind} behind on {worst[1]}" if waiting else "Nothing waits: every group is done with all there is"
-    what = "Messages that a group is not done with, and how long the oldest of them has waited, when the state was saved."
+    title = (
+        f"{worst[0]} is {behind} behind on {worst[1]}"
+        if waiting
+        else "Nothing waits: every group is done with all there is"
+    )
+    what = (
+        "Messages that a group is not done with, and how long the oldest of them has waited, when the state was saved."
+    )
     made = framed(table(columns, rows, "Lag by group and topic"))
     return section("lag", "Lag", figure(title, what, made, view.left_out("lag", "partition"), table=_lag_table(view)))
 
@@ -298,10 +329,15 @@ def _oldest(found: list[LagFigures]) -> str:
 
 
 def _lag_table(view: View) -> Markup:
-    columns = [Column("Group", is_text=True), Column("Partition", is_text=True), Column("Lag"), Column("Oldest waits for")]
+    columns = [
+        Column("Group", is_text=True),
+        Column("Partition", is_text=True),
+        Column("Lag"),
+        Column("Oldest waits for"),
+    ]
     rows = (
         [one.group, f"{one.topic}/{one.partition}", words.count(one.lag), _oldest([one])]
-        for one in sorted(view.report.lag, key=lambda one: (one.group, one.topic, one.partition))
+        for one in sorted(view.report.lag, key=lambda one: (-one.lag, one.group, one.topic, one.partition))
     )
     return table(columns, rows, "Lag by partition")
 

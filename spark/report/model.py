@@ -1,8 +1,8 @@
 """The figures of a throughput report, as they stand in report.json. All times are Unix ms, all sizes bytes.
 
 Lists are bounded, so that a report of a billion messages is as big as one of a thousand: series have at most
-SERIES_POINTS points, and the longest lists are cut to their busiest entries (`others` then holds the rest's sum). The
-Parquet files beside it hold everything.
+SERIES_POINTS points, and the longest lists are cut to their busiest entries (`left_out` says how many are missing; in
+`throughput` and `sizes` the topic OTHERS holds their sum). The Parquet files beside it hold everything.
 """
 
 from __future__ import annotations
@@ -13,10 +13,17 @@ SERIES_POINTS = 240
 TOPICS_SHOWN = 50
 PARTITIONS_SHOWN = 200
 PRODUCERS_SHOWN = 50
+GROUPS_SHOWN = 50
+DELIVERIES_SHOWN = 500
+LAG_SHOWN = 200
+FAIL_OVERS_SHOWN = 200
+# Not a topic: their names have no brackets.
+OTHERS = "(others)"
 
 
 class Quantiles(msgspec.Struct, frozen=True):
-    """Of a distribution; exact or, above a million values, to within one percent in rank."""
+    """Of a distribution, interpolated between the two values that a rank lies between. Mean and maximum are exact, and
+    so are the others below 1,024; above they are right to within 0.1 percent."""
 
     mean: float
     p50: float
@@ -26,7 +33,8 @@ class Quantiles(msgspec.Struct, frozen=True):
 
 
 class Totals(msgspec.Struct, frozen=True):
-    """`messages_per_s` is the mean from the first message to the last, `peak_messages_per_s` the best bucket's."""
+    """`messages_per_s` is the mean from the first message to the last, over a second at the least; `peak_messages_per_s`
+    the best bucket's."""
 
     messages: int
     bytes: int
@@ -108,7 +116,13 @@ class ProducerFigures(msgspec.Struct, frozen=True):
 
 class GroupFigures(msgspec.Struct, frozen=True):
     """A group on a topic. Latency runs from when a message could be delivered (appended, or its deliver_at) to its
-    first hand-out in a queue group, to the commit behind it in a stream group (ms)."""
+    first hand-out in a queue group, to the commit behind it in a stream group (ms).
+
+    `delivered` counts messages that were handed out (committed) at least once, `redelivered` those of them that were
+    more than once, `redeliveries` their further hand-outs. A message that was redriven, or given back by a consumer that
+    had not looked at it, is delivered once all the same; one of a group that was deleted and made again anew. `acked`
+    are messages that were done, `nacked` and `dead` how many times one was given back, or given up.
+    """
 
     group: str
     topic: str
@@ -142,7 +156,7 @@ class LatencyPoint(msgspec.Struct, frozen=True):
 
 
 class Deliveries(msgspec.Struct, frozen=True):
-    """How many messages were handed out for the `delivery`-th time."""
+    """How many messages were handed out with the delivery count `delivery`, which begins anew for what is redriven."""
 
     group: str
     topic: str
@@ -151,7 +165,8 @@ class Deliveries(msgspec.Struct, frozen=True):
 
 
 class LagFigures(msgspec.Struct, frozen=True):
-    """Messages that are not done, and the age of the oldest of them when the state was saved (None without any)."""
+    """Messages that are not done, and the age of the oldest of them (None without any): since it could be delivered,
+    until the last record of the whole data."""
 
     group: str
     topic: str

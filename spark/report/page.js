@@ -40,7 +40,10 @@ for (const chart of document.querySelectorAll(".chart")) {
   const rows = data.rows ? data.rows.length : 1;
   const cursor = made("div", "cursor");
   const tip = made("div", "tip");
-  tip.setAttribute("role", "status");
+  // What is said to who listens instead of looking: it has to be there before it speaks.
+  const voice = made("p", "voice");
+  voice.setAttribute("role", "status");
+  chart.append(voice);
   let column = -1, row = 0;
 
   const show = (newColumn, newRow) => {
@@ -92,6 +95,7 @@ for (const chart of document.querySelectorAll(".chart")) {
     if (event.key === "Home" || event.key === "End") show(event.key === "Home" ? 0 : columns - 1, row);
     else if (move && (move[0] || rows > 1)) show(column + move[0], row + move[1]);
     else return;
+    voice.textContent = [...tip.children].map((told) => [...told.childNodes].map((node) => node.textContent).join(" ")).join(", ");
     event.preventDefault();
   });
 }

@@ -91,8 +91,10 @@ def _headline(report: Report) -> str:
     if not totals.messages:
         return "No messages yet"
     span = _span_ms(report)
-    return f"{words.plural(totals.messages, 'message')} in {words.duration(span)}" if span else (
-        f"{words.plural(totals.messages, 'message')} at once"
+    return (
+        f"{words.plural(totals.messages, 'message')} in {words.duration(span)}"
+        if span
+        else (f"{words.plural(totals.messages, 'message')} at once")
     )
 
 
@@ -107,8 +109,9 @@ def _when(report: Report) -> str:
         return f"There is nothing to measure in what was read. Made {words.moment(report.made_at_ms)}."
     if words.moment(totals.first_ms) == words.moment(totals.last_ms):
         return f"{words.moment(totals.first_ms)}. Made {words.moment(report.made_at_ms)}."
-    first, last = words.moment(totals.first_ms), words.moment(totals.last_ms)
-    return f"{first.removesuffix(' UTC')} to {last}. Made {words.moment(report.made_at_ms)}."
+    first, last = words.moment(totals.first_ms).removesuffix(" UTC"), words.moment(totals.last_ms)
+    last = last.removeprefix(f"{words.day(totals.first_ms)}, ")
+    return f"{first} to {last}. Made {words.moment(report.made_at_ms)}."
 
 
 def _tiles(view: View) -> Markup | None:
@@ -133,13 +136,11 @@ def _tile(name: str, figure: str, more: str) -> Markup:
 
 
 def _latency_tile(view: View) -> Markup:
-    found = [group for group in view.report.groups if group.latency_ms]
-    if not found:
-        return _tile("Delivery", words.NONE, "no group has read yet")
-    usual = max(found, key=lambda group: group.delivered)
-    assert usual.latency_ms
-    more = f"median, {usual.group} on {usual.topic}" if len(found) > 1 else f"median of {usual.group}"
-    return _tile("Delivery", words.duration(usual.latency_ms.p50), more)
+    if not any(bucket.messages for bucket in view.report.latencies):
+        return _tile("Half delivered within", words.NONE, "no group has read yet")
+    group, half, most = handed_out.usual(view.report.latencies)
+    whose = f", {group}" if view.report.totals.groups > 1 else ""
+    return _tile("Half delivered within", words.duration(half), f"99 % within {words.duration(most)}{whose}")
 
 
 def _redelivery_tile(view: View) -> Markup:
@@ -160,7 +161,9 @@ def _foot(report: Report) -> Markup:
     sources = [element("li", element("code", source)) for source in report.sources]
     told = (
         "Read from the brokers' own files: committed messages, each counted once though every replica holds it. Sizes "
-        "are in decimal units (1 kB is 1,000 bytes), times in UTC. The same figures stand in report.json beside this "
-        "page, and in full as Parquet files."
+        "are those of values, without keys and headers; 1 kB is 1,000 bytes, 1 KiB is 1,024. Times are UTC. The same "
+        "figures stand in report.json beside this page, and in full as Parquet files."
     )
-    return element("footer", element("p", told), join(element("p", "Read:"), element("ul", sources)) if sources else None)
+    return element(
+        "footer", element("p", told), join(element("p", "Read:"), element("ul", sources)) if sources else None
+    )

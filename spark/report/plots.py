@@ -1,4 +1,4 @@
-"""Plots as inline SVG: a few kilobytes each, crisp on paper, and coloured by the page's CSS, so light and dark come free.
+"""Plots as inline SVG: small, crisp on paper, and coloured by the page's CSS, so that light and dark come free.
 
 A plot has to fit a phone and a wide screen without a script. So the SVG holds shapes alone and is stretched to the
 width there is (strokes are not: vector-effect), while its labels are HTML beside it, placed in percent.
@@ -26,6 +26,8 @@ from portalmq.spark.report.markup import Markup, element, join
 # Above so many columns there is no room for a gap between bars.
 BARS_MAX = 120
 HEAT_LEVELS = 8
+_COLUMNS_TO_FILL = 7
+PLAIN_HUE = 287.0
 # Marks closer to each other than this (percent of the width) are shown as one.
 _MARKS_APART = 1.5
 
@@ -63,6 +65,11 @@ class Mark:
     label: str
 
 
+def plain() -> Colour:
+    """Of what is the only thing in its plot."""
+    return Colour(PLAIN_HUE, is_deep=True)
+
+
 def colours(number: int, first_hue: float = 268.0) -> list[Colour]:
     """Colours for neighbours: hues around the wheel as far apart as there is room, every second one deeper."""
     apart = min(360 / max(number, 1), 68.0)
@@ -89,10 +96,10 @@ def stacked(
         for column, value in enumerate(one.values):
             if not value:
                 continue
-            bottom = axis.percent(below[column])
+            bottom = round(axis.percent(below[column]), 1)
             below[column] += value
-            height = axis.percent(below[column]) - bottom
-            path.append(f"M{_n(column + (1 - width) / 2)} {_n(100 - bottom)}v{_n(-height)}h{_n(width)}v{_n(height)}z")
+            height = round(axis.percent(below[column]), 1) - bottom
+            path.append(f"M{_n(column + (1 - width) / 2)} {_n(100 - bottom)}v{_n(-height)}h{_n(width)}v{_n(height)}")
         shapes.append(element("path", d="".join(path), class_=one.colour.css("fill"), style=one.colour.style))
     drawing = _svg(f"0 0 {times.columns} 100", *shapes)
     hover = _hover([times.label(column) for column in range(times.columns)], series, unit, total=len(series) > 1)
@@ -158,12 +165,13 @@ def histogram(
     ]
     shape = element("path", d="".join(path), class_=colour.css("fill"), style=colour.style)
     every = -(-len(borders) // 9)
-    ticks = [
-        Tick(100 * (at + between / 2) / len(values), text) for at, text in enumerate(borders) if at % every == 0
-    ]
+    ticks = [Tick(100 * (at + between / 2) / len(values), text) for at, text in enumerate(borders) if at % every == 0]
     hover = _hover(labels, [Series("", values, colour)], unit)
     drawing = _svg(f"0 0 {max(len(values), 1)} 100", shape)
-    return chart(drawing, axis.ticks, ticks, describe=describe, hover=hover, size="short" if short else "")
+    # Two or three columns would be blocks rather than bars.
+    style = f"max-width:{60 + 150 * len(values)}px" if len(values) < _COLUMNS_TO_FILL else None
+    size = "short" if short else ""
+    return chart(drawing, axis.ticks, ticks, describe=describe, hover=hover, size=size, style=style)
 
 
 def heat_map(
@@ -273,14 +281,20 @@ def chart(
     size: str = "",
     style: str | None = None,
 ) -> Markup:
-    beside = [element("span", tick.label, style=f"bottom:{_n(tick.percent)}%") for tick in ordinate]
+    # Of a long name the end tells more than the beginning: CSS cuts rows' names in front, which bdi keeps in order.
+    beside = [element("span", element("bdi", tick.label), style=f"bottom:{_n(tick.percent)}%") for tick in ordinate]
     rules = [element("i", style=f"bottom:{_n(tick.percent)}%") for tick in ordinate] if size != "heat" else []
     below = [
-        element("span", tick.label, class_=_edge(tick.percent, number), style=f"left:{_n(tick.percent)}%")
+        element("span", tick.label, class_=_place(tick.percent, number), style=f"left:{_n(tick.percent)}%")
         for number, tick in enumerate(abscissa)
     ]
     flags = [
-        element("span", element("b", mark.label), class_=_edge(mark.percent), style=f"left:{_n(mark.percent)}%")
+        element(
+            "span",
+            element("b", mark.label),
+            class_="end" if mark.percent > 65 else None,
+            style=f"left:{_n(mark.percent)}%",
+        )
         for mark in marks
     ]
     return element(
@@ -292,7 +306,8 @@ def chart(
             drawing,
             element("div", flags, class_="marks") if flags else None,
             class_="canvas",
-            role="img",
+            role="group",
+            aria_roledescription="plot",
             aria_label=describe,
             tabindex="0",
         ),
@@ -326,10 +341,9 @@ def _svg(view_box: str, *shapes: Markup, class_: str | None = None) -> Markup:
     return element("svg", *shapes, viewBox=view_box, preserveAspectRatio="none", aria_hidden="true", class_=class_)
 
 
-def _edge(percent: float, number: int = 0) -> str | None:
-    """Labels at an end stand inside; on a phone every second one is left out."""
-    side = "begin" if percent < 7 else "end" if percent > 93 else ""
-    return " ".join(filter(None, [side, "odd" if number % 2 else ""])) or None
+def _place(percent: float, number: int) -> str | None:
+    """A label at the right end stands inside; on a phone every second one is left out."""
+    return " ".join(filter(None, ["end" if percent > 97 else "", "odd" if number % 2 else ""])) or None
 
 
 def _n(number: float) -> str:

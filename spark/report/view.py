@@ -15,6 +15,7 @@ from portalmq.spark.report.plots import Colour, Mark, colours, joined
 # So many can be told apart by colour, at best; what is above is summed up.
 TOPICS_COLOURED = 12
 GROUPS_COLOURED = 6
+ROWS_MAX = 250
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +32,10 @@ class View:
 
     @classmethod
     def of(cls, report: Report) -> View:
-        points = (*report.throughput, *report.partition_throughput, *report.latency_over_time)
-        times = Times.over((point.at_ms for point in points), max(report.bucket_ms, 1))
+        moments = [point.at_ms for point in report.throughput]
+        moments += [point.at_ms for point in report.partition_throughput]
+        moments += [point.at_ms for point in report.latency_over_time]
+        times = Times.over(moments, max(report.bucket_ms, 1))
         changes = changes_of_leaders(report.fail_overs)
         groups = Counter[str]()
         for group in report.groups:
@@ -52,12 +55,12 @@ class View:
     def colour_of_group(self, group: str) -> Colour:
         return self.groups.get(group, Colour())
 
-    def left_out(self, name: str, what: str) -> Markup | None:
+    def left_out(self, name: str, what: str, many: str = "") -> Markup | None:
         """The sentence about what a list of the report does not show."""
         number = self.report.left_out.get(name, 0)
         if not number:
             return None
-        return note(f"{words.plural(number, what)} more: all are in the Parquet files beside this page.")
+        return note(f"{words.plural(number, what, many)} more: all are in the Parquet files beside this page.")
 
 
 def changes_of_leaders(epochs: Iterable[FailOver]) -> list[FailOver]:
@@ -86,16 +89,14 @@ def _marks(changes: Sequence[FailOver], times: Times) -> list[Mark]:
 
 
 def section(anchor: str, title: str, *body: Child) -> Markup:
-    return element("section", element("h2", title, id=f"{anchor}-title"), *body, id=anchor, aria_labelledby=f"{anchor}-title")
+    return element(
+        "section", element("h2", title, id=f"{anchor}-title"), *body, id=anchor, aria_labelledby=f"{anchor}-title"
+    )
 
 
 def figure(title: str, what: str, *body: Child, table: Markup | None = None) -> Markup:
     """`title` says what is seen, `what` is what the plot shows, and its unit."""
-    numbers = (
-        element("details", element("summary", "The same as a table"), element("div", table, class_="scroll", tabindex="0"))
-        if table
-        else None
-    )
+    numbers = element("details", element("summary", "The same as a table"), framed(table)) if table else None
     caption = element("figcaption", element("h3", title), element("p", what))
     return element("figure", caption, *body, numbers, class_="plot")
 
@@ -117,7 +118,13 @@ class Column:
 
 
 def table(columns: Sequence[Column], rows: Iterable[Sequence[Child]], caption: str) -> Markup:
-    """The first column is what a row is about."""
+    """The first column is what a row is about. Rows come with what matters most first: a page that should open on a
+    phone shows ROWS_MAX of them, and says how many there are."""
+    shown = list(rows)
+    hidden = len(shown) - ROWS_MAX
+    more = element(
+        "p", f"{words.plural(hidden, 'row')} more: all are in the Parquet files beside this page.", class_="note"
+    )
     head = [element("th", column.title, scope="col", class_="text" if column.is_text else None) for column in columns]
     body = [
         element(
@@ -132,19 +139,15 @@ def table(columns: Sequence[Column], rows: Iterable[Sequence[Child]], caption: s
                 for number, (column, cell) in enumerate(zip(columns, row, strict=True))
             ],
         )
-        for row in rows
+        for row in shown[:ROWS_MAX]
     ]
-    return element(
-        "table",
-        element("caption", caption),
-        element("thead", element("tr", head)),
-        element("tbody", body),
-    )
+    made = element("table", element("caption", caption), element("thead", element("tr", head)), element("tbody", body))
+    return join(made, more) if hidden > 0 else made
 
 
 def framed(made: Markup) -> Markup:
     """A table that may be wider than a phone scrolls by itself, and not the page."""
-    return element("div", made, class_="scroll", tabindex="0")
+    return element("div", made, class_="scroll", tabindex="0", role="region", aria_label="Table, may be scrolled")
 
 
 def named(colour: Colour, name: str) -> Markup:

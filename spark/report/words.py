@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 
 NONE = "–"
+# A figure and its unit stay on one line.
+_SP = "\u00a0"
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _SECOND, _MINUTE, _HOUR, _DAY = 1_000, 60_000, 3_600_000, 86_400_000
 
@@ -21,7 +23,7 @@ def brief(number: float) -> str:
         return NONE
     for least, unit, name in ((1e12, 1e12, "T"), (1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
         if abs(number) >= least:
-            return f"{_digits(number / unit)} {name}"
+            return f"{_digits(number / unit)}{_SP}{name}"
     return _digits(number)
 
 
@@ -34,16 +36,16 @@ def size(of_bytes: float) -> str:
         return NONE
     for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if abs(of_bytes) >= unit:
-            return f"{_digits(of_bytes / unit)} {name}"
-    return f"{_digits(of_bytes)} B"
+            return f"{_digits(of_bytes / unit)}{_SP}{name}"
+    return f"{_digits(of_bytes)}{_SP}B"
 
 
 def size_class(from_bytes: int, to_bytes: int) -> str:
     """Bytes from one border up to, and without, the next."""
     if to_bytes - from_bytes <= 1:
-        return f"{from_bytes} B"
+        return f"{from_bytes}{_SP}B"
     if from_bytes < 1024:
-        return f"{from_bytes}–{to_bytes - 1} B"
+        return f"{from_bytes}–{to_bytes - 1}{_SP}B"
     return f"{size_border(from_bytes)}–{size_border(to_bytes)}"
 
 
@@ -51,17 +53,17 @@ def size_border(of_bytes: int) -> str:
     """A power of two."""
     for power, name in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
         if of_bytes >= 1 << power:
-            return f"{_digits(of_bytes / (1 << power))} {name}"
-    return f"{of_bytes} B"
+            return f"{_digits(of_bytes / (1 << power))}{_SP}{name}"
+    return f"{of_bytes}{_SP}B"
 
 
 def duration(ms: float) -> str:
     if not math.isfinite(ms):
         return NONE
     if ms < _SECOND:
-        return f"{_digits(ms)} ms"
+        return f"{_digits(ms)}{_SP}ms"
     if ms < _MINUTE:
-        return f"{_digits(ms / _SECOND)} s"
+        return f"{_digits(ms / _SECOND)}{_SP}s"
     if ms < _HOUR:
         return _two(ms, _MINUTE, "min", _SECOND, "s")
     if ms < _DAY:
@@ -69,20 +71,26 @@ def duration(ms: float) -> str:
     return _two(ms, _DAY, "d", _HOUR, "h")
 
 
+def decade(ms: float) -> str:
+    """A power of ten, which has no round number of minutes."""
+    return duration(ms) if ms < _MINUTE else f"{count(ms / _SECOND)}{_SP}s"
+
+
 def _two(ms: float, big: int, big_name: str, small: int, small_name: str) -> str:
     whole, rest = divmod(round(ms / small) * small, big)
-    return f"{count(whole)} {big_name} {rest // small} {small_name}" if rest else f"{count(whole)} {big_name}"
+    first = f"{count(whole)}{_SP}{big_name}"
+    return f"{first} {rest // small}{_SP}{small_name}" if rest else first
 
 
 def share(part: float) -> str:
     if not math.isfinite(part):
         return NONE
     if 0 < part < 0.001:
-        return "< 0.1 %"
+        return f"<{_SP}0.1{_SP}%"
     if 0.999 < part < 1:
-        return "> 99.9 %"
+        return f">{_SP}99.9{_SP}%"
     percent = part * 100
-    return f"{percent:.0f} %" if percent == round(percent) or percent >= 99.95 else f"{percent:.1f} %"
+    return f"{percent:.1f}".removesuffix(".0") + f"{_SP}%"
 
 
 def moment(ms: float) -> str:

@@ -36,7 +36,7 @@ def test_the_commands_of_the_document_do_what_it_says(tmp_path: Path):
     assert shell.returncode == 0, shell.stderr
     said = [part.strip() for part in shell.stdout.split("=== next")]
     print("\n--\n".join(said))
-    plain, options, scheduled, taken_back, keys, named, full, *_ = said
+    plain, options, scheduled, taken_back, keys, in_batches, named, full, *_ = said
     assert plain.count('"offset"') == 5
     assert options.count('"id"') == 3
     assert scheduled.count('"deliver_at_ms"') == 2
@@ -45,6 +45,9 @@ def test_the_commands_of_the_document_do_what_it_says(tmp_path: Path):
     first, again, other = keys.replace("}{", "}\n{").splitlines()
     assert first == again
     assert '"code":"idempotency_key_reused"' in other
+    once, twice = in_batches.replace("}{", "}\n{").splitlines()
+    assert once == twice
+    assert once.count('"offset"') == 2
     assert re.findall(r'"epoch":(\d)', named) == ["0", "1"]
     assert full.endswith("200\n200\n429")
-    assert "problem" not in "".join((plain, options, scheduled, named, *said[7:]))
+    assert "problem" not in "".join((plain, options, scheduled, named, *said[8:]))

@@ -22,6 +22,8 @@ pytestmark = pytest.mark.cluster
 
 FAR_MS = 3_600_000
 ATTEMPTS_WITHIN_S = 20
+# Of one list of rows into batches.
+CUTS = (50, 77)
 # How often a leader is killed, or stands still, while a producer's name goes from hand to hand.
 FENCE_FAULTS = int(os.environ.get("PORTALMQ_FENCE_FAULTS", "2"))
 
@@ -319,3 +321,41 @@ def test_a_full_topic_answers_429_by_way_of_every_broker(cluster: Cluster, topic
         assert (full.status, full.json()["code"], full.json()["outcome"]) == (429, "backpressure", "not_applied")
         assert int(full.headers["Retry-After"]) >= 1
     assert len(values(cluster, topic)) == 3
+
+
+# --- keys in a batch -------------------------------------------------------------------------------------------------
+
+
+def test_batches_with_keys_are_there_once_by_way_of_any_broker_through_the_leaders_death(cluster, topic):
+    """Two that bring the same rows side by side, cut differently, as two attempts of one task do."""
+    cluster.admin().create_topic(topic, partitions=3)
+    cluster.wait_in_sync(topic)
+    rows = [f"row-{number}" for number in range(900)]
+    leader = cluster.wait_for_leader(topic)
+
+    path, headers = f"/v1/topics/{topic}/messages", {"Content-Type": wire.BATCH_JSON}
+
+    def bring(cut: int) -> dict[str, tuple[int, int]]:
+        places = {}
+        for start in range(0, len(rows), cut):
+            part = rows[start : start + cut]
+            while part:
+                body = msgspec.json.encode({"messages": [{"value": row, "idempotency_key": row} for row in part]})
+                answer = patiently(lambda body=body: post(cluster, random.choice(cluster.running), path, body, headers))
+                left = []
+                for row, result in zip(part, answer.json()["results"], strict=True):
+                    if "error" in result:
+                        assert result["error"]["retryable"], result
+                        left.append(row)
+                    else:
+                        places[row] = (result["partition"], result["offset"])
+                part = left
+            if cut == CUTS[0] and start == len(rows) // 3 // cut * cut:
+                cluster.kill(leader)
+        return places
+
+    with ThreadPoolExecutor(len(CUTS)) as threads:
+        found = list(threads.map(bring, CUTS))
+    cluster.heal()
+    assert all(places == found[0] for places in found)
+    assert Counter(values(cluster, topic)) == Counter(rows)

@@ -8,16 +8,18 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from click.testing import CliRunner
 
 from portalmq import Consumer, Message, Producer, RecordMetadata
-from portalmq.demo_iot import controller
+from portalmq.demo_iot import controller, report
 from portalmq.demo_iot.crew import Crew, DemoFailed, wait_for
-from portalmq.demo_iot.demo import Books, Outage, conclude, counts_of_a_year
+from portalmq.demo_iot.demo import Books, Outage, conclude, counts_of_a_year, main
 from portalmq.demo_iot.ledger import Entry, Ledger, read
 from portalmq.demo_iot.readings import year
 from portalmq.demo_iot.sensor import Sensor
@@ -94,7 +96,7 @@ class TestSensors:
 
 
 class TestTheLastLine:
-    def run(self, directory: Path, *, lose: int | None = None) -> bool:
+    def run(self, directory: Path, *, lose: int | None = None, report_it: Callable[[], None] | None = None) -> bool:
         books = Books(directory)
         for path in books.all_sent + books.all_delivered:
             path.touch()
@@ -104,7 +106,7 @@ class TestTheLastLine:
                 sent.write(entry)
                 if reading.n != lose:
                     delivered.write(entry)
-        return conclude(books, Outage(2.05, frozenset({"temp_1"})))
+        return conclude(books, Outage(2.05, frozenset({"temp_1"})), report_it)
 
     def test_it_says_ok_when_all_was_delivered(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert self.run(tmp_path)
@@ -126,6 +128,24 @@ class TestTheLastLine:
         sent = entries("temp_1", 0, 1, 1.5, 2) + entries("temp_2", 0, 1, 1.7, 2) + entries("temp_3", 0, 1, 3)
         assert Outage(1.1, frozenset({"temp_1", "temp_2"})).longest_ms(sent) == 700
         assert Outage(1.1, frozenset({"temp_3"})).longest_ms(sent) == 2000
+
+    def test_a_run_that_lost_nothing_is_reported_on_before_the_last_line(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert self.run(tmp_path, report_it=lambda: print("the report"))
+        assert capsys.readouterr().out.splitlines()[-2] == "the report"
+        (other := tmp_path / "other").mkdir()
+        assert not self.run(other, lose=17, report_it=lambda: print("the report"))
+        assert "the report" not in capsys.readouterr().out
+
+    def test_a_report_that_cannot_be_made_is_refused_before_anything_is_started(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        monkeypatch.setattr(report, "find_spec", lambda name: None if name == "pyspark" else object())
+        monkeypatch.setattr(report, "find_java", lambda: "java")
+        done = CliRunner().invoke(main, ["--report", str(tmp_path / "told")])
+        assert done.exit_code == 2
+        assert "pyspark not installed: pip install 'portalmq[spark]' mends it" in done.output
 
     def test_the_whole_year_is_every_row_for_each_kind(self) -> None:
         assert sum(counts_of_a_year(None).values()) == 104_460

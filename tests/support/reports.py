@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from random import Random
 
+import msgspec
+
 from portalmq.spark.report import model
 from portalmq.spark.report.model import (
     Deliveries,
@@ -125,10 +127,11 @@ def made(
     peak = max(sum(t.messages for t in throughput if t.at_ms == BEGAN_MS + at * bucket_ms) for at in range(seconds))
     totals = Totals(
         messages, messages * 188, len(figures), len(partitions), len(producers), len({g.group for g in made_groups}),
-        BEGAN_MS, BEGAN_MS + seconds * bucket_ms - 100, messages / span_s, messages * 188 / span_s, peak * 1000 / bucket_ms,
+        BEGAN_MS, BEGAN_MS + seconds * bucket_ms - 100,
+        messages / span_s, messages * 188 / span_s, peak * 1000 / bucket_ms,
     )  # fmt: skip
     return Report(
-        1, BEGAN_MS + 61_000, ["data/broker-1", "data/broker-2", "data/broker-3"], bucket_ms, totals, figures, partitions,
+        1, BEGAN_MS + 61_000, [f"data/broker-{n}" for n in (1, 2, 3)], bucket_ms, totals, figures, partitions,
         throughput, by_partition, sizes, producers, made_groups, latencies, over_time, deliveries, lag, fail_overs,
         left_out or {},
     )  # fmt: skip
@@ -143,11 +146,14 @@ def biggest() -> Report:
     """50 topics, 200 partitions, 240 buckets over five days, 14 groups."""
     topics = {f"orders.eu-west.{n:02}": 4 for n in range(model.TOPICS_SHOWN)}
     groups = {f"billing-{n}": "queue" if n % 3 else "stream" for n in range(14)}
-    return made(
-        topics,
-        seconds=model.SERIES_POINTS,
-        bucket_ms=1_800_000,
-        rate=90_000,
-        groups=groups,
-        left_out={"topics": 31, "partitions": 1_200, "producers": 77},
+    left_out = {"topics": 31, "partitions": 1_200, "producers": 77}
+    found = made(
+        topics, seconds=model.SERIES_POINTS, bucket_ms=1_800_000, rate=90_000, groups=groups, left_out=left_out
+    )
+    others = [
+        Throughput(model.OTHERS, BEGAN_MS + n * 1_800_000, 900_000, 9_000_000) for n in range(model.SERIES_POINTS)
+    ]
+    throughput = [*found.throughput, *others]
+    return msgspec.structs.replace(
+        found, throughput=throughput, sizes=[*found.sizes, SizeBucket(model.OTHERS, 128, 256, 9_000_000)]
     )

@@ -56,6 +56,12 @@ def test_a_commit_in_json(client, fixture, problem_of):
     problem_of(client.post("/v1/groups/g/commit", json={"ack": own[:1], "publish": []}), 409, "stale_receipt")
 
 
+def test_what_a_commit_publishes_takes_no_idempotency_key(client, fixture, problem_of):
+    body = {"ack": receipts(fixture, "a"), "publish": [{"topic": "out", "value": 1, "idempotency_key": "k"}]}
+    problem = problem_of(client.post("/v1/groups/g/commit", json=body), 400, "invalid_request")
+    assert "no idempotency_key" in problem["detail"]
+
+
 def test_a_commit_in_messagepack(client, fixture):
     own = receipts(fixture, "a")
     body = msgspec.msgpack.encode({"ack": own, "publish": [{"topic": "out", "value": b"\x00\xff", "key": b"\xfe"}]})

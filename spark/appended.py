@@ -1,0 +1,186 @@
+"""What was appended: figures by topic, partition, producer, size and time, from the table `batches`.
+
+All of them come from two small aggregates of one scan: the volume by partition, producer and bucket of time, and how
+many messages a topic has of each size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pyspark.sql import Column, DataFrame, Window
+from pyspark.sql import functions as f
+
+from portalmq.spark.distribution import coarse, power_from, power_to, quantiles
+
+
+@dataclass(frozen=True)
+class Appended:
+    """`logs`: topic, partition, start_offset, end_offset, for partitions without a message too. `batches` has the
+    table's columns, and the append time as `at_ms`. Both frames below are persisted by whoever makes this."""
+
+    logs: DataFrame
+    batches: DataFrame
+    volume: DataFrame
+    sizes: DataFrame
+    bucket_ms: int
+
+
+def appended(logs: DataFrame, batches: DataFrame, bucket_ms: int) -> Appended:
+    messages = batches.where("kind = 'messages' AND messages > 0")
+    volume = (
+        messages.groupBy("topic", "partition", "producer_id", _bucket(bucket_ms).alias("bucket_ms"))
+        .agg(
+            *(f.sum(name).alias(name) for name in ("messages", "bytes", "keyed")),
+            f.count("*").alias("batches"),
+            f.min("at_ms").alias("first_ms"),
+            f.max("at_ms").alias("last_ms"),
+        )
+        .persist()
+    )
+    sizes = (
+        messages.select("topic", f.explode("sizes").alias("size", "messages"))
+        .groupBy("topic", coarse(f.col("size")).alias("size"), power_from(f.col("size")).alias("from_bytes"))
+        .agg(f.sum("messages").alias("messages"), f.sum(_times()).alias("bytes"), f.max("size").alias("biggest"))
+        .persist()
+    )
+    return Appended(logs, batches, volume, sizes, bucket_ms)
+
+
+def _times() -> Column:
+    return f.col("size") * f.col("messages")
+
+
+def _bucket(bucket_ms: int) -> Column:
+    return f.floor(f.col("at_ms") / bucket_ms) * bucket_ms
+
+
+def per_second(amount: str) -> Column:
+    """Over the time from the first to the last, a second at the least."""
+    seconds = f.greatest(f.lit(1.0), (f.col("last_ms") - f.col("first_ms")) / 1000.0)
+    return f.coalesce(f.col(amount) / seconds, f.lit(0.0))
+
+
+def _sums() -> list[Column]:
+    return [
+        *(f.sum(name).alias(name) for name in ("messages", "bytes", "keyed")),
+        f.min("first_ms").alias("first_ms"),
+        f.max("last_ms").alias("last_ms"),
+    ]
+
+
+def totals(found: Appended) -> DataFrame:
+    """One row."""
+    peak = found.volume.groupBy("bucket_ms").agg(f.sum("messages").alias("messages"))
+    return (
+        found.volume.agg(*_sums(), f.count_distinct("producer_id").alias("producers"))
+        .crossJoin(peak.agg((f.max("messages") * 1000 / found.bucket_ms).alias("peak_messages_per_s")))
+        .crossJoin(
+            found.logs.agg(f.count_distinct("topic").alias("topics"), f.count("*").cast("long").alias("partitions"))
+        )
+        .select(
+            *(f.coalesce(name, f.lit(0)).alias(name) for name in ("messages", "bytes", "topics", "partitions")),
+            "producers",
+            "first_ms",
+            "last_ms",
+            per_second("messages").alias("messages_per_s"),
+            per_second("bytes").alias("bytes_per_s"),
+            f.coalesce("peak_messages_per_s", f.lit(0.0)).alias("peak_messages_per_s"),
+        )
+    )
+
+
+def topics(found: Appended) -> DataFrame:
+    peaks = (
+        found.volume.groupBy("topic", "bucket_ms")
+        .agg(f.sum("messages").alias("messages"))
+        .groupBy("topic")
+        .agg((f.max("messages") * 1000 / found.bucket_ms).alias("peak_messages_per_s"))
+    )
+    skew = (
+        partitions(found)
+        .groupBy("topic")
+        .agg(
+            f.count("*").alias("partitions"),
+            f.coalesce(f.max("messages") / f.nullif(f.avg("messages"), f.lit(0.0)), f.lit(1.0)).alias("skew"),
+        )
+    )
+    size = found.sizes.groupBy("topic").agg(
+        quantiles(f.col("size"), f.col("messages"), f.col("bytes"), f.col("biggest")).alias("size")
+    )
+    return (
+        skew.join(found.volume.groupBy("topic").agg(*_sums()), "topic", "left")
+        .join(peaks, "topic", "left")
+        .join(size, "topic", "left")
+        .select(
+            "topic",
+            "partitions",
+            *(f.coalesce(name, f.lit(0)).alias(name) for name in ("messages", "bytes", "keyed")),
+            "first_ms",
+            "last_ms",
+            per_second("messages").alias("messages_per_s"),
+            f.coalesce("peak_messages_per_s", f.lit(0.0)).alias("peak_messages_per_s"),
+            "size",
+            "skew",
+        )
+    )
+
+
+def partitions(found: Appended) -> DataFrame:
+    of_topic = Window.partitionBy("topic")
+    volume = found.volume.groupBy("topic", "partition").agg(
+        f.sum("messages").alias("messages"), f.sum("bytes").alias("bytes")
+    )
+    return (
+        found.logs.join(volume, ["topic", "partition"], "left")
+        .fillna(0, ["messages", "bytes"])
+        .withColumn("share", f.coalesce(f.try_divide("messages", f.sum("messages").over(of_topic)), f.lit(0.0)))
+        .select("topic", "partition", "messages", "bytes", "start_offset", "end_offset", "share")
+    )
+
+
+def throughput(found: Appended) -> DataFrame:
+    return found.volume.groupBy("topic", f.col("bucket_ms").alias("at_ms")).agg(
+        f.sum("messages").alias("messages"), f.sum("bytes").alias("bytes")
+    )
+
+
+def partition_throughput(found: Appended) -> DataFrame:
+    return found.volume.groupBy("topic", "partition", f.col("bucket_ms").alias("at_ms")).agg(
+        f.sum("messages").alias("messages")
+    )
+
+
+def sizes(found: Appended) -> DataFrame:
+    return (
+        found.sizes.groupBy("topic", "from_bytes")
+        .agg(f.sum("messages").alias("messages"))
+        .select("topic", "from_bytes", power_to(f.col("from_bytes")).alias("to_bytes"), "messages")
+    )
+
+
+def producers(found: Appended) -> DataFrame:
+    return found.volume.groupBy("producer_id").agg(
+        *(f.sum(name).alias(name) for name in ("messages", "bytes", "batches")),
+        f.count_distinct("topic").alias("topics"),
+        f.min("first_ms").alias("first_ms"),
+        f.max("last_ms").alias("last_ms"),
+    )
+
+
+def fail_overs(found: Appended) -> DataFrame:
+    """The gap is between the last message of the epochs before and the first one of this epoch, or of those after."""
+    is_start, is_messages = f.col("kind") == "epoch", f.col("kind") == "messages"
+    epochs = found.batches.groupBy("topic", "partition", "leader_epoch").agg(
+        f.min(f.when(is_start, f.col("at_ms"))).alias("at_ms"),
+        f.min(f.when(is_messages, f.col("at_ms"))).alias("first_ms"),
+        f.max(f.when(is_messages, f.col("at_ms"))).alias("last_ms"),
+    )
+    of_partition = Window.partitionBy("topic", "partition").orderBy("leader_epoch")
+    before = f.max("last_ms").over(of_partition.rowsBetween(Window.unboundedPreceding, -1))
+    after = f.min("first_ms").over(of_partition.rowsBetween(0, Window.unboundedFollowing))
+    return (
+        epochs.withColumn("gap_ms", after - before)
+        .where("at_ms IS NOT NULL")
+        .select("topic", "partition", "leader_epoch", "at_ms", "gap_ms")
+    )

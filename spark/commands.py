@@ -1,0 +1,112 @@
+"""`portalmq report`: the throughput report of brokers' data directories.
+
+This module is loaded for every `portalmq` command, so what needs Spark is imported when it is to run.
+"""
+
+from __future__ import annotations
+
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from portalmq.spark.report.model import Report
+
+
+@click.command(short_help="Make a throughput report with Spark: HTML, JSON and Parquet.")
+@click.option(
+    "--data-dir",
+    "data_dirs",
+    multiple=True,
+    required=True,
+    type=click.Path(path_type=Path),
+    help="a broker's data directory; one for each broker, so that every partition is there",
+)
+@click.option("--out", required=True, type=click.Path(path_type=Path), help="directory to put the report in")
+@click.option("--topic", "topics", multiple=True, help="this topic alone; may be repeated [all but internal ones]")
+@click.option("--master", help="Spark master, as spark-submit takes it [local[*]]")
+@click.option(
+    "-o", "--output", "form", default="table", show_default=True, type=click.Choice(["table", "json"]), help="summary"
+)
+def report(data_dirs: tuple[Path, ...], out: Path, topics: tuple[str, ...], master: str | None, form: str) -> None:
+    """Say how much went through the queue, how evenly, and how fast it was delivered: OUT/report.html to look at,
+    OUT/report.json with the same figures, OUT/parquet to go on with.
+
+    Brokers may run meanwhile: only what is committed is read, and each message once.
+
+    Example: portalmq report --data-dir data/5000 --data-dir data/5001 --data-dir data/5002 --out report
+    """
+    try:
+        from portalmq.spark.errors import BadOption, NothingThere, SourceError
+        from portalmq.spark.report import model
+        from portalmq.spark.session import SparkMissing
+        from portalmq.spark.throughput import PAGE, OutputTaken, analyse
+    except ImportError as missing:
+        _end(f"{missing.name} is not installed: `pip install 'portalmq[spark]'`", 2)
+    try:
+        made = analyse(data_dirs, out, topics=topics or None, master=master)
+    except (SparkMissing, OutputTaken) as fault:
+        _end(str(fault), fault.exit_code)
+    except (BadOption, NothingThere) as fault:
+        _end(str(fault), 2)
+    except SourceError as fault:
+        _end(str(fault), 1)
+    if form == "json":
+        click.echo(model.to_json(made))
+    else:
+        click.echo("\n".join(summary(made)))
+    click.echo(f"report: {out / PAGE}", err=form == "json")
+
+
+def _end(sentence: str, exit_code: int) -> None:
+    click.echo(f"portalmq: {sentence}", err=True)
+    sys.exit(exit_code)
+
+
+def summary(made: Report) -> list[str]:
+    """The figures in five lines."""
+    totals = made.totals
+    delivered = sum(group.delivered for group in made.groups)
+    redelivered = sum(group.redelivered for group in made.groups)
+    lag = sum(each.lag for each in made.lag)
+    oldest = max((each.oldest_ms for each in made.lag if each.oldest_ms is not None), default=None)
+    waits = [group.latency_ms for group in made.groups if group.latency_ms is not None]
+    gaps = [each.gap_ms for each in made.fail_overs if each.gap_ms is not None]
+    put_in = f"{totals.messages:,} ({_bytes(totals.bytes)}) in {totals.topics} topics, {totals.partitions} partitions"
+    taken_out = f"{delivered:,} to {totals.groups} groups, {redelivered:,} of them more than once"
+    if waits:
+        taken_out += f"; median {_ms(min(wait.p50 for wait in waits))} to {_ms(max(wait.p50 for wait in waits))}"
+    return [
+        f"messages    {put_in}, by {totals.producers} producers{_when(totals.first_ms, totals.last_ms)}",
+        f"throughput  {totals.messages_per_s:,.0f}/s on average, {totals.peak_messages_per_s:,.0f}/s at best",
+        f"delivered   {taken_out}",
+        f"lag         {lag:,}" + ("" if oldest is None else f", the oldest for {_ms(oldest)}"),
+        f"fail-overs  {len(gaps)}" + (f", at most {_ms(max(gaps))} without an append" if gaps else ""),
+    ]
+
+
+def _when(first_ms: int | None, last_ms: int | None) -> str:
+    if first_ms is None or last_ms is None:
+        return ""
+    first, last = (datetime.fromtimestamp(ms / 1000, UTC) for ms in (first_ms, last_ms))
+    return f", {first:%Y-%m-%d %H:%M:%S} to {last:%Y-%m-%d %H:%M:%S} UTC"
+
+
+def _bytes(number: int) -> str:
+    size = float(number)
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"
+
+
+def _ms(ms: float) -> str:
+    if ms < 1_000:
+        return f"{ms:.0f} ms"
+    if ms < 120_000:
+        return f"{ms / 1_000:.1f} s"
+    return f"{ms / 60_000:.0f} min" if ms < 7_200_000 else f"{ms / 3_600_000:.0f} h"

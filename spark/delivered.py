@@ -1,0 +1,166 @@
+"""What became of messages in their groups: figures from the tables `deliveries` and `groups`.
+
+Latency is that of first hand-outs. A message whose delivery count is 1 may have been handed out before: when it was
+redriven, or given back unseen. Such messages are few, and are looked at one by one; all others are counted by runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pyspark.sql import Column, DataFrame, Window
+from pyspark.sql import functions as f
+
+from portalmq.spark.distribution import coarse, power_from, power_to, quantiles
+
+_WHERE = ["group", "topic", "partition", "mode"]
+# Runs are cut at multiples of so many offsets, to find those that lie near what was handed out anew.
+_BLOCK = 1024
+
+
+@dataclass(frozen=True)
+class Delivered:
+    """`deliveries` and `groups` have the tables' columns, with times as `at_ms`, `available_ms` and `oldest_ms`;
+    `latency` counts the first hand-outs by group, topic, mode, bucket of time and latency, `redelivered` the messages
+    that were handed out again. The first three are persisted."""
+
+    deliveries: DataFrame
+    groups: DataFrame
+    latency: DataFrame
+    redelivered: DataFrame
+    as_of_ms: int
+
+
+def delivered(deliveries: DataFrame, groups: DataFrame, bucket_ms: int, as_of_ms: int) -> Delivered:
+    again = deliveries.where("event IN ('redriven', 'returned') OR (event = 'committed' AND delivery > 1)")
+    handed_out = deliveries.where("event IN ('granted', 'committed')")
+    has_again = not again.isEmpty()
+    once, twice = (
+        _first_time(rows, again) if has_again else rows
+        for rows in (handed_out.where("delivery = 1"), handed_out.where("delivery = 2"))
+    )
+    waited = f.greatest(f.lit(0), f.col("at_ms") - f.col("available_ms"))
+    latency = (
+        once.withColumn("waited_ms", waited)
+        .groupBy(
+            "group",
+            "topic",
+            "mode",
+            (f.floor(f.col("at_ms") / bucket_ms) * bucket_ms).alias("bucket_ms"),
+            coarse(f.col("waited_ms")).alias("latency_ms"),
+            power_from(f.col("waited_ms")).alias("from_ms"),
+        )
+        .agg(
+            f.sum("messages").alias("messages"),
+            f.sum(f.col("waited_ms") * f.col("messages")).alias("total_ms"),
+            f.max("waited_ms").alias("longest_ms"),
+        )
+        .persist()
+    )
+    redelivered = twice.groupBy("group", "topic", "mode").agg(f.sum("messages").alias("redelivered"))
+    return Delivered(deliveries, groups, latency, redelivered, as_of_ms)
+
+
+def _first_time(rows: DataFrame, again: DataFrame) -> DataFrame:
+    """Of hand-outs the first of each message. `again` are messages that may be among the rows more than once."""
+    marked = _blocks(again).select(*_WHERE, "block").distinct()
+    pieces = _blocks(rows)
+    keys = [*_WHERE, "block"]
+    order = Window.partitionBy(*_WHERE, "offset").orderBy("record_offset")
+    single = (
+        pieces.join(marked, keys, "left_semi")
+        .withColumn("offset", f.explode(f.expr("sequence(first_offset, first_offset + messages - 1)")))
+        .withColumn("turn", f.row_number().over(order))
+        .where("turn = 1")
+        .withColumn("messages", f.lit(1).cast("long"))
+    )
+    columns = [*_WHERE, "at_ms", "available_ms", "messages"]
+    return pieces.join(marked, keys, "left_anti").select(*columns).unionByName(single.select(*columns))
+
+
+def _blocks(rows: DataFrame) -> DataFrame:
+    """The same messages, no run of which reaches over a multiple of _BLOCK."""
+    end = f.col("first_offset") + f.col("messages")
+    low, high = f.greatest(f.col("first_offset"), f.col("block") * _BLOCK), f.least(end, (f.col("block") + 1) * _BLOCK)
+    return (
+        rows.where("messages > 0")
+        .withColumn("block", f.explode(f.sequence(_block(f.col("first_offset")), _block(end - 1))))
+        .withColumns({"first_offset": low, "messages": high - low})
+    )
+
+
+def _block(offset: Column) -> Column:
+    return f.floor(offset / _BLOCK).cast("long")
+
+
+def groups(found: Delivered) -> DataFrame:
+    keys = ["group", "topic", "mode"]
+    known = found.groups.select(*keys).unionByName(found.deliveries.where("mode IS NOT NULL").select(*keys)).distinct()
+    is_again = "event IN ('granted', 'committed') AND delivery > 1"
+    is_done = "event = 'acked' OR (event = 'committed' AND delivery = 1)"
+    events = found.deliveries.groupBy(*keys).agg(
+        *(
+            f.coalesce(f.sum(f.when(f.expr(which), f.col("messages"))), f.lit(0)).alias(name)
+            for name, which in {
+                "redeliveries": is_again,
+                "nacked": "event = 'nacked'",
+                "acked": is_done,
+                "dead": "event = 'dead'",
+            }.items()
+        )
+    )
+    first = found.latency.groupBy(*keys).agg(f.sum("messages").alias("delivered"))
+    waited = found.latency.where("latency_ms IS NOT NULL").groupBy(*keys).agg(_latency().alias("latency_ms"))
+    counts = ("delivered", "redelivered", "redeliveries", "nacked", "acked", "dead")
+    return (
+        known.join(events, keys, "left")
+        .join(first, keys, "left")
+        .join(waited, keys, "left")
+        .join(found.redelivered, keys, "left")
+        .fillna(0, list(counts))
+        .select("group", "topic", "mode", "latency_ms", *counts)
+    )
+
+
+def _latency() -> Column:
+    return quantiles(f.col("latency_ms"), f.col("messages"), f.col("total_ms"), f.col("longest_ms"))
+
+
+def latencies(found: Delivered) -> DataFrame:
+    return (
+        found.latency.where("latency_ms IS NOT NULL")
+        .groupBy("group", "from_ms")
+        .agg(f.sum("messages").alias("messages"))
+        .select("group", "from_ms", power_to(f.col("from_ms")).alias("to_ms"), "messages")
+    )
+
+
+def latency_over_time(found: Delivered) -> DataFrame:
+    return (
+        found.latency.where("latency_ms IS NOT NULL")
+        .groupBy("group", f.col("bucket_ms").alias("at_ms"))
+        .agg(f.sum("messages").alias("delivered"), _latency().alias("latency"))
+        .select(
+            "group", "at_ms", "delivered", f.col("latency.p50").alias("p50_ms"), f.col("latency.p99").alias("p99_ms")
+        )
+    )
+
+
+def deliveries(found: Delivered) -> DataFrame:
+    return (
+        found.deliveries.where("event IN ('granted', 'committed')")
+        .groupBy("group", "topic", "delivery")
+        .agg(f.sum("messages").alias("messages"))
+    )
+
+
+def lag(found: Delivered) -> DataFrame:
+    age = f.greatest(f.lit(0), f.lit(found.as_of_ms) - f.col("oldest_ms"))
+    return found.groups.select(
+        "group",
+        "topic",
+        "partition",
+        "mode",
+        "lag",
+        f.when(f.col("oldest_ms").isNotNull(), age).alias("oldest_ms"),
+    )

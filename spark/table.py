@@ -1,0 +1,150 @@
+"""What the tables beside `messages` share: their columns, their pruning, and how their work is cut into tasks.
+
+A piece is a range of offsets within one segment file. Small pieces travel together, since a task costs more to start
+than a few thousand rows cost to read; a piece is read in chunks, each from one replica as a whole, so that a file that
+vanishes or is damaged is replaced by another replica's without a row twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeVar
+
+import pyarrow as pa
+from pyspark.sql.datasource import InputPartition
+from pyspark.sql.types import DataType, StructField, StructType
+
+from portalmq.spark.directories import Directories, FileSpan, Replica
+from portalmq.spark.errors import BadOption, DamagedFile, DataLoss
+from portalmq.spark.options import EARLIEST, LATEST, Bound, Reading
+from portalmq.spark.origin import Log
+from portalmq.spark.segment import is_at_rest
+
+CHUNK_OFFSETS = 65_536
+PIECES_IN_A_TASK = 64
+
+T = TypeVar("T")
+
+
+class Table:
+    """A table's columns: names, and their types in Spark and in Arrow."""
+
+    def __init__(self, name: str, columns: Mapping[str, tuple[DataType, pa.DataType]]) -> None:
+        self.name = name
+        self._columns = columns
+
+    def schema_of(self, names: Sequence[str] | None) -> StructType:
+        """Raises BadOption for a name that is no column."""
+        wanted = tuple(names or self._columns)
+        unknown = [name for name in wanted if name not in self._columns]
+        if unknown:
+            raise BadOption(
+                f"no column {', '.join(map(repr, unknown))} in table {self.name}: its columns are"
+                f" {', '.join(self._columns)}"
+            )
+        return StructType([StructField(name, self._columns[name][0]) for name in wanted])
+
+    def columns_of(self, schema: StructType) -> tuple[str, ...]:
+        """Raises BadOption when a schema differs from the table's in more than leaving columns out."""
+        own = self.schema_of(schema.names)
+        for asked, ours in zip(schema.fields, own.fields, strict=True):
+            if asked.dataType != ours.dataType:
+                raise BadOption(
+                    f"column {asked.name!r} is {ours.dataType.simpleString()}, not {asked.dataType.simpleString()}:"
+                    " read it as it is and cast it in the query"
+                )
+        return tuple(schema.names)
+
+    def arrow_schema(self, names: Sequence[str]) -> pa.Schema:
+        return pa.schema([(name, self._columns[name][1]) for name in names])
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Offsets [start, end) of a log, all of them in the file `path`. `elsewhere` are other replicas' directories."""
+
+    log: Log
+    start: int
+    end: int
+    path: Path
+    elsewhere: tuple[Path, ...]
+
+    def chunks(self, offsets: int = CHUNK_OFFSETS) -> Iterator[Piece]:
+        for low in range(self.start, self.end, offsets):
+            yield replace(self, start=low, end=min(low + offsets, self.end))
+
+    def read(self, read: Callable[[Path, int, int], list[T]]) -> list[T]:
+        """What `read(file, low, high)` answers for the piece, from the first replica whose files can be read.
+
+        Raises DataLoss when no replica has the file any more, DamagedFile when none has a whole one.
+        """
+        fault: FileNotFoundError | DamagedFile
+        try:
+            return _read_quietly(self.path, self.start, self.end, read)
+        except (FileNotFoundError, DamagedFile) as error:
+            fault = error
+        for directory in self.elsewhere:
+            found: list[T] = []
+            try:
+                for segment in Replica(directory).segments(self.start, self.end):
+                    low, high = max(self.start, segment.base_offset), min(self.end, segment.end_offset)
+                    found += _read_quietly(segment.path, low, high, read)
+            except (FileNotFoundError, DamagedFile):
+                continue
+            return found
+        if isinstance(fault, FileNotFoundError):
+            raise DataLoss(
+                f"{self.path} is gone: offsets {self.start} to {self.end - 1} of {self.log.topic!r}, partition"
+                f" {self.log.partition}, were removed while they were read (retention, a purge, or by hand)"
+            ) from fault
+        raise fault
+
+
+def _read_quietly(path: Path, low: int, high: int, read: Callable[[Path, int, int], list[T]]) -> list[T]:
+    """A file that is opened for writing while it is read as one that nobody writes to is read anew."""
+    was_at_rest = path.is_file() and is_at_rest(path)
+    try:
+        found = read(path, low, high)
+    except DamagedFile:
+        if was_at_rest and not is_at_rest(path):
+            return read(path, low, high)
+        raise
+    return found if not was_at_rest or is_at_rest(path) else read(path, low, high)
+
+
+def directories_of(reading: Reading, table: str) -> Directories:
+    """Raises BadOption for what only the table of messages can do."""
+    if reading.bootstrap:
+        raise BadOption(f"table {table} stands in the brokers' files alone: name their data directories as path")
+    if reading.starting != Bound(EARLIEST) or reading.ending != Bound(LATEST):
+        raise BadOption(f"table {table} is read as a whole: leave the starting and ending options out, and filter it")
+    return Directories(reading.paths, reading.topics, reading.span_offsets)
+
+
+def pieces_of(origin: Directories, log: Log) -> list[Piece]:
+    spans = origin.spans(log, log.start_offset, log.end_offset)
+    return [Piece(log, span.start, span.end, span.path, span.elsewhere) for span in spans if isinstance(span, FileSpan)]
+
+
+class Task(InputPartition):
+    """Pieces that one Spark task reads, one after the other."""
+
+    def __init__(self, pieces: tuple[Piece, ...]) -> None:
+        super().__init__(None)
+        self.pieces = pieces
+
+
+def packed(pieces: Sequence[Piece], offsets_max: int) -> list[tuple[Piece, ...]]:
+    """Pieces, in order, in groups of at most so many offsets; a bigger one stands alone."""
+    groups: list[list[Piece]] = []
+    room = 0
+    for piece in pieces:
+        size = piece.end - piece.start
+        if not groups or size > room or len(groups[-1]) == PIECES_IN_A_TASK:
+            groups.append([])
+            room = offsets_max
+        groups[-1].append(piece)
+        room -= size
+    return [tuple(group) for group in groups]

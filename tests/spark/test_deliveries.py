@@ -1,0 +1,295 @@
+"""The tables beside the messages: batches, deliveries and groups, read without a Spark session."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from pyspark.sql.types import LongType, StringType, StructField, StructType
+from support.data_directory import START_MS, DataDirectory, numbered, written
+from support.outputs import give_up
+from support.plain_figures import logs_in, told
+from support.story import busy
+
+from portalmq import stream_wire, wire
+from portalmq.broker.core import records as written_bodies
+from portalmq.broker.storage.batch import Kind, Record
+from portalmq.spark import batches, bodies, deliveries, groups, options
+from portalmq.spark.errors import BadOption, DamagedFile
+from portalmq.spark.moments import Moments
+
+TABLES = {"batches": batches, "deliveries": deliveries, "groups": groups}
+
+
+def rows(table: str, *paths: Path, columns: tuple[str, ...] | None = None, **more: str) -> list[dict[str, Any]]:
+    """The table's rows, as its reader gives them to Spark."""
+    module: Any = TABLES[table]
+    reading = options.batch_reading({"path": ",".join(map(str, paths)), "table": table, **more})
+    reader = module.reader(reading, module.schema_of(columns))
+    return [row for task in reader.partitions() for batch in reader.read(task) for row in batch.to_pylist()]
+
+
+@pytest.fixture(scope="module")
+def story(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return busy(tmp_path_factory.mktemp("story") / "data")
+
+
+def receive(data: DataDirectory, count: int = 100, topic: str = "t", group: str = "g") -> list[Any]:
+    request = wire.ReceiveRequest(topics=[topic], max_messages=count, wait_ms=0)
+    return data.fixture.broker.receive(group, request, None)
+
+
+def ack(data: DataDirectory, messages: list[Any], group: str = "g") -> None:
+    data.fixture.broker.ack(group, [message.receipt for message in messages])
+
+
+# --- batches ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_batch_is_a_row_with_its_messages_sizes_and_producer(tmp_path: Path) -> None:
+    with written(tmp_path / "data") as data:
+        data.topic("t")
+        who = data.fixture.broker.new_producer(None)
+        stamp = wire.ProducerStamp(who.id, who.epoch, 0)
+        sent = [Record(b"abc", key=b"k"), Record(b""), Record(b"xyz")]
+        data.fixture.broker.produce("t", sent, None, acks="all", partition=0, producer=stamp)
+    epoch, batch = rows("batches", tmp_path / "data")
+    assert (epoch["kind"], epoch["messages"], epoch["sizes"]) == ("epoch", 0, [])
+    assert batch["kind"] == "messages"
+    assert (batch["messages"], batch["bytes"], batch["keyed"], dict(batch["sizes"])) == (3, 6, 1, {0: 1, 3: 2})
+    assert (batch["producer_id"], batch["producer_epoch"], batch["sequence"]) == (who.id, who.epoch, 0)
+    assert batch["appended_at"].timestamp() * 1000 == START_MS
+
+
+def test_batches_of_a_purged_log_count_only_what_is_left(tmp_path: Path) -> None:
+    with written(tmp_path / "data") as data:
+        data.topic("t")
+        offsets = data.put("t", *numbered(10, size=5))
+        data.fixture.broker.purge("t", partition=0, before_offset=offsets[4])
+    (batch,) = [row for row in rows("batches", tmp_path / "data") if row["kind"] == "messages"]
+    assert (batch["base_offset"], batch["messages"], batch["bytes"]) == (offsets[0], 6, 30)
+
+
+def test_headers_alone_are_read_when_nothing_else_is_asked_for(story: Path) -> None:
+    whole = [row["messages"] for row in rows("batches", story)]
+    assert [row["messages"] for row in rows("batches", story, columns=("messages", "kind"))] == whole
+    assert sum(whole) == sum(len(log.messages) for log in logs_in(story))
+
+
+def test_many_small_tasks_find_the_same_batches(story: Path) -> None:
+    assert rows("batches", story, maxRowsPerPartition="7") == rows("batches", story)
+
+
+def test_a_batch_that_lost_a_message_is_a_damaged_file(tmp_path: Path) -> None:
+    with written(tmp_path / "data") as data:
+        data.topic("t")
+        offsets = data.put("t", *numbered(10))
+    (path,) = data.directory("t").glob("[0-9]*.sqlite")
+    with sqlite3.connect(path) as connection:
+        connection.execute("DELETE FROM messages WHERE offset = ?", (offsets[3],))
+    connection.close()
+    with pytest.raises(DamagedFile, match=r"holds 9 messages .* not 10"):
+        rows("batches", tmp_path / "data")
+
+
+def test_a_torn_file_is_named(tmp_path: Path) -> None:
+    with written(tmp_path / "data") as data:
+        data.topic("t")
+        data.put("t", *numbered(2_000, size=100))
+        data.roll("t")
+    path = min(data.directory("t").glob("[0-9]*.sqlite"))
+    os.chmod(path, 0o644)
+    with path.open("r+b") as file:
+        file.seek(8_192)
+        file.write(b"\xff" * 65_536)
+    for table in ("batches", "deliveries"):
+        with pytest.raises(DamagedFile, match=path.name):
+            rows(table, tmp_path / "data")
+
+
+# --- deliveries ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name", ["GroupStart", "Grant", "Ack", "Nack", "Extend", "Dead", "Redrive", "Drop", "Commit", "Claim", "Seek"]
+)
+def test_the_bodies_are_read_as_the_broker_writes_them(name: str) -> None:
+    ours, theirs = getattr(bodies, name), getattr(written_bodies, name)
+    names = [field.name for field in msgspec.structs.fields(ours)]
+    assert names == [field.name for field in msgspec.structs.fields(theirs)][: len(names)]
+
+
+def test_every_kind_of_group_record_that_speaks_of_messages_is_known() -> None:
+    left_out = {Kind.DONE}
+    assert {kind.value: kind.name for kind in Kind if kind >= 10 and kind not in left_out} == {
+        kind.value: kind.name for kind in bodies.Kind
+    }
+
+
+def test_what_became_of_messages_is_told_in_order(tmp_path: Path) -> None:
+    with written(tmp_path / "data") as data:
+        data.topic("t")
+        data.put("t", b"a", b"b")
+        data.later(1_000)
+        data.put("t", b"c")
+        data.later(500)
+        first = receive(data)
+        ack(data, first[:1])
+        data.fixture.broker.nack("g", [first[1].receipt], 0, "bad day")
+        data.fixture.broker.nack("g", [first[2].receipt], 0, None, unseen=True)
+        second = receive(data)
+        give_up(data.fixture, [message for message in second if message.offset == first[1].offset], topic="")
+        data.fixture.broker.dead_letters.redrive("g", "t", ids=None, where=None, rate_per_s=None, dry_run=False)
+    found = rows("deliveries", tmp_path / "data")
+    told_of = [(row["event"], row["first_offset"], row["messages"], row["delivery"]) for row in found]
+    a, b, c = (message.offset for message in first)
+    assert told_of == [
+        ("started", 0, 0, None),
+        ("granted", a, 2, 1),
+        ("granted", c, 1, 1),
+        ("acked", a, 1, None),
+        ("nacked", b, 1, None),
+        ("returned", c, 1, None),
+        ("granted", b, 1, 2),
+        ("granted", c, 1, 1),
+        ("dead", b, 1, 2),
+        ("redriven", b, 1, None),
+    ]
+    granted = [row for row in found if row["event"] == "granted"]
+    waits = [(row["at"] - row["available_at"]).total_seconds() for row in granted[:2]]
+    assert waits == [1.5, 0.5], "two batches, two moments"
+    assert {row["mode"] for row in found} == {"queue"}
+    assert [row["reason"] for row in found if row["event"] == "nacked"] == ["bad day"]
+
+
+def test_a_delayed_message_could_be_delivered_from_its_time_on(tmp_path: Path) -> None:
+    with written(tmp_path / "data") as data:
+        data.topic("t")
+        now = data.fixture.clock.wall_ms()
+        data.put("t", *(Record(b"x", deliver_at_ms=now + ms) for ms in (2_000, 2_000, 3_000)), Record(b"now"))
+        data.later(5_000)
+        receive(data)
+    granted = [row for row in rows("deliveries", tmp_path / "data") if row["event"] == "granted"]
+    waits = Counter[float]()
+    for row in granted:
+        waits[(row["at"] - row["available_at"]).total_seconds()] += row["messages"]
+    assert waits == {5.0: 1, 3.0: 2, 2.0: 1}
+
+
+def test_messages_whose_file_is_gone_have_no_moment(tmp_path: Path) -> None:
+    with written(tmp_path / "data") as data:
+        data.topic("t", segment_bytes=1_048_576)
+        data.put("t", *(bytes(100_000) for _ in range(12)))
+        data.roll("t")
+        first = receive(data, 5)
+        data.put("t", b"last")
+        data.roll("t")
+    first_file, *_ = sorted(data.directory("t").glob("[0-9]*.sqlite"))
+    moments = Moments([data.directory("t")])
+    offset = first[0].offset
+    assert moments.granted(offset, offset + 5, 0) == [(offset, 5, START_MS)]
+    first_file.unlink()
+    assert Moments([data.directory("t")]).granted(offset, offset + 5, 0) == [(offset, 5, None)]
+
+
+def test_a_stream_group_commits_what_lies_between(tmp_path: Path) -> None:
+    with written(tmp_path / "data") as data:
+        data.topic("t")
+        first = data.put("t", b"a", b"b", b"c")
+        data.later(100)
+        data.put("t", b"d")
+        data.later(100)
+        streams = data.fixture.broker.streams
+        member = streams.join("g", stream_wire.JoinRequest(["t"], "m"))
+        for offset in (first[0] + 2, data.partition("t").high_watermark):
+            asked = stream_wire.PartitionOffset("t", 0, offset)
+            streams.commit("g", stream_wire.CommitOffsetsRequest("m", member.generation, [asked]))
+            data.later(100)
+    found = rows("deliveries", tmp_path / "data")
+    committed = [(row["first_offset"] - first[0], row["messages"]) for row in found if row["event"] == "committed"]
+    assert committed == [(0, 2), (2, 1), (3, 1)]
+    assert [(row["at"] - row["available_at"]).total_seconds() for row in found if row["event"] == "committed"] == [
+        0.2,
+        0.3,
+        0.2,
+    ]
+    assert {row["consumer"] for row in found} == {"m"}
+
+
+def test_many_small_tasks_tell_the_same_story(story: Path) -> None:
+    def in_order(found: list[dict[str, Any]]) -> list[str]:
+        return sorted(map(repr, found))
+
+    assert in_order(rows("deliveries", story, maxRowsPerPartition="9")) == in_order(rows("deliveries", story))
+
+
+# --- groups ----------------------------------------------------------------------------------------------------------
+
+
+def test_lag_is_what_is_not_done(story: Path) -> None:
+    _, left = told(logs_in(story))
+    found = {(row["group"], row["topic"], row["partition"]): row for row in rows("groups", story)}
+    assert {name: row["lag"] for name, row in found.items()} == {name: len(offsets) for name, offsets in left.items()}
+
+
+def test_lag_over_priorities_and_delays_agrees_with_the_broker(tmp_path: Path) -> None:
+    with written(tmp_path / "data") as data:
+        data.topic("t")
+        now = data.fixture.clock.wall_ms()
+        receive(data)
+        data.put("t", *(Record(b"p", priority=number % 3) for number in range(30)))
+        data.put("t", *(Record(b"d", priority=number % 2, deliver_at_ms=now + 500 * number) for number in range(20)))
+        data.put("t", *numbered(10))
+        data.later(3_000)
+        ack(data, receive(data, 25)[5:20])
+        data.fixture.broker.cancel_scheduled("t", 0, data.partition("t").high_watermark - 11 - 3)
+        expected = data.fixture.broker.describe_group("g")
+    (row,) = rows("groups", tmp_path / "data")
+    assert (row["lag"], row["mode"]) == (expected.lag, "queue")
+    assert row["in_flight"] == 10
+
+
+def test_a_group_that_has_read_nothing_has_all_before_it(tmp_path: Path) -> None:
+    with written(tmp_path / "data") as data:
+        data.topic("t")
+        receive(data)
+        data.later(50)
+        data.put("t", b"a", b"b")
+    (row,) = rows("groups", tmp_path / "data")
+    assert (row["lag"], row["in_flight"], row["dead"], row["member"]) == (2, 0, 0, None)
+    assert row["oldest"].timestamp() * 1000 == START_MS + 50
+
+
+def test_topics_without_messages_or_groups_have_no_rows(tmp_path: Path) -> None:
+    with written(tmp_path / "data") as data:
+        data.topic("t", partitions=3)
+    assert [row["kind"] for row in rows("batches", tmp_path / "data")] == ["epoch"] * 3
+    assert rows("deliveries", tmp_path / "data") == []
+    assert rows("groups", tmp_path / "data") == []
+
+
+# --- options ---------------------------------------------------------------------------------------------------------
+
+
+def test_tables_stand_in_files_and_are_read_whole(story: Path) -> None:
+    for given, match in (
+        ({"bootstrap": "http://localhost:1"}, "name their data directories as path"),
+        ({"path": str(story), "startingOffsets": '{"orders": {"0": 3}}'}, "leave the starting and ending options out"),
+        ({"path": str(story), "endingTimestamp": "5"}, "leave the starting and ending options out"),
+    ):
+        reading = options.batch_reading({"table": "batches", **given})
+        with pytest.raises(BadOption, match=match):
+            batches.reader(reading, batches.schema_of(None)).partitions()
+
+
+def test_a_table_names_its_columns() -> None:
+    with pytest.raises(BadOption, match="no column 'value' in table groups: its columns are topic, "):
+        groups.schema_of(["value"])
+    with pytest.raises(BadOption, match="'lag' is bigint, not string"):
+        groups.TABLE.columns_of(StructType([StructField("lag", StringType())]))
+    assert groups.TABLE.columns_of(StructType([StructField("lag", LongType())])) == ("lag",)

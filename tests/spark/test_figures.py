@@ -1,0 +1,94 @@
+"""Every figure of a throughput report agrees with what plain Python and SQL find in the same files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from support.compared import agrees
+from support.data_directory import written
+from support.plain_figures import logs_in
+from support.story import busy
+
+from portalmq.spark.figures import bucket_width_ms
+from portalmq.spark.report import model
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+pytestmark = [pytest.mark.spark, pytest.mark.timeout(300)]
+
+
+def report(spark: SparkSession, out: Path, *paths: Path, topics: list[str] | None = None) -> model.Report:
+    from portalmq.spark import figures
+
+    return figures.report(spark, list(paths), topics, out, made_at_ms=1)
+
+
+@pytest.fixture(scope="module")
+def story(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return busy(tmp_path_factory.mktemp("story") / "data")
+
+
+def test_all_figures_agree_with_a_count_in_plain_sql(spark: SparkSession, story: Path, tmp_path: Path) -> None:
+    logs = logs_in(story)
+    made = report(spark, tmp_path / "parquet", story)
+    agrees(made, logs)
+    # The story holds what the figures are to tell of.
+    shop = next(group for group in made.groups if group.group == "shop")
+    assert min(shop.nacked, shop.dead, shop.redelivered) > 0
+    assert sum(1 for each in made.fail_overs if each.gap_ms is not None) == 2
+    assert any(each.lag for each in made.lag)
+    assert made.bucket_ms == 1_000
+
+
+def test_topics_without_messages_and_without_groups(spark: SparkSession, tmp_path: Path) -> None:
+    with written(tmp_path / "data") as data:
+        data.topic("t", partitions=2)
+    made = report(spark, tmp_path / "parquet", tmp_path / "data")
+    agrees(made, logs_in(tmp_path / "data"))
+    assert made.topics[0].size is None
+    assert (made.totals.messages, made.totals.messages_per_s, made.groups, made.lag) == (0, 0.0, [], [])
+
+
+def test_one_message(spark: SparkSession, tmp_path: Path) -> None:
+    with written(tmp_path / "data") as data:
+        data.topic("t")
+        data.put("t", b"alone")
+    made = report(spark, tmp_path / "parquet", tmp_path / "data")
+    agrees(made, logs_in(tmp_path / "data"))
+    assert (made.totals.messages_per_s, made.totals.peak_messages_per_s) == (1.0, 1.0)
+
+
+def test_long_lists_are_cut_to_the_busiest_and_the_rest_is_summed(
+    spark: SparkSession, story: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("TOPICS_SHOWN", "PARTITIONS_SHOWN", "PRODUCERS_SHOWN", "GROUPS_SHOWN", "LAG_SHOWN"):
+        monkeypatch.setattr(model, name, 1)
+    made = report(spark, tmp_path / "parquet", story)
+    logs = logs_in(story)
+    assert made.left_out == {"topics": 2, "partitions": 3, "producers": 2, "groups": 2, "lag": 4}
+    assert [each.topic for each in made.topics] == ["orders"]
+    assert {each.topic for each in made.throughput} == {"orders", model.OTHERS}
+    total = sum(len(log.messages) for log in logs)
+    assert sum(each.messages for each in made.throughput) == sum(each.messages for each in made.sizes) == total
+    assert {(each.topic, each.partition) for each in made.partition_throughput} == {("orders", 0)}
+    assert {each.group for each in made.latency_over_time} == {made.groups[0].group} == {"readers"}
+    assert spark.read.parquet(str(tmp_path / "parquet" / "topics")).count() == 3
+
+
+@pytest.mark.parametrize(
+    ("span_ms", "width_ms"),
+    [
+        (0, 1_000),
+        (239_000, 1_000),
+        (240_000, 2_000),
+        (3_600_000, 30_000),
+        (86_400_000, 600_000),
+        (10**12, 86_400_000 * 64),
+    ],
+)
+def test_buckets_are_round_and_few(span_ms: int, width_ms: int) -> None:
+    first = 1_699_999_200_000
+    assert bucket_width_ms(first, first + span_ms) == width_ms

@@ -1,0 +1,178 @@
+"""Reading the files of a broker that is being written to: every message once, and the broker goes on as if nobody did.
+
+PORTALMQ_LIVE_S=60 reads for a minute. What it costs the broker measures `python -m portalmq.spark.bench --live`.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+from support.broker_process import BrokerProcess
+
+from portalmq import Admin, Producer
+from portalmq.spark.directories import Directories
+
+pytestmark = pytest.mark.cluster
+
+LIVE_S = float(os.environ.get("PORTALMQ_LIVE_S", "4"))
+# An append that finds more in the write-ahead log moves it into the database itself (storage/log.py).
+WAL_BYTES_MAX = 64 * 1024 * 1024
+SEALED_WITHIN_S = 15.0
+BATCH = 1_000
+# Full segments are sealed every ten seconds: too seldom to wait for.
+SEAL_OFTEN = "import portalmq.broker.broker as b; b.RETAIN_EVERY_S = 0.5"
+
+
+def value_of(number: int) -> bytes:
+    return b"%0100d" % number
+
+
+class Writing:
+    """One partition, written to without a pause: message n is `value_of(n)`."""
+
+    def __init__(self, url: str, topic: str) -> None:
+        self.sent = 0
+        self._ending = threading.Event()
+        self._url, self._topic = url, topic
+
+    def go(self) -> int:
+        """How many were sent, all of them acknowledged."""
+        with Producer(self._url, batch_messages=BATCH) as producer:
+            waiting: deque[Future] = deque()
+            while not self._ending.is_set():
+                for _ in range(BATCH):
+                    last = producer.send(self._topic, value_of(self.sent), partition=0)
+                    self.sent += 1
+                waiting.append(last)
+                while len(waiting) > 20:
+                    waiting.popleft().result(30)
+            producer.flush(60)
+        return self.sent
+
+    def end(self) -> None:
+        self._ending.set()
+
+
+@contextmanager
+def written(url: str, topic: str, **config: int) -> Iterator[tuple[Writing, Future]]:
+    with closing(Admin(url)) as admin:
+        admin.create_topic(topic, partitions=1, replication_factor=1, config=config)
+    writing = Writing(url, topic)
+    with ThreadPoolExecutor(1) as pool:
+        sent = pool.submit(writing.go)
+        try:
+            yield writing, sent
+        finally:
+            writing.end()
+
+
+def numbers_read(data: Path, topic: str) -> int:
+    """How many messages a pass finds. They are the first ones, in order, each once."""
+    origin = Directories([str(data)], [topic])
+    (log,) = origin.logs()
+    number = 0
+    for span in origin.spans(log, log.start_offset, log.end_offset):
+        for batch in span.batches(("value",)):
+            assert batch.column("value").to_pylist() == [value_of(number + n) for n in range(batch.num_rows)]
+            number += batch.num_rows
+    return number
+
+
+def until(condition, within_s: float) -> None:
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not so within {within_s} s"
+        time.sleep(0.02)
+
+
+def files(data: Path, topic: str) -> list[Path]:
+    return sorted(data.glob(f"partitions/{topic}@*/0/0*.sqlite"))
+
+
+def is_sealed(path: Path) -> bool:
+    return not path.stat().st_mode & 0o200
+
+
+def test_each_pass_over_a_live_partition_finds_each_message_once(tmp_path):
+    with BrokerProcess(tmp_path) as broker, written(broker.url, "t", segment_bytes=4 << 20) as (writing, sent):
+        until(lambda: writing.sent > 10 * BATCH, 20)
+        passes = []
+        deadline = time.monotonic() + LIVE_S
+        while time.monotonic() < deadline:
+            passes.append(numbers_read(broker.data_dir, "t"))
+        writing.end()
+        total = sent.result(60)
+        assert passes == sorted(passes)
+        assert passes[-1] > passes[0]
+        # The state of the partition is up to a second behind.
+        until(lambda: numbers_read(broker.data_dir, "t") == total, 20)
+
+
+def test_the_write_ahead_log_stays_short_while_the_file_is_read_without_a_pause(tmp_path):
+    longest = 0
+    with BrokerProcess(tmp_path) as broker, written(broker.url, "t") as (writing, sent):
+        until(lambda: writing.sent > 10 * BATCH, 20)
+        ending = threading.Event()
+
+        def read() -> int:
+            passes = 0
+            while not ending.is_set():
+                numbers_read(broker.data_dir, "t")
+                passes += 1
+            return passes
+
+        with ThreadPoolExecutor(1) as pool:
+            reader = pool.submit(read)
+            deadline = time.monotonic() + LIVE_S
+            while time.monotonic() < deadline:
+                for path in files(broker.data_dir, "t"):
+                    wal = Path(f"{path}-wal")
+                    longest = max(longest, wal.stat().st_size if wal.exists() else 0)
+                time.sleep(0.02)
+            ending.set()
+            assert reader.result(60) > 0
+        writing.end()
+        sent.result(60)
+    assert 0 < longest <= WAL_BYTES_MAX
+
+
+def test_full_segments_are_sealed_while_they_are_read_without_a_pause(tmp_path):
+    sealing = BrokerProcess(tmp_path, prelude=SEAL_OFTEN)
+    with sealing as broker, written(broker.url, "t", segment_bytes=1 << 20) as (writing, sent):
+        until(lambda: len(files(broker.data_dir, "t")) > 5, 30)
+        writing.end()
+        sent.result(60)
+        *full, _active = files(broker.data_dir, "t")
+
+        def read_and_look() -> bool:
+            numbers_read(broker.data_dir, "t")
+            return all(is_sealed(path) for path in full)
+
+        until(read_and_look, SEALED_WITHIN_S)
+
+
+def test_a_slow_reader_keeps_nobody_from_the_file(tmp_path):
+    """Between two batches Spark may be busy for minutes: no lock is held meanwhile."""
+    sealing = BrokerProcess(tmp_path, prelude=SEAL_OFTEN)
+    with sealing as broker, written(broker.url, "t", segment_bytes=1 << 20) as (writing, sent):
+        until(lambda: numbers_read(broker.data_dir, "t") > 10 * BATCH, 20)
+        origin = Directories([str(broker.data_dir)], ["t"])
+        (log,) = origin.logs()
+        spans = [span.batches(("value",)) for span in origin.spans(log, log.start_offset, log.end_offset)]
+        slow = [next(batches).num_rows for batches in spans]  # each has given its first batch, none has ended
+        until(lambda: len(files(broker.data_dir, "t")) > len(spans) + 1, 30)
+        writing.end()
+        total = sent.result(60)
+        *full, _active = files(broker.data_dir, "t")
+        until(lambda: all(is_sealed(path) for path in full), SEALED_WITHIN_S)
+        for batches in spans:
+            slow.append(sum(batch.num_rows for batch in batches))
+        assert 10 * BATCH < sum(slow) <= total

@@ -1,0 +1,131 @@
+"""Options: each means what it says, and what is not understood is told with what is meant instead."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from portalmq.spark import options
+from portalmq.spark.errors import BadOption
+from portalmq.spark.options import EARLIEST, LATEST, Bound, batch_reading, described, stream_reading, writing
+from portalmq.spark.origin import SPAN_OFFSETS, Log
+
+PATH = {"path": "/data/1"}
+
+
+def test_names_are_read_in_any_case():
+    reading = batch_reading({"PATH": " /a , /b,/a", "Topic": "x,y", "MAXROWSPERPARTITION": "7"})
+    assert (reading.paths, reading.topics, reading.span_offsets) == (("/a", "/b"), ("x", "y"), 7)
+
+
+def test_what_is_left_out_has_a_sensible_value():
+    reading = batch_reading(PATH)
+    assert reading.topics is None
+    assert reading.columns is None
+    assert reading.token is None
+    assert (reading.starting, reading.ending) == (Bound(EARLIEST), Bound(LATEST))
+    assert reading.fails_on_data_loss
+    assert reading.span_offsets == SPAN_OFFSETS
+    assert reading.table == "messages"
+    assert stream_reading(PATH).starting == Bound(LATEST)
+    assert stream_reading(PATH).rows_per_trigger_max is None
+
+
+def test_several_paths_of_one_load_are_taken():
+    assert batch_reading({"paths": '["/a", "/b"]'}).paths == ("/a", "/b")
+
+
+def test_offsets_of_single_partitions_leave_the_others_whole():
+    reading = batch_reading(
+        PATH | {"startingOffsets": '{"t": {"0": 23, "1": -1}}', "endingOffsets": '{"t": {"0": 40}}'}
+    )
+
+    def of(number: int) -> tuple[int, int]:
+        log = Log("t", "id", number, 0, 100)
+        return reading.starting.of(log), reading.ending.of(log)
+
+    assert [of(0), of(1), of(2)] == [(23, 40), (LATEST, LATEST), (EARLIEST, LATEST)]
+
+
+@pytest.mark.parametrize(
+    ("text", "ms"),
+    [
+        ("1735689600000", 1735689600000),
+        ("2025-01-01T00:00:00Z", 1735689600000),
+        ("2025-01-01 02:00:00+02:00", 1735689600000),
+        ("2025-01-01T00:00:00.0001Z", 1735689600001),
+        ("1969-12-31T23:59:59Z", 0),
+    ],
+)
+def test_a_time_is_unix_ms_or_rfc_3339(text, ms):
+    reading = batch_reading(PATH | {"startingTimestamp": text, "startingOffsets": "latest"})
+    assert reading.starting.timestamp_ms == ms
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({}, "name where to read from: path"),
+        (PATH | {"bootstrap": "http://b"}, "name one of them, not both"),
+        (PATH | {"topics": "x"}, "did you mean topic"),
+        (PATH | {"startingOffset": "earliest"}, "did you mean startingOffsets or endingOffsets"),
+        (PATH | {"subscribe": "x"}, "did you mean topic?"),
+        (PATH | {"kafka.bootstrap.servers": "x"}, "did you mean bootstrap?"),
+        (PATH | {"quux": "x"}, "there is no option 'quux': The options of a batch read are path, bootstrap"),
+        (PATH | {"maxRowsPerTrigger": "5"}, "'maxRowsPerTrigger' is not for a batch read"),
+        (PATH | {"topic": " "}, "topic is empty"),
+        (PATH | {"topic": "a,,b"}, "empty name between its commas"),
+        (PATH | {"maxRowsPerPartition": "0"}, "maxRowsPerPartition='0' is no whole number from 1 on"),
+        (PATH | {"maxRowsPerPartition": "1e6"}, "no whole number"),
+        (PATH | {"failOnDataLoss": "no"}, "neither true nor false"),
+        (PATH | {"table": "leases"}, "the tables are messages"),
+        (PATH | {"startingOffsets": "begin"}, "write earliest, latest, or JSON as in"),
+        (PATH | {"endingOffsets": "earliest"}, "write latest, or JSON as in"),
+        (PATH | {"startingOffsets": '{"t": 5}'}, "is not understood"),
+        (PATH | {"startingOffsets": '{"t": {"0": "5"}}'}, "is not understood"),
+        (PATH | {"startingOffsets": '{"t": {"0": 5}'}, "is not understood"),
+        (PATH | {"startingOffsets": '{"t": {"first": 5}}'}, "'first' of 't' is no partition's number"),
+        (PATH | {"startingOffsets": '{"t": {"0": -3}}'}, "-2 stands for the earliest, -1 stands for the latest"),
+        (PATH | {"endingOffsets": '{"t": {"0": -2}}'}, "-1 stands for the latest"),
+        (PATH | {"startingTimestamp": "yesterday"}, "is no time: write ms since 1970"),
+        (PATH | {"startingTimestamp": "2025-01-01T00:00:00"}, "with its zone"),
+        (PATH | {"startingTimestamp": "2000", "endingTimestamp": "1000"}, "is after endingTimestamp"),
+    ],
+)
+def test_bad_options_are_told(given, sentence):
+    with pytest.raises(BadOption) as told:
+        batch_reading(given)
+    assert sentence in str(told.value)
+
+
+def test_a_stream_has_no_end():
+    with pytest.raises(BadOption, match="'endingOffsets' is not for a stream that is read"):
+        stream_reading(PATH | {"endingOffsets": "latest"})
+    assert stream_reading(PATH | {"maxRowsPerTrigger": "1000"}).rows_per_trigger_max == 1000
+
+
+def test_a_schema_is_asked_for_before_it_is_known_who_reads():
+    assert described(PATH | {"maxRowsPerTrigger": "5", "endingOffsets": "latest"}).columns is None
+
+
+def test_writing_takes_its_own_options():
+    given = {"bootstrap": "http://a, http://b", "topic": "t", "query": "q", "checkpointLocation": "/c"}
+    found = writing(given)
+    assert (found.bootstrap, found.topic, found.query) == (("http://a", "http://b"), "t", "q")
+    with pytest.raises(BadOption, match="bootstrap is missing"):
+        writing({"topic": "t"})
+    with pytest.raises(BadOption, match="one name in writing"):
+        writing({"bootstrap": "http://a", "topic": "t,u"})
+    with pytest.raises(BadOption, match="'path' is not for writing"):
+        writing({"path": "/data"})
+
+
+def test_the_document_has_every_option():
+    document = (Path(__file__).parents[2] / "docs/SPARK.md").read_text()
+    _, _, rows = document.partition("## Options of reading")
+    told = {name for row in re.findall(r"^\| (`.*?) \|", rows, re.M) for name in re.findall(r"`(\w+)`", row)}
+    given = {name for name in {*options._BATCH, *options._STREAM} if name != "paths"}
+    assert told >= given
+    assert all(f"`{name}`" in document for name in options._WRITING if name != "checkpointLocation")

