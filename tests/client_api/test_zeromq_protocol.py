@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from portalmq import wire
-from portalmq.errors import Backpressure, InvalidRequest, MessageTooLarge, Unauthorized
+from portalmq.errors import Backpressure, InvalidRequest, MessageTooLarge, PortalMQError, Unauthorized
 from portalmq.zeromq import protocol
 from portalmq.zeromq.access import Access, access_from, is_loopback
 from portalmq.zeromq.protocol import Malformed, Received, opened, read_asked, read_posted, read_told
@@ -122,6 +125,43 @@ def test_answers_say_how_it_went():
     refused = json.loads(protocol.refusal(Backpressure("wait")))
     assert (refused["status"], refused["detail"], refused["code"]) == ("error", "wait", "backpressure")
     assert (refused["retryable"], refused["outcome"]) == (True, "not_applied")
+
+
+near_json = st.one_of(
+    st.binary(max_size=200),
+    st.recursive(
+        st.none() | st.booleans() | st.floats() | st.integers() | st.text(max_size=20),
+        lambda inner: (
+            st.lists(inner, max_size=4)
+            | st.dictionaries(
+                st.sampled_from(["queue", "message", "token", "type", "payload", "id", "ids"]), inner, max_size=4
+            )
+        ),
+        max_leaves=10,
+    ).map(lambda value: json.dumps(value).encode()),
+)
+
+
+@given(frames=st.lists(near_json, min_size=1, max_size=12))
+@settings(max_examples=500, deadline=None)
+def test_whatever_comes_is_understood_or_refused_by_an_error_of_ours(frames: list[bytes]):
+    try:
+        way, body = opened([b"me", *frames])
+    except Malformed:
+        return
+    assert way[0] == b"me"
+    for read in (lambda: read_posted(body, MIB), lambda: read_asked(body), lambda: read_told(body)):
+        with contextlib.suppress(PortalMQError):
+            found = read()
+            assert wire.check_name(found.queue, "queue")
+
+
+@given(st.recursive(st.none() | st.booleans() | st.integers() | st.text(), st.lists, max_leaves=10))
+@settings(max_examples=200, deadline=None)
+def test_a_message_comes_out_as_it_went_in(message: Any):
+    queue, value, content_type = posted({"queue": "q", "message": message})
+    assert queue == "q"
+    assert (value if content_type is None else json.loads(value)) == message
 
 
 # --- who may ask -----------------------------------------------------------------------------------------------------

@@ -24,9 +24,7 @@ def refused(client: FlaskClient, body: Any) -> tuple[int, str]:
 
 
 def put(client: FlaskClient, queue: str, *messages: Any) -> list[str]:
-    return [
-        client.post(f"/message?queue={queue}", json={"Message": message}).get_json()["key"] for message in messages
-    ]
+    return [client.post(f"/message?queue={queue}", json={"Message": message}).get_json()["key"] for message in messages]
 
 
 def test_a_queue_is_created_once_and_may_be_created_again(client: FlaskClient, fixture: Fixture) -> None:
