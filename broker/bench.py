@@ -44,9 +44,7 @@ WAITING_MESSAGES = 1_000_000
 @click.option("--data-dir", type=click.Path(path_type=Path), help="Where to measure (default: a temporary directory).")
 @click.option("--cluster", is_flag=True, help="Measure three brokers with ZooKeeper, instead of one without.")
 @click.option("--delivery", is_flag=True, help="Measure the ways of delivery: queue, stream, scheduled, one by one.")
-@click.option(
-    "--seeds", is_flag=True, help="Measure the older queues' doors, ZeroMQ and HTTP side by side."
-)
+@click.option("--seeds", is_flag=True, help="Measure the older queues' doors, ZeroMQ and HTTP side by side.")
 @click.option("--partitions", default=300, show_default=True, help="With --cluster: of the topic with many.")
 @click.option("-o", "--output", type=click.Choice(["table", "json"]), default="table")
 def bench(
