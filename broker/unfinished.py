@@ -107,17 +107,20 @@ class Unfinished:
         self._leaders = leaders
         self._clock = clock
 
-    def messages(self, name: str, topic_name: str, *, forward: bool = True) -> Iterator[Waiting]:
+    def messages(
+        self, name: str, topic_name: str, *, after: tuple[int, int] | None = None, forward: bool = True
+    ) -> Iterator[Waiting]:
         """All that the group has not finished in the topic, partition by partition, as it is when it is looked at; read
-        as it is taken. A group that nobody has used yet has finished nothing. Raises TopicNotFound,
-        GroupModeMismatch, and what a leader answers."""
+        as it is taken, and only behind `after` (partition, offset). A group that nobody has used yet has finished
+        nothing. Raises TopicNotFound, GroupModeMismatch, and what a leader answers."""
         topic = self._topic(topic_name)
         group = self._groups.find(name)
         if group is not None and group.config.mode != "queue":
             raise GroupModeMismatch(f"group {name!r} works in stream mode: its lag is all from its offset on")
-        for number in range(topic.state.partitions):
+        first, behind = after or (0, -1)
+        for number in range(first, topic.state.partitions):
             place = place_of(topic.state, number)
-            offset: int | None = 0
+            offset: int | None = behind + 1 if number == first else 0
             while offset is not None:
                 call = ListUnfinished(name, *place, offset, 1_000)
                 found = self._leaders.one(place, _Listing(self, call), forward=forward, repeatable=True)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, NamedTuple, Self
 from urllib.parse import quote
 
 import msgspec
@@ -47,11 +47,25 @@ class _ScheduledPage(msgspec.Struct):
     next: str | None = None
 
 
+class _UnfinishedPage(msgspec.Struct):
+    messages: list[wire.UnfinishedShown]
+    next: str | None = None
+
+
+class Unfinished(NamedTuple):
+    """A message that a queue group has not done. `available_at_ms` is when it may be handed out (again), where that is
+    not now."""
+
+    message: Message
+    state: wire.UnfinishedState
+    available_at_ms: int | None
+
+
 class _Dropped(msgspec.Struct):
     dropped: int
 
 
-wire.prepare(_TopicList, _GroupList, _LockList, _DeadPage, _ScheduledPage, _Dropped)
+wire.prepare(_TopicList, _GroupList, _LockList, _DeadPage, _ScheduledPage, _UnfinishedPage, _Dropped)
 
 
 class Admin:
@@ -134,6 +148,22 @@ class Admin:
     def lag(self, group: str) -> int:
         """How many messages the group has not yet acked."""
         return self.group(group).lag
+
+    def unfinished(self, group: str, topic: str, *, limit: int | None = None) -> Iterator[Unfinished]:
+        """The messages of the topic that a queue group has not done, and what is becoming of each: partition by
+        partition, in the order of the log, as it is when the page is read. Looking changes nothing; a group that
+        nobody has used yet has done nothing."""
+        after, left = None, limit
+        while left is None or left > 0:
+            size = PAGE_MESSAGES if left is None else min(left, PAGE_MESSAGES)
+            query = {"topic": wire.check_name(topic, "topic"), "limit": size, "after": after}
+            page = self._transport.get(f"{_group(group)}/messages", _UnfinishedPage, query)
+            for shown in page.messages:
+                yield Unfinished(message_from_json(shown), shown.state, shown.available_at_ms)
+            left = None if left is None else left - len(page.messages)
+            if page.next is None or page.next == after:
+                return
+            after = page.next
 
     def offsets(self, group: str) -> list[stream_wire.GroupOffset]:
         """Where a stream group stands on each partition of its topics."""

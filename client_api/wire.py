@@ -272,6 +272,18 @@ class JsonMessageOut(msgspec.Struct, gc=False, omit_defaults=True):
     lease_expires_at_ms: int | None = None
 
 
+# Of a message that a queue group has not done.
+UnfinishedState = Literal["ready", "in_flight", "scheduled"]
+
+
+class UnfinishedOut(JsonMessageOut, gc=False, omit_defaults=True, kw_only=True):
+    """A message that a queue group has not done. `available_at_ms` is when it may be handed out (again), where that is
+    not now."""
+
+    state: UnfinishedState
+    available_at_ms: int | None = None
+
+
 class JsonMessageShown(msgspec.Struct, gc=False):
     """What JsonMessageOut is decoded into: `value` is the JSON text that came."""
 
@@ -289,6 +301,13 @@ class JsonMessageShown(msgspec.Struct, gc=False):
     expires_at_ms: int | None = None
     priority: int = 0
     delivery_count: int | None = None
+
+
+class UnfinishedShown(JsonMessageShown, gc=False, kw_only=True):
+    """What UnfinishedOut is decoded into."""
+
+    state: UnfinishedState
+    available_at_ms: int | None = None
 
 
 class PackMessageOut(msgspec.Struct, gc=False, omit_defaults=True):

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import Any
 
-from flask import Response
+import msgspec
+from flask import Response, request
 
 from portalmq import wire
-from portalmq.broker.api.query import instant_ms
-from portalmq.broker.api.room import Room, answer, no_content
+from portalmq.broker.api.outgoing import json_message
+from portalmq.broker.api.query import instant_ms, whole_number
+from portalmq.broker.api.room import Room, answer, no_content, query
+from portalmq.broker.api.traffic import may_forward
+from portalmq.errors import InvalidRequest
+
+UNFINISHED = 100
+UNFINISHED_MAX = 1_000
 
 
 def list_all(room: Room) -> Response:
@@ -27,6 +35,44 @@ def put(room: Room, group: str) -> Response:
 
 def show(room: Room, group: str) -> Response:
     return answer(room.domain.describe_group(wire.check_name(group, "group")))
+
+
+def list_unfinished(room: Room, group: str) -> Response:
+    """What the group has not done in a topic, with what is becoming of each message. `next`, when there is more, is the
+    `after` of the next page. Nothing changes by looking."""
+    wire.check_name(group, "group")
+    parameters = query("topic", "limit", "after")
+    topic = parameters.text("topic")
+    if topic is None:
+        raise InvalidRequest("which topic? Name it: ?topic=orders")
+    limit = min(parameters.number("limit", least=1) or UNFINISHED, UNFINISHED_MAX)
+    found = room.domain.unfinished.messages(
+        group,
+        wire.check_name(topic, "topic"),
+        after=_place(parameters.text("after")),
+        forward=may_forward(request.environ),
+    )
+    messages = [
+        wire.UnfinishedOut(
+            **msgspec.structs.asdict(json_message(each.stored)) | {"delivery_count": each.deliveries},
+            state=each.state,
+            available_at_ms=each.available_at_ms,
+        )
+        for each in islice(found, limit + 1)
+    ]
+    shown: dict[str, Any] = {"messages": messages[:limit]}
+    if len(messages) > limit:
+        shown["next"] = messages[limit - 1].id
+    return answer(shown)
+
+
+def _place(after: str | None) -> tuple[int, int] | None:
+    if after is None:
+        return None
+    partition, dash, offset = after.partition("-")
+    if not dash:
+        raise InvalidRequest(f"after is {after[:100]!r}, but must be the `next` of an earlier page")
+    return whole_number(partition, "the partition of after"), whole_number(offset, "the offset of after")
 
 
 def delete(room: Room, group: str) -> Response:

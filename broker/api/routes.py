@@ -47,6 +47,7 @@ ROUTES = (
     Route("PUT", "/v1/groups/<group>", groups.put),
     Route("GET", "/v1/groups/<group>", groups.show),
     Route("DELETE", "/v1/groups/<group>", groups.delete),
+    Route("GET", "/v1/groups/<group>/messages", groups.list_unfinished),
     Route("POST", "/v1/groups/<group>/receive", traffic.receive, is_traffic=True),
     Route("POST", "/v1/groups/<group>/ack", traffic.ack, is_traffic=True),
     Route("POST", "/v1/groups/<group>/nack", traffic.nack, is_traffic=True),

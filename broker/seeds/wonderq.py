@@ -12,30 +12,25 @@ Ids are integers, and no message's id is ever another's. The lock is the group's
 from __future__ import annotations
 
 import uuid
+from contextlib import suppress
 from itertools import islice
-from typing import Any
 
-import msgspec
 from flask import Response, request
 
 from portalmq import wire
 from portalmq.broker.api.peer import peer_of
 from portalmq.broker.api.room import Room, answer, query
 from portalmq.broker.seeds import DEFAULT
-from portalmq.broker.seeds.payload import number_of, place_of_number, record_of, shown
-from portalmq.errors import GroupNotFound, InvalidRequest, PartitionNotFound, PortalMQError, TopicNotFound
+from portalmq.broker.seeds.payload import Carried, number_of, place_of_number, shown
+from portalmq.errors import InvalidRequest, PartitionNotFound, PortalMQError, TopicNotFound
 
 LIMIT = 10
 SHOWN_MAX = 1_000
 
 
-class Published(msgspec.Struct):
-    message: Any
-
-
 def publish(room: Room) -> Response:
-    wanted = wire.decode_json(room.body(), Published)
-    (produced,) = room.domain.produce(DEFAULT, [record_of(wanted.message)], None, acks="all")
+    wanted = wire.decode_json(room.body(), Carried)
+    (produced,) = room.domain.produce(DEFAULT, [wanted.record()], None, acks="all")
     if isinstance(produced, PortalMQError):
         raise produced
     return answer({"id": number_of(produced.partition, produced.offset)})
@@ -82,16 +77,19 @@ def state(room: Room) -> Response:
     """What is in the queue at this moment: the counts, and its first messages."""
     limit = min(query("limit").number("limit", least=1) or 100, SHOWN_MAX)
     counts: dict[str, int] = {"ready": 0, "in_flight": 0, "scheduled": 0, "dead": 0}
-    try:
+    oldest_ms, found = 0, []
+    with suppress(TopicNotFound):
+        # The size first: with it the group begins, and what nobody has asked for yet is counted as well.
+        size = room.domain.sizing.size(DEFAULT, DEFAULT)
         described = room.domain.describe_group(DEFAULT)
-        counts = {name: getattr(described, name) for name in counts}
+        counts = {
+            "ready": size.ready,
+            "in_flight": size.in_flight,
+            "scheduled": size.scheduled,
+            "dead": described.dead,
+        }
         oldest_ms = described.oldest_unacked_ms
-    except GroupNotFound:
-        oldest_ms = 0
-    try:
         found = list(islice(room.domain.unfinished.messages(DEFAULT, DEFAULT), limit + 1))
-    except TopicNotFound:
-        found = []
     messages = [
         {
             "id": number_of(each.stored.partition, each.stored.offset),

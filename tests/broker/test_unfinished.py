@@ -83,3 +83,13 @@ def test_bad_requests_are_told(fixture: Fixture) -> None:
     fixture.broker.put_group("s", {"mode": "stream"})
     with pytest.raises(GroupModeMismatch):
         list(fixture.broker.unfinished.messages("s", "t"))
+
+
+def test_a_look_goes_on_behind_a_message(fixture: Fixture) -> None:
+    produce(fixture, "a", "b")
+    produce(fixture, "c", partition=1)
+    seen = list(fixture.broker.unfinished.messages("g", "t"))
+    for number, each in enumerate(seen):
+        after = (each.stored.partition, each.stored.offset)
+        assert list(fixture.broker.unfinished.messages("g", "t", after=after)) == seen[number + 1 :]
+    assert list(fixture.broker.unfinished.messages("g", "t", after=(9, 9))) == []

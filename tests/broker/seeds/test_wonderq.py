@@ -76,6 +76,13 @@ def test_the_queue_s_state_is_shown(client: FlaskClient, fixture: Fixture) -> No
     assert shown["more"] is False
 
 
+def test_the_state_counts_what_nobody_has_asked_for_yet(client: FlaskClient) -> None:
+    publish(client, "a")
+    publish(client, "b")
+    shown = client.get("/v1/queue").get_json()
+    assert (shown["ready"], len(shown["messages"])) == (2, 2)
+
+
 def test_bad_requests_are_told(client: FlaskClient) -> None:
     assert client.get("/v1/consumer").status_code == 400
     assert client.get("/v1/consumer?cid=x").status_code == 400

@@ -1,0 +1,69 @@
+"""`portalmq queue`: what is in a queue at this moment, and what is becoming of each message."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from itertools import islice
+from typing import Any
+
+import click
+
+from portalmq.admin import Unfinished
+from portalmq.cli.output import message_row, show_one, show_rows
+from portalmq.cli.session import Session, with_session
+from portalmq.errors import GroupNotFound
+
+_COUNTS = ("ready", "in_flight", "scheduled", "dead", "oldest_unacked_ms")
+_COLUMNS = ["id", "state", "deliveries", "sent", "available", "key", "value"]
+
+
+@click.command()
+@click.option("--topic", default="default", show_default=True, help="The queue.")
+@click.option("--group", default="default", show_default=True, help="Whose messages: the group that consumes them.")
+@click.option(
+    "-n", "--count", type=click.IntRange(0), default=100, show_default=True, help="How many messages at most."
+)
+@with_session
+def queue(session: Session, topic: str, group: str, count: int) -> None:
+    """Show a queue's state: how many messages wait, are out, are given up, and each that is not done.
+
+    Messages stand in the order of the log, partition by partition. The counts are the group's, over all topics that it consumes. Looking
+    consumes nothing and changes nothing.
+
+    Example: portalmq queue --topic orders --group billing -n 20
+    """
+    with session.admin() as admin:
+        counts: dict[str, Any] | None = None
+        try:
+            described = admin.group(group)
+            counts = {name: getattr(described, name) for name in _COUNTS}
+        except GroupNotFound:
+            click.echo(f"group {group} has not begun: nothing is done yet", err=True)
+        found = admin.unfinished(group, topic, limit=count + 1)
+        rows = list(map(_row, islice(found, count + 1))) if count else []
+    shown, more = rows[:count], len(rows) > count
+    if session.output == "json":
+        show_one({"topic": topic, "group": group, **(counts or {}), "messages": shown, "more": more}, "json")
+        return
+    if counts is not None:
+        click.echo("  ".join(f"{name} {number}" for name, number in counts.items()), err=True)
+    show_rows(shown, session.output, _COLUMNS)
+    if more:
+        click.echo(f"... and more: -n shows another number of them", err=True)
+
+
+def _row(unfinished: Unfinished) -> dict[str, Any]:
+    row = message_row(unfinished.message)
+    row.pop("delivery_count", None)
+    return {
+        **row,
+        "state": unfinished.state,
+        "deliveries": unfinished.message.delivery_count,
+        "sent": _time_of(unfinished.message.timestamp_ms),
+        "available_at_ms": unfinished.available_at_ms,
+        "available": None if unfinished.available_at_ms is None else _time_of(unfinished.available_at_ms),
+    }
+
+
+def _time_of(unix_ms: int) -> str:
+    return datetime.fromtimestamp(unix_ms / 1000, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
