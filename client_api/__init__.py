@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from portalmq.lock import Lock
     from portalmq.message import Message, RecordMetadata
     from portalmq.producer import Producer
+    from portalmq.seeds import PortalClient, PortalConsumer, PortalProducer, publishMessage, subscribeMessage
 
 __all__ = [
     "Admin",
@@ -76,7 +77,10 @@ __all__ = [
     "OffsetOutOfRange",
     "OutOfOrderSequence",
     "PartitionNotFound",
+    "PortalClient",
+    "PortalConsumer",
     "PortalMQError",
+    "PortalProducer",
     "Producer",
     "RecordMetadata",
     "RequestInProgress",
@@ -87,6 +91,8 @@ __all__ = [
     "Unauthorized",
     "Unavailable",
     "UnsupportedMediaType",
+    "publishMessage",
+    "subscribeMessage",
 ]
 
 _HOMES = {
@@ -96,8 +102,13 @@ _HOMES = {
     "Consumer": "portalmq.consumer",
     "Lock": "portalmq.lock",
     "Message": "portalmq.message",
+    "PortalClient": "portalmq.seeds",
+    "PortalConsumer": "portalmq.seeds",
+    "PortalProducer": "portalmq.seeds",
     "Producer": "portalmq.producer",
     "RecordMetadata": "portalmq.message",
+    "publishMessage": "portalmq.seeds",
+    "subscribeMessage": "portalmq.seeds",
 }
 
 

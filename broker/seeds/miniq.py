@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import uuid
 from itertools import islice
-from typing import Any
 
 import msgspec
 from flask import Response, request
@@ -23,15 +22,15 @@ from portalmq import wire
 from portalmq.broker.api.peer import peer_of
 from portalmq.broker.api.room import Room, answer, query
 from portalmq.broker.seeds import DEFAULT
-from portalmq.broker.seeds.payload import message_id, place_of_id, record_of, shown
+from portalmq.broker.seeds.payload import NO_JSON, message_id, place_of_id, record_of, shown
 from portalmq.broker.storage.batch import Record
-from portalmq.errors import MessageNotFound, PartitionNotFound, PortalMQError, TopicNotFound
+from portalmq.errors import InvalidRequest, MessageNotFound, PartitionNotFound, PortalMQError, TopicNotFound
 
 LIST_MAX = 10_000
 
 
 class Posted(msgspec.Struct):
-    message: Any = msgspec.field(name="Message")
+    message: msgspec.Raw = msgspec.field(name="Message")
 
 
 class Confirmation(msgspec.Struct):
@@ -49,7 +48,7 @@ def post(room: Room) -> Response:
 def _posted(body: bytes) -> Record:
     try:
         return record_of(msgspec.json.decode(body, type=Posted).message)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except (*NO_JSON, InvalidRequest):
         pass
     try:
         body.decode("utf-8")

@@ -1,5 +1,5 @@
-"""A message as the old protocols carry it: one JSON value. Text is stored as text, and anything else as JSON; bytes
-that are neither come out as base64, and say so."""
+"""A message as the old protocols carry it: one JSON value. Text is stored as text, and anything else as JSON, as it was
+written: a number keeps its digits. Bytes that are neither go in and come out as base64, under another name."""
 
 from __future__ import annotations
 
@@ -12,13 +12,34 @@ from portalmq import wire
 from portalmq.broker.storage.batch import Record
 from portalmq.errors import InvalidRequest
 
-_encode = msgspec.json.Encoder().encode
+NO_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+
+_decode_any = msgspec.json.Decoder().decode
 
 
-def record_of(message: Any) -> Record:
-    if isinstance(message, str):
-        return Record(message.encode(), wire.TEXT)
-    return Record(_encode(message), wire.JSON)
+class Carried(msgspec.Struct, kw_only=True):
+    """Of a body that brings a message, the message: `message`, or `message_base64`."""
+
+    message: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    message_base64: str | msgspec.UnsetType = msgspec.UNSET
+
+    def record(self) -> Record:
+        """Raises InvalidRequest."""
+        if isinstance(self.message, msgspec.Raw) and self.message_base64 is msgspec.UNSET:
+            return record_of(self.message)
+        if isinstance(self.message_base64, str) and self.message is msgspec.UNSET:
+            return Record(wire.decode_base64(self.message_base64, "message_base64"), wire.BYTES)
+        raise InvalidRequest("give the message as `message` (text, or any JSON) or as `message_base64`, and not both")
+
+
+def record_of(raw: msgspec.Raw) -> Record:
+    """Raises InvalidRequest for what only looks like JSON."""
+    written = bytes(raw)
+    try:
+        message = _decode_any(written)
+        return Record(message.encode(), wire.TEXT) if isinstance(message, str) else Record(written, wire.JSON)
+    except NO_JSON as fault:
+        raise InvalidRequest(f"the message is no valid JSON: {fault}") from None
 
 
 def shown(record: Record, name: str = "message") -> dict[str, Any]:
@@ -29,8 +50,9 @@ def shown(record: Record, name: str = "message") -> dict[str, Any]:
         return {f"{name}_base64": base64.b64encode(record.value).decode("ascii")}
     if wire.is_json_type(record.content_type):
         try:
-            return {name: msgspec.json.decode(record.value)}
-        except msgspec.MsgspecError:
+            _decode_any(record.value)
+            return {name: msgspec.Raw(record.value)}
+        except NO_JSON:
             pass  # it says that it is JSON, and is not: as text it is what was sent
     return {name: text}
 

@@ -14,7 +14,7 @@ JSON; members that are not known are ignored, as ever.
 from __future__ import annotations
 
 from itertools import count
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 from flask import Response, request
@@ -24,7 +24,7 @@ from portalmq.broker.api.peer import peer_of
 from portalmq.broker.api.room import Room, answer, no_content
 from portalmq.broker.browsing import Stored
 from portalmq.broker.seeds import PORTAL_GROUP
-from portalmq.broker.seeds.payload import number_of, place_of_number, record_of, shown
+from portalmq.broker.seeds.payload import Carried, number_of, place_of_number, shown
 from portalmq.errors import InvalidRequest, NotFound, PartitionNotFound, PortalMQError, TopicNotFound
 
 # A reader that sleeps on a topic of several partitions looks at each of them in turn for so long.
@@ -35,9 +35,8 @@ Name = Annotated[str, msgspec.Meta(max_length=1_000)]
 _turns = count()
 
 
-class Publish(msgspec.Struct):
+class Publish(Carried, kw_only=True):
     name: Name
-    message: Any
     id: str | int | None = None
     sequence: str | int | None = None
 
@@ -71,7 +70,7 @@ def publish(room: Room) -> Response:
         if len(key) > KEY_LENGTH_MAX:
             raise InvalidRequest(f"`id` and `sequence` have {len(key)} characters together, {KEY_LENGTH_MAX} at most")
     topic = wire.check_name(wanted.name, "topic")
-    records = [record_of(wanted.message)]
+    records = [wanted.record()]
     (produced,) = room.domain.produce(topic, records, None, acks="all", idempotency_key=key)
     if isinstance(produced, PortalMQError):
         raise produced

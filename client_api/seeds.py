@@ -1,0 +1,446 @@
+"""The names that programs of the older queues import: Portal MQ's client, producer and consumer, and the two calls of
+the design notes.
+
+    with PortalProducer("temp_1", "sensor-7") as producer:
+        producer.publish({"celsius": 21.5})             # tried until a broker has acknowledged it, and there once
+    for message in PortalConsumer("temp_1", "controller-1"):
+        handle(message.message)                         # consumed when the next is asked for
+
+    publishMessage("orders", {"n": 1})
+    for message in subscribeMessage("orders"):
+        handle(message.json())                          # acked when the next is asked for
+
+Portal MQ's consumers share one offset: all are shown the message whose turn it is, and one of them ends it. Consumers
+that are to divide the work between them, each message leased to one, are `portalmq.Consumer` and `subscribeMessage`.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import threading
+import time
+import uuid
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import msgspec
+
+from portalmq import wire
+from portalmq.connection import Answer
+from portalmq.consumer import Consumer
+from portalmq.errors import NotFound, PortalMQError, TopicNotFound
+from portalmq.message import Message, RecordMetadata
+from portalmq.producer import Producer
+from portalmq.transport import Bootstrap, Request, Transport, decode_answer
+
+DELIVERY_TIMEOUT_S = 120.0
+LOOK_UP_WITHIN_S = 5.0
+# A consumer that sleeps asks again this often: a broker that is paused holds it no longer.
+SLEEP_S = 10.0
+# publishMessage keeps a producer for each cluster (and token) that it was told of, the ones used last.
+PRODUCERS_MAX = 8
+
+Kind = Literal["producer", "consumer"]
+PortalDelivery = Literal["at_least_once", "at_most_once"]
+
+
+@dataclass(frozen=True, slots=True)
+class PortalMessage:
+    """A message and its sequence number. `message` is text, what JSON can say, or bytes where it is neither."""
+
+    topic: str
+    message: Any
+    offset: int
+    timestamp_ms: int
+
+
+class _Published(msgspec.Struct):
+    offset: int
+
+
+class _Shown(msgspec.Struct):
+    offset: int
+    timestamp_ms: int = 0
+    message: Any = None
+    message_base64: str | None = None
+
+
+wire.prepare(_Published, _Shown)
+
+
+# --- Portal MQ -------------------------------------------------------------------------------------------------------
+
+
+class PortalClient:
+    """Portal MQ's endpoints, at whichever broker answers. Thread-safe; close it, or use `with`.
+
+    Every call is tried at one broker after another until it is answered, for `timeout_s` at most, and raises the
+    PortalMQError of the last try.
+    """
+
+    def __init__(
+        self, bootstrap: Bootstrap = None, *, token: str | None = None, timeout_s: float = DELIVERY_TIMEOUT_S
+    ) -> None:
+        self._transport = Transport(bootstrap, token=token, timeout_s=timeout_s)
+        self._timeout_s = timeout_s
+
+    # --- topics, producers, consumers --------------------------------------------------------------------------------
+
+    def create_topic(self, name: str) -> None:
+        """Make a topic; one that exists is fine."""
+        self._post("/topic/create", {"name": wire.check_name(name, "topic")})
+
+    def delete_topic(self, name: str) -> bool:
+        """Delete a topic with its messages; False when there is none."""
+        return self._is_there("/topic/delete", {"name": wire.check_name(name, "topic")})
+
+    def topic_exists(self, name: str) -> bool:
+        return self._is_there("/topic/exists", {"name": wire.check_name(name, "topic")})
+
+    def create_producer(self, producer_id: str) -> None:
+        """Write the producer's name down; one that exists is fine."""
+        self._create("producer", producer_id)
+
+    def delete_producer(self, producer_id: str) -> bool:
+        return self._is_there("/producer/delete", _program("producer", producer_id))
+
+    def producer_exists(self, producer_id: str) -> bool:
+        return self._is_there("/producer/exists", _program("producer", producer_id))
+
+    def create_consumer(self, consumer_id: str) -> None:
+        """Write the consumer's name down; one that exists is fine."""
+        self._create("consumer", consumer_id)
+
+    def delete_consumer(self, consumer_id: str) -> bool:
+        return self._is_there("/consumer/delete", _program("consumer", consumer_id))
+
+    def consumer_exists(self, consumer_id: str) -> bool:
+        return self._is_there("/consumer/exists", _program("consumer", consumer_id))
+
+    def _create(self, kind: Kind, name: str) -> None:
+        self._post(f"/{kind}/create", _program(kind, name))
+
+    def _is_there(self, path: str, body: dict[str, object]) -> bool:
+        try:
+            self._post(path, body)
+        except NotFound:
+            return False
+        return True
+
+    # --- messages ----------------------------------------------------------------------------------------------------
+
+    def publish(self, topic: str, message: Any, *, producer_id: str, sequence: str) -> int:
+        """Publish text, bytes, or what JSON can say; the message's sequence number in the topic, once it is replicated.
+
+        `sequence` is the producer's own name for this message: under it all repeats, within a day, are one message.
+        """
+        body: dict[str, object] = {"name": wire.check_name(topic, "topic"), "id": producer_id, "sequence": sequence}
+        if isinstance(message, bytes | bytearray | memoryview):
+            body["message_base64"] = base64.b64encode(message).decode("ascii")
+        else:
+            body["message"] = message
+        return decode_answer(self._post("/publish", body, topic), _Published).offset
+
+    def read(self, topic: str, *, consumer_id: str, wait_s: float = 0.0) -> PortalMessage | None:
+        """The message whose turn it is; None when there is none within `wait_s`. Reading changes nothing."""
+        wait_ms = round(min(max(wait_s, 0.0), SLEEP_S) * 1000)
+        body = {"name": wire.check_name(topic, "topic"), "id": consumer_id, "wait_ms": wait_ms}
+        answer = self._post("/read", body, topic, wait_s=wait_ms / 1000)
+        if answer.status == 204:
+            return None
+        shown = decode_answer(answer, _Shown)
+        message = shown.message if shown.message_base64 is None else base64.b64decode(shown.message_base64)
+        return PortalMessage(topic, message, shown.offset, shown.timestamp_ms)
+
+    def consume(self, topic: str, offset: int) -> bool:
+        """End the message with this sequence number, if it is its turn. False when it was not: somebody else has ended
+        it, or an earlier try of this very call did whose answer was lost."""
+        body = {"name": wire.check_name(topic, "topic"), "offset": offset}
+        return self._post("/consume", body, topic).status == 200
+
+    # --- the end -----------------------------------------------------------------------------------------------------
+
+    def look_up(self, topic: str) -> None:
+        """Learn of all brokers, and of who leads the topic: the one that was named may be gone when it is needed."""
+        try:
+            self._transport.metadata([topic], deadline=time.monotonic() + min(LOOK_UP_WITHIN_S, self._timeout_s))
+        except PortalMQError:
+            return  # the call itself goes on to any broker that is known
+
+    def close(self) -> None:
+        """End waits and retries of other threads. Closing twice is fine."""
+        self._transport.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, fault: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _post(self, path: str, body: dict[str, object], topic: str | None = None, *, wait_s: float = 0.0) -> Answer:
+        """Each of these calls may be repeated: it names what is to be so. (`publish` by its sequence; `consume` by the
+        offset, which is passed once.)"""
+        request = Request(
+            "POST",
+            path,
+            msgspec.json.encode(body),
+            (("Content-Type", wire.JSON),),
+            repeatable=True,
+            near=None if topic is None else (topic, 0),
+            wait_s=wait_s,
+        )
+        return self._transport.call(request, timeout_s=self._timeout_s + wait_s)
+
+
+def _program(kind: Kind, name: str) -> dict[str, object]:
+    return {"id": wire.check_name(name, kind)}
+
+
+class PortalProducer:
+    """Publishes to one topic, each message until a broker has acknowledged it. Thread-safe.
+
+    `producer_id` is its name, made up when not given; two with one name do not disturb each other.
+    """
+
+    def __init__(
+        self,
+        topic: str,
+        producer_id: str | None = None,
+        bootstrap: Bootstrap = None,
+        *,
+        token: str | None = None,
+        delivery_timeout_s: float = DELIVERY_TIMEOUT_S,
+    ) -> None:
+        """`delivery_timeout_s`: how long one message is tried."""
+        self.topic = wire.check_name(topic, "topic")
+        self.producer_id = _name("producer", producer_id)
+        # Programs come back under their names, and count from one again: what they send then is no repeat.
+        self._instance = uuid.uuid4().hex
+        self._published = 0
+        self._lock = threading.Lock()
+        self._is_known = False
+        self._client = PortalClient(bootstrap, token=token, timeout_s=delivery_timeout_s)
+
+    def publish(self, message: Any) -> int:
+        """Publish text, bytes, or what JSON can say, and return its sequence number once it is replicated. A missing
+        topic is made.
+
+        Raises TypeError for a value that is not JSON-able, and the PortalMQError of the last try: with the outcome
+        "unknown" the message may be in.
+        """
+        if not self._is_known:
+            self._client.create_producer(self.producer_id)
+            self._client.look_up(self.topic)
+            self._is_known = True
+        with self._lock:
+            self._published += 1
+            sequence = f"{self._instance}-{self._published}"
+        return self._client.publish(self.topic, message, producer_id=self.producer_id, sequence=sequence)
+
+    def close(self) -> None:
+        """End retries of other threads. The producer's name stays known until `PortalClient.delete_producer`."""
+        self._client.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, fault: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class PortalConsumer:
+    """Reads one topic by turns. For one thread; close may come from another.
+
+    at_least_once   the message is handed out, and consumed when the next is asked for. Another consumer that reads
+                    meanwhile is shown the same message; one that dies with it in hand loses nothing.
+    at_most_once    the message is consumed first, and handed out to the one consumer that did: they compete for it. One
+                    that dies with it in hand, or never hears that it won, has lost it.
+    """
+
+    def __init__(
+        self,
+        topic: str,
+        consumer_id: str | None = None,
+        bootstrap: Bootstrap = None,
+        *,
+        delivery: PortalDelivery = "at_least_once",
+        idle_timeout_s: float | None = None,
+        token: str | None = None,
+        timeout_s: float = DELIVERY_TIMEOUT_S,
+    ) -> None:
+        """`idle_timeout_s`: iteration ends when nothing came for so long. `timeout_s` bounds a call."""
+        if delivery not in ("at_least_once", "at_most_once"):
+            raise ValueError(f"delivery={delivery!r}: use 'at_least_once' or 'at_most_once'")
+        self.topic = wire.check_name(topic, "topic")
+        self.consumer_id = _name("consumer", consumer_id)
+        self._delivery = delivery
+        self._idle_timeout_s = idle_timeout_s
+        self._held: PortalMessage | None = None
+        self._is_known = False
+        self._closed = threading.Event()
+        self._client = PortalClient(bootstrap, token=token, timeout_s=timeout_s)
+
+    def read(self, wait_s: float = 0.0) -> PortalMessage | None:
+        """The message whose turn it is, asleep until there is one or `wait_s` is over. A missing topic is made."""
+        if not self._is_known:
+            self._client.create_consumer(self.consumer_id)
+            self._client.look_up(self.topic)
+            self._is_known = True
+        deadline = time.monotonic() + wait_s
+        while True:
+            left_s = max(0.0, deadline - time.monotonic())
+            try:
+                message = self._client.read(self.topic, consumer_id=self.consumer_id, wait_s=left_s)
+            except TopicNotFound:
+                self._client.create_topic(self.topic)
+                continue
+            if message is not None or left_s <= 0 or self._closed.is_set():
+                return message
+
+    def consume(self, message: PortalMessage) -> bool:
+        """End the message. False when somebody else has, or when an earlier try did whose answer was lost."""
+        if message.topic != self.topic:
+            raise ValueError(f"this consumer reads {self.topic!r}, and the message is of {message.topic!r}")
+        return self._client.consume(self.topic, message.offset)
+
+    def __iter__(self) -> Iterator[PortalMessage]:
+        return self
+
+    def __next__(self) -> PortalMessage:
+        """The next message. Waits for one, up to `idle_timeout_s`; ends at close()."""
+        try:
+            self._end_held()
+            deadline = None if self._idle_timeout_s is None else time.monotonic() + self._idle_timeout_s
+            while not self._closed.is_set():
+                left_s = SLEEP_S if deadline is None else max(0.0, deadline - time.monotonic())
+                message = self.read(min(left_s, SLEEP_S))
+                if message is None:
+                    if left_s <= 0:
+                        break
+                elif self._delivery == "at_least_once":
+                    self._held = message
+                    return message
+                elif self.consume(message):
+                    return message
+        except PortalMQError:
+            if not self._closed.is_set():
+                raise
+        raise StopIteration
+
+    def _end_held(self) -> None:
+        """Raises with the message still in hand: asking again tries again."""
+        if self._held is not None and not self._closed.is_set():
+            self.consume(self._held)
+            self._held = None
+
+    def close(self) -> None:
+        """End a wait in another thread. A message that was handed out and not consumed is read again by whoever comes
+        next; the consumer's name stays known."""
+        self._closed.set()
+        self._client.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, fault: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _name(kind: Kind, given: str | None) -> str:
+    return f"{kind}-{uuid.uuid4().hex}" if given is None else wire.check_name(given, kind)
+
+
+# --- the design notes ------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Shared:
+    """Invariant: users >= 0; only one without users is closed."""
+
+    producer: Producer
+    users: int = 0
+
+
+# By cluster and token, the one used last at the end.
+_shared: OrderedDict[tuple[object, ...], _Shared] = OrderedDict()
+_shared_lock = threading.Lock()
+
+
+def publishMessage(
+    topic: str,
+    payload: Any,
+    *,
+    bootstrap: Bootstrap = None,
+    token: str | None = None,
+    timeout_s: float = DELIVERY_TIMEOUT_S,
+    **options: Any,
+) -> RecordMetadata:
+    """Publish bytes, text, or what JSON can say, and return where it stands once it is on disk on every replica in
+    sync. `options` are those of `Producer.send`: key, headers, delay_s, ttl_s, priority, ...
+
+    Raises the PortalMQError of the last try, and TimeoutError after `timeout_s`: then it may be in, or may come yet.
+    """
+    with _producer(bootstrap, token) as producer:
+        return producer.send(topic, payload, **options).result(timeout_s)
+
+
+def subscribeMessage(
+    topic: str, *, group: str = "default", bootstrap: Bootstrap = None, token: str | None = None, **options: Any
+) -> Iterator[Message]:
+    """The messages of the topic for a consumer group, without end: each is acked when the next is asked for.
+
+    One that was handed out when the iterator is closed, or given up, goes back to the group. `options` are those of
+    `Consumer`: mode, delivery ("at_least_once", "at_most_once", "exactly_once"), start, idle_timeout_s, ...
+    """
+    # Here, and not at the first message: a mistake in the options is told where it was made.
+    return _messages(Consumer(topic, group=group, bootstrap=bootstrap, token=token, **options))
+
+
+def _messages(consumer: Consumer) -> Iterator[Message]:
+    with consumer:
+        for message in consumer:  # noqa: UP028 - `yield from` would close the consumer twice
+            yield message
+
+
+@contextmanager
+def _producer(bootstrap: Bootstrap, token: str | None) -> Iterator[Producer]:
+    """One for a cluster: to open one for each message would be most of the work."""
+    named = bootstrap if bootstrap is None or isinstance(bootstrap, str) else tuple(bootstrap)
+    # An environment that has changed names another cluster.
+    key = (named if named is not None else os.environ.get("PORTALMQ_URL"), token)
+    with _shared_lock:
+        shared = _shared.get(key)
+        if shared is None:
+            shared = _shared[key] = _Shared(Producer(named, linger_ms=0, token=token))
+        _shared.move_to_end(key)
+        shared.users += 1
+    try:
+        yield shared.producer
+    finally:
+        with _shared_lock:
+            shared.users -= 1
+            surplus = [old for old, each in _shared.items() if not each.users][: max(0, len(_shared) - PRODUCERS_MAX)]
+            closing = [_shared.pop(old) for old in surplus]
+        for each in closing:
+            each.producer.close()
+
+
+def _forget_producers() -> None:
+    """In a child process: the parent's threads, which send, are not here, and somebody may have held the lock."""
+    global _shared, _shared_lock
+    _shared, _shared_lock = OrderedDict(), threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_producers)
