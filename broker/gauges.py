@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from portalmq.broker import memory
 from portalmq.broker.broker import Broker, is_under_replicated
 from portalmq.broker.metrics import Gauges, GroupLag, PartitionGauge
+from portalmq.broker.storage.disk import DiskGuard
+from portalmq.broker.storage.errors import StorageError
 
 
-def gauges_of(broker: Broker, *, connected: bool) -> Gauges:
+def gauges_of(broker: Broker, disk: DiskGuard, *, connected: bool) -> Gauges:
     """`connected` tells whether the control plane answers. Lags are those of the partitions that are led here."""
     lags = []
     for group in broker.groups.names():
@@ -39,4 +42,15 @@ def gauges_of(broker: Broker, *, connected: bool) -> Gauges:
         is_controller=broker.membership.is_controller,
         offline_partitions=broker.offline_partitions(),
         open_orders=broker.outboxes.open,
+        memory_bytes=memory.resident_bytes(),
+        memory_limit_bytes=memory.limit_bytes(),
+        disk_free_bytes=_free_bytes(disk),
+        disk_low_water_bytes=disk.low_water_bytes,
     )
+
+
+def _free_bytes(disk: DiskGuard) -> int | None:
+    try:
+        return disk.free_bytes()
+    except StorageError:
+        return None  # the other figures are wanted most when a disk is gone

@@ -58,6 +58,11 @@ class Gauges:
     offline_partitions: int = 0
     # Commits and dead letters of partitions led here whose outputs are still to be appended.
     open_orders: int = 0
+    # Of the process and of the disk under its data directory; None where the system does not tell.
+    memory_bytes: int | None = None
+    memory_limit_bytes: int | None = None
+    disk_free_bytes: int | None = None
+    disk_low_water_bytes: int | None = None
 
 
 class Metrics:
@@ -274,6 +279,18 @@ class _Gauges(Collector):
             ("is_controller", "1 while this broker is the controller", int(state.is_controller)),
         ):
             yield _gauge(f"portalmq_{name}", meaning, (), [((), count)])
+        for name, meaning, size in (
+            ("memory_bytes", "Main memory that this broker takes", state.memory_bytes),
+            (
+                "memory_limit_bytes",
+                "What it may take: a container's limit, or the machine's",
+                state.memory_limit_bytes,
+            ),
+            ("disk_free_bytes", "Room on the disk of the data directory", state.disk_free_bytes),
+            ("disk_low_water_bytes", "With less room, messages are refused with 507", state.disk_low_water_bytes),
+        ):
+            if size is not None:
+                yield _gauge(f"portalmq_{name}", meaning, (), [((), size)])
         yield _gauge("portalmq_waiting_calls", "Calls that wait for messages", (), [((), self._waiting())])
 
 

@@ -242,16 +242,17 @@ class BrokerProcess:
         if not self.config.is_clustered:
             _join_cluster(plane, identity.cluster_id)
         metrics = Metrics(version("portalmq"), broker_id=identity.broker_id)
+        disk = DiskGuard(self._directory.path, low_water_bytes=self.config.disk_low_water_bytes)
         broker = Broker(
             self.config,
             catalog,
             broker_id=identity.broker_id,
             me=BrokerState(self.config.url, self._next_incarnation(catalog), identity.store_uuid),
-            disk=DiskGuard(self._directory.path, low_water_bytes=self.config.disk_low_water_bytes),
+            disk=disk,
             metrics=metrics,
             on_fatal=self._on_fatal,
         )
-        metrics.observe(lambda: gauges_of(broker, connected=plane.state is PlaneState.CONNECTED))
+        metrics.observe(lambda: gauges_of(broker, disk, connected=plane.state is PlaneState.CONNECTED))
         if self.config.is_clustered:
             broker.membership.on_changed.append(lambda changes: self._remember_brokers())
         self._broker, self._plane = broker, plane

@@ -108,3 +108,14 @@ def test_every_series_says_what_it_is():
     explained = {line.split()[2] for line in text.splitlines() if line.startswith("# HELP") and len(line.split()) > 3}
     assert families == explained
     assert all(name.startswith("portalmq_") for name in families)
+
+
+def test_memory_and_disk_are_told_where_the_system_tells_them():
+    metrics = Metrics("0")
+    state = [Gauges(memory_bytes=5, memory_limit_bytes=10, disk_free_bytes=3, disk_low_water_bytes=2), Gauges()]
+    metrics.observe(lambda: state[0])
+    found = samples(metrics)
+    names = ("memory_bytes", "memory_limit_bytes", "disk_free_bytes", "disk_low_water_bytes")
+    assert [found[f"portalmq_{name}", ()] for name in names] == [5, 10, 3, 2]
+    state.pop(0)
+    assert not [key for key in samples(metrics) if "memory" in key[0] or "disk" in key[0]]
