@@ -33,11 +33,13 @@ class SizeOf(msgspec.Struct, array_like=True):
 
 
 class QueueSize(msgspec.Struct, array_like=True, frozen=True):
-    """Messages that are not done: `size` is the sum of the others."""
+    """Messages that are not done: `size` is the sum of the first three. Dead ones the group has given up."""
 
     ready: int
     in_flight: int
     scheduled: int
+    dead: int = 0
+    oldest_unacked_ms: int = 0
 
     @property
     def size(self) -> int:
@@ -65,7 +67,7 @@ class _Sizing:
             except PortalMQError as error:
                 outcomes[place] = error
             else:
-                outcomes[place] = QueueSize(counts["ready"], counts["in_flight"], counts["scheduled"])
+                outcomes[place] = QueueSize(**{name: counts[name] for name in QueueSize.__struct_fields__})
         return outcomes
 
     def there(self, broker_id: int, places: Sequence[Place]) -> Outcomes[QueueSize]:
@@ -107,6 +109,8 @@ class Sizing:
             sum([size.ready for size in sizes]),
             sum([size.in_flight for size in sizes]),
             sum([size.scheduled for size in sizes]),
+            sum([size.dead for size in sizes]),
+            max([size.oldest_unacked_ms for size in sizes], default=0),
         )
 
     def serve(self, body: bytes) -> bytes:

@@ -1,7 +1,8 @@
 """Portal MQ: a producer publishes until it is told that the message is in; a consumer is shown the message whose turn
 it is with its sequence number, and only when it has it tells the broker to go on, which only one of them can.
 
-    POST /publish {name, message, id}      200 {partition, offset}. With "sequence" a repeat is recognised
+    POST /publish {name, message, id}      200 {partition, offset}. With "sequence" a repeat is recognised;
+                                           "message_base64" instead brings bytes
     POST /read    {name, id}               200 {message, offset}, 204 when there is none; "wait_ms" waits for one
     POST /consume {name, offset}           200 when it was that message's turn, 204 when it was not
     POST /topic/create, delete {name}      200; /topic/exists 200 or 404

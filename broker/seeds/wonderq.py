@@ -1,6 +1,6 @@
 """WonderQ: a consumer takes messages under its id, and they are locked for it until it deletes them, or for a time.
 
-    POST   /v1/publish {"message": ...}        200 {"id"}
+    POST   /v1/publish {"message": ...}        200 {"id"}; "message_base64" brings bytes
     GET    /v1/consumer?cid=7&limit=10         200 {"messages": [{id, message}]}
     DELETE /v1/consumer?cid=7&id=12            200 true, or false when it is not locked for that consumer (any more)
     GET    /v1/queue                           200 {counts, messages: [{id, message, state, deliveries, ...}]}
@@ -15,6 +15,7 @@ import uuid
 from contextlib import suppress
 from itertools import islice
 
+import msgspec
 from flask import Response, request
 
 from portalmq import wire
@@ -22,6 +23,7 @@ from portalmq.broker.api.peer import peer_of
 from portalmq.broker.api.room import Room, answer, query
 from portalmq.broker.seeds import DEFAULT
 from portalmq.broker.seeds.payload import Carried, number_of, place_of_number, shown
+from portalmq.broker.sizing import QueueSize
 from portalmq.errors import InvalidRequest, PartitionNotFound, PortalMQError, TopicNotFound
 
 LIMIT = 10
@@ -76,19 +78,10 @@ def _holder(cid: int | None) -> str:
 def state(room: Room) -> Response:
     """What is in the queue at this moment: the counts, and its first messages."""
     limit = min(query("limit").number("limit", least=1) or 100, SHOWN_MAX)
-    counts: dict[str, int] = {"ready": 0, "in_flight": 0, "scheduled": 0, "dead": 0}
-    oldest_ms, found = 0, []
+    size, found = QueueSize(0, 0, 0), []
     with suppress(TopicNotFound):
         # The size first: with it the group begins, and what nobody has asked for yet is counted as well.
         size = room.domain.sizing.size(DEFAULT, DEFAULT)
-        described = room.domain.describe_group(DEFAULT)
-        counts = {
-            "ready": size.ready,
-            "in_flight": size.in_flight,
-            "scheduled": size.scheduled,
-            "dead": described.dead,
-        }
-        oldest_ms = described.oldest_unacked_ms
         found = list(islice(room.domain.unfinished.messages(DEFAULT, DEFAULT), limit + 1))
     messages = [
         {
@@ -101,4 +94,4 @@ def state(room: Room) -> Response:
         }
         for each in found[:limit]
     ]
-    return answer({**counts, "oldest_unacked_ms": oldest_ms, "messages": messages, "more": len(found) > limit})
+    return answer({**msgspec.structs.asdict(size), "messages": messages, "more": len(found) > limit})

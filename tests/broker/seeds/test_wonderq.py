@@ -83,6 +83,33 @@ def test_the_state_counts_what_nobody_has_asked_for_yet(client: FlaskClient) -> 
     assert (shown["ready"], len(shown["messages"])) == (2, 2)
 
 
+def test_the_state_is_of_wonderq_s_queue_and_no_other(client: FlaskClient, fixture: Fixture) -> None:
+    client.post("/message?queue=other", json={"Message": "MiniQ's, of the same group"})
+    client.get("/message?queue=other")
+    fixture.clock.advance(5_000)
+    shown = client.get("/v1/queue").get_json()
+    assert [shown[name] for name in ("ready", "in_flight", "dead", "oldest_unacked_ms")] == [0, 0, 0, 0]
+    publish(client, "a")
+    fixture.clock.advance(1_000)
+    shown = client.get("/v1/queue").get_json()
+    assert [shown[name] for name in ("ready", "in_flight", "dead", "oldest_unacked_ms")] == [1, 0, 0, 1_000]
+
+
+def test_a_repeated_delete_is_told_what_the_first_was_told(client: FlaskClient) -> None:
+    """Its answer may have been lost on the way."""
+    first, second = publish(client, "a"), publish(client, "b")
+    take(client, 7)
+    assert [delete(client, 7, first) for _ in range(2)] == [True, True]
+    assert delete(client, 8, first) is False
+    assert [each["id"] for each in client.get("/v1/queue").get_json()["messages"]] == [second]
+
+
+def test_an_id_that_no_queue_can_have_is_no_message(client: FlaskClient) -> None:
+    publish(client, "a")
+    assert delete(client, 7, 2**53 - 1) is False
+    assert client.delete(f"/v1/consumer?cid=7&id={2**53}").status_code == 400
+
+
 def test_bad_requests_are_told(client: FlaskClient) -> None:
     assert client.get("/v1/consumer").status_code == 400
     assert client.get("/v1/consumer?cid=x").status_code == 400
