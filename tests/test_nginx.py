@@ -77,10 +77,10 @@ PRODUCE = "/v1/topics/t/messages"
         ("POST", "/publish", {}, 1),
         ("POST", "/consume", {}, 1),
         ("POST", "/message", {}, 1),
-        ("GET", "/message", {}, 1),
-        ("GET", "/message?queue=q", {}, 1),
+        ("GET", "/message", {}, 3),
         ("POST", "/v1/publish", {}, 1),
-        ("GET", "/v1/consumer?cid=7&limit=1", {}, 1),
+        ("GET", "/v1/consumer?cid=7&limit=1", {}, 3),
+        ("DELETE", "/v1/consumer?cid=7&id=1", {}, 3),
     ],
 )
 def test_only_what_may_be_done_twice_is_asked_twice(

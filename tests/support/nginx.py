@@ -75,7 +75,8 @@ class Nginx:
         deadline = time.monotonic() + WITHIN_S
         while not self._listens():
             said = (self.directory / "log").read_text("utf-8", "replace")
-            assert self._process.poll() is None and time.monotonic() < deadline, said
+            assert self._process.poll() is None, said
+            assert time.monotonic() < deadline, said
             time.sleep(0.02)
         return self
 
