@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from time import process_time
+
 from portalmq.broker import memory
 from portalmq.broker.broker import Broker, is_under_replicated
 from portalmq.broker.metrics import Gauges, GroupLag, PartitionGauge
@@ -46,6 +48,7 @@ def gauges_of(broker: Broker, disk: DiskGuard, *, connected: bool) -> Gauges:
         memory_limit_bytes=memory.limit_bytes(),
         disk_free_bytes=_free_bytes(disk),
         disk_low_water_bytes=disk.low_water_bytes,
+        cpu_seconds=process_time(),
     )
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
@@ -63,6 +63,8 @@ class Gauges:
     memory_limit_bytes: int | None = None
     disk_free_bytes: int | None = None
     disk_low_water_bytes: int | None = None
+    # Processor time of this process since it began: all of it, in seconds.
+    cpu_seconds: float = 0.0
 
 
 class Metrics:
@@ -291,6 +293,7 @@ class _Gauges(Collector):
         ):
             if size is not None:
                 yield _gauge(f"portalmq_{name}", meaning, (), [((), size)])
+        yield CounterMetricFamily("portalmq_cpu_seconds", "Processor time that this broker took", state.cpu_seconds)
         yield _gauge("portalmq_waiting_calls", "Calls that wait for messages", (), [((), self._waiting())])
 
 
