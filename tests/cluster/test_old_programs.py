@@ -1,0 +1,243 @@
+"""Programs written from the older queues' texts alone, against three brokers of which the leader is killed meanwhile.
+
+Each shows what its text promises: nothing that was acknowledged is lost; and the order and the one offset of Portal MQ,
+the confirmation of MiniQ, the locks of WonderQ. PORTALMQ_OLD_MESSAGES=10000 makes them long.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from support.cluster import Cluster, wait_until
+
+from portalmq import TopicNotFound
+
+MESSAGES = int(os.environ.get("PORTALMQ_OLD_MESSAGES", "300"))
+PROGRAMS = Path(__file__).parents[1] / "support" / "old_programs"
+LEASE_S = 3.0
+# What a message's way to a program may take on a crowded machine, after its lease has begun.
+SLACK_S = 1.0
+# With room for a machine that does 20 messages a second.
+WITHIN_S = 60.0 + MESSAGES / 20
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180 + MESSAGES // 5)]
+
+
+class Program:
+    """A program as a process; what it says is in a file, so that nobody has to read along."""
+
+    def __init__(self, directory: Path, name: str, urls: list[str], script: str, *arguments: str) -> None:
+        self._said, self._complained = directory / f"{name}.out", directory / f"{name}.err"
+        with self._said.open("wb") as out, self._complained.open("wb") as err:
+            self.process = subprocess.Popen(
+                [sys.executable, str(PROGRAMS / script), *arguments],
+                stdout=out,
+                stderr=err,
+                env=os.environ | {"PORTALMQ_URL": ",".join(urls)},
+            )
+
+    def lines(self) -> list[str]:
+        """Whole lines: the last one may be on its way."""
+        return self._said.read_text().rpartition("\n")[0].splitlines()
+
+    def words(self, first: str) -> list[list[str]]:
+        return [words[1:] for line in self.lines() if (words := line.split(" "))[0] == first]
+
+    def ended(self) -> None:
+        assert self.process.wait(WITHIN_S) == 0, self._complained.read_text()
+
+    def check_runs(self) -> None:
+        assert self.process.poll() is None, self._complained.read_text()
+
+
+@contextmanager
+def killed_at_the_end(*programs: Program) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for program in programs:
+            program.process.kill()
+            program.process.wait()
+
+
+def fresh(cluster: Cluster, topic: str, partitions: int) -> int:
+    """A new topic of that name; its leader."""
+    with cluster.admin() as admin:
+        with suppress(TopicNotFound):
+            admin.delete_topic(topic)
+        admin.create_topic(topic, partitions=partitions)
+        admin.create_group("default", visibility_timeout_ms=round(LEASE_S * 1000), max_deliveries=100)
+    cluster.wait_in_sync(topic)
+    return cluster.wait_for_leader(topic)
+
+
+def kill_in_the_middle(cluster: Cluster, leader: int, producers: list[Program]) -> list[str]:
+    """Kill the leader when a third is acknowledged. What was acknowledged in the end, which is all."""
+
+    def acked() -> list[str]:
+        return [line for producer in producers for line in producer.lines()]
+
+    wait_until(lambda: len(acked()) >= MESSAGES // 3, "a third is acknowledged", WITHIN_S)
+    assert len(acked()) < MESSAGES, "the leader is to be killed in the middle"
+    cluster.kill(leader)
+    for producer in producers:
+        producer.ended()
+    assert len(acked()) == len(producers) * (MESSAGES // len(producers))
+    return acked()
+
+
+def test_portal_mq(cluster: Cluster, tmp_path: Path) -> None:
+    topic = "temp_1"
+    leader = fresh(cluster, topic, 1)
+    urls = cluster.urls
+    joined = ",".join(urls)
+    producers = [
+        Program(tmp_path, name, urls, "portal_mq.py", joined, "produce", topic, name, str(MESSAGES // 2))
+        for name in ("sensor-a", "sensor-b")
+    ]
+    consumers = [
+        Program(tmp_path, name, urls, "portal_mq.py", joined, "consume", topic, name)
+        for name in ("controller-a", "controller-b")
+    ]
+    with killed_at_the_end(*producers, *consumers):
+        acked = kill_in_the_middle(cluster, leader, producers)
+
+        def received() -> dict[int, str]:
+            return {int(offset): message for each in consumers for offset, message, _ in map(str.split, each.lines())}
+
+        wait_until(lambda: set(acked) <= set(received().values()), "all that was acknowledged is received", WITHIN_S)
+        for consumer in consumers:
+            consumer.check_runs()
+    won: Counter[int] = Counter()
+    for consumer in consumers:
+        shown = [line.split() for line in consumer.lines()]
+        offsets = [int(offset) for offset, _, _ in shown]
+        # 204 of a consume that was repeated, and had gone through: it may be read once more by nobody.
+        assert offsets == sorted(offsets), "the one offset never goes back"
+        won.update(int(offset) for offset, _, status in shown if status == "200")
+        assert all(received()[int(offset)] == message for offset, message, _ in shown), "all are shown the same"
+    assert set(won.values()) == {1}, "a message is consumed by one"
+    assert len(received()) - len(won) <= 2 * len(consumers), "but for calls whose answers died with the leader"
+    in_order = [message for _, message in sorted(received().items())]
+    for name in ("sensor-a", "sensor-b"):
+        firsts = list(dict.fromkeys(message for message in in_order if message.startswith(name)))
+        assert firsts == [f"{name}-{number}" for number in range(MESSAGES // 2)], "in the order of their sending"
+
+
+def test_miniq_over_http(cluster: Cluster, tmp_path: Path) -> None:
+    leader = fresh(cluster, "default", 1)
+    urls = cluster.urls
+
+    def program(name: str, *arguments: str) -> Program:
+        return Program(tmp_path, name, urls, "miniq_http.py", ",".join(urls), "strong-secret", *arguments)
+
+    posters = [program(name, "post", name, str(MESSAGES // 2)) for name in ("a", "b")]
+    readers = [program(f"reader-{number}", "get") for number in range(2)]
+    dying = program("dying", "get", "10")
+    with killed_at_the_end(*posters, *readers, dying):
+        acked = kill_in_the_middle(cluster, leader, posters)
+        assert dying.process.wait(WITHIN_S) == 9
+
+        def confirmed() -> set[str]:
+            return {message for each in (*readers, dying) for _, message, _ in each.words("confirmed")}
+
+        wait_until(lambda: set(acked) <= confirmed(), "all that was taken is confirmed", WITHIN_S)
+        for reader in readers:
+            reader.check_runs()
+    confirmed_at = {key: float(at) for each in (*readers, dying) for key, _, at in each.words("confirmed")}
+    lost_by_the_dead = dying.words("got")[-1]
+    assert lost_by_the_dead[1] in confirmed(), "what a reader died with was offered again"
+    for each in (*readers, dying):
+        for key, message, asked_at, _ in each.words("got"):
+            assert float(asked_at) <= confirmed_at.get(key, float("inf")), f"{message} was confirmed, and is offered"
+    check_holders_in_turn([*readers, dying])
+
+
+def test_wonderq(cluster: Cluster, tmp_path: Path) -> None:
+    leader = fresh(cluster, "default", 3)
+    urls = cluster.urls
+
+    def program(name: str, *arguments: str) -> Program:
+        return Program(tmp_path, name, urls, "wonderq.py", ",".join(urls), *arguments)
+
+    publishers = [program(name, "publish", name, str(MESSAGES // 2)) for name in ("a", "b")]
+    consumers = [program(f"consumer-{cid}", "consume", str(cid), "5") for cid in (1, 2)]
+    dying = program("dying", "consume", "3", "5", "12")
+    with killed_at_the_end(*publishers, *consumers, dying):
+        acked = kill_in_the_middle(cluster, leader, publishers)
+        assert dying.process.wait(WITHIN_S) == 9
+
+        def deleted() -> set[str]:
+            everyone = (*consumers, dying)
+            message_of = {number: message for each in everyone for number, message, _, _ in each.words("got")}
+            return {
+                message_of[number] for each in everyone for number, truth, _ in each.words("deleted") if truth == "true"
+            }
+
+        wait_until(lambda: set(acked) <= deleted(), "all that got an id is deleted", WITHIN_S)
+        for consumer in consumers:
+            consumer.check_runs()
+    deleted_at: dict[str, float] = {}
+    for each in (*consumers, dying):
+        for number, truth, at in each.words("deleted"):
+            if truth == "true":
+                assert number not in deleted_at, "a message is deleted by the one who had it"
+                deleted_at[number] = float(at)
+    for each in (*consumers, dying):
+        for number, _, asked_at, _ in each.words("got"):
+            assert float(asked_at) <= deleted_at.get(number, float("inf")), "a deleted message does not come back"
+    check_holders_in_turn([*consumers, dying])
+    partitions = {int(number) >> 40 for each in consumers for number, *_ in each.words("got")}
+    assert partitions == {0, 1, 2}, "ids of all partitions"
+
+
+def check_holders_in_turn(consumers: list[Program]) -> None:
+    """Whoever was shown a message has it alone until the lease ends, through the death of a leader too.
+
+    A lease began after it was asked for and before it was shown: two of them overlap for certain when the second was
+    shown before the first, counted from when it was shown at the latest, can have ended.
+    """
+    shown: dict[str, list[tuple[float, float, int]]] = defaultdict(list)
+    for holder, consumer in enumerate(consumers):
+        for number, _, asked_at, shown_at in consumer.words("got"):
+            shown[number].append((float(asked_at), float(shown_at), holder))
+    for number, turns in shown.items():
+        turns.sort()
+        for (asked_at, _, one), (_, again_at, other) in pairwise(turns):
+            assert again_at - asked_at >= LEASE_S, f"{number} was shown to {one} and {other} at once: {turns}"
+
+
+def test_the_design_notes(cluster: Cluster, topic: str, tmp_path: Path) -> None:
+    leader = fresh(cluster, topic, 3)
+    urls = cluster.urls
+
+    def program(name: str, *arguments: str) -> Program:
+        return Program(tmp_path, name, urls, "design_notes.py", *arguments)
+
+    publishers = [program(name, "publish", topic, name, str(MESSAGES // 2)) for name in ("a", "b")]
+    subscribers = [program(f"subscriber-{number}", "subscribe", topic, "group-1") for number in range(2)]
+    dying = program("dying", "subscribe", topic, "group-1", "10")
+    other_group = program("other", "subscribe", topic, "group-2")
+    everybody = (*subscribers, dying, other_group)
+    with killed_at_the_end(*publishers, *everybody):
+        acked = kill_in_the_middle(cluster, leader, publishers)
+        assert dying.process.wait(WITHIN_S) == 9
+
+        def processed() -> list[str]:
+            return [line for each in (*subscribers, dying) for line in each.lines()]
+
+        wait_until(lambda: set(acked) <= set(processed()), "group-1 has processed everything", WITHIN_S)
+        wait_until(lambda: set(acked) <= set(other_group.lines()), "and so has group-2", WITHIN_S)
+        for subscriber in (*subscribers, other_group):
+            subscriber.check_runs()
+    assert set(processed()) == set(acked), "publishMessage sends a message once, whatever it repeats"
+    assert all(re.fullmatch(r"[ab]-\d+", line) for line in processed())

@@ -1,0 +1,36 @@
+"""A program as somebody writes it who has read the design notes: publishMessage and subscribeMessage.
+
+    PORTALMQ_URL=... python design_notes.py publish TOPIC NAME COUNT
+    PORTALMQ_URL=... python design_notes.py subscribe TOPIC GROUP [CRASH_AFTER]
+
+A publisher prints what was published; a subscriber what it has processed.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from portalmq import publishMessage, subscribeMessage
+
+
+def publish(topic: str, name: str, count: int) -> None:
+    for number in range(count):
+        message = f"{name}-{number}"
+        publishMessage(topic, message)
+        print(message, flush=True)
+
+
+def subscribe(topic: str, group: str, crash_after: int) -> None:
+    for taken, message in enumerate(subscribeMessage(topic, group=group, max_messages=10, visibility_timeout_s=3), 1):
+        if taken == crash_after:
+            os._exit(9)
+        print(message.text, flush=True)
+
+
+if __name__ == "__main__":
+    role, topic, name, *rest = sys.argv[1:]
+    if role == "publish":
+        publish(topic, name, int(rest[0]))
+    else:
+        subscribe(topic, name, int(rest[0]) if rest else 0)
