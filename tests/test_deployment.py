@@ -5,7 +5,7 @@ from __future__ import annotations
 import configparser
 
 import pytest
-from support.compose import DATA_DIR, ROOT, compose, image
+from support.compose import DATA_DIR, MINIQ, ROOT, MissingVariable, compose, image, interpolated
 
 from portalmq.broker.config import load_config
 from portalmq.transport import bootstrap_addresses
@@ -126,3 +126,35 @@ def test_the_image_is_the_one_that_compose_builds_and_runs():
 def test_the_broker_is_process_one_and_no_root():
     assert image().entrypoint == ["portalmq"]
     assert image().user not in {"root", "0"}
+
+
+class TestMiniQ:
+    """docs/deploy/compose.miniq.yml."""
+
+    service = compose(MINIQ)["services"]["miniq"]
+
+    def test_it_says_only_what_compose_understands(self):
+        assert set(self.service) <= SERVICE_KEYS
+        assert list(compose(MINIQ)["services"]) == ["miniq"]
+        assert (ROOT / MINIQ).parent.joinpath(self.service["build"]).resolve() == ROOT, "it builds this image"
+        assert self.service["image"] == BROKERS["broker1"]["image"]
+
+    def test_it_is_at_port_9000_of_this_machine(self):
+        assert self.service["ports"] == [f"127.0.0.1:9000:{image().environment['PORTALMQ_PORT']}"]
+
+    def test_its_messages_are_on_a_volume(self):
+        (volume,) = self.service["volumes"]
+        assert volume.partition(":")[::2] == (*compose(MINIQ)["volumes"], DATA_DIR)
+
+    def settings(self, **variables: str):
+        told = image().environment | self.service["environment"]
+        return load_config({}, environ={name: interpolated(value, variables) for name, value in told.items()})
+
+    def test_the_secret_is_the_one_that_is_chosen_and_none_is_refused(self):
+        assert self.settings(MINIQ_SECRET="s3cret").secret == "s3cret"
+        with pytest.raises(MissingVariable, match="choose a secret"):
+            self.settings()
+
+    @pytest.mark.parametrize(("given", "mode"), [({}, False), ({"MINIQ_NO_CONFIRM": "true"}, True)])
+    def test_messages_are_confirmed_unless_somebody_says_otherwise(self, given: dict[str, str], mode: bool):
+        assert self.settings(MINIQ_SECRET="s", **given).no_confirm is mode

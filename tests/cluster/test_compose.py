@@ -1,13 +1,15 @@
-"""docker-compose.yml without Docker: each service's command in its environment, as a plain process."""
+"""docker-compose.yml and MiniQ's, without Docker: each service's command in its environment, as a plain process."""
 
 from __future__ import annotations
 
 import re
 import signal
+import urllib.error
+import urllib.request
 
 import pytest
 from support.cluster import wait_until
-from support.compose import compose, containers
+from support.compose import MINIQ, compose, containers
 
 from portalmq import Admin
 from portalmq.control_plane.embedded import EmbeddedZooKeeper
@@ -47,6 +49,30 @@ def test_the_services_of_the_compose_file_work_together(tmp_path):
             running.running[name].send_signal(signal.SIGTERM)
         assert [running.running[name].wait(40) for name in brokers] == [0, 0, 0]
     assert all((tmp_path / name / "partitions").is_dir() for name in brokers), "messages are on the volume"
+
+
+def test_the_miniq_of_its_compose_file_asks_for_the_secret_and_keeps_messages_over_a_crash(tmp_path):
+    with containers(tmp_path, [], file=MINIQ, MINIQ_SECRET="a secret of the test") as running:
+        port = running.places["miniq:5000"].rpartition(":")[2]
+
+        def ask(path: str, body: bytes | None = None, secret: str = "a secret of the test") -> tuple[int, bytes]:
+            request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", body, {"Authorization": secret})
+            try:
+                with urllib.request.urlopen(request, timeout=20) as answer:
+                    return answer.status, answer.read()
+            except urllib.error.HTTPError as refused:
+                return refused.code, refused.read()
+
+        for crash in (True, False):
+            process = running.start("miniq")
+            wait_until(lambda: running.is_healthy("miniq") or dead(running, "miniq"), "miniq is healthy")
+            if crash:
+                assert ask("/message", b'{"Message": "hello"}')[0] == 200
+                assert ask("/message", secret="a guess")[0] == 401
+                process.kill()
+                process.wait(30)
+        status, body = ask("/message")
+        assert (status, b'"hello"' in body) == (200, True)
 
 
 def dead(running, name: str) -> bool:

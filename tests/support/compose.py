@@ -13,7 +13,7 @@ import shlex
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,8 +26,30 @@ DATA_DIR = "/var/lib/portalmq"
 _PLACE = re.compile(r"\b((?:zk|broker)\d):(\d+)")
 
 
-def compose() -> dict[str, Any]:
-    return yaml.safe_load((ROOT / "docker-compose.yml").read_text())
+MINIQ = "docs/deploy/compose.miniq.yml"
+_VARIABLE = re.compile(r"\$\{(\w+)(?::([-?])((?:[^}$]|\$\$)*))?\}")
+
+
+def compose(name: str = "docker-compose.yml") -> dict[str, Any]:
+    return yaml.safe_load((ROOT / name).read_text())
+
+
+class MissingVariable(Exception):
+    """The compose file cannot be used without it; the sentence is the file's."""
+
+
+def interpolated(text: str, environment: Mapping[str, str]) -> str:
+    """`${NAME:-default}` and `${NAME:?sentence}` as Docker Compose fills them in."""
+
+    def value(found: re.Match[str]) -> str:
+        name, kind, more = found.groups()
+        if environment.get(name):
+            return environment[name]
+        if kind == "?":
+            raise MissingVariable(more.replace("$$", "$"))
+        return more or ""
+
+    return _VARIABLE.sub(value, text)
 
 
 @dataclass(frozen=True)
@@ -57,9 +79,12 @@ class Containers:
     directory: Path
     places: dict[str, str]
     running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    file: str = "docker-compose.yml"
+    # What `docker compose` itself would be started with: the values of ${...}.
+    variables: dict[str, str] = field(default_factory=dict)
 
     def start(self, name: str) -> subprocess.Popen[bytes]:
-        service, made = compose()["services"][name], image()
+        service, made = compose(self.file)["services"][name], image()
         arguments = [*service.get("entrypoint", made.entrypoint), *service.get("command", made.command)]
         with (self.directory / f"{name}.log").open("ab") as log:
             process = subprocess.Popen(
@@ -75,10 +100,11 @@ class Containers:
 
     def environment(self, name: str) -> dict[str, str]:
         inherited = {key: value for key, value in os.environ.items() if not key.startswith("PORTALMQ_")}
-        told = image().environment | compose()["services"][name].get("environment", {})
-        mine = {key: self._moved(value, name) for key, value in told.items()}
-        if name.startswith("broker"):
-            mine["PORTALMQ_PORT"] = self.places[f"{name}:{told['PORTALMQ_PORT']}"].rpartition(":")[2]
+        told = image().environment | compose(self.file)["services"][name].get("environment", {})
+        mine = {key: self._moved(interpolated(value, self.variables), name) for key, value in told.items()}
+        place = self.places.get(f"{name}:{told['PORTALMQ_PORT']}")
+        if place is not None:
+            mine["PORTALMQ_PORT"] = place.rpartition(":")[2]
         return inherited | mine
 
     def _moved(self, value: str, name: str) -> str:
@@ -104,18 +130,22 @@ def _here(program: str) -> list[str]:
 
 
 @contextmanager
-def containers(directory: Path, zookeeper_ports: list[int]) -> Iterator[Containers]:
+def containers(
+    directory: Path, zookeeper_ports: list[int], *, file: str = "docker-compose.yml", **variables: str
+) -> Iterator[Containers]:
     """Nothing runs yet; whatever was started is ended on leaving."""
-    services = compose()["services"]
+    services, default = compose(file)["services"], image().environment["PORTALMQ_PORT"]
     brokers = {
-        name: service["environment"]["PORTALMQ_PORT"] for name, service in services.items() if "build" in service
+        name: service["environment"].get("PORTALMQ_PORT", default)
+        for name, service in services.items()
+        if "build" in service
     }
     places = {f"zk{number}:2181": f"127.0.0.1:{port}" for number, port in enumerate(zookeeper_ports, start=1)}
     with ExitStack() as held:
         for name, port in brokers.items():
             free = held.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
             places[f"{name}:{port}"] = f"127.0.0.1:{free}"
-    made = Containers(directory, places)
+    made = Containers(directory, places, file=file, variables=variables)
     try:
         yield made
     finally:
