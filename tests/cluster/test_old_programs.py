@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -24,8 +25,8 @@ from portalmq import TopicNotFound
 MESSAGES = int(os.environ.get("PORTALMQ_OLD_MESSAGES", "300"))
 PROGRAMS = Path(__file__).parents[1] / "support" / "old_programs"
 LEASE_S = 3.0
-# What a message's way to a program may take on a crowded machine, after its lease has begun.
-SLACK_S = 1.0
+# Nobody waits for a lease to be replicated: those of the last moment before a leader dies may go with it.
+SOFT_S = 1.0
 # With room for a machine that does 20 messages a second.
 WITHIN_S = 60.0 + MESSAGES / 20
 
@@ -80,19 +81,20 @@ def fresh(cluster: Cluster, topic: str, partitions: int) -> int:
     return cluster.wait_for_leader(topic)
 
 
-def kill_in_the_middle(cluster: Cluster, leader: int, producers: list[Program]) -> list[str]:
-    """Kill the leader when a third is acknowledged. What was acknowledged in the end, which is all."""
+def kill_in_the_middle(cluster: Cluster, leader: int, producers: list[Program]) -> tuple[list[str], float]:
+    """Kill the leader when a third is acknowledged. What was so in the end, which is all, and when the leader died."""
 
     def acked() -> list[str]:
         return [line for producer in producers for line in producer.lines()]
 
     wait_until(lambda: len(acked()) >= MESSAGES // 3, "a third is acknowledged", WITHIN_S)
     assert len(acked()) < MESSAGES, "the leader is to be killed in the middle"
+    killed_at = time.monotonic()
     cluster.kill(leader)
     for producer in producers:
         producer.ended()
     assert len(acked()) == len(producers) * (MESSAGES // len(producers))
-    return acked()
+    return acked(), killed_at
 
 
 def test_portal_mq(cluster: Cluster, tmp_path: Path) -> None:
@@ -109,7 +111,7 @@ def test_portal_mq(cluster: Cluster, tmp_path: Path) -> None:
         for name in ("controller-a", "controller-b")
     ]
     with killed_at_the_end(*producers, *consumers):
-        acked = kill_in_the_middle(cluster, leader, producers)
+        acked, _ = kill_in_the_middle(cluster, leader, producers)
 
         def received() -> dict[int, str]:
             return {int(offset): message for each in consumers for offset, message, _ in map(str.split, each.lines())}
@@ -144,7 +146,7 @@ def test_miniq_over_http(cluster: Cluster, tmp_path: Path) -> None:
     readers = [program(f"reader-{number}", "get") for number in range(2)]
     dying = program("dying", "get", "10")
     with killed_at_the_end(*posters, *readers, dying):
-        acked = kill_in_the_middle(cluster, leader, posters)
+        acked, killed_at = kill_in_the_middle(cluster, leader, posters)
         assert dying.process.wait(WITHIN_S) == 9
 
         def confirmed() -> set[str]:
@@ -159,7 +161,7 @@ def test_miniq_over_http(cluster: Cluster, tmp_path: Path) -> None:
     for each in (*readers, dying):
         for key, message, asked_at, _ in each.words("got"):
             assert float(asked_at) <= confirmed_at.get(key, float("inf")), f"{message} was confirmed, and is offered"
-    check_holders_in_turn([*readers, dying])
+    check_holders_in_turn([*readers, dying], killed_at)
 
 
 def test_wonderq(cluster: Cluster, tmp_path: Path) -> None:
@@ -173,7 +175,7 @@ def test_wonderq(cluster: Cluster, tmp_path: Path) -> None:
     consumers = [program(f"consumer-{cid}", "consume", str(cid), "5") for cid in (1, 2)]
     dying = program("dying", "consume", "3", "5", "12")
     with killed_at_the_end(*publishers, *consumers, dying):
-        acked = kill_in_the_middle(cluster, leader, publishers)
+        acked, killed_at = kill_in_the_middle(cluster, leader, publishers)
         assert dying.process.wait(WITHIN_S) == 9
 
         def deleted() -> set[str]:
@@ -195,16 +197,17 @@ def test_wonderq(cluster: Cluster, tmp_path: Path) -> None:
     for each in (*consumers, dying):
         for number, _, asked_at, _ in each.words("got"):
             assert float(asked_at) <= deleted_at.get(number, float("inf")), "a deleted message does not come back"
-    check_holders_in_turn([*consumers, dying])
+    check_holders_in_turn([*consumers, dying], killed_at)
     partitions = {int(number) >> 40 for each in consumers for number, *_ in each.words("got")}
     assert partitions == {0, 1, 2}, "ids of all partitions"
 
 
-def check_holders_in_turn(consumers: list[Program]) -> None:
-    """Whoever was shown a message has it alone until the lease ends, through the death of a leader too.
+def check_holders_in_turn(consumers: list[Program], killed_at: float) -> None:
+    """Whoever was shown a message has it alone until the lease ends, through the death of a leader too unless the lease
+    was given in its last moment.
 
-    A lease began after it was asked for and before it was shown: two of them overlap for certain when the second was
-    shown before the first, counted from when it was shown at the latest, can have ended.
+    A lease begins after it was asked for, and before it was shown. So two overlap for certain when the second was shown
+    less than a lease after the first was asked for.
     """
     shown: dict[str, list[tuple[float, float, int]]] = defaultdict(list)
     for holder, consumer in enumerate(consumers):
@@ -212,7 +215,9 @@ def check_holders_in_turn(consumers: list[Program]) -> None:
             shown[number].append((float(asked_at), float(shown_at), holder))
     for number, turns in shown.items():
         turns.sort()
-        for (asked_at, _, one), (_, again_at, other) in pairwise(turns):
+        for (asked_at, shown_at, one), (_, again_at, other) in pairwise(turns):
+            if shown_at > killed_at - SOFT_S and asked_at < killed_at < again_at:
+                continue
             assert again_at - asked_at >= LEASE_S, f"{number} was shown to {one} and {other} at once: {turns}"
 
 
@@ -229,7 +234,7 @@ def test_the_design_notes(cluster: Cluster, topic: str, tmp_path: Path) -> None:
     other_group = program("other", "subscribe", topic, "group-2")
     everybody = (*subscribers, dying, other_group)
     with killed_at_the_end(*publishers, *everybody):
-        acked = kill_in_the_middle(cluster, leader, publishers)
+        acked, _ = kill_in_the_middle(cluster, leader, publishers)
         assert dying.process.wait(WITHIN_S) == 9
 
         def processed() -> list[str]:
