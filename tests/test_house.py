@@ -298,9 +298,17 @@ def test_docs_that_should_be_there_are() -> None:
     assert f"[{setup()['metadata']['version']}]" in (ROOT / "CHANGELOG.md").read_text()
 
 
-def test_each_feature_in_the_readme_names_a_test_that_exists() -> None:
-    named = re.findall(r"`(tests/[\w/]+\.py)(?:::([\w:]+))?`", (ROOT / "README.md").read_text())
+@pytest.mark.parametrize("document", ["README.md", "docs/SEEDS.md", "docs/NOTES.md"])
+def test_each_feature_in_a_table_names_a_test_that_exists(document: str) -> None:
+    named = re.findall(r"`(tests/[\w/]+\.py)(?:::([\w:]+))?`", (ROOT / document).read_text())
     assert len(named) > 30
     for path, name in named:
         assert (ROOT / path).is_file(), path
         assert not name or f"def {name.split('::')[-1]}(" in (ROOT / path).read_text(), f"{path}::{name}"
+
+
+@pytest.mark.parametrize("document", sorted((ROOT / "docs").glob("*.md")), ids=lambda document: document.name)
+def test_what_a_document_links_to_is_there(document: Path) -> None:
+    links = re.findall(r"\]\(([^)#\s]+)[^)]*\)", document.read_text())
+    missing = [link for link in links if "://" not in link and not (document.parent / link).exists()]
+    assert missing == []
