@@ -42,6 +42,8 @@ DELIVERY_TIMEOUT_S = 120.0
 LOOK_UP_WITHIN_S = 5.0
 # A consumer that sleeps asks again this often: a broker that is paused holds it no longer.
 SLEEP_S = 10.0
+# A topic that was made is known to every broker by then, unless somebody keeps deleting it.
+TOPIC_WITHIN_S = 5.0
 # publishMessage keeps a producer for each cluster (and token) that it was told of, the ones used last.
 PRODUCERS_MAX = 8
 
@@ -295,12 +297,14 @@ class PortalConsumer:
             self._client.create_consumer(self.consumer_id)
             self._client.look_up(self.topic)
             self._is_known = True
-        deadline = time.monotonic() + wait_s
+        began = time.monotonic()
         while True:
-            left_s = max(0.0, deadline - time.monotonic())
+            left_s = max(0.0, began + wait_s - time.monotonic())
             try:
                 message = self._client.read(self.topic, consumer_id=self.consumer_id, wait_s=left_s)
             except TopicNotFound:
+                if time.monotonic() > began + wait_s + TOPIC_WITHIN_S:
+                    raise
                 self._client.create_topic(self.topic)
                 continue
             if message is not None or left_s <= 0 or self._closed.is_set():

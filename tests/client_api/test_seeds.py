@@ -303,6 +303,15 @@ def test_a_topic_that_is_missing_is_made(broker: PortalBroker) -> None:
     assert broker.messages == {"t": []}
 
 
+def test_a_topic_that_somebody_keeps_deleting_is_given_up(
+    broker: PortalBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(seeds, "TOPIC_WITHIN_S", 0.05)
+    monkeypatch.setattr(broker, "at_topic_create", done)
+    with PortalConsumer("t", bootstrap=broker.url) as consumer, pytest.raises(TopicNotFound):
+        consumer.read()
+
+
 def test_close_ends_an_iteration_that_waits(broker: PortalBroker) -> None:
     consumer = PortalConsumer("t", bootstrap=broker.url)
     left: list[list[Any]] = []

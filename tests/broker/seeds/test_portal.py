@@ -81,6 +81,13 @@ def test_a_repeated_publish_with_its_sequence_is_one_message(client: FlaskClient
     assert post(client, "/read", name=topic, id="c")[0] == 204
 
 
+def test_a_repeat_is_recognised_in_a_topic_of_several_partitions(client: FlaskClient, fixture: Fixture) -> None:
+    fixture.broker.create_topic("temp_1", wire.CreateTopic(partitions=5))
+    firsts = [publish(client, str(number), sequence=number) for number in range(20)]
+    assert len({offset >> 40 for (offset,) in firsts}) > 1
+    assert [publish(client, str(number), sequence=number) for number in range(20)] == firsts
+
+
 def test_a_sleeping_reader_is_woken(client: FlaskClient, fixture: Fixture, topic: str) -> None:
     sleeping = gevent.spawn(post, client, "/read", name=topic, id="c", wait_ms=20_000)
     gevent.sleep(0)
