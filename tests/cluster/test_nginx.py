@@ -12,6 +12,8 @@ from support.broker_process import BrokerProcess
 from support.cluster import Cluster, wait_until
 from support.nginx import Nginx, needs_nginx
 
+from portalmq import Admin
+
 pytestmark = [pytest.mark.cluster, needs_nginx, pytest.mark.timeout(120)]
 
 SECRET = "a-secret-of-the-test"
@@ -99,7 +101,12 @@ def test_a_broker_dies_behind_the_name_and_nothing_that_was_acknowledged_is_lost
             cluster.kill(cluster.wait_for_leader("default"))
             sender.join(60)
             assert len(acked) == MESSAGES
+            for broker_id in cluster.running:
+                with Admin(cluster.brokers[broker_id].url) as admin:
+                    looked = [(each.message.text, each.state) for each in admin.unfinished("default", "default")]
+                assert looked == [(text, "ready") for text in acked], "whichever broker is asked for the queue's state"
             taken = _consume(nginx, len(acked))
+            assert not list(cluster.admin().unfinished("default", "default"))
         assert sorted(taken) == sorted(acked), "each that was acknowledged, and by their keys each once"
 
 
