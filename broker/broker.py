@@ -197,7 +197,7 @@ class Broker:
         self.fetching = Fetching(self._topic, atlas.partition, self.leaders, self.groups.lot)
         self._settling = Settling(self.groups, self.leaders, self.peers)
         self.finishing = Finishing(self.groups, self._topic, self.leaders, self.peers)
-        self.sizing = Sizing(self.groups, self._topic, self.leaders, self.peers)
+        self.sizing = Sizing(self.groups, self._topic, self.leaders, self.peers, self.clock)
         self.turns = Turns(self.groups, self._topic, atlas, self.leaders, self.peers, self.clock)
         self.registry = Registry(catalog.plane)
         self.unfinished = Unfinished(self.groups, self._topic, atlas, self.leaders, self.peers, self.clock)
@@ -250,6 +250,7 @@ class Broker:
             "turn": lambda body, peer: self.turns.serve(body),
             "unfinished": lambda body, peer: self.unfinished.serve(body),
             "sizes": lambda body, peer: self.sizing.serve(body),
+            "look": lambda body, peer: self.sizing.serve_look(body),
             "commit": lambda body, peer: self.committing.serve(body),
             "dead_letters": lambda body, peer: self.dead_letters.serve_list(body),
             "match_dead": lambda body, peer: self.dead_letters.serve_match(body),

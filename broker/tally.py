@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 
 from portalmq.broker.clock import Clock
 from portalmq.broker.core.delivery import HELD_MS, GroupDelivery
-from portalmq.broker.core.fold import SpanFold
+from portalmq.broker.core.fold import GroupFold, SpanFold
 from portalmq.broker.core.lanes import DELAYED
 from portalmq.broker.folding import GroupsFold
 from portalmq.broker.partition import Partition
@@ -33,10 +33,18 @@ NEAR = 20_000
 
 
 def counted(partition: Partition, group: str, clock: Clock) -> dict[str, int]:
-    """The counts of one group on one partition."""
+    """The counts of one group on one partition; of one that has not begun there, nothing."""
     delivery = partition.delivery.get(group)
-    if delivery is None:
-        return dict(NOTHING)
+    return dict(NOTHING) if delivery is None else tallied(partition, delivery, clock)
+
+
+def untouched(partition: Partition, group: str) -> GroupDelivery:
+    """The state of a group that has done nothing yet of all that is there."""
+    start = partition.log.log_start_offset
+    return GroupDelivery(GroupFold(group, start, start, []))
+
+
+def tallied(partition: Partition, delivery: GroupDelivery, clock: Clock) -> dict[str, int]:
     now_ms, wall_ms = clock.now_ms(), clock.wall_ms()
     ready, scheduled = _fresh(partition, delivery, wall_ms)
     in_flight = 0

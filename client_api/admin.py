@@ -12,6 +12,7 @@ from urllib.parse import quote
 import msgspec
 
 from portalmq import stream_wire, wire
+from portalmq.errors import PortalMQError
 from portalmq.message import Message, message_from_json, message_from_wire
 from portalmq.transport import Bootstrap, Request, Transport, decode_answer, with_query
 
@@ -50,6 +51,7 @@ class _ScheduledPage(msgspec.Struct):
 class _UnfinishedPage(msgspec.Struct):
     messages: list[wire.UnfinishedShown]
     next: str | None = None
+    counts: wire.QueueCounts | None = None
 
 
 class Unfinished(NamedTuple):
@@ -148,6 +150,14 @@ class Admin:
     def lag(self, group: str) -> int:
         """How many messages the group has not yet acked."""
         return self.group(group).lag
+
+    def queue_counts(self, group: str, topic: str) -> wire.QueueCounts:
+        """How many messages of the topic a queue group has not done: all of them, when nobody has used it yet."""
+        query = {"topic": wire.check_name(topic, "topic"), "limit": 1}
+        page = self._transport.get(f"{_group(group)}/messages", _UnfinishedPage, query)
+        if page.counts is None:
+            raise PortalMQError("the broker told no counts: it is older than this client")
+        return page.counts
 
     def unfinished(self, group: str, topic: str, *, limit: int | None = None) -> Iterator[Unfinished]:
         """The messages of the topic that a queue group has not done, and what is becoming of each: partition by

@@ -276,6 +276,16 @@ class JsonMessageOut(msgspec.Struct, gc=False, omit_defaults=True):
 UnfinishedState = Literal["ready", "in_flight", "scheduled"]
 
 
+class QueueCounts(msgspec.Struct):
+    """How many messages of a topic a queue group has not done, by what is becoming of them, and how many it gave up."""
+
+    ready: int
+    in_flight: int
+    scheduled: int
+    dead: int
+    oldest_unacked_ms: int
+
+
 class UnfinishedOut(JsonMessageOut, gc=False, omit_defaults=True, kw_only=True):
     """A message that a queue group has not done. `available_at_ms` is when it may be handed out (again), where that is
     not now."""

@@ -38,20 +38,18 @@ def show(room: Room, group: str) -> Response:
 
 
 def list_unfinished(room: Room, group: str) -> Response:
-    """What the group has not done in a topic, with what is becoming of each message. `next`, when there is more, is the
-    `after` of the next page. Nothing changes by looking."""
+    """What the group has not done in a topic: counted (on the first page), and each message with its state.
+    `next`, when there is more, is the `after` of the next page. Nothing changes by looking."""
     wire.check_name(group, "group")
     parameters = query("topic", "limit", "after")
     topic = parameters.text("topic")
     if topic is None:
         raise InvalidRequest("which topic? Name it: ?topic=orders")
+    wire.check_name(topic, "topic")
     limit = min(parameters.number("limit", least=1) or UNFINISHED, UNFINISHED_MAX)
-    found = room.domain.unfinished.messages(
-        group,
-        wire.check_name(topic, "topic"),
-        after=_place(parameters.text("after")),
-        forward=may_forward(request.environ),
-    )
+    after, forward = _place(parameters.text("after")), may_forward(request.environ)
+    counts = room.domain.sizing.look(group, topic, forward=forward) if after is None else None
+    found = room.domain.unfinished.messages(group, topic, after=after, forward=forward)
     messages = [
         wire.UnfinishedOut(
             **msgspec.structs.asdict(json_message(each.stored)) | {"delivery_count": each.deliveries},
@@ -61,6 +59,8 @@ def list_unfinished(room: Room, group: str) -> Response:
         for each in islice(found, limit + 1)
     ]
     shown: dict[str, Any] = {"messages": messages[:limit]}
+    if counts is not None:
+        shown["counts"] = msgspec.structs.asdict(counts)
     if len(messages) > limit:
         shown["next"] = messages[limit - 1].id
     return answer(shown)

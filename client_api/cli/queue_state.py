@@ -10,10 +10,8 @@ import click
 
 from portalmq.admin import Unfinished
 from portalmq.cli.output import message_row, show_one, show_rows
-from portalmq.cli.session import Session, with_session
-from portalmq.errors import GroupNotFound
+from portalmq.cli.session import Session, fields, with_session
 
-_COUNTS = ("ready", "in_flight", "scheduled", "dead", "oldest_unacked_ms")
 _COLUMNS = ["id", "state", "deliveries", "sent", "available", "key", "value"]
 
 
@@ -27,29 +25,23 @@ _COLUMNS = ["id", "state", "deliveries", "sent", "available", "key", "value"]
 def queue(session: Session, topic: str, group: str, count: int) -> None:
     """Show a queue's state: how many messages wait, are out, are given up, and each that is not done.
 
-    Messages stand in the order of the log, partition by partition. The counts are the group's, over all topics that it consumes. Looking
-    consumes nothing and changes nothing.
+    Messages stand in the order of the log, partition by partition. Looking consumes nothing and changes nothing; a
+    group that nobody has used yet has everything before it.
 
     Example: portalmq queue --topic orders --group billing -n 20
     """
     with session.admin() as admin:
-        counts: dict[str, Any] | None = None
-        try:
-            described = admin.group(group)
-            counts = {name: getattr(described, name) for name in _COUNTS}
-        except GroupNotFound:
-            click.echo(f"group {group} has not begun: nothing is done yet", err=True)
+        counts = fields(admin.queue_counts(group, topic))
         found = admin.unfinished(group, topic, limit=count + 1)
         rows = list(map(_row, islice(found, count + 1))) if count else []
     shown, more = rows[:count], len(rows) > count
     if session.output == "json":
-        show_one({"topic": topic, "group": group, **(counts or {}), "messages": shown, "more": more}, "json")
+        show_one({"topic": topic, "group": group, **counts, "messages": shown, "more": more}, "json")
         return
-    if counts is not None:
-        click.echo("  ".join(f"{name} {number}" for name, number in counts.items()), err=True)
+    click.echo("  ".join(f"{name} {number}" for name, number in counts.items()), err=True)
     show_rows(shown, session.output, _COLUMNS)
     if more:
-        click.echo(f"... and more: -n shows another number of them", err=True)
+        click.echo("... and more: -n shows another number of them", err=True)
 
 
 def _row(unfinished: Unfinished) -> dict[str, Any]:

@@ -9,12 +9,11 @@ from typing import Any
 import msgspec
 import pytest
 from click.testing import CliRunner, Result
-from support.scripted_broker import Call, Reply, ScriptedBroker, refuse
+from support.scripted_broker import Reply, ScriptedBroker, refuse
 
-from portalmq import wire
 from portalmq.cli.main import main
 
-GROUP = wire.GroupDescription("g", "queue", [], 2, 1, 0, 4, 3, 1500, wire.GroupConfig())
+COUNTS = {"ready": 2, "in_flight": 1, "scheduled": 0, "dead": 4, "oldest_unacked_ms": 1500}
 
 
 @pytest.fixture
@@ -29,12 +28,9 @@ def message(offset: int, state: str, **more: Any) -> dict[str, Any]:
     return {**told, "state": state, "delivery_count": 0, **more}
 
 
-def script(broker: ScriptedBroker, *pages: dict[str, Any], group: wire.GroupDescription | None = GROUP) -> None:
-    def look(broker: ScriptedBroker, call: Call) -> Reply:
-        return Reply(200, msgspec.json.encode(group))
-
-    broker.script("GET", "/v1/groups/g", [look if group else refuse(404, "group_not_found")])
-    replies = [Reply(200, msgspec.json.encode(page)) for page in pages]
+def script(broker: ScriptedBroker, *pages: dict[str, Any]) -> None:
+    """The first answer is about the counts, whatever page it carries."""
+    replies = [Reply(200, msgspec.json.encode(page)) for page in ({"messages": [], "counts": COUNTS}, *pages)]
     broker.script("GET", "/v1/groups/g/messages", [lambda broker, call, reply=reply: reply for reply in replies])
 
 
@@ -59,24 +55,23 @@ def test_json_is_one_document(broker: ScriptedBroker) -> None:
     told = json.loads(run(broker, "-n", "1", "-o", "json").stdout)
     assert (told["topic"], told["group"], told["ready"], told["dead"], told["more"]) == ("t", "g", 2, 4, True)
     assert [(each["id"], each["state"], each["value"]) for each in told["messages"]] == [("0-3", "ready", "m3")]
-    assert broker.calls_of("GET", "/v1/groups/g/messages")[0].query["limit"] == "2"
+    assert broker.calls_of("GET", "/v1/groups/g/messages")[1].query["limit"] == "2"
 
 
 def test_pages_are_read_on_until_enough_is_there(broker: ScriptedBroker) -> None:
     script(broker, {"messages": [message(3, "ready")], "next": "0-3"}, {"messages": [message(4, "scheduled")]})
     result = run(broker, "-o", "ndjson")
     assert [json.loads(line)["id"] for line in result.stdout.splitlines()] == ["0-3", "0-4"]
-    assert [call.query.get("after") for call in broker.calls_of("GET", "/v1/groups/g/messages")] == [None, "0-3"]
+    assert [call.query.get("after") for call in broker.calls_of("GET", "/v1/groups/g/messages")] == [None, None, "0-3"]
 
 
 def test_the_counts_alone(broker: ScriptedBroker) -> None:
     script(broker)
-    assert run(broker, "-n", "0", "-o", "json").exit_code == 0
-    assert broker.calls_of("GET", "/v1/groups/g/messages") == []
+    told = json.loads(run(broker, "-n", "0", "-o", "json").stdout)
+    assert told == {"topic": "t", "group": "g", **COUNTS, "messages": [], "more": False}
+    assert len(broker.calls_of("GET", "/v1/groups/g/messages")) == 1
 
 
-def test_a_group_that_has_not_begun_is_told(broker: ScriptedBroker) -> None:
-    script(broker, {"messages": [message(3, "ready")]}, group=None)
-    result = run(broker)
-    assert "group g has not begun" in result.stderr
-    assert "0-3" in result.stdout
+def test_a_topic_that_is_not_there_is_told(broker: ScriptedBroker) -> None:
+    broker.script("GET", "/v1/groups/g/messages", [refuse(404, "topic_not_found")])
+    assert run(broker).exit_code == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import socket
 import threading
 import time
 from pathlib import Path
@@ -12,7 +13,7 @@ from support.broker_process import BrokerProcess
 from support.cluster import Cluster, wait_until
 from support.nginx import Nginx, needs_nginx
 
-from portalmq import Admin
+from portalmq import Admin, Consumer, Producer
 
 pytestmark = [pytest.mark.cluster, needs_nginx, pytest.mark.timeout(120)]
 
@@ -35,6 +36,19 @@ def test_one_broker_s_answers_come_through_as_they_are(tmp_path: Path):
         wait_until(lambda: _waiting(broker) == 0, "the broker knows that nobody follows the events any more")
         _a_wait_ends_with_the_message(broker, nginx)
         _who_goes_away_takes_nothing(broker, nginx)
+
+
+def test_the_client_library_works_through_the_name_alone(tmp_path: Path):
+    """Where it cannot reach the addresses that brokers tell of themselves, it stays with the one that it was given."""
+    broker = BrokerProcess(tmp_path / "broker", "--advertised-url", "http://127.0.0.1:9", command=("dev",))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        broker.port = free.getsockname()[1]
+    with broker, Nginx(tmp_path / "nginx", [broker.port]) as nginx:
+        with Producer(nginx.url) as producer:
+            futures = [producer.send("t", str(number)) for number in range(100)]
+            assert len({future.result(20).offset for future in futures}) == 100
+        with Consumer("t", group="g", bootstrap=nginx.url) as consumer:
+            assert len(consumer.poll(10, 100)) == 100
 
 
 def _events_come_at_once(nginx: Nginx) -> None:
@@ -103,6 +117,7 @@ def test_a_broker_dies_behind_the_name_and_nothing_that_was_acknowledged_is_lost
             assert len(acked) == MESSAGES
             for broker_id in cluster.running:
                 with Admin(cluster.brokers[broker_id].url) as admin:
+                    assert admin.queue_counts("default", "default").ready == MESSAGES
                     looked = [(each.message.text, each.state) for each in admin.unfinished("default", "default")]
                 assert looked == [(text, "ready") for text in acked], "whichever broker is asked for the queue's state"
             taken = _consume(nginx, len(acked))

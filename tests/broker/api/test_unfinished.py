@@ -41,6 +41,7 @@ def test_each_message_is_told_with_what_is_becoming_of_it(client: FlaskClient, f
     assert shown["messages"][0]["available_at_ms"] == fixture.clock.now_ms() + 30_000
     assert "available_at_ms" not in shown["messages"][1]
     assert "next" not in shown
+    assert shown["counts"] == {"ready": 1, "in_flight": 1, "scheduled": 0, "dead": 0, "oldest_unacked_ms": 0}
 
 
 def test_pages_go_over_all_partitions_and_meet_at_their_edges(client: FlaskClient) -> None:
@@ -55,9 +56,11 @@ def test_pages_go_over_all_partitions_and_meet_at_their_edges(client: FlaskClien
     assert "next" not in page
 
 
-def test_looking_makes_no_group(client: FlaskClient) -> None:
+def test_looking_makes_no_group(client: FlaskClient, fixture: Fixture) -> None:
     produce(client, "a")
-    assert len(client.get("/v1/groups/nobody/messages?topic=t").get_json()["messages"]) == 1
+    fixture.clock.advance(7_000)
+    shown = client.get("/v1/groups/nobody/messages?topic=t").get_json()
+    assert (len(shown["messages"]), shown["counts"]["ready"], shown["counts"]["oldest_unacked_ms"]) == (1, 1, 7_000)
     assert client.get("/v1/groups/nobody").status_code == 404
 
 
@@ -75,6 +78,23 @@ def test_looking_makes_no_group(client: FlaskClient) -> None:
 )
 def test_a_question_that_makes_no_sense_is_refused(client: FlaskClient, query: str, status: int) -> None:
     assert client.get(f"/v1/groups/g/messages{query}").status_code == status
+
+
+def test_the_counts_are_those_of_the_topic_that_is_asked_for(client: FlaskClient) -> None:
+    produce(client, "a")
+    produce(client, "b", partition=1)
+    client.post("/v1/topics/other/messages", data=b"x")
+    client.post("/v1/groups/g/receive", json={"topics": ["other"], "max_messages": 1, "wait_ms": 0})
+    counts = client.get("/v1/groups/g/messages?topic=t").get_json()["counts"]
+    assert (counts["ready"], counts["in_flight"]) == (2, 0)
+
+
+def test_urgent_and_scheduled_messages_are_counted_for_a_group_that_has_not_begun(client: FlaskClient) -> None:
+    produce(client, "plain")
+    client.post("/v1/topics/t/messages", data=b"urgent", headers={"PortalMQ-Priority": "9"})
+    client.post("/v1/topics/t/messages", data=b"later", headers={"PortalMQ-Delay-Ms": "60000"})
+    counts = client.get("/v1/groups/nobody/messages?topic=t").get_json()["counts"]
+    assert (counts["ready"], counts["scheduled"]) == (2, 1)
 
 
 def test_a_stream_group_has_no_such_messages(client: FlaskClient) -> None:
