@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import itertools
 import json
 import time
@@ -31,9 +32,9 @@ class Anywhere:
             except urllib.error.HTTPError as error:
                 if error.code < 500 and error.code != 429:
                     return error.code, None
-            except OSError:
-                pass  # refused, cut off, or silent
-            except (ValueError, EOFError) as fault:
+            except (OSError, http.client.HTTPException):
+                pass  # refused, silent, or cut off, perhaps in the middle of an answer
+            except ValueError as fault:
                 raise SystemExit(f"{method} {path} was answered by something that is no JSON: {fault}") from fault
             if time.monotonic() > deadline:
                 raise SystemExit(f"no server has answered {method} {path} for {GIVE_UP_S} s")

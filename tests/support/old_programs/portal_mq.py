@@ -5,8 +5,8 @@
 
 The text: "producer keeps on retrying to send the message in case of network failure until it receives an
 acknowledgement from broker"; "broker first sends the message with its sequence number, only when consumer receives the
-message it tells the broker to consume". A producer prints what was acknowledged, a consumer what it has received and
-what came of its consume: `<offset> <message> <status>`.
+message it tells the broker to consume". A producer prints what was acknowledged; a consumer prints what it has
+received, `got <offset> <message>`, and only then consumes it and prints what came of it, `consumed <offset> <status>`.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ def consume(servers: Anywhere, topic: str, name: str) -> None:
         if status != 200:
             time.sleep(0.02)  # "consumers automatically sleep when there is no message in the queue"
             continue
+        print("got", shown["offset"], shown["message"], flush=True)
         status, _ = servers.call("POST", "/consume", {"name": topic, "offset": shown["offset"]})
-        print(shown["offset"], shown["message"], status, flush=True)
+        print("consumed", shown["offset"], status, flush=True)
 
 
 if __name__ == "__main__":
