@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import random
 import zlib
+from queue import SimpleQueue
 
 import gevent
 import pytest
 from support.domain import HandClock, running
+from support.replicas import eventually, replicas
 
 from portalmq import wire
-from portalmq.broker.idempotency import SOUGHT_HERE_MAX
+from portalmq.broker.idempotency import SOUGHT_HERE_MAX, identified, known_in
 from portalmq.broker.readable import IDS_SOUGHT_AT_ONCE
 from portalmq.broker.storage.batch import Record
 from portalmq.errors import (
@@ -313,6 +315,43 @@ def test_a_search_that_outlasts_the_leadership_appends_nothing(fixture, monkeypa
     assert send(fixture, many)
     assert seen.index("append") > seen.index("search") > seen.index("election")
     assert seen.count("append") == 1
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_new_leader_is_asked_again_while_it_writes_down_what_the_one_before_sent(tmp_path, monkeypatch, size):
+    """It has these messages, and neither its files nor its memory tell it their ids yet."""
+    records = tuple(identified(Record(name.encode()), name, ()) for name in names(size))
+
+    def known(partition):
+        with known_in(partition, records, "none") as found:
+            return found
+
+    with replicas(tmp_path, 3) as group:
+        eventually(lambda: group.leader.serves and group.agree())
+        first, second = group.partition(1), group.partition(2)
+        gate, append = SimpleQueue(), second.log.append
+
+        def waiting(batches):
+            gate.get()
+            gate.put(None)  # once open, it stays so
+            return append(batches)
+
+        monkeypatch.setattr(second.log, "append", waiting)
+        base_offset, _ = first.append(records, size, acks="leader")
+        eventually(lambda: second.replica.next_offset == first.replica.next_offset)
+        group.elect(2)
+        eventually(lambda: second.replica.leading)
+        try:
+            with pytest.raises(Unavailable) as told:
+                known(second)
+        finally:
+            gate.put(None)
+        assert told.value.retryable
+        assert told.value.outcome == "not_applied"
+        eventually(lambda: second.serves)
+        assert [known(second)[record.message_id][0] for record in records] == list(
+            range(base_offset, base_offset + size)
+        )
 
 
 def test_nothing_is_kept_in_memory(fixture):
