@@ -15,12 +15,14 @@ from portalmq import wire
 from portalmq.broker.idempotency import SOUGHT_HERE_MAX, identified, known_in
 from portalmq.broker.readable import IDS_SOUGHT_AT_ONCE
 from portalmq.broker.storage.batch import Record
+from portalmq.broker.storage.errors import DiskFull, StorageFault
 from portalmq.errors import (
     IdempotencyKeyReused,
     InvalidRequest,
     PartitionNotFound,
     PortalMQError,
     RequestInProgress,
+    StorageFull,
     Unavailable,
 )
 
@@ -286,6 +288,25 @@ def test_what_was_looked_for_is_free_again_after_a_failure(fixture, monkeypatch,
         assert isinstance(attempt(fixture, many), Unavailable)
     assert send(fixture, many)
     assert stored(fixture) == many
+
+
+@pytest.mark.parametrize(
+    ("failure", "told", "ends"),
+    [(DiskFull("full"), StorageFull, False), (StorageFault("I/O error"), Unavailable, True)],
+)
+def test_a_full_disk_refuses_a_search_and_one_that_failed_ends_the_broker(fixture, monkeypatch, failure, told, ends):
+    fixture.broker.create_topic("t", wire.CreateTopic())
+    partition = fixture.broker.topics.get("t").partition(0)
+
+    def fail(*arguments):
+        raise failure
+
+    many = names(2 * SOUGHT_HERE_MAX)
+    with monkeypatch.context() as patch:
+        patch.setattr(partition.log, "find_message_ids", fail)
+        assert isinstance(attempt(fixture, many), told)
+    assert bool(fixture.faults) == ends
+    assert ends or send(fixture, many)
 
 
 def test_a_search_that_outlasts_the_leadership_appends_nothing(fixture, monkeypatch):
