@@ -12,7 +12,8 @@ the rows. What is read twice because the file changed meanwhile was given to nob
 How to open a file that a broker may have open, without writing a byte beside it:
 
     no -wal beside it   sealed, or not open anywhere: immutable=1, and looked at again afterwards
-    else                mode=ro: SQLite's own rules for readers of a live file
+    else                SQLite's own rules for readers of a live file
+    always              mode=ro: else a file that is removed in this very moment would be made again, empty
 
 Nothing else may open the file in this process meanwhile: whoever closes it drops the locks of all (POSIX).
 """
@@ -76,8 +77,8 @@ class _TooHeavy(Exception):
         self.size_bytes = size_bytes
 
 
-def _uri(path: Path, *, immutable: bool) -> str:
-    return f"file:{quote(str(path))}?{'immutable=1' if immutable else 'mode=ro'}"
+def uri_of(path: Path, *, immutable: bool) -> str:
+    return f"file:{quote(str(path))}?mode=ro{'&immutable=1' if immutable else ''}"
 
 
 def is_at_rest(path: Path) -> bool:
@@ -98,8 +99,10 @@ def opened(path: Path) -> Iterator[sqlite3.Connection]:
     if not path.is_file():
         raise FileNotFoundError(path)
     try:
-        connection = sqlite3.connect(_uri(path, immutable=is_at_rest(path)), uri=True, timeout=BUSY_TIMEOUT_MS / 1000)
+        connection = sqlite3.connect(uri_of(path, immutable=is_at_rest(path)), uri=True, timeout=BUSY_TIMEOUT_MS / 1000)
     except sqlite3.Error as error:
+        if not path.is_file():
+            raise FileNotFoundError(path) from error
         raise DamagedFile(path, f"cannot be opened ({error})") from error
     with contextlib.closing(connection):
         try:
@@ -244,7 +247,7 @@ class SegmentRows:
         return DamagedFile(self._path, f"is not a file of PortalMQ, or torn ({fault})")
 
     def _read(self, start: int, end: int, *, immutable: bool) -> pa.RecordBatch | None:
-        with adbc.connect(_uri(self._path, immutable=immutable)) as connection, connection.cursor() as cursor:
+        with adbc.connect(uri_of(self._path, immutable=immutable)) as connection, connection.cursor() as cursor:
             if not immutable:
                 cursor.execute(f"PRAGMA busy_timeout = {BUSY_TIMEOUT_MS}")
             headers = _Batches(_table(cursor, _headers_sql(self._of_batches, start, end)), start, end)
