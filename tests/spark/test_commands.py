@@ -205,7 +205,11 @@ class TestProcesses:
             directory.put("t", *numbered(5))
         return tmp_path / "data"
 
-    def test_the_command_starts_and_ends_spark_and_says_nothing_else(self, tmp_path: Path, small: Path) -> None:
+    def test_the_command_starts_and_ends_spark_and_says_nothing_else(
+        self, tmp_path: Path, small: Path, given_java_home: str | None, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        if given_java_home is None:
+            monkeypatch.delenv("JAVA_HOME", raising=False)  # the command finds a Java by itself
         command = (sys.executable, "-m", "portalmq.cli.main", "report", "--master", "local[2]", "--data-dir", small)
         said = self.check(*command, out=tmp_path / "out")
         assert said.stderr == "" or all(line.startswith("portalmq report: ") for line in said.stderr.splitlines())
