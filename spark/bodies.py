@@ -54,8 +54,8 @@ class Grant(msgspec.Struct, array_like=True):
 
 
 class Ack(msgspec.Struct, array_like=True):
-    """`ahead` are (lane, _, offset): done by who was handed them by a leader that died before its grant was in the
-    log."""
+    """`ahead` are (lane, _, offset), and in none of the ranges: done by who was handed them by a leader that died
+    before its grant was in the log."""
 
     ranges: tuple[Range, ...]
     at_ms: int = 0

@@ -2,6 +2,8 @@
 
 Latency is that of first hand-outs. A message whose delivery count is 1 may have been handed out before: when it was
 redriven, or given back unseen. Such messages are few, and are looked at one by one; all others are counted by runs.
+What was acked without a record of its hand-out, which died with its leader, was delivered, and nobody knows when: it
+counts, without a latency.
 """
 
 from __future__ import annotations
@@ -106,10 +108,11 @@ def groups(found: Delivered) -> DataFrame:
                 "nacked": "event = 'nacked'",
                 "acked": is_done,
                 "dead": "event = 'dead'",
+                "unrecorded": "event = 'acked' AND delivery = 0",
             }.items()
         )
     )
-    first = found.latency.groupBy(*keys).agg(f.sum("messages").alias("delivered"))
+    first = found.latency.groupBy(*keys).agg(f.sum("messages").alias("recorded"))
     waited = found.latency.where("latency_ms IS NOT NULL").groupBy(*keys).agg(_latency().alias("latency_ms"))
     counts = ("delivered", "redelivered", "redeliveries", "nacked", "acked", "dead")
     return (
@@ -117,7 +120,8 @@ def groups(found: Delivered) -> DataFrame:
         .join(first, keys, "left")
         .join(waited, keys, "left")
         .join(found.redelivered, keys, "left")
-        .fillna(0, list(counts))
+        .fillna(0)
+        .withColumn("delivered", f.col("recorded") + f.col("unrecorded"))
         .select("group", "topic", "mode", "latency_ms", *counts)
     )
 

@@ -203,6 +203,8 @@ def _queue_rows(log: Log, record: _Record, moments: Moments) -> Iterator[_Row]:
     body = record.body
 
     def row(event: str, start: int | None, end: int, mode: str | None = "queue", **more: Any) -> _Row:
+        if start is not None and start < end:
+            start = min(max(start, log.start_offset), end)
         where = (log.topic, log.partition, record.group, mode, event, record.at_ms, record.offset)
         return _Row(*where, start, 0 if start is None else end - start, **more)
 
