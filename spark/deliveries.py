@@ -129,7 +129,9 @@ class DeliveriesReader(DataSourceReader):
                 moments, log = Moments([piece.path.parent, *piece.elsewhere]), piece.log
             for chunk in piece.chunks(CHUNK_OFFSETS):
                 for record in _records(chunk, _QUEUE_SQL):
-                    yield from _queue_rows(piece.log, record, moments)
+                    for row in _queue_rows(piece.log, record, moments):
+                        if row.messages or isinstance(record.body, GroupStart | GroupEnd):
+                            yield row
         for pieces in walk.streams:
             yield from _stream_rows(pieces)
 
@@ -203,7 +205,7 @@ def _queue_rows(log: Log, record: _Record, moments: Moments) -> Iterator[_Row]:
     body = record.body
 
     def row(event: str, start: int | None, end: int, mode: str | None = "queue", **more: Any) -> _Row:
-        if start is not None and start < end:
+        if start is not None and start < end:  # what stood below the log's start is gone, as a message
             start = min(max(start, log.start_offset), end)
         where = (log.topic, log.partition, record.group, mode, event, record.at_ms, record.offset)
         return _Row(*where, start, 0 if start is None else end - start, **more)

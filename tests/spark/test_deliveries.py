@@ -263,6 +263,49 @@ def test_what_a_seek_passed_over_is_committed_for_the_first_time_later(tmp_path:
     assert told_of == [(6, 2, 1), (0, 6, 1), (6, 1, 2), (0, 8, 2), (8, 2, 1)]
 
 
+def test_a_group_that_was_deleted_ended_and_its_name_begins_anew(tmp_path: Path) -> None:
+    with written(tmp_path / "data") as data:
+        data.topic("t")
+        data.put("t", b"a", b"b")
+        receive(data)
+        data.fixture.broker.delete_group("g")
+        ack(data, receive(data))
+        streams = data.fixture.broker.streams
+        member = streams.join("s", stream_wire.JoinRequest(["t"], "m"))
+        asked = stream_wire.PartitionOffset("t", 0, data.partition("t").high_watermark)
+        streams.commit("s", stream_wire.CommitOffsetsRequest("m", member.generation, [asked]))
+        data.fixture.broker.delete_group("s")
+    found = [(row["group"], row["event"], row["messages"], row["delivery"]) for row in rows("deliveries", data.path)]
+    assert [each[1:] for each in found if each[0] == "g"] == [
+        ("started", 0, None),
+        ("granted", 2, 1),
+        ("ended", 0, None),
+        ("started", 0, None),
+        ("granted", 2, 1),
+        ("acked", 2, None),
+    ]
+    assert {each[1:] for each in found if each[0] == "s"} == {
+        ("claimed", 0, None),
+        ("committed", 2, 1),
+        ("ended", 0, None),
+    }
+
+
+def test_what_became_of_purged_messages_is_gone_with_them(tmp_path: Path) -> None:
+    with written(tmp_path / "data") as data:
+        data.topic("t")
+        first, *_ = data.put("t", *numbered(6))
+        given = receive(data, 4)
+        data.fixture.broker.purge("t", partition=0, before_offset=first + 3)
+        ack(data, given)
+    told_of = [
+        (row["event"], row["first_offset"] - first, row["messages"])
+        for row in rows("deliveries", tmp_path / "data")
+        if row["messages"]
+    ]
+    assert told_of == [("granted", 3, 1), ("acked", 3, 1)]
+
+
 def test_many_small_tasks_tell_the_same_story(story: Path) -> None:
     def in_order(found: list[dict[str, Any]]) -> list[str]:
         return sorted(map(repr, found))
