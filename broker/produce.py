@@ -19,7 +19,7 @@ import msgspec
 from portalmq.broker.calls import Appended, Place, Produce, Result, Share, result_of
 from portalmq.broker.core.events import Stamp
 from portalmq.broker.forwarding import Leaders, place_of, told
-from portalmq.broker.idempotency import AsSent, Keyed, Repeats, each_once, first_in, identified, known_in
+from portalmq.broker.idempotency import AsSent, Keyed, Repeats, are_many, each_once, first_in, identified, known_in
 from portalmq.broker.partition import Partition
 from portalmq.broker.peers import Peers
 from portalmq.broker.storage.batch import Record
@@ -115,10 +115,12 @@ class Gate:
     check_room: Callable[[Topic, Partition, int, Stamp | None], None]
 
 
-def _entered(topic: Topic, partition: Partition, records: Sequence[Record], order: _Order, gate: Gate) -> _Entry:
+def _entered(
+    topic: Topic, partition: Partition, records: Sequence[Record], order: _Order, gate: Gate, *, are_many_keyed: bool
+) -> _Entry:
     """Allot offsets to what is new. Raises what the partition refuses with; nothing is applied then."""
     entry = _Entry(partition)
-    with _known_in(partition, records, order) as known:
+    with _known_in(partition, records, order, are_many_keyed) as known:
         if order.stamp is not None:
             gate.check_fence(order.stamp)
         for rank, record in enumerate(records):
@@ -138,10 +140,12 @@ def _entered(topic: Topic, partition: Partition, records: Sequence[Record], orde
 
 
 @contextmanager
-def _known_in(partition: Partition, records: Sequence[Record], order: _Order) -> Iterator[dict[bytes, tuple[int, int]]]:
+def _known_in(
+    partition: Partition, records: Sequence[Record], order: _Order, are_many: bool
+) -> Iterator[dict[bytes, tuple[int, int]]]:
     """What of the share is in the log already, by id. No greenlet is switched to in the block."""
     if not order.is_copies:
-        with known_in(partition, records, order.acks) as known:
+        with known_in(partition, records, order.acks, are_many=are_many) as known:
             yield known
         return
     found = {
@@ -184,10 +188,14 @@ class _Producing:
     def here(self, places: Sequence[Place]) -> dict[Place, Appended | PortalMQError]:
         entries: dict[Place, _Entry] = {}
         outcomes: dict[Place, Appended | PortalMQError] = {}
-        for place in places:
+        shares = [self.shares[place.number] for place in places]
+        are_many_keyed = are_many(shares)
+        for place, share in zip(places, shares, strict=True):
             try:
                 partition = self.topic.partition(place.number)
-                entries[place] = _entered(self.topic, partition, self.shares[place.number], self.order, self.gate)
+                entries[place] = _entered(
+                    self.topic, partition, share, self.order, self.gate, are_many_keyed=are_many_keyed
+                )
             except PortalMQError as error:
                 outcomes[place] = error
         for place, entry in entries.items():

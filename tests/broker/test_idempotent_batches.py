@@ -16,6 +16,7 @@ from portalmq.broker.idempotency import SOUGHT_HERE_MAX, identified, known_in
 from portalmq.broker.readable import IDS_SOUGHT_AT_ONCE
 from portalmq.broker.storage.batch import Record
 from portalmq.broker.storage.errors import DiskFull, StorageFault
+from portalmq.broker.storage.log import Log
 from portalmq.errors import (
     IdempotencyKeyReused,
     InvalidRequest,
@@ -201,6 +202,25 @@ def test_what_stands_in_older_segments_is_found(fixture):
     assert send(fixture, rows) == first
 
 
+def test_many_messages_over_many_partitions_do_not_hold_up_the_broker(fixture, monkeypatch):
+    """A few in each partition are many all the same: the hub looks for no more of them than in one."""
+    on_the_hub = []
+    find = Log.find_message_id
+
+    def noted(log, *arguments):
+        on_the_hub.append(arguments)
+        return find(log, *arguments)
+
+    monkeypatch.setattr(Log, "find_message_id", noted)
+    fixture.broker.create_topic("t", wire.CreateTopic(partitions=10))
+    rows = names(10 * SOUGHT_HERE_MAX)
+    spread = [number % 10 for number in range(len(rows))]
+    first = send(fixture, rows, partitions=spread)
+    assert len(on_the_hub) <= SOUGHT_HERE_MAX
+    assert send(fixture, rows, partitions=spread) == first
+    assert sorted(stored(fixture)) == sorted(rows)
+
+
 def test_more_ids_than_one_query_takes_are_found(fixture):
     fixture.broker.create_topic("t", wire.CreateTopic())
     rows = names(2 * IDS_SOUGHT_AT_ONCE + 1)
@@ -344,7 +364,7 @@ def test_a_new_leader_is_asked_again_while_it_writes_down_what_the_one_before_se
     records = tuple(identified(Record(name.encode()), name, ()) for name in names(size))
 
     def known(partition):
-        with known_in(partition, records, "none") as found:
+        with known_in(partition, records, "none", are_many=size > SOUGHT_HERE_MAX) as found:
             return found
 
     with replicas(tmp_path, 3) as group:
