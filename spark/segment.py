@@ -36,7 +36,7 @@ import numpy as np
 import pyarrow as pa
 
 from portalmq.spark.columns import arrow_schema
-from portalmq.spark.errors import DamagedFile, SourceError
+from portalmq.spark.errors import DamagedFile, NotReadable, SourceError
 from portalmq.spark.origin import Log
 
 CHUNK_OFFSETS = 65_536
@@ -94,8 +94,8 @@ def _rest(path: Path) -> tuple[int, int, int] | None:
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[sqlite3.Connection]:
-    """A connection for small questions. Raises FileNotFoundError, DamagedFile, and sqlite3.OperationalError when a
-    broker kept the file locked for seconds."""
+    """A connection for small questions. Raises FileNotFoundError, DamagedFile, NotReadable, and
+    sqlite3.OperationalError when a broker kept the file locked for seconds."""
     if not path.is_file():
         raise FileNotFoundError(path)
     try:
@@ -103,6 +103,7 @@ def opened(path: Path) -> Iterator[sqlite3.Connection]:
     except sqlite3.Error as error:
         if not path.is_file():
             raise FileNotFoundError(path) from error
+        check_readable(path)
         raise DamagedFile(path, f"cannot be opened ({error})") from error
     with contextlib.closing(connection):
         try:
@@ -110,7 +111,15 @@ def opened(path: Path) -> Iterator[sqlite3.Connection]:
         except sqlite3.DatabaseError as error:
             if isinstance(error, sqlite3.OperationalError) and "locked" in str(error):
                 raise
+            check_readable(path)
             raise DamagedFile(path, f"is not a file of PortalMQ, or torn ({error})") from error
+
+
+def check_readable(path: Path) -> None:
+    """SQLite says of a file that it may not read what it says of a torn one. Raises NotReadable."""
+    for each in (path, Path(f"{path}-wal"), Path(f"{path}-shm")):
+        if each.exists() and not os.access(each, os.R_OK):
+            raise NotReadable(each)
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,8 +247,10 @@ class SegmentRows:
         raise SourceError(f"{self._path} was opened and closed by a broker again and again: read it again later")
 
     def _told(self, fault: Exception) -> Exception:
+        """Raises NotReadable."""
         if not self._path.exists():
             return FileNotFoundError(self._path)
+        check_readable(self._path)
         if "is locked" in str(fault) or "locking protocol" in str(fault):
             return SourceError(
                 f"{self._path} was kept locked for {BUSY_TIMEOUT_MS} ms by another process: read it again later"
