@@ -221,6 +221,25 @@ def test_many_messages_over_many_partitions_do_not_hold_up_the_broker(fixture, m
     assert sorted(stored(fixture)) == sorted(rows)
 
 
+@pytest.mark.parametrize("size", SIZES)
+def test_what_is_ordered_elsewhere_is_looked_for_as_a_batch_is(fixture, monkeypatch, size):
+    """Dead letters, and what commits publish: a thousand at once, each with an id."""
+    on_the_hub = []
+    find = Log.find_message_id
+
+    def noted(log, *arguments):
+        on_the_hub.append(arguments)
+        return find(log, *arguments)
+
+    monkeypatch.setattr(Log, "find_message_id", noted)
+    fixture.broker.create_topic("t", wire.CreateTopic())
+    copies = [Record(name.encode(), "text/plain", message_id=wire.message_id_of(name)) for name in names(size)]
+    for _ in range(2):
+        assert fixture.broker._producing.copies(fixture.broker.topics.get("t"), {0: copies}) == {}
+    assert stored(fixture) == names(size)
+    assert len(on_the_hub) <= 2 * SOUGHT_HERE_MAX
+
+
 def test_more_ids_than_one_query_takes_are_found(fixture):
     fixture.broker.create_topic("t", wire.CreateTopic())
     rows = names(2 * IDS_SOUGHT_AT_ONCE + 1)
