@@ -16,7 +16,7 @@ import pytest
 from click.testing import CliRunner, Result
 from support.data_directory import numbered, written
 
-from portalmq.spark import commands, throughput
+from portalmq.spark import commands, session, throughput
 from portalmq.spark.errors import DamagedFile, SourceError
 from portalmq.spark.progress import Progress
 from portalmq.spark.report import model
@@ -217,6 +217,8 @@ class TestProcesses:
     def test_spark_submit_runs_the_same(self, tmp_path: Path, small: Path) -> None:
         submit = shutil.which("spark-submit", path=_PATH)
         assert submit is not None
-        settings = ("--conf", "spark.ui.enabled=false", "--conf", f"spark.pyspark.python={sys.executable}")
+        # As small as the command's own session: with Spark's defaults (200 parts, compiled queries) it takes minutes.
+        confs = {**session.settings("local[2]"), "spark.pyspark.python": sys.executable}
+        settings = tuple(word for name, value in confs.items() for word in ("--conf", f"{name}={value}"))
         script = ROOT / "spark" / "throughput.py"
         self.check(submit, "--master", "local[2]", *settings, script, "--data-dir", small, out=tmp_path / "out")
