@@ -37,10 +37,11 @@ def spark(given_java_home: str | None, tmp_path_factory: pytest.TempPathFactory)
 
     import portalmq.spark
 
+    # Queries here are many and short: to compile them well takes a JVM twice the processor time of running them.
     os.environ.update(
         SPARK_LOCAL_IP="127.0.0.1",
         PYSPARK_PYTHON=sys.executable,
-        PYSPARK_SUBMIT_ARGS="--driver-memory 512m pyspark-shell",
+        PYSPARK_SUBMIT_ARGS="--driver-memory 512m --driver-java-options '-XX:TieredStopAtLevel=1 -XX:+UseSerialGC' pyspark-shell",
     )
     folder = tmp_path_factory.mktemp("spark")
     session = (
