@@ -330,7 +330,7 @@ def _one_stream(
             yield _Row(*where, "sought", *when, body.offset, 0)
         case CommitOffset() | Commit() if body.offset >= 0:
             for start, end, delivery in readers[record.group].commit(body.offset):
-                for run in moments.committed(start, end):
+                for run in moments.committed(max(start, log.start_offset), end):
                     yield _Row(
                         *where,
                         "committed",

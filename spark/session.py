@@ -118,7 +118,8 @@ def settings(master: str) -> Mapping[str, str]:
         "spark.sql.codegen.wholeStage": "false",
         "spark.sql.codegen.factoryMode": "NO_CODEGEN",
         "spark.sql.shuffle.partitions": str(min(4, os.cpu_count() or 1)),
-        "spark.driver.extraJavaOptions": "-XX:+UseSerialGC -XX:TieredStopAtLevel=1",
+        # The quick compiler's own default for its code is 48 MB. Long runs fill it, and Java says so, on stdout.
+        "spark.driver.extraJavaOptions": "-XX:+UseSerialGC -XX:TieredStopAtLevel=1 -XX:ReservedCodeCacheSize=240m",
     }
 
 

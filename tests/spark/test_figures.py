@@ -86,7 +86,7 @@ def test_long_lists_are_cut_to_the_busiest_and_the_rest_is_summed(
         monkeypatch.setattr(model, name, 1)
     made = report(spark, tmp_path / "parquet", story)
     logs = logs_in(story)
-    assert made.left_out == {"topics": 2, "partitions": 3, "producers": 2, "groups": 2, "lag": 4}
+    assert made.left_out == {"topics": 2, "partitions": 3, "producers": 2, "groups": 3, "lag": 6}
     assert [each.topic for each in made.topics] == ["orders"]
     assert {each.topic for each in made.throughput} == {"orders", model.OTHERS}
     total = sum(len(log.messages) for log in logs)

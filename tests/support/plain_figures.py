@@ -74,7 +74,7 @@ def _log(place: Path) -> PlainLog:
         log.batches += _rows(
             path,
             "SELECT base_offset, kind, leader_epoch, appended_at_ms, producer_id FROM batches"
-            f" WHERE base_offset {inside}",
+            f" WHERE base_offset + count > {log.start} AND base_offset < {log.end}",
         )
         log.records += [
             (offset, kind, group, msgspec.msgpack.decode(body) if body else [], at)
