@@ -8,6 +8,7 @@ Both are the same command; under spark-submit its session is used, whatever clus
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -23,6 +24,7 @@ from portalmq.spark.report import model
 JSON, PAGE, PARQUET = "report.json", "report.html", "parquet"
 _OURS = {JSON, PAGE, PARQUET}
 _MAKING = ".making"
+_DISK_FAULTS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO}
 
 
 class OutputTaken(Exception):
@@ -92,7 +94,8 @@ def _place(out: Path) -> Iterator[Path]:
     try:
         yield making.absolute()
     except OSError as fault:
-        if fault.filename is not None and str(fault.filename).startswith(str(out.absolute())):
+        is_ours = str(fault.filename).startswith(str(out.absolute()))
+        if is_ours or (fault.filename is None and fault.errno in _DISK_FAULTS):  # Arrow does not name the file
             raise OutputTaken(f"{out} cannot be written to ({fault.strerror})", 73) from fault
         raise
     finally:

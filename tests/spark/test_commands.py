@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import shutil
@@ -83,6 +84,14 @@ class TestRefused:
 
     def test_neither_data_nor_out(self) -> None:
         assert run().exit_code == 2
+
+
+def test_a_disk_that_is_full_is_told_of_out_and_leaves_nothing(tmp_path: Path) -> None:
+    full = pytest.raises(throughput.OutputTaken, match=r"out cannot be written to \(No space left on device\)")
+    with full as told, throughput._place(tmp_path / "out"):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert told.value.exit_code == 73
+    assert list((tmp_path / "out").iterdir()) == []
 
 
 def test_a_fault_in_a_worker_is_told_in_one_sentence() -> None:
