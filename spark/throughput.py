@@ -43,7 +43,7 @@ def analyse(
     A report that stands in `out` is replaced when the new one is whole. Raises OutputTaken, SparkMissing, SourceError.
     """
     from portalmq.spark.progress import Progress
-    from portalmq.spark.session import session
+    from portalmq.spark.session import beside, session
 
     _check(paths, topics)
     with _place(out) as making:
@@ -51,8 +51,11 @@ def analyse(
             import portalmq.spark
             from portalmq.spark import figures
 
-            portalmq.spark.register(spark)
-            report = figures.report(spark, paths, topics, making / PARQUET, made_at_ms=time.time_ns() // 1_000_000)
+            def make() -> model.Report:
+                portalmq.spark.register(spark)
+                return figures.report(spark, paths, topics, making / PARQUET, made_at_ms=time.time_ns() // 1_000_000)
+
+            report = beside(make)
         from portalmq.spark.report import page
 
         (making / JSON).write_bytes(model.to_json(report))
