@@ -14,7 +14,7 @@ the hub. Many on native threads, during which their ids are marked as sought: no
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -143,8 +143,15 @@ def _in_progress(partition: Partition, where: str) -> RequestInProgress:
     )
 
 
+def are_many(shares: Iterable[Sequence[Record]]) -> bool:
+    """Whether more ids are to be looked for than the hub has the time for, over all partitions of a request."""
+    return sum([1 for records in shares for record in records if record.message_id is not None]) > SOUGHT_HERE_MAX
+
+
 @contextmanager
-def known_in(partition: Partition, records: Sequence[Record], acks: Acks) -> Iterator[dict[bytes, tuple[int, int]]]:
+def known_in(
+    partition: Partition, records: Sequence[Record], acks: Acks, *, are_many: bool
+) -> Iterator[dict[bytes, tuple[int, int]]]:
     """Which of these, all with different ids if any, the partition has: id -> (offset, timestamp_ms). What it has not
     is to be appended within the block. Raises IdempotencyKeyReused, RequestInProgress, Unavailable."""
     keyed = [record for record in records if record.message_id is not None]
@@ -152,7 +159,7 @@ def known_in(partition: Partition, records: Sequence[Record], acks: Acks) -> Ite
     sought: dict[bytes, Record] = {}
     for record in keyed:
         message_id = record.message_id or b""
-        if len(keyed) <= SOUGHT_HERE_MAX:
+        if not are_many:
             place = first_in(partition, message_id, record.body_hash)
         elif partition.is_sought(message_id):
             raise _in_progress(partition, "")

@@ -8,8 +8,7 @@ partition's share is appended by its leader, all or nothing, and there it is dec
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Protocol
@@ -19,7 +18,7 @@ import msgspec
 from portalmq.broker.calls import Appended, Place, Produce, Result, Share, result_of
 from portalmq.broker.core.events import Stamp
 from portalmq.broker.forwarding import Leaders, place_of, told
-from portalmq.broker.idempotency import AsSent, Keyed, Repeats, each_once, first_in, identified, known_in
+from portalmq.broker.idempotency import AsSent, Keyed, Repeats, are_many, each_once, identified, known_in
 from portalmq.broker.partition import Partition
 from portalmq.broker.peers import Peers
 from portalmq.broker.storage.batch import Record
@@ -115,10 +114,14 @@ class Gate:
     check_room: Callable[[Topic, Partition, int, Stamp | None], None]
 
 
-def _entered(topic: Topic, partition: Partition, records: Sequence[Record], order: _Order, gate: Gate) -> _Entry:
+def _entered(
+    topic: Topic, partition: Partition, records: Sequence[Record], order: _Order, gate: Gate, *, are_many_keyed: bool
+) -> _Entry:
     """Allot offsets to what is new. Raises what the partition refuses with; nothing is applied then."""
     entry = _Entry(partition)
-    with _known_in(partition, records, order) as known:
+    # Copies wait for their firsts afterwards, however safe those are.
+    acks: Acks = "none" if order.is_copies else order.acks
+    with known_in(partition, records, acks, are_many=are_many_keyed) as known:
         if order.stamp is not None:
             gate.check_fence(order.stamp)
         for rank, record in enumerate(records):
@@ -135,21 +138,6 @@ def _entered(topic: Topic, partition: Partition, records: Sequence[Record], orde
             entry.pending = partition.submit(tuple(entry.records), size, stamp=order.stamp, acks=order.acks)
             partition.remember_ids(entry.pending)
     return entry
-
-
-@contextmanager
-def _known_in(partition: Partition, records: Sequence[Record], order: _Order) -> Iterator[dict[bytes, tuple[int, int]]]:
-    """What of the share is in the log already, by id. No greenlet is switched to in the block."""
-    if not order.is_copies:
-        with known_in(partition, records, order.acks) as known:
-            yield known
-        return
-    found = {
-        record.message_id: first_in(partition, record.message_id, record.body_hash)
-        for record in records
-        if record.message_id is not None
-    }
-    yield {message_id: place for message_id, place in found.items() if place is not None}
 
 
 def _appended(entry: _Entry, order: _Order) -> Appended:
@@ -184,10 +172,14 @@ class _Producing:
     def here(self, places: Sequence[Place]) -> dict[Place, Appended | PortalMQError]:
         entries: dict[Place, _Entry] = {}
         outcomes: dict[Place, Appended | PortalMQError] = {}
-        for place in places:
+        shares = [self.shares[place.number] for place in places]
+        are_many_keyed = are_many(shares)
+        for place, share in zip(places, shares, strict=True):
             try:
                 partition = self.topic.partition(place.number)
-                entries[place] = _entered(self.topic, partition, self.shares[place.number], self.order, self.gate)
+                entries[place] = _entered(
+                    self.topic, partition, share, self.order, self.gate, are_many_keyed=are_many_keyed
+                )
             except PortalMQError as error:
                 outcomes[place] = error
         for place, entry in entries.items():

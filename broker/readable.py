@@ -43,10 +43,12 @@ class ReadablePartition:
     # --- message ids -------------------------------------------------------------------------------------------------
 
     def place_of_id(self, message_id: bytes) -> tuple[int, bytes | None, int] | None:
-        """(offset, body hash, timestamp) of the message that carries this id within the dedup window, if any."""
+        """(offset, body hash, timestamp) of the message that carries this id within the dedup window, if any. Raises
+        Unavailable while that cannot be told."""
         unwritten = self._uncommitted.place_of(message_id)
         if unwritten is not None:
             return unwritten
+        self._check_files_tell_ids()
         since_ms = max(self.replica.last_timestamp_ms, self.host.clock.wall_ms()) - self.dedup_window_ms
         return self.log.find_message_id(message_id, since_ms)
 
@@ -64,6 +66,7 @@ class ReadablePartition:
         end of the block nobody else looks for one of them to append it. Raises Unavailable when this broker has not led
         all the while: another leader may have appended some of them, and what it did may have come here since."""
         epoch = self.replica.leader_epoch if self.replica.leading else -1
+        self._check_files_tell_ids()
         self._uncommitted.seek(message_ids)
         try:
             found = self._find_ids(message_ids)
@@ -72,6 +75,13 @@ class ReadablePartition:
             yield found
         finally:
             self._uncommitted.sought(message_ids)
+
+    def _check_files_tell_ids(self) -> None:
+        """What the leaders before sent, and is still on its way to this disk, counts as held; and it comes and is
+        written as frames, whose ids nobody looks at."""
+        book = self.replica.in_sync
+        if book is not None and self.log.end_offset < book.epoch_start:
+            raise Unavailable("this broker was elected, and has not begun to lead yet", retry_after_s=0.1)
 
     def _find_ids(self, message_ids: Sequence[bytes]) -> dict[bytes, tuple[int, bytes | None, int]]:
         since_ms = max(self.replica.last_timestamp_ms, self.host.clock.wall_ms()) - self.dedup_window_ms

@@ -9,9 +9,9 @@ from gevent.threadpool import ThreadPool
 
 from portalmq.broker.cache import BatchCache, payload_bytes
 from portalmq.broker.storage.batch import Batch, Kind, Record
-from portalmq.broker.storage.errors import CorruptBatch, DamagedFile, OffsetPurged, StorageError, StorageFault
+from portalmq.broker.storage.errors import CorruptBatch, DamagedFile, DiskFull, OffsetPurged, StorageError, StorageFault
 from portalmq.broker.storage.log import Log
-from portalmq.errors import Unavailable
+from portalmq.errors import StorageFull, Unavailable
 
 # Read ahead this much: whoever reads one message usually reads the next ones too.
 READ_MESSAGES = 1_000
@@ -77,7 +77,7 @@ class Reader:
     def find_ids(
         self, pool: ThreadPool, message_ids: Sequence[bytes], since_ms: int, below: int | None
     ) -> tuple[dict[bytes, tuple[int, bytes | None, int]], int | None]:
-        """As the log's find_message_ids, on a native thread. Raises Unavailable for what is damaged."""
+        """As the log's find_message_ids, on a native thread. Raises Unavailable for what is damaged, StorageFull."""
         self.used = True
         found: tuple[dict[bytes, tuple[int, bytes | None, int]], int | None] | StorageError | Unavailable
         found = pool.apply(_found_ids, (self._log, message_ids, since_ms, below))
@@ -86,6 +86,10 @@ class Reader:
         if isinstance(found, CorruptBatch | DamagedFile):
             self._on_damage(found)
             raise Unavailable(f"a file is damaged on this broker: {found}", outcome="not_applied") from found
+        if isinstance(found, DiskFull):  # to open files that rested takes some room
+            raise StorageFull(
+                "the broker's disk is full: free space or add disk, then repeat", outcome="not_applied", retry_after_s=5
+            ) from found
         if isinstance(found, StorageError):
             self._on_fault(found)
             raise Unavailable("the storage failed", outcome="not_applied") from found

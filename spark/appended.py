@@ -36,12 +36,14 @@ def appended(logs: DataFrame, batches: DataFrame, bucket_ms: int) -> Appended:
             f.min("at_ms").alias("first_ms"),
             f.max("at_ms").alias("last_ms"),
         )
+        .coalesce(1)  # few rows: what is computed of them needs no shuffle
         .persist()
     )
     sizes = (
         messages.select("topic", f.explode("sizes").alias("size", "messages"))
         .groupBy("topic", coarse(f.col("size")).alias("size"), power_from(f.col("size")).alias("from_bytes"))
         .agg(f.sum("messages").alias("messages"), f.sum(_times()).alias("bytes"), f.max("size").alias("biggest"))
+        .coalesce(1)  # few rows: what is computed of them needs no shuffle
         .persist()
     )
     return Appended(logs, batches, volume, sizes, bucket_ms)

@@ -17,7 +17,7 @@ from pyspark.sql.datasource import DataSourceReader, Filter, InputPartition
 from portalmq.spark.errors import BadOption, DataLoss, NothingThere
 from portalmq.spark.filters import Bounds, bounds_of
 from portalmq.spark.options import EARLIEST, LATEST, Bound, Reading
-from portalmq.spark.origin import Log, Origin, Span, origin_of, rows_of
+from portalmq.spark.origin import Log, Origin, origin_of, packed, rows_of, spans_of
 
 
 class MessagesReader(DataSourceReader):
@@ -29,7 +29,8 @@ class MessagesReader(DataSourceReader):
     def partitions(self) -> list[InputPartition]:
         """Raises SourceError."""
         origin = origin_of(self.reading)
-        return [span for log, start, end in self.ranges(origin) for span in origin.spans(log, start, end)]
+        spans = [span for log, start, end in self.ranges(origin) for span in origin.spans(log, start, end)]
+        return packed(spans, self.reading.span_offsets)
 
     def ranges(self, origin: Origin) -> Iterator[tuple[Log, int, int]]:
         """What is to be read, as ranges of offsets."""
@@ -48,8 +49,8 @@ class MessagesReader(DataSourceReader):
                 yield log, low, high
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        if isinstance(partition, Span):  # Spark makes up another one where none was planned
-            yield from rows_of(partition, self.columns, self.reading.fails_on_data_loss)
+        for span in spans_of(partition):
+            yield from rows_of(span, self.columns, self.reading.fails_on_data_loss)
 
 
 class FilteringReader(MessagesReader):

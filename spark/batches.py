@@ -21,7 +21,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 import adbc_driver_sqlite.dbapi as adbc
 import numpy as np
@@ -31,7 +30,7 @@ from pyspark.sql.types import IntegerType, LongType, MapType, StringType, Struct
 
 from portalmq.spark.errors import DamagedFile
 from portalmq.spark.options import Reading
-from portalmq.spark.segment import is_at_rest
+from portalmq.spark.segment import is_at_rest, uri_of
 from portalmq.spark.table import CHUNK_OFFSETS, Piece, Table, Task, directories_of, packed, pieces_of
 
 MESSAGES, EPOCH_START = 0, 1
@@ -97,10 +96,10 @@ class _Chunk:
     def rows(self, low: int, high: int) -> list[pa.RecordBatch]:
         if not self._path.is_file():
             raise FileNotFoundError(self._path)
-        mode = "immutable=1" if is_at_rest(self._path) else "mode=ro"
+        uri = uri_of(self._path, immutable=is_at_rest(self._path))
         try:
             with (
-                closing(adbc.connect(f"file:{quote(str(self._path))}?{mode}")) as connection,
+                closing(adbc.connect(uri)) as connection,
                 closing(connection.cursor()) as cursor,
             ):
                 return self._rows(cursor, low, high)

@@ -193,6 +193,7 @@ def sixtieth(spark: SparkSession, directory: Path, topic: str) -> Selected:
 
     from portalmq.spark.batch import FilteringReader
     from portalmq.spark.options import batch_reading
+    from portalmq.spark.origin import spans_of
 
     frame = spark.read.format("portalmq").options(path=str(directory), topic=topic, columns="timestamp").load()
     first, last = frame.agg(functions.min("timestamp"), functions.max("timestamp")).collect()[0]
@@ -201,7 +202,7 @@ def sixtieth(spark: SparkSession, directory: Path, topic: str) -> Selected:
     end = start + max((last - first) / 60, timedelta(milliseconds=1))
     reader = FilteringReader(batch_reading({"path": str(directory), "topic": topic}), ALL)
     list(reader.pushFilters([GreaterThanOrEqual(("timestamp",), start), LessThan(("timestamp",), end)]))
-    read = {str(span.path) for span in reader.partitions() if hasattr(span, "path")}
+    read = {str(span.path) for task in reader.partitions() for span in spans_of(task) if hasattr(span, "path")}
     pushed = spark.read.format("portalmq").options(path=str(directory), topic=topic, pushdown="true").load()
     rows = pushed.where((functions.col("timestamp") >= start) & (functions.col("timestamp") < end)).count()
     in_range = functions.col("timestamp").cast("double").between(start.timestamp(), end.timestamp() - 1e-6)

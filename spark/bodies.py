@@ -54,8 +54,8 @@ class Grant(msgspec.Struct, array_like=True):
 
 
 class Ack(msgspec.Struct, array_like=True):
-    """`ahead` are (lane, _, offset): done by who was handed them by a leader that died before its grant was in the
-    log."""
+    """`ahead` are (lane, _, offset), and in none of the ranges: done by who was handed them by a leader that died
+    before its grant was in the log."""
 
     ranges: tuple[Range, ...]
     at_ms: int = 0
@@ -130,7 +130,6 @@ _DECODERS: dict[int, msgspec.msgpack.Decoder[Body]] = {
     Kind.ACK: msgspec.msgpack.Decoder(Ack),
     Kind.NACK: msgspec.msgpack.Decoder(Nack),
     Kind.EXTEND: msgspec.msgpack.Decoder(Extend),
-    Kind.GROUP_END: msgspec.msgpack.Decoder(GroupEnd),
     Kind.DEAD: msgspec.msgpack.Decoder(Dead),
     Kind.REDRIVE: msgspec.msgpack.Decoder(Redrive),
     Kind.DROP: msgspec.msgpack.Decoder(Drop),
@@ -144,5 +143,7 @@ STREAM_KINDS = (Kind.COMMIT, Kind.CLAIM, Kind.COMMIT_OFFSET, Kind.SEEK)
 
 def decoded(kind: int, body: bytes) -> Body | None:
     """None for a kind that this room does not know. Raises msgspec.MsgspecError."""
+    if kind == Kind.GROUP_END:
+        return GroupEnd()  # its body is empty: not even an array
     decoder = _DECODERS.get(kind)
     return None if decoder is None else decoder.decode(body)

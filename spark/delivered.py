@@ -2,6 +2,8 @@
 
 Latency is that of first hand-outs. A message whose delivery count is 1 may have been handed out before: when it was
 redriven, or given back unseen. Such messages are few, and are looked at one by one; all others are counted by runs.
+What was acked without a record of its hand-out, which died with its leader, was delivered, and nobody knows when: it
+counts, without a latency.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from portalmq.spark.distribution import coarse, power_from, power_to, quantiles
 _WHERE = ["group", "topic", "partition", "mode"]
 # Runs are cut at multiples of so many offsets, to find those that lie near what was handed out anew.
 _BLOCK = 1024
+_AGAIN = "event IN ('redriven', 'returned') OR (event = 'committed' AND delivery > 1)"
 
 
 @dataclass(frozen=True)
@@ -32,11 +35,12 @@ class Delivered:
 
 
 def delivered(deliveries: DataFrame, groups: DataFrame, bucket_ms: int, as_of_ms: int) -> Delivered:
-    again = deliveries.where("event IN ('redriven', 'returned') OR (event = 'committed' AND delivery > 1)")
+    again, ends = deliveries.where(_AGAIN), deliveries.where("event = 'ended'")
     handed_out = deliveries.where("event IN ('granted', 'committed')")
-    has_again = not again.isEmpty()
+    found = deliveries.agg(f.bool_or(f.expr(_AGAIN)), f.bool_or(f.col("event") == "ended")).collect()[0]
+    has_again, has_ended = bool(found[0]), bool(found[1])
     once, twice = (
-        _first_time(rows, again) if has_again else rows
+        _first_time(_lives(rows, ends, has_ended), _lives(again, ends, has_ended)) if has_again else rows
         for rows in (handed_out.where("delivery = 1"), handed_out.where("delivery = 2"))
     )
     waited = f.greatest(f.lit(0), f.col("at_ms") - f.col("available_ms"))
@@ -55,18 +59,29 @@ def delivered(deliveries: DataFrame, groups: DataFrame, bucket_ms: int, as_of_ms
             f.sum(f.col("waited_ms") * f.col("messages")).alias("total_ms"),
             f.max("waited_ms").alias("longest_ms"),
         )
+        .coalesce(1)  # few rows: what is computed of them needs no shuffle
         .persist()
     )
     redelivered = twice.groupBy("group", "topic", "mode").agg(f.sum("messages").alias("redelivered"))
     return Delivered(deliveries, groups, latency, redelivered, as_of_ms)
 
 
+def _lives(rows: DataFrame, ends: DataFrame, has_ended: bool) -> DataFrame:
+    """`life` tells a group from one of its name that was deleted before."""
+    if not has_ended:
+        return rows.withColumn("life", f.lit(0))
+    keys = ["group", "topic", "partition"]
+    known = ends.groupBy(*keys).agg(f.collect_list("record_offset").alias("ends"))
+    before = f.filter("ends", lambda end: end < f.col("record_offset"))
+    return rows.join(known, keys, "left").withColumn("life", f.coalesce(f.size(before), f.lit(0))).drop("ends")
+
+
 def _first_time(rows: DataFrame, again: DataFrame) -> DataFrame:
     """Of hand-outs the first of each message. `again` are messages that may be among the rows more than once."""
-    marked = _blocks(again).select(*_WHERE, "block").distinct()
+    keys = [*_WHERE, "life", "block"]
+    marked = _blocks(again).select(*keys).distinct()
     pieces = _blocks(rows)
-    keys = [*_WHERE, "block"]
-    order = Window.partitionBy(*_WHERE, "offset").orderBy("record_offset")
+    order = Window.partitionBy(*_WHERE, "life", "offset").orderBy("record_offset")
     single = (
         pieces.join(marked, keys, "left_semi")
         .withColumn("offset", f.explode(f.expr("sequence(first_offset, first_offset + messages - 1)")))
@@ -106,10 +121,11 @@ def groups(found: Delivered) -> DataFrame:
                 "nacked": "event = 'nacked'",
                 "acked": is_done,
                 "dead": "event = 'dead'",
+                "unrecorded": "event = 'acked' AND delivery = 0",
             }.items()
         )
     )
-    first = found.latency.groupBy(*keys).agg(f.sum("messages").alias("delivered"))
+    first = found.latency.groupBy(*keys).agg(f.sum("messages").alias("recorded"))
     waited = found.latency.where("latency_ms IS NOT NULL").groupBy(*keys).agg(_latency().alias("latency_ms"))
     counts = ("delivered", "redelivered", "redeliveries", "nacked", "acked", "dead")
     return (
@@ -117,7 +133,8 @@ def groups(found: Delivered) -> DataFrame:
         .join(first, keys, "left")
         .join(waited, keys, "left")
         .join(found.redelivered, keys, "left")
-        .fillna(0, list(counts))
+        .fillna(0)
+        .withColumn("delivered", f.col("recorded") + f.col("unrecorded"))
         .select("group", "topic", "mode", "latency_ms", *counts)
     )
 

@@ -10,7 +10,8 @@
     first_offset, messages    which messages: so many from that offset on; of `started`, `claimed` and `sought` the
                      offset that the group goes on at, and no message
     delivery         granted: for the how-manieth time; dead: after how many; committed: 1, or 2 for what was
-                     committed before and is again after a seek
+                     committed before and is again after a seek; acked: 0 where the hand-out is not in the log, because
+                     the leader that made it died before others had its record
     available_at     granted, committed: from when on these messages could be delivered (appended, or their deliver_at);
                      null where the file that knew it is gone
     consumer         who was handed them, or committed
@@ -128,7 +129,9 @@ class DeliveriesReader(DataSourceReader):
                 moments, log = Moments([piece.path.parent, *piece.elsewhere]), piece.log
             for chunk in piece.chunks(CHUNK_OFFSETS):
                 for record in _records(chunk, _QUEUE_SQL):
-                    yield from _queue_rows(piece.log, record, moments)
+                    for row in _queue_rows(piece.log, record, moments):
+                        if row.messages or isinstance(record.body, GroupStart | GroupEnd):
+                            yield row
         for pieces in walk.streams:
             yield from _stream_rows(pieces)
 
@@ -202,6 +205,8 @@ def _queue_rows(log: Log, record: _Record, moments: Moments) -> Iterator[_Row]:
     body = record.body
 
     def row(event: str, start: int | None, end: int, mode: str | None = "queue", **more: Any) -> _Row:
+        if start is not None and start < end:  # what stood below the log's start is gone, as a message
+            start = min(max(start, log.start_offset), end)
         where = (log.topic, log.partition, record.group, mode, event, record.at_ms, record.offset)
         return _Row(*where, start, 0 if start is None else end - start, **more)
 
@@ -224,13 +229,9 @@ def _queue_rows(log: Log, record: _Record, moments: Moments) -> Iterator[_Row]:
                     )
             for start, end in body.gone:
                 yield row("expired", start, end)
-        case Ack():
+        case Ack() | Commit():
             yield from (row("acked", start, end) for start, end in body.ranges)
-            for *_, spot in body.ahead:
-                if not any(start <= spot < end for start, end in body.ranges):
-                    yield row("acked", spot, spot + 1)
-        case Commit():
-            yield from (row("acked", start, end) for start, end in body.ranges)
+            yield from (row("acked", offset, offset + 1, delivery=0) for *_, offset in body.ahead)
         case Nack():
             event = "returned" if body.unseen else "nacked"
             yield from (row(event, start, end, reason=body.reason) for start, end, _ in body.ranges)
@@ -249,25 +250,43 @@ def _queue_rows(log: Log, record: _Record, moments: Moments) -> Iterator[_Row]:
 
 
 class _Reader:
-    """How far a stream group is: `position` is the next offset to read, and no message from `first_time` on was ever
-    committed. Both None while not known."""
+    """How far a stream group is: `position` is the next offset to read, None while not known, and `done` are the ranges
+    that were ever committed, sorted and apart. Seeks make more than one of them: what a seek passes over was not read,
+    and is new to the group when a later one goes back."""
 
     def __init__(self, position: int | None) -> None:
-        self.position = self.first_time = position
+        self.position = position
+        self.done: list[tuple[int, int]] = []
 
     def seek(self, offset: int) -> None:
+        if self.position is None:
+            self.done = [(0, offset)]  # as far as is known
         self.position = offset
-        self.first_time = max(self.first_time or 0, offset)
 
     def commit(self, offset: int) -> list[tuple[int, int, int]]:
         """What the commit adds, (start, end, 1 or 2)."""
-        position, first_time = self.position, self.first_time
+        position = self.position
         self.position = max(position or 0, offset)
-        self.first_time = max(first_time or 0, offset)
-        if position is None or first_time is None:
+        if position is None:
+            self.done = [(0, offset)]
+        if position is None or position >= offset:
             return []
-        parts = [(position, min(offset, first_time), 2), (max(position, first_time), offset, 1)]
-        return [part for part in parts if part[0] < part[1]]
+        parts: list[tuple[int, int, int]] = []
+        at = position
+        for start, end in self.done:
+            if end <= at or start >= offset:
+                continue
+            if at < start:
+                parts.append((at, start, 1))
+            parts.append((max(at, start), min(end, offset), 2))
+            at = end
+        if at < offset:
+            parts.append((at, offset, 1))
+        apart = [each for each in self.done if each[1] < position or each[0] > offset]
+        touched = [each for each in self.done if each not in apart]
+        joined = (min([position, *(start for start, _ in touched)]), max([offset, *(end for _, end in touched)]))
+        self.done = sorted([*apart, joined])
+        return parts
 
 
 def _stream_rows(pieces: Sequence[Piece]) -> Iterator[_Row]:
@@ -311,7 +330,7 @@ def _one_stream(
             yield _Row(*where, "sought", *when, body.offset, 0)
         case CommitOffset() | Commit() if body.offset >= 0:
             for start, end, delivery in readers[record.group].commit(body.offset):
-                for run in moments.committed(start, end):
+                for run in moments.committed(max(start, log.start_offset), end):
                     yield _Row(
                         *where,
                         "committed",

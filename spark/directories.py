@@ -24,7 +24,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 import pyarrow as pa
 
-from portalmq.spark.errors import DamagedFile, DataLoss, NothingThere, NoTopic, SourceError
+from portalmq.spark.errors import DamagedFile, DataLoss, NothingThere, NoTopic, NotReadable, SourceError
 from portalmq.spark.origin import SPAN_OFFSETS, Log, Span
 from portalmq.spark.segment import ATTEMPTS, SegmentRows, is_at_rest, opened
 from portalmq.spark.topics import is_wanted, not_found
@@ -227,7 +227,10 @@ class Directories:
         self._seen: dict[str, tuple[Log, list[Replica]]] = {}
 
     def logs(self) -> list[Log]:
-        self._seen = {log.name: (log, replicas) for log, replicas in self._found()}
+        try:
+            self._seen = {log.name: (log, replicas) for log, replicas in self._found()}
+        except PermissionError as error:
+            raise NotReadable(error.filename) from error
         return [log for log, _ in self._seen.values()]
 
     def offset_at(self, log: Log, timestamp_ms: int) -> int:

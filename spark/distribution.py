@@ -24,12 +24,13 @@ def quantiles(value: Column, weight: Column, total: Column, biggest: Column) -> 
     """An aggregate: model.Quantiles of `coarse` values. `total` is the sum of the exact values that a row stands for,
     `biggest` the greatest of them."""
     ranks = f.percentile(value, f.array(f.lit(0.5), f.lit(0.9), f.lit(0.99)), weight)
+    most = f.max(biggest).cast("double")  # the middle of a range may lie above all that is in it
     return f.struct(
         (f.sum(total) / f.sum(weight)).alias("mean"),
-        ranks[0].alias("p50"),
-        ranks[1].alias("p90"),
-        ranks[2].alias("p99"),
-        f.max(biggest).cast("double").alias("max"),
+        f.least(ranks[0], most).alias("p50"),
+        f.least(ranks[1], most).alias("p90"),
+        f.least(ranks[2], most).alias("p99"),
+        most.alias("max"),
     )
 
 

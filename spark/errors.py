@@ -5,6 +5,7 @@
     +-- NothingThere    no such directory, topic or partition
     |   +-- NoTopic     the place is there and can be read, a topic that was asked for is not in it
     +-- DamagedFile     a file that is torn, foreign, or lacks messages
+    +-- NotReadable     a file or directory that this user may not read
     +-- DataLoss        messages that were to be read are gone (retention, purge, a topic made again)
     +-- Unreachable     no broker answers, or none does as it should
     +-- BadRow          a row that cannot be a message
@@ -46,6 +47,20 @@ class DamagedFile(SourceError):
 
     def __reduce__(self) -> tuple[type[DamagedFile], tuple[str, str]]:
         return DamagedFile, (self.path, self.what)
+
+
+class NotReadable(SourceError):
+    """A file or directory that this user may not read."""
+
+    def __init__(self, path: object) -> None:
+        super().__init__(
+            f"{path} may not be read by this user: run Spark as the broker's user, or as a member of the group that the"
+            " files belong to, or name a copy"
+        )
+        self.path = str(path)
+
+    def __reduce__(self) -> tuple[type[NotReadable], tuple[str]]:
+        return NotReadable, (self.path,)
 
 
 class Unreachable(SourceError):

@@ -10,14 +10,16 @@ of report/model.py before it leaves Spark.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import msgspec
 import pyarrow as pa
+import pyarrow.parquet as pq
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as f
 
@@ -43,6 +45,8 @@ WIDTHS_MS = (
 _DAY = 24 * _H
 # Figures are small queries: some at a time keep the cores busy between them.
 FIGURES_AT_A_TIME = 4
+# A figure of so many rows, some MB, is collected; a longer one stays in Spark.
+FEW_ROWS = 100_000
 
 _TABLES = {
     "batches": {"appended_at": "at_ms"},
@@ -79,10 +83,9 @@ def report(
         batch_rows, delivery_rows, group_rows = pool.map(read, *zip(*_TABLES.items(), strict=True))
         for frame in (batch_rows, delivery_rows, group_rows):
             kept.callback(frame.unpersist)
-        spans = pool.map(_span, (batch_rows, delivery_rows.where("event IN ('granted', 'committed')"), delivery_rows))
-        of_batches, of_hand_outs, of_deliveries = list(spans)
-        first, last = _union(of_batches, of_hand_outs)
-        _, as_of_ms = _union(of_batches, of_deliveries)
+        of_batches, of_deliveries = pool.map(_span, (batch_rows, delivery_rows), ("kind", "event"))
+        first, last = _union(of_batches.shown, of_deliveries.shown)
+        as_of_ms = max(of_batches.end_ms, of_deliveries.end_ms)
         bucket_ms = bucket_width_ms(first, last)
         put_in = appended.appended(_logs(spark, logs), batch_rows, bucket_ms)
         taken_out = delivered.delivered(delivery_rows, group_rows, bucket_ms, as_of_ms)
@@ -122,12 +125,20 @@ def _logs(spark: SparkSession, logs: Sequence[Log]) -> DataFrame:
         [pa.array([getattr(log, name) for log in logs], kind) for name, kind in zip(columns, types, strict=True)],
         names=list(columns),
     )
-    return spark.createDataFrame(table)
+    return spark.createDataFrame(table).coalesce(1)
 
 
-def _span(rows: DataFrame) -> tuple[int, int] | None:
-    first, last = rows.agg(f.min("at_ms"), f.max("at_ms")).collect()[0]
-    return None if first is None else (first, last)
+class _Span(NamedTuple):
+    """`shown` is from the first to the last row that a series shows, `end_ms` when the last of all was written."""
+
+    shown: tuple[int, int] | None
+    end_ms: int
+
+
+def _span(rows: DataFrame, what: str) -> _Span:
+    at = f.when(f.col(what).isin("messages", "epoch", "granted", "committed"), f.col("at_ms"))
+    first, last, end = rows.agg(f.min(at), f.max(at), f.max("at_ms")).collect()[0]
+    return _Span(None if first is None else (first, last), end or 0)
 
 
 def _union(*spans: tuple[int, int] | None) -> tuple[int, int]:
@@ -249,19 +260,29 @@ class _Figures:
     def _all(pool: ThreadPoolExecutor, *figures: Callable[[], list[Any]]) -> list[list[Any]]:
         return [future.result() for future in [pool.submit(figure) for figure in figures]]
 
-    def _written(self, name: str, frame: DataFrame) -> DataFrame:
-        """One file, since every figure is an aggregate; what is read further on is what was written."""
-        path = str(self._parquet / name)
-        frame.coalesce(1).write.mode("overwrite").parquet(path)
-        return frame.sparkSession.read.schema(frame.schema).parquet(path)
+    def _written(self, name: str, frame: DataFrame, *order: Column) -> DataFrame | pa.Table:
+        """All rows of a figure, in order, when they are in its Parquet file. Few rows come as one Arrow table and are
+        written here: a query, and not three of them. What there may be any number of is written by Spark, and read
+        again by whoever needs a part of it. One file, since every figure is an aggregate."""
+        rows = frame.coalesce(1).orderBy(*order).limit(FEW_ROWS + 1).toArrow()
+        path = self._parquet / name
+        if rows.num_rows <= FEW_ROWS:
+            shutil.rmtree(path, ignore_errors=True)
+            path.mkdir(parents=True)
+            pq.write_table(rows, path / "part-00000.parquet")
+            return rows
+        frame.coalesce(1).write.mode("overwrite").parquet(str(path))
+        return frame.sparkSession.read.schema(frame.schema).parquet(str(path))
 
     def _top(self, name: str, frame: DataFrame, kind: type[Row], limit: int, *order: Column) -> list[Row]:
-        written = self._written(name, frame)
-        rows = written.orderBy(*order).limit(limit).collect()
-        left_out = written.count() - len(rows) if len(rows) == limit else 0
-        if left_out:
-            self.left_out[name] = left_out
-        return [msgspec.convert(row.asDict(recursive=True), kind) for row in rows]
+        written = self._written(name, frame, *order)
+        if isinstance(written, pa.Table):
+            rows, found = written.slice(0, limit), written.num_rows
+        else:
+            rows, found = written.orderBy(*order).limit(limit).toArrow(), written.count()
+        if found > rows.num_rows:
+            self.left_out[name] = found - rows.num_rows
+        return [msgspec.convert(row, kind) for row in rows.to_pylist()]
 
     def _few(
         self,
@@ -274,14 +295,18 @@ class _Figures:
         others: Sequence[str] | None = None,
     ) -> list[Row]:
         """A list that is bounded by what is shown. What belongs to other topics than `others` is summed up."""
-        written = self._written(name, frame)
+        if others is not None:
+            order = [*order, "topic"]
+        written = self._written(name, frame, *map(f.asc, order))
+        is_whole = not {"topics", "partitions", "groups"}.intersection(self.left_out)
+        if isinstance(written, pa.Table):
+            if is_whole:
+                return [msgspec.convert(row, kind) for row in written.to_pylist()]
+            written = frame.sparkSession.createDataFrame(written)
         if where is not None:
             written = written.where(where)
         if others is not None and "topics" in self.left_out:
             topic = f.when(f.col("topic").isin(list(others)), f.col("topic")).otherwise(f.lit(OTHERS))
             sums = [f.sum(column).alias(column) for column in ("messages", "bytes") if column in written.columns]
-            written = written.withColumn("topic", topic).groupBy("topic", *order).agg(*sums)
-            order = [*order, "topic"]
-        elif others is not None:
-            order = [*order, "topic"]
-        return [msgspec.convert(row.asDict(), kind) for row in written.orderBy(*order).collect()]
+            written = written.withColumn("topic", topic).groupBy(*order).agg(*sums)
+        return [msgspec.convert(row, kind) for row in written.orderBy(*order).toArrow().to_pylist()]

@@ -2,7 +2,7 @@
 
     Origin.logs()          which partitions there are, and which offsets of each are committed
     Origin.offset_at()     where in a log a moment is
-    Origin.spans()         a range of offsets, cut into pieces that one task each reads
+    Origin.spans()         a range of offsets, cut into pieces that one task each can read
     Span.batches()         the rows of one piece, as Arrow batches; runs in a Spark worker
 
 Append times never fall along a log, so a range of times is a range of offsets.
@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 
 # A task reads so many offsets at most: enough to pay for its start, few enough to keep all cores busy.
 SPAN_OFFSETS = 1_000_000
+# Up to so many tasks each piece is one. Where there are more, a task takes several: to start one costs Spark as much as
+# to read tens of thousands of messages. It then reads no more than so many offsets in all.
+TASKS_FEW = 128
+PACKED_OFFSETS = 65_536
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +61,37 @@ class Span(InputPartition):
         """The rows, in order, with these columns in this order. Bounded: no batch holds more than a few tens of MB
         unless a single message does. Raises DamagedFile, DataLoss, SourceError."""
         raise NotImplementedError
+
+
+class Packed(InputPartition):
+    """Small spans, of any logs, that one task reads one after the other."""
+
+    def __init__(self, spans: Sequence[Span]) -> None:
+        super().__init__(None)
+        self.spans = tuple(spans)
+
+
+def packed(spans: Sequence[Span], span_offsets: int = SPAN_OFFSETS) -> list[InputPartition]:
+    """The tasks for these spans, in their order. Thousands of small segments, or partitions, are some hundred tasks.
+    None reads more than `span_offsets`, as none of the spans does."""
+    most = -(-len(spans) // TASKS_FEW)
+    tasks: list[list[Span]] = []
+    offsets = 0
+    for span in spans:
+        size = span.end - span.start
+        if not tasks or len(tasks[-1]) >= most or offsets + size > min(PACKED_OFFSETS, span_offsets):
+            tasks.append([])
+            offsets = 0
+        tasks[-1].append(span)
+        offsets += size
+    return [task[0] if len(task) == 1 else Packed(task) for task in tasks]
+
+
+def spans_of(task: InputPartition) -> tuple[Span, ...]:
+    """What a task reads. Spark makes up a task of its own where none was planned: that one reads nothing."""
+    if isinstance(task, Packed):
+        return task.spans
+    return (task,) if isinstance(task, Span) else ()
 
 
 class Origin(Protocol):

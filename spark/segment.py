@@ -12,7 +12,8 @@ the rows. What is read twice because the file changed meanwhile was given to nob
 How to open a file that a broker may have open, without writing a byte beside it:
 
     no -wal beside it   sealed, or not open anywhere: immutable=1, and looked at again afterwards
-    else                mode=ro: SQLite's own rules for readers of a live file
+    else                SQLite's own rules for readers of a live file
+    always              mode=ro: else a file that is removed in this very moment would be made again, empty
 
 Nothing else may open the file in this process meanwhile: whoever closes it drops the locks of all (POSIX).
 """
@@ -35,7 +36,7 @@ import numpy as np
 import pyarrow as pa
 
 from portalmq.spark.columns import arrow_schema
-from portalmq.spark.errors import DamagedFile, SourceError
+from portalmq.spark.errors import DamagedFile, NotReadable, SourceError
 from portalmq.spark.origin import Log
 
 CHUNK_OFFSETS = 65_536
@@ -76,8 +77,8 @@ class _TooHeavy(Exception):
         self.size_bytes = size_bytes
 
 
-def _uri(path: Path, *, immutable: bool) -> str:
-    return f"file:{quote(str(path))}?{'immutable=1' if immutable else 'mode=ro'}"
+def uri_of(path: Path, *, immutable: bool) -> str:
+    return f"file:{quote(str(path))}?mode=ro{'&immutable=1' if immutable else ''}"
 
 
 def is_at_rest(path: Path) -> bool:
@@ -93,13 +94,16 @@ def _rest(path: Path) -> tuple[int, int, int] | None:
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[sqlite3.Connection]:
-    """A connection for small questions. Raises FileNotFoundError, DamagedFile, and sqlite3.OperationalError when a
-    broker kept the file locked for seconds."""
+    """A connection for small questions. Raises FileNotFoundError, DamagedFile, NotReadable, and
+    sqlite3.OperationalError when a broker kept the file locked for seconds."""
     if not path.is_file():
         raise FileNotFoundError(path)
     try:
-        connection = sqlite3.connect(_uri(path, immutable=is_at_rest(path)), uri=True, timeout=BUSY_TIMEOUT_MS / 1000)
+        connection = sqlite3.connect(uri_of(path, immutable=is_at_rest(path)), uri=True, timeout=BUSY_TIMEOUT_MS / 1000)
     except sqlite3.Error as error:
+        if not path.is_file():
+            raise FileNotFoundError(path) from error
+        check_readable(path)
         raise DamagedFile(path, f"cannot be opened ({error})") from error
     with contextlib.closing(connection):
         try:
@@ -107,7 +111,15 @@ def opened(path: Path) -> Iterator[sqlite3.Connection]:
         except sqlite3.DatabaseError as error:
             if isinstance(error, sqlite3.OperationalError) and "locked" in str(error):
                 raise
+            check_readable(path)
             raise DamagedFile(path, f"is not a file of PortalMQ, or torn ({error})") from error
+
+
+def check_readable(path: Path) -> None:
+    """SQLite says of a file that it may not read what it says of a torn one. Raises NotReadable."""
+    for each in (path, Path(f"{path}-wal"), Path(f"{path}-shm")):
+        if each.exists() and not os.access(each, os.R_OK):
+            raise NotReadable(each)
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,8 +247,10 @@ class SegmentRows:
         raise SourceError(f"{self._path} was opened and closed by a broker again and again: read it again later")
 
     def _told(self, fault: Exception) -> Exception:
+        """Raises NotReadable."""
         if not self._path.exists():
             return FileNotFoundError(self._path)
+        check_readable(self._path)
         if "is locked" in str(fault) or "locking protocol" in str(fault):
             return SourceError(
                 f"{self._path} was kept locked for {BUSY_TIMEOUT_MS} ms by another process: read it again later"
@@ -244,7 +258,7 @@ class SegmentRows:
         return DamagedFile(self._path, f"is not a file of PortalMQ, or torn ({fault})")
 
     def _read(self, start: int, end: int, *, immutable: bool) -> pa.RecordBatch | None:
-        with adbc.connect(_uri(self._path, immutable=immutable)) as connection, connection.cursor() as cursor:
+        with adbc.connect(uri_of(self._path, immutable=immutable)) as connection, connection.cursor() as cursor:
             if not immutable:
                 cursor.execute(f"PRAGMA busy_timeout = {BUSY_TIMEOUT_MS}")
             headers = _Batches(_table(cursor, _headers_sql(self._of_batches, start, end)), start, end)

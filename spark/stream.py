@@ -30,7 +30,7 @@ from portalmq.spark.admission import shares
 from portalmq.spark.errors import BadOption, DataLoss, NoTopic
 from portalmq.spark.lookout import LASTING, PASSING, PATIENCE_S, Lookout, Patience
 from portalmq.spark.options import EARLIEST, LATEST, Reading
-from portalmq.spark.origin import Log, Origin, Span, origin_of, rows_of
+from portalmq.spark.origin import Log, Origin, origin_of, packed, rows_of, spans_of
 from portalmq.spark.positions import Positions, Standing, accepted, as_sorted, standing
 from portalmq.spark.topics import is_pattern
 
@@ -177,7 +177,8 @@ class MessagesStream(DataSourceStreamReader, SupportsTriggerAvailableNow):
         while True:
             ranges, began = self._ranges(wanted), self._clock()
             try:
-                return [span for log, low, high in ranges for span in self._seen_by[log.topic].spans(log, low, high)]
+                spans = [span for log, low, high in ranges for span in self._seen_by[log.topic].spans(log, low, high)]
+                return packed(spans, self.reading.span_offsets)
             except LASTING:
                 raise
             except PASSING as fault:  # a file went between the look and the plan, say: look again
@@ -221,8 +222,8 @@ class MessagesStream(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return logs
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        assert isinstance(partition, Span)
-        yield from rows_of(partition, self.columns, self.reading.fails_on_data_loss)
+        for span in spans_of(partition):
+            yield from rows_of(span, self.columns, self.reading.fails_on_data_loss)
 
     def commit(self, end: Positions) -> None:
         """Nothing to do: what was read stays until retention takes it."""

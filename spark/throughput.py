@@ -8,6 +8,7 @@ Both are the same command; under spark-submit its session is used, whatever clus
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -23,6 +24,7 @@ from portalmq.spark.report import model
 JSON, PAGE, PARQUET = "report.json", "report.html", "parquet"
 _OURS = {JSON, PAGE, PARQUET}
 _MAKING = ".making"
+_DISK_FAULTS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO}
 
 
 class OutputTaken(Exception):
@@ -41,7 +43,7 @@ def analyse(
     A report that stands in `out` is replaced when the new one is whole. Raises OutputTaken, SparkMissing, SourceError.
     """
     from portalmq.spark.progress import Progress
-    from portalmq.spark.session import session
+    from portalmq.spark.session import beside, session
 
     _check(paths, topics)
     with _place(out) as making:
@@ -49,8 +51,11 @@ def analyse(
             import portalmq.spark
             from portalmq.spark import figures
 
-            portalmq.spark.register(spark)
-            report = figures.report(spark, paths, topics, making / PARQUET, made_at_ms=time.time_ns() // 1_000_000)
+            def make() -> model.Report:
+                portalmq.spark.register(spark)
+                return figures.report(spark, paths, topics, making / PARQUET, made_at_ms=time.time_ns() // 1_000_000)
+
+            report = beside(make)
         from portalmq.spark.report import page
 
         (making / JSON).write_bytes(model.to_json(report))
@@ -92,7 +97,8 @@ def _place(out: Path) -> Iterator[Path]:
     try:
         yield making.absolute()
     except OSError as fault:
-        if fault.filename is not None and str(fault.filename).startswith(str(out.absolute())):
+        is_ours = str(fault.filename).startswith(str(out.absolute()))
+        if is_ours or (fault.filename is None and fault.errno in _DISK_FAULTS):  # Arrow does not name the file
             raise OutputTaken(f"{out} cannot be written to ({fault.strerror})", 73) from fault
         raise
     finally:

@@ -33,8 +33,8 @@ class Quantiles(msgspec.Struct, frozen=True):
 
 
 class Totals(msgspec.Struct, frozen=True):
-    """`messages_per_s` is the mean from the first message to the last, over a second at the least; `peak_messages_per_s`
-    the best bucket's."""
+    """`messages_per_s` is the mean from the first message to the last, over a second at the least;
+    `peak_messages_per_s` the best bucket's."""
 
     messages: int
     bytes: int
@@ -119,9 +119,9 @@ class GroupFigures(msgspec.Struct, frozen=True):
     first hand-out in a queue group, to the commit behind it in a stream group (ms).
 
     `delivered` counts messages that were handed out (committed) at least once, `redelivered` those of them that were
-    more than once, `redeliveries` their further hand-outs. A message that was redriven, or given back by a consumer that
-    had not looked at it, is delivered once all the same; one of a group that was deleted and made again anew. `acked`
-    are messages that were done, `nacked` and `dead` how many times one was given back, or given up.
+    more than once, `redeliveries` their further hand-outs. A message that was redriven, or given back by a consumer
+    that had not looked at it, is delivered once all the same; one of a group that was deleted and made again anew.
+    `acked` are messages that were done, `nacked` and `dead` how many times one was given back, or given up.
     """
 
     group: str

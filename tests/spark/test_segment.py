@@ -278,6 +278,30 @@ def test_a_file_that_is_gone_is_not_called_damaged(tmp_path):
         values(path, log)
 
 
+@pytest.mark.parametrize("is_live", [False, True])
+def test_a_file_that_goes_just_before_it_is_opened_is_not_made_again(tmp_path, monkeypatch, is_live):
+    """An empty file in its place would be taken for a foreign segment when the broker starts again."""
+    path, log = one_file(tmp_path / "log", numbered(10))
+    if is_live:
+        Path(f"{path}-wal").touch()
+    real = segment.is_at_rest
+
+    def is_at_rest(seen: Path) -> bool:
+        found = real(seen)
+        for each in (path, Path(f"{path}-wal")):
+            each.unlink(missing_ok=True)
+        return found
+
+    monkeypatch.setattr(segment, "is_at_rest", is_at_rest)
+    with pytest.raises(FileNotFoundError):
+        values(path, log)
+    assert not path.exists()
+    shutil.copy(one_file(tmp_path / "other", numbered(10))[0], path)
+    with pytest.raises(FileNotFoundError), segment.opened(path) as connection:
+        connection.execute("SELECT * FROM meta").fetchall()
+    assert not path.exists()
+
+
 # --- a file that changes while it is read -----------------------------------------------------------------------------
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -89,6 +90,15 @@ def test_a_master_elsewhere_is_left_to_its_own_settings() -> None:
     assert not {"spark.driver.host", "spark.driver.memory", "spark.sql.shuffle.partitions"} & set(
         session.settings("spark://cluster:7077")
     )
+
+
+def test_ctrl_c_while_spark_starts_counts_when_it_has_started() -> None:
+    before, steps = signal.getsignal(signal.SIGINT), []
+    with pytest.raises(KeyboardInterrupt), session._uninterrupted():
+        signal.raise_signal(signal.SIGINT)
+        steps.append("started")
+    assert steps == ["started"]
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_without_pyspark_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

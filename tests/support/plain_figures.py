@@ -74,7 +74,7 @@ def _log(place: Path) -> PlainLog:
         log.batches += _rows(
             path,
             "SELECT base_offset, kind, leader_epoch, appended_at_ms, producer_id FROM batches"
-            f" WHERE base_offset {inside}",
+            f" WHERE base_offset + count > {log.start} AND base_offset < {log.end}",
         )
         log.records += [
             (offset, kind, group, msgspec.msgpack.decode(body) if body else [], at)
@@ -108,12 +108,14 @@ class Told:
     """What became of messages in one group on one topic."""
 
     mode: str
-    first: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)  # message -> (at, waited)
+    # Message -> (at, waited). A message is (partition, offset, how many groups of the name were deleted before).
+    first: dict[tuple[int, int, int], tuple[int, int]] = field(default_factory=dict)
     counts: Counter[int] = field(default_factory=Counter)  # delivery count -> hand-outs
-    again: set[tuple[int, int]] = field(default_factory=set)
+    again: set[tuple[int, int, int]] = field(default_factory=set)
     nacked: int = 0
     acked: int = 0
     dead: int = 0
+    unrecorded: int = 0  # acked, although no hand-out stands in the log
 
 
 def told(logs: Sequence[PlainLog]) -> tuple[dict[tuple[str, str], Told], dict[tuple[str, str, int], set[int]]]:
@@ -122,6 +124,7 @@ def told(logs: Sequence[PlainLog]) -> tuple[dict[tuple[str, str], Told], dict[tu
     left: dict[tuple[str, str, int], set[int]] = {}
     for log in logs:
         positions: dict[str, int] = {}
+        lives = Counter[str]()
         cancelled = {
             offset for _, kind, _, body, _ in log.records if kind == CANCEL for start, end in body[0]
             for offset in range(start, end)
@@ -129,6 +132,12 @@ def told(logs: Sequence[PlainLog]) -> tuple[dict[tuple[str, str], Told], dict[tu
         for _, kind, group, body, at in log.records:
             if not group:
                 continue
+            if kind == ENDED:
+                lives[group] += 1
+                positions.pop(group, None)
+                left.pop((group, log.topic, log.partition), None)
+                continue
+            life = lives[group]
             mode = "stream" if kind in (CLAIM, COMMIT_OFFSET, SEEK) else "queue"
             each = found.setdefault((group, log.topic), Told(mode))
             unfinished = left.setdefault((group, log.topic, log.partition), set())
@@ -138,30 +147,37 @@ def told(logs: Sequence[PlainLog]) -> tuple[dict[tuple[str, str], Told], dict[tu
             elif kind == GRANT:
                 for start, end, delivery in body[0]:
                     for offset in range(start, end):
-                        message = log.messages[offset]
-                        each.first.setdefault((log.partition, offset), (at, max(0, at - message.due)))
+                        message = log.messages.get(offset)
+                        if message is None:
+                            continue  # purged since
+                        each.first.setdefault((log.partition, offset, life), (at, max(0, at - message.due)))
                         each.counts[delivery] += 1
                         if delivery > 1:
-                            each.again.add((log.partition, offset))
+                            each.again.add((log.partition, offset, life))
             elif kind in (ACK, DEAD):
-                offsets = {offset for start, end, *_ in body[0] for offset in range(start, end)}
+                offsets = _there(log, body[0])
                 unfinished -= offsets
                 each.acked += len(offsets) if kind == ACK else 0
                 each.dead += len(offsets) if kind == DEAD else 0
+                if kind == ACK and len(body) > 2:
+                    unfinished -= {offset for *_, offset in body[2]}
+                    each.acked += len(body[2])
+                    each.unrecorded += len(body[2])
             elif kind == NACK and not (len(body) > 3 and body[3]):
-                each.nacked += sum(end - start for start, end, _ in body[0])
+                each.nacked += len(_there(log, body[0]))
             elif kind == REDRIVE:
-                unfinished |= {offset for start, end, _ in body[0] for offset in range(start, end)}
+                unfinished |= _there(log, body[0])
             elif kind == CLAIM and group not in positions:
                 positions[group] = body[2]
                 unfinished |= {offset for offset in log.messages if offset >= body[2]}
             elif kind == SEEK:
                 positions[group] = body[0]
+                unfinished.clear()
                 unfinished |= {offset for offset in log.messages if offset >= body[0]}
-            elif kind == COMMIT_OFFSET and body[0] > positions[group]:
+            elif kind == COMMIT_OFFSET and body[0] > positions.setdefault(group, log.start):
                 for offset in range(positions[group], body[0]):
                     if offset in log.messages:
-                        where = (log.partition, offset)
+                        where = (log.partition, offset, life)
                         is_again = where in each.first
                         each.counts[2 if is_again else 1] += 1
                         each.first.setdefault(where, (at, max(0, at - log.messages[offset].at)))
@@ -172,6 +188,11 @@ def told(logs: Sequence[PlainLog]) -> tuple[dict[tuple[str, str], Told], dict[tu
                         unfinished.discard(offset)
                 positions[group] = body[0]
     return found, left
+
+
+def _there(log: PlainLog, ranges: Iterable[Any]) -> set[int]:
+    """The offsets of ranges, but for messages that are purged since."""
+    return {offset for start, end, *_ in ranges for offset in range(start, end) if offset in log.messages}
 
 
 def size_border(value: int) -> int:

@@ -20,7 +20,7 @@ WITHIN_S = 10
 def busy(path: Path) -> Path:
     """Two topics with messages (one in two partitions and several segments, by three senders; one with delays and
     priorities) and an empty one; queue groups that ack, nack, give back, give up and redrive; a stream group that goes
-    back; a leader that dies."""
+    back; a group that is deleted and made again; a leader that dies."""
     clock, random = HandClock(START_MS), Random(11)
     with written(path, clock) as data:
         data.topic("orders", partitions=2)
@@ -38,6 +38,7 @@ def busy(path: Path) -> Path:
                 data.roll("orders", turn % 2)
         _queue(data)
         _stream(data)
+        _deleted(data)
     clock.advance(7_300)
     with written(path, clock) as data:  # the leader is back: an epoch begins, with a gap before it
         data.put("orders", b"after", b"the fall", partition=0)
@@ -103,6 +104,17 @@ def _queue(data: DataDirectory) -> None:
     data.later(3_200)
     broker.ack("workers", _receipts(_take(data, "workers", "jobs", 5)))
     _take(data, "workers", "jobs", 2)
+
+
+def _deleted(data: DataDirectory) -> None:
+    """A group is deleted, and one of its name begins, in which messages come back unseen."""
+    broker = data.fixture.broker
+    _take(data, "again", "orders", 9)
+    broker.delete_group("again")
+    data.later(40)
+    given = _take(data, "again", "orders", 9)
+    broker.nack("again", _receipts(given[:3]), 0, None, unseen=True)
+    broker.ack("again", _receipts(_take(data, "again", "orders", 5)))
 
 
 def _is_last_delayed(data: DataDirectory, offset: int) -> bool:

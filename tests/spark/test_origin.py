@@ -1,0 +1,95 @@
+"""How pieces become tasks: few are one each, many small ones travel together, and none is lost on the way."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import pytest
+from pyspark.sql.datasource import InputPartition
+from support.data_directory import numbered, written
+
+from portalmq.spark.batch import MessagesReader
+from portalmq.spark.columns import COLUMNS
+from portalmq.spark.options import batch_reading, stream_reading
+from portalmq.spark.origin import PACKED_OFFSETS, TASKS_FEW, Log, Packed, Span, packed, spans_of
+from portalmq.spark.stream import MessagesStream
+
+SEGMENTS = TASKS_FEW + 22
+
+
+def spans(*sizes: int) -> list[Span]:
+    log, found, start = Log("t", "id", 0, 0, sum(sizes)), [], 0
+    for size in sizes:
+        found.append(Span(log, start, start + size))
+        start += size
+    return found
+
+
+def test_few_pieces_are_a_task_each():
+    pieces = spans(*[10] * TASKS_FEW)
+    assert packed(pieces) == pieces
+    assert packed([]) == []
+
+
+def test_thousands_of_small_pieces_are_some_hundred_tasks():
+    pieces = spans(*[10] * (30 * TASKS_FEW + 1))
+    tasks = packed(pieces)
+    assert len(tasks) <= TASKS_FEW
+    assert [span for task in tasks for span in spans_of(task)] == pieces
+
+
+def test_big_pieces_stay_alone_among_thousands():
+    pieces = spans(*[PACKED_OFFSETS // 2 + 1, 10, 10] * TASKS_FEW)
+    tasks = packed(pieces)
+    assert [span for task in tasks for span in spans_of(task)] == pieces
+    assert all(sum(span.end - span.start for span in spans_of(task)) <= PACKED_OFFSETS for task in tasks)
+
+
+def test_no_task_reads_more_than_was_asked_for():
+    pieces = spans(*[10] * (3 * TASKS_FEW))
+    assert packed(pieces, 10) == pieces
+    assert all(sum(span.end - span.start for span in spans_of(task)) == 20 for task in packed(pieces, 29))
+
+
+def test_a_task_that_spark_makes_up_reads_nothing():
+    assert spans_of(InputPartition(None)) == ()
+
+
+@pytest.fixture
+def small_segments(tmp_path: Path) -> Path:
+    with written(tmp_path / "data") as data:
+        data.topic("t")
+        for segment in range(SEGMENTS):
+            data.put("t", *numbered(2, start=2 * segment))
+            data.partition("t").log.roll()
+        data.partition("t").log.seal(data.partition("t").high_watermark)
+    return tmp_path / "data"
+
+
+@pytest.mark.timeout(60)
+def test_many_small_segments_are_read_once_by_fewer_tasks(small_segments):
+    reader = MessagesReader(batch_reading({"path": str(small_segments)}), tuple(COLUMNS))
+    tasks = [pickle.loads(pickle.dumps(task)) for task in reader.partitions()]
+    assert len(tasks) < SEGMENTS
+    assert any(isinstance(task, Packed) for task in tasks)
+    rows = [row for task in tasks for batch in reader.read(task) for row in batch.to_pylist()]
+    assert [row["value"] for row in rows] == numbered(2 * SEGMENTS)
+
+    given = {"path": str(small_segments), "startingOffsets": "earliest"}
+    stream = MessagesStream(stream_reading(given), ("value",))
+    begin = stream.initialOffset()
+    tasks = stream.partitions(begin, stream.latestOffset(begin, stream.getDefaultReadLimit()))
+    assert len(tasks) < SEGMENTS
+    assert [row["value"] for task in tasks for batch in stream.read(task) for row in batch.to_pylist()] == numbered(
+        2 * SEGMENTS
+    )
+
+
+@pytest.mark.timeout(60)
+def test_a_segment_that_goes_costs_the_others_of_its_task_nothing(small_segments):
+    reader = MessagesReader(batch_reading({"path": str(small_segments), "failOnDataLoss": "false"}), ("value",))
+    task = next(task for task in reader.partitions() if isinstance(task, Packed))
+    there = numbered(2 * len(task.spans))
+    Path(task.spans[0].path).unlink()
+    assert [row["value"] for batch in reader.read(task) for row in batch.to_pylist()] == there[2:]
