@@ -12,6 +12,7 @@ producers and consumers, a message for, or a request of, the queue DEFAULT.
 from __future__ import annotations
 
 import base64
+import codecs
 import json
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
@@ -30,6 +31,8 @@ Way = tuple[bytes, ...]
 
 _encode = msgspec.json.Encoder().encode
 _decode_any = msgspec.json.Decoder().decode
+# A number is not made one: Python refuses those of thousands of digits.
+_lenient = json.JSONDecoder(strict=False, parse_int=str)
 
 
 class Malformed(InvalidRequest):
@@ -182,10 +185,11 @@ def partition_of(message_id: str) -> int:
 
 
 def _is_object(body: bytes) -> bool:
-    """Whether it is meant as a JSON object. Nested deeper than can be read it is taken for one, and so is what Python's
-    json writes and no standard knows (NaN, half of a surrogate pair): stored as it came, in the default queue, it would
-    be lost to the queue that it names."""
-    if body.lstrip(b" \t\r\n")[:1] != b"{":
+    """Whether it is meant as a JSON object. Nested deeper than can be read it is taken for one, and so is what programs
+    write and no standard knows: Python's NaN and half of a surrogate pair, a control character in a string, a number of
+    any length, C's NUL behind the object, a byte order mark before it. Stored as it came, in the default queue, it
+    would be lost to the queue that it names."""
+    if body.removeprefix(codecs.BOM_UTF8).lstrip(b" \t\r\n")[:1] != b"{":
         return False
     try:
         _decode_any(body)
@@ -193,7 +197,7 @@ def _is_object(body: bytes) -> bool:
         return True
     except (msgspec.DecodeError, UnicodeError):
         try:
-            json.loads(body.decode())
+            _lenient.decode(body.decode("utf-8-sig").rstrip("\0 \t\r\n"))
         except RecursionError:
             return True
         except ValueError:

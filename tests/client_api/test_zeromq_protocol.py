@@ -68,6 +68,12 @@ def test_bytes_that_are_no_text_stay_bytes():
         (b'{"queue": "", "message": 1}', "cannot name a queue"),
         (b'{"message": "\\ud800"}', "not valid"),
         (b'{"queue": "q", "message": NaN}', "not valid"),
+        # What programs send that put JSON together by hand: C's end of a string, a tab or a new line as it is, a number
+        # of too many digits, the mark some editors begin a text with.
+        (b'{"queue": "q", "message": 1}\0', "not valid"),
+        (b'{"queue": "q", "message": "1\t2\n"}', "not valid"),
+        (b'{"queue": "q", "message": ' + b"1" * 5_000 + b"}", "not valid"),
+        (b'\xef\xbb\xbf{"queue": "q", "message": 1}', "not valid"),
         (b'{"message": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "deep"),
         (b'{"message": 1, "token": 7}', "token"),
     ],
@@ -89,6 +95,12 @@ def test_a_request_names_a_queue_or_gets_the_default_one():
     assert read_asked(b"next please").queue == "default"
     with pytest.raises(InvalidRequest):
         read_asked(b'{"queue": null}')
+
+
+@pytest.mark.parametrize("body", [b'{"queue": "q"}\0', b'\xef\xbb\xbf{"queue": "q"}'])
+def test_who_asks_for_one_queue_is_given_nothing_of_another(body: bytes):
+    with pytest.raises(InvalidRequest, match="not valid"):
+        read_asked(body)
 
 
 def test_a_command_is_passed_on_without_its_token():
