@@ -76,7 +76,8 @@ def summary(made: Report) -> list[str]:
     waits = [group.latency_ms for group in made.groups if group.latency_ms is not None]
     gaps = [each.gap_ms for each in made.fail_overs if each.gap_ms is not None]
     put_in = f"{totals.messages:,} ({_bytes(totals.bytes)}) in {totals.topics} topics, {totals.partitions} partitions"
-    taken_out = f"{delivered:,} to {totals.groups} groups, {redelivered:,} of them more than once"
+    least = "at least " if "groups" in made.left_out else ""
+    taken_out = f"{least}{delivered:,} to {totals.groups} groups, {redelivered:,} of them more than once"
     if waits:
         taken_out += f"; median {_ms(min(wait.p50 for wait in waits))} to {_ms(max(wait.p50 for wait in waits))}"
     return [

@@ -13,6 +13,9 @@ from portalmq.spark.report.model import FailOver, GroupFigures, LagFigures, Late
 from portalmq.spark.report.plots import Series
 from portalmq.spark.report.view import ROWS_MAX, Column, View, figure, framed, named, note, nothing, section, table
 
+# Later deliveries than this one are one column.
+ATTEMPTS_SHOWN = 24
+
 
 def latency(view: View) -> Markup:
     by_group: dict[str, list[LatencyBucket]] = defaultdict(list)
@@ -256,26 +259,34 @@ def _bar(view: View, one: GroupFigures, most: float) -> Markup | None:
 def _attempts(view: View) -> Markup | None:
     """How often messages were handed out a second, a third, an n-th time."""
     attempts: dict[int, dict[str, int]] = defaultdict(lambda: defaultdict(int))
-    for one in view.report.deliveries:
+    queues = {(group.group, group.topic) for group in view.report.groups if group.mode == "queue"}
+    told_of = [one for one in view.report.deliveries if (one.group, one.topic) in queues]
+    for one in told_of:
         attempts[one.delivery][one.group] += one.messages
     again = {number: sum(groups.values()) for number, groups in attempts.items() if number > 1}
     if not any(again.values()):
         return None
-    groups = sorted({one.group for one in view.report.deliveries})
-    numbers = range(2, max(again) + 1)
+    groups = sorted({one.group for one in told_of})
+    numbers = range(2, min(max(again), ATTEMPTS_SHOWN) + 1)
+    columns = [again.get(number, 0) for number in numbers]
+    columns[-1] = sum(count for number, count in again.items() if number >= numbers[-1])
+    labels = [words.ordinal(number) for number in numbers]
+    if max(again) > ATTEMPTS_SHOWN:
+        labels[-1] += " or later"
+    least = "at least " if "deliveries" in view.report.left_out else ""
     rows = (
         [words.ordinal(number), *(words.count(attempts[number][group]) for group in groups)]
         for number in sorted(attempts)
     )
     return figure(
-        f"The most stubborn message was handed out {words.plural(max(again), 'time')}",
-        "Messages that were handed out for the second time, the third, …, all groups together.",
+        f"The most stubborn message was handed out {least}{words.plural(max(again), 'time')}",
+        "Messages that were handed out for the second time, the third, …, all queue groups together.",
         plots.histogram(
-            [f"{words.ordinal(number)} delivery" for number in numbers],
-            [again.get(number, 0) for number in numbers],
+            [f"{label} delivery" for label in labels],
+            columns,
             unit="messages",
             colour=plots.Colour(25),
-            borders=[words.ordinal(number) for number in numbers],
+            borders=labels,
             describe="Columns: messages by the number of their delivery",
             short=True,
             between=True,

@@ -164,7 +164,7 @@ def histogram(
         if value
     ]
     shape = element("path", d="".join(path), class_=colour.css("fill"), style=colour.style)
-    every = -(-len(borders) // 9)
+    every = -(-len(borders) // (5 if short else 9))  # several short ones stand beside one another
     ticks = [Tick(100 * (at + between / 2) / len(values), text) for at, text in enumerate(borders) if at % every == 0]
     hover = _hover(labels, [Series("", values, colour)], unit)
     drawing = _svg(f"0 0 {max(len(values), 1)} 100", shape)

@@ -17,7 +17,7 @@ from support import chromium, reports
 from portalmq.spark.report import page
 from portalmq.spark.report.axes import Linear, Logarithmic, Times
 from portalmq.spark.report.markup import Markup, element
-from portalmq.spark.report.model import FailOver, LatencyBucket, Quantiles, Report, SizeBucket, TopicFigures
+from portalmq.spark.report.model import Deliveries, FailOver, LatencyBucket, Quantiles, Report, SizeBucket, TopicFigures
 from portalmq.spark.report.view import changes_of_leaders
 
 SECTIONS = ("throughput", "partitions", "sizes", "producers", "latency", "redeliveries", "lag", "leaders")
@@ -120,6 +120,16 @@ class TestWhatItSays:
         found = read(reports.made({"orders": 3}, groups={"fast": "queue", "slow": "queue"})).words
         assert "slow is 111 messages behind on orders" in found
         assert "8.4 s" in found
+
+    def test_messages_that_come_again_thousands_of_times_are_few_columns(self) -> None:
+        made = reports.made({"orders": 3}, groups={"g": "queue"})
+        many = [Deliveries("g", "orders", number, 1) for number in range(1, 5_001)]
+        cut = msgspec.structs.replace(made, deliveries=many[:500], left_out={"deliveries": 4_500})
+        for report, times in ((msgspec.structs.replace(made, deliveries=many), "5,000"), (cut, "at least 500")):
+            found = page.html(report)
+            assert f"was handed out {times} times" in found
+            assert "24th or later delivery" in found
+            assert "25th delivery" not in found
 
     def test_the_first_epoch_of_a_partition_is_no_fail_over(self) -> None:
         epochs = [
