@@ -42,7 +42,8 @@ def spark(given_java_home: str | None, tmp_path_factory: pytest.TempPathFactory)
         SPARK_LOCAL_IP="127.0.0.1",
         PYSPARK_PYTHON=sys.executable,
         PYSPARK_SUBMIT_ARGS="--driver-memory 512m"
-        " --driver-java-options '-XX:TieredStopAtLevel=1 -XX:+UseSerialGC' pyspark-shell",
+        " --driver-java-options '-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -XX:ReservedCodeCacheSize=240m'"
+        " pyspark-shell",
     )
     folder = tmp_path_factory.mktemp("spark")
     session = (

@@ -94,9 +94,14 @@ def test_a_master_elsewhere_is_left_to_its_own_settings() -> None:
 
 def test_ctrl_c_while_spark_starts_counts_when_it_has_started() -> None:
     before, steps = signal.getsignal(signal.SIGINT), []
-    with pytest.raises(KeyboardInterrupt), session._uninterrupted():
-        signal.raise_signal(signal.SIGINT)
-        steps.append("started")
+
+    def start() -> None:
+        with session._uninterrupted():
+            signal.raise_signal(signal.SIGINT)
+            steps.append("started")
+
+    with pytest.raises(KeyboardInterrupt):
+        start()
     assert steps == ["started"]
     assert signal.getsignal(signal.SIGINT) is before
 
