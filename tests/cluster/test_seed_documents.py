@@ -26,19 +26,20 @@ def broker(tmp_path: Path) -> Iterator[BrokerProcess]:
 
 
 def said_by(document: str, broker: BrokerProcess, tmp_path: Path) -> list[str]:
-    """What each `sh` block of the document prints."""
+    """What each `sh` block of the document prints, pasted as it stands, but for the broker's port."""
     text = (REPOSITORY / "docs" / document).read_text(encoding="utf-8")
+    text = text.replace("http://localhost:5000", broker.url)
     blocks = re.findall(r"^```sh\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     program = tmp_path / "portalmq"
     program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m portalmq.cli.main "$@"\n')
     program.chmod(0o755)
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("PORTALMQ_")}
+    environment = {key: value for key, value in os.environ.items() if key != "URL" and not key.startswith("PORTALMQ_")}
     path = f"{tmp_path}:{environment['PATH']}"
     # As in a terminal, where a prompt begins a line: curl ends none.
     ends = [re.sub(r"\n(?=curl|portalmq)", "; echo\n", block) for block in blocks]
     shell = subprocess.run(
-        ["bash", "-e", "-c", "\necho; echo '=== next'\n".join(ends)],
-        env=environment | {"PATH": path, "URL": broker.url, "PORTALMQ_URL": broker.url},
+        ["bash", "-eu", "-c", "\necho; echo '=== next'\n".join(ends)],
+        env=environment | {"PATH": path, "PORTALMQ_URL": broker.url},
         capture_output=True,
         text=True,
         timeout=90,
