@@ -41,6 +41,8 @@ LOOK_AGAIN_MS = 1_000
 SOON_MS = 20
 # A cursor that has passed so many places of other lanes is worth a record.
 PASSED_MAX = 10_000
+# Messages that were done unseen are kept one by one until the cursor passes them. It is made to after so many more.
+AHEAD_STEP = 1_000
 EXHAUSTED = "max_deliveries: the last lease ended without an ack"
 
 
@@ -76,6 +78,7 @@ class GroupPartition:
         self._timer_at_ms = 0
         self._detached = False
         self._handed = HandedOut()
+        self._ahead_max = AHEAD_STEP
         # The group's settings as they are now.
         self.settings: Callable[[], GroupConfig] = GroupConfig
         # How many messages were handed out just now, and how many of them not for the first time.
@@ -430,7 +433,17 @@ class GroupPartition:
         if not ranges and not ahead:
             return self._wait_for_appended()
         pending = self.partition.append_group_record(self.group, Ack(ranges, self._clock.now_ms(), ahead))
+        if ahead:
+            self._pass_ahead()
         return self._then_others(pending)
+
+    def _pass_ahead(self) -> None:
+        """Nobody may ever receive here, where messages are read and done by their places alone: the cursor goes on."""
+        if self.delivery.ahead_count < self._ahead_max:
+            return
+        with suppress(PortalMQError):  # what is done is so in any case; the next ones try again
+            self._pass_over(self._choice(self._clock.now_ms(), 0))
+        self._ahead_max = self.delivery.ahead_count + AHEAD_STEP
 
     def _then_others(self, pending: Pending) -> Callable[[], None]:
         """Wait until messages are done; then it may be the turn of others of their keys."""

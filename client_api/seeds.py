@@ -23,7 +23,7 @@ import time
 import uuid
 from collections import OrderedDict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -223,6 +223,7 @@ class PortalProducer:
         """`delivery_timeout_s`: how long one message is tried."""
         self.topic = wire.check_name(topic, "topic")
         self.producer_id = _name("producer", producer_id)
+        self._is_named = producer_id is not None
         # Programs come back under their names, and count from one again: what they send then is no repeat.
         self._instance = uuid.uuid4().hex
         self._published = 0
@@ -238,7 +239,8 @@ class PortalProducer:
         "unknown" the message may be in.
         """
         if not self._is_known:
-            self._client.create_producer(self.producer_id)
+            if self._is_named:  # each start would leave a name behind that was made up for it
+                self._client.create_producer(self.producer_id)
             self._client.look_up(self.topic)
             self._is_known = True
         with self._lock:
@@ -284,6 +286,7 @@ class PortalConsumer:
             raise ValueError(f"delivery={delivery!r}: use 'at_least_once' or 'at_most_once'")
         self.topic = wire.check_name(topic, "topic")
         self.consumer_id = _name("consumer", consumer_id)
+        self._is_named = consumer_id is not None
         self._delivery = delivery
         self._idle_timeout_s = idle_timeout_s
         self._held: PortalMessage | None = None
@@ -294,7 +297,8 @@ class PortalConsumer:
     def read(self, wait_s: float = 0.0) -> PortalMessage | None:
         """The message whose turn it is, asleep until there is one or `wait_s` is over. A missing topic is made."""
         if not self._is_known:
-            self._client.create_consumer(self.consumer_id)
+            if self._is_named:  # each start would leave a name behind that was made up for it
+                self._client.create_consumer(self.consumer_id)
             self._client.look_up(self.topic)
             self._is_known = True
         began = time.monotonic()
@@ -343,7 +347,8 @@ class PortalConsumer:
     def _end_held(self) -> None:
         """Raises with the message still in hand: asking again tries again."""
         if self._held is not None and not self._closed.is_set():
-            self.consume(self._held)
+            with suppress(TopicNotFound):  # deleted meanwhile, and the message with it
+                self.consume(self._held)
             self._held = None
 
     def close(self) -> None:

@@ -364,9 +364,11 @@ class GroupDelivery:
         span = self.at(offset)
         if span is not None and not (span.leased and span.available_at_ms > now_ms):
             return False
-        for attempt_id, (_, ranges) in reversed(self.attempts.items()):
+        for attempt_id, (deadline_ms, ranges) in reversed(self.attempts.items()):
             if any(start <= offset < end for start, end in ranges):
-                return attempt_id.startswith(f"{holder}:")
+                # A lease that began after this one's end was given by a receive without an attempt's id.
+                is_last = span is None or span.granted_at_ms < deadline_ms
+                return is_last and attempt_id.startswith(f"{holder}:")
         return False
 
     def ackable(self, offsets: Iterable[int], delivery: int, now_ms: int) -> tuple[list[bool], list[int]]:

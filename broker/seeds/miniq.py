@@ -13,7 +13,6 @@ Timestamps are Unix milliseconds.
 from __future__ import annotations
 
 import uuid
-from itertools import islice
 
 import msgspec
 from flask import Response, request
@@ -22,7 +21,7 @@ from portalmq import wire
 from portalmq.broker.api.peer import peer_of
 from portalmq.broker.api.room import Room, answer, query
 from portalmq.broker.seeds import DEFAULT
-from portalmq.broker.seeds.payload import NO_JSON, message_id, place_of_id, record_of, shown
+from portalmq.broker.seeds.payload import NO_JSON, first_of, message_id, place_of_id, record_of, shown
 from portalmq.broker.storage.batch import Record
 from portalmq.errors import InvalidRequest, MessageNotFound, PartitionNotFound, PortalMQError, TopicNotFound
 
@@ -90,9 +89,9 @@ def confirm(room: Room) -> Response:
 
 
 def read_all(room: Room) -> Response:
-    """All that is not confirmed yet, at most LIST_MAX; `more` says whether that is not all."""
+    """All that is not confirmed yet, at most LIST_MAX, and 32 MiB; `more` says whether that is not all."""
     queue = _queue()
-    found = list(islice(room.domain.unfinished.messages(DEFAULT, queue), LIST_MAX + 1))
+    found, more = first_of(room.domain.unfinished.messages(DEFAULT, queue), LIST_MAX)
     messages = [
         {
             **shown(each.stored.record),
@@ -100,9 +99,9 @@ def read_all(room: Room) -> Response:
             "key": message_id(each.stored.partition, each.stored.offset),
             "state": each.state,
         }
-        for each in found[:LIST_MAX]
+        for each in found
     ]
-    return answer({"messages": messages, "more": len(found) > LIST_MAX})
+    return answer({"messages": messages, "more": more})
 
 
 def _queue() -> str:

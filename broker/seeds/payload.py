@@ -4,15 +4,20 @@ written: a number keeps its digits. Bytes that are neither go in and come out as
 from __future__ import annotations
 
 import base64
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
 
 from portalmq import wire
 from portalmq.broker.storage.batch import Record
+from portalmq.broker.unfinished import Waiting
 from portalmq.errors import InvalidRequest
 
 NO_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+
+# What an answer that shows a queue brings of its messages, and one message in any case.
+SHOWN_BYTES = 32 * 1024 * 1024
 
 _decode_any = msgspec.json.Decoder().decode
 
@@ -57,6 +62,18 @@ def shown(record: Record, name: str = "message") -> dict[str, Any]:
     return {name: text}
 
 
+def first_of(found: Iterable[Waiting], at_most: int) -> tuple[list[Waiting], bool]:
+    """The first messages, as many as one answer may bring, and whether there are more."""
+    first: list[Waiting] = []
+    left = SHOWN_BYTES
+    for each in found:
+        if len(first) >= at_most or left <= 0:
+            return first, True
+        first.append(each)
+        left -= len(each.stored.record.value)
+    return first, False
+
+
 def message_id(partition: int, offset: int) -> str:
     return f"{partition}-{offset}"
 
@@ -65,7 +82,9 @@ def place_of_id(text: str) -> tuple[int, int]:
     """(partition, offset). Raises InvalidRequest."""
     partition, dash, offset = text.partition("-")
     if dash and partition.isdecimal() and offset.isdecimal() and len(text) <= 40 and text.isascii():
-        return int(partition), int(offset)
+        place = int(partition), int(offset)
+        if max(place) <= wire.INTEGER_MAX:
+            return place
     raise InvalidRequest(f"{text[:100]!r} is no key of a message: show the one that came with it")
 
 

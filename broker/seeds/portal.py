@@ -67,7 +67,8 @@ def publish(room: Room) -> Response:
     if wanted.sequence is not None:
         if wanted.id is None:
             raise InvalidRequest("a sequence counts the messages of a producer: name it in `id`")
-        key = f"{PORTAL_GROUP}:{wanted.id}:{wanted.sequence}"
+        # With its length, as there may be a colon in either.
+        key = f"{PORTAL_GROUP}:{len(str(wanted.id))}:{wanted.id}:{wanted.sequence}"
         if len(key) > KEY_LENGTH_MAX:
             raise InvalidRequest(f"`id` and `sequence` have {len(key)} characters together, {KEY_LENGTH_MAX} at most")
     topic = wire.check_name(wanted.name, "topic")

@@ -2,10 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
+from flask import Response, request
+from werkzeug.exceptions import MethodNotAllowed
+
+from portalmq.broker.api.room import Room
 from portalmq.broker.api.routes import Route
 from portalmq.broker.seeds import commands, miniq, portal, wonderq
+
+
+def _taking(view: Callable[[Room], Response], other: str) -> Callable[[Room], Response]:
+    """A view that takes by GET, as the old protocols do. Flask lets HEAD in as well, whose answer could not bring what
+    was taken. `other` is the path's other method."""
+
+    def taken(room: Room) -> Response:
+        if request.method != "GET":
+            raise MethodNotAllowed(valid_methods=["GET", other])
+        return view(room)
+
+    return taken
+
 
 SEED_ROUTES = (
     Route("POST", "/publish", portal.publish),
@@ -24,12 +42,12 @@ SEED_ROUTES = (
         )
     ),
     Route("POST", "/message", miniq.post),
-    Route("GET", "/message", miniq.get),
+    Route("GET", "/message", _taking(miniq.get, "POST")),
     Route("POST", "/confirm", miniq.confirm),
     Route("GET", "/messages", miniq.read_all),
     Route("POST", "/miniq/command", commands.command),
     Route("POST", "/v1/publish", wonderq.publish),
-    Route("GET", "/v1/consumer", wonderq.consume),
+    Route("GET", "/v1/consumer", _taking(wonderq.consume, "DELETE")),
     Route("DELETE", "/v1/consumer", wonderq.delete),
     Route("GET", "/v1/queue", wonderq.state),
 )

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import uuid
 from contextlib import suppress
-from itertools import islice
 
 import msgspec
 from flask import Response, request
@@ -24,8 +23,9 @@ from portalmq import wire
 from portalmq.broker.api.peer import peer_of
 from portalmq.broker.api.room import Room, answer, query
 from portalmq.broker.seeds import DEFAULT
-from portalmq.broker.seeds.payload import Carried, number_of, place_of_number, shown
+from portalmq.broker.seeds.payload import Carried, first_of, number_of, place_of_number, shown
 from portalmq.broker.sizing import QueueSize
+from portalmq.broker.unfinished import Waiting
 from portalmq.errors import InvalidRequest, PartitionNotFound, PortalMQError, TopicNotFound
 
 LIMIT = 10
@@ -80,11 +80,13 @@ def _holder(cid: int | None) -> str:
 def state(room: Room) -> Response:
     """What is in the queue at this moment: the counts, and its first messages."""
     limit = min(query("limit").number("limit", least=1) or 100, SHOWN_MAX)
-    size, found = QueueSize(0, 0, 0), []
+    size = QueueSize(0, 0, 0)
+    found: list[Waiting] = []
+    more = False
     with suppress(TopicNotFound):
         # The size first: with it the group begins, and what nobody has asked for yet is counted as well.
         size = room.domain.sizing.size(DEFAULT, DEFAULT)
-        found = list(islice(room.domain.unfinished.messages(DEFAULT, DEFAULT), limit + 1))
+        found, more = first_of(room.domain.unfinished.messages(DEFAULT, DEFAULT), limit)
     messages = [
         {
             "id": number_of(each.stored.partition, each.stored.offset),
@@ -94,6 +96,6 @@ def state(room: Room) -> Response:
             "timestamp_ms": each.stored.timestamp_ms,
             "available_at_ms": each.available_at_ms,
         }
-        for each in found[:limit]
+        for each in found
     ]
-    return answer({**msgspec.structs.asdict(size), "messages": messages, "more": len(found) > limit})
+    return answer({**msgspec.structs.asdict(size), "messages": messages, "more": more})

@@ -118,3 +118,23 @@ def test_bad_requests_are_told(fixture: Fixture) -> None:
     fixture.broker.put_group("s", {"mode": "stream"})
     with pytest.raises(GroupModeMismatch):
         fixture.broker.finishing.finish("s", "t", [(0, 0)])
+
+
+def test_a_holder_has_nothing_that_was_handed_out_anew_without_an_attempt(fixture: Fixture) -> None:
+    (first,) = produce(fixture, "a")
+    receive(fixture, "7:one")
+    fixture.clock.advance(30_001)
+    assert receive(fixture) == ["a"], "its lease is another's now"
+    assert finish(fixture, (0, first), holder="7") == [False]
+
+
+def test_what_is_done_unseen_is_not_kept_one_by_one_for_ever(fixture: Fixture) -> None:
+    offsets = produce(fixture, *[str(number) for number in range(3_000)])
+    for start in range(0, 3_000, 500):
+        assert all(finish(fixture, *[(0, offset) for offset in offsets[start : start + 500]]))
+    (at,) = fixture.broker.groups.attached("g")
+    assert at.delivery.ahead_count <= 1_000
+    assert receive(fixture) == []
+    (more,) = produce(fixture, "more")
+    assert receive(fixture) == ["more"]
+    assert finish(fixture, (0, more)) == [True]

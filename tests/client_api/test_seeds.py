@@ -211,7 +211,7 @@ def test_trying_ends_with_the_time_that_was_given() -> None:
 
 def test_the_token_is_shown(broker: PortalBroker) -> None:
     broker.script("POST", "/producer", [refuse(401, "unauthorized")])
-    with PortalProducer("t", bootstrap=broker.url, token="s3cret") as producer:
+    with PortalProducer("t", "sensor", broker.url, token="s3cret") as producer:
         with pytest.raises(Unauthorized):
             producer.publish("x")
         producer.publish("x")
@@ -301,6 +301,22 @@ def test_a_topic_that_is_missing_is_made(broker: PortalBroker) -> None:
     with PortalConsumer("t", bootstrap=broker.url) as consumer:
         assert consumer.read() is None
     assert broker.messages == {"t": []}
+
+
+def test_a_topic_that_is_deleted_takes_the_message_in_hand_with_it(broker: PortalBroker) -> None:
+    filled(broker, "a")
+    with PortalConsumer("t", bootstrap=broker.url, idle_timeout_s=0) as consumer:
+        assert next(consumer).message == "a"
+        del broker.messages["t"]
+        assert list(consumer) == [], "there is nothing left to be ended"
+    assert broker.messages == {"t": []}
+
+
+def test_names_that_nobody_gave_are_not_written_down(broker: PortalBroker) -> None:
+    with PortalProducer("t", bootstrap=broker.url) as producer, PortalConsumer("t", bootstrap=broker.url) as consumer:
+        producer.publish("a")
+        assert consumer.read() is not None
+    assert broker.programs == set(), "each start would leave one behind, for ever"
 
 
 def test_a_topic_that_somebody_keeps_deleting_is_given_up(

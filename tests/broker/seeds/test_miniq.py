@@ -7,6 +7,8 @@ from flask.testing import FlaskClient
 from support.domain import Fixture
 from support.seeds import client_of
 
+from portalmq.broker.seeds import payload
+
 
 def test_a_message_stays_until_it_is_confirmed(client: FlaskClient, fixture: Fixture) -> None:
     assert client.get("/message").status_code == 404
@@ -84,3 +86,29 @@ def test_the_bare_secret_opens(fixture: Fixture) -> None:
     assert client.get("/message").status_code == 401
     assert client.get("/message", headers={"Authorization": "wrong"}).status_code == 401
     assert client.get("/message", headers={"Authorization": "strong-secret"}).status_code == 404
+
+
+def test_only_get_takes_a_message(fixture: Fixture) -> None:
+    client = client_of(fixture, no_confirm=True)
+    client.post("/message", json={"Message": "a"})
+    for path, other in (("/message", "POST"), ("/v1/consumer?cid=7", "DELETE")):
+        refused = client.head(path)
+        assert refused.status_code == 405, "HEAD has no body that could bring what was taken"
+        assert set(refused.headers["Allow"].split(", ")) == {"GET", other}
+    assert client.get("/message").get_json()["message"] == "a"
+
+
+def test_what_is_shown_of_a_queue_is_bounded_in_bytes(client: FlaskClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(payload, "SHOWN_BYTES", 250)
+    for _ in range(5):
+        client.post("/message", json={"Message": "x" * 100})
+    for path in ("/messages", "/v1/queue"):
+        shown = client.get(path).get_json()
+        assert (len(shown["messages"]), shown["more"]) == (3, True)
+    monkeypatch.setattr(payload, "SHOWN_BYTES", 1)
+    assert len(client.get("/messages").get_json()["messages"]) == 1, "one in any case"
+
+
+def test_a_key_with_a_number_that_is_none_is_no_key(client: FlaskClient) -> None:
+    client.post("/message", json={"Message": "a"})
+    assert client.post("/confirm", json={"Key": "0-" + "9" * 30}).status_code == 400, "no broker could be asked for it"

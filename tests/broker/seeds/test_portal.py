@@ -10,6 +10,7 @@ from flask.testing import FlaskClient
 from support.domain import Fixture
 
 from portalmq import wire
+from portalmq.broker import registry
 
 
 def post(client: FlaskClient, path: str, **body: Any) -> tuple[int, Any]:
@@ -116,3 +117,19 @@ def test_bad_requests_are_told(client: FlaskClient) -> None:
     assert post(client, "/publish", name="t", message="x", sequence=1)[0] == 400
     assert post(client, "/consume", name="t", offset=-1)[0] == 400
     assert post(client, "/read", name="nowhere", id="c")[0] == 404
+
+
+def test_producers_with_a_colon_in_their_names_are_apart(client: FlaskClient) -> None:
+    _, first = post(client, "/publish", name="t", message="x", id="a:1", sequence="2")
+    _, second = post(client, "/publish", name="t", message="x", id="a", sequence="1:2")
+    assert first["offset"] != second["offset"]
+
+
+def test_who_is_registered_may_come_back_when_there_is_room_for_nobody_else(
+    client: FlaskClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "NAMES_MAX", 2)
+    for name in ("a", "b"):
+        assert post(client, "/consumer/create", id=name)[0] == 200
+    assert post(client, "/consumer/create", id="c")[0] == 429
+    assert post(client, "/consumer/create", id="a")[0] == 200, "one that exists is fine"
