@@ -28,7 +28,7 @@ from portalmq.broker.supply import PartitionSupply
 from portalmq.broker.tally import counted
 from portalmq.broker.waiting import Delivered, Peer, ReceiveOptions, Waiter
 from portalmq.broker.writer import Pending
-from portalmq.errors import PortalMQError
+from portalmq.errors import Backpressure, PortalMQError
 from portalmq.wire import GroupConfig
 
 __all__ = ["Delivered", "GroupPartition", "Peer", "Shown"]
@@ -418,7 +418,23 @@ class GroupPartition:
         (`<holder>:<anything>` is its id)."""
         now_ms = self._clock.now_ms()
         verdicts = [self._may_finish(offset, holder, now_ms) for offset in offsets]
-        return verdicts, self._finish([offset for offset, good in zip(offsets, verdicts, strict=True) if good])
+        done = [offset for offset, good in zip(offsets, verdicts, strict=True) if good]
+        self._check_ahead(done)
+        return verdicts, self._finish(done)
+
+    def _check_ahead(self, offsets: list[int]) -> None:
+        """Raises Backpressure when too many messages would be done behind one that nobody takes."""
+        if len(offsets) + self.delivery.ahead_count <= OUTSTANDING_MAX:
+            return
+        self._pass_done()
+        _, ahead = self.finished(offsets)
+        more = sum([not self.delivery.is_ahead(offset) for _, _, offset in ahead])
+        if more and more + self.delivery.ahead_count > OUTSTANDING_MAX:
+            raise Backpressure(
+                f"{self.delivery.ahead_count} messages are done already that were handed out to nobody, behind others: "
+                "receive those first",
+                retry_after_s=1,
+            )
 
     def _may_finish(self, offset: int, holder: str | None, now_ms: int) -> bool:
         if self.delivery.is_dead(offset) or not 0 <= offset < self.partition.high_watermark:
@@ -441,9 +457,12 @@ class GroupPartition:
         """Nobody may ever receive here, where messages are read and done by their places alone: the cursor goes on."""
         if self.delivery.ahead_count < self._ahead_max:
             return
+        self._pass_done()
+        self._ahead_max = self.delivery.ahead_count + AHEAD_STEP
+
+    def _pass_done(self) -> None:
         with suppress(PortalMQError):  # what is done is so in any case; the next ones try again
             self._pass_over(self._choice(self._clock.now_ms(), 0))
-        self._ahead_max = self.delivery.ahead_count + AHEAD_STEP
 
     def _then_others(self, pending: Pending) -> Callable[[], None]:
         """Wait until messages are done; then it may be the turn of others of their keys."""

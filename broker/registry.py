@@ -18,9 +18,8 @@ class Registry:
 
     def create(self, kind: str, name: str) -> bool:
         """Whether the name is new. Raises Backpressure when there are too many, and what the plane raises."""
-        if self._plane.get(_path(kind, name)) is not None:
-            return False
-        if len(self._plane.children(f"/registry/{kind}")) >= NAMES_MAX:
+        names = self._plane.children(f"/registry/{kind}")
+        if len(names) >= NAMES_MAX and name not in names:
             raise Backpressure(f"{NAMES_MAX} of the kind {kind!r} are registered: delete some first", retryable=False)
         try:
             self._plane.commit(Create(_path(kind, name)))

@@ -9,7 +9,8 @@ import pytest
 from support.domain import Fixture, HandClock, records, running
 
 from portalmq import wire
-from portalmq.errors import GroupModeMismatch, PartitionNotFound, TopicNotFound
+from portalmq.broker import delivery
+from portalmq.errors import Backpressure, GroupModeMismatch, PartitionNotFound, TopicNotFound
 
 
 @pytest.fixture
@@ -138,3 +139,26 @@ def test_what_is_done_unseen_is_not_kept_one_by_one_for_ever(fixture: Fixture) -
     (more,) = produce(fixture, "more")
     assert receive(fixture) == ["more"]
     assert finish(fixture, (0, more)) == [True]
+
+
+def test_a_group_that_begins_at_the_end_has_nothing_to_do_with_what_was_before(fixture: Fixture) -> None:
+    (first,) = produce(fixture, "a")
+    fixture.broker.put_group("g", {"start": "latest"})
+    assert finish(fixture, (0, first)) == [True], "nobody will be given it"
+    (second,) = produce(fixture, "b")
+    assert receive(fixture) == ["b"]
+    assert finish(fixture, (0, second)) == [True]
+
+
+def test_what_is_done_before_a_message_that_nobody_takes_is_bounded(
+    fixture: Fixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(delivery, "OUTSTANDING_MAX", 5)
+    first, *others = produce(fixture, *"abcdefgh")
+    assert all(finish(fixture, *[(0, offset) for offset in others[:5]]))
+    with pytest.raises(Backpressure, match="receive"):
+        finish(fixture, (0, others[5]))
+    assert finish(fixture, (0, others[0])) == [True], "done already"
+    assert receive(fixture, most=1) == ["a"]
+    assert finish(fixture, (0, first), (0, others[5])) == [True, True]
+    assert receive(fixture) == ["h"]
