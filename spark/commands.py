@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from portalmq.spark.report.words import plural
+
 if TYPE_CHECKING:
     from portalmq.spark.report.model import Report
 
@@ -75,13 +77,14 @@ def summary(made: Report) -> list[str]:
     oldest = max((each.oldest_ms for each in made.lag if each.oldest_ms is not None), default=None)
     waits = [group.latency_ms for group in made.groups if group.latency_ms is not None]
     gaps = [each.gap_ms for each in made.fail_overs if each.gap_ms is not None]
-    put_in = f"{totals.messages:,} ({_bytes(totals.bytes)}) in {totals.topics} topics, {totals.partitions} partitions"
+    places = f"{plural(totals.topics, 'topic')}, {plural(totals.partitions, 'partition')}"
+    put_in = f"{totals.messages:,} ({_bytes(totals.bytes)}) in {places}, by {plural(totals.producers, 'producer')}"
     least = "at least " if "groups" in made.left_out else ""
-    taken_out = f"{least}{delivered:,} to {totals.groups} groups, {redelivered:,} of them more than once"
+    taken_out = f"{least}{delivered:,} to {plural(totals.groups, 'group')}, {redelivered:,} of them more than once"
     if waits:
         taken_out += f"; median {_ms(min(wait.p50 for wait in waits))} to {_ms(max(wait.p50 for wait in waits))}"
     return [
-        f"messages    {put_in}, by {totals.producers} producers{_when(totals.first_ms, totals.last_ms)}",
+        f"messages    {put_in}{_when(totals.first_ms, totals.last_ms)}",
         f"throughput  {totals.messages_per_s:,.0f}/s on average, {totals.peak_messages_per_s:,.0f}/s at best",
         f"delivered   {taken_out}",
         f"lag         {lag:,}" + ("" if oldest is None else f", the oldest for {_ms(oldest)}"),
