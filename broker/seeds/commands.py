@@ -44,7 +44,13 @@ def command(room: Room) -> Response:
     if carry_out is None:
         raise InvalidRequest(f"there is no command {given.type[:100]!r}; known: {', '.join(COMMANDS)}")
     queue = wire.check_name(given.payload.queue, "queue")
-    return answer({"status": "ok", "queue": queue, **carry_out(room, queue, given.payload)})
+    try:
+        done = carry_out(room, queue, given.payload)
+    except TopicNotFound as error:
+        # In the words of who sends commands: he may have no other way in.
+        told = f"there is no queue {queue!r}: make it with CREATE_QUEUE"
+        raise TopicNotFound(told, retryable=error.retryable, outcome=error.outcome) from None
+    return answer({"status": "ok", "queue": queue, **done})
 
 
 def _create(room: Room, queue: str, payload: Payload) -> dict[str, Any]:

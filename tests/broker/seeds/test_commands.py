@@ -77,8 +77,9 @@ def test_to_open_a_door_makes_the_queue_where_there_is_none(client: FlaskClient,
 
 
 def test_what_cannot_be_done_is_told(client: FlaskClient) -> None:
-    assert refused(client, {"type": "QUEUE_SIZE", "payload": {"queue": "none"}})[0] == 404
-    assert refused(client, {"type": "DELETE_MSG", "payload": {"queue": "none", "id": "0-0"}})[0] == 404
+    there_is_none = (404, "there is no queue 'none': make it with CREATE_QUEUE")
+    assert refused(client, {"type": "QUEUE_SIZE", "payload": {"queue": "none"}}) == there_is_none
+    assert refused(client, {"type": "DELETE_MSG", "payload": {"queue": "none", "id": "0-0"}}) == there_is_none
     put(client, "q", "a")
     assert refused(client, {"type": "DELETE_MSG", "payload": {"queue": "q", "id": "0-999"}})[0] == 404
     assert refused(client, {"type": "DELETE_MSG", "payload": {"queue": "q", "id": "x"}})[0] == 400
