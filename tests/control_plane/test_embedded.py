@@ -310,7 +310,7 @@ class TestTheCommand:
     def test_without_java_it_is_2_with_the_commands_that_mend_it(self, tmp_path: Path) -> None:
         """Run where neither PATH nor the environment has one: the interpreter is named by its path."""
         script = (
-            "import sys; from portalmq.control_plane import embedded; embedded._javas = lambda: iter(());"
+            "import sys; from portalmq import java; java._javas = lambda: iter(());"
             "from portalmq.cli.main import main; sys.exit(main(sys.argv[1:]))"
         )
         ran = subprocess.run(
