@@ -154,6 +154,12 @@ class Connection:
                 sent = len(head)
             self._socket.sendall(memoryview(body)[sent - len(head) :])
 
+    def hang_up(self) -> None:
+        """Say, during an exchange of another thread, that nothing more follows. A broker that waits before it answers
+        ends that; an answer on its way still comes."""
+        with contextlib.suppress(OSError):
+            socket.socket.shutdown(self._socket, socket.SHUT_WR)  # SSLSocket's own one would end the reading too
+
     def abort(self) -> None:
         """End an exchange that another thread is in."""
         with contextlib.suppress(OSError):
@@ -197,7 +203,8 @@ class ConnectionPool:
         self._clock = clock
         self._connections_max = connections_per_host_max
         self._connect_timeout_s = connect_timeout_s
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal may close the pool in the midst of a call
+        self._given_back = threading.Condition(self._lock)
         self._hosts: dict[Address, _Host] = {}
         self._process = os.getpid()
         self._closed = False
@@ -220,7 +227,8 @@ class ConnectionPool:
 
     def _host(self, address: Address) -> _Host:
         if os.getpid() != self._process:
-            self._hosts, self._lock, self._process = {}, threading.Lock(), os.getpid()
+            self._hosts, self._lock, self._process = {}, threading.RLock(), os.getpid()
+            self._given_back = threading.Condition(self._lock)
         host = self._hosts.get(address)
         if host is None:
             with self._lock:
@@ -257,6 +265,7 @@ class ConnectionPool:
     def _give_back(self, host: _Host, connection: Connection) -> None:
         with self._lock:
             host.in_use.discard(connection)
+            self._given_back.notify_all()
             if connection.reusable and not self._closed:
                 connection.idle_since = self._clock()
                 host.idle.append(connection)
@@ -279,11 +288,25 @@ class ConnectionPool:
             while host.idle:
                 host.idle.pop().close()
 
-    def close(self) -> None:
-        """Close what is idle and abort what is not: a thread that waits for an answer gets NoAnswer at once."""
+    def hang_up(self) -> None:
+        """Close what is idle, begin nothing more, and have the brokers end what they wait for."""
         with self._lock:
             self._closed = True
             self._close_idle()
-            for host in self._hosts.values():
-                for connection in host.in_use:
-                    connection.abort()
+            for connection in self._in_use():
+                connection.hang_up()
+
+    def close(self, answers_within_s: float = 0.0) -> None:
+        """Close what is idle and abort what is not: a thread that waits for an answer gets NoAnswer at once. With
+        `answers_within_s` it is given that long to have it, and its broker is told not to wait."""
+        if answers_within_s > 0:
+            self.hang_up()
+        with self._lock:
+            self._closed = True
+            self._close_idle()
+            self._given_back.wait_for(lambda: not self._in_use(), answers_within_s)
+            for connection in self._in_use():
+                connection.abort()
+
+    def _in_use(self) -> list[Connection]:
+        return [connection for host in self._hosts.values() for connection in host.in_use]

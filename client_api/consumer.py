@@ -31,6 +31,8 @@ from portalmq.transport import CALL_TIMEOUT_S, Bootstrap, Request, Transport, de
 # A consumer that waits asks again this often: a broker that is paused holds it no longer.
 RECEIVE_WAIT_S = 10.0
 LOOK_UP_WITHIN_S = 5.0
+# How long close() waits for the answer of a receive: what was leased by then goes back at once.
+LAST_ANSWER_S = 2.0
 
 
 class Consumer:
@@ -398,7 +400,15 @@ def _shut_down(
     if stream is not None:
         stream.close()
         return
-    receiving.close()
-    leases.release()
+    if leases.is_received_here:
+        # A signal's handler, in the midst of the receive: that goes on when this has ended, and gives back by itself.
+        receiving.hang_up()
+        cut = threading.Timer(LAST_ANSWER_S, receiving.close)
+        cut.daemon = True
+        cut.start()
+        leases.release()
+    else:
+        receiving.close(LAST_ANSWER_S)
+        leases.release(LAST_ANSWER_S)
     # Not closed: with manual_ack, other threads may still have messages in hand to ack.
     settling.rest()

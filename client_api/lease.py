@@ -30,6 +30,7 @@ _log = logging.getLogger("portalmq.consumer")
 
 ACK_DELAY_S_MAX = 0.1
 RELEASE_TIMEOUT_S = 5.0
+CLOSED_BEFORE = "the consumer closed before it came to it"
 
 Verb = Literal["ack", "nack", "extend"]
 
@@ -58,6 +59,8 @@ class Leases:
         self._to_ack: list[str] = []
         # Acks on their way with a receive: theirs to confirm, or to be sent again.
         self._riding: list[str] = []
+        # The thread whose receive has no answer yet.
+        self._receiving_in: int | None = None
         self._to_ack_since = 0.0
         # Held while acks are on their way, so that flush() also waits for those the keeper has taken up.
         self._flushing = threading.RLock()
@@ -69,7 +72,15 @@ class Leases:
     # --- the consumer's thread ---------------------------------------------------------------------------------------
 
     def hold(self, messages: Sequence[wire.PackMessageOut]) -> None:
-        """Keep what a receive brought. Only called while nothing waits."""
+        """Keep what a receive brought. Only called while nothing waits. After the end it goes back at once."""
+        with self._lock:
+            self._received()
+            is_late = self._closed
+        if is_late:
+            receipts = [message.receipt for message in messages if message.receipt is not None]
+            self.give_back_unseen(receipts, CLOSED_BEFORE)
+            self._transport.rest()
+            return
         with self._lock:
             assert not self._waiting
             self._waiting.extend(messages)
@@ -108,9 +119,10 @@ class Leases:
             self._handed = {}
 
     def board(self) -> list[str]:
-        """The acks that ride with the next receive. Follow it by `arrived` or `missed`."""
+        """The acks that ride with the next receive. Follow it by `arrived` and `hold`, or by `missed`."""
         with self._lock:
             assert not self._riding
+            self._receiving_in = threading.get_ident()
             gathered = self._to_ack
             self._riding, self._to_ack = gathered[: wire.RECEIVE_MESSAGES_MAX], gathered[wire.RECEIVE_MESSAGES_MAX :]
             return self._riding
@@ -124,10 +136,15 @@ class Leases:
     def missed(self) -> None:
         """The receive failed: its acks are to be sent again. Acking twice is fine."""
         with self._lock:
+            self._received()
             self._to_ack, self._riding = self._riding + self._to_ack, []
             if self._to_ack:
                 self._to_ack_since = self._clock()
                 self._wake_keeper(self._to_ack_since + ACK_DELAY_S_MAX)
+
+    def _received(self) -> None:
+        self._receiving_in = None
+        self._changed.notify_all()
 
     def flush(self) -> None:
         """Send the acks that have gathered. A stale one is logged: its message has gone to another consumer."""
@@ -233,9 +250,16 @@ class Leases:
 
     # --- the end -----------------------------------------------------------------------------------------------------
 
-    def release(self) -> None:
-        """Send the last acks and give back what was not done. Failures only mean that leases run out by themselves."""
+    @property
+    def is_received_here(self) -> bool:
+        """Whether the receive without an answer is this very thread's, which is in a signal's handler then."""
+        return self._receiving_in == threading.get_ident()
+
+    def release(self, received_within_s: float = 0.0) -> None:
+        """Send the last acks and give back what was not done, also what a receive brings that another thread ends
+        within `received_within_s`. Failures only mean that leases run out by themselves."""
         with self._lock:
+            self._changed.wait_for(lambda: self._receiving_in is None or self._closed, received_within_s)
             if self._closed:
                 return
             self._closed = True
@@ -250,7 +274,7 @@ class Leases:
         except PortalMQError as error:
             _log.warning("the last messages could not be acked and will be delivered again: %s", error)
         self._give_back(handed, {"reason": "the consumer closed before it was done"})
-        self.give_back_unseen(waiting, "the consumer closed before it came to it")
+        self.give_back_unseen(waiting, CLOSED_BEFORE)
 
     def give_back_unseen(self, receipts: list[str], reason: str) -> None:
         """Give back what nobody has looked at: it does not count as delivered."""

@@ -86,7 +86,8 @@ class Exchanger(Protocol):
 
     def exchange(self, address: Address, method: str, head: bytes, body: bytes, timeout_s: float) -> Answer: ...
     def rest(self) -> None: ...
-    def close(self) -> None: ...
+    def hang_up(self) -> None: ...
+    def close(self, answers_within_s: float = 0.0) -> None: ...
 
 
 class Backoff:
@@ -333,10 +334,16 @@ class Transport:
         """Close idle connections; the next call opens one."""
         self._pool.rest()
 
-    def close(self) -> None:
-        """End waits and retries of other threads, close the connections."""
+    def hang_up(self) -> None:
+        """Begin nothing more; what has begun is answered as soon as the brokers can."""
         self._closing.set()
-        self._pool.close()
+        self._pool.hang_up()
+
+    def close(self, answers_within_s: float = 0.0) -> None:
+        """End waits and retries of other threads, close the connections; those that wait for an answer may have it
+        within `answers_within_s`."""
+        self._closing.set()
+        self._pool.close(answers_within_s)
 
 
 def _common_headers(token: str | None) -> str:

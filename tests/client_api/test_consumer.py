@@ -5,12 +5,13 @@ from __future__ import annotations
 import collections
 import gc
 import itertools
+import signal
 import threading
 import time
 from collections.abc import Callable
 
 import pytest
-from support.scripted_broker import ScriptedBroker, hang_up, hold, lose_answer, refuse
+from support.scripted_broker import Call, Reply, ScriptedBroker, hang_up, hold, lose_answer, refuse
 
 from portalmq import Consumer, Forbidden, GroupModeMismatch, Message, StaleReceipt, Unavailable, wire
 from portalmq.lease import Leases
@@ -175,6 +176,59 @@ def test_closing_ends_an_iteration_that_waits_in_another_thread() -> None:
         assert ended.wait(10)
         thread.join()
         released.set()
+
+
+def test_what_is_leased_while_closing_goes_back_at_once() -> None:
+    leased, closing = threading.Event(), threading.Event()
+
+    def answer_late(broker: ScriptedBroker, call: Call) -> Reply:
+        reply = broker.work(call)
+        leased.set()
+        assert closing.wait(10)
+        return reply
+
+    with ScriptedBroker() as broker:
+        broker.fill("t", [b"1", b"2"])
+        broker.script("POST", RECEIVE, [answer_late])
+        messages = consumer(broker, idle_timeout_s=None, manual_ack=True)
+        polled: list[list[Message]] = []
+        polling = threading.Thread(target=lambda: polled.append(messages.poll(30)))
+        polling.start()
+        assert leased.wait(10)
+        ends = threading.Thread(target=messages.close)
+        ends.start()
+        closing.set()
+        ends.join(10)
+        polling.join(10)
+        assert polled == [[]]
+        assert receipts(broker, NACK) == [["t.0.0.1", "t.0.1.1"]]
+        assert (broker.leased, broker.done) == ({}, set())
+
+
+def test_a_signal_that_closes_in_the_midst_of_a_receive_loses_nothing_of_it() -> None:
+    closed = threading.Event()
+    with ScriptedBroker() as broker:
+        messages = consumer(broker, idle_timeout_s=None)
+
+        def close(number: int, frame: object) -> None:
+            messages.close()
+            closed.set()
+
+        def lease_and_signal(broker: ScriptedBroker, call: Call) -> Reply:
+            reply = broker.work(call)
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+            assert closed.wait(10)
+            return reply
+
+        broker.fill("t", [b"1"])
+        broker.script("POST", RECEIVE, [lease_and_signal])
+        before = signal.signal(signal.SIGUSR1, close)
+        try:
+            assert list(messages) == []
+        finally:
+            signal.signal(signal.SIGUSR1, before)
+        assert receipts(broker, NACK) == [["t.0.0.1"]]
+        assert (broker.leased, broker.done) == ({}, set())
 
 
 def test_what_a_receive_asks_for() -> None:

@@ -37,7 +37,10 @@ class Network:
     def rest(self) -> None:
         pass
 
-    def close(self) -> None:
+    def hang_up(self) -> None:
+        pass
+
+    def close(self, answers_within_s: float = 0.0) -> None:
         pass
 
     def pause(self, seconds: float) -> None:
