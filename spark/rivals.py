@@ -3,7 +3,8 @@
     Tuples       a Spark data source that yields a Python tuple a message, from the standard library's sqlite3
     plain_rows   ADBC's own scan of the same columns, and a sum over it, without Spark
 
-Both read segment files that nobody writes any more, and know nothing of what is committed.
+Both read segment files that nobody writes any more, so without locks (immutable: who closes a file last would lock it
+for a moment, and the other process would be refused), and know nothing of what is committed.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def pieces(directory: Path, offsets_max: int | None = None) -> list[Piece]:
     """All segment files below a data directory, in pieces; of each file `offsets_max` offsets at most."""
     found = []
     for path in sorted(directory.glob("partitions/*/*/0*.sqlite")):
-        with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as connection:
+        with closing(sqlite3.connect(f"file:{path}?mode=ro&immutable=1", uri=True)) as connection:
             low, high = connection.execute("SELECT min(offset), max(offset) + 1 FROM messages").fetchone()
         if low is None:
             continue
@@ -79,7 +80,7 @@ class _TuplesReader(DataSourceReader):
 
     def read(self, partition: InputPartition) -> Iterator[tuple[Any, ...]]:
         assert isinstance(partition, Piece)
-        with closing(sqlite3.connect(f"file:{partition.path}?mode=ro", uri=True)) as connection:
+        with closing(sqlite3.connect(f"file:{partition.path}?mode=ro&immutable=1", uri=True)) as connection:
             where = (partition.start, partition.end)
             if self.columns == TWO:
                 yield from connection.execute(
@@ -136,7 +137,7 @@ def plain_rows(found: list[tuple[str, int, int]], columns: tuple[str, ...]) -> t
     """Messages, and the bytes of their values, in pieces given as (path, start, end)."""
     rows = size = 0
     for path, start, end in found:
-        with adbc.connect(f"file:{path}?mode=ro") as connection, connection.cursor() as cursor:
+        with adbc.connect(f"file:{path}?mode=ro&immutable=1") as connection, connection.cursor() as cursor:
             cursor.adbc_statement.set_options(**{"adbc.sqlite.query.batch_rows": str(PLAIN_BATCH_ROWS)})
             cursor.execute(f"SELECT {_PLAIN[columns]} FROM messages WHERE offset >= {start} AND offset < {end}")
             for batch in cursor.fetch_record_batch():
