@@ -3,6 +3,7 @@
     member thread   join -> heartbeat, commit, heartbeat, ...        what the coordinator says is adopted here
     fetch threads   see feeds.py
     user's thread   next_message, poll: what was handed out before is finished by asking for more
+    both            commits, see stream_commits.py
 
 The generation that a heartbeat carries says what this member has let go of. So a new assignment is adopted only when
 what it takes away is finished: no more of it is handed out, what is in hand is waited for (for a while), what is done
@@ -22,7 +23,7 @@ import msgspec
 
 from portalmq import stream_wire as contract
 from portalmq import wire
-from portalmq.commit import Output, commit_offset, place_of
+from portalmq.commit import Output
 from portalmq.errors import (
     Fenced,
     GroupNotFound,
@@ -34,6 +35,7 @@ from portalmq.errors import (
 )
 from portalmq.feeds import Feed, Feeds, Place, Taken
 from portalmq.message import Message
+from portalmq.stream_commits import Commits
 from portalmq.transport import Request, Transport, decode_answer
 
 _log = logging.getLogger("portalmq.consumer")
@@ -71,7 +73,6 @@ class StreamMember:
         max_messages: int,
     ) -> None:
         self.member_id = member_id or f"python-{uuid.uuid4().hex}"
-        self.generation = -1
         self.feeds = Feeds(reading, lambda: time.time_ns() // 1_000_000)
         self._is_static = member_id is not None
         self._reading = reading
@@ -84,8 +85,8 @@ class StreamMember:
         self._session_s = session_timeout_s
         self._max_messages = max_messages
         self._lock = self.feeds.lock
-        self._committing = threading.RLock()
         self._wake = threading.Event()
+        self._commits = Commits(settling, group, self.member_id, self.feeds, self._wake.set)
         self._thread: threading.Thread | None = None
         self._failure: PortalMQError | None = None
         self._joined = False
@@ -99,6 +100,11 @@ class StreamMember:
         self._not_before = -1
         # The batch that is being handed out.
         self._taken: Taken | None = None
+
+    @property
+    def generation(self) -> int:
+        """The generation of the group in which this member reads and commits; -1 while it is not in it."""
+        return self._commits.generation
 
     # --- handing out (the user's thread) -----------------------------------------------------------------------------
 
@@ -205,7 +211,7 @@ class StreamMember:
         with self._lock:
             taken.feed.done = taken.end
         try:
-            self._commit([taken.feed])
+            self._commits.commit([taken.feed])
         except (IllegalGeneration, OffsetOutOfRange):
             self._wake.set()
             with self._lock:
@@ -230,112 +236,18 @@ class StreamMember:
             feeds = [feed for feed in self.feeds.by_place.values() if not feed.gone]
             for feed in feeds:
                 feed.done = feed.handed
-        self._commit(feeds)
+        self._commits.commit(feeds)
 
     def commit_finished(self) -> None:
         """Commit what is done, and not all that was handed out; durable on return. Raises IllegalGeneration."""
         with self._lock:
             feeds = [feed for feed in self.feeds.by_place.values() if not feed.gone]
-        self._commit(feeds)
-
-    def _commit(self, feeds: Sequence[Feed], timeout_s: float | None = None) -> None:
-        """Bring what is done to the leaders. With a `timeout_s` no other commit is waited for any longer: the member's
-        thread has heartbeats to send."""
-        if not self._committing.acquire(timeout=-1 if timeout_s is None else timeout_s):
-            raise Unavailable("another commit is on its way")
-        try:
-            with self._lock:
-                news = [(feed, feed.done) for feed in feeds if feed.done > feed.committed and not feed.gone]
-                generation = self.generation
-            if news:
-                self._put_offsets(news, generation, timeout_s)
-        finally:
-            self._committing.release()
-
-    def _put_offsets(self, news: Sequence[tuple[Feed, int]], generation: int, timeout_s: float | None) -> None:
-        offsets = [contract.PartitionOffset(*feed.place, done) for feed, done in news]
-        request = Request(
-            "PUT",
-            wire.group_path(self._group, "offsets"),
-            msgspec.json.encode(contract.CommitOffsetsRequest(self.member_id, generation, offsets)),
-            (("Content-Type", wire.JSON),),
-            repeatable=True,
-            near=news[0][0].place,
-        )
-        try:
-            self._settling.call(request, timeout_s=timeout_s)
-        except PortalMQError as error:
-            results = error.extra.get("results") or []
-            ok = {(each["topic"], each["partition"]) for each in results if each.get("status") == "ok"}
-            self._committed([(feed, done) for feed, done in news if feed.place in ok])
-            if isinstance(error, OffsetOutOfRange) and len(news) > 1:
-                for feed, done in news:  # which of them it is of, each is asked for itself
-                    if feed.place not in ok:
-                        self._put_offsets([(feed, done)], generation, timeout_s)
-                return
-            committed = error.extra.get("committed")
-            if isinstance(error, OffsetOutOfRange) and isinstance(committed, int):
-                # A purge or retention has taken the group past what was done here, and what is below is done.
-                self._committed([(feed, committed) for feed, _ in news])
-                return
-            if isinstance(error, IllegalGeneration | OffsetOutOfRange):
-                self._wake.set()
-            raise
-        self._committed(news)
-
-    def _committed(self, news: Iterable[tuple[Feed, int]]) -> None:
-        with self._lock:
-            for feed, done in news:
-                feed.committed = max(feed.committed, done)
+        self._commits.commit(feeds)
 
     def commit_with(self, messages: Sequence[Message], outputs: Iterable[Output]) -> wire.Committed:
         """Commit the place behind these messages and publish `outputs`, both or neither. After an error the partition
         is read again from what is committed: going on must not commit what has no outputs."""
-        place = place_of(messages)
-        with self._committing:
-            try:
-                answer = commit_offset(
-                    self._settling,
-                    self._group,
-                    messages,
-                    outputs,
-                    member_id=self.member_id,
-                    generation=self._owning(place, messages),
-                )
-            except BaseException as error:
-                self._read_again(place, error)
-                raise
-            with self._lock:
-                feed = self.feeds.by_place.get(place)
-                if feed is not None:
-                    end = max(message.offset for message in messages) + 1
-                    feed.committed = max(feed.committed, end)
-                    feed.done = max(feed.done, end)
-        return answer
-
-    def _owning(self, place: Place, messages: Sequence[Message]) -> int:
-        """The generation in which these messages are this member's. A commit says where the input ends, and not where
-        it begins: of a partition that was somebody else's in between, it would publish what he has published."""
-        offsets = [message.offset for message in messages]
-        with self._lock:
-            feed = self.feeds.by_place.get(place)
-            if feed is None or min(offsets) < feed.committed or max(offsets) >= feed.handed:
-                raise IllegalGeneration(
-                    f"partition {place[1]} of topic {place[0]!r} was taken away, or is read again, since these messages"
-                    " were handed out: what is not committed of them comes again"
-                )
-            return self.generation
-
-    def _read_again(self, place: Place, error: BaseException) -> None:
-        with self._lock:
-            feed = self.feeds.by_place.get(place)
-            if feed is not None:
-                # An earlier try, whose outcome nobody knew, had done it.
-                committed = error.extra.get("committed") if isinstance(error, OffsetOutOfRange) else None
-                feed.committed = max(feed.committed, committed if isinstance(committed, int) else 0)
-                self.feeds.add([contract.AssignedPartition(*place, feed.committed, feed.since)])
-                self._taken = None
-        self._wake.set()
+        return self._commits.commit_with(messages, outputs)
 
     # --- the user's other words --------------------------------------------------------------------------------------
 
@@ -439,7 +351,7 @@ class StreamMember:
         path = contract.member_path(self._group, self.member_id, "heartbeat")
         # A broker that is silent is given up in time for another one to be asked within the session.
         timeout_s = max(HEARTBEAT_S_MIN, self._session_s / 3)
-        return self._call("POST", path, contract.HeartbeatRequest(self.generation), timeout_s)
+        return self._call("POST", path, contract.HeartbeatRequest(self._commits.generation), timeout_s)
 
     def _call(self, method: str, path: str, body: msgspec.Struct, timeout_s: float) -> contract.MemberAnswer:
         request = Request(method, path, msgspec.json.encode(body), (("Content-Type", wire.JSON),), repeatable=True)
@@ -448,7 +360,7 @@ class StreamMember:
     def _adopt(self, answer: contract.MemberAnswer) -> bool | None:
         """Work by this assignment from now on: True when something was let go of. None when that has to wait for the
         message in hand; then the old generation stands."""
-        if answer.generation < max(self.generation, self._not_before):
+        if answer.generation < max(self._commits.generation, self._not_before):
             return False  # of a coordinator that was replaced, or from before a seek
         named = {(each.topic, each.partition): each for each in answer.assignment}
         with self._lock:
@@ -465,7 +377,7 @@ class StreamMember:
         with self._lock:
             self._left_at |= {feed.place: (feed.since, feed.committed) for feed in taken_away}
             self.feeds.drop([feed.place for feed in taken_away])
-            self.generation = answer.generation
+            self._commits.generation = answer.generation
             news = []
             for place, each in named.items():
                 known = self.feeds.by_place.get(place)
@@ -483,7 +395,7 @@ class StreamMember:
 
     def _commit_last(self, feeds: Sequence[Feed]) -> None:
         try:
-            self._commit(feeds, timeout_s=self._session_s / 2)
+            self._commits.commit(feeds, timeout_s=self._session_s / 2)
         except PortalMQError as error:
             _log.warning("group %s: %s; messages of what was taken away may come twice", self._group, error)
 
@@ -495,7 +407,7 @@ class StreamMember:
             with self._lock:
                 feeds = [feed for feed in self.feeds.by_place.values() if not feed.revoked]
             try:
-                self._commit(feeds, timeout_s=max(1.0, self._session_s / 4))
+                self._commits.commit(feeds, timeout_s=max(1.0, self._session_s / 4))
             except (IllegalGeneration, OffsetOutOfRange) as error:
                 _log.info("group %s: %s", self._group, error)
                 return 0.0
@@ -512,7 +424,7 @@ class StreamMember:
             self._left_at.clear()
             self._taken = None
             self._joined = False
-            self.generation = -1
+            self._commits.generation = -1
 
     def _fail(self, error: PortalMQError) -> None:
         with self._lock:
@@ -534,7 +446,7 @@ class StreamMember:
         self._wake.set()
         if joined:
             try:
-                self._commit(feeds, timeout_s=CLOSE_WITHIN_S)
+                self._commits.commit(feeds, timeout_s=CLOSE_WITHIN_S)
             except PortalMQError as error:
                 _log.warning("the last messages could not be committed and will be read again: %s", error)
         if joined and not self._is_static:
