@@ -22,6 +22,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Iterator
 from heapq import heapify, heappop, heappush, merge
+from sys import intern
 
 import msgspec
 
@@ -123,7 +124,7 @@ class GroupDelivery:
                 for start, end, available_at_ms in record.ranges:
                     for span in self._cut(start, end):
                         back = msgspec.structs.replace(
-                            span, leased=False, granted_at_ms=record.at_ms, available_at_ms=available_at_ms
+                            span, leased=False, granted_at_ms=record.at_ms, available_at_ms=available_at_ms, holder=""
                         )
                         if record.unseen and span.deliveries > 0:  # the lease's number is not used again
                             back.deliveries, back.earlier = span.deliveries - 1, span.earlier + 1
@@ -175,12 +176,13 @@ class GroupDelivery:
     def _apply_grant(self, grant: Grant, offset: int) -> None:
         self.last_active_ms = max(self.last_active_ms, grant.granted_at_ms)
         lanes = grant.lanes or (0,) * len(grant.ranges)
+        holder = intern(grant.holder)  # one string for all that he has
         for (start, end, deliveries), lane in zip(grant.ranges, lanes, strict=True):
             before = self._cut(start, end)
             expiries = max((span.expiries + span.leased for span in before), default=0)
             earlier = max((span.earlier for span in before), default=0)
             times = (grant.granted_at_ms, grant.deadline_ms)
-            self._insert(SpanFold(start, end, deliveries, expiries, True, *times, lane, earlier))
+            self._insert(SpanFold(start, end, deliveries, expiries, True, *times, lane, earlier, holder))
         for start, end, lane in grant.held:
             self._insert(SpanFold(start, end, 0, 0, False, 0, HELD_MS, lane))
         for start, end in grant.gone:
@@ -360,15 +362,14 @@ class GroupDelivery:
         return found
 
     def is_given_to(self, offset: int, holder: str, now_ms: int) -> bool:
-        """Whether the message was handed out last by an attempt of that holder, whose lease runs or who finished it."""
+        """Whether the message was handed out last to that holder, whose lease runs or who finished it. What is done is
+        in no span any more: that is known for as long as the attempt is, so that a repeat is told the same."""
         span = self.at(offset)
-        if span is not None and not (span.leased and span.available_at_ms > now_ms):
-            return False
-        for attempt_id, (deadline_ms, ranges) in reversed(self.attempts.items()):
+        if span is not None:
+            return span.leased and span.available_at_ms > now_ms and bool(holder) and span.holder == holder
+        for attempt_id, (_, ranges) in reversed(self.attempts.items()):
             if any(start <= offset < end for start, end in ranges):
-                # A lease that began after this one's end was given by a receive without an attempt's id.
-                is_last = span is None or span.granted_at_ms < deadline_ms
-                return is_last and attempt_id.startswith(f"{holder}:")
+                return attempt_id.startswith(f"{holder}:")
         return False
 
     def ackable(self, offsets: Iterable[int], delivery: int, now_ms: int) -> tuple[list[bool], list[int]]:

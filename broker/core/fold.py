@@ -24,7 +24,8 @@ class SpanFold(msgspec.Struct, array_like=True, gc=False):
     `available_at_ms` ends the lease, or the back-off after a nack, that began at `granted_at_ms`; HELD_MS says that
     the message waits for an earlier one of its key. `earlier` counts the leases that are no deliveries any more
     (before a redrive, or given back unseen): the number of a lease never comes again, so no receipt from before counts.
-    Invariant: start < end, deliveries >= 0.
+    `holder` is who has the lease, where the receive gave his name.
+    Invariant: start < end, deliveries >= 0; a holder has a lease.
     """
 
     start: int
@@ -36,6 +37,7 @@ class SpanFold(msgspec.Struct, array_like=True, gc=False):
     available_at_ms: int
     lane: int = 0
     earlier: int = 0
+    holder: str = ""
 
     @property
     def lease(self) -> int:

@@ -54,6 +54,12 @@ class Grant(msgspec.Struct, array_like=True, frozen=True):
     gone: tuple[Range, ...] = ()
     held: tuple[tuple[int, int, int], ...] = ()
 
+    @property
+    def holder(self) -> str:
+        """Whose the messages are by name: what stands before the colon of the attempt's id, "" where there is none."""
+        name, colon, _ = (self.attempt_id or "").partition(":")
+        return name if colon else ""
+
 
 class Ack(msgspec.Struct, array_like=True, frozen=True):
     """These messages are done, for good. `ahead` are those among them that this log never saw granted."""

@@ -66,6 +66,7 @@ CREATE TABLE spans (
     available_at_ms INTEGER NOT NULL,
     lane            INTEGER NOT NULL,
     earlier         INTEGER NOT NULL,
+    holder          TEXT NOT NULL,
     PRIMARY KEY (group_name, start_offset)
 ) WITHOUT ROWID;
 
@@ -354,7 +355,7 @@ def _insert_group(
         (name, position, group.start, group.next, next_messages_before, group.last_active_ms),
     )
     connection.executemany(
-        "INSERT INTO spans VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        "INSERT INTO spans VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
         ((name, *msgspec.structs.astuple(span)) for span in group.spans),
     )
     connection.executemany(

@@ -47,7 +47,7 @@ from portalmq.broker.storage.schema import LogIdentity
 from portalmq.broker.storage.turn import Turn
 
 STATE_NAME = "state.sqlite"
-STATE_SCHEMA_VERSION = 3
+STATE_SCHEMA_VERSION = 4
 
 
 class _Damaged(Exception):

@@ -10,6 +10,7 @@ from support.domain import Fixture, HandClock, records, running
 
 from portalmq import wire
 from portalmq.broker import delivery
+from portalmq.broker.core import delivery as core_delivery
 from portalmq.errors import Backpressure, GroupModeMismatch, PartitionNotFound, TopicNotFound
 
 
@@ -100,6 +101,20 @@ def test_who_holds_what_survives_a_restart(tmp_path: Path) -> None:
         assert finish(after, (0, first), holder="7") == [True]
         clock.advance(31_000)
         assert receive(after) == []
+
+
+def test_a_holder_is_known_as_long_as_his_lease_lasts_whatever_others_receive_meanwhile(
+    fixture: Fixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(core_delivery, "ATTEMPTS_MAX", 3)
+    (first, *_) = produce(fixture, "a", *[str(number) for number in range(10)])
+    assert receive(fixture, "7:one", most=1) == ["a"]
+    for number in range(10):
+        assert receive(fixture, f"8:{number}", most=1) == [str(number)]
+    fixture.clock.advance(29_000)
+    assert finish(fixture, (0, first), holder="8") == [False]
+    assert finish(fixture, (0, first), holder="7") == [True]
+    assert fixture.broker.describe_group("g").lag == 10
 
 
 def test_a_dead_message_is_not_done_by_its_place(fixture: Fixture) -> None:

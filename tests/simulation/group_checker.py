@@ -256,6 +256,11 @@ class GroupChecker:
                 if known != folded and offset not in self.cancelled:
                     self.fail("I12", "{}: message {} is {}, in the fold of {} it is {}", group, offset,
                               model.state.get(offset, "fresh"), desk.node.id, folded)  # fmt: skip
+                span, lease = delivery.at(offset), model.leases.get(offset)
+                holder = lease.holder if lease is not None else ""
+                if span is not None and span.holder != holder:
+                    self.fail("I12", "{}: message {} is held by {!r}, in the fold of {} by {!r}", group, offset, holder,
+                              desk.node.id, span.holder)  # fmt: skip
         for name, stream in desk.groups.streams.items():
             known_stream = self.streams[name]
             least, most = known_stream.committed, max(known_stream.committed, self.dropped_below())

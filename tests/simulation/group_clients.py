@@ -79,7 +79,10 @@ class QueueConsumer(Caller):
     def _receive(self) -> None:
         """Sometimes under an attempt id, and then twice when no answer came."""
         random = self.world.random
-        attempt = f"attempt {self.world.next_uid()}" if self.world.chance(self.options.attempts) else None
+        attempt = None
+        if self.world.chance(self.options.attempts):
+            number = self.world.next_uid()
+            attempt = f"consumer {number % 3}:attempt {number}"
         visibility_ms = random.randint(1, self.options.visibility_ms)
         content = (self.group, random.randint(1, 5), visibility_ms, attempt)
 

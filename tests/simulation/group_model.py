@@ -59,6 +59,7 @@ class Lease:
     leader_epoch: int
     deadline_ms: int
     deliveries: int
+    holder: str
 
 
 class QueueModel:
@@ -158,6 +159,8 @@ class QueueModel:
     def _take_grant(self, grant: Grant, control: Control, leader_epoch: int) -> None:
         name, wall_ms = self.config.name, control.wall_ms
         granted: set[int] = set()
+        holder, has_name, _ = (grant.attempt_id or "").partition(":")
+        holder = holder if has_name else ""
         for start, end, deliveries in grant.ranges:
             for offset in range(start, end):
                 if offset not in self.letters:
@@ -173,7 +176,7 @@ class QueueModel:
                     if offset in self.cancelled and self.letters[offset].is_delayed(offset):
                         self.fail("I12", "{}: message {} is handed out, and was taken back", name, offset)
                 self.state[offset] = "out"
-                self.leases[offset] = Lease(leader_epoch, grant.deadline_ms, deliveries)
+                self.leases[offset] = Lease(leader_epoch, grant.deadline_ms, deliveries, holder)
                 granted.add(offset)
         for start, end, _ in grant.held:
             for offset in range(start, end):

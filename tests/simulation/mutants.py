@@ -18,9 +18,12 @@ from simulation.replica_shell import ReplicaShell
 from simulation.world import World
 
 from portalmq.broker.core import events as core
+from portalmq.broker.core.following import FollowingReplica
 from portalmq.broker.core.insync import InSync
+from portalmq.broker.core.leading import LeadingReplica
 from portalmq.broker.core.producers import Producers
 from portalmq.broker.core.replica import PartitionReplica
+from portalmq.broker.core.replica_state import ReplicaState
 from portalmq.control_plane import controller
 from portalmq.control_plane.state import PartitionState
 
@@ -62,7 +65,7 @@ def _original(owner: Any, name: str) -> Any:
 # --- followers -------------------------------------------------------------------------------------------------------
 
 
-@mutant("truncates to its high watermark", 1, (PartitionReplica, "_on_records"))
+@mutant("truncates to its high watermark", 1, (FollowingReplica, "_on_records"))
 def _(original: Any, self: Any, fetch: core.Fetch, reply: core.Records) -> Any:
     if self.highest_epoch > getattr(self, "cut_in", 0):
         self.cut_in = self.highest_epoch
@@ -72,7 +75,7 @@ def _(original: Any, self: Any, fetch: core.Fetch, reply: core.Records) -> Any:
     return original(self, fetch, reply)
 
 
-@mutant("acknowledges before its fsync", 0, (PartitionReplica, "_on_records"))
+@mutant("acknowledges before its fsync", 0, (FollowingReplica, "_on_records"))
 def _(original: Any, self: Any, fetch: core.Fetch, reply: core.Records) -> Any:
     actions = original(self, fetch, reply)
     durable, self.durable_end = self.durable_end, self.next_offset
@@ -81,20 +84,20 @@ def _(original: Any, self: Any, fetch: core.Fetch, reply: core.Records) -> Any:
     return actions
 
 
-@mutant("accepts a late diverging reply", 3, (PartitionReplica, "_on_fetch_replied"))
+@mutant("accepts a late diverging reply", 3, (FollowingReplica, "_on_fetch_replied"))
 def _(original: Any, self: Any, event: core.FetchReplied, now_ms: int) -> Any:
     if isinstance(event.reply, core.Diverging) and self.fetch is not None:
         self.fetch = event.fetch
     return original(self, event, now_ms)
 
 
-@mutant("cuts to the leader's end alone", 31, (PartitionReplica, "_on_diverging"))
+@mutant("cuts to the leader's end alone", 31, (FollowingReplica, "_on_diverging"))
 def _(original: Any, self: Any, reply: core.Diverging) -> Any:
     self._reshaping = True
     return [core.Truncate(min(reply.end, self.next_offset))]
 
 
-@mutant("takes answers of an epoch that is over", 764, (PartitionReplica, "_learn_epoch"))
+@mutant("takes answers of an epoch that is over", 764, (ReplicaState, "_learn_epoch"))
 def _(original: Any, self: Any, epoch: int) -> Any:
     fetch = self.fetch
     actions = original(self, epoch)
@@ -122,8 +125,8 @@ def _(original: Any, self: Any, action: core.Action) -> None:
 @mutant(
     "answers fetches of any epoch, and commits before its own begins",
     0,
-    (PartitionReplica, "_on_fetch_received"),
-    (PartitionReplica, "_advance_high_watermark"),
+    (LeadingReplica, "_on_fetch_received"),
+    (LeadingReplica, "_advance_high_watermark"),
 )
 def _(original: Any, self: Any, event: Any, *now: int) -> Any:
     """Without either of the two the other still holds: what was acknowledged in an older epoch ends below the start."""
@@ -146,13 +149,13 @@ def _(original: Any, self: Any, word: core.PartitionStateChanged, *more: Any) ->
     return original(self, word, *more)
 
 
-@mutant("does not compare logs", 3, (PartitionReplica, "_on_fetch_received"))
+@mutant("does not compare logs", 3, (LeadingReplica, "_on_fetch_received"))
 def _(original: Any, self: Any, event: core.FetchReceived, now_ms: int) -> Any:
     blind = replace(event, fetch=replace(event.fetch, last_epoch=self.last_epoch))
     return original(self, blind if event.fetch.fetch_offset <= self.durable_end else event, now_ms)
 
 
-@mutant("counts itself before its fsync", 2, (PartitionReplica, "_advance_high_watermark"))
+@mutant("counts itself before its fsync", 2, (LeadingReplica, "_advance_high_watermark"))
 def _(original: Any, self: Any, now_ms: int) -> Any:
     durable, self.durable_end = self.durable_end, self.next_offset
     actions = original(self, now_ms)
@@ -160,7 +163,7 @@ def _(original: Any, self: Any, now_ms: int) -> Any:
     return actions
 
 
-@mutant("commits before its epoch's start", 0, (PartitionReplica, "_advance_high_watermark"))
+@mutant("commits before its epoch's start", 0, (LeadingReplica, "_advance_high_watermark"))
 def _(original: Any, self: Any, now_ms: int) -> Any:
     start, self._leading.epoch_start = self._leading.epoch_start, -1
     actions = original(self, now_ms)
@@ -203,7 +206,7 @@ def _(original: Any, self: Any, *more: Any) -> int:
     "lets a replica join without the epoch's start",
     0,
     (InSync, "_may_join"),
-    (PartitionReplica, "_holds_epoch_start"),
+    (LeadingReplica, "_holds_epoch_start"),
 )
 def _(original: Any, self: Any, *more: Any) -> bool:
     if isinstance(self, PartitionReplica):
@@ -265,18 +268,18 @@ def _(original: Any, self: Any, event: core.IsrAnswered, now_ms: int, wall_ms: i
     return original(self, event, now_ms, wall_ms)
 
 
-@mutant("leads on without a synced word", 18, (PartitionReplica, "_begin_leading"))
+@mutant("leads on without a synced word", 18, (LeadingReplica, "_begin_leading"))
 def _(original: Any, self: Any, word: core.PartitionStateChanged, now_ms: int, wall_ms: int) -> Any:
     self._deposed = False
     return original(self, word, now_ms, wall_ms)
 
 
-@mutant("leads with what an earlier life was elected to", 0, (PartitionReplica, "_begin_leading"))
+@mutant("leads with what an earlier life was elected to", 0, (LeadingReplica, "_begin_leading"))
 def _(original: Any, self: Any, word: core.PartitionStateChanged, now_ms: int, wall_ms: int) -> Any:
     return original(self, replace(word, incarnations={}), now_ms, wall_ms)
 
 
-@mutant("keeps to the ISR that it has lost", 4, (PartitionReplica, "_must_resign"))
+@mutant("keeps to the ISR that it has lost", 4, (FollowingReplica, "_must_resign"))
 def _(original: Any, self: Any, word: core.PartitionStateChanged) -> bool:
     return False
 

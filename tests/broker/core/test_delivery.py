@@ -204,6 +204,38 @@ def test_a_repeated_attempt_finds_its_messages_while_the_lease_lasts():
     assert group.replay("other", now_ms=50) is None
 
 
+def test_the_fold_knows_who_holds_a_message_however_many_receives_come_after_his():
+    group = new_group()
+    grant(group, (0, 2, 1), lease=100, attempt_id="7:one")
+    for number in range(2, ATTEMPTS_MAX + 10):
+        grant(group, (number, number + 1, 1), lease=100, attempt_id=f"8:{number}")
+    assert "7:one" not in group.attempts
+    group = GroupDelivery(group.snapshot())
+    assert [group.is_given_to(1, holder, 99) for holder in ("7", "8", "70", "7:one", "")] == [True, *[False] * 4]
+    assert not group.is_given_to(1, "7", 100), "his lease has ended"
+
+
+def test_a_holder_keeps_what_he_extends_and_loses_what_comes_back():
+    group = new_group()
+    grant(group, (0, 4, 1), lease=100, attempt_id="7:one")
+    group.apply(Extend(((0, 1),), 200, 50))
+    group.apply(Nack(((1, 2, 60),), 50))
+    assert [group.is_given_to(offset, "7", 60) for offset in range(4)] == [True, False, True, True]
+    assert group.is_given_to(0, "7", 150), "his lease was prolonged"
+    grant(group, (2, 3, 2), now=110, lease=100, attempt_id="8:two")
+    grant(group, (3, 4, 2), now=110, lease=100)
+    assert [group.is_given_to(2, holder, 120) for holder in "78"] == [False, True]
+    assert not group.is_given_to(3, "7", 120), "it is nobody's by name"
+    assert [span.holder for span in group.spans()] == ["7", "", "8", ""]
+
+
+def test_a_receive_without_a_holder_s_name_leaves_none():
+    group = new_group()
+    grant(group, (0, 1, 1), attempt_id="just an id")
+    grant(group, (1, 2, 1), consumer="printer")
+    assert [span.holder for span in group.spans()] == ["", ""]
+
+
 def test_attempts_are_bounded():
     group = new_group()
     for number in range(ATTEMPTS_MAX + 10):

@@ -40,7 +40,7 @@ def fold_of_two_groups():
                 5,
                 60,
                 [
-                    SpanFold(10, 12, 1, 0, True, 1_000, LATER_MS),
+                    SpanFold(10, 12, 1, 0, True, 1_000, LATER_MS, 0, 2, "consumer 7"),
                     SpanFold(20, 25, 2, 1, False, 1_000, 1_500),
                     SpanFold(30, 31, 1, 0, False, 1_000, LATER_MS, 7),
                     SpanFold(40, 41, 0, 0, False, 0, HELD_MS),
@@ -88,7 +88,20 @@ def test_a_fold_comes_back_as_it_was(tmp_path):
 numbers = st.integers(0, 2**53)
 lanes = st.integers(0, 63)
 spans = st.lists(
-    st.builds(SpanFold, numbers, numbers, numbers, numbers, st.booleans(), numbers, numbers, lanes), max_size=4
+    st.builds(
+        SpanFold,
+        numbers,
+        numbers,
+        numbers,
+        numbers,
+        st.booleans(),
+        numbers,
+        numbers,
+        lanes,
+        numbers,
+        st.text(max_size=3),
+    ),
+    max_size=4,
 )
 spots = st.lists(st.tuples(lanes, numbers, numbers), max_size=4)
 dead = st.lists(st.builds(DeadFold, numbers, numbers, numbers, numbers, st.text(max_size=5), lanes), max_size=4)
