@@ -16,10 +16,11 @@ import pyarrow as pa
 from pyspark.sql.datasource import InputPartition
 from pyspark.sql.types import DataType, StructField, StructType
 
-from portalmq.spark.directories import Directories, FileSpan, Replica
+from portalmq.spark.directories import Directories, FileSpan
 from portalmq.spark.errors import BadOption, DamagedFile, DataLoss
 from portalmq.spark.options import EARLIEST, LATEST, Bound, Reading
 from portalmq.spark.origin import Log
+from portalmq.spark.replica import Replica
 from portalmq.spark.segment import is_at_rest
 
 CHUNK_OFFSETS = 65_536

@@ -22,7 +22,7 @@ from portalmq.broker.compaction import Compacting
 from portalmq.broker.storage.batch import Record
 from portalmq.broker.storage.log import Log as StoredLog
 from portalmq.broker.storage.schema import LogIdentity
-from portalmq.spark import directories, segment
+from portalmq.spark import replica, segment
 from portalmq.spark.directories import Directories
 from portalmq.spark.errors import DamagedFile, DataLoss, NothingThere, NoTopic, SourceError
 
@@ -394,7 +394,7 @@ def test_a_moment_is_found_by_another_replica_s_file(data):
 
 def test_a_query_is_planned_by_one_look(data, monkeypatch):
     looks, asked = [], []
-    monkeypatch.setattr(directories, "opened", lambda path: asked.append(path) or segment.opened(path))
+    monkeypatch.setattr(replica, "opened", lambda path: asked.append(path) or segment.opened(path))
     look = Directories._found
     monkeypatch.setattr(Directories, "_found", lambda origin: looks.append(1) or look(origin))
     origin = Directories([str(data)])
@@ -433,7 +433,7 @@ def test_a_file_that_is_opened_meanwhile_is_asked_again(data, monkeypatch):
             path.touch()
         return segment.opened(place)
 
-    monkeypatch.setattr(directories, "opened", opened)
+    monkeypatch.setattr(replica, "opened", opened)
     origin = Directories([str(data)], ["t"])
     assert [log.end_offset for log in origin.logs()] == [31, 31]
     assert asked.count(path) == 2

@@ -1,0 +1,225 @@
+"""One broker's copy of a partition, by its files: what is committed, where the log begins, which file holds what.
+
+Small questions to a file are asked of SQLite directly; messages are read by segment.py.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sqlite3
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import msgspec
+
+from portalmq.spark.errors import DamagedFile, SourceError
+from portalmq.spark.segment import ATTEMPTS, is_at_rest, opened
+
+T = TypeVar("T")
+
+_SEGMENT = re.compile(r"\d{20}\.sqlite\Z")
+STATE_NAME: Final = "state.sqlite"
+SCHEMA_VERSION: Final = 1  # of segment files; of the state its meta is read, which stays
+OFFSET_END: Final = 1 << 63
+
+
+class _Sealed(msgspec.Struct):
+    base_offset: int
+    end_offset: int
+    last_timestamp_ms: int
+
+
+class _Manifest(msgspec.Struct):
+    segments: list[_Sealed] = []
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """One file. `last_ms`, the Unix time of its last batch, is None while it is not sealed; the last one then ends at
+    OFFSET_END."""
+
+    path: Path
+    base_offset: int
+    end_offset: int
+    last_ms: int | None
+
+
+class Replica:
+    """One broker's copy of a partition, as it stood when it was first asked. Its directory may go meanwhile, with its
+    topic: all of it raises FileNotFoundError then."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    @cached_property
+    def _state(self) -> dict[str, Any] | None:
+        """None where there is no snapshot."""
+        path = self.directory / STATE_NAME
+        try:
+            return self._meta_of(path)
+        except FileNotFoundError:
+            return None
+
+    def _meta_of(self, path: Path) -> dict[str, Any]:
+        """Raises FileNotFoundError, DamagedFile, SourceError."""
+        meta = dict(_asked(path, _rows("SELECT key, value FROM meta")))
+        try:
+            if path.name != STATE_NAME and int(meta.get("schema_version", SCHEMA_VERSION)) > SCHEMA_VERSION:
+                raise SourceError(f"{path} was written by a newer PortalMQ: read it with that one's portalmq[spark]")
+            whose = (meta.get("topic_id", ""), int(meta.get("partition", -1)))
+        except ValueError as error:
+            raise DamagedFile(path, f"is not a file of PortalMQ ({error})") from error
+        if whose != (self.directory.parent.name.rpartition("@")[2], int(self.directory.name)):
+            raise DamagedFile(path, f"belongs to partition {whose[1]} of the topic with the id {whose[0]!r}, not here")
+        return meta
+
+    @cached_property
+    def _sealed(self) -> dict[int, _Sealed]:
+        path = self.directory / "manifest.json"
+        try:
+            manifest = msgspec.json.decode(path.read_bytes(), type=_Manifest)
+        except FileNotFoundError:
+            return {}
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise DamagedFile(path, f"is no manifest ({error})") from error
+        return {segment.base_offset: segment for segment in manifest.segments}
+
+    @cached_property
+    def paths(self) -> list[Path]:
+        return sorted(path for path in self.directory.iterdir() if _SEGMENT.match(path.name))
+
+    @cached_property
+    def _bases(self) -> list[int]:
+        return [int(path.name[:20]) for path in self.paths]
+
+    @cached_property
+    def high_watermark(self) -> int:
+        """All below is committed. What is sealed is, even where the snapshot of the state is older, or was not copied
+        along. A broker writes the snapshot before the first message, so it is missing beside a live file by a fault
+        alone."""
+        sealed_end = max((segment.end_offset for segment in self._sealed.values()), default=0)
+        if self._state is None and self._has_unsealed():
+            raise DamagedFile(
+                self.directory / STATE_NAME,
+                "is missing, and it alone tells which of the newest messages are committed",
+            )
+        return max(int((self._state or {}).get("high_watermark", 0)), sealed_end)
+
+    def _has_unsealed(self) -> bool:
+        unsealed = [path for path, base in zip(self.paths, self._bases, strict=True) if base not in self._sealed]
+        return any(_asked(path, _rows("SELECT 1 FROM batches LIMIT 1")) for path in unsealed)
+
+    @cached_property
+    def start_offset(self) -> int:
+        """The first offset that is there and not purged. It moves before files are removed: so where the first file
+        begins behind it, a file is missing."""
+        if not self.paths:
+            if self.high_watermark:
+                raise DamagedFile(self.directory, "holds no segment any more")
+            return 0
+        starts = [(self._state or {}).get("log_start_offset", 0)]
+        starts.append(self._meta_of(self.paths[-1]).get("log_start_offset", 0))
+        start = max(map(int, starts))
+        if start < self._bases[0]:
+            raise DamagedFile(
+                self.directory, f"a segment is missing: the log begins at offset {start}, its files at {self._bases[0]}"
+            )
+        return start
+
+    def segment_at(self, offset: int) -> Segment | None:
+        """The file that holds the offset; None when it is missing. Only the manifest tells where a file ends that is
+        not the last: of others it is found out by reading."""
+        index = bisect_right(self._bases, offset) - 1
+        if index < 0:
+            return None
+        path, base = self.paths[index], self._bases[index]
+        sealed = self._sealed.get(base)
+        if sealed is not None:
+            return (
+                Segment(path, base, sealed.end_offset, sealed.last_timestamp_ms) if offset < sealed.end_offset else None
+            )
+        following = self._bases[index + 1] if index + 1 < len(self._bases) else OFFSET_END
+        return Segment(path, base, following, None)
+
+    def segments(self, start: int, end: int) -> list[Segment]:
+        """The files that hold [start, end). Raises DamagedFile when one of them is missing."""
+        found: list[Segment] = []
+        reached = start
+        while reached < end:
+            segment = self.segment_at(reached)
+            if segment is None:
+                raise DamagedFile(self.directory, f"a segment is missing: there is none that holds offset {reached}")
+            found.append(segment)
+            reached = segment.end_offset
+        return found
+
+
+def first_at(segment: Segment, start: int, end: int, timestamp_ms: int) -> int | None:
+    """The first offset of [start, end), all of it in the file, of a batch that was appended at that time or later.
+    Times never fall: bisect."""
+
+    def ask(connection: sqlite3.Connection) -> int | None:
+        low, high = start, end
+        while low < high:
+            middle = (low + high) // 2
+            found = connection.execute(_BATCH_AT, (middle,)).fetchone()
+            if found is None:
+                raise DamagedFile(segment.path, f"the header of the batch at offset {middle} is missing")
+            base_offset, count, appended_at_ms = found
+            if appended_at_ms >= timestamp_ms:
+                high = base_offset
+            else:
+                low = base_offset + count
+        return max(low, start) if low < end else None
+
+    return _asked(segment.path, ask)
+
+
+_BATCH_AT = """
+SELECT base_offset, count, appended_at_ms FROM batches WHERE base_offset <= ? ORDER BY base_offset DESC LIMIT 1"""
+
+
+def _asked(path: Path, ask: Callable[[sqlite3.Connection], T]) -> T:
+    """The answer to a small question. Where a broker has begun to write to the file meanwhile, it is asked again.
+    Raises FileNotFoundError, DamagedFile, SourceError."""
+    for attempt in range(1, ATTEMPTS + 1):
+        before = _quiet_state(path)
+        try:
+            with opened(path) as connection:
+                answer = ask(connection)
+            if before is None or before == _quiet_state(path):
+                return answer
+        except sqlite3.OperationalError as error:
+            raise SourceError(f"{path} was kept locked for seconds ({error}): try again") from error
+        except DamagedFile as fault:
+            if _may_not_recover(path):
+                raise SourceError(
+                    f"{path} was in use by a broker that was killed: SQLite has to recover its write-ahead log, and may"
+                    f" not write to {path.parent}. Copy the data directory with its -shm files, or to a place where"
+                    " this user may write"
+                ) from fault
+            if attempt == ATTEMPTS or before is None or before == _quiet_state(path):
+                raise
+    raise SourceError(f"{path} was changed each time it was read: try again")
+
+
+def _rows(query: str) -> Callable[[sqlite3.Connection], list[tuple[Any, ...]]]:
+    return lambda connection: connection.execute(query).fetchall()
+
+
+def _may_not_recover(path: Path) -> bool:
+    has_index = os.path.exists(f"{path}-shm")
+    return not is_at_rest(path) and not has_index and not os.access(path.parent, os.W_OK)
+
+
+def _quiet_state(path: Path) -> tuple[int, int, int] | None:
+    """Changes when the file does; None while somebody may be writing to it, and SQLite sees to the order."""
+    if not is_at_rest(path):
+        return None
+    state = path.stat()
+    return state.st_ino, state.st_size, state.st_mtime_ns
