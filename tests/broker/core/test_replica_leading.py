@@ -32,8 +32,9 @@ from portalmq.broker.core.events import (
     Tick,
     Truncated,
 )
+from portalmq.broker.core.leading import UNCOMMITTED_MAX
 from portalmq.broker.core.producers import Producers
-from portalmq.broker.core.replica import UNCOMMITTED_MAX, PartitionReplica
+from portalmq.broker.core.replica import PartitionReplica
 from portalmq.errors import NotEnoughReplicas, NotLeader, Unavailable
 
 STORES = {1: "a", 2: "b", 3: "c"}
