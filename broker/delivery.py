@@ -1,4 +1,4 @@
-"""A queue group on a partition that this broker leads: receive, ack, nack, extend, and who sleeps here.
+"""A queue group on a partition that this broker leads: receive, ack, nack, extend.
 
 Everything here runs on the hub's thread. A grant is applied before its record is on its way to the disk and before any
 payload is read, with no switch of greenlets in between, so no message is handed to two.
@@ -6,19 +6,18 @@ payload is read, with no switch of greenlets in between, so no message is handed
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
 import gevent
 
 from portalmq import wire
+from portalmq.broker.bell import Bell
 from portalmq.broker.clock import Clock
-from portalmq.broker.core.choice import Choice, choose, has_turn, note
+from portalmq.broker.core.choice import Choice, choose, note
 from portalmq.broker.core.delivery import OUTSTANDING_MAX, GroupDelivery
 from portalmq.broker.core.fold import SpanFold
-from portalmq.broker.core.keys import HELD_MAX
-from portalmq.broker.core.lanes import DELAYED
 from portalmq.broker.core.receipts import ReceiptBook
 from portalmq.broker.core.records import Ack, Dead, Extend, Grant, GroupStart, Nack, Range, Spot, ranges_of
 from portalmq.broker.handing import DEAD_A_RECORD, HandedOut, Run, backoff_ms, dead_letter_topic, parts_of, runs_of
@@ -34,11 +33,6 @@ from portalmq.wire import GroupConfig
 __all__ = ["Delivered", "GroupPartition", "Peer", "Shown"]
 
 HANDED_RANGES_MAX = 1_000
-# Where nobody sleeps here, what is given up at the end of a lease waits for company this long.
-SWEEP_MS = 1_000
-# A wait for the wall clock is looked at again this often, as that clock may jump.
-LOOK_AGAIN_MS = 1_000
-SOON_MS = 20
 # A cursor that has passed so many places of other lanes is worth a record.
 PASSED_MAX = 10_000
 # Messages that were done unseen are kept one by one until the cursor passes them. It is made to after so many more.
@@ -72,143 +66,46 @@ class GroupPartition:
         self.group_id = group_id
         self._book = book
         self._clock = clock
-        self._sleepers: dict[Waiter, None] = {}
         self._supply = PartitionSupply(partition)
-        self._timer: gevent.Greenlet | None = None
-        self._timer_at_ms = 0
-        self._detached = False
+        self._bell = Bell(
+            partition, group, self._supply, clock, settings=lambda: self.settings(), on_ring=self._give_up_overdue
+        )
         self._handed = HandedOut()
         self._ahead_max = AHEAD_STEP
         # The group's settings as they are now.
         self.settings: Callable[[], GroupConfig] = GroupConfig
         # How many messages were handed out just now, and how many of them not for the first time.
         self.on_delivered: Callable[[int, int], None] = lambda messages, again: None
+        # How many were acked or done by their places, each counted once, when that is committed.
+        self.on_acked: Callable[[int], None] = lambda messages: None
         # How many were given up, and how many were left out since they have expired.
         self.on_dead: Callable[[int], None] = lambda messages: None
         self.on_expired: Callable[[int], None] = lambda messages: None
-        partition.on_readable.append(self.notify)
 
     @property
     def delivery(self) -> GroupDelivery:
         return self.partition.delivery[self.group]
 
+    # --- who sleeps here ---------------------------------------------------------------------------------------------
+
     def detach(self) -> None:
         """The group was deleted, or the partition, or it is led elsewhere: who sleeps here is to look anew."""
-        self._detached = True
-        self.partition.on_readable.remove(self.notify)
-        self._disarm()
-        for waiter in tuple(self._sleepers):
-            waiter.move()
+        self._bell.close()
 
     def end_waits(self) -> None:
-        for waiter in tuple(self._sleepers):
-            waiter.cancel()
-
-    # --- sleeping and waking -----------------------------------------------------------------------------------------
+        self._bell.end_waits()
 
     def park(self, waiter: Waiter) -> None:
-        if self._detached:  # on the way here: nobody would wake it
-            waiter.move()
-            return
-        self._sleepers[waiter] = None
-        self._arm()
+        self._bell.park(waiter)
 
     def leave(self, waiter: Waiter) -> None:
-        self._sleepers.pop(waiter, None)
-        if not self._sleepers:
-            self._disarm()
+        self._bell.leave(waiter)
 
     def notify(self) -> None:
-        """Something may be there to take: wake one sleeper that is not awake already."""
-        if not self._sleepers or not self.has_messages():
-            self._arm()
-            return
-        first = next(iter(self._sleepers))
-        if not first.woken:
-            first.wake()
+        self._bell.notify()
 
     def has_messages(self) -> bool:
-        delivery = self.partition.delivery.get(self.group)
-        if delivery is None or self._detached:
-            return False
-        now_ms = self._clock.now_ms()
-        if self._has_fresh(delivery):
-            return True
-        if self.settings().ordering == "key":
-            return has_turn(delivery, now_ms, self.partition.high_watermark)
-        return delivery.has_returned(now_ms)
-
-    def _has_fresh(self, delivery: GroupDelivery) -> bool:
-        if delivery.outstanding >= OUTSTANDING_MAX or delivery.held >= HELD_MAX:
-            return False
-        end = self.partition.readable_end
-        if self._supply.place(delivery.next) < end:
-            return True
-        lanes = self._supply.lanes()
-        return bool(lanes) and self._has_in_lanes(delivery, lanes)
-
-    def _has_in_lanes(self, delivery: GroupDelivery, lanes: Collection[int]) -> bool:
-        by_key = self.settings().ordering == "key"
-        for lane in lanes:
-            if lane >= DELAYED or by_key:
-                continue
-            _, offset = delivery.cursors.get(lane, (0, 0))
-            if next(self._supply.fresh(lane, 0, max(offset, delivery.start)), None) is not None:
-                return True
-        due_ms = self._next_due_ms(delivery)
-        return due_ms is not None and due_ms <= self.partition.readable_by_ms(self._clock.wall_ms())
-
-    def _next_due_ms(self, delivery: GroupDelivery) -> int | None:
-        """When the next delayed message is due, by the wall clock."""
-        lanes = [lane for lane in self._supply.lanes() if lane >= DELAYED]
-        firsts = [next(self._supply.fresh(lane, *delivery.cursors.get(lane, (0, 0))), None) for lane in lanes]
-        return min([run.due_ms for run in firsts if run is not None], default=None)
-
-    # --- the bell ----------------------------------------------------------------------------------------------------
-
-    def _arm(self) -> None:
-        """Ring when the next lease or back-off ends, since what has been delivered often enough is to be given up even
-        if nobody asks; and while someone sleeps, when the next delayed message is due."""
-        if self._detached or self.group not in self.partition.delivery:
-            return
-        wait_ms = self._wait_ms()
-        if wait_ms is None:
-            return
-        at_ms = self._clock.now_ms() + wait_ms
-        if self._timer is not None and self._timer_at_ms <= at_ms:
-            return
-        self._disarm()
-        self._timer_at_ms = at_ms
-        self._timer = gevent.spawn_later(wait_ms / 1000, self._ring)
-
-    def _wait_ms(self) -> int | None:
-        delivery, now_ms = self.delivery, self._clock.now_ms()
-        waits: list[int] = []
-        ends_ms = delivery.next_wakeup_ms()
-        if ends_ms is not None:
-            waits.append(max(ends_ms - now_ms, 0 if self._sleepers else SWEEP_MS))
-        if self._sleepers:
-            if self._supply.lanes():
-                due_ms = self._next_due_ms(delivery)
-                if due_ms is not None:
-                    left_ms = due_ms - self._clock.wall_ms()
-                    waits.append(min(left_ms, LOOK_AGAIN_MS) if left_ms > 0 else LOOK_AGAIN_MS)
-            if delivery.keys is not None and not delivery.keys.is_settled:
-                waits.append(SOON_MS)
-        return min(waits, default=None)
-
-    def _disarm(self) -> None:
-        if self._timer is not None:
-            self._timer.kill(block=False)
-            self._timer = None
-
-    def _ring(self) -> None:
-        self._timer = None
-        if self._detached or self.group not in self.partition.delivery:
-            return
-        with suppress(PortalMQError):  # it is led elsewhere from now on, or the next bell is early enough
-            self._bury(self._clock.now_ms())
-        self.notify()
+        return self._bell.has_messages()
 
     # --- receive -----------------------------------------------------------------------------------------------------
 
@@ -258,7 +155,7 @@ class GroupPartition:
             self._handed.add(start, end)
         if len(self._handed) > HANDED_RANGES_MAX:
             self._handed.forget_below(self.delivery.floor())
-        self._arm()
+        self._bell.arm()
         again = sum([end - start for start, end, deliveries in ranges if deliveries > 1])
         self.on_delivered(sum([end - start for start, end, _ in ranges]), again)
         delivered = self._delivered(runs, deadline_ms)
@@ -323,10 +220,14 @@ class GroupPartition:
             gone, held = tuple(choice.gone), tuple(choice.held)
             grant = Grant((), upto, at_ms, at_ms, cursors=choice.spots(), gone=gone, held=held)
             self._append_grant(grant, choice)
-        self._arm()
+        self._bell.arm()
         return upto > before or bool(choice.gone or choice.held or choice.cursors)
 
     # --- what is given up --------------------------------------------------------------------------------------------
+
+    def _give_up_overdue(self) -> None:
+        with suppress(PortalMQError):  # it is led elsewhere from now on, or the next bell is early enough
+            self._bury(self._clock.now_ms())
 
     def _bury(self, now_ms: int) -> None:
         """Give up what has been delivered often enough, as far as a record holds it. What is left rings again."""
@@ -344,13 +245,13 @@ class GroupPartition:
         """Pass over what has expired before anybody asked for it, so that nobody counts it any more; and write down
         what was looked over, so that retention need not wait for it."""
         delivery = self.partition.delivery.get(self.group)
-        if delivery is None or self._detached:
+        if delivery is None or self._bell.closed:
             return
-        while self.partition.log.lanes.has_expiring and self._has_fresh(delivery):
+        while self.partition.log.lanes.has_expiring and self._bell.has_fresh(delivery):
             if not self._pass_over(self._choice(self._clock.now_ms(), 0)):
                 break
             gevent.sleep(0)
-            if self._detached or self.partition.delivery.get(self.group) is not delivery:
+            if self._bell.closed or self.partition.delivery.get(self.group) is not delivery:
                 return
         upto = self._supply.place(delivery.next)
         if upto > delivery.next:
@@ -448,7 +349,11 @@ class GroupPartition:
         ranges, ahead = self.finished(offsets)
         if not ranges and not ahead:
             return self._wait_for_appended()
+        messages = sum([end - start for start, end in ranges])
+        messages += sum([not self.delivery.is_ahead(offset) for _, _, offset in ahead])
         pending = self.partition.append_group_record(self.group, Ack(ranges, self._clock.now_ms(), ahead))
+        if messages:
+            pending.done.rawlink(lambda _: self.on_acked(messages) if pending.error is None else None)
         if ahead:
             self._pass_ahead()
         return self._then_others(pending)
@@ -557,7 +462,7 @@ class GroupPartition:
         if offsets:
             record = Extend(ranges_of(offsets), now_ms + visibility_timeout_ms, now_ms)
             self.partition.append_group_record(self.group, record, is_soft=True)
-            self._arm()
+            self._bell.arm()
         return verdicts
 
     def _held(

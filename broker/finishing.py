@@ -56,7 +56,6 @@ class _Finishing:
                 outcomes[place] = error
             else:
                 outcomes[place] = verdicts
-                self.groups.acked(place.topic, self.group.name, sum(verdicts))
         return outcomes
 
     def there(self, broker_id: int, places: Sequence[Place]) -> Outcomes[list[bool]]:

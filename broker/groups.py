@@ -339,6 +339,7 @@ class Groups:
             attached = GroupPartition(partition, group.name, book, self._clock, group_id=group.group_id)
             attached.settings = partial(self._settings, group)
             attached.on_delivered = partial(self._delivered, partition.topic, group.name)
+            attached.on_acked = partial(self.acked, partition.topic, group.name)
             attached.on_dead = partial(self._given_up, partition.topic, group.name)
             attached.on_expired = partial(self._expired, partition.topic, group.name)
             self._attached[key] = attached

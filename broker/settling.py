@@ -47,8 +47,6 @@ class Desk(Protocol):
         has not begun there."""
         ...
 
-    def acked(self, topic: str, group: str, messages: int) -> None: ...
-
 
 @dataclass(frozen=True, slots=True)
 class Way:
@@ -93,8 +91,6 @@ class _Settling:
                 outcomes[place] = error
                 continue
             outcomes[place] = verdicts
-            if self.way.verb == "ack":
-                self.desk.acked(place.topic, self.group.name, sum(verdicts))
         return outcomes
 
     def here(self, places: Sequence[Place]) -> Outcomes[list[bool]]:

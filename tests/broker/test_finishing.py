@@ -117,6 +117,26 @@ def test_a_holder_is_known_as_long_as_his_lease_lasts_whatever_others_receive_me
     assert fixture.broker.describe_group("g").lag == 10
 
 
+def acked(fixture: Fixture) -> float | None:
+    labels = {"topic": "t", "group": "g"}
+    return fixture.broker.metrics.registry.get_sample_value("portalmq_messages_acked_total", labels)
+
+
+def test_each_message_is_counted_once_as_acked_however_often_it_is_done(fixture: Fixture) -> None:
+    first, second, third, fourth = produce(fixture, "a", "b", "c", "d")
+    request = wire.ReceiveRequest(["t"], max_messages=2, wait_ms=0)
+    receipts = [each.receipt for each in fixture.broker.receive("g", request, None)]
+    assert fixture.broker.ack("g", receipts[:1]) == [True]
+    assert acked(fixture) == 1
+    assert fixture.broker.ack("g", receipts) == [True, True]
+    assert fixture.broker.ack("g", receipts) == [True, True], "a repeat counts, and is not counted"
+    assert acked(fixture) == 2
+    assert finish(fixture, (0, first), (0, second), (0, third), (0, third)) == [True] * 4
+    assert acked(fixture) == 3, "the third one was done by its place, unseen"
+    assert finish(fixture, (0, fourth), (0, third), (0, 999)) == [True, True, False]
+    assert acked(fixture) == 4
+
+
 def test_a_dead_message_is_not_done_by_its_place(fixture: Fixture) -> None:
     fixture.broker.put_group("g", {"max_deliveries": 1, "dead_letter_topic": ""})
     (first,) = produce(fixture, "a")
