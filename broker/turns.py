@@ -10,8 +10,7 @@ the group claims the partition for himself, and from then on nobody else moves t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import NamedTuple
 
 import msgspec
@@ -21,15 +20,16 @@ from portalmq.broker.browsing import Stored
 from portalmq.broker.calls import Place, Turn, Turned
 from portalmq.broker.clock import Clock
 from portalmq.broker.core.records import Claim, CommitOffset
-from portalmq.broker.forwarding import Leaders, Outcomes, place_of
+from portalmq.broker.forwarding import Leaders, place_of
 from portalmq.broker.groups import Groups
+from portalmq.broker.lookup import Lookup
 from portalmq.broker.partition import Partition
 from portalmq.broker.peers import Peers
 from portalmq.broker.storage.batch import Record
 from portalmq.broker.streams import target
 from portalmq.broker.topics import Topic
 from portalmq.control_plane.state import GroupState
-from portalmq.errors import GroupModeMismatch, PortalMQError, Unavailable
+from portalmq.errors import GroupModeMismatch, Unavailable
 
 TURN_TIMEOUT_S = 15.0
 NOBODY = ""
@@ -45,24 +45,6 @@ class Front(NamedTuple):
     offset: int
 
 
-@dataclass(slots=True)
-class _Turning:
-    turns: Turns
-    group: GroupState
-    call: Turn
-
-    def here(self, places: Sequence[Place]) -> Outcomes[Turned]:
-        (place,) = places
-        try:
-            return {place: self.turns.here(self.group, place, self.call.done)}
-        except PortalMQError as error:
-            return {place: error}
-
-    def there(self, broker_id: int, places: Sequence[Place]) -> Outcomes[Turned]:
-        (place,) = places
-        return {place: self.turns.peers.call(broker_id, "turn", self.call, Turned, timeout_s=TURN_TIMEOUT_S)}
-
-
 class Turns:
     """`known` finds a topic by its name, and waits for one that was made a moment ago."""
 
@@ -75,7 +57,7 @@ class Turns:
         peers: Peers,
         clock: Clock,
     ) -> None:
-        self.peers = peers
+        self._peers = peers
         self._groups = groups
         self._topic = known
         self._atlas = atlas
@@ -97,7 +79,7 @@ class Turns:
         place = place_of(self._topic(topic).state, number)
         group = self._group(name)
         call = Turn(name, group.group_id, *place, done)
-        return self._leaders.one(place, _Turning(self, group, call), forward=forward, repeatable=done is None)
+        return self._leaders.one(place, self._lookup(group, call), forward=forward, repeatable=done is None)
 
     def _group(self, name: str) -> GroupState:
         """The group, made now if it is missing."""
@@ -140,7 +122,17 @@ class Turns:
         if group.group_id != call.group_id:
             raise Unavailable(f"group {call.group!r} was deleted meanwhile", retry_after_s=0.1)
         place = Place(call.topic, call.topic_id, call.number)
-        return _encode(self._leaders.one(place, _Turning(self, group, call), forward=False))
+        return _encode(self._leaders.one(place, self._lookup(group, call), forward=False))
+
+    def _lookup(self, group: GroupState, call: Turn) -> Lookup[Turned]:
+        return Lookup(
+            "turn",
+            call,
+            Turned,
+            lambda place: self.here(group, place, call.done),
+            self._peers,
+            timeout_s=TURN_TIMEOUT_S,
+        )
 
 
 def _first_message(partition: Partition, offset: int) -> tuple[int, int, Record] | None:

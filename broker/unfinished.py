@@ -10,8 +10,7 @@ of the log may have to be looked through, in turns that let the broker's other w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from time import perf_counter
 from typing import Literal, NamedTuple
 
@@ -24,13 +23,14 @@ from portalmq.broker.calls import Place
 from portalmq.broker.clock import Clock
 from portalmq.broker.core.delivery import HELD_MS, GroupDelivery
 from portalmq.broker.core.lanes import spot_of
-from portalmq.broker.forwarding import Leaders, Outcomes, place_of
+from portalmq.broker.forwarding import Leaders, place_of
 from portalmq.broker.groups import Groups
+from portalmq.broker.lookup import Lookup
 from portalmq.broker.partition import Partition
 from portalmq.broker.peers import Peers
 from portalmq.broker.storage.batch import Record
 from portalmq.broker.topics import Topic
-from portalmq.errors import GroupModeMismatch, PortalMQError
+from portalmq.errors import GroupModeMismatch
 
 TIMEOUT_S = 15.0
 TURN_S = 0.005
@@ -70,24 +70,6 @@ class Waiting(NamedTuple):
     available_at_ms: int | None
 
 
-@dataclass(slots=True)
-class _Listing:
-    unfinished: Unfinished
-    call: ListUnfinished
-
-    def here(self, places: Sequence[Place]) -> Outcomes[UnfinishedRows]:
-        (place,) = places
-        try:
-            return {place: self.unfinished.here(place, self.call)}
-        except PortalMQError as error:
-            return {place: error}
-
-    def there(self, broker_id: int, places: Sequence[Place]) -> Outcomes[UnfinishedRows]:
-        (place,) = places
-        peers = self.unfinished.peers
-        return {place: peers.call(broker_id, "unfinished", self.call, UnfinishedRows, timeout_s=TIMEOUT_S)}
-
-
 class Unfinished:
     """`known` finds a topic by its name, and waits for one that was made a moment ago."""
 
@@ -100,7 +82,7 @@ class Unfinished:
         peers: Peers,
         clock: Clock,
     ) -> None:
-        self.peers = peers
+        self._peers = peers
         self._groups = groups
         self._topic = known
         self._atlas = atlas
@@ -123,7 +105,7 @@ class Unfinished:
             offset: int | None = behind + 1 if number == first else 0
             while offset is not None:
                 call = ListUnfinished(name, *place, offset, 1_000)
-                found = self._leaders.one(place, _Listing(self, call), forward=forward, repeatable=True)
+                found = self._leaders.one(place, self._lookup(call), forward=forward, repeatable=True)
                 for at, timestamp_ms, record, state, deliveries, available_at_ms in found.rows:
                     stored = Stored(topic_name, number, at, timestamp_ms, record)
                     yield Waiting(stored, state, deliveries, available_at_ms or None)
@@ -185,4 +167,9 @@ class Unfinished:
     def serve(self, body: bytes) -> bytes:
         call = msgspec.msgpack.decode(body, type=ListUnfinished)
         place = Place(call.topic, call.topic_id, call.number)
-        return _encode(self._leaders.one(place, _Listing(self, call), forward=False))
+        return _encode(self._leaders.one(place, self._lookup(call), forward=False))
+
+    def _lookup(self, call: ListUnfinished) -> Lookup[UnfinishedRows]:
+        return Lookup(
+            "unfinished", call, UnfinishedRows, lambda place: self.here(place, call), self._peers, timeout_s=TIMEOUT_S
+        )
