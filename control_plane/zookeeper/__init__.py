@@ -278,8 +278,8 @@ class ZooKeeper:
     def _lay_watch(self, connection: int) -> None:
         """Watch the whole tree for as long as this connection lasts, then tell that anything may have changed."""
         # Each connection lays its own. A request given up unsent (this process may have been paused) says nothing of
-        # the connection, so only its state ends the attempts.
-        while self._state is PlaneState.CONNECTED and self._connections == connection:
+        # the connection, so only its state ends the attempts, or close(): until kazoo has ended, the state stays.
+        while self._client is not None and self._state is PlaneState.CONNECTED and self._connections == connection:
             try:
                 self._ask(AddWatch(self._chroot or "/"), self._deadline())
             except UnimplementedError:

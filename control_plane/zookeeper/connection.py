@@ -30,6 +30,8 @@ _kazoo_log.setLevel(logging.ERROR)
 
 RECONNECT_PAUSE_S = 0.1
 RECONNECT_PAUSE_MAX_S = 0.5
+# The part of a session that one server may take to answer who goes on with it.
+HANDSHAKE_PART = 1 / 4
 _ADD_WATCH_PERSISTENT_RECURSIVE = 1
 
 Handler = Literal["auto", "gevent", "threads"]
@@ -208,6 +210,10 @@ class Connection(ConnectionHandler):  # type: ignore[misc]  # kazoo has no types
         return int(header.zxid)
 
     def _invoke(self, timeout: float, request: Any, xid: int | None = None) -> Any:
+        if isinstance(request, jute.Connect) and request.session_id:
+            # A server that is just starting may take a connection and never answer on it, and kazoo would wait for the
+            # whole session. To go on with one changes nothing, so the next try may follow soon; a new one is waited for.
+            timeout = min(timeout, self._granted_s * HANDSHAKE_PART)
         began = clock_s()
         answer = super()._invoke(timeout, request, xid)
         if isinstance(request, jute.Connect) and answer[0].time_out > 0:

@@ -475,6 +475,19 @@ class TestReaching:
             plane.close()
         assert 1.5 < took < 5, "a quarter of the session is what the silent one may have, not all of it"
 
+    def test_trap_a_server_that_takes_the_connection_and_says_nothing_does_not_use_up_the_session(
+        self, opened: Callable[[str, float], ZooKeeper], wire: Wire, chroot: str
+    ) -> None:
+        """As one that is just starting may: what it takes too early it never answers."""
+        plane = opened(wire.hosts + chroot, 8.0)
+        session_id = plane.session_id
+        wire.silent_next = 1
+        wire.cut()
+        wire.heal()
+        until(lambda: wire.requests_swallowed > 0)
+        until(lambda: plane.state is PlaneState.CONNECTED)
+        assert plane.session_id == session_id
+
     def test_trap_greenlets_in_a_patched_process_and_threads_in_any_other(self, plane: ZooKeeper) -> None:
         """Mixed with the wrong one, kazoo hangs. test_zookeeper_gevent runs this in a patched process too."""
         patched = not hasattr(time.sleep, "__self__")  # the standard library's is a builtin
@@ -556,7 +569,7 @@ class TestServersThatGo:
             server.kill()
             until(lambda: plane.state is PlaneState.SUSPENDED)
             server.start()
-            # A try that meets a server which listens and does not answer yet costs two thirds of a session.
+            # A try that meets a server which listens and does not answer yet costs a quarter of a session.
             assert until(lambda: plane.state is PlaneState.CONNECTED) < 6.0
             assert plane.session_id == session_id
             assert plane.get("/a") == Node("/a", b"1", 0)
@@ -598,6 +611,14 @@ class TestServersThatGo:
             os.kill(server.pids[0], signal.SIGCONT)
             until(lambda: plane.state is PlaneState.CONNECTED)
             plane.close()
+
+    def test_closing_ends_the_laying_of_a_watch_at_once(self, plane: ZooKeeper) -> None:
+        """On greenlets, one that tried on without a pause would let kazoo never end."""
+        client, plane._client = plane._client, None  # as close() has it while kazoo ends
+        try:
+            assert Call(plane._lay_watch, plane._connections).ended()
+        finally:
+            plane._client = client
 
     def test_closing_is_bounded_while_the_server_hangs(self, tmp_path: Path) -> None:
         with EmbeddedZooKeeper(tmp_path) as server:

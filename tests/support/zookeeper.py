@@ -51,6 +51,7 @@ class Wire:
 
     cut()              ends all connections and refuses new ones, until heal()
     swallow_answers    what the server says is lost on the way, as long as this is true; so with swallow_requests
+    silent_next        on so many connections from now on, what the client says is lost
     turns_away         connections that go on with a session are closed, as by a server that lags behind their clients
     inject(data)       the client hears these bytes as if the server had said them
     """
@@ -61,6 +62,7 @@ class Wire:
         self.swallow_requests = False
         self.requests_swallowed = 0
         self.answers_swallowed = 0
+        self.silent_next = 0
         self.turns_away = False
         self.turned_away = 0
         self._pairs: list[tuple[socket.socket, socket.socket]] = []
@@ -132,16 +134,21 @@ class Wire:
                     server.close()
                     return
                 self._pairs.append((client, server))
-            threading.Thread(target=self._carry, args=(client, server), daemon=True).start()
+            is_silent = self.silent_next > 0
+            self.silent_next -= is_silent
+            threading.Thread(target=self._carry, args=(client, server, is_silent), daemon=True).start()
 
-    def _carry(self, client: socket.socket, server: socket.socket) -> None:
+    def _carry(self, client: socket.socket, server: socket.socket, is_silent: bool) -> None:
         try:
             while True:
                 for end in select.select([client, server], [], [])[0]:
                     data = end.recv(65_536)
                     if not data:
                         return
-                    self._pass_on(data, client, server, is_answer=end is server)
+                    if is_silent and end is client:
+                        self.requests_swallowed += 1
+                    else:
+                        self._pass_on(data, client, server, is_answer=end is server)
         except OSError:
             return
         finally:
