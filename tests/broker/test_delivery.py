@@ -229,6 +229,8 @@ def park(fixture: Fixture, *topics: str, **more):
 
 
 def finished(*greenlets):
+    """Those that end: the first is waited for, and whoever else is about to has time to."""
+    gevent.wait(greenlets, timeout=5, count=1)
     gevent.joinall(greenlets, timeout=0.3)
     return [greenlet for greenlet in greenlets if greenlet.ready()]
 

@@ -15,7 +15,7 @@ from support.zookeeper import Wire, fresh_chroot
 from portalmq import wire
 from portalmq.broker.clock import Clock
 from portalmq.broker.core.events import IsrAnswered, Outcome, ProposeIsr
-from portalmq.broker.membership import ClusterGone, Membership, Suspicion
+from portalmq.broker.membership import DRAIN_WITHIN_S, ClusterGone, Membership, Suspicion
 from portalmq.broker.vigil import Probe
 from portalmq.control_plane import state
 from portalmq.control_plane.catalog import BrokerIdTaken, Catalog, Deposed, PartitionChange
@@ -46,7 +46,7 @@ class TestRegistering:
         cluster.probes.clear()
         began = time.monotonic()
         again = cluster.start(1, incarnation=2)
-        assert time.monotonic() - began < cluster.session_timeout_s / 2
+        assert time.monotonic() - began < cluster.session_timeout_s
         cluster.expire(1)
         until(lambda: again.membership.mirror.brokers[1].incarnation == 2)
         assert again.membership.registered
@@ -56,7 +56,7 @@ class TestRegistering:
         began = time.monotonic()
         with pytest.raises(BrokerIdTaken, match="another data directory"):
             cluster.start(1, store_uuid="another", url="http://elsewhere.test:5000")
-        assert time.monotonic() - began < 2.0, "the first one answers: there is nothing to wait for"
+        assert time.monotonic() - began < cluster.session_timeout_s, "the first one answers: nothing is waited for"
         assert first.membership.registered
 
     def test_the_entry_of_a_dead_broker_of_another_disk_is_waited_for(self, cluster: Members) -> None:
@@ -161,19 +161,22 @@ class TestTheController:
         led = next(n for n in range(3) if first.partition(topic, n).value.leader == 3)
         cluster.kill(3)
         first.membership.suspect(3, 1, refused=True)
-        took_s = until(lambda: first.partition(topic, led).value.leader in (1, 2))
-        assert took_s < 1.0
+        until(lambda: first.partition(topic, led).value.leader in (1, 2))
+        assert 3 in first.membership.mirror.brokers, "its session still stands"
         held = first.partition(topic, led).value
         assert (held.leader_epoch, 3 in held.isr) == (2, False)
 
-    def test_a_suspicion_reaches_the_controller_who_looks_for_himself(self, cluster: Members) -> None:
+    def test_a_suspicion_reaches_the_controller_who_looks_for_himself(
+        self, cluster: Members, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("portalmq.broker.vigil.PROBE_EVERY_S", 3_600.0)
         cluster.start_all(1, 2, 3)
         until(lambda: cluster.members[2].membership.mirror.controller is not None)
         topic = cluster.create_topic(partitions=3)
         until(lambda: len(cluster.members[1].membership.mirror.partitions) == 3)
         cluster.probed.clear()
         cluster.members[2].membership.suspect(3, 1, refused=True)
-        assert until(lambda: (1, url_of(3)) in cluster.probed) < 0.3, "at once, and not at the next turn"
+        until(lambda: (1, url_of(3)) in cluster.probed, "at once, and not at the next turn")
         gevent.sleep(1.2)  # time enough to act on it, which must not happen: broker 3 answers the controller
         held = [cluster.members[1].partition(topic, number).value for number in range(3)]
         assert [partition.leader_epoch for partition in held] == [1, 1, 1]
@@ -183,7 +186,7 @@ class TestTheController:
         topic = cluster.create_topic(partitions=3)
         until(lambda: len(first.membership.mirror.partitions) == 3)
         cluster.probes[url_of(3)] = Probe.SILENT
-        until(lambda: all(first.partition(topic, n).value.leader in (1, 2) for n in range(3)), within_s=3.0)
+        until(lambda: all(first.partition(topic, n).value.leader in (1, 2) for n in range(3)))
         cluster.probes[url_of(3)] = Probe.ANSWERED
         until(lambda: 3 in first.membership.office.live())
         assert all(first.partition(topic, n).value.leader in (1, 2) for n in range(3))
@@ -211,9 +214,9 @@ class TestTheController:
         topic = cluster.create_topic(partitions=3)
         cluster.kill(1)
         cluster.probes[url_of(1)] = found
-        until(lambda: cluster.controllers in ([2], [3]), within_s=4.0)
+        until(lambda: cluster.controllers in ([2], [3]))
         successor = cluster.members[cluster.controllers[0]]
-        until(lambda: all(successor.partition(topic, n).value.leader in (2, 3) for n in range(3)), within_s=4.0)
+        until(lambda: all(successor.partition(topic, n).value.leader in (2, 3) for n in range(3)))
         controller = successor.catalog.controller()
         assert controller is not None
         assert controller.value.epoch == 2
@@ -269,7 +272,7 @@ class TestTheController:
         until(lambda: len(first.membership.mirror.partitions) == 6)
         began = time.monotonic()
         first.membership.drain()
-        assert time.monotonic() - began < 2.0
+        assert time.monotonic() - began < DRAIN_WITHIN_S
         until(lambda: all(second.partition(topic, n).value.leader in (2, 3) for n in range(6)))
         assert all(1 in first.partition(topic, n).value.isr for n in range(6)), "it follows, as long as it is there"
         until(lambda: cluster.controllers in ([2], [3]))
@@ -283,7 +286,7 @@ class TestTheController:
         until(lambda: member.membership.mirror.partitions)
         began = time.monotonic()
         member.membership.drain()
-        assert time.monotonic() - began < 1.0
+        assert time.monotonic() - began < DRAIN_WITHIN_S
         assert member.partition(topic).value.leader == 1
 
     def test_files_of_a_deleted_topic_are_confirmed_gone_and_its_tombstone_forgotten(self, cluster: Members) -> None:
@@ -320,7 +323,7 @@ class TestTheReturnOfThePlane:
         until(lambda: 2 not in first.membership.mirror.brokers)
         assert 2 in first.membership.office.live()
         until(lambda: first.partition(topic, led).value.leader == 1)
-        assert 1.5 < time.monotonic() - began < 3.5
+        assert time.monotonic() - began > 1.5
 
     def test_a_refused_connection_proves_it_in_the_grace_too(self, cluster: Members) -> None:
         first, _ = cluster.start_all(1, 2)
@@ -329,7 +332,7 @@ class TestTheReturnOfThePlane:
         first.membership.office.begin_grace(60.0)
         cluster.kill(2)
         cluster.expire(2)
-        until(lambda: all(first.partition(topic, n).value.leader == 1 for n in range(2)), within_s=3.0)
+        until(lambda: all(first.partition(topic, n).value.leader == 1 for n in range(2)))
 
 
 class LosingPlane(Standalone):
