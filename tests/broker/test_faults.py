@@ -320,7 +320,7 @@ def test_a_delayed_message_that_nobody_waits_for_is_not_passed_over_before_it_is
 
 
 def test_leases_that_nothing_commits_are_bounded(fixture, monkeypatch):
-    monkeypatch.setattr("portalmq.broker.partition.UNCOMMITTED_RECORDS_MAX", 5)
+    monkeypatch.setattr("portalmq.broker.appending.UNCOMMITTED_RECORDS_MAX", 5)
     receive(fixture)
     send(fixture, "a")
     partition = fixture.broker.topics.get("t").partition(0)

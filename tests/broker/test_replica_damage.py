@@ -283,7 +283,7 @@ def test_a_leader_that_cannot_begin_its_epoch_for_want_of_room_begins_it_later(t
         with monkeypatch.context() as patch:
             refuse(patch, group, 2)
             group.elect(2)
-            eventually(lambda: group.partition(2).replica.leading and group.partition(2)._remembering is None)
+            eventually(lambda: group.partition(2).replica.leading and group.partition(2).agenda.remembering is None)
             with pytest.raises(StorageFull):
                 send(group.partition(2), "refused")
             assert not group.partition(2).serves
@@ -306,11 +306,11 @@ def test_the_start_of_an_epoch_that_waits_behind_a_refused_transaction_is_writte
             patch.setattr(StateFile, "save_highest_epoch", full)
             pending = partition.submit((Record(b"refused"),), 7)
             group.elect(1)
-            assert partition._remembering is not None
+            assert partition.agenda.remembering is not None
             with pytest.raises(PortalMQError):
                 partition.outcome(pending)
             eventually(lambda: partition._writer.is_idle)
-        eventually(lambda: partition._remembering is None and partition.serves)
+        eventually(lambda: partition.agenda.remembering is None and partition.serves)
         send(partition, "b")
         settle(group)
         assert values(partition) == ["b"]
