@@ -30,7 +30,7 @@ from portalmq.broker.peers import Peers
 from portalmq.broker.storage.batch import Record
 from portalmq.broker.topics import Topic
 from portalmq.errors import IdempotencyKeyReused, PortalMQError, RequestInProgress
-from portalmq.wire import Acks, Produced, message_id_of
+from portalmq.wire import Acks, Produced, message_id_of, message_ids_of
 
 FIND_TIMEOUT_S = 10.0
 IN_PROGRESS_RETRY_S = 0.2
@@ -70,6 +70,10 @@ def identified(record: Record, key: str, as_sent: AsSent) -> Record:
     """The record with the identity that an Idempotency-Key gives it. The hash is of its body and the options that came
     with it, in the sender's words: a delay comes to another moment each time it is sent. A proxy may have put the
     headers into another order."""
+    return _identified(record, message_id_of(key), as_sent)
+
+
+def _identified(record: Record, message_id: bytes, as_sent: AsSent) -> Record:
     headers = record.headers and sorted(item for item in record.headers.items() if item[0] not in _OF_THE_REQUEST)
     body = _encode((record.value, record.key, record.content_type, headers or (), *as_sent))
     return Record(
@@ -80,7 +84,7 @@ def identified(record: Record, key: str, as_sent: AsSent) -> Record:
         record.deliver_at_ms,
         record.expires_at_ms,
         record.priority,
-        message_id_of(key),
+        message_id,
         blake2b(body, digest_size=8).digest(),
     )
 
@@ -91,29 +95,43 @@ def each_once(
     """A batch in which messages have keys of their own: its records with their identities, each once; which of the
     batch these are; and for each message of the batch which of them is its own. `numbers` are the partitions that were
     named. Raises IdempotencyKeyReused for two messages under one key."""
+    identities: list[Record] = []
+    for start in range(0, len(records), HASHED_AT_ONCE):
+        if start:
+            gevent.sleep(0)  # the others' turn
+        part = slice(start, start + HASHED_AT_ONCE)
+        identities += _all_identified(records[part], keys[part], numbers[part])
+    every = range(len(identities))
+    if len({record.message_id or index for index, record in enumerate(identities)}) == len(identities):
+        return identities, list(every), list(every)
     once: list[Record] = []
     places: list[int] = []
     own: list[int] = []
     seen: dict[bytes, int] = {}
-    for index, (record, keyed) in enumerate(zip(records, keys, strict=True)):
-        if index and index % HASHED_AT_ONCE == 0:
-            gevent.sleep(0)  # the others' turn
-        at = len(once)
-        if keyed is not None:
-            key, as_sent = keyed
-            number = numbers[index]
-            record = identified(record, key, (number, *as_sent) if as_sent or number is not None else ())
-            at = seen.setdefault(record.message_id or b"", at)
-            if at < len(once) and once[at].body_hash != record.body_hash:
-                raise IdempotencyKeyReused(
-                    f"messages {places[at]} and {index} of the batch differ, and have one idempotency_key: use a key"
-                    " for one message"
-                )
+    for index, record in enumerate(identities):
+        at = len(once) if record.message_id is None else seen.setdefault(record.message_id, len(once))
+        if at < len(once) and once[at].body_hash != record.body_hash:
+            raise IdempotencyKeyReused(
+                f"messages {places[at]} and {index} of the batch differ, and have one idempotency_key: use a key"
+                " for one message"
+            )
         own.append(at)
         if at == len(once):
             once.append(record)
             places.append(index)
     return once, places, own
+
+
+def _all_identified(
+    records: Sequence[Record], keys: Sequence[Keyed | None], numbers: Sequence[int | None]
+) -> list[Record]:
+    ids = iter(message_ids_of([keyed[0] for keyed in keys if keyed is not None]))
+    return [
+        record
+        if keyed is None
+        else _identified(record, next(ids), (number, *keyed[1]) if keyed[1] or number is not None else ())
+        for record, keyed, number in zip(records, keys, numbers, strict=True)
+    ]
 
 
 def first_in(partition: Partition, message_id: bytes, body_hash: bytes | None) -> tuple[int, int] | None:
@@ -157,20 +175,21 @@ def known_in(
     keyed = [record for record in records if record.message_id is not None]
     known: dict[bytes, tuple[int, int]] = {}
     sought: dict[bytes, Record] = {}
-    for record in keyed:
-        message_id = record.message_id or b""
-        if not are_many:
-            place = first_in(partition, message_id, record.body_hash)
-        elif partition.is_sought(message_id):
+    if are_many:
+        sought = {record.message_id or b"": record for record in keyed}
+        if partition.is_any_sought(sought):
             raise _in_progress(partition, "")
-        else:
-            unwritten = partition.unwritten_place_of_id(message_id)
-            place = None if unwritten is None else _checked(partition, unwritten, record.body_hash)
-            if unwritten is None:
-                sought[message_id] = record
-        if place is not None:
+        for message_id, first in partition.unwritten_places_of_ids(sought).items():
+            place = _checked(partition, first, sought.pop(message_id).body_hash)
             check_done(partition, place[0], acks)
             known[message_id] = place
+    else:
+        for record in keyed:
+            message_id = record.message_id or b""
+            found_here = first_in(partition, message_id, record.body_hash)
+            if found_here is not None:
+                check_done(partition, found_here[0], acks)
+                known[message_id] = found_here
     if not sought:
         yield known
         return

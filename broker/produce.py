@@ -124,7 +124,9 @@ def _entered(
     with known_in(partition, records, acks, are_many=are_many_keyed) as known:
         if order.stamp is not None:
             gate.check_fence(order.stamp)
-        for rank, record in enumerate(records):
+        if not known:
+            entry.ranks, entry.records = list(range(len(records))), list(records)
+        for rank, record in enumerate(records if known else ()):
             place = known.get(record.message_id) if record.message_id else None
             if place is None:
                 entry.ranks.append(rank)
@@ -258,7 +260,7 @@ class Producing:
                     raise (told(error) if forward else error) from None
             else:
                 self._published(topic.name, len(records), size)
-                return ProducedRange(number, base_offset, len(records), timestamp_ms)
+                return ProducedRange(number, base_offset, len(records), timestamp_ms, topic.state.topic_id)
         work = _Producing(topic, {number: records}, _Order(stamp, acks), self._gate, self._peers)
         try:
             appended = self._leaders.one(place, work, forward=forward, repeatable=producer is not None)
@@ -267,7 +269,7 @@ class Producing:
                 error.outcome = "unknown"
             raise
         self._count(work)
-        return ProducedRange(number, appended.base_offset, len(records), appended.timestamp_ms)
+        return ProducedRange(number, appended.base_offset, len(records), appended.timestamp_ms, topic.state.topic_id)
 
     def batch(
         self,

@@ -6,7 +6,7 @@ yet is known by its ids and its times alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from gevent.event import Event
@@ -22,7 +22,7 @@ from portalmq.broker.uncommitted import Uncommitted
 from portalmq.broker.writer import Pending
 from portalmq.errors import OffsetOutOfRange, Unavailable
 
-# SQLite takes 32,766 parameters; so many ids take a few milliseconds in each segment.
+# So many ids take a few milliseconds in each segment, in which nobody else reads there.
 IDS_SOUGHT_AT_ONCE = 1_000
 
 
@@ -52,13 +52,16 @@ class ReadablePartition:
         since_ms = max(self.replica.last_timestamp_ms, self.host.clock.wall_ms()) - self.dedup_window_ms
         return self.log.find_message_id(message_id, since_ms)
 
-    def unwritten_place_of_id(self, message_id: bytes) -> tuple[int, bytes | None, int] | None:
-        """The same, of what is on its way to the disk only."""
-        return self._uncommitted.place_of(message_id)
+    def unwritten_places_of_ids(self, message_ids: Iterable[bytes]) -> dict[bytes, tuple[int, bytes | None, int]]:
+        """The same, for many, of what is on its way to the disk only."""
+        return self._uncommitted.places_of(message_ids)
 
     def is_sought(self, message_id: bytes) -> bool:
         """Whether somebody looks for this id in the log, and appends its message if it is not there."""
         return self._uncommitted.is_sought(message_id)
+
+    def is_any_sought(self, message_ids: Iterable[bytes]) -> bool:
+        return self._uncommitted.is_any_sought(message_ids)
 
     @contextmanager
     def seeking(self, message_ids: Sequence[bytes]) -> Iterator[dict[bytes, tuple[int, bytes | None, int]]]:
@@ -86,6 +89,7 @@ class ReadablePartition:
     def _find_ids(self, message_ids: Sequence[bytes]) -> dict[bytes, tuple[int, bytes | None, int]]:
         since_ms = max(self.replica.last_timestamp_ms, self.host.clock.wall_ms()) - self.dedup_window_ms
         found: dict[bytes, tuple[int, bytes | None, int]] = {}
+        message_ids = sorted(message_ids)  # neighbours stand side by side in the index
         for start in range(0, len(message_ids), IDS_SOUGHT_AT_ONCE):
             left = message_ids[start : start + IDS_SOUGHT_AT_ONCE]
             below: int | None = None

@@ -7,7 +7,7 @@ high watermark ....[batch]....[batch]....[batch].... next offset
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Container
+from collections.abc import Collection, Container, Iterable
 
 from portalmq.broker.storage.batch import Batch, Kind
 from portalmq.broker.writer import Pending
@@ -101,6 +101,12 @@ class Uncommitted:
     def place_of(self, message_id: bytes) -> Place | None:
         return self._ids.get(message_id)
 
+    def places_of(self, message_ids: Iterable[bytes]) -> dict[bytes, Place]:
+        """Those of these ids that are here, in their order."""
+        if not self._ids:
+            return {}
+        return {message_id: self._ids[message_id] for message_id in message_ids if message_id in self._ids}
+
     def seek(self, message_ids: Collection[bytes]) -> None:
         """Somebody looks for these in the log, and is going to append those that are not there: until `sought` nobody
         else is to."""
@@ -111,6 +117,9 @@ class Uncommitted:
 
     def is_sought(self, message_id: bytes) -> bool:
         return message_id in self._sought
+
+    def is_any_sought(self, message_ids: Iterable[bytes]) -> bool:
+        return not self._sought.isdisjoint(message_ids)
 
     def written(self, end_offset: int) -> None:
         """What stands below is found in the log from here on."""

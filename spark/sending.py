@@ -25,8 +25,9 @@ from portalmq.spark.errors import BadOption, BadRow, NotWritten, Unreachable
 from portalmq.spark.rows import Placed, Row
 from portalmq.transport import Request, Transport, decode_answer
 
-REQUEST_ROWS_MAX: Final = 2_000
-REQUEST_BYTES_MAX: Final = 1_000_000
+# As many as the broker takes: what its index of identities costs is a page each for the most of them, once a request.
+REQUEST_ROWS_MAX: Final = wire.BATCH_MESSAGES_MAX
+REQUEST_BYTES_MAX: Final = 2_500_000
 REQUESTS_MAX: Final = 8
 BYTES_WAITING_MAX: Final = 32 * 1024 * 1024
 DELIVERY_TIMEOUT_S: Final = 120.0
@@ -83,10 +84,20 @@ class Sender:
         self._sent: set[Future[None]] = set()
         self._waiting = 0
 
+    def put_all(self, rows: Sequence[Placed]) -> None:
+        """Take rows, which have their keys. Waits while too much is on its way. Raises NotWritten, BadRow,
+        Unreachable."""
+        for placed, message_id in zip(
+            rows, wire.message_ids_of([each.row.idempotency_key for each in rows]), strict=True
+        ):
+            self._put(placed, message_id)
+
     def put(self, placed: Placed) -> None:
-        """Take a row, which has its key. Waits while too much is on its way. Raises NotWritten, BadRow, Unreachable."""
+        self.put_all([placed])
+
+    def _put(self, placed: Placed, message_id: bytes) -> None:
         row = placed.row
-        lane = self._lane(placed)
+        lane = self._lane(placed, message_id)
         size = len(row.value) + ROW_BYTES + len(row.key or b"")
         if row.headers:
             size += sum([len(name) + 4 * len(text) + 8 for name, text in row.headers.items()])
@@ -115,7 +126,7 @@ class Sender:
 
     # --- where to ----------------------------------------------------------------------------------------------------
 
-    def _lane(self, placed: Placed) -> _Lane:
+    def _lane(self, placed: Placed, message_id: bytes) -> _Lane:
         row, number = placed.row, placed.partition
         topic = self._topics.get(placed.topic) or self._meet(placed.topic)
         if number is None:
@@ -123,7 +134,7 @@ class Sender:
             if row.key is not None:
                 number = zlib.crc32(row.key) % topic.partitions
             else:
-                number = zlib.crc32(wire.message_id_of(row.idempotency_key)) % topic.first_partitions
+                number = zlib.crc32(message_id) % topic.first_partitions
         elif number >= topic.partitions:
             topic = self._meet(placed.topic)  # it may have grown
             if number >= topic.partitions:

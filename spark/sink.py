@@ -72,11 +72,14 @@ def write_rows(batches: Iterator[pa.RecordBatch], writing: Writing, identities: 
             if sender is None and batch.num_rows:  # many tasks of a shuffle have no rows
                 sender = Sender(writing.bootstrap, writing.token)
             for start in range(0, batch.num_rows, ROWS_AT_ONCE):
-                for placed in placed_rows(batch.slice(start, ROWS_AT_ONCE), writing.topic):
-                    if not placed.row.idempotency_key:
-                        placed.row.idempotency_key = identities.key_of(placed.content)
-                    assert sender is not None
-                    sender.put(placed)
+                rows = list(placed_rows(batch.slice(start, ROWS_AT_ONCE), writing.topic))
+                nameless = [placed for placed in rows if not placed.row.idempotency_key]
+                for placed, key in zip(
+                    nameless, identities.keys_of([placed.content for placed in nameless]), strict=True
+                ):
+                    placed.row.idempotency_key = key
+                assert sender is not None
+                sender.put_all(rows)
             count += batch.num_rows
         if sender is not None:
             sender.flush()

@@ -60,17 +60,15 @@ class Incoming:
     keys: list[Keyed | None] | None = None
 
 
-_KEY = r"^[ -~]{1,255}\Z"
-
-
 class _PlainMessage(msgspec.Struct, gc=False, forbid_unknown_fields=True):
-    """The message that the client library sends, with its limits. A batch of these needs no other check."""
+    """The message that the client library sends, with its limits. A batch of these needs no other check, but for the
+    keys: a pattern would take as long as all the rest of the decoding."""
 
     value: bytes
     content_type: Annotated[str, msgspec.Meta(min_length=1, max_length=CONTENT_TYPE_LENGTH_MAX)] = wire.BYTES
     key: Annotated[bytes, msgspec.Meta(max_length=wire.KEY_BYTES_MAX)] | None = None
     headers: dict[str, str] | None = None
-    idempotency_key: Annotated[str, msgspec.Meta(pattern=_KEY)] | None = None
+    idempotency_key: str | None = None
 
 
 class _PlainBatch(msgspec.Struct, forbid_unknown_fields=True):
@@ -117,6 +115,10 @@ def _from_msgpack(body: bytes, now_ms: int) -> Incoming:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return _from_any_msgpack(body, now_ms)
     messages = plain.messages
+    named = list(map(_idempotency_key_of, messages))
+    given = [key for key in named if key is not None]
+    if given and not _are_keys(given):
+        return _from_any_msgpack(body, now_ms)  # which names the one that is wrong
     for content_type in set(map(_type_of, messages)):
         _checked_type(content_type, "the batch")
     if any(map(_headers_of, messages)):
@@ -127,8 +129,8 @@ def _from_msgpack(body: bytes, now_ms: int) -> Incoming:
     else:
         records = [Record(message.value, message.content_type, message.key) for message in messages]
     keys: list[Keyed | None] | None = None
-    if any(map(_idempotency_key_of, messages)):
-        keys = [None if message.idempotency_key is None else (message.idempotency_key, ()) for message in messages]
+    if given:
+        keys = [None if key is None else (key, ()) for key in named]
     return Incoming(records, producer=plain.producer, keys=keys)
 
 
@@ -311,6 +313,17 @@ def _idempotency_key(environ: dict[str, Any]) -> str | None:
             raise InvalidRequest("Idempotency-Key begins with a quote and does not end with one")
         key = key[1:-1].replace('\\"', '"').replace("\\\\", "\\")
     return _checked_idempotency_key(key, "Idempotency-Key")
+
+
+def _are_keys(keys: Sequence[str]) -> bool:
+    joined = "".join(keys)
+    lengths = list(map(len, keys))
+    return (
+        joined.isascii()
+        and joined.isprintable()
+        and min(lengths) >= 1
+        and max(lengths) <= wire.IDEMPOTENCY_KEY_LENGTH_MAX
+    )
 
 
 def _checked_idempotency_key(key: str, what: str) -> str:

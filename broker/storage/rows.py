@@ -1,9 +1,10 @@
 """Records into rows and back, as fast as SQLite takes them.
 
 The cost of an insert from Python is not SQLite's but the way to it: every step of a statement gives the interpreter
-lock away and waits to get it back. So many rows go into one step. A batch of plain messages (a value and nothing else)
-is one `INSERT ... SELECT ... FROM carray`, which runs without Python; any other batch goes by VALUES lists of 100 rows.
-Both leave out the columns that no message of the batch uses. Checks and conversions are done on whole columns.
+lock away and waits to get it back. So many rows go into one step. A batch of plain messages (a value, and perhaps an
+identity) is one `INSERT ... SELECT ... FROM carray`, which runs without Python; any other batch goes by VALUES lists
+of 100 rows. Both leave out the columns that no message of the batch uses. Checks and conversions are done on whole
+columns.
 """
 
 from __future__ import annotations
@@ -22,6 +23,14 @@ from portalmq.broker.storage.schema import PRESET_CONTENT_TYPES
 # The row counts of the prepared VALUES lists. At 100 rows the longest statement is below the 16 KiB that apsw caches.
 CHUNK_ROWS = (100, 10, 1)
 CARRAY_ROWS_MIN = 8
+
+MESSAGE_ID_BYTES = 16
+BODY_HASH_BYTES = 8
+IDENTITY_NAMES = ", message_id, body_hash"
+IDENTITY_CUTS = (
+    f", substr(?5, {MESSAGE_ID_BYTES} * (rowid - 1) + 1, {MESSAGE_ID_BYTES})"
+    f", substr(?6, {BODY_HASH_BYTES} * (rowid - 1) + 1, {BODY_HASH_BYTES})"
+)
 
 AS_TEXT = "CAST(? AS TEXT)"
 AS_IS = "?"
@@ -99,11 +108,13 @@ def insert_messages(
     if names.count(names[0]) == len(names):
         number, textual = content_types.number(connection, names[0])
         value = _text_column("value", values) if textual else _Column("value", AS_IS, values)
-        if not optional and len(records) >= CARRAY_ROWS_MIN and value.values is values:
+        identities = _joined_identities(optional) if len(records) >= CARRAY_ROWS_MIN else None
+        if identities is not None and value.values is values:
+            names_of, cuts = (IDENTITY_NAMES, IDENTITY_CUTS) if identities else ("", "")
             connection.execute(
-                f"INSERT INTO messages (offset, timestamp_ms, content_type, value)"
-                f" SELECT ?1 + rowid - 1, ?2, ?3, {value.expression.replace('?', 'value')} FROM carray(?4)",
-                (offset, timestamp_ms, number, apsw.carray(tuple(values))),
+                f"INSERT INTO messages (offset, timestamp_ms, content_type, value{names_of})"
+                f" SELECT ?1 + rowid - 1, ?2, ?3, {value.expression.replace('?', 'value')}{cuts} FROM carray(?4)",
+                (offset, timestamp_ms, number, apsw.carray(tuple(values)), *identities),
             )
             return
         constants: tuple[int, ...] = (timestamp_ms, number)
@@ -126,6 +137,20 @@ def insert_messages(
         [column.values for column in columns],
         lambda done: (offset + done, *constants),
     )
+
+
+def _joined_identities(optional: Sequence[_Column]) -> tuple[bytes, ...] | None:
+    """All ids as one piece, and all body hashes, which a statement cuts up itself; empty without any. None when there
+    is another column, or one of another length."""
+    if not optional:
+        return ()
+    if [column.name for column in optional] != ["message_id", "body_hash"]:
+        return None
+    for column, size in zip(optional, (MESSAGE_ID_BYTES, BODY_HASH_BYTES), strict=True):
+        if any(value is None or len(value) != size for value in column.values):
+            return None
+    ids, hashes = optional
+    return b"".join(ids.values), b"".join(hashes.values)
 
 
 def _text_column(name: str, values: Sequence[bytes | None]) -> _Column:

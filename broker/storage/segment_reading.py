@@ -225,13 +225,14 @@ class ReadableSegment(ABC):
     def messages_of_ids(
         self, message_ids: Sequence[bytes], since_ms: int
     ) -> dict[bytes, tuple[int, bytes | None, int]]:
-        """As message_of_id, of those that are here. One query for a thousand takes 2 to 6 ms, one for each
-        8 to 15."""
+        """As message_of_id, of those that are here. Ids in order are found the quickest: one query for a thousand takes
+        2 to 6 ms, 0.2 where none of their families is, one for each 8 to 15."""
         found: dict[bytes, tuple[int, bytes | None, int]] = {}
         rows = self.reader.execute(
-            "SELECT message_id, offset, body_hash, timestamp_ms FROM messages WHERE timestamp_ms >= ?"
-            f" AND message_id IN ({','.join('?' * len(message_ids))})",
-            (since_ms, *message_ids),
+            "SELECT m.message_id, m.offset, m.body_hash, m.timestamp_ms FROM carray(?) AS sought"
+            " CROSS JOIN messages AS m INDEXED BY messages_by_message_id ON m.message_id = sought.value"
+            " WHERE m.timestamp_ms >= ?",
+            (apsw.carray(tuple(message_ids)), since_ms),
         )
         for message_id, offset, body_hash, timestamp_ms in rows:
             if message_id not in found or offset > found[message_id][0]:
