@@ -196,7 +196,7 @@ class Broker:
         self._scheduled = Scheduled(atlas, self.leaders, self.peers, self.clock)
         self.fetching = Fetching(self._topic, atlas.partition, self.leaders, self.groups.lot)
         self._settling = Settling(self.groups, self.leaders, self.peers)
-        self.finishing = Finishing(self.groups, self._topic, self.leaders, self.peers)
+        self.finishing = Finishing(self.groups, self._topic, catalog.find_topic, self.leaders, self.peers)
         self.sizing = Sizing(self.groups, self._topic, self.leaders, self.peers, self.clock)
         self.turns = Turns(self.groups, self._topic, atlas, self.leaders, self.peers, self.clock)
         self.registry = Registry(catalog.plane)
@@ -428,6 +428,14 @@ class Broker:
     def create_topic(self, name: str, request: wire.CreateTopic) -> tuple[wire.TopicDescription, bool]:
         topic, created = self.topics.create(name, request)
         return self._overview.describe_topic(topic), created
+
+    def use_topic(self, name: str) -> int:
+        """The number of its partitions. A missing topic is made if the cluster makes topics at their first use, else
+        raises TopicNotFound."""
+        try:
+            return self._topic(name).state.partitions
+        except TopicNotFound:
+            return self.topics.get_or_create(name).state.partitions
 
     def list_topics(self) -> list[wire.TopicSummary]:
         states = sorted((topic.state for topic in self.topics), key=lambda state: state.name)

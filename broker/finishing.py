@@ -2,25 +2,27 @@
 
 A receipt proves that its message was handed out to whoever shows it. Older protocols know a message by an id alone: who
 names it may end it. Where they know who consumes, the id of a receive's attempt begins with the consumer's name; the
-attempts are part of the group's fold, so that any leader can tell whose a message is.
+group's fold keeps it with the lease, so that any leader can tell whose a message is. Where an id is a text, it says of
+which topic of the name it is: offsets begin anew in a topic that is made again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import repeat
+from itertools import compress, repeat
 
 import msgspec
 
 from portalmq.broker.calls import Finish, FinishShare, Place, Result, result_of
+from portalmq.broker.core.receipts import mark_in, topic_mark
 from portalmq.broker.forwarding import Leaders, Outcomes, place_of
 from portalmq.broker.groups import Groups
 from portalmq.broker.peers import Peers
 from portalmq.broker.settling import Verdict
 from portalmq.broker.topics import Topic
-from portalmq.control_plane.state import GroupState
-from portalmq.errors import GroupModeMismatch, InvalidRequest, PortalMQError
+from portalmq.control_plane.state import GroupState, TopicState
+from portalmq.errors import GroupModeMismatch, InvalidRequest, PortalMQError, Unavailable
 
 FINISH_TIMEOUT_S = 15.0
 
@@ -67,13 +69,30 @@ class _Finishing:
 
 
 class Finishing:
-    """`known` finds a topic by its name, and waits for one that was made a moment ago."""
+    """`known` finds a topic by its name, and waits for one that was made a moment ago; `stands` is what the control
+    plane says of a name."""
 
-    def __init__(self, groups: Groups, known: Callable[[str], Topic], leaders: Leaders, peers: Peers) -> None:
+    def __init__(
+        self,
+        groups: Groups,
+        known: Callable[[str], Topic],
+        stands: Callable[[str], TopicState | None],
+        leaders: Leaders,
+        peers: Peers,
+    ) -> None:
         self._groups = groups
         self._topic = known
+        self._stands = stands
         self._leaders = leaders
         self._peers = peers
+
+    def mark(self, topic_name: str) -> str:
+        """What tells the topic from an earlier one of its name. Raises TopicNotFound."""
+        return topic_mark(self._topic(topic_name).state.topic_id)
+
+    def mark_in(self, receipt: str) -> str:
+        """The same of the topic that a received message is of."""
+        return mark_in(receipt)
 
     def finish(
         self,
@@ -81,14 +100,38 @@ class Finishing:
         topic_name: str,
         places: Sequence[tuple[int, int]],
         *,
+        marks: Sequence[str] = (),
         holder: str | None = None,
         forward: bool = True,
     ) -> list[Verdict]:
         """Whether each message, (partition, offset), is done for the group now; False for a place where none was to be
         done, and for one that is not the holder's: that was handed out by a receive whose attempt_id is not
-        `<holder>:<anything>`. Repeating it is fine. An error stands for what is not known; it is raised when nothing
-        is. Raises TopicNotFound, PartitionNotFound."""
+        `<holder>:<anything>`; nor is one whose mark, where it has one, is of an earlier topic of the name. Repeating it
+        is fine. An error stands for what is not known; it is raised when nothing is. Raises TopicNotFound,
+        PartitionNotFound."""
         topic = self._topic(topic_name)
+        if any(marks):
+            of_it = self._are_of(topic, marks)
+            own = iter(self._finish(topic, name, list(compress(places, of_it)), holder, forward))
+            return [next(own) if good else False for good in of_it]
+        return self._finish(topic, name, places, holder, forward)
+
+    def _are_of(self, topic: Topic, marks: Sequence[str]) -> list[bool]:
+        """Whose mark is the topic's, or nothing. Raises Unavailable when this broker has not heard of the newest one of
+        the name: its marks would be taken for old ones."""
+        mark = topic_mark(topic.state.topic_id)
+        of_it = [each in {"", mark} for each in marks]
+        if not all(of_it):
+            newest = self._stands(topic.name)
+            if newest is not None and newest.topic_id != topic.state.topic_id:
+                raise Unavailable(f"this broker does not know the newest topic {topic.name!r} yet", retry_after_s=0.1)
+        return of_it
+
+    def _finish(
+        self, topic: Topic, name: str, places: Sequence[tuple[int, int]], holder: str | None, forward: bool
+    ) -> list[Verdict]:
+        if not places:
+            return []
         group = self._groups.ensure(name)
         shares: dict[Place, list[int]] = {}
         for number, offset in places:

@@ -199,7 +199,7 @@ class Batch:
                     # A copy each: a shared exception would collect the traceback of every `raise`.
                     return copy.copy(what)
                 offset = -1 if what.base_offset < 0 else what.base_offset + index - start
-                return RecordMetadata(self.lane.topic, what.partition, offset, what.timestamp_ms)
+                return RecordMetadata(self.lane.topic, what.partition, offset, what.timestamp_ms, what.topic_id)
         raise AssertionError(f"the batch has no message {index}")
 
     def hurry(self, timeout: float | None) -> float | None:

@@ -20,13 +20,15 @@ if TYPE_CHECKING:
 class RecordMetadata:
     """Where a sent message stands: `offset` in `partition` of `topic`, appended at `timestamp_ms` (Unix, UTC).
 
-    With `acks="none"` nothing is known: partition and offset are -1, the time is 0.
+    With `acks="none"` nothing is known: partition and offset are -1, the time is 0. `topic_id` tells the topic from an
+    earlier one of its name; it is empty where the broker did not tell.
     """
 
     topic: str
     partition: int
     offset: int
     timestamp_ms: int
+    topic_id: str = ""
 
 
 class Message(msgspec.Struct, frozen=True, eq=False):

@@ -52,6 +52,20 @@ def topic_tag(topic_id: str) -> bytes:
     return blake2b(topic_id.encode(), digest_size=8).digest()
 
 
+def topic_mark(topic_id: str) -> str:
+    """Eight letters that tell a topic from an earlier one of its name, in keys that people see: of its tag."""
+    return _mark(topic_tag(topic_id))
+
+
+def mark_in(receipt: str) -> str:
+    """The mark of the topic that a receipt is of."""
+    return _mark(tag_of(receipt[:HEAD_LENGTH]))
+
+
+def _mark(tag: bytes) -> str:
+    return tag[:4].hex()
+
+
 class ReceiptBook:
     """Writes and checks the receipts of one group on one topic."""
 

@@ -3,7 +3,8 @@
     CREATE_QUEUE                  {queue, created}
     QUEUE_SIZE                    {queue, size, ready, in_flight, scheduled}: size is all that is not deleted
     DELETE_MSG   id, or ids       {queue, id}, or {queue, ids, deleted: [true, ...]}
-    PRODUCE_MSG, CONSUME          {queue}: its door is open, that is, the queue is there
+    PRODUCE_MSG, CONSUME          {queue}: its door is open, that is, the queue is there: made, unless the cluster makes
+                                  none at its first use
 
 This is the one place where commands are carried out: `POST /miniq/command` of any broker, and behind it port 5557 of
 `portalmq zeromq`, which passes on what it is told. Each command may be repeated: it says what is to be so.
@@ -20,7 +21,7 @@ from flask import Response
 from portalmq import wire
 from portalmq.broker.api.room import Room, answer
 from portalmq.broker.seeds import DEFAULT
-from portalmq.broker.seeds.payload import place_of_id
+from portalmq.broker.seeds.payload import Key, finish, read_key
 from portalmq.errors import InvalidRequest, MessageNotFound, PartitionNotFound, PortalMQError, TopicNotFound
 
 IDS_MAX = 1_000
@@ -67,25 +68,25 @@ def _delete(room: Room, queue: str, payload: Payload) -> dict[str, Any]:
     if payload.ids is not None:
         if len(payload.ids) > IDS_MAX:
             raise InvalidRequest(f"{len(payload.ids)} ids at once, {IDS_MAX} at most")
-        return {"ids": payload.ids, "deleted": _finished(room, queue, [place_of_id(each) for each in payload.ids])}
+        return {"ids": payload.ids, "deleted": _finished(room, queue, [read_key(each) for each in payload.ids])}
     if payload.id is None:
         raise InvalidRequest("name the message to be deleted: the `id` that came with it")
-    (deleted,) = _finished(room, queue, [place_of_id(payload.id)])
+    (deleted,) = _finished(room, queue, [read_key(payload.id)])
     if not deleted:
         raise MessageNotFound(f"queue {queue!r} has no message {payload.id!r} to be deleted")
     return {"id": payload.id}
 
 
-def _finished(room: Room, queue: str, places: list[tuple[int, int]]) -> list[bool]:
+def _finished(room: Room, queue: str, keys: list[Key]) -> list[bool]:
     """Which of them are done now. Raises what is not known of one: a repeat does no harm to the others."""
-    if not places:
+    if not keys:
         return []
     try:
-        verdicts = room.domain.finishing.finish(DEFAULT, queue, places)
+        verdicts = finish(room, queue, keys)
     except PartitionNotFound:
-        if len(places) == 1:
+        if len(keys) == 1:
             return [False]
-        return [_finished(room, queue, [place])[0] for place in places]
+        return [_finished(room, queue, [key])[0] for key in keys]
     done: list[bool] = []
     for verdict in verdicts:
         if isinstance(verdict, PortalMQError):
@@ -98,10 +99,7 @@ def _open(room: Room, queue: str, payload: Payload) -> dict[str, Any]:
     if payload.message is not msgspec.UNSET:
         # To drop it in silence would be to lose it.
         raise InvalidRequest("this command opens the queue's door; the message itself goes to the producers' port")
-    try:
-        room.domain.describe_topic(queue)
-    except TopicNotFound:
-        room.domain.create_topic(queue, wire.CreateTopic())
+    room.domain.use_topic(queue)
     return {}
 
 

@@ -7,7 +7,8 @@
 
 Who was given a message has it until the lease ends; then it is offered again. A broker that was started with
 --no-confirm (MiniQ's -c) takes a message out when it hands it out. ?queue=name is a queue of its own, that is, a topic.
-Timestamps are Unix milliseconds.
+A key tells of which queue it is: one that outlived its queue confirms nothing of the next one of the name. Timestamps
+are Unix milliseconds.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from portalmq import wire
 from portalmq.broker.api.peer import peer_of
 from portalmq.broker.api.room import Room, answer, query
 from portalmq.broker.seeds import DEFAULT
-from portalmq.broker.seeds.payload import NO_JSON, first_of, message_id, place_of_id, record_of, shown
+from portalmq.broker.seeds.payload import NO_JSON, Key, finish, first_of, read_key, record_of, shown
 from portalmq.broker.storage.batch import Record
 from portalmq.errors import InvalidRequest, MessageNotFound, PartitionNotFound, PortalMQError, TopicNotFound
 
@@ -38,10 +39,21 @@ class Confirmation(msgspec.Struct):
 
 def post(room: Room) -> Response:
     queue = _queue()
+    # Asked before: should the queue be deleted and made again on the way, the key is of the one that is gone.
+    mark = _mark(room, queue)
     (produced,) = room.domain.produce(queue, [_posted(room.body())], None, acks="all")
     if isinstance(produced, PortalMQError):
         raise produced
-    return answer({"key": message_id(produced.partition, produced.offset), "timestamp": produced.timestamp_ms})
+    key = Key(mark or _mark(room, queue), produced.partition, produced.offset)
+    return answer({"key": str(key), "timestamp": produced.timestamp_ms})
+
+
+def _mark(room: Room, queue: str) -> str:
+    """ "" for a queue that is not there."""
+    try:
+        return room.domain.finishing.mark(queue)
+    except TopicNotFound:
+        return ""
 
 
 def _posted(body: bytes) -> Record:
@@ -70,15 +82,15 @@ def get(room: Room) -> Response:
         (verdict,) = room.domain.ack(DEFAULT, [message.receipt])
         if isinstance(verdict, PortalMQError):
             raise verdict
-    key = message_id(message.partition, message.offset)
-    return answer({**shown(message.record), "timestamp": message.timestamp_ms, "key": key})
+    key = Key(room.domain.finishing.mark_in(message.receipt), message.partition, message.offset)
+    return answer({**shown(message.record), "timestamp": message.timestamp_ms, "key": str(key)})
 
 
 def confirm(room: Room) -> Response:
     queue = _queue()
     key = wire.decode_json(room.body(), Confirmation).key
     try:
-        (verdict,) = room.domain.finishing.finish(DEFAULT, queue, [place_of_id(key)])
+        (verdict,) = finish(room, queue, [read_key(key)])
     except (PartitionNotFound, TopicNotFound):
         verdict = False
     if isinstance(verdict, PortalMQError):
@@ -91,12 +103,13 @@ def confirm(room: Room) -> Response:
 def read_all(room: Room) -> Response:
     """All that is not confirmed yet, at most LIST_MAX, and 32 MiB; `more` says whether that is not all."""
     queue = _queue()
+    mark = room.domain.finishing.mark(queue)
     found, more = first_of(room.domain.unfinished.messages(DEFAULT, queue), LIST_MAX)
     messages = [
         {
             **shown(each.stored.record),
             "timestamp": each.stored.timestamp_ms,
-            "key": message_id(each.stored.partition, each.stored.offset),
+            "key": str(Key(mark, each.stored.partition, each.stored.offset)),
             "state": each.state,
         }
         for each in found

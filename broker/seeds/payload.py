@@ -4,12 +4,16 @@ written: a number keeps its digits. Bytes that are neither go in and come out as
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterable
-from typing import Any
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import msgspec
 
 from portalmq import wire
+from portalmq.broker.api.room import Room
+from portalmq.broker.seeds import DEFAULT
+from portalmq.broker.settling import Verdict
 from portalmq.broker.storage.batch import Record
 from portalmq.broker.unfinished import Waiting
 from portalmq.errors import InvalidRequest
@@ -74,18 +78,39 @@ def first_of(found: Iterable[Waiting], at_most: int) -> tuple[list[Waiting], boo
     return first, False
 
 
-def message_id(partition: int, offset: int) -> str:
-    return f"{partition}-{offset}"
+# What a key says of its queue is as long as a topic's mark.
+_MARKED = re.compile(r"(?:([0-9a-f]{8})-)?([0-9]{1,19})-([0-9]{1,19})", re.ASCII)
 
 
-def place_of_id(text: str) -> tuple[int, int]:
-    """(partition, offset). Raises InvalidRequest."""
-    partition, dash, offset = text.partition("-")
-    if dash and partition.isdecimal() and offset.isdecimal() and len(text) <= 40 and text.isascii():
-        place = int(partition), int(offset)
-        if max(place) <= wire.INTEGER_MAX:
-            return place
+class Key(NamedTuple):
+    """`<mark>-<partition>-<offset>`: a message's place, and the mark of its topic, so that a key which outlives its
+    queue names no message of the next one of that name. `mark` is "" where a key leaves it out, as ids of other doors
+    do."""
+
+    mark: str
+    partition: int
+    offset: int
+
+    def __str__(self) -> str:
+        place = f"{self.partition}-{self.offset}"
+        return f"{self.mark}-{place}" if self.mark else place
+
+
+def read_key(text: str) -> Key:
+    """Raises InvalidRequest."""
+    found = _MARKED.fullmatch(text)
+    if found is not None:
+        mark, partition, offset = found.groups()
+        key = Key(mark or "", int(partition), int(offset))
+        if max(key.partition, key.offset) <= wire.INTEGER_MAX:
+            return key
     raise InvalidRequest(f"{text[:100]!r} is no key of a message: show the one that came with it")
+
+
+def finish(room: Room, queue: str, keys: Sequence[Key]) -> list[Verdict]:
+    """Which messages are done for the group of the older queues. Raises TopicNotFound, PartitionNotFound."""
+    places = [(key.partition, key.offset) for key in keys]
+    return room.domain.finishing.finish(DEFAULT, queue, places, marks=[key.mark for key in keys])
 
 
 # A message as one integer: the offset itself in partition 0, where all messages of a queue with one partition are.

@@ -19,7 +19,7 @@ from portalmq.errors import PortalMQError, Unavailable
 from portalmq.message import RecordMetadata
 from portalmq.producer import Producer
 from portalmq.transport import Bootstrap, Request, Transport, decode_answer
-from portalmq.zeromq.protocol import DEFAULT, Received
+from portalmq.zeromq.protocol import DEFAULT, Received, mark_in
 
 LOOK_UP_WITHIN_S = 2.0
 GIVE_BACK_WITHIN_S = 5.0
@@ -102,7 +102,10 @@ class Cluster:
             near=self._leader_near(queue),
             tells_first=True,
         )
-        return decode_answer(self._transport.call(request, timeout_s=timeout_s), _Received).messages
+        messages: list[Received] = decode_answer(self._transport.call(request, timeout_s=timeout_s), _Received).messages
+        for each in messages:
+            each.id = f"{mark_in(each.receipt)}-{each.id}"
+        return messages
 
     def give_back(self, receipts: list[str]) -> None:
         """Nobody has seen these messages: they may go to the next one at once. If that fails, their leases end."""

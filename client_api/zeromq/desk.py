@@ -231,7 +231,8 @@ class Desk:
         fault = future.exception()
         if fault is None:
             where = future.result()
-            self._answer(Reply(job, protocol.stored(where.partition, where.offset, queue, where.timestamp_ms)))
+            told = protocol.stored(where.partition, where.offset, queue, where.timestamp_ms, where.topic_id)
+            self._answer(Reply(job, told))
             return
         if not isinstance(fault, PortalMQError):
             fault = Unavailable(f"sending failed: {fault!r}", outcome="unknown")

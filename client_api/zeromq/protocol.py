@@ -14,7 +14,9 @@ from __future__ import annotations
 import base64
 import codecs
 import json
+import re
 from collections.abc import Sequence
+from hashlib import blake2b
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -24,13 +26,14 @@ from portalmq.errors import InvalidRequest, MessageTooLarge, PortalMQError
 
 DEFAULT = "default"
 HOPS_MAX = 8
-ID_LENGTH_MAX = 40
+ID_LENGTH_MAX = 50
 
 Door = Literal["commands", "producers", "consumers"]
 Way = tuple[bytes, ...]
 
 _encode = msgspec.json.Encoder().encode
 _decode_any = msgspec.json.Decoder().decode
+_ID = re.compile(r"(?:[0-9a-f]{8}-)?[0-9]+-[0-9]+", re.ASCII)
 # A number is not made one: Python refuses those of thousands of digits.
 _lenient = json.JSONDecoder(strict=False, parse_int=str)
 
@@ -174,14 +177,27 @@ def read_told(body: bytes) -> Told:
 
 
 def _is_id(given: Any) -> bool:
-    if not isinstance(given, str) or len(given) > ID_LENGTH_MAX or not given.isascii():
-        return False
-    partition, _, offset = given.partition("-")
-    return partition.isdecimal() and offset.isdecimal()
+    return isinstance(given, str) and len(given) <= ID_LENGTH_MAX and _ID.fullmatch(given) is not None
 
 
 def partition_of(message_id: str) -> int:
-    return int(message_id.partition("-")[0])
+    return int(message_id.split("-")[-2])
+
+
+def marked(mark: str, partition: int, offset: int) -> str:
+    """A message's id: its place, and before that the mark of its topic, so that an id which outlives its queue names
+    no message of the next one of that name."""
+    return f"{mark}-{partition}-{offset}" if mark else f"{partition}-{offset}"
+
+
+def mark_of_topic(topic_id: str) -> str:
+    """As the brokers make it (core/receipts.py): the first four bytes of the topic's tag. "" where it is not known."""
+    return blake2b(topic_id.encode(), digest_size=8).digest()[:4].hex() if topic_id else ""
+
+
+def mark_in(receipt: str) -> str:
+    """The mark of the topic that a receipt is of: it begins with the tag."""
+    return base64.urlsafe_b64decode(receipt[:8])[:4].hex()
 
 
 def _is_object(body: bytes) -> bool:
@@ -252,8 +268,8 @@ class Handed(msgspec.Struct):
 wire.prepare(Received)
 
 
-def stored(partition: int, offset: int, queue: str, timestamp_ms: int) -> bytes:
-    return _encode(Stored(f"{partition}-{offset}", queue, timestamp_ms))
+def stored(partition: int, offset: int, queue: str, timestamp_ms: int, topic_id: str = "") -> bytes:
+    return _encode(Stored(marked(mark_of_topic(topic_id), partition, offset), queue, timestamp_ms))
 
 
 def handed(queue: str, message: Received) -> bytes:

@@ -11,7 +11,9 @@ from support.domain import Fixture, HandClock, records, running
 from portalmq import wire
 from portalmq.broker import delivery
 from portalmq.broker.core import delivery as core_delivery
-from portalmq.errors import Backpressure, GroupModeMismatch, PartitionNotFound, TopicNotFound
+from portalmq.broker.core.receipts import topic_mark
+from portalmq.control_plane.state import TopicState
+from portalmq.errors import Backpressure, GroupModeMismatch, PartitionNotFound, TopicNotFound, Unavailable
 
 
 @pytest.fixture
@@ -115,6 +117,29 @@ def test_a_holder_is_known_as_long_as_his_lease_lasts_whatever_others_receive_me
     assert finish(fixture, (0, first), holder="8") == [False]
     assert finish(fixture, (0, first), holder="7") == [True]
     assert fixture.broker.describe_group("g").lag == 10
+
+
+def test_a_place_with_the_mark_of_an_earlier_topic_is_none_of_this_one(fixture: Fixture) -> None:
+    (first,) = produce(fixture, "a")
+    old = fixture.broker.finishing.mark("t")
+    fixture.broker.delete_topic("t")
+    fixture.broker.create_topic("t", wire.CreateTopic(partitions=2))
+    assert produce(fixture, "b") == [first]
+    mark = fixture.broker.finishing.mark("t")
+    places = [(0, first), (9, 0), (0, first)]
+    assert list(fixture.broker.finishing.finish("g", "t", places[:2], marks=[old, old])) == [False, False]
+    assert list(fixture.broker.finishing.finish("g", "t", places, marks=[old, old, mark])) == [False, False, True]
+    assert receive(fixture) == []
+
+
+def test_a_broker_that_knows_the_earlier_topic_only_says_so(fixture: Fixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    (first,) = produce(fixture, "a")
+    stands = TopicState("t", "another id", 2, 2, 1, wire.TopicConfig())
+    monkeypatch.setattr(fixture.broker.finishing, "_stands", lambda name: stands)
+    with pytest.raises(Unavailable) as refused:
+        fixture.broker.finishing.finish("g", "t", [(0, first)], marks=[topic_mark("another id")])
+    assert (refused.value.retryable, refused.value.outcome) == (True, "not_applied")
+    assert receive(fixture) == ["a"]
 
 
 def acked(fixture: Fixture) -> float | None:

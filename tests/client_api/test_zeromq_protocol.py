@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from portalmq import wire
+from portalmq.broker.core.receipts import ReceiptBook, mark_in, topic_mark
 from portalmq.errors import Backpressure, InvalidRequest, MessageTooLarge, PortalMQError, Unauthorized
 from portalmq.zeromq import protocol
 from portalmq.zeromq.access import Access, access_from, is_loopback
@@ -115,6 +116,8 @@ def test_only_a_plain_deletion_is_carried_out_together_with_others():
         return read_told(json.dumps({"type": "DELETE_MSG", "payload": payload}).encode()).message_id
 
     assert message_id(id="3-17") == "3-17"
+    assert message_id(id="00ff00ff-3-17") == "00ff00ff-3-17"
+    assert [protocol.partition_of(each) for each in ("3-17", "00ff00ff-4-17")] == [3, 4]
     for odd in ("x", "1-", "-1", "1-2-3", 7, None, "٣-١", "1-" + "9" * 50):
         assert message_id(id=odd) is None, "the brokers tell what is wrong with it"
     assert message_id(id="3-17", ids=["3-17"]) is None
@@ -126,8 +129,25 @@ def test_a_command_that_is_none_is_refused(body: bytes):
         read_told(body)
 
 
+def test_ids_carry_the_mark_that_the_brokers_give_a_queue():
+    topic_id = "5f0c7c5e6a7d4b0f8f5d3d1f6c2b9a10"
+    receipt = ReceiptBook(b"k" * 32, topic_id, "default").writer(3, 17, 1, 1, 1)(17)
+    assert protocol.mark_of_topic(topic_id) == protocol.mark_in(receipt) == topic_mark(topic_id) == mark_in(receipt)
+    assert protocol.marked("", 3, 17) == "3-17"
+    assert (
+        read_told(
+            json.dumps(
+                {"type": "DELETE_MSG", "payload": {"id": protocol.marked(protocol.mark_in(receipt), 3, 17)}}
+            ).encode()
+        ).message_id
+        == f"{topic_mark(topic_id)}-3-17"
+    )
+
+
 def test_answers_say_how_it_went():
     assert json.loads(protocol.stored(1, 7, "q", 17)) == {"id": "1-7", "queue": "q", "timestamp": 17, "status": "ok"}
+    told = json.loads(protocol.stored(1, 7, "q", 17, "topic id"))
+    assert told["id"] == f"{topic_mark('topic id')}-1-7"
     assert json.loads(protocol.empty("q")) == {"status": "ok", "queue": "q", "id": None, "message": None}
     text = json.loads(protocol.handed("q", Received("0-1", "r", 17, 2, protocol.msgspec.Raw(b'"a"'))))
     assert text == {"id": "0-1", "queue": "q", "timestamp": 17, "deliveries": 2, "message": "a", "status": "ok"}

@@ -74,6 +74,42 @@ def test_a_key_of_no_message_is_not_found(client: FlaskClient, key: str) -> None
     assert client.post("/confirm", json={"Key": key}).status_code == 404
 
 
+def test_a_key_of_a_queue_that_was_deleted_names_no_message_of_the_next_one(
+    client: FlaskClient, fixture: Fixture
+) -> None:
+    client.post("/message", json={"Message": "old"})
+    old = client.get("/message").get_json()["key"]
+    fixture.broker.delete_topic("default")
+    posted = client.post("/message", json={"Message": "new"}).get_json()["key"]
+    (listed,) = client.get("/messages").get_json()["messages"]
+    shown = client.get("/message").get_json()
+    assert posted == listed["key"] == shown["key"] != old
+    assert posted.split("-")[1:] == old.split("-")[1:], "it stands where the old one stood"
+    assert client.post("/confirm", json={"Key": old}).status_code == 404
+    ids = {"type": "DELETE_MSG", "payload": {"ids": [old, shown["key"]]}}
+    assert client.post("/miniq/command", json={"type": "DELETE_MSG", "payload": {"id": old}}).status_code == 404
+    assert [each["key"] for each in client.get("/messages").get_json()["messages"]] == [shown["key"]]
+    assert client.post("/miniq/command", json=ids).get_json()["deleted"] == [False, True]
+    assert client.get("/messages").get_json()["messages"] == []
+
+
+def test_a_key_may_leave_out_of_which_queue_it_is(client: FlaskClient) -> None:
+    """Keys had no mark once, and the ids of other doors have none."""
+    client.post("/message", json={"Message": "a"})
+    mark, partition, offset = client.get("/message").get_json()["key"].split("-")
+    assert (len(mark), partition) == (8, "0")
+    assert client.post("/confirm", json={"Key": f"{partition}-{offset}"}).status_code == 200
+    assert client.get("/messages").get_json()["messages"] == []
+
+
+@pytest.mark.parametrize(
+    "key", ["0-1-2", "00ff00f-0-1", "00FF00FF-0-1", "00ff00ff-0", "00ff00ff--1", "-0-1", "0x0f0f0f-0-1"]
+)
+def test_what_has_no_mark_of_a_queue_in_front_is_no_key(client: FlaskClient, key: str) -> None:
+    client.post("/message", json={"Message": "a"})
+    assert client.post("/confirm", json={"Key": key}).status_code == 400
+
+
 def test_bad_requests_are_told(client: FlaskClient) -> None:
     assert client.post("/confirm", json={"Key": "nonsense"}).status_code == 400
     assert client.post("/confirm", json={}).status_code == 400

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from flask.testing import FlaskClient
 from support.domain import Fixture
 
 from portalmq import wire
+from portalmq.broker.core import delivery
 
 
 def publish(client: FlaskClient, message: Any) -> int:
@@ -102,6 +104,33 @@ def test_a_repeated_delete_is_told_what_the_first_was_told(client: FlaskClient) 
     assert [delete(client, 7, first) for _ in range(2)] == [True, True]
     assert delete(client, 8, first) is False
     assert [each["id"] for each in client.get("/v1/queue").get_json()["messages"]] == [second]
+
+
+def test_an_id_of_a_queue_that_was_deleted_ends_nothing_that_others_hold_in_the_next_one(
+    client: FlaskClient, fixture: Fixture
+) -> None:
+    old = publish(client, "old")
+    assert take(client, 7) == [(old, "old")]
+    fixture.broker.delete_topic("default")
+    assert publish(client, "new") == old, "the next queue counts from the beginning"
+    assert delete(client, 7, old) is False, "nobody has it"
+    assert take(client, 8) == [(old, "new")]
+    assert delete(client, 7, old) is False, "it is another's"
+    assert [each["state"] for each in client.get("/v1/queue").get_json()["messages"]] == ["in_flight"]
+    assert delete(client, 8, old) is True
+
+
+def test_a_lock_lasts_whatever_others_take_meanwhile(
+    client: FlaskClient, fixture: Fixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(delivery, "ATTEMPTS_MAX", 3)
+    first = publish(client, "first")
+    others = [publish(client, number) for number in range(10)]
+    assert take(client, 7, limit=1) == [(first, "first")]
+    assert [number for _ in others for number, _ in take(client, 8, limit=1)] == others
+    fixture.clock.advance(29_000)
+    assert delete(client, 8, first) is False
+    assert delete(client, 7, first) is True
 
 
 def test_an_id_that_no_queue_can_have_is_no_message(client: FlaskClient) -> None:
