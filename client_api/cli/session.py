@@ -15,6 +15,7 @@ import msgspec
 
 from portalmq.admin import Admin
 from portalmq.cli.output import Form
+from portalmq.errors import Unavailable
 
 # A command is somebody waiting: a broker that is not there is said so soon.
 COMMAND_TIMEOUT_S = 30.0
@@ -35,10 +36,21 @@ class Session:
         """An Admin whose broker is there. Raises Unavailable within seconds when none is."""
         try:
             with Admin(self.server, token=self.token, timeout_s=REACH_TIMEOUT_S) as probe:
-                probe.metadata([])
+                _reach(probe)
             return Admin(self.server, token=self.token, timeout_s=COMMAND_TIMEOUT_S)
         except ValueError as fault:
             raise click.UsageError(str(fault)) from None
+
+
+def _reach(probe: Admin) -> None:
+    """One that is silent, as it is paused or just starting, uses up the time of a call: the others get theirs."""
+    for others in reversed(range(len(probe.urls))):
+        try:
+            probe.metadata([])
+            return
+        except Unavailable as error:
+            if not others or error.outcome != "unknown":
+                raise
 
 
 def _read_token(file: Path) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -79,6 +80,19 @@ def test_every_command_explains_itself() -> None:
         result = CliRunner().invoke(main, [*words, "--help"])
         assert result.exit_code == 0
         assert "Usage:" in result.stdout
+
+
+def test_a_broker_that_is_silent_does_not_hide_one_that_answers(
+    broker: ScriptedBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is paused, or just starting: the kernel takes the connection, and nobody answers."""
+    for limit in ("cli.session.REACH_TIMEOUT_S", "transport.READ_TIMEOUT_S"):
+        monkeypatch.setattr(f"portalmq.{limit}", 1.0)
+    broker.script("GET", "/v1/topics", [reply({"topics": []})])
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        servers = f"http://127.0.0.1:{silent.getsockname()[1]},{broker.url}"
+        result = CliRunner().invoke(main, ["topic", "list", "-o", "json", "--server", servers])
+    assert (result.exit_code, result.stdout) == (0, "[]\n")
 
 
 def test_a_broker_that_is_not_there_is_exit_69_with_where_and_how(monkeypatch: pytest.MonkeyPatch) -> None:
