@@ -211,8 +211,8 @@ class Connection(ConnectionHandler):  # type: ignore[misc]  # kazoo has no types
 
     def _invoke(self, timeout: float, request: Any, xid: int | None = None) -> Any:
         if isinstance(request, jute.Connect) and request.session_id:
-            # A server that is just starting may take a connection and never answer on it, and kazoo would wait for the
-            # whole session. To go on with one changes nothing, so the next try may follow soon; a new one is waited for.
+            # A server that is just starting may take a connection and never answer on it; kazoo would wait for all of
+            # the session. To go on with one changes nothing, so the next try may follow soon. A new one is waited for.
             timeout = min(timeout, self._granted_s * HANDSHAKE_PART)
         began = clock_s()
         answer = super()._invoke(timeout, request, xid)

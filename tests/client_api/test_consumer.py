@@ -20,6 +20,7 @@ RECEIVE = "/v1/groups/g/receive"
 ACK = "/v1/groups/g/ack"
 NACK = "/v1/groups/g/nack"
 EXTEND = "/v1/groups/g/extend"
+AN_HOUR_S = 3_600.0
 
 
 def consumer(broker: ScriptedBroker, **options: object) -> Consumer:
@@ -43,7 +44,8 @@ def riding(broker: ScriptedBroker) -> list[list[str]]:
     return [acks for call in broker.calls_of("POST", RECEIVE) if (acks := call.json().get("ack"))]
 
 
-def test_iterating_hands_out_every_message_and_acks_them_all() -> None:
+def test_iterating_hands_out_every_message_and_acks_them_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("portalmq.lease.ACK_DELAY_S_MAX", AN_HOUR_S)
     with ScriptedBroker() as broker:
         broker.fill("t", [b"1", b"2", b"3"])
         with consumer(broker) as messages:
@@ -111,7 +113,8 @@ def test_a_message_is_acked_soon_after_the_next_is_asked_for() -> None:
             assert receipts(broker, ACK) == [["t.0.0.1"]]
 
 
-def test_an_ack_rides_with_the_next_receive() -> None:
+def test_an_ack_rides_with_the_next_receive(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("portalmq.lease.ACK_DELAY_S_MAX", AN_HOUR_S)
     with ScriptedBroker() as broker:
         broker.fill("t", [b"1", b"2", b"3"])
         with consumer(broker, max_messages=1, idle_timeout_s=10) as messages:
@@ -121,7 +124,8 @@ def test_an_ack_rides_with_the_next_receive() -> None:
         assert receipts(broker, NACK) == [["t.0.2.1"]]
 
 
-def test_acks_that_rode_with_a_receive_that_failed_are_sent_again() -> None:
+def test_acks_that_rode_with_a_receive_that_failed_are_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("portalmq.lease.ACK_DELAY_S_MAX", AN_HOUR_S)  # by the end, and not by the keeper as well
     with ScriptedBroker() as broker:
         broker.fill("t", [b"1"])
         with consumer(broker) as messages:
