@@ -400,8 +400,14 @@ class Topics:
     def get_or_create(self, name: str) -> Topic:
         """The topic; made with one partition when it is missing and the cluster allows that."""
         topic = self._topics.get(name)
-        if topic is not None or not self._auto_create:
-            return topic or self.get(name)
+        if topic is not None:
+            return topic
+        if not self._auto_create:
+            wire.check_name(name, "topic")
+            raise TopicNotFound(
+                f"there is no topic {name!r}, and this cluster makes none at its first use (auto_create_topics=false): "
+                f"create it with PUT {wire.topic_path(name)}"
+            )
         with self._turn(name):  # those who wait meanwhile go on in the order in which they came
             topic = self._topics.get(name)
             return topic or self._create(name, wire.CreateTopic())[0]

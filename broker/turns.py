@@ -64,6 +64,10 @@ class Turns:
         self._leaders = leaders
         self._clock = clock
 
+    def partitions(self, topic: str) -> int:
+        """How many there are: nobody has to be asked. Raises TopicNotFound."""
+        return self._topic(topic).state.partitions
+
     def front(self, name: str, topic: str, number: int, *, forward: bool = True) -> Front:
         """The message whose turn it is, and the offset. Raises TopicNotFound, PartitionNotFound."""
         turned = self._turn(name, topic, number, None, forward)

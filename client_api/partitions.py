@@ -49,7 +49,8 @@ class Topics(dict[str, Topic]):
         self._lock = threading.Lock()
 
     def meet(self, name: str) -> Topic:
-        """The topic; made at the broker when there is none. Waits up to `max_block_s` for a broker to tell."""
+        """The topic; made at the broker when there is none, and the cluster makes topics at their first use. Waits up
+        to `max_block_s` for a broker to tell."""
         wire.check_name(name, "topic")
         with self._lock:
             topic = self.get(name)
@@ -108,7 +109,9 @@ class Topics(dict[str, Topic]):
         return next((len(topic.partitions) for topic in metadata.topics if topic.name == name), 0)
 
     def _create(self, name: str, deadline: float) -> None:
-        request = Request("PUT", wire.topic_path(name), b"{}", (("Content-Type", wire.JSON),), repeatable=True)
+        """Raises TopicNotFound where topics are not made at their first use."""
+        path = f"{wire.topic_path(name)}?first_use=true"
+        request = Request("PUT", path, b"{}", (("Content-Type", wire.JSON),), repeatable=True)
         try:
             self._transport.attempt(request, deadline)
         except TopicExists:

@@ -42,8 +42,6 @@ DELIVERY_TIMEOUT_S = 120.0
 LOOK_UP_WITHIN_S = 5.0
 # A consumer that sleeps asks again this often: a broker that is paused holds it no longer.
 SLEEP_S = 10.0
-# A topic that was made is known to every broker by then, unless somebody keeps deleting it.
-TOPIC_WITHIN_S = 5.0
 # publishMessage keeps a producer for each cluster (and token) that it was told of, the ones used last.
 PRODUCERS_MAX = 8
 
@@ -148,10 +146,15 @@ class PortalClient:
             body["message"] = message
         return decode_answer(self._post("/publish", body, topic), _Published).offset
 
-    def read(self, topic: str, *, consumer_id: str, wait_s: float = 0.0) -> PortalMessage | None:
-        """The message whose turn it is; None when there is none within `wait_s`. Reading changes nothing."""
+    def read(
+        self, topic: str, *, consumer_id: str, wait_s: float = 0.0, first_use: bool = False
+    ) -> PortalMessage | None:
+        """The message whose turn it is; None when there is none within `wait_s`. Reading changes nothing; but with
+        `first_use` a missing topic is made, where the cluster makes topics at their first use."""
         wait_ms = round(min(max(wait_s, 0.0), SLEEP_S) * 1000)
-        body = {"name": wire.check_name(topic, "topic"), "id": consumer_id, "wait_ms": wait_ms}
+        body: dict[str, object] = {"name": wire.check_name(topic, "topic"), "id": consumer_id, "wait_ms": wait_ms}
+        if first_use:
+            body["first_use"] = True
         answer = self._post("/read", body, topic, wait_s=wait_ms / 1000)
         if answer.status == 204:
             return None
@@ -235,8 +238,8 @@ class PortalProducer:
         """Publish text, bytes, or what JSON can say, and return its sequence number once it is replicated. A missing
         topic is made.
 
-        Raises TypeError for a value that is not JSON-able, and the PortalMQError of the last try: with the outcome
-        "unknown" the message may be in.
+        Raises TypeError for a value that is not JSON-able, TopicNotFound where the cluster makes no topic at its first
+        use, and the PortalMQError of the last try: with the outcome "unknown" the message may be in.
         """
         if not self._is_known:
             if self._is_named:  # each start would leave a name behind that was made up for it
@@ -295,22 +298,25 @@ class PortalConsumer:
         self._client = PortalClient(bootstrap, token=token, timeout_s=timeout_s)
 
     def read(self, wait_s: float = 0.0) -> PortalMessage | None:
-        """The message whose turn it is, asleep until there is one or `wait_s` is over. A missing topic is made."""
+        """The message whose turn it is, asleep until there is one or `wait_s` is over. A missing topic is made; raises
+        TopicNotFound where the cluster makes none at its first use."""
         if not self._is_known:
             if self._is_named:  # each start would leave a name behind that was made up for it
                 self._client.create_consumer(self.consumer_id)
             self._client.look_up(self.topic)
             self._is_known = True
         began = time.monotonic()
+        was_missing = False
         while True:
             left_s = max(0.0, began + wait_s - time.monotonic())
             try:
-                message = self._client.read(self.topic, consumer_id=self.consumer_id, wait_s=left_s)
+                message = self._client.read(self.topic, consumer_id=self.consumer_id, wait_s=left_s, first_use=True)
             except TopicNotFound:
-                if time.monotonic() > began + wait_s + TOPIC_WITHIN_S:
+                if was_missing:
                     raise
-                self._client.create_topic(self.topic)
+                was_missing = True  # deleted while we slept, perhaps: the next call makes it again
                 continue
+            was_missing = False
             if message is not None or left_s <= 0 or self._closed.is_set():
                 return message
 

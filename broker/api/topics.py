@@ -7,6 +7,7 @@ from flask import Response, request
 from portalmq import wire
 from portalmq.broker.api.room import Room, answer, no_content, query
 from portalmq.broker.api.traffic import may_forward
+from portalmq.errors import InvalidRequest
 
 
 def list_all(room: Room) -> Response:
@@ -14,8 +15,15 @@ def list_all(room: Room) -> Response:
 
 
 def create(room: Room, topic: str) -> Response:
+    """With ?first_use=true only where a first message would make it too: who produces has that rule from here."""
     wire.check_name(topic, "topic")
-    description, created = room.domain.create_topic(topic, wire.decode_json(room.body(), wire.CreateTopic))
+    wanted = wire.decode_json(room.body(), wire.CreateTopic)
+    if request.args.get("first_use") == "true":
+        if wanted != wire.CreateTopic():
+            raise InvalidRequest("a topic that is made at its first use has no settings of its own: leave them out")
+        room.domain.use_topic(topic)
+        return answer(room.domain.describe_topic(topic))
+    description, created = room.domain.create_topic(topic, wanted)
     return answer(description, 201 if created else 200)
 
 

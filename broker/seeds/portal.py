@@ -3,7 +3,8 @@ it is with its sequence number, and only when it has it tells the broker to go o
 
     POST /publish {name, message, id}      200 {partition, offset}. With "sequence" a repeat is recognised;
                                            "message_base64" instead brings bytes
-    POST /read    {name, id}               200 {message, offset}, 204 when there is none; "wait_ms" waits for one
+    POST /read    {name, id}               200 {message, offset}, 204 when there is none; "wait_ms" waits for one; with
+                                           "first_use" a missing topic is made, where /publish would make it
     POST /consume {name, offset}           200 when it was that message's turn, 204 when it was not
     POST /topic/create, delete {name}      200; /topic/exists 200 or 404
     POST /producer, /consumer ...  {id}    the same: the names that programs go by
@@ -46,6 +47,7 @@ class Read(msgspec.Struct):
     name: Name
     id: str | int | None = None
     wait_ms: Annotated[int, msgspec.Meta(ge=0, le=wire.WAIT_MS_MAX)] = 0
+    first_use: bool = False
 
 
 class Consume(msgspec.Struct):
@@ -83,16 +85,17 @@ def read(room: Room) -> Response:
     wanted = wire.decode_json(room.body(), Read)
     topic = wire.check_name(wanted.name, "topic")
     with room.parked(wanted.wait_ms):
-        stored = _front(room, topic, wanted.wait_ms)
+        partitions = room.domain.use_topic(topic) if wanted.first_use else room.domain.turns.partitions(topic)
+        stored = _front(room, topic, partitions, wanted.wait_ms)
     if stored is None:
         return no_content()
     offset = number_of(stored.partition, stored.offset)
     return answer({**shown(stored.record), "offset": offset, "timestamp_ms": stored.timestamp_ms})
 
 
-def _front(room: Room, topic: str, wait_ms: int) -> Stored | None:
-    """The first message of any partition; another is asked first each time."""
-    size, turn = len(room.domain.describe_topic(topic).partitions), next(_turns)
+def _front(room: Room, topic: str, size: int, wait_ms: int) -> Stored | None:
+    """The first message of any of `size` partitions; another is asked first each time."""
+    turn = next(_turns)
     while True:
         ends: list[tuple[int, int]] = []
         for step in range(size):
@@ -147,7 +150,7 @@ def delete_topic(room: Room) -> Response:
 def topic_exists(room: Room) -> Response:
     topic = _topic(room)
     try:
-        room.domain.describe_topic(topic)
+        room.domain.turns.partitions(topic)
     except TopicNotFound as error:
         error.extra["exists"] = False
         raise

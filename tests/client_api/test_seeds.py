@@ -36,6 +36,7 @@ class PortalBroker(ScriptedBroker):
         self.turn: dict[str, int] = {}
         self.sequences: dict[str, int] = {}
         self.programs: set[str] = set()
+        self.makes_topics = True
 
     def work(self, call: Call) -> Reply:
         with self.changed:
@@ -85,6 +86,8 @@ class PortalBroker(ScriptedBroker):
         return done({"partition": 0, "offset": self.sequences[sequence]})
 
     def at_read(self, body: dict[str, Any]) -> Reply:
+        if body.get("first_use") and self.makes_topics:
+            self.messages.setdefault(body["name"], [])
         log, turn = self._known(body), self.turn.get(body["name"], 0)
         if turn == len(log):
             self.changed.wait_for(lambda: turn < len(log), min(body["wait_ms"] / 1000, 0.05))
@@ -319,13 +322,22 @@ def test_names_that_nobody_gave_are_not_written_down(broker: PortalBroker) -> No
     assert broker.programs == set(), "each start would leave one behind, for ever"
 
 
-def test_a_topic_that_somebody_keeps_deleting_is_given_up(
-    broker: PortalBroker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(seeds, "TOPIC_WITHIN_S", 0.05)
-    monkeypatch.setattr(broker, "at_topic_create", done)
-    with PortalConsumer("t", bootstrap=broker.url) as consumer, pytest.raises(TopicNotFound):
-        consumer.read()
+def test_a_topic_that_the_brokers_do_not_make_is_not_made_by_a_consumer(broker: PortalBroker) -> None:
+    broker.makes_topics = False
+    with PortalConsumer("t", bootstrap=broker.url) as consumer:
+        for _ in range(2):
+            with pytest.raises(TopicNotFound):
+                consumer.read()
+        assert broker.messages == {}
+        broker.messages["t"] = []
+        assert consumer.read() is None
+
+
+def test_a_topic_that_is_deleted_while_its_consumer_sleeps_is_made_again(broker: PortalBroker) -> None:
+    broker.script("POST", "/read", [lambda broker, call: Reply(204), refuse(404, "topic_not_found")])
+    with PortalConsumer("t", bootstrap=broker.url) as consumer:
+        assert consumer.read(wait_s=0.05) is None
+    assert broker.messages == {"t": []}
 
 
 def test_close_ends_an_iteration_that_waits(broker: PortalBroker) -> None:

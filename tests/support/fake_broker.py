@@ -66,6 +66,10 @@ class FakeBroker:
             self.logs[name] = [[] for _ in range(request.partitions or 1)]
         return self._described(name), created
 
+    def use_topic(self, name: str) -> int:
+        self._called("use_topic", name=name)
+        return len(self.logs.setdefault(name, [[]]))
+
     def list_topics(self) -> list[wire.TopicSummary]:
         self._called("list_topics")
         return [wire.TopicSummary(name, len(log), 1) for name, log in sorted(self.logs.items())]

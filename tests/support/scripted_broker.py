@@ -182,6 +182,8 @@ class ScriptedBroker:
                 case "POST", "producers":
                     return Reply(body=msgspec.json.encode(wire.ProducerIdentity(next(self._numbers), 0)))
                 case "PUT", "topics", topic:
+                    if call.query.get("first_use") == "true" and not self._auto_create:
+                        return problem(ERRORS_BY_CODE["topic_not_found"](f"there is no topic {topic!r}: create it"))
                     self.topics.setdefault(topic, [[] for _ in range(self.partitions)])
                     return Reply(201, b"{}")
                 case "POST", "topics", topic, "messages":
