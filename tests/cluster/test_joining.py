@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import time
 from pathlib import Path
 
 import psutil
@@ -44,11 +43,10 @@ def test_brokers_that_name_no_id_get_the_smallest_free_ones_and_keep_them(tmp_pa
 
 def test_an_id_that_a_live_broker_has_is_refused_at_once(tmp_path: Path) -> None:
     with Cluster(tmp_path, brokers=1) as cluster:
-        other = joining(cluster, tmp_path / "other", "--broker-id", "1")
-        began = time.monotonic()
+        # Who waited for the holder to go would wait for two of his own sessions.
+        other = joining(cluster, tmp_path / "other", "--broker-id", "1", "--session-timeout-ms", "60000")
         other.launch()
         assert other.wait() == 73
-        assert time.monotonic() - began < 4
         assert "broker id 1 is held by" in other.stderr()
         assert "choose another --broker-id" in other.stderr()
         assert other.stderr().count("Traceback") == 0
