@@ -7,15 +7,23 @@ partition that this broker does not lead is answered with `not_leader`, and the 
     fetch --> frames there are? --yes--> answer
                   | no
                   `--> wait for a message in any of them (or a change of leader), at most wait_ms
+
+Rows are turned into frames on native threads, but by Python, which runs one of them at a time: each thread at it takes
+as much from those that write as the hub itself has. So of all that lies on disk one piece is read at a time, by turns
+between whoever asks; and an answer goes out with what it has when it has taken a while.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from time import monotonic
 from typing import NamedTuple
 
+import gevent
 import msgspec
 from gevent.event import Event
+from gevent.lock import BoundedSemaphore
 
 from portalmq import stream_wire as contract
 from portalmq.broker.calls import Place
@@ -27,6 +35,8 @@ from portalmq.broker.waiting import ParkingLot, Peer
 from portalmq.errors import PortalMQError
 
 SHARE_BYTES_MIN = 64 * 1024
+# By then an answer is on its way, with one piece at the least: its client waits for ten seconds.
+GATHER_S = 1.0
 
 _decode_head = msgspec.msgpack.Decoder(Head).decode
 
@@ -67,6 +77,7 @@ class Fetching:
         self._leaders = leaders
         self._lot = lot
         self._parked: dict[Partition, set[Event]] = {}
+        self._turn = BoundedSemaphore()
 
     def fetch(self, request: contract.FetchRequest, peer: Peer | None) -> list[Fetched]:
         """One answer for each partition, in order."""
@@ -84,6 +95,7 @@ class Fetching:
 
     def _answers(self, request: contract.FetchRequest) -> list[Fetched]:
         left = request.max_bytes
+        until_s = monotonic() + GATHER_S
         share = max(SHARE_BYTES_MIN, left // len(request.partitions))
         answers: list[Fetched] = []
         for asked in request.partitions:
@@ -92,7 +104,8 @@ class Fetching:
                 topic = self._topic(asked.topic)
                 topic_id = topic.state.topic_id
                 read = self._read(topic, asked)
-                frames, next_offset = self._frames(read, min(left, share)) if left > 0 else ([], asked.offset)
+                is_over = left <= 0 or (left < request.max_bytes and monotonic() >= until_s)
+                frames, next_offset = ([], asked.offset) if is_over else self._frames(read, min(left, share), until_s)
             except PortalMQError as error:
                 problem = msgspec.to_builtins(error.problem())
                 answers.append(Fetched(asked.topic, asked.partition, error=problem, topic_id=topic_id))
@@ -119,13 +132,18 @@ class Fetching:
         partition.keep_frames()
         return _Read(place, partition, asked.offset)
 
-    def _frames(self, read: _Read, bytes_max: int) -> tuple[list[Frame], int]:
-        """Batches of messages from the offset on, and where to go on after them."""
+    def _frames(self, read: _Read, bytes_max: int, until_s: float) -> tuple[list[Frame], int]:
+        """Batches of messages from the offset on, and where to go on after them; after `until_s` no more than one
+        piece."""
         partition, offset = read.partition, read.offset
         found: list[Frame] = []
         size = 0
         while offset < partition.high_watermark and size < bytes_max:
-            frames = partition.serving.frames(offset, bytes_max - size, end=partition.high_watermark)
+            if found and monotonic() >= until_s:
+                break
+            frames = partition.serving.frames(
+                offset, bytes_max - size, end=partition.high_watermark, turn=self._turn_to_read()
+            )
             if not frames:
                 partition.check_offset(offset)  # it may have been purged, or be led elsewhere, meanwhile
                 break
@@ -136,6 +154,12 @@ class Fetching:
                     found.append(frame)
                     size += frame.size_bytes
         return found, offset
+
+    @contextmanager
+    def _turn_to_read(self) -> Iterator[None]:
+        with self._turn:
+            yield
+        gevent.sleep(0)  # or it would have the turn again before the next one wakes
 
     def _wait(self, request: contract.FetchRequest, event: Event, peer: Peer | None) -> None:
         reads: list[_Read] = []

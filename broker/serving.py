@@ -7,6 +7,7 @@ long as they are there, else read and encoded once for all followers, on a nativ
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Protocol
 
 from portalmq.broker.core.events import Fetch, FetchReceived, Rejected, Reply, ReplyFetch
@@ -91,11 +92,14 @@ class Serving:
         for ask in parked.values():
             ask.reply(Rejected(self._partition.replica.highest_epoch))
 
-    def frames(self, offset: int, bytes_max: int, *, end: int | None = None) -> list[Frame] | None:
+    def frames(
+        self, offset: int, bytes_max: int, *, end: int | None = None, turn: AbstractContextManager[object] | None = None
+    ) -> list[Frame] | None:
         """What follows `offset` (below `end`) and is durable here: at least one batch if there is any, about
         `bytes_max`.
 
-        May wait for the disk. None when it cannot be had from here: then the fetch has to be looked at anew.
+        May wait for the disk, and before that for the `turn` to read from it. None when it cannot be had from here:
+        then the fetch has to be looked at anew.
         """
         durable_end = self._partition.replica.durable_end
         end = min(durable_end if end is None else min(end, durable_end), offset + REPLY_OFFSETS_MAX)
@@ -111,7 +115,8 @@ class Serving:
             size += frame.size_bytes
         if found or offset >= end:
             return found
-        return self._read(offset, end, min(bytes_max, COLD_READ_BYTES))
+        with turn or nullcontext():
+            return self._read(offset, end, min(bytes_max, COLD_READ_BYTES))
 
     def _encoded(self, offset: int) -> tuple[Frame, int] | None:
         """The frame of a batch that lies in memory as messages only: made now, and kept."""

@@ -6,6 +6,10 @@ Spark's workers do. Windows with and without them take turns, and what the broke
     as it is    everything on all cores: the readers take CPU from the broker, as any program would
     apart       the broker and the producer on one half of the cores, the readers on the other: what is left is waiting
 
+Reading goes by both doors: of the files, and over HTTP, where the broker itself does the work. What the readers took is
+counted too, so that a loss can be held against what was read. For comparison another broker's messages are read by the
+same door: that takes the same CPU, and takes nothing else from the broker that is written to.
+
 Meanwhile the write-ahead logs are measured, and how long a full segment waits to be sealed. The offsets that each pass
 of a reader gave are checked: every message once, up to where it was committed when the pass began.
 """
@@ -20,24 +24,27 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import numpy as np
 
 from portalmq import Admin, Producer
 from portalmq.spark.bench import BATCH_MESSAGES, END_WITHIN_S, MESSAGE_BYTES, PARTITIONS, broker, fill
+from portalmq.spark.brokers import Brokers
 from portalmq.spark.columns import COLUMNS
 from portalmq.spark.directories import Directories
-from portalmq.spark.errors import DataLoss, NothingThere
+from portalmq.spark.errors import DataLoss, NothingThere, Unreachable
+from portalmq.spark.origin import Origin
 
 TOPIC = "live"
 READERS = 2
 SEGMENT_BYTES = 32 * 1024 * 1024
 RETENTION_BYTES = 512 * 1024 * 1024
 SAMPLE_S = 0.05
+READERS_START_S = 2.0
 OTHER_MESSAGES = 2_000_000
 
 
@@ -119,20 +126,27 @@ def _is_writable(path: Path) -> bool:
         return False
 
 
-def read_on(directory: Path, share: int) -> None:
-    """Pass after pass over the share of a reader, until it is killed."""
+def read_on(where: str, share: int) -> None:
+    """Pass after pass over the share of a reader, until it is killed. Tells how much it has read."""
+    count = 0
     while True:
         try:
-            one_pass(directory, share, READERS)
-        except (NothingThere, DataLoss):  # not written yet; removed by retention
+            for rows in passed(where, share, READERS):
+                count += rows
+                print(count, flush=True)
+        except (NothingThere, DataLoss, Unreachable):  # not written yet; removed by retention
             time.sleep(SAMPLE_S)
 
 
-def one_pass(directory: Path, share: int = 0, readers: int = 1) -> int:
-    """How many messages there are in a reader's partitions. Each must come once: their offsets rise by one, but where
-    the leader's own records stand."""
-    origin = Directories([str(directory)], [TOPIC])
-    count = 0
+def one_pass(where: str | Path, share: int = 0, readers: int = 1) -> int:
+    """How many messages there are in a reader's partitions."""
+    return sum(passed(str(where), share, readers))
+
+
+def passed(where: str, share: int, readers: int) -> Iterator[int]:
+    """The messages in a reader's partitions, batch by batch. Each must come once: their offsets rise by one, but where
+    the leader's own records stand. `where`: a data directory, or a broker's URL."""
+    origin: Origin = Brokers([where], [TOPIC]) if "://" in where else Directories([where], [TOPIC])
     for log in origin.logs():
         if log.partition % readers != share:
             continue
@@ -143,22 +157,40 @@ def one_pass(directory: Path, share: int = 0, readers: int = 1) -> int:
                 if offsets[0] < reached or (np.diff(offsets) < 1).any():
                     raise AssertionError(f"{log.name}: an offset came twice, at {offsets[0]} after {reached}")
                 reached = int(offsets[-1]) + 1
-                count += len(offsets)
-    return count
+                yield len(offsets)
+
+
+class Reading:
+    """Readers at work on these cores, each telling into a file of its own."""
+
+    def __init__(self, where: str, cores: Sequence[int], said: Path) -> None:
+        command = [sys.executable, "-m", "portalmq.spark.bench_live", where]
+        self._said = [said / f"reader-{share}" for share in range(READERS)]
+        self.processes = []
+        for share, path in enumerate(self._said):
+            with path.open("wb") as told:
+                self.processes.append(
+                    subprocess.Popen([*command, str(share)], stdin=subprocess.DEVNULL, stdout=told, stderr=told)
+                )
+        for process in self.processes:
+            os.sched_setaffinity(process.pid, cores)
+
+    def rows(self) -> int:
+        """How many messages they have read so far, about."""
+        last = [path.read_bytes().rpartition(b"\n")[0].rpartition(b"\n")[2] for path in self._said]
+        return sum(int(line) for line in last if line.isdigit())
 
 
 @contextmanager
-def reading(directory: Path, cores: Sequence[int]) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Readers at work on these cores, ended at the end."""
-    command = [sys.executable, "-m", "portalmq.spark.bench_live", str(directory)]
-    processes = [
-        subprocess.Popen([*command, str(share)], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-        for share in range(READERS)
-    ]
+def reading(where: str | None, cores: Sequence[int], said: Path) -> Iterator[Callable[[], int]]:
+    """Readers at work, ended at the end: how many messages they have read. None: nobody reads."""
+    if where is None:
+        yield lambda: 0
+        return
+    readers = Reading(where, cores, said)
+    processes = readers.processes
     try:
-        for process in processes:
-            os.sched_setaffinity(process.pid, cores)
-        yield processes
+        yield readers.rows
         for process in processes:
             if process.poll() is not None:
                 raise SystemExit(f"a reader ended with {process.returncode}")
@@ -181,59 +213,66 @@ def run(rounds: int, seconds: float, folder: Path) -> dict[str, float]:
     cores = sorted(os.sched_getaffinity(0))
     half = len(cores) // 2 or 1
     other = folder / "other"
-    with broker(other) as (url, _):
-        fill(url, TOPIC, iter(lambda: b"x" * MESSAGE_BYTES, None), OTHER_MESSAGES, segment_bytes=SEGMENT_BYTES)
-    for name, writing_cores, reading_cores in (
-        ("as it is", cores, cores),
-        ("apart", cores[:half], cores[half:] or cores),
-    ):
-        data = folder / name.replace(" ", "-")
-        with broker(data) as (url, process):
-            pin(process.pid, writing_cores)
-            pin(os.getpid(), writing_cores)
-            found = windows(url, {"alone": None, "other": other, "read": data}, rounds, seconds, reading_cores)
-        pin(os.getpid(), cores)
-        shutil.rmtree(data)
-        figures |= {f"{name}: {key}": value for key, value in found.items()}
+    with broker(other) as (other_url, other_process):
+        fill(other_url, TOPIC, iter(lambda: b"x" * MESSAGE_BYTES, None), OTHER_MESSAGES, segment_bytes=SEGMENT_BYTES)
+        for name, writing_cores, reading_cores in (
+            ("as it is", cores, cores),
+            ("apart", cores[:half], cores[half:] or cores),
+        ):
+            data = folder / name.replace(" ", "-")
+            with broker(data) as (url, process):
+                for pid in (process.pid, other_process.pid, os.getpid()):
+                    pin(pid, writing_cores)
+                kinds = {
+                    "alone": None,
+                    "other files": str(other),
+                    "files": str(data),
+                    "other HTTP": other_url,
+                    "HTTP": url,
+                }
+                found = windows(url, data, kinds, rounds, seconds, reading_cores)
+            pin(os.getpid(), cores)
+            shutil.rmtree(data)
+            figures |= {f"{name}: {key}": value for key, value in found.items()}
     return figures
 
 
 def windows(
-    url: str, kinds: dict[str, Path | None], rounds: int, seconds: float, reading_cores: Sequence[int]
+    url: str, data: Path, kinds: dict[str, str | None], rounds: int, seconds: float, reading_cores: Sequence[int]
 ) -> dict[str, float]:
-    """`kinds`: what is read meanwhile, by the name of the window."""
-    data = kinds["read"]
-    assert data is not None
+    """`data` is the broker's directory; `kinds`: what is read meanwhile, by the name of the window."""
     with closing(Admin(url)) as admin:
         config = {"segment_bytes": SEGMENT_BYTES, "retention_bytes": RETENTION_BYTES}
         admin.create_topic(TOPIC, partitions=PARTITIONS, replication_factor=1, config=config)
     rates: dict[str, list[float]] = {kind: [] for kind in kinds}
+    read: dict[str, list[float]] = {kind: [] for kind in kinds}
     wal: dict[str, int] = dict.fromkeys(kinds, 0)
     waits: dict[str, float] = dict.fromkeys(kinds, 0.0)
     load, watch = Load(url), Watch(data)
     try:
         time.sleep(seconds)  # the first segments, and what a start costs
         for _ in range(rounds):
-            for kind, directory in kinds.items():
-                with reading(directory, reading_cores) if directory is not None else nullcontext():
-                    time.sleep(1)  # the readers' own start is not what is measured
+            for kind, where in kinds.items():
+                with reading(where, reading_cores, data.parent) as rows:
+                    time.sleep(READERS_START_S)  # the readers' own start is not what is measured
+                    before = rows()
                     rates[kind].append(_rate(load, watch, seconds))
+                    read[kind].append((rows() - before) / seconds)
                 wal_bytes, wait_s = watch.take()
                 wal[kind], waits[kind] = max(wal[kind], wal_bytes), max(waits[kind], wait_s)
-                print(f"  {kind:5} {rates[kind][-1]:12,.0f} messages/s", flush=True)
+                print(f"  {kind:11} {rates[kind][-1]:12,.0f} messages/s, read {read[kind][-1]:12,.0f}/s", flush=True)
     finally:
         load.end()
         watch.end()
     rate = {kind: statistics.median(measured) for kind, measured in rates.items()}
-    return {
-        "messages/s alone": round(rate["alone"]),
-        "messages/s while other files are read": round(rate["other"]),
-        "messages/s while its files are read": round(rate["read"]),
-        "loss by reading, %": round(100 * (1 - rate["read"] / rate["alone"]), 1),
-        "loss besides the CPU, %": round(100 * (1 - rate["read"] / rate["other"]), 1),
-        **{f"longest WAL, {kind}, MB": round(wal[kind] / 1e6) for kind in kinds},
-        **{f"longest wait to be sealed, {kind}, s": round(waits[kind], 1) for kind in kinds},
-    }
+    figures: dict[str, float] = {f"messages/s, {kind}": round(rate[kind]) for kind in kinds}
+    figures |= {f"rows/s read, {kind}": round(statistics.median(read[kind])) for kind in kinds if kinds[kind]}
+    for door in ("files", "HTTP"):
+        if door in kinds:
+            figures[f"loss by reading, {door}, %"] = round(100 * (1 - rate[door] / rate["alone"]), 1)
+            figures[f"loss besides the CPU, {door}, %"] = round(100 * (1 - rate[door] / rate[f"other {door}"]), 1)
+    figures |= {f"longest WAL, {kind}, MB": round(wal[kind] / 1e6) for kind in kinds}
+    return figures | {f"longest wait to be sealed, {kind}, s": round(waits[kind], 1) for kind in kinds}
 
 
 def _rate(load: Load, watch: Watch, seconds: float) -> float:
@@ -244,4 +283,4 @@ def _rate(load: Load, watch: Watch, seconds: float) -> float:
 
 
 if __name__ == "__main__":
-    read_on(Path(sys.argv[1]), int(sys.argv[2]))
+    read_on(sys.argv[1], int(sys.argv[2]))
