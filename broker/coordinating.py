@@ -8,9 +8,8 @@
                                           v
                             take over by compare-and-set (whoever is first coordinates)
 
-Who was found is kept until that broker says that it is not it, or is gone. Offsets are committed at the partitions'
-leaders, without the coordinator; it only copies them into the control plane once a second, for the time when a leader
-is away.
+Who was found is kept until that broker says that it is not it, or is gone. Offsets are committed without the
+coordinator (offsets.py); it only copies them into the control plane once a second (checkpoints.py).
 """
 
 from __future__ import annotations
@@ -28,23 +27,22 @@ from gevent.event import AsyncResult, Event
 from portalmq import stream_wire as contract
 from portalmq import wire
 from portalmq.broker.calls import Place
+from portalmq.broker.checkpoints import Checkpoints
 from portalmq.broker.clock import Clock
 from portalmq.broker.coordinator import Coordinator, roster_of
 from portalmq.broker.core import group_events as core
 from portalmq.broker.core.membership import TICK_MS
-from portalmq.broker.forwarding import Leaders, place_of
+from portalmq.broker.forwarding import place_of
 from portalmq.broker.groups import Groups
 from portalmq.broker.peers import NotAnswered, NotReached, Peers
-from portalmq.broker.streams import ClaimShare, CommitShare, Standing, Start, StreamPartitions, first_error
+from portalmq.broker.streams import ClaimShare, Start, StreamPartitions, check_mode, first_error, stream_group
 from portalmq.broker.topics import Topic
 from portalmq.control_plane.mirror import Changes, Mirror
-from portalmq.control_plane.plane import PlaneState, PlaneUnavailable
+from portalmq.control_plane.plane import PlaneUnavailable
 from portalmq.control_plane.state import GroupState
-from portalmq.control_plane.stream_groups import CheckpointState, RosterState, StreamGroups, group_id_of
+from portalmq.control_plane.stream_groups import RosterState, StreamGroups, group_id_of
 from portalmq.control_plane.tree import Versioned
 from portalmq.errors import (
-    GroupModeMismatch,
-    IllegalGeneration,
     InvalidRequest,
     NotLeader,
     PortalMQError,
@@ -60,8 +58,6 @@ CALL_TIMEOUT_S = 15.0
 # A coordinator that is silent for longer is paused, or so busy that its members suffer.
 HEARTBEAT_TIMEOUT_S = 4.0
 CHECKPOINT_EVERY_S = 1.0
-# An offset that is answered without its leader is waited for no longer than this.
-STANDING_WITHIN_S = 2.0
 # A group that nobody is in is coordinated by nobody after this time.
 IDLE_S = 60.0
 KEPT_MAX = 10_000
@@ -97,7 +93,6 @@ class Coordinating:
         known: Callable[[str], Topic],
         made: Callable[[str], Topic],
         mirror: Mirror,
-        leaders: Leaders,
         peers: Peers,
         clock: Clock,
     ) -> None:
@@ -108,7 +103,6 @@ class Coordinating:
         self._topic = known
         self._topic_or_new = made
         self._mirror = mirror
-        self._leaders = leaders
         self._peers = peers
         self._clock = clock
         self._own: dict[str, Coordinator] = {}
@@ -117,11 +111,7 @@ class Coordinating:
         self._elsewhere: dict[str, tuple[int, int]] = {}
         self._doubtful: set[str] = set()
         self._noted: set[str] = set()
-        # The generations that groups are known to have come to.
-        self._reached: dict[str, int] = {}
-        # What the control plane held of the groups that were asked for, for the time when it does not answer.
-        self._last: dict[str, tuple[RosterState | None, dict[str, CheckpointState]]] = {}
-        self._saved: dict[tuple[str, str], dict[int, tuple[int, int, int]]] = {}
+        self._checkpoints = Checkpoints(store, partitions, mirror, clock)
         self._closing = Event()
         self._greenlets: list[gevent.Greenlet] = []
 
@@ -183,7 +173,12 @@ class Coordinating:
         if self._own.get(group_id) is coordinator:
             del self._own[group_id]
             self._busy_s.pop(group_id, None)
-            self._saved = {key: saved for key, saved in self._saved.items() if key[0] != group_id}
+            self._checkpoints.forget(group_id)
+
+    def roster_here(self, group_id: str) -> RosterState | None:
+        """Who is in a group that is coordinated here; None for others, and before that is known."""
+        own = self._own.get(group_id)
+        return roster_of(own.membership.known) if own is not None and own.membership.known is not None else None
 
     def _deposed(self, coordinator: Coordinator) -> None:
         self._elsewhere.pop(coordinator.group.group_id, None)
@@ -212,31 +207,20 @@ class Coordinating:
     def heartbeat(self, name: str, member_id: str, generation: int, *, forward: bool = True) -> contract.MemberAnswer:
         """Stay in the group. Raises IllegalGeneration for who is not in it (any more), Fenced for an older client of
         the same member id."""
-        group = self._known(name)
+        group = stream_group(self._groups, name)
         call = Coordinate(name, group.group_id, "heartbeat", member_id, generation=generation)
         return self._coordinated(group, call, contract.MemberAnswer, forward)
 
     def leave(self, name: str, member_id: str, *, forward: bool = True) -> None:
         """Go, at once; who is not there has left already."""
-        group = self._known(name)
+        group = stream_group(self._groups, name)
         self._coordinated(group, Coordinate(name, group.group_id, "leave", member_id), contract.MemberAnswer, forward)
 
-    def _known(self, name: str) -> GroupState:
-        group = self._groups.known(wire.check_name(name, "group"))
-        self._check_mode(group)
-        return group
-
-    def _check_mode(self, group: GroupState) -> None:
-        if group.config.mode != "stream":
-            raise GroupModeMismatch(
-                f"group {group.name!r} works in queue mode: receive from it, or take another name for a stream group"
-            )
-
-    # --- the coordinator ---------------------------------------------------------------------------------------------
+    # --- who coordinates ---------------------------------------------------------------------------------------------
 
     def _coordinated(self, group: GroupState, call: Coordinate, kind: type[T], forward: bool) -> T:
         """What the group's coordinator answers, wherever it is; it is looked for again while it is just changing."""
-        self._check_mode(group)
+        check_mode(group)
         deadline = time.monotonic() + PATIENCE_S
         while True:
             try:
@@ -343,7 +327,7 @@ class Coordinating:
                 event = core.Heartbeat(token, call.member_id, call.generation)
             case "leave":
                 # Its topics may go from the roster with it: from then on the checkpoint alone tells of them.
-                self._save_quietly(own)
+                self._checkpoints.save(own)
                 event = core.Leave(token, call.member_id)
             case _:
                 raise InvalidRequest(
@@ -388,144 +372,13 @@ class Coordinating:
             outcomes[place.topic, place.number] = outcome
         return outcomes
 
-    # --- offsets -----------------------------------------------------------------------------------------------------
-
-    def commit(
-        self, name: str, request: contract.CommitOffsetsRequest, *, forward: bool = True
-    ) -> contract.OffsetResults:
-        """Commit the next offsets to read. Raises IllegalGeneration, OffsetOutOfRange for the first that is refused;
-        `results` tells what became of each."""
-        group = self._known(name)
-        self.check_reached(group, request.generation)
-        shares = []
-        for asked in request.offsets:
-            place = place_of(self._topic(asked.topic).state, asked.partition)
-            shares.append(CommitShare(*place, asked.offset))
-        if len({share.place for share in shares}) < len(shares):
-            raise InvalidRequest("a partition is named twice in `offsets`")
-        outcomes = self._partitions.commit(group, request.member_id, request.generation, shares, forward=forward)
-        results = [
-            contract.OffsetResult(share.topic, share.number, share.offset, _status(outcomes[share.place]))
-            for share in shares
-        ]
-        error = first_error(outcomes.values())
-        if error is not None:
-            if len(shares) > 1:
-                if any(result.status == "ok" for result in results) and error.outcome != "unknown":
-                    error.outcome = "partial"
-                error.extra["results"] = msgspec.to_builtins(results)
-            raise error
-        return contract.OffsetResults(results)
-
-    def check_reached(self, group: GroupState, generation: int) -> None:
-        """Raises IllegalGeneration for a generation that the group has not come to: nobody can know it. Whether one is
-        too old the partition's leader says."""
-        if generation <= self._reached.get(group.group_id, 0) or self._store.plane.state is not PlaneState.CONNECTED:
-            return
-        try:
-            held = self._store.roster(group.group_id, sure=True)
-        except PlaneUnavailable:
-            return
-        if held is None:
-            return
-        reached = held.value.generation
-        if len(self._reached) >= KEPT_MAX:
-            self._reached.clear()
-        self._reached[group.group_id] = reached
-        if generation > reached:
-            raise IllegalGeneration(
-                f"group {group.name!r} is in generation {reached}, and has never been in {generation}: commit in the"
-                " one that joining or a heartbeat told"
-            )
-
-    def offsets(self, name: str) -> contract.GroupOffsets:
-        """Where the group stands on every partition of its topics; what a leader cannot be asked for is told as it was
-        at the last checkpoint."""
-        group = self._known(name)
-        return self._offsets(group, *self._held(group))
-
-    def _held(self, group: GroupState) -> tuple[RosterState | None, dict[str, CheckpointState]]:
-        """What the control plane holds of the group; or held, as long as it does not answer. Raises PlaneUnavailable
-        where that is not known."""
-        own, last = self._own.get(group.group_id), self._last.get(group.group_id)
-        if own is not None and own.membership.known is not None:
-            last = (roster_of(own.membership.known), last[1] if last else {})
-        if last is not None and self._store.plane.state is not PlaneState.CONNECTED:
-            return last
-        try:
-            held = self._store.roster(group.group_id)
-            found = held.value if held else None, self._store.checkpoints(group.group_id)
-        except PlaneUnavailable:
-            if last is None:
-                raise
-            return last
-        if len(self._last) >= KEPT_MAX:
-            self._last.clear()
-        self._last[group.group_id] = found
-        return found
-
-    def _offsets(
-        self, group: GroupState, roster: RosterState | None, checkpoints: Mapping[str, CheckpointState]
-    ) -> contract.GroupOffsets:
-        places = self._places(roster, checkpoints)
-        standings = self._partitions.standings(group.name, places, patience_s=STANDING_WITHIN_S)
-        offsets = []
-        for place in places:
-            found = standings[place]
-            if isinstance(found, PortalMQError):
-                kept = checkpoints.get(place.topic_id)
-                committed, high_watermark, lag = kept.offsets.get(place.number, (0, 0, 0)) if kept else (0, 0, 0)
-                age_ms = max(0, self._clock.wall_ms() - kept.at_ms) if kept and lag else 0
-                found = Standing(committed, high_watermark, lag, age_ms)
-            offset = contract.GroupOffset(
-                place.topic, place.number, max(found.committed, 0), found.high_watermark, found.lag, found.lag_ms
-            )
-            offsets.append(offset)
-        return contract.GroupOffsets(offsets)
-
-    def _places(self, roster: RosterState | None, checkpoints: Mapping[str, CheckpointState]) -> list[Place]:
-        """The partitions of all topics that the group reads, or has read."""
-        names = {topic for member in roster.members for topic in member.topics} if roster else set()
-        topics = {topic.name: topic for name in names if (topic := self._mirror.topics.get(name)) is not None}
-        for topic_id in checkpoints:
-            topic = self._mirror.topic_by_id(topic_id)
-            if topic is not None:
-                topics[topic.name] = topic
-        return [place_of(topics[name], number) for name in sorted(topics) for number in range(topics[name].partitions)]
-
-    def describe(self, name: str) -> wire.GroupDescription:
-        """The group as a whole: its members, and its lag."""
-        group = self._known(name)
-        roster, checkpoints = self._held(group)
-        offsets = self._offsets(group, roster, checkpoints).offsets
-        lag = sum(offset.lag for offset in offsets)
-        return wire.GroupDescription(
-            group=name,
-            mode=group.config.mode,
-            members=[member.id for member in roster.members] if roster else [],
-            ready=lag,
-            in_flight=0,
-            scheduled=0,
-            dead=0,
-            lag=lag,
-            oldest_unacked_ms=max((offset.lag_ms for offset in offsets), default=0),
-            config=group.config,
-        )
-
-    def describe_or(self, otherwise: wire.GroupDescription) -> wire.GroupDescription:
-        """The same for a list of groups, where one that cannot be looked up is told of as it is known."""
-        try:
-            return self.describe(otherwise.group)
-        except PortalMQError:
-            return otherwise
-
     # --- seeking -----------------------------------------------------------------------------------------------------
 
     def seek(
         self, name: str, topic: str, to: Start, *, partition: int | None, dry_run: bool, forward: bool = True
     ) -> contract.SeekAnswer:
         """Set the group to another place in a topic. With `dry_run` nothing is done. Raises OffsetOutOfRange."""
-        group = self._known(name)
+        group = stream_group(self._groups, name)
         state = self._topic(wire.check_name(topic, "topic")).state
         places = [place_of(state, number) for number in (range(state.partitions) if partition is None else [partition])]
         if isinstance(to, dict) and "offset" in to and len(places) > 1:
@@ -569,35 +422,4 @@ class Coordinating:
     def _checkpoint(self) -> None:
         while not self._closing.wait(CHECKPOINT_EVERY_S):
             for coordinator in tuple(self._own.values()):
-                self._save_quietly(coordinator)
-
-    def _save_quietly(self, coordinator: Coordinator) -> None:
-        try:
-            self._save(coordinator)
-        except PortalMQError as error:
-            log.info("the offsets of group %r are saved later: %s", coordinator.group.name, error)
-
-    def _save(self, coordinator: Coordinator) -> None:
-        """Copy the group's offsets into the control plane, for those topics where they have changed."""
-        known = coordinator.membership.known
-        if known is None or not coordinator.membership.coordinates:
-            return
-        group = coordinator.group
-        states = [topic for name in known.topic_ids if (topic := self._mirror.topics.get(name)) is not None]
-        places = [place_of(topic, number) for topic in states for number in range(topic.partitions)]
-        standings = self._partitions.standings(group.name, places, ages=False, patience_s=0.0)
-        for topic in states:
-            before = self._saved.get((group.group_id, topic.topic_id), {})
-            offsets = dict(before)
-            for number in range(topic.partitions):
-                standing = standings[place_of(topic, number)]
-                if not isinstance(standing, PortalMQError) and standing.committed >= 0:
-                    offsets[number] = (standing.committed, standing.high_watermark, standing.lag)
-            if offsets != before:
-                checkpoint = CheckpointState(topic.name, self._clock.wall_ms(), offsets)
-                self._store.save_checkpoint(group.name, group.group_id, topic.topic_id, checkpoint)
-                self._saved[group.group_id, topic.topic_id] = offsets
-
-
-def _status(outcome: bool | PortalMQError) -> str:
-    return outcome.code if isinstance(outcome, PortalMQError) else "ok"
+                self._checkpoints.save(coordinator)

@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
+from portalmq import wire
 from portalmq.broker.atlas import Atlas
 from portalmq.broker.calls import Place, Result, result_of
 from portalmq.broker.clock import Clock
@@ -22,7 +23,7 @@ from portalmq.broker.groups import Groups
 from portalmq.broker.partition import Partition
 from portalmq.broker.peers import Peers
 from portalmq.control_plane.state import GroupState
-from portalmq.errors import IllegalGeneration, OffsetOutOfRange, PortalMQError, Unavailable
+from portalmq.errors import GroupModeMismatch, IllegalGeneration, OffsetOutOfRange, PortalMQError, Unavailable
 
 CALL_TIMEOUT_S = 10.0
 BEGUN_MAX = 10_000
@@ -394,6 +395,20 @@ def _settled(partition: Partition, end: int, value: T) -> T:
     """`value`, once everything below `end` is committed."""
     partition.wait_committed(end - 1)
     return value
+
+
+def stream_group(groups: Groups, name: str) -> GroupState:
+    """The group, as it is asked for. Raises GroupNotFound, GroupModeMismatch."""
+    group: GroupState = groups.known(wire.check_name(name, "group"))
+    check_mode(group)
+    return group
+
+
+def check_mode(group: GroupState) -> None:
+    if group.config.mode != "stream":
+        raise GroupModeMismatch(
+            f"group {group.name!r} works in queue mode: receive from it, or take another name for a stream group"
+        )
 
 
 def first_error(outcomes: Iterable[object]) -> PortalMQError | None:

@@ -15,6 +15,7 @@ from portalmq.broker.fetching import Fetching
 from portalmq.broker.finishing import Finishing
 from portalmq.broker.idempotency import Keyed
 from portalmq.broker.locks import Locks
+from portalmq.broker.offsets import Offsets
 from portalmq.broker.registry import Registry
 from portalmq.broker.scheduled import Due, SchedulePage
 from portalmq.broker.settling import Verdict
@@ -156,6 +157,8 @@ class Domain(Protocol):
 
     @property
     def streams(self) -> Coordinating: ...
+    @property
+    def offsets(self) -> Offsets: ...
 
     @property
     def fetching(self) -> Fetching: ...

@@ -31,11 +31,11 @@ def leave(room: Room, group: str, member: str) -> Response:
 
 def commit(room: Room, group: str) -> Response:
     wanted = wire.decode_json(room.body(), contract.CommitOffsetsRequest)
-    return answer(room.domain.streams.commit(group, wanted, forward=may_forward(request.environ)))
+    return answer(room.domain.offsets.commit(group, wanted, forward=may_forward(request.environ)))
 
 
 def offsets(room: Room, group: str) -> Response:
-    return answer(room.domain.streams.offsets(group))
+    return answer(room.domain.offsets.of(group))
 
 
 def seek(room: Room, group: str) -> Response:

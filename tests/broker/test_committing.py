@@ -227,7 +227,7 @@ def test_too_many_open_outputs_are_refused_and_taken_later(fixture, monkeypatch)
     monkeypatch.setattr(outbox, "OPEN_COMMITS_MAX", 3)
     send(fixture, *"abcdefgh")
     messages = receive(fixture)
-    real, blocked = fixture.broker._producing.copies, [True]
+    real, blocked = fixture.broker.producing.copies, [True]
 
     def copies(topic, shares):
         if blocked:

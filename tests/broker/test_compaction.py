@@ -230,7 +230,7 @@ def partition_of(fixture, topic="t"):
 
 
 def compact(fixture):
-    fixture.broker._compact()
+    fixture.broker.housekeeping.compact()
 
 
 def test_a_topic_that_deletes_is_not_compacted(fixture):
@@ -253,7 +253,7 @@ def test_nothing_goes_for_its_age_unless_that_was_asked_for(fixture, clock):
         clock.advance(24 * 30 * HOUR_MS)
         put(partition, (b"new", b"1"))
         partition.log.roll()
-        broker._retain()
+        broker.housekeeping.retain()
         assert len(there(partition)) == left + 1, name
     broker.topics.alter("t", wire.AlterTopic(config={"cleanup": "delete"}))
     assert broker.topics.get("t").state.config.retention_ms == wire.TopicConfig().retention_ms

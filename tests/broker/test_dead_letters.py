@@ -46,7 +46,7 @@ def redrive(fixture, *, ids=None, where=None, rate_per_s=None, dry_run=False):
 
 
 def settle(fixture, messages, way: Way) -> list[bool]:
-    return fixture.broker._settling.settle("g", [message.receipt for message in messages], way)
+    return fixture.broker.settling.settle("g", [message.receipt for message in messages], way)
 
 
 def drop(fixture, ids=None) -> int:

@@ -520,7 +520,7 @@ def test_groups_that_came_and_went_are_not_remembered_for_ever(fixture, monkeypa
     fixture.broker.put_group("last", {})
     assert len(fixture.broker.groups._own) <= 5
     assert len(fixture.broker.groups._begun) <= 5
-    assert len(fixture.broker._receiving._turn) <= 5
+    assert len(fixture.broker.receiving._turn) <= 5
 
 
 @pytest.mark.parametrize("is_by_name", [True, False])

@@ -118,7 +118,7 @@ def test_a_saved_state_from_before_the_dropped_segments_is_not_used(tmp_path):
         send(fixture, *["x" * 20_000] * 20)
         while messages := receive(fixture, max_messages=100):
             fixture.broker.ack("g", [message.receipt for message in messages])
-        fixture.broker._retain()
+        fixture.broker.housekeeping.retain()
         assert partition.log.base_offset > 100
     shutil.copy(kept, state_file)
     with running(tmp_path / "data", clock) as after:
@@ -165,7 +165,7 @@ def test_leases_that_were_acked_are_not_remembered_until_they_would_have_ended(f
     for _ in range(3_000):
         send(fixture, "a", acks="none")
     while messages := receive(fixture, max_messages=1, visibility_timeout_ms=12 * 3_600_000):
-        fixture.broker._settling.begin_acks("g", [messages[0].receipt], forward=True)
+        fixture.broker.settling.begin_acks("g", [messages[0].receipt], forward=True)
     assert len(fixture.broker.topics.get("t").partition(0).delivery["g"]._wakeups) < 1_500
 
 
@@ -241,23 +241,23 @@ def test_a_fault_met_on_the_way_is_told_in_the_terms_of_the_contract(fixture, mo
 
 def test_upkeep_on_a_full_disk_makes_room_for_itself_first(fixture):
     fixture.disk.is_full = True
-    fixture.broker._retain()
+    fixture.broker.housekeeping.retain()
     assert fixture.disk.released
 
 
 def test_a_partition_that_is_never_at_rest_is_saved_too(fixture):
     send(fixture, "a")
     partition = fixture.broker.topics.get("t").partition(0)
-    fixture.broker._save_state()
+    fixture.broker.housekeeping.save_state()
     before = partition.state_file.load()[0].applied
     waiting = gevent.spawn(send, fixture, "b")
     gevent.sleep(0)  # its offset is allotted, and it is not on disk yet
     assert partition.replica.next_offset > partition.high_watermark
-    fixture.broker._save_state()
+    fixture.broker.housekeeping.save_state()
     waiting.get(timeout=5)
     again = gevent.spawn(send, fixture, "c")
     gevent.sleep(0)
-    fixture.broker._save_state()
+    fixture.broker.housekeeping.save_state()
     assert partition.state_file.load()[0].applied > before
     again.get(timeout=5)
 
@@ -347,5 +347,5 @@ def test_a_partition_that_cannot_be_cleaned_does_not_keep_the_others_from_it(fix
 
     monkeypatch.setattr(first, "retain", refuse_to)
     monkeypatch.setattr(second, "retain", lambda *limits: cleaned.append(second.number))
-    fixture.broker._retain()
+    fixture.broker.housekeeping.retain()
     assert cleaned == [1]

@@ -42,11 +42,11 @@ def join(fixture: Fixture, member: str | None = "a", group: str = "g", **more: o
 def commit(fixture: Fixture, answer: contract.MemberAnswer, partition: int, offset: int) -> None:
     asked = contract.PartitionOffset("t", partition, offset)
     request = contract.CommitOffsetsRequest(answer.member_id, answer.generation, [asked])
-    fixture.broker.streams.commit("g", request)
+    fixture.broker.offsets.commit("g", request)
 
 
 def standing(fixture: Fixture, partition: int = 0) -> contract.GroupOffset:
-    return fixture.broker.streams.offsets("g").offsets[partition]
+    return fixture.broker.offsets.of("g").offsets[partition]
 
 
 def test_a_member_is_given_all_partitions_and_where_to_go_on(fixture: Fixture) -> None:
@@ -115,11 +115,11 @@ def test_of_several_commits_each_is_told(fixture: Fixture) -> None:
     answer = join(fixture)
     asked = [contract.PartitionOffset("t", 0, 1), contract.PartitionOffset("t", 1, 500)]
     with pytest.raises(OffsetOutOfRange) as refused:
-        fixture.broker.streams.commit("g", contract.CommitOffsetsRequest("a", answer.generation, asked))
+        fixture.broker.offsets.commit("g", contract.CommitOffsetsRequest("a", answer.generation, asked))
     assert refused.value.outcome == "partial"
     assert [result["status"] for result in refused.value.extra["results"]] == ["ok", "offset_out_of_range"]
     with pytest.raises(InvalidRequest, match="twice"):
-        fixture.broker.streams.commit("g", contract.CommitOffsetsRequest("a", answer.generation, asked[:1] * 2))
+        fixture.broker.offsets.commit("g", contract.CommitOffsetsRequest("a", answer.generation, asked[:1] * 2))
 
 
 def test_new_partitions_are_given_out_and_read_from_their_beginning(fixture: Fixture) -> None:
@@ -196,7 +196,7 @@ def test_the_mode_of_a_group_stays(fixture: Fixture) -> None:
     with pytest.raises(GroupModeMismatch):
         join(fixture, group="q")
     with pytest.raises(GroupModeMismatch):
-        fixture.broker.streams.offsets("q")
+        fixture.broker.offsets.of("q")
 
 
 def test_a_group_that_was_deleted_begins_anew(fixture: Fixture) -> None:

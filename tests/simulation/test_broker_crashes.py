@@ -118,8 +118,8 @@ class Run:
         self.clock.advance(self.random.choice([100, 3_000, LEASE_MS]))
 
     def upkeep(self) -> None:
-        self.fixture.broker._save_state()
-        self.fixture.broker._retain()
+        self.fixture.broker.housekeeping.save_state()
+        self.fixture.broker.housekeeping.retain()
 
     def purge(self) -> None:
         self.fixture.broker.purge(TOPIC, partition=None, before_offset=None)

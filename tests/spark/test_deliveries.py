@@ -219,11 +219,11 @@ def test_a_stream_group_commits_what_lies_between(tmp_path: Path) -> None:
         data.later(100)
         data.put("t", b"d")
         data.later(100)
-        streams = data.fixture.broker.streams
+        streams, offsets = data.fixture.broker.streams, data.fixture.broker.offsets
         member = streams.join("g", stream_wire.JoinRequest(["t"], "m"))
         for offset in (first[0] + 2, data.partition("t").high_watermark):
             asked = stream_wire.PartitionOffset("t", 0, offset)
-            streams.commit("g", stream_wire.CommitOffsetsRequest("m", member.generation, [asked]))
+            offsets.commit("g", stream_wire.CommitOffsetsRequest("m", member.generation, [asked]))
             data.later(100)
     found = rows("deliveries", tmp_path / "data")
     committed = [(row["first_offset"] - first[0], row["messages"]) for row in found if row["event"] == "committed"]
@@ -253,7 +253,7 @@ def test_what_a_seek_passed_over_is_committed_for_the_first_time_later(tmp_path:
                     gevent.sleep(0.01)
                     member = broker.streams.heartbeat("g", "m", member.generation)
             asked = stream_wire.PartitionOffset("t", 0, offset)
-            broker.streams.commit("g", stream_wire.CommitOffsetsRequest("m", member.generation, [asked]))
+            broker.offsets.commit("g", stream_wire.CommitOffsetsRequest("m", member.generation, [asked]))
 
         for goal, upto in (({"offset": first + 6}, first + 8), ("earliest", first + 7), ("earliest", last + 1)):
             broker.streams.seek("g", "t", goal, partition=None, dry_run=False)
@@ -270,10 +270,10 @@ def test_a_group_that_was_deleted_ended_and_its_name_begins_anew(tmp_path: Path)
         receive(data)
         data.fixture.broker.delete_group("g")
         ack(data, receive(data))
-        streams = data.fixture.broker.streams
+        streams, offsets = data.fixture.broker.streams, data.fixture.broker.offsets
         member = streams.join("s", stream_wire.JoinRequest(["t"], "m"))
         asked = stream_wire.PartitionOffset("t", 0, data.partition("t").high_watermark)
-        streams.commit("s", stream_wire.CommitOffsetsRequest("m", member.generation, [asked]))
+        offsets.commit("s", stream_wire.CommitOffsetsRequest("m", member.generation, [asked]))
         data.fixture.broker.delete_group("s")
     found = [(row["group"], row["event"], row["messages"], row["delivery"]) for row in rows("deliveries", data.path)]
     assert [each[1:] for each in found if each[0] == "g"] == [

@@ -88,7 +88,7 @@ def test_frames_and_files_give_the_same_rows(tmp_path: Path, monkeypatch: pytest
         for topic, config in (("t", {}), ("compacted", {"cleanup": "compact"})):
             data.topic(topic, **config)
             _all_kinds_of_messages(data, topic)
-        broker._compact()
+        broker.housekeeping.compact()
         fetched = {topic: _by_frames(data, topic) for topic in ("t", "compacted")}
     origin = Directories([str(tmp_path / "data")])
     for log in origin.logs():

@@ -123,14 +123,14 @@ def _is_last_delayed(data: DataDirectory, offset: int) -> bool:
 
 
 def _stream(data: DataDirectory) -> None:
-    streams = data.fixture.broker.streams
+    streams, offsets = data.fixture.broker.streams, data.fixture.broker.offsets
     answer = streams.join("readers", stream_wire.JoinRequest(["orders"], "one"))
     end = {each.partition: each for each in answer.assignment}
     assert set(end) == {0, 1}
 
     def commit(generation: int, partition: int, offset: int) -> None:
         asked = stream_wire.PartitionOffset("orders", partition, offset)
-        streams.commit("readers", stream_wire.CommitOffsetsRequest("one", generation, [asked]))
+        offsets.commit("readers", stream_wire.CommitOffsetsRequest("one", generation, [asked]))
         data.later(250)
 
     commit(answer.generation, 0, 33)

@@ -1,0 +1,313 @@
+"""The rooms of a broker, put together: nothing runs yet, and every room has what it needs of the others.
+
+    membership, mirror, peers             the cluster: who is there, how to reach them
+    topics, fetchers, replication         the replicas that stand here; whom they follow, who follows them
+    atlas, leaders                        who serves what, here or in one hop
+    producing, browsing, fetching, ...    what producers and readers ask for
+    groups, receiving, settling, ...      what consumers of queue groups ask for
+    streams, offsets                      what members of stream groups ask for
+
+Who hears of what, when the cluster or a partition here has changed, stands here as well.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import gevent
+from gevent.event import Event
+from gevent.threadpool import ThreadPool
+
+from portalmq.broker.atlas import Atlas
+from portalmq.broker.backlog import Backlog
+from portalmq.broker.browsing import Browsing
+from portalmq.broker.cache import BatchCache
+from portalmq.broker.census import Census
+from portalmq.broker.clock import Clock
+from portalmq.broker.committing import Committing
+from portalmq.broker.compaction import Compacting
+from portalmq.broker.config import BrokerConfig, cluster_secret_in
+from portalmq.broker.coordinating import Coordinating
+from portalmq.broker.dead_letters import DeadLetters
+from portalmq.broker.fences import Fences
+from portalmq.broker.fetcher import Fetchers
+from portalmq.broker.fetching import Fetching
+from portalmq.broker.finishing import Finishing
+from portalmq.broker.forwarding import Leaders
+from portalmq.broker.groups import Groups
+from portalmq.broker.growth import Growth
+from portalmq.broker.housekeeping import Housekeeping
+from portalmq.broker.idempotency import Repeats
+from portalmq.broker.locks import Locks
+from portalmq.broker.membership import Membership
+from portalmq.broker.metrics import Metrics
+from portalmq.broker.offsets import Offsets
+from portalmq.broker.outbox import Outboxes, OutputTopics
+from portalmq.broker.overview import Overview
+from portalmq.broker.partition import Partition
+from portalmq.broker.peer_calls import peer_calls
+from portalmq.broker.peers import Peers, trusting
+from portalmq.broker.produce import Gate, Producing
+from portalmq.broker.receiving import Receiving
+from portalmq.broker.registry import Registry
+from portalmq.broker.replication import Replication
+from portalmq.broker.scheduled import Scheduled
+from portalmq.broker.settling import Settling
+from portalmq.broker.sizing import Sizing
+from portalmq.broker.storage.disk import DiskGuard
+from portalmq.broker.streams import StreamPartitions
+from portalmq.broker.topics import Topic, Topics
+from portalmq.broker.turns import Turns
+from portalmq.broker.unfinished import Unfinished
+from portalmq.control_plane.catalog import Catalog
+from portalmq.control_plane.mirror import Changes
+from portalmq.control_plane.state import BrokerState, topic_path
+from portalmq.control_plane.stream_groups import StreamGroups
+from portalmq.errors import TopicNotFound, Unavailable
+
+CACHE_BYTES = 32 * 1024 * 1024
+KNOWN_WITHIN_S = 3.0
+KNOWN_POLL_S = 0.01
+
+
+class Rooms:
+    """What a Broker is made of; also what partitions need of their host (hosting.py). `on_fatal` is called once with a
+    fault after which the process must end."""
+
+    def __init__(
+        self,
+        config: BrokerConfig,
+        catalog: Catalog,
+        *,
+        broker_id: int,
+        me: BrokerState,
+        disk: DiskGuard,
+        metrics: Metrics,
+        on_fatal: Callable[[BaseException], None],
+        clock: Clock | None = None,
+    ) -> None:
+        self.config = config
+        self.broker_id = broker_id
+        self.incarnation = me.incarnation
+        self.store_uuid = me.store_uuid
+        self.cluster_id = catalog.cluster_id()
+        self.cluster_secret = cluster_secret_in(config) or catalog.cluster_secret()
+        self.me = me
+        self.clock = clock or Clock()
+        self.pool = ThreadPool(config.storage_threads)
+        self.cache = BatchCache(CACHE_BYTES)
+        self.metrics = metrics
+        self.ready = False
+        self._draining = Event()
+        self._in_sync: dict[tuple[str, int], frozenset[int]] = {}
+        self._catalog = catalog
+        self._disk = disk
+        self._on_fatal = on_fatal
+        self.lag_ms = config.replica_lag_ms
+
+        self._join_cluster()
+        self._hold_replicas()
+        self._serve_groups()
+        self._take_messages()
+        self._share_streams()
+        self._commit_and_order()
+        self._oversee()
+        self.calls = peer_calls(self)
+        self._listen()
+
+    def _join_cluster(self) -> None:
+        """Who else is there, and how to reach them."""
+        self.membership = Membership(
+            self._catalog,
+            self.broker_id,
+            self.me,
+            self.clock,
+            on_fatal=self.storage_failed,
+            has_files=self._has_files,
+        )
+        self.lease_ms = self.membership.lease_ms
+        self.mirror = self.membership.mirror
+        self.peers = Peers(self.mirror, self.cluster_secret, tls=trusting(self.config))
+        self.membership.peers = self.peers
+        self.peers.on_trouble = lambda other, incarnation, refused: self.membership.suspect(
+            other, incarnation, refused=refused
+        )
+
+    def _hold_replicas(self) -> None:
+        """The replicas that stand here; whom they follow, and who follows them."""
+        config = self.config
+        self.compacting = Compacting(self, self.metrics.compacted)
+        self.topics = Topics(
+            self,
+            self._catalog,
+            self.cluster_id,
+            config.data_directory,
+            auto_create=config.auto_create_topics,
+            default_replication_factor=config.default_replication_factor,
+        )
+        self.fetchers = Fetchers(self, self.peers, wait_ms=config.fetch_wait_ms, max_bytes=config.fetch_bytes_max)
+        self.replication = Replication(self, self.topics)
+        self.topics.pulse.polls = self.replication.polls
+        self.atlas = Atlas(self.topics, self.mirror)
+        self.leaders = Leaders(self.broker_id, self.atlas)
+
+    def _serve_groups(self) -> None:
+        """What consumers of queue groups ask for."""
+        atlas, leaders, peers, clock = self.atlas, self.leaders, self.peers, self.clock
+        self.groups = groups = Groups(
+            self._catalog,
+            self.mirror,
+            self.topics,
+            atlas,
+            leaders,
+            peers,
+            clock,
+            parked_receives_max=self.config.parked_receives_max,
+        )
+        self.settling = Settling(groups, leaders, peers)
+        self.receiving = Receiving(groups, self.settling, peers)
+        self.finishing = Finishing(groups, self._topic, self._catalog.find_topic, leaders, peers)
+        self.sizing = Sizing(groups, self._topic, leaders, peers, clock)
+        self.turns = Turns(groups, self._topic, atlas, leaders, peers, clock)
+        self.unfinished = Unfinished(groups, self._topic, atlas, leaders, peers, clock)
+        self.dead_letters = DeadLetters(groups, self._topic, leaders, peers, clock)
+        self.census = Census(self.broker_id, groups, self.mirror, peers)
+
+    def _take_messages(self) -> None:
+        """What producers and readers ask for."""
+        atlas, leaders, peers = self.atlas, self.leaders, self.peers
+        self.fences = Fences(self.broker_id, self._catalog, self.membership, peers, self.clock)
+        self.repeats = Repeats(atlas, leaders, peers)
+        gate = Gate(self.fences.check, Backlog(self.clock).check)
+        self.producing = Producing(leaders, peers, atlas.topic, self.metrics.published, self.clock, gate, self.repeats)
+        self.browsing = Browsing(atlas, leaders, peers, self.groups.lot)
+        self.growth = Growth(self.mirror, atlas, leaders, peers)
+        self.schedule = Scheduled(atlas, leaders, peers, self.clock)
+        self.fetching = Fetching(self._topic, atlas.partition, leaders, self.groups.lot)
+
+    def _share_streams(self) -> None:
+        """What members of stream groups ask for."""
+        store = StreamGroups(self._catalog.plane)
+        self.streaming = StreamPartitions(self.groups, self.atlas, self.leaders, self.peers, self.clock)
+        self.streams = Coordinating(
+            (self.broker_id, self.incarnation),
+            store,
+            self.groups,
+            self.streaming,
+            self._topic,
+            self.topics.get_or_create,
+            self.mirror,
+            self.peers,
+            self.clock,
+        )
+        self.offsets = Offsets(
+            store, self.groups, self.streaming, self._topic, self.streams.roster_here, self.mirror, self.clock
+        )
+
+    def _commit_and_order(self) -> None:
+        """Acks and outputs as one; what the log orders to be appended elsewhere."""
+        outputs = OutputTopics(self.topics, self._catalog, self._topic, self.producing.copies)
+        self.outboxes = Outboxes(outputs)
+        self.committing = Committing(
+            self.groups, self.settling, outputs, self.leaders, self.peers, self.outboxes, self.clock
+        )
+        self.committing.check_reached = self.offsets.check_reached
+
+    def _oversee(self) -> None:
+        """What is told of the cluster as a whole, kept for all of it, or done now and again."""
+        plane, me = self._catalog.plane, (self.broker_id, self.incarnation)
+        self.overview = Overview(self.cluster_id, self.topics, self.atlas, self.leaders, self.peers, self.mirror)
+        self.registry = Registry(plane)
+        self.locks = Locks(plane, lambda: self.mirror.brokers, me, self.clock)
+        self.housekeeping = Housekeeping(self.topics, self.groups, self.compacting, self._draining, self)
+
+    # --- what partitions need of their host ---------------------------------------------------------------------------
+
+    def disk_is_full(self) -> bool:
+        return self._disk.full(self.clock.now_ms())
+
+    def release_disk(self) -> bool:
+        return self._disk.release()
+
+    def storage_failed(self, fault: BaseException) -> None:
+        """What this broker stands on has given way: it ends."""
+        self.ready = False
+        self._on_fatal(fault)
+
+    def committed(self, seconds: float) -> None:
+        self.metrics.committed(seconds)
+
+    def _has_files(self, topic_id: str) -> bool:
+        return self.topics.has_files(topic_id)
+
+    # --- what changes -------------------------------------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        """Who hears of what."""
+        self.topics.on_removed = self._topic_removed
+        self.topics.on_grown = lambda topic: self.groups.lot.move({topic.name})
+        self.topics.on_leading = self._leading
+        self.topics.on_stepped_down = self._stepped_down
+        self.groups.on_acked = self.metrics.acked
+        self.groups.on_delivered = self.metrics.delivered
+        self.groups.on_dead = self.metrics.dead
+        self.groups.on_expired = self.metrics.expired
+        self.membership.on_changed += [self.fences.hear, self.topics.sync, self.groups.sync, self._changed]
+        self.membership.on_changed.append(self.streams.sync)
+        self.membership.on_session_lost += [self.topics.session_lost, self.streams.session_lost]
+
+    def _changed(self, changes: Changes) -> None:
+        if changes.brokers:
+            self.locks.brokers_changed()
+        for key in changes.partitions:
+            self._count_in_sync(key)
+        if changes.partitions or changes.topics or changes.brokers:
+            self.leaders.changed()
+
+    def _count_in_sync(self, key: tuple[str, int]) -> None:
+        held = self.mirror.partitions.get(key)
+        if held is None or held.value.leader != self.broker_id:
+            self._in_sync.pop(key, None)
+            return
+        after = frozenset(held.value.isr)
+        before = self._in_sync.get(key, after)
+        self._in_sync[key] = after
+        self.metrics.in_sync_changed(len(before - after), len(after - before))
+
+    def _leading(self, topic: Topic, partition: Partition) -> None:
+        self.metrics.elected()
+        self.groups.on_leading(topic, partition)
+        self.outboxes.on_leading(topic, partition)
+        self.leaders.changed()
+
+    def _stepped_down(self, topic: Topic, partition: Partition) -> None:
+        self.groups.on_stepped_down(topic, partition)
+        self.fetching.moved(partition)
+        self.outboxes.on_stepped_down(partition)
+
+    def _topic_removed(self, topic: Topic) -> None:
+        self.groups.forget_topic(topic)
+        self.outboxes.on_removed(topic)
+        self.overview.forget_topic(topic)
+        self.metrics.forget_topic(topic.name)
+
+    # --- topics by their names ----------------------------------------------------------------------------------------
+
+    def _topic(self, name: str) -> Topic:
+        """The topic. One that another broker made just now may not be known here yet: the control plane is asked, and
+        the mirror waited for."""
+        try:
+            return self.topics.get(name)
+        except TopicNotFound:
+            if self._catalog.find_topic(name) is None:
+                raise
+        self.mirror.note(topic_path(name))
+        deadline = time.monotonic() + KNOWN_WITHIN_S
+        while True:
+            try:
+                return self.topics.get(name)
+            except TopicNotFound:
+                if time.monotonic() > deadline:
+                    raise Unavailable(f"this broker does not know topic {name!r} yet", retry_after_s=0.1) from None
+            gevent.sleep(KNOWN_POLL_S)
