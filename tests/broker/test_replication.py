@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from queue import SimpleQueue
 
 import gevent
@@ -48,9 +49,10 @@ def test_idle_replicas_hardly_talk(tmp_path):
     with replicas(tmp_path) as group:
         settle(group)
         gevent.sleep(0.3)
-        before = group.hosts[2].network.calls
+        before, began = group.hosts[2].network.calls, time.monotonic()
         gevent.sleep(1.0)
-        assert group.hosts[2].network.calls - before <= 7  # polls of 200 ms
+        polls = group.hosts[2].network.calls - before
+        assert polls <= (time.monotonic() - began) / 0.2 + 2, "they are polls of 200 ms"
 
 
 def test_a_follower_hears_of_the_high_watermark_without_new_messages(tmp_path):
@@ -58,7 +60,7 @@ def test_a_follower_hears_of_the_high_watermark_without_new_messages(tmp_path):
         settle(group)
         send(group.leader, "m")
         end = group.leader.high_watermark
-        eventually(lambda: group.partition(2).high_watermark == end, 1.0)
+        eventually(lambda: group.partition(2).high_watermark == end)
 
 
 def test_a_new_leader_has_everything_and_the_old_one_follows(tmp_path):
