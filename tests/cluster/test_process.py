@@ -8,10 +8,9 @@ import signal
 import socket
 import threading
 import time
-from pathlib import Path
 
 import pytest
-from support.broker_process import BrokerProcess, has_ended, wait_until_gone
+from support.broker_process import BrokerProcess, has_ended, stood_in_line_s, wait_until_gone
 
 pytestmark = pytest.mark.cluster
 
@@ -34,17 +33,11 @@ def refused(tmp_path, *options, **more):
         broker.end()
 
 
-def stood_in_line_s(broker) -> float:
-    """How long the broker's threads could have run and had no processor: what a busy machine adds to a start."""
-    files = [file for process in broker.family() for file in Path(f"/proc/{process.pid}/task").glob("*/schedstat")]
-    return sum(int(file.read_text().split()[1]) for file in files) / 1e9
-
-
 # --- start ---
 
 
 def test_a_broker_is_ready_within_two_seconds_and_small(broker):
-    assert broker.ready_after_s - stood_in_line_s(broker) < 2
+    assert broker.ready_after_s - sum(map(stood_in_line_s, broker.family())) < 2
     resident = sum(process.memory_info().rss for process in broker.family())
     assert resident < 100 * 1024 * 1024, f"{resident / 1024 / 1024:.0f} MiB"
 

