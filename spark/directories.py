@@ -11,6 +11,7 @@ watermark may yet be taken back. Where a file of it cannot be read, the others' 
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -65,11 +66,23 @@ class FileSpan(Span):
             except (FileNotFoundError, DamagedFile):
                 continue
         if isinstance(fault, FileNotFoundError):
-            raise DataLoss(
-                f"{self.path} is gone: offsets {reached} to {self.end - 1} of {self.log.topic!r}, partition"
-                f" {self.log.partition}, were removed while they were read (retention, a purge, or by hand)"
-            ) from fault
+            raise not_there(self.path, self.log, reached, self.end) from fault
         raise fault
+
+
+def not_there(path: Path, log: Log, start: int, end: int) -> SourceError:
+    """Why a file that was planned is not there when its offsets are read: its messages were removed. Or this machine of
+    a Spark cluster does not see the data directory at all, which is no loss that may be passed over."""
+    root = path.parents[3]
+    if not (root / "partitions").is_dir():
+        return NothingThere(
+            f"{root} is not there on this machine ({os.uname().nodename}): each machine of Spark has to see it by this"
+            " path. Where they do not, read by HTTP (option bootstrap)"
+        )
+    return DataLoss(
+        f"{path} is gone: offsets {start} to {end - 1} of {log.topic!r}, partition {log.partition}, were removed while"
+        " they were read (retention, a purge, or by hand)"
+    )
 
 
 class Directories:
@@ -233,7 +246,8 @@ class Directories:
         if len(clusters) > 1:
             one, other, *_ = clusters.values()
             raise SourceError(f"{one} and {other} are of two clusters: read each cluster by itself")
-        return list(dict.fromkeys(root.resolve() for root in self._roots))
+        # Each once, by the name it was given: other machines of a cluster may have it behind that name elsewhere.
+        return list({root.resolve(): root for root in reversed(self._roots)}.values())[::-1]
 
     def _check_topics(self, sizes: dict[tuple[str, str], int]) -> None:
         names = [topic for topic, _ in sizes]

@@ -67,7 +67,7 @@ class Reading:
 
     paths: tuple[str, ...]
     bootstrap: tuple[str, ...]
-    token: str | None
+    token: str | None = field(repr=False)
     topics: tuple[str, ...] | None
     columns: tuple[str, ...] | None
     starting: Bound
@@ -84,7 +84,7 @@ class Writing:
     """Where rows go. `topic` None means that a column says it, `query` None that the writer makes up a new one."""
 
     bootstrap: tuple[str, ...]
-    token: str | None
+    token: str | None = field(repr=False)
     topic: str | None
     query: str | None
 

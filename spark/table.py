@@ -16,8 +16,8 @@ import pyarrow as pa
 from pyspark.sql.datasource import InputPartition
 from pyspark.sql.types import DataType, StructField, StructType
 
-from portalmq.spark.directories import Directories, FileSpan
-from portalmq.spark.errors import BadOption, DamagedFile, DataLoss
+from portalmq.spark.directories import Directories, FileSpan, not_there
+from portalmq.spark.errors import BadOption, DamagedFile
 from portalmq.spark.options import EARLIEST, LATEST, Bound, Reading
 from portalmq.spark.origin import Log
 from portalmq.spark.replica import Replica
@@ -96,10 +96,7 @@ class Piece:
                 continue
             return found
         if isinstance(fault, FileNotFoundError):
-            raise DataLoss(
-                f"{self.path} is gone: offsets {self.start} to {self.end - 1} of {self.log.topic!r}, partition"
-                f" {self.log.partition}, were removed while they were read (retention, a purge, or by hand)"
-            ) from fault
+            raise not_there(self.path, self.log, self.start, self.end) from fault
         raise fault
 
 

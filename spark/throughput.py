@@ -114,6 +114,12 @@ def _put(making: Path, out: Path) -> None:
 # --- what went wrong in a worker -------------------------------------------------------------------------------------
 
 _FAULT = re.compile(r"portalmq\.spark\.errors\.(\w+): (.+)")
+# What Spark says of a machine whose Python is not the one that is meant: it lacks a package, is not there, is another.
+_FOREIGN_PYTHON = re.compile(
+    r"ModuleNotFoundError: (No module named '(?:portalmq|pyspark|pyarrow|adbc_driver\w*|numpy|msgspec)[\w.]*')"
+    r"|(Cannot run program \".+\")"
+    r"|(Python in worker has different version: \S+ than that in driver: [\d.]*\d)"
+)
 
 
 @contextmanager
@@ -121,10 +127,21 @@ def _told_plainly() -> Iterator[None]:
     """Our own sentence instead of Spark's pages around it."""
     from pyspark.errors import PySparkException
 
+    from portalmq.spark.session import SparkMissing
+
     try:
         yield
-    except PySparkException as fault:
+    except Exception as fault:  # an executor's last words may come as Py4J's
+        if not isinstance(fault, PySparkException) and not type(fault).__module__.startswith("py4j."):
+            raise
         said = _FAULT.search(str(fault))
+        foreign = _FOREIGN_PYTHON.search(str(fault))
+        if said is None and foreign is not None:
+            raise SparkMissing(
+                f"Spark's workers do not run in a Python that has portalmq ({next(filter(None, foreign.groups()))})",
+                "Install portalmq[spark] on each of their machines, for the same version of Python as here, and set"
+                " PYSPARK_PYTHON to that Python's path, which has to be the same on all of them and here",
+            ) from fault
         if said is None:
             raise
         kind: type[SourceError] = getattr(errors, said[1], SourceError)

@@ -107,6 +107,24 @@ def test_a_fault_in_a_worker_is_told_in_one_sentence() -> None:
         raise PySparkException("out of memory")
 
 
+@pytest.mark.parametrize(
+    "said",
+    [
+        "  File x\nModuleNotFoundError: No module named 'portalmq'\n SQLSTATE: 38000",
+        'java.io.IOException: Cannot run program "/nowhere/python": error=2, No such file or directory',
+        "[PYTHON_VERSION_MISMATCH] Python in worker has different version: 3.12 than that in driver: 3.11, PySpark",
+    ],
+)
+def test_a_cluster_without_our_python_is_told_in_one_sentence(said: str) -> None:
+    from pyspark.errors import PySparkException
+
+    refused = pytest.raises(session.SparkMissing, match=r"do not run in .*PYSPARK_PYTHON")
+    with refused as told, throughput._told_plainly():
+        raise PySparkException(said)
+    assert "File" not in str(told.value)
+    assert told.value.exit_code == 2
+
+
 def test_the_summary_is_five_lines_whatever_there_is() -> None:
     nothing = model.Totals(0, 0, 0, 0, 0, 0, None, None, 0.0, 0.0, 0.0)
     lines = commands.summary(model.Report(1, 1, ["x"], 1_000, nothing))
@@ -127,12 +145,25 @@ def test_a_terminal_is_told_how_far_spark_is_and_left_clean(monkeypatch: pytest.
     monkeypatch.setattr("portalmq.spark.progress.EVERY_S", 0.001)
     stage = SimpleNamespace(numCompletedTasks=3, numTasks=12)
     tracker = SimpleNamespace(getActiveStageIds=lambda: [1, 2], getStageInfo={1: stage, 2: None}.get)
-    session = SimpleNamespace(sparkContext=SimpleNamespace(statusTracker=lambda: tracker))
+    session = SimpleNamespace(sparkContext=SimpleNamespace(statusTracker=lambda: tracker, master="local[2]"))
     screen = Terminal()
     with Progress(session, screen) as progress:  # type: ignore[arg-type]
         _until(lambda: "3 of 12 tasks" in screen.getvalue())
     assert screen.getvalue().endswith("\r")
     assert not progress._thread.is_alive()
+
+
+@pytest.mark.parametrize(("executors", "said"), [(1, "waiting for spark://h:1"), (2, "0 of 12 tasks")])
+def test_a_cluster_that_gives_no_worker_is_named(executors: int, said: str) -> None:
+    stage = SimpleNamespace(numCompletedTasks=0, numTasks=12)
+    tracker = SimpleNamespace(getActiveStageIds=lambda: [1], getStageInfo={1: stage}.get)
+    java = SimpleNamespace(statusTracker=lambda: SimpleNamespace(getExecutorInfos=lambda: [None] * executors))
+    context = SimpleNamespace(
+        statusTracker=lambda: tracker, master="spark://h:1", _jsc=SimpleNamespace(sc=lambda: java)
+    )
+    progress = Progress(SimpleNamespace(sparkContext=context), io.StringIO())  # type: ignore[arg-type]
+    progress._began = 0.0
+    assert said in progress._line()
 
 
 def _until(holds: Callable[[], bool]) -> None:

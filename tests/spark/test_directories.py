@@ -25,6 +25,7 @@ from portalmq.broker.storage.schema import LogIdentity
 from portalmq.spark import replica, segment
 from portalmq.spark.directories import Directories
 from portalmq.spark.errors import DamagedFile, DataLoss, NothingThere, NoTopic, SourceError
+from portalmq.spark.origin import rows_of
 
 COLUMNS = ("topic", "partition", "offset", "value")
 
@@ -328,6 +329,26 @@ def test_a_file_that_goes_after_the_planning_is_data_loss(data):
     remove(segments_of(data)[0])
     with pytest.raises(DataLoss, match="were removed while they were read"):
         list(span.batches(COLUMNS))
+
+
+def test_a_machine_that_does_not_see_the_directory_says_so_and_loses_nothing(data):
+    """An executor of a cluster. Nobody may take that for messages that were removed."""
+    origin = Directories([str(data)], ["t"])
+    log = origin.logs()[0]
+    span = origin.spans(log, log.start_offset, log.end_offset)[0]
+    data.rename(data.with_name("elsewhere"))
+    with pytest.raises(NothingThere, match=rf"{data} is not there on this machine .*option bootstrap"):
+        list(rows_of(span, COLUMNS, fails_on_data_loss=False))
+
+
+def test_files_are_planned_by_the_name_that_was_given(data):
+    """Behind a link, that is, which other machines of a cluster may have to another place."""
+    link = data.with_name("link")
+    link.symlink_to(data)
+    origin = Directories([str(link), str(data)], ["t"])
+    log = origin.logs()[0]
+    spans = origin.spans(log, log.start_offset, log.end_offset)
+    assert all(span.path.is_relative_to(link) and span.elsewhere == () for span in spans)
 
 
 # --- places that are not what they should be --------------------------------------------------------------------------

@@ -129,3 +129,10 @@ def test_the_document_has_every_option():
     given = {name for name in {*options._BATCH, *options._STREAM} if name != "paths"}
     assert told >= given
     assert all(f"`{name}`" in document for name in options._WRITING if name != "checkpointLocation")
+
+
+def test_a_token_is_not_shown_with_the_other_options():
+    reading = options.batch_reading({"bootstrap": "http://h:1", "token": "s3cret"})
+    writing = options.writing({"bootstrap": "http://h:1", "token": "s3cret"})
+    assert (reading.token, writing.token) == ("s3cret", "s3cret")
+    assert "s3cret" not in f"{reading} {writing}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -90,6 +91,37 @@ def test_a_master_elsewhere_is_left_to_its_own_settings() -> None:
     assert not {"spark.driver.host", "spark.driver.memory", "spark.sql.shuffle.partitions"} & set(
         session.settings("spark://cluster:7077")
     )
+
+
+def test_a_cluster_is_asked_for_the_python_of_this_program_unless_another_one_is_named(
+    bare: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(fake_java(bare / "jdk").parent))
+    monkeypatch.delenv("PYSPARK_PYTHON", raising=False)
+    for master in ("local[2]", "spark://cluster:7077"):
+        with session._environment(session._variables(master)):
+            assert os.environ["PYSPARK_PYTHON"] == sys.executable
+        monkeypatch.delenv("PYSPARK_PYTHON")
+    monkeypatch.setenv("PYSPARK_PYTHON", "/opt/python")
+    with session._environment(session._variables("spark://cluster:7077")):
+        assert os.environ["PYSPARK_PYTHON"] == "/opt/python"
+
+
+def test_a_master_that_is_not_there_is_told_before_spark_is_started() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        there = listening.getsockname()[1]
+        with socket.socket() as bound:  # and does not listen
+            bound.bind(("127.0.0.1", 0))
+            gone = bound.getsockname()[1]
+            session.check_master(f"spark://127.0.0.1:{gone},127.0.0.1:{there}")
+            with pytest.raises(
+                SparkMissing, match=rf"no Spark master answers at .*127.0.0.1:{gone}: Connection refused.*Start it"
+            ) as told:
+                session.check_master(f"spark://127.0.0.1:{gone}")
+    assert "pip install" not in str(told.value)
+    with pytest.raises(SparkMissing, match="no address of a Spark master"):
+        session.check_master("spark://cluster:port")
+    session.check_master("yarn")
 
 
 def test_ctrl_c_while_spark_starts_counts_when_it_has_started() -> None:
