@@ -54,6 +54,17 @@ def _(original: Any, self: Any, spot: Any) -> None:
     pass
 
 
+@mutant("keeps no holder's name in its snapshots", 91, (GroupDelivery, "snapshot"))
+def _(original: Any, self: Any) -> Any:
+    fold = original(self)
+    return msgspec.structs.replace(fold, spans=[msgspec.structs.replace(span, holder="") for span in fold.spans])
+
+
+@mutant("gives what was handed out no holder's name", 11, (Grant, "holder"))
+def _(original: Any, self: Any) -> str:
+    return ""
+
+
 @mutant("takes an ack for done whose grant is lost", 6259, (GroupDelivery, "ackable"))
 def _(original: Any, self: Any, offsets: Any, *more: Any) -> Any:
     verdicts, unfinished = original(self, offsets, *more)
