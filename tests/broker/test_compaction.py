@@ -21,7 +21,8 @@ HOUR_MS = 3_600_000
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch):
-    """A compaction is worth it as soon as anything is new."""
+    """A compaction is worth it as soon as anything is new, and comes when a test says so."""
+    monkeypatch.setattr("portalmq.broker.housekeeping.COMPACT_EVERY_S", 3_600.0)
     monkeypatch.setattr(compaction_module, "DIRTY_BYTES_MIN", 1)
     monkeypatch.setattr(compaction_module, "DIRTY_A_CLEAN", 0)
 
