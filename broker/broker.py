@@ -11,13 +11,14 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from functools import wraps
+from functools import cached_property, wraps
 from typing import Concatenate, ParamSpec, TypeVar
 
 from portalmq import wire
 from portalmq.broker.browsing import Page, Stored
 from portalmq.broker.idempotency import Keyed
 from portalmq.broker.partition import Partition
+from portalmq.broker.peer_calls import PeerCall, peer_calls
 from portalmq.broker.rooms import Rooms
 from portalmq.broker.scheduled import BEGINNING, Due, SchedulePage
 from portalmq.broker.settling import Verdict, Way
@@ -98,6 +99,11 @@ class Broker(Rooms):
         self.peers.close()
 
     # --- other brokers -----------------------------------------------------------------------------------------------
+
+    @cached_property
+    def calls(self) -> dict[str, PeerCall]:
+        """What other brokers may ask of this one, by name."""
+        return peer_calls(self)
 
     @_told
     def serve_peer(self, name: str, body: bytes, peer: Peer | None) -> bytes:

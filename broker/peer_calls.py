@@ -7,13 +7,10 @@ MessagePack. An answer is given here or refused: nothing is forwarded a second t
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
+from portalmq.broker.rooms import Rooms
 from portalmq.broker.unclean import serve_standing
 from portalmq.broker.waiting import Peer
-
-if TYPE_CHECKING:
-    from portalmq.broker.rooms import Rooms
 
 PeerCall = Callable[[bytes, Peer | None], bytes]
 

@@ -46,7 +46,6 @@ from portalmq.broker.offsets import Offsets
 from portalmq.broker.outbox import Outboxes, OutputTopics
 from portalmq.broker.overview import Overview
 from portalmq.broker.partition import Partition
-from portalmq.broker.peer_calls import peer_calls
 from portalmq.broker.peers import Peers, trusting
 from portalmq.broker.produce import Gate, Producing
 from portalmq.broker.receiving import Receiving
@@ -113,7 +112,6 @@ class Rooms:
         self._share_streams()
         self._commit_and_order()
         self._oversee()
-        self.calls = peer_calls(self)
         self._listen()
 
     def _join_cluster(self) -> None:
