@@ -6,9 +6,9 @@
     GET    /v1/queue                           200 {counts, messages: [{id, message, state, deliveries, ...}]}
 
 Ids are integers, and while the queue stands no message's id is ever another's. The lock is the group's visibility
-timeout (30 s by default: `PUT /v1/groups/default {"visibility_timeout_ms": 5000}` changes it). Nobody waits for a lock to be replicated: one that
-was given in the last moment before a leader dies may go with it, and its message is offered again. What was deleted
-stays deleted.
+timeout (30 s by default: `PUT /v1/groups/default {"visibility_timeout_ms": 5000}` changes it). Nobody waits for a lock
+to be replicated: one that was given in the last moment before a leader dies may go with it, and its message is offered
+again. What was deleted stays deleted.
 """
 
 from __future__ import annotations
