@@ -1,4 +1,4 @@
-"""How fast Spark reads, on this machine: `python -m portalmq.spark.bench [--messages 10000000] [--live]`.
+"""How fast Spark reads, on this machine: `python -m portalmq.spark.bench [--messages 10000000] [--live | --sink]`.
 
 A broker of its own (`portalmq dev`, a free port, a temporary directory) is filled over HTTP and stopped. Then, in one
 Spark session at local[2], by turns, so that whatever else runs here slows all of them down alike:
@@ -9,7 +9,7 @@ Spark session at local[2], by turns, so that whatever else runs here slows all o
 
 Medians of `--rounds` are printed, with the ratios, the peak memory of Spark's Python workers, and how many segment
 files a query for a sixtieth of the time reads. `--live` measures what reading costs a broker that is being written to:
-see bench_live.
+see bench_live; `--sink` how fast Spark writes: see bench_sink.
 """
 
 from __future__ import annotations
@@ -262,9 +262,11 @@ def report(rates: dict[str, float], memory: dict[str, float], selected: Selected
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m portalmq.spark.bench", description="How fast Spark reads here.")
-    parser.add_argument("--messages", type=int, default=10_000_000)
+    parser.add_argument("--messages", type=int, help="default: 10,000,000; with --sink 1,000,000")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--live", action="store_true", help="what reading costs a broker that is being written to")
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("--live", action="store_true", help="what reading costs a broker that is being written to")
+    kind.add_argument("--sink", action="store_true", help="how fast Spark writes")
     parser.add_argument("--seconds", type=float, default=5.0, help="of one window of --live")
     parser.add_argument("--folder", type=Path, help="where to put the data (default: a temporary directory)")
     parser.add_argument("--json", type=Path, help="write the figures there, too")
@@ -276,8 +278,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
             from portalmq.spark import bench_live
 
             figures = bench_live.run(asked.rounds, asked.seconds, Path(folder))
+        elif asked.sink:
+            from portalmq.spark import bench_sink
+
+            figures = bench_sink.run(asked.messages or 1_000_000, asked.rounds, Path(folder))
         else:
-            figures = run(asked.messages, asked.rounds, Path(folder))
+            figures = run(asked.messages or 10_000_000, asked.rounds, Path(folder))
     figures["cores"] = len(os.sched_getaffinity(0))
     figures["load average before and after"] = load
     print(f"\n{began:%Y-%m-%d %H:%M} UTC, load average {load:.1f} before, {os.getloadavg()[0]:.1f} after")

@@ -29,9 +29,6 @@ class Identities:
         self._family = blake2b(name.encode(), digest_size=12).hexdigest()
         self._counts = Counts()
 
-    def key_of(self, content: bytes) -> str:
-        return self.keys_of([content])[0]
-
     def keys_of(self, contents: Sequence[bytes]) -> list[str]:
         """The keys of rows, in their order; `contents` are those of the rows."""
         digests = [blake2b(content, digest_size=16) for content in contents]
@@ -57,10 +54,6 @@ class Counts:
         self._counts = array("L" if array("L").itemsize == 4 else "I", bytes(4 * _SLOTS_FIRST))
         self._mask = _SLOTS_FIRST - 1
         self._room = _SLOTS_FIRST * 2 // 3
-
-    def add(self, number: int) -> int:
-        """Count it; how often it came before."""
-        return self.add_all([number])[0]
 
     def add_all(self, all_numbers: Iterable[int]) -> list[int]:
         """Count them, one after the other; how often each came before."""

@@ -3,6 +3,9 @@
     put --> Lane.waiting --full--> a request, one at a time for each lane --> results
             (one lane a partition)
 
+A lane that has nothing on its way sends as soon as a request is worth it (REQUEST_ROWS_MIN), so that the leaders begin
+at once; while they are busy larger requests are gathered, which cost them less a row.
+
 A request that ended unknown is simply sent again: each message in it carries its identity. A lane's next request leaves
 when the one before is answered, which keeps the order of its rows; meanwhile the next rows are gathered. So of any lane
 two requests are in memory at most, and of all together BYTES_WAITING_MAX and what REQUESTS_MAX requests hold.
@@ -25,6 +28,7 @@ from portalmq.spark.errors import BadOption, BadRow, NotWritten, Unreachable
 from portalmq.spark.rows import Placed, Row
 from portalmq.transport import Request, Transport, decode_answer
 
+REQUEST_ROWS_MIN: Final = 1_000
 # As many as the broker takes: what its index of identities costs is a page each for the most of them, once a request.
 REQUEST_ROWS_MAX: Final = wire.BATCH_MESSAGES_MAX
 REQUEST_BYTES_MAX: Final = 2_500_000
@@ -92,9 +96,6 @@ class Sender:
         ):
             self._put(placed, message_id)
 
-    def put(self, placed: Placed) -> None:
-        self.put_all([placed])
-
     def _put(self, placed: Placed, message_id: bytes) -> None:
         row = placed.row
         lane = self._lane(placed, message_id)
@@ -106,7 +107,9 @@ class Sender:
         lane.rows.append(row)
         lane.size += size
         self._waiting += size
-        if len(lane.rows) >= REQUEST_ROWS_MAX:
+        if len(lane.rows) >= REQUEST_ROWS_MAX or (
+            len(lane.rows) >= REQUEST_ROWS_MIN and (lane.sent is None or lane.sent.done())
+        ):
             self._send(lane)
         elif self._waiting > BYTES_WAITING_MAX:
             self._send(max(self._lanes.values(), key=lambda each: each.size))

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 
 import msgspec
@@ -32,7 +33,7 @@ from portalmq.spark.sending import Sender
 
 def keys(contents: list[bytes], query="q", batch="1", partition=0) -> list[str]:
     identities = Identities(query, batch, partition)
-    return [identities.key_of(content) for content in contents]
+    return identities.keys_of(contents)
 
 
 # As a hash spreads what is counted.
@@ -69,14 +70,13 @@ def test_counts_are_exact_while_the_table_grows():
     seen: dict[int, int] = {}
     for _ in range(50_000):
         number = chance.choice((0, chance.randrange(1 << 64), chance.randrange(5_000) * SPREAD % 2**64))
-        assert counts.add(number) == seen.get(number or 1, 0)
+        assert counts.add_all([number]) == [seen.get(number or 1, 0)]
         seen[number or 1] = seen.get(number or 1, 0) + 1
 
 
 def test_a_million_rows_are_counted_in_a_few_dozen_megabytes():
     counts = Counts()
-    for number in range(1, 1_000_000):
-        counts.add(number * SPREAD % 2**64)
+    counts.add_all(number * SPREAD % 2**64 for number in range(1, 1_000_000))
     assert sys.getsizeof(counts._numbers) + sys.getsizeof(counts._counts) < 40_000_000
 
 
@@ -310,9 +310,10 @@ def put(sender, *values, **columns):
         {"value": pa.array(values, pa.binary()), **{name: [each] * len(values) for name, each in columns.items()}}
     )
     identities = Identities("q", "1", 0)
-    for placed in placed_rows(batch, "t"):
-        placed.row.idempotency_key = identities.key_of(placed.content)
-        sender.put(placed)
+    rows = list(placed_rows(batch, "t"))
+    for placed, key in zip(rows, identities.keys_of([placed.content for placed in rows]), strict=True):
+        placed.row.idempotency_key = key
+    sender.put_all(rows)
 
 
 def test_rows_of_a_partition_go_out_in_their_order(brokers, sender, monkeypatch):
@@ -324,6 +325,25 @@ def test_rows_of_a_partition_go_out_in_their_order(brokers, sender, monkeypatch)
         sent = [value for path, part in brokers.requests if f"partition={number}" in path for value in part]
         assert sent == sorted(sent)
     assert sorted(value for _, part in brokers.requests for value in part) == values
+
+
+def test_the_first_rows_leave_at_once_and_larger_requests_are_gathered_while_they_are_on_their_way(
+    brokers, sender, monkeypatch
+):
+    monkeypatch.setattr(sending, "REQUEST_ROWS_MIN", 10)
+    answered, call = Event(), brokers.call
+
+    def waiting(request):
+        assert answered.wait(20)
+        return call(request)
+
+    monkeypatch.setattr(brokers, "call", waiting)
+    put(sender, *(b"%d" % number for number in range(10)), partition=0)
+    assert sender._sent, "it is on its way before anybody flushes"
+    put(sender, *(b"%d" % number for number in range(10, 100)), partition=0)
+    answered.set()
+    sender.flush()
+    assert [len(part) for _, part in brokers.requests] == [10, 90]
 
 
 def test_rows_go_where_they_say_else_where_their_key_or_identity_points(brokers, sender):

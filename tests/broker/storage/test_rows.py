@@ -6,6 +6,7 @@ import apsw
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from support.log_files import Writer, everything, open_log
 
 from portalmq.broker.storage.batch import Record
@@ -59,6 +60,26 @@ def test_batches_of_every_size_come_back(tmp_path, size):
     plain = writer.put(*[Record(b"%d" % n, JSON) for n in range(size)])
     full = writer.put(*[Record(b"%d" % n, JSON, b"k%d" % n, {"n": str(n)}, priority=n % 3) for n in range(size)])
     assert everything(log) == [plain, full]
+
+
+@pytest.mark.parametrize("content_type", [JSON, "application/octet-stream"])
+@pytest.mark.parametrize(
+    "odd", [{}, {"message_id": None}, {"body_hash": None}, {"message_id": b"short"}, {"key": b"k"}]
+)
+def test_identities_come_back_though_one_of_them_is_odd(tmp_path, content_type, odd):
+    log = open_log(tmp_path)
+    identities = [(b"%016d" % n, b"%08d" % n) for n in range(20)]
+    batch = [
+        Record(b"%d" % n, content_type, message_id=message_id, body_hash=body_hash)
+        for n, (message_id, body_hash) in enumerate(identities)
+    ]
+    batch[7] = replace(batch[7], **odd)
+    stored = Writer(log).put(*batch)
+    assert everything(log) == [stored]
+    for record in batch:
+        if record.message_id is not None:
+            found = log.find_message_ids([record.message_id], 0)[0]
+            assert found[record.message_id][:2] == (batch.index(record), record.body_hash)
 
 
 def test_many_small_batches_of_one_transaction_are_joined_only_where_they_touch(tmp_path):
