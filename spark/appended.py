@@ -74,21 +74,33 @@ def _sums() -> list[Column]:
 def totals(found: Appended) -> DataFrame:
     """One row."""
     peak = found.volume.groupBy("bucket_ms").agg(f.sum("messages").alias("messages"))
-    return (
+    # One row each, laid over each other: they meet without a join.
+    rows = (
         found.volume.agg(*_sums(), f.count_distinct("producer_id").alias("producers"))
-        .crossJoin(peak.agg((f.max("messages") * 1000 / found.bucket_ms).alias("peak_messages_per_s")))
-        .crossJoin(
-            found.logs.agg(f.count_distinct("topic").alias("topics"), f.count("*").cast("long").alias("partitions"))
+        .unionByName(peak.agg(f.max("messages").alias("peak")), allowMissingColumns=True)
+        .unionByName(
+            found.logs.agg(f.count_distinct("topic").alias("topics"), f.count("*").alias("partitions")),
+            allowMissingColumns=True,
         )
-        .select(
-            *(f.coalesce(name, f.lit(0)).alias(name) for name in ("messages", "bytes", "topics", "partitions")),
-            "producers",
-            "first_ms",
-            "last_ms",
-            per_second("messages").alias("messages_per_s"),
-            per_second("bytes").alias("bytes_per_s"),
-            f.coalesce("peak_messages_per_s", f.lit(0.0)).alias("peak_messages_per_s"),
-        )
+        .coalesce(1)
+    )
+    whole = rows.agg(*(f.max(name).alias(name) for name in rows.columns))
+    return whole.select(
+        *(f.coalesce(name, f.lit(0)).alias(name) for name in ("messages", "bytes", "topics", "partitions")),
+        "producers",
+        "first_ms",
+        "last_ms",
+        per_second("messages").alias("messages_per_s"),
+        per_second("bytes").alias("bytes_per_s"),
+        f.coalesce(f.col("peak") * 1000 / found.bucket_ms, f.lit(0.0)).alias("peak_messages_per_s"),
+    )
+
+
+def _by_partition(found: Appended) -> DataFrame:
+    """Those without a message too. Both sides are one partition each: they are merged, and no one is sent about."""
+    volume = found.volume.groupBy("topic", "partition").agg(*_sums())
+    return found.logs.join(volume.hint("merge"), ["topic", "partition"], "left").fillna(
+        0, ["messages", "bytes", "keyed"]
     )
 
 
@@ -99,10 +111,11 @@ def topics(found: Appended) -> DataFrame:
         .groupBy("topic")
         .agg((f.max("messages") * 1000 / found.bucket_ms).alias("peak_messages_per_s"))
     )
-    skew = (
-        partitions(found)
+    volume = (
+        _by_partition(found)
         .groupBy("topic")
         .agg(
+            *_sums(),
             f.count("*").alias("partitions"),
             f.coalesce(f.max("messages") / f.nullif(f.avg("messages"), f.lit(0.0)), f.lit(1.0)).alias("skew"),
         )
@@ -111,13 +124,12 @@ def topics(found: Appended) -> DataFrame:
         quantiles(f.col("size"), f.col("messages"), f.col("bytes"), f.col("biggest")).alias("size")
     )
     return (
-        skew.join(found.volume.groupBy("topic").agg(*_sums()), "topic", "left")
-        .join(peaks, "topic", "left")
-        .join(size, "topic", "left")
+        volume.join(peaks.hint("merge"), "topic", "left")
+        .join(size.hint("merge"), "topic", "left")
         .select(
             "topic",
             "partitions",
-            *(f.coalesce(name, f.lit(0)).alias(name) for name in ("messages", "bytes", "keyed")),
+            *("messages", "bytes", "keyed"),
             "first_ms",
             "last_ms",
             per_second("messages").alias("messages_per_s"),
@@ -129,16 +141,9 @@ def topics(found: Appended) -> DataFrame:
 
 
 def partitions(found: Appended) -> DataFrame:
-    of_topic = Window.partitionBy("topic")
-    volume = found.volume.groupBy("topic", "partition").agg(
-        f.sum("messages").alias("messages"), f.sum("bytes").alias("bytes")
-    )
-    return (
-        found.logs.join(volume, ["topic", "partition"], "left")
-        .fillna(0, ["messages", "bytes"])
-        .withColumn("share", f.coalesce(f.try_divide("messages", f.sum("messages").over(of_topic)), f.lit(0.0)))
-        .select("topic", "partition", "messages", "bytes", "start_offset", "end_offset", "share")
-    )
+    of_topic = f.sum("messages").over(Window.partitionBy("topic"))
+    share = f.coalesce(f.try_divide("messages", of_topic), f.lit(0.0)).alias("share")
+    return _by_partition(found).select("topic", "partition", "messages", "bytes", "start_offset", "end_offset", share)
 
 
 def throughput(found: Appended) -> DataFrame:

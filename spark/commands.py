@@ -43,9 +43,10 @@ def report(data_dirs: tuple[Path, ...], out: Path, topics: tuple[str, ...], mast
     """
     try:
         from portalmq.spark.errors import BadOption, NothingThere, SourceError
+        from portalmq.spark.output import PAGE, OutputTaken
         from portalmq.spark.report import model
         from portalmq.spark.session import SparkMissing
-        from portalmq.spark.throughput import PAGE, OutputTaken, analyse
+        from portalmq.spark.throughput import analyse
     except ImportError as missing:
         _end(f"{missing.name} is not installed: `pip install 'portalmq[spark]'`", 2)
     try:

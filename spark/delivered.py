@@ -16,9 +16,10 @@ from pyspark.sql import functions as f
 from portalmq.spark.distribution import coarse, power_from, power_to, quantiles
 
 _WHERE = ["group", "topic", "partition", "mode"]
+# Events of messages that may be handed out for the first time once more.
+AGAIN = "event IN ('redriven', 'returned') OR (event = 'committed' AND delivery > 1)"
 # Runs are cut at multiples of so many offsets, to find those that lie near what was handed out anew.
 _BLOCK = 1024
-_AGAIN = "event IN ('redriven', 'returned') OR (event = 'committed' AND delivery > 1)"
 
 
 @dataclass(frozen=True)
@@ -34,11 +35,12 @@ class Delivered:
     as_of_ms: int
 
 
-def delivered(deliveries: DataFrame, groups: DataFrame, bucket_ms: int, as_of_ms: int) -> Delivered:
-    again, ends = deliveries.where(_AGAIN), deliveries.where("event = 'ended'")
+def delivered(
+    deliveries: DataFrame, groups: DataFrame, bucket_ms: int, as_of_ms: int, *, has_again: bool, has_ended: bool
+) -> Delivered:
+    """`has_again`: there are rows that are AGAIN; `has_ended`: there are groups that were deleted."""
+    again, ends = deliveries.where(AGAIN), deliveries.where("event = 'ended'")
     handed_out = deliveries.where("event IN ('granted', 'committed')")
-    found = deliveries.agg(f.bool_or(f.expr(_AGAIN)), f.bool_or(f.col("event") == "ended")).collect()[0]
-    has_again, has_ended = bool(found[0]), bool(found[1])
     once, twice = (
         _first_time(_lives(rows, ends, has_ended), _lives(again, ends, has_ended)) if has_again else rows
         for rows in (handed_out.where("delivery = 1"), handed_out.where("delivery = 2"))
@@ -62,7 +64,7 @@ def delivered(deliveries: DataFrame, groups: DataFrame, bucket_ms: int, as_of_ms
         .coalesce(1)  # few rows: what is computed of them needs no shuffle
         .persist()
     )
-    redelivered = twice.groupBy("group", "topic", "mode").agg(f.sum("messages").alias("redelivered"))
+    redelivered = twice.groupBy("group", "topic", "mode").agg(f.sum("messages").alias("redelivered")).coalesce(1)
     return Delivered(deliveries, groups, latency, redelivered, as_of_ms)
 
 
@@ -110,37 +112,51 @@ def _block(offset: Column) -> Column:
 
 def groups(found: Delivered) -> DataFrame:
     keys = ["group", "topic", "mode"]
-    known = found.groups.select(*keys).unionByName(found.deliveries.where("mode IS NOT NULL").select(*keys)).distinct()
     is_again = "event IN ('granted', 'committed') AND delivery > 1"
     is_done = "event = 'acked' OR (event = 'committed' AND delivery = 1)"
-    events = found.deliveries.groupBy(*keys).agg(
-        *(
-            f.coalesce(f.sum(f.when(f.expr(which), f.col("messages"))), f.lit(0)).alias(name)
-            for name, which in {
-                "redeliveries": is_again,
-                "nacked": "event = 'nacked'",
-                "acked": is_done,
-                "dead": "event = 'dead'",
-                "unrecorded": "event = 'acked' AND delivery = 0",
-            }.items()
+    # A group that nothing has become of yet is one as well: a row without an event.
+    events = (
+        found.deliveries.where("mode IS NOT NULL")
+        .select(*keys, "event", "delivery", "messages")
+        .unionByName(found.groups.select(*keys), allowMissingColumns=True)
+        .groupBy(*keys)
+        .agg(
+            *(
+                f.coalesce(f.sum(f.when(f.expr(which), f.col("messages"))), f.lit(0)).alias(name)
+                for name, which in {
+                    "redeliveries": is_again,
+                    "nacked": "event = 'nacked'",
+                    "acked": is_done,
+                    "dead": "event = 'dead'",
+                    "unrecorded": "event = 'acked' AND delivery = 0",
+                }.items()
+            )
         )
+        .coalesce(1)
     )
-    first = found.latency.groupBy(*keys).agg(f.sum("messages").alias("recorded"))
-    waited = found.latency.where("latency_ms IS NOT NULL").groupBy(*keys).agg(_latency().alias("latency_ms"))
+    is_known = f.col("latency_ms").isNotNull()
+    first = found.latency.groupBy(*keys).agg(
+        f.sum("messages").alias("recorded"),
+        f.when(f.count("latency_ms") > 0, _latency(f.when(is_known, f.col("messages")))).alias("latency_ms"),
+    )
     counts = ("delivered", "redelivered", "redeliveries", "nacked", "acked", "dead")
     return (
-        known.join(events, keys, "left")
-        .join(first, keys, "left")
-        .join(waited, keys, "left")
-        .join(found.redelivered, keys, "left")
+        events.join(first.hint("merge"), keys, "left")
+        .join(found.redelivered.hint("merge"), keys, "left")
         .fillna(0)
         .withColumn("delivered", f.col("recorded") + f.col("unrecorded"))
         .select("group", "topic", "mode", "latency_ms", *counts)
     )
 
 
-def _latency() -> Column:
-    return quantiles(f.col("latency_ms"), f.col("messages"), f.col("total_ms"), f.col("longest_ms"))
+def number_of_groups(found: Delivered) -> DataFrame:
+    """One row. Groups of one name on several topics are one."""
+    names = found.groups.select("group").unionAll(found.deliveries.where("mode IS NOT NULL").select("group"))
+    return names.agg(f.count_distinct("group").alias("groups"))
+
+
+def _latency(messages: Column) -> Column:
+    return quantiles(f.col("latency_ms"), messages, f.col("total_ms"), f.col("longest_ms"))
 
 
 def latencies(found: Delivered) -> DataFrame:
@@ -156,7 +172,7 @@ def latency_over_time(found: Delivered) -> DataFrame:
     return (
         found.latency.where("latency_ms IS NOT NULL")
         .groupBy("group", f.col("bucket_ms").alias("at_ms"))
-        .agg(f.sum("messages").alias("delivered"), _latency().alias("latency"))
+        .agg(f.sum("messages").alias("delivered"), _latency(f.col("messages")).alias("latency"))
         .select(
             "group", "at_ms", "delivered", f.col("latency.p50").alias("p50_ms"), f.col("latency.p99").alias("p99_ms")
         )

@@ -17,7 +17,7 @@ import pytest
 from click.testing import CliRunner, Result
 from support.data_directory import numbered, written
 
-from portalmq.spark import commands, session, throughput
+from portalmq.spark import commands, output, session, throughput
 from portalmq.spark.errors import DamagedFile, SourceError
 from portalmq.spark.progress import Progress
 from portalmq.spark.report import model
@@ -87,8 +87,8 @@ class TestRefused:
 
 
 def test_a_disk_that_is_full_is_told_of_out_and_leaves_nothing(tmp_path: Path) -> None:
-    full = pytest.raises(throughput.OutputTaken, match=r"out cannot be written to \(No space left on device\)")
-    with full as told, throughput._place(tmp_path / "out"):
+    full = pytest.raises(output.OutputTaken, match=r"out cannot be written to \(No space left on device\)")
+    with full as told, output.place(tmp_path / "out"):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     assert told.value.exit_code == 73
     assert list((tmp_path / "out").iterdir()) == []

@@ -98,10 +98,8 @@ def test_a_cluster_is_asked_for_the_python_of_this_program_unless_another_one_is
 ) -> None:
     monkeypatch.setenv("PATH", str(fake_java(bare / "jdk").parent))
     monkeypatch.delenv("PYSPARK_PYTHON", raising=False)
-    for master in ("local[2]", "spark://cluster:7077"):
-        with session._environment(session._variables(master)):
-            assert os.environ["PYSPARK_PYTHON"] == sys.executable
-        monkeypatch.delenv("PYSPARK_PYTHON")
+    with session._environment(session._variables("spark://cluster:7077")):
+        assert os.environ["PYSPARK_PYTHON"] == sys.executable
     monkeypatch.setenv("PYSPARK_PYTHON", "/opt/python")
     with session._environment(session._variables("spark://cluster:7077")):
         assert os.environ["PYSPARK_PYTHON"] == "/opt/python"
@@ -142,3 +140,25 @@ def test_without_pyspark_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setitem(sys.modules, "pyspark.sql", None)
     with pytest.raises(SparkMissing, match=r"pip install 'portalmq\[spark\]'"), session.session():
         pass
+
+
+def test_workers_here_take_the_installed_package_and_not_spark_s_copies_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import pyspark
+
+    monkeypatch.delenv("SPARK_HOME", raising=False)
+    home = Path(pyspark.__file__).parent
+    copies = [*sorted((home / "python" / "lib").glob("*.zip")), *(home / "jars").glob("spark-core_*.jar")]
+    assert len(copies) == 3
+    python = session.workers_python(tmp_path / "cache")
+    shown = subprocess.run(
+        [python, "-c", "import os, pyspark, sys; print(pyspark.__file__, sys.executable, os.environ['PYTHONPATH'])"],
+        env={"PYTHONPATH": os.pathsep.join([*map(str, copies), "/an entry", "/another"]), "PATH": os.defpath},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert shown == f"{pyspark.__file__} {sys.executable} /an entry:/another\n"
+    monkeypatch.setenv("SPARK_HOME", "/opt/spark")
+    assert session.workers_python(tmp_path / "cache") == sys.executable

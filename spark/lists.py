@@ -1,0 +1,153 @@
+"""The lists of a report: each written whole, then cut to what a person looks at.
+
+Lists are small, and a query of its own for each costs more to plan and to start than to run. So all of them are the
+answer of one query: a row of it is a row of one list, in the column that has the list's name.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pyspark.sql import Column, DataFrame
+from pyspark.sql import functions as f
+from pyspark.sql.types import ArrayType
+
+from portalmq.spark.report.model import OTHERS
+
+# A list of so many rows, some MB, is collected; a longer one stays in Spark.
+FEW_ROWS = 100_000
+
+
+@dataclass(frozen=True)
+class Figures:
+    """`frame` has all of a list's rows, and `order` says how they stand in it."""
+
+    name: str
+    frame: DataFrame
+    kind: type[msgspec.Struct]
+    order: tuple[Column | str, ...]
+
+
+@dataclass(frozen=True)
+class Top(Figures):
+    """A list that is cut to its first `shown` rows."""
+
+    shown: int
+
+
+@dataclass(frozen=True)
+class Series(Figures):
+    """A list whose rows are those of what the list `of` shows: of topics, partitions or groups. Rows of other topics
+    are summed up where `has_others`."""
+
+    of: str
+    has_others: bool = False
+
+
+@dataclass(frozen=True)
+class Collected:
+    lists: Mapping[str, list[Any]]
+    # What is missing from the lists that are cut: name -> entries.
+    left_out: Mapping[str, int]
+
+
+def queries(figures: Sequence[Figures]) -> dict[str, DataFrame]:
+    """What `tables` is to find."""
+    return {each.name: each.frame.coalesce(1).orderBy(*each.order).limit(FEW_ROWS + 1) for each in figures}
+
+
+def collected(tops: Sequence[Top], series: Sequence[Series], found: Mapping[str, pa.Table], parquet: Path) -> Collected:
+    """The lists, written below `parquet` as a whole, and as they are shown. `found` are the rows of `queries`."""
+    figures: list[Figures] = [*tops, *series]
+    written = {each.name: _written(each.frame, found[each.name], parquet / each.name) for each in figures}
+    shown: dict[str, list[Any]] = {}
+    left_out: dict[str, int] = {}
+    for top in tops:
+        rows, count = _first(written[top.name], top)
+        shown[top.name] = _converted(rows, top.kind)
+        if count > rows.num_rows:
+            left_out[top.name] = count - rows.num_rows
+    for each in series:
+        rows = _of_what_is_shown(written[each.name], each, shown, left_out)
+        shown[each.name] = _converted(rows, each.kind)
+    return Collected(shown, left_out)
+
+
+def tables(frames: Mapping[str, DataFrame]) -> dict[str, pa.Table]:
+    """The rows of several frames, each in its order, by one query."""
+    # Each row in an array of one: a struct that is null would make all that is in it nullable, and take its room.
+    missing = {
+        name: f.lit(None).cast(ArrayType(frame.schema, containsNull=False)).alias(name)
+        for name, frame in frames.items()
+    }
+    parts = [
+        frame.select(*(f.array(f.struct("*")).alias(name) if name == mine else no for name, no in missing.items()))
+        for mine, frame in frames.items()
+    ]
+    rows = reduce(DataFrame.unionAll, parts).toArrow()
+    return {name: _fields(rows.column(name)) for name in frames}
+
+
+def _fields(column: pa.ChunkedArray) -> pa.Table:
+    structs = column.combine_chunks().flatten()
+    return pa.Table.from_arrays(structs.flatten(), schema=pa.schema(list(structs.type)))
+
+
+def _written(frame: DataFrame, rows: pa.Table, path: Path) -> DataFrame | pa.Table:
+    """All rows of a list, in order, when they are in its Parquet file. Few rows are here, and are written here. What
+    there may be any number of is written by Spark, and read again by whoever needs a part of it. One file, since every
+    list is an aggregate."""
+    if rows.num_rows <= FEW_ROWS:
+        shutil.rmtree(path, ignore_errors=True)
+        path.mkdir(parents=True)
+        pq.write_table(rows, path / "part-00000.parquet")
+        return rows
+    frame.coalesce(1).write.mode("overwrite").parquet(str(path))
+    return frame.sparkSession.read.schema(frame.schema).parquet(str(path))
+
+
+def _first(written: DataFrame | pa.Table, top: Top) -> tuple[pa.Table, int]:
+    """What is shown, and how many there are."""
+    if isinstance(written, pa.Table):
+        return written.slice(0, top.shown), written.num_rows
+    return written.orderBy(*top.order).limit(top.shown).toArrow(), written.count()
+
+
+def _of_what_is_shown(
+    written: DataFrame | pa.Table, series: Series, shown: Mapping[str, list[Any]], left_out: Mapping[str, int]
+) -> pa.Table:
+    if isinstance(written, pa.Table):
+        if series.of not in left_out:
+            return written
+        written = series.frame.sparkSession.createDataFrame(written)
+    if series.of in left_out:
+        is_shown = _is_shown(series.of, shown[series.of])
+        written = _with_others(written, series, is_shown) if series.has_others else written.where(is_shown)
+    return written.orderBy(*series.order).toArrow()
+
+
+def _is_shown(of: str, shown: Sequence[Any]) -> Column:
+    if of == "topics":
+        return f.col("topic").isin([each.topic for each in shown])
+    if of == "groups":
+        return f.col("group").isin(sorted({each.group for each in shown}))
+    places = [f"{each.topic}/{each.partition}" for each in shown]
+    return f.concat_ws("/", "topic", f.col("partition").cast("string")).isin(places)
+
+
+def _with_others(rows: DataFrame, series: Series, is_shown: Column) -> DataFrame:
+    topic = f.when(is_shown, f.col("topic")).otherwise(f.lit(OTHERS))
+    sums = [f.sum(column).alias(column) for column in ("messages", "bytes") if column in rows.columns]
+    return rows.withColumn("topic", topic).groupBy(*series.order).agg(*sums)
+
+
+def _converted(rows: pa.Table, kind: type[msgspec.Struct]) -> list[Any]:
+    return [msgspec.convert(row, kind) for row in rows.to_pylist()]

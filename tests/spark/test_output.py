@@ -1,0 +1,102 @@
+"""The directory that a report goes into: whole, the last one that came, and nothing beside it."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Barrier
+
+import pytest
+
+from portalmq.spark import output
+
+ROUNDS = 40
+
+
+def make(making: Path, what: str) -> None:
+    (making / output.PARQUET).mkdir()
+    for path in (making / output.PARQUET / "part", making / output.PAGE, making / output.JSON):
+        path.write_text(what)
+
+
+def standing(out: Path) -> set[str]:
+    """What the parts of the report that stands there say, which is one thing when it is whole."""
+    assert {path.name for path in out.iterdir()} == {output.PARQUET, output.PAGE, output.JSON}
+    assert [path.name for path in (out / output.PARQUET).iterdir()] == ["part"]
+    return {path.read_text() for path in (out / output.PARQUET / "part", out / output.PAGE, out / output.JSON)}
+
+
+def test_two_that_are_made_at_a_time_do_not_meet_and_the_last_one_stays(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with output.place(out) as first:
+        make(first, "first")
+        with output.place(out) as second:
+            make(second, "second")
+            output.put(second, out)
+        assert (first / output.PAGE).read_text() == "first", "the other one has swept it away"
+        output.put(first, out)
+    assert standing(out) == {"first"}
+
+
+def test_of_many_that_end_in_the_same_moment_one_is_there_whole(tmp_path: Path) -> None:
+    out, together = tmp_path / "out", Barrier(3)
+
+    def report(what: str) -> None:
+        with output.place(out) as making:
+            make(making, what)
+            together.wait(30)
+            output.put(making, out)
+
+    with ThreadPoolExecutor(3) as pool:
+        for number in range(ROUNDS):
+            names = [f"{number}-{which}" for which in "abc"]
+            list(pool.map(report, names))
+            (found,) = standing(out)
+            assert found in names
+
+
+def test_what_a_killed_one_was_making_is_swept_away(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    program = (
+        "import os, sys\nfrom pathlib import Path\nfrom portalmq.spark import output\n"
+        "with output.place(Path(sys.argv[1])) as making:\n"
+        "    (making / 'report.json').write_text('half')\n    os.kill(os.getpid(), 9)\n"
+    )
+    subprocess.run([sys.executable, "-c", program, str(out)], check=False, timeout=60)
+    assert [path.name.startswith(".making-") for path in out.iterdir()] == [True]
+    with output.place(out) as making:
+        assert list(out.iterdir()) == [Path(making)]
+        make(making, "whole")
+        output.put(making, out)
+    assert standing(out) == {"whole"}
+
+
+def test_who_is_not_given_a_turn_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(output, "TURN_WITHIN_S", 0.05)
+    other = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(other, fcntl.LOCK_EX)
+    with pytest.raises(output.OutputTaken, match="another report is being put into") as told, output.place(tmp_path):
+        pass
+    assert told.value.exit_code == 73
+    os.close(other)
+    with output.place(tmp_path):
+        pass
+
+
+def test_without_locks_a_report_is_made_and_nothing_of_others_is_touched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(*_: object) -> None:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", none)
+    out = tmp_path / "out"
+    with output.place(out) as first, output.place(out) as second:
+        assert first.is_dir()
+        make(second, "second")
+        output.put(second, out)
+    assert standing(out) == {"second"}
