@@ -16,9 +16,12 @@ import threading
 import time
 import traceback
 import urllib.request
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from portalmq.spark.sending import REQUEST_BYTES_MAX
 
 # As a script its folder is on the path, and tests/ is not.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -31,7 +34,8 @@ Hindered = Callable[[Iterator[int]], Iterator[tuple[str]]]
 WITHIN_S = 240.0
 STEP_S = 90.0
 POLL_S = 0.02
-ROWS = 40_000  # of a batch that is written, in two Spark partitions
+# Of a batch that is written, in two Spark partitions; half of one of them is more than the sink sends at a time.
+ROWS, ROW_BYTES = 8 * REQUEST_BYTES_MAX // 1_000, 1_000
 PAGES = ("jobs", "environment", "SQL", "StreamingQuery")
 
 
@@ -77,7 +81,7 @@ class _Application:
             "a view in SQL": self.viewed,
             "a wrong token": self.refused,
             "explained": self.explained,
-            "executors": lambda: self.api("executors"),
+            "executors": self.tasks_by_host,
             "shown by the UI": self.shown,
         }
 
@@ -167,6 +171,14 @@ class _Application:
             told += [repr(frame), str(frame.schema), str(frame._jdf.queryExecution().toString())]
         return "\n".join(told)
 
+    def tasks_by_host(self) -> dict[str, int]:
+        """How many tasks ended on each, those of executors that are gone included."""
+        hosts: Counter[str] = Counter()
+        for executor in self.api("allexecutors"):
+            if executor["id"] != "driver":
+                hosts[executor["hostPort"].split(":")[0]] += executor["completedTasks"]
+        return hosts
+
     def shown(self) -> str:
         address = self.spark.sparkContext.uiWebUrl
         numbers = [each["id"] for each in self.api("sql?details=true&planDescription=true&length=1000")]
@@ -205,7 +217,8 @@ def _kill_executor(signs: Path) -> Hindered:
 
 
 def _hindered(signs: Path, awaited: str, *, kills: bool) -> Hindered:
-    middle, bound_s, pause_s = ROWS // 4, STEP_S, POLL_S  # what is of this module does not travel to the executors
+    # Names of this module do not travel to the executors.
+    middle, size, bound_s, pause_s = ROWS // 4, ROW_BYTES, STEP_S, POLL_S
 
     def wait_for(sign: str) -> None:
         import time
@@ -225,7 +238,7 @@ def _hindered(signs: Path, awaited: str, *, kills: bool) -> Hindered:
         if name == "0.1":
             wait_for("some-are-there")
         for count, number in enumerate(numbers):
-            yield (f"{number:0100}",)
+            yield (f"{number:0{size}}",)
             if count == middle:
                 (signs / f"middle-{name}").touch()
                 if name == "0.0":
@@ -242,7 +255,8 @@ def _drive(folder: Path, given: dict[str, Any]) -> None:
 
     import portalmq.spark
 
-    spark = SparkSession.builder.master(given["master"]).appName("query").getOrCreate()
+    builder = SparkSession.builder.master(given["master"]).appName("query")
+    spark = builder.config("spark.cores.max", "4").getOrCreate()  # on both workers
     portalmq.spark.register(spark)
     answers: dict[str, Any] = {}
     for name, step in _Application(spark, folder, given).steps().items():

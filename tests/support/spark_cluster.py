@@ -108,6 +108,7 @@ class SparkCluster:
         defaults = {
             "spark.driver.memory": "512m",
             "spark.driver.extraJavaOptions": JAVA_OPTIONS,
+            "spark.cores.max": str(self._cores),  # one executor, where the application does not ask for more
             "spark.executor.memory": "512m",
             "spark.executor.extraJavaOptions": JAVA_OPTIONS,
             "spark.eventLog.enabled": "true",
@@ -154,9 +155,8 @@ class SparkCluster:
             **({"JAVA_HOME": home} if home else {}),
             "SPARK_HOME": str(self._home),
             "SPARK_LOCAL_DIRS": str(self.directory / "local"),
-            "SPARK_LOG_DIR": str(self.directory),
-            "SPARK_NO_DAEMONIZE": "1",
             "SPARK_LAUNCHER_OPTS": "-XX:+UseSerialGC -XX:TieredStopAtLevel=1",
+            "SPARK_MASTER_OPTS": "-Dspark.deploy.spreadOutApps=false",
             "SPARK_DAEMON_MEMORY": "256m",
             "SPARK_DAEMON_JAVA_OPTS": JAVA_OPTIONS,
         }
