@@ -11,6 +11,8 @@ session. What kazoo does by itself and a cluster cannot bear is changed here:
               one whose answer was lost: PlaneUnavailable, nothing was applied; OutcomeUnknown, nobody knows.
     results   a transaction that fails does not raise in kazoo: each result is looked at.
     reads     are repeated until the bound, in any session, since they change nothing.
+    sync      ZooKeeper's own one waits for nothing at the server that leads, which tells the others to do a transaction
+              a moment before it has done it itself: a read there was stale once in some thousands.
     watch     one persistent recursive watch over the tree, laid anew on each connection and then followed by a ring for
               "anything": what happened in between is in no event. kazoo 2.11 does not know that request: `connection`.
     connect   one silent server must not use up the session: each attempt gets a part of it. Afterwards the pause
@@ -350,7 +352,8 @@ class ZooKeeper:
         return [node for node in found if node is not None]
 
     def sync(self) -> None:
-        self._read(lambda: jute.Sync(self._chroot or "/"))
+        """A transaction that changes nothing: when it is answered, all before it is done at the server that answers."""
+        self._read(lambda: jute.Transaction([jute.CheckVersion(self._chroot or "/", -1)]))
 
     def _node(self, path: str, found: tuple[bytes | None, ZnodeStat] | ZookeeperError) -> Node | None:
         if isinstance(found, NoNodeError):

@@ -636,16 +636,17 @@ class TestThreeServers:
     def test_trap_a_read_after_sync_is_not_stale_though_another_server_answers_it(self, tmp_path: Path) -> None:
         with EmbeddedZooKeeper(tmp_path, servers=3) as servers:
             hosts = servers.hosts.split(",")
-            writer, reader = ZooKeeper(f"{hosts[0]}/c"), ZooKeeper(f"{hosts[1]}/c")
-            writer.start()
-            reader.start()
+            writer, *readers = [ZooKeeper(f"{host}/c") for host in hosts]  # the last one leads, or the one before
+            for plane in (writer, *readers):
+                plane.start()
             writer.commit(Create("/a"))
             for version in range(200):
                 writer.commit(Set("/a", str(version).encode(), version))
-                reader.sync()
-                assert reader.get("/a") == Node("/a", str(version).encode(), version + 1)
-            writer.close()
-            reader.close()
+                for reader in readers:
+                    reader.sync()
+                    assert reader.get("/a") == Node("/a", str(version).encode(), version + 1)
+            for plane in (writer, *readers):
+                plane.close()
 
     def test_when_a_server_dies_the_session_moves_to_another(self, tmp_path: Path) -> None:
         with EmbeddedZooKeeper(tmp_path, servers=3) as servers:
