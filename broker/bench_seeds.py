@@ -5,7 +5,8 @@ message     MiniQ over HTTP: POST /message; GET /message and POST /confirm
 topics      the API of today: POST /v1/topics/{topic}/messages; receive with max_messages=1 and ack
 
 Each client has one request on its way, as a program has that waits for its answer. They run as threads in PROCESSES
-processes, so that one interpreter's lock is not what is measured.
+processes, so that one interpreter's lock is not what is measured. One client alone goes from door to door every few
+calls: what else the machine does meanwhile is done to all of them, and their ratios hold.
 """
 
 from __future__ import annotations
@@ -31,6 +32,9 @@ from portalmq.broker import bench
 CLIENTS = (1, 16, 64)
 PROCESSES = 4
 SECONDS = 3.0
+ALONE_SECONDS = 12.0
+ALONE_CALLS = 4
+YARDSTICK = "message"
 WITHIN_S = 60.0
 TEXT = bench.VALUE.decode()
 
@@ -175,6 +179,24 @@ def _measure(door: str, where: Where, verb: int, clients: int) -> tuple[float, f
     return len(durations) / SECONDS, median(durations) * 1000
 
 
+def _measure_alone(wheres: dict[str, Where], verb: int) -> dict[str, tuple[float, float]]:
+    """The same for one client at each door, by turns."""
+    calls = {door: DOORS[door](where)[verb] for door, where in wheres.items()}
+    durations: dict[str, list[float]] = {door: [] for door in calls}
+    for call in calls.values():
+        call()
+    end = time.perf_counter() + ALONE_SECONDS
+    while time.perf_counter() < end:
+        for door, call in calls.items():
+            for _ in range(ALONE_CALLS):
+                begin = time.perf_counter()
+                if call():
+                    durations[door].append(time.perf_counter() - begin)
+    if not all(durations.values()):
+        raise click.ClickException("one client alone: at one of the doors nothing was done")
+    return {door: (len(took) / sum(took), median(took) * 1000) for door, took in durations.items()}
+
+
 # --- the run ---------------------------------------------------------------------------------------------------------
 
 
@@ -190,14 +212,19 @@ def _round(directory: Path) -> dict[str, float]:
     with bench.broker(directory) as (url, _), _miniq(url) as ports:
         for verb, name in enumerate(("put", "take")):
             for clients in CLIENTS:
-                for door in DOORS:
-                    where = Where(url, ports, f"{door}-{clients}")
-                    if verb:
+                wheres = {door: Where(url, ports, f"{door}-{clients}") for door in DOORS}
+                if verb:
+                    for where in wheres.values():
                         # Enough for the fastest: what is left over does not count.
                         bench.produce_rate(url, where.queue, 40_000, bench.BATCH_MESSAGES)
-                    per_s, p50_ms = _measure(door, where, verb, clients)
+                if clients == 1:
+                    taken = _measure_alone(wheres, verb)
+                else:
+                    taken = {door: _measure(door, where, verb, clients) for door, where in wheres.items()}
+                for door, (per_s, p50_ms) in taken.items():
                     figures[f"{name}_{door}_{clients}_per_s"] = per_s
                     figures[f"{name}_{door}_{clients}_p50_ms"] = p50_ms
+                    figures[f"{name}_{door}_{clients}_to_{YARDSTICK}"] = p50_ms / taken[YARDSTICK][1]
     return figures
 
 
@@ -228,11 +255,13 @@ def show(figures: dict[str, float], output: str) -> None:
         return
     titles = {"put": "a message in, stored", "take": "a message out, and done"}
     for name, title in titles.items():
-        click.echo(f"{title:<26}" + "".join(f"{door:>24}" for door in DOORS))
+        click.echo(f"{title:<26}" + "".join(f"{door:>30}" for door in DOORS))
         for clients in CLIENTS:
             cells = [
                 f"{figures[f'{name}_{door}_{clients}_per_s']:>9,.0f}/s"
                 f"{figures[f'{name}_{door}_{clients}_p50_ms']:>8.2f} ms"
+                f" x{figures[f'{name}_{door}_{clients}_to_{YARDSTICK}']:.2f}"
                 for door in DOORS
             ]
-            click.echo(f"  {clients:>3} clients{'':<13}" + "".join(f"{cell:>24}" for cell in cells))
+            click.echo(f"  {clients:>3} clients{'':<13}" + "".join(f"{cell:>30}" for cell in cells))
+    click.echo(f"Rate, the median of one call, and that median as a multiple of {YARDSTICK}'s in the same round.")

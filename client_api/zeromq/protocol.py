@@ -123,8 +123,8 @@ _decode_payload = msgspec.json.Decoder(_Payload).decode
 
 def read_posted(body: bytes, message_bytes_max: int) -> Posted:
     """Raises InvalidRequest, MessageTooLarge."""
-    if _is_object(body):
-        posted = _read(_decode_posted, body)
+    posted = _object(_decode_posted, body)
+    if posted is not None:
         if posted.message is msgspec.UNSET:
             raise InvalidRequest('there is no message: send {"queue": "q", "message": ...}')
         queue = wire.check_name(posted.queue, "queue")
@@ -158,17 +158,17 @@ def _text_or_bytes(body: bytes) -> str | bytes:
 
 def read_asked(body: bytes) -> Asked:
     """Raises InvalidRequest."""
-    if not _is_object(body):
+    asked = _object(_decode_asked, body)
+    if asked is None:
         return Asked(DEFAULT, None)
-    asked = _read(_decode_asked, body)
     return Asked(wire.check_name(asked.queue, "queue"), asked.token)
 
 
 def read_told(body: bytes) -> Told:
     """Raises InvalidRequest. What a command means is the brokers' to judge."""
-    if not _is_object(body):
+    told = _object(_decode_told, body)
+    if told is None:
         raise InvalidRequest('a command is a JSON object: {"type": "QUEUE_SIZE", "payload": {"queue": "q"}}')
-    told = _read(_decode_told, body)
     payload = _read(_decode_payload, bytes(told.payload))
     queue = wire.check_name(payload.queue, "queue")
     single = told.type == "DELETE_MSG" and payload.ids is None and _is_id(payload.id)
@@ -198,6 +198,17 @@ def mark_of_topic(topic_id: str) -> str:
 def mark_in(receipt: str) -> str:
     """The mark of the topic that a receipt is of: it begins with the tag."""
     return base64.urlsafe_b64decode(receipt[:8])[:4].hex()
+
+
+def _object(decode: Any, body: bytes) -> Any:
+    """What a body says that is a JSON object, None for one that is none. Raises InvalidRequest. A plain one is read
+    once: what has bytes beyond ASCII may have some that are no text, where a decoder does not look."""
+    if body.isascii():
+        try:
+            return decode(body)
+        except (msgspec.DecodeError, RecursionError):
+            pass
+    return _read(decode, body) if _is_object(body) else None
 
 
 def _is_object(body: bytes) -> bool:

@@ -53,22 +53,23 @@ class MiniQMessage:
 class _Line:
     """One REQ socket to one port, for one thread at a time."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, timeout_s: float) -> None:
         self.endpoint = endpoint
+        self._timeout_ms = round(timeout_s * 1000)
         self.lock = threading.Lock()
         self._context = context
         self._socket: zmq.Socket[bytes] | None = None
 
-    def ask(self, request: bytes, timeout_s: float) -> bytes | None:
+    def ask(self, request: bytes) -> bytes | None:
         """The answer, or None when none came in time: then the socket is a new one the next time."""
         socket = self._socket
         if socket is None:
             socket = self._socket = self._context.socket(zmq.REQ)
             socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.SNDTIMEO, self._timeout_ms)
+            socket.setsockopt(zmq.RCVTIMEO, self._timeout_ms)
             socket.connect(self.endpoint)
         try:
-            socket.setsockopt(zmq.SNDTIMEO, round(timeout_s * 1000))
-            socket.setsockopt(zmq.RCVTIMEO, round(timeout_s * 1000))
             socket.send(request)
             return socket.recv()
         except zmq.Again:
@@ -119,7 +120,7 @@ class MiniQService:
         if ":" in host:
             self._context.setsockopt(zmq.IPV6, 1)
         ports: dict[Door, int] = {"commands": command_port, "producers": producer_port, "consumers": consumer_port}
-        self._lines = {door: _Line(self._context, f"tcp://{shown}:{port}") for door, port in ports.items()}
+        self._lines = {door: _Line(self._context, f"tcp://{shown}:{port}", timeout_s) for door, port in ports.items()}
         self._token = {} if token is None else {"token": token}
         self._timeout_s = timeout_s
         self._tries = tries
@@ -186,7 +187,7 @@ class MiniQService:
             while True:
                 if self._closed:
                     raise RuntimeError("the service is closed")
-                raw = line.ask(request, self._timeout_s)
+                raw = line.ask(request)
                 if raw is None:
                     silent += 1
                     if silent >= self._tries:
