@@ -20,6 +20,7 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as f
 from pyspark.sql.types import ArrayType
 
+from portalmq.spark.errors import BadOption
 from portalmq.spark.report.model import OTHERS
 
 # A list of so many rows, some MB, is collected; a longer one stays in Spark.
@@ -104,13 +105,18 @@ def _fields(column: pa.ChunkedArray) -> pa.Table:
 def _written(frame: DataFrame, rows: pa.Table, path: Path) -> DataFrame | pa.Table:
     """All rows of a list, in order, when they are in its Parquet file. Few rows are here, and are written here. What
     there may be any number of is written by Spark, and read again by whoever needs a part of it. One file, since every
-    list is an aggregate."""
+    list is an aggregate. Raises BadOption."""
     if rows.num_rows <= FEW_ROWS:
         shutil.rmtree(path, ignore_errors=True)
         path.mkdir(parents=True)
         pq.write_table(rows, path / "part-00000.parquet")
         return rows
     frame.coalesce(1).write.mode("overwrite").parquet(str(path))
+    if not any(path.glob("part-*")):  # a worker put it on a disk of its own, and Spark calls that done
+        raise BadOption(
+            f"Spark's workers do not write where this program reads: --out ({path}) has to be a directory that all"
+            " machines of the cluster share"
+        )
     return frame.sparkSession.read.schema(frame.schema).parquet(str(path))
 
 

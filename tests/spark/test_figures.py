@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
+import pyarrow as pa
 import pytest
 from support.compared import agrees
 from support.data_directory import numbered, written
@@ -13,6 +15,8 @@ from support.story import busy
 
 from portalmq import wire
 from portalmq.broker.core.records import Ack
+from portalmq.spark import lists
+from portalmq.spark.errors import BadOption
 from portalmq.spark.figures import bucket_width_ms
 from portalmq.spark.report import model
 
@@ -77,6 +81,18 @@ def test_what_was_acked_without_a_record_of_its_hand_out_was_delivered(spark: Sp
     agrees(made, logs_in(tmp_path / "data"))
     (group,) = made.groups
     assert (group.delivered, group.acked, made.lag[0].lag) == (9, 9, 1)
+
+
+def test_a_list_that_workers_wrote_to_disks_of_their_own_is_not_taken_for_an_empty_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lists, "FEW_ROWS", 0)
+    written: list[str] = []
+    writer = SimpleNamespace(mode=lambda mode: SimpleNamespace(parquet=written.append))
+    frame = SimpleNamespace(coalesce=lambda count: SimpleNamespace(write=writer))
+    with pytest.raises(BadOption, match="has to be a directory that all machines of the cluster share"):
+        lists._written(frame, pa.table({"n": [1]}), tmp_path / "topics")
+    assert written == [str(tmp_path / "topics")]
 
 
 def test_long_lists_are_cut_to_the_busiest_and_the_rest_is_summed(
