@@ -3,14 +3,12 @@
     job = SinkJob(folder)
     job.start({"path": data_dir, "topic": "t", "maxRowsPerTrigger": "300", "into": urls, "to": "out"})
 
-as support.stream_job has it; it ends by itself when all is read.
+as support.spark_job has it; it ends by itself when all is read.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,36 +16,15 @@ from typing import TYPE_CHECKING
 # As a script its folder is on the path, and tests/ is not.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from support.stream_job import StreamJob
+from support.spark_job import SparkJob, drive
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
     from pyspark.sql.streaming import StreamingQuery
 
 
-class SinkJob(StreamJob):
-    def start(self, options: dict[str, str]) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._starts += 1
-        with self._said().open("wb") as said:
-            self._process = subprocess.Popen(
-                [sys.executable, __file__, str(self.folder), json.dumps(options)],
-                stdin=subprocess.DEVNULL,
-                stdout=said,
-                stderr=said,
-                start_new_session=True,
-            )
-
-    def has_ended(self) -> bool:
-        """All is written. Raises AssertionError for a driver that failed."""
-        assert self._process is not None
-        code = self._process.poll()
-        assert code in {None, 0}, f"the driver ended with {code}:\n{self.said()}"
-        return code == 0
-
-    def committed(self) -> int:
-        """How many batches Spark has noted as done."""
-        return sum(path.name.isdecimal() for path in (self.folder / "checkpoint" / "commits").glob("*"))
+class SinkJob(SparkJob):
+    script = __file__
 
     def offsets(self, batches: int) -> int:
         """Up to where the first so many batches read, over all partitions together."""
@@ -67,32 +44,5 @@ def started(spark: SparkSession, folder: Path, options: dict[str, str]) -> Strea
     return writer.option("checkpointLocation", str(folder / "checkpoint")).trigger(availableNow=True).start()
 
 
-def _drive(folder: Path, options: dict[str, str]) -> None:
-    os.environ.update(
-        SPARK_LOCAL_IP="127.0.0.1",
-        PYSPARK_PYTHON=sys.executable,
-        PYSPARK_SUBMIT_ARGS="--driver-memory 512m --driver-java-options -XX:TieredStopAtLevel=1 pyspark-shell",
-    )
-    from pyspark.sql import SparkSession
-
-    import portalmq.spark
-
-    spark = (
-        SparkSession.builder.master("local[2]")
-        .appName("sink")
-        .config("spark.driver.bindAddress", "127.0.0.1")
-        .config("spark.driver.host", "127.0.0.1")
-        .config("spark.local.dir", str(folder / "local"))
-        .config("spark.sql.warehouse.dir", str(folder / "warehouse"))
-        .config("spark.ui.enabled", "false")
-        .config("spark.ui.showConsoleProgress", "false")
-        .getOrCreate()
-    )
-    spark.sparkContext.setLogLevel("ERROR")
-    portalmq.spark.register(spark)
-    started(spark, folder, options).awaitTermination()
-    spark.stop()
-
-
 if __name__ == "__main__":
-    _drive(Path(sys.argv[1]), json.loads(sys.argv[2]))
+    drive(started)

@@ -1,0 +1,147 @@
+"""A streaming query in a driver process of its own that can be killed at any moment.
+
+    class SomeJob(SparkJob):
+        script = __file__
+
+    job = SomeJob(folder)
+    job.start({"path": data_dir, "topic": "t"})
+    job.wait_for_batches(2)     two more have been planned than the earlier starts had planned
+    job.kill()                  SIGKILL to the driver, its JVM and its workers, all at once
+    job.start(...)
+
+    if __name__ == "__main__":
+        drive(started)
+
+Run as a script the module is that driver: `python some_job.py <folder> <options as JSON>`. `started` gives it its
+query, whose checkpoint is <folder>/checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Self
+
+import psutil
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+    from pyspark.sql.streaming import StreamingQuery
+
+BATCHES_WITHIN_S = 90.0
+POLL_S = 0.02
+
+
+class SparkJob:
+    script: ClassVar[str]
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._process: subprocess.Popen[bytes] | None = None
+        self._starts = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    def start(self, options: dict[str, str]) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._starts += 1
+        with self._said().open("wb") as said:
+            self._process = subprocess.Popen(
+                [sys.executable, self.script, str(self.folder), json.dumps(options)],
+                stdin=subprocess.DEVNULL,
+                stdout=said,
+                stderr=said,
+                start_new_session=True,
+            )
+
+    def kill(self) -> None:
+        """SIGKILL to the whole family, and wait until it is gone. Nothing when it does not run."""
+        if self._process is None:
+            return
+        try:
+            family = psutil.Process(self._process.pid).children(recursive=True)
+            os.killpg(self._process.pid, signal.SIGKILL)
+        except (psutil.NoSuchProcess, ProcessLookupError):
+            family = []
+        self._process.wait(30)
+        self._process = None
+        for process in family:  # Spark puts its workers in process groups of their own
+            if process.is_running():
+                process.kill()
+        _, left = psutil.wait_procs(family, timeout=30)
+        assert not left, left
+
+    def has_ended(self) -> bool:
+        """All is done. Raises AssertionError for a driver that failed."""
+        assert self._process is not None
+        code = self._process.poll()
+        assert code in {None, 0}, f"the driver ended with {code}:\n{self.said()}"
+        return code == 0
+
+    def batches(self) -> int:
+        """How many have been planned, since ever."""
+        numbers = [
+            int(path.name) for path in (self.folder / "checkpoint" / "offsets").glob("*") if path.name.isdecimal()
+        ]
+        return max(numbers, default=-1) + 1
+
+    def committed(self) -> int:
+        """How many batches Spark has noted as done."""
+        return sum(path.name.isdecimal() for path in (self.folder / "checkpoint" / "commits").glob("*"))
+
+    def wait_for_batches(self, more: int) -> None:
+        """Until so many more were planned than are by now."""
+        wanted, deadline = self.batches() + more, time.monotonic() + BATCHES_WITHIN_S
+        while self.batches() < wanted:
+            assert not self.has_ended(), f"the driver has ended:\n{self.said()}"
+            assert time.monotonic() < deadline, f"{wanted} batches: not within {BATCHES_WITHIN_S:g} s\n{self.said()}"
+            time.sleep(POLL_S)
+
+    def said(self) -> str:
+        """What the latest start has said so far, the end of it."""
+        return self._said().read_text("utf-8", "replace")[-4_000:]
+
+    def _said(self) -> Path:
+        return self.folder / f"driver-{self._starts}"
+
+
+def drive(started: Callable[[SparkSession, Path, dict[str, str]], StreamingQuery]) -> None:
+    """The driver: the query of `started`, until it ends or this process is killed.
+
+    A JVM that is killed leaves its temporary files, so that they are below the job's folder too.
+    """
+    folder, options = Path(sys.argv[1]), json.loads(sys.argv[2])
+    temporary = folder / "temporary"
+    temporary.mkdir(exist_ok=True)
+
+    from pyspark.sql import SparkSession
+
+    import portalmq.spark
+    from portalmq.spark.session import settings, workers_python
+
+    given = settings("local[2]")
+    given |= {
+        "spark.driver.memory": "512m",
+        "spark.driver.extraJavaOptions": f"{given['spark.driver.extraJavaOptions']} -Djava.io.tmpdir={temporary}",
+        "spark.local.dir": str(folder / "local"),
+        "spark.sql.warehouse.dir": str(folder / "warehouse"),
+    }
+    os.environ.update(SPARK_LOCAL_IP="127.0.0.1", PYSPARK_PYTHON=workers_python())
+    builder = SparkSession.builder.master("local[2]").appName(Path(sys.argv[0]).stem)
+    for name, value in given.items():
+        builder = builder.config(name, value)
+    spark = builder.getOrCreate()
+    spark.sparkContext.setLogLevel("ERROR")
+    portalmq.spark.register(spark)
+    started(spark, folder, options).awaitTermination()
+    spark.stop()
