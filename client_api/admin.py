@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
-from types import TracebackType
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple
 from urllib.parse import quote
 
 import msgspec
 
 from portalmq import stream_wire, wire
+from portalmq.closing import Closing
 from portalmq.errors import PortalMQError
 from portalmq.message import Message, message_from_json, message_from_wire
 from portalmq.transport import Bootstrap, Request, Transport, decode_answer, with_query
@@ -70,7 +70,7 @@ class _Dropped(msgspec.Struct):
 wire.prepare(_TopicList, _GroupList, _LockList, _DeadPage, _ScheduledPage, _UnfinishedPage, _Dropped)
 
 
-class Admin:
+class Admin(Closing):
     """Thread-safe. Every call raises the PortalMQError that the broker answered."""
 
     def __init__(self, bootstrap: Bootstrap = None, *, token: str | None = None, timeout_s: float = 30) -> None:
@@ -361,14 +361,6 @@ class Admin:
 
     def close(self) -> None:
         self._transport.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, fault: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _topic(name: str) -> str:

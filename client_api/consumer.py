@@ -14,12 +14,12 @@ import uuid
 import weakref
 from collections.abc import Iterable, Iterator
 from datetime import datetime
-from types import TracebackType
-from typing import Literal, Self
+from typing import Literal
 
 import msgspec
 
 from portalmq import wire
+from portalmq.closing import Closing
 from portalmq.commit import Output, commit_receipts
 from portalmq.errors import GroupNotFound, PortalMQError
 from portalmq.lease import Leases, Verb
@@ -35,7 +35,7 @@ LOOK_UP_WITHIN_S = 5.0
 LAST_ANSWER_S = 2.0
 
 
-class Consumer:
+class Consumer(Closing):
     """Receives messages of `topics` for a group. For one thread; ack, nack, extend and close may come from others.
 
         for message in Consumer("orders", group="billing"):
@@ -376,14 +376,6 @@ class Consumer:
         if self._manual_ack:
             self._leases.keep_only_waiting()
         self._shut_down()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, fault: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _unix_ms(moment: datetime) -> int:

@@ -17,11 +17,11 @@ import zlib
 from collections import deque
 from collections.abc import Mapping
 from datetime import datetime
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from portalmq import wire
 from portalmq.batching import Batch, Lane, SendFuture
+from portalmq.closing import Closing
 from portalmq.connection import Answer
 from portalmq.delivery import Delivery
 from portalmq.errors import Backpressure, MessageTooLarge
@@ -41,7 +41,7 @@ IDLE_LOOKS = 20
 HELP_TIMEOUT_S_MIN = 1.0
 
 
-class Producer:
+class Producer(Closing):
     """Sends messages to topics. Thread-safe; use one for a process, and close it (or use `with`).
 
     A message is appended exactly once, whatever is retried, unless `idempotent=False`. `acks` says when a send counts:
@@ -476,14 +476,6 @@ class Producer:
             self._transport.close()
             for sender in self._senders:
                 sender.join(timeout=1.0)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, fault: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 class InHand:

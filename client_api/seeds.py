@@ -25,12 +25,12 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import msgspec
 
 from portalmq import wire
+from portalmq.closing import Closing
 from portalmq.connection import Answer
 from portalmq.consumer import Consumer
 from portalmq.errors import NotFound, PortalMQError, TopicNotFound
@@ -76,7 +76,7 @@ wire.prepare(_Published, _Shown)
 # --- Portal MQ -------------------------------------------------------------------------------------------------------
 
 
-class PortalClient:
+class PortalClient(Closing):
     """Portal MQ's endpoints, at whichever broker answers. Thread-safe; close it, or use `with`.
 
     Every call is tried at one broker after another until it is answered, for `timeout_s` at most, and raises the
@@ -181,14 +181,6 @@ class PortalClient:
         """End waits and retries of other threads. Closing twice is fine."""
         self._transport.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, fault: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
-
     def _post(self, path: str, body: dict[str, object], topic: str | None = None, *, wait_s: float = 0.0) -> Answer:
         """Each of these calls may be repeated: it names what is to be so. (`publish` by its sequence; `consume` by the
         offset, which is passed once.)"""
@@ -208,7 +200,7 @@ def _program(kind: Kind, name: str) -> dict[str, object]:
     return {"id": wire.check_name(name, kind)}
 
 
-class PortalProducer:
+class PortalProducer(Closing):
     """Publishes to one topic, each message until a broker has acknowledged it. Thread-safe.
 
     `producer_id` is its name, made up when not given; two with one name do not disturb each other.
@@ -255,16 +247,8 @@ class PortalProducer:
         """End retries of other threads. The producer's name stays known until `PortalClient.delete_producer`."""
         self._client.close()
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, fault: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-class PortalConsumer:
+class PortalConsumer(Closing):
     """Reads one topic by turns. For one thread; close may come from another.
 
     at_least_once   the message is handed out, and consumed when the next is asked for. Another consumer that reads
@@ -362,14 +346,6 @@ class PortalConsumer:
         next; the consumer's name stays known."""
         self._closed.set()
         self._client.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, fault: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _name(kind: Kind, given: str | None) -> str:

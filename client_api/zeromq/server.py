@@ -40,7 +40,11 @@ READ_AHEAD = 4
 UNREAD_MAX = 4 * PIPELINE_MAX
 BURST = 100
 BACKLOG = 1_024
+# A client whose machine is gone is noticed within a minute, and one that does not speak ZeroMQ is put out sooner.
 KEEPALIVE_IDLE_S = 30
+KEEPALIVE_INTERVAL_S = 10
+KEEPALIVE_PROBES = 3
+HANDSHAKE_WITHIN_S = 10
 CLOSE_LINGER_MS = 1_000
 # How often it is looked whether a call that was begun has been silent for too long.
 SILENCE_LOOK_S = 0.2
@@ -123,6 +127,9 @@ class Server:
         socket.setsockopt(zmq.BACKLOG, BACKLOG)
         socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
         socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_IDLE_S)
+        socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, KEEPALIVE_INTERVAL_S)
+        socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, KEEPALIVE_PROBES)
+        socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_WITHIN_S * 1000)
         shown = f"[{host}]" if ":" in host else host
         if ":" in host:
             socket.setsockopt(zmq.IPV6, 1)

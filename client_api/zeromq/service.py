@@ -11,13 +11,13 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import msgspec
 import zmq
 
 from portalmq import wire
+from portalmq.closing import Closing
 from portalmq.errors import PortalMQError, Unavailable, error_from_problem
 from portalmq.zeromq import COMMAND_PORT, CONSUMER_PORT, PRODUCER_PORT, protocol
 from portalmq.zeromq.protocol import DEFAULT, Door
@@ -85,7 +85,7 @@ class _Line:
             self._socket = None
 
 
-class MiniQService:
+class MiniQService(Closing):
     """Commands, messages in, messages out. Thread-safe: threads that use one door take turns, so give each busy thread
     a service of its own. Close it, or use `with`.
 
@@ -215,14 +215,6 @@ class MiniQService:
             with line.lock:
                 line.drop()
         self._context.term()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, fault: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _read(raw: bytes) -> dict[str, Any]:
