@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -36,29 +35,25 @@ def spark(given_java_home: str | None, tmp_path_factory: pytest.TempPathFactory)
     from pyspark.sql import SparkSession
 
     import portalmq.spark
+    from portalmq.spark.session import settings, workers_python
 
-    # Queries here are many and short: to compile them well takes a JVM twice the processor time of running them.
-    os.environ.update(
-        SPARK_LOCAL_IP="127.0.0.1",
-        PYSPARK_PYTHON=sys.executable,
-        PYSPARK_SUBMIT_ARGS="--driver-memory 512m"
-        " --driver-java-options '-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -XX:ReservedCodeCacheSize=240m'"
-        " pyspark-shell",
-    )
     folder = tmp_path_factory.mktemp("spark")
-    session = (
-        SparkSession.builder.master("local[2]")
-        .appName("tests")
-        .config("spark.driver.bindAddress", "127.0.0.1")
-        .config("spark.driver.host", "127.0.0.1")
-        .config("spark.local.dir", str(folder / "local"))
-        .config("spark.sql.warehouse.dir", str(folder / "warehouse"))
-        .config("spark.sql.session.timeZone", "UTC")
-        .config("spark.sql.shuffle.partitions", "2")
-        .config("spark.ui.enabled", "false")
-        .config("spark.ui.showConsoleProgress", "false")
-        .getOrCreate()
-    )
+    temporary = folder / "temporary"  # of a JVM that is killed, and so leaves it
+    temporary.mkdir()
+    given = settings("local[2]")  # queries here are as small as a report's
+    del given["spark.sql.python.filterPushdown.enabled"]  # portalmq.spark.register's part
+    given |= {
+        "spark.driver.memory": "512m",
+        "spark.driver.extraJavaOptions": f"{given['spark.driver.extraJavaOptions']} -Djava.io.tmpdir={temporary}",
+        "spark.sql.shuffle.partitions": "2",
+        "spark.local.dir": str(folder / "local"),
+        "spark.sql.warehouse.dir": str(folder / "warehouse"),
+    }
+    os.environ.update(SPARK_LOCAL_IP="127.0.0.1", PYSPARK_PYTHON=workers_python())
+    builder = SparkSession.builder.master("local[2]").appName("tests")
+    for name, value in given.items():
+        builder = builder.config(name, value)
+    session = builder.getOrCreate()
     session.sparkContext.setLogLevel("ERROR")
     portalmq.spark.register(session)
     yield session

@@ -258,7 +258,7 @@ class TestProcesses:
         submit = shutil.which("spark-submit", path=_PATH)
         assert submit is not None
         # As small as the command's own session: with Spark's defaults (200 parts, compiled queries) it takes minutes.
-        confs = {**session.settings("local[2]"), "spark.pyspark.python": sys.executable}
+        confs = {**session.settings("local[2]"), "spark.pyspark.python": session.workers_python()}
         settings = tuple(word for name, value in confs.items() for word in ("--conf", f"{name}={value}"))
         script = ROOT / "spark" / "throughput.py"
         self.check(submit, "--master", "local[2]", *settings, script, "--data-dir", small, out=tmp_path / "out")
