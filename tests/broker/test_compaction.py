@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import gevent
 import msgspec
 import pytest
@@ -189,12 +191,22 @@ def test_an_order_that_is_not_committed_is_not_carried_out(tmp_path):
         assert len(there(group.partition(1))) == 4
 
 
-def test_appends_and_reads_go_on_while_it_works(tmp_path):
+def test_appends_and_reads_go_on_while_it_works(tmp_path, monkeypatch):
+    stepped, enough, steps = compaction_module._stepped, threading.Event(), []
+
+    def in_the_midst(work):
+        """The second step has begun, and is not done before the log has gone on."""
+        steps.append(work)
+        assert len(steps) != 2 or enough.wait(30)
+        return stepped(work)
+
+    monkeypatch.setattr(compaction_module, "_stepped", in_the_midst)
     with replicas(tmp_path, 2) as group:
         settle(group)
         for _ in range(20):
             rounds(group.leader, keys=50)
         done = gevent.spawn(Everywhere(group).run, 1)
+        eventually(lambda: len(steps) == 2)
         sent = 0
         while not done.ready():
             put(group.leader, (b"live", b"%d" % sent))
@@ -203,9 +215,12 @@ def test_appends_and_reads_go_on_while_it_works(tmp_path):
             read = [record for piece in pieces for record in piece.records()]
             assert {record.key for record in read} >= {b"key %d" % key for key in range(50)}
             assert read[-1].value == b"%d" % (sent - 1)
+            if sent == 6:
+                assert len(steps) == 2, "it is in the midst of a step all the while"
+                enough.set()
             gevent.sleep(0)
         done.get()
-        assert sent > 5
+        assert sent >= 6
         assert len(there(group.leader)) <= 50 + sent
 
 
