@@ -35,6 +35,7 @@ def peer_calls(rooms: Rooms) -> dict[str, PeerCall]:
         "settle": lambda body, peer: rooms.settling.serve(body),
         "finish": lambda body, peer: rooms.finishing.serve(body),
         "turn": lambda body, peer: rooms.turns.serve(body),
+        "fronts": lambda body, peer: rooms.turns.serve_fronts(body),
         "unfinished": lambda body, peer: rooms.unfinished.serve(body),
         "sizes": lambda body, peer: rooms.sizing.serve(body),
         "look": lambda body, peer: rooms.sizing.serve_look(body),

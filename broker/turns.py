@@ -10,17 +10,18 @@ the group claims the partition for himself, and from then on nobody else moves t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import msgspec
 
 from portalmq.broker.atlas import Atlas
 from portalmq.broker.browsing import Stored
-from portalmq.broker.calls import Place, Turn, Turned
+from portalmq.broker.calls import Place, Result, Turn, Turned, result_of
 from portalmq.broker.clock import Clock
 from portalmq.broker.core.records import Claim, CommitOffset
-from portalmq.broker.forwarding import Leaders, place_of
+from portalmq.broker.forwarding import Leaders, Outcomes, place_of
 from portalmq.broker.groups import Groups
 from portalmq.broker.lookup import Lookup
 from portalmq.broker.partition import Partition
@@ -29,12 +30,25 @@ from portalmq.broker.storage.batch import Record
 from portalmq.broker.streams import target
 from portalmq.broker.topics import Topic
 from portalmq.control_plane.state import GroupState
-from portalmq.errors import GroupModeMismatch, Unavailable
+from portalmq.errors import GroupModeMismatch, PortalMQError, Unavailable
 
 TURN_TIMEOUT_S = 15.0
 NOBODY = ""
 
+
+class Fronts(msgspec.Struct, array_like=True):
+    """Whose turn is it on these partitions? Behind the first with a message nobody looks."""
+
+    group: str
+    group_id: str
+    topic: str
+    topic_id: str
+    numbers: list[int]
+
+
+_Fronts = list[Result[Turned]]
 _decode_turn = msgspec.msgpack.Decoder(Turn).decode
+_decode_fronts = msgspec.msgpack.Decoder(Fronts).decode
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -43,6 +57,30 @@ class Front(NamedTuple):
 
     message: Stored | None
     offset: int
+
+
+@dataclass(slots=True)
+class _Looking:
+    turns: Turns
+    group: GroupState
+
+    def here(self, places: Sequence[Place]) -> Outcomes[Turned]:
+        outcomes: Outcomes[Turned] = {place: Turned(False) for place in places}
+        for place in places:
+            try:
+                outcomes[place] = turned = self.turns.here(self.group, place, None)
+            except PortalMQError as error:
+                outcomes[place] = error
+            else:
+                if turned.message is not None:
+                    break
+        return outcomes
+
+    def there(self, broker_id: int, places: Sequence[Place]) -> Outcomes[Turned]:
+        numbers = [place.number for place in places]
+        call = Fronts(self.group.name, self.group.group_id, places[0].topic, places[0].topic_id, numbers)
+        results = self.turns.peers.call(broker_id, "fronts", call, _Fronts, timeout_s=TURN_TIMEOUT_S)
+        return {place: result.outcome() for place, result in zip(places, results, strict=True)}
 
 
 class Turns:
@@ -57,7 +95,7 @@ class Turns:
         peers: Peers,
         clock: Clock,
     ) -> None:
-        self._peers = peers
+        self.peers = peers
         self._groups = groups
         self._topic = known
         self._atlas = atlas
@@ -73,6 +111,28 @@ class Turns:
         turned = self._turn(name, topic, number, None, forward)
         stored = Stored(topic, number, *turned.message) if turned.message is not None else None
         return Front(stored, turned.offset)
+
+    def first_front(self, name: str, topic: str, numbers: Sequence[int]) -> Front:
+        """The first of these partitions' fronts that has a message, or else that of the first partition. Most often
+        that one has; only if not are the others' leaders asked, all at once, each for all that it leads."""
+        front = self.front(name, topic, numbers[0])
+        if front.message is not None or len(numbers) == 1:
+            return front
+        state, work = self._topic(topic).state, _Looking(self, self._group(name))
+        places = [place_of(state, number) for number in numbers[1:]]
+        # A message of one partition does not wait for the leader of another.
+        for patience_s in (0.0, None):
+            outcomes = self._leaders.run(places, work, repeatable=True, patience_s=patience_s)
+            for place in places:
+                outcome = outcomes[place]
+                if not isinstance(outcome, PortalMQError) and outcome.message is not None:
+                    return Front(Stored(topic, place.number, *outcome.message), outcome.offset)
+            places = [place for place in places if isinstance(outcomes[place], PortalMQError)]
+            if not places:
+                return front
+        failure = outcomes[places[0]]
+        assert isinstance(failure, PortalMQError)
+        raise failure
 
     def advance(self, name: str, topic: str, number: int, offset: int, *, forward: bool = True) -> bool:
         """Whether it was the turn of the message at `offset`; it is done then, durably. Raises with the outcome unknown
@@ -120,11 +180,22 @@ class Turns:
         start = target(partition, configured if isinstance(configured, str) else {"at": configured["at"]})
         partition.append_group_record(group.name, Claim(NOBODY, 0, start, self._clock.now_ms()))
 
+    def serve_fronts(self, body: bytes) -> bytes:
+        call = _decode_fronts(body)
+        group = self._same_group(call.group, call.group_id)
+        places = [Place(call.topic, call.topic_id, number) for number in call.numbers]
+        outcomes = self._leaders.run(places, _Looking(self, group), forward=False)
+        return _encode([result_of(outcomes[place]) for place in places])
+
+    def _same_group(self, name: str, group_id: str) -> GroupState:
+        group = self._groups.known(name)
+        if group.group_id != group_id:
+            raise Unavailable(f"group {name!r} was deleted meanwhile", retry_after_s=0.1)
+        return group
+
     def serve(self, body: bytes) -> bytes:
         call = _decode_turn(body)
-        group = self._groups.known(call.group)
-        if group.group_id != call.group_id:
-            raise Unavailable(f"group {call.group!r} was deleted meanwhile", retry_after_s=0.1)
+        group = self._same_group(call.group, call.group_id)
         place = Place(call.topic, call.topic_id, call.number)
         return _encode(self._leaders.one(place, self._lookup(group, call), forward=False))
 
@@ -134,7 +205,7 @@ class Turns:
             call,
             Turned,
             lambda place: self.here(group, place, call.done),
-            self._peers,
+            self.peers,
             timeout_s=TURN_TIMEOUT_S,
         )
 

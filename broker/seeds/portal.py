@@ -97,21 +97,17 @@ def _front(room: Room, topic: str, size: int, wait_ms: int) -> Stored | None:
     """The first message of any of `size` partitions; another is asked first each time."""
     turn = next(_turns)
     while True:
-        ends: list[tuple[int, int]] = []
-        for step in range(size):
-            number = (turn + step) % size
-            front = room.domain.turns.front(PORTAL_GROUP, topic, number)
-            if front.message is not None:
-                return front.message
-            ends.append((number, front.offset))
+        numbers = [(turn + step) % size for step in range(size)]
+        front = room.domain.turns.first_front(PORTAL_GROUP, topic, numbers)
+        if front.message is not None:
+            return front.message
         if wait_ms <= 0:
             return None
-        number, offset = ends[0]
         look_ms = wait_ms if size == 1 else min(wait_ms, LOOK_MS)
         room.domain.browse(
             topic,
-            number,
-            offset=offset,
+            numbers[0],
+            offset=front.offset,
             position=None,
             at_ms=None,
             limit=1,

@@ -11,7 +11,8 @@ from support.domain import Fixture, records, running
 
 from portalmq import stream_wire as contract
 from portalmq import wire
-from portalmq.errors import GroupModeMismatch, IllegalGeneration, PartitionNotFound, TopicNotFound
+from portalmq.broker.calls import Place
+from portalmq.errors import GroupModeMismatch, IllegalGeneration, PartitionNotFound, TopicNotFound, Unavailable
 
 
 @pytest.fixture
@@ -97,6 +98,44 @@ def test_who_joins_the_group_moves_the_offset_alone(fixture: Fixture) -> None:
     fixture.broker.streams.join("g", contract.JoinRequest(["t"], "m"))
     with pytest.raises(IllegalGeneration):
         advance(fixture, first)
+
+
+def test_the_first_front_with_a_message_is_found_among_many(fixture: Fixture) -> None:
+    def found(*numbers: int) -> tuple[int, int] | None:
+        stored = fixture.broker.turns.first_front("g", "t", numbers).message
+        return None if stored is None else (stored.partition, stored.offset)
+
+    assert found(0, 1) is None
+    fixture.broker.create_topic("one", wire.CreateTopic())
+    assert fixture.broker.turns.first_front("g", "one", [0]).message is None
+    (first,) = produce(fixture, "a", partition=1)
+    assert found(0, 1) == found(1, 0) == (1, first)
+    assert found(0) is None
+    (other,) = produce(fixture, "b", partition=0)
+    assert (found(0, 1), found(1, 0)) == ((0, other), (1, first))
+
+
+def test_a_message_is_found_though_another_partition_cannot_be_asked(
+    fixture: Fixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fixture.broker.create_topic("wide", wire.CreateTopic(partitions=3))
+    turns = fixture.broker.turns
+    here = turns.here
+
+    def lame(group: object, place: Place, done: int | None) -> object:
+        if place.number == 1:
+            raise Unavailable("no leader just now", outcome="not_applied")
+        return here(group, place, done)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(turns, "here", lame)
+    monkeypatch.setattr(turns._leaders, "_patience_s", 0.1)
+    with pytest.raises(Unavailable):
+        turns.first_front("g", "wide", [0, 1, 2])
+    produced = fixture.broker.produce("wide", records("x"), None, acks="all", partition=2)
+    monkeypatch.setattr(turns._leaders, "_patience_s", 60)
+    message = turns.first_front("g", "wide", [0, 1, 2]).message
+    assert message is not None
+    assert (message.partition, message.offset) == (2, produced[0].offset)  # type: ignore[union-attr]
 
 
 def test_bad_requests_are_told(fixture: Fixture) -> None:

@@ -110,6 +110,19 @@ def test_all_partitions_of_a_topic_are_read(client: FlaskClient, fixture: Fixtur
     assert len(sent) == 30
 
 
+def test_nobody_is_asked_for_the_number_of_partitions(
+    client: FlaskClient, fixture: Fixture, topic: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (offset,) = publish(client, "a")
+
+    def asked(*_: Any) -> None:
+        raise AssertionError("every broker knows how many there are")
+
+    monkeypatch.setattr(fixture.broker, "describe_topic", asked)
+    assert post(client, "/read", name=topic, id="c")[1]["offset"] == offset
+    assert post(client, "/topic/exists", name=topic)[0] == 200
+
+
 def test_bad_requests_are_told(client: FlaskClient) -> None:
     assert client.post("/publish", data=b"no json").status_code == 400
     assert post(client, "/publish", name="a/b", message="x")[0] == 400
