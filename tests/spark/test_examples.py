@@ -17,9 +17,12 @@ from typing import Any
 
 import pytest
 from support.broker_process import BrokerProcess
+from support.cluster import wait_until
 
 from portalmq import Admin, Producer
 from portalmq.demo_iot.readings import Reading, replay, year
+from portalmq.spark import options
+from portalmq.spark.origin import origin_of
 
 pytestmark = [pytest.mark.spark, pytest.mark.cluster, pytest.mark.timeout(300)]
 
@@ -129,6 +132,12 @@ def test_averages_come_once_for_each_window_that_is_over_also_over_several_runs(
 # --- a batch in SQL ---------------------------------------------------------------------------------------------------
 
 
+def ends(**door: str) -> dict[tuple[str, int], int]:
+    """Where the logs end, seen through this door."""
+    logs = origin_of(options.stream_reading({"topic": "temp_*", **door})).logs()
+    return {(log.topic, log.partition): log.end_offset for log in logs}
+
+
 def test_the_sql_of_a_year_of_weather(
     spark: Any, broker: BrokerProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -136,6 +145,10 @@ def test_the_sql_of_a_year_of_weather(
         assert "2000" in command
         typed(command.replace("2000", "300"), broker, tmp_path)
     assert len((tmp_path / "weather.txt").read_text().splitlines()) == 300
+    # The files tell what is committed up to a second late, and the example reads what became of the messages from them.
+    wait_until(
+        lambda: ends(path=str(broker.data_dir)) == ends(bootstrap=broker.url), "what was acked stands in the files"
+    )
     ran = run("spark_sql.py", spark, monkeypatch, PORTALMQ_URL=broker.url, DATA=str(broker.data_dir))
     readings = {sensor: list(islice(year("temp", sensor), 300)) for sensor in (1, 2, 3)}
     stations = {row.station: row for row in ran["stations"].collect()}
