@@ -17,6 +17,9 @@ from portalmq.broker.storage.errors import CorruptBatch
 from portalmq.broker.storage.holes import removed_below
 from portalmq.broker.storage.rows import BATCH_COLUMNS, MESSAGE_COLUMNS, batch_of, record_of
 
+# (message id, offset, body hash, time)
+_decode_ids = msgspec.json.Decoder(list[tuple[str, int, str | None, int]]).decode
+
 
 class ReadableSegment(ABC):
     """What can be asked of one file. Offsets [base_offset, end_offset); `removed` of its messages are gone by
@@ -226,17 +229,20 @@ class ReadableSegment(ABC):
         self, message_ids: Sequence[bytes], since_ms: int
     ) -> dict[bytes, tuple[int, bytes | None, int]]:
         """As message_of_id, of those that are here. Ids in order are found the quickest: one query for a thousand takes
-        2 to 6 ms, 0.2 where none of their families is, one for each 8 to 15."""
+        2 to 6 ms, 0.2 where none of their families is, one for each 8 to 15. All comes in one row, as each row waits
+        for the interpreter's lock."""
         found: dict[bytes, tuple[int, bytes | None, int]] = {}
-        rows = self.reader.execute(
-            "SELECT m.message_id, m.offset, m.body_hash, m.timestamp_ms FROM carray(?) AS sought"
+        rows: Any = self.reader.execute(
+            "SELECT json_group_array(json_array(hex(m.message_id), m.offset, iif(m.body_hash IS NULL, NULL,"
+            " hex(m.body_hash)), m.timestamp_ms)) FROM carray(?) AS sought"
             " CROSS JOIN messages AS m INDEXED BY messages_by_message_id ON m.message_id = sought.value"
             " WHERE m.timestamp_ms >= ?",
             (apsw.carray(tuple(message_ids)), since_ms),
-        )
-        for message_id, offset, body_hash, timestamp_ms in rows:
+        ).get
+        for id_hex, offset, hash_hex, timestamp_ms in _decode_ids(rows):
+            message_id = bytes.fromhex(id_hex)
             if message_id not in found or offset > found[message_id][0]:
-                found[message_id] = (offset, body_hash, timestamp_ms)
+                found[message_id] = (offset, None if hash_hex is None else bytes.fromhex(hash_hex), timestamp_ms)
         return found
 
     def offset_for_time(self, timestamp_ms: int) -> int:
