@@ -75,12 +75,10 @@ class Lane:
 
     `open` collects messages, `queue` holds what is to be sent next. `scheduled` is true while the lane is with a
     sender, or waits for one, or pauses until `retry_at`: so no two threads ever send for one lane.
-    `identity` and `next_sequence` are the producer's stamp here: only whoever sends for the lane changes them. `alone`
-    is true while its last batch was of one message: nobody gathers here.
+    `identity` and `next_sequence` are the producer's stamp here: only whoever sends for the lane changes them.
     """
 
     __slots__ = (
-        "alone",
         "backoff",
         "identity",
         "next_sequence",
@@ -100,7 +98,6 @@ class Lane:
         self.open: Batch | None = None
         self.queue: deque[Batch] = deque()
         self.scheduled = False
-        self.alone = True
         self.retry_at = 0.0
         self.backoff: Backoff | None = None
         self.identity: wire.ProducerIdentity | None = None

@@ -141,26 +141,6 @@ class Connection:
         self.reusable = cut_off is None and not response.will_close
         return answer
 
-    def fileno(self) -> int:
-        return self._socket.fileno()
-
-    def send_at_once(self, request: bytes) -> bool:
-        """Send without waiting, for whoever reads by `receive`; False when it does not go out whole."""
-        self.used, self.reusable = True, False
-        try:
-            if self._socket.gettimeout() != 0:
-                self._socket.setblocking(False)
-            return self._socket.send(request) == len(request)
-        except OSError:
-            return False
-
-    def receive(self, size: int) -> bytes | None:
-        """What is there to be read, None while there is nothing, b"" at the end. Raises OSError."""
-        try:
-            return self._socket.recv(size)
-        except BlockingIOError:
-            return None
-
     def _send(self, head: bytes, body: bytes) -> None:
         if len(body) <= JOIN_BYTES_MAX:
             self._socket.sendall(head + body)
@@ -244,26 +224,6 @@ class ConnectionPool:
             return answer
         finally:
             host.places.release()
-
-    def borrow(self, address: Address) -> Connection | None:
-        """A kept connection that is idle, for an exchange of the caller's own; None when there is none. It has to be
-        given back."""
-        host = self._host(address)
-        if not host.places.acquire(blocking=False):
-            return None
-        try:
-            connection = self._take_idle(host)
-        except NotSent:
-            connection = None
-        if connection is None:
-            host.places.release()
-        return connection
-
-    def give_back(self, address: Address, connection: Connection) -> None:
-        """One that is not reusable is closed."""
-        host = self._host(address)
-        self._give_back(host, connection)
-        host.places.release()
 
     def _host(self, address: Address) -> _Host:
         if os.getpid() != self._process:

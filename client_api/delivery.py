@@ -18,7 +18,6 @@ import msgspec
 
 from portalmq import wire
 from portalmq.batching import Batch, Lane
-from portalmq.connection import Answer
 from portalmq.errors import (
     Fenced,
     InvalidRequest,
@@ -27,15 +26,7 @@ from portalmq.errors import (
     PortalMQError,
     Unavailable,
 )
-from portalmq.transport import (
-    Backoff,
-    OutOfTime,
-    Request,
-    Transport,
-    decode_answer,
-    error_of_answer,
-    may_repeat,
-)
+from portalmq.transport import Backoff, OutOfTime, Request, Transport, decode_answer, may_repeat
 
 _log = logging.getLogger("portalmq.producer")
 
@@ -95,38 +86,11 @@ class Delivery:
                 if pause_s is not None:
                     return pause_s
             else:
-                self._arrived(lane, batch, produced)
+                start, end = batch.ranges[-1]
+                batch.finish_range(produced)
+                lane.next_sequence += end - start
+                lane.backoff = None
         return None
-
-    def prepared(self, lane: Lane, batch: Batch) -> Request | None:
-        """The request of a batch, for who sends it himself; None when the producer has to ask a broker for an identity
-        first, or would not hear of an answer."""
-        if self._acks == "none" or not self._idempotent:
-            return None
-        if lane.identity is None or lane.identity is not self._identity:
-            return None
-        batch.body = self._encode(lane, batch)
-        return self._request(lane, batch.body)
-
-    def ended(self, lane: Lane, batch: Batch, answer: Answer | None) -> float | None:
-        """What became of a request that somebody else has sent; no answer is None. The result is that of advance()."""
-        try:
-            if answer is None:
-                raise Unavailable("the leader gave no answer", outcome="unknown")
-            if answer.status >= 300:
-                raise error_of_answer(answer)
-            produced = decode_answer(answer, wire.ProducedRange)
-        except PortalMQError as error:
-            pause_s = self._after_failure(lane, batch, error)
-            return 0.0 if pause_s is None and batch.ranges else pause_s
-        self._arrived(lane, batch, produced)
-        return None
-
-    def _arrived(self, lane: Lane, batch: Batch, produced: wire.ProducedRange) -> None:
-        start, end = batch.ranges[-1]
-        batch.finish_range(produced)
-        lane.next_sequence += end - start
-        lane.backoff = None
 
     def give_up(self, lane: Lane, batch: Batch, fault: BaseException) -> None:
         """Something that is no PortalMQError came up while sending: the futures must not hang on it."""
@@ -143,15 +107,19 @@ class Delivery:
         body = batch.body
         if body is None:
             body = batch.body = self._encode(lane, batch)
-        answer = self._transport.attempt(self._request(lane, body), deadline)
+        request = Request(
+            "POST",
+            lane.path,
+            body,
+            _HEADERS,
+            repeatable=self._idempotent,
+            leader_of=(lane.topic, lane.partition),
+        )
+        answer = self._transport.attempt(request, deadline)
         if self._acks == "none":
             start, end = batch.ranges[-1]
             return wire.ProducedRange(-1, -1, end - start, 0)
         return decode_answer(answer, wire.ProducedRange)
-
-    def _request(self, lane: Lane, body: bytes) -> Request:
-        place = (lane.topic, lane.partition)
-        return Request("POST", lane.path, body, _HEADERS, repeatable=self._idempotent, leader_of=place)
 
     def _encode(self, lane: Lane, batch: Batch) -> bytes:
         start, end = batch.ranges[-1]

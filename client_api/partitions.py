@@ -69,12 +69,8 @@ class Topics(dict[str, Topic]):
             raise PartitionNotFound(f"topic {name} has the partitions 0 to {len(topic.lanes) - 1}, not {partition}")
         return topic.lanes[partition]
 
-    def is_old(self, name: str) -> bool:
-        """Whether a broker is to be asked whether there are more partitions by now."""
-        return time.monotonic() - self[name].known_at > METADATA_AGE_S_MAX
-
     def refresh_if_old(self, name: str) -> None:
-        if self.is_old(name):
+        if time.monotonic() - self[name].known_at > METADATA_AGE_S_MAX:
             self.refresh(name)
 
     def refresh(self, name: str) -> None:

@@ -22,7 +22,6 @@ from typing import Any
 from portalmq import wire
 from portalmq.batching import Batch, Lane, SendFuture
 from portalmq.closing import Closing
-from portalmq.connection import Answer
 from portalmq.delivery import Delivery
 from portalmq.errors import Backpressure, MessageTooLarge
 from portalmq.outgoing import MESSAGE_OVERHEAD_BYTES, Plain, pack
@@ -204,32 +203,6 @@ class Producer(Closing):
             and self._buffered_bytes < self._buffer_bytes
         )
 
-    def take_in_hand(self, topic: str, value: str | bytes, content_type: str | None) -> InHand | None:
-        """A message that its caller brings to the leader without a sender's help, for an event loop. None where it is
-        to be sent as ever: senders are at work on its partition, or have to ask a broker something first, or had
-        several messages for it at a time. Then a moment's waiting for more of them carries more than haste does."""
-        known = self._topics.get(topic)
-        if known is None or self._topics.is_old(topic):
-            return None
-        message, size = pack(value, None, None, None, None, None, 0, content_type)
-        lane = known.lanes[known.sticky]
-        with self._lock:
-            if lane.scheduled or lane.open is not None or not lane.alone or self._closed:
-                return None
-            if not self.has_room_for(topic):
-                return None
-            now = time.monotonic()
-            batch = Batch(lane, now, now + self._delivery_timeout_s, self._hurry)
-            batch.messages.append(message)
-            batch.size = size
-            batch.seal()
-            lane.scheduled = True
-            self._unsettled.add(batch)
-            self._buffered_messages += 1
-            self._buffered_bytes += size
-            known.move_on_from(lane)
-        return InHand(self, self._delivery, lane, batch)
-
     def _meet(self, name: str) -> Topic:
         if self._closed:
             raise RuntimeError("the producer is closed")
@@ -408,7 +381,6 @@ class Producer(Closing):
         if pause_s is None:
             batch.settle()
         with self._lock:
-            lane.alone = batch.count == 1
             if pause_s is not None:
                 lane.queue.appendleft(batch)
                 lane.retry_at = time.monotonic() + pause_s
@@ -476,31 +448,6 @@ class Producer(Closing):
             self._transport.close()
             for sender in self._senders:
                 sender.join(timeout=1.0)
-
-
-class InHand:
-    """A message that leaves by its caller's hand: its lane is his until `end`, or `leave` to the senders."""
-
-    def __init__(self, producer: Producer, delivery: Delivery, lane: Lane, batch: Batch) -> None:
-        self.future = SendFuture(batch, 0)
-        self.request = delivery.prepared(lane, batch)
-        self._producer = producer
-        self._delivery = delivery
-        self._lane = lane
-        self._batch = batch
-
-    def leave(self) -> None:
-        """It was not tried: a sender is to."""
-        self._producer._release(self._lane, self._batch, 0.0)
-
-    def end(self, answer: Answer | None) -> None:
-        """It was tried; None when no answer came. What needs another try is left to the senders."""
-        try:
-            pause_s = self._delivery.ended(self._lane, self._batch, answer)
-        except Exception as fault:  # noqa: BLE001 - as in _serve
-            self._delivery.give_up(self._lane, self._batch, fault)
-            pause_s = None
-        self._producer._release(self._lane, self._batch, pause_s)
 
 
 def _close_at_exit(producer: Producer) -> None:

@@ -226,14 +226,6 @@ class Transport:
             error.outcome = "unknown"
         raise error
 
-    def way(self, request: Request) -> tuple[Address, bytes] | None:
-        """Where a first try would go, and its head, for who sends it without waiting. None when a broker has to be
-        asked for that before, or this is closed."""
-        if request.topic in self._outdated or self._closing.is_set():
-            return None
-        address, is_leader = self._where(request)
-        return address, self._head(address, request, forward=not is_leader, is_first=request.tells_first)
-
     def _learn_from(self, error: PortalMQError, address: Address, request: Request) -> None:
         """Where the next try goes, if there is one. Another broker is asked without waiting for what this one asks."""
         topic = request.topic

@@ -6,10 +6,6 @@ A lane is with one worker at a time. So what comes in while a call is on its way
 a leader keeps one worker and not all of them, and nobody is asked for more messages than there are consumers waiting.
 A message for a queue that is known takes no lane: the producer has batches of its own.
 
-With a `watch` the thread that takes requests begins the calls itself and hears of their answers: it waits for none, and
-nothing changes hands between threads. A worker is for a call that could not be begun, or that was not answered well. A
-message that comes alone is begun, those that come together are the producer's batch.
-
 Every request has a deadline. What a call could not do in time is refused; those in the same call with time left are
 tried again.
 """
@@ -24,10 +20,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol
 
-from portalmq.begun import Begun
-from portalmq.connection import Answer
 from portalmq.errors import MessageNotFound, PortalMQError, Unavailable
 from portalmq.message import RecordMetadata
 from portalmq.zeromq import protocol
@@ -42,39 +36,15 @@ DELETE_MAX = 500
 CALL_S_MIN = 0.05
 
 
-# Told of a request that was begun: calls back with its answer, or with None when there is none, in the same thread.
-Watch = Callable[[Begun, Callable[[Answer | None], None]], None]
-
-T_co = TypeVar("T_co", covariant=True)
-
-
-class Call(Protocol[T_co]):
-    """One call to the brokers, however often it is tried."""
-
-    def begin(self, watch: Watch, timeout_s: float, done: Callable[[Answer | None], None]) -> bool:
-        """Whether it could be begun without waiting."""
-        ...
-
-    def outcome(self, answer: Answer) -> T_co:
-        """Of a call that was begun. Raises a PortalMQError."""
-        ...
-
-    def carry_out(self, timeout_s: float) -> T_co:
-        """Waits. Raises a PortalMQError."""
-        ...
-
-
 class Cluster(Protocol):
     """What the desk needs of the brokers."""
 
     def has_room_for(self, queue: str) -> bool: ...
-    def send(
-        self, queue: str, value: str | bytes, content_type: str | None, watch: Watch | None = None
-    ) -> Future[RecordMetadata]: ...
-    def receiving(self, queue: str, at_most: int) -> Call[list[Received]]: ...
+    def send(self, queue: str, value: str | bytes, content_type: str | None) -> Future[RecordMetadata]: ...
+    def receive(self, queue: str, at_most: int, timeout_s: float) -> list[Received]: ...
     def give_back(self, receipts: list[str]) -> None: ...
-    def deleting(self, queue: str, partition: int, ids: list[str]) -> Call[list[bool]]: ...
-    def telling(self, body: bytes) -> Call[bytes]: ...
+    def delete(self, queue: str, partition: int, ids: list[str], timeout_s: float) -> list[bool]: ...
+    def command(self, body: bytes, timeout_s: float) -> bytes: ...
 
 
 @dataclass(slots=True)
@@ -102,26 +72,15 @@ class Returned(NamedTuple):
     receipt: str
 
 
-@dataclass(slots=True)
-class _Calling:
-    """A call for these jobs. `was_tried`: it was begun, and whether it did anything is not known."""
-
-    call: Call[Any]
-    jobs: list[Job]
-    was_tried: bool = False
-
-
 _Lane = tuple[str, str, int]
-_Item = Job | Returned | _Calling
+_Item = Job | Returned
 
 
 class Desk:
-    """`answer` is called once for each job, by any thread. `ports` are told to those who open a door. With a `watch`
-    one thread takes jobs, begins their calls, and calls back.
+    """`answer` is called once for each job, by any thread. `ports` are told to those who open a door.
 
-    Invariant, under the lock: a lane is in `_lanes` while it has items, is with a worker, or has a call that was begun.
-    One that is with nobody is in `_ready`, or in `_fresh` until the next begin(). `_fresh` and `_posts` are of the
-    thread that takes.
+    Invariant, under the lock: a lane is in `_lanes` while it has items or is with a worker; it is in `_ready` while it
+    has items and is with none.
     """
 
     def __init__(
@@ -130,14 +89,12 @@ class Desk:
         answer: Callable[[Reply], None],
         *,
         ports: Callable[[], dict[Door, int]],
-        watch: Watch | None = None,
         clock: Callable[[], float] = time.monotonic,
         workers_max: int = WORKERS_MAX,
     ) -> None:
         self._cluster = cluster
         self._answer = answer
         self._ports = ports
-        self._watch = watch
         self._clock = clock
         self._workers_max = workers_max
         self._lock = threading.Lock()
@@ -147,27 +104,23 @@ class Desk:
         self._workers: list[threading.Thread] = []
         self._resting = 0
         self._closed = False
-        self._fresh: list[_Lane] = []
-        self._posts: dict[str, list[Job]] = {}
 
     # --- in ----------------------------------------------------------------------------------------------------------
 
     def take(self, job: Job) -> None:
-        """Never waits. With a `watch` begin() is to follow."""
+        """Never waits."""
         what = job.what
         if isinstance(what, Posted):
-            if not self._cluster.has_room_for(what.queue):
-                self._put(("post", what.queue, 0), job)
-            elif self._watch is None:
+            if self._cluster.has_room_for(what.queue):
                 self._send(job)
             else:
-                self._posts.setdefault(what.queue, []).append(job)
+                self._put(("post", what.queue, 0), job)
         elif isinstance(what, Asked):
-            self._ask(("receive", what.queue, 0), job)
+            self._put(("receive", what.queue, 0), job)
         elif what.message_id is not None:
-            self._ask(("delete", what.queue, protocol.partition_of(what.message_id)), job)
+            self._put(("delete", what.queue, protocol.partition_of(what.message_id)), job)
         else:
-            self._ask(("tell", what.queue, 0), job)
+            self._put(("tell", what.queue, 0), job)
 
     def give_back(self, queue: str, receipt: str) -> None:
         """Its answer reached nobody."""
@@ -183,75 +136,6 @@ class Desk:
             self._ready.append(lane)
             self._wake()
 
-    def _ask(self, lane: _Lane, job: Job) -> None:
-        if self._watch is None:
-            self._put(lane, job)
-            return
-        with self._lock:
-            items = self._lanes.get(lane)
-            if items is not None:
-                items.append(job)
-                return
-            self._lanes[lane] = deque([job])
-        self._fresh.append(lane)
-
-    # --- calls that are begun ----------------------------------------------------------------------------------------
-
-    def begin(self) -> None:
-        """What was taken since the last time: what came together goes together."""
-        posts, self._posts = self._posts, {}
-        for jobs in posts.values():
-            alone = len(jobs) == 1
-            for job in jobs:
-                self._send(job, self._watch if alone else None)
-        fresh, self._fresh = self._fresh, []
-        for lane in fresh:
-            self._begin_next(lane)
-
-    def _begin_next(self, lane: _Lane) -> None:
-        """A lane that is with nobody else goes on, or ends."""
-        with self._lock:
-            items = self._lanes[lane]
-            taken = [items.popleft() for _ in range(min(len(items), _at_once(lane)))]
-            if not taken:
-                del self._lanes[lane]
-                return
-        assert self._watch is not None
-        self._begin(self._watch, lane, [item for item in taken if isinstance(item, Job)])
-
-    def _begin(self, watch: Watch, lane: _Lane, jobs: list[Job]) -> None:
-        """For a lane that is nobody else's. A call that cannot be begun is a worker's."""
-        calling = _Calling(self._call(lane, jobs), jobs)
-        # Half of the time is left to the worker who goes on where this fails.
-        timeout_s = (min(job.deadline for job in jobs) - self._clock()) / 2
-        if timeout_s < CALL_S_MIN or not calling.call.begin(watch, timeout_s, partial(self._ended, lane, calling)):
-            self._hand_over(lane, calling)
-
-    def _ended(self, lane: _Lane, calling: _Calling, answer: Answer | None) -> None:
-        try:
-            if answer is None:
-                raise Unavailable("the broker gave no answer", outcome="unknown")
-            self._settle(lane, calling.jobs, calling.call.outcome(answer))
-        except PortalMQError as error:
-            if error.retryable:
-                calling.was_tried = error.outcome == "unknown"
-                self._hand_over(lane, calling)
-                return
-            for job in calling.jobs:
-                self._refuse(job, error)
-        except Exception as fault:  # noqa: BLE001 - the loop outlives whatever comes up
-            self._fail(fault, calling.jobs)
-        # Begun with what the sockets have by now.
-        self._fresh.append(lane)
-
-    def _hand_over(self, lane: _Lane, calling: _Calling) -> None:
-        with self._lock:
-            self._lanes[lane].appendleft(calling)
-            self._ready.append(lane)
-            self._wake()
-
-    # --- workers -----------------------------------------------------------------------------------------------------
-
     def _wake(self) -> None:
         if self._resting:
             # Counted here: one that is woken and has not run yet must not be taken for one that rests.
@@ -261,6 +145,8 @@ class Desk:
             worker = threading.Thread(target=self._run, name="portalmq-miniq", daemon=True)
             self._workers.append(worker)
             worker.start()
+
+    # --- workers -----------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         while True:
@@ -272,8 +158,7 @@ class Desk:
                     self._work.wait()
                 lane = self._ready.popleft()
                 items = self._lanes[lane]
-                at_once = 1 if isinstance(items[0], _Calling) else _at_once(lane)
-                taken = [items.popleft() for _ in range(min(len(items), at_once))]
+                taken = [items.popleft() for _ in range(min(len(items), _at_once(lane)))]
             left = self._serve(lane, taken)
             with self._lock:
                 items.extendleft(reversed(left))
@@ -286,8 +171,7 @@ class Desk:
 
     def _serve(self, lane: _Lane, taken: Sequence[_Item]) -> list[Job]:
         """Those that are to be tried again."""
-        if isinstance(taken[0], _Calling):
-            return self._go_on(lane, taken[0])
+        kind, queue, partition = lane
         receipts = [item.receipt for item in taken if isinstance(item, Returned)]
         jobs = [item for item in taken if isinstance(item, Job)]
         now = self._clock()
@@ -295,37 +179,29 @@ class Desk:
         jobs = [job for job in jobs if job.deadline - now >= CALL_S_MIN]
         for job in late:
             self._refuse(job, Unavailable("the brokers could not be asked in time: ask again", outcome="not_applied"))
-        if lane[0] == "post":
-            for job in jobs:
-                try:
-                    self._send(job)
-                except Exception as fault:  # noqa: BLE001 - a worker outlives whatever comes up
-                    self._fail(fault, [job])
-        elif jobs:
-            return self._go_on(lane, _Calling(self._call(lane, jobs), jobs))
-        elif receipts:
-            try:
-                self._cluster.give_back(receipts)
-            except Exception as fault:  # noqa: BLE001 - a worker outlives whatever comes up
-                _log.info("messages that reached nobody come again when their leases end: %r", fault)
-        return []
-
-    def _go_on(self, lane: _Lane, calling: _Calling) -> list[Job]:
-        timeout_s = min(job.deadline for job in calling.jobs) - self._clock()
+        timeout_s = min((job.deadline for job in jobs), default=now) - now
         try:
-            self._settle(lane, calling.jobs, calling.call.carry_out(max(timeout_s, CALL_S_MIN)))
+            if receipts:
+                self._cluster.give_back(receipts)
+            elif not jobs:
+                pass
+            elif kind == "post":
+                for job in jobs:
+                    self._send(job)
+            elif kind == "receive":
+                self._receive(queue, jobs, timeout_s)
+            elif kind == "delete":
+                self._delete(queue, partition, jobs, timeout_s)
+            else:
+                self._tell(jobs, timeout_s)
         except PortalMQError as error:
-            if calling.was_tried:
-                error.outcome = "unknown"
-            return self._after(error, calling.jobs)
+            if receipts:
+                _log.info("messages that reached nobody come again when their leases end: %s", error)
+            return self._after(error, jobs)
         except Exception as fault:  # noqa: BLE001 - a worker outlives whatever comes up
-            self._fail(fault, calling.jobs)
+            _log.exception("a call for MiniQ failed")
+            return self._after(Unavailable(f"the call failed: {fault!r}", retryable=False, outcome="unknown"), jobs)
         return []
-
-    def _fail(self, fault: Exception, jobs: list[Job]) -> None:
-        _log.exception("a call for MiniQ failed")
-        for job in jobs:
-            self._refuse(job, Unavailable(f"the call failed: {fault!r}", retryable=False, outcome="unknown"))
 
     def _after(self, error: PortalMQError, jobs: list[Job]) -> list[Job]:
         """A call failed whose time was that of its oldest job. The others have time left, where it may help."""
@@ -342,29 +218,10 @@ class Desk:
 
     # --- what is asked -----------------------------------------------------------------------------------------------
 
-    def _call(self, lane: _Lane, jobs: list[Job]) -> Call[Any]:
-        kind, queue, partition = lane
-        if kind == "receive":
-            return self._cluster.receiving(queue, len(jobs))
-        if kind == "delete":
-            return self._cluster.deleting(queue, partition, _ids(jobs))
-        (job,) = jobs
-        assert isinstance(job.what, Told)
-        return self._cluster.telling(job.what.body)
-
-    def _settle(self, lane: _Lane, jobs: list[Job], outcome: Any) -> None:
-        kind, queue, _ = lane
-        if kind == "receive":
-            self._received(queue, jobs, outcome)
-        elif kind == "delete":
-            self._deleted(queue, jobs, outcome)
-        else:
-            self._told(jobs[0], outcome)
-
-    def _send(self, job: Job, watch: Watch | None = None) -> None:
+    def _send(self, job: Job) -> None:
         assert isinstance(job.what, Posted)
         try:
-            future = self._cluster.send(job.what.queue, job.what.value, job.what.content_type, watch)
+            future = self._cluster.send(job.what.queue, job.what.value, job.what.content_type)
         except PortalMQError as error:
             self._refuse(job, error)
             return
@@ -381,8 +238,8 @@ class Desk:
             fault = Unavailable(f"sending failed: {fault!r}", outcome="unknown")
         self._refuse(job, fault)
 
-    def _received(self, queue: str, jobs: list[Job], found: list[Received]) -> None:
-        messages = iter(found)
+    def _receive(self, queue: str, jobs: list[Job], timeout_s: float) -> None:
+        messages = iter(self._cluster.receive(queue, len(jobs), timeout_s))
         for job in jobs:
             message = next(messages, None)
             if message is None:
@@ -390,15 +247,19 @@ class Desk:
             else:
                 self._answer(Reply(job, protocol.handed(queue, message), (queue, message.receipt)))
 
-    def _deleted(self, queue: str, jobs: list[Job], verdicts: list[bool]) -> None:
-        for job, message_id, was_there in zip(jobs, _ids(jobs), verdicts, strict=True):
+    def _delete(self, queue: str, partition: int, jobs: list[Job], timeout_s: float) -> None:
+        ids = [job.what.message_id for job in jobs if isinstance(job.what, Told) and job.what.message_id is not None]
+        verdicts = self._cluster.delete(queue, partition, ids, timeout_s)
+        for job, message_id, was_there in zip(jobs, ids, verdicts, strict=True):
             if was_there:
                 self._answer(Reply(job, protocol.done(queue=queue, id=message_id)))
             else:
                 self._refuse(job, MessageNotFound(f"queue {queue!r} has no message {message_id!r} to be deleted"))
 
-    def _told(self, job: Job, answer: bytes) -> None:
+    def _tell(self, jobs: list[Job], timeout_s: float) -> None:
+        (job,) = jobs
         assert isinstance(job.what, Told)
+        answer = self._cluster.command(job.what.body, timeout_s)
         opens: Door | None = _OPENS.get(job.what.kind)
         if opens is not None:
             answer = protocol.with_member(answer, "port", self._ports()[opens])
@@ -422,7 +283,3 @@ _AT_ONCE = {"tell": 1, "receive": RECEIVE_MAX}
 
 def _at_once(lane: _Lane) -> int:
     return _AT_ONCE.get(lane[0], DELETE_MAX)
-
-
-def _ids(jobs: list[Job]) -> list[str]:
-    return [job.what.message_id for job in jobs if isinstance(job.what, Told) and job.what.message_id is not None]

@@ -1,5 +1,4 @@
-"""MiniQ's three sockets. One thread reads and writes them all, and waits for nothing else. The brokers' answers to what
-it has begun itself come to the same poll.
+"""MiniQ's three sockets. One thread reads and writes them all, and waits for nothing else.
 
 ROUTER sockets serve any number of REQ clients at a time: each request goes to the desk, and its answer finds the way
 back when it is there. What is in hand is bounded in number and bytes, and for each client; beyond that a request is
@@ -13,17 +12,14 @@ import contextlib
 import errno
 import logging
 import os
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import zmq
 
 from portalmq import wire
-from portalmq.begun import Begun
-from portalmq.connection import Answer, NoAnswer
 from portalmq.errors import Backpressure, PortalMQError, Unavailable
 from portalmq.zeromq import COMMAND_PORT, CONSUMER_PORT, PRODUCER_PORT, protocol
 from portalmq.zeromq.access import Access
@@ -46,8 +42,6 @@ KEEPALIVE_INTERVAL_S = 10
 KEEPALIVE_PROBES = 3
 HANDSHAKE_WITHIN_S = 10
 CLOSE_LINGER_MS = 1_000
-# How often it is looked whether a call that was begun has been silent for too long.
-SILENCE_LOOK_S = 0.2
 # A message as JSON, with escapes, in its envelope.
 ENVELOPE_BYTES = 64 * 1024
 
@@ -94,9 +88,7 @@ class Server:
         self._poller = zmq.Poller()
         self._sockets: dict[Door, zmq.Socket[bytes]] = {}
         self.endpoints: dict[Door, str] = {}
-        self._desk = Desk(cluster, self._answered, ports=lambda: self.ports, watch=self._watch, clock=clock)
-        self._begun: dict[int, tuple[Begun, Callable[[Answer | None], None]]] = {}
-        self._thread = threading.get_ident()
+        self._desk = Desk(cluster, self._answered, ports=lambda: self.ports, clock=clock)
         # Invariant: `_in_hand` counts the jobs at the desk by (door, client), `_bytes` is the sum of their sizes.
         self._in_hand: dict[tuple[Door, bytes], int] = {}
         self._requests = 0
@@ -154,7 +146,6 @@ class Server:
             while self._requests and (left_s := deadline - self._clock()) > 0:
                 self._turn(left_s)
         finally:
-            self._abandon()
             self._desk.close(0)
             self._close_sockets(linger_ms=CLOSE_LINGER_MS)
 
@@ -168,51 +159,15 @@ class Server:
         return self._ringer
 
     def _turn(self, timeout_s: float | None) -> None:
-        if self._begun:
-            timeout_s = SILENCE_LOOK_S if timeout_s is None else min(timeout_s, SILENCE_LOOK_S)
         ready = dict(self._poller.poll(None if timeout_s is None else max(1, round(timeout_s * 1000))))
-        if self._begun:
-            self._hear(ready)
         if self._bell in ready:
             with contextlib.suppress(BlockingIOError):
                 os.read(self._bell, 4096)
         for door, socket in self._sockets.items():
             if socket in ready:
                 self._read(door, socket)
-        self._desk.begin()
         while self._outbox:
             self._send_off(self._outbox.popleft())
-
-    def _watch(self, begun: Begun, done: Callable[[Answer | None], None]) -> None:
-        self._begun[begun.fileno()] = begun, done
-        self._poller.register(begun.fileno(), zmq.POLLIN)
-
-    def _hear(self, ready: Container[object]) -> None:
-        """What the brokers say. One that closes its connection, or is silent for too long, has given no answer."""
-        now = self._clock()
-        for number, (begun, done) in tuple(self._begun.items()):
-            answer: Answer | None = None
-            try:
-                if number in ready:
-                    answer = begun.read()
-                    if answer is None and now < begun.deadline:
-                        continue
-                elif now < begun.deadline:
-                    continue
-                if answer is None:
-                    begun.end()
-            except NoAnswer:
-                pass
-            self._poller.unregister(number)
-            del self._begun[number]
-            done(answer)
-
-    def _abandon(self) -> None:
-        for number, (begun, done) in tuple(self._begun.items()):
-            self._poller.unregister(number)
-            del self._begun[number]
-            begun.end()
-            done(None)
 
     def _read(self, door: Door, socket: zmq.Socket[bytes]) -> None:
         for _ in range(BURST):
@@ -260,10 +215,9 @@ class Server:
     # --- answers -----------------------------------------------------------------------------------------------------
 
     def _answered(self, reply: Reply) -> None:
-        """From any thread. The loop itself looks into the outbox before it waits again."""
+        """From any thread."""
         self._outbox.append(reply)
-        if threading.get_ident() != self._thread:
-            self._ring()
+        self._ring()
 
     def _ring(self) -> None:
         # A full pipe has rung enough; one that is closed has nobody to hear.

@@ -54,7 +54,7 @@ def test_arguments_are_those_of_the_synchronous_one(ours: Any, theirs: Any, besi
 
 @pytest.mark.parametrize(("ours", "theirs"), [(AsyncConsumer, Consumer), (AsyncProducer, Producer)])
 def test_every_public_method_has_its_like(ours: type, theirs: type) -> None:
-    internal = {"has_room_for", "take_in_hand", "commit_finished"}
+    internal = {"has_room_for", "commit_finished"}
     wanted = {name for name in vars(theirs) if not name.startswith("_") and callable(getattr(theirs, name))} - internal
     assert wanted <= set(vars(ours))
     for name in wanted:

@@ -4,20 +4,12 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable
 from typing import Any
 
 from support.cluster import wait_until
-from support.zeromq import Asking, Queues, failing
+from support.zeromq import Queues, failing
 
-from portalmq.errors import (
-    Backpressure,
-    MessageNotFound,
-    NotEnoughReplicas,
-    PortalMQError,
-    TopicNotFound,
-    Unavailable,
-)
+from portalmq.errors import Backpressure, NotEnoughReplicas, TopicNotFound, Unavailable
 from portalmq.zeromq.desk import Desk, Job, Reply
 from portalmq.zeromq.protocol import Asked, Posted, Told
 
@@ -244,149 +236,4 @@ def test_a_message_that_reached_nobody_is_given_back_and_may_fail_to_be():
     queues.trouble = lambda call: None
     desk.give_back("q", "q/0")
     wait_until(lambda: queues.waiting["q"], "it is back", WITHIN_S)
-    desk.close(WITHIN_S)
-
-
-# --- calls that the loop begins --------------------------------------------------------------------------------------
-
-
-class Line:
-    """Begun calls in the order in which they were begun, to be answered by hand."""
-
-    def __init__(self) -> None:
-        self.calls: list[BegunCall] = []
-
-    def watch(self, begun: Any, done: Callable[[Any], None]) -> None:
-        self.calls[-1].done = done
-
-
-class BegunCall:
-    """Of Queues, but begun where `can_begin`. Its answer is a status and what it brings."""
-
-    def __init__(self, line: Line, asking: Asking, can_begin: bool) -> None:
-        self.line, self.asking, self.can_begin = line, asking, can_begin
-        self.done: Callable[[Any], None] = lambda answer: None
-        self.carried_out = 0
-
-    def begin(self, watch: Any, timeout_s: float, done: Callable[[Any], None]) -> bool:
-        if self.can_begin:
-            self.line.calls.append(self)
-            watch(None, done)
-        return self.can_begin
-
-    def outcome(self, answer: Any) -> Any:
-        if isinstance(answer, PortalMQError):
-            raise answer
-        return self.asking.carry_out(0)
-
-    def carry_out(self, timeout_s: float) -> Any:
-        self.carried_out += 1
-        return self.asking.carry_out(timeout_s)
-
-
-class BegunQueues(Queues):
-    def __init__(self) -> None:
-        super().__init__()
-        self.line = Line()
-        self.can_begin = True
-
-    def receiving(self, queue: str, at_most: int) -> Any:
-        return BegunCall(self.line, super().receiving(queue, at_most), self.can_begin)
-
-    def deleting(self, queue: str, partition: int, ids: list[str]) -> Any:
-        return BegunCall(self.line, super().deleting(queue, partition, ids), self.can_begin)
-
-
-def begun_desk(queues: BegunQueues, answers: Answers, **options: Any) -> Desk:
-    return desk_at(queues, answers, watch=queues.line.watch, **options)
-
-
-def test_a_call_that_is_begun_needs_no_worker_and_what_comes_meanwhile_goes_with_the_next():
-    queues, answers = BegunQueues(), Answers()
-    desk = begun_desk(queues, answers, workers_max=0)
-    for number in range(3):
-        queues.send("q", f"m{number}", None)
-    desk.take(ask("q"))
-    desk.begin()
-    desk.take(ask("q"))
-    desk.take(ask("q"))
-    desk.begin()
-    assert len(queues.line.calls) == 1, "one call at a time"
-    queues.line.calls[0].done("answered")
-    desk.begin()
-    queues.line.calls[1].done("answered")
-    desk.begin()
-    assert [each["message"] for each in answers.wait(3)] == ["m0", "m1", "m2"]
-    assert [call for call in queues.calls if call[0] == "receive"] == [("receive", "q", 1), ("receive", "q", 2)]
-    assert desk._lanes == {}
-
-
-def test_what_is_taken_together_is_begun_together():
-    queues, answers = BegunQueues(), Answers()
-    desk = begun_desk(queues, answers, workers_max=0)
-    queues.send("q", "m", None)
-    queues.receiving("q", 1).carry_out(0)
-    for _ in range(3):
-        desk.take(ask("q"))
-    desk.take(delete("q", "0-0"))
-    desk.begin()
-    for call in queues.line.calls:
-        call.done("answered")
-    assert [each["status"] for each in answers.wait(4)] == ["ok"] * 4
-    assert ("receive", "q", 3) in queues.calls
-
-
-def test_a_call_that_cannot_be_begun_or_has_no_answer_is_carried_out_by_a_worker():
-    queues, answers = BegunQueues(), Answers()
-    desk = begun_desk(queues, answers)
-    queues.send("q", "m0", None)
-    queues.can_begin = False
-    desk.take(ask("q"))
-    desk.begin()
-    assert answers.wait(1)[0]["message"] == "m0"
-    queues.can_begin = True
-    for answer in (None, Unavailable("no leader")):
-        queues.send("q", "m", None)
-        before = len(answers.replies)
-        wait_until(lambda: desk._lanes == {}, "the lane is free", WITHIN_S)
-        desk.take(ask("q"))
-        desk.begin()
-        call = queues.line.calls[-1]
-        call.done(answer)
-        desk.begin()
-        assert answers.wait(before + 1)[-1]["message"] == "m"
-        assert call.carried_out == 1, "the very same call"
-    desk.close(WITHIN_S)
-
-
-def test_a_begun_call_that_is_refused_for_good_is_not_tried_again():
-    queues, answers = BegunQueues(), Answers()
-    desk = begun_desk(queues, answers, workers_max=0)
-    desk.take(ask("q"))
-    desk.begin()
-    queues.line.calls[0].done(TopicNotFound("no such queue"))
-    desk.begin()
-    assert answers.wait(1)[0]["code"] == "topic_not_found"
-    assert desk._lanes == {}
-
-
-def test_a_call_that_was_begun_without_an_answer_may_have_been_done():
-    queues, answers = BegunQueues(), Answers()
-    desk = begun_desk(queues, answers)
-    queues.trouble = failing(MessageNotFound("there is none"), "delete")
-    desk.take(delete("q", "0-0"))
-    desk.begin()
-    queues.line.calls[0].done(None)
-    (told,) = answers.wait(1)
-    assert (told["code"], told["outcome"]) == ("message_not_found", "unknown")
-    desk.close(WITHIN_S)
-
-
-def test_a_call_with_hardly_any_time_left_is_not_begun():
-    queues, answers, now = BegunQueues(), Answers(), Time()
-    desk = begun_desk(queues, answers, clock=now)
-    desk.take(ask("q", deadline=100.06))
-    desk.begin()
-    assert queues.line.calls == []
-    answers.wait(1)
     desk.close(WITHIN_S)

@@ -29,22 +29,6 @@ WITHIN_S = 20.0
 _PROGRAM = "from portalmq.zeromq.command import zeromq; zeromq(prog_name='portalmq zeromq')"
 
 
-class Asking:
-    """A call that is carried out by a worker: it cannot be begun."""
-
-    def __init__(self, carry_out: Callable[[], Any]) -> None:
-        self._carry_out = carry_out
-
-    def begin(self, watch: Any, timeout_s: float, done: Any) -> bool:
-        return False
-
-    def outcome(self, answer: Any) -> Any:
-        raise AssertionError("it was never begun")
-
-    def carry_out(self, timeout_s: float) -> Any:
-        return self._carry_out()
-
-
 class Queues:
     """A cluster in memory. Every call first goes through `trouble`, which may raise or wait."""
 
@@ -65,9 +49,7 @@ class Queues:
     def has_room_for(self, queue: str) -> bool:
         return self.known
 
-    def send(
-        self, queue: str, value: str | bytes, content_type: str | None, watch: Any = None
-    ) -> Future[RecordMetadata]:
+    def send(self, queue: str, value: str | bytes, content_type: str | None) -> Future[RecordMetadata]:
         future: Future[RecordMetadata] = Future()
         self._called("send", queue, value, content_type)
         with self._lock:
@@ -78,16 +60,7 @@ class Queues:
         future.set_result(RecordMetadata(queue, 0, offset, 17))
         return future
 
-    def receiving(self, queue: str, at_most: int) -> Asking:
-        return Asking(lambda: self._receive(queue, at_most))
-
-    def deleting(self, queue: str, partition: int, ids: list[str]) -> Asking:
-        return Asking(lambda: self._delete(queue, partition, ids))
-
-    def telling(self, body: bytes) -> Asking:
-        return Asking(lambda: self._command(body))
-
-    def _receive(self, queue: str, at_most: int) -> list[Received]:
+    def receive(self, queue: str, at_most: int, timeout_s: float) -> list[Received]:
         self._called("receive", queue, at_most)
         with self._lock:
             line = self.waiting[queue]
@@ -102,13 +75,13 @@ class Queues:
                 queue, message = self.leased.pop(receipt)
                 self.waiting[queue].appendleft(message)
 
-    def _delete(self, queue: str, partition: int, ids: list[str]) -> list[bool]:
+    def delete(self, queue: str, partition: int, ids: list[str], timeout_s: float) -> list[bool]:
         self._called("delete", queue, partition, *ids)
         with self._lock:
             receipts = [each.replace("0-", f"{queue}/", 1) for each in ids]  # all is in partition 0
             return [self.leased.pop(receipt, None) is not None for receipt in receipts]
 
-    def _command(self, body: bytes) -> bytes:
+    def command(self, body: bytes, timeout_s: float) -> bytes:
         self._called("command", json.loads(body))
         return json.dumps({"status": "ok", "told": json.loads(body)}).encode()
 
