@@ -74,20 +74,20 @@ class Leases:
     def hold(self, messages: Sequence[wire.PackMessageOut]) -> None:
         """Keep what a receive brought. Only called while nothing waits. After the end it goes back at once."""
         with self._lock:
-            self._received()
-            is_late = self._closed
-        if is_late:
-            receipts = [message.receipt for message in messages if message.receipt is not None]
-            self.give_back_unseen(receipts, CLOSED_BEFORE)
-            self._transport.rest()
-            return
-        with self._lock:
             assert not self._waiting
             self._waiting.extend(messages)
             self._waiting_until = self._clock() + self._visibility_s
-            if messages:
+            self._received()  # from here on release() finds them
+            is_late = self._closed
+            late = [message.receipt for message in self._waiting if is_late and message.receipt is not None]
+            if is_late:
+                self._waiting.clear()
+            elif messages:
                 self._start_keeper()
                 self._wake_keeper(self._waiting_until - self._visibility_s / 2)
+        if is_late:
+            self.give_back_unseen(late, CLOSED_BEFORE)
+            self._transport.rest()
 
     def take(self) -> wire.PackMessageOut | None:
         """The next message in whose lease there is time left. From here on it is the user's."""

@@ -492,6 +492,29 @@ def test_release_does_not_fail_without_a_broker() -> None:
     assert [verb for verb, _ in broker.sent] == ["ack", "nack"]
 
 
+def test_a_release_right_behind_the_answer_gives_back_what_it_brought() -> None:
+    """The one that closes has waited for the lock, and has it at the first moment that it is free."""
+    broker = Broker()
+    held = Leases(broker, "g", 30.0, lambda: 0.0)  # type: ignore[arg-type]
+    held._keeper = threading.current_thread()
+    held.board()
+    lock = held._lock
+
+    class ReleasedAtOnce:
+        def __enter__(self) -> None:
+            lock.acquire()
+
+        def __exit__(self, *fault: object) -> None:
+            lock.release()
+            held._lock = lock
+            held.release()
+
+    held._lock = ReleasedAtOnce()  # type: ignore[assignment]
+    held.hold([wire.PackMessageOut(0, 0, b"", 0, receipt="r0")])
+    assert held.take() is None
+    assert broker.sent == [("nack", ["r0"])]
+
+
 def test_the_keeper_ends_with_the_consumer() -> None:
     with ScriptedBroker() as broker:
         broker.fill("t", [b"1"])
