@@ -25,10 +25,12 @@ import pyarrow as pa
 from pyspark.sql.datasource import DataSourceReader, InputPartition
 from pyspark.sql.types import IntegerType, LongType, StringType, StructType, TimestampType
 
-from portalmq.spark.errors import DamagedFile
+from portalmq.spark.directories import not_there
+from portalmq.spark.errors import DamagedFile, NothingThere
 from portalmq.spark.moments import DELAYED, Moments
 from portalmq.spark.options import Reading
 from portalmq.spark.origin import Log
+from portalmq.spark.replica import STATE_NAME
 from portalmq.spark.segment import opened
 from portalmq.spark.table import Piece, Table, directories_of, pieces_of
 
@@ -191,11 +193,13 @@ def _saved(log: Log, homes: Sequence[Path]) -> tuple[list[_Standing], list[tuple
     fault: DamagedFile | None = None
     for home in homes:
         try:
-            with opened(home / "state.sqlite") as connection:
+            with opened(home / STATE_NAME) as connection:
                 cancelled = connection.execute("SELECT start_offset, end_offset FROM cancelled ORDER BY 1").fetchall()
                 return [*_queues(connection, log), *_streams(connection, log)], cancelled
-        except FileNotFoundError:
-            continue
+        except FileNotFoundError as error:
+            reason = not_there(home / STATE_NAME, log, log.start_offset, log.end_offset)
+            if isinstance(reason, NothingThere):  # this machine sees none of it, and cannot tell that there is no group
+                raise reason from error
         except DamagedFile as error:
             fault = fault or error
     if fault is not None:

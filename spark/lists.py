@@ -6,6 +6,7 @@ answer of one query: a row of it is a row of one list, in the column that has th
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ from portalmq.spark.report.model import OTHERS
 
 # A list of so many rows, some MB, is collected; a longer one stays in Spark.
 FEW_ROWS = 100_000
+# What Spark takes for a pattern in a path that it reads, not in one that it writes.
+_GLOBBED = re.compile(r"[][{}*?\\]")
 
 
 @dataclass(frozen=True)
@@ -111,13 +114,14 @@ def _written(frame: DataFrame, rows: pa.Table, path: Path) -> DataFrame | pa.Tab
         path.mkdir(parents=True)
         pq.write_table(rows, path / "part-00000.parquet")
         return rows
-    frame.coalesce(1).write.mode("overwrite").parquet(str(path))
+    place = f"file://{path}"  # a cluster's Spark may take a bare path for one of its own file system
+    frame.coalesce(1).write.mode("overwrite").parquet(place)
     if not any(path.glob("part-*")):  # a worker put it on a disk of its own, and Spark calls that done
         raise BadOption(
             f"Spark's workers do not write where this program reads: --out ({path}) has to be a directory that all"
             " machines of the cluster share"
         )
-    return frame.sparkSession.read.schema(frame.schema).parquet(str(path))
+    return frame.sparkSession.read.schema(frame.schema).parquet(_GLOBBED.sub(r"\\\g<0>", place))
 
 
 def _first(written: DataFrame | pa.Table, top: Top) -> tuple[pa.Table, int]:

@@ -92,8 +92,8 @@ def _sweep(out: Path) -> None:
     for path in out.glob(f"{_MAKING}*"):
         try:
             lock = _locked(path)
-        except BlockingIOError:
-            continue  # one that is being made
+        except (BlockingIOError, FileNotFoundError):
+            continue  # one that is being made, or was until just now
         shutil.rmtree(path, ignore_errors=True)
         if lock is not None:
             os.close(lock)

@@ -151,8 +151,8 @@ def check_master(master: str) -> None:
         try:
             socket.create_connection(place, CONNECT_WITHIN_S).close()
             return
-        except OSError as fault:
-            faults.append(f"{place[0]}:{place[1]}: {fault.strerror or fault}")
+        except (OSError, UnicodeError) as fault:  # the second for what cannot be a host's name
+            faults.append(f"{place[0]}:{place[1]}: {getattr(fault, 'strerror', None) or fault}")
     raise SparkMissing(f"no Spark master answers at {master} ({'; '.join(faults)})", _CLUSTER_MENDING)
 
 
@@ -229,7 +229,10 @@ def _cache_directory() -> Path:
     directory = Path(base) / "portalmq"
     try:
         directory.mkdir(parents=True, exist_ok=True)
-    except OSError:  # a home that cannot be written to, or none
+        is_ours = os.access(directory, os.W_OK | os.X_OK)
+    except OSError:
+        is_ours = False
+    if not is_ours:  # a home that cannot be written to, or none; a cache that another user has made
         directory = Path(tempfile.gettempdir()) / f"portalmq-{os.getuid()}"
         directory.mkdir(mode=0o700, exist_ok=True)
     return directory

@@ -21,7 +21,7 @@ from portalmq import stream_wire, wire
 from portalmq.broker.core import records as written_bodies
 from portalmq.broker.storage.batch import Kind, Record
 from portalmq.spark import batches, bodies, deliveries, groups, options
-from portalmq.spark.errors import BadOption, DamagedFile
+from portalmq.spark.errors import BadOption, DamagedFile, NothingThere
 from portalmq.spark.moments import Moments
 
 TABLES = {"batches": batches, "deliveries": deliveries, "groups": groups}
@@ -356,6 +356,23 @@ def test_topics_without_messages_or_groups_have_no_rows(tmp_path: Path) -> None:
     assert [row["kind"] for row in rows("batches", tmp_path / "data")] == ["epoch"] * 3
     assert rows("deliveries", tmp_path / "data") == []
     assert rows("groups", tmp_path / "data") == []
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_a_machine_that_does_not_see_the_directory_has_no_empty_table(tmp_path: Path, table: str) -> None:
+    """An executor of a cluster, asked for what the driver has planned."""
+    home = tmp_path / "data"
+    with written(home) as data:
+        data.topic("t")
+        receive(data)
+        data.put("t", b"a", b"b")
+        ack(data, receive(data))
+    module: Any = TABLES[table]
+    reader = module.reader(options.batch_reading({"path": str(home), "table": table}), module.schema_of(None))
+    tasks = reader.partitions()
+    home.rename(tmp_path / "elsewhere")
+    with pytest.raises(NothingThere, match=rf"{home} is not there on this machine .*option bootstrap"):
+        print([list(reader.read(task)) for task in tasks])
 
 
 # --- options ---------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 import pytest
+from pyspark.sql import DataFrame
 from support.compared import agrees
 from support.data_directory import numbered, written
 from support.plain_figures import logs_in
@@ -92,7 +93,18 @@ def test_a_list_that_workers_wrote_to_disks_of_their_own_is_not_taken_for_an_emp
     frame = SimpleNamespace(coalesce=lambda count: SimpleNamespace(write=writer))
     with pytest.raises(BadOption, match="has to be a directory that all machines of the cluster share"):
         lists._written(frame, pa.table({"n": [1]}), tmp_path / "topics")
-    assert written == [str(tmp_path / "topics")]
+    assert written == [f"file://{tmp_path}/topics"]
+
+
+def test_a_long_list_is_read_again_whatever_its_directory_is_called(
+    spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lists, "FEW_ROWS", 0)
+    frame = spark.range(3).toDF("n")
+    for name in ("of [1] {a,b}", "of 100%20", "of *"):
+        again = lists._written(frame, pa.table({"n": [0]}), tmp_path / name / "topics")
+        assert isinstance(again, DataFrame)
+        assert sorted(row["n"] for row in again.collect()) == [0, 1, 2]
 
 
 def test_long_lists_are_cut_to_the_busiest_and_the_rest_is_summed(

@@ -75,6 +75,22 @@ def test_what_a_killed_one_was_making_is_swept_away(tmp_path: Path) -> None:
     assert standing(out) == {"whole"}
 
 
+def test_one_that_ends_while_the_next_begins_is_no_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It removes what it was making, and needs no turn for that."""
+    out = tmp_path / "out"
+    locked = output._locked
+
+    def gone_meanwhile(directory: Path) -> int | None:
+        if directory.name.startswith(".making-ended"):
+            directory.rmdir()
+        return locked(directory)
+
+    (out / ".making-ended").mkdir(parents=True)
+    monkeypatch.setattr(output, "_locked", gone_meanwhile)
+    with output.place(out) as making:
+        assert list(out.iterdir()) == [making]
+
+
 def test_who_is_not_given_a_turn_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(output, "TURN_WITHIN_S", 0.05)
     other = os.open(tmp_path, os.O_RDONLY)

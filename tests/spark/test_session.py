@@ -86,6 +86,19 @@ def test_a_home_that_cannot_be_written_to_is_no_obstacle(bare: Path, monkeypatch
     assert session._cache_directory().is_dir()
 
 
+def test_a_cache_that_is_another_user_s_is_no_obstacle(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it is when the first report was made with sudo."""
+    cache = bare / "home" / "portalmq"
+    cache.mkdir(parents=True)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(bare / "home"))
+    monkeypatch.setenv("TMPDIR", str(bare))
+    monkeypatch.setattr(session.tempfile, "tempdir", None)
+    assert session._cache_directory() == cache
+    may = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != cache and may(path, mode))
+    assert session._cache_directory().parent == bare
+
+
 def test_a_master_elsewhere_is_left_to_its_own_settings() -> None:
     assert "spark.driver.host" in session.settings("local[2]")
     assert not {"spark.driver.host", "spark.driver.memory", "spark.sql.shuffle.partitions"} & set(
@@ -119,6 +132,8 @@ def test_a_master_that_is_not_there_is_told_before_spark_is_started() -> None:
     assert "pip install" not in str(told.value)
     with pytest.raises(SparkMissing, match="no address of a Spark master"):
         session.check_master("spark://cluster:port")
+    with pytest.raises(SparkMissing, match="no Spark master answers"):
+        session.check_master("spark://cluster..example:7077")  # no name at all
     session.check_master("yarn")
 
 
