@@ -425,6 +425,20 @@ def url(broker: BrokerProcess) -> str:
 
 
 @pytest.mark.cluster
+def test_no_topic_is_made_where_the_cluster_makes_none(tmp_path):
+    with BrokerProcess(tmp_path / "strict", environment={"PORTALMQ_AUTO_CREATE_TOPICS": "false"}) as strict:
+        sender = Sender([url(strict)], None, delivery_timeout_s=10)
+        with Admin(url(strict)) as admin:
+            with pytest.raises(NotWritten, match=r"there is no topic .t.*create it with PUT"):
+                put(sender, b"a")
+            assert admin.topics() == []
+            admin.create_topic("t")
+            put(sender, b"a")
+            sender.flush()
+        sender.close()
+        assert [row["value"] for row in stored(strict, "t")] == ["a"]
+
+
 def test_a_task_that_runs_again_in_another_order_writes_nothing_twice(broker):
     topic = "again"
     Admin(url(broker)).create_topic(topic, partitions=3)
