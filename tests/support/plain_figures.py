@@ -57,8 +57,9 @@ def logs_in(*directories: Path) -> list[PlainLog]:
 
 def _log(place: Path) -> PlainLog:
     meta = dict(_rows(place / "state.sqlite", "SELECT key, value FROM meta"))
+    # A replica whose groups are being read anew has saved nothing: it knows of nothing that is committed.
     log = PlainLog(
-        place.parent.name.split("@")[0], int(place.name), meta.get("log_start_offset", 0), meta["high_watermark"]
+        place.parent.name.split("@")[0], int(place.name), meta.get("log_start_offset", 0), meta.get("high_watermark", 0)
     )
     inside = f"BETWEEN {log.start} AND {log.end - 1}"
     for path in sorted(place.glob("[0-9]*.sqlite")):
