@@ -177,6 +177,7 @@ class Consumer(Closing):
     def _receive(self, wait_s: float, at_most: int) -> bool:
         """Fetch messages and keep them. False when none came in `wait_s`."""
         try:
+            self._leases.begin_receive()
             self._prepare()
             self._attempts += 1
             request = wire.ReceiveRequest(

@@ -118,11 +118,14 @@ class Leases:
             self._to_ack += self._handed
             self._handed = {}
 
+    def begin_receive(self) -> None:
+        """This thread is about to ask the brokers. Follow it by `board`, or by `missed`."""
+        self._receiving_in = threading.get_ident()
+
     def board(self) -> list[str]:
         """The acks that ride with the next receive. Follow it by `arrived` and `hold`, or by `missed`."""
         with self._lock:
             assert not self._riding
-            self._receiving_in = threading.get_ident()
             gathered = self._to_ack
             self._riding, self._to_ack = gathered[: wire.RECEIVE_MESSAGES_MAX], gathered[wire.RECEIVE_MESSAGES_MAX :]
             return self._riding

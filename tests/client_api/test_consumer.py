@@ -14,6 +14,7 @@ import pytest
 from support.scripted_broker import Call, Reply, ScriptedBroker, hang_up, hold, lose_answer, refuse
 
 from portalmq import Consumer, Forbidden, GroupModeMismatch, Message, StaleReceipt, Unavailable, wire
+from portalmq.consumer import LAST_ANSWER_S
 from portalmq.lease import Leases
 
 RECEIVE = "/v1/groups/g/receive"
@@ -233,6 +234,33 @@ def test_a_signal_that_closes_in_the_midst_of_a_receive_loses_nothing_of_it() ->
             signal.signal(signal.SIGUSR1, before)
         assert receipts(broker, NACK) == [["t.0.0.1"]]
         assert (broker.leased, broker.done) == ({}, set())
+
+
+def test_a_signal_that_closes_before_the_first_receive_does_not_wait_for_its_own_thread() -> None:
+    closed = threading.Event()
+    took_s: list[float] = []
+    with ScriptedBroker() as broker:
+        messages = consumer(broker, idle_timeout_s=None)
+
+        def close(number: int, frame: object) -> None:
+            began = time.monotonic()
+            messages.close()
+            took_s.append(time.monotonic() - began)
+            closed.set()
+
+        def signal_and_answer(broker: ScriptedBroker, call: Call) -> Reply:
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+            assert closed.wait(10)
+            return broker.work(call)
+
+        broker.script("GET", "/v1/metadata", [signal_and_answer])
+        before = signal.signal(signal.SIGUSR1, close)
+        try:
+            assert list(messages) == []
+        finally:
+            signal.signal(signal.SIGUSR1, before)
+        assert broker.calls_of("POST", RECEIVE) == []
+    assert took_s[0] < LAST_ANSWER_S
 
 
 def test_what_a_receive_asks_for() -> None:
@@ -497,6 +525,7 @@ def test_a_release_right_behind_the_answer_gives_back_what_it_brought() -> None:
     broker = Broker()
     held = Leases(broker, "g", 30.0, lambda: 0.0)  # type: ignore[arg-type]
     held._keeper = threading.current_thread()
+    held.begin_receive()
     held.board()
     lock = held._lock
 
