@@ -162,6 +162,8 @@ def settings(master: str) -> Mapping[str, str]:
         "spark.ui.showConsoleProgress": "false",
         "spark.sql.session.timeZone": "UTC",
         "spark.sql.python.filterPushdown.enabled": "true",
+        # Where in the program each column was named, told to Java column by column: half of all that is said to it.
+        "spark.python.sql.dataFrameDebugging.enabled": "false",
     }
     if not master.startswith("local"):
         return common
@@ -235,6 +237,10 @@ def _cache_directory() -> Path:
     if not is_ours:  # a home that cannot be written to, or none; a cache that another user has made
         directory = Path(tempfile.gettempdir()) / f"portalmq-{os.getuid()}"
         directory.mkdir(mode=0o700, exist_ok=True)
+        found = directory.lstat()
+        if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode) or found.st_mode & 0o022:
+            # Whoever put it there could have put programs into it, which are run.
+            directory = Path(tempfile.mkdtemp(prefix="portalmq-"))
     return directory
 
 

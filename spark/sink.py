@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 # Rows that are Python objects at one time, of the many in an Arrow batch.
 ROWS_AT_ONCE = 1_000
+BYTES_AT_ONCE = 8 * 1024 * 1024
 # The driver looks once, before any task starts, whether there is a broker.
 PREFLIGHT_TIMEOUT_S = 15.0
 
@@ -71,8 +72,9 @@ def write_rows(batches: Iterator[pa.RecordBatch], writing: Writing, identities: 
         for batch in batches:
             if sender is None and batch.num_rows:  # many tasks of a shuffle have no rows
                 sender = Sender(writing.bootstrap, writing.token)
-            for start in range(0, batch.num_rows, ROWS_AT_ONCE):
-                rows = list(placed_rows(batch.slice(start, ROWS_AT_ONCE), writing.topic))
+            at_once = _rows_at_once(batch)
+            for start in range(0, batch.num_rows, at_once):
+                rows = list(placed_rows(batch.slice(start, at_once), writing.topic))
                 nameless = [placed for placed in rows if not placed.row.idempotency_key]
                 for placed, key in zip(
                     nameless, identities.keys_of([placed.content for placed in nameless]), strict=True
@@ -87,6 +89,12 @@ def write_rows(batches: Iterator[pa.RecordBatch], writing: Writing, identities: 
         if sender is not None:
             sender.close()
     return count
+
+
+def _rows_at_once(batch: pa.RecordBatch) -> int:
+    """How many rows are made messages at a time: wide ones few, since each is there as an object and encoded, too."""
+    row_bytes: int = batch.nbytes // max(1, batch.num_rows) + 1
+    return max(1, min(ROWS_AT_ONCE, BYTES_AT_ONCE // row_bytes))
 
 
 class BatchWriter(_Rows, DataSourceArrowWriter):

@@ -96,7 +96,11 @@ def test_a_cache_that_is_another_user_s_is_no_obstacle(bare: Path, monkeypatch: 
     assert session._cache_directory() == cache
     may = os.access
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != cache and may(path, mode))
-    assert session._cache_directory().parent == bare
+    fallback = session._cache_directory()
+    assert fallback == bare / f"portalmq-{os.getuid()}"
+    fallback.chmod(0o777)  # others may have put a program there, which would be run
+    other = session._cache_directory()
+    assert (other.parent, other != fallback, other.stat().st_mode & 0o077) == (bare, True, 0)
 
 
 def test_a_master_elsewhere_is_left_to_its_own_settings() -> None:

@@ -400,6 +400,20 @@ def test_what_the_brokers_do_not_take_fails_the_task_with_a_sentence(brokers, se
         sender.flush()
 
 
+def test_wide_rows_are_made_messages_a_few_at_a_time(monkeypatch):
+    """Each is there as an object and encoded, too: a thousand of a megabyte would be gigabytes."""
+    made = []
+    monkeypatch.setattr(
+        sink, "placed_rows", lambda batch, topic: made.append(batch.num_rows) or placed_rows(batch, topic)
+    )
+    monkeypatch.setattr(sink.Sender, "put_all", lambda sender, rows: None)
+    writing = Writing(("http://127.0.0.1:9",), None, "t", None)
+    for size, rows in ((10, 2_500), (1_000_000, 20)):
+        batch = pa.record_batch({"value": pa.array([b"x" * size] * rows)})
+        assert sink.write_rows(iter([batch]), writing, Identities("q", "1", 0)) == rows
+    assert made == [1_000, 1_000, 500, 8, 8, 4]
+
+
 def test_nobody_there_is_told_before_the_job_starts(monkeypatch):
     monkeypatch.setattr(sink, "PREFLIGHT_TIMEOUT_S", 0.2)
     with pytest.raises(Unreachable, match=r"no broker answers at http://127\.0\.0\.1:9"):
