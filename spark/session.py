@@ -162,8 +162,6 @@ def settings(master: str) -> Mapping[str, str]:
         "spark.ui.showConsoleProgress": "false",
         "spark.sql.session.timeZone": "UTC",
         "spark.sql.python.filterPushdown.enabled": "true",
-        # Where in the program each column was named, told to Java column by column: half of all that is said to it.
-        "spark.python.sql.dataFrameDebugging.enabled": "false",
     }
     if not master.startswith("local"):
         return common

@@ -259,6 +259,10 @@ class TestProcesses:
         assert submit is not None
         # As small as the command's own session: with Spark's defaults (200 parts, compiled queries) it takes minutes.
         confs = {**session.settings("local[2]"), "spark.pyspark.python": session.workers_python()}
+        temporary = tmp_path / "temporary"
+        temporary.mkdir()
+        confs["spark.driver.extraJavaOptions"] += f" -Djava.io.tmpdir={temporary}"
         settings = tuple(word for name, value in confs.items() for word in ("--conf", f"{name}={value}"))
         script = ROOT / "spark" / "throughput.py"
         self.check(submit, "--master", "local[2]", *settings, script, "--data-dir", small, out=tmp_path / "out")
+        assert list(temporary.iterdir()) == [], "Java has left something"
