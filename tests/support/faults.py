@@ -1,6 +1,7 @@
 """Faults that a broker process of a test can be given: Python that runs first in it, steered by a file.
 
-prelude = disk_that_fills(tmp_path / "full")     # the disk is full while the file exists
+prelude = disk_that_fills(tmp_path / "full")     # the disk is full while the file exists: the broker knows, and refuses
+                                                 # with AT_ITS_END in the file nobody knows until a write fails
 prelude = clock_moved_by(tmp_path / "shift")     # the time of day is off by the seconds that the file holds
 """
 
@@ -13,16 +14,19 @@ AT_ITS_END = "end"
 
 def disk_that_fills(file: Path) -> str:
     return f"""
-import os as _os
 from portalmq.broker.storage import disk as _disk, errors as _errors, log as _log
 _free_bytes, _append = _disk.DiskGuard.free_bytes, _log.Log.append
-def _ends():
-    return _os.path.exists({str(file)!r}) and open({str(file)!r}).read() == {AT_ITS_END!r}
+def _word():
+    try:
+        with open({str(file)!r}) as file:
+            return file.read()
+    except FileNotFoundError:
+        return None
 def _append_if_room(self, batches):
-    if _ends():
+    if _word() == {AT_ITS_END!r}:
         raise _errors.DiskFull("no room, says the test")
     return _append(self, batches)
-_disk.DiskGuard.free_bytes = lambda self: 0 if _os.path.exists({str(file)!r}) else _free_bytes(self)
+_disk.DiskGuard.free_bytes = lambda self: _free_bytes(self) if _word() in (None, {AT_ITS_END!r}) else 0
 _log.Log.append = _append_if_room
 """
 
