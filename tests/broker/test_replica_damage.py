@@ -17,6 +17,9 @@ from portalmq.broker.storage.state import StateFile
 from portalmq.errors import PortalMQError, StorageFull, Unavailable
 
 
+HOUR_MS = 3_600_000
+
+
 def settle(group: Group) -> None:
     eventually(lambda: group.leader.serves and group.agree())
 
@@ -181,8 +184,8 @@ def test_frames_that_were_changed_on_the_way_are_refused_and_asked_for_again(tmp
 
         group.hosts[3].network.alter = flip
         send_soon = gevent.spawn(send, group.leader, "precious")
-        eventually(lambda: values(group.partition(3)) == ["precious"], 15)
-        send_soon.get(timeout=5)
+        eventually(lambda: values(group.partition(3)) == ["precious"])
+        send_soon.get(timeout=60)
         assert left == [0]
         settle(group)
 
@@ -255,7 +258,7 @@ def test_a_leader_whose_disk_is_full_says_so_and_goes_on_when_there_is_room(tmp_
 def test_who_repeats_what_is_in_the_log_is_not_told_that_it_is_not_when_the_disk_refuses_something_else(
     tmp_path, monkeypatch
 ):
-    with replicas(tmp_path, 3) as group:
+    with replicas(tmp_path, 3, lag_ms=HOUR_MS) as group:
         settle(group)
         group.cut(2)
         group.cut(3)
@@ -394,6 +397,6 @@ def test_a_partition_that_is_closed_while_its_disk_refuses_is_closed_soon(tmp_pa
             eventually(lambda: group.partition(1).replica.leading)
             gevent.sleep(0.3)
             host = group.hosts[1]
-            with gevent.Timeout(5):
+            with gevent.Timeout(30):
                 group.stop(1)
             assert not host.faults
