@@ -38,7 +38,7 @@ from portalmq.spark.errors import BadOption, DataLoss, NoTopic, SourceError, Unr
 from portalmq.spark.frames import batches_of
 from portalmq.spark.origin import SPAN_OFFSETS, Log, Span
 from portalmq.spark.topics import is_pattern, is_wanted, not_found
-from portalmq.transport import LONG_POLL_GRACE_S, Backoff, Request, Transport, decode_answer, with_query
+from portalmq.transport import LONG_POLL_GRACE_S, Backoff, OutOfTime, Request, Transport, decode_answer, with_query
 
 PATIENCE_S = 30.0
 # Nobody has answered yet: more likely the address is wrong than that all brokers are away for a moment.
@@ -83,13 +83,16 @@ class Cluster:
         patience_s = self.access.patience_s if self._met else min(self.access.patience_s, FIRST_CONTACT_S)
         deadline = time.monotonic() + patience_s
         backoff = Backoff()
+        met: PortalMQError | None = None
         while True:
             try:
                 answer = ask(deadline)
             except PortalMQError as error:
+                if met is None or not isinstance(error, OutOfTime):
+                    met = error
                 pause_s = backoff.next_s(error.retry_after_s)
                 if not error.retryable or time.monotonic() + pause_s >= deadline:
-                    raise self.in_words(error, patience_s) from error
+                    raise self.in_words(met, patience_s) from error
                 self.transport.pause(pause_s)
             else:
                 self._met = True
@@ -239,7 +242,7 @@ class _Ends:
         self._patience_s = patience_s
         self._found: dict[Place, Log] = {}
         self._deleted: set[str] = set()
-        self._said = "nobody leads it"
+        self._said = ""
 
     def of(self, places: Sequence[Place]) -> list[Log]:
         """Those of topics that were deleted meanwhile are left out. Raises SourceError."""
@@ -274,7 +277,8 @@ class _Ends:
         except PortalMQError as error:
             if not error.retryable:
                 raise self._cluster.in_words(error, self._patience_s) from error
-            self._said = str(error)
+            if not (self._said and isinstance(error, OutOfTime)):
+                self._said = str(error)
             return
         for answer in answers:
             self._heard(answer, answer.error or {})
@@ -303,7 +307,7 @@ class _Ends:
             more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
             raise Unreachable(
                 f"partition {number} of {topic!r}{more} has no leader that answers, for {self._patience_s:g} s:"
-                f" {self._said}. Looked at {self._cluster.where}: start the brokers that hold it"
+                f" {self._said or 'nobody leads it'}. Looked at {self._cluster.where}: start the brokers that hold it"
             )
         self._cluster.transport.pause(seconds)
         self._cluster.metadata(sorted({topic for topic, _ in missing}))
@@ -355,17 +359,21 @@ class _Fetching:
         patience_s = self._cluster.access.patience_s
         deadline = time.monotonic() + patience_s
         backoff = Backoff()
+        said = ""
         while True:
             pause_s = 0.0
             try:
                 fetched = self._fetch(position, deadline)
-                said = self._fault(fetched, position)
-                if said is None:
+                fault = self._fault(fetched, position)
+                if fault is None:
                     return fetched
+                said = fault
             except PortalMQError as error:
                 if not error.retryable:
                     raise self._cluster.in_words(error, patience_s) from error
-                said, pause_s = str(error), error.retry_after_s or 0.0
+                if not (said and isinstance(error, OutOfTime)):
+                    said = str(error)
+                pause_s = error.retry_after_s or 0.0
             pause_s = backoff.next_s(pause_s)
             if self._ended.is_set() or time.monotonic() + pause_s >= deadline:
                 raise Unreachable(

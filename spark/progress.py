@@ -15,6 +15,8 @@ SILENT_S = 3.0
 EVERY_S = 1.0
 # Where lines stay (a log), they are few.
 EVERY_IN_A_LOG_S = 15.0
+# Java may take its time to say how far it is: nobody waits for that longer, and what it says later is not shown.
+END_WITHIN_S = 5.0
 
 
 class Progress:
@@ -40,7 +42,7 @@ class Progress:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._ended.set()
-        self._thread.join(5.0)
+        self._thread.join(END_WITHIN_S)
         if self._width:
             self._to.write("\r" + " " * self._width + "\r")
             self._to.flush()
@@ -49,7 +51,7 @@ class Progress:
         wait_s = SILENT_S if self._is_terminal else EVERY_IN_A_LOG_S
         while not self._ended.wait(wait_s):
             line = self._line()
-            if line:
+            if line and not self._ended.is_set():
                 self._say(line)
             wait_s = EVERY_S if self._is_terminal else EVERY_IN_A_LOG_S
 

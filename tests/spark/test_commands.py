@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
@@ -143,6 +144,7 @@ class Terminal(io.StringIO):
 def test_a_terminal_is_told_how_far_spark_is_and_left_clean(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("portalmq.spark.progress.SILENT_S", 0.001)
     monkeypatch.setattr("portalmq.spark.progress.EVERY_S", 0.001)
+    monkeypatch.setattr("portalmq.spark.progress.END_WITHIN_S", WITHIN_S)
     stage = SimpleNamespace(numCompletedTasks=3, numTasks=12)
     tracker = SimpleNamespace(getActiveStageIds=lambda: [1, 2], getStageInfo={1: stage, 2: None}.get)
     session = SimpleNamespace(sparkContext=SimpleNamespace(statusTracker=lambda: tracker, master="local[2]"))
@@ -151,6 +153,28 @@ def test_a_terminal_is_told_how_far_spark_is_and_left_clean(monkeypatch: pytest.
         _until(lambda: "3 of 12 tasks" in screen.getvalue())
     assert screen.getvalue().endswith("\r")
     assert not progress._thread.is_alive()
+
+
+def test_what_java_says_after_the_end_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("SILENT_S", "EVERY_S", "END_WITHIN_S"):
+        monkeypatch.setattr(f"portalmq.spark.progress.{name}", 0.001)
+    asked, answers = Event(), Event()
+
+    def stages() -> list[int]:
+        asked.set()
+        answers.wait(WITHIN_S)
+        return [1]
+
+    stage = SimpleNamespace(numCompletedTasks=3, numTasks=12)
+    tracker = SimpleNamespace(getActiveStageIds=stages, getStageInfo={1: stage}.get)
+    session = SimpleNamespace(sparkContext=SimpleNamespace(statusTracker=lambda: tracker, master="local[2]"))
+    screen = Terminal()
+    with Progress(session, screen) as progress:  # type: ignore[arg-type]
+        assert asked.wait(WITHIN_S)
+    answers.set()
+    progress._thread.join(WITHIN_S)
+    assert not progress._thread.is_alive()
+    assert screen.getvalue() == ""
 
 
 @pytest.mark.parametrize(("executors", "said"), [(1, "waiting for spark://h:1"), (2, "0 of 12 tasks")])
@@ -169,7 +193,7 @@ def test_a_cluster_that_gives_no_worker_is_named(executors: int, said: str) -> N
 def _until(holds: Callable[[], bool]) -> None:
     import time
 
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not holds():
         assert time.monotonic() < deadline
         time.sleep(0.005)
