@@ -16,6 +16,15 @@ from portalmq.spark.session import SparkMissing, java_home
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
+STARTED_WITHIN_S = 300.0
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Which test starts Spark is chance: each that asks for it has the time for that, unless it takes still more."""
+    for item in items:
+        if item.get_closest_marker("spark") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(STARTED_WITHIN_S))
+
 
 @pytest.fixture(scope="session", autouse=True)
 def given_java_home() -> Iterator[str | None]:

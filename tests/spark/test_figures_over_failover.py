@@ -30,7 +30,7 @@ def send(cluster: Cluster, topic: str, count: int) -> None:
 
 def take(cluster: Cluster, topic: str, group: str, count: int, mode: str) -> None:
     with Consumer(
-        topic, group=group, bootstrap=cluster.urls, mode=mode, max_messages=50, idle_timeout_s=20
+        topic, group=group, bootstrap=cluster.urls, mode=mode, max_messages=50, idle_timeout_s=60
     ) as consumer:
         for number, message in enumerate(consumer, 1):
             if mode == "queue" and number % 10 == 0:

@@ -11,11 +11,12 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 import pytest
 from support.broker_process import BrokerProcess
+from support.cluster import wait_until
 
 from portalmq import Admin, Producer
 from portalmq.spark.directories import Directories
@@ -23,9 +24,9 @@ from portalmq.spark.directories import Directories
 pytestmark = pytest.mark.cluster
 
 LIVE_S = float(os.environ.get("PORTALMQ_LIVE_S", "4"))
+WITHIN_S = 60.0
 # An append that finds more in the write-ahead log moves it into the database itself (storage/log.py).
 WAL_BYTES_MAX = 64 * 1024 * 1024
-SEALED_WITHIN_S = 15.0
 BATCH = 1_000
 # Full segments are sealed every ten seconds: too seldom to wait for.
 SEAL_OFTEN = "import portalmq.broker.housekeeping as h; h.RETAIN_EVERY_S = 0.5"
@@ -86,13 +87,6 @@ def numbers_read(data: Path, topic: str) -> int:
     return number
 
 
-def until(condition, within_s: float) -> None:
-    deadline = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline, f"not so within {within_s} s"
-        time.sleep(0.02)
-
-
 def files(data: Path, topic: str) -> list[Path]:
     return sorted(data.glob(f"partitions/{topic}@*/0/0*.sqlite"))
 
@@ -103,51 +97,54 @@ def is_sealed(path: Path) -> bool:
 
 def test_each_pass_over_a_live_partition_finds_each_message_once(tmp_path):
     with BrokerProcess(tmp_path) as broker, written(broker.url, "t", segment_bytes=4 << 20) as (writing, sent):
-        until(lambda: writing.sent > 10 * BATCH, 20)
-        passes = []
+        wait_until(lambda: writing.sent > 10 * BATCH, "some messages", WITHIN_S)
+        passes = [numbers_read(broker.data_dir, "t")]
         deadline = time.monotonic() + LIVE_S
-        while time.monotonic() < deadline:
+        while time.monotonic() < deadline or passes[-1] == passes[0]:
+            assert time.monotonic() < deadline + WITHIN_S, f"{len(passes)} passes, and nothing came"
             passes.append(numbers_read(broker.data_dir, "t"))
         writing.end()
         total = sent.result(60)
         assert passes == sorted(passes)
-        assert passes[-1] > passes[0]
         # The state of the partition is up to a second behind.
-        until(lambda: numbers_read(broker.data_dir, "t") == total, 20)
+        wait_until(lambda: numbers_read(broker.data_dir, "t") == total, "all that was acked", WITHIN_S)
 
 
 def test_the_write_ahead_log_stays_short_while_the_file_is_read_without_a_pause(tmp_path):
     longest = 0
     with BrokerProcess(tmp_path) as broker, written(broker.url, "t") as (writing, sent):
-        until(lambda: writing.sent > 10 * BATCH, 20)
-        ending = threading.Event()
+        wait_until(lambda: writing.sent > 10 * BATCH, "some messages", WITHIN_S)
+        has_read, ending = threading.Event(), threading.Event()
 
-        def read() -> int:
-            passes = 0
+        def read() -> None:
             while not ending.is_set():
                 numbers_read(broker.data_dir, "t")
-                passes += 1
-            return passes
+                has_read.set()
 
         with ThreadPoolExecutor(1) as pool:
             reader = pool.submit(read)
-            deadline = time.monotonic() + LIVE_S
-            while time.monotonic() < deadline:
-                for path in files(broker.data_dir, "t"):
-                    wal = Path(f"{path}-wal")
-                    longest = max(longest, wal.stat().st_size if wal.exists() else 0)
-                time.sleep(0.02)
-            ending.set()
-            assert reader.result(60) > 0
+            try:
+                assert has_read.wait(WITHIN_S)
+                deadline = time.monotonic() + LIVE_S
+                while time.monotonic() < deadline or not longest:
+                    assert time.monotonic() < deadline + WITHIN_S, "there is no write-ahead log"
+                    for path in files(broker.data_dir, "t"):
+                        with suppress(FileNotFoundError):  # it goes when its file is sealed
+                            longest = max(longest, Path(f"{path}-wal").stat().st_size)
+                    time.sleep(0.02)
+            finally:
+                ending.set()
+            reader.result(60)
         writing.end()
         sent.result(60)
-    assert 0 < longest <= WAL_BYTES_MAX
+    print(f"the write-ahead log was {longest:,} bytes long at most")
+    assert longest <= WAL_BYTES_MAX
 
 
 def test_full_segments_are_sealed_while_they_are_read_without_a_pause(tmp_path):
     sealing = BrokerProcess(tmp_path, prelude=SEAL_OFTEN)
     with sealing as broker, written(broker.url, "t", segment_bytes=1 << 20) as (writing, sent):
-        until(lambda: len(files(broker.data_dir, "t")) > 5, 30)
+        wait_until(lambda: len(files(broker.data_dir, "t")) > 5, "five full segments", WITHIN_S)
         writing.end()
         sent.result(60)
         *full, _active = files(broker.data_dir, "t")
@@ -156,23 +153,23 @@ def test_full_segments_are_sealed_while_they_are_read_without_a_pause(tmp_path):
             numbers_read(broker.data_dir, "t")
             return all(is_sealed(path) for path in full)
 
-        until(read_and_look, SEALED_WITHIN_S)
+        wait_until(read_and_look, "the full segments are sealed", WITHIN_S)
 
 
 def test_a_slow_reader_keeps_nobody_from_the_file(tmp_path):
     """Between two batches Spark may be busy for minutes: no lock is held meanwhile."""
     sealing = BrokerProcess(tmp_path, prelude=SEAL_OFTEN)
     with sealing as broker, written(broker.url, "t", segment_bytes=1 << 20) as (writing, sent):
-        until(lambda: numbers_read(broker.data_dir, "t") > 10 * BATCH, 20)
+        wait_until(lambda: numbers_read(broker.data_dir, "t") > 10 * BATCH, "some messages", WITHIN_S)
         origin = Directories([str(broker.data_dir)], ["t"])
         (log,) = origin.logs()
         spans = [span.batches(("value",)) for span in origin.spans(log, log.start_offset, log.end_offset)]
         slow = [next(batches).num_rows for batches in spans]  # each has given its first batch, none has ended
-        until(lambda: len(files(broker.data_dir, "t")) > len(spans) + 1, 30)
+        wait_until(lambda: len(files(broker.data_dir, "t")) > len(spans) + 1, "more files", WITHIN_S)
         writing.end()
         total = sent.result(60)
         *full, _active = files(broker.data_dir, "t")
-        until(lambda: all(is_sealed(path) for path in full), SEALED_WITHIN_S)
+        wait_until(lambda: all(is_sealed(path) for path in full), "the full segments are sealed", WITHIN_S)
         for batches in spans:
             slow.append(sum(batch.num_rows for batch in batches))
         assert 10 * BATCH < sum(slow) <= total

@@ -67,7 +67,6 @@ def small_segments(tmp_path: Path) -> Path:
     return tmp_path / "data"
 
 
-@pytest.mark.timeout(60)
 def test_many_small_segments_are_read_once_by_fewer_tasks(small_segments):
     reader = MessagesReader(batch_reading({"path": str(small_segments)}), tuple(COLUMNS))
     tasks = [pickle.loads(pickle.dumps(task)) for task in reader.partitions()]
@@ -86,7 +85,6 @@ def test_many_small_segments_are_read_once_by_fewer_tasks(small_segments):
     )
 
 
-@pytest.mark.timeout(60)
 def test_a_segment_that_goes_costs_the_others_of_its_task_nothing(small_segments):
     reader = MessagesReader(batch_reading({"path": str(small_segments), "failOnDataLoss": "false"}), ("value",))
     task = next(task for task in reader.partitions() if isinstance(task, Packed))

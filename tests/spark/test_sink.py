@@ -334,7 +334,7 @@ def test_the_first_rows_leave_at_once_and_larger_requests_are_gathered_while_the
     answered, call = Event(), brokers.call
 
     def waiting(request):
-        assert answered.wait(20)
+        assert answered.wait(60)
         return call(request)
 
     monkeypatch.setattr(brokers, "call", waiting)
@@ -441,7 +441,7 @@ def url(broker: BrokerProcess) -> str:
 @pytest.mark.cluster
 def test_no_topic_is_made_where_the_cluster_makes_none(tmp_path):
     with BrokerProcess(tmp_path / "strict", environment={"PORTALMQ_AUTO_CREATE_TOPICS": "false"}) as strict:
-        sender = Sender([url(strict)], None, delivery_timeout_s=10)
+        sender = Sender([url(strict)], None, delivery_timeout_s=60)
         with Admin(url(strict)) as admin:
             with pytest.raises(NotWritten, match=r"there is no topic .t.*create it with PUT"):
                 put(sender, b"a")
@@ -551,7 +551,8 @@ def test_a_stream_goes_on_from_its_checkpoint_and_its_last_batch_is_not_doubled(
     def run() -> None:
         lines = spark.readStream.format("text").load(str(source)).repartition(2, "value")
         query = lines.writeStream.format("portalmq").options(bootstrap=url(broker), topic="stream")
-        query.option("checkpointLocation", str(checkpoint)).trigger(availableNow=True).start().awaitTermination(60)
+        started = query.option("checkpointLocation", str(checkpoint)).trigger(availableNow=True).start()
+        assert started.awaitTermination(240), "it ends by itself"
 
     arrive(0)
     run()
@@ -587,7 +588,7 @@ def test_the_examples_of_the_document_do_what_it_says(spark, broker, tmp_path: P
     assert (message["key"], message["value"]) == ("sensor-1", {"celsius": 21.5})
     run(stream)
     try:
-        wait_until(lambda: len(stored(broker, "averages")) >= 3, "some averages", 60)
+        wait_until(lambda: len(stored(broker, "averages")) >= 3, "some averages", 240)
     finally:
         names["query"].stop()
     assert {message["key"] for message in stored(broker, "averages")} <= {"0", "1", "2"}

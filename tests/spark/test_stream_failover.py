@@ -14,11 +14,11 @@ from support.load import loads
 from portalmq.spark import options
 from portalmq.spark.stream import MessagesStream
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 PARTITIONS = 2
 ROWS_MAX = 500
-READ_WITHIN_S = 60.0
+READ_WITHIN_S = 120.0
 
 
 class Query:

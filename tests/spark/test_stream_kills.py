@@ -48,6 +48,7 @@ def test_a_killed_job_writes_every_message_once(spark, tmp_path: Path):
                 planned = []
                 for _ in range(KILLS):
                     job.start(given | next(doors))
+                    load.wait_for_acked(100)  # there is something to lose
                     job.wait_for_batches(chance.choice((1, 1, 2)))
                     time.sleep(chance.uniform(0, KILL_WITHIN_S))
                     job.kill()
@@ -59,14 +60,14 @@ def test_a_killed_job_writes_every_message_once(spark, tmp_path: Path):
         last = {"topic": "t"} | next(doors)
         _wait_until_readable(last, sent)
         query = started(spark, job.folder, last, available_now=True)
-        assert query.awaitTermination(60)
+        assert query.awaitTermination(240)
         assert query.exception() is None
     rows = job.rows()
     print(f"{len(rows)} rows; batches planned before each kill: {planned}; files that do not count: {_leftovers(job)}")
     times = Counter((row["partition"], row["offset"]) for row in rows)
     assert max(times.values()) == 1, "a message was written twice"
     assert {(row["partition"], row["offset"]): row["value"] for row in rows} == sent
-    assert len(sent) > 100 * KILLS, "there was something to lose"
+    assert len(sent) >= 100 * KILLS
 
 
 def _wait_until_readable(given: dict[str, str], sent: dict[tuple[int, int], str]) -> None:

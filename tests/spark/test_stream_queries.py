@@ -11,9 +11,9 @@ import pytest
 from pyspark.errors import StreamingQueryException
 from support.data_directory import numbered, written
 
-pytestmark = [pytest.mark.spark, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.spark, pytest.mark.timeout(300)]
 
-ENDS_WITHIN_S = 60
+ENDS_WITHIN_S = 240
 
 
 def run(spark, folder: Path, **given: str) -> Any:

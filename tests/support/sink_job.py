@@ -1,15 +1,21 @@
 """A streaming query from a topic through a shuffle into another, in a driver process that can be killed at any moment.
 
     job = SinkJob(folder)
+    job.hold(2)                 no more than two batches are ever done
     job.start({"path": data_dir, "topic": "t", "maxRowsPerTrigger": "300", "into": urls, "to": "out"})
 
 as support.spark_job has it; it ends by itself when all is read.
+
+A batch that is held is one of which a third of the rows waits: the task of the last of its three partitions takes them
+and gives none on, while the others write theirs.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,8 +29,18 @@ if TYPE_CHECKING:
     from pyspark.sql.streaming import StreamingQuery
 
 
+PARTITIONS = 3
+
+
 class SinkJob(SparkJob):
     script = __file__
+
+    def hold(self, batches: int | None) -> None:
+        """So many batches may be done, since ever, also of a job that runs; None: all."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        new = self.folder / "hold.new"
+        new.write_text(str(sys.maxsize if batches is None else batches))
+        os.replace(new, self.folder / "hold")
 
     def offsets(self, batches: int) -> int:
         """Up to where the first so many batches read, over all partitions together."""
@@ -34,12 +50,27 @@ class SinkJob(SparkJob):
         return sum(json.loads(source).values())
 
 
+def passed(value: str, hold: str) -> str:
+    """The value, once its batch may be done. Runs in Spark's workers."""
+    from pyspark import TaskContext
+
+    task = TaskContext.get()
+    assert task is not None
+    if task.partitionId() == PARTITIONS - 1:
+        while int(Path(hold).read_text()) <= int(task.getLocalProperty("streaming.sql.batchId") or 0):
+            time.sleep(0.02)
+    return value
+
+
 def started(spark: SparkSession, folder: Path, options: dict[str, str]) -> StreamingQuery:
     reading = {name: value for name, value in options.items() if name not in {"into", "to"}}
+    from pyspark.sql.functions import lit, udf
+
     messages = spark.readStream.format("portalmq").options(**reading).load()
-    rows = messages.selectExpr("cast(value AS string) AS value", "offset % 2 AS half").repartition(3, "value")
+    rows = messages.selectExpr("cast(value AS string) AS value", "offset % 2 AS half").repartition(PARTITIONS, "value")
     # Every other row has a key: it goes where the key points, the rest where its identity does.
-    shown = rows.selectExpr("value", "CASE half WHEN 0 THEN value END AS key")
+    value = udf(passed).asNondeterministic()("value", lit(str(folder / "hold")))
+    shown = rows.withColumn("value", value).selectExpr("value", "CASE half WHEN 0 THEN value END AS key")
     writer = shown.writeStream.format("portalmq").options(bootstrap=options["into"], topic=options["to"])
     return writer.option("checkpointLocation", str(folder / "checkpoint")).trigger(availableNow=True).start()
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
     from pyspark.sql.streaming import StreamingQuery
 
-BATCHES_WITHIN_S = 90.0
+BATCHES_WITHIN_S = 200.0
 POLL_S = 0.02
 
 
