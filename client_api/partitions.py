@@ -11,7 +11,7 @@ from collections.abc import Callable
 from portalmq import wire
 from portalmq.batching import Lane
 from portalmq.errors import PartitionNotFound, PortalMQError, TopicExists, TopicNotFound
-from portalmq.transport import Backoff, Request, Transport, may_repeat
+from portalmq.transport import Backoff, OutOfTime, Request, Transport, may_repeat
 
 _log = logging.getLogger("portalmq.producer")
 
@@ -88,6 +88,7 @@ class Topics(dict[str, Topic]):
     def _partition_count(self, name: str) -> int:
         deadline = time.monotonic() + self._max_block_s
         backoff = Backoff()
+        failure: PortalMQError | None = None
         while True:
             try:
                 count = self._count_in_metadata(name, deadline)
@@ -96,6 +97,9 @@ class Topics(dict[str, Topic]):
                 self._create(name, deadline)
                 return self._count_in_metadata(name, deadline) or 1
             except PortalMQError as error:
+                if isinstance(error, OutOfTime) and failure is not None:
+                    raise failure from None
+                failure = error
                 pause_s = backoff.next_s(error.retry_after_s)
                 if not may_repeat(error, True) or time.monotonic() + pause_s >= deadline:
                     raise

@@ -18,6 +18,8 @@ from portalmq import AsyncConsumer, AsyncProducer, Consumer, Producer, StaleRece
 from portalmq.errors import Backpressure, Unavailable
 
 WITHIN_S = 10.0
+TEST_WITHIN_S = 30.0
+LONGER_THAN_A_TEST_MS = 10_000 * TEST_WITHIN_S
 
 
 @pytest.fixture
@@ -27,7 +29,12 @@ def broker() -> Iterator[ScriptedBroker]:
 
 
 def run(test: Coroutine[Any, Any, Any]) -> Any:
-    return asyncio.run(asyncio.wait_for(test, 30))
+    return asyncio.run(asyncio.wait_for(test, TEST_WITHIN_S))
+
+
+def block_no_longer_than(producer: AsyncProducer, seconds: float) -> None:
+    """From now on: the first send has more time, to learn of the topic."""
+    producer._max_block_s = producer._producer._max_block_s = seconds
 
 
 async def until(condition: Callable[[], object]) -> None:
@@ -77,20 +84,18 @@ class TestProducing:
         assert broker.values("t") == [b'{"a":1}', b"text"]
 
     def test_a_send_that_is_waited_for_does_not_linger(self, broker: ScriptedBroker) -> None:
-        async def test() -> float:
-            async with AsyncProducer(broker.url, linger_ms=5_000) as producer:
+        async def test() -> None:
+            async with AsyncProducer(broker.url, linger_ms=LONGER_THAN_A_TEST_MS) as producer:
                 await producer.send("t", b"1")
-                began = time.monotonic()
                 await producer.send("t", b"2")
-                return time.monotonic() - began
 
-        assert run(test()) < 2
+        run(test())
 
     def test_sends_of_one_moment_share_a_batch_and_keep_their_order(self, broker: ScriptedBroker) -> None:
         values = [str(number).encode() for number in range(500)]
 
         async def test() -> None:
-            async with AsyncProducer(broker.url) as producer:
+            async with AsyncProducer(broker.url, linger_ms=LONGER_THAN_A_TEST_MS) as producer:
                 await producer.send("t", b"first")
                 placed = await asyncio.gather(*(producer.send("t", value) for value in values))
                 assert [each.offset for each in placed] == list(range(1, 501))
@@ -123,9 +128,10 @@ class TestProducing:
         broker.script("POST", "/v1/topics/t/messages", [hold(slow)])
 
         async def test() -> None:
-            async with AsyncProducer(broker.url, buffer_messages=1, max_block_s=0.1) as producer:
+            async with AsyncProducer(broker.url, buffer_messages=1) as producer:
                 first = asyncio.create_task(producer.send("t", b"1"))
                 await until(lambda: broker.calls_of("POST", "/v1/topics/t/messages"))
+                block_no_longer_than(producer, 0.1)
                 with pytest.raises(Backpressure):
                     await producer.send("t", b"2")
                 slow.set()
@@ -137,15 +143,15 @@ class TestProducing:
         """They stand in line behind each other, and their time runs from when each was asked for."""
         never = threading.Event()
         broker.fill("t", [])
-        broker.script("POST", "/v1/topics/t/messages", [hold(never)])
+        broker.script("POST", "/v1/topics/t/messages", [hold(never)] * 100)
 
         async def test() -> list[Any]:
-            producer = AsyncProducer(broker.url, buffer_messages=1, max_block_s=0.4)
+            producer = AsyncProducer(broker.url, buffer_messages=1)
             first = asyncio.create_task(producer.send("t", b"0"))
             await until(lambda: broker.calls_of("POST", "/v1/topics/t/messages"))
-            began = time.monotonic()
-            outcomes = await asyncio.gather(*(producer.send("t", b"x") for _ in range(20)), return_exceptions=True)
-            assert time.monotonic() - began < 3
+            block_no_longer_than(producer, 0.4)
+            sends = (producer.send("t", b"x") for _ in range(100))  # 40 s, one behind the other
+            outcomes = await asyncio.wait_for(asyncio.gather(*sends, return_exceptions=True), 15)
             never.set()
             await first
             await producer.close()
@@ -230,10 +236,8 @@ class TestProducing:
             producer = AsyncProducer(broker.url)
             sends = [asyncio.create_task(producer.send("t", b"1")) for _ in range(3)]
             await until(lambda: broker.calls_of("GET", "/v1/metadata"))
-            began = time.monotonic()
-            await producer.close(0.2)
-            outcomes = await asyncio.gather(*sends, return_exceptions=True)
-            assert time.monotonic() - began < 5
+            await asyncio.wait_for(producer.close(0.2), 15)
+            outcomes = await asyncio.wait_for(asyncio.gather(*sends, return_exceptions=True), 15)
             assert {isinstance(outcome, RuntimeError | Unavailable) for outcome in outcomes} == {True}
 
         try:
@@ -317,7 +321,7 @@ class TestConsuming:
             async with AsyncConsumer("t", group="g", bootstrap=broker.url) as consumer:
                 with pytest.raises(TimeoutError):
                     await asyncio.wait_for(anext(consumer), 0.1)
-                assert await asyncio.wait_for(consumer.poll(0.1), 5) == []
+                assert await asyncio.wait_for(consumer.poll(0.1), 15) == []
 
         run(test())
 
@@ -376,7 +380,9 @@ class TestConsuming:
 
         run(test())
 
-    def test_what_nobody_got_goes_back_at_close(self, broker: ScriptedBroker) -> None:
+    def test_what_nobody_got_goes_back_at_close(self, broker: ScriptedBroker, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("portalmq.consumer.LAST_ANSWER_S", WITHIN_S)
+
         async def test() -> None:
             async with AsyncConsumer("t", group="g", bootstrap=broker.url, manual_ack=True) as consumer:
                 with pytest.raises(TimeoutError):
@@ -441,4 +447,4 @@ async def main():
     await AsyncProducer({broker.url!r}).send("other", b"1")
 asyncio.run(main())
 """
-    subprocess.run([sys.executable, "-c", program], timeout=20, check=True)
+    subprocess.run([sys.executable, "-c", program], timeout=60, check=True)

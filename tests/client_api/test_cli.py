@@ -87,7 +87,7 @@ def test_a_broker_that_is_silent_does_not_hide_one_that_answers(
 ) -> None:
     """It is paused, or just starting: the kernel takes the connection, and nobody answers."""
     for limit in ("cli.session.REACH_TIMEOUT_S", "transport.READ_TIMEOUT_S"):
-        monkeypatch.setattr(f"portalmq.{limit}", 1.0)
+        monkeypatch.setattr(f"portalmq.{limit}", 3.0)
     broker.script("GET", "/v1/topics", [reply({"topics": []})])
     with socket.create_server(("127.0.0.1", 0)) as silent:
         servers = f"http://127.0.0.1:{silent.getsockname()[1]},{broker.url}"
@@ -266,7 +266,7 @@ def test_consume_as_a_group_acks_what_is_printed_while_it_waits_for_more(broker:
             assert process.poll() is None
         finally:
             process.send_signal(signal.SIGINT)
-        assert process.communicate(timeout=10)[0] == b"one\n"
+        assert process.communicate(timeout=30)[0] == b"one\n"
     assert process.returncode == 130
 
 
@@ -341,7 +341,7 @@ def test_a_reader_that_goes_away_is_no_error(broker: ScriptedBroker) -> None:
         ["bash", "-c", f"set -o pipefail; {program} | head -n 1 | wc -c"],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=60,
         env=dict(os.environ),
     )
     assert piped.stdout.strip() == "1001"
@@ -353,7 +353,7 @@ def test_a_reader_that_goes_away_is_no_error(broker: ScriptedBroker) -> None:
 def test_an_output_that_takes_no_more_is_told_and_one_that_is_not_there_is_no_error(broker: ScriptedBroker) -> None:
     broker.script("GET", "/v1/topics", [reply({"topics": [wire.TopicSummary("t", 1, 3)]})] * 2)
     program = f"{sys.executable} -m portalmq.cli.main topic list --server {broker.url}"
-    full = subprocess.run(["bash", "-c", f"{program} >/dev/full"], capture_output=True, text=True, timeout=30)
+    full = subprocess.run(["bash", "-c", f"{program} >/dev/full"], capture_output=True, text=True, timeout=60)
     assert (full.returncode, full.stderr) == (1, "portalmq: cannot write: No space left on device\n")
-    closed = subprocess.run(["bash", "-c", f"{program} >&-"], capture_output=True, text=True, timeout=30)
+    closed = subprocess.run(["bash", "-c", f"{program} >&-"], capture_output=True, text=True, timeout=60)
     assert (closed.returncode, closed.stderr) == (0, "")

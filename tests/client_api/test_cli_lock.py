@@ -22,6 +22,7 @@ from portalmq import wire
 from portalmq.cli.main import main
 
 WITHIN_S = 20.0
+SLEEPER = ("sh", "-c", "echo on; exec sleep 60")
 SHOW = "import os; print(os.environ['PORTALMQ_LOCK'], os.environ['PORTALMQ_FENCING_TOKEN'])"
 
 
@@ -114,8 +115,9 @@ def test_a_lock_that_is_held_runs_nothing(broker: LockBroker, tmp_path: Path) ->
 
 
 def test_a_command_is_stopped_when_the_lock_is_lost(broker: LockBroker) -> None:
-    child = process(broker, "l", "--ttl", "1s", "--", "sleep", "60")
-    until(lambda: broker.calls_of("PUT", PATH))
+    child = process(broker, "l", "--ttl", "6s", "--", *SLEEPER)
+    assert child.stdout is not None
+    assert child.stdout.readline() == "on\n"
     broker.pass_on()
     _, told = child.communicate(timeout=WITHIN_S)
     assert child.returncode == 75
@@ -124,11 +126,12 @@ def test_a_command_is_stopped_when_the_lock_is_lost(broker: LockBroker) -> None:
 
 
 def test_a_paused_holder_stops_its_command_when_it_wakes(broker: LockBroker) -> None:
-    child = process(broker, "l", "--ttl", "1s", "--", "sleep", "60")
-    until(lambda: broker.calls_of("PUT", PATH))
+    child = process(broker, "l", "--ttl", "2s", "--", *SLEEPER)
+    assert child.stdout is not None
+    assert child.stdout.readline() == "on\n"
     child.send_signal(signal.SIGSTOP)
     paused_at = time.monotonic()
-    until(lambda: time.monotonic() > paused_at + 1.5)
+    until(lambda: time.monotonic() > paused_at + 2.5)
     child.send_signal(signal.SIGCONT)
     child.communicate(timeout=WITHIN_S)
     assert child.returncode == 75

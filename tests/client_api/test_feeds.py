@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 import pytest
-from support.cluster import wait_until
+from support.cluster import WITHIN_S, wait_until
 
 from portalmq import stream_wire as contract
 from portalmq.connection import Address, Answer, parse_address
@@ -34,6 +34,7 @@ class Leader:
         self.asked: list[contract.FetchRequest] = []
         self.script: list[Callable[[contract.PartitionOffset], contract.FetchedPartition]] = []
         self.leaders: dict[Place, Address] = {}
+        self.waits = threading.Event()
         self.let_go = threading.Event()
 
     def leader_of(self, place: Place) -> Address | None:
@@ -47,7 +48,8 @@ class Leader:
         asked = msgspec.json.decode(request.body, type=contract.FetchRequest)
         self.asked.append(asked)
         if not self.script:
-            self.let_go.wait(5)
+            self.waits.set()
+            self.let_go.wait(120)
             raise Unavailable("nothing more")
         answer = self.script.pop(0)
         fetched = contract.FetchAnswer([answer(each) for each in asked.partitions])
@@ -92,7 +94,7 @@ def taken(feeds: Feeds) -> list[str]:
             found.feed.handed = found.end
             return [f"{offset}:{record.value.decode()}" for offset, record in found.records]
 
-    return wait_until(one, "a batch", 5)
+    return wait_until(one, "a batch")
 
 
 def test_batches_come_in_order_from_the_offset_on(leader: Leader, feeds: Feeds) -> None:
@@ -100,7 +102,7 @@ def test_batches_come_in_order_from_the_offset_on(leader: Leader, feeds: Feeds) 
     begin(feeds, offset=1)
     assert taken(feeds) == ["1:b", "2:c"]
     assert taken(feeds) == ["5:d"]
-    wait_until(lambda: len(leader.asked) == 3, "it fetches on", 5)
+    wait_until(lambda: len(leader.asked) == 3, "it fetches on")
     assert [asked.partitions[0].offset for asked in leader.asked] == [1, 3, 9]
 
 
@@ -135,7 +137,7 @@ def test_below_the_beginning_of_the_log_reading_goes_on_there(leader: Leader, fe
 def test_a_paused_partition_keeps_what_is_left_of_its_batch(leader: Leader, feeds: Feeds) -> None:
     leader.script = [brings(frame(0, "a", "b"), end=2)]
     begin(feeds)
-    first = wait_until(lambda: _locked(feeds), "a batch", 5)
+    first = wait_until(lambda: _locked(feeds), "a batch")
     first.next = 1  # type: ignore[attr-defined]
     feeds.paused.add(PLACE)
     assert _locked(feeds) is None
@@ -151,8 +153,9 @@ def _locked(feeds: Feeds) -> object:
 def test_what_is_taken_away_is_void(leader: Leader, feeds: Feeds) -> None:
     leader.script = [brings(frame(0, "old"), end=1)]
     begin(feeds)
-    wait_until(lambda: feeds.by_place[PLACE].frames, "it was fetched", 5)
+    assert leader.waits.wait(WITHIN_S), "the next is asked for"
     before = feeds.by_place[PLACE]
+    assert before.frames
     begin(feeds, offset=40, since=2)
     assert before.gone
     leader.script.append(brings(frame(40, "new"), end=41))
@@ -165,9 +168,9 @@ def test_no_more_is_read_ahead_than_there_is_room_for(leader: Leader) -> None:
     large = "x" * 300_000
     leader.script = [brings(frame(number, large), end=number + 1) for number in range(10)]
     begin(feeds)
-    wait_until(lambda: feeds.by_place[PLACE].frames, "it was fetched", 5)
-    wait_until(lambda: feeds._idle, "and no more", 5)
+    wait_until(lambda: feeds.by_place[PLACE].frames, "it was fetched")
+    wait_until(lambda: feeds._idle, "and no more")
     assert len(leader.asked) == 1
     assert taken(feeds)[0].startswith("0:x")
-    wait_until(lambda: len(leader.asked) == 2, "then the next", 5)
+    wait_until(lambda: len(leader.asked) == 2, "then the next")
     feeds.close()

@@ -14,7 +14,7 @@ from support.scripted_broker import Call, Reply, ScriptedBroker, hang_up, hold, 
 from portalmq import Fenced, InvalidRequest, Lock, LockHeld, Unavailable
 from portalmq.errors import ERRORS_BY_CODE
 
-WITHIN_S = 10.0
+WITHIN_S = 20.0
 
 
 class HandClock:
@@ -88,10 +88,9 @@ class TestHolding:
             until(lambda: broker.count("PUT") >= 4)
             assert lock.held
         assert broker.count("DELETE") == 1
-        renewals = broker.count("PUT")
         assert lock._tenure is not None
         lock._tenure._thread.join(WITHIN_S)
-        assert broker.count("PUT") == renewals
+        assert not lock._tenure._thread.is_alive(), "or it would renew on"
 
     def test_a_broker_that_fails_for_less_than_the_ttl_costs_nothing(
         self, broker: LockBroker, make: Callable[..., Lock]

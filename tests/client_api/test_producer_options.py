@@ -61,10 +61,14 @@ def test_a_topic_that_is_full_is_waited_for_and_gets_each_message_once() -> None
 
 
 def test_a_topic_that_stays_full_fails_the_send_after_the_delivery_timeout() -> None:
-    with ScriptedBroker() as broker, Producer(broker.url, delivery_timeout_s=1) as producer:
+    with ScriptedBroker() as broker, Producer(broker.url, delivery_timeout_s=70) as producer:
         broker.script("POST", PRODUCE, [full()] * 1_000)
+        sent = producer.send("t", b"x")
+        assert sent._batch.deadline == sent._batch.born + 70
+        broker.wait_for(lambda: len(broker.calls_of("POST", PRODUCE)) >= 2)
+        sent._batch.deadline = 0.0
         with pytest.raises(Backpressure, match="not delivered within") as late:
-            producer.send("t", b"x").result(10)
+            sent.result(20)
         assert late.value.outcome == "not_applied"
 
 
@@ -92,13 +96,14 @@ def test_a_producer_that_takes_a_new_epoch_says_which_instance_it_is() -> None:
     assert (first.get("renews", False), second.get("renews", False)) == (False, True)
 
 
-def test_a_zombie_that_has_to_renew_its_epoch_does_not_fence_its_successor(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_zombie_that_has_to_renew_its_epoch_does_not_fence_its_successor() -> None:
     with ScriptedBroker() as broker, Producer(broker.url, producer_name="billing") as zombie:
         zombie.send("t", b"one").result(10)
-        broker.script("POST", PRODUCE, [lose_answer, *[refuse(503, "unavailable")] * 100])
-        with monkeypatch.context() as patch:
-            patch.setattr(zombie, "_delivery_timeout_s", 1)
-            assert zombie.send("t", b"two").exception(10) is not None
+        broker.script("POST", PRODUCE, [lose_answer, *[refuse(503, "unavailable")] * 1_000])
+        sent = zombie.send("t", b"two")
+        broker.wait_for(lambda: len(broker.calls_of("POST", PRODUCE)) >= 3)
+        sent._batch.deadline = 0.0
+        assert sent.exception(20) is not None
         broker._scripts.clear()
         broker.script("POST", PRODUCERS, [refuse(409, "fenced")])
         with pytest.raises(Fenced) as fenced:

@@ -35,4 +35,4 @@ def test_a_message_after_a_rest_leaves_though_nobody_asks_for_its_result() -> No
             rest(producer)
             acknowledged = threading.Event()
             producer.send("one", b"%d" % number).add_done_callback(lambda _, event=acknowledged: event.set())
-            assert acknowledged.wait(5), f"message {number} was never sent"
+            assert acknowledged.wait(20), f"message {number} was never sent"

@@ -8,10 +8,11 @@ import threading
 from http.client import HTTPMessage
 
 import pytest
+from support.cluster import wait_until
 from support.scripted_broker import ScriptedBroker, hang_up, hold, lose_answer, refuse
 
 from portalmq import errors, wire
-from portalmq.connection import Address, Answer, NoAnswer, NotSent, parse_address
+from portalmq.connection import Address, Answer, Connection, ConnectionPool, NoAnswer, NotSent, parse_address
 from portalmq.transport import Backoff, Request, Transport, bootstrap_addresses
 
 GET = Request("GET", "/v1/metadata", repeatable=True)
@@ -335,6 +336,11 @@ def test_a_leader_under_another_scheme_is_not_believed() -> None:
     assert network.asked[-1][0] == "https://one:1", "the token would travel in clear"
 
 
+def idle(transport: Transport) -> list[Connection]:
+    assert isinstance(transport._pool, ConnectionPool)
+    return [connection for host in transport._pool._hosts.values() for connection in host.idle]
+
+
 # --- over real sockets -----------------------------------------------------------------------------------------------
 
 
@@ -352,7 +358,9 @@ def test_a_connection_that_the_broker_closed_meanwhile_is_replaced_without_a_pau
         pauses: list[float] = []
         transport = Transport(broker.url, pause=pauses.append)
         transport.call(ONCE)
+        [connection] = idle(transport)
         broker.drop_connections()
+        wait_until(lambda: not connection.looks_alive(0.0), "it is closed")
         transport.call(ONCE)
         transport.close()
         assert len(broker.calls) == 2

@@ -34,5 +34,5 @@ for _ in range(300):
 
 def test_threads_may_decode_a_kind_first_and_all_at_once_when_it_was_prepared() -> None:
     """msgspec 0.22 crashes the process here without the preparation."""
-    done = subprocess.run([sys.executable, "-c", HAMMER], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", HAMMER], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr

@@ -13,7 +13,7 @@ from portalmq.errors import Backpressure, NotEnoughReplicas, TopicNotFound, Unav
 from portalmq.zeromq.desk import Desk, Job, Reply
 from portalmq.zeromq.protocol import Asked, Posted, Told
 
-WITHIN_S = 10.0
+WITHIN_S = 20.0
 
 
 class Answers:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +24,7 @@ from portalmq.errors import (
 from portalmq.zeromq.access import Access
 from portalmq.zeromq.server import PIPELINE_MAX, Limits, PortTaken, Server
 
-WITHIN_S = 10.0
+WITHIN_S = 20.0
 
 
 def test_a_message_goes_from_one_port_to_the_other_and_is_deleted_at_the_third():
@@ -262,17 +263,25 @@ def test_a_server_that_is_silent_is_asked_anew_by_a_fresh_socket():
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
         port = router.bind_to_random_port("tcp://127.0.0.1")
 
+        answered = threading.Event()
+
         def serve() -> None:
-            router.setsockopt(zmq.RCVTIMEO, 10_000)
-            seen.append(router.recv_multipart())
-            seen.append(router.recv_multipart())
-            router.send_multipart([*seen[1][:2], b'{"status": "ok", "id": "0-7"}'])
+            router.setsockopt(zmq.RCVTIMEO, 100)
+            while not answered.is_set():
+                with contextlib.suppress(zmq.Again):
+                    seen.append(router.recv_multipart())
+                    if len(seen) > 1:
+                        router.send_multipart([*seen[-1][:2], b'{"status": "ok", "id": "0-7"}'])
 
         thread = threading.Thread(target=serve)
         thread.start()
-        with service_at({"commands": 1, "producers": port, "consumers": 1}, timeout_s=0.3) as miniq:
-            assert miniq.produce("q", "x") == "0-7"
-        thread.join(WITHIN_S)
+        try:
+            # As often as it takes: a machine that stands still for 0.3 s is silent too.
+            with service_at({"commands": 1, "producers": port, "consumers": 1}, timeout_s=0.3, tries=50) as miniq:
+                assert miniq.produce("q", "x") == "0-7"
+        finally:
+            answered.set()
+            thread.join(WITHIN_S)
     assert seen[0][0] != seen[1][0], "it came by another socket"
     assert seen[0][-1] == seen[1][-1]
 

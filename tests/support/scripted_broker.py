@@ -134,7 +134,7 @@ class ScriptedBroker:
     def wait_for(self, what: Callable[[], bool]) -> None:
         """Wait until a request has made it so."""
         with self.changed:
-            assert self.changed.wait_for(what, timeout=10)
+            assert self.changed.wait_for(what, timeout=30)
 
     def drop_connections(self) -> None:
         """Close every kept-alive connection, as a broker that restarts does."""

@@ -101,7 +101,7 @@ def serving(
             made.set_exception(fault)
             return
         made.set_result(server)
-        server.run(drain_s=2)
+        server.run(drain_s=10)
 
     thread = threading.Thread(target=run)
     thread.start()
