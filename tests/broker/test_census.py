@@ -79,7 +79,9 @@ class World:
         return self.counts(broker_id) if name == "groups" else self.end(broker_id)
 
     def census(self) -> Census:
-        census = Census(1, self, self, self, patience_s=0.05)  # type: ignore[arg-type]
+        """Patient as long as everybody can be asked in the end."""
+        is_whole = not self.away and None not in self.leaders.values()
+        census = Census(1, self, self, self, patience_s=60.0 if is_whole else 0.05)  # type: ignore[arg-type]
         census._count_here = lambda names: self.counts(1)  # type: ignore[method-assign]
         census._end_here = lambda name, group_id: self.end(1)  # type: ignore[method-assign]
         return census

@@ -53,7 +53,7 @@ class Ask:
     def there(self, broker_id: int, places: Sequence[Place]) -> dict[Place, str | PortalMQError]:
         self.asked.append((broker_id, list(places)))
         if broker_id in self.hangs:
-            gevent.sleep(30)
+            gevent.sleep(3_600)
         script = self.answers.get(broker_id, [f"by {broker_id}"])
         answer = script.pop(0) if len(script) > 1 else script[0]
         if isinstance(answer, PortalMQError) and broker_id != ME:
@@ -61,7 +61,7 @@ class Ask:
         return dict.fromkeys(places, answer)
 
 
-def leaders(leads: Map, patience_s: float = 0.3) -> Leaders:
+def leaders(leads: Map, patience_s: float = 60.0) -> Leaders:
     return Leaders(ME, leads, chance=lambda: 0.0, patience_s=patience_s)
 
 
@@ -80,7 +80,7 @@ def test_remote_leaders_are_asked_at_once_and_not_one_after_the_other() -> None:
 
         def there(self, broker_id: int, places: Sequence[Place]) -> dict[Place, str | PortalMQError]:
             self.asked.append((broker_id, list(places)))
-            with gevent.Timeout(5):
+            with gevent.Timeout(60):
                 while len(self.asked) < 2:
                     gevent.sleep(0.001)
             return dict.fromkeys(places, "met")
@@ -100,14 +100,14 @@ def test_one_that_leads_no_longer_is_left_for_the_one_that_does() -> None:
 def test_a_broker_that_is_gone_is_waited_for_until_another_leads(error: PortalMQError) -> None:
     leads = Map({A: 2})
     work = Ask(_2=[error])
-    there = leaders(leads, patience_s=5)
+    there = leaders(leads)
     gevent.spawn_later(0.05, lambda: (leads.leaders.update({A: 3}), there.changed()))
     assert there.one(A, work) == "by 3"
 
 
 def test_a_partition_without_a_leader_is_waited_for_and_then_refused_as_not_applied() -> None:
     with pytest.raises(Unavailable, match="no leader") as refused:
-        leaders(Map({A: None})).one(A, Ask())
+        leaders(Map({A: None}), patience_s=0.3).one(A, Ask())
     assert (refused.value.outcome, refused.value.retryable) == ("not_applied", True)
 
 
@@ -154,7 +154,8 @@ def test_no_forward_names_the_leader_and_asks_nobody() -> None:
     assert work.asked == [(1, [A])]
 
 
-def test_no_forward_waits_for_this_broker_to_open_what_it_was_elected_for() -> None:
+def test_no_forward_waits_for_this_broker_to_open_what_it_was_elected_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("portalmq.broker.forwarding.OWN_PATIENCE_S", 60.0)
     work = Ask(_1=[NotLeader("opening", leader=ME), Unavailable("opening"), "open"])
     assert leaders(Map({A: ME})).one(A, work, forward=False) == "open"
 
@@ -163,12 +164,12 @@ def test_a_silent_leader_is_not_waited_for_once_another_is_elected() -> None:
     leads = Map({A: 2})
     work = Ask()
     work.hangs = {2}
-    there = leaders(leads, patience_s=5)
+    there = leaders(leads)
     gevent.spawn_later(0.05, lambda: (leads.leaders.update({A: 3}), there.changed()))
-    with gevent.Timeout(3), pytest.raises(NotAnswered) as lost:
+    with gevent.Timeout(50), pytest.raises(NotAnswered) as lost:
         there.one(A, work)
     assert lost.value.outcome == "unknown"
-    with gevent.Timeout(3):
+    with gevent.Timeout(50):
         leads.leaders[A] = 2
         gevent.spawn_later(0.05, lambda: (leads.leaders.update({A: 3}), there.changed()))
         assert there.one(A, work, repeatable=True) == "by 3"
@@ -179,8 +180,8 @@ def test_what_is_asked_of_one_broker_alone_is_not_waited_for_once_others_lead_th
     there = leaders(leads)
     gevent.spawn_later(0.02, lambda: (leads.leaders.update({A: 3}), there.changed()))
     gevent.spawn_later(0.05, lambda: (leads.leaders.update({B: ME}), there.changed()))
-    with gevent.Timeout(3), pytest.raises(NotAnswered, match="broker 2"):
-        there.ask(2, [A, B], lambda: gevent.sleep(30))
+    with gevent.Timeout(50), pytest.raises(NotAnswered, match="broker 2"):
+        there.ask(2, [A, B], lambda: gevent.sleep(3_600))
 
 
 def test_what_is_asked_of_one_broker_alone_answers_or_raises_as_it_does() -> None:
@@ -204,7 +205,7 @@ def test_nothing_is_begun_for_a_client_that_has_gone() -> None:
     work.hangs = {2}
     client = FakePeer()
     gevent.spawn_later(0.05, client.leave)
-    with gevent.Timeout(3), pytest.raises(NotAnswered):
+    with gevent.Timeout(50), pytest.raises(NotAnswered):
         leaders(leads).one(A, work, repeatable=True, waiting=client)
     assert len(work.asked) == 1
 

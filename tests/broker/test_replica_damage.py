@@ -16,7 +16,6 @@ from portalmq.broker.storage.errors import DiskFull
 from portalmq.broker.storage.state import StateFile
 from portalmq.errors import PortalMQError, StorageFull, Unavailable
 
-
 HOUR_MS = 3_600_000
 
 

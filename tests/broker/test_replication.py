@@ -22,7 +22,6 @@ from portalmq.broker.fetch_protocol import (
 )
 from portalmq.errors import NotEnoughReplicas, NotLeader, PortalMQError, Unavailable
 
-
 HOUR_MS = 3_600_000
 
 

@@ -7,6 +7,8 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import msgspec
 import pytest
@@ -40,10 +42,13 @@ def test_a_process_is_told_from_a_later_one_with_its_number():
 
 
 def test_a_process_that_has_ended_is_not_there_though_nobody_has_collected_it():
-    child = subprocess.Popen([sys.executable, "-c", ""])
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
         assert start_of(child.pid) is not None
-        deadline = time.monotonic() + 20
+        assert child.stdin is not None
+        child.stdin.write(b"\n")
+        child.stdin.close()
+        deadline = time.monotonic() + 60
         while start_of(child.pid) is not None:
             assert time.monotonic() < deadline
             time.sleep(0.01)
@@ -67,20 +72,31 @@ def test_a_record_that_is_missing_or_broken_is_none(tmp_path):
     assert read_record(tmp_path) == record(boot_id(), me())
 
 
+@contextmanager
+def kept_free() -> Iterator[int]:
+    """A port that nobody else is given meanwhile: it is bound, and nobody listens there."""
+    with socket.socket() as place:
+        place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        place.bind(("127.0.0.1", 0))
+        yield place.getsockname()[1]
+
+
 def test_free_ports_are_all_different():
     assert len(set(free_ports("127.0.0.1", 9))) == 9
 
 
 @pytest.mark.parametrize(("which", "option"), [("broker", "--base-port"), ("zookeeper", "--zookeeper-port")])
 def test_a_port_that_is_taken_is_told_before_anything_starts(tmp_path, which, option):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port, (free,) = taken.getsockname()[1], free_ports("127.0.0.1", 1)
-        broker = load_config({"port": port if which == "broker" else free}, environ={})
-        plan = Plan(tmp_path, {"broker-1": broker}, "", 1, port if which == "zookeeper" else 0)
+    def plan_for(broker_port, zookeeper_port):
+        broker = load_config({"port": broker_port}, environ={})
+        return Plan(tmp_path, {"broker-1": broker}, "", 1, zookeeper_port)
+
+    with socket.create_server(("127.0.0.1", 0)) as taken, kept_free() as free, kept_free() as other:
+        port = taken.getsockname()[1]
         with pytest.raises(StartupError, match=f"port {port} .*{option}") as refused:
-            check_ports(plan)
+            check_ports(plan_for(port, other) if which == "broker" else plan_for(other, port))
         assert refused.value.exit_code == 73
-    check_ports(plan)
+        check_ports(plan_for(free, other) if which == "broker" else plan_for(other, free))
 
 
 def test_ports_of_a_zookeeper_that_is_not_started_are_nobodys_business(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 
@@ -37,7 +38,12 @@ def folder_of(tmp_path: Path, name: str = "t") -> Path:
 
 
 def test_a_hundred_partitions_are_made_and_opened_within_seconds(tmp_path):
+    """Or, on a machine that is slow, within a few times of what their files alone take it."""
     clock = HandClock()
+    began = time.monotonic()
+    for number in range(100):
+        open_and_close(Files(tmp_path / "bare", "cluster", "store"), number)
+    bare_s = time.monotonic() - began
     with running(tmp_path, clock) as before:
         began = time.monotonic()
         before.broker.create_topic("t", wire.CreateTopic(partitions=100))
@@ -47,8 +53,8 @@ def test_a_hundred_partitions_are_made_and_opened_within_seconds(tmp_path):
     with running(tmp_path, clock) as after:
         opened_s = time.monotonic() - began
         assert len(after.broker.topics.get("t").led()) == 100
-    print(f"made in {made_s:.2f} s, opened in {opened_s:.2f} s")
-    assert max(made_s, opened_s) < 10, "the aim is 3 s, on a disk that nobody else uses"
+    print(f"made in {made_s:.2f} s, opened in {opened_s:.2f} s; the files alone in {bare_s:.2f} s")
+    assert max(made_s, opened_s) < max(10, 5 * bare_s), "the aim is 3 s, on a disk that nobody else uses"
 
 
 def test_the_folder_says_which_topic_it_is(fixture, tmp_path):
@@ -62,8 +68,10 @@ def test_the_folder_says_which_topic_it_is(fixture, tmp_path):
 def test_nobody_sees_a_replica_before_it_is_open(fixture, monkeypatch):
     opened = Log.open.__func__
 
+    met = threading.Event()
+
     def slowly(*arguments, **more):
-        time.sleep(0.2)
+        assert met.wait(60), "somebody has looked meanwhile"
         return opened(Log, *arguments, **more)
 
     monkeypatch.setattr(Log, "open", slowly)
@@ -74,6 +82,8 @@ def test_nobody_sees_a_replica_before_it_is_open(fixture, monkeypatch):
             fixture.broker.topics.get("t").partition(0)
         except (TopicNotFound, Unavailable) as error:
             seen.append(type(error))
+            if Unavailable in seen:
+                met.set()
         gevent.sleep(0.01)
     assert Unavailable in seen
     assert fixture.broker.topics.get("t").partition(0).serves
@@ -160,8 +170,8 @@ def test_a_replica_that_is_being_set_aside_is_not_opened_before_that_is_done(fix
 TOPIC = TopicState("t", "id", 1, 1, 1, TopicConfig())
 
 
-def open_and_close(files: Files) -> str:
-    log, state_file, _, store_uuid = files.open(TOPIC, 0)
+def open_and_close(files: Files, number: int = 0) -> str:
+    log, state_file, _, store_uuid = files.open(TOPIC, number)
     log.close()
     state_file.close()
     return store_uuid

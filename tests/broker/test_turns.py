@@ -57,7 +57,7 @@ def test_only_the_message_whose_turn_it_is_can_be_done(fixture: Fixture) -> None
 def test_of_many_who_end_a_message_one_does(fixture: Fixture) -> None:
     (first,) = produce(fixture, "a")
     ends = [gevent.spawn(advance, fixture, first) for _ in range(20)]
-    gevent.joinall(ends, timeout=10, raise_error=True)
+    gevent.joinall(ends, timeout=60, raise_error=True)
     assert sorted(end.value for end in ends) == [False] * 19 + [True]
 
 
@@ -131,8 +131,8 @@ def test_a_message_is_found_though_another_partition_cannot_be_asked(
     monkeypatch.setattr(turns._leaders, "_patience_s", 0.1)
     with pytest.raises(Unavailable):
         turns.first_front("g", "wide", [0, 1, 2])
-    produced = fixture.broker.produce("wide", records("x"), None, acks="all", partition=2)
     monkeypatch.setattr(turns._leaders, "_patience_s", 60)
+    produced = fixture.broker.produce("wide", records("x"), None, acks="all", partition=2)
     message = turns.first_front("g", "wide", [0, 1, 2]).message
     assert message is not None
     assert (message.partition, message.offset) == (2, produced[0].offset)  # type: ignore[union-attr]

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import select
 import socket
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.client import HTTPConnection, HTTPResponse
 
 import gevent
+import gevent.socket
 import pytest
 from gevent.server import StreamServer
 from support.members import until
@@ -154,6 +158,28 @@ def serve() -> Iterator[Callable[[Handler], str]]:
         server.stop(timeout=0.1)
 
 
+@pytest.fixture
+def limits(monkeypatch: pytest.MonkeyPatch) -> list[gevent.Timeout]:
+    """The limits of the probes that are made from now on: raised in a probe, its time is over."""
+    made: list[gevent.Timeout] = []
+
+    class Limit(gevent.Timeout):
+        def start(self) -> None:
+            made.append(self)
+
+    monkeypatch.setattr(gevent, "Timeout", Limit)
+    return made
+
+
+@contextmanager
+def port_where_nobody_listens() -> Iterator[int]:
+    """Nor anybody can by chance, as long as this lasts."""
+    with socket.socket() as place:
+        place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        place.bind(("127.0.0.1", 0))
+        yield place.getsockname()[1]
+
+
 class TestProbing:
     def test_any_answer_is_life_and_the_connection_is_kept(
         self, prober: Prober, serve: Callable[[Handler], str]
@@ -179,12 +205,11 @@ class TestProbing:
         url = serve(answer_once)
         assert [prober.probe(url) for _ in range(3)] == [Probe.ANSWERED] * 3
 
-    def test_a_closed_port_refuses_at_once(self, prober: Prober, serve: Callable[[Handler], str]) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            url = f"http://127.0.0.1:{server.getsockname()[1]}"
-        began = time.monotonic()
-        assert prober.probe(url) is Probe.REFUSED
-        assert time.monotonic() - began < 30
+    def test_a_closed_port_refuses_at_once(self, prober: Prober) -> None:
+        with port_where_nobody_listens() as port:
+            began = time.monotonic()
+            assert prober.probe(f"http://127.0.0.1:{port}") is Probe.REFUSED
+            assert time.monotonic() - began < 30
 
     def test_a_broker_that_dies_between_two_probes_refuses(
         self, prober: Prober, serve: Callable[[Handler], str]
@@ -196,14 +221,19 @@ class TestProbing:
             while client.recv(1000):
                 client.sendall(ANSWER)
 
-        server = StreamServer(("127.0.0.1", 0), answer)
-        server.start()
-        url = f"http://127.0.0.1:{server.server_port}"
-        assert prober.probe(url) is Probe.ANSWERED
-        server.stop(timeout=0)
-        for client in clients:
-            client.close()
-        assert prober.probe(url) is Probe.REFUSED
+        with port_where_nobody_listens() as port:
+            listener = gevent.socket.socket()
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            listener.bind(("127.0.0.1", port))
+            listener.listen()
+            server = StreamServer(listener, answer)
+            server.start()
+            url = f"http://127.0.0.1:{port}"
+            assert prober.probe(url) is Probe.ANSWERED
+            server.stop(timeout=0)
+            for client in clients:
+                client.close()
+            assert prober.probe(url) is Probe.REFUSED
 
     def test_who_takes_connections_and_says_nothing_is_silent(self, hasty: Prober) -> None:
         with socket.create_server(("127.0.0.1", 0)) as paused:
@@ -212,13 +242,30 @@ class TestProbing:
             assert hasty.probe(url) is Probe.SILENT
             assert 0.3 < time.monotonic() - began < 30, "the end of its time is noticed"
 
-    def test_half_an_answer_is_none(self, hasty: Prober, serve: Callable[[Handler], str]) -> None:
+    def test_half_an_answer_is_none(
+        self,
+        prober: Prober,
+        serve: Callable[[Handler], str],
+        limits: list[gevent.Timeout],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        heard: list[HTTPResponse] = []
+        getresponse = HTTPConnection.getresponse
+
+        def hear(connection: HTTPConnection) -> HTTPResponse:
+            heard.append(getresponse(connection))
+            return heard[0]
+
         def stutter(client: socket.socket, address: tuple[str, int]) -> None:
             client.recv(1000)
             client.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\n")
-            gevent.sleep(60)
+            gevent.sleep(3_600)
 
-        assert hasty.probe(serve(stutter)) is Probe.SILENT
+        monkeypatch.setattr(HTTPConnection, "getresponse", hear)
+        asking = gevent.spawn(prober.probe, serve(stutter))
+        until(lambda: heard)
+        gevent.kill(asking, limits[0])
+        assert asking.get() is Probe.SILENT
 
     @pytest.mark.parametrize("said", [b"", b"SSH-2.0-OpenSSH\r\n", b"\x00" * 100_000])
     def test_what_is_no_broker_is_silent(self, prober: Prober, serve: Callable[[Handler], str], said: bytes) -> None:
@@ -228,16 +275,28 @@ class TestProbing:
 
         assert prober.probe(serve(talk)) is Probe.SILENT
 
-    def test_an_answer_that_came_while_this_process_was_busy_counts(self, serve: Callable[[Handler], str]) -> None:
-        prober = Prober(timeout_s=1.0)
+    def test_an_answer_that_came_while_this_process_was_busy_counts(
+        self,
+        prober: Prober,
+        serve: Callable[[Handler], str],
+        limits: list[gevent.Timeout],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        waiting: list[socket.socket] = []
+
+        def busy(connection: HTTPConnection) -> None:
+            waiting.append(connection.sock)
+            gevent.sleep(3_600)
 
         def answer(client: socket.socket, address: tuple[str, int]) -> None:
             client.recv(1000)
             client.sendall(ANSWER)
-            time.sleep(1.2)  # holds the only thread there is, the prober's too, beyond its timeout
 
-        assert prober.probe(serve(answer)) is Probe.ANSWERED
-        prober.close()
+        monkeypatch.setattr(HTTPConnection, "getresponse", busy)
+        asking = gevent.spawn(prober.probe, serve(answer))
+        until(lambda: waiting and select.select([waiting[0].fileno()], [], [], 0)[0], "the answer lies there, unread")
+        gevent.kill(asking, limits[0])
+        assert asking.get() is Probe.ANSWERED
 
     def test_silence_in_a_process_that_stood_still_proves_nothing(self) -> None:
         prober = Prober(timeout_s=0.4)
