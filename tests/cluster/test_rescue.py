@@ -145,10 +145,11 @@ class TestElectingByName:
             cluster.admin().create_topic("t")
             cluster.wait_in_sync("t")
             fill(cluster, "t", range(50))
+            cluster.wait_in_sync("t")
             cluster.kill(3)
             fill(cluster, "t", range(50, 150))
-            cluster.wait_in_sync("t", members=(1, 2))
-            wait_until(lambda: set(cluster.partitions("t")[0]["isr"]) == {1, 2}, "broker 3 is out of sync")
+            in_sync = [{1, 2}]
+            wait_until(lambda: [set(each["isr"]) for each in cluster.partitions("t")] == in_sync, "3 is out of sync")
             cluster.kill(1, 2)
             cluster.start(3)
             yield cluster

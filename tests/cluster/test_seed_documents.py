@@ -100,6 +100,8 @@ def test_order_by_key_as_the_notes_have_it(broker: BrokerProcess, tmp_path: Path
 def test_the_two_names_of_the_notes(broker: BrokerProcess):
     text = (REPOSITORY / "docs" / "NOTES.md").read_text(encoding="utf-8")
     (program,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    program, ends = re.subn("idle_timeout_s=2", "idle_timeout_s=10", program)  # a busy machine may be later
+    assert ends == 1
     done = subprocess.run(
         [sys.executable, "-c", program],
         env=os.environ | {"PORTALMQ_URL": broker.url},

@@ -9,13 +9,14 @@ from __future__ import annotations
 import os
 import threading
 import time
+from bisect import bisect
 from collections import defaultdict
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 import pytest
 from support.cluster import Cluster, wait_until
-from support.load import loads
+from support.load import Load, loads
 
 from portalmq import Consumer, Producer
 
@@ -25,10 +26,13 @@ CHURN = int(os.environ.get("PORTALMQ_CHURN", "4"))
 KILLS = int(os.environ.get("PORTALMQ_CHURN_KILLS", "1"))
 MEMBERS = 6
 PARTITIONS = 12
-SESSION_S = 3.0
+LOADS = ("a", "b")
+# A member is lost because it vanished, not because the machine stood still for a while.
+SESSION_S = 7.0
 PAUSE_S = 0.004
-# A partition that keeps its member is read on: the longest that it may stand still while members come and go.
-STILL_S_MAX = 2.0
+# A partition that keeps its member is read on while members come and go: it is never behind by more than what comes in
+# 2 s at most, when all run at full speed. Counted in messages, since a machine that stands still sends none.
+BEHIND_MAX = round(2.0 * len(LOADS) / (PAUSE_S * PARTITIONS))
 
 
 @dataclass
@@ -159,10 +163,10 @@ def coordinator(cluster: Cluster, topic: str) -> int:
     return wait_until(found, "the group has a coordinator")
 
 
-def coordinator_other_than(cluster: Cluster, topic: str, paused: int) -> int:
+def coordinator_other_than(cluster: Cluster, topic: str, before: int) -> int:
     def found() -> int | None:
         now = coordinator(cluster, topic)
-        return now if now != paused else None
+        return now if now != before else None
 
     return wait_until(found, "another broker coordinates")
 
@@ -172,8 +176,8 @@ def test_members_and_coordinators_come_and_go(cluster: Cluster, topic: str) -> N
     cluster.wait_in_sync(topic)
     group = Group(cluster, topic)
     kill_after = {round((turn + 1) * CHURN / (KILLS + 1)) for turn in range(KILLS)}
-    longest_still_s = 0.0
-    with loads(cluster.urls, topic=topic, partitions=PARTITIONS, pause_s=PAUSE_S) as running:
+    furthest_behind = 0
+    with loads(cluster.urls, LOADS, topic=topic, partitions=PARTITIONS, pause_s=PAUSE_S) as running:
         for _ in range(MEMBERS):
             group.add()
         group.settle()
@@ -184,7 +188,7 @@ def test_members_and_coordinators_come_and_go(cluster: Cluster, topic: str) -> N
             group.settle()
             group.add()
             group.settle()
-            longest_still_s = max(longest_still_s, _longest_still_s(group, began, before))
+            furthest_behind = max(furthest_behind, _furthest_behind(group, running, began, before))
             if turn in kill_after:
                 killed = coordinator(cluster, topic)
                 cluster.kill(killed)
@@ -202,25 +206,29 @@ def test_members_and_coordinators_come_and_go(cluster: Cluster, topic: str) -> N
     again = len(group.sights) - len({sight.value for sight in group.sights})
     print(
         f"{CHURN} members lost and regained, {KILLS} coordinators killed: {len(acked)} messages, {again} came again; "
-        f"a partition that stayed stood still for {longest_still_s:.2f} s at most"
+        f"{furthest_behind} were acked, at most, while a partition that stayed stood still"
     )
-    assert longest_still_s <= STILL_S_MAX
+    assert furthest_behind <= BEHIND_MAX
 
 
-def _longest_still_s(group: Group, began: float, before: dict[int, tuple[str, int]]) -> float:
-    """The longest time, since `began`, between two messages of a partition whose member stayed."""
+def _furthest_behind(group: Group, running: list[Load], began: float, before: dict[int, tuple[str, int]]) -> int:
+    """The most messages of a partition whose member stayed that were acked, since `began`, between two that it read."""
     ended, after = time.monotonic(), group.owners()
     stayed = [partition for partition, owner in before.items() if after.get(partition) == owner]
     assert stayed, "who is neither lost nor new keeps most of what he has"
-    times: dict[int, list[float]] = defaultdict(list)
+    read: dict[int, list[float]] = defaultdict(list)
     for sight in group.sights:
-        if sight.at >= began:
-            times[sight.partition].append(sight.at)
-    longest = 0.0
+        read[sight.partition].append(sight.at)
+    acked: dict[int, list[float]] = defaultdict(list)
+    for load in running:
+        for each in tuple(load.acked):
+            acked[each.partition].append(each.at)
+    most = 0
     for partition in stayed:
-        moments = [began, *sorted(times[partition]), ended]
-        longest = max(longest, *(later - earlier for earlier, later in pairwise(moments)))
-    return longest
+        acks = sorted(at for at in acked[partition] if began <= at <= ended)
+        moments = [began, *sorted(at for at in read[partition] if began <= at <= ended), ended]
+        most = max(most, *(bisect(acks, later) - bisect(acks, earlier) for earlier, later in pairwise(moments)))
+    return most
 
 
 def _check_owners(sights: list[Sight]) -> None:
@@ -257,9 +265,12 @@ def test_a_group_reads_on_without_zookeeper(cluster: Cluster, topic: str) -> Non
                     load.wait_for_acked(20)
             newest = {load.acked[-1].value for load in running}
             wait_until(lambda: newest <= {sight.value for sight in group.sights}, "what was sent meanwhile is read")
-            told = cluster.ask(f"/v1/groups/group-{topic}/offsets", asked)
-            assert [each["partition"] for each in told["offsets"]] == [0, 1, 2], "the lag is told meanwhile"
-            assert all(each["committed"] > 0 for each in told["offsets"])
+
+            def committed() -> list[int]:
+                told = cluster.ask(f"/v1/groups/group-{topic}/offsets", asked)
+                return [each["partition"] for each in told["offsets"] if each["committed"] > 0] if told else []
+
+            wait_until(lambda: committed() == [0, 1, 2], "it commits, and the lag is told, meanwhile")
         finally:
             cluster.zookeeper.start()
         wait_until(lambda: cluster.live() == set(cluster.brokers), "every broker is registered again")
@@ -280,11 +291,11 @@ def test_a_coordinator_that_is_stopped_hands_over_and_nobody_notices(cluster: Cl
     with loads(cluster.urls, topic=topic, partitions=3, pause_s=PAUSE_S) as running:
         for _ in range(2):
             group.add()
-        wait_until(lambda: sum(reader.partitions for reader in group.live) == 3, "all is given out")
+        wait_until(lambda: sorted(reader.partitions for reader in group.live) == [1, 2], "all is given out")
         before = group.owners()
         stopped = coordinator(cluster, topic)
         assert cluster.brokers[stopped].stop() == 0
-        assert coordinator(cluster, topic) != stopped
+        coordinator_other_than(cluster, topic, stopped)
         for load in running:
             load.wait_for_acked(100)
         assert group.owners() == before
@@ -311,7 +322,7 @@ def test_a_coordinator_that_stands_still_is_replaced(cluster: Cluster, topic: st
         cluster.resume(paused)
         for load in running:
             load.wait_for_acked(100)
-        assert coordinator(cluster, topic) == other
+        wait_until(lambda: coordinator(cluster, topic) == other, "the one that took over stays")
         wait_until(lambda: [reader.partitions for reader in group.live] == [1, 1, 1], "each has one still, or again")
     acked = {each.value for load in running for each in load.acked}
     wait_until(lambda: acked <= {sight.value for sight in group.sights}, "every message was processed")
@@ -327,12 +338,12 @@ def test_a_topic_that_is_made_anew_is_read_from_its_beginning(cluster: Cluster, 
     with Consumer(
         topic, group=f"group-{topic}", bootstrap=cluster.urls, mode="stream", session_timeout_s=SESSION_S
     ) as reading:
-        assert [message.text for message in reading.poll(20)] == ["old"]
+        assert [message.text for message in reading.poll(60)] == ["old"]
         cluster.admin().delete_topic(topic)
         cluster.admin().create_topic(topic)
         with Producer(cluster.urls) as producer:
             producer.send(topic, "new").result(timeout=20)
-        assert [message.text for message in reading.poll(20)] == ["new"]
+        assert [message.text for message in reading.poll(60)] == ["new"]
 
 
 def test_who_left_and_what_was_deleted_is_refused_at_every_broker(cluster: Cluster, topic: str) -> None:
