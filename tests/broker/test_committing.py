@@ -199,7 +199,7 @@ def test_outputs_that_were_appended_before_done_was_written_are_not_appended_aga
         send(before, "a")
         messages = receive(before)
         own = before.broker.outboxes.of(partition_of(before))
-        own._done = lambda finished: gevent.sleep(60)  # it dies between the two
+        own._done = lambda finished: gevent.sleep(3_600)  # it dies between the two
         commit(before, messages, outputs("A", "B"))
         eventually(lambda: there(before) == ["A", "B"])
         clock = before.clock
@@ -252,7 +252,7 @@ def test_open_outputs_are_bounded_in_bytes(fixture, monkeypatch):
     monkeypatch.setattr(outbox, "OPEN_BYTES_MAX", 1_000)
     send(fixture, "a", "b")
     messages = receive(fixture)
-    monkeypatch.setattr(fixture.broker.outboxes._destinations, "copies", lambda *_: gevent.sleep(60))
+    monkeypatch.setattr(fixture.broker.outboxes._destinations, "copies", lambda *_: gevent.sleep(3_600))
     commit(fixture, messages[:1], outputs("x" * 900))
     with pytest.raises(Backpressure):
         commit(fixture, messages[1:], outputs("x" * 900))

@@ -28,7 +28,8 @@ from portalmq.errors import GroupModeMismatch, GroupNotFound, InvalidRequest, No
 
 
 @pytest.fixture
-def fixture(tmp_path):
+def fixture(tmp_path, monkeypatch):
+    monkeypatch.setattr(dead_letters, "MATCH_WITHIN_S", 3_600.0)
     with running(tmp_path) as it:
         yield it
 
@@ -111,7 +112,7 @@ def test_copies_are_made_once_over_restarts(tmp_path):
     with running(tmp_path) as before:
         send(before, *"abc")
         messages = receive(before)
-        before.broker.outboxes.of(partition_of(before))._done = lambda finished: gevent.sleep(60)
+        before.broker.outboxes.of(partition_of(before))._done = lambda finished: gevent.sleep(3_600)
         give_up(before, messages)
         eventually(lambda: there(before, "in.dlq") == ["a"])  # and it dies before it has noted that
         clock = before.clock
@@ -266,11 +267,11 @@ def test_receipts_from_before_a_redrive_are_stale(tmp_path):
 
 def test_a_redrive_wakes_a_consumer_that_sleeps(fixture):
     dead(fixture, "a")
-    request = wire.ReceiveRequest(["in"], wait_ms=20_000)
+    request = wire.ReceiveRequest(["in"], wait_ms=60_000)
     sleeper = gevent.spawn(fixture.broker.receive, "g", request, None)
     eventually(lambda: fixture.broker.health()["parked_receives"])
     redrive(fixture)
-    assert [message.record.value for message in sleeper.get(timeout=5)] == [b"a"]
+    assert [message.record.value for message in sleeper.get(timeout=50)] == [b"a"]
 
 
 def test_a_dry_run_only_counts(fixture):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import shutil
+import time
 from _queue import SimpleQueue
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 
 import gevent
@@ -77,13 +79,16 @@ def test_a_repeated_ack_is_answered_no_earlier_than_the_first(fixture, monkeypat
         gevent.joinall(acks, timeout=0.1)
         assert not any(ack.ready() for ack in acks), "nothing of it is on disk"
         release()
-        assert [ack.get(timeout=5) for ack in acks] == [[True], [True]]
+        assert [ack.get(timeout=60) for ack in acks] == [[True], [True]]
 
 
 def test_a_checkpoint_without_room_does_not_call_refused_what_is_committed(fixture, monkeypatch):
     send(fixture, "a")
 
+    tried: list[Segment] = []
+
     def full(segment: Segment) -> None:
+        tried.append(segment)
         raise DiskFull("no room")
 
     with monkeypatch.context() as patch:
@@ -91,6 +96,7 @@ def test_a_checkpoint_without_room_does_not_call_refused_what_is_committed(fixtu
         patch.setattr("portalmq.broker.storage.log.WAL_BYTES_MAX", 1)
         patch.setattr("portalmq.broker.storage.log.WAL_BYTES_DUE", 1)
         send(fixture, "b")
+        eventually(lambda: tried)
         gevent.sleep(0.05)
     assert not fixture.faults
     send(fixture, "c")
@@ -157,7 +163,7 @@ def test_a_topic_may_be_deleted_while_its_state_is_being_saved(fixture, monkeypa
         gevent.sleep(0.01)
         gevent.spawn_later(0.2, release)
         fixture.broker.delete_topic("t")
-        saving.get(timeout=5)
+        saving.get(timeout=60)
     assert not directory.exists(), "a save that came too late makes no files"
 
 
@@ -181,7 +187,7 @@ def test_a_receive_that_outlived_its_topic_does_not_sleep(fixture, monkeypatch):
         deleting = gevent.spawn(fixture.broker.delete_topic, "t")
         gevent.sleep(0.01)
         release()
-        gevent.joinall([late, deleting], timeout=5)
+        gevent.joinall([late, deleting], timeout=20)
     assert late.ready()
 
 
@@ -196,7 +202,7 @@ def test_a_first_request_that_the_disk_refuses_is_in_progress_and_then_as_if_it_
             with pytest.raises(RequestInProgress):
                 send(fixture, "a", partition=0, idempotency_key="k")
             release()
-            gevent.joinall([first], timeout=5)
+            gevent.joinall([first], timeout=60)
     assert isinstance(first.exception, StorageFull)
     send(fixture, "a", partition=0, idempotency_key="k")
     assert texts(receive(fixture, max_messages=10)) == ["a"]
@@ -205,17 +211,20 @@ def test_a_first_request_that_the_disk_refuses_is_in_progress_and_then_as_if_it_
 def test_a_start_on_a_full_disk_tries_again_at_leisure(tmp_path, monkeypatch):
     with running(tmp_path) as before:
         send(before, "a")
-    tries = []
-
-    def refused(log: Log, batches) -> None:
-        tries.append(batches)
-        raise DiskFull("no room")
+    tries: list[float] = []
 
     with monkeypatch.context() as patch:
+
+        def refused(log: Log, batches) -> None:
+            tries.append(time.monotonic())
+            if len(tries) == 5:
+                patch.undo()
+            raise DiskFull("no room")
+
         patch.setattr(Log, "append", refused)
-        gevent.spawn_later(0.5, patch.undo)
         with running(tmp_path) as after:
-            assert 1 < len(tries) < 20
+            assert len(tries) == 5
+            assert min(later - earlier for earlier, later in pairwise(tries)) > 0.05
             assert texts(receive(after)) == ["a"]
 
 
@@ -254,12 +263,12 @@ def test_a_partition_that_is_never_at_rest_is_saved_too(fixture):
     gevent.sleep(0)  # its offset is allotted, and it is not on disk yet
     assert partition.replica.next_offset > partition.high_watermark
     fixture.broker.housekeeping.save_state()
-    waiting.get(timeout=5)
+    waiting.get(timeout=60)
     again = gevent.spawn(send, fixture, "c")
     gevent.sleep(0)
     fixture.broker.housekeeping.save_state()
     assert partition.state_file.load()[0].applied > before
-    again.get(timeout=5)
+    again.get(timeout=60)
 
 
 def test_what_comes_while_a_checkpoint_finds_no_room_is_written_all_the_same(fixture, monkeypatch):
@@ -277,7 +286,7 @@ def test_what_comes_while_a_checkpoint_finds_no_room_is_written_all_the_same(fix
         late = gevent.spawn(send, fixture, "c")
         gevent.sleep(0.02)
         release()
-        assert late.get(timeout=5)
+        assert late.get(timeout=60)
 
 
 def test_a_message_that_is_on_its_way_to_the_disk_is_known_to_whoever_repeats_it_after_a_lost_session(
@@ -293,7 +302,7 @@ def test_a_message_that_is_on_its_way_to_the_disk_is_known_to_whoever_repeats_it
         with pytest.raises(RequestInProgress):
             send(fixture, "b", idempotency_key="k")
         release()
-        gevent.joinall([first], timeout=5)
+        gevent.joinall([first], timeout=60)
     eventually(lambda: partition.high_watermark == partition.replica.next_offset)
     assert send(fixture, "b", idempotency_key="k")[0].offset == partition.high_watermark - 1
     assert texts(receive(fixture, max_messages=10)) == ["a", "b"]

@@ -80,7 +80,7 @@ def test_what_was_sent_with_acks_none_is_answered_when_it_is_asked_for(fixture):
             gevent.sleep(0.01)
             return None
 
-    with gevent.Timeout(10):
+    with gevent.Timeout(60):
         while (offset := told()) is None:
             pass
     assert offset >= 0
@@ -90,7 +90,7 @@ def test_what_was_sent_with_acks_none_is_answered_when_it_is_asked_for(fixture):
 def test_repeats_while_the_first_is_being_appended_are_told_so(fixture):
     fixture.broker.create_topic("t", wire.CreateTopic(partitions=4))
     greenlets = [gevent.spawn(attempt, fixture) for _ in range(10)]
-    gevent.joinall(greenlets, timeout=20, raise_error=True)
+    gevent.joinall(greenlets, timeout=60, raise_error=True)
     answers = [greenlet.get() for greenlet in greenlets]
     refused = [answer for answer in answers if isinstance(answer, RequestInProgress)]
     assert refused

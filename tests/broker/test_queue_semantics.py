@@ -77,10 +77,10 @@ def test_what_came_back_is_ahead_of_what_is_fresh_within_its_priority(fixture):
 
 def test_an_urgent_message_wakes_who_sleeps(fixture):
     receive(fixture)
-    waiting = gevent.spawn(receive, fixture, wait_ms=10_000)
+    waiting = gevent.spawn(receive, fixture, wait_ms=60_000)
     gevent.sleep(0.01)
     send(fixture, "now", priority=9)
-    assert texts(waiting.get(timeout=5)) == ["now"]
+    assert texts(waiting.get(timeout=50)) == ["now"]
 
 
 # --- due times ------------------------------------------------------------------------------------------------------
@@ -102,20 +102,25 @@ def test_a_delayed_message_comes_when_it_is_due_and_not_before(fixture):
 
 def test_a_sleeper_is_woken_when_a_delayed_message_is_due(fixture):
     receive(fixture)
-    waiting = gevent.spawn(receive, fixture, wait_ms=10_000)
+    waiting = gevent.spawn(receive, fixture, wait_ms=60_000)
     gevent.sleep(0.01)
     send(fixture, "x", deliver_at_ms=fixture.clock.wall_ms() + 40)
     fixture.clock.advance(40)  # the bell was set by the clock as it stood
-    assert texts(waiting.get(timeout=5)) == ["x"]
+    assert texts(waiting.get(timeout=50)) == ["x"]
 
 
 def test_a_jump_of_the_wall_clock_is_noticed_within_a_second(fixture):
     receive(fixture)
     send(fixture, "x", deliver_at_ms=fixture.clock.wall_ms() + HOUR_MS)
-    waiting = gevent.spawn(receive, fixture, wait_ms=10_000)
+    waiting = gevent.spawn(receive, fixture, wait_ms=60_000)
     gevent.sleep(0.01)
     fixture.clock.day_ms += HOUR_MS
-    assert texts(waiting.get(timeout=3)) == ["x"]
+    turns = 0
+    while not waiting.ready():
+        gevent.sleep(0.01)  # a pause of the process is one turn, however long it is
+        turns += 1
+    assert texts(waiting.get()) == ["x"]
+    assert turns <= 200
 
 
 def test_what_is_scheduled_and_handed_out_stays_right_over_a_restart(tmp_path):
@@ -281,7 +286,7 @@ def test_a_lease_that_ends_for_the_last_time_gives_the_message_up_though_nobody_
     send(fixture, "a")
     receive(fixture, visibility_timeout_ms=50)
     fixture.clock.advance(60)
-    with gevent.Timeout(5):
+    with gevent.Timeout(60):
         while fixture.broker.describe_group("g").dead != 1:
             gevent.sleep(0.02)
 
@@ -367,10 +372,10 @@ def test_the_ack_of_an_earlier_message_wakes_who_waits_for_the_next(fixture):
     fixture.broker.put_group("g", {"ordering": "key"})
     send_keyed(fixture, ("k", "k1"), ("k", "k2"))
     first = receive(fixture)
-    waiting = gevent.spawn(receive, fixture, wait_ms=10_000)
+    waiting = gevent.spawn(receive, fixture, wait_ms=60_000)
     gevent.sleep(0.01)
     ack(fixture, first)
-    assert texts(waiting.get(timeout=5)) == ["k2"]
+    assert texts(waiting.get(timeout=50)) == ["k2"]
 
 
 def test_a_dead_message_makes_way_for_the_next_of_its_key(fixture):
@@ -564,6 +569,6 @@ def test_a_follower_drops_nothing_for_an_ack_that_may_yet_be_taken_back(fixture,
         partition.retain(None, 1, HOUR_MS)
         assert partition.log.log_start_offset == 0
     gate.put(None)
-    acking.get(timeout=10)
+    acking.get(timeout=60)
     partition.retain(None, 1, HOUR_MS)
     assert partition.log.log_start_offset > 0

@@ -90,10 +90,10 @@ def test_a_repeat_is_recognised_in_a_topic_of_several_partitions(client: FlaskCl
 
 
 def test_a_sleeping_reader_is_woken(client: FlaskClient, fixture: Fixture, topic: str) -> None:
-    sleeping = gevent.spawn(post, client, "/read", name=topic, id="c", wait_ms=20_000)
+    sleeping = gevent.spawn(post, client, "/read", name=topic, id="c", wait_ms=60_000)
     gevent.sleep(0)
     publish(client, "wake up")
-    assert sleeping.get(timeout=10)[1]["message"] == "wake up"
+    assert sleeping.get(timeout=50)[1]["message"] == "wake up"
 
 
 def test_all_partitions_of_a_topic_are_read(client: FlaskClient, fixture: Fixture) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import select
 import signal
 import subprocess
 import sys
@@ -22,22 +21,26 @@ KEYS = 50
 NEVER_MS = 1 << 50
 
 
-def run_until_killed(directory: Path, seed: int, after_s: float) -> int:
-    """Runs the compactor, kills it `after_s` after its first word; the end that it has acknowledged."""
+def acknowledged_in(said: bytes) -> list[int]:
+    return [int(line.split()[1]) for line in said.splitlines(keepends=True) if line.endswith(b"\n")]
+
+
+def run_until_killed(directory: Path, seed: int, messages: int, after_s: float) -> int:
+    """Runs the compactor, kills it `after_s` after so many more messages; the end that it has acknowledged."""
     with subprocess.Popen(
         [sys.executable, str(CHILD), str(directory), str(seed)], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as child:
         assert child.stdout is not None
-        assert select.select([child.stdout], [], [], 20)[0], "it has begun"
-        deadline, said = time.monotonic() + after_s, b""
-        while (left_s := deadline - time.monotonic()) > 0:
-            if select.select([child.stdout], [], [], left_s)[0]:
-                said += child.stdout.read1()
-                assert child.poll() is None, child.stderr.read() if child.stderr else ""
+        said = b""
+        while not (ends := acknowledged_in(said)) or ends[-1] - ends[0] < messages:
+            chunk = child.stdout.read1()
+            assert chunk, child.stderr.read() if child.stderr else ""
+            said += chunk
+        time.sleep(after_s)  # into whatever it does then
         child.send_signal(signal.SIGKILL)
         said += child.stdout.read()
         child.wait()
-    return max(int(line.split()[1]) for line in said.splitlines(keepends=True) if line.endswith(b"\n"))
+    return max(acknowledged_in(said))
 
 
 def check(directory: Path, acknowledged: int) -> int:
@@ -62,7 +65,7 @@ def check(directory: Path, acknowledged: int) -> int:
 def test_what_compaction_leaves_survives_kill_9(tmp_path):
     directory, chance, gone = tmp_path / "log", random.Random(20_261_121), 0
     for kill in range(KILLS):
-        acknowledged = run_until_killed(directory, kill, chance.uniform(0.05, 0.4))
+        acknowledged = run_until_killed(directory, kill, chance.randint(150, 1_500), chance.uniform(0.0, 0.02))
         now = check(directory, acknowledged)
         assert now >= gone, "what is gone stays so"
         gone = now

@@ -58,7 +58,7 @@ extracted = log.execute("SELECT json_extract(value, '$.t'), json_extract(headers
 print(json.dumps([rows, list(extracted), log.execute("PRAGMA integrity_check").fetchone()[0]]))
 """
     done = subprocess.run(
-        [sys.executable, "-c", code, next(tmp_path.glob("0*.sqlite"))], capture_output=True, check=True, timeout=30
+        [sys.executable, "-c", code, next(tmp_path.glob("0*.sqlite"))], capture_output=True, check=True, timeout=100
     )
     rows, extracted, check = json.loads(done.stdout)
     assert check == "ok"

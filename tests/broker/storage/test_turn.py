@@ -54,7 +54,7 @@ gevent.spawn(ran.append, "another greenlet")
 with turn:
     print(ran)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=30)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=100)
     assert done.stdout == "['held']\n"
 
 
