@@ -258,22 +258,32 @@ class TestReadingAgain:
 
 @pytest.mark.cluster
 class TestOnZooKeeper:
-    def test_300_partitions_are_read_again_well_under_100_ms(self, zookeeper_server: EmbeddedZooKeeper) -> None:
-        plane = ZooKeeper(zookeeper_server.hosts + fresh_chroot())
+    def test_300_partitions_are_read_again_in_a_few_requests_and_a_fraction_of_the_time_that_300_take(
+        self, zookeeper_server: EmbeddedZooKeeper
+    ) -> None:
+        """Some 10 ms against 150: both at once on this machine, however slow it is, and the best of five of each."""
+        plane = ZooKeeper(zookeeper_server.hosts + fresh_chroot(), session_timeout_s=10.0)
         plane.start()
         try:
             catalog = Catalog(plane)
-            create(catalog, partitions=300)
+            topic = create(catalog, partitions=300)
             mirror = Mirror(plane)
             mirror.refresh()
             assert len(mirror.partitions) == 300
-            durations = []
+            requests, together, one_by_one = [], [], []
             for _ in range(5):
                 mirror.note(None)
+                before = plane._client._connection._xid
                 began = time.perf_counter()
                 mirror.refresh()
-                durations.append(time.perf_counter() - began)
-            assert min(durations) < 0.1, durations
+                together.append(time.perf_counter() - began)
+                requests.append(plane._client._connection._xid - before)
+                began = time.perf_counter()
+                for number in range(300):
+                    plane.get(state.partition_path(topic.topic_id, number))
+                one_by_one.append(time.perf_counter() - began)
+            assert min(requests) < 15, requests
+            assert min(together) < min(one_by_one) / 2, (together, one_by_one)
         finally:
             plane.close()
 
