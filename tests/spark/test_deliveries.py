@@ -247,7 +247,7 @@ def test_what_a_seek_passed_over_is_committed_for_the_first_time_later(tmp_path:
 
         def commit(offset: int) -> None:
             nonlocal member
-            with gevent.Timeout(10):
+            with gevent.Timeout(60):
                 member = broker.streams.heartbeat("g", "m", member.generation)
                 while not member.assignment:
                     gevent.sleep(0.01)

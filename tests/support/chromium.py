@@ -36,6 +36,7 @@ class Seen:
 
     requests: list[str] = field(default_factory=list)
     complaints: list[str] = field(default_factory=list)
+    loader: str | None = None
 
 
 class Chromium:
@@ -91,9 +92,11 @@ class Chromium:
         self._call("Emulation.setEmulatedMedia", features=[scheme])
         self.seen = Seen()
         url = path.absolute().as_uri()
-        self._call("Page.navigate", url=url)
+        loader = self._call("Page.navigate", url=url)["loaderId"]
         deadline = time.monotonic() + ANSWER_WITHIN_S
-        while self.ask("[location.href, document.readyState]") != [url, "complete"]:  # not the page before it
+        while self.seen.loader != loader:  # until then it is the page before that answers, or none
+            self._note(self._next(deadline, "Page.navigate"))
+        while self.ask("document.readyState") != "complete":
             assert time.monotonic() < deadline, f"{path} did not load"
         self.ask("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => done(1))))")
 
@@ -154,6 +157,8 @@ class Chromium:
         name, told = event.get("method"), event.get("params", {})
         if name == "Network.requestWillBeSent":
             self.seen.requests.append(told["request"]["url"])
+        elif name == "Page.frameNavigated":
+            self.seen.loader = told["frame"]["loaderId"]
         elif name == "Runtime.exceptionThrown":
             self.seen.complaints.append(json.dumps(told["exceptionDetails"]))
         elif name == "Runtime.consoleAPICalled" and told["type"] in {"error", "warning", "assert"}:

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 Hindered = Callable[[Iterator[int]], Iterator[tuple[str]]]
 
-WITHIN_S = 240.0
-STEP_S = 90.0
+WITHIN_S = 600.0
+STEP_S = 180.0
 POLL_S = 0.02
 # Of a batch that is written, in two Spark partitions; half of one of them is more than the sink sends at a time.
 ROWS, ROW_BYTES = 8 * REQUEST_BYTES_MAX // 1_000, 1_000
@@ -186,14 +186,14 @@ class _Application:
         told = [json.dumps(self.api("sql?details=true&planDescription=true&length=1000"))]
         told += [json.dumps(self.api(name)) for name in ("environment", "stages?details=true", "jobs")]
         for page in pages:
-            with urllib.request.urlopen(f"{address}/{page}", timeout=20) as answer:
+            with urllib.request.urlopen(f"{address}/{page}", timeout=60) as answer:
                 told.append(answer.read().decode("utf-8", "replace"))
         return "\n".join(told)
 
     def api(self, what: str) -> Any:
         context = self.spark.sparkContext
         address = f"{context.uiWebUrl}/api/v1/applications/{context.applicationId}/{what}"
-        with urllib.request.urlopen(address, timeout=20) as answer:
+        with urllib.request.urlopen(address, timeout=60) as answer:
             return json.load(answer)
 
 

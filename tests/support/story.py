@@ -14,7 +14,7 @@ from support.outputs import give_up
 from portalmq import stream_wire, wire
 from portalmq.broker.storage.batch import Record
 
-WITHIN_S = 10
+WITHIN_S = 60
 
 
 def busy(path: Path) -> Path:
