@@ -100,6 +100,9 @@ class EmbeddedZooKeeper:
         self._tick_ms = tick_ms
         self._settings = dict(settings or {})
         self._servers: list[_Server] = []
+        # Of free ports that were chosen: bound here and not listening, so that nobody else is given one as free, not
+        # while its server is down either. The servers set SO_REUSEADDR as these do.
+        self._places: list[socket.socket] = []
         self._lock = -1
 
     @property
@@ -145,6 +148,7 @@ class EmbeddedZooKeeper:
                         raise EmbeddedError(str(fault)) from None
                     self._end_servers()
                     self._servers = []
+                    self._leave_places()
         except BaseException:
             self.stop()
             raise
@@ -175,9 +179,9 @@ class EmbeddedZooKeeper:
         if self._port:
             clients = list(range(self._port, self._port + number))
             _check_free(clients)
-            between = _free_ports(2 * number if number > 1 else 0)
+            between = self._free_ports(2 * number if number > 1 else 0)
         else:
-            free = _free_ports(3 * number if number > 1 else 1)
+            free = self._free_ports(3 * number if number > 1 else 1)
             clients, between = free[:number], free[number:]
         members = {
             f"server.{index + 1}": f"127.0.0.1:{between[2 * index]}:{between[2 * index + 1]}"
@@ -187,6 +191,19 @@ class EmbeddedZooKeeper:
             _Server(self.directory / str(index + 1), index + 1, port, {**self._common_settings(), **members})
             for index, port in enumerate(clients)
         ]
+
+    def _free_ports(self, number: int) -> list[int]:
+        for _ in range(number):
+            place = socket.socket()
+            self._places.append(place)
+            place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            place.bind(("127.0.0.1", 0))
+        return [place.getsockname()[1] for place in self._places]
+
+    def _leave_places(self) -> None:
+        for place in self._places:
+            place.close()
+        self._places.clear()
 
     def _common_settings(self) -> dict[str, str]:
         return {
@@ -214,6 +231,7 @@ class EmbeddedZooKeeper:
     def stop(self) -> None:
         """End all servers, and leave no process. Stopping twice is allowed."""
         self._end_servers()
+        self._leave_places()
         if self._lock != -1:
             os.close(self._lock)
             self._lock = -1
@@ -365,14 +383,6 @@ def _answers(port: int) -> bool:
     except OSError:
         return False
     return bool(said) and b"not currently serving" not in said
-
-
-def _free_ports(number: int) -> list[int]:
-    with contextlib.ExitStack() as held:
-        sockets = [held.enter_context(socket.socket()) for _ in range(number)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
 
 
 def _check_free(ports: list[int]) -> None:

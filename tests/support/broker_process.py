@@ -5,7 +5,8 @@
         broker.kill()       # SIGKILL to the started process, as a crash
         broker.start()      # again, on the same directory and port
 
-Every wait is bounded. What the broker says is in `broker.stderr()`, and in the failure when it does not start.
+Every wait is bounded. What the broker says is in `broker.stderr()`, and in the failure when it does not start. Its port
+stays its own from the first start to the end, while it does not run too: others on this machine ask for free ports.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -25,10 +27,11 @@ from types import TracebackType
 from typing import Any
 
 import psutil
+from support.ports import kept_port, number_of
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-START_WITHIN_S = 20.0
-END_WITHIN_S = 20.0
+START_WITHIN_S = 60.0
+END_WITHIN_S = 60.0
 POLL_S = 0.02
 
 
@@ -51,7 +54,11 @@ def has_ended(process: psutil.Process) -> bool:
 def stood_in_line_s(process: psutil.Process) -> float:
     """How long the busiest of its threads could have run and had no processor: what a busy machine adds to a start."""
     files = list(Path(f"/proc/{process.pid}/task").glob("*/schedstat"))  # Linux has them; elsewhere nothing is known
-    return max((int(file.read_text().split()[1]) for file in files), default=0) / 1e9
+    waited_ns = []
+    for file in files:
+        with contextlib.suppress(OSError):  # a thread may end meanwhile
+            waited_ns.append(int(file.read_text().split()[1]))
+    return max(waited_ns, default=0) / 1e9
 
 
 @dataclass(frozen=True)
@@ -68,7 +75,7 @@ class BrokerProcess:
     """One broker, without ZooKeeper unless `command` says otherwise.
 
     `options` are command-line options, `environment` is added to ours, and `prelude` is Python that runs first in the
-    process: a test breaks something there."""
+    process: a test breaks something there. With `port` 0 the broker chooses one."""
 
     def __init__(
         self,
@@ -77,6 +84,7 @@ class BrokerProcess:
         command: tuple[str, ...] = ("broker", "--zookeeper", "none"),
         environment: dict[str, str] | None = None,
         prelude: str = "",
+        port: int | None = None,
     ) -> None:
         self.directory = directory
         self.data_dir = directory / "data"
@@ -84,7 +92,9 @@ class BrokerProcess:
         self.command = command
         self.environment = environment or {}
         self.prelude = prelude
-        self.port = 0
+        self.port = port or 0
+        self._keeps_port = port != 0
+        self._place: socket.socket | None = None
         self.ready_after_s = 0.0
         self._process: subprocess.Popen[bytes] | None = None
         self._starts = 0
@@ -103,6 +113,8 @@ class BrokerProcess:
 
     def launch(self) -> subprocess.Popen[bytes]:
         """Start the process and wait for nothing. A port that was bound once is asked for again."""
+        if self._keeps_port:
+            self._keep_port()
         name, *more = self.command
         program = f"{self.prelude}\nfrom portalmq.broker.commands import {name}; {name}(prog_name='portalmq {name}')"
         arguments = [sys.executable, "-c", program, str(self.port), "--data-dir", str(self.data_dir)]
@@ -122,6 +134,12 @@ class BrokerProcess:
             )
         return self._process
 
+    def _keep_port(self) -> None:
+        if self._place is None:
+            with contextlib.suppress(OSError):  # somebody has it already, which is for the broker to say
+                self._place = kept_port(self.port)
+                self.port = number_of(self._place)
+
     def start(self) -> None:
         """Start, and return once /readyz says so."""
         self.launch()
@@ -129,7 +147,7 @@ class BrokerProcess:
 
     def wait_ready(self) -> None:
         """Until the broker that was launched last is ready."""
-        while not (self._learn_port() and self._is_ready()):
+        while not (self._has_said_where() and self._is_ready()):
             if self.process.poll() is not None:
                 raise AssertionError(f"the broker ended with {self.process.returncode}:\n{self.stderr()}")
             if time.monotonic() - self._launched_at > START_WITHIN_S:
@@ -148,10 +166,15 @@ class BrokerProcess:
         self.process.send_signal(signal.SIGTERM)
         return self.wait()
 
-    def kill(self) -> None:
-        """SIGKILL to the started process, and wait until all its children are gone too."""
+    def strike(self) -> list[psutil.Process]:
+        """SIGKILL to the started process. Answers who is to be gone then: once it is, its children are nobody's."""
         family = self.family()
         self.process.kill()
+        return family
+
+    def kill(self) -> None:
+        """SIGKILL to the started process, and wait until all its children are gone too."""
+        family = self.strike()
         self.wait()
         for process in family:
             wait_until_gone(process)
@@ -175,6 +198,9 @@ class BrokerProcess:
             with contextlib.suppress(ProcessLookupError):
                 self.process.send_signal(signal.SIGCONT)
             self.kill()
+        if self._place is not None:
+            self._place.close()
+            self._place = None
 
     # --- looking -----------------------------------------------------------------------------------------------------
 
@@ -215,18 +241,17 @@ class BrokerProcess:
     def _log_path(self) -> Path:
         return self.directory / f"stderr-{self._starts}"
 
-    def _learn_port(self) -> bool:
-        """With port 0 the real one is known from what the broker says; it is kept for the next start."""
-        if self.port == 0:
-            found = re.search(r"is ready at \w+://\S+:(\d+) .*\n", self.stderr())
-            if found is not None:
-                self.port = int(found[1])
-        return self.port != 0
+    def _has_said_where(self) -> bool:
+        """It does so once it is ready. A port that it chose itself is kept for the next start."""
+        found = re.search(r"is ready at \w+://\S+:(\d+) .*\n", self.stderr())
+        if found is not None and self.port == 0:
+            self.port = int(found[1])
+        return found is not None
 
     def _is_ready(self) -> bool:
         try:
             return self.request("GET", "/readyz", timeout_s=5).status == 200
-        except OSError:
+        except (OSError, http.client.HTTPException):
             return False
 
     # --- talking -----------------------------------------------------------------------------------------------------

@@ -13,11 +13,12 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable, Iterable
+from http.client import HTTPException
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
-from support.broker_process import BrokerProcess
+from support.broker_process import BrokerProcess, wait_until_gone
 
 from portalmq import Admin
 from portalmq.control_plane.embedded import EmbeddedZooKeeper
@@ -104,12 +105,13 @@ class Cluster:
             self.brokers[broker_id].wait_ready()
 
     def kill(self, *broker_ids: int) -> None:
-        """SIGKILL to these brokers, all at once."""
-        for broker_id in broker_ids:
-            self.brokers[broker_id].process.kill()
+        """SIGKILL to these brokers, all at once; on return nothing of them runs."""
+        gone = [process for broker_id in broker_ids for process in self.brokers[broker_id].strike()]
         for broker_id in broker_ids:
             self._paused.discard(broker_id)
-            self.brokers[broker_id].kill()
+            self.brokers[broker_id].wait()
+        for process in gone:
+            wait_until_gone(process)
 
     def pause(self, broker_id: int) -> None:
         self._paused.add(broker_id)
@@ -125,13 +127,14 @@ class Cluster:
         shutil.rmtree(self.brokers[broker_id].data_dir)
 
     def heal(self) -> None:
-        """Let go of every pause, start what does not run, and wait until every broker is known as live."""
+        """Let go of every pause, start what does not run, and wait until every broker knows every one as live."""
         self.zookeeper.start()
         for broker_id in list(self._paused):
             self.resume(broker_id)
         self.start(*(broker_id for broker_id, broker in self.brokers.items() if not broker.runs))
         self.wait_for_controller()
-        wait_until(lambda: self.live() == set(self.brokers), "every broker is live")
+        everyone = set(self.brokers)
+        wait_until(lambda: all(self.live(asked) == everyone for asked in everyone), "every broker is live")
 
     # --- looking -----------------------------------------------------------------------------------------------------
 
@@ -155,7 +158,7 @@ class Cluster:
         for asked in [broker_id] if broker_id is not None else self.running:
             try:
                 answer = self.brokers[asked].request("GET", path, timeout_s=ASK_TIMEOUT_S)
-            except OSError:
+            except (OSError, HTTPException):  # it dies in the midst of an answer
                 continue
             if answer.status == 200:
                 return answer.json()
@@ -183,7 +186,8 @@ class Cluster:
 
     def led_by(self, broker_id: int, topic: str) -> list[int]:
         """The partitions of the topic that a broker leads."""
-        return [each["partition"] for each in self.partitions(topic) if each["leader"] == broker_id]
+        described = wait_until(lambda: self.partitions(topic), f"somebody tells of {topic}")
+        return [each["partition"] for each in described if each["leader"] == broker_id]
 
     def controller(self) -> int | None:
         cluster = self.ask("/v1/cluster")
@@ -221,6 +225,15 @@ class Cluster:
             )
 
         wait_until(all_in_sync, f"brokers {sorted(wanted)} in sync on {', '.join(topics)}", within_s)
+
+    def wait_out_of_sync(self, broker_id: int, topic: str, *, within_s: float = WITHIN_S) -> None:
+        """Until a broker is not in the ISR of the topic's first partition, of which somebody tells."""
+
+        def has_left() -> bool:
+            described = self.partitions(topic)
+            return bool(described) and broker_id not in described[0]["isr"]
+
+        wait_until(has_left, f"broker {broker_id} leaves the ISR of {topic}", within_s)
 
     def _tell(self) -> None:
         """What the brokers said, for the report of a test that failed."""

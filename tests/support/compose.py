@@ -10,7 +10,6 @@ import json
 import os
 import re
 import shlex
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from support.ports import kept_port, number_of
 
 ROOT = Path(__file__).parents[2]
 DATA_DIR = "/var/lib/portalmq"
@@ -143,13 +143,12 @@ def containers(
     places = {f"zk{number}:2181": f"127.0.0.1:{port}" for number, port in enumerate(zookeeper_ports, start=1)}
     with ExitStack() as held:
         for name, port in brokers.items():
-            free = held.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
-            places[f"{name}:{port}"] = f"127.0.0.1:{free}"
-    made = Containers(directory, places, file=file, variables=variables)
-    try:
-        yield made
-    finally:
-        for process in made.running.values():
-            process.kill()
-        for process in made.running.values():
-            process.wait()
+            places[f"{name}:{port}"] = f"127.0.0.1:{number_of(held.enter_context(kept_port()))}"
+        made = Containers(directory, places, file=file, variables=variables)
+        try:
+            yield made
+        finally:
+            for process in made.running.values():
+                process.kill()
+            for process in made.running.values():
+                process.wait()

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from support.broker_process import REPOSITORY, Answer
+from support.ports import kept_port, number_of
 
 CONFIGURATION = REPOSITORY / "docs" / "deploy" / "nginx.conf"
 PROGRAM = shutil.which("nginx", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin")
@@ -47,8 +48,8 @@ class Nginx:
 
     def __init__(self, directory: Path, ports: list[int], *changes: tuple[str, str]) -> None:
         self.directory = directory
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port = free.getsockname()[1]
+        self._place = kept_port()
+        self.port = number_of(self._place)
         servers = "\n".join(f"    server 127.0.0.1:{port} max_fails=1 fail_timeout=2s;" for port in ports)
         lines = r"(    server 127\.0\.0\.1:500\d max_fails=1 fail_timeout=2s;\n?){3}"
         text = CONFIGURATION.read_text()
@@ -96,6 +97,7 @@ class Nginx:
         finally:
             self._process.kill()
             self._process.wait()
+            self._place.close()
 
     def request(
         self, method: str, path: str, body: bytes | None = None, headers: dict[str, str] | None = None

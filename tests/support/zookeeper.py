@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 
 import pytest
+from support.ports import kept_port, number_of
 
 from portalmq.control_plane.embedded import EmbeddedZooKeeper
 
@@ -69,7 +70,8 @@ class Wire:
         self._lock = threading.Lock()
         self._ended = False
         self._listener: socket.socket | None = None
-        self.port = 0
+        self._place = kept_port()
+        self.port = number_of(self._place)
         self._listen()
 
     def __enter__(self) -> Wire:
@@ -80,6 +82,7 @@ class Wire:
     ) -> None:
         self._ended = True
         self.cut()
+        self._place.close()
 
     @property
     def hosts(self) -> str:
@@ -113,7 +116,6 @@ class Wire:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(("127.0.0.1", self.port))
         listener.listen()
-        self.port = listener.getsockname()[1]
         self._listener = listener
         threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
 

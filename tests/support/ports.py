@@ -1,0 +1,25 @@
+"""Ports of 127.0.0.1 that stay whose they are while nobody listens there: others on this machine ask for free ones all
+the time, tests beside this one and their brokers."""
+
+from __future__ import annotations
+
+import socket
+
+
+def kept_port(port: int = 0) -> socket.socket:
+    """Bound and not listening: connections are refused, a server that sets SO_REUSEADDR (as those of Python, gunicorn,
+    ZooKeeper and nginx do) may listen there, and nobody is given the port as a free one, until this is closed. 0 is
+    any. Raises OSError when somebody listens there."""
+    kept = socket.socket()
+    kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        kept.bind(("127.0.0.1", port))
+    except BaseException:
+        kept.close()
+        raise
+    return kept
+
+
+def number_of(kept: socket.socket) -> int:
+    number: int = kept.getsockname()[1]
+    return number
