@@ -23,7 +23,7 @@ _numbers = itertools.count(1)
 
 @pytest.fixture(scope="module")
 def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BrokerProcess]:
-    broker = BrokerProcess(tmp_path_factory.mktemp("broker"), command=("dev",))
+    broker = BrokerProcess(tmp_path_factory.mktemp("broker"), command=("dev",), port=0)
     broker.start()
     yield broker
     broker.end()

@@ -22,6 +22,7 @@ KILLS = int(os.environ.get("PORTALMQ_COMPACTION_KILLS", "1"))
 KEYS = 100
 PADDING = "." * 1_500
 PAUSE_S = 0.002
+LEASE_S = 20.0
 CONFIG = {"cleanup": "compact", "segment_bytes": 1024 * 1024}
 
 
@@ -54,7 +55,7 @@ class KeyedLoad:
 
     def wait_for_acked(self, more: int) -> None:
         start = len(self.acked)
-        wait_until(lambda: self.failures or len(self.acked) >= start + more, f"{more} more are acked")
+        wait_until(lambda: self.failures or len(self.acked) >= start + more, f"{more} more are acked", 60)
         assert not self.failures, self.failures[:3]
 
     def stop(self) -> None:
@@ -74,11 +75,11 @@ class Worker:
         self._thread.start()
 
     def _run(self) -> None:
-        with Consumer(self._topic, group="workers", bootstrap=self._urls, visibility_timeout_s=5) as consumer:
+        with Consumer(self._topic, group="workers", bootstrap=self._urls, visibility_timeout_s=LEASE_S) as consumer:
             while not self._stopped.is_set():
-                for message in consumer.poll(0.5):
-                    self.seen[message.offset] = (message.key.decode(), message.text)
-                    message.ack()
+                messages = consumer.poll(0.5)
+                self.seen.update({message.offset: (message.key.decode(), message.text) for message in messages})
+                consumer.ack(messages)
 
     def stop(self) -> None:
         self._stopped.set()
@@ -108,7 +109,8 @@ def removed(cluster: Cluster, topic: str, loads: Sequence[KeyedLoad]) -> int:
     leader = cluster.leader(topic)
     acked = [offset for load in loads for offset in tuple(load.acked)]
     found = in_files(cluster, leader, topic) if leader is not None else None
-    return sum(offset < max(found) and offset not in found for offset in acked) if found else 0
+    end = max(found) if found else 0
+    return sum(offset < end and offset not in found for offset in acked) if found else 0
 
 
 def test_live_compaction_under_load_with_leaders_killed(cluster: Cluster, topic: str):
@@ -119,7 +121,7 @@ def test_live_compaction_under_load_with_leaders_killed(cluster: Cluster, topic:
     worker = Worker(cluster.urls, topic)
     try:
         for _ in range(KILLS):
-            wait_until(lambda: removed(cluster, topic, loads) > 300, "the first half is compacted")
+            wait_until(lambda: removed(cluster, topic, loads) > 300, "the first half is compacted", 60)
             killed = cluster.wait_for_leader(topic)
             cluster.kill(killed)
             for load in loads:
@@ -127,11 +129,15 @@ def test_live_compaction_under_load_with_leaders_killed(cluster: Cluster, topic:
             cluster.start(killed)
             cluster.wait_in_sync(topic)
             before = removed(cluster, topic, loads)
-            wait_until(lambda before=before: removed(cluster, topic, loads) > before + 300, "a new leader compacts too")
+            wait_until(
+                lambda before=before: removed(cluster, topic, loads) > before + 300, "a new leader compacts too", 60
+            )
         for load in loads:
             load.stop()
         last_offsets = {key: offset for load in loads for offset, (key, _) in sorted(load.acked.items())}
-        wait_until(lambda: set(last_offsets.values()) <= worker.seen.keys(), "the worker has all last values")
+        wait_until(
+            lambda: set(last_offsets.values()) <= worker.seen.keys(), "the worker has all last values", 3 * LEASE_S
+        )
     finally:
         for each in (*loads, worker):
             each.stop()
@@ -150,4 +156,4 @@ def test_live_compaction_under_load_with_leaders_killed(cluster: Cluster, topic:
         files = [in_files(cluster, broker_id, topic) for broker_id in cluster.brokers]
         return None not in files and all(each == files[0] for each in files)
 
-    wait_until(alike, "all replicas have compacted alike")
+    wait_until(alike, "all replicas have compacted alike", 60)

@@ -14,7 +14,7 @@ from support.compose import MINIQ, compose, containers
 from portalmq import Admin
 from portalmq.control_plane.embedded import EmbeddedZooKeeper
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(360)]
 
 
 def test_the_services_of_the_compose_file_work_together(tmp_path):
@@ -30,10 +30,14 @@ def test_the_services_of_the_compose_file_work_together(tmp_path):
         for name in brokers:
             running.start(name)
         for name in brokers:
-            wait_until(lambda name=name: running.is_healthy(name) or dead(running, name), f"{name} is healthy")
+            wait_until(lambda name=name: running.is_healthy(name) or dead(running, name), f"{name} is healthy", 60)
         urls = running.environment(sensors[0])["PORTALMQ_URL"]
         with Admin(urls) as admin:
-            assert [(broker.id, broker.live) for broker in admin.cluster().brokers] == [(1, True), (2, True), (3, True)]
+            everyone = [(number, True) for number in (1, 2, 3)]
+            wait_until(
+                lambda: [(broker.id, broker.live) for broker in admin.cluster().brokers] == everyone,
+                "whoever is asked knows the others",
+            )
         for name in [*sensors, *controllers]:
             running.start(name)
 
@@ -41,13 +45,13 @@ def test_the_services_of_the_compose_file_work_together(tmp_path):
             told = "".join(running.said(name) for name in controllers)
             return {topic: len(set(re.findall(rf"{topic} #(\d+) ", told))) for topic in ("temp_1", "wind_2")}
 
-        wait_until(lambda: min(delivered().values()) >= 5, "readings of each sensor reach a controller", 60)
+        wait_until(lambda: min(delivered().values()) >= 5, "readings of each sensor reach a controller", 120)
         for name in [*sensors, *controllers]:
             running.running[name].send_signal(signal.SIGTERM)
             running.running[name].wait(30)
         for name in brokers:
             running.running[name].send_signal(signal.SIGTERM)
-        assert [running.running[name].wait(40) for name in brokers] == [0, 0, 0]
+        assert [running.running[name].wait(60) for name in brokers] == [0, 0, 0]
     assert all((tmp_path / name / "partitions").is_dir() for name in brokers), "messages are on the volume"
 
 
@@ -65,7 +69,7 @@ def test_the_miniq_of_its_compose_file_asks_for_the_secret_and_keeps_messages_ov
 
         for crash in (True, False):
             process = running.start("miniq")
-            wait_until(lambda: running.is_healthy("miniq") or dead(running, "miniq"), "miniq is healthy")
+            wait_until(lambda: running.is_healthy("miniq") or dead(running, "miniq"), "miniq is healthy", 60)
             if crash:
                 assert ask("/message", b'{"Message": "hello"}')[0] == 200
                 assert ask("/message", secret="a guess")[0] == 401

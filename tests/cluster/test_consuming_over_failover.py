@@ -51,8 +51,10 @@ def test_what_was_not_acked_before_a_failover_is_handed_out_again(cluster: Clust
     with Consumer(topic, group=topic, bootstrap=cluster.urls, manual_ack=True, visibility_timeout_s=3) as lost:
         assert lost.poll(timeout_s=20)
         cluster.kill(leader)
-        with Consumer(topic, group=topic, bootstrap=cluster.urls, idle_timeout_s=8) as consumer:
-            seen = {message.text for message in consumer}
+        with Consumer(topic, group=topic, bootstrap=cluster.urls, idle_timeout_s=60) as consumer:
+            seen = {next(consumer).text}
+            while seen < set(values):
+                seen.add(next(consumer).text)
     assert seen == set(values)
 
 

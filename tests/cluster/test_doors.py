@@ -138,8 +138,12 @@ class Doors:
             return [(each.id, value_of(each)) for each in consumer]
 
     def out_by_stream_consumer(self) -> Came:
-        with Consumer(TOPIC, group="s", mode="stream", bootstrap=self.broker.url, idle_timeout_s=3) as consumer:
-            return [(each.id, value_of(each)) for each in consumer]
+        end = self.ask("GET", f"/v1/topics/{TOPIC}/partitions/0/messages?offset=latest")["next_offset"]
+        with Consumer(TOPIC, group="s", mode="stream", bootstrap=self.broker.url, idle_timeout_s=30) as consumer:
+            came = [next(consumer)]
+            while came[-1].offset < end - 1:
+                came.append(next(consumer))
+            return [(each.id, value_of(each)) for each in came]
 
     def out_by_subscribe_message(self) -> Came:
         messages = subscribeMessage(TOPIC, bootstrap=self.broker.url, idle_timeout_s=0)

@@ -26,9 +26,9 @@ def test_no_program_makes_a_topic_that_the_broker_does_not(tmp_path: Path) -> No
         Admin(broker.url) as admin,
     ):
         uses: list[Callable[[], object]] = [
-            lambda: producer.send("t", b"x").result(10),
+            lambda: producer.send("t", b"x").result(30),
             lambda: publishMessage("t", "x", bootstrap=broker.url),
-            lambda: next(iter(subscribeMessage("t", bootstrap=broker.url, idle_timeout_s=1))),
+            lambda: next(iter(subscribeMessage("t", bootstrap=broker.url, idle_timeout_s=30))),
             lambda: portal_producer.publish("x"),
             portal_consumer.read,
             lambda: miniq.produce("t", "x"),
