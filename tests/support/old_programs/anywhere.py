@@ -5,14 +5,27 @@ from __future__ import annotations
 import http.client
 import itertools
 import json
+import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from typing import Any
 
 TIMEOUT_S = 5
 PAUSE_S = 0.05
 GIVE_UP_S = 120
+
+
+def numbered(name: str, count: int) -> Iterator[str]:
+    """The messages of a sender, which pauses half way until whoever started the program sends it a line, and before the
+    last one until its standard input is closed: what the test does in between, it does in the middle of the sending."""
+    for number in range(count):
+        if number == count // 2:
+            sys.stdin.readline()
+        if number == count - 1:
+            sys.stdin.read()
+        yield f"{name}-{number}"
 
 
 class Anywhere:

@@ -11,12 +11,13 @@ from __future__ import annotations
 import os
 import sys
 
+from anywhere import numbered
+
 from portalmq import publishMessage, subscribeMessage
 
 
 def publish(topic: str, name: str, count: int) -> None:
-    for number in range(count):
-        message = f"{name}-{number}"
+    for message in numbered(name, count):
         publishMessage(topic, message)
         print(message, flush=True)
 

@@ -5,8 +5,8 @@
 
 The text: "make a POST request to /message with your message in the request body and the Authorization header set to the
 secret"; "users hit the /confirm endpoint once a message has been consumed so that it can be removed from the queue". A
-poster prints what was taken; a reader prints `got <key> <message> <asked at> <shown at>` and, once it is confirmed,
-`confirmed <key> <message> <at>`.
+poster prints what was taken, `sent <message> <partition> <begun at> <answered at>`; a reader prints
+`got <key> <message> <asked at> <shown at>` and, once it is confirmed, `confirmed <key> <message> <at>`.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import os
 import sys
 import time
 
-from anywhere import Anywhere
+from anywhere import Anywhere, numbered
 
 
 def post(servers: Anywhere, name: str, count: int) -> None:
-    for number in range(count):
-        message = f"{name}-{number}"
+    for message in numbered(name, count):
+        began_at = time.monotonic()
         status, _ = servers.call("POST", "/message", {"Message": message})
         assert status == 200, status
-        print(message, flush=True)
+        print("sent", message, 0, began_at, time.monotonic(), flush=True)
 
 
 def get(servers: Anywhere, crash_after: int) -> None:

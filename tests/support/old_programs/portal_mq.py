@@ -14,15 +14,14 @@ from __future__ import annotations
 import sys
 import time
 
-from anywhere import Anywhere
+from anywhere import Anywhere, numbered
 
 
 def produce(servers: Anywhere, topic: str, name: str, count: int) -> None:
     assert servers.call("POST", "/producer/create", {"id": name})[0] == 200
     if servers.call("POST", "/topic/exists", {"name": topic})[0] != 200:
         assert servers.call("POST", "/topic/create", {"name": topic})[0] == 200
-    for number in range(count):
-        message = f"{name}-{number}"
+    for message in numbered(name, count):
         status, _ = servers.call("POST", "/publish", {"name": topic, "message": message, "id": name})
         assert status == 200, status
         print(message, flush=True)

@@ -5,7 +5,8 @@
 
 The text: "consumer retrieves messages from the queue depending on the limit", "sets consumerId ensuring message is
 processed by only one consumer at any given time", "after processing messages get deleted", "if message is not processed
-within a defined time, message is unlocked". A publisher prints what got an id; a consumer prints
+within a defined time, message is unlocked". A publisher prints what got an id,
+`sent <message> <partition> <begun at> <answered at>`; a consumer prints
 `got <id> <message> <asked at> <shown at>` and `deleted <id> <true or false> <at>`.
 """
 
@@ -15,16 +16,16 @@ import os
 import sys
 import time
 
-from anywhere import Anywhere
+from anywhere import Anywhere, numbered
 
 
 def publish(servers: Anywhere, name: str, count: int) -> None:
-    for number in range(count):
-        message = f"{name}-{number}"
+    for message in numbered(name, count):
+        began_at = time.monotonic()
         status, told = servers.call("POST", "/v1/publish", {"message": message})
         assert status == 200, status
         assert isinstance(told["id"], int)
-        print(message, flush=True)
+        print("sent", message, told["id"] >> 40, began_at, time.monotonic(), flush=True)
 
 
 def consume(servers: Anywhere, cid: int, limit: int, crash_after: int) -> None:
