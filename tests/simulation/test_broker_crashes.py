@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import random
 import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -130,13 +132,24 @@ class Run:
         """Go on from a copy of the files as they are now: nothing that was not fsynced is in it."""
         before = self._home()
         self.lives += 1
-        shutil.copytree(before, self._home())
+        with self._at_one_moment():
+            shutil.copytree(before, self._home())
         old = self.fixture
         self.clock.day_ms += self.random.choice([0, 0, 3_600_000, -3_600_000])
         self.fixture = Fixture(self._home(), self.clock, self.lives + 1)
         old.close()
         shutil.rmtree(before)
         self.leased_until.clear()
+
+    @contextmanager
+    def _at_one_moment(self) -> Iterator[None]:
+        """No native thread of the broker's writes meanwhile: of files that change while they are copied, one would have
+        what another lacks, which no kill does."""
+        with ExitStack() as held:
+            for partition in self.fixture.broker.topics.get(TOPIC).local.values():
+                for turn in (partition.state_file._turn, partition.log._sealing, partition.log._writing):
+                    held.enter_context(turn)
+            yield
 
     def finish(self) -> None:
         """Everything that was sent is there, and everything that was not acked is still delivered."""
