@@ -7,11 +7,13 @@ The suite runs small. The full proof:
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Collection
 
 import msgspec
 import pytest
@@ -28,6 +30,7 @@ PER_KEY = 5
 CONSUMERS = 8
 NACKED = 0.05
 LATE_MS = 100
+ORDINARY_EVERY_MS = 20
 # What falls due so long after a kill may wait for the new leader.
 RECOVERING_S = 4.0
 DONE_WITHIN_S = 120
@@ -93,8 +96,10 @@ class Crew:
 
         wait_until(is_done, f"group {group} has nothing left", DONE_WITHIN_S)
 
-    def wait_for(self, count: int) -> None:
-        wait_until(lambda: self.faults or len(self.received) >= count, f"{count} messages received", DONE_WITHIN_S)
+    def wait_for(self, count: int, among: Collection[str] | None = None) -> None:
+        """Until so many were received, or are among some of them."""
+        come = self.received if among is None else among
+        wait_until(lambda: self.faults or len(come) >= count, f"{count} messages received", DONE_WITHIN_S)
         assert not self.faults, self.faults
 
     def end(self) -> None:
@@ -115,13 +120,28 @@ def kill_the_leader(cluster: Cluster, topic: str) -> float:
     return killed_at
 
 
+def send_ordinary(cluster: Cluster, topic: str, begin_ms: float, ended: threading.Event) -> None:
+    """A message for each partition in turn, each at its moment, or as soon after it as can be."""
+    with Producer(cluster.urls) as producer:
+        for number in itertools.count():
+            sent_ms = begin_ms + number * ORDINARY_EVERY_MS
+            if ended.wait(max(0.0, (sent_ms - now_ms()) / 1000)):
+                return
+            producer.send(topic, {"sent_ms": sent_ms}, partition=number % 3)
+
+
 def test_delayed_messages_each_come_none_early_and_in_time_while_leaders_die(cluster: Cluster, topic: str):
     cluster.admin().create_topic(topic, partitions=3)
     cluster.wait_in_sync(topic)
     seen: dict[str, list[tuple[float, float]]] = {}
+    ordinary: dict[int, list[tuple[float, float]]] = defaultdict(list)  # by partition: (meant to be sent at, came at)
 
     def handle(message: Message) -> bool:
-        seen.setdefault(message.id, []).append((now_ms(), message.json()["due_ms"]))
+        said = message.json()
+        if "due_ms" in said:
+            seen.setdefault(message.id, []).append((now_ms(), said["due_ms"]))
+        else:
+            ordinary[message.partition].append((said["sent_ms"], now_ms()))
         return True
 
     spread_s = 5.0 * KILLS + 3
@@ -134,31 +154,41 @@ def test_delayed_messages_each_come_none_early_and_in_time_while_leaders_die(clu
             futures.append(producer.send(topic, {"due_ms": due_ms}, deliver_at=due_ms / 1000))
         producer.flush(60)
         ids = {f"{sent.partition}-{sent.offset}" for sent in (future.result(60) for future in futures)}
-    assert now_ms() < begin_ms, "all are sent before the first is due"
+    sent_by_ms = now_ms()
     kills: list[float] = []
+    ended = threading.Event()
+    sender = threading.Thread(target=send_ordinary, args=(cluster, topic, begin_ms, ended))
+    sender.start()
     try:
         for kill in range(KILLS):
-            crew.wait_for((2 * kill + 1) * DELAYED // (2 * KILLS + 1))
+            crew.wait_for((2 * kill + 1) * DELAYED // (2 * KILLS + 1), seen)
             kills.append(kill_the_leader(cluster, topic))
-        crew.wait_for(DELAYED)
+        crew.wait_for(DELAYED, seen)
+        ended.set()
+        sender.join(60)
         crew.wait_for_all(cluster, topic)
     finally:
+        ended.set()
         crew.end()
     assert seen.keys() == ids
     assert not crew.again, "nothing comes again once its ack was answered"
     early = [(at, due) for times in seen.values() for at, due in times if at < due - 1]
     assert not early
-    late = sorted(
-        times[0][0] - times[0][1]
-        for times in seen.values()
-        if not any(-0.5 <= times[0][1] / 1000 - killed_at <= RECOVERING_S for killed_at in kills)
-    )
+    # Behind the first ordinary message of its partition that was to be sent then or later: whoever stands still, be it
+    # this machine or a leader, holds up both.
+    behind = [
+        (at, next((came for sent, came in ordinary[int(message_id.partition("-")[0])] if sent >= due), None))
+        for message_id, ((at, due), *_) in seen.items()
+        if due > sent_by_ms and not any(-0.5 <= due / 1000 - killed_at <= RECOVERING_S for killed_at in kills)
+    ]
+    late = sorted(at - came for at, came in behind if came is not None)
     print(f"{len(ids)} delayed, {KILLS} kills; {len(late)} due while all was up:", end=" ")
     if late:
+        # Below 0 for most: the ordinary one was sent some milliseconds later.
         p50, p95 = late[len(late) // 2], late[int(0.95 * len(late))]
         repeated = sum(len(times) - 1 for times in seen.values())
         print(f"{repeated} came again, late p50 {p50:.0f} ms, p95 {p95:.0f} ms, worst {late[-1]:.0f} ms")
-        assert p50 <= LATE_MS, "the bell is slow"
+        assert p50 <= LATE_MS / 2, "the bell is slow"
         assert p95 <= (LATE_MS if KILLS >= 5 else 5 * LATE_MS), "this machine was busy, or the bell is slow"
 
 
@@ -166,9 +196,7 @@ def test_the_order_of_keys_holds_with_many_consumers_nacks_and_dying_leaders(clu
     admin = cluster.admin()
     admin.create_topic(topic, partitions=3)
     cluster.wait_in_sync(topic)
-    settings = msgspec.json.encode({"ordering": "key", "max_deliveries": 1_000})
-    answer = cluster.brokers[1].request("PUT", f"/v1/groups/{topic}", settings, {"Content-Type": wire.JSON})
-    assert answer.status == 201
+    admin.create_group(topic, ordering="key", max_deliveries=1_000)
     lock = threading.Lock()
     last: dict[str, int] = {}
     # By whom it was handled well, as receipts: whose ack may count though another one nacked the message later.
@@ -218,8 +246,7 @@ def test_a_poison_message_is_given_up_and_its_batch_mates_are_not(cluster: Clust
     cluster.admin().create_topic(topic)
     cluster.wait_in_sync(topic)
     headers = {"Content-Type": wire.JSON}
-    settings = msgspec.json.encode({"max_deliveries": 4, "visibility_timeout_ms": 300})
-    assert cluster.brokers[1].request("PUT", f"/v1/groups/{topic}", settings, headers).status == 201
+    cluster.admin().create_group(topic, max_deliveries=4)
     with Producer(cluster.urls) as producer:
         for number in range(20):
             producer.send(topic, "poison" if number == 7 else f"good {number}")
@@ -240,22 +267,25 @@ def test_a_poison_message_is_given_up_and_its_batch_mates_are_not(cluster: Clust
         messages = received["messages"] if received else []
         receipts = [message["receipt"] for message in messages]
         values = {message["value"] for message in messages}
-        if messages and "poison" not in values and post("ack", {"receipts": receipts}):
+        if "poison" in values:
+            # Nobody is left to ack them. Their leases run out now, and those of the living last for long.
+            post("extend", {"receipts": receipts, "visibility_timeout_ms": 1})
+        elif messages and post("ack", {"receipts": receipts}):
             done.update(values)
         return len(done) == 19
 
     for _ in range(3):
         turn()
     kill_the_leader(cluster, topic)
-    wait_until(turn, "all but the poison", 60)
+    wait_until(turn, "all but the poison", DONE_WITHIN_S)
 
     def is_given_up() -> bool:
         turn()
         described = cluster.ask(f"/v1/groups/{topic}") or {}
         return (described.get("dead"), described.get("lag")) == (1, 0)
 
-    wait_until(is_given_up, "the poison is given up", 30)
-    copies = wait_until(lambda: copies_of(cluster, topic), "its copy", 30)
+    wait_until(is_given_up, "the poison is given up", DONE_WITHIN_S)
+    copies = wait_until(lambda: copies_of(cluster, topic), "its copy", DONE_WITHIN_S)
     assert [copy["value"] for copy in copies] == ["poison"]
     assert copies[0]["headers"]["portalmq-source-topic"] == topic
     assert copies[0]["headers"]["portalmq-group"] == topic
