@@ -20,6 +20,7 @@ sys.exit(pytest.main(sys.argv[1:]))
 
 
 @pytest.mark.cluster
+@pytest.mark.timeout(300)  # it is many tests
 @pytest.mark.parametrize(
     ("file", "which"),
     [
@@ -35,7 +36,7 @@ def test_it_holds_on_greenlets(file: str, which: str) -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=280,
         check=False,
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
