@@ -186,7 +186,7 @@ def test_an_order_that_is_not_committed_is_not_carried_out(tmp_path):
         Compacting(group.hosts[1]).look_after(group.partition(1), keeps_last=False)
         assert len(there(group.partition(1))) == 12
         group.mend(2)
-        ordering.join(10)
+        ordering.join(60)
         eventually(everywhere.are_alike)
         assert len(there(group.partition(1))) == 4
 
@@ -197,7 +197,7 @@ def test_appends_and_reads_go_on_while_it_works(tmp_path, monkeypatch):
     def in_the_midst(work):
         """The second step has begun, and is not done before the log has gone on."""
         steps.append(work)
-        assert len(steps) != 2 or enough.wait(30)
+        assert len(steps) != 2 or enough.wait(60)
         return stepped(work)
 
     monkeypatch.setattr(compaction_module, "_stepped", in_the_midst)

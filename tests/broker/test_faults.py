@@ -103,7 +103,8 @@ def test_a_checkpoint_without_room_does_not_call_refused_what_is_committed(fixtu
     assert texts(receive(fixture, max_messages=10)) == ["a", "b", "c"]
 
 
-def test_a_saved_state_from_before_the_dropped_segments_is_not_used(tmp_path):
+def test_a_saved_state_from_before_the_dropped_segments_is_not_used(tmp_path, monkeypatch):
+    monkeypatch.setattr("portalmq.broker.housekeeping.RETAIN_EVERY_S", 3_600.0)  # it comes when this test says so
     clock = HandClock()
     kept = tmp_path / "kept"
     with running(tmp_path / "data", clock) as fixture:

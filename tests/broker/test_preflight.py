@@ -21,7 +21,7 @@ from portalmq.control_plane.embedded import EmbeddedZooKeeper
 from portalmq.control_plane.standalone import Standalone
 from portalmq.control_plane.state import BrokerState
 
-URL = "http://localhost:5000"
+URL = "http://127.0.0.1:1"  # where nobody listens
 
 
 @pytest.fixture
@@ -106,14 +106,14 @@ class TestTheChild:
         return BrokerConfig(zookeeper=zookeeper_server.hosts + fresh_chroot())
 
     def test_it_asks_and_ends_and_leaves_nothing(self, config: BrokerConfig) -> None:
-        before = len(psutil.Process().children())
+        before = psutil.Process().children()
         talk = Preflight.begin(config)
         try:
             cluster_id, broker_id = talk.join(question())
         finally:
             talk.close()
         assert (len(cluster_id), broker_id) == (32, 1)
-        assert len(psutil.Process().children()) == before
+        assert set(psutil.Process().children()) <= set(before)
         again = Preflight.begin(config)
         assert again.join(question(cluster_id)) == (cluster_id, 1)
         again.close()
