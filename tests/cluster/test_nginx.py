@@ -15,11 +15,12 @@ from support.nginx import Nginx, needs_nginx
 
 from portalmq import Admin, Consumer, Producer
 
-pytestmark = [pytest.mark.cluster, needs_nginx, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.cluster, needs_nginx, pytest.mark.timeout(300)]
 
 SECRET = "a-secret-of-the-test"
 TOKEN = {"Authorization": f"Bearer {SECRET}"}
 MESSAGES = 300
+WITHIN_S = 100.0
 
 
 def test_one_broker_s_answers_come_through_as_they_are(tmp_path: Path):
@@ -46,9 +47,9 @@ def test_the_client_library_works_through_the_name_alone(tmp_path: Path):
     with broker, Nginx(tmp_path / "nginx", [broker.port]) as nginx:
         with Producer(nginx.url) as producer:
             futures = [producer.send("t", str(number)) for number in range(100)]
-            assert len({future.result(20).offset for future in futures}) == 100
+            assert len({future.result(60).offset for future in futures}) == 100
         with Consumer("t", group="g", bootstrap=nginx.url) as consumer:
-            assert len(consumer.poll(10, 100)) == 100
+            assert len(consumer.poll(60, 100)) == 100
 
 
 def _events_come_at_once(nginx: Nginx) -> None:
@@ -69,7 +70,7 @@ def _a_wait_ends_with_the_message(broker: BrokerProcess, nginx: Nginx) -> None:
     answers = []
 
     def wait() -> None:
-        body = b'{"topics": ["waited"], "wait_ms": 30000}'
+        body = b'{"topics": ["waited"], "wait_ms": 60000}'
         answers.append(nginx.request("POST", "/v1/groups/g/receive", body, TOKEN))
 
     nginx.request("PUT", "/v1/topics/waited", b"{}", TOKEN)
@@ -77,7 +78,7 @@ def _a_wait_ends_with_the_message(broker: BrokerProcess, nginx: Nginx) -> None:
     waiting.start()
     wait_until(lambda: _waiting(broker) == 1, "the call waits")
     nginx.request("POST", "/v1/topics/waited/messages", b"now", {**TOKEN, "Content-Type": "text/plain"})
-    waiting.join(20)
+    waiting.join(60)
     assert [message["value"] for message in answers[0].json()["messages"]] == ["now"]
 
 
@@ -85,10 +86,10 @@ def _who_goes_away_takes_nothing(broker: BrokerProcess, nginx: Nginx) -> None:
     """nginx closes its connection to the broker, and so the broker knows."""
     nginx.request("PUT", "/v1/topics/left", b"{}", TOKEN)
     connection = http.client.HTTPConnection("127.0.0.1", nginx.port, timeout=10)
-    connection.request("POST", "/v1/groups/g/receive", b'{"topics": ["left"], "wait_ms": 30000}', TOKEN)
+    connection.request("POST", "/v1/groups/g/receive", b'{"topics": ["left"], "wait_ms": 60000}', TOKEN)
     wait_until(lambda: _waiting(broker) == 1, "the call waits")
     connection.close()
-    wait_until(lambda: _waiting(broker) == 0, "the broker knows that nobody waits any more", 10)
+    wait_until(lambda: _waiting(broker) == 0, "the broker knows that nobody waits any more", 30)
     nginx.request("POST", "/v1/topics/left/messages", b"mine", TOKEN)
     answer = nginx.request("POST", "/v1/groups/g/receive", b'{"topics": ["left"], "wait_ms": 5000}', TOKEN)
     assert [message["delivery_count"] for message in answer.json()["messages"]] == [1]
@@ -111,10 +112,11 @@ def test_a_broker_dies_behind_the_name_and_nothing_that_was_acknowledged_is_lost
             acked: list[str] = []
             sender = threading.Thread(target=_send, args=(nginx, acked))
             sender.start()
-            wait_until(lambda: len(acked) >= MESSAGES // 3, "a third is sent")
+            wait_until(lambda: len(acked) >= MESSAGES // 3, "a third is sent", WITHIN_S)
             cluster.kill(cluster.wait_for_leader("default"))
-            sender.join(60)
+            sender.join(WITHIN_S)
             assert len(acked) == MESSAGES
+            cluster.admin().create_group("default", visibility_timeout_ms=600_000)  # nothing comes back meanwhile
             for broker_id in cluster.running:
                 with Admin(cluster.brokers[broker_id].url) as admin:
                     assert admin.queue_counts("default", "default").ready == MESSAGES
@@ -128,7 +130,7 @@ def test_a_broker_dies_behind_the_name_and_nothing_that_was_acknowledged_is_lost
 def _send(nginx: Nginx, acked: list[str]) -> None:
     for number in range(MESSAGES):
         text = f"message {number}"
-        deadline = time.monotonic() + 40
+        deadline = time.monotonic() + WITHIN_S
         while time.monotonic() < deadline:
             headers = {"Idempotency-Key": text, "Content-Type": "text/plain"}
             answer = nginx.request("POST", "/v1/topics/default/messages", text.encode(), headers)
@@ -142,7 +144,7 @@ def _send(nginx: Nginx, acked: list[str]) -> None:
 def _consume(nginx: Nginx, wanted: int) -> list[str]:
     """As WonderQ's text says, by its door."""
     taken: dict[int, str] = {}
-    deadline = time.monotonic() + 40
+    deadline = time.monotonic() + WITHIN_S
     while len(taken) < wanted and time.monotonic() < deadline:
         answer = nginx.request("GET", "/v1/consumer?cid=7&limit=50&wait_ms=500")
         if answer.status != 200:
@@ -151,5 +153,8 @@ def _consume(nginx: Nginx, wanted: int) -> list[str]:
         for each in answer.json()["messages"]:
             taken[each["id"]] = each["message"]
             deleted = nginx.request("DELETE", f"/v1/consumer?cid=7&id={each['id']}")
+            while deleted.status != 200 and time.monotonic() < deadline:
+                assert deleted.json()["retryable"], deleted
+                deleted = nginx.request("DELETE", f"/v1/consumer?cid=7&id={each['id']}")
             assert (deleted.status, deleted.json()) == (200, True)
     return list(taken.values())

@@ -30,7 +30,7 @@ def test_the_commands_of_the_document_do_what_it_says(tmp_path: Path):
             env={"PATH": "/usr/bin:/bin", "URL": broker.url},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=110,
             check=False,
         )
     assert shell.returncode == 0, shell.stderr
