@@ -18,6 +18,7 @@ query, whose checkpoint is <folder>/checkpoint.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -76,7 +77,7 @@ class SparkJob:
         self._process.wait(30)
         self._process = None
         for process in family:  # Spark puts its workers in process groups of their own
-            if process.is_running():
+            with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         _, left = psutil.wait_procs(family, timeout=30)
         assert not left, left
