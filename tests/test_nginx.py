@@ -104,16 +104,21 @@ def problem(answer: Answer, status: int, code: str, outcome: str) -> None:
     assert told["retryable"] is (code != "message_too_large")
 
 
-def refused_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return int(free.getsockname()[1])
+@pytest.fixture
+def refused_ports() -> Iterator[list[int]]:
+    """Bound, so that they are nobody else's, and not listening."""
+    with contextlib.ExitStack() as held:
+        places = [held.enter_context(socket.socket()) for _ in range(2)]
+        for place in places:
+            place.bind(("127.0.0.1", 0))
+        yield [place.getsockname()[1] for place in places]
 
 
 @pytest.mark.parametrize("path", [PRODUCE, "/publish", "/v1/groups/g/receive"])
-def test_a_broker_that_is_not_there_costs_nobody_an_answer(tmp_path: Path, path: str):
+def test_a_broker_that_is_not_there_costs_nobody_an_answer(tmp_path: Path, refused_ports: list[int], path: str):
     living = Behind(ANSWER)
     try:
-        with Nginx(tmp_path, [refused_port(), living.port, refused_port()]) as nginx:
+        with Nginx(tmp_path, [refused_ports[0], living.port, refused_ports[1]]) as nginx:
             for _ in range(10):
                 assert nginx.request("POST", path, b"{}").body == b"ok"
     finally:

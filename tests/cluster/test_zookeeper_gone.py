@@ -23,14 +23,14 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
 OUTAGE_S = float(os.environ.get("PORTALMQ_ZOOKEEPER_OUTAGE_S", "8"))
 PAUSE_S = 0.002
-SESSION_S = 6.0  # what brokers ask for
-GAP_WORST_S = 3.0
+# A session of the brokers: who stands still for less may be a slow machine, who was given up stands still for longer.
+GAP_MAX_S = 6.0
 
 
 def test_producing_and_consuming_go_on_without_zookeeper(cluster: Cluster, topic: str):
     cluster.admin().create_topic(topic, partitions=3)
     cluster.wait_in_sync(topic)
-    before = {each["partition"]: each["leader"] for each in cluster.partitions(topic)}
+    before = led(cluster, topic)
     received = set()
     with (
         loads(cluster.urls, topic=topic, partitions=3, pause_s=PAUSE_S) as running,
@@ -39,26 +39,38 @@ def test_producing_and_consuming_go_on_without_zookeeper(cluster: Cluster, topic
         for load in running:
             load.wait_for_acked(200)
         # The group's first use writes its settings to ZooKeeper, as making a topic does.
-        consumer.ack(consumer.poll(timeout_s=20))
+        first = consumer.poll(timeout_s=60)
+        assert first
+        consumer.ack(first)
         gone_at = time.monotonic()
         cluster.zookeeper.kill()
-        while time.monotonic() - gone_at < OUTAGE_S:
-            messages = consumer.poll(timeout_s=5)
+        while time.monotonic() - gone_at < OUTAGE_S or len(received) <= 100:
+            messages = consumer.poll(timeout_s=60)
             assert messages, "nothing is received while ZooKeeper is gone"
             consumer.ack(messages)
             received |= {message.text for message in messages}
-        assert {each["partition"]: each["leader"] for each in cluster.partitions(topic)} == before
+        # All sessions are over by now, and each partition is written to as before.
+        for load in running:
+            for partition in before:
+                load.wait_for_acked(100, partition=partition)
+        assert led(cluster, topic) == before, "a ZooKeeper outage alone stops no partition"
         cluster.zookeeper.start()
         for load in running:
             load.wait_for_acked(500)
         wait_until(lambda: cluster.live() == set(cluster.brokers), "every broker is registered again")
         for load in running:
             load.wait_for_acked(500)
+        assert led(cluster, topic) == before, "nor does its end"
         gap = max(load.longest_gap_s(gone_at, partition) for load in running for partition in range(3))
     print(f"{len(received)} received meanwhile, longest gap {gap:.2f} s")
+    assert gap < GAP_MAX_S
     check(running, everything_in(cluster.urls, topic))
-    assert len(received) > 100
-    assert gap <= GAP_WORST_S, "a ZooKeeper outage alone stops no partition, nor does its end"
+
+
+def led(cluster: Cluster, topic: str) -> dict[int, tuple[int, int]]:
+    """Each partition's leader, and his epoch: nobody was elected while they are the same."""
+    described = wait_until(lambda: cluster.partitions(topic), "somebody tells who leads")
+    return {each["partition"]: (each["leader"], each["leader_epoch"]) for each in described}
 
 
 def test_a_leader_killed_while_zookeeper_is_gone_is_replaced_once_it_is_back(cluster: Cluster, topic: str):
@@ -81,6 +93,8 @@ def test_a_leader_killed_while_zookeeper_is_gone_is_replaced_once_it_is_back(clu
 def test_one_of_three_zookeepers_killed_is_not_felt(tmp_path, topic: str):
     with Cluster(tmp_path, zookeepers=3) as cluster:
         cluster.admin().create_topic(topic)
+        cluster.wait_in_sync(topic)
+        before = led(cluster, topic)
         with loads(cluster.urls, topic=topic, pause_s=PAUSE_S) as running:
             for number in range(3):  # one after another, so the leader of the ensemble is among them
                 for load in running:
@@ -90,7 +104,8 @@ def test_one_of_three_zookeepers_killed_is_not_felt(tmp_path, topic: str):
                 cluster.admin().create_topic(f"{topic}-{number}")
                 for load in running:
                     load.wait_for_acked(200)
-                assert max(load.longest_gap_s(killed_at) for load in running) <= GAP_WORST_S
+                assert led(cluster, topic) == before
+                assert max(load.longest_gap_s(killed_at) for load in running) < GAP_MAX_S
                 cluster.zookeeper.start()
         check(running, everything_in(cluster.urls, topic))
 
@@ -122,12 +137,10 @@ def test_brokers_end_when_zookeeper_is_wiped_under_them_and_adopting_brings_all_
             for load in running:
                 load.wait_for_acked(200)
             cluster.zookeeper.start()
-            back_at = time.monotonic()
             for broker in cluster.brokers.values():
                 assert broker.wait() == 73
                 assert "was ZooKeeper wiped" in broker.stderr()
                 assert "portalmq adopt" in broker.stderr()
-            assert time.monotonic() - back_at < 2 * SESSION_S
             adopt(cluster)
             cluster.start(1, 2, 3)
             for load in running:
@@ -146,9 +159,7 @@ def test_a_broker_ends_when_zookeeper_is_restored_from_an_older_copy_under_it(tm
         shutil.rmtree(tmp_path / "zookeeper")
         (tmp_path / "copy").rename(tmp_path / "zookeeper")
         cluster.zookeeper.start()
-        back_at = time.monotonic()
         assert broker.wait() == 73
-        assert time.monotonic() - back_at < 2 * SESSION_S
         assert "older copy" in broker.stderr()
         assert "portalmq adopt" in broker.stderr()
         assert list((broker.data_dir / "partitions").glob(f"{topic}@*/0/*.sqlite")), "nothing was moved"

@@ -33,11 +33,12 @@ class Client:
         return socket
 
     def ask(self, socket: Any, request: dict[str, Any]) -> dict[str, Any]:
-        """Until it is done: a request that was refused for a moment is sent again."""
+        """Until it is done: a request that was refused for a moment is sent again. A message that another consumer has
+        deleted, after its lease here was over, is gone."""
         while True:
             socket.send(json.dumps(request).encode())
             answer: dict[str, Any] = json.loads(socket.recv())
-            if answer["status"] == "ok":
+            if answer["status"] == "ok" or answer["code"] == "message_not_found":
                 return answer
             print(answer["detail"], file=sys.stderr, flush=True)
             time.sleep(0.1)

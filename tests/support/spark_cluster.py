@@ -10,6 +10,7 @@ nothing of this test's Python: which one their tasks run in is for the applicati
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -87,7 +88,7 @@ class SparkCluster:
         for process in self._processes:
             process.wait(30)
         for child in family:
-            if child.is_running():
+            with contextlib.suppress(psutil.NoSuchProcess):
                 child.kill()
         _, left = psutil.wait_procs(family, timeout=30)
         assert not left, left
