@@ -15,7 +15,7 @@ OUT ?= build/report
 # Two at a time: tests that start brokers are bound by the processors, not by waiting.
 TEST_PROCESSES ?= 2
 
-.PHONY: help demo test simulate mutants up bench bench-spark report lint types format clean
+.PHONY: help demo test standstill simulate mutants up bench bench-spark report lint types format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -23,6 +23,7 @@ help:
 	@echo "make test      the test suite"
 	@echo "make simulate  replication under every fault, over SEEDS=500 seeds; SEED=7 tells that run event by event"
 	@echo "make mutants   planted protocol bugs, each of which the simulator has to find"
+	@echo "make standstill  the test suite while its processes are stopped at random: TESTS=tests/cluster/test_locks.py"
 	@echo "make up        a cluster that stays, in the foreground: ZooKeeper and three brokers"
 	@echo "make report    a throughput report: DATA='data/5000 data/5001' are brokers' data directories, OUT=build/report"
 	@echo "make bench     how fast it is here (make bench-spark: how fast Spark reads)"
@@ -33,6 +34,10 @@ demo: $(READY)
 
 test: $(READY)
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) $(TESTS)
+
+# Nobody's turn is sure, as on a crowded machine. PAUSES="--longest 2" lets them stand still for longer.
+standstill: $(READY)
+	PYTHONPATH=tests $(BIN)/python -m support.standstill $(PAUSES) -- $(BIN)/python -m pytest -n $(TEST_PROCESSES) $(TESTS)
 
 # SEED=n one run with its trace; SEEDS=n so many, from FIRST on; EVENTS=n of each run before its faults end.
 simulate: $(READY)

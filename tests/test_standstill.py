@@ -1,0 +1,36 @@
+"""The tool that lets a command's processes stand still, of which tests are to know nothing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from support.standstill import main
+
+SEES_A_GAP = """
+import sys, time
+last = time.monotonic()
+while time.monotonic() - last < 0.2:
+    last = time.monotonic()
+    time.sleep(0.001)
+sys.exit(7)
+"""
+ITS_CHILD_SEES_ONE = f"""
+import subprocess, sys
+sys.exit(subprocess.run([sys.executable, "-c", {SEES_A_GAP!r}]).returncode)
+"""
+OFTEN = ("--shortest", "0.3", "--longest", "0.4", "--between", "0.01")
+
+
+def test_a_command_is_stopped_for_a_moment_and_its_exit_status_stays():
+    assert main([*OFTEN, "--", sys.executable, "-c", SEES_A_GAP]) == 7
+
+
+def test_so_are_the_processes_it_starts():
+    assert main([*OFTEN, "--", sys.executable, "-c", ITS_CHILD_SEES_ONE]) == 7
+
+
+def test_it_runs_as_its_own_words_say():
+    command = [sys.executable, "-m", "support.standstill", "--seed", "1", "--", sys.executable, "-c", "print('done')"]
+    ended = subprocess.run(command, cwd=__file__.rpartition("/")[0], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout) == (0, "done\n")
