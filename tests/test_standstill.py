@@ -19,6 +19,17 @@ ITS_CHILD_SEES_ONE = f"""
 import subprocess, sys
 sys.exit(subprocess.run([sys.executable, "-c", {SEES_A_GAP!r}]).returncode)
 """
+# A child that stops itself, and again when somebody lets it go on: three times are no accident.
+STOPS_A_CHILD = """
+import os, subprocess, sys
+stops = "import os, signal; [os.kill(os.getpid(), signal.SIGSTOP) for _ in range(3)]"
+child = subprocess.Popen([sys.executable, "-c", stops])
+try:
+    child.wait(3)
+except subprocess.TimeoutExpired:
+    child.kill()
+    sys.exit(8)
+"""
 OFTEN = ("--shortest", "0.3", "--longest", "0.4", "--between", "0.01")
 
 
@@ -28,6 +39,11 @@ def test_a_command_is_stopped_for_a_moment_and_its_exit_status_stays():
 
 def test_so_are_the_processes_it_starts():
     assert main([*OFTEN, "--", sys.executable, "-c", ITS_CHILD_SEES_ONE]) == 7
+
+
+def test_what_the_command_has_stopped_stays_stopped():
+    quick = ("--shortest", "0.01", "--longest", "0.02", "--between", "0.01")
+    assert main([*quick, "--", sys.executable, "-c", STOPS_A_CHILD]) == 8
 
 
 def test_it_runs_as_its_own_words_say():

@@ -30,6 +30,7 @@ CREATE TABLE IF NOT EXISTS account (id INTEGER PRIMARY KEY, balance INTEGER NOT 
 CREATE TABLE IF NOT EXISTS deposits (token INTEGER NOT NULL, worker TEXT NOT NULL, balance INTEGER NOT NULL);
 INSERT OR IGNORE INTO account VALUES (1, 0, 0);
 """
+BUSY_TIMEOUT_S = 30.0
 
 
 class Stale(Exception):
@@ -40,9 +41,22 @@ class Account:
     """One row, written only by the holder of the newest token."""
 
     def __init__(self, path: Path) -> None:
-        self._db = sqlite3.connect(path, timeout=30, isolation_level=None)
-        self._db.execute("PRAGMA journal_mode = WAL")
+        self._db = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None)
+        self._write_ahead()
         self._db.executescript(SCHEMA)
+
+    def _write_ahead(self) -> None:
+        """Readers and a writer do not wait for each other. Of connections that ask for it at the same moment, in a new
+        file, SQLite refuses all but one without a wait."""
+        deadline = time.monotonic() + BUSY_TIMEOUT_S
+        while True:
+            try:
+                self._db.execute("PRAGMA journal_mode = WAL")
+                return
+            except sqlite3.OperationalError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.02)
 
     def claim(self, token: int) -> int:
         """Raise the fence, then read the balance. Raises Stale."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
+import runpy
 import signal
 import sqlite3
 import subprocess
@@ -12,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -230,6 +232,19 @@ def test_kills_and_pauses_of_brokers_and_holders_lose_no_deposit(cluster: Cluste
         for child in workers:
             assert child.wait(max(1.0, deadline - time.monotonic())) == 0
     assert check(db) == WORKERS * each
+
+
+def test_the_examples_workers_may_begin_at_the_same_moment(tmp_path: Path) -> None:
+    account = runpy.run_path(str(EXAMPLE))["Account"]
+    together = threading.Barrier(6)
+
+    def begin(db: Path) -> int:
+        together.wait()
+        return int(account(db).balance())
+
+    with ThreadPoolExecutor(6) as workers:
+        for number in range(60):
+            assert set(workers.map(begin, [tmp_path / f"{number}.db"] * 6)) == {0}
 
 
 def test_the_example_shows_what_it_says(tmp_path: Path) -> None:

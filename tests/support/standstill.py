@@ -19,6 +19,8 @@ from collections.abc import Sequence
 
 import psutil
 
+# What a test has stopped itself stays stopped until that test lets it go on.
+_NOT_OURS = {psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_ZOMBIE}
 SHORTEST_S, LONGEST_S, BETWEEN_S = 0.2, 1.0, 0.5
 
 
@@ -29,6 +31,8 @@ def run(command: Sequence[str], *, shortest_s: float, longest_s: float, between_
         with contextlib.suppress(psutil.NoSuchProcess):
             root = psutil.Process(process.pid)
             stopped = chance.choice([root, *root.children(recursive=True)])
+            if stopped.status() in _NOT_OURS:
+                continue
             stopped.suspend()
             try:
                 _has_ended(process, chance.uniform(shortest_s, longest_s))
