@@ -5,7 +5,8 @@ something happens.
 
 Again and again one of the command's processes (it, a broker, ZooKeeper, a JVM), drawn at random, is stopped for a
 moment, as a crowded machine does it. A test that fails then waits for too little, or its promise is about time: then
-the pauses have to be shorter than what it promises. Ends with the command's own exit status.
+the pauses have to be shorter than what it promises. (And whom a test stops while he stands still anyway, goes on too
+soon.) Ends with the command's own exit status.
 """
 
 from __future__ import annotations
