@@ -18,7 +18,6 @@ columns only the headers are read.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ from pyspark.sql.types import IntegerType, LongType, MapType, StringType, Struct
 
 from portalmq.spark.errors import DamagedFile
 from portalmq.spark.options import Reading
-from portalmq.spark.segment import is_at_rest, uri_of
+from portalmq.spark.segment import arrow_cursor, is_at_rest, told_of
 from portalmq.spark.table import CHUNK_OFFSETS, Piece, Table, Task, directories_of, packed, pieces_of
 
 MESSAGES, EPOCH_START = 0, 1
@@ -96,15 +95,11 @@ class _Chunk:
     def rows(self, low: int, high: int) -> list[pa.RecordBatch]:
         if not self._path.is_file():
             raise FileNotFoundError(self._path)
-        uri = uri_of(self._path, immutable=is_at_rest(self._path))
         try:
-            with (
-                closing(adbc.connect(uri)) as connection,
-                closing(connection.cursor()) as cursor,
-            ):
+            with arrow_cursor(self._path, immutable=is_at_rest(self._path)) as cursor:
                 return self._rows(cursor, low, high)
         except adbc.Error as error:
-            raise DamagedFile(self._path, f"is not a file of PortalMQ, or torn ({error})") from error
+            raise told_of(self._path, error) from error
 
     def _rows(self, cursor: Any, low: int, high: int) -> list[pa.RecordBatch]:
         heads = _numbers(cursor, _HEADERS_SQL.format(low=low, high=high))

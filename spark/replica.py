@@ -194,8 +194,6 @@ def _asked(path: Path, ask: Callable[[sqlite3.Connection], T]) -> T:
                 answer = ask(connection)
             if before is None or before == _quiet_state(path):
                 return answer
-        except sqlite3.OperationalError as error:
-            raise SourceError(f"{path} was kept locked for seconds ({error}): try again") from error
         except DamagedFile as fault:
             if _may_not_recover(path):
                 raise SourceError(

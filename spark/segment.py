@@ -94,25 +94,38 @@ def _rest(path: Path) -> tuple[int, int, int] | None:
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[sqlite3.Connection]:
-    """A connection for small questions. Raises FileNotFoundError, DamagedFile, NotReadable, and
-    sqlite3.OperationalError when a broker kept the file locked for seconds."""
+    """A connection for small questions. Raises FileNotFoundError, DamagedFile, NotReadable, and SourceError when
+    another process kept the file locked for seconds."""
     if not path.is_file():
         raise FileNotFoundError(path)
     try:
         connection = sqlite3.connect(uri_of(path, immutable=is_at_rest(path)), uri=True, timeout=BUSY_TIMEOUT_MS / 1000)
     except sqlite3.Error as error:
-        if not path.is_file():
-            raise FileNotFoundError(path) from error
-        check_readable(path)
-        raise DamagedFile(path, f"cannot be opened ({error})") from error
+        raise told_of(path, error) from error
     with contextlib.closing(connection):
         try:
             yield connection
         except sqlite3.DatabaseError as error:
-            if isinstance(error, sqlite3.OperationalError) and "locked" in str(error):
-                raise
-            check_readable(path)
-            raise DamagedFile(path, f"is not a file of PortalMQ, or torn ({error})") from error
+            raise told_of(path, error) from error
+
+
+@contextlib.contextmanager
+def arrow_cursor(path: Path, *, immutable: bool) -> Iterator[Any]:
+    """For big questions, which are answered in Arrow's tables. Raises adbc.Error, of which `told_of` knows more."""
+    with adbc.connect(uri_of(path, immutable=immutable)) as connection, connection.cursor() as cursor:
+        if not immutable:
+            cursor.execute(f"PRAGMA busy_timeout = {BUSY_TIMEOUT_MS}")
+        yield cursor
+
+
+def told_of(path: Path, fault: Exception) -> Exception:
+    """What is to be raised when SQLite, or what it gave, is not as it should be. Raises NotReadable."""
+    if not path.is_file():
+        return FileNotFoundError(path)
+    check_readable(path)
+    if "is locked" in str(fault) or "locking protocol" in str(fault):
+        return SourceError(f"{path} was kept locked for {BUSY_TIMEOUT_MS} ms by another process: read it again later")
+    return DamagedFile(path, f"is not a file of PortalMQ, or torn ({fault})")
 
 
 def check_readable(path: Path) -> None:
@@ -241,26 +254,13 @@ class SegmentRows:
                     continue  # a broker has opened it meanwhile, or compaction replaced it: none of this counts
                 if isinstance(fault, DamagedFile):
                     raise
-                raise self._told(fault) from fault
+                raise told_of(self._path, fault) from fault
             if rest is None or _rest(self._path) == rest:
                 return batch
         raise SourceError(f"{self._path} was opened and closed by a broker again and again: read it again later")
 
-    def _told(self, fault: Exception) -> Exception:
-        """Raises NotReadable."""
-        if not self._path.exists():
-            return FileNotFoundError(self._path)
-        check_readable(self._path)
-        if "is locked" in str(fault) or "locking protocol" in str(fault):
-            return SourceError(
-                f"{self._path} was kept locked for {BUSY_TIMEOUT_MS} ms by another process: read it again later"
-            )
-        return DamagedFile(self._path, f"is not a file of PortalMQ, or torn ({fault})")
-
     def _read(self, start: int, end: int, *, immutable: bool) -> pa.RecordBatch | None:
-        with adbc.connect(uri_of(self._path, immutable=immutable)) as connection, connection.cursor() as cursor:
-            if not immutable:
-                cursor.execute(f"PRAGMA busy_timeout = {BUSY_TIMEOUT_MS}")
+        with arrow_cursor(self._path, immutable=immutable) as cursor:
             headers = _Batches(_table(cursor, _headers_sql(self._of_batches, start, end)), start, end)
             fault = headers.fault()
             if fault is not None:

@@ -6,8 +6,8 @@ import os
 import signal
 import subprocess
 import sys
-import threading
-from types import FrameType
+from types import FrameType, TracebackType
+from typing import Any
 
 import click
 
@@ -126,44 +126,77 @@ def run(
 
 
 def _under(lock: Lock, command: tuple[str, ...], environment: dict[str, str]) -> int:
-    try:
-        child = subprocess.Popen(command, env=environment)
-    except OSError as fault:
-        lock.release()
-        click.echo(f"portalmq: {command[0]}: {fault.strerror or fault}", err=True)
-        return EXIT_NOT_FOUND if isinstance(fault, FileNotFoundError) else EXIT_NOT_EXECUTABLE
-    stopping = threading.Event()
-
-    def pass_on(number: int, frame: FrameType | None) -> None:
-        if number != signal.SIGINT or not _runs_in_front():
-            child.send_signal(number)
-
-    earlier = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
-    try:
-        while child.poll() is None:
-            try:
-                child.wait(POLL_S)
-            except subprocess.TimeoutExpired:
-                if lock.lost and not stopping.is_set():
-                    stopping.set()
-                    click.echo(f"portalmq: lock {lock.name} is lost: {command[0]} is stopped", err=True)
-                    _stop(child)
-        if lock.held:
+    with _Relay() as relay:
+        try:
+            child = subprocess.Popen(command, env=environment)
+        except OSError as fault:
             lock.release()
-        elif lock.lost:
-            stopping.set()
-    except Fenced:
-        stopping.set()
-    except PortalMQError as error:
-        click.echo(f"portalmq: lock {lock.name} could not be given back, and comes free by itself: {error}", err=True)
-    finally:
-        for number, handler in earlier.items():
-            signal.signal(number, handler)
-        if child.poll() is None:
-            _stop(child)
-    if stopping.is_set():
+            click.echo(f"portalmq: {command[0]}: {fault.strerror or fault}", err=True)
+            return EXIT_NOT_FOUND if isinstance(fault, FileNotFoundError) else EXIT_NOT_EXECUTABLE
+        try:
+            relay.to(child)
+            is_lost = _guarded(lock, child, command[0])
+        finally:
+            if child.poll() is None:
+                _stop(child)
+    if is_lost:
         return EXIT_LOST
     return 128 - child.returncode if child.returncode < 0 else child.returncode
+
+
+def _guarded(lock: Lock, child: subprocess.Popen[bytes], name: str) -> bool:
+    """Waits for the command's end and gives the lock back. Whether the lock was lost: the command is stopped then."""
+    is_lost = False
+    while child.poll() is None:
+        try:
+            child.wait(POLL_S)
+        except subprocess.TimeoutExpired:
+            if lock.lost and not is_lost:
+                is_lost = True
+                click.echo(f"portalmq: lock {lock.name} is lost: {name} is stopped", err=True)
+                _stop(child)
+    try:
+        if lock.held:
+            lock.release()
+        else:
+            is_lost = is_lost or lock.lost
+    except Fenced:
+        is_lost = True
+    except PortalMQError as error:
+        click.echo(f"portalmq: lock {lock.name} could not be given back, and comes free by itself: {error}", err=True)
+    return is_lost
+
+
+class _Relay:
+    """Whoever signals us means the command. What comes before it has begun is passed on once it has: nobody ends us in
+    that moment, or it would go on under a lock that nobody renews."""
+
+    def __init__(self) -> None:
+        self._child: subprocess.Popen[bytes] | None = None
+        self._early: list[int] = []
+        self._earlier: dict[int, Any] = {}
+
+    def __enter__(self) -> _Relay:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            self._earlier[number] = signal.signal(number, self._pass_on)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._earlier.items():
+            signal.signal(number, handler)
+
+    def to(self, child: subprocess.Popen[bytes]) -> None:
+        self._child = child
+        for number in self._early:
+            child.send_signal(number)
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        if self._child is None:
+            self._early.append(number)
+        elif number != signal.SIGINT or not _runs_in_front():
+            self._child.send_signal(number)
 
 
 def _runs_in_front() -> bool:

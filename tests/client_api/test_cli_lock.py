@@ -148,6 +148,22 @@ def test_signals_go_to_the_command_and_the_lock_goes_back(broker: LockBroker) ->
     assert broker.holder is None
 
 
+def test_a_signal_of_the_moment_in_which_the_command_begins_ends_it_too(broker: LockBroker) -> None:
+    told_at_once = """
+import os, signal, subprocess
+class Told(subprocess.Popen):
+    def __init__(self, *given, **named):
+        super().__init__(*given, **named)
+        os.kill(os.getpid(), signal.SIGTERM)
+subprocess.Popen = Told
+from portalmq.cli.main import main
+main()
+"""
+    words = ["--server", broker.url, "lock", "run", "l", "--", "sleep", "60"]
+    assert subprocess.run([sys.executable, "-c", told_at_once, *words], timeout=50).returncode == 128 + signal.SIGTERM
+    assert broker.holder is None
+
+
 def test_ctrl_c_on_a_terminal_reaches_the_command_once(broker: LockBroker) -> None:
     """The terminal tells all that run in front, the command too; who hears it twice may think that it is urgent."""
     count = "import signal, time; n = []; signal.signal(signal.SIGINT, lambda *_: n.append(1)); print('on', flush=True)"

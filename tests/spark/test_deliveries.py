@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sqlite3
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import gevent
 import msgspec
 import pytest
 from pyspark.sql.types import LongType, StringType, StructField, StructType
-from support.data_directory import START_MS, DataDirectory, numbered, written
+from support.data_directory import START_MS, DataDirectory, locked_by_another, numbered, written
 from support.outputs import give_up
 from support.plain_figures import logs_in, told
 from support.story import busy
@@ -20,8 +21,8 @@ from support.story import busy
 from portalmq import stream_wire, wire
 from portalmq.broker.core import records as written_bodies
 from portalmq.broker.storage.batch import Kind, Record
-from portalmq.spark import batches, bodies, deliveries, groups, options
-from portalmq.spark.errors import BadOption, DamagedFile, NothingThere
+from portalmq.spark import batches, bodies, deliveries, groups, options, segment
+from portalmq.spark.errors import BadOption, DamagedFile, NothingThere, SourceError
 from portalmq.spark.moments import Moments
 
 TABLES = {"batches": batches, "deliveries": deliveries, "groups": groups}
@@ -111,6 +112,28 @@ def test_a_torn_file_is_named(tmp_path: Path) -> None:
     for table in ("batches", "deliveries"):
         with pytest.raises(DamagedFile, match=path.name):
             rows(table, tmp_path / "data")
+
+
+@pytest.mark.parametrize("table", ["batches", "deliveries"])
+def test_a_locked_file_is_waited_for_and_not_called_damaged(
+    table: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with written(tmp_path / "data") as data:
+        data.topic("t")
+        data.put("t", *numbered(10))
+        ack(data, receive(data))
+    (path,) = data.directory("t").glob("[0-9]*.sqlite")
+    reader: Any = TABLES[table].reader(
+        options.batch_reading({"path": str(tmp_path / "data"), "table": table}), TABLES[table].schema_of(None)
+    )
+    tasks = reader.partitions()
+    monkeypatch.setattr(segment, "BUSY_TIMEOUT_MS", 300)
+    with locked_by_another(path):
+        began = time.monotonic()
+        with pytest.raises(SourceError, match=r"was kept locked for 300 ms"):
+            list(reader.read(tasks[0]))
+        assert time.monotonic() - began >= 0.3
+    assert [row for batch in reader.read(tasks[0]) for row in batch.to_pylist()]
 
 
 # --- deliveries ------------------------------------------------------------------------------------------------------

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import sqlite3
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -16,6 +14,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.data_directory import locked_by_another
 from support.log_files import IDENTITY, Writer, everything, numbered, open_log
 
 from portalmq.broker.storage.batch import HOLE, Kind, Record
@@ -388,23 +387,11 @@ def test_a_locked_file_is_waited_for_and_not_called_damaged(tmp_path, monkeypatc
     """Another process that settles the file has it alone for a moment; here for ever."""
     path, log = one_file(tmp_path, numbered(10))
     monkeypatch.setattr(segment, "BUSY_TIMEOUT_MS", 300)
-    program = (
-        "import sqlite3, sys; c = sqlite3.connect(sys.argv[1], isolation_level=None);"
-        "c.execute('PRAGMA locking_mode = exclusive'); c.execute('BEGIN EXCLUSIVE');"
-        "c.execute('CREATE TABLE mine (x)'); print('locked', flush=True); sys.stdin.readline()"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", program, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as owner:
-        assert owner.stdin is not None
-        assert owner.stdout is not None
-        assert owner.stdout.readline() == b"locked\n"
-        Path(f"{path}-wal").touch()
+    with locked_by_another(path):
         began = time.monotonic()
         with pytest.raises(SourceError, match="was kept locked for 300 ms"):
             values(path, log)
         assert time.monotonic() - began >= 0.3
-        owner.stdin.close()
     assert values(path, log) == numbered(10)
 
 

@@ -13,6 +13,8 @@ what `support.broker_process.BrokerProcess` makes.
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -68,3 +70,29 @@ def written(path: Path, clock: HandClock | None = None) -> Iterator[DataDirector
 
 def numbered(count: int, start: int = 0, size: int = 0) -> Sequence[bytes]:
     return [b"%d" % number + b"." * max(0, size - len(str(number))) for number in range(start, start + count)]
+
+
+_LOCKS = """
+import sqlite3, sys
+connection = sqlite3.connect(sys.argv[1], isolation_level=None)
+connection.execute("PRAGMA locking_mode = exclusive")
+connection.execute("BEGIN EXCLUSIVE")
+connection.execute("CREATE TABLE mine (x)")
+print("locked", flush=True)
+sys.stdin.readline()
+"""
+
+
+@contextmanager
+def locked_by_another(path: Path) -> Iterator[None]:
+    """Another process has the file alone, as one that settles it after a crash; it gives it back as it was."""
+    command = [sys.executable, "-c", _LOCKS, str(path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as owner:
+        assert owner.stdin is not None
+        assert owner.stdout is not None
+        try:
+            assert owner.stdout.readline() == b"locked\n"
+            Path(f"{path}-wal").touch()
+            yield
+        finally:
+            owner.stdin.close()
