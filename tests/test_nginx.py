@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from support.broker_process import Answer
 from support.nginx import Nginx, needs_nginx
+from support.ports import kept_ports
 
 pytestmark = [needs_nginx, pytest.mark.timeout(60)]
 
@@ -107,11 +108,8 @@ def problem(answer: Answer, status: int, code: str, outcome: str) -> None:
 @pytest.fixture
 def refused_ports() -> Iterator[list[int]]:
     """Bound, so that they are nobody else's, and not listening."""
-    with contextlib.ExitStack() as held:
-        places = [held.enter_context(socket.socket()) for _ in range(2)]
-        for place in places:
-            place.bind(("127.0.0.1", 0))
-        yield [place.getsockname()[1] for place in places]
+    with kept_ports(2) as ports:
+        yield ports
 
 
 @pytest.mark.parametrize("path", [PRODUCE, "/publish", "/v1/groups/g/receive"])

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 
 import msgspec
 import pytest
+from support.ports import kept_ports
 from support.scripted_broker import Call, Reply, ScriptedBroker, hang_up, hold, problem
 
 from portalmq.broker.calls import EndGroup, Known
@@ -48,10 +48,9 @@ def test_a_call_shows_the_secret_and_brings_the_answer_on_a_kept_connection() ->
 
 
 def test_a_refused_connection_was_not_applied_and_is_told_as_refused() -> None:
-    with socket.socket() as place:
-        place.bind(("127.0.0.1", 0))
+    with kept_ports(1) as [port]:
         trouble: list[tuple[int, int, bool]] = []
-        peers = peers_of(f"http://127.0.0.1:{place.getsockname()[1]}", trouble)
+        peers = peers_of(f"http://127.0.0.1:{port}", trouble)
         with pytest.raises(NotReached) as caught:
             peers.call(2, "known", ASK, Known, timeout_s=60)
     assert (caught.value.outcome, caught.value.refused) == ("not_applied", True)

@@ -7,11 +7,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import msgspec
 import pytest
+from support.ports import kept_ports
 
 from portalmq.broker.config import StartupError, load_config
 from portalmq.broker.supervisor import (
@@ -72,15 +71,6 @@ def test_a_record_that_is_missing_or_broken_is_none(tmp_path):
     assert read_record(tmp_path) == record(boot_id(), me())
 
 
-@contextmanager
-def kept_free() -> Iterator[int]:
-    """A port that nobody else is given meanwhile: it is bound, and nobody listens there."""
-    with socket.socket() as place:
-        place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        place.bind(("127.0.0.1", 0))
-        yield place.getsockname()[1]
-
-
 def test_free_ports_are_all_different():
     assert len(set(free_ports("127.0.0.1", 9))) == 9
 
@@ -91,7 +81,7 @@ def test_a_port_that_is_taken_is_told_before_anything_starts(tmp_path, which, op
         broker = load_config({"port": broker_port}, environ={})
         return Plan(tmp_path, {"broker-1": broker}, "", 1, zookeeper_port)
 
-    with socket.create_server(("127.0.0.1", 0)) as taken, kept_free() as free, kept_free() as other:
+    with socket.create_server(("127.0.0.1", 0)) as taken, kept_ports(2) as (free, other):
         port = taken.getsockname()[1]
         with pytest.raises(StartupError, match=f"port {port} .*{option}") as refused:
             check_ports(plan_for(port, other) if which == "broker" else plan_for(other, port))

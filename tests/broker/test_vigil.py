@@ -6,7 +6,6 @@ import select
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from http.client import HTTPConnection, HTTPResponse
 
 import gevent
@@ -14,6 +13,7 @@ import gevent.socket
 import pytest
 from gevent.server import StreamServer
 from support.members import until
+from support.ports import kept_ports
 
 from portalmq.broker.vigil import Probe, Prober, Pulse, Vigil, gone
 from portalmq.control_plane.state import BrokerState
@@ -171,15 +171,6 @@ def limits(monkeypatch: pytest.MonkeyPatch) -> list[gevent.Timeout]:
     return made
 
 
-@contextmanager
-def port_where_nobody_listens() -> Iterator[int]:
-    """Nor anybody can by chance, as long as this lasts."""
-    with socket.socket() as place:
-        place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        place.bind(("127.0.0.1", 0))
-        yield place.getsockname()[1]
-
-
 class TestProbing:
     def test_any_answer_is_life_and_the_connection_is_kept(
         self, prober: Prober, serve: Callable[[Handler], str]
@@ -206,7 +197,7 @@ class TestProbing:
         assert [prober.probe(url) for _ in range(3)] == [Probe.ANSWERED] * 3
 
     def test_a_closed_port_refuses_at_once(self, prober: Prober) -> None:
-        with port_where_nobody_listens() as port:
+        with kept_ports(1) as [port]:
             began = time.monotonic()
             assert prober.probe(f"http://127.0.0.1:{port}") is Probe.REFUSED
             assert time.monotonic() - began < 30
@@ -221,9 +212,9 @@ class TestProbing:
             while client.recv(1000):
                 client.sendall(ANSWER)
 
-        with port_where_nobody_listens() as port:
+        with kept_ports(1) as [port]:
             listener = gevent.socket.socket()
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(("127.0.0.1", port))
             listener.listen()
             server = StreamServer(listener, answer)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from collections import Counter
@@ -16,6 +14,7 @@ from pathlib import Path
 import pytest
 import requests
 from support.cluster import wait_until
+from support.ports import kept_ports
 
 from portalmq import Admin
 from portalmq.control_plane.embedded import EmbeddedZooKeeper
@@ -68,12 +67,8 @@ class Scripts:
 @pytest.fixture
 def ports() -> Iterator[list[int]]:
     """Bound and not listening: the servers may listen there, and nobody else is given them."""
-    with contextlib.ExitStack() as held:
-        places = [held.enter_context(socket.socket()) for _ in range(3)]
-        for place in places:
-            place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            place.bind(("127.0.0.1", 0))
-        yield [place.getsockname()[1] for place in places]
+    with kept_ports(3) as ports:
+        yield ports
 
 
 @pytest.fixture

@@ -4,6 +4,8 @@ the time, tests beside this one and their brokers."""
 from __future__ import annotations
 
 import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 
 
 def kept_port(port: int = 0) -> socket.socket:
@@ -18,6 +20,13 @@ def kept_port(port: int = 0) -> socket.socket:
         kept.close()
         raise
     return kept
+
+
+@contextmanager
+def kept_ports(count: int) -> Iterator[list[int]]:
+    """So many of them, until the block ends."""
+    with ExitStack() as held:
+        yield [number_of(held.enter_context(kept_port())) for _ in range(count)]
 
 
 def number_of(kept: socket.socket) -> int:
