@@ -71,6 +71,9 @@ class BrokerConfig:
         None, "number of this broker, kept in the data directory; default: the smallest that is free", at_least=0
     )
     advertised_url: str | None = _setting(None, "URL that clients reach this broker at (default http://HOST:PORT)")
+    allowed_hosts: str | None = _setting(
+        None, "more names, with commas between, that clients call a broker without a token by"
+    )
     token_file: Path | None = _setting(None, "file with one secret a line; calls must carry one of them")
     secret: str | None = _setting(None, "one secret, instead of a token file", secret=True)
     no_confirm: bool = _setting(False, "MiniQ's GET /message takes a message out of the queue without a confirmation")
@@ -124,6 +127,11 @@ class BrokerConfig:
     def is_clustered(self) -> bool:
         """Whether brokers meet in a ZooKeeper; without one this broker is alone."""
         return self.zookeeper.strip().lower() != "none"
+
+    @property
+    def names_allowed(self) -> list[str]:
+        """The names in `allowed_hosts`."""
+        return [name.strip() for name in (self.allowed_hosts or "").split(",") if name.strip()]
 
     @property
     def zookeeper_auth(self) -> tuple[str, str] | None:

@@ -82,7 +82,7 @@ class Unauthorized(PortalMQError):
 
 
 class Forbidden(PortalMQError):
-    code, status, title = "forbidden", 403, "The token does not allow this"
+    code, status, title = "forbidden", 403, "This is not allowed"
 
 
 class NotFound(PortalMQError):

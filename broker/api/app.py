@@ -11,7 +11,7 @@ from flask import Flask, Response, g, request
 from portalmq.broker.api import problems
 from portalmq.broker.api.body import close_after_answer, leaves_bytes_unread
 from portalmq.broker.api.domain import Domain
-from portalmq.broker.api.doors import Doors, check_ready, check_token
+from portalmq.broker.api.doors import Doors, check_caller, check_ready
 from portalmq.broker.api.room import Answer, Room
 from portalmq.broker.api.routes import ROUTES, Route
 from portalmq.broker.auth import Auth
@@ -42,7 +42,7 @@ def create_app(
         g.started = perf_counter()
         endpoint = request.endpoint
         if endpoint not in open_endpoints:
-            check_token(room, request.environ.get("HTTP_AUTHORIZATION"))
+            check_caller(room, request.environ)
         if endpoint is not None and endpoint not in early_endpoints:
             check_ready(room)
 

@@ -45,10 +45,14 @@ TRAFFIC = {
 }
 
 
-def check_token(room: Room, authorization: str | None) -> None:
-    """Raises Unauthorized without a token where one is needed, Forbidden with the brokers' credential."""
+def check_caller(room: Room, environ: Environ) -> None:
+    """Raises Unauthorized without a token where one is needed, Forbidden with the brokers' credential and, where no
+    token is needed, for what a web page of another origin sends."""
+    authorization = environ.get("HTTP_AUTHORIZATION")
     internal.check_no_peer(authorization)
-    if not room.auth.allows(authorization):
+    if not room.auth.needed:
+        room.visitors.check(environ)
+    elif not room.auth.allows(authorization):
         raise Unauthorized("send `Authorization: Bearer <token>` with one of the broker's tokens")
 
 
@@ -81,7 +85,7 @@ class Doors:
         return self._flask(environ, start_response)
 
     def _traffic(self, call: Call, name: str, environ: Environ) -> Answer:
-        check_token(self._room, environ.get("HTTP_AUTHORIZATION"))
+        check_caller(self._room, environ)
         check_ready(self._room)
         return call.view(self._room, environ, _text(name))
 

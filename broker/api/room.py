@@ -14,6 +14,7 @@ from portalmq import wire
 from portalmq.broker.api.body import read_body
 from portalmq.broker.api.domain import Domain
 from portalmq.broker.api.query import Query
+from portalmq.broker.api.visitors import Visitors
 from portalmq.broker.auth import Auth
 from portalmq.broker.config import BrokerConfig
 from portalmq.broker.metrics import Metrics
@@ -45,6 +46,7 @@ class Room:
         self.config = config
         self.metrics = metrics
         self.auth = auth
+        self.visitors = Visitors(config)
         self.waiting = 0
 
     def body(self) -> bytes:
