@@ -74,10 +74,10 @@ class Census:
         )
 
     def _count_here(self, names: list[str]) -> GroupCounts:
+        groups = self._groups
+        attached = (each for name in names for each in groups.attached(name)) if names else groups.all_attached()
         counts = [
-            GroupCount(name, each.partition.topic, each.partition.number, **each.counts())
-            for name in names or self._groups.names()
-            for each in self._groups.attached(name)
+            GroupCount(each.group, each.partition.topic, each.partition.number, **each.counts()) for each in attached
         ]
         return GroupCounts(counts, self._led())
 

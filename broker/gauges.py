@@ -14,13 +14,10 @@ from portalmq.broker.storage.errors import StorageError
 def gauges_of(broker: Broker, disk: DiskGuard, *, connected: bool) -> Gauges:
     """`connected` tells whether the control plane answers. Lags are those of the partitions that are led here."""
     lags = []
-    for group in broker.groups.names():
-        for attached in broker.groups.attached(group):
-            counts = attached.counts()
-            partition = attached.partition
-            lags.append(
-                GroupLag(partition.topic, partition.number, group, counts["lag"], counts["oldest_unacked_ms"] / 1000)
-            )
+    for attached in broker.groups.all_attached():
+        counts, partition = attached.counts(), attached.partition
+        age_s = counts["oldest_unacked_ms"] / 1000
+        lags.append(GroupLag(partition.topic, partition.number, attached.group, counts["lag"], age_s))
     replicas = broker.topics.partitions()
     partitions = [
         PartitionGauge(

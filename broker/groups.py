@@ -25,6 +25,7 @@ from portalmq.broker.calls import Known, Place, Result, Start, result_of
 from portalmq.broker.clock import Clock
 from portalmq.broker.core.receipts import ReceiptBook, topic_tag
 from portalmq.broker.delivery import GroupPartition
+from portalmq.broker.fairness import in_turns
 from portalmq.broker.forwarding import Leaders, Outcomes, place_of
 from portalmq.broker.partition import Partition
 from portalmq.broker.peers import Peers
@@ -44,6 +45,8 @@ UNHEARD_S = 5.0
 UNHEARD_MAX = 1_000
 # Groups may come and go for as long as a broker lives: what is kept to be quick is kept of so many.
 REMEMBERED_MAX = 10_000
+# Whoever looks at all groups lets others have their turn after so many.
+GROUPS_A_TURN = 25
 
 _Bools = list[Result[bool]]
 _encode = msgspec.msgpack.Encoder().encode
@@ -252,6 +255,16 @@ class Groups:
         if group is None:
             return [each for key, each in self._attached.items() if key[0] == name]
         return [self.attach(group, partition, topic_id) for partition, topic_id in self._begun_on(name)]
+
+    def all_attached(self) -> Iterator[GroupPartition]:
+        """Every group on every partition that is led here, where it has begun; others have their turn in between. What
+        ends meanwhile may be left out, or come as it was."""
+        led = [(partition, topic.state.topic_id) for topic in self.topics for partition in topic.led()]
+        begun = [(partition, topic_id, name) for partition, topic_id in led for name in tuple(partition.delivery)]
+        for partition, topic_id, name in in_turns(begun, GROUPS_A_TURN):
+            group = self.find(name) if partition.serves and name in partition.delivery else None
+            if group is not None and name not in self._deleting:
+                yield self.attach(group, partition, topic_id)
 
     def _begun_on(self, name: str) -> list[tuple[Partition, str]]:
         """The partitions that are led here and know the group, with their topic's id."""

@@ -7,16 +7,24 @@ make no new series. A labelled child is looked up once and kept: `labels()` cost
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
+from gevent.lock import BoundedSemaphore
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from portalmq.broker.fairness import give_way, in_turns
+
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 REQUEST_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+SAMPLES_A_TURN = 200
+# State of so many groups and partitions is not read anew for each who asks: it is kept for a moment.
+MANY_LAGS = 1_000
+KEPT_S = 1.0
 COMMIT_BUCKETS_S = (0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 
 
@@ -172,12 +180,13 @@ class Metrics:
             for counter in (self._delivered, self._redelivered, self._acked, self._dead, self._expired):
                 counter.remove(*key)
 
-    def observe(self, gauges: Callable[[], Gauges]) -> None:
+    def observe(self, gauges: Callable[[], Gauges], clock: Callable[[], float] = time.monotonic) -> None:
         """Show the domain's state from now on."""
-        self.registry.register(_Gauges(gauges, lambda: self.waiting()))
+        self.registry.register(_Gauges(gauges, lambda: self.waiting(), clock))
 
     def exposition(self) -> bytes:
-        return generate_latest(self.registry)
+        """All of it as Prometheus reads it. There may be very many series: others have their turn in between."""
+        return generate_latest(_Paused(self.registry))
 
     def _counter(self, name: str, meaning: str, *labels: str) -> Counter:
         return Counter(f"portalmq_{name}", meaning, labels, registry=self.registry)
@@ -196,6 +205,20 @@ class Metrics:
         return children
 
 
+class _Paused(Collector):
+    """What a registry holds, with a pause after each family and each few hundred series."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+
+    def collect(self) -> Iterator[Metric]:
+        for metric in self._registry.collect():
+            if len(metric.samples) > SAMPLES_A_TURN:
+                give_way()
+                metric.samples = in_turns(metric.samples, SAMPLES_A_TURN)  # type: ignore[assignment]  # only iterated over, once
+            yield metric
+
+
 class _Constant(Collector):
     def __init__(self, name: str, meaning: str, labels: dict[str, str]) -> None:
         self._name, self._meaning, self._labels = name, meaning, labels
@@ -205,17 +228,29 @@ class _Constant(Collector):
 
 
 class _Gauges(Collector):
-    """Reads the domain's state when Prometheus scrapes."""
+    """Reads the domain's state when Prometheus scrapes; that of very many groups once a second at the most."""
 
-    def __init__(self, read: Callable[[], Gauges], waiting: Callable[[], int]) -> None:
+    def __init__(self, read: Callable[[], Gauges], waiting: Callable[[], int], clock: Callable[[], float]) -> None:
         self._read = read
         self._waiting = waiting
+        self._clock = clock
+        self._turn = BoundedSemaphore()
+        self._kept: tuple[float, Gauges] | None = None
+
+    def _state(self) -> Gauges:
+        with self._turn:  # who comes while it is read gets the same
+            if self._kept is not None and self._clock() < self._kept[0]:
+                return self._kept[1]
+            state = self._read()
+            is_much = len(state.group_lags) > MANY_LAGS
+            self._kept = (self._clock() + KEPT_S, state) if is_much else None
+            return state
 
     def describe(self) -> list[Metric]:
         return []  # without this, registering would read the domain at once
 
     def collect(self) -> Iterator[Metric]:
-        state = self._read()
+        state = self._state()
         of_lag, of_partition = ("topic", "partition", "group"), ("topic", "partition")
         yield _gauge(
             "portalmq_group_lag_messages",

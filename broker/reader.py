@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 import msgspec
 from gevent.threadpool import ThreadPool
@@ -16,6 +17,8 @@ from portalmq.errors import StorageFull, Unavailable
 # Read ahead this much: whoever reads one message usually reads the next ones too.
 READ_MESSAGES = 1_000
 READ_BYTES = 1024 * 1024
+# After so many control records side by side the next message is sought in the file: a step of an index.
+CONTROL_RECORDS_MAX = 32
 # Of so many batches it is remembered that they were checked.
 CHECKED_MAX = 100_000
 
@@ -61,18 +64,24 @@ class Reader:
         if end - start == 1 and offset == start and (piece := self._of_checked(offset)) is not None:
             yield piece
             return
+        passed = 0
         while offset < end and limit > 0:
             batch = self._cache.find(self._key, offset) or self._read(offset, end)
             if batch is None:
                 return
             if batch.kind == Kind.MESSAGES:
+                passed = 0
                 for first, last in batch.runs(offset, end):
                     piece = Piece(batch, first, min(last, first + limit))
                     limit -= piece.end - piece.start
                     yield piece
                     if limit <= 0:
                         return
+            else:
+                passed += 1
             offset = batch.end_offset
+            if passed >= CONTROL_RECORDS_MAX:
+                offset, passed = self._next_message(offset, end), 0
 
     def find_ids(
         self, pool: ThreadPool, message_ids: Sequence[bytes], since_ms: int, below: int | None
@@ -107,55 +116,54 @@ class Reader:
         return Piece(batch, offset, offset + 1)
 
     def _row(self, offset: int) -> tuple[int, int, Record] | None:
-        self.used = True
-        try:
+        with self._telling_faults():
             return self._log.lanes.message(offset)
-        except (CorruptBatch, DamagedFile) as fault:
-            self._on_damage(fault)
-            raise Unavailable(f"a batch is damaged on this broker: {fault}", outcome="not_applied") from fault
-        except StorageFault as fault:
-            self._on_fault(fault)
-            raise Unavailable("the storage failed", outcome="not_applied") from fault
+        return None
 
     def control_at(self, offset: int) -> Batch | None:
         """The control record at `offset`; None when it is gone. Raises Unavailable for a damaged one."""
         found = self._cache.find(self._key, offset)
         if found is not None:
             return found
-        self.used = True
-        try:
+        with self._telling_faults():
             return next(iter(self._log.read(offset, below=offset + 1)), None)
-        except OffsetPurged:
-            return None
-        except (CorruptBatch, DamagedFile) as fault:
-            self._on_damage(fault)
-            raise Unavailable(f"a batch is damaged on this broker: {fault}", outcome="not_applied") from fault
-        except StorageFault as fault:
-            self._on_fault(fault)
-            raise Unavailable("the storage failed", outcome="not_applied") from fault
+        return None
+
+    def _next_message(self, offset: int, end: int) -> int:
+        """Where the first message in [offset, end) stands; `end` without one. What is not on disk yet is not sought."""
+        with self._telling_faults():
+            runs = self._log.message_runs(offset, end, 1)
+            return runs[0][0] if runs else max(offset, min(end, self._log.end_offset))
+        return end
 
     def _read(self, offset: int, end: int) -> Batch | None:
         """The batch of the first message in [offset, end), read from disk with some that follow it."""
-        self.used = True
-        try:
+        batches: list[Batch] = []
+        with self._telling_faults():
             runs = self._log.message_runs(offset, end, 1)
             if not runs:
                 return None
             batches = self._log.read(runs[0][0], max_messages=READ_MESSAGES, max_bytes=READ_BYTES, below=end)
-        except OffsetPurged:
-            return None  # it went while we looked
-        except (CorruptBatch, DamagedFile) as fault:
-            self._on_damage(fault)
-            raise Unavailable(f"a batch is damaged on this broker: {fault}", outcome="not_applied") from fault
-        except StorageFault as fault:
-            self._on_fault(fault)
-            raise Unavailable("the storage failed", outcome="not_applied") from fault
         if len(self._checked) >= CHECKED_MAX:
             self._checked.clear()
         self._checked.update([batch.base_offset for batch in batches])
         for batch in reversed(batches):
             self._cache.put(self._key, batch, payload_bytes(batch))
         return batches[0] if batches else None
+
+    @contextmanager
+    def _telling_faults(self) -> Iterator[None]:
+        """Raises what goes wrong with the files in the contract's terms; what was purged meanwhile is not there."""
+        self.used = True
+        try:
+            with suppress(OffsetPurged):
+                yield
+        except (CorruptBatch, DamagedFile) as fault:
+            self._on_damage(fault)
+            raise Unavailable(f"a batch is damaged on this broker: {fault}", outcome="not_applied") from fault
+        except StorageFault as fault:
+            self._on_fault(fault)
+            raise Unavailable("the storage failed", outcome="not_applied") from fault
 
 
 def _found_ids(

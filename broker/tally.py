@@ -47,6 +47,7 @@ def untouched(partition: Partition, group: str) -> GroupDelivery:
 def tallied(partition: Partition, delivery: GroupDelivery, clock: Clock) -> dict[str, int]:
     now_ms, wall_ms = clock.now_ms(), clock.wall_ms()
     ready, scheduled = _fresh(partition, delivery, wall_ms)
+    is_fresh = ready + scheduled > 0
     in_flight = 0
     for span in delivery.spans():
         messages = span.end - span.start
@@ -63,7 +64,7 @@ def tallied(partition: Partition, delivery: GroupDelivery, clock: Clock) -> dict
         "scheduled": scheduled,
         "dead": sum([each.end - each.start for each in delivery.dead]),
         "lag": lag,
-        "oldest_unacked_ms": _oldest_age_ms(partition, delivery, wall_ms) if lag else 0,
+        "oldest_unacked_ms": _oldest_age_ms(partition, delivery, wall_ms, is_fresh=is_fresh) if lag else 0,
     }
 
 
@@ -142,12 +143,15 @@ def _due_ms(place: tuple[int, int]) -> int:
     return place[0]
 
 
-def _oldest_age_ms(partition: Partition, delivery: GroupDelivery, wall_ms: int) -> int:
-    """The age of the oldest message that is not done, since it could be delivered first."""
+def _oldest_age_ms(partition: Partition, delivery: GroupDelivery, wall_ms: int, *, is_fresh: bool) -> int:
+    """The age of the oldest message that is not done, since it could be delivered first. Without `is_fresh` the group
+    has been given every message there is: behind its cursor there are records of other groups alone."""
     ages = [0]
     end = partition.high_watermark
     for span in _oldest_spans(delivery):
         ages += [wall_ms - since_ms for since_ms in _since(partition, span.start, span.end)]
+    if not is_fresh:
+        return max(ages)
     first = delivery.next
     if partition.log.lanes.present:
         first = partition.log.lanes.next_plain(first, end, SKIP_MAX)

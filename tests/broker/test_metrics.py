@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import gevent
 from prometheus_client.parser import text_string_to_metric_families
 
-from portalmq.broker.metrics import Gauges, GroupLag, Metrics, PartitionGauge
+from portalmq.broker.metrics import KEPT_S, MANY_LAGS, SAMPLES_A_TURN, Gauges, GroupLag, Metrics, PartitionGauge
 
 
 def samples(metrics: Metrics) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
@@ -119,3 +120,43 @@ def test_memory_and_disk_are_told_where_the_system_tells_them():
     assert [found[f"portalmq_{name}", ()] for name in names] == [5, 10, 3, 2]
     state.pop(0)
     assert not [key for key in samples(metrics) if "memory" in key[0] or "disk" in key[0]]
+
+
+def test_the_state_of_very_many_groups_is_read_once_a_second():
+    now, read = [100.0], []
+
+    def gauges(count: int) -> Gauges:
+        read.append(count)
+        return Gauges([GroupLag("t", 0, f"g{number}", 1, 0.0) for number in range(count)])
+
+    many = Metrics("0")
+    many.observe(lambda: gauges(MANY_LAGS + 1), clock=lambda: now[0])
+    many.exposition()
+    many.exposition()
+    assert len(read) == 1
+    now[0] += KEPT_S
+    many.exposition()
+    assert len(read) == 2
+    few = Metrics("0")
+    few.observe(lambda: gauges(1), clock=lambda: now[0])
+    few.exposition()
+    few.exposition()
+    assert len(read) == 4
+
+
+def test_others_have_their_turn_while_very_many_series_are_written():
+    metrics, turns = Metrics("0"), []
+    for number in range(SAMPLES_A_TURN):
+        metrics.acked("t", f"g{number}", 1)
+
+    def serve() -> None:
+        while True:
+            gevent.sleep(0)
+            turns.append(1)
+
+    other = gevent.spawn(serve)
+    gevent.sleep(0)
+    turns.clear()
+    assert len([key for key in samples(metrics) if key[0] == "portalmq_messages_acked_total"]) == SAMPLES_A_TURN
+    assert len(turns) >= 5
+    other.kill()

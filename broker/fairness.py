@@ -1,0 +1,30 @@
+"""Long work on the event loop, in pieces.
+
+gevent.sleep(0) is not enough for that: it lets greenlets run that are ready, and gevent looks at the clock, and then at
+sockets and timers, after ten such turns only. So long work gives way by a timer that is over at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
+
+import gevent
+
+T = TypeVar("T")
+
+# Not zero, which would be gevent.sleep(0). It is over at the next look at the sockets.
+_MOMENT_S = 1e-6
+
+
+def give_way() -> None:
+    """Serve everybody else who is ready, those at the sockets too, then go on."""
+    gevent.sleep(_MOMENT_S)
+
+
+def in_turns(items: Iterable[T], at_a_time: int) -> Iterator[T]:
+    """The items; others have their turn after each `at_a_time`."""
+    for number, item in enumerate(items):
+        if number and number % at_a_time == 0:
+            give_way()
+        yield item
