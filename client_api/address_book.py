@@ -68,6 +68,10 @@ class AddressBook:
         self._resolving = threading.Lock()
         self._resolved_at = 0.0
 
+    def begin_anew(self) -> None:
+        """In the child of a fork."""
+        self._resolving = threading.Lock()
+
     @property
     def urls(self) -> list[str]:
         """Where this client begins, for people."""

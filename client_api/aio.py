@@ -30,6 +30,7 @@ from portalmq.batching import SendFuture
 from portalmq.commit import Output
 from portalmq.consumer import Consumer
 from portalmq.errors import Backpressure, PortalMQError
+from portalmq.forking import begin_anew_in_children
 from portalmq.message import Message, RecordMetadata
 from portalmq.producer import Producer
 from portalmq.stream import Delivery
@@ -53,11 +54,22 @@ class _Threads:
     def __init__(self, name: str, most: int) -> None:
         self._name = name
         self._most = most
+        self._begin()
+        begin_anew_in_children(self)
+
+    def _begin(self) -> None:
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
         self.unfinished = 0
         self.close = weakref.finalize(self, _end, self._jobs, self._threads)
         self.close.atexit = False
+
+    def begin_anew(self) -> None:
+        """In the child of a fork, which has none of the threads, and none of the event loops that wait for them."""
+        was_closed = self.close.detach() is None
+        self._begin()
+        if was_closed:
+            self.close()
 
     def start(self, do: Callable[[], T]) -> asyncio.Future[T]:
         """The future result of `do`. It runs to its end, whatever becomes of who waits for it."""
@@ -163,6 +175,13 @@ class AsyncProducer:
         self._max_block_s = max_block_s
         self._delivery_timeout_s = delivery_timeout_s
         self._closing: asyncio.Future[None] | None = None
+        begin_anew_in_children(self)
+
+    def begin_anew(self) -> None:
+        """In the child of a fork; the producer and the threads see to themselves."""
+        self._hurried = []
+        if self._closing is not None and not self._closing.done():
+            self._closing = None
 
     async def send(
         self,
@@ -310,13 +329,18 @@ class AsyncConsumer:
         self._manual_ack = manual_ack
         self._receiver = _Threads("portalmq-async-receive", 1)
         self._settlers = _Threads("portalmq-async-settle", SETTLERS_MAX)
+        self._closed = False
+        self.begin_anew()
+        begin_anew_in_children(self)
+
+    def begin_anew(self) -> None:
+        """As one that has received nothing, which is also what the child of a fork has."""
         # What a receive brought whose asker was cancelled; and that receive itself while it goes on. One at a time.
         self._kept: deque[Message] = deque()
         self._receiving: asyncio.Future[list[Message]] | None = None
         self._turn = asyncio.Lock()
         # What the user has in hand: all since the latest receive, of a stream the last one of each partition.
         self._given: dict[tuple[str, int, int], Message] = {}
-        self._closed = False
 
     # --- receiving ---------------------------------------------------------------------------------------------------
 

@@ -53,7 +53,7 @@ class SendFuture(Future[RecordMetadata]):
         """Where the message stands. Raises its PortalMQError, or TimeoutError after `timeout` seconds."""
         batch = self._batch
         left = timeout if batch.settled else batch.hurry(timeout)
-        if batch.settled and "_condition" not in self.__dict__:
+        if batch.settled:
             outcome = batch.outcome(self._index)
             if isinstance(outcome, PortalMQError):
                 raise outcome
@@ -66,7 +66,11 @@ class SendFuture(Future[RecordMetadata]):
             self._batch.hurry(0.0)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        left = timeout if self._batch.settled else self._batch.hurry(timeout)
+        batch = self._batch
+        left = timeout if batch.settled else batch.hurry(timeout)
+        if batch.settled:
+            outcome = batch.outcome(self._index)
+            return outcome if isinstance(outcome, PortalMQError) else None
         return super().exception(left)
 
 
@@ -189,6 +193,20 @@ class Batch:
                 future.set_exception(outcome)
             else:
                 future.set_result(outcome)
+
+    def leave(self, why: PortalMQError) -> None:
+        """In the child of a fork: the batch is the parent's. Who asks here is told so; callbacks run there alone."""
+        self._lock = threading.Lock()
+        if not self.settled:
+            self._outcomes = [(0, len(self.messages), why)]
+            self.ranges, self.messages, self.settled = [], [], True
+        self._was_seen = True
+        watched, self._watched = self._watched, []
+        for future in watched:
+            # Begun anew, as its own lock may be held by a thread that is not here.
+            real: Future[RecordMetadata] = Future()
+            real.set_exception(copy.copy(why))
+            future.__dict__.update(vars(real))
 
     def outcome(self, index: int) -> RecordMetadata | PortalMQError:
         """The fate of the message at `index`. Only once settled."""

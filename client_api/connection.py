@@ -24,6 +24,8 @@ from http.client import HTTPException, HTTPMessage, HTTPResponse
 from typing import Any
 from urllib.parse import urlsplit
 
+from portalmq.forking import begin_anew_in_children
+
 DEFAULT_PORT = 5000
 CONNECTIONS_PER_HOST_MAX = 64
 CONNECT_TIMEOUT_S = 5.0
@@ -168,6 +170,11 @@ class Connection:
     def close(self) -> None:
         self._socket.close()
 
+    def leave(self) -> None:
+        """Close it for this process alone: the one that forked it goes on with it."""
+        with contextlib.suppress(OSError):
+            os.close(self._socket.detach())
+
 
 def _in_words(fault: Exception, timeout_s: float) -> str:
     if isinstance(fault, TimeoutError):
@@ -206,8 +213,8 @@ class ConnectionPool:
         self._lock = threading.RLock()  # a signal may close the pool in the midst of a call
         self._given_back = threading.Condition(self._lock)
         self._hosts: dict[Address, _Host] = {}
-        self._process = os.getpid()
         self._closed = False
+        begin_anew_in_children(self)
 
     def exchange(self, address: Address, method: str, head: bytes, body: bytes, timeout_s: float) -> Answer:
         """One request over a kept or a new connection. Raises NotSent or NoAnswer."""
@@ -226,9 +233,6 @@ class ConnectionPool:
             host.places.release()
 
     def _host(self, address: Address) -> _Host:
-        if os.getpid() != self._process:
-            self._hosts, self._lock, self._process = {}, threading.RLock(), os.getpid()
-            self._given_back = threading.Condition(self._lock)
         host = self._hosts.get(address)
         if host is None:
             with self._lock:
@@ -307,6 +311,14 @@ class ConnectionPool:
             self._given_back.wait_for(lambda: not self._in_use(), answers_within_s)
             for connection in self._in_use():
                 connection.abort()
+
+    def begin_anew(self) -> None:
+        hosts, self._hosts = self._hosts, {}
+        self._lock = threading.RLock()
+        self._given_back = threading.Condition(self._lock)
+        for host in hosts.values():
+            for connection in [*host.idle, *host.in_use]:
+                connection.leave()
 
     def _in_use(self) -> list[Connection]:
         return [connection for host in self._hosts.values() for connection in host.in_use]

@@ -22,6 +22,7 @@ from portalmq import wire
 from portalmq.closing import Closing
 from portalmq.commit import Output, commit_receipts
 from portalmq.errors import GroupNotFound, PortalMQError
+from portalmq.forking import begin_anew_in_children
 from portalmq.lease import Leases, Verb
 from portalmq.message import Message, message_from_wire
 from portalmq.stream import Delivery, StreamMember
@@ -43,6 +44,9 @@ class Consumer(Closing):
 
     Messages are delivered at least once: a message whose lease runs out, or that is given back, comes again with a
     higher `delivery_count`.
+
+    The child of a fork is another consumer of the group, and has nothing in hand: the messages are the parent's, and
+    what the child does with one it does by its own word (`message.ack()`).
     """
 
     def __init__(
@@ -95,33 +99,55 @@ class Consumer(Closing):
         self._delivery = delivery
         self._manual_ack = manual_ack
         self._idle_timeout_s = idle_timeout_s
+        self._member_id = None if member_id is None else wire.check_name(member_id, "member")
+        self._mode = mode
+        self._session_timeout_s = session_timeout_s
+        # Two transports: close() cuts a waiting receive off, and still has to ack and nack.
+        self._receiving = Transport(bootstrap, token=token)
+        self._settling = Transport(bootstrap, token=token)
+        self._closed = threading.Event()
+        self._begin()
+        begin_anew_in_children(self)
+
+    def _begin(self) -> None:
+        """As one that has nothing in hand, under a name that nobody else has."""
         self._name = f"python-{uuid.uuid4().hex}"
         self._attempts = 0
         self._is_prepared = False
         self._near: tuple[str, int] | None = None
-        self._closed = threading.Event()
-        # Two transports: close() cuts a waiting receive off, and still has to ack and nack.
-        self._receiving = Transport(bootstrap, token=token)
-        settling = Transport(bootstrap, token=token)
-        self._settling = settling
-        self._leases = Leases(settling, self.group, visibility_timeout_s)
+        self._leases = Leases(self._settling, self.group, self._visibility_timeout_s)
         self._stream: StreamMember | None = None
-        if mode == "stream":
+        if self._mode == "stream":
             self._stream = StreamMember(
                 self._receiving,
-                settling,
+                self._settling,
                 self.group,
                 self.topics,
                 self._settings,
-                delivery=delivery,
-                manual_ack=manual_ack,
-                member_id=None if member_id is None else wire.check_name(member_id, "member"),
-                session_timeout_s=session_timeout_s,
-                max_messages=max_messages,
+                delivery=self._delivery,
+                manual_ack=self._manual_ack,
+                member_id=self._member_id,
+                session_timeout_s=self._session_timeout_s,
+                max_messages=self._max_messages,
             )
         self._shut_down = weakref.finalize(
-            self, _shut_down, self._closed, self._receiving, settling, self._leases, self._stream
+            self, _shut_down, self._closed, self._receiving, self._settling, self._leases, self._stream
         )
+
+    def begin_anew(self) -> None:
+        """In the child of a fork: what is leased, assigned or waits is the parent's, and so is the way to its end."""
+        self._shut_down.detach()
+        was_closed, self._closed = self._closed.is_set(), threading.Event()
+        was_member = self._stream is not None and self._stream.has_begun
+        self._begin()
+        if self._member_id is not None and was_member and self._stream is not None:
+            self._stream.refuse(
+                f"the member {self._member_id!r} is the parent of this process: make a consumer with another member_id"
+            )
+        if was_closed:
+            self._closed.set()
+            if self._stream is not None:
+                self._stream.feeds.closed = True
 
     # --- receiving ---------------------------------------------------------------------------------------------------
 

@@ -27,6 +27,7 @@ import msgspec
 
 from portalmq import wire
 from portalmq.errors import Fenced, LockHeld, LockNotFound, PortalMQError
+from portalmq.forking import begin_anew_in_children
 from portalmq.transport import Backoff, Bootstrap, Request, Transport, decode_answer, may_repeat, with_query
 
 _log = logging.getLogger("portalmq.lock")
@@ -39,6 +40,7 @@ REACH_TIMEOUT_S = 10.0
 RELEASE_TIMEOUT_S = 10.0
 RENEWALS_PER_TTL = 3
 JOIN_TIMEOUT_S = 1.0
+OWNER_CHARACTERS_MAX = 190
 
 
 def clock_s() -> float:
@@ -56,6 +58,8 @@ class Lock:
     It is renewed in the background while it is held. A holder that is paused, cut off or killed for longer than `ttl_s`
     loses it: `lost` becomes true, `on_lost` is called, and `check`, `renew`, `release` and the end of `with` raise
     Fenced. `owner` names the holder to others; it is unique for each acquisition unless one is given.
+
+    The child of a fork does not hold what its parent holds; its `owner`, where one is given, gets its process id.
     """
 
     def __init__(
@@ -75,8 +79,8 @@ class Lock:
         least, most = wire.LOCK_TTL_MS_MIN / 1000, wire.LOCK_TTL_MS_MAX // 1000
         if not least <= ttl_s <= most:
             raise ValueError(f"ttl_s must be {least:g} to {most}")
-        if owner is not None and not 1 <= len(owner) <= 190:
-            raise ValueError("owner must have 1 to 190 characters")
+        if owner is not None and not 1 <= len(owner) <= OWNER_CHARACTERS_MAX:
+            raise ValueError(f"owner must have 1 to {OWNER_CHARACTERS_MAX} characters")
         self.name = wire.check_name(name, "lock")
         self.ttl_s = ttl_s
         self._owner = owner
@@ -86,6 +90,17 @@ class Lock:
         self._transport = Transport(bootstrap, token=token)
         self._tenure: _Tenure | None = None
         self._forgotten: weakref.finalize[[], Lock] | None = None
+        begin_anew_in_children(self)
+
+    def begin_anew(self) -> None:
+        """In the child of a fork: the lock is the parent's, who renews and releases it. A child that acquires it itself
+        needs a name of its own, or the brokers take it for the parent."""
+        if self._forgotten is not None:
+            self._forgotten.detach()
+        self._tenure = self._forgotten = None
+        if self._owner is not None:
+            suffix = f":{os.getpid()}"
+            self._owner = self._owner[: OWNER_CHARACTERS_MAX - len(suffix)] + suffix
 
     # --- holding -----------------------------------------------------------------------------------------------------
 

@@ -23,7 +23,8 @@ from portalmq import wire
 from portalmq.batching import Batch, Lane, SendFuture
 from portalmq.closing import Closing
 from portalmq.delivery import Delivery
-from portalmq.errors import Backpressure, MessageTooLarge
+from portalmq.errors import Backpressure, MessageTooLarge, Unavailable
+from portalmq.forking import begin_anew_in_children
 from portalmq.outgoing import MESSAGE_OVERHEAD_BYTES, Plain, pack
 from portalmq.partitions import Topic, Topics
 from portalmq.transport import Bootstrap, Transport
@@ -38,6 +39,9 @@ BATCH_BYTES_MAX = wire.BODY_BYTES_MAX - 64 * 1024
 IDLE_LOOKS = 20
 # Below this a waiting thread does not send itself: its time might end in the middle of a request.
 HELP_TIMEOUT_S_MIN = 1.0
+OF_THE_PARENT = (
+    "the message was sent before this process was forked, and is the parent's: only the parent hears what becomes of it"
+)
 
 
 class Producer(Closing):
@@ -45,7 +49,8 @@ class Producer(Closing):
 
     A message is appended exactly once, whatever is retried, unless `idempotent=False`. `acks` says when a send counts:
     "all" (on disk on every in-sync replica), "leader" (on the leader's disk), "none" (not waited for, offset -1).
-    A process that forks makes its producers after the fork.
+    The child of a fork sends as a producer of its own, and what was buffered before stays the parent's; under a
+    `producer_name` the child fences its parent when it sends.
     """
 
     def __init__(
@@ -84,13 +89,8 @@ class Producer(Closing):
         if producer_name is not None and not idempotent:
             raise ValueError("a producer_name fences by its sequence numbers: it needs idempotent=True")
         self._transport = transport or Transport(bootstrap, token=token, timeout_s=delivery_timeout_s)
-        self._delivery = Delivery(
-            self._transport,
-            acks,
-            idempotent=idempotent,
-            producer_name=producer_name,
-            delivery_timeout_s=delivery_timeout_s,
-        )
+        self._acks: wire.Acks = acks
+        self._producer_name = producer_name
         self._linger_s = linger_ms / 1000
         self._batch_messages = min(batch_messages, buffer_messages)
         self._batch_bytes = batch_bytes
@@ -99,11 +99,25 @@ class Producer(Closing):
         self._max_block_s = max_block_s
         self._buffer_messages = buffer_messages
         self._buffer_bytes = buffer_bytes
+        self._closed = False
+        self._begin()
+        _close_at_exit(self)
+        begin_anew_in_children(self)
 
+    def _begin(self) -> None:
+        """As what nobody has sent with: no identity, no thread, nothing buffered."""
+        acks = self._acks
+        self._delivery = Delivery(
+            self._transport,
+            acks,
+            idempotent=self._idempotent,
+            producer_name=self._producer_name,
+            delivery_timeout_s=self._delivery_timeout_s,
+        )
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
         self._room = threading.Condition(self._lock)
-        self._topics = Topics(self._transport, lambda topic, partition: Lane(topic, partition, acks), max_block_s)
+        self._topics = Topics(self._transport, lambda topic, partition: Lane(topic, partition, acks), self._max_block_s)
         # Invariants, under the lock: a lane is in `_open` while lane.open is a batch; in one of `_ready`, `_paused` or
         # a sender's hands while lane.scheduled; `_unsettled` holds every batch that has a message and no outcome.
         self._open: dict[Lane, None] = {}
@@ -117,8 +131,13 @@ class Producer(Closing):
         self._has_watch = False
         self._sleeps_deep = True
         self._flushing = 0
-        self._closed = False
-        _close_at_exit(self)
+
+    def begin_anew(self) -> None:
+        """In the child of a fork. What is buffered is the parent's: its futures fail here, and are served there."""
+        left = list(self._unsettled)
+        self._begin()
+        for batch in left:
+            batch.leave(Unavailable(OF_THE_PARENT, retryable=False, outcome="unknown"))
 
     # --- sending -----------------------------------------------------------------------------------------------------
 
@@ -381,6 +400,8 @@ class Producer(Closing):
         if pause_s is None:
             batch.settle()
         with self._lock:
+            if batch not in self._unsettled:
+                return  # it is the parent's, and this process was forked while it was on its way
             if pause_s is not None:
                 lane.queue.appendleft(batch)
                 lane.retry_at = time.monotonic() + pause_s

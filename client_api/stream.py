@@ -102,6 +102,15 @@ class StreamMember:
         self._taken: Taken | None = None
 
     @property
+    def has_begun(self) -> bool:
+        """Whether it has joined the group, or tries to."""
+        return self._thread is not None
+
+    def refuse(self, why: str) -> None:
+        """Never join: whoever reads, is told why."""
+        self._failure = IllegalGeneration(why)
+
+    @property
     def generation(self) -> int:
         """The generation of the group in which this member reads and commits; -1 while it is not in it."""
         return self._commits.generation
@@ -280,7 +289,7 @@ class StreamMember:
     # --- the member's thread -----------------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        if self._thread is None:
+        if self._thread is None and self._failure is None:
             self._thread = threading.Thread(target=self._live, name="portalmq-member", daemon=True)
             self._thread.start()
 

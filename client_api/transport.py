@@ -31,6 +31,7 @@ from portalmq.errors import (
     Unavailable,
     error_from_problem,
 )
+from portalmq.forking import begin_anew_in_children
 
 __all__ = ["DEFAULT_URL", "Bootstrap", "Request", "Transport", "bootstrap_addresses"]
 
@@ -136,10 +137,18 @@ class Transport:
         self._pool: Exchanger = pool or ConnectionPool()
         self._clock = clock
         self._closing = threading.Event()
-        self._wait = pause or self._closing.wait
+        self._pause = pause
         self._chance = chance
         self._common_headers = _common_headers(token)
         self._outdated: set[str] = set()
+        begin_anew_in_children(self)
+
+    def begin_anew(self) -> None:
+        """In the child of a fork: what is known of the brokers stays known. The pool sees to its connections."""
+        was_closed, self._closing = self._closing.is_set(), threading.Event()
+        if was_closed:
+            self._closing.set()
+        self._book.begin_anew()
 
     @property
     def urls(self) -> list[str]:
@@ -174,7 +183,7 @@ class Transport:
 
     def pause(self, seconds: float) -> None:
         """Wait between two tries; close() ends it."""
-        self._wait(seconds)
+        (self._pause or self._closing.wait)(seconds)
 
     def get(self, path: str, kind: type[T], query: Mapping[str, object] | None = None) -> T:
         """GET `path` as a `kind`. None values are left out of the query."""

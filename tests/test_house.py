@@ -41,6 +41,7 @@ ROOM_OF = {
     "portalmq.stream_wire": "contract",
     "portalmq.message": "contract",
     "portalmq.connection": "contract",  # sockets and no more: brokers reach each other by it too
+    "portalmq.forking": "contract",  # what both leave behind in a child process
     "portalmq.java": "contract",  # for what runs on Java: the ZooKeeper of development, and Spark
     "portalmq.cli": "cli",
     "portalmq.broker": "domain",
