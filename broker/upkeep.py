@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import gevent
 import msgspec
 
+from portalmq.broker.core.age import Age
 from portalmq.broker.core.delivery import GroupDelivery
 from portalmq.broker.core.fold import PartitionFold, encode_fold
 from portalmq.broker.core.lanes import DELAYED
@@ -47,8 +48,7 @@ class Upkeep:
         self._snapshot: PartitionFold | None = None
         self._is_due = False
         self._scrub_at = 0
-        # Of a follower: what it might drop, and the end of the log that says so.
-        self._judged: tuple[int, int] | None = None
+        self._age = Age(partition.log.last_timestamp_ms, partition.host.clock.now_ms())
 
     # --- snapshots ---------------------------------------------------------------------------------------------------
 
@@ -72,7 +72,7 @@ class Upkeep:
 
     def forget_snapshot(self) -> None:
         """The log was cut, or begun anew: what was taken before may not be in it."""
-        self._snapshot = self._judged = None
+        self._snapshot = None
         self._partition.changed = True
 
     def _save(self) -> None:
@@ -102,6 +102,11 @@ class Upkeep:
         if upto <= partition.log.log_start_offset:
             return
         self._wait_for_orders(upto)
+        self._begin_at(upto)
+
+    def _begin_at(self, upto: int) -> None:
+        """Let the log begin at `upto`, on all replicas: they follow the records that say so. Durable here on return."""
+        partition = self._partition
         purge = partition.append_control(Kind.PURGE, msgspec.msgpack.encode(Purge(upto)))
         partition.groups.purge(purge.base_offset, upto)
         self.write_state().wait()
@@ -161,38 +166,33 @@ class Upkeep:
     # --- retention ---------------------------------------------------------------------------------------------------
 
     def retain(self, retention_ms: int | None, retention_bytes: int | None, group_expiry_ms: int) -> None:
-        """Seal what is rolled, and drop segments that are too old or too much and that no active group still needs."""
+        """Seal what is rolled, and remove the segments below the log start. A leader moves that start past segments
+        that are too old or too much and that no active group still needs; its followers follow, by no clock of
+        theirs."""
         partition = self._partition
-        partition.replica.producers.expire(partition.replica.last_timestamp_ms - partition.dedup_window_ms)
+        clock, log_ms = partition.host.clock, partition.replica.last_timestamp_ms
+        now_ms = clock.now_ms()
+        age_ms = self._age.time_ms(log_ms, now_ms, clock.wall_ms())
+        partition.replica.producers.expire(min(age_ms, log_ms) - partition.dedup_window_ms)
         partition.host.pool.apply(partition.log.seal, (partition.high_watermark,))
-        wall_ms = partition.host.clock.wall_ms()
-        upto = partition.log.retention_candidate(wall_ms, retention_ms, retention_bytes)
-        for delivery in partition.delivery.values():
-            if wall_ms - delivery.last_active_ms < group_expiry_ms:
-                upto = self._unfinished_from(delivery, upto)
-        ordered_from = partition.groups.ordered_from()
-        upto = upto if ordered_from is None else min(upto, ordered_from)
-        if not partition.serves:
-            upto = self._judged_for_good(upto)
-        upto = max(upto, partition.log.log_start_offset)
-        if not self._would_drop(upto):
-            return
-        if partition.groups.state_offset >= partition.high_watermark:
-            return  # it could be cut away, and nothing would tell what was below
         if partition.serves:
-            self.write_state().wait()
-        if partition.groups.state_offset < upto:
-            return
-        partition.groups.forget_below(upto)
-        partition.host.pool.apply(partition.log.drop_segments_below, (upto,))
-        self._moved(partition.host.pool.apply(partition.log.replica_start))
+            upto = partition.log.retention_candidate(age_ms, retention_ms, retention_bytes)
+            upto = self._unneeded_below(upto, min(age_ms, now_ms) - group_expiry_ms)
+            if upto > partition.log.log_start_offset and self._would_drop(upto):
+                self._begin_at(upto)
+        start = partition.log.log_start_offset
+        if self._would_drop(start):
+            partition.host.pool.apply(partition.log.drop_segments_below, (start,))
+            self._moved(partition.host.pool.apply(partition.log.replica_start))
 
-    def _judged_for_good(self, upto: int) -> int:
-        """What was judged the last time, once all records that spoke for it are committed; 0 before. A leader commits
-        a STATE record first, which says the same of all that stands before it."""
-        replica = self._partition.replica
-        judged, self._judged = self._judged, (upto, replica.next_offset)
-        return judged[0] if judged is not None and judged[1] <= replica.high_watermark else 0
+    def _unneeded_below(self, upto: int, active_since_ms: int) -> int:
+        """What no group that was active since then, and no order of the outbox, still needs. Groups note when they were
+        active by the steady clock, as their leases run by it."""
+        for delivery in self._partition.delivery.values():
+            if delivery.last_active_ms > active_since_ms:
+                upto = self._unfinished_from(delivery, upto)
+        ordered_from = self._partition.groups.ordered_from()
+        return upto if ordered_from is None else min(upto, ordered_from)
 
     def _unfinished_from(self, delivery: GroupDelivery, upto: int) -> int:
         """Where the oldest segment below `upto` begins that holds something the group has not finished."""

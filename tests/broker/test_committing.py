@@ -343,6 +343,7 @@ def test_retention_spares_what_the_outbox_has_to_read(fixture):
         fixture.broker.outboxes._slots.release()
     settled(fixture)
     assert there(fixture) == ["A"]
+    fixture.clock.advance(2 * wire.DAY_MS)
     partition.retain(1_000, None, 1)
     assert partition.log.base_offset > order
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from queue import SimpleQueue
-
 import gevent
 import pytest
 from support.domain import records, running
-from support.replicas import eventually
 
 from portalmq import wire
 from portalmq.broker.core.delivery import GroupDelivery
@@ -16,6 +13,7 @@ from portalmq.errors import GroupModeMismatch, InvalidRequest
 
 LEASE_MS = 30_000
 HOUR_MS = 3_600_000
+DAY_MS = 24 * HOUR_MS
 
 
 @pytest.fixture
@@ -544,31 +542,52 @@ def test_retention_keeps_what_is_scheduled_and_what_a_lane_still_holds(fixture):
     assert DELAYED in partition.delivery["g"].cursors
 
 
-def test_a_follower_drops_nothing_for_an_ack_that_may_yet_be_taken_back(fixture, monkeypatch):
+def test_a_follower_drops_nothing_by_itself(fixture):
     partition = partition_of(fixture)
-    receive(fixture)
     for number in range(3):
         send(fixture, f"{number}")
         partition.log.roll()
-    send(fixture, "last")
-    partition.retain(None, None, HOUR_MS)
-    partition.upkeep.write_state().wait()
-    got = receive(fixture)
-    gate, append = SimpleQueue(), partition.log.append
-
-    def waiting(batches):
-        gate.get()
-        gate.put(None)  # once open, it stays so
-        return append(batches)
-
-    monkeypatch.setattr(partition.log, "append", waiting)
-    acking = gevent.spawn(ack, fixture, got)
-    eventually(lambda: partition.delivery["g"].floor() == partition.delivery["g"].next)  # the fold has the ack already
     partition.serves = False
-    for _ in range(2):
-        partition.retain(None, 1, HOUR_MS)
+    fixture.clock.advance(30 * DAY_MS)
+    partition.retain(1, 1, 1)
+    assert (partition.log.log_start_offset, len(partition.log.sealed_segments)) == (0, 3)
+    partition.serves = True
+    partition.retain(1, 1, 1)
+    assert partition.log.log_start_offset > 0
+
+
+def test_a_wrong_time_of_day_takes_nothing_from_a_group_that_is_active(fixture):
+    """What is old by the wrong clock is kept although everything that is sent from now on is stamped by it."""
+    fixture.broker.put_group("g", {"max_deliveries": 1_000})
+    partition = partition_of(fixture)
+    receive(fixture, 1)
+    for number in range(3):
+        send(fixture, f"{number}")
+        partition.log.roll()
+    fixture.clock.day_ms += 8 * DAY_MS
+    for _ in range(3):
+        send(fixture, "stamped by the wrong clock")
+        partition.log.roll()
+        for _ in range(24):
+            partition.retain(HOUR_MS, None, 7 * DAY_MS)
+            fixture.clock.advance(HOUR_MS // 2)
+            receive(fixture, 1)
+    assert partition.log.log_start_offset == 0
+
+
+def test_a_wrong_time_of_day_takes_what_nobody_needs_after_hours_only(fixture):
+    partition = partition_of(fixture)
+    send(fixture, "unread")
+    partition.log.roll()
+    partition.retain(7 * DAY_MS, None, 7 * DAY_MS)
+    fixture.clock.day_ms += 8 * DAY_MS
+    send(fixture, "stamped by the wrong clock")
+    partition.log.roll()
+    for _ in range(6):
+        fixture.clock.advance(HOUR_MS)
+        partition.retain(7 * DAY_MS, None, 7 * DAY_MS)
         assert partition.log.log_start_offset == 0
-    gate.put(None)
-    acking.get(timeout=60)
-    partition.retain(None, 1, HOUR_MS)
+    for _ in range(3):
+        fixture.clock.advance(HOUR_MS)
+        partition.retain(7 * DAY_MS, None, 7 * DAY_MS)
     assert partition.log.log_start_offset > 0

@@ -457,3 +457,23 @@ def test_a_snapshot_has_what_a_new_leader_had_still_to_write_down(tmp_path, monk
         saved = second.state_file.load()
         assert saved is not None
         assert [each.group for each in saved[0].groups] == ["g"]
+
+
+def test_followers_begin_where_retention_lets_their_leader_begin_and_drop_no_sooner(tmp_path):
+    with replicas(tmp_path, 3) as group:
+        eventually(lambda: group.leader.serves)
+        for text in ("a", "b", "c"):
+            send(group.leader, text)
+            eventually(group.agree)
+            for partition in group.partitions():
+                partition.log.roll()
+        for partition in group.partitions():
+            partition.retain(None, 1, HOUR_MS)
+            if partition is not group.leader:
+                assert partition.log.log_start_offset in (0, group.leader.log.log_start_offset)
+        start = group.leader.log.log_start_offset
+        assert start > 0
+        eventually(lambda: {partition.log.log_start_offset for partition in group.partitions()} == {start})
+        for partition in group.partitions():
+            partition.retain(None, 1, HOUR_MS)
+            assert partition.log.base_offset == start
