@@ -12,6 +12,12 @@ EXTRAS ?= broker,zookeeper,spark,dev
 # Where the demo's report goes; REPORT= makes a demo without one.
 REPORT ?= build/demo-report
 OUT ?= build/report
+# An editable install finds packages by a hook that comes after the folders of sys.path, so a folder named portalmq, such
+# as a clone in its parent folder, would be taken for the package. A link on sys.path comes first; type checkers follow it.
+define LINKED
+mkdir -p $(VENV)/links && ln -sfn $(CURDIR)/client_api $(VENV)/links/portalmq && echo $(CURDIR)/$(VENV)/links \
+	> "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/portalmq-links.pth"
+endef
 # Two at a time: tests that start brokers are bound by the processors, not by waiting.
 TEST_PROCESSES ?= 2
 
@@ -83,6 +89,7 @@ $(READY): setup.cfg pyproject.toml
 		|| { echo "No virtual environment: on Debian and Ubuntu, apt install python3-venv mends it" >&2; exit 2; }
 	@echo "Setting up $(VENV), once: a minute or two, 1.1 GB; half of it is Spark" >&2
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[$(EXTRAS)]"
+	@$(LINKED)
 	@touch $@
 
 clean:

@@ -21,13 +21,27 @@ SHORT = {"no_confirm": "-c"}
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
-def _with_settings(*left_out: str) -> Callable[[Command], Command]:
-    """Adds an option for every setting but those `left_out`."""
+# What means nothing to a broker that is alone.
+_OF_CLUSTERS = {
+    "session_timeout_ms",
+    "broker_id",
+    "cluster_secret_file",
+    "default_replication_factor",
+    "replica_lag_ms",
+    "fetch_wait_ms",
+    "fetch_bytes_max",
+}
+
+
+def _with_settings(*left_out: str, is_alone: bool = False) -> Callable[[Command], Command]:
+    """Adds an option for every setting but those `left_out`; a broker that `is_alone` takes those of clusters as well,
+    so that it reads the same configuration, but its help does not name them."""
 
     def add(command: Command) -> Command:
         for name, setting in reversed(SETTINGS.items()):
             if name in left_out or name == "port":
                 continue
+            hidden = is_alone and (name in _OF_CLUSTERS or "zookeeper" in name)
             option = "--" + name.replace("_", "-")
             default = setting.default
             meaning = setting.metadata["help"] + f" [{ENVIRONMENT_PREFIX}{name.upper()}"
@@ -35,9 +49,12 @@ def _with_settings(*left_out: str) -> Callable[[Command], Command]:
             if setting.type == "bool":
                 declared = option if default is False else f"{option}/--no-{option[2:]}"
                 short = [SHORT[name]] if name in SHORT else []
-                command = click.option(declared, *short, name, is_flag=True, default=None, help=meaning)(command)
+                command = click.option(declared, *short, name, is_flag=True, default=None, help=meaning, hidden=hidden)(
+                    command
+                )
             else:
-                command = click.option(option, name, metavar=_metavar(str(setting.type)), help=meaning)(command)
+                shown = _metavar(str(setting.type))
+                command = click.option(option, name, metavar=shown, help=meaning, hidden=hidden)(command)
         command = click.option("--config", "file", type=click.Path(path_type=Path), help="settings in TOML")(command)
         return click.argument("port", required=False, metavar="[PORT]")(command)
 
@@ -59,7 +76,7 @@ def broker(file: Path | None, **options: Any) -> None:
 
 
 @click.command(short_help="Run a single broker for development: no ZooKeeper, no Java.")
-@_with_settings("zookeeper")
+@_with_settings("zookeeper", is_alone=True)
 def dev(file: Path | None, **options: Any) -> None:
     """Run a single broker on PORT (default 5000; 0 takes a free one), with the same API, and say when it is ready.
 

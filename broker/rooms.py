@@ -142,7 +142,7 @@ class Rooms:
             self.cluster_id,
             config.data_directory,
             auto_create=config.auto_create_topics,
-            default_replication_factor=config.default_replication_factor,
+            default_replication_factor=config.default_replication_factor if config.is_clustered else 1,
         )
         self.fetchers = Fetchers(self, self.peers, wait_ms=config.fetch_wait_ms, max_bytes=config.fetch_bytes_max)
         self.replication = Replication(self, self.topics)

@@ -22,6 +22,7 @@ import fcntl
 import http.client
 import os
 import re
+import shlex
 import signal
 import socket
 import ssl
@@ -131,7 +132,7 @@ class Supervised:
 
     @property
     def command(self) -> str:
-        return " ".join(["portalmq", *self.arguments])
+        return shlex.join(["portalmq", *self.arguments])
 
     @property
     def exit_code(self) -> int | None:

@@ -121,6 +121,10 @@ class Topic:
         return [partition for _, partition in sorted(self.local.items()) if partition.serves]
 
 
+def _how_to_create(name: str) -> str:
+    return f"create it with PUT {wire.topic_path(name)}, `portalmq topic create {name}`, or Admin.create_topic"
+
+
 class Topics:
     """`on_opened`, `on_leading` and `on_stepped_down` hear of each partition; `on_removed` of a topic that is gone from
     the cluster, before its files go; `on_grown` of one with more partitions than before."""
@@ -390,7 +394,7 @@ class Topics:
         topic = self._topics.get(name)
         if topic is None:
             wire.check_name(name, "topic")
-            raise TopicNotFound(f"there is no topic {name!r}: create it with PUT {wire.topic_path(name)}")
+            raise TopicNotFound(f"there is no topic {name!r}: {_how_to_create(name)}")
         return topic
 
     def holds(self, topic: Topic) -> bool:
@@ -406,7 +410,7 @@ class Topics:
             wire.check_name(name, "topic")
             raise TopicNotFound(
                 f"there is no topic {name!r}, and this cluster makes none at its first use (auto_create_topics=false): "
-                f"create it with PUT {wire.topic_path(name)}"
+                f"{_how_to_create(name)}"
             )
         with self._turn(name):  # those who wait meanwhile go on in the order in which they came
             topic = self._topics.get(name)

@@ -6,6 +6,7 @@ Loaded for every `portalmq` command, so it stays light; see `supervisor` for wha
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from portalmq.broker.config import EX_SOFTWARE, BrokerConfig, StartupError, UsageError, load_config
+from portalmq.broker.config import EX_CANTCREAT, EX_SOFTWARE, BrokerConfig, StartupError, UsageError, load_config
 
 if TYPE_CHECKING:
     from portalmq.broker.supervisor import ProcessRecord
@@ -106,9 +107,14 @@ def _settings(brokers: int, base_port: int, data_dir: Path) -> dict[str, BrokerC
 
 def _detached(data_dir: Path, options: list[str]) -> None:
     """Run `portalmq up` with these options in a session of its own, and wait until it is ready."""
-    data_dir.mkdir(parents=True, exist_ok=True)
     log = data_dir / "up.log"
-    with log.open("wb") as output:
+    try:
+        data_dir.mkdir(parents=True, exist_ok=True)
+        opened = log.open("wb")
+    except OSError as fault:
+        sentence = f"{data_dir} cannot be used ({fault.strerror}): name another --data-dir"
+        raise StartupError(sentence, EX_CANTCREAT) from None
+    with opened as output:
         process = subprocess.Popen(
             [sys.executable, "-m", "portalmq.cli.main", "up", *options],
             stdin=subprocess.DEVNULL,
@@ -126,7 +132,7 @@ def _detached(data_dir: Path, options: list[str]) -> None:
         click.echo(log.read_text("utf-8", "replace"), nl=False, err=True)
     if process.poll() is not None:
         sys.exit(process.returncode or EX_SOFTWARE)
-    click.echo(f"`portalmq down --data-dir {data_dir}` ends it", err=True)
+    click.echo(f"`{shlex.join(['portalmq', 'down', '--data-dir', str(data_dir)])}` ends it", err=True)
 
 
 def _wait_ready(process: subprocess.Popen[bytes], data_dir: Path) -> None:
@@ -156,6 +162,7 @@ def down(data_dir: Path) -> None:
     if record is None or not record.running:
         (data_dir / "cluster.json").unlink(missing_ok=True)
         click.echo(f"no cluster runs from {data_dir}", err=True)
+        _check_others(data_dir)
         return
     # The supervisor ends the others in order; without one they are ended from here.
     _end([record.supervisor], signal.SIGTERM, ENDED_WITHIN_S)
@@ -167,7 +174,23 @@ def down(data_dir: Path) -> None:
         click.echo(f"portalmq: these do not end: {told}", err=True)
         sys.exit(EX_SOFTWARE)
     (data_dir / "cluster.json").unlink(missing_ok=True)
+    _check_others(data_dir)
     click.echo(f"the cluster of {data_dir} has ended, its data is kept", err=True)
+
+
+def _check_others(data_dir: Path) -> None:
+    """Exit with a sentence when brokers that somebody started by hand still run from this directory."""
+    from portalmq.broker.storage.disk import holder_of
+
+    found = ((directory.name, holder_of(directory)) for directory in sorted(data_dir.glob("broker-*")))
+    left = [f"{name} (pid {pid})" for name, pid in found if pid is not None]
+    if left:
+        click.echo(
+            f"portalmq: these run from {data_dir}, and `portalmq up` did not start them: {', '.join(left)}; "
+            "`kill PID` ends them in good order",
+            err=True,
+        )
+        sys.exit(EX_SOFTWARE)
 
 
 def _end(processes: list[ProcessRecord], by: signal.Signals, within_s: float) -> None:

@@ -407,7 +407,9 @@ def _patched(config: state.ConfigT, patch: dict[str, Any]) -> state.ConfigT:
     try:
         return state.patched(config, patch)
     except msgspec.ValidationError as fault:
-        raise InvalidRequest(f"config: {fault}") from None
+        known = [field.encode_name for field in msgspec.structs.fields(config)]
+        advice = "" if patch.keys() <= set(known) else f"; the settings are {', '.join(known)}"
+        raise InvalidRequest(f"config: {fault}{advice}") from None
 
 
 def _topic_config(config: wire.TopicConfig, patch: dict[str, Any]) -> wire.TopicConfig:

@@ -71,13 +71,16 @@ def _end(sentence: str, exit_code: int) -> None:
 
 def summary(made: Report) -> list[str]:
     """The figures in five lines."""
+    from portalmq.spark.report.view import changes_of_leaders
+
     totals = made.totals
     delivered = sum(group.delivered for group in made.groups)
     redelivered = sum(group.redelivered for group in made.groups)
     lag = sum(each.lag for each in made.lag)
     oldest = max((each.oldest_ms for each in made.lag if each.oldest_ms is not None), default=None)
     waits = [group.latency_ms for group in made.groups if group.latency_ms is not None]
-    gaps = [each.gap_ms for each in made.fail_overs if each.gap_ms is not None]
+    changes = changes_of_leaders(made.fail_overs)
+    gaps = [each.gap_ms for each in changes if each.gap_ms is not None]
     places = f"{plural(totals.topics, 'topic')}, {plural(totals.partitions, 'partition')}"
     put_in = f"{totals.messages:,} ({_bytes(totals.bytes)}) in {places}, by {plural(totals.producers, 'producer')}"
     least = "at least " if "groups" in made.left_out else ""
@@ -89,7 +92,7 @@ def summary(made: Report) -> list[str]:
         f"throughput  {totals.messages_per_s:,.0f}/s on average, {totals.peak_messages_per_s:,.0f}/s at best",
         f"delivered   {taken_out}",
         f"lag         {lag:,}" + ("" if oldest is None else f", the oldest for {_ms(oldest)}"),
-        f"fail-overs  {len(gaps)}" + (f", at most {_ms(max(gaps))} without an append" if gaps else ""),
+        f"fail-overs  {len(changes)}" + (f", at most {_ms(max(gaps))} without an append" if gaps else ""),
     ]
 
 

@@ -53,7 +53,10 @@ def check_caller(room: Room, environ: Environ) -> None:
     if not room.auth.needed:
         room.visitors.check(environ)
     elif not room.auth.allows(authorization):
-        raise Unauthorized("send `Authorization: Bearer <token>` with one of the broker's tokens")
+        raise Unauthorized(
+            "one of the broker's tokens is needed: `Authorization: Bearer <token>` in HTTP, token= in Python, "
+            "--token-file with commands"
+        )
 
 
 def check_ready(room: Room) -> None:

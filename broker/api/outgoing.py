@@ -124,7 +124,7 @@ def encode_received(messages: Iterable[Delivered], stale_receipts: list[str], *,
     answer: dict[str, object] = {"messages": [json_delivered(delivered) for delivered in messages]}
     if stale_receipts:
         answer["stale_receipts"] = stale_receipts
-    return _json.encode(answer)
+    return _json.encode(answer) + b"\n"
 
 
 def encode_page(page: Page, *, packed: bool) -> bytes:
@@ -134,14 +134,8 @@ def encode_page(page: Page, *, packed: bool) -> bytes:
                 pack_page_messages(page.messages), page.next_offset, page.log_start_offset, page.high_watermark
             )
         )
-    return _json.encode(
-        wire.BrowsePage(
-            [json_message(stored) for stored in page.messages],
-            page.next_offset,
-            page.log_start_offset,
-            page.high_watermark,
-        )
-    )
+    shown = [json_message(stored) for stored in page.messages]
+    return _json.encode(wire.BrowsePage(shown, page.next_offset, page.log_start_offset, page.high_watermark)) + b"\n"
 
 
 def json_line(stored: Stored) -> bytes:

@@ -71,7 +71,7 @@ def of(error: PortalMQError) -> Answer:
     problem = error.problem()
     if len(error.detail) > DETAIL_LENGTH_MAX:
         problem["detail"] = error.detail[:DETAIL_LENGTH_MAX] + "…"
-    return Answer(msgspec.json.encode(problem), error.status, wire.PROBLEM, headers)
+    return Answer(msgspec.json.encode(problem) + b"\n", error.status, wire.PROBLEM, headers)
 
 
 def answer_http(fault: HTTPException) -> Response:

@@ -87,7 +87,8 @@ def accepts(media_type: str) -> bool:
 
 
 def answer(value: Any, status: int = 200) -> Response:
-    return Response(_encode(value), status, content_type=wire.JSON)
+    """`value` as JSON, with a line feed at its end for whoever reads it in a terminal."""
+    return Response(_encode(value) + b"\n", status, content_type=wire.JSON)
 
 
 def answer_packed(body: bytes, status: int = 200) -> Response:

@@ -114,7 +114,7 @@ def _unknown_place(result: wire.Produced | PortalMQError) -> Any:
 def _answer(value: Any, *, packed: bool, status: int = 200) -> Answer:
     if packed:
         return Answer(_encode_pack(value), status, wire.BATCH_MSGPACK)
-    return Answer(_encode_json(value), status, wire.JSON)
+    return Answer(_encode_json(value) + b"\n", status, wire.JSON)
 
 
 def may_forward(environ: Environ) -> bool:

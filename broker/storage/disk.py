@@ -147,6 +147,21 @@ def _lock(path: Path) -> int:
     return descriptor
 
 
+def holder_of(path: Path) -> str | None:
+    """The pid of the process that has locked the data directory `path`; None when no process has."""
+    try:
+        descriptor = os.open(path / "lock", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return os.pread(descriptor, 32, 0).decode("ascii", "replace").strip() or "unknown"
+    finally:
+        os.close(descriptor)
+    return None
+
+
 def read_identity(path: Path) -> StoreIdentity | None:
     """Whose the data directory `path` is; None for a new one. Raises StorageFault when that cannot be read."""
     file = path / "identity.json"

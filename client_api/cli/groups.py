@@ -63,7 +63,7 @@ def lag(session: Session, name: str) -> None:
 @group_commands.command()
 @click.argument("name")
 @click.option("--mode", type=click.Choice(["queue", "stream"]), help="How messages are shared [queue].")
-@config_option
+@config_option("max_deliveries=3")
 @with_session
 def create(session: Session, name: str, mode: str | None, config: dict[str, Any]) -> None:
     """Make group NAME. It may exist already; the settings that are given here are changed then.
@@ -81,7 +81,7 @@ def create(session: Session, name: str, mode: str | None, config: dict[str, Any]
 
 @group_commands.command()
 @click.argument("name")
-@config_option
+@config_option("max_deliveries=3")
 @with_session
 def alter(session: Session, name: str, config: dict[str, Any]) -> None:
     """Change settings of group NAME, which must exist."""

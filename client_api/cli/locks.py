@@ -15,11 +15,11 @@ from portalmq import wire
 from portalmq.cli.options import duration
 from portalmq.cli.output import show_one, show_rows
 from portalmq.cli.session import Session, fields, with_session
-from portalmq.errors import Fenced, PortalMQError
+from portalmq.errors import Fenced, LockHeld, PortalMQError
 from portalmq.lock import Lock
 
-# EX_TEMPFAIL of sysexits.h: what ran was stopped because the lock had gone; running it again may work.
-EXIT_LOST = 75
+# EX_TEMPFAIL of sysexits.h: the lock was held, or was lost and what ran was stopped; running it again may work.
+EXIT_TEMPORARY = 75
 EXIT_NOT_FOUND = 127
 EXIT_NOT_EXECUTABLE = 126
 STOP_GRACE_S = 5.0
@@ -110,12 +110,17 @@ def run(
     """Run COMMAND, which stands behind --, under lock NAME, renewed as long as it runs.
 
     The command finds the token in PORTALMQ_FENCING_TOKEN. Its exit code is ours; when the lock is lost it is stopped
-    (SIGTERM, after 5 s SIGKILL), and the exit code is 75.
+    (SIGTERM, after 5 s SIGKILL), and the exit code is 75. It is 75 as well when the lock was not to be had within
+    --wait, and the command did not run.
 
     Example: portalmq lock run nightly --wait 0s -- ./report.sh
     """
     lock = _lock(session, name, ttl, owner)
-    token = lock.acquire(wait)
+    try:
+        token = lock.acquire(wait)
+    except LockHeld as held:
+        click.echo(f"portalmq: {held.detail}", err=True)
+        raise click.exceptions.Exit(EXIT_TEMPORARY) from None
     environment = {**os.environ, "PORTALMQ_FENCING_TOKEN": str(token), "PORTALMQ_LOCK": name}
     try:
         code = _under(lock, command, environment)
@@ -140,7 +145,7 @@ def _under(lock: Lock, command: tuple[str, ...], environment: dict[str, str]) ->
             if child.poll() is None:
                 _stop(child)
     if is_lost:
-        return EXIT_LOST
+        return EXIT_TEMPORARY
     return 128 - child.returncode if child.returncode < 0 else child.returncode
 
 

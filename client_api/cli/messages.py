@@ -81,32 +81,42 @@ def produce(
     session.admin().close()
     started = time.monotonic()
     tally = _Tally()
+    is_interrupted = False
     with Producer(session.server, token=session.token, acks=acks) as producer:
-        for number, line in enumerate(sys.stdin.buffer, start=1):
-            try:
-                value, content_type = _value_of(line.rstrip(b"\r\n"), ndjson)
-            except ValueError as fault:
-                tally.refuse(f"line {number}: {fault}")
-                continue
-            sent = producer.send(
-                topic,
-                value,
-                key=key,
-                headers=header or None,
-                partition=partition,
-                delay_s=delay,
-                deliver_at=deliver_at,
-                ttl_s=ttl,
-                priority=priority,
-                content_type=content_type,
-            )
-            tally.expect(sent)
+        try:
+            for number, line in enumerate(_lines(), start=1):
+                try:
+                    value, content_type = _value_of(line.rstrip(b"\r\n"), ndjson)
+                except ValueError as fault:
+                    tally.refuse(f"line {number}: {fault}")
+                    continue
+                sent = producer.send(
+                    topic,
+                    value,
+                    key=key,
+                    headers=header or None,
+                    partition=partition,
+                    delay_s=delay,
+                    deliver_at=deliver_at,
+                    ttl_s=ttl,
+                    priority=priority,
+                    content_type=content_type,
+                )
+                tally.expect(sent)
+        except KeyboardInterrupt:  # what was read until now is sent, and counted; a second one ends it at once
+            is_interrupted = True
         producer.flush()
         tally.settle(0)
     seconds = time.monotonic() - started
-    click.echo(f"sent {tally.sent} messages to {topic} in {seconds:.2f} s", err=True)
+    click.echo(f"sent {_messages(tally.sent)} to {topic} in {seconds:.2f} s", err=True)
+    if is_interrupted:
+        raise KeyboardInterrupt
     if tally.failed:
-        raise click.ClickException(f"{tally.failed} messages were not sent; the first: {tally.first_failure}")
+        raise click.ClickException(f"{_messages(tally.failed)} not sent; the first: {tally.first_failure}")
+
+
+def _lines() -> Iterator[bytes]:
+    return iter(sys.stdin.buffer)
 
 
 def _value_of(line: bytes, ndjson: bool) -> tuple[bytes | str, str | None]:
@@ -120,6 +130,10 @@ def _value_of(line: bytes, ndjson: bool) -> tuple[bytes | str, str | None]:
         return line.decode("utf-8"), None
     except UnicodeDecodeError:
         return line, None
+
+
+def _messages(number: int) -> str:
+    return f"{number} message{'' if number == 1 else 's'}"
 
 
 class _Tally:
@@ -198,13 +212,15 @@ def consume(
         raise click.UsageError("a group keeps its own place: --offset, --since and --partition do not go with --group")
     with session.admin() as admin:
         if group is not None:
+            if not admin.metadata([topic]).topics:
+                click.echo(f"there is no topic {topic} yet: it is made now, and its messages are waited for", err=True)
             shown = _consume_as(session, topic, group, mode, count, exit_at_end)
         else:
             start: Position = (
                 offset if offset is not None else "earliest" if from_beginning or exit_at_end else "latest"
             )
             shown = _print(_of_topic(admin, topic, partition, start, since, exit_at_end), session.output, count)
-    click.echo(f"{shown} messages", err=True)
+    click.echo(_messages(shown), err=True)
 
 
 def _print(messages: Iterable[Message], form: str, count: int | None) -> int:

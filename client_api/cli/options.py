@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -95,11 +95,8 @@ def message_ids(ctx: click.Context, parameter: click.Parameter, given: str | Non
     return ids
 
 
-config_option = click.option(
-    "-c",
-    "--config",
-    multiple=True,
-    metavar="NAME=VALUE",
-    callback=settings,
-    help="A setting, e.g. retention_ms=3600000.",
-)
+def config_option(example: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """The option that takes settings; `example` is one of them."""
+    return click.option(
+        "-c", "--config", multiple=True, metavar="NAME=VALUE", callback=settings, help=f"A setting, e.g. {example}."
+    )

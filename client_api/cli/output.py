@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
@@ -19,6 +20,17 @@ Form = Literal["table", "json", "ndjson"]
 # A long listing is aligned by its first rows and streams from there on.
 ALIGNED_BY_ROWS = 100
 CELL_WIDTH_MAX = 60
+LAST_COLUMN_WIDTH_MIN = 10
+_GAP = "  "
+# What is looked for on a screen, and stands in a cell by itself.
+_COLOURS = {
+    "healthy": "green",
+    "needs attention": "red",
+    "without leader": "red",
+    "under-replicated": "yellow",
+    "not_ready": "red",
+    "dead": "red",
+}
 
 
 def show_rows(rows: Iterable[Mapping[str, Any]], form: Form, columns: list[str]) -> None:
@@ -39,7 +51,9 @@ def show_one(fields: Mapping[str, Any], form: Form) -> None:
         return
     width = max((len(name) for name in fields), default=0)
     for name, value in fields.items():
-        _write(f"{_bold(name.ljust(width))}  {_cell(value)}\n")
+        cell = _cell(value)
+        shown = click.style(cell, fg=_COLOURS.get(cell)) if _in_colour() else cell
+        _write(f"{_bold(name.ljust(width))}{_GAP}{shown}\n")
 
 
 def message_row(message: Message) -> dict[str, Any]:
@@ -91,12 +105,23 @@ def _text_or_base64(name: str, content: bytes) -> dict[str, Any]:
 
 
 def _show_table(rows: Iterable[Mapping[str, Any]], columns: list[str]) -> None:
-    cells = ([_cell(row.get(column)) for column in columns] for row in rows)
+    """On a terminal the last column takes what the others leave of its width, so that no row is broken."""
+    cells = ([_cell(_of(row, column)) for column in columns] for row in rows)
     first = list(islice(cells, ALIGNED_BY_ROWS))
     widths = [max([len(column), *(len(row[at]) for row in first)]) for at, column in enumerate(columns)]
+    if _on_terminal():
+        left = shutil.get_terminal_size().columns - sum(width + len(_GAP) for width in widths[:-1])
+        widths[-1] = min(widths[-1], max(left, LAST_COLUMN_WIDTH_MIN))
     _write(_bold(_line([column.upper() for column in columns], widths)) + "\n")
     for row in _then(first, cells):
-        _write(_line(row, widths) + "\n")
+        row[-1] = _shortened(row[-1], widths[-1] if _on_terminal() else CELL_WIDTH_MAX)
+        _write(_line(row, widths, colour=True) + "\n")
+
+
+def _of(row: Mapping[str, Any], column: str) -> Any:
+    """What stands in a column; of a key or value that is no text, its bytes."""
+    value = row.get(column)
+    return row.get(f"{column}_base64") if value is None else value
 
 
 def _then(first: list[list[str]], rest: Iterator[list[str]]) -> Iterator[list[str]]:
@@ -112,17 +137,27 @@ def _show_array(rows: Iterable[Mapping[str, Any]]) -> None:
     _write("[]\n" if between == "[" else "]\n")
 
 
-def _line(cells: list[str], widths: list[int]) -> str:
-    return "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
+def _line(cells: list[str], widths: list[int], *, colour: bool = False) -> str:
+    padded = [cell.ljust(width) for cell, width in zip(cells, widths, strict=True)]
+    padded[-1] = padded[-1].rstrip()
+    if colour and _in_colour():
+        padded = [click.style(each, fg=_COLOURS.get(cell)) for each, cell in zip(padded, cells, strict=True)]
+    return _GAP.join(padded).rstrip()
 
 
 def _cell(value: Any) -> str:
     if value is None:
         return "-"
+    if isinstance(value, bytes):
+        return _shortened(repr(value[:CELL_WIDTH_MAX]), CELL_WIDTH_MAX)
     text = value if isinstance(value, str) else _json(value)
     # A message may hold escape sequences; a terminal must not obey them.
     text = "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
-    return text if len(text) <= CELL_WIDTH_MAX else text[: CELL_WIDTH_MAX - 1] + "…"
+    return _shortened(text, CELL_WIDTH_MAX)
+
+
+def _shortened(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: width - 1] + "…"
 
 
 def _json(value: Any) -> str:
@@ -130,7 +165,15 @@ def _json(value: Any) -> str:
 
 
 def _bold(text: str) -> str:
-    return click.style(text, bold=True) if sys.stdout.isatty() and "NO_COLOR" not in os.environ else text
+    return click.style(text, bold=True) if _in_colour() else text
+
+
+def _on_terminal() -> bool:
+    return sys.stdout.isatty()
+
+
+def _in_colour() -> bool:
+    return _on_terminal() and "NO_COLOR" not in os.environ
 
 
 def _write(text: str) -> None:

@@ -30,11 +30,14 @@ UNDER_REPLICATED = "under-replicated"
 Row = dict[str, Any]
 
 
-def needing_attention(topic: wire.TopicDescription) -> Iterable[Row]:
-    """The topic's partitions that do, each with what is wrong; `missing` are the replicas that are not in sync."""
+def needing_attention(topic: wire.TopicDescription, brokers: int) -> Iterable[Row]:
+    """The topic's partitions that do, each with what is wrong; `missing` are the replicas that are not in sync.
+
+    `brokers` is how many the cluster has: more replicas than that cannot be had, and do not count as missing.
+    """
     for partition in topic.partitions:
         missing = sorted(set(partition.replicas) - set(partition.isr))
-        too_few = len(partition.replicas) < topic.replication_factor
+        too_few = len(partition.replicas) < min(topic.replication_factor, brokers)
         problem = WITHOUT_LEADER if partition.leader is None else UNDER_REPLICATED if missing or too_few else None
         if problem is not None:
             yield {
@@ -89,12 +92,15 @@ def _show(session: Session, admin: Admin) -> None:
     cluster = admin.cluster()
     topics = list(_described(admin))
     leads = Counter(partition.leader for topic in topics for partition in topic.partitions)
-    attention = [row for topic in topics for row in needing_attention(topic)]
+    attention = [row for topic in topics for row in needing_attention(topic, len(cluster.brokers))]
+    silent = sum(not broker.live for broker in cluster.brokers)
     summary = {
+        "state": "needs attention" if silent or attention or cluster.controller is None else "healthy",
         "cluster_id": cluster.cluster_id,
         "controller": cluster.controller,
         "topics": len(topics),
         "partitions": leads.total(),
+        "brokers_not_live": silent,
         "without_leader": sum(row["problem"] == WITHOUT_LEADER for row in attention),
         "under_replicated": sum(row["problem"] == UNDER_REPLICATED for row in attention),
     }
@@ -106,10 +112,12 @@ def _show(session: Session, admin: Admin) -> None:
         more = {"brokers": brokers, "attention": attention, "health": admin.health()}
         show_one({**summary, **more}, session.output)
         return
-    # What the answering broker says of itself, ZooKeeper included, but what stands above already.
-    show_one({**summary, **{name: told for name, told in admin.health().items() if name not in summary}}, "table")
+    show_one(summary, "table")
     click.echo()
     show_rows(brokers, "table", ["id", "url", "live", "controller", "leads"])
     if attention:
         click.echo()
         show_rows(attention, "table", ["topic", "partition", "problem", "leader", "replicas", "isr"])
+    # One broker of several: what it says of itself, ZooKeeper included, is not said of the cluster.
+    click.echo("\nThe broker that answered:")
+    show_one({name: value for name, value in admin.health().items() if name not in summary}, "table")

@@ -23,7 +23,7 @@ def topic_commands() -> None:
 @click.argument("name")
 @click.option("-p", "--partitions", type=click.IntRange(1), help="How many partitions [1].")
 @click.option("-r", "--replication-factor", type=click.IntRange(1), help="On how many brokers each partition stands.")
-@config_option
+@config_option("retention_ms=3600000")
 @with_session
 def create(
     session: Session, name: str, partitions: int | None, replication_factor: int | None, config: dict[str, Any]
@@ -61,7 +61,7 @@ def show(session: Session, name: str) -> None:
 @topic_commands.command()
 @click.argument("name")
 @click.option("-p", "--partitions", type=click.IntRange(1), help="The new number of partitions; it only grows.")
-@config_option
+@config_option("retention_ms=3600000")
 @click.option("--force", is_flag=True, help="Add partitions though a group reads the topic in the order of keys.")
 @with_session
 def alter(session: Session, name: str, partitions: int | None, config: dict[str, Any], force: bool) -> None:

@@ -44,4 +44,6 @@ def main(bootstrap: str, database: str) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        sys.exit("usage: python sink_sqlite.py BOOTSTRAP_URL DATABASE_FILE")
     main(*sys.argv[1:])

@@ -112,7 +112,7 @@ def _topics(view: View, times: Times) -> Markup:
     topics = sorted(view.report.topics, key=lambda topic: (-topic.messages, topic.topic))
     rows = [_topic_row(view, topic, courses.get(topic.topic, [0]), most) for topic in topics]
     titles = ("Messages", "Data", "Mean", "Peak", "Size p50", "Size p99", "With a key", "Partitions")
-    columns = [Column("Topic", is_text=True), Column("Course", is_text=True), *(Column(title) for title in titles)]
+    columns = [Column("Topic", is_text=True), Column("Over time", is_text=True), *(Column(title) for title in titles)]
     busiest = topics[0]
     number = view.report.totals.topics
     of_all = busiest.messages / max(view.report.totals.messages, 1)
@@ -122,9 +122,7 @@ def _topics(view: View, times: Times) -> Markup:
         title = f"{words.count(number)} topics, about {words.share(1 / number)} of the messages each"
     else:
         title = f"{busiest.topic} has {words.share(of_all)} of the messages, the most of {words.count(number)} topics"
-    what = (
-        "Every topic, the busiest first. The courses share one scale; a mean runs from the first message to the last."
-    )
+    what = "Every topic, the busiest first. The curves share one scale; a mean runs from the first message to the last."
     return figure(title, what, framed(table(columns, rows, "Topics")), view.left_out("topics", "topic"))
 
 

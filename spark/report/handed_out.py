@@ -9,7 +9,7 @@ from itertools import pairwise
 from portalmq.spark.report import plots, words
 from portalmq.spark.report.axes import Times
 from portalmq.spark.report.markup import Markup, element
-from portalmq.spark.report.model import FailOver, GroupFigures, LagFigures, LatencyBucket
+from portalmq.spark.report.model import FailOver, GroupFigures, LagFigures, LatencyBucket, Report
 from portalmq.spark.report.plots import Series
 from portalmq.spark.report.view import ROWS_MAX, Column, View, figure, framed, named, note, nothing, section, table
 
@@ -37,7 +37,7 @@ def latency(view: View) -> Markup:
         "latency",
         "Delivery latency",
         figure(
-            _sentence(view.report.latencies),
+            _sentence(view.report),
             "From the moment a message could be delivered to when it was first handed out (queue groups), or to the "
             "commit behind it (stream groups). Messages by latency; the borders are powers of two.",
             element("div", cards, class_="multiples" if len(cards) > 1 else None),
@@ -49,17 +49,26 @@ def latency(view: View) -> Markup:
     )
 
 
-def usual(found: Sequence[LatencyBucket]) -> tuple[str, int, int]:
-    """The group that was given most, and what half of its deliveries, and 99 percent, stayed below (ms)."""
+def usual(report: Report) -> tuple[str, float, float]:
+    """The group with the most deliveries, and what half of these, and 99 percent, stayed within (ms).
+
+    A group that reads several topics has quantiles for each. None of them is exceeded by the quantile of all together
+    if it is the greatest, so that is the bound; the border of a class of the histogram is one as well.
+    """
+    found = report.latencies
     by_group: dict[str, list[LatencyBucket]] = defaultdict(list)
     for bucket in found:
         by_group[bucket.group].append(bucket)
     group = max(by_group, key=lambda name: sum(bucket.messages for bucket in by_group[name]))
-    return group, _within(by_group[group], 0.5), _within(by_group[group], 0.99)
+    topics = [each.latency_ms for each in report.groups if each.group == group and each.latency_ms is not None]
+    half, most = float(_within(by_group[group], 0.5)), float(_within(by_group[group], 0.99))
+    if topics and "groups" not in report.left_out:
+        half, most = min(half, max(each.p50 for each in topics)), min(most, max(each.p99 for each in topics))
+    return group, half, most
 
 
-def _sentence(found: Sequence[LatencyBucket]) -> str:
-    group, half, most = usual(found)
+def _sentence(report: Report) -> str:
+    group, half, most = usual(report)
     told = (
         f"99 % within {words.duration(most)}"
         if half == most
@@ -218,8 +227,8 @@ def redeliveries(view: View) -> Markup:
     again = sum(group.redelivered for group in groups)
     dead = sum(group.dead for group in groups)
     most = max((group.redeliveries / group.delivered for group in groups if group.delivered), default=0)
-    titles = ("Delivered", "More than once", "Deliveries on top", "Nacked", "Acked", "Dead letters")
-    columns = [Column("Group", is_text=True), Column("Topic", is_text=True), Column("On top", is_text=True)]
+    titles = ("Delivered", "More than once", "Redeliveries", "Nacked", "Acked", "Dead letters")
+    columns = [Column("Group", is_text=True), Column("Topic", is_text=True), Column("Redelivery rate", is_text=True)]
     rows = [
         [
             named(view.colour_of_group(one.group), one.group),

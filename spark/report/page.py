@@ -138,7 +138,7 @@ def _tile(name: str, figure: str, more: str) -> Markup:
 def _latency_tile(view: View) -> Markup:
     if not any(bucket.messages for bucket in view.report.latencies):
         return _tile("Half delivered within", words.NONE, "no group has read yet")
-    group, half, most = handed_out.usual(view.report.latencies)
+    group, half, most = handed_out.usual(view.report)
     whose = f", {group}" if view.report.totals.groups > 1 else ""
     return _tile("Half delivered within", words.duration(half), f"99 % within {words.duration(most)}{whose}")
 

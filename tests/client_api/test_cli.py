@@ -19,6 +19,7 @@ from support.scripted_broker import Call, Reply, ScriptedBroker, refuse
 
 from portalmq import wire
 from portalmq.cli import main as cli
+from portalmq.cli import output
 from portalmq.cli.main import main
 from portalmq.message import Message
 
@@ -218,14 +219,14 @@ def test_produce_ndjson_checks_each_line_and_sends_the_good_ones(broker: Scripte
     assert result.exit_code == 1
     assert broker.values("t") == [b'{"a": 1}', b"2"]
     assert broker.topics["t"][0][0].content_type == wire.JSON
-    assert "1 messages were not sent; the first: line 2: not JSON" in result.stderr
+    assert "1 message not sent; the first: line 2: not JSON" in result.stderr
 
 
 def test_produce_fails_when_a_message_is_refused(broker: ScriptedBroker) -> None:
     broker.script("POST", "/v1/topics/t/messages", [refuse(403, "forbidden")])
     result = run(broker, "produce", "t", stdin="one\n")
     assert result.exit_code == 1
-    assert "1 messages were not sent; the first: scripted forbidden" in result.stderr
+    assert "1 message not sent; the first: scripted forbidden" in result.stderr
 
 
 @pytest.mark.parametrize("option", ["--delay", "--ttl"])
@@ -319,6 +320,71 @@ def test_peek_shows_messages_in_a_table_that_no_message_can_break(broker: Script
     assert row.endswith(r"\x1b[31mred\nline")
     shown = json.loads(run(broker, "peek", "t", "-o", "json").stdout)
     assert (shown[0]["id"], shown[0]["value"]) == ("0-0", "\x1b[31mred\nline")
+
+
+def test_peek_shows_bytes_that_are_no_text_as_such(broker: ScriptedBroker) -> None:
+    broker.topics["t"] = [[wire.PackMessage(value=b"\xff\x00", content_type=wire.BYTES)]]
+    broker.script("GET", "/v1/topics/t/partitions", [browse])
+    broker.script("GET", "/v1/topics/t", [reply(TOPIC)])
+    _, row = run(broker, "peek", "t").stdout.splitlines()
+    assert row.endswith(r"b'\xff\x00'")
+
+
+def test_on_a_terminal_no_row_is_broader_than_it(
+    broker: ScriptedBroker, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(output, "_on_terminal", lambda: True)
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "70")
+    output.show_rows([{"name": "short", "value": "x" * 59}], "table", ["name", "value"])
+    output.show_rows([{"name": "n" * 40, "value": "y" * 59}], "table", ["name", "value"])
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 70
+    assert lines[1].endswith("x" * 59)
+    assert lines[3].endswith("y…")
+
+
+def test_a_state_is_coloured_on_a_terminal_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    rows = [{"topic": "t", "problem": "without leader"}]
+    output.show_rows(rows, "table", ["topic", "problem"])
+    assert "\x1b[" not in capsys.readouterr().out
+    monkeypatch.setattr(output, "_on_terminal", lambda: True)
+    output.show_rows(rows, "table", ["topic", "problem"])
+    assert "\x1b[31mwithout leader" in capsys.readouterr().out
+
+
+def test_a_package_that_is_missing_is_a_sentence_with_the_extra_that_brings_it(
+    broker: ScriptedBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(*_: object, **__: object) -> None:
+        raise ModuleNotFoundError("No module named 'pyarrow'", name="pyarrow.lib")
+
+    monkeypatch.setattr("portalmq.admin.Admin.topics", missing)
+    result = run(broker, "topic", "list")
+    assert result.exit_code == 2
+    assert result.stderr == "portalmq: pyarrow is not installed: `pip install 'portalmq[spark]'`\n"
+
+
+def test_consuming_as_a_group_from_a_topic_that_is_missing_says_that_it_is_made(broker: ScriptedBroker) -> None:
+    result = run(broker, "consume", "typo", "--group", "g", "--exit-at-end")
+    assert "there is no topic typo yet" in result.stderr
+
+
+def test_an_interrupted_produce_says_how_many_were_sent(
+    broker: ScriptedBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def two_lines() -> Iterator[bytes]:
+        yield b"one\n"
+        yield b"two\n"
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("portalmq.cli.messages._lines", two_lines)
+    result = run(broker, "produce", "t")
+    assert result.exit_code == 130
+    assert "sent 2 messages to t" in result.stderr
 
 
 def test_an_interrupted_tail_is_exit_130_without_a_word(

@@ -57,10 +57,23 @@ def run(broker: ScriptedBroker, *arguments: str) -> Result:
 
 
 def test_a_partition_needs_attention_without_leader_or_with_too_few_in_sync() -> None:
-    told = [(row["partition"], row["problem"], row["missing"]) for row in needing_attention(TROUBLED)]
+    told = [(row["partition"], row["problem"], row["missing"]) for row in needing_attention(TROUBLED, 3)]
     assert told == [(0, "under-replicated", [1]), (1, "without leader", [2, 3]), (2, "under-replicated", [])]
-    assert list(needing_attention(topic(partition(0, 1, [1, 2, 3], [1, 2, 3])))) == []
-    assert list(needing_attention(topic(partition(0, 1, [1], [1]), replication_factor=1))) == []
+    assert list(needing_attention(topic(partition(0, 1, [1, 2, 3], [1, 2, 3])), 3)) == []
+    assert list(needing_attention(topic(partition(0, 1, [1], [1]), replication_factor=1), 3)) == []
+
+
+def test_a_lone_broker_misses_no_replicas_that_it_could_not_have() -> None:
+    assert list(needing_attention(topic(partition(0, 1, [1], [1])), 1)) == []
+
+
+def test_a_dead_broker_needs_attention_though_the_one_that_answers_is_well(broker: ScriptedBroker) -> None:
+    answer(broker, topic(partition(0, 2, [1, 2], [1, 2]), replication_factor=2))
+    said = run(broker).stdout
+    of_cluster, _, of_broker = said.partition("The broker that answered:")
+    assert "needs attention" in of_cluster
+    assert "status" not in of_cluster
+    assert "ready" in of_broker
 
 
 def test_the_table_shows_brokers_controller_and_trouble(broker: ScriptedBroker) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -189,7 +190,7 @@ def test_status_shows_who_is_there_and_what_needs_attention(terminal: Terminal) 
     # It is reported, with the command that starts it, and that command works.
     wait_until(lambda: re.search("broker-1 ended by SIGKILL.*\n", terminal.said()), "it is reported")
     said = terminal.said()
-    command = re.search(r"This starts it: portalmq (.*)", said)[1].split()
+    command = shlex.split(re.search(r"This starts it: portalmq (.*)", said)[1])
     again = subprocess.Popen(
         [sys.executable, "-m", "portalmq.cli.main", *command], cwd=terminal.directory, stderr=subprocess.DEVNULL
     )

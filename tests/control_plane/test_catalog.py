@@ -61,6 +61,10 @@ class TestBrokers:
 
 
 class TestCreatingTopics:
+    def test_a_setting_that_is_misspelt_is_refused_with_the_names_that_there_are(self, catalog: Catalog) -> None:
+        with pytest.raises(InvalidRequest, match=r"retention_hours.*the settings are .*retention_ms, retention_bytes"):
+            catalog.create_topic("t", wire.CreateTopic(config={"retention_hours": 1}), brokers=THREE)
+
     def test_a_new_topic_has_a_leader_for_each_partition(self, catalog: Catalog) -> None:
         topic, created = catalog.create_topic("t", wire.CreateTopic(partitions=6), brokers=THREE)
         assert created

@@ -22,6 +22,7 @@ from portalmq.spark import commands, output, session, throughput
 from portalmq.spark.errors import DamagedFile, SourceError
 from portalmq.spark.progress import Progress
 from portalmq.spark.report import model
+from portalmq.spark.report.view import View
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -131,6 +132,14 @@ def test_the_summary_is_five_lines_whatever_there_is() -> None:
     lines = commands.summary(model.Report(1, 1, ["x"], 1_000, nothing))
     assert len(lines) == 5
     assert lines[0] == "messages    0 (0 B) in 0 topics, 0 partitions, by 0 producers"
+
+
+def test_the_summary_counts_the_fail_overs_that_the_page_shows() -> None:
+    nothing = model.Totals(0, 0, 0, 0, 0, 0, None, None, 0.0, 0.0, 0.0)
+    epochs = [model.FailOver("t", 0, epoch, 10 * epoch, gap) for epoch, gap in [(1, None), (2, 7), (3, None)]]
+    made = model.Report(1, 1, ["x"], 1_000, nothing, fail_overs=epochs)
+    assert commands.summary(made)[4] == "fail-overs  2, at most 7 ms without an append"
+    assert len(View.of(made).changes) == 2
 
 
 # --- progress --------------------------------------------------------------------------------------------------------
