@@ -25,6 +25,7 @@ from portalmq.broker.calls import Place, Result, result_of
 from portalmq.broker.clock import Clock
 from portalmq.broker.core.receipts import ReceiptBook
 from portalmq.broker.core.records import Commit, Output
+from portalmq.broker.core.streams import StreamOffsets
 from portalmq.broker.delivery import GroupPartition, Shown
 from portalmq.broker.forwarding import Leaders, Outcomes, place_of
 from portalmq.broker.outbox import Outbox, Outboxes
@@ -39,6 +40,7 @@ from portalmq.errors import (
     IllegalGeneration,
     InvalidRequest,
     MessageTooLarge,
+    OffsetMoved,
     OffsetOutOfRange,
     PortalMQError,
     StaleReceipt,
@@ -54,11 +56,13 @@ _decode_commit = msgspec.msgpack.Decoder(Commit).decode
 
 
 class StreamPlace(msgspec.Struct, array_like=True, frozen=True):
-    """The next offset to read, committed by `member` in `generation`."""
+    """The next offset to read, committed by `member` in `generation`. `committed` is where the input begins: the
+    group's committed offset, as the member knows it. Older clients and brokers do not send it."""
 
     member: str
     generation: int
     offset: int
+    committed: int | None = None
 
 
 class CommitCall(msgspec.Struct, array_like=True):
@@ -206,7 +210,8 @@ class Committing:
         forward: bool,
     ) -> wire.Committed:
         """Commit a member's offset and order outputs. Raises IllegalGeneration for one that does not own the partition,
-        OffsetOutOfRange for an offset that cannot be committed, or is already; then nothing was done."""
+        OffsetMoved for input that does not begin where the group is, OffsetOutOfRange for an offset that cannot be
+        committed, or is already; then nothing was done."""
         group = self._of_mode(name, "stream")
         self.check_reached(group, stream.generation)
         place = place_of(self._topics.known(topic).state, number)
@@ -227,7 +232,7 @@ class Committing:
             self._leaders.check_led_here([place])
         try:
             done = self._leaders.one(place, _Work(call, self), forward=forward, repeatable=True)
-        except (StaleReceipt, IllegalGeneration, OffsetOutOfRange) as error:
+        except (StaleReceipt, IllegalGeneration, OffsetMoved, OffsetOutOfRange) as error:
             # Whoever leads knows all that was ever committed here. What an earlier try began, if any did, is not among
             # it, and never will be.
             error.outcome = "not_applied"
@@ -308,16 +313,17 @@ class Committing:
                 f"nobody of group {call.group!r} owns partition {call.number} of topic {call.topic!r}: join the group,"
                 " and send a heartbeat to learn the assignment"
             )
-        commit_id = _id_of("stream", (shown.member, shown.generation, shown.offset))
+        place = (shown.member, shown.generation, shown.offset)
+        commit_id = _id_of("stream", place if shown.committed is None else (*place, shown.committed))
         first = stream.commits.get(commit_id)
         if first is not None:
             return self._first_answer(partition, first, call, 0)
-        if not stream.check_commit(shown.member, shown.generation, shown.offset, partition.high_watermark):
-            raise OffsetOutOfRange(
-                f"offset {shown.offset} is not above the committed one, {stream.committed}: that input is done already,"
-                " and nothing was published",
-                committed=stream.committed,
-            )
+        try:
+            self._check_stream(stream, partition, shown)
+        except (IllegalGeneration, OffsetMoved, OffsetOutOfRange):
+            # It is refused for good, so what it is refused for must be.
+            partition.wait_committed(partition.replica.next_offset - 1)
+            raise
         record = Commit(
             commit_id,
             self._clock.now_ms(),
@@ -327,6 +333,17 @@ class Committing:
             generation=shown.generation,
         )
         return Committed(0, len(call.outputs), self._append(partition, call.group, record))
+
+    def _check_stream(self, stream: StreamOffsets, partition: Partition, shown: StreamPlace) -> None:
+        stream.check_owner(shown.member, shown.generation)
+        if shown.committed is not None:
+            stream.check_begin(shown.committed, partition.log.log_start_offset)
+        if not stream.check_commit(shown.member, shown.generation, shown.offset, partition.high_watermark):
+            raise OffsetOutOfRange(
+                f"offset {shown.offset} is not above the committed one, {stream.committed}: that input is done already,"
+                " and nothing was published",
+                committed=stream.committed,
+            )
 
     def _append(self, partition: Partition, group: str, record: Commit) -> int:
         """Where the record stands, once it is committed."""

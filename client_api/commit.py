@@ -43,11 +43,13 @@ def commit_offset(
     *,
     member_id: str,
     generation: int,
+    committed: int,
 ) -> wire.Committed:
-    """Commit a stream member's place behind these messages of one partition and publish `outputs`. Raises
-    IllegalGeneration when the partition is another member's by now; then nothing was done."""
+    """Commit a stream member's place behind these messages of one partition and publish `outputs`. `committed` is the
+    group's committed offset as the member knows it. Raises IllegalGeneration when the partition is another member's by
+    now, OffsetMoved when another offset is committed; then nothing was done."""
     topic, partition = place_of(messages)
-    place = wire.CommitPlace(topic, partition, max(message.offset for message in messages) + 1)
+    place = wire.CommitPlace(topic, partition, max(message.offset for message in messages) + 1, committed)
     commit = wire.PackCommit(publish=packed(outputs), member_id=member_id, generation=generation, offsets=[place])
     return _commit(transport, group, (topic, partition), commit)
 

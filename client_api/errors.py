@@ -14,7 +14,7 @@ the client turns the answer back into the same class.
     |-- LockNotFound 404            |-- RequestInProgress 409       |-- NotEnoughReplicas 503
     |-- MessageNotFound 404         |-- GroupModeMismatch 409       |-- Unavailable 503
     |-- NotFound 404                |-- KeyOrder 409                `-- StorageFull 507
-    `-- MethodNotAllowed 405
+    `-- MethodNotAllowed 405        |-- OffsetMoved 409
 
 The outcome is one of three words: `not_applied` (nothing happened, and nothing will), `unknown` (it may have happened,
 or may yet), `partial` (the items answered "ok" were applied, the others were not).
@@ -143,6 +143,10 @@ class Fenced(PortalMQError):
 
 class IllegalGeneration(PortalMQError):
     code, status, title = "illegal_generation", 409, "The group has moved to another generation"
+
+
+class OffsetMoved(PortalMQError):
+    code, status, title = "offset_moved", 409, "The group has committed another offset"
 
 
 class OutOfOrderSequence(PortalMQError):

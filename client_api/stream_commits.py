@@ -14,7 +14,7 @@ import msgspec
 from portalmq import stream_wire as contract
 from portalmq import wire
 from portalmq.commit import Output, commit_offset, place_of
-from portalmq.errors import IllegalGeneration, OffsetOutOfRange, PortalMQError, Unavailable
+from portalmq.errors import IllegalGeneration, OffsetMoved, OffsetOutOfRange, PortalMQError, Unavailable
 from portalmq.feeds import Feed, Feeds, Place
 from portalmq.message import Message
 from portalmq.transport import Request, Transport
@@ -90,17 +90,20 @@ class Commits:
 
     def commit_with(self, messages: Sequence[Message], outputs: Iterable[Output]) -> wire.Committed:
         """Both or neither. After an error the partition is read again from what is committed: going on must not commit
-        what has no outputs."""
+        what has no outputs. Where the outcome was unknown, that offset may be an old one: the next commit names it, and
+        is refused with the right one."""
         place = place_of(messages)
         with self._turn:
             try:
+                generation, committed = self._owning(place, messages)
                 answer = commit_offset(
                     self._transport,
                     self._group,
                     messages,
                     outputs,
                     member_id=self._member_id,
-                    generation=self._owning(place, messages),
+                    generation=generation,
+                    committed=committed,
                 )
             except BaseException as error:
                 self._read_again(place, error)
@@ -113,9 +116,9 @@ class Commits:
                     feed.done = max(feed.done, end)
         return answer
 
-    def _owning(self, place: Place, messages: Sequence[Message]) -> int:
-        """The generation in which these messages are this member's. A commit says where the input ends, and not where
-        it begins: of a partition that was somebody else's in between, it would publish what he has published."""
+    def _owning(self, place: Place, messages: Sequence[Message]) -> tuple[int, int]:
+        """The generation in which these messages are this member's, and what is committed as far as it knows. Messages
+        of a partition that was somebody else's in between are not committed: he has published for them."""
         offsets = [message.offset for message in messages]
         with self._feeds.lock:
             feed = self._feeds.by_place.get(place)
@@ -124,14 +127,14 @@ class Commits:
                     f"partition {place[1]} of topic {place[0]!r} was taken away, or is read again, since these messages"
                     " were handed out: what is not committed of them comes again"
                 )
-            return self.generation
+            return self.generation, feed.committed
 
     def _read_again(self, place: Place, error: BaseException) -> None:
         with self._feeds.lock:
             feed = self._feeds.by_place.get(place)
             if feed is not None:
-                # An earlier try, whose outcome nobody knew, had done it.
-                committed = error.extra.get("committed") if isinstance(error, OffsetOutOfRange) else None
-                feed.committed = max(feed.committed, committed if isinstance(committed, int) else 0)
-                self._feeds.add([contract.AssignedPartition(*place, feed.committed, feed.since)])
+                # The leader knows: an earlier try, whose outcome nobody knew, has done it.
+                committed = error.extra.get("committed") if isinstance(error, OffsetMoved | OffsetOutOfRange) else None
+                offset = committed if isinstance(committed, int) else feed.committed
+                self._feeds.add([contract.AssignedPartition(*place, offset, feed.since)])
         self._on_refused()

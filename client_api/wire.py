@@ -437,12 +437,14 @@ class PackOutput(PackMessage, kw_only=True):
     topic: str
 
 
-class CommitPlace(msgspec.Struct, forbid_unknown_fields=True):
-    """The next offset to read of a partition."""
+class CommitPlace(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
+    """The next offset to read of a partition. `committed` is where the input begins: the group's committed offset as
+    the member knows it. Where the group has committed another one the commit is refused (`offset_moved`)."""
 
     topic: str
     partition: NonNegative
     offset: NonNegative
+    committed: NonNegative | None = None
 
 
 class JsonCommit(msgspec.Struct, forbid_unknown_fields=True):

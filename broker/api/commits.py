@@ -1,7 +1,8 @@
 """The commit call: receipts or an offset, and messages to publish, in JSON or MessagePack.
 
 {"ack": [receipts], "publish": [{"topic", …message}]}                                      a queue group
-{"member_id", "generation", "offsets": [{"topic", "partition", "offset"}], "publish"}      a stream group
+{"member_id", "generation", "offsets": [{"topic", "partition", "offset", "committed"}], "publish"}
+                                                                                           a stream group
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def _committed(
         )
     place = wanted.offsets[0]
     wire.check_name(place.topic, "topic")
-    shown = StreamPlace(wanted.member_id, wanted.generation, place.offset)
+    shown = StreamPlace(wanted.member_id, wanted.generation, place.offset, place.committed)
     return room.domain.committing.commit_offset(
         group, place.topic, place.partition, shown, publications, forward=forward
     )

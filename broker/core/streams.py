@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from portalmq.broker.core.fold import StreamFold
 from portalmq.broker.core.records import Claim, Commit, CommitOffset, Seek, StreamRecord
-from portalmq.errors import IllegalGeneration, OffsetOutOfRange
+from portalmq.errors import IllegalGeneration, OffsetMoved, OffsetOutOfRange
 
 COMMITS_REMEMBERED = 10_000
 
@@ -63,12 +63,7 @@ class StreamOffsets:
         Raises IllegalGeneration for a member that does not own the partition (any more), OffsetOutOfRange for an offset
         above the high watermark or below what is committed.
         """
-        if member != self.member or generation < self.generation:
-            owner = f"{self.member!r} does" if self.member else "nobody does"
-            raise IllegalGeneration(
-                f"member {member!r} of generation {generation} does not own this partition: {owner}, since generation"
-                f" {self.generation}. Send a heartbeat to learn the assignment"
-            )
+        self.check_owner(member, generation)
         if not 0 <= offset <= high_watermark:
             raise OffsetOutOfRange(
                 f"offset {offset} cannot be committed: the partition can be read up to {high_watermark}",
@@ -80,6 +75,30 @@ class StreamOffsets:
                 committed=self.committed,
             )
         return offset > self.committed
+
+    def check_owner(self, member: str, generation: int) -> None:
+        """Raises IllegalGeneration for a member that does not own the partition (any more)."""
+        if member != self.member or generation < self.generation:
+            owner = f"{self.member!r} does" if self.member else "nobody does"
+            raise IllegalGeneration(
+                f"member {member!r} of generation {generation} does not own this partition: {owner}, since generation"
+                f" {self.generation}. Send a heartbeat to learn the assignment"
+            )
+
+    def check_begin(self, committed: int, log_start: int) -> None:
+        """Raises OffsetMoved where the input of a commit does not begin at the group's committed offset. `committed` is
+        that offset as the caller knows it; retention may have moved it up to `log_start`.
+
+        Outputs are made of what was read from there on. After a commit of unknown outcome a member may read the same
+        messages again and cut them into other batches: such a batch holds messages that have their outputs.
+        """
+        if not self.committed <= committed <= max(self.committed, log_start):
+            at = max(self.committed, log_start)
+            raise OffsetMoved(
+                f"the commit begins at offset {committed}, and the group has committed {at}: nothing was committed or"
+                f" published. Read on from {at}",
+                committed=at,
+            )
 
     def check_claim(self, generation: int) -> None:
         """Raises IllegalGeneration for a coordinator that is behind."""

@@ -25,6 +25,7 @@ from portalmq.errors import (
     InvalidRequest,
     MessageTooLarge,
     NotLeader,
+    OffsetMoved,
     OffsetOutOfRange,
     PartitionNotFound,
     StaleReceipt,
@@ -394,8 +395,10 @@ def stream(fixture):
     return fixture
 
 
-def commit_offset(fixture, offset: int, publish=(), *, member: str = "m", generation: int = 3, group: str = "s"):
-    place = StreamPlace(member, generation, offset)
+def commit_offset(
+    fixture, offset: int, publish=(), *, member: str = "m", generation: int = 3, committed=None, group: str = "s"
+):
+    place = StreamPlace(member, generation, offset, committed)
     return fixture.broker.committing.commit_offset(group, "in", 0, place, list(publish), forward=True)
 
 
@@ -428,6 +431,42 @@ def test_an_offset_that_is_committed_already_publishes_nothing_again(stream):
         commit_offset(stream, 10_000, outputs("B"))
     settled(stream)
     assert there(stream) == ["A"]
+
+
+def test_a_commit_that_begins_elsewhere_than_the_group_is_refused_whenever_it_comes(stream):
+    """The first commit was answered by an error; the member has read its message again, with more behind it."""
+    first = commit_offset(stream, 2, outputs("A"), committed=0)
+    for _ in range(2):
+        with pytest.raises(OffsetMoved, match="committed 2") as caught:
+            commit_offset(stream, 3, outputs("A", "B"), committed=0)
+        assert (caught.value.extra["committed"], caught.value.outcome) == (2, "not_applied")
+    assert commit_offset(stream, 2, outputs("A"), committed=0) == first, "the very same commit, repeated"
+    commit_offset(stream, 3, outputs("B"), committed=2)
+    with pytest.raises(OffsetMoved, match="committed 3"):
+        commit_offset(stream, 3, outputs("A", "B"), committed=0)
+    with pytest.raises(OffsetMoved, match="committed 3"):
+        commit_offset(stream, 5, outputs("C"), committed=4)
+    settled(stream)
+    assert there(stream) == ["A", "B"]
+
+
+def test_a_commit_is_refused_only_for_what_is_committed(stream, monkeypatch):
+    """What is appended and not committed may be lost with its leader: then the refused commit could come true."""
+    waited = []
+    partition = partition_of(stream)
+    commit_offset(stream, 2, outputs("A"), committed=0)
+    monkeypatch.setattr(partition, "wait_committed", waited.append)
+    with pytest.raises(OffsetMoved):
+        commit_offset(stream, 3, outputs("A", "B"), committed=0)
+    assert waited == [partition.replica.next_offset - 1]
+
+
+def test_where_retention_has_moved_the_group_its_members_go_on(stream):
+    partition_of(stream).purge(4)
+    eventually(lambda: partition_of(stream).streams["s"].committed == 4)
+    with pytest.raises(OffsetMoved, match="Read on from 4"):
+        commit_offset(stream, 5, outputs("A"), committed=0)
+    commit_offset(stream, 5, outputs("A"), committed=4)
 
 
 def test_after_a_seek_the_same_offset_is_committed_anew(stream):

@@ -10,6 +10,7 @@ from portalmq import (
     Consumer,
     IllegalGeneration,
     Message,
+    OffsetMoved,
     OffsetOutOfRange,
     StaleReceipt,
     Unavailable,
@@ -147,7 +148,7 @@ def test_messages_of_two_partitions_none_or_browsed_ones_are_refused() -> None:
 
 
 def test_messages_of_a_partition_that_was_elsewhere_in_between_are_not_committed() -> None:
-    """Somebody else has published for the first of them: a commit says where the input ends, not where it begins."""
+    """Somebody else has published for the first of them."""
 
     def message(offset: int) -> Message:
         return Message("t", 0, offset, None, b"", {}, wire.BYTES, 0)
@@ -177,6 +178,27 @@ def test_messages_of_a_partition_that_was_elsewhere_in_between_are_not_committed
         transport.close()
 
 
+@pytest.mark.parametrize("known", [100, 300])
+def test_a_member_whose_commit_begins_elsewhere_goes_on_from_what_the_leader_says(known: int) -> None:
+    with ScriptedBroker() as broker:
+        transport = Transport(broker.url)
+        member = StreamMember(
+            transport, transport, "g", ["t"], {}, delivery="exactly_once", manual_ack=True, member_id="m",
+            session_timeout_s=10, max_messages=10,
+        )  # fmt: skip
+        member._commits.generation = 5
+        member.feeds.add([AssignedPartition("t", 0, known, 5)])
+        member.feeds.by_place["t", 0].handed = known + 10
+        broker.script("POST", COMMIT, [refuse(409, "offset_moved", committed=200)])
+        with pytest.raises(OffsetMoved):
+            member.commit_with([Message("t", 0, known, None, b"", {}, wire.BYTES, 0)], [])
+        (call,) = broker.calls_of("POST", COMMIT)
+        assert msgspec.msgpack.decode(call.body, type=wire.PackCommit).offsets[0].committed == known
+        feed = member.feeds.by_place["t", 0]
+        assert (feed.committed, feed.position) == (200, 200)
+        transport.close()
+
+
 def test_a_stream_member_shows_the_place_behind_its_last_message() -> None:
     def answer(broker, call):
         from support.scripted_broker import Reply
@@ -190,10 +212,11 @@ def test_a_stream_member_shows_the_place_behind_its_last_message() -> None:
         broker.script("POST", COMMIT, [answer])
         transport = Transport(broker.url)
         outputs = [{"topic": "out", "value": b"A"}]
-        done = commit_offset(transport, "g", [message(7), message(4)], outputs, member_id="m", generation=3)
+        shown = {"member_id": "m", "generation": 3, "committed": 2}
+        done = commit_offset(transport, "g", [message(7), message(4)], outputs, **shown)
         assert done.id == "0-9"
         (call,) = broker.calls_of("POST", COMMIT)
         sent = msgspec.msgpack.decode(call.body, type=wire.PackCommit)
-        assert (sent.member_id, sent.generation, sent.offsets) == ("m", 3, [wire.CommitPlace("t", 0, 8)])
+        assert (sent.member_id, sent.generation, sent.offsets) == ("m", 3, [wire.CommitPlace("t", 0, 8, 2)])
         assert sent.ack is None
         transport.close()

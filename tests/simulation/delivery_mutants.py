@@ -243,3 +243,8 @@ def _(original: Any, self: Any, record: Any, offset: int) -> None:
     original(self, record, offset)
     if isinstance(record, streams.Seek):
         self.generation = generation
+
+
+@mutant("takes a commit from wherever it begins", 2359, (StreamOffsets, "check_begin"))
+def _(original: Any, self: Any, *more: Any) -> None:
+    pass

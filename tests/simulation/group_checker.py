@@ -204,6 +204,16 @@ class GroupChecker:
             if ("output", f"{call}/{number}") not in self.ordered:
                 self.fail("I13", "{} is answered, and output {} was not ordered", call, number)
 
+    def transforms(self, stream: str, call: str, inputs: list[int]) -> None:
+        """A member is about to commit what it made of these messages."""
+        if stream in self.streams:
+            self.streams[stream].inputs_of[call] = inputs
+
+    def stream_refused(self, stream: str, call: str) -> None:
+        """A member is told that its commit did nothing, and never will."""
+        if stream in self.streams:
+            self.streams[stream].refuse(call)
+
     def fetched(self, stream: str, offsets: list[int]) -> None:
         if stream in self.streams:
             self.streams[stream].fetched.update(offsets)

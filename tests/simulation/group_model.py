@@ -256,6 +256,9 @@ class StreamModel:
     fetched: set[int] = field(default_factory=set)
     passed: set[int] = field(default_factory=set)
     calls: set[str] = field(default_factory=set)
+    inputs_of: dict[str, list[int]] = field(default_factory=dict)  # call -> messages
+    transformed: dict[int, str] = field(default_factory=dict)  # message -> the call that published for it
+    refused: set[str] = field(default_factory=set)
 
     def take(self, control: Control) -> None:
         record: Any = control.record
@@ -274,10 +277,8 @@ class StreamModel:
                 self._take_commit(record, control)
             case Commit():
                 self._take_commit(record, control)
-                call = record.outputs[0].record.partition("/")[0] if record.outputs else ""
-                if call and call in self.calls:
-                    self.fail("I13", "{}: call {} is committed twice", self.name, call)
-                self.calls.add(call)
+                if record.outputs:
+                    self._take_outputs(record.outputs[0].record.partition("/")[0])
             case Seek():
                 if record.generation < self.generation:
                     self.fail("I11", "{}: sought in generation {} after {}", self.name, record.generation,
@@ -286,6 +287,24 @@ class StreamModel:
                     # It came late, after the claim: whoever reads goes on where he is, and the seek is in vain.
                     self.fetched.update(range(record.offset, self.committed))
                 self.generation, self.committed = record.generation, record.offset
+                self.transformed = {at: call for at, call in self.transformed.items() if at < record.offset}
+
+    def refuse(self, call: str) -> None:
+        self.refused.add(call)
+        if call in self.calls:
+            self.fail("I13", "{}: {} is refused, and has been committed", self.name, call)
+
+    def _take_outputs(self, call: str) -> None:
+        if call in self.calls:
+            self.fail("I13", "{}: {} is committed twice", self.name, call)
+        if call in self.refused:
+            self.fail("I15", "{}: {} is committed, and was refused before", self.name, call)
+        self.calls.add(call)
+        for offset in self.inputs_of.get(call, ()):
+            if offset in self.transformed:
+                self.fail("I13", "{}: {} publishes for message {}, as {} has", self.name, call, offset,
+                          self.transformed[offset])  # fmt: skip
+            self.transformed[offset] = call
 
     def _take_commit(self, commit: CommitOffset | Commit, control: Control) -> None:
         if commit.member != self.member or commit.generation < self.generation:

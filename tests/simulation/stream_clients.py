@@ -1,15 +1,17 @@
 """Members of the stream group: they join, heartbeat, read, commit and leave, and sometimes go silent while they read
-on; then they come back under their name, or another client does."""
+on; then they come back under their name, or another client does. After a commit of unknown outcome some repeat it, and
+some read again from the committed offset that they know, and commit other batches with other outputs."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from random import Random
 from typing import TYPE_CHECKING, Any
 
 from simulation.coordinating import Elsewhere, name_of
 from simulation.group_clients import Caller
 
-from portalmq.errors import Fenced, IllegalGeneration, OffsetOutOfRange, PortalMQError
+from portalmq.errors import Fenced, IllegalGeneration, OffsetMoved, OffsetOutOfRange, PortalMQError
 
 if TYPE_CHECKING:
     from simulation.world import World
@@ -19,11 +21,13 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class Reading:
-    """A partition that the member was given, how far it has got, and the newest generation in which it was his."""
+    """A partition that the member was given, how far it has got, what is committed as far as it knows, and the newest
+    generation in which it was his."""
 
     name: str
     since: int
     position: int
+    committed: int
     generation: int
 
 
@@ -36,6 +40,8 @@ class Member(Caller):
         self.generation = -1
         self.reading: dict[str, Reading] = {}
         self.silent_until = 0
+        # Drawn apart: other decisions of the seed stay what they are.
+        self.recut = Random(f"{member_id} of {world.options.seed}")
         self._coordinator = world.random.choice(world.ids)
         self._turn = 0
         world.after(world.random.randint(1, 500), self._join, self._turn)
@@ -104,7 +110,7 @@ class Member(Caller):
                 self.reading[name] = known
                 known.generation = answer.generation
             else:
-                self.reading[name] = Reading(name, assigned.since, assigned.offset, answer.generation)
+                self.reading[name] = Reading(name, assigned.since, assigned.offset, assigned.offset, answer.generation)
                 self._read(self.reading[name])
 
     # --- its partitions ----------------------------------------------------------------------------------------------
@@ -119,37 +125,51 @@ class Member(Caller):
                 if isinstance(result, PortalMQError) or result[1] <= reading.position:
                     self.world.after(self.world.random.randint(10, 200), self._read, reading)
                 elif result[0]:
-                    self._commit(reading, result[1], f"call {self.world.next_uid()}")
+                    self._commit(reading, result)
                 else:  # records of groups: a commit of them would never come to an end
                     reading.position = result[1]
                     self.world.after(self.world.random.randint(1, 100), self._read, reading)
 
             self.call(self.leader(), "stream.fetch", (reading.name, reading.position), fetched)
 
-    def _commit(self, reading: Reading, offset: int, call: str) -> None:
-        """What was read, alone or with outputs; again while nobody knows."""
+    def _commit(self, reading: Reading, result: tuple[list[int], int]) -> None:
+        """What was read, alone or with outputs."""
+        inputs, offset = result
+        call = f"call {self.world.next_uid()}"
+        self.world.checker.groups.transforms(reading.name, call, inputs)
+        content = (reading.name, self.member_id, reading.generation, offset)
+        self._try(reading, offset, content, (*content, reading.committed, call, self.world.random.randint(0, 2)))
+
+    def _try(self, reading: Reading, offset: int, commit: tuple[Any, ...], transform: tuple[Any, ...]) -> None:
+        """The very same again while nobody knows, or another cut of what is not committed as far as it knows."""
+        with_outputs = self.world.chance(self.world.groups.commit)
 
         def answered(result: Any) -> None:
-            if isinstance(result, IllegalGeneration | OffsetOutOfRange):
+            if isinstance(result, IllegalGeneration | OffsetOutOfRange | OffsetMoved):
                 self.world.count(f"refused {result.code}")
+                if with_outputs:
+                    self.world.checker.groups.stream_refused(reading.name, transform[-2])
                 if self._is_its(reading) and "committed" in result.extra:
-                    reading.position = result.extra["committed"]  # somebody of its name has been here
-                    self.world.after(self.world.random.randint(1, 100), self._read, reading)
+                    self._read_from(reading, result.extra["committed"])  # a try of its own, or of its name, was here
                 elif self._is_its(reading):
                     del self.reading[reading.name]  # until a heartbeat says better
             elif isinstance(result, PortalMQError):
-                if self._is_its(reading):
-                    self.world.after(self.world.random.randint(1, 300), self._commit, reading, offset, call)
+                if self._is_its(reading) and self.recut.random() < 0.5:
+                    self.world.count("cut again")
+                    self._read_from(reading, reading.committed)
+                elif self._is_its(reading):
+                    self.world.after(self.world.random.randint(1, 300), self._try, reading, offset, commit, transform)
             else:
                 self.world.count("stream commit")
-                reading.position = offset
-                self.world.after(self.world.random.randint(1, 100), self._read, reading)
+                self._read_from(reading, offset)
 
         if not self._is_its(reading) and not self.world.chance(0.2):
             return  # else: it is late to let go
-        content = (reading.name, self.member_id, reading.generation, offset)
-        if self.world.chance(self.world.groups.commit):
-            outputs = self.world.random.randint(0, 2)
-            self.call(self.leader(), "stream.transform", (*content, call, outputs), answered)
+        if with_outputs:
+            self.call(self.leader(), "stream.transform", transform, answered)
         else:
-            self.call(self.leader(), "stream.commit", content, answered)
+            self.call(self.leader(), "stream.commit", commit, answered)
+
+    def _read_from(self, reading: Reading, committed: int) -> None:
+        reading.position = reading.committed = committed
+        self.world.after(self.world.random.randint(1, 100), self._read, reading)

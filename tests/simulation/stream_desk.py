@@ -14,7 +14,7 @@ from simulation.coordinating import Behind
 
 from portalmq.broker.core.records import Claim, Commit, CommitOffset, Output, Seek
 from portalmq.broker.core.streams import StreamOffsets
-from portalmq.errors import IllegalGeneration
+from portalmq.errors import IllegalGeneration, OffsetMoved, OffsetOutOfRange
 
 if TYPE_CHECKING:
     from simulation.desk import Answer, Desk
@@ -53,17 +53,35 @@ class StreamDesk:
         self.desk.wait_appended(lambda error: back(error or offset))
 
     def transform(
-        self, name: str, member: str, generation: int, offset: int, call: str, outputs: int, back: Answer
+        self,
+        name: str,
+        member: str,
+        generation: int,
+        offset: int,
+        committed: int,
+        call: str,
+        outputs: int,
+        back: Answer,
     ) -> None:
         """The commit call of a stream: the offset and the outputs, or neither."""
         stream = self._stream(name)
-        commit_id = blake2b(repr((name, member, generation, offset)).encode(), digest_size=16).digest()
-        if commit_id not in stream.commits and stream.check_commit(
-            member, generation, offset, self.desk.high_watermark
-        ):
-            ordered = tuple(Output("output", f"{call}/{number}") for number in range(outputs))
-            record = Commit(commit_id, self.node.now_ms, ordered, offset=offset, member=member, generation=generation)
-            self.desk.append(name, record)
+        shown = (name, member, generation, offset, committed)
+        commit_id = blake2b(repr(shown).encode(), digest_size=16).digest()
+        if commit_id not in stream.commits:
+            try:
+                stream.check_owner(member, generation)
+                stream.check_begin(committed, self.desk.shell.disk.start)
+                is_news = stream.check_commit(member, generation, offset, self.desk.high_watermark)
+            except (IllegalGeneration, OffsetMoved, OffsetOutOfRange) as refused:
+                error_of = refused
+                self.desk.wait_appended(lambda error: back(error or error_of))
+                return
+            if is_news:
+                ordered = tuple(Output("output", f"{call}/{number}") for number in range(outputs))
+                record = Commit(
+                    commit_id, self.node.now_ms, ordered, offset=offset, member=member, generation=generation
+                )
+                self.desk.append(name, record)
         self.desk.wait_appended(lambda error: back(error or offset))
 
     def seek(self, name: str, generation: int, offset: int, back: Answer) -> None:

@@ -51,7 +51,7 @@ def test_the_simulation_goes_where_it_hurts() -> None:
              "Grant", "Ack", "Nack", "Extend", "Dead", "Redrive", "Drop", "Commit", "Done", "Cancel", "Claim",
              "CommitOffset", "Seek", "delivery", "redelivery", "commit call", "stream commit", "generation",
              "coordinator", "output", "output repeated", "zombie receipts", "folds compared",
-             "refused illegal_generation")
+             "refused illegal_generation", "refused offset_moved", "cut again")
         if reached[what] == 0
     ]  # fmt: skip
     assert rare == []
