@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import NamedTuple
 
 import msgspec
 from gevent.event import Event
 
+from portalmq.broker.answers import first_of
 from portalmq.broker.atlas import Atlas
 from portalmq.broker.calls import Browse, Browsed, Place, Purge, Result, result_of
 from portalmq.broker.forwarding import Leaders, Outcomes, place_of
@@ -45,6 +47,9 @@ class Page(NamedTuple):
     next_offset: int
     log_start_offset: int
     high_watermark: int
+
+
+_record_of: Callable[[tuple[int, int, Record]], Record] = itemgetter(2)
 
 
 class _Client:
@@ -151,11 +156,12 @@ class Browsing:
         if call.wait_ms:
             self._wait_readable(partition, start, call.wait_ms, peer)
             partition = self._atlas.partition(place)  # it may have been deleted, or led elsewhere, meanwhile
-        messages = [
+        there = (
             (at, piece.batch.appended_at_ms, record)
             for piece in partition.pieces(start, partition.high_watermark, call.limit)
             for at, record in enumerate(piece.records(), piece.start)
-        ]
+        )
+        messages, _ = first_of(there, _record_of, call.limit)
         high_watermark = partition.high_watermark
         next_offset = messages[-1][0] + 1 if messages else start
         if next_offset >= partition.readable_end:

@@ -20,6 +20,7 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import msgspec
 
+from portalmq.broker.answers import ANSWER_BYTES_MAX
 from portalmq.broker.storage.batch import Record
 from portalmq.broker.waiting import Delivered
 from portalmq.errors import PortalMQError, error_from_problem
@@ -207,6 +208,7 @@ class Receive(msgspec.Struct, array_like=True):
     visibility_timeout_ms: int
     consumer: str
     attempt_id: str | None
+    max_bytes: int = ANSWER_BYTES_MAX
 
 
 class Received(msgspec.Struct, array_like=True):

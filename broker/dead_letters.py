@@ -284,15 +284,16 @@ class DeadLetters:
         return partition, partition.delivery.get(call.group)
 
     def _listing(self, call: DeadCall) -> Callable[[Place, DeadShare], DeadPage]:
-        left, size_left = call.limit, PAGE_BYTES_MAX
+        left, size_left, is_empty = call.limit, PAGE_BYTES_MAX, True
 
         def do(place: Place, share: DeadShare) -> DeadPage:
-            nonlocal left, size_left
+            nonlocal left, size_left, is_empty
             partition, delivery = self._delivery(call, place)
             found: list[tuple[int, int, Record]] = []
             for dead, offset, at_ms, record in _letters(partition, delivery, share.after + 1):
-                if left <= 0 or (size_left <= 0 and found):
+                if left <= 0 or (size_left <= 0 and not is_empty):
                     return DeadPage(found, complete=False)
+                is_empty = False
                 headers = provenance(
                     call.topic, place.number, offset, call.group, dead.deliveries, dead.reason, dead.at_ms
                 )

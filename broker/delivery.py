@@ -6,16 +6,17 @@ payload is read, with no switch of greenlets in between, so no message is handed
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
 import gevent
 
 from portalmq import wire
+from portalmq.broker.answers import fitting, sizes_of
 from portalmq.broker.bell import Bell
 from portalmq.broker.clock import Clock
-from portalmq.broker.core.choice import Choice, choose, note
+from portalmq.broker.core.choice import NEVER_MS, Choice, choose, note
 from portalmq.broker.core.delivery import OUTSTANDING_MAX, GroupDelivery
 from portalmq.broker.core.fold import SpanFold
 from portalmq.broker.core.receipts import ReceiptBook
@@ -120,12 +121,17 @@ class GroupPartition:
         return self.partition.append_group_record(self.group, record)
 
     def take(self, options: ReceiveOptions) -> list[Delivered]:
-        """Lease what is there, at most `max_messages`. With at_most_once it is acked before it is handed out."""
+        """Lease what is there: at most `max_messages` and `max_bytes`, or one larger message. With at_most_once it
+        is acked before it is handed out."""
         while True:
             now_ms = self._clock.now_ms()
             self._bury(now_ms)
-            choice = self._choice(now_ms, options.max_messages)
-            runs = runs_of(self._pieces(choice))
+            choice = self._choice(now_ms, options.max_messages, options.max_bytes)
+            pieces, fit = self._pieces(choice, options.max_bytes)
+            if fit is not None:  # what a choice of fewer begins with is the same
+                choice = self._choice(now_ms, fit)
+                pieces, _ = self._pieces(choice, None)
+            runs = runs_of(pieces)
             if runs:
                 break
             if not self._pass_over(choice):
@@ -164,7 +170,7 @@ class GroupPartition:
             self.partition.append_group_record(self.group, Ack(done, now_ms)).wait()
         return delivered
 
-    def _choice(self, now_ms: int, max_messages: int) -> Choice:
+    def _choice(self, now_ms: int, max_messages: int, max_bytes: int = NEVER_MS) -> Choice:
         config, wall_ms = self.settings(), self._clock.wall_ms()
         self._supply.by_key = config.ordering == "key"
         return choose(
@@ -178,19 +184,31 @@ class GroupPartition:
             by_key=self._supply.by_key,
             committed=self.partition.high_watermark,
             cancelled=self.partition.groups.cancelled,
+            max_bytes=max_bytes,
         )
 
-    def _pieces(self, choice: Choice) -> list[tuple[Piece, int, int]]:
+    def _pieces(self, choice: Choice, max_bytes: int | None) -> tuple[list[tuple[Piece, int, int]], int | None]:
+        """What was chosen; and where that is more than `max_bytes`, how many of the first messages are not, or one."""
         found: list[tuple[Piece, int, int]] = []
+        messages = 0
         for start, end, deliveries, lane, piece in choice.handed:
+            pieces: Iterable[Piece]
             if piece is None:  # from another lane: known by number so far
                 pieces = self.partition.pieces(start, end, end - start)
-                found += [(each, deliveries, lane) for each in pieces]
-            elif piece.start == start and piece.end == end:
-                found.append((piece, deliveries, lane))
             else:
-                found.append((Piece(piece.batch, start, end), deliveries, lane))
-        return found
+                pieces = (piece if piece.start == start and piece.end == end else Piece(piece.batch, start, end),)
+            for each in pieces:
+                found.append((each, deliveries, lane))
+                if max_bytes is None:
+                    continue
+                size = sizes_of(each.records())
+                if size > max_bytes:
+                    fit = messages + each.start - start + fitting(each.records(), max_bytes)
+                    if fit > 0 or choice.messages > 1:
+                        return found, max(1, fit)
+                max_bytes -= size
+            messages += end - start
+        return found, None
 
     def _append_grant(self, grant: Grant, choice: Choice) -> None:
         self.partition.append_group_record(self.group, grant, is_soft=True, not_before_ms=choice.not_before_ms)

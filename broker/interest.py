@@ -98,6 +98,7 @@ class RemoteGroup:
             options.visibility_timeout_ms,
             options.consumer,
             options.attempt_id,
+            options.max_bytes,
         )
         return self._ask(lambda: self._peers.call(self.broker_id, name, call, Received, timeout_s=ANSWER_S))
 

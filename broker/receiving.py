@@ -237,7 +237,9 @@ class Receiving:
 
     def serve_receive(self, body: bytes, peer: Peer | None) -> bytes:
         call = _decode_receive(body)
-        options = ReceiveOptions(call.max_messages, call.visibility_timeout_ms, call.consumer, call.attempt_id)
+        options = ReceiveOptions(
+            call.max_messages, call.visibility_timeout_ms, call.consumer, call.attempt_id, max_bytes=call.max_bytes
+        )
         sources, has_begun = self._asked(call)
         if peer is not None and peer.gone():
             return _encode(Received([]))

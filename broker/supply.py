@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator
 from hashlib import blake2b
 from itertools import groupby, islice
 
+from portalmq.broker.answers import size_of, sizes_of
 from portalmq.broker.core.choice import NEVER_MS, Run
 from portalmq.broker.partition import Partition
 from portalmq.broker.reader import Piece
@@ -67,14 +68,14 @@ class PartitionSupply:
         if not lanes.present:
             for piece in self._partition.pieces(offset, end, LOOK_MAX):
                 if self._is_plain(piece.batch):
-                    yield Run(piece.start, piece.end, piece)
+                    yield _run_of(piece)
                 else:
                     yield from self._runs(piece, None)
             return
         while offset < end and looked < LOOK_MAX:
             is_other = False
             for piece in self._partition.pieces(offset, end, LOOK_MAX):
-                runs = [Run(piece.start, piece.end, piece)] if self._is_plain(piece.batch) else self._runs(piece, 0)
+                runs = [_run_of(piece)] if self._is_plain(piece.batch) else self._runs(piece, 0)
                 is_other = True
                 for run in runs:
                     is_other = False
@@ -94,7 +95,7 @@ class PartitionSupply:
     def returned(self, start: int, end: int) -> Iterator[Run]:
         for piece in self._partition.pieces(start, end, end - start):
             if self._is_plain(piece.batch):
-                yield Run(piece.start, piece.end, piece)
+                yield _run_of(piece)
             else:
                 yield from self._runs(piece, None)
 
@@ -109,14 +110,15 @@ class PartitionSupply:
                 self._key(each[1].key),
             ),
         ):
-            offsets = [offset for offset, _ in run]
+            rows = list(run)
             if not is_wanted:
                 continue
             if key:
-                for offset in offsets:
-                    yield Run(offset, offset + 1, piece, 0, expires_at_ms, key)
+                for offset, record in rows:
+                    yield Run(offset, offset + 1, piece, 0, expires_at_ms, key, size_of(record))
             else:
-                yield Run(offsets[0], offsets[-1] + 1, piece, 0, expires_at_ms)
+                size = sizes_of([record for _, record in rows])
+                yield Run(rows[0][0], rows[-1][0] + 1, piece, 0, expires_at_ms, 0, size)
 
     def _is_of_lane_0(self, record: Record, appended_at_ms: int) -> bool:
         if record.deliver_at_ms is not None and record.deliver_at_ms > appended_at_ms:
@@ -141,6 +143,10 @@ class PartitionSupply:
                 self._plain.clear()
             self._plain[mark] = plain
         return plain
+
+
+def _run_of(piece: Piece) -> Run:
+    return Run(piece.start, piece.end, piece, size=sizes_of(piece.records()))
 
 
 def key_hash(key: bytes | None) -> int:

@@ -16,6 +16,7 @@ import gevent
 import msgspec
 from gevent.event import Event
 
+from portalmq.broker.answers import ANSWER_BYTES_MAX, sizes_of
 from portalmq.broker.storage.batch import Record
 from portalmq.errors import Backpressure, PortalMQError
 
@@ -46,13 +47,15 @@ class Delivered(msgspec.Struct, gc=False, frozen=True, array_like=True):
 
 
 class ReceiveOptions(NamedTuple):
-    """`is_first`: the attempt id was never used before, as the client says."""
+    """`is_first`: the attempt id was never used before, as the client says. `max_bytes`: no more messages once those
+    that are there have so many."""
 
     max_messages: int
     visibility_timeout_ms: int
     consumer: str
     attempt_id: str | None
     is_first: bool = False
+    max_bytes: int = ANSWER_BYTES_MAX
 
 
 class Waiter:
@@ -228,20 +231,23 @@ def _park(sources: Sequence[Source], waiter: Waiter) -> None:
 def take(
     sources: Sequence[Source], options: ReceiveOptions, *, ask: bool = False, insist: bool = False
 ) -> list[Delivered]:
-    """What is there, at most `max_messages`; with `ask`, remote sources are asked that nothing is known of.
+    """What is there, as many as the options say; with `ask`, remote sources are asked that nothing is known of.
 
     A source that refuses is passed over; with `insist` an empty answer is one that all sources gave, and a refusal is
     raised instead.
     """
     taken: list[Delivered] = []
     refused: list[PortalMQError] = []
+    left_bytes = options.max_bytes
     for source in sources:
         left = options.max_messages - len(taken)
-        if left <= 0:
+        if left <= 0 or left_bytes <= 0:
             break
         if source.has_messages() or (ask and source.is_remote):
             try:
-                taken += source.take(options._replace(max_messages=left))
+                found = source.take(options._replace(max_messages=left, max_bytes=left_bytes))
+                taken += found
+                left_bytes -= sizes_of([message.record for message in found])
             except PortalMQError as error:
                 refused.append(error)
     if insist and refused and not taken:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from itertools import islice
+from operator import attrgetter
 from typing import Any
 
 import msgspec
 from flask import Response, request
 
 from portalmq import wire
+from portalmq.broker.answers import first_of
 from portalmq.broker.api.outgoing import json_message
 from portalmq.broker.api.query import instant_ms, whole_number
 from portalmq.broker.api.room import Room, answer, no_content, query
@@ -50,19 +51,20 @@ def list_unfinished(room: Room, group: str) -> Response:
     after, forward = _place(parameters.text("after")), may_forward(request.environ)
     counts = room.domain.sizing.look(group, topic, forward=forward) if after is None else None
     found = room.domain.unfinished.messages(group, topic, after=after, forward=forward)
+    first, more = first_of(found, attrgetter("stored.record"), limit)
     messages = [
         wire.UnfinishedOut(
             **msgspec.structs.asdict(json_message(each.stored)) | {"delivery_count": each.deliveries},
             state=each.state,
             available_at_ms=each.available_at_ms,
         )
-        for each in islice(found, limit + 1)
+        for each in first
     ]
-    shown: dict[str, Any] = {"messages": messages[:limit]}
+    shown: dict[str, Any] = {"messages": messages}
     if counts is not None:
         shown["counts"] = msgspec.structs.asdict(counts)
-    if len(messages) > limit:
-        shown["next"] = messages[limit - 1].id
+    if more:
+        shown["next"] = messages[-1].id
     return answer(shown)
 
 

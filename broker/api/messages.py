@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack
-from itertools import islice
+from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import msgspec
 from flask import Response, request
 
 from portalmq import wire
+from portalmq.broker.answers import blocks_of, first_of
 from portalmq.broker.api import outgoing
 from portalmq.broker.api.peer import peer_of
 from portalmq.broker.api.query import whole_number
@@ -23,6 +25,7 @@ BROWSE_MESSAGES = 100
 TAIL_COMMENT_MS = 15_000
 TAIL_RETRY_MS = 1_000
 
+_record_of = attrgetter("record")
 _encode_json = msgspec.json.Encoder().encode
 _encode_pack = msgspec.msgpack.Encoder().encode
 
@@ -121,22 +124,16 @@ def read_all(room: Room, topic: str) -> Response:
         lines = _lines(room.domain.read_all(topic, limit, forward=forward))
         return Response(b"" if request.method == "HEAD" else lines, content_type=wire.NDJSON)
     size = min(limit or wire.BROWSE_MESSAGES_MAX, wire.BROWSE_MESSAGES_MAX)
-    stored = islice(room.domain.read_all(topic, size + 1, forward=forward), size + 1)
-    messages = [outgoing.json_message(each) for each in stored]
-    return answer({"messages": messages[:size], "more": len(messages) > size})
+    stored, more = first_of(room.domain.read_all(topic, size + 1, forward=forward), _record_of, size)
+    return answer({"messages": [outgoing.json_message(each) for each in stored], "more": more})
 
 
 def _lines(messages: Iterator[Any]) -> Iterator[bytes]:
     """Lines in blocks, so that a block and not each message is one write. The first block is read at once: a topic that
     is not there must still be answered with a problem."""
-    block = list(islice(messages, BROWSE_MESSAGES))
-
-    def blocks(block: list[Any]) -> Iterator[bytes]:
-        while block:
-            yield b"".join(map(outgoing.json_line, block))
-            block = list(islice(messages, BROWSE_MESSAGES))
-
-    return blocks(block)
+    blocks = blocks_of(messages, _record_of, BROWSE_MESSAGES)
+    first = next(blocks, [])
+    return (b"".join(map(outgoing.json_line, block)) for block in chain([first], blocks) if block)
 
 
 # --- scheduled -------------------------------------------------------------------------------------------------------

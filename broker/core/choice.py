@@ -38,7 +38,8 @@ NEVER_MS = 1 << 62
 class Run(msgspec.Struct, frozen=True, gc=False):
     """Messages [start, end) that stand side by side in a lane and are alike. `token` is the shell's.
 
-    One with start == end says that its lane holds nothing more below that place: the shell has looked.
+    One with start == end says that its lane holds nothing more below that place: the shell has looked. `size` is in
+    bytes, 0 where it is not known yet.
     """
 
     start: int
@@ -47,6 +48,7 @@ class Run(msgspec.Struct, frozen=True, gc=False):
     due_ms: int = 0
     expires_at_ms: int = NEVER_MS
     key: int = 0
+    size: int = 0
 
 
 class Supply(Protocol):
@@ -115,15 +117,17 @@ def choose(
     by_key: bool = False,
     committed: int = 0,
     cancelled: Container[int] = (),
+    max_bytes: int = NEVER_MS,
 ) -> Choice:
-    """At most `max_messages`; with 0 of them, only what the cursors may pass over.
+    """At most `max_messages`; with 0 of them, only what the cursors may pass over. No more are looked for once those
+    that are handed out have `max_bytes`.
 
     Leases end by `now_ms`, messages expire by `wall_ms`. `due_by_ms` is at most that, and such that all messages which
     are due by then are readable: a cursor that passes a time passes everything that was to come at it. `committed` is
     the high watermark: a message whose end is not committed keeps the others of its key back.
     """
     kind = _ChoosingByKey if by_key else _Choosing
-    choosing = kind(delivery, supply, now_ms, wall_ms, due_by_ms, max_messages, max_deliveries, cancelled)
+    choosing = kind(delivery, supply, now_ms, wall_ms, due_by_ms, max_messages, max_deliveries, cancelled, max_bytes)
     if not by_key or _settled(delivery, committed):
         choosing.run()
     return choosing.choice
@@ -191,7 +195,8 @@ def _may_go(delivery: GroupDelivery, book: KeyBook, offset: int, now_ms: int) ->
 
 
 class _Choosing:
-    """One choice under way. `left` is how many messages may still be handed out, `room` how many fresh ones."""
+    """One choice under way. `left` is how many messages may still be handed out, `room` how many fresh ones, and
+    `bytes_left` how large they may be."""
 
     def __init__(
         self,
@@ -203,6 +208,7 @@ class _Choosing:
         max_messages: int,
         max_deliveries: int,
         cancelled: Container[int],
+        max_bytes: int,
     ) -> None:
         self.delivery = delivery
         self.supply = supply
@@ -213,6 +219,7 @@ class _Choosing:
         self.looks_only = max_messages == 0
         self.max_deliveries = max_deliveries
         self.cancelled = cancelled
+        self.bytes_left = max_bytes
         self.room = OUTSTANDING_MAX - delivery.outstanding
         self.choice = Choice([], delivery.next, {}, [], [], [])
 
@@ -260,6 +267,8 @@ class _Choosing:
     def _hand_again(self, span: SpanFold, start: int, end: int) -> None:
         at = start
         for run in self.supply.returned(start, end):
+            if self.left <= 0:  # of what the answer has no room for nothing is known
+                return
             if run.start > at:
                 self._gone(at, run.start)
             at = run.end
@@ -336,6 +345,9 @@ class _Choosing:
     def _hand(self, run: Run, start: int, end: int, deliveries: int, lane: int) -> None:
         self.choice.handed.append(Handed(start, end, deliveries, lane, run.token))
         self.left -= end - start
+        self.bytes_left -= run.size * (end - start) // (run.end - run.start)
+        if self.bytes_left <= 0:
+            self.left = 0
 
     def _move(self, lane: int, due_ms: int, offset: int) -> None:
         if lane == 0:

@@ -19,10 +19,11 @@ import msgspec
 from flask import Response, request
 
 from portalmq import wire
+from portalmq.broker.answers import first_of
 from portalmq.broker.api.peer import peer_of
 from portalmq.broker.api.room import Room, answer, query
 from portalmq.broker.seeds import DEFAULT
-from portalmq.broker.seeds.payload import NO_JSON, Key, finish, first_of, read_key, record_of, shown
+from portalmq.broker.seeds.payload import NO_JSON, RECORD_OF, Key, finish, read_key, record_of, shown
 from portalmq.broker.storage.batch import Record
 from portalmq.errors import InvalidRequest, MessageNotFound, PartitionNotFound, PortalMQError, TopicNotFound
 
@@ -101,10 +102,10 @@ def confirm(room: Room) -> Response:
 
 
 def read_all(room: Room) -> Response:
-    """All that is not confirmed yet, at most LIST_MAX, and 32 MiB; `more` says whether that is not all."""
+    """All that is not confirmed yet, at most LIST_MAX, and 16 MiB; `more` says whether that is not all."""
     queue = _queue()
     mark = room.domain.finishing.mark(queue)
-    found, more = first_of(room.domain.unfinished.messages(DEFAULT, queue), LIST_MAX)
+    found, more = first_of(room.domain.unfinished.messages(DEFAULT, queue), RECORD_OF, LIST_MAX)
     messages = [
         {
             **shown(each.stored.record),

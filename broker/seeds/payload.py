@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import base64
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import msgspec
@@ -15,13 +16,12 @@ from portalmq.broker.api.room import Room
 from portalmq.broker.seeds import DEFAULT
 from portalmq.broker.settling import Verdict
 from portalmq.broker.storage.batch import Record
-from portalmq.broker.unfinished import Waiting
 from portalmq.errors import InvalidRequest
 
 NO_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
-# What an answer that shows a queue brings of its messages, and one message in any case.
-SHOWN_BYTES = 32 * 1024 * 1024
+# Of a message that is not finished.
+RECORD_OF = attrgetter("stored.record")
 
 _decode_any = msgspec.json.Decoder().decode
 
@@ -64,18 +64,6 @@ def shown(record: Record, name: str = "message") -> dict[str, Any]:
         except NO_JSON:
             pass  # it says that it is JSON, and is not: as text it is what was sent
     return {name: text}
-
-
-def first_of(found: Iterable[Waiting], at_most: int) -> tuple[list[Waiting], bool]:
-    """The first messages, as many as one answer may bring, and whether there are more."""
-    first: list[Waiting] = []
-    left = SHOWN_BYTES
-    for each in found:
-        if len(first) >= at_most or left <= 0:
-            return first, True
-        first.append(each)
-        left -= len(each.stored.record.value)
-    return first, False
 
 
 # What a key says of its queue is as long as a topic's mark.

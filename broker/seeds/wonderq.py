@@ -20,10 +20,11 @@ import msgspec
 from flask import Response, request
 
 from portalmq import wire
+from portalmq.broker.answers import first_of
 from portalmq.broker.api.peer import peer_of
 from portalmq.broker.api.room import Room, answer, query
 from portalmq.broker.seeds import DEFAULT
-from portalmq.broker.seeds.payload import Carried, first_of, number_of, place_of_number, shown
+from portalmq.broker.seeds.payload import RECORD_OF, Carried, number_of, place_of_number, shown
 from portalmq.broker.sizing import QueueSize
 from portalmq.broker.unfinished import Waiting
 from portalmq.errors import InvalidRequest, PartitionNotFound, PortalMQError, TopicNotFound
@@ -86,7 +87,7 @@ def state(room: Room) -> Response:
     with suppress(TopicNotFound):
         # The size first: with it the group begins, and what nobody has asked for yet is counted as well.
         size = room.domain.sizing.size(DEFAULT, DEFAULT)
-        found, more = first_of(room.domain.unfinished.messages(DEFAULT, DEFAULT), limit)
+        found, more = first_of(room.domain.unfinished.messages(DEFAULT, DEFAULT), RECORD_OF, limit)
     messages = [
         {
             "id": number_of(each.stored.partition, each.stored.offset),

@@ -21,6 +21,7 @@ class Message:
     expires_at_ms: int | None = None
     key: int = 0
     appended_at_ms: int = 0
+    size: int = 0
 
     @property
     def spot(self) -> tuple[int, int, int]:
@@ -68,7 +69,7 @@ class ListSupply:
     def _run(self, message: Message, due_ms: int) -> Run:
         expires_at_ms = NEVER_MS if message.expires_at_ms is None else message.expires_at_ms
         key = message.key if self.by_key else 0
-        return Run(message.offset, message.offset + 1, None, due_ms, expires_at_ms, key)
+        return Run(message.offset, message.offset + 1, None, due_ms, expires_at_ms, key, message.size)
 
 
 def _joined(runs: list[Run]) -> list[Run]:
@@ -76,7 +77,7 @@ def _joined(runs: list[Run]) -> list[Run]:
     for run in runs:
         last = joined[-1] if joined else None
         if last is not None and last.end == run.start and last.expires_at_ms == run.expires_at_ms and not run.key:
-            joined[-1] = Run(last.start, run.end, None, 0, run.expires_at_ms)
+            joined[-1] = Run(last.start, run.end, None, 0, run.expires_at_ms, size=last.size + run.size)
         else:
             joined.append(run)
     return joined
@@ -95,6 +96,7 @@ def chosen(
     max_deliveries: int = 1_000,
     committed: int = 1 << 60,
     cancelled: frozenset[int] = frozenset(),
+    max_bytes: int = NEVER_MS,
 ) -> Choice:
     """One clock for leases and for the time of day."""
     return choose(
@@ -108,6 +110,7 @@ def chosen(
         by_key=supply.by_key,
         committed=committed,
         cancelled=cancelled,
+        max_bytes=max_bytes,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from support.supply import ListSupply, chosen, granted, offsets_of
 
 from portalmq.broker.core.choice import choose, has_turn
@@ -135,3 +136,25 @@ def test_a_book_forgets_what_is_done():
     assert 9 in book.freed
     book.done(0, 1 << 40)
     assert len(book) == 0
+
+
+@pytest.mark.parametrize("by_key", [False, True])
+def test_what_has_no_room_in_an_answer_is_left_as_it_was(by_key):
+    """It is not read, so nothing is known of it: neither is it passed over, nor taken for gone."""
+    group, supply = new_group(), ListSupply(by_key=by_key)
+    supply.add(5, size=40)
+    assert receive(group, supply, 0, max_bytes=100) == [0, 1, 2]
+    assert receive(group, supply, 0, max_bytes=1) == [3]
+    assert receive(group, supply, 0, max_bytes=1_000) == [4]
+    group.apply(Nack(((0, 5, 10),), 10))
+    assert receive(group, supply, 10, max_bytes=100) == [0, 1, 2]
+    assert receive(group, supply, 10, max_bytes=100) == [3, 4]
+    assert group.outstanding == 5
+
+
+def test_of_a_batch_that_is_larger_than_an_answer_no_more_is_looked_for():
+    group, supply = new_group(), ListSupply(pieces=True)
+    supply.add(4, size=40)
+    supply.add(1, size=1, expires_at_ms=1_000)
+    assert receive(group, supply, 0, 2, max_bytes=100) == [0, 1]
+    assert receive(group, supply, 0, max_bytes=70) == [2, 3]

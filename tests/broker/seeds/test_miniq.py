@@ -7,7 +7,7 @@ from flask.testing import FlaskClient
 from support.domain import Fixture
 from support.seeds import client_of
 
-from portalmq.broker.seeds import payload
+from portalmq.broker import answers
 
 
 def test_a_message_stays_until_it_is_confirmed(client: FlaskClient, fixture: Fixture) -> None:
@@ -135,13 +135,13 @@ def test_only_get_takes_a_message(fixture: Fixture) -> None:
 
 
 def test_what_is_shown_of_a_queue_is_bounded_in_bytes(client: FlaskClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(payload, "SHOWN_BYTES", 250)
+    monkeypatch.setattr(answers, "ANSWER_BYTES_MAX", 250)
     for _ in range(5):
         client.post("/message", json={"Message": "x" * 100})
     for path in ("/messages", "/v1/queue"):
         shown = client.get(path).get_json()
         assert (len(shown["messages"]), shown["more"]) == (3, True)
-    monkeypatch.setattr(payload, "SHOWN_BYTES", 1)
+    monkeypatch.setattr(answers, "ANSWER_BYTES_MAX", 1)
     assert len(client.get("/messages").get_json()["messages"]) == 1, "one in any case"
 
 
