@@ -83,8 +83,8 @@ class Partition(AppendingPartition):
     `streams` those of its stream groups.
 
     `serves` says that it leads, and that what was committed before its epoch is known to it. `on_leading` and
-    `on_stepped_down` tell of that, each in a greenlet of its own, in order; `on_damaged` that its files are to be
-    replaced. `damage` says why, `quarantined` why this replica does nothing more.
+    `on_stepped_down` tell of that, each in a greenlet of its own, in order; `on_damaged` that its files should be
+    replaced. `flaw` says why, `damage` that they are being replaced, `quarantined` why this replica does nothing more.
     """
 
     def __init__(
@@ -213,7 +213,7 @@ class Partition(AppendingPartition):
         if brokers is not None:
             self.hear_brokers(brokers)
         if self.lost:
-            self.damaged(self.lost, word)
+            self.damaged(self.lost)
         if self.damage:
             return
         self._writer.keeps_frames = len(word.replicas) > 1 or self._is_streamed
@@ -299,18 +299,13 @@ class Partition(AppendingPartition):
             self.serves = False
             gevent.spawn(self.on_stepped_down, self)
 
-    def damaged(self, reason: str, word: PartitionStateChanged | None = None) -> None:
-        """Something in the files is not what was written. With another replica in sync this one is to be rebuilt from
-        it; else it goes on with what it has, and refuses what it has not."""
-        if self.damage or self.closed or reason == self.flaw:
+    def damaged(self, reason: str) -> None:
+        """Something in the files is not what was written, or is not there. It goes on with what it has, and refuses
+        what it has not, until it is rebuilt from another replica that is known to be whole."""
+        if self.flaw or self.damage or self.closed:
             return
-        state = word or self.replica.state
-        if state is None or not state.isr - {self.host.broker_id}:
-            self.flaw = reason
-            log.critical("%s is damaged, and there is no other replica to rebuild it from: %s", self, reason)
-            return
-        self.damage = reason
-        log.critical("%s is damaged, and will be rebuilt from another replica: %s", self, reason)
+        self.flaw = reason
+        log.critical("%s is damaged: %s", self, reason)
         gevent.spawn(self.on_damaged, self)
 
     # --- what the writer tells ---------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from portalmq.broker.storage.log import Log
 from portalmq.broker.storage.schema import LogIdentity
 from portalmq.broker.storage.segment import SEGMENT_NAME
 from portalmq.broker.storage.state import StateFile
+from portalmq.broker.unclean import Standing
 from portalmq.control_plane.state import TopicState, encode
 
 log = logging.getLogger(__name__)
@@ -111,6 +112,10 @@ class Files:
         sync_directory(place.parent)
         return target
 
+    def aside(self, topic: TopicState, number: int) -> tuple[str, ...]:
+        """What lies of a partition in lost+found, in words."""
+        return tuple(map(_described, sorted(self._predecessors(self.folder(topic) / str(number)))))
+
     def exist(self, topic_id: str) -> bool:
         return bool(self._folders_of(topic_id))
 
@@ -157,18 +162,29 @@ class Replicas:
         if isinstance(failed, Exception):
             log.warning("%s of topic %r is not up to date: %s", TOPIC_FILE, topic.name, failed)
 
-    def open(self, topic: TopicState, number: int, *, may_begin_anew: bool) -> Partition | None:
+    def open(
+        self, topic: TopicState, number: int, is_whole_elsewhere: Callable[[], bool | None]
+    ) -> Partition | Standing | None:
         """The replica, made when there is none; None while the disk has no room for it.
 
-        One whose files are damaged is set aside and begins anew, when there are others to copy from; else it is as a
-        disk that fails: the broker ends.
+        One whose files are damaged, or that lacks what it knew to be committed, is set aside and begins anew when
+        another member of the ISR says that it is whole. Else its files stay as they are, and it stays closed: its
+        standing says why. The only member of the ISR goes on with what it has, if that can be read.
         """
         opened = self._host.pool.apply(_tried, (self.files.open, topic, number))
-        if isinstance(opened, CorruptBatch | DamagedFile) and may_begin_anew:
-            log.critical("partition %d of topic %r is damaged, and begins anew: %s", number, topic.name, opened)
-            if not self.set_aside(topic, number):
-                return None
-            opened = self._host.pool.apply(_tried, (self.files.open, topic, number))
+        closed = self._unusable(opened)
+        if closed is not None:
+            elsewhere = is_whole_elsewhere()
+            if elsewhere is False or (elsewhere is None and closed.fault):
+                self._close(opened)
+                return closed
+            if elsewhere:
+                why = closed.fault or closed.lossy
+                log.critical("partition %d of topic %r is damaged, and begins anew: %s", number, topic.name, why)
+                self._close(opened)
+                if not self.set_aside(topic, number):
+                    return None
+                opened = self._host.pool.apply(_tried, (self.files.open, topic, number))
         if isinstance(opened, DiskFull):
             log.warning("partition %d of topic %r cannot be opened yet: %s", number, topic.name, opened)
             return None
@@ -189,6 +205,22 @@ class Replicas:
             recovered=recovered,
         )
 
+    def _unusable(self, opened: Opened | Exception) -> Standing | None:
+        """The standing of a replica that is not to take part; None of one that is."""
+        incarnation = self._host.incarnation
+        if isinstance(opened, CorruptBatch | DamagedFile):
+            return Standing("", incarnation, 0, 0, 0, fault=str(opened))
+        if isinstance(opened, Exception) or not opened[2].lost:
+            return None
+        files, _, found, store_uuid = opened
+        last_epoch = found.epochs[-1][0] if found.epochs else 0
+        return Standing(store_uuid, incarnation, last_epoch, files.end_offset, found.high_watermark, lossy=found.lost)
+
+    def _close(self, opened: Opened | Exception) -> None:
+        if not isinstance(opened, Exception):
+            self._host.pool.apply(opened[0].close)
+            opened[1].close()
+
     def set_aside(self, topic: TopicState, number: int) -> bool:
         target = self._host.pool.apply(_tried, (self.files.set_aside, topic, number))
         if isinstance(target, Exception):
@@ -196,6 +228,14 @@ class Replicas:
             return False
         log.warning("partition %d of topic %r was moved to %s", number, topic.name, target)
         return True
+
+
+def _described(place: Path) -> str:
+    files = sorted(path for path in place.iterdir() if SEGMENT_NAME.match(path.name))
+    if not files:
+        return f"{place} (no records)"
+    size = sum(path.stat().st_size for path in place.iterdir())
+    return f"{place} ({size:,} bytes, offsets {int(files[0].stem)} to {int(files[-1].stem)} and on)"
 
 
 def _tried(work: Callable[..., T], *arguments: object) -> T | Exception:

@@ -30,6 +30,7 @@ from portalmq.broker.hosting import PartitionHost, PartitionMembership
 from portalmq.broker.partition import Partition
 from portalmq.broker.pulse import Pulse
 from portalmq.broker.replicas import Files, Replicas
+from portalmq.broker.unclean import PeerCalls, Standing, StandingOf, is_whole_elsewhere
 from portalmq.broker.word import word_of
 from portalmq.control_plane.catalog import Catalog, Versioned
 from portalmq.control_plane.mirror import Changes, Mirror
@@ -50,6 +51,9 @@ log = logging.getLogger(__name__)
 SETTLE_WITHIN_S = 5.0
 OPENING_AT_A_TIME = 16
 OPEN_AGAIN_S = 1.0
+# How often a damaged replica looks for another one that is whole.
+ASK_AGAIN_S = 5.0
+ASK_WITHIN_S = 2.0
 
 
 class TopicsMembership(PartitionMembership, Protocol):
@@ -62,6 +66,9 @@ class TopicsMembership(PartitionMembership, Protocol):
 class TopicsHost(PartitionHost, Protocol):
     @property
     def membership(self) -> TopicsMembership: ...
+
+    @property
+    def peers(self) -> PeerCalls: ...
 
 
 class Topic:
@@ -148,6 +155,8 @@ class Topics:
         self._brokers: Mapping[int, tuple[int, str]] = {}
         self._replicas = Replicas(host, Files(data_dir, cluster_id, host.store_uuid))
         self._opening: set[tuple[str, int]] = set()
+        # Replicas that stay closed: their files are damaged, and no other is known to be whole.
+        self._unusable: dict[tuple[str, int], Standing] = {}
         self._ending: set[str] = set()
         self._removing: set[str] = set()
         self._open_slots = BoundedSemaphore(OPENING_AT_A_TIME)
@@ -172,6 +181,15 @@ class Topics:
     def local(self, topic_id: str, number: int) -> Partition | None:
         topic = self._by_id.get(topic_id)
         return topic.local.get(number) if topic is not None else None
+
+    def closed_standing(self, topic_id: str, number: int) -> Standing | None:
+        """Of a replica that stays closed because its files are damaged."""
+        return self._unusable.get((topic_id, number))
+
+    def set_aside(self, topic_id: str, number: int) -> tuple[str, ...]:
+        """What lies of the partition in this broker's lost+found."""
+        topic = self._by_id.get(topic_id)
+        return self._host.pool.apply(self._replicas.files.aside, (topic.state, number)) if topic is not None else ()
 
     # --- the mirror --------------------------------------------------------------------------------------------------
 
@@ -265,7 +283,8 @@ class Topics:
             gevent.spawn(self._open, topic, number)
 
     def _open(self, topic: Topic, number: int) -> None:
-        """Open a replica; again and again, when the disk has no room. A fault of the disk ends the broker."""
+        """Open a replica; again and again, when the disk has no room, or its files are damaged and no other replica is
+        known to be whole. A fault of the disk ends the broker."""
         key = (topic.state.topic_id, number)
         try:
             while self._is_wanted(topic, number):
@@ -274,18 +293,53 @@ class Topics:
                 if partition is not None:
                     self._show(topic, partition)
                     return
-                gevent.sleep(OPEN_AGAIN_S)
+                gevent.sleep(ASK_AGAIN_S if key in self._unusable else OPEN_AGAIN_S)
         finally:
             self._opening.discard(key)
+            self._unusable.pop(key, None)
             self._note_moved()
 
     def _is_wanted(self, topic: Topic, number: int) -> bool:
         return not self._closed and self.holds(topic) and number not in topic.local
 
     def _opened(self, topic: Topic, number: int) -> Partition | None:
-        held = self._host.membership.mirror.partitions.get((topic.state.topic_id, number))
-        others = held is not None and bool(set(held.value.isr) - {self._host.broker_id})
-        return self._replicas.open(topic.state, number, may_begin_anew=others)
+        key = (topic.state.topic_id, number)
+        known = self._unusable.get(key)
+        if known is not None:
+            elsewhere = self._is_whole_elsewhere(key)
+            if elsewhere is False or (elsewhere is None and known.fault):
+                return None
+        opened = self._replicas.open(topic.state, number, lambda: self._is_whole_elsewhere(key))
+        if isinstance(opened, Partition):
+            return opened
+        if opened is not None and known is None:
+            why = opened.fault or opened.lossy
+            log.critical(
+                "partition %d of topic %r is damaged, and no other replica in sync says that it is whole: its files"
+                " are kept, and it stays closed: %s",
+                *(number, topic.name, why),
+            )
+        if opened is not None:
+            self._unusable[key] = opened
+            self._note_moved()
+        return None
+
+    def _is_whole_elsewhere(self, key: tuple[str, int]) -> bool | None:
+        """See unclean.py. By the ISR as it stands now; False when that cannot be read."""
+        try:
+            self._catalog.plane.sync()
+            held = self._catalog.partition(*key)
+        except (PlaneError, PortalMQError) as error:
+            log.info("who else is in sync cannot be read now: %s", error)
+            return False
+        if held is None:
+            return False
+        question, peers = StandingOf(*key), self._host.peers
+
+        def ask(broker_id: int) -> Standing:
+            return peers.call(broker_id, "standing", question, Standing, timeout_s=ASK_WITHIN_S)
+
+        return is_whole_elsewhere(held.value, self._host.broker_id, ask)
 
     def _show(self, topic: Topic, partition: Partition) -> None:
         if not self._is_wanted(topic, partition.number):
@@ -294,7 +348,7 @@ class Topics:
         _configure(partition, topic.state)
         partition.on_leading = lambda it: self._leading(topic, it)
         partition.on_stepped_down = lambda it: self.on_stepped_down(topic, it)
-        partition.on_damaged = lambda it: self._rebuild(topic, it)
+        partition.on_damaged = lambda it: self._mend(topic, it)
         topic.local[partition.number] = partition
         held = self._host.membership.mirror.partitions.get((topic.state.topic_id, partition.number))
         if held is not None:
@@ -306,9 +360,20 @@ class Topics:
             self.on_leading(topic, partition)
         self._note_moved()
 
+    def _mend(self, topic: Topic, partition: Partition) -> None:
+        """A damaged replica goes on with what can be read until another one is known to be whole."""
+        key = (topic.state.topic_id, partition.number)
+        while not self._closed and topic.local.get(partition.number) is partition:
+            if self._is_whole_elsewhere(key):
+                self._rebuild(topic, partition)
+                return
+            gevent.sleep(ASK_AGAIN_S)
+
     def _rebuild(self, topic: Topic, partition: Partition) -> None:
         """A damaged replica is set aside whole; an empty one, of another store, resigns and copies the leader's log."""
         key = (topic.state.topic_id, partition.number)
+        log.critical("%s is damaged, and will be rebuilt from another replica: %s", partition, partition.flaw)
+        partition.damage = partition.flaw
         self._opening.add(key)  # nobody else opens what is about to be moved away
         try:
             if topic.local.get(partition.number) is partition:
@@ -322,15 +387,18 @@ class Topics:
 
     @property
     def is_settled(self) -> bool:
-        """Whether every replica that this broker is to have is open, and serves where that takes nobody else."""
+        """Whether every replica that this broker is to have is open, and serves where that takes nobody else. One that
+        stays closed because it is damaged keeps the others from nothing."""
         mine = self._host.broker_id
         for key, held in tuple(self._host.membership.mirror.partitions.items()):
             if mine in held.value.replicas:
                 partition = self.local(*key)
+                if key in self._unusable:
+                    continue
                 alone = held.value.leader == mine and held.value.isr == (mine,)
                 if partition is None or (alone and not partition.serves):
                     return False
-        return not self._opening
+        return not self._opening - self._unusable.keys()
 
     def wait_settled(self, timeout_s: float) -> bool:
         return self._wait_for(lambda: self.is_settled, timeout_s)

@@ -8,7 +8,7 @@ new epoch is marked as unclean, which allows the others to cut back even what th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -36,7 +36,11 @@ class StandingOf(msgspec.Struct, frozen=True):
 
 
 class Standing(msgspec.Struct, frozen=True):
-    """What a replica holds: records up to `end`, the last of them of `last_epoch`. `fault`: it is damaged."""
+    """The records that a replica holds: up to `end`, the last of them of `last_epoch`.
+
+    `fault`: it is damaged. `lossy`: it can be read, and lacks records that it knew to be committed. `set_aside` names
+    what lies in lost+found of the partition.
+    """
 
     store_uuid: str
     incarnation: int
@@ -44,19 +48,29 @@ class Standing(msgspec.Struct, frozen=True):
     end: int
     high_watermark: int
     fault: str = ""
+    lossy: str = ""
+    set_aside: tuple[str, ...] = ()
+
+    def is_whole(self, held: PartitionState, broker_id: int) -> bool:
+        """Whether this replica of `broker_id` is the one that was counted in sync, and can be trusted."""
+        counted = broker_id in held.isr and held.store_uuids.get(broker_id) == self.store_uuid
+        return counted and not self.fault and not self.lossy
 
 
 class LocalPartition(Protocol):
-    """What is needed of a partition; `damage` says why its files are no good, if they are not."""
+    """What is needed of a partition; `flaw` says why its files are no good, if they are not, `lost` what they lack."""
 
-    damage: str
+    flaw: str
+    lost: str
     replica: PartitionReplica
 
 
 class LocalTopics(Protocol):
-    """The partitions that are open on this broker."""
+    """The replicas on this broker: open, or kept closed; and what lies in lost+found."""
 
     def local(self, topic_id: str, number: int) -> LocalPartition | None: ...
+    def closed_standing(self, topic_id: str, number: int) -> Standing | None: ...
+    def set_aside(self, topic_id: str, number: int) -> tuple[str, ...]: ...
 
 
 class PeerCalls(Protocol):
@@ -67,18 +81,37 @@ def serve_standing(topics: LocalTopics, body: bytes) -> bytes:
     """The broker's side of the question."""
     asked = msgspec.msgpack.decode(body, type=StandingOf)
     partition = topics.local(asked.topic_id, asked.number)
-    if partition is None:
+    standing = standing_of(partition) if partition else topics.closed_standing(asked.topic_id, asked.number)
+    if standing is None:
         raise PartitionNotFound("no replica of this partition is open here")
+    aside = topics.set_aside(asked.topic_id, asked.number)
+    return msgspec.msgpack.encode(msgspec.structs.replace(standing, set_aside=aside))
+
+
+def standing_of(partition: LocalPartition) -> Standing:
     replica = partition.replica
-    standing = Standing(
+    return Standing(
         replica.store_uuid,
         replica.incarnation,
         replica.last_epoch,
         replica.durable_end,
         replica.high_watermark,
-        partition.damage,
+        "" if partition.flaw == partition.lost else partition.flaw,
+        partition.lost,
     )
-    return msgspec.msgpack.encode(standing)
+
+
+def is_whole_elsewhere(held: PartitionState, broker_id: int, ask: Callable[[int], Standing]) -> bool | None:
+    """Whether another member of the ISR has just said that its replica is whole; None when there is no other member.
+    That the ISR names it is not enough: the same cause may have damaged them all."""
+    others = [member for member in held.isr if member != broker_id]
+    for other in others:
+        try:
+            if ask(other).is_whole(held, other):
+                return True
+        except PortalMQError:
+            continue
+    return False if others else None
 
 
 class NotElected(StartupError):
@@ -99,24 +132,40 @@ def choose(held: PartitionState, standings: Mapping[int, Standing], wanted: int 
     """Who is to lead. Raises NotElected when an ordinary election will do, or nobody can."""
     for broker_id in held.isr:
         standing = standings.get(broker_id)
-        if standing is not None and not standing.fault and held.store_uuids.get(broker_id) == standing.store_uuid:
+        if standing is not None and standing.is_whole(held, broker_id):
             raise NotElected(
                 f"broker {broker_id} is there, and holds all that was acknowledged: the controller elects it, and "
                 "nothing needs to be lost. If it does not, look into the controller's log",
                 EX_CANTCREAT,
             )
-    whole = {broker_id: standing for broker_id, standing in standings.items() if not standing.fault}
-    if wanted is not None and wanted not in whole:
-        fault = standings[wanted].fault if wanted in standings else "it does not answer, or has no replica of it"
-        raise NotElected(f"broker {wanted} cannot lead this partition: {fault}", EX_UNAVAILABLE)
-    if not whole:
+    usable = {broker_id: standing for broker_id, standing in standings.items() if not standing.fault}
+    if wanted is not None:
+        if wanted not in usable:
+            fault = standings[wanted].fault if wanted in standings else "it does not answer, or has no replica of it"
+            raise NotElected(f"broker {wanted} cannot lead this partition: {fault}", EX_UNAVAILABLE)
+        return wanted
+    if not usable:
         raise NotElected(
-            f"of brokers {list(held.replicas)} none is there with a replica that is whole: start one of them first",
+            f"of brokers {list(held.replicas)} none is there with a replica that is whole: start one of them first"
+            + _aside_of(standings),
             EX_UNAVAILABLE,
         )
-    if wanted is not None:
-        return wanted
-    return max(whole, key=lambda broker_id: (whole[broker_id].last_epoch, whole[broker_id].end, -broker_id))
+    chosen = max(usable, key=lambda broker_id: (usable[broker_id].last_epoch, usable[broker_id].end, -broker_id))
+    if not usable[chosen].end and _aside_of(standings):
+        raise NotElected(
+            f"broker {chosen} would lead, and its replica is empty{_aside_of(standings)}. To lose them none the less, "
+            f"name it: --broker {chosen}",
+            EX_CANTCREAT,
+        )
+    return chosen
+
+
+def _aside_of(standings: Mapping[int, Standing]) -> str:
+    """Where records lie that no replica may hold."""
+    places = [
+        f"broker {broker_id}: {place}" for broker_id, held in sorted(standings.items()) for place in held.set_aside
+    ]
+    return "; set aside before, and perhaps of use, are " + ", ".join(places) if places else ""
 
 
 def elect(catalog: Catalog, peers: PeerCalls, topic: str, number: int, *, wanted: int | None = None) -> Elected:

@@ -226,6 +226,22 @@ class TestChoosingByName:
     def test_one_in_sync_on_paper_alone_is_no_hindrance(self, first: Standing) -> None:
         assert choose(self.HELD, {1: first, 2: standing(6, 90)}) == 2
 
+    def test_an_empty_one_does_not_lead_by_itself_while_something_was_set_aside(self) -> None:
+        aside = ("/data/lost+found/t@id/0 (4,096 bytes, offsets 0 to 0 and on)",)
+        emptied = msgspec.structs.replace(standing(0, 0), set_aside=aside)
+        with pytest.raises(NotElected, match=r"broker 3: /data/lost\+found") as refused:
+            choose(self.HELD, {2: standing(0, 0), 3: emptied})
+        assert refused.value.exit_code == 73
+        assert choose(self.HELD, {2: standing(0, 0), 3: emptied}, 2) == 2
+        assert choose(self.HELD, {2: standing(1, 1), 3: emptied}) == 2
+        with pytest.raises(NotElected, match=r"none is there with a replica that is whole.*lost\+found"):
+            choose(self.HELD, {3: msgspec.structs.replace(emptied, fault="damaged")})
+
+    def test_one_that_lost_its_end_leads_when_there_is_no_better_one(self) -> None:
+        lossy = msgspec.structs.replace(standing(5, 10, "s1"), lossy="its log ends at 10")
+        assert choose(self.HELD, {1: lossy}) == 1
+        assert choose(self.HELD, {1: lossy, 2: standing(5, 11)}) == 2
+
     def test_nobody_is_nobody(self) -> None:
         for standings in ({}, {2: standing(1, 1, fault="damaged")}):
             with pytest.raises(StartupError, match="none is there with a replica that is whole") as refused:

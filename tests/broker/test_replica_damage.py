@@ -14,6 +14,7 @@ from portalmq.broker.fetch_protocol import FetchAnswer, RecordsAnswer, decode_an
 from portalmq.broker.storage.batch import Record
 from portalmq.broker.storage.errors import DiskFull
 from portalmq.broker.storage.state import StateFile
+from portalmq.broker.unclean import Standing
 from portalmq.errors import PortalMQError, StorageFull, Unavailable
 
 HOUR_MS = 3_600_000
@@ -148,6 +149,60 @@ def test_a_file_that_is_no_database_any_more_is_rebuilt_at_the_start(tmp_path):
         group.start(2, incarnation=2)
         eventually(lambda: group.state.isr == (1, 2, 3) and group.state.store_uuids[2] == "store-2/1")
         settle(group)
+
+
+def test_replicas_that_are_all_damaged_are_all_kept(tmp_path):
+    """The same cause may strike equal files on equal disks: that the ISR names others says nothing of them."""
+    with replicas(tmp_path, 3) as group:
+        settle(group)
+        send(group.leader, *"abc")
+        settle(group)
+        files = []
+        for broker_id in (1, 2, 3):
+            group.stop(broker_id)
+            (file,) = (tmp_path / str(broker_id)).glob("partitions/*/0/*0.sqlite")
+            files.append((file, file.read_bytes()))
+            file.write_bytes(b"nothing" * 1_000)
+        for broker_id in (1, 2, 3):
+            group.unusable[broker_id] = Standing("", 1, 0, 0, 0, fault="not opened yet")
+            assert group.start(broker_id, incarnation=2) is None
+        assert [lost(tmp_path, broker_id) for broker_id in (1, 2, 3)] == [[], [], []]
+        assert group.state.isr == (1, 2, 3)
+        for file, content in files[:2]:
+            file.write_bytes(content)
+        for broker_id in (1, 2, 3):  # the first finds another replica that is whole, and so does the third
+            group.start(broker_id, incarnation=3)
+        group.elect(1)
+        eventually(lambda: group.state.isr == (1, 2, 3) and group.state.store_uuids[3] == "store-3/1")
+        settle(group)
+        assert all(values(partition) == ["a", "b", "c"] for partition in group.partitions())
+
+
+def test_a_replica_that_lost_its_end_is_kept_while_nobody_else_says_that_it_has_it(tmp_path):
+    with replicas(tmp_path, 2) as group:
+        settle(group)
+        send(group.leader, *"abc")
+        send(group.leader, *"def")
+        settle(group)
+        group.partition(1).save_state()
+        group.stop(2)
+        group.stop(1)
+        (file,) = (tmp_path / "1").glob("partitions/*/0/*0.sqlite")
+        connection = apsw.Connection(str(file))
+        connection.execute("DELETE FROM messages WHERE offset >= 4")
+        connection.execute("DELETE FROM batches WHERE base_offset >= 4")
+        connection.close()
+        assert group.start(1, incarnation=2) is None
+        standing = group.unusable[1]
+        assert (standing.end, standing.fault) == (4, "")
+        assert "it had committed records up to 7" in standing.lossy
+        assert not standing.is_whole(group.state, 1)
+        group.start(2, incarnation=2)
+        group.elect(2)
+        group.start(1, incarnation=3)
+        eventually(lambda: group.state.store_uuids[1] == "store-1/1")
+        settle(group)
+        assert values(group.partition(1)) == list("abcdef")
 
 
 def test_a_log_that_lost_its_end_is_rebuilt_and_not_trusted(tmp_path):

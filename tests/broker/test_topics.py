@@ -15,6 +15,7 @@ from support.replicas import eventually
 from portalmq import wire
 from portalmq.broker.replicas import Files
 from portalmq.broker.storage.log import Log
+from portalmq.broker.unclean import Standing, StandingOf, serve_standing
 from portalmq.control_plane import state
 from portalmq.control_plane.plane import PlaneUnavailable
 from portalmq.control_plane.state import TopicState
@@ -200,3 +201,40 @@ def test_a_kill_before_the_log_is_made_does_not_make_an_emptied_replica_look_com
     files.set_aside(TOPIC, 0)
     (files.folder(TOPIC) / "0").mkdir()  # and here it was killed
     assert open_and_close(files) == "store/1"
+
+
+def test_a_damaged_partition_without_another_replica_is_kept_closed_and_the_others_are_served(tmp_path):
+    with running(tmp_path) as before:
+        for topic in ("t", "u"):
+            send(before, "a", topic=topic)
+        topic_id = before.broker.topics.get("t").state.topic_id
+    (file,) = folder_of(tmp_path).glob("0/0*.sqlite")
+    content = file.read_bytes()
+    file.write_bytes(b"nothing" * 1_000)
+    with running(tmp_path) as damaged:
+        topics = damaged.broker.topics
+        eventually(lambda: topics.closed_standing(topic_id, 0) is not None)
+        assert topics.is_settled
+        send(damaged, "b", topic="u")
+        with pytest.raises(Unavailable):
+            send(damaged, "b")
+        question = msgspec.msgpack.encode(StandingOf(topic_id, 0))
+        standing = msgspec.msgpack.decode(serve_standing(topics, question), type=Standing)
+        assert (standing.end, bool(standing.fault), standing.set_aside) == (0, True, ())
+        assert not damaged.faults
+        assert not (tmp_path / "lost+found").exists()
+    file.write_bytes(content)
+    with running(tmp_path) as mended:
+        eventually(lambda: mended.broker.topics.is_settled)
+        send(mended, "b")
+        eventually(lambda: mended.broker.topics.get("t").partition(0).log.message_count_total == 2)
+
+
+def test_what_lies_in_lost_and_found_of_a_partition_is_told(fixture, tmp_path):
+    send(fixture, "a")
+    state = fixture.broker.topics.get("t").state
+    aside = tmp_path / "lost+found" / f"t@{state.topic_id}" / "0"
+    aside.mkdir(parents=True)
+    (aside / f"{400:020d}.sqlite").write_bytes(b"x" * 1_000)
+    (told,) = fixture.broker.topics.set_aside(state.topic_id, 0)
+    assert told == f"{aside} (1,000 bytes, offsets 400 to 400 and on)"

@@ -32,6 +32,7 @@ from portalmq.broker.partition import Partition
 from portalmq.broker.replicas import Files, Replicas
 from portalmq.broker.replication import Replication
 from portalmq.broker.storage.batch import Record
+from portalmq.broker.unclean import Standing, is_whole_elsewhere, standing_of
 from portalmq.broker.word import word_of
 from portalmq.control_plane.state import BrokerState, PartitionState, TopicState, with_isr
 from portalmq.errors import Unavailable
@@ -198,6 +199,7 @@ class Group:
         self.proposals: list[ProposeIsr] = []
         self.stepped_down: list[int] = []
         self.led: list[int] = []
+        self.unusable: dict[int, Standing] = {}
         ids = tuple(range(1, brokers + 1))
         self.version = 0
         self.state = PartitionState(1, 1, ids, ids, {n: f"store-{n}" for n in ids}, dict.fromkeys(ids, 1))
@@ -207,15 +209,18 @@ class Group:
 
     # --- brokers -----------------------------------------------------------------------------------------------------
 
-    def start(self, broker_id: int, incarnation: int = 1) -> Partition:
+    def start(self, broker_id: int, incarnation: int = 1) -> Partition | None:
         host = self.hosts[broker_id] = Host(self, broker_id, incarnation)
         self.introduce()
         return self.open(host)
 
-    def open(self, host: Host) -> Partition:
+    def open(self, host: Host) -> Partition | None:
         files = Files(self.root / str(host.broker_id), CLUSTER, host.store_uuid)
-        others = bool(set(self.state.isr) - {host.broker_id})
-        partition = Replicas(host, files).open(self.topic, 0, may_begin_anew=others)
+        partition = Replicas(host, files).open(self.topic, 0, lambda: self._is_whole_elsewhere(host))
+        if isinstance(partition, Standing):
+            self.unusable[host.broker_id] = partition
+            host.partition = None
+            return None
         assert partition is not None, host.faults
         partition.on_damaged = lambda it: self._rebuild(host, files, it)
         partition.on_leading = lambda it: self.led.append(host.broker_id)
@@ -225,7 +230,19 @@ class Group:
         host.on_opened(partition)
         return partition
 
+    def _is_whole_elsewhere(self, host: Host) -> bool | None:
+        def ask(broker_id: int) -> Standing:
+            if broker_id in self.severed or broker_id not in self.hosts:
+                raise Unreached("cut")
+            partition = self.hosts[broker_id].partition
+            return standing_of(partition) if partition is not None else self.unusable[broker_id]
+
+        return is_whole_elsewhere(self.state, host.broker_id, ask)
+
     def _rebuild(self, host: Host, files: Files, partition: Partition) -> None:
+        if not self._is_whole_elsewhere(host):
+            return
+        partition.damage = partition.flaw
         partition.close(saves=False)
         Replicas(host, files).set_aside(self.topic, 0)
         self.open(host)
