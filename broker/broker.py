@@ -16,6 +16,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 from portalmq import wire
 from portalmq.broker.browsing import Page, Stored
+from portalmq.broker.forwarding import NoSuchPartition
 from portalmq.broker.idempotency import Keyed
 from portalmq.broker.partition import Partition
 from portalmq.broker.peer_calls import PeerCall, peer_calls
@@ -25,7 +26,7 @@ from portalmq.broker.settling import Verdict, Way
 from portalmq.broker.storage.batch import Record
 from portalmq.broker.storage.errors import CorruptBatch, DiskFull, StorageFault
 from portalmq.broker.waiting import Delivered, Peer
-from portalmq.errors import NotFound, PortalMQError, StorageFull, TopicNotFound, Unavailable
+from portalmq.errors import MessageNotFound, NotFound, PortalMQError, StorageFull, TopicNotFound, Unavailable
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +48,9 @@ def _told(
     def telling(broker: Broker, /, *args: P.args, **kwargs: P.kwargs) -> T:
         try:
             return call(broker, *args, **kwargs)
+        except NoSuchPartition as missing:
+            broker.topics.confirm_missing(missing)
+            raise
         except DiskFull as full:
             raise StorageFull(DISK_FULL, outcome="unknown") from full
         except CorruptBatch as damage:
@@ -123,7 +127,7 @@ class Broker(Rooms):
         """The number of its partitions. A missing topic is made if the cluster makes topics at their first use, else
         raises TopicNotFound."""
         try:
-            return self._topic(name).state.partitions
+            return self.topics.known(name).state.partitions
         except TopicNotFound:
             return self.topics.get_or_create(name).state.partitions
 
@@ -132,23 +136,23 @@ class Broker(Rooms):
         return [wire.TopicSummary(state.name, state.partitions, state.replication_factor) for state in states]
 
     def describe_topic(self, name: str) -> wire.TopicDescription:
-        return self.overview.describe_topic(self._topic(name))
+        return self.overview.describe_topic(self.topics.known(name))
 
     def alter_topic(self, name: str, request: wire.AlterTopic, *, force: bool = False) -> wire.TopicDescription:
         """Change settings, add partitions. Raises KeyOrder, unless by `force`, where that breaks a group's order."""
-        topic = self._topic(name)
+        topic = self.topics.known(name)
         if not force:
             self.growth.check(topic, request.partitions)
         return self.overview.describe_topic(self.topics.alter(name, request))
 
     def delete_topic(self, name: str) -> None:
-        self._topic(name)
+        self.topics.known(name)
         self.topics.delete(name)
 
     @_told
     def purge(self, name: str, *, partition: int | None, before_offset: int | None, forward: bool = True) -> None:
         """Remove messages below `before_offset`, or all that can be read."""
-        self.browsing.purge(self._topic(name), partition=partition, before_offset=before_offset, forward=forward)
+        self.browsing.purge(self.topics.known(name), partition=partition, before_offset=before_offset, forward=forward)
 
     # --- messages ----------------------------------------------------------------------------------------------------
 
@@ -222,7 +226,7 @@ class Broker(Rooms):
     ) -> Page:
         """Read on from a place, consuming nothing; waits up to `wait_ms` for the first message."""
         return self.browsing.browse(
-            self._topic(name),
+            self.topics.known(name),
             number,
             offset=offset,
             position=position,
@@ -235,17 +239,21 @@ class Broker(Rooms):
 
     def read_all(self, name: str, limit: int | None, *, forward: bool = True) -> Iterator[Stored]:
         """The whole queue as it stands now, partition by partition."""
-        return self.browsing.read_all(self._topic(name), limit, forward=forward)
+        return self.browsing.read_all(self.topics.known(name), limit, forward=forward)
 
     @_told
     def scheduled(self, name: str, *, after: Due = BEGINNING, limit: int, forward: bool = True) -> SchedulePage:
         """The messages that are still to come, by the time at which they are due."""
-        return self.schedule.page(self._topic(name), after=after, limit=limit, forward=forward)
+        return self.schedule.page(self.topics.known(name), after=after, limit=limit, forward=forward)
 
     @_told
     def cancel_scheduled(self, name: str, partition: int, offset: int, *, forward: bool = True) -> None:
         """Take back a message whose time is still to come. Raises MessageNotFound."""
-        self.schedule.cancel(self._topic(name), partition, offset, forward=forward)
+        try:
+            self.schedule.cancel(self.topics.known(name), partition, offset, forward=forward)
+        except NoSuchPartition as missing:
+            self.topics.confirm_missing(missing)
+            raise MessageNotFound(f"topic {name!r} has no partition {partition}") from None
 
     # --- groups ------------------------------------------------------------------------------------------------------
 
@@ -332,7 +340,7 @@ class Broker(Rooms):
         """Who leads what. Topics that do not exist are left out."""
         for name in names or ():
             with contextlib.suppress(TopicNotFound):
-                self._topic(name)
+                self.topics.known(name)
         return self.overview.metadata(names)
 
     def health(self) -> dict[str, object]:

@@ -103,7 +103,7 @@ class Publication:
 class Desk(Protocol):
     """What committing needs of the groups."""
 
-    def known(self, name: str) -> GroupState: ...
+    def known(self, name: str, *, mode: str = "", group_id: str = "") -> GroupState: ...
     def book(self, group: GroupState, topic_id: str) -> ReceiptBook: ...
     def at(self, group: GroupState, place: Place) -> GroupPartition: ...
     def partition(self, place: Place) -> Partition: ...
@@ -219,7 +219,7 @@ class Committing:
         return self._brought(call, place, forward)
 
     def _of_mode(self, name: str, mode: str) -> GroupState:
-        group = self._desk.known(name)
+        group = self._desk.known(name, mode=mode)
         if group.config.mode != mode:
             raise GroupModeMismatch(
                 f"group {name!r} is a {group.config.mode} group: its commits have {_shape(group.config.mode)}, and no"
@@ -265,7 +265,7 @@ class Committing:
     def serve(self, body: bytes) -> bytes:
         """A commit that another broker has checked, for a partition that this one leads."""
         call = _decode_call(body)
-        group = self._desk.known(call.group)
+        group = self._desk.known(call.group, group_id=call.group_id)
         if group.group_id != call.group_id:
             raise InvalidRequest(f"the commit is of an earlier group {call.group!r}")
         place = Place(call.topic, call.topic_id, call.number)

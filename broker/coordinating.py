@@ -46,7 +46,6 @@ from portalmq.errors import (
     InvalidRequest,
     NotLeader,
     PortalMQError,
-    TopicNotFound,
     Unavailable,
 )
 
@@ -191,7 +190,7 @@ class Coordinating:
         for topic in request.topics:
             wire.check_name(topic, "topic")
             self._topic_or_new(topic)
-        group = self._groups.find(name)
+        group = self._groups.find_of(name, "stream")
         if group is None:
             self._groups.put(name, {"mode": "stream"})
             group = self._groups.known(name)
@@ -347,7 +346,7 @@ class Coordinating:
     def serve(self, body: bytes) -> bytes:
         """Another broker takes this one for the coordinator. What it asks is done here or refused."""
         call = msgspec.msgpack.decode(body, type=Coordinate)
-        group: GroupState = self._groups.known(call.group)
+        group: GroupState = self._groups.known(call.group, group_id=call.group_id)
         if group.group_id != call.group_id:
             raise Unavailable(f"group {call.group!r} was deleted meanwhile", retry_after_s=0.1)
         own = self._own.get(group.group_id)
@@ -365,7 +364,7 @@ class Coordinating:
         for claim in claims:
             topic = self._mirror.topics.get(claim.partition[0])
             if topic is None:
-                outcomes[claim.partition] = TopicNotFound(f"there is no topic {claim.partition[0]!r}")
+                outcomes[claim.partition] = Unavailable(f"no topic {claim.partition[0]!r} is known here")
             else:
                 shares.append(ClaimShare(topic.name, topic.topic_id, claim.partition[1], claim.member_id, claim.since))
         for place, outcome in self._partitions.claim(group, shares).items():

@@ -96,7 +96,7 @@ class Listed:
 class Desk(Protocol):
     """What dead letters need of the groups."""
 
-    def known(self, name: str) -> GroupState: ...
+    def known(self, name: str, *, mode: str = "", group_id: str = "") -> GroupState: ...
     def partition(self, place: Place) -> Partition: ...
     def attach(self, group: GroupState, partition: Partition, topic_id: str) -> GroupPartition: ...
 
@@ -218,7 +218,7 @@ class DeadLetters:
         return group, topic, [DeadShare(number, ranges=ranges) for number, ranges in sorted(found.items()) if ranges]
 
     def _of_queue(self, name: str) -> GroupState:
-        group = self._desk.known(name)
+        group = self._desk.known(name, mode="queue")
         if group.config.mode != "queue":
             raise GroupModeMismatch(f"group {name!r} is a stream group: only queue groups give messages up")
         return group
@@ -276,7 +276,7 @@ class DeadLetters:
 
     def _delivery(self, call: DeadCall, place: Place) -> tuple[Partition, GroupDelivery | None]:
         """The partition, and the group on it if it has begun there. What was appended is committed on return."""
-        group = self._desk.known(call.group)
+        group = self._desk.known(call.group, group_id=call.group_id)
         if group.group_id != call.group_id:
             raise Unavailable(f"group {call.group!r} was deleted meanwhile", retry_after_s=0.1)
         partition = self._desk.partition(place)

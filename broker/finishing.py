@@ -150,7 +150,7 @@ class Finishing:
 
     def serve(self, body: bytes) -> bytes:
         call = _decode_finish(body)
-        group = self._groups.known(call.group)
+        group = self._groups.known(call.group, mode="queue", group_id=call.group_id)
         if group.group_id != call.group_id:
             raise InvalidRequest(f"this was asked of an earlier group {call.group!r}")
         if group.config.mode != "queue":

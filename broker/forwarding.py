@@ -40,12 +40,18 @@ T = TypeVar("T")
 Outcomes = dict[Place, T | PortalMQError]
 
 
+class NoSuchPartition(PartitionNotFound):
+    """`topic` is as this broker knows it: it may have grown."""
+
+    def __init__(self, topic: TopicState, number: int) -> None:
+        super().__init__(f"topic {topic.name!r} has partitions 0 to {topic.partitions - 1}, there is no {number}")
+        self.topic = topic
+
+
 def place_of(topic: TopicState, number: int) -> Place:
-    """Raises PartitionNotFound."""
+    """Raises NoSuchPartition."""
     if not 0 <= number < topic.partitions:
-        raise PartitionNotFound(
-            f"topic {topic.name!r} has partitions 0 to {topic.partitions - 1}, there is no {number}"
-        )
+        raise NoSuchPartition(topic, number)
     return Place(topic.name, topic.topic_id, number)
 
 

@@ -148,26 +148,34 @@ class Groups:
             del self._own[name]
         return self._mirror.groups.get(name)
 
-    def known(self, name: str) -> GroupState:
-        """Raises GroupNotFound. One that another broker made just now is asked for."""
+    def find_of(self, name: str, mode: str) -> GroupState | None:
+        """The same; one of another mode may be an earlier group of the name, so it is asked for."""
         group = self.find(name)
-        if name in self._deleting:
-            raise GroupNotFound(f"group {name!r} is being deleted")
-        if group is None:
-            wire.check_name(name, "group")
-            group = self._catalog.find_group(name) if name not in self._own else None
-            if group is None:
-                raise GroupNotFound(f"there is no group {name!r}: its first receive or join creates it")
+        if group is None or group.config.mode == mode:
+            return group
+        group = self._catalog.group_as_it_is(name)
+        if group is not None:
             self._remember(name, group)
-        elif self.is_ending(group):  # perhaps it is gone, and the mirror does not show that yet
-            group = self._catalog.find_group(name)
-            if group is None:
-                raise GroupNotFound(f"group {name!r} was deleted")
+        return group
+
+    def known(self, name: str, *, mode: str = "", group_id: str = "") -> GroupState:
+        """Raises GroupNotFound, and Unavailable for one that is just being deleted. Where this broker knows none, or
+        one of another `mode` or `group_id` than the caller can use, the control plane has the last word."""
+        group = self.find(name)
+        self._check_deletes_not(name)
+        is_right = group is not None and mode in ("", group.config.mode) and group_id in ("", group.group_id)
+        if group is not None and is_right and not self.is_ending(group):
+            return group
+        wire.check_name(name, "group")
+        group = self._catalog.group_as_it_is(name)
+        if group is None:
+            raise GroupNotFound(f"there is no group {name!r}: its first receive or join creates it")
+        self._remember(name, group)
         return group
 
     def ensure(self, name: str) -> GroupState:
         """The group, made now if it is missing. Raises Unavailable for one that is just being deleted."""
-        group = self.find(name)
+        group = self.find_of(name, "queue")
         if group is None or self.is_ending(group):
             # It may be gone already where another broker deleted it, though the mirror shows it still.
             wire.check_name(name, "group")
@@ -379,6 +387,7 @@ class Groups:
             self._tags = {topic.tag: topic for topic in self.topics}
             topic = self._tags.get(tag)
         if topic is None and self._unheard.get(tag, 0.0) < time.monotonic():
+            self._catalog.confirm()
             if any(topic_tag(state.topic_id) == tag for state in self._catalog.topics().values()):
                 raise Unavailable("this broker does not know the topic of a receipt yet", retry_after_s=0.1)
             self._unheard = {} if len(self._unheard) >= UNHEARD_MAX else self._unheard
@@ -449,7 +458,7 @@ class Groups:
 
     def serve_start(self, body: bytes) -> bytes:
         call = msgspec.msgpack.decode(body, type=Start)
-        group = self.known(call.group)
+        group = self.known(call.group, group_id=call.group_id)
         if group.group_id != call.group_id:
             raise Unavailable(f"group {call.group!r} was deleted meanwhile", retry_after_s=0.1)
         return self._serve(_Beginning(self, group, call.start), call)

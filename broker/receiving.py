@@ -24,7 +24,7 @@ from portalmq.broker.settling import Settling, Verdict
 from portalmq.broker.topics import Topic
 from portalmq.broker.waiting import Delivered, Peer, ReceiveOptions, Source, Waiter, receive, take
 from portalmq.control_plane.state import GroupState
-from portalmq.errors import Backpressure, NotLeader, PortalMQError, TopicNotFound, Unavailable
+from portalmq.errors import Backpressure, NotLeader, PortalMQError, Unavailable
 
 # How long whoever was told that something is there has to come for it, before the next one is told.
 COMING_S = 0.05
@@ -189,10 +189,7 @@ class Receiving:
         return [self._find(topic.name) or topic for topic in topics]
 
     def _find(self, name: str) -> Topic | None:
-        try:
-            return self._groups.topics.get(name)
-        except TopicNotFound:
-            return None
+        return self._groups.topics.get(name)
 
     def _here(self, group: GroupState, topics: Sequence[Topic]) -> tuple[list[GroupPartition], bool]:
         """The group on what is led here, and whether it has begun on all of that. A partition that refuses to let it

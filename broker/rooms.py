@@ -12,10 +12,8 @@ Who hears of what, when the cluster or a partition here has changed, stands here
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
-import gevent
 from gevent.event import Event
 from gevent.threadpool import ThreadPool
 
@@ -61,13 +59,10 @@ from portalmq.broker.turns import Turns
 from portalmq.broker.unfinished import Unfinished
 from portalmq.control_plane.catalog import Catalog
 from portalmq.control_plane.mirror import Changes
-from portalmq.control_plane.state import BrokerState, topic_path
+from portalmq.control_plane.state import BrokerState
 from portalmq.control_plane.stream_groups import StreamGroups
-from portalmq.errors import TopicNotFound, Unavailable
 
 CACHE_BYTES = 32 * 1024 * 1024
-KNOWN_WITHIN_S = 3.0
-KNOWN_POLL_S = 0.01
 
 
 class Rooms:
@@ -165,11 +160,11 @@ class Rooms:
         )
         self.settling = Settling(groups, leaders, peers)
         self.receiving = Receiving(groups, self.settling, peers)
-        self.finishing = Finishing(groups, self._topic, self._catalog.find_topic, leaders, peers)
-        self.sizing = Sizing(groups, self._topic, leaders, peers, clock)
-        self.turns = Turns(groups, self._topic, atlas, leaders, peers, clock)
-        self.unfinished = Unfinished(groups, self._topic, atlas, leaders, peers, clock)
-        self.dead_letters = DeadLetters(groups, self._topic, leaders, peers, clock)
+        self.finishing = Finishing(groups, self.topics.known, self._catalog.find_topic, leaders, peers)
+        self.sizing = Sizing(groups, self.topics.known, leaders, peers, clock)
+        self.turns = Turns(groups, self.topics.known, atlas, leaders, peers, clock)
+        self.unfinished = Unfinished(groups, self.topics.known, atlas, leaders, peers, clock)
+        self.dead_letters = DeadLetters(groups, self.topics.known, leaders, peers, clock)
         self.census = Census(self.broker_id, groups, self.mirror, peers)
 
     def _take_messages(self) -> None:
@@ -182,7 +177,7 @@ class Rooms:
         self.browsing = Browsing(atlas, leaders, peers, self.groups.lot)
         self.growth = Growth(self.mirror, atlas, leaders, peers)
         self.schedule = Scheduled(atlas, leaders, peers, self.clock)
-        self.fetching = Fetching(self._topic, atlas.partition, leaders, self.groups.lot)
+        self.fetching = Fetching(self.topics.known, atlas.partition, leaders, self.groups.lot)
 
     def _share_streams(self) -> None:
         """What members of stream groups ask for."""
@@ -193,19 +188,19 @@ class Rooms:
             store,
             self.groups,
             self.streaming,
-            self._topic,
+            self.topics.known,
             self.topics.get_or_create,
             self.mirror,
             self.peers,
             self.clock,
         )
         self.offsets = Offsets(
-            store, self.groups, self.streaming, self._topic, self.streams.roster_here, self.mirror, self.clock
+            store, self.groups, self.streaming, self.topics.known, self.streams.roster_here, self.mirror, self.clock
         )
 
     def _commit_and_order(self) -> None:
         """Acks and outputs as one; what the log orders to be appended elsewhere."""
-        outputs = OutputTopics(self.topics, self._catalog, self._topic, self.producing.copies)
+        outputs = OutputTopics(self.topics, self._catalog, self.topics.known, self.producing.copies)
         self.outboxes = Outboxes(outputs)
         self.committing = Committing(
             self.groups, self.settling, outputs, self.leaders, self.peers, self.outboxes, self.clock
@@ -289,23 +284,3 @@ class Rooms:
         self.outboxes.on_removed(topic)
         self.overview.forget_topic(topic)
         self.metrics.forget_topic(topic.name)
-
-    # --- topics by their names ----------------------------------------------------------------------------------------
-
-    def _topic(self, name: str) -> Topic:
-        """The topic. One that another broker made just now may not be known here yet: the control plane is asked, and
-        the mirror waited for."""
-        try:
-            return self.topics.get(name)
-        except TopicNotFound:
-            if self._catalog.find_topic(name) is None:
-                raise
-        self.mirror.note(topic_path(name))
-        deadline = time.monotonic() + KNOWN_WITHIN_S
-        while True:
-            try:
-                return self.topics.get(name)
-            except TopicNotFound:
-                if time.monotonic() > deadline:
-                    raise Unavailable(f"this broker does not know topic {name!r} yet", retry_after_s=0.1) from None
-            gevent.sleep(KNOWN_POLL_S)

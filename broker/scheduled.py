@@ -210,9 +210,7 @@ class Scheduled:
     # --- taking back -------------------------------------------------------------------------------------------------
 
     def cancel(self, topic: Topic, number: int, offset: int, *, forward: bool) -> None:
-        """Take a message back, durably on return. Raises MessageNotFound when nothing there is still to come."""
-        if not 0 <= number < topic.state.partitions:
-            raise MessageNotFound(f"topic {topic.name!r} has no partition {number}")
+        """Take a message back, durably on return. Raises NoSuchPartition, MessageNotFound for what is not to come."""
         self._leaders.one(place_of(topic.state, number), _Cancelling(self, offset), forward=forward)
 
     def cancel_here(self, partition: Partition, offset: int) -> None:

@@ -35,7 +35,7 @@ _Results = list[Result[list[bool]]]
 class Desk(Protocol):
     """What settling needs of the groups."""
 
-    def known(self, name: str) -> GroupState:
+    def known(self, name: str, *, mode: str = "", group_id: str = "") -> GroupState:
         """Raises GroupNotFound."""
         ...
 
@@ -173,7 +173,7 @@ class Settling:
     def serve(self, body: bytes) -> bytes:
         """Receipts that another broker has checked, for partitions that this one leads."""
         call = _decode_settle(body)
-        group = self._desk.known(call.group)
+        group = self._desk.known(call.group, group_id=call.group_id)
         if group.group_id != call.group_id:
             raise InvalidRequest(f"the receipts are of an earlier group {call.group!r}")
         shares = {
@@ -187,7 +187,7 @@ class Settling:
         return _encode([result_of(outcomes[place]) for place in shares])
 
     def _queue_group(self, name: str) -> GroupState:
-        group = self._desk.known(name)
+        group = self._desk.known(name, mode="queue")
         if group.config.mode != "queue":
             raise GroupModeMismatch(f"group {name!r} works in stream mode: it commits offsets and has no receipts")
         return group

@@ -140,7 +140,7 @@ class Sizing:
     def look(self, name: str, topic_name: str, *, forward: bool = True) -> QueueSize:
         """The same, and neither the group nor its place on a partition is made by it."""
         topic = self._topic(topic_name)
-        group = self._groups.find(name)
+        group = self._groups.find_of(name, "queue")
         if group is not None and group.config.mode != "queue":
             raise GroupModeMismatch(f"group {name!r} works in stream mode: its lag is all from its offset on")
         places = [place_of(topic.state, number) for number in range(topic.state.partitions)]
@@ -161,7 +161,7 @@ class Sizing:
 
     def serve(self, body: bytes) -> bytes:
         call = _decode(body)
-        group = self._groups.known(call.group)
+        group = self._groups.known(call.group, group_id=call.group_id)
         if group.group_id != call.group_id:
             raise InvalidRequest(f"this was asked of an earlier group {call.group!r}")
         places = [Place(call.topic, call.topic_id, number) for number in call.numbers]

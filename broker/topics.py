@@ -26,6 +26,7 @@ from gevent.lock import BoundedSemaphore
 from portalmq import wire
 from portalmq.broker.core.events import PartitionStateChanged, SessionLost
 from portalmq.broker.core.receipts import topic_tag
+from portalmq.broker.forwarding import NoSuchPartition
 from portalmq.broker.hosting import PartitionHost, PartitionMembership
 from portalmq.broker.partition import Partition
 from portalmq.broker.pulse import Pulse
@@ -35,11 +36,10 @@ from portalmq.broker.word import word_of
 from portalmq.control_plane.catalog import Catalog, Versioned
 from portalmq.control_plane.mirror import Changes, Mirror
 from portalmq.control_plane.plane import PlaneError
-from portalmq.control_plane.state import BrokerState, PartitionState, TopicState
+from portalmq.control_plane.state import BrokerState, PartitionState, TopicState, topic_path
 from portalmq.errors import (
     NotEnoughReplicas,
     NotLeader,
-    PartitionNotFound,
     PortalMQError,
     TopicNotFound,
     Unavailable,
@@ -49,6 +49,8 @@ log = logging.getLogger(__name__)
 
 # How long a change of a topic waits until it is seen here, and its partitions have leaders.
 SETTLE_WITHIN_S = 5.0
+# How long a topic that another broker made just now is waited for.
+KNOWN_WITHIN_S = 3.0
 OPENING_AT_A_TIME = 16
 OPEN_AGAIN_S = 1.0
 # How often a damaged replica looks for another one that is whole.
@@ -117,9 +119,7 @@ class Topic:
     def leader_of(self, number: int) -> int | None:
         """Who leads, as far as this broker knows. Raises PartitionNotFound."""
         if not 0 <= number < self.state.partitions:
-            raise PartitionNotFound(
-                f"topic {self.name!r} has partitions 0 to {self.state.partitions - 1}, there is no {number}"
-            )
+            raise NoSuchPartition(self.state, number)
         held = self._host.membership.mirror.partitions.get((self.state.topic_id, number))
         return held.value.leader if held is not None else None
 
@@ -457,13 +457,31 @@ class Topics:
 
     # --- finding -----------------------------------------------------------------------------------------------------
 
-    def get(self, name: str) -> Topic:
-        """Raises TopicNotFound, and InvalidRequest for what cannot be a name."""
+    def get(self, name: str) -> Topic | None:
+        """The topic, as far as this broker knows."""
+        return self._topics.get(name)
+
+    def known(self, name: str) -> Topic:
+        """The topic. Where this broker knows none the control plane has the last word, and the mirror is waited for.
+        Raises TopicNotFound, InvalidRequest for what cannot be a name, Unavailable."""
         topic = self._topics.get(name)
-        if topic is None:
-            wire.check_name(name, "topic")
+        if topic is not None:
+            return topic
+        if self._catalog.find_topic(name) is None:
             raise TopicNotFound(f"there is no topic {name!r}: {_how_to_create(name)}")
-        return topic
+        self._host.membership.mirror.note(topic_path(name))
+        if not self._wait_for(lambda: name in self._topics, KNOWN_WITHIN_S):
+            raise Unavailable(f"this broker does not know topic {name!r} yet", retry_after_s=0.1)
+        return self._topics[name]
+
+    def confirm_missing(self, missing: NoSuchPartition) -> None:
+        """Raises Unavailable when the topic has grown, and this broker has not heard of it."""
+        known = missing.topic
+        self._catalog.confirm()
+        now = self._catalog.find_topic(known.name)
+        if now is not None and (now.topic_id, now.partitions) != (known.topic_id, known.partitions):
+            self._host.membership.mirror.note(topic_path(known.name))
+            raise Unavailable(f"this broker does not know topic {known.name!r} as it is yet", retry_after_s=0.1)
 
     def holds(self, topic: Topic) -> bool:
         """Whether this very topic is still there, and not another one of its name."""
@@ -475,11 +493,13 @@ class Topics:
         if topic is not None:
             return topic
         if not self._auto_create:
-            wire.check_name(name, "topic")
-            raise TopicNotFound(
-                f"there is no topic {name!r}, and this cluster makes none at its first use (auto_create_topics=false): "
-                f"{_how_to_create(name)}"
-            )
+            try:
+                return self.known(name)
+            except TopicNotFound:
+                raise TopicNotFound(
+                    f"there is no topic {name!r}, and this cluster makes none at its first use "
+                    f"(auto_create_topics=false): {_how_to_create(name)}"
+                ) from None
         with self._turn(name):  # those who wait meanwhile go on in the order in which they came
             topic = self._topics.get(name)
             return topic or self._create(name, wire.CreateTopic())[0]
@@ -508,7 +528,6 @@ class Topics:
         return self._settled(state), created
 
     def alter(self, name: str, request: wire.AlterTopic) -> Topic:
-        self.get(name)
         with self._turn(name):
             state = self._catalog.alter_topic(name, request, brokers=self._host.membership.mirror.brokers)
             return self._settled(state)

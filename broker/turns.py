@@ -147,7 +147,7 @@ class Turns:
 
     def _group(self, name: str) -> GroupState:
         """The group, made now if it is missing."""
-        group = self._groups.find(name)
+        group = self._groups.find_of(name, "stream")
         if group is None:
             self._groups.put(name, {"mode": "stream"})
             group = self._groups.known(name)
@@ -188,7 +188,7 @@ class Turns:
         return _encode([result_of(outcomes[place]) for place in places])
 
     def _same_group(self, name: str, group_id: str) -> GroupState:
-        group = self._groups.known(name)
+        group = self._groups.known(name, group_id=group_id)
         if group.group_id != group_id:
             raise Unavailable(f"group {name!r} was deleted meanwhile", retry_after_s=0.1)
         return group

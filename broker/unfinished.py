@@ -96,7 +96,7 @@ class Unfinished:
         as it is taken, and only behind `after` (partition, offset). A group that nobody has used yet has finished
         nothing. Raises TopicNotFound, GroupModeMismatch, and what a leader answers."""
         topic = self._topic(topic_name)
-        group = self._groups.find(name)
+        group = self._groups.find_of(name, "queue")
         if group is not None and group.config.mode != "queue":
             raise GroupModeMismatch(f"group {name!r} works in stream mode: its lag is all from its offset on")
         first, behind = after or (0, -1)

@@ -57,7 +57,8 @@ class Catalog(Cluster):
         return self._all(state.TOPICS, TopicState)
 
     def find_topic(self, name: str) -> TopicState | None:
-        held = self._read(state.topic_path(wire.check_name(name, "topic")), TopicState)
+        """None is said only after a sync."""
+        held = self._confirmed(state.topic_path(wire.check_name(name, "topic")), TopicState)
         return held.value if held else None
 
     def topic(self, name: str) -> TopicState:
@@ -86,8 +87,9 @@ class Catalog(Cluster):
         tried: set[str] = set()
 
         def create() -> tuple[TopicState, bool]:
-            existing = self.find_topic(name)
-            if existing is not None:
+            held = self._read(state.topic_path(name), TopicState)
+            if held is not None:
+                existing = held.value
                 if existing.topic_id not in tried:
                     _check_alike(existing, request)
                 return existing, existing.topic_id in tried
@@ -257,6 +259,13 @@ class Catalog(Cluster):
         return self._all(state.GROUPS, GroupState)
 
     def find_group(self, name: str) -> GroupState | None:
+        """None is said only after a sync."""
+        held = self._confirmed(state.group_path(wire.check_name(name, "group")), GroupState)
+        return held.value if held else None
+
+    def group_as_it_is(self, name: str) -> GroupState | None:
+        """The group as it stands now, after a sync."""
+        self.confirm()
         held = self._read(state.group_path(wire.check_name(name, "group")), GroupState)
         return held.value if held else None
 

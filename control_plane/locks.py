@@ -273,12 +273,7 @@ class LockTable(Tree):
             self._set(name, held, after, witness, floor_version)
             return after
 
-        try:
-            return self._until_fitting(f"lock {name!r}", attempt)
-        except (Fenced, LockNotFound):
-            # What was read may be older than what another broker granted a moment ago.
-            self.plane.sync()
-            return self._until_fitting(f"lock {name!r}", attempt)
+        return self._until_fitting(f"lock {name!r}", attempt)
 
     def free(self, name: str, mark: Mark, witness: Witness) -> None:
         """The ttl of this lending is over, as its observer counts: say so, for all who wait."""

@@ -8,6 +8,7 @@ is either recognised as done in what is then read, or harmless to repeat.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -16,7 +17,7 @@ import msgspec
 
 from portalmq.control_plane import state
 from portalmq.control_plane.plane import Conflict, ControlPlane, Create, OutcomeUnknown, PlaneUnavailable
-from portalmq.errors import Unavailable
+from portalmq.errors import PortalMQError, Unavailable
 
 ATTEMPTS = 16
 
@@ -38,6 +39,27 @@ class Tree:
     def __init__(self, plane: ControlPlane, *, random_bytes: Callable[[int], bytes] = os.urandom) -> None:
         self.plane = plane
         self._random_bytes = random_bytes
+        self._confirming = threading.Lock()
+        self._confirmations = 0
+        self._unconfirmed = ""
+
+    def confirm(self) -> None:
+        """Sync. Callers that wait meanwhile share the next one, so any number of refusals costs one write at a time.
+
+        Raises PlaneUnavailable.
+        """
+        seen = self._confirmations
+        with self._confirming:
+            if self._confirmations == seen:
+                self._confirmations += 1
+                self._unconfirmed = "the control plane was not asked to the end"
+                try:
+                    self.plane.sync()
+                    self._unconfirmed = ""
+                except Unavailable as fault:
+                    self._unconfirmed = fault.detail
+            if self._unconfirmed:
+                raise PlaneUnavailable(self._unconfirmed)
 
     def _unique(self) -> str:
         return self._random_bytes(16).hex()
@@ -57,13 +79,23 @@ class Tree:
         held = self.plane.get(path)
         return Versioned(state.decode(held.data, kind), held.version) if held else None
 
+    def _confirmed(self, path: str, kind: type[StateT]) -> Versioned[StateT] | None:
+        """The same; None only after a sync, as a server that lags does not know what was made a moment ago."""
+        held = self._read(path, kind)
+        if held is None:
+            self.confirm()
+            held = self._read(path, kind)
+        return held
+
     def _all(self, parent: str, kind: type[StateT]) -> dict[str, StateT]:
         nodes = self.plane.get_children(parent)
         return {node.path.rpartition("/")[2]: state.decode(node.data, kind) for node in nodes}
 
     def _until_fitting(self, what: str, attempt: Callable[[], T]) -> T:
-        """Run `attempt` (read, decide, commit) until nobody changed in between what it had read."""
+        """Run `attempt` (read, decide, commit) until nobody changed in between what it had read. What it refuses by a
+        read that may be old, it decides once more after a sync."""
         unknown: OutcomeUnknown | None = None
+        is_synced = False
         for _ in range(ATTEMPTS):
             try:
                 if unknown:
@@ -76,4 +108,9 @@ class Tree:
             except PlaneUnavailable:
                 # Of this attempt nothing was applied; of an earlier one, who knows.
                 raise unknown or PlaneUnavailable(f"{what}: the control plane does not answer") from None
+            except PortalMQError as refusal:
+                if is_synced or refusal.status >= 500:
+                    raise
+                self.confirm()
+                is_synced = True
         raise unknown or Unavailable(f"{what}: others changed it {ATTEMPTS} times in between, try again")

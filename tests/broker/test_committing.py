@@ -387,9 +387,7 @@ def test_ids_tell_partitions_records_epochs_and_places_apart(fixture):
 @pytest.fixture
 def stream(fixture):
     """A stream group whose member `m` owns partition 0 in generation 3."""
-    group = fixture.broker.groups.ensure("s")
-    config = msgspec.structs.replace(group.config, mode="stream")
-    fixture.broker.groups._remember("s", msgspec.structs.replace(group, config=config))
+    fixture.broker.put_group("s", {"mode": "stream"})
     send(fixture, *"abcdef")
     partition_of(fixture).append_group_record("s", Claim("m", 3, 0, 1)).wait()
     return fixture

@@ -220,9 +220,7 @@ def test_an_id_that_is_none_is_refused(fixture, after):
 
 def test_stream_groups_have_no_dead_letters(fixture):
     send(fixture, "a")
-    group = fixture.broker.groups.ensure("g")
-    config = msgspec.structs.replace(group.config, mode="stream")
-    fixture.broker.groups._remember("g", msgspec.structs.replace(group, config=config))
+    fixture.broker.put_group("g", {"mode": "stream"})
     with pytest.raises(GroupModeMismatch):
         listed(fixture)
 

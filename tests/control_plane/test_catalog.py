@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+import threading
+
 import pytest
 from support.interrupted import Interrupted
 
 from portalmq import wire
 from portalmq.control_plane import state
 from portalmq.control_plane.catalog import ATTEMPTS, PRODUCER_ID_BLOCK, BrokerIdTaken, Catalog
-from portalmq.control_plane.plane import Create, VersionMismatch
+from portalmq.control_plane.plane import Create, PlaneUnavailable, VersionMismatch
 from portalmq.control_plane.state import BrokerState
 from portalmq.errors import (
     GroupModeMismatch,
@@ -345,3 +347,94 @@ class TestContention:
         with pytest.raises(PortalMQError) as caught:
             create(catalog)
         assert caught.value.outcome == "unknown"
+
+
+class TestServersThatLag:
+    """What was made or deleted through another server a moment ago is not refused by what an older state says."""
+
+    def test_what_is_there_is_found(self, plane: Interrupted, catalog: Catalog) -> None:
+        create(catalog)
+        catalog.put_group("g", {})
+        for path, find in ((state.topic_path("t"), catalog.find_topic), (state.group_path("g"), catalog.find_group)):
+            plane.lagging[path] = None
+            assert find(path.rpartition("/")[2]) is not None
+
+    def test_what_is_there_is_changed_and_deleted(self, plane: Interrupted, catalog: Catalog) -> None:
+        create(catalog)
+        plane.lagging[state.topic_path("t")] = None
+        assert catalog.alter_topic("t", wire.AlterTopic(partitions=3), brokers=ONE).partitions == 3
+        plane.lagging[state.topic_path("t")] = None
+        assert catalog.delete_topic("t", now_ms=0).partitions == 3
+        catalog.put_group("g", {})
+        plane.lagging[state.group_path("g")] = None
+        catalog.delete_group("g")
+
+    def test_what_is_deleted_is_in_nobodys_way(self, plane: Interrupted, catalog: Catalog) -> None:
+        create(catalog, partitions=2)
+        catalog.put_group("g", {"mode": "stream"})
+        before = [plane.get(path) for path in (state.topic_path("t"), state.group_path("g"))]
+        catalog.delete_topic("t", now_ms=0)
+        catalog.delete_group("g")
+        plane.lagging = {node.path: node for node in before if node is not None}
+        assert create(catalog, partitions=3)[1]
+        plane.lagging = {node.path: node for node in before if node is not None}
+        assert catalog.put_group("g", {"mode": "queue"})[1]
+
+    def test_a_refusal_that_cannot_be_confirmed_is_none(
+        self, plane: Interrupted, catalog: Catalog, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def away() -> None:
+            raise PlaneUnavailable("away")
+
+        monkeypatch.setattr(plane, "sync", away)
+        for refuse in (lambda: catalog.find_topic("t"), lambda: catalog.delete_topic("t", now_ms=0)):
+            with pytest.raises(PlaneUnavailable):
+                refuse()
+
+    def test_those_who_wait_share_a_sync(self, plane: Interrupted, catalog: Catalog) -> None:
+        gate = catalog._confirming = Gate(8)  # type: ignore[assignment]
+        callers = [threading.Thread(target=catalog.confirm) for _ in range(8)]
+        with gate.lock:
+            for caller in callers:
+                caller.start()
+            assert gate.all_are_there.wait(60)
+        for caller in callers:
+            caller.join(60)
+        assert plane.syncs == 1
+
+    def test_a_sync_that_began_before_somebody_asked_is_no_answer(
+        self, plane: Interrupted, catalog: Catalog, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        gate = catalog._confirming = Gate(2)  # type: ignore[assignment]
+        late, sync = threading.Thread(target=catalog.confirm), plane.sync
+
+        def meanwhile() -> None:
+            if not late.is_alive():
+                late.start()
+                assert gate.all_are_there.wait(60)
+            sync()
+
+        monkeypatch.setattr(plane, "sync", meanwhile)
+        catalog.confirm()
+        late.join(60)
+        assert plane.syncs == 2
+
+
+class Gate:
+    """A lock that knows how many came to it."""
+
+    def __init__(self, all_of_them: int) -> None:
+        self.lock = threading.Lock()
+        self.all_are_there = threading.Event()
+        self._missing = all_of_them
+        self._counting = threading.Lock()
+
+    def __enter__(self) -> None:
+        with self._counting:
+            self._missing -= 1
+            if self._missing == 0:
+                self.all_are_there.set()
+        self.lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.lock.release()

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from portalmq.control_plane.plane import Op, OutcomeUnknown
+from portalmq.control_plane.plane import Node, Op, OutcomeUnknown
 from portalmq.control_plane.standalone import Standalone
 
 
 class Interrupted(Standalone):
     """A plane whose next commits can be met by somebody else's, or lose their requests or answers. `session` is the
-    session that whoever asks belongs to."""
+    session that whoever asks belongs to. Reads show what `lagging` holds until the next sync, as a server does that
+    has not heard of the newest commits."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
@@ -20,6 +21,16 @@ class Interrupted(Standalone):
         self.lose_requests = 0
         self.commits = 0
         self.session = 1
+        self.lagging: dict[str, Node | None] = {}
+        self.syncs = 0
+
+    def get(self, path: str) -> Node | None:
+        return self.lagging[path] if path in self.lagging else super().get(path)
+
+    def sync(self) -> None:
+        self.syncs += 1
+        super().sync()
+        self.lagging.clear()
 
     @property
     def session_id(self) -> int:

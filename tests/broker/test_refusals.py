@@ -1,0 +1,135 @@
+"""What a broker refuses by what it knows of the cluster: never by a view that may be older than the question."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from support.domain import Fixture, records, running
+
+from portalmq import wire
+from portalmq.broker.calls import Place
+from portalmq.broker.lookup import Lookup
+from portalmq.control_plane.state import GroupState, TopicState
+from portalmq.errors import (
+    GroupModeMismatch,
+    GroupNotFound,
+    MessageNotFound,
+    PartitionNotFound,
+    TopicNotFound,
+    Unavailable,
+)
+
+
+@pytest.fixture
+def fixture(tmp_path: Path):
+    with running(tmp_path) as it:
+        it.broker.create_topic("t", wire.CreateTopic(partitions=2))
+        yield it
+
+
+def place(fixture: Fixture, number: int = 0) -> Place:
+    return Place("t", fixture.broker.topics.known("t").state.topic_id, number)
+
+
+def has_not_read_yet(fixture: Fixture) -> None:
+    """As a broker that has just begun, or came back after the topic was made."""
+    topics = fixture.broker.topics
+    topic = topics._topics.pop("t")
+    del topics._by_id[topic.state.topic_id]
+
+
+def knows_older(fixture: Fixture, **older: object) -> TopicState:
+    topic = fixture.broker.topics.known("t")
+    now = topic.state
+    topic.state = msgspec.structs.replace(now, **older)
+    return now
+
+
+def refused(error: pytest.ExceptionInfo[Unavailable]) -> tuple[bool, str]:
+    return error.value.retryable, error.value.outcome
+
+
+def brought(fixture: Fixture, at: Place) -> None:
+    """Another broker's call about a partition that this one leads."""
+    work = Lookup("known", msgspec.Struct(), bool, lambda _: True, fixture.broker.peers, 1.0)
+    fixture.broker.leaders.one(at, work, forward=False)
+
+
+def test_a_call_of_another_broker_about_a_topic_that_is_not_known_yet_is_to_be_repeated(fixture, monkeypatch):
+    monkeypatch.setattr("portalmq.broker.forwarding.OWN_PATIENCE_S", 0.05)
+    at = place(fixture)
+    has_not_read_yet(fixture)
+    with pytest.raises(Unavailable) as error:
+        brought(fixture, at)
+    assert refused(error) == (True, "not_applied")
+
+
+def test_a_call_about_a_partition_that_is_not_known_yet_is_to_be_repeated(fixture, monkeypatch):
+    monkeypatch.setattr("portalmq.broker.forwarding.OWN_PATIENCE_S", 0.05)
+    at = place(fixture, 1)
+    knows_older(fixture, partitions=1)
+    with pytest.raises(Unavailable) as error:
+        brought(fixture, at)
+    assert refused(error) == (True, "not_applied")
+
+
+def test_a_call_about_a_topic_that_was_deleted_is_refused_for_good(fixture):
+    at = place(fixture)
+    fixture.broker.delete_topic("t")
+    with pytest.raises(TopicNotFound):
+        brought(fixture, at)
+
+
+@pytest.mark.parametrize("known", [1, 2])
+def test_a_partition_is_missing_only_if_the_control_plane_has_none(fixture, known):
+    knows_older(fixture, partitions=known)
+    expected = PartitionNotFound if known == 2 else Unavailable
+    number = 1 if known == 1 else 2
+    broker = fixture.broker
+    for use in (
+        lambda: broker.produce("t", records("a"), None, partition=number, acks="all"),
+        lambda: broker.purge("t", partition=number, before_offset=None),
+    ):
+        with pytest.raises(expected):
+            use()
+    with pytest.raises(MessageNotFound if known == 2 else Unavailable):
+        broker.cancel_scheduled("t", number, 0)
+
+
+def test_a_topic_that_this_broker_has_not_read_of_is_looked_for_before_it_is_denied(tmp_path):
+    """Nothing of it is known here but the control plane's word: it is there, so it is waited for, and not denied."""
+    with running(tmp_path) as it:
+        it.broker.topics._auto_create = False
+        it.broker.create_topic("t", wire.CreateTopic())
+        has_not_read_yet(it)
+        it.broker.mirror.note(None)  # everything is read again, and told
+        it.broker.produce("t", records("a"), None, acks="all")
+        with pytest.raises(TopicNotFound, match="auto_create_topics"):
+            it.broker.produce("u", records("a"), None, acks="all")
+
+
+def test_a_group_of_another_mode_may_be_an_earlier_one_of_the_name(fixture):
+    groups, group = fixture.broker.groups, fixture.broker.groups.ensure("g")
+    earlier = GroupState("g", msgspec.structs.replace(group.config, mode="stream"), "an earlier id")
+    groups._remember("g", earlier)
+    assert groups.ensure("g") == group
+    groups._remember("g", earlier)
+    assert groups.known("g", mode="queue") == group
+    groups._remember("g", earlier)
+    assert groups.known("g", group_id=group.group_id) == group
+    fixture.broker.put_group("s", {"mode": "stream"})
+    with pytest.raises(GroupModeMismatch):
+        groups.ensure("s")
+
+
+def test_a_group_that_was_deleted_here_and_made_anew_elsewhere_is_there(fixture):
+    broker = fixture.broker
+    broker.groups.ensure("g")
+    broker.delete_group("g")
+    with pytest.raises(GroupNotFound):
+        broker.groups.known("g")
+    made, _ = broker._catalog.put_group("g", {})
+    broker.groups._remember("g", None)  # its own word is younger than what the mirror shows
+    assert broker.groups.known("g") == made
