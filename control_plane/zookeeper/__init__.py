@@ -372,6 +372,8 @@ class ZooKeeper:
             try:
                 return self._ask(make(), deadline)
             except _REPEATABLE:
+                if clock_s() >= deadline:  # a connection that came back with the last moment leaves no time to ask
+                    raise PlaneUnavailable(f"ZooKeeper at {self._servers} does not answer") from None
                 self._pause(RETRY_PAUSE_S)
             except _UnansweredError:
                 raise PlaneUnavailable(f"ZooKeeper at {self._servers} does not answer") from None

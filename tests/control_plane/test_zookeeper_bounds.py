@@ -1,0 +1,29 @@
+"""How long a call of the plane may take, without a server: the wire's part is played by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from portalmq.control_plane.plane import PlaneUnavailable, clock_s
+from portalmq.control_plane.zookeeper import ZooKeeper
+from portalmq.control_plane.zookeeper.connection import NotSentError
+
+
+def test_a_read_whose_time_is_over_when_the_connection_is_back_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wait for the connection took all of it: what is asked now is taken back unsent, each time."""
+    plane = ZooKeeper("localhost:2181")
+    tries: list[float] = []
+
+    def take_back(request: Any, deadline: float) -> None:
+        tries.append(deadline)
+        assert len(tries) < 10, "it is asked for ever"
+        raise NotSentError
+
+    monkeypatch.setattr(plane, "_deadline", lambda: clock_s() - 0.001)
+    monkeypatch.setattr(plane, "_await_connection", lambda deadline: 1)
+    monkeypatch.setattr(plane, "_ask", take_back)
+    with pytest.raises(PlaneUnavailable):
+        plane.get("/a")
+    assert len(tries) == 1
