@@ -12,9 +12,10 @@ is in sync). Within one epoch all logs are prefixes of the leader's. What is com
 of that time. So the longest log of the highest epoch that anybody holds contains all of it, and so does each log that
 is equal to it. Records behind what was committed may come back to life: of those nobody was told an outcome.
 
-That argument needs every replica: one that is missing could be the longest. Hence a broker that `brokers.json` knows,
-and whose directory is not given, stops the adoption, as does a partition whose every replica is damaged; only an
-operator who accepts the loss by name goes on.
+That argument needs every replica: one that is missing or damaged could be the longest. Hence a broker that
+`brokers.json` knows, and whose directory is not given, stops the adoption. So does a damaged replica, unless what was
+committed must be on others as well: fewer are damaged than had to hold a record before it was acknowledged, and as many
+whole ones hold the same. Only an operator who accepts the loss by name goes on.
 
 The leader epoch goes on above every one that any replica has seen, so nothing of the time before is mistaken for now.
 Producer ids go on far above those in the logs: a new producer must not be taken for an old one, and its messages for
@@ -147,12 +148,25 @@ class Adoption:
             f"the data directory of broker {number} ({url}) is not among them" for number, url in self.missing.items()
         ]
         for (topic_id, number), found in sorted(self.replicas.items()):
+            topic = self.topics[topic_id]
+            faults = "; ".join(each.fault for each in found if each.fault)
             if all(each.fault for each in found):
-                faults = "; ".join(each.fault for each in found)
+                told.append(f"partition {number} of topic {topic.name!r} has no whole replica: {faults}")
+            elif _may_lack(found, topic):
                 told.append(
-                    f"partition {number} of topic {self.topics[topic_id].name!r} has no whole replica: {faults}"
+                    f"partition {number} of topic {topic.name!r} may lack what a damaged replica alone held: {faults}"
                 )
         return told
+
+
+def _may_lack(found: Collection[Found], topic: TopicState) -> bool:
+    """Whether a damaged replica may have held what was committed and is on no whole one. The ISR of the time is not
+    known: those that hold the same may be behind together, so there have to be enough of them to commit anything."""
+    damaged = sum(bool(each.fault) for each in found)
+    whole = [(each.last_epoch, each.end) for each in found if not each.fault]
+    replicas = max(len(found), topic.replication_factor)
+    least = min(replicas, topic.config.min_insync_replicas or replicas // 2 + 1)
+    return damaged > 0 and (damaged >= least or whole.count(max(whole)) < least)
 
 
 def look_into(directories: Iterable[Path]) -> Adoption:

@@ -60,19 +60,38 @@ class TestWhoIsInSync:
         assert {logs[number] for number in state.isr} == {max(logs)}
 
 
+def losses(replicas: list[Found], config: wire.TopicConfig | None = None) -> list[str]:
+    topic = TopicState("t", "id", 1, 1, len(replicas), config or wire.TopicConfig())
+    return Adoption(topics={"id": topic}, replicas={("id", 0): replicas}).losses()
+
+
 class TestWhatIsMissing:
     def test_a_broker_that_is_known_and_not_given_is_named(self) -> None:
         adoption = Adoption(missing={2: "http://b2"})
         assert adoption.losses() == ["the data directory of broker 2 (http://b2) is not among them"]
 
     def test_a_partition_without_a_whole_replica_is_named(self) -> None:
-        topic = TopicState("t", "id", 2, 2, 2, wire.TopicConfig())
-        adoption = Adoption(
-            topics={"id": topic},
-            replicas={("id", 0): [found(1, fault="broker 1: torn")], ("id", 1): [found(1), found(2, fault="x")]},
-            brokers={1: "a", 2: "b"},
-        )
-        assert adoption.losses() == ["partition 0 of topic 't' has no whole replica: broker 1: torn"]
+        assert losses([found(1, fault="broker 1: torn")]) == [
+            "partition 0 of topic 't' has no whole replica: broker 1: torn"
+        ]
+
+    @pytest.mark.parametrize(
+        ("replicas", "least", "is_loss"),
+        [
+            ([found(1), found(2), found(3)], None, False),
+            ([found(1), found(2), found(3, fault="torn")], None, False),
+            ([found(1), found(2), found(3, fault="torn")], 1, True),
+            ([found(1), found(2), found(3, fault="torn")], 2, False),
+            ([found(1), found(2), found(3, fault="torn")], 3, True),
+            ([found(1, end=9), found(2), found(3, fault="torn")], None, True),
+            ([found(1), found(2, fault="torn"), found(3, fault="torn")], None, True),
+            ([found(1), found(2, fault="torn")], None, True),
+        ],
+    )
+    def test_a_damaged_replica_that_may_have_held_most_is_named(self, replicas, least, is_loss) -> None:
+        told = losses(replicas, wire.TopicConfig(min_insync_replicas=least))
+        assert bool(told) == is_loss
+        assert all("may lack what a damaged replica alone held: torn" in loss for loss in told)
 
     def test_a_partition_that_was_never_opened_begins_empty(self) -> None:
         topic = TopicState("t", "id", 1, 1, 3, wire.TopicConfig())
