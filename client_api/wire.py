@@ -214,16 +214,22 @@ DAY_MS = 24 * 3600 * 1000
 
 
 class TopicConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Settings of a topic; None means without a limit, or the cluster's default."""
+    """Settings of a topic; None means without a limit, or the cluster's default. The comments make docs/SETTINGS.md."""
 
+    # replicas that must hold a message before it is acknowledged; by default a majority of those the partition has
     min_insync_replicas: Positive | None = None
+    # age at which messages are deleted; a compacted topic keeps them unless it is set by name
     retention_ms: Positive | None = 7 * DAY_MS
-    retention_bytes: Positive | None = None
+    retention_bytes: Positive | None = None  # size of a partition above which its oldest messages are deleted
+    # size at which a partition begins a new file; retention deletes whole files
     segment_bytes: Annotated[int, msgspec.Meta(ge=1024 * 1024, le=1 << 40)] = 256 * 1024 * 1024
+    # largest message; a larger one is refused with 413
     max_message_bytes: Annotated[int, msgspec.Meta(ge=1, le=BODY_BYTES_MAX)] = MESSAGE_BYTES_MAX
-    dedup_window_ms: Positive = DAY_MS
-    default_ttl_ms: Positive | None = None
+    dedup_window_ms: Positive = DAY_MS  # how long producers' sequences and Idempotency-Keys are remembered
+    default_ttl_ms: Positive | None = None  # time to live of a message that names none
+    # messages that the slowest queue group may have before it; more are refused with 429
     max_backlog_messages: Positive | None = None
+    # `compact` keeps the last message of each key instead of all messages of an age
     cleanup: Literal["delete", "compact"] = "delete"
 
 
@@ -379,24 +385,35 @@ GroupStart = Literal["earliest", "latest"] | dict[Literal["at"], NonNegative]
 
 
 class GroupConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    # `queue`: consumers share messages under leases; `stream`: they share partitions. Fixed when the group is made
     mode: Literal["queue", "stream"] = "queue"
+    # where the group begins on a topic: `earliest`, `latest`, or `{"at": "2026-01-31T12:00:00Z"}` (or Unix ms). The
+    # first receive from a topic fixes it; partitions that are added later are read from their beginning
     start: GroupStart = "earliest"
+    # how often a message may be delivered
     delivery: Literal["at_least_once", "at_most_once", "exactly_once"] = "at_least_once"
+    # how long a lease lasts, unless a receive says otherwise
     visibility_timeout_ms: Annotated[int, msgspec.Meta(ge=1, le=VISIBILITY_TIMEOUT_MS_MAX)] = 30_000
-    max_deliveries: Positive = 5
+    max_deliveries: Positive = 5  # deliveries without an ack after which a message becomes a dead letter
+    # how long a nacked message waits after its first, second, … delivery; the last one holds for all that follow. A
+    # nack with `delay_ms` says it itself. A lease that runs out returns its message at once
     retry_backoff_ms: Annotated[tuple[NonNegative, ...], msgspec.Meta(min_length=1, max_length=100)] = (0,)
-    dead_letter_topic: str = "{topic}.dlq"
+    dead_letter_topic: str = "{topic}.dlq"  # where copies of dead letters go; `""` for nowhere
+    # `key`: one message of a key at a time, in order. Fixed when the group is made
     ordering: Literal["none", "key"] = "none"
 
 
 class ReceiveRequest(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
-    topics: Annotated[list[str], msgspec.Meta(min_length=1, max_length=1_000)]
+    topics: Annotated[list[str], msgspec.Meta(min_length=1, max_length=1_000)]  # topics to receive from
+    # most messages of one answer
     max_messages: Annotated[int, msgspec.Meta(ge=1, le=RECEIVE_MESSAGES_MAX)] = 10
-    wait_ms: Annotated[int, msgspec.Meta(ge=0, le=WAIT_MS_MAX)] = 0
+    wait_ms: Annotated[int, msgspec.Meta(ge=0, le=WAIT_MS_MAX)] = 0  # how long to wait for the first message
+    # how long the leases last; by default as the group is set
     visibility_timeout_ms: Annotated[int, msgspec.Meta(ge=1, le=VISIBILITY_TIMEOUT_MS_MAX)] | None = None
-    consumer: Annotated[str, msgspec.Meta(max_length=190)] = ""
+    consumer: Annotated[str, msgspec.Meta(max_length=190)] = ""  # name of the consumer, for others to see
+    # name of this receive: a repeat under it brings the same messages under the same leases
     attempt_id: Annotated[str, msgspec.Meta(min_length=1, max_length=190)] | None = None
-    # Receipts that are acked first: one request for a consumer's whole turn.
+    # receipts that are acked first: one request for a consumer's whole turn
     ack: Annotated[list[str], msgspec.Meta(max_length=RECEIVE_MESSAGES_MAX)] = []
 
 

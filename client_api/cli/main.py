@@ -139,7 +139,10 @@ def _sentence(error: PortalMQError) -> str:
 @click.version_option(package_name="portalmq", message="portalmq %(version)s")
 @connection_options
 def main() -> None:
-    """A message queue you can curl, query with SQL, and trust."""
+    """A message queue you can curl, query with SQL, and trust.
+
+    Tab completion in bash: eval "$(_PORTALMQ_COMPLETE=bash_source portalmq)"
+    """
 
 
 for _command in (

@@ -80,7 +80,6 @@ def test_the_older_queues_commands_do_what_the_page_says(broker: BrokerProcess, 
 
 @needs_curl
 def test_a_look_into_a_queue_as_the_manual_has_it(broker: BrokerProcess, tmp_path: Path):
-    broker.request("POST", "/v1/publish", {"message": "look at me"})
     (looked,) = said_by("OPERATING.md", broker, tmp_path)
     table, row, as_json, by_http = [line for line in looked.splitlines() if line]
     assert table.split()[:2] == ["ID", "STATE"]
