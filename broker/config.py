@@ -94,7 +94,14 @@ class BrokerConfig:
     fetch_bytes_max: int = _setting(4 * MIB, "most that one fetch brings, over all partitions", at_least=64 * 1024)
 
     body_bytes_max: int = _setting(8 * MIB, "largest request body", at_least=1024)
-    body_timeout_s: float = _setting(30.0, "longest pause of a client within a request or an answer", at_least=0.1)
+    body_bytes_in_flight_max: int = _setting(
+        64 * MIB, "most bytes of all bodies that are read or worked on; beyond that 429", at_least=64 * 1024
+    )
+    body_timeout_s: float = _setting(
+        30.0,
+        "longest pause of a client within a request or an answer; a body has as long, and 1 s for each 64 KiB",
+        at_least=0.1,
+    )
     keepalive_s: int = _setting(75, "how long an idle connection is kept", at_least=1)
     worker_connections: int = _setting(10_000, "most connections at a time", at_least=10)
     parked_receives_max: int = _setting(5_000, "most waiting calls at a time; more are answered 429", at_least=1)

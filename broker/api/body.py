@@ -1,4 +1,4 @@
-"""Reading a request's body: counted while it streams, whole or not at all.
+"""Reading a request's body: counted while it streams, whole or not at all, and so many at a time.
 
 Flask's MAX_CONTENT_LENGTH is of no use here: with a chunked body it stops reading at the limit and hands over what it
 has, silently. So the stream of WSGI is read directly. A body that is too large, cut short, or not wanted at all (a 404)
@@ -9,16 +9,54 @@ from __future__ import annotations
 
 from typing import Any
 
-from portalmq.errors import InvalidRequest, MessageTooLarge, UnsupportedMediaType
+import gevent
+
+from portalmq.errors import Backpressure, InvalidRequest, MessageTooLarge, UnsupportedMediaType
+
+# A body has the longest pause that a client may make, and the time that it takes at this rate.
+BYTES_PER_S_MIN = 64 * 1024
+# So little is taken whatever waits: acks, receives and questions go on when large bodies are refused.
+SMALL_BYTES = 4 * 1024
 
 _READ = "portalmq.body_was_read"
+_HELD = "portalmq.body_bytes_held"
 
 
-def read_body(environ: dict[str, Any], bytes_max: int) -> bytes:
-    """The body, at most `bytes_max` bytes of it.
+class BodiesInFlight:
+    """The bodies of requests that are read or worked on, over all connections, in bytes.
 
-    Raises MessageTooLarge, InvalidRequest when it is cut short or its framing is broken, and UnsupportedMediaType when
-    it is compressed. In each of these cases the connection is closed after the answer.
+    Invariant: 0 <= bytes. It is at most bytes_max, but for small bodies, and for one that is larger by itself.
+    """
+
+    def __init__(self, bytes_max: int) -> None:
+        self.bytes_max = bytes_max
+        self.bytes = 0
+
+    def hold(self, environ: dict[str, Any], size: int) -> None:
+        """Take room for a body until `release`. Raises Backpressure."""
+        held = environ.get(_HELD, 0)
+        if size > SMALL_BYTES and self.bytes > held and self.bytes - held + size > self.bytes_max:
+            raise Backpressure(
+                f"requests with {self.bytes} bytes are under way, the limit is {self.bytes_max}"
+                " (body_bytes_in_flight_max): repeat in a moment, or send less at a time",
+                retry_after_s=1,
+            )
+        environ[_HELD] = size
+        self.bytes += size - held
+
+    def release(self, environ: dict[str, Any]) -> None:
+        """The request is answered."""
+        self.bytes -= environ.pop(_HELD, 0)
+
+
+def read_body(
+    environ: dict[str, Any], bytes_max: int, *, pause_s: float = 30.0, in_flight: BodiesInFlight | None = None
+) -> bytes:
+    """The body, at most `bytes_max` bytes of it, for which `in_flight` has to have room.
+
+    Raises MessageTooLarge, InvalidRequest when it is cut short, comes too slowly, or its framing is broken,
+    UnsupportedMediaType when it is compressed, and Backpressure. In each of these cases the connection is closed after
+    the answer.
     """
     encoding = environ.get("HTTP_CONTENT_ENCODING", "").strip().lower()
     if encoding not in {"", "identity"}:
@@ -29,8 +67,12 @@ def read_body(environ: dict[str, Any], bytes_max: int) -> bytes:
     if length is None and not environ.get("wsgi.input_terminated"):
         environ[_READ] = True  # neither a length nor a terminated stream: there is no body
         return b""
+    size = bytes_max if length is None else length
+    if in_flight is not None:
+        in_flight.hold(environ, size)
     try:
-        body: bytes = environ["wsgi.input"].read(bytes_max + 1 if length is None else length)
+        with gevent.Timeout(pause_s + size / BYTES_PER_S_MIN, TimeoutError):
+            body: bytes = environ["wsgi.input"].read(bytes_max + 1 if length is None else length)
     except TimeoutError:
         raise InvalidRequest("the body did not arrive in time; nothing was applied") from None
     except (OSError, ValueError, EOFError) as fault:
@@ -44,6 +86,8 @@ def read_body(environ: dict[str, Any], bytes_max: int) -> bytes:
     if length is not None and len(body) < length:
         raise InvalidRequest(f"the body ended after {len(body)} of {length} bytes; nothing was applied")
     environ[_READ] = True
+    if in_flight is not None and length is None:
+        in_flight.hold(environ, len(body))
     return body
 
 

@@ -73,6 +73,12 @@ class Doors:
         self._room = room
 
     def __call__(self, environ: Environ, start_response: StartResponse) -> Iterable[bytes]:
+        try:
+            return self._serve(environ, start_response)
+        finally:
+            self._room.bodies.release(environ)
+
+    def _serve(self, environ: Environ, start_response: StartResponse) -> Iterable[bytes]:
         path = environ["PATH_INFO"]
         if environ["REQUEST_METHOD"] == "POST":
             parts = path.split("/")

@@ -80,6 +80,9 @@ class _PlainBatch(msgspec.Struct, forbid_unknown_fields=True):
 _header_name = re.compile(r"[^\s:\x00-\x1f\x7f-\x9f]+\Z").match
 _control_character = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]").search
 
+# A line that is not blank, from its first character on.
+_a_line = re.compile(rb"\S[^\n]*")
+
 _headers_of = attrgetter("headers")
 _type_of = attrgetter("content_type")
 _idempotency_key_of = attrgetter("idempotency_key")
@@ -185,15 +188,15 @@ def record_of_json(message: wire.JsonMessage, where: str, now_ms: int) -> Record
 
 def _from_lines(body: bytes) -> Incoming:
     _check_utf8(body)
-    records = []
-    for number, line in enumerate(body.split(b"\n"), start=1):
-        if not line.strip():
-            continue
+    records: list[Record] = []
+    for line in _a_line.finditer(body):
+        if len(records) == wire.BATCH_MESSAGES_MAX:
+            raise MessageTooLarge(f"there are more than {wire.BATCH_MESSAGES_MAX} lines, which is the limit: split it")
         try:
-            records.append(Record(bytes(_decode_raw_json(line)), wire.JSON))
+            records.append(Record(bytes(_decode_raw_json(line[0])), wire.JSON))
         except (msgspec.DecodeError, RecursionError) as fault:
+            number = body.count(b"\n", 0, line.start()) + 1
             raise InvalidRequest(f"line {number} is not JSON: {fault}") from None
-    _check_count(len(records))
     return Incoming(records)
 
 

@@ -25,7 +25,7 @@ def serve(room: Room, environ: dict[str, Any], name: str) -> Answer:
     if environ["REQUEST_METHOD"] != "POST":
         refused = problems.of(MethodNotAllowed(f"{environ['REQUEST_METHOD'][:20]} is not supported here"))
         return refused._replace(headers=(("Allow", "POST"),))
-    body = read_body(environ, BODY_BYTES_MAX)
+    body = read_body(environ, BODY_BYTES_MAX, pause_s=room.config.body_timeout_s)
     return Answer(room.domain.serve_peer(name, body, peer_of(environ)), 200, wire.MSGPACK)
 
 

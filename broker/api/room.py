@@ -11,7 +11,7 @@ from flask import Response, request
 from werkzeug.datastructures import MultiDict
 
 from portalmq import wire
-from portalmq.broker.api.body import read_body
+from portalmq.broker.api.body import BodiesInFlight, read_body
 from portalmq.broker.api.domain import Domain
 from portalmq.broker.api.query import Query
 from portalmq.broker.api.visitors import Visitors
@@ -48,13 +48,15 @@ class Room:
         self.auth = auth
         self.visitors = Visitors(config)
         self.waiting = 0
+        self.bodies = BodiesInFlight(config.body_bytes_in_flight_max)
 
     def body(self) -> bytes:
         """The body of the current request. Raises what `read_body` raises."""
         return self.body_of(request.environ)
 
     def body_of(self, environ: dict[str, Any]) -> bytes:
-        return read_body(environ, self.config.body_bytes_max)
+        config = self.config
+        return read_body(environ, config.body_bytes_max, pause_s=config.body_timeout_s, in_flight=self.bodies)
 
     @contextmanager
     def parked(self, wait_ms: int) -> Iterator[None]:

@@ -5,11 +5,15 @@ from __future__ import annotations
 import io
 from typing import Any
 
+import gevent
 import pytest
 from gunicorn.http.errors import InvalidChunkSize, NoMoreData
 
-from portalmq.broker.api.body import leaves_bytes_unread, read_body
-from portalmq.errors import InvalidRequest, MessageTooLarge, UnsupportedMediaType
+from portalmq.broker.api.app import create_app
+from portalmq.broker.api.body import BodiesInFlight, leaves_bytes_unread, read_body
+from portalmq.broker.auth import Auth
+from portalmq.broker.config import BrokerConfig
+from portalmq.errors import Backpressure, InvalidRequest, MessageTooLarge, UnsupportedMediaType
 
 
 class Stream(io.BytesIO):
@@ -114,3 +118,56 @@ def test_a_compressed_batch_is_answered_415(client, problem_of):
 
 def test_the_limit_itself_is_allowed(client):
     assert client.post("/v1/topics/t/messages", data=b"x" * 100_000).status_code == 200
+
+
+def test_bodies_are_taken_as_long_as_there_is_room_for_all_of_them():
+    in_flight, first, second = BodiesInFlight(100_000), environ(b"x" * 60_000, 60_000), environ(b"y" * 60_000, 60_000)
+    assert read_body(first, 1 << 20, in_flight=in_flight) == b"x" * 60_000
+    with pytest.raises(Backpressure, match="100000"):
+        read_body(second, 1 << 20, in_flight=in_flight)
+    assert leaves_bytes_unread(second)
+    assert second["wsgi.input"].tell() == 0
+    in_flight.release(second)
+    assert in_flight.bytes == 60_000
+    in_flight.release(first)
+    in_flight.release(first)
+    assert in_flight.bytes == 0
+    assert len(read_body(second, 1 << 20, in_flight=in_flight)) == 60_000
+
+
+def test_a_body_without_a_length_counts_as_the_largest_until_it_is_read():
+    in_flight, others = BodiesInFlight(100_000), environ(b"x" * 50_000, 50_000)
+    read_body(others, 1 << 20, in_flight=in_flight)
+    with pytest.raises(Backpressure):
+        read_body(environ(b"short"), 60_000, in_flight=in_flight)
+    assert read_body(environ(b"short"), 50_000, in_flight=in_flight) == b"short"
+    assert in_flight.bytes == 50_005
+
+
+def test_a_small_body_and_a_lone_large_one_are_always_taken():
+    in_flight, large = BodiesInFlight(65_536), environ(b"x" * 90_000, 90_000)
+    assert len(read_body(large, 1 << 20, in_flight=in_flight)) == 90_000
+    assert read_body(environ(b"small", 5), 1 << 20, in_flight=in_flight) == b"small"
+
+
+def test_room_for_a_body_is_given_back_with_the_answer_whatever_that_is(domain, metrics):
+    config = BrokerConfig(body_bytes_max=100_000, body_bytes_in_flight_max=70_000)
+    client = create_app(domain, config, metrics, Auth()).test_client()
+    for _ in range(3):
+        assert client.post("/v1/topics/t/messages", data=b"x" * 60_000).status_code == 200
+        assert client.post("/v1/groups/g/ack", data=b"[" * 60_000).status_code == 400
+        assert client.put("/v1/topics/t", data=b"[" * 60_000).status_code == 400
+        assert client.post("/v1/topics/t/messages", data=b"x" * 100_001).status_code == 413
+        assert client.post("/v1/nothing", data=b"x" * 60_000).status_code == 404
+
+
+def test_a_body_that_comes_drop_by_drop_is_given_up():
+    """Each pause is short, so no timeout of the socket ends it."""
+
+    class Drops:
+        def read(self, size: int) -> bytes:
+            while True:
+                gevent.sleep(0.001)
+
+    with pytest.raises(InvalidRequest, match="in time"):
+        read_body(environ(b"", 10) | {"wsgi.input": Drops()}, 100, pause_s=0.05)
