@@ -360,7 +360,10 @@ class AsyncConsumer:
         return messages[0]
 
     async def poll(self, timeout_s: float = 1.0, max_messages: int | None = None) -> list[Message]:
-        """Up to `max_messages` messages, as soon as there are any; an empty list after `timeout_s`."""
+        """Up to `max_messages` messages, as soon as there are any; an empty list after `timeout_s`. Raises as
+        Consumer.poll does."""
+        if self._closed:
+            raise RuntimeError("the consumer is closed")
         return await self._receive(lambda: self._consumer.poll(timeout_s, max_messages), max_messages, timeout_s)
 
     async def _receive(

@@ -25,13 +25,15 @@ from portalmq.errors import GroupNotFound, PortalMQError
 from portalmq.forking import begin_anew_in_children
 from portalmq.lease import Leases, Verb
 from portalmq.message import Message, message_from_wire
+from portalmq.reach import SILENT_S_MAX
 from portalmq.stream import Delivery, StreamMember
 from portalmq.stream_wire import SESSION_TIMEOUT_MS_MAX
-from portalmq.transport import CALL_TIMEOUT_S, Bootstrap, Request, Transport, decode_answer
+from portalmq.transport import CALL_TIMEOUT_S, Bootstrap, Request, Transport, decode_answer, may_repeat
 
 # A consumer that waits asks again this often: a broker that is paused holds it no longer.
 RECEIVE_WAIT_S = 10.0
 LOOK_UP_WITHIN_S = 5.0
+AGAIN_S = 1.0
 # How long close() waits for the answer of a receive: what was leased by then goes back at once.
 LAST_ANSWER_S = 2.0
 
@@ -113,6 +115,8 @@ class Consumer(Closing):
         """As one that has nothing in hand, under a name that nobody else has."""
         self._name = f"python-{uuid.uuid4().hex}"
         self._attempts = 0
+        self._is_unanswered = False
+        self._failing_since = 0.0
         self._is_prepared = False
         self._near: tuple[str, int] | None = None
         self._leases = Leases(self._settling, self.group, self._visibility_timeout_s)
@@ -155,13 +159,14 @@ class Consumer(Closing):
         return self
 
     def __next__(self) -> Message:
-        """The next message; the one before is acked. Waits for one, up to `idle_timeout_s`."""
+        """The next message; the one before is acked. Waits for one, up to `idle_timeout_s`; then it is the end, unless
+        no broker answers: that raises Unavailable."""
         if self._stream is not None:
             message = self._stream.next_message(self._idle_timeout_s, self)
             if message is None:
                 raise StopIteration
             return message
-        messages = self._next_messages(1, self._idle_timeout_s)
+        messages = self._next_messages(1, self._idle_timeout_s, ends=True)
         if not messages:
             raise StopIteration
         return messages[0]
@@ -169,15 +174,19 @@ class Consumer(Closing):
     def poll(self, timeout_s: float = 1.0, max_messages: int | None = None) -> list[Message]:
         """Up to `max_messages` messages, as soon as there are any; an empty list after `timeout_s`.
 
-        Messages of the poll before are acked, unless manual_ack is set.
+        Messages of the poll before are acked, unless manual_ack is set. Raises Unavailable when no broker answers, and
+        none has before; or none has for 10 s. RuntimeError once closed.
         """
+        if self._closed.is_set():
+            raise RuntimeError("the consumer is closed")
         if max_messages is not None and not 1 <= max_messages <= wire.RECEIVE_MESSAGES_MAX:
             raise ValueError(f"max_messages must be 1 to {wire.RECEIVE_MESSAGES_MAX}")
         if self._stream is not None:
             return self._stream.poll(timeout_s, max_messages or self._max_messages, self)
-        return self._next_messages(max_messages or self._max_messages, timeout_s)
+        return self._next_messages(max_messages or self._max_messages, timeout_s, ends=False)
 
-    def _next_messages(self, at_most: int, timeout_s: float | None) -> list[Message]:
+    def _next_messages(self, at_most: int, timeout_s: float | None, *, ends: bool) -> list[Message]:
+        """`ends`: that nothing came is the end of an iteration, so it must be true."""
         if self._manual_ack:
             self._leases.keep_only_waiting()
         else:
@@ -187,11 +196,30 @@ class Consumer(Closing):
             messages = self._take(at_most)
             if messages:
                 return messages
-            left_s = RECEIVE_WAIT_S if deadline is None else max(0.0, deadline - time.monotonic())
-            received = self._receive(min(left_s, RECEIVE_WAIT_S), at_most)
-            if not received and left_s <= 0:
+            is_last = deadline is not None and time.monotonic() >= deadline
+            try:
+                received = self._receive(at_most, deadline)
+            except PortalMQError as error:
+                if deadline is None or not self._may_hide(error, ends=ends):
+                    raise
+                if not ends:
+                    break
+                continue
+            if not received and is_last:
                 break
         return []
+
+    def _may_hide(self, error: PortalMQError, *, ends: bool) -> bool:
+        """Whether a receive that failed when its time was over says nothing yet: leaders change. To the end of an
+        iteration it never says that there is nothing."""
+        now = time.monotonic()
+        self._failing_since = self._failing_since or now
+        reach = self._receiving.reach
+        if not may_repeat(error, repeatable=True):
+            return False
+        if ends:
+            return now < self._failing_since + (AGAIN_S if reach.is_refused else SILENT_S_MAX)
+        return reach.may_hide() and now < self._failing_since + CALL_TIMEOUT_S
 
     def _take(self, at_most: int) -> list[Message]:
         topic = self.topics[0]
@@ -200,12 +228,20 @@ class Consumer(Closing):
             messages.append(message_from_wire(packed, topic, self))
         return messages
 
-    def _receive(self, wait_s: float, at_most: int) -> bool:
-        """Fetch messages and keep them. False when none came in `wait_s`."""
+    def _receive(self, at_most: int, deadline: float | None) -> bool:
+        """Fetch messages and keep them. False when none came in time."""
         try:
             self._leases.begin_receive()
-            self._prepare()
-            self._attempts += 1
+            self._prepare(deadline)
+            timeout_s = _left_s(deadline)
+            wait_s = min(timeout_s, RECEIVE_WAIT_S)
+            if self._failing_since:
+                timeout_s = max(timeout_s, AGAIN_S)  # its time is over, and leaders change
+            is_repeat = self._is_unanswered
+            if not is_repeat:
+                self._attempts += 1
+            # Until it is answered: what a broker has leased under this attempt is had by asking for it again.
+            self._is_unanswered = True
             request = wire.ReceiveRequest(
                 topics=list(self.topics),
                 max_messages=max(self._max_messages, at_most),
@@ -226,9 +262,12 @@ class Consumer(Closing):
                     wait_s=wait_s,
                     tells_first=True,
                 ),
-                timeout_s=CALL_TIMEOUT_S + wait_s,
+                timeout_s=timeout_s,
+                waits_out=True,
+                is_repeat=is_repeat,
             )
             received = decode_answer(answer, wire.PackReceived)
+            self._is_unanswered, self._failing_since = False, 0.0
         except BaseException as error:
             self._leases.missed()
             if isinstance(error, PortalMQError) and self._closed.is_set():
@@ -238,21 +277,23 @@ class Consumer(Closing):
         self._leases.hold(received.messages)
         return bool(received.messages)
 
-    def _prepare(self) -> None:
+    def _prepare(self, deadline: float | None) -> None:
         """Give the group its settings, once, before its first receive fixes them."""
         if not self._is_prepared:
             if self._delivery != "at_least_once":
-                self._settle_delivery()
+                self._settle_delivery(deadline)
             if self._settings:
-                self._receiving.send_json("PUT", wire.group_path(self.group), self._settings, object)
+                self._receiving.send_json(
+                    "PUT", wire.group_path(self.group), self._settings, object, timeout_s=_left_s(deadline)
+                )
         self._is_prepared = True
         if self._near is None:
-            self._look_up()
+            self._look_up(deadline)
 
-    def _settle_delivery(self) -> None:
+    def _settle_delivery(self, deadline: float | None) -> None:
         """A group that is not there is made with this delivery; one that is keeps its own. Raises ValueError."""
         try:
-            group = self._receiving.get(wire.group_path(self.group), wire.GroupDescription)
+            group = self._receiving.get(wire.group_path(self.group), wire.GroupDescription, timeout_s=_left_s(deadline))
         except GroupNotFound:
             self._settings["delivery"] = self._delivery
             return
@@ -262,11 +303,12 @@ class Consumer(Closing):
                 f" {self._delivery!r}: change one of them, or take another group"
             )
 
-    def _look_up(self) -> None:
+    def _look_up(self, deadline: float | None) -> None:
         """Choose a partition whose leader to ask: any broker would do, and that one has the shortest way. Consumers of
         one group choose at random, so that no broker has them all."""
         try:
-            metadata = self._receiving.metadata([self.topics[0]], deadline=time.monotonic() + LOOK_UP_WITHIN_S)
+            within_s = min(LOOK_UP_WITHIN_S, max(AGAIN_S, _left_s(deadline)))
+            metadata = self._receiving.metadata([self.topics[0]], deadline=time.monotonic() + within_s)
         except PortalMQError:
             return
         places = [(topic.name, partition.partition) for topic in metadata.topics for partition in topic.partitions]
@@ -403,6 +445,10 @@ class Consumer(Closing):
         if self._manual_ack:
             self._leases.keep_only_waiting()
         self._shut_down()
+
+
+def _left_s(deadline: float | None) -> float:
+    return CALL_TIMEOUT_S if deadline is None else max(0.0, deadline - time.monotonic())
 
 
 def _unix_ms(moment: datetime) -> int:

@@ -166,9 +166,10 @@ class Delivery:
         if may_repeat(error, self._idempotent):
             lane.backoff = lane.backoff or Backoff()
             pause_s = lane.backoff.next_s(error.retry_after_s)
-            if time.monotonic() + pause_s < batch.deadline:
+            if time.monotonic() + pause_s < self._transport.reach.limit(batch.deadline, batch.born):
                 return pause_s
-            error = _late(error, self._delivery_timeout_s)
+            if self._transport.reach.heard:
+                error = _late(error, self._delivery_timeout_s)
         if batch.unknown:
             error.outcome = "unknown"
             self._drop_identity(lane)

@@ -131,9 +131,9 @@ class Lock:
             except PortalMQError as error:
                 now = time.monotonic()
                 failing_since = now if failing_since is None else failing_since
-                give_up_at = failing_since + REACH_TIMEOUT_S if deadline is None else max(
-                    deadline, began + REACH_TIMEOUT_S
-                )  # fmt: skip
+                give_up_at = failing_since + REACH_TIMEOUT_S if deadline is None else deadline
+                if timeout_s == 0 and not self._transport.reach.is_refused:
+                    give_up_at = began + REACH_TIMEOUT_S  # somebody is there, who cannot tell now
                 pause_s = backoff.next_s(error.retry_after_s)
                 if not may_repeat(error, repeatable=True) or now + pause_s >= give_up_at:
                     raise

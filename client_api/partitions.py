@@ -86,7 +86,8 @@ class Topics(dict[str, Topic]):
             topic.lanes += [self._new_lane(name, partition) for partition in range(len(topic.lanes), count)]
 
     def _partition_count(self, name: str) -> int:
-        deadline = time.monotonic() + self._max_block_s
+        began = time.monotonic()
+        deadline = began + self._max_block_s
         backoff = Backoff()
         failure: PortalMQError | None = None
         while True:
@@ -101,7 +102,8 @@ class Topics(dict[str, Topic]):
                     raise failure from None
                 failure = error
                 pause_s = backoff.next_s(error.retry_after_s)
-                if not may_repeat(error, True) or time.monotonic() + pause_s >= deadline:
+                give_up_at = self._transport.reach.limit(deadline, began)
+                if not may_repeat(error, True) or time.monotonic() + pause_s >= give_up_at:
                     raise
                 self._transport.pause(pause_s)
 

@@ -35,8 +35,9 @@ from portalmq.errors import (
 )
 from portalmq.feeds import Feed, Feeds, Place, Taken
 from portalmq.message import Message
+from portalmq.reach import FIRST_CONTACT_S, SILENT_S_MAX
 from portalmq.stream_commits import Commits
-from portalmq.transport import Request, Transport, decode_answer
+from portalmq.transport import CALL_TIMEOUT_S, Request, Transport, decode_answer
 
 _log = logging.getLogger("portalmq.consumer")
 
@@ -50,7 +51,7 @@ HEARTBEAT_S_MIN = 1.0
 # session more. So it goes on for a while; after this time it is more likely the one that is cut off.
 SESSIONS_UNHEARD = 3
 CLOSE_WITHIN_S = 5.0
-WAIT_S = 10.0
+WAIT_S = 1.0
 
 Delivery = Literal["at_least_once", "at_most_once", "exactly_once"]
 
@@ -89,6 +90,8 @@ class StreamMember:
         self._commits = Commits(settling, group, self.member_id, self.feeds, self._wake.set)
         self._thread: threading.Thread | None = None
         self._failure: PortalMQError | None = None
+        # What the latest turn of the member thread met.
+        self._trouble: PortalMQError | None = None
         self._joined = False
         self._left = False
         self._answered_at = 0.0
@@ -141,6 +144,8 @@ class StreamMember:
         return _message(feed.place, offset, record, taken.timestamp_ms, consumer)
 
     def poll(self, timeout_s: float | None, at_most: int, consumer: Any) -> list[Message]:
+        if self.feeds.closed:
+            raise RuntimeError("the consumer is closed")
         return self._messages(timeout_s, at_most, consumer, one=False)
 
     def _messages(self, timeout_s: float | None, at_most: int, consumer: Any, *, one: bool) -> list[Message]:
@@ -158,8 +163,10 @@ class StreamMember:
                     if taken is not None:
                         break
                     left_s = WAIT_S if deadline is None else deadline - time.monotonic()
-                    if left_s <= 0:
+                    self._say_silence(is_over=left_s <= 0, ends=one)
+                    if left_s <= 0 and not (one and self._must_wait(left_s)):
                         return []
+                    left_s = left_s if left_s > 0 else LET_GO_POLL_S
                     self._lock.wait(min(left_s, WAIT_S))
                 self._taken = taken
             if self._delivery == "at_most_once" and not self._commit_first(taken):
@@ -170,6 +177,26 @@ class StreamMember:
                 if one:
                     return [self._hand_out(taken, consumer)]
                 return self._hand_out_many(taken, at_most, consumer)
+
+    def _say_silence(self, *, is_over: bool, ends: bool) -> None:
+        """Raises Unavailable when nobody answers, and that is no answer to whoever waits: its time `is_over`, or would
+        never be. `ends`: that nothing came is the end of an iteration, so it must be true."""
+        for reach in (self._settling.reach, self._reading.reach):
+            failure = reach.failure
+            if failure is None:
+                continue
+            gives_up = reach.silent_s > (CALL_TIMEOUT_S if reach.heard else FIRST_CONTACT_S)
+            if gives_up or (is_over and (reach.is_refused if ends else not reach.may_hide())):
+                raise Unavailable(failure.detail, **failure.extra)
+
+    def _must_wait(self, left_s: float) -> bool:
+        """Whether that nothing came does not mean yet that there is nothing: the group could not be asked. Raises what
+        keeps it from being asked for long."""
+        if self._answered_at and self._trouble is None:
+            return False
+        if left_s < -SILENT_S_MAX:
+            raise self._trouble or Unavailable(f"group {self._group!r} could not be joined in time")
+        return True
 
     def _rest(self) -> Taken | None:
         """What is left of the batch that was begun."""
@@ -298,6 +325,7 @@ class StreamMember:
             pause_s = AGAIN_S
             try:
                 pause_s = self._turn()
+                self._trouble = None
             except (Fenced, IllegalGeneration, GroupNotFound) as error:
                 self._lost(error)
                 if isinstance(error, Fenced):
@@ -307,6 +335,7 @@ class StreamMember:
             except PortalMQError as error:
                 if self.feeds.closed:
                     return
+                self._trouble = error
                 if not error.retryable:
                     self._fail(error)
                     return

@@ -32,6 +32,7 @@ from portalmq.errors import (
     error_from_problem,
 )
 from portalmq.forking import begin_anew_in_children
+from portalmq.reach import Reach
 
 __all__ = ["DEFAULT_URL", "Bootstrap", "Request", "Transport", "bootstrap_addresses"]
 
@@ -134,6 +135,7 @@ class Transport:
         """`timeout_s` bounds a call with all its retries. The last four are for tests."""
         self._book = AddressBook(bootstrap, clock)
         self._timeout_s = timeout_s
+        self.reach = Reach(clock)
         self._pool: Exchanger = pool or ConnectionPool()
         self._clock = clock
         self._closing = threading.Event()
@@ -157,25 +159,31 @@ class Transport:
 
     # --- one call, tried until it is settled -------------------------------------------------------------------------
 
-    def call(self, request: Request, *, timeout_s: float | None = None) -> Answer:
+    def call(
+        self, request: Request, *, timeout_s: float | None = None, waits_out: bool = False, is_repeat: bool = False
+    ) -> Answer:
         """Try until there is an answer, a failure that a repeat does not mend, or the time is over.
 
-        Raises the PortalMQError of the last try.
+        With `waits_out` a request that a broker took in time is waited for a while longer. `is_repeat`: an earlier call
+        has tried this request. Raises the PortalMQError of the last try.
         """
-        deadline = self._clock() + (self._timeout_s if timeout_s is None else timeout_s)
+        began = self._clock()
+        deadline = began + (self._timeout_s if timeout_s is None else timeout_s)
         backoff = Backoff(self._chance)
         was_unknown = False
-        is_first = True
+        is_first = not is_repeat
         while True:
             try:
-                return self.attempt(request, deadline, is_first=is_first)
+                try_until = self._clock() + request.try_timeout_s if waits_out else deadline
+                return self.attempt(request, try_until, is_first=is_first)
             except PortalMQError as error:
                 is_first = False
                 was_unknown = was_unknown or error.outcome == "unknown"
                 wait_s = backoff.next_s(error.retry_after_s)
-                if may_repeat(error, request.repeatable) and self._clock() + wait_s < deadline:
+                give_up_at = self.reach.limit(deadline, began)
+                if may_repeat(error, request.repeatable) and self._clock() + wait_s < give_up_at:
                     self.pause(wait_s)
-                    if self._clock() < deadline and not self._closing.is_set():
+                    if self._clock() < give_up_at and not self._closing.is_set():
                         continue
                 if was_unknown and error.outcome == "not_applied" and request.method != "GET":
                     error.outcome = "unknown"
@@ -185,13 +193,21 @@ class Transport:
         """Wait between two tries; close() ends it."""
         (self._pause or self._closing.wait)(seconds)
 
-    def get(self, path: str, kind: type[T], query: Mapping[str, object] | None = None) -> T:
-        """GET `path` as a `kind`. None values are left out of the query."""
-        answer = self.call(Request("GET", with_query(path, query), repeatable=True))
-        return decode_answer(answer, kind)
+    def get(
+        self,
+        path: str,
+        kind: type[T],
+        query: Mapping[str, object] | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> T:
+        """GET `path` as a `kind`. None values are left out of the query. A try that began in time is waited for."""
+        request = Request("GET", with_query(path, query), repeatable=True)
+        return decode_answer(self.call(request, timeout_s=timeout_s, waits_out=timeout_s is not None), kind)
 
-    def send_json(self, method: str, path: str, body: object, kind: type[T]) -> T:
-        """A call with a JSON body and a JSON answer. POST is not repeated after an unknown outcome."""
+    def send_json(self, method: str, path: str, body: object, kind: type[T], *, timeout_s: float | None = None) -> T:
+        """A call with a JSON body and a JSON answer. POST is not repeated after an unknown outcome. A try that began in
+        time is waited for."""
         request = Request(
             method,
             path,
@@ -199,7 +215,7 @@ class Transport:
             (("Content-Type", wire.JSON),),
             repeatable=method in {"PUT", "DELETE", "PATCH"},
         )
-        return decode_answer(self.call(request), kind)
+        return decode_answer(self.call(request, timeout_s=timeout_s, waits_out=timeout_s is not None), kind)
 
     # --- one try -----------------------------------------------------------------------------------------------------
 
@@ -217,6 +233,7 @@ class Transport:
         if topic is not None and topic in self._outdated:
             self._look_up_leaders(topic, deadline)
         address, is_leader = self._where(request)
+        began = self._clock()
         is_first = is_first and request.tells_first
         try:
             answer, was_repeated = self._exchange(address, request, deadline, forward=not is_leader, is_first=is_first)
@@ -224,16 +241,22 @@ class Transport:
             self._book.gave_no_answer(address)
             if topic is not None:
                 self._outdated.add(topic)
-            raise self._unreachable(address, fault) from fault
+            error = self._unreachable(address, fault)
+            if not self._closing.is_set():
+                # A broker that is asked to wait is not silent while it may.
+                since = min(began + request.wait_s, self._clock())
+                self.reach.failed(address, self._book.known, error, since)
+            raise error from fault
         self._book.answered(address)
+        self.reach.answered()
         if answer.status < 300:
             return answer
-        error = error_of_answer(answer)
-        self._learn_from(error, address, request)
-        if was_repeated and error.outcome == "not_applied" and request.method != "GET":
+        refusal = error_of_answer(answer)
+        self._learn_from(refusal, address, request)
+        if was_repeated and refusal.outcome == "not_applied" and request.method != "GET":
             # That holds for the second request. What became of the first one nobody knows.
-            error.outcome = "unknown"
-        raise error
+            refusal.outcome = "unknown"
+        raise refusal
 
     def _learn_from(self, error: PortalMQError, address: Address, request: Request) -> None:
         """Where the next try goes, if there is one. Another broker is asked without waiting for what this one asks."""
@@ -288,11 +311,14 @@ class Transport:
     def _unreachable(self, address: Address, fault: NotSent | NoAnswer) -> Unavailable:
         if isinstance(fault, NoAnswer):
             return Unavailable(f"the broker at {address.url} gave no answer: {fault}", outcome="unknown")
-        return Unavailable(
-            f"no PortalMQ broker could be reached at {address.url}: {fault}",
-            outcome="not_applied",
-            looked_at=[known.url for known in self._book.known],
-        )
+        looked_at = [known.url for known in self._book.known]
+        detail = f"no PortalMQ broker could be reached at {address.url}: {fault}"
+        if not self.reach.heard:
+            detail = (
+                f"no broker answers at {', '.join(looked_at)} ({fault}). Start a cluster with `portalmq up`, a single"
+                " broker with `portalmq dev`, or name yours with bootstrap= (PORTALMQ_URL)"
+            )
+        return Unavailable(detail, outcome="not_applied", looked_at=looked_at)
 
     # --- who leads ---------------------------------------------------------------------------------------------------
 
