@@ -35,7 +35,7 @@ def said_by(document: str, broker: BrokerProcess, tmp_path: Path) -> list[str]:
     program.chmod(0o755)
     environment = {key: value for key, value in os.environ.items() if key != "URL" and not key.startswith("PORTALMQ_")}
     path = f"{tmp_path}:{environment['PATH']}"
-    # As in a terminal, where a prompt begins a line: curl ends none.
+    # As in a terminal, where a prompt begins a line; not each answer of the older queues ends one.
     ends = [re.sub(r"\n(?=curl|portalmq)", "; echo\n", block) for block in blocks]
     shell = subprocess.run(
         ["bash", "-eu", "-c", "\necho; echo '=== next'\n".join(ends)],
@@ -46,7 +46,7 @@ def said_by(document: str, broker: BrokerProcess, tmp_path: Path) -> list[str]:
         check=False,
     )
     assert shell.returncode == 0, shell.stderr
-    return [part.strip() for part in shell.stdout.split("=== next")]
+    return [re.sub(r"\n\s*\n", "\n", part).strip() for part in shell.stdout.split("=== next")]
 
 
 @needs_curl
