@@ -45,11 +45,16 @@ def _digest(secret: bytes) -> bytes:
     return hashlib.sha256(secret).digest()
 
 
+def has_open_zookeeper(config: BrokerConfig) -> bool:
+    """Whether whoever reaches this broker's ZooKeeper reads the secrets in it."""
+    return config.is_clustered and config.zookeeper_user is None
+
+
 def auth_from(config: BrokerConfig) -> Auth:
     """The check that the settings ask for.
 
     Raises UsageError when a token file cannot be read or holds no secret, and when a broker that the network can reach
-    would be open to everyone.
+    would be open to everyone, be it by way of its ZooKeeper.
     """
     secrets = [config.secret] if config.secret else []
     if config.token_file is not None:
@@ -65,5 +70,11 @@ def auth_from(config: BrokerConfig) -> Auth:
         raise UsageError(
             f"without a token the broker listens on this machine only, and {config.host} is reachable from others: "
             "give --token-file FILE (or --secret), or --insecure if everyone who reaches it may do everything"
+        )
+    if secrets and has_open_zookeeper(config) and not config.zookeeper_is_local and not config.insecure_zookeeper:
+        raise UsageError(
+            f"a token keeps nobody out who reaches ZooKeeper at {config.zookeeper}: without a user it shows everyone "
+            "what brokers prove themselves with. Give --zookeeper-user and --zookeeper-password @FILE, the same for "
+            "every broker (stop them all first), or --insecure-zookeeper if only brokers reach it"
         )
     return Auth(secrets)

@@ -49,6 +49,8 @@ class UsageError(StartupError):
 
 
 def _setting(default: Any, meaning: str, *, at_least: float | None = None, secret: bool = False) -> Any:
+    if secret:
+        meaning += "; @FILE reads it from a file: every user of the machine sees options in the list of processes"
     return field(default=default, repr=not secret, metadata={"help": meaning, "at_least": at_least})
 
 
@@ -62,8 +64,19 @@ class BrokerConfig:
     zookeeper: str = _setting(
         "localhost:2181", "ZooKeeper as host:port,host:port/chroot, or 'none' for a single broker"
     )
-    zookeeper_user: str | None = _setting(None, "user whom ZooKeeper's nodes belong to; needs a chroot")
+    zookeeper_user: str | None = _setting(
+        None, "user whom ZooKeeper's nodes belong to, and nobody else; needs a chroot, or zookeeper_own_root"
+    )
     zookeeper_password: str | None = _setting(None, "password of that user", secret=True)
+    zookeeper_own_root: bool = _setting(False, "that user owns the whole ZooKeeper, its root included")
+    zookeeper_tls_ca: Path | None = _setting(
+        None, "authorities (PEM) to trust for ZooKeeper: it is reached by TLS then"
+    )
+    zookeeper_tls_cert: Path | None = _setting(None, "certificate chain (PEM) to show to ZooKeeper")
+    zookeeper_tls_key: Path | None = _setting(None, "private key of that certificate (PEM)")
+    insecure_zookeeper: bool = _setting(
+        False, "allow tokens though everyone who reaches ZooKeeper can read the cluster's secret"
+    )
     session_timeout_ms: int = _setting(
         6_000, "how long ZooKeeper takes a silent broker for alive; see replica_lag_ms", at_least=1_000
     )
@@ -122,7 +135,10 @@ class BrokerConfig:
         if (self.zookeeper_user is None) != (self.zookeeper_password is None):
             raise UsageError("zookeeper_user and zookeeper_password go together: give both, or neither")
         if self.is_clustered:
-            check_zookeeper_hosts(self.zookeeper, needs_chroot=self.zookeeper_user is not None)
+            needs_chroot = self.zookeeper_user is not None and not self.zookeeper_own_root
+            check_zookeeper_hosts(self.zookeeper, needs_chroot=needs_chroot)
+        if (self.zookeeper_tls_cert is None) != (self.zookeeper_tls_key is None):
+            raise UsageError("zookeeper_tls_cert and zookeeper_tls_key go together: give both, or neither")
         if self.advertised_url is not None:
             check_url(self.advertised_url)
         if self.parked_receives_max >= self.worker_connections:
@@ -145,6 +161,12 @@ class BrokerConfig:
         if self.zookeeper_user is None or self.zookeeper_password is None:
             return None
         return self.zookeeper_user, self.zookeeper_password
+
+    @property
+    def zookeeper_is_local(self) -> bool:
+        """Whether only this machine reaches every server of ZooKeeper."""
+        places = self.zookeeper.partition("/")[0].split(",")
+        return all(is_loopback(place.strip().rpartition(":")[0].strip("[]")) for place in places)
 
     @property
     def url(self) -> str:
@@ -298,8 +320,21 @@ def load_config(
     for name, value in options.items():
         if value is not None:
             option = "PORT" if name == "port" else "--" + name.replace("_", "-")
+            if isinstance(value, str) and value.startswith("@") and not SETTINGS[name].repr:
+                value = _secret_in(Path(value[1:]), option)
             values[name] = read_setting(name, value, option) if isinstance(value, str) else value
     return BrokerConfig(**values)
+
+
+def _secret_in(file: Path, option: str) -> str:
+    """The only line of the file. Raises UsageError when there is none."""
+    try:
+        secret = file.read_text("utf-8").strip()
+    except (OSError, UnicodeDecodeError) as fault:
+        raise UsageError(f"{option}: {file} cannot be read: {fault}") from None
+    if not secret or "\n" in secret:
+        raise UsageError(f"{option}: {file} must hold one line, the secret")
+    return secret
 
 
 def _from_file(file: Path | None) -> dict[str, Any]:

@@ -43,6 +43,7 @@ from portalmq.broker.storage.disk import StoreIdentity
 if TYPE_CHECKING:
     from portalmq.control_plane.catalog import Catalog
     from portalmq.control_plane.zookeeper import ZooKeeper
+    from portalmq.control_plane.zookeeper.connection import Tls
 
 CONNECT_WITHIN_S = 5.0
 # How long the arbiter waits for a child that is asked something. It has bounds of its own, which are shorter.
@@ -166,6 +167,11 @@ def _talk(config: BrokerConfig, line: socket.socket) -> None:
     except StartupError as refusal:
         return _say(line, Refused(str(refusal), refusal.exit_code))
     try:
+        if config.zookeeper_auth:
+            try:
+                close_tree(plane, patience_s=2 * config.session_timeout_ms / 1_000)
+            except StartupError as refusal:
+                return _say(line, Refused(str(refusal), refusal.exit_code))
         _say(line, Connected())
         asked = _line_from(line)
         if not asked:
@@ -208,7 +214,14 @@ def connected(config: BrokerConfig) -> ZooKeeper:
     where = config.zookeeper.partition("/")[0]
     try:
         # It waits for twice this time.
-        plane = ZooKeeper(config.zookeeper, session_timeout_s=CONNECT_WITHIN_S / 2, auth=config.zookeeper_auth)
+        plane = ZooKeeper(
+            config.zookeeper,
+            session_timeout_s=CONNECT_WITHIN_S / 2,
+            auth=config.zookeeper_auth,
+            tls=tls_of(config),
+            owns_root=config.zookeeper_own_root,
+            closes=False,
+        )
         plane.start()
     except ValueError as wrong:
         raise StartupError(str(wrong), EX_USAGE) from None
@@ -221,6 +234,52 @@ def connected(config: BrokerConfig) -> ZooKeeper:
             EX_UNAVAILABLE,
         ) from None
     return plane
+
+
+def tls_of(config: BrokerConfig) -> Tls | None:
+    """The files for TLS to ZooKeeper; None without any: then there is no TLS."""
+    from portalmq.control_plane.zookeeper.connection import Tls
+
+    tls = Tls(config.zookeeper_tls_ca, config.zookeeper_tls_cert, config.zookeeper_tls_key)
+    return tls if any(tls) else None
+
+
+def close_tree(plane: ZooKeeper, *, patience_s: float) -> None:
+    """Make the tree our user's alone, if it was open before, and make the secrets anew that others could read.
+
+    Raises StartupError while brokers run that have no credentials, and would be shut out: those of a tree whose
+    topmost node is open. `patience_s` is for brokers that were killed, and are registered until their sessions end.
+    """
+    from portalmq.control_plane.catalog import Catalog
+    from portalmq.control_plane.plane import PlaneError, PlaneRefused, PlaneUnavailable
+    from portalmq.control_plane.state import BROKERS, CLUSTER_SECRET, RECEIPT_KEY
+    from portalmq.errors import Unavailable
+
+    deadline = time.monotonic() + patience_s
+    try:
+        while plane.is_open and (others := plane.children(BROKERS)):
+            if time.monotonic() > deadline:
+                raise StartupError(
+                    f"ZooKeeper's nodes are open to everyone, and would be closed to the brokers that run without "
+                    f"--zookeeper-user (ids {', '.join(others)}): stop all brokers, then start them all with it",
+                    EX_USAGE,
+                )
+            time.sleep(TAKEN_POLL_S)
+        catalog = Catalog(plane)
+        catalog.note_exposed(plane.open_to_others(RECEIPT_KEY, CLUSTER_SECRET))
+        plane.close_to_others()
+        if not catalog.renew_exposed():
+            print(
+                "portalmq: others could read the cluster's secret in ZooKeeper, and brokers that run use it: it is "
+                "made anew when a broker starts while no other one runs",
+                file=sys.stderr,
+            )
+    except PlaneRefused as refused:
+        raise StartupError(f"{refused}: see --zookeeper-user and --zookeeper-password", EX_USAGE) from None
+    except (PlaneUnavailable, Unavailable) as away:
+        raise StartupError(f"ZooKeeper answered, and then no more: {away}", EX_UNAVAILABLE) from None
+    except PlaneError as fault:
+        raise StartupError(str(fault), EX_CANTCREAT) from None
 
 
 def joined(catalog: Catalog, question: Question, wanted: int | None, *, patience_s: float) -> Joined:

@@ -23,8 +23,15 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 def _in_zookeeper(command: Command) -> Command:
     """Adds the options that say which ZooKeeper. Each may stand in the environment and in portalmq.toml, too."""
+    own_root = click.option(
+        "--zookeeper-own-root", is_flag=True, default=None, help="that user owns the whole ZooKeeper, its root included"
+    )
+    command = own_root(command)
     for name, meaning in (
-        ("zookeeper-password", "password of the user whom the nodes belong to"),
+        ("zookeeper-tls-key", "private key of that certificate (PEM)"),
+        ("zookeeper-tls-cert", "certificate chain (PEM) to show to ZooKeeper"),
+        ("zookeeper-tls-ca", "authorities (PEM) to trust for ZooKeeper"),
+        ("zookeeper-password", "password of the user whom the nodes belong to; @FILE reads it from a file"),
         ("zookeeper-user", "user whom the nodes belong to"),
         ("zookeeper", "host:port,host:port/chroot [PORTALMQ_ZOOKEEPER; default localhost:2181]"),
     ):

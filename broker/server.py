@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import gevent
 from gunicorn.app.base import BaseApplication
 
-from portalmq.broker.auth import Auth, auth_from
+from portalmq.broker.auth import Auth, auth_from, has_open_zookeeper
 from portalmq.broker.config import (
     EX_CANTCREAT,
     EX_SOFTWARE,
@@ -37,7 +37,7 @@ from portalmq.broker.config import (
     UsageError,
 )
 from portalmq.broker.logs import ServerLogger, start_logging
-from portalmq.broker.preflight import Preflight, Question
+from portalmq.broker.preflight import Preflight, Question, tls_of
 from portalmq.broker.process import BrokerArbiter, BrokerWorker, post_request, pre_request
 from portalmq.broker.storage.disk import DataDirectory, DirectoryInUse, DiskGuard, StoreIdentity, WrongCluster
 from portalmq.broker.storage.errors import StorageError, StorageFault
@@ -72,6 +72,11 @@ def serve(config: BrokerConfig, *, announce: bool = False) -> NoReturn:
         listener = bind(config)
         config = reachable(config.at_port(listener.getsockname()[1]))
         start_logging(config)
+        if auth.needed and has_open_zookeeper(config):
+            log.warning(
+                "a token keeps nobody out who reaches ZooKeeper at %s, its nodes are everyone's: see --zookeeper-user",
+                config.zookeeper,
+            )
         _raise_descriptor_limit(config.worker_connections + DESCRIPTORS_BESIDE)
         directory = lock_data_directory(config, preflight)
     finally:
@@ -267,6 +272,8 @@ class BrokerProcess:
                 self.config.zookeeper,
                 session_timeout_s=self.config.session_timeout_ms / 1_000,
                 auth=self.config.zookeeper_auth,
+                tls=tls_of(self.config),
+                owns_root=self.config.zookeeper_own_root,
             )
             zookeeper.start()
             return zookeeper

@@ -9,6 +9,8 @@ an orchestrator does that better.
     <data>/cluster.json   what runs: pids with their start times, so that `down` ends these processes and no others
     <data>/up.lock        held by the supervisor for as long as it lives
     <data>/<name>.log     what a process says; <data>/<name> is its data directory
+    <data>/zookeeper.password   of the user whom the nodes of its own ZooKeeper belong to, so that no other user of the
+                          machine reads the cluster's secret there
 
 The processes die with the supervisor (PR_SET_PDEATHSIG), even with one that is killed; each is in a group of its own,
 so that Ctrl-C reaches the supervisor alone, which ends brokers first and ZooKeeper last.
@@ -22,6 +24,7 @@ import fcntl
 import http.client
 import os
 import re
+import secrets
 import shlex
 import signal
 import socket
@@ -44,6 +47,7 @@ ZOOKEEPER_ENDS_WITHIN_S = 10.0
 PROBE_TIMEOUT_S = 2.0
 POLL_S = 0.05
 LOG_TAIL_LINES = 15
+ZOOKEEPER_USER = "portalmq"
 
 _PR_SET_PDEATHSIG = 1
 _SERVES_AT = re.compile(r"ZooKeeper serves at (\S+)")
@@ -196,6 +200,7 @@ class Supervisor:
     stopping: bool = False
     _lock: int = -1
     _zookeeper: str = ""
+    _credentials: tuple[str, ...] = ()
     _ready: bool = False
     _running: list[Supervised] = field(default_factory=list)
     _reported: set[str] = field(default_factory=set)
@@ -252,6 +257,8 @@ class Supervisor:
     def _start(self, name: str, *arguments: str) -> Supervised:
         # What differs from broker to broker is given to each; the rest of PORTALMQ_… holds for all.
         inherited = {key: value for key, value in os.environ.items() if key not in _OWN_OF_A_BROKER}
+        if self.plan.zookeepers:
+            inherited = {key: inherited[key] for key in inherited if not key.startswith("PORTALMQ_ZOOKEEPER_")}
         process = Supervised(name, list(arguments), self.plan.data_dir / f"{name}.log", inherited)
         self._running.append(process)
         self._write_record()
@@ -269,6 +276,11 @@ class Supervisor:
         self._wait([process], lambda _: _SERVES_AT.search(process.said()) is not None)
         serves = _SERVES_AT.search(process.said())
         self._zookeeper = serves[1] if serves else ""
+        password = _kept_password(self.plan.data_dir.absolute() / "zookeeper.password")
+        self._credentials = (
+            *("--zookeeper-own-root", "--zookeeper-user", ZOOKEEPER_USER),
+            *("--zookeeper-password", f"@{password}"),
+        )
 
     def _start_brokers(self) -> None:
         if self.stopping:
@@ -277,7 +289,7 @@ class Supervisor:
             self._start(
                 name,
                 *("broker", str(config.port), "--broker-id", str(config.broker_id)),
-                *("--zookeeper", self._zookeeper, "--data-dir", str(config.data_dir)),
+                *("--zookeeper", self._zookeeper, *self._credentials, "--data-dir", str(config.data_dir)),
             ): config
             for name, config in self.plan.brokers.items()
         }
@@ -353,6 +365,17 @@ class Supervisor:
 _OWN_OF_A_BROKER = {
     f"PORTALMQ_{name}" for name in ("PORT", "BROKER_ID", "DATA_DIR", "ADVERTISED_URL", "ZOOKEEPER", "URL")
 }
+
+
+def _kept_password(file: Path) -> Path:
+    """The file of the password, made at the first start."""
+    if not file.exists():
+        fresh = file.with_suffix(".new")
+        fresh.unlink(missing_ok=True)
+        with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as written:
+            written.write(f"{secrets.token_hex(32)}\n")
+        fresh.replace(file)
+    return file
 
 
 def check_ports(plan: Plan) -> None:

@@ -26,6 +26,8 @@ STARTED_WITHIN_S = 90.0
 ENDED_WITHIN_S = 60.0
 KILLED_WITHIN_S = 5.0
 POLL_S = 0.05
+# Messages, logs and the secrets in ZooKeeper's files are for the user who runs the cluster.
+PRIVATE = 0o077
 
 _data_dir_option = click.option(
     "--data-dir", default=DATA_DIR, show_default=True, type=click.Path(path_type=Path, file_okay=False),
@@ -68,6 +70,7 @@ def up(
 
     Example: portalmq up --brokers 3 --base-port 5000
     """
+    os.umask(PRIVATE)
     try:
         if brokers > 1 and (zookeeper or "").strip().lower() == "none":
             raise UsageError(

@@ -58,14 +58,13 @@ class ZooKeeperBootstrap:
                 f"{SCHEME} needs kazoo, which is not installed: `pip install kazoo`, or name the brokers by http://"
             ) from None
         auth = [("digest", self._credentials)] if self._credentials else None
-        client = KazooClient(
-            hosts=f"{self.hosts}{self.chroot}", timeout=CONNECT_WITHIN_S, auth_data=auth, read_only=True
-        )
+        # kazoo would look for a chroot first, which a closed tree shows to nobody; its brokers may be read.
+        client = KazooClient(hosts=self.hosts, timeout=CONNECT_WITHIN_S, auth_data=auth, read_only=True)
         try:
             client.start(timeout=timeout_s)
             return self._registered(client, NoNodeError)
         except (KazooTimeoutError, KazooException) as fault:
-            raise Unavailable(f"no ZooKeeper answers at {self.url}: {fault or type(fault).__name__}") from fault
+            raise Unavailable(f"no ZooKeeper answers at {self.url}: {str(fault) or type(fault).__name__}") from fault
         finally:
             client.stop()
             client.close()
@@ -73,9 +72,10 @@ class ZooKeeperBootstrap:
     def _registered(self, client: Any, missing: type[Exception]) -> list[str]:
         urls: list[str] = []
         try:
-            for broker_id in sorted(client.get_children(BROKERS), key=int):
+            brokers = f"{self.chroot}{BROKERS}"
+            for broker_id in sorted(client.get_children(brokers), key=int):
                 try:
-                    urls.append(json.loads(client.get(f"{BROKERS}/{broker_id}")[0])["url"])
+                    urls.append(json.loads(client.get(f"{brokers}/{broker_id}")[0])["url"])
                 except missing:
                     continue  # it went just now
         except missing:

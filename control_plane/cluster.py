@@ -7,6 +7,7 @@ is the controller.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -29,6 +30,7 @@ from portalmq.control_plane.tree import Tree, Versioned
 
 RECEIPT_KEY_BYTES = 32
 CLUSTER_SECRET_BYTES = 32
+_SECRET_BYTES = {state.RECEIPT_KEY: RECEIPT_KEY_BYTES, state.CLUSTER_SECRET: CLUSTER_SECRET_BYTES}
 
 
 class BrokerIdTaken(PlaneError):
@@ -90,6 +92,30 @@ class Cluster(Tree):
     def cluster_secret(self) -> str:
         """What brokers show to each other, in hexadecimal digits; made by whoever asks first."""
         return self._made_once(state.CLUSTER_SECRET, lambda: self._random_bytes(CLUSTER_SECRET_BYTES)).hex()
+
+    def note_exposed(self, versions: Mapping[str, int]) -> None:
+        """Others could read these nodes, at these versions: if they are secrets, they have to be made anew."""
+        checks = [Check(path, versions[path]) for path in _SECRET_BYTES if path in versions]
+        if checks:
+            # It exists when they are noted already, and they have other versions when they were made anew meanwhile.
+            with contextlib.suppress(Conflict):
+                self.plane.commit(*checks, Create(state.EXPOSED_SECRETS))
+
+    def renew_exposed(self) -> bool:
+        """Make the secrets anew that others could read; False when they have to wait, because brokers use them."""
+
+        def renew() -> bool:
+            noted = self.plane.get(state.EXPOSED_SECRETS)
+            if noted is None:
+                return True
+            if self.plane.children(state.BROKERS):
+                return False
+            held = [node for node in self.plane.get_many(list(_SECRET_BYTES)) if node is not None]
+            fresh = [Set(node.path, self._random_bytes(_SECRET_BYTES[node.path]), node.version) for node in held]
+            self.plane.commit(Delete(state.EXPOSED_SECRETS, noted.version), *fresh)
+            return True
+
+        return self._until_fitting(state.EXPOSED_SECRETS, renew)
 
     def claim_broker_id(self, store_uuid: str, wanted: int | None = None) -> int:
         """The id of the broker whose data directory is `store_uuid`: the one it has, or the smallest that is free.

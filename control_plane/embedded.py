@@ -265,6 +265,7 @@ class _Server:
     def start(self, command: list[str]) -> None:
         data = self._directory / "data"
         data.mkdir(parents=True, exist_ok=True)
+        self._directory.chmod(0o700)  # the transaction log holds the cluster's secret, and Java's umask is ours
         (data / "myid").write_text(f"{self._number}\n")
         settings = {**self._settings, "dataDir": str(data), "clientPort": str(self.port)}
         config = self._directory / "zoo.cfg"

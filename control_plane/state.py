@@ -4,6 +4,7 @@
     |-- cluster_id                    text, made once
     |-- receipt_key                   32 random bytes, made once; receipts are signed with it
     |-- cluster_secret                32 random bytes, made once; brokers show it to each other
+    |-- exposed_secrets               empty: others could read these two, which are made anew once no broker uses them
     |-- brokers/ids/<broker id>       BrokerState, ephemeral
     |-- brokers/stores/<broker id>    StoreState: the data directory that has this id
     |-- controller                    ControllerState, ephemeral
@@ -39,6 +40,7 @@ from portalmq.wire import GroupConfig, TopicConfig
 CLUSTER_ID = "/cluster_id"
 RECEIPT_KEY = "/receipt_key"
 CLUSTER_SECRET = "/cluster_secret"
+EXPOSED_SECRETS = "/exposed_secrets"
 BROKERS = "/brokers/ids"
 STORES = "/brokers/stores"
 CONTROLLER = "/controller"

@@ -20,6 +20,10 @@ session. What kazoo does by itself and a cluster cannot bear is changed here:
     set back  a server that was emptied or restored from an older copy turns away whoever has seen more, without a word,
               so SUSPENDED would last for ever: `connection` ends such a session, and `set_back` tells of it.
     many      hundreds of nodes are read by one request (ZooKeeper 3.6's multi-read), not by hundreds.
+    closed    with credentials a node belongs to their user alone. ZooKeeper gives no node the ACL of the one above it,
+              so each is made with its own, and `close_to_others` mends those of a tree that was open. Clients find the
+              brokers in `/brokers/ids` without credentials: everybody may read there.
+    TLS       kazoo's own trusts more than it is told, and can leave an answer unread: `connection`.
 
 Callbacks of kazoo run on its connection routine, where any call to ZooKeeper would wait for itself. They leave a note;
 the bells ring from the callback worker.
@@ -54,7 +58,7 @@ from kazoo.exceptions import (
 )
 from kazoo.protocol import serialization as jute
 from kazoo.protocol.states import Callback, KazooState, KeeperState, ZnodeStat
-from kazoo.security import OPEN_ACL_UNSAFE, make_digest_acl
+from kazoo.security import OPEN_ACL_UNSAFE, make_acl, make_digest_acl
 
 from portalmq.control_plane.plane import (
     Bell,
@@ -77,7 +81,16 @@ from portalmq.control_plane.plane import (
     clock_s,
     parent_of,
 )
-from portalmq.control_plane.zookeeper.connection import AddWatch, Handler, NotSentError, ReadMany, Request, make_client
+from portalmq.control_plane.state import BROKERS
+from portalmq.control_plane.zookeeper.connection import (
+    AddWatch,
+    Handler,
+    NotSentError,
+    ReadMany,
+    Request,
+    Tls,
+    make_client,
+)
 
 log = logging.getLogger(__name__)
 
@@ -88,6 +101,8 @@ RETRY_PAUSE_S = 0.02
 WATCH_PAUSE_S = 0.5
 
 _CREATE_EPHEMERAL = 1
+_ANY_VERSION = -1
+_ZOOKEEPERS_OWN = "/zookeeper"
 
 
 class _UnansweredError(Exception):
@@ -101,7 +116,9 @@ _REPEATABLE = (ConnectionLoss, SessionExpiredError, SessionMovedError, Throttled
 class ZooKeeper:
     """A `ControlPlane`. `hosts` is `host:port,host:port/chroot`; the chroot is made when it is missing.
 
-    `auth` is a user and a password: then all nodes, the chroot included, are theirs alone. ZooKeeper 3.6 or newer.
+    `auth` is a user and a password: then all nodes, the chroot included, are theirs alone. With `owns_root` they may
+    own a server's root as well, which is then nobody else's. `closes` False leaves a chroot that is there as it is.
+    ZooKeeper 3.6 or newer.
     """
 
     def __init__(
@@ -111,17 +128,23 @@ class ZooKeeper:
         session_timeout_s: float = 6.0,
         handler: Handler = "auto",
         auth: tuple[str, str] | None = None,
+        tls: Tls | None = None,
+        owns_root: bool = False,
+        closes: bool = True,
     ) -> None:
         """Raises ValueError for hosts that are none, and for credentials without a chroot to protect."""
         self._servers, slash, chroot = hosts.partition("/")
         if not all(self._servers.split(",")):
             raise ValueError(f"not ZooKeeper's hosts: {hosts!r}; write HOST:PORT,HOST:PORT/CHROOT")
         self._chroot = check_path(slash + chroot) if chroot else ""
-        if auth and not self._chroot:
+        if auth and not self._chroot and not owns_root:
             raise ValueError(f"credentials protect a chroot: write {hosts}/portalmq, for instance")
         self._handler = handler
         self._auth = auth
+        self._tls = tls
+        self._closes = closes
         self._acl = [make_digest_acl(*auth, all=True)] if auth else OPEN_ACL_UNSAFE
+        self._acl_of_brokers = [*self._acl, make_acl("world", "anyone", read=True)] if auth else OPEN_ACL_UNSAFE
         self._asked_timeout_s = session_timeout_s
         self._bells: list[Bell] = []
         self._lock = threading.Lock()
@@ -171,6 +194,7 @@ class ZooKeeper:
             handler=self._handler,
             session_timeout_s=self._asked_timeout_s,
             auth=self._auth,
+            tls=self._tls,
         )
         client.add_listener(self._on_state)
         # Set when there is something new to know: connected, refused, or closed.
@@ -262,18 +286,95 @@ class ZooKeeper:
             self._news.wait(remaining)
 
     def _make_chroot(self) -> None:
-        if not self._chroot:
-            return
-        if self._read(lambda: jute.Exists(self._chroot, None)) is None:
+        if self._chroot and self._read(lambda: jute.Exists(self._chroot, None)) is None:
             deadline = self._deadline()
             for path in [*_ancestors(self._chroot), self._chroot]:
                 self._create_lasting(path, self._await_connection(deadline), deadline)
-        if self._auth:
-            # The chroot may have been made by hand, open to all; a node's ACL says nothing of those below it.
-            acl, stat = self._read(lambda: jute.GetACL(self._chroot))
-            if acl != self._acl:
-                self._read(lambda: jute.SetACL(self._chroot, self._acl, stat.aversion))
-        self._read(lambda: jute.GetData(self._chroot, None))
+        if self._auth and self._closes and self.is_open:
+            # The chroot may have been made by hand, open to all.
+            self._read(lambda: jute.SetACL(self._root, self._acl, _ANY_VERSION))
+        if self._chroot:
+            self._read(lambda: jute.GetData(self._chroot, None))
+
+    # --- whose the nodes are ---
+
+    @property
+    def _root(self) -> str:
+        return self._chroot or "/"
+
+    def _acl_for(self, path: str) -> list[Any]:
+        """The ACL of a node, named as ZooKeeper knows it."""
+        shown = f"{self._chroot}{BROKERS}"
+        return self._acl_of_brokers if path == shown or path.startswith(f"{shown}/") else self._acl
+
+    @property
+    def is_open(self) -> bool:
+        """Whether others than our user may do something at the topmost node."""
+        acl, _ = self._read(lambda: jute.GetACL(self._root))
+        return set(acl) != set(self._acl)
+
+    def open_to_others(self, *paths: str) -> dict[str, int]:
+        """Those of the nodes that are not as we would make them, and the version of each."""
+        found = self._each([self._chroot + path for path in paths], jute.GetACL)
+        return {
+            path[len(self._chroot) :]: stat.version for path, (acl, stat) in found if not self._is_closed(path, acl)
+        }
+
+    def close_to_others(self) -> int:
+        """Give every node the ACL that we would make it with; answers how many had another.
+
+        From the top: once a node is closed, nobody else makes another one below it. Raises PlaneRefused at a node that
+        another user keeps for himself.
+        """
+        assert self._auth, "only credentials close a tree"
+        mended = 0
+        level = [self._root]
+        while level:
+            found = self._each(level, jute.GetACL)
+            wrong = [path for path, (acl, _) in found if not self._is_closed(path, acl)]
+            self._each(wrong, lambda path: jute.SetACL(path, self._acl_for(path), _ANY_VERSION))
+            mended += len(wrong)
+            # Below one that was open another may have been made since it was looked at.
+            parents = [path for path, (_, stat) in found if stat.numChildren or path in set(wrong)]
+            level = [
+                f"{path.rstrip('/')}/{name}"
+                for path, names in self._each(parents, lambda path: jute.GetChildren(path, None))
+                for name in names
+                if f"{path}{name}" != _ZOOKEEPERS_OWN
+            ]
+        return mended
+
+    def _is_closed(self, path: str, acl: Sequence[Any]) -> bool:
+        return set(acl) == set(self._acl_for(path))
+
+    def _each(self, paths: Sequence[str], make: Callable[[str], Any]) -> list[tuple[str, Any]]:
+        """The answer for each of the nodes that are there. Many requests are on their way at a time."""
+        answers = []
+        for start in range(0, len(paths), READ_MANY_MAX):
+            some = paths[start : start + READ_MANY_MAX]
+            answers += self._each_of(some, make)
+        return answers
+
+    def _each_of(self, paths: Sequence[str], make: Callable[[str], Any]) -> list[tuple[str, Any]]:
+        client = self._client
+        if client is None:
+            raise PlaneUnavailable(f"the session with ZooKeeper at {self._servers} is closed")
+        self._await_connection(self._deadline())
+        results = [client.handler.async_result() for _ in paths]
+        for path, result in zip(paths, results, strict=True):
+            client._call(Request(make(path), 0), result)
+        deadline = self._deadline()
+        answers = []
+        for path, result in zip(paths, results, strict=True):
+            result.wait(max(0.0, deadline - clock_s()))
+            fault = result.exception if result.ready() else _UnansweredError()
+            if fault is None:
+                answers.append((path, result.value))
+            elif not isinstance(fault, NoNodeError):  # one that is gone is no matter
+                if isinstance(fault, ZookeeperError):
+                    self._raise_refused(fault)
+                raise PlaneUnavailable(f"{path}: ZooKeeper answers {fault!r}")
+        return answers
 
     # --- the bell ---
 
@@ -425,7 +526,7 @@ class ZooKeeper:
         path = self._chroot + op.path
         match op:
             case Create():
-                return jute.Create(path, op.data, self._acl, _CREATE_EPHEMERAL if op.ephemeral else 0)
+                return jute.Create(path, op.data, self._acl_for(path), _CREATE_EPHEMERAL if op.ephemeral else 0)
             case Set():
                 return jute.SetData(path, op.data, op.version)
             case Delete():
@@ -444,7 +545,7 @@ class ZooKeeper:
     def _create_lasting(self, full_path: str, session_id: int, deadline: float) -> None:
         """An empty node, which may be there already. A lost answer is no matter: nothing was promised yet."""
         try:
-            self._ask(jute.Create(full_path, b"", self._acl, 0), deadline, session_id=session_id)
+            self._ask(jute.Create(full_path, b"", self._acl_for(full_path), 0), deadline, session_id=session_id)
         except NodeExistsError:
             pass
         except NoChildrenForEphemeralsError:

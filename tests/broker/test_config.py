@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from portalmq.broker.config import READERS, BrokerConfig, UsageError, load_config
+from portalmq.broker.config import READERS, SETTINGS, BrokerConfig, UsageError, load_config
 
 
 @pytest.fixture
@@ -124,6 +124,29 @@ def test_credentials_of_zookeeper_go_together_and_protect_a_chroot(elsewhere):
     config = load_config({"zookeeper": "a:1/x", **both}, environ={})
     assert config.zookeeper_auth == ("u", "hidden")
     assert "hidden" not in repr(config)
+    assert load_config({"zookeeper": "a:1", "zookeeper_own_root": True, **both}, environ={}).zookeeper == "a:1"
     for wrong in ({"zookeeper": "a:1/x", "zookeeper_user": "u"}, {"zookeeper": "a:1", **both}):
         with pytest.raises(UsageError, match="zookeeper_user"):
             load_config(wrong, environ={})
+
+
+def test_a_secret_may_come_from_a_file_and_so_stay_out_of_the_list_of_processes(elsewhere):
+    (elsewhere / "secret").write_text("hunter2\n")
+    for name in ("secret", "zookeeper_password"):
+        both = {"zookeeper_user": "u"} if name == "zookeeper_password" else {}
+        config = load_config({"zookeeper": "a:1/x", name: "@secret", **both}, environ={})
+        assert getattr(config, name) == "hunter2"
+        assert "@FILE" in SETTINGS[name].metadata["help"]
+    assert load_config({"host": "@x"}, environ={}).host == "@x"
+    (elsewhere / "secret").write_text("two\nlines\n")
+    for file in ("secret", "missing"):
+        with pytest.raises(UsageError, match=f"--secret: {file}"):
+            load_config({"secret": f"@{file}"}, environ={})
+
+
+@pytest.mark.parametrize(
+    ("hosts", "local"),
+    [("localhost:2181", True), ("127.0.0.1:1,[::1]:2/x", True), ("127.0.0.1:1,zk:2", False), ("10.0.0.1:1/x", False)],
+)
+def test_whose_zookeeper_only_this_machine_reaches(elsewhere, hosts, local):
+    assert load_config({"zookeeper": hosts}, environ={}).zookeeper_is_local is local

@@ -18,8 +18,10 @@ from portalmq.broker.preflight import Joined, Preflight, Question
 from portalmq.broker.storage.disk import StoreIdentity
 from portalmq.control_plane.catalog import Catalog
 from portalmq.control_plane.embedded import EmbeddedZooKeeper
+from portalmq.control_plane.plane import PlaneRefused
 from portalmq.control_plane.standalone import Standalone
-from portalmq.control_plane.state import BrokerState
+from portalmq.control_plane.state import CLUSTER_SECRET, RECEIPT_KEY, BrokerState
+from portalmq.control_plane.zookeeper import ZooKeeper
 
 URL = "http://127.0.0.1:1"  # where nobody listens
 
@@ -97,6 +99,70 @@ class TestKnownDirectories:
         joined(catalog, question(store="new"), 1)
         assert joined(catalog, question(cluster_id, 1, store="old"), None).broker_id == 1
         assert catalog.claims()[1].value.store_uuid == "old"
+
+
+def in_tree(config: BrokerConfig) -> Catalog:
+    plane = ZooKeeper(config.zookeeper, auth=config.zookeeper_auth)
+    plane.start()
+    return Catalog(plane)
+
+
+@pytest.mark.cluster
+class TestOpenTrees:
+    """A cluster that ran without credentials is started again with them."""
+
+    @pytest.fixture
+    def config(self, zookeeper_server: EmbeddedZooKeeper) -> Iterator[BrokerConfig]:
+        config = BrokerConfig(zookeeper=zookeeper_server.hosts + fresh_chroot(), session_timeout_ms=1_000)
+        self.anyone = in_tree(config)
+        self.before = self.anyone.cluster_secret(), self.anyone.receipt_key()
+        yield replace(config, zookeeper_user="portal", zookeeper_password="right")
+        self.anyone.plane.close()
+
+    def test_it_is_closed_and_what_others_could_read_is_made_anew_once(self, config: BrokerConfig) -> None:
+        Preflight.begin(config).close()
+        with pytest.raises(PlaneRefused):
+            self.anyone.cluster_secret()
+        ours = in_tree(config)
+        renewed = ours.cluster_secret(), ours.receipt_key()
+        assert not set(renewed) & set(self.before)
+        Preflight.begin(config).close()
+        assert (ours.cluster_secret(), ours.receipt_key()) == renewed
+        ours.plane.close()
+
+    def test_brokers_that_run_without_credentials_are_not_shut_out(self, config: BrokerConfig) -> None:
+        self.anyone.register_broker(7, BrokerState(URL, 1, "store"))
+        with pytest.raises(StartupError, match=r"ids 7\): stop all brokers") as refused:
+            Preflight.begin(config)
+        assert refused.value.exit_code == 2
+        assert (self.anyone.cluster_secret(), self.anyone.receipt_key()) == self.before
+        self.anyone.unregister_broker(7)
+        Preflight.begin(config).close()
+
+    def test_secrets_that_brokers_use_are_made_anew_when_none_runs_any_more(self, config: BrokerConfig) -> None:
+        """Of a tree whose topmost node alone was closed, those who run have the credentials."""
+        ours = in_tree(config)
+        ours.register_broker(7, BrokerState(URL, 1, "store"))
+        Preflight.begin(config).close()
+        with pytest.raises(PlaneRefused):
+            self.anyone.plane.get(CLUSTER_SECRET)
+        assert (ours.cluster_secret(), ours.receipt_key()) == self.before
+        ours.unregister_broker(7)
+        Preflight.begin(config).close()
+        assert not {ours.cluster_secret(), ours.receipt_key()} & set(self.before)
+        ours.plane.close()
+
+    def test_whoever_looked_before_another_made_them_anew_leaves_them(self, config: BrokerConfig) -> None:
+        ours = in_tree(config)
+        seen = {CLUSTER_SECRET: 0, RECEIPT_KEY: 0}
+        for _ in range(2):
+            ours.note_exposed(seen)
+            assert ours.renew_exposed()
+        renewed = ours.cluster_secret()
+        ours.note_exposed(seen)
+        assert ours.renew_exposed()
+        assert ours.cluster_secret() == renewed != self.before[0]
+        ours.plane.close()
 
 
 @pytest.mark.cluster

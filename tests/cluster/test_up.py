@@ -21,6 +21,11 @@ from support.broker_process import has_ended, stood_in_line_s
 from support.cluster import wait_until
 
 from portalmq import Admin, Consumer, Producer
+from portalmq.control_plane.catalog import Catalog
+from portalmq.control_plane.embedded import EmbeddedZooKeeper
+from portalmq.control_plane.plane import Create, PlaneRefused
+from portalmq.control_plane.state import CLUSTER_SECRET, broker_path
+from portalmq.control_plane.zookeeper import ZooKeeper
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
 
@@ -108,6 +113,49 @@ def all_gone(family: list[psutil.Process]) -> bool:
     return all(has_ended(process) for process in family)
 
 
+def shown_to_others(directory: Path) -> Iterator[Path]:
+    if directory.stat().st_mode & 0o011:
+        for each in directory.iterdir():
+            if each.is_dir():
+                yield from shown_to_others(each)
+            elif each.stat().st_mode & 0o077:
+                yield each
+
+
+def assert_private(terminal: Terminal) -> None:
+    """Other users of the machine read neither the files nor ZooKeeper, but find the brokers there."""
+    zookeeper, urls = terminal.record()["zookeeper"], terminal.record()["urls"]
+    anyone = ZooKeeper(zookeeper, session_timeout_s=20)
+    anyone.start()
+    with pytest.raises(PlaneRefused):
+        anyone.get(CLUSTER_SECRET)
+    with pytest.raises(PlaneRefused):
+        anyone.commit(Create(broker_path(67)))
+    anyone.close()
+    with Admin(f"zk://{zookeeper}") as admin:
+        assert len(admin.cluster().brokers) == len(urls)
+    assert list(shown_to_others(terminal.data_dir)) == []
+    assert (terminal.data_dir / "zookeeper.password").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_directory_of_before_is_taken_over_and_closed(terminal: Terminal) -> None:
+    with EmbeddedZooKeeper(terminal.data_dir / "zookeeper") as server:
+        anyone = ZooKeeper(server.hosts, session_timeout_s=20)
+        anyone.start()
+        catalog = Catalog(anyone)
+        cluster_id, secret = catalog.cluster_id(), catalog.cluster_secret()
+        anyone.close()
+    terminal.up("--brokers", "1")
+    assert_private(terminal)
+    (url,) = terminal.record()["urls"]
+    assert requests.get(f"{url}/v1/cluster", timeout=30).json()["cluster_id"] == cluster_id
+    password = (terminal.data_dir / "zookeeper.password").read_text().strip()
+    ours = ZooKeeper(terminal.record()["zookeeper"], auth=("portalmq", password), owns_root=True, session_timeout_s=20)
+    ours.start()
+    assert Catalog(ours).cluster_secret() != secret
+    ours.close()
+
+
 def test_up_is_ready_soon_says_where_and_ctrl_c_leaves_nothing(terminal: Terminal) -> None:
     process = terminal.up()
     said = terminal.said()
@@ -134,6 +182,7 @@ def test_detached_it_stays_keeps_its_data_and_down_ends_exactly_that(terminal: T
     urls = terminal.record()["urls"]
     with Producer(urls) as producer:
         producer.send("t", "kept").result(timeout=20)
+    assert_private(terminal)
     family = terminal.family()
     bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     try:

@@ -7,11 +7,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from support.zookeeper import fresh_chroot, until
+from kazoo.client import KazooClient
+from kazoo.security import make_digest_acl
+from support.zookeeper import WITHIN_S, fresh_chroot, until
 
 from portalmq.control_plane.embedded import EmbeddedZooKeeper
 from portalmq.control_plane.plane import Create, Delete, Op, PlaneRefused, PlaneState, PlaneUnavailable, Set
 from portalmq.control_plane.zookeeper import ZooKeeper
+from portalmq.zookeeper_bootstrap import ZooKeeperBootstrap
 
 pytestmark = pytest.mark.cluster
 
@@ -104,6 +107,72 @@ def test_trap_a_chroot_made_by_hand_is_open_until_we_close_it(hosts: str) -> Non
         anonymous.commit(Create(f"{chroot}/brokers/ids/1"))
     plane.close()
     anonymous.close()
+
+
+def acls(hosts: str, *paths: str, user: tuple[str, str] = OURS) -> list[list[str]]:
+    """Who may do something at each of the nodes."""
+    client = KazooClient(hosts, auth_data=[("digest", ":".join(user))])
+    client.start(timeout=WITHIN_S)
+    try:
+        return [sorted(each.id.id.partition(":")[0] for each in client.get_acls(path)[0]) for path in paths]
+    finally:
+        client.stop()
+        client.close()
+
+
+OPEN_TREE = ["/cluster_secret", "/a/b/c", "/topics/t", "/brokers/ids/7", "/brokers/stores/7"]
+
+
+@pytest.mark.parametrize("owns_root", [False, True])
+def test_a_tree_that_was_open_is_closed_to_the_last_node(tmp_path: Path, owns_root: bool) -> None:
+    with EmbeddedZooKeeper(tmp_path) as server:
+        hosts = server.hosts if owns_root else f"{server.hosts}/portalmq"
+        anonymous = ZooKeeper(hosts)
+        anonymous.start()
+        anonymous.commit(*map(Create, OPEN_TREE))
+        for hundred in range(3):
+            anonymous.commit(*(Create(f"/many/{hundred}{number}") for number in range(100)))
+        plane = ZooKeeper(hosts, auth=OURS, owns_root=owns_root, closes=False)
+        plane.start()
+        assert plane.is_open
+        assert plane.open_to_others("/cluster_secret", "/missing") == {"/cluster_secret": 0}
+        assert plane.close_to_others() == 1 + 11 + 301
+        assert plane.close_to_others() == 0
+        assert not plane.is_open
+        assert plane.open_to_others("/cluster_secret") == {}
+        plane.commit(Create("/brokers/ids/8", ephemeral=True), Create("/later"))
+        closed = ["/", "/a", "/a/b", "/a/b/c", "/topics/t", "/brokers", "/brokers/stores/7", "/many/299", "/later"]
+        assert acls(hosts, *closed) == [["portalmq"]] * len(closed)
+        # Clients find brokers by `zk://` and need no credentials for it. Nobody else registers one.
+        shown = ["/brokers/ids", "/brokers/ids/7", "/brokers/ids/8"]
+        assert acls(hosts, *shown) == [["anyone", "portalmq"]] * 3
+        assert anonymous.children("/brokers/ids") == ["7", "8"]
+        for op in (Create("/brokers/ids/9"), Set("/brokers/ids/7", b"", 0), Delete("/brokers/ids/7", 0), Create("/x")):
+            with pytest.raises(PlaneRefused):
+                anonymous.commit(op)
+        with pytest.raises(PlaneRefused):
+            anonymous.get("/cluster_secret")
+        anonymous.close()
+        plane.close()
+
+
+def test_a_node_that_another_user_keeps_is_refused_by_name(hosts: str) -> None:
+    plane = ZooKeeper(hosts, auth=OURS)
+    plane.start()
+    plane.commit(Create("/a"))
+    client = KazooClient(hosts, auth_data=[("digest", ":".join(OURS))])
+    client.start(timeout=WITHIN_S)
+    client.set_acls("/a", [make_digest_acl("another", "user", all=True)])
+    client.stop()
+    client.close()
+    with pytest.raises(PlaneRefused, match="for others"):
+        plane.close_to_others()
+    plane.close()
+
+
+def test_brokers_are_found_by_clients_without_credentials(plane: ZooKeeper, hosts: str) -> None:
+    plane.commit(Create("/brokers/ids/1", b'{"url":"http://127.0.0.1:5000"}', ephemeral=True))
+    assert ZooKeeperBootstrap(f"zk://{hosts}").broker_urls(WITHIN_S) == ["http://127.0.0.1:5000"]
 
 
 def test_credentials_without_a_chroot_are_refused(zookeeper_server: EmbeddedZooKeeper) -> None:

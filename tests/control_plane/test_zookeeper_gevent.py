@@ -27,6 +27,7 @@ sys.exit(pytest.main(sys.argv[1:]))
         ("tests/contract/test_plane.py", "not standalone"),
         ("tests/control_plane/test_zookeeper.py", "TestOutcomes or TestTheBell or TestEphemerals or greenlets"),
         ("tests/control_plane/test_zookeeper.py", "TestSessions or killed_server or closing"),
+        ("tests/control_plane/test_zookeeper_tls.py", "works or many or certificate"),
         ("tests/control_plane/test_zookeeper_set_back.py", "TestServersThatForgot or TestServersThatLag"),
     ],
 )

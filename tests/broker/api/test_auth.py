@@ -78,5 +78,16 @@ def test_without_a_token_only_loopback_is_served():
         assert auth_from(BrokerConfig(host=host, secret="s")).needed
 
 
+def test_a_token_is_worth_nothing_where_everyone_reads_zookeeper():
+    there = {"zookeeper": "zk1:2181/portalmq", "secret": "s"}
+    with pytest.raises(UsageError, match="--zookeeper-user") as refused:
+        auth_from(BrokerConfig(**there))
+    assert refused.value.exit_code == 2
+    user = {"zookeeper_user": "u", "zookeeper_password": "p"}
+    for more in (user, {"insecure_zookeeper": True}, {"zookeeper": "127.0.0.1:2181"}, {"zookeeper": "none"}):
+        assert auth_from(BrokerConfig(**{**there, **more})).needed
+    assert not auth_from(BrokerConfig(zookeeper="zk1:2181")).needed
+
+
 def test_secrets_do_not_show_in_the_settings():
     assert "hunter2" not in repr(BrokerConfig(secret="hunter2"))
