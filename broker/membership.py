@@ -30,7 +30,7 @@ from gevent.event import Event
 from portalmq.broker.clock import Clock
 from portalmq.broker.core.events import IsrAnswered, Outcome, PartitionStateChanged, ProposeIsr
 from portalmq.broker.office import Office
-from portalmq.broker.vigil import Probe, Prober, Vigil
+from portalmq.broker.vigil import Probe, Prober, Vigil, probe_once
 from portalmq.broker.word import word_of
 from portalmq.control_plane.catalog import BrokerIdTaken, Catalog, Versioned
 from portalmq.control_plane.controller import View, departures, elect
@@ -78,6 +78,17 @@ class Heard(msgspec.Struct, frozen=True):
     """The controller will look for itself."""
 
 
+class Reach(msgspec.Struct, frozen=True):
+    """What a broker asks the others before it deposes a controller: does this one answer you?"""
+
+    broker_id: int
+    incarnation: int
+
+
+class Reached(msgspec.Struct, frozen=True):
+    answers: bool
+
+
 class PeerCalls(Protocol):
     """What is needed of broker/peers.py."""
 
@@ -107,7 +118,10 @@ class Membership:
         self.on_changed: list[Callable[[Changes], None]] = []
         self.on_session_lost: list[Callable[[], None]] = []
         self.peers: PeerCalls | None = None
-        self.calls: dict[str, Callable[[bytes, object], bytes]] = {"suspect": self._serve_suspect}
+        self.calls: dict[str, Callable[[bytes, object], bytes]] = {
+            "suspect": self._serve_suspect,
+            "reach": self._serve_reach,
+        }
         self._catalog = catalog
         self._plane = catalog.plane
         self._clock = clock
@@ -119,6 +133,7 @@ class Membership:
         self.mirror = Mirror(self._plane, on_noted=self._noted.set)
         self._prober = Prober()
         self._probe = probe or self._prober.probe
+        self._probe_once = probe or probe_once
         self.vigil = Vigil(self._probe, self._wake_office)
         self.office = Office(self, catalog, self.mirror, self.vigil, clock, chance)
         self._cluster_id = ""
@@ -389,6 +404,35 @@ class Membership:
         if self.is_controller:
             self.vigil.hurry(suspicion.broker_id)
         return msgspec.msgpack.encode(Heard())
+
+    def others_reach(self, broker_id: int, incarnation: int) -> bool:
+        """Whether another broker has an answer of this one, or none is there to be asked, though some are registered:
+        then it is this broker that is cut off. Blocks for a second at most."""
+        others = self.mirror.brokers.keys() - {self.broker_id, broker_id}
+        asked = [gevent.spawn(self._ask_reach, other, Reach(broker_id, incarnation)) for other in others]
+        gevent.joinall(asked)
+        votes = [vote for each in asked if (vote := each.value) is not None]
+        return any(votes) or (bool(others) and not votes)
+
+    def _ask_reach(self, other: int, reach: Reach) -> bool | None:
+        assert self.peers is not None
+        try:
+            return self.peers.call(other, "reach", reach, Reached, timeout_s=TELL_TIMEOUT_S).answers
+        except Unavailable:
+            return None
+        except PortalMQError:
+            return False  # an older one, which does not know the question
+
+    def _serve_reach(self, body: bytes, peer: object) -> bytes:
+        reach = msgspec.msgpack.decode(body, type=Reach)
+        broker = self.mirror.brokers.get(reach.broker_id)
+        answers = (
+            broker is not None
+            and broker.incarnation == reach.incarnation
+            and not self.vigil.misses(reach.broker_id)
+            and self._probe_once(broker.url) is Probe.ANSWERED
+        )
+        return msgspec.msgpack.encode(Reached(answers))
 
     # --- what partitions need ----------------------------------------------------------------------------------------
 

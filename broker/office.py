@@ -6,8 +6,9 @@ control_plane/controller.py, over what the mirror shows and the vigil found; her
 losing the office unnoticed, or two who believe to hold it, cost time and never a message.
 
     nobody in office              elect: at once when alone, after a jitter of up to 500 ms when others compete
-    the controller is gone        refused or silent twice in the incarnation it was elected in: depose, elect at once;
-                                  for silence no second time within half a minute
+    the controller is gone        refused or silent twice in the incarnation it was elected in, and no other broker
+                                  reaches it: depose, elect at once; where there is no other to be asked, no second
+                                  time within half a minute
     in office                     plan, commit; now and then sweep what crashed creations left, forget tombstones
     the plane was away            for one session it proves nothing that a broker is not registered
 """
@@ -37,7 +38,8 @@ PASS_PAUSE_S = 0.02
 PASS_PAUSE_MIN_S = 0.2
 RETRY_PAUSE_S = 0.2
 REFUSALS_OF_A_CONTROLLER = 2
-# Two who cannot hear each other, though others hear both, would depose each other for ever.
+# Two who cannot hear each other would depose each other for ever: others decide, and where there are none, time does.
+ASK_OTHERS_AGAIN_MS = 500
 DEPOSE_AGAIN_MS = 30_000
 TOLD_MAX = 20
 
@@ -53,6 +55,10 @@ class Holder(Protocol):
     @property
     def registered(self) -> bool:
         """Whether the broker is registered in the session that stands now."""
+        ...
+
+    def others_reach(self, broker_id: int, incarnation: int) -> bool:
+        """Whether another broker has an answer of this one, or this broker is cut off from all others itself."""
         ...
 
 
@@ -79,7 +85,9 @@ class Office:
         self._known: dict[int, BrokerState] = {}
         self._grace_until_ms = 0
         self._upkeep_at_ms = 0
-        self._silence_counts_ms = 0
+        self._ask_others_ms = 0
+        # Who was deposed by this broker's word alone, and when.
+        self._deposed_alone = (-1, 0)
         self._first_seen_ms: dict[str, int] = {}
         self._closing = Event()
 
@@ -214,12 +222,16 @@ class Office:
             return True  # it has started anew: the session that holds the office is of its earlier life
         if (controller.broker_id, controller.incarnation) not in self._vigil.gone(refusals=REFUSALS_OF_A_CONTROLLER):
             return False
-        if self._vigil.refuses(controller.broker_id):
-            return True
         now_ms = self._clock.now_ms()
-        if now_ms < self._silence_counts_ms:
+        if self._mirror.brokers.keys() - {self._holder.broker_id, controller.broker_id}:
+            if now_ms < self._ask_others_ms:
+                return False
+            self._ask_others_ms = now_ms + ASK_OTHERS_AGAIN_MS
+            return not self._holder.others_reach(controller.broker_id, controller.incarnation)
+        deposed, since_ms = self._deposed_alone
+        if deposed == controller.broker_id and now_ms < since_ms + DEPOSE_AGAIN_MS:
             return False  # its session decides
-        self._silence_counts_ms = now_ms + DEPOSE_AGAIN_MS
+        self._deposed_alone = (controller.broker_id, now_ms)
         return True
 
     # --- the work ----------------------------------------------------------------------------------------------------

@@ -9,8 +9,8 @@ over a kept connection, and the others ask the controller. What is concluded fro
                in a row count, since a broker under load may well be late once
     unsure     this process itself was paused meanwhile, so nothing is known
 
-If none of at least two others answers, it is as likely this broker that is cut off: then silence counts for nothing,
-and the sessions decide.
+If none of at least two others answers, it is as likely this broker that is cut off, by a firewall that rejects as well
+as by one that drops: then nothing counts, and the sessions decide.
 """
 
 from __future__ import annotations
@@ -76,11 +76,12 @@ class Pulse:
 
 def gone(pulses: Mapping[int, Pulse], *, refusals: int) -> set[BrokerKey]:
     """(id, incarnation) of those that do not live: their port refused that many times, or they were silent twice."""
-    refused = {broker_id for broker_id, pulse in pulses.items() if pulse.refused >= refusals}
-    silent = {broker_id for broker_id, pulse in pulses.items() if pulse.silent >= SILENT_MAX} - refused
-    if len(silent) >= 2 and len(silent) == len(pulses):
-        silent = set()
-    return {(broker_id, pulses[broker_id].incarnation) for broker_id in refused | silent}
+    found = {
+        broker_id for broker_id, pulse in pulses.items() if pulse.refused >= refusals or pulse.silent >= SILENT_MAX
+    }
+    if len(found) >= 2 and len(found) == len(pulses):
+        return set()
+    return {(broker_id, pulses[broker_id].incarnation) for broker_id in found}
 
 
 class Vigil:
@@ -119,10 +120,10 @@ class Vigil:
     def gone(self, *, refusals: int = 1) -> set[BrokerKey]:
         return gone(self._pulses, refusals=refusals)
 
-    def refuses(self, broker_id: int) -> bool:
-        """Nobody listens at its port, as far as the latest answer goes."""
+    def misses(self, broker_id: int) -> bool:
+        """It is probed from here, and did not answer the last time."""
         pulse = self._pulses.get(broker_id)
-        return pulse is not None and pulse.refused > 0
+        return broker_id in self._probed and pulse is not None and pulse.refused + pulse.silent > 0
 
     def close(self) -> None:
         self._probed = frozenset()
@@ -230,6 +231,15 @@ class Prober:
         connection = self._connections.pop(url, None)
         if connection is not None:
             connection.close()
+
+
+def probe_once(url: str) -> Probe:
+    """One question, beside those of a Prober. Its time is that of whoever waits for the answer."""
+    prober = Prober(PROBE_TIMEOUT_S / 2)
+    try:
+        return prober.probe(url)
+    finally:
+        prober.close()
 
 
 def _connection_to(url: str, timeout_s: float) -> HTTPConnection:

@@ -240,19 +240,53 @@ class TestTheController:
         assert controller is not None
         assert controller.value.epoch == 2
 
-    def test_two_who_do_not_hear_each_other_do_not_depose_each_other_for_ever(self, cluster: Members) -> None:
+    @pytest.mark.parametrize("found", [Probe.REFUSED, Probe.SILENT])
+    def test_a_controller_that_others_hear_is_not_deposed(self, cluster: Members, found: Probe) -> None:
+        asked: list[tuple[int, str]] = []
+
         def deaf(by: int, url: str) -> Probe:
-            return Probe.SILENT if {by, url} in ({1, url_of(2)}, {2, url_of(1)}) else Probe.ANSWERED
+            asked.append((by, url))
+            return found if {by, url} in ({1, url_of(2)}, {2, url_of(1)}) else Probe.ANSWERED
 
         cluster.start_all(1, 2, 3)
         assert cluster.controllers == [1]
+        until(lambda: cluster.members[2].membership.mirror.controller is not None)
         cluster.probe = deaf  # type: ignore[method-assign]
-        catalog = cluster.members[3].catalog
+        until(lambda: asked.count((2, url_of(1))) > 6, "time for more than one decision")
+        held = cluster.members[3].catalog.controller()
+        assert held is not None
+        assert (held.value.broker_id, held.value.epoch) == (1, 1)
+
+    def test_two_alone_who_do_not_hear_each_other_do_not_depose_each_other_for_ever(self, cluster: Members) -> None:
+        cluster.start_all(1, 2)
+        catalog = cluster.members[2].catalog
+        cluster.cut(1, 2)
         until(lambda: (held := catalog.controller()) is not None and held.value.epoch >= 2)
-        gevent.sleep(3.0)  # time for many turns, of which at most one may come: there is no condition to wait for
+        cluster.probed.clear()
+        until(lambda: len(cluster.probed) > 12, "time for more than two decisions")
         held = catalog.controller()
         assert held is not None
         assert held.value.epoch <= 3
+
+    @pytest.mark.parametrize("alone", [1, 3])
+    def test_a_broker_whose_links_refuse_loses_what_it_leads_and_deposes_nobody(
+        self, cluster: Members, alone: int
+    ) -> None:
+        """Whether it is the controller (1) or not: whom two others reach is there, and who reaches nobody is not."""
+        cluster.start_all(1, 2, 3)
+        other = cluster.members[2]
+        topic = cluster.create_topic(partitions=3)
+        until(lambda: len(other.membership.mirror.partitions) == 3)
+        cluster.cut(alone, *({1, 2, 3} - {alone}))
+        others = {1, 2, 3} - {alone}
+        until(lambda: all(other.partition(topic, n).value.leader in others for n in range(3)))
+        until(lambda: (held := other.catalog.controller()) is not None and held.value.broker_id != alone)
+        epochs = [other.partition(topic, n).value.leader_epoch for n in range(3)]
+        controller = other.catalog.controller()
+        cluster.probed.clear()
+        until(lambda: sum(by == alone for by, _ in cluster.probed) > 6, "it keeps asking")
+        assert [other.partition(topic, n).value.leader_epoch for n in range(3)] == epochs
+        assert other.catalog.controller() == controller
 
     def test_two_who_believe_to_be_controller_are_fenced_by_the_epoch(self, cluster: Members) -> None:
         first, second = cluster.start_all(1, 2)

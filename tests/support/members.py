@@ -8,18 +8,22 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 import gevent
 import msgspec
 
 from portalmq import wire
 from portalmq.broker.clock import Clock
-from portalmq.broker.membership import Heard, Membership, Suspicion
+from portalmq.broker.membership import Membership
+from portalmq.broker.peers import NotReached
 from portalmq.broker.vigil import Probe
 from portalmq.control_plane.catalog import Catalog, Versioned
 from portalmq.control_plane.mirror import Changes
 from portalmq.control_plane.state import BrokerState, PartitionState, TopicState
 from portalmq.control_plane.zookeeper import ZooKeeper
+
+T = TypeVar("T")
 
 WITHIN_S = 60.0
 # The longest that the servers of the tests grant: no pause of the machine ends it.
@@ -61,7 +65,7 @@ class Member:
             on_fatal=self.fatal.append,
             probe=lambda url: cluster.probe(broker_id, url),
         )
-        self.membership.peers = cluster
+        self.membership.peers = Line(cluster, broker_id)
         self.membership.on_changed.append(self.told.append)
         self.membership.on_session_lost.append(self._count_lost)
 
@@ -82,6 +86,20 @@ class Member:
         self.plane.close()
 
 
+class Line:
+    """Peers, as far as a membership needs it: the calls of one broker."""
+
+    def __init__(self, cluster: Members, broker_id: int) -> None:
+        self._cluster = cluster
+        self._broker_id = broker_id
+
+    def call(self, broker_id: int, name: str, request: msgspec.Struct, kind: type[T], *, timeout_s: float) -> T:
+        if broker_id not in self._cluster.members or frozenset((self._broker_id, broker_id)) in self._cluster.cuts:
+            raise NotReached(f"broker {broker_id} refuses", refused=True)
+        answer = self._cluster.members[broker_id].membership.calls[name](msgspec.msgpack.encode(request), None)
+        return msgspec.msgpack.decode(answer, type=kind)
+
+
 class Members:
     """They call each other without HTTP."""
 
@@ -93,6 +111,7 @@ class Members:
         # By url: what whoever probes finds.
         self.probes: dict[str, Probe] = {}
         self.probed: list[tuple[int, str]] = []
+        self.cuts: set[frozenset[int]] = set()
 
     def start(self, broker_id: int, *, incarnation: int = 1, store_uuid: str = "", url: str = "") -> Member:
         member = Member(
@@ -132,12 +151,14 @@ class Members:
 
     def probe(self, by: int, url: str) -> Probe:
         self.probed.append((by, url))
+        if any(url == url_of(other) for cut in self.cuts if by in cut for other in cut - {by}):
+            return Probe.REFUSED
         return self.probes.get(url, Probe.ANSWERED)
 
-    def call(self, broker_id: int, name: str, request: Suspicion, kind: type[Heard], *, timeout_s: float) -> Heard:
-        """Peers.call, as far as a membership needs it."""
-        answer = self.members[broker_id].membership.calls[name](msgspec.msgpack.encode(request), None)
-        return msgspec.msgpack.decode(answer, type=kind)
+    def cut(self, broker_id: int, *others: int) -> None:
+        """From now on the links between them refuse connections, as behind a firewall that rejects; those to ZooKeeper
+        stand."""
+        self.cuts |= {frozenset((broker_id, other)) for other in others}
 
     @property
     def controllers(self) -> list[int]:
