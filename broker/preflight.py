@@ -5,7 +5,7 @@ The arbiter must not touch port and data directory before ZooKeeper has answered
 directory is locked. So they talk:
 
     arbiter                              child
-    begin ------- fork ---------------->  a session within 5 s
+    begin ------- fork ---------------->  a session, within 5 s or --zookeeper-wait-s
           <------ connected --------------
     (binds the port, locks the directory)
     join  ------- whose directory it is ->  cluster ids compared, broker id claimed
@@ -23,8 +23,9 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 from http.client import HTTPConnection, HTTPException
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
@@ -45,9 +46,13 @@ if TYPE_CHECKING:
     from portalmq.control_plane.zookeeper import ZooKeeper
     from portalmq.control_plane.zookeeper.connection import Tls
 
+T = TypeVar("T")
+
 CONNECT_WITHIN_S = 5.0
-# How long the arbiter waits for a child that is asked something. It has bounds of its own, which are shorter.
+# How long the arbiter waits for a child that is asked something, beside what that waits for ZooKeeper. It has bounds of
+# its own, which are shorter.
 ANSWER_WITHIN_S = 60.0
+AWAY_POLL_S = 0.5
 END_WITHIN_S = 1.0
 POLL_S = 0.01
 TAKEN_POLL_S = 0.25
@@ -84,13 +89,15 @@ Word = Connected | Joined | Refused
 class Preflight:
     """The arbiter's end of the talk."""
 
-    def __init__(self, child: int, line: socket.socket) -> None:
+    def __init__(self, child: int, line: socket.socket, answer_within_s: float = ANSWER_WITHIN_S) -> None:
         self._child = child
         self._line = line
+        self._answer_within_s = answer_within_s
 
     @classmethod
     def begin(cls, config: BrokerConfig) -> Preflight:
-        """Returns once ZooKeeper has answered. Raises StartupError when it does not within 5 s."""
+        """Returns once ZooKeeper has answered. Raises StartupError when it does not within `zookeeper_wait_s`, which is
+        5 s at least."""
         ours, theirs = socket.socketpair()
         arbiter = os.getpid()
         child = os.fork()
@@ -98,7 +105,7 @@ class Preflight:
             ours.close()
             _run_child(config, theirs, arbiter)
         theirs.close()
-        preflight = cls(child, ours)
+        preflight = cls(child, ours, ANSWER_WITHIN_S + 2 * config.zookeeper_wait_s)
         try:
             preflight._hear()
         except BaseException:
@@ -126,7 +133,7 @@ class Preflight:
                 time.sleep(POLL_S)
 
     def _hear(self) -> Connected | Joined:
-        self._line.settimeout(ANSWER_WITHIN_S)
+        self._line.settimeout(self._answer_within_s)
         try:
             said = _line_from(self._line)
         except TimeoutError:
@@ -163,7 +170,7 @@ def _talk(config: BrokerConfig, line: socket.socket) -> None:
     from portalmq.control_plane.catalog import Catalog
 
     try:
-        plane = connected(config)
+        plane = patiently(lambda: connected(config), config)
     except StartupError as refusal:
         return _say(line, Refused(str(refusal), refusal.exit_code))
     try:
@@ -180,7 +187,8 @@ def _talk(config: BrokerConfig, line: socket.socket) -> None:
         try:
             # This child's own session is shorter than that of the broker that may have been killed.
             patience_s = 2 * max(plane.session_timeout_s, config.session_timeout_ms / 1_000)
-            answer: Word = joined(Catalog(plane), question, config.broker_id, patience_s=patience_s)
+            catalog, wanted = Catalog(plane), config.broker_id
+            answer: Word = patiently(lambda: joined(catalog, question, wanted, patience_s=patience_s), config)
         except StartupError as refusal:
             answer = Refused(str(refusal), refusal.exit_code)
         _say(line, answer)
@@ -201,6 +209,28 @@ def _line_from(line: socket.socket) -> bytes:
             return b""
         said += more
     return said
+
+
+def patiently(attempt: Callable[[], T], config: BrokerConfig) -> T:
+    """The outcome of the attempt, begun again for `zookeeper_wait_s` while it fails because ZooKeeper is away. Says so,
+    once."""
+    deadline = time.monotonic() + config.zookeeper_wait_s
+    said = False
+    while True:
+        try:
+            return attempt()
+        except StartupError as away:
+            left_s = deadline - time.monotonic()
+            if away.exit_code != EX_UNAVAILABLE or left_s <= 0:
+                raise
+            if not said:
+                print(
+                    f"portalmq: {away}. Waiting for it, {left_s:.0f} s more (--zookeeper-wait-s)",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            said = True
+        time.sleep(min(AWAY_POLL_S, left_s))
 
 
 def connected(config: BrokerConfig) -> ZooKeeper:

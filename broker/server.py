@@ -146,9 +146,11 @@ def lock_data_directory(config: BrokerConfig, preflight: Preflight | None = None
         raise StartupError(str(fault), EX_STORAGE) from None
 
 
-def _patiently(attempt: Callable[[], T], in_use: Callable[[Exception], bool]) -> T:
+def _patiently(
+    attempt: Callable[[], T], in_use: Callable[[Exception], bool], *, patience_s: float = IN_USE_PATIENCE_S
+) -> T:
     """Try for a moment longer: a broker that was killed just now lets go of its port and lock a little later."""
-    deadline = time.monotonic() + IN_USE_PATIENCE_S
+    deadline = time.monotonic() + patience_s
     while True:
         try:
             return attempt()
@@ -275,7 +277,11 @@ class BrokerProcess:
                 tls=tls_of(self.config),
                 owns_root=self.config.zookeeper_own_root,
             )
-            zookeeper.start()
+            _patiently(
+                zookeeper.start,
+                lambda fault: isinstance(fault, PlaneUnavailable),
+                patience_s=self.config.zookeeper_wait_s,
+            )
             return zookeeper
         from portalmq.control_plane.standalone import Standalone
 

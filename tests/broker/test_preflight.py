@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -201,8 +202,30 @@ class TestTheChild:
 
     def test_a_zookeeper_that_is_not_there_is_exit_69_within_its_time(self) -> None:
         with pytest.raises(StartupError, match=r"no ZooKeeper answers at 127\.0\.0\.1:1: .*portalmq zookeeper") as no:
-            Preflight.begin(BrokerConfig(zookeeper="127.0.0.1:1/chroot"))
+            Preflight.begin(BrokerConfig(zookeeper="127.0.0.1:1/chroot", zookeeper_wait_s=0))
         assert no.value.exit_code == 69
+
+    def test_a_zookeeper_that_is_away_is_waited_for_and_that_is_said_once(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        now = [0.0]
+        clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda seconds: now.append(now.pop() + seconds))
+        monkeypatch.setattr(preflight, "time", clock)
+        answers = iter([StartupError("away", 69)] * 5)
+
+        def attempt() -> str:
+            now[0] += 5.0
+            for refusal in answers:
+                raise refusal
+            return "connected"
+
+        assert preflight.patiently(attempt, BrokerConfig(zookeeper_wait_s=30)) == "connected"
+        assert capsys.readouterr().err.count("--zookeeper-wait-s") == 1
+        for refusals, expected_s in (([StartupError("away", 69)] * 100, 33), ([StartupError("not ours", 73)], 5)):
+            now[0], answers = 0.0, iter(refusals)
+            with pytest.raises(StartupError):
+                preflight.patiently(attempt, BrokerConfig(zookeeper_wait_s=30))
+            assert now[0] == pytest.approx(expected_s, abs=3), "no longer than it may wait, and one attempt"
 
     def test_wrong_credentials_are_wrong_usage(self, config: BrokerConfig) -> None:
         right = replace(config, zookeeper_user="portal", zookeeper_password="right")

@@ -147,12 +147,13 @@ def test_a_network_address_needs_a_token_or_the_word_insecure(tmp_path):
 
 
 def test_a_missing_zookeeper_is_exit_69_and_says_where_it_looked(tmp_path):
+    at_once = ("--zookeeper-wait-s", "0")
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
-        code, said = refused(tmp_path, command=("broker", "--zookeeper", f"{address}/chroot"))
+        code, said = refused(tmp_path, command=("broker", "--zookeeper", f"{address}/chroot", *at_once))
         assert code == 69
         assert "--zookeeper none" in said
-    code, said = refused(tmp_path, command=("broker", "--zookeeper", address))
+    code, said = refused(tmp_path, command=("broker", "--zookeeper", address, *at_once))
     assert code == 69
     assert address in said
     assert "portalmq dev" in said
