@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 from itertools import count
@@ -21,11 +22,16 @@ def sync_directory(directory: Path) -> None:
 def write_atomically(path: Path, content: bytes) -> None:
     """`path` has the old content or the new one at every moment, and the new one durably on return."""
     draft = path.with_name(f"{path.name}.{next(_drafts)}.new")  # two threads may write one file at the same time
-    with open(draft, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(draft, path)
+    try:
+        with open(draft, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(draft, path)
+    except OSError:
+        with contextlib.suppress(OSError):  # a full disk has no room for drafts
+            os.unlink(draft)
+        raise
     sync_directory(path.parent)
 
 

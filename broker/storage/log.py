@@ -8,6 +8,7 @@ Every change goes through states that `open` understands, so a kill at any momen
 renamed into place when it is complete; segments are removed from the end that keeps the rest contiguous (the newest
 first when truncating, the oldest first when dropping); the manifest is written last when sealing and first when undoing
 it; what nothing explains any more (leftovers of creating, a -wal without its database) is deleted at the next open.
+A change that a full disk interrupts is such a moment: the log reads its files anew and goes on.
 Compaction puts a new file in a segment's place: while that is done the segment does not count as sealed, so the
 manifest never describes another file than the one that is there.
 A reset is a truncation to the border of a segment, then a segment that begins at its own log start: whatever stands
@@ -27,11 +28,11 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from portalmq.broker.storage.batch import Batch, Kind
-from portalmq.broker.storage.errors import CorruptBatch, DiskFull, LogClosed, StorageFault, faults_of
+from portalmq.broker.storage.errors import CorruptBatch, LogClosed, Shortage, StorageFault, faults_of
 from portalmq.broker.storage.files import make_directory, sha256_of, sync_directory
-from portalmq.broker.storage.manifest import SealedSegment, entry_of, read_manifest, write_manifest
+from portalmq.broker.storage.manifest import SealedSegment, entry_of, write_manifest
 from portalmq.broker.storage.reading import ReadableLog
-from portalmq.broker.storage.recovery import open_segments, remove_leftovers
+from portalmq.broker.storage.recovery import open_files
 from portalmq.broker.storage.schema import PAGE_BYTES, LogIdentity
 from portalmq.broker.storage.segment import COMPACTING, Segment
 from portalmq.broker.storage.turn import Turn
@@ -62,7 +63,9 @@ class Log(ReadableLog):
         self.segment_bytes = segment_bytes
         self._sealed = sealed
         self._fault: StorageFault | None = None
+        # The files are opened before the next use: the active one, or, after an interrupted change, all that are there.
         self._parked = False
+        self._interrupted = False
         self._closed = False
         # Taken in this order, where more than one is.
         self._sealing, self._writing, self._reading = Turn(), Turn(), Turn()
@@ -73,13 +76,11 @@ class Log(ReadableLog):
     def open(cls, directory: Path, *, identity: LogIdentity, segment_bytes: int = SEGMENT_BYTES) -> Log:
         """The log in `directory`, made when there is none, recovered after whatever ended its last user.
 
-        All that is found is on disk, fsynced, before it is claimed. Raises WrongLog, StorageFault, DiskFull.
+        All that is found is on disk, fsynced, before it is claimed. Raises WrongLog, StorageFault, Shortage.
         """
         with faults_of(directory):
             make_directory(directory)
-            remove_leftovers(directory)
-            sealed = read_manifest(directory, identity)
-            segments = open_segments(directory, identity, sealed)
+            segments, sealed = open_files(directory, identity)
         return cls(directory, identity, segments, sealed, segment_bytes)
 
     @property
@@ -95,10 +96,11 @@ class Log(ReadableLog):
     # --- changing -----------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _change(self, *, all_or_fault: bool = False) -> Iterator[None]:
+    def _change(self, *, in_steps: bool = False) -> Iterator[None]:
         """The turn to change the log. After a fault there is none: the next fsync could lie about the last.
 
-        `all_or_fault`: the change has several steps, so a full disk in the middle is a fault too.
+        `in_steps`: a shortage may interrupt the change between two steps. What is on disk then is a valid log, which a
+        kill could leave as well, and it is read anew before the next use.
         """
         with self._writing:
             self._check_usable()
@@ -110,11 +112,9 @@ class Log(ReadableLog):
             except StorageFault as fault:
                 self._fault = fault
                 raise
-            except DiskFull as full:
-                if not all_or_fault:
-                    raise
-                self._fault = StorageFault(str(full))
-                raise self._fault from full
+            except Shortage:
+                self._parked = self._interrupted = in_steps
+                raise
 
     def _check_usable(self) -> None:
         if self._closed:
@@ -126,7 +126,7 @@ class Log(ReadableLog):
         """Appends all of `batches` or none, in one transaction; durable on return.
 
         They carry on from end_offset without a hole, with messages_before, times and checksums filled in; a ValueError
-        says where they do not. DiskFull: not applied. StorageFault: unknown.
+        says where they do not. Shortage: not applied. StorageFault: unknown.
         """
         if not batches:
             return
@@ -138,7 +138,7 @@ class Log(ReadableLog):
             active.append(batches)
             self._tail = self._tail_of_active()
             if active.wal_pages * PAGE_BYTES >= WAL_BYTES_MAX:
-                with suppress(DiskFull), faults_of(self.directory):  # the batches are committed, whatever comes of this
+                with suppress(Shortage), faults_of(self.directory):  # the batches are committed, whatever comes of this
                     active.checkpoint()
 
     def _check_continues(self, batches: Sequence[Batch]) -> None:
@@ -200,14 +200,16 @@ class Log(ReadableLog):
                     break
                 with faults_of(segment.path):
                     entry = entry_of(segment)
-                with self._change(all_or_fault=True):
+                with self._change(in_steps=True):
                     if segment in self._segments and segment.base_offset not in self._sealed:
                         self._put_sealed([entry])
                         count += 1
         return count
 
     def _settle(self, segment: Segment) -> bool:
-        with self._change(all_or_fault=True):
+        with self._change(in_steps=True):
+            if segment not in self._segments:
+                return False
             with self._reading:
                 _ = segment.writer
             segment.checkpoint()  # most of the work, while reads go on
@@ -220,7 +222,7 @@ class Log(ReadableLog):
             raise ValueError(f"cannot truncate [{self._log_start_offset}, {self.end_offset}) to {to_offset}")
         if to_offset == self.end_offset:
             return
-        with self._sealing, self._change(all_or_fault=True), self._reading:
+        with self._sealing, self._change(in_steps=True), self._reading:
             position = self._position(to_offset)
             last, later = self._segments[position], self._segments[position + 1 :]
             if not last.is_border(to_offset):
@@ -243,7 +245,7 @@ class Log(ReadableLog):
     def reset(self, base_offset: int, messages_before: int, timestamp_before_ms: int) -> None:
         """Drops everything, durably: the log is empty and begins at `base_offset`, below which the partition has had
         `messages_before` messages, the last batch of them at `timestamp_before_ms`."""
-        with self._sealing, self._change(all_or_fault=True), self._reading:
+        with self._sealing, self._change(in_steps=True), self._reading:
             for segment in self._segments:
                 segment.close()
             self._open_sealed.clear()
@@ -316,7 +318,7 @@ class Log(ReadableLog):
     def replace_sealed(self, old: SealedSegment, new: SealedSegment) -> bool:
         """Puts the draft of `old`, which `new` describes, in its place. False when that segment is gone meanwhile, or
         is not sealed any more."""
-        with self._sealing, self._change(all_or_fault=True):  # nobody is to hash the old file for the new one's entry
+        with self._sealing, self._change(in_steps=True):  # nobody is to hash the old file for the new one's entry
             segment = self._segments[self._position(old.base_offset)]
             if self._sealed.get(old.base_offset) is not old or segment.base_offset != old.base_offset:
                 return False
@@ -332,7 +334,7 @@ class Log(ReadableLog):
         self, entries: Sequence[SealedSegment], upto: int, tombstones_before_ms: int, at_ms: int
     ) -> None:
         """These segments are as a compaction up to `upto` leaves them: it had nothing to remove in them."""
-        with self._change(all_or_fault=True):
+        with self._change(in_steps=True):
             self._put_sealed(
                 [
                     replace(
@@ -370,7 +372,7 @@ class Log(ReadableLog):
 
     def drop_segments_below(self, offset: int) -> int:
         """Unlinks the leading sealed segments that end at or below `offset`; how many. The log start moves along."""
-        with self._change(all_or_fault=True):
+        with self._change(in_steps=True):
             victims = []
             for segment in self._segments[:-1]:
                 if segment.end_offset > offset or segment.base_offset not in self._sealed:
@@ -437,9 +439,23 @@ class Log(ReadableLog):
                 self._parked = True
 
     def _unpark(self) -> None:
-        with faults_of(self.directory), self._reading:
-            self._active.open_live()
-            self._parked = False
+        try:
+            with faults_of(self.directory), self._reading:
+                if self._interrupted:
+                    self._read_anew()
+                else:
+                    self._active.open_live()
+                self._parked = self._interrupted = False
+        except StorageFault as fault:
+            self._fault = fault
+            raise
+
+    def _read_anew(self) -> None:
+        for segment in self._segments:
+            segment.close()
+        self._open_sealed.clear()
+        segments, self._sealed = open_files(self.directory, self.identity)
+        self._begin_with(segments)
 
     def close(self) -> None:
         """Closes the log for good. After a fault nothing is flushed: the next open finds what is there."""
@@ -451,9 +467,13 @@ class Log(ReadableLog):
 
     def _close_files(self) -> None:
         self._open_sealed.clear()
-        with faults_of(self.directory):
-            for segment in self._segments:
-                segment.close()
+        try:
+            with faults_of(self.directory):
+                for segment in self._segments:
+                    segment.close()
+        except StorageFault as fault:
+            self._fault = fault
+            raise
 
     @contextmanager
     def _read(self) -> Iterator[None]:

@@ -42,11 +42,14 @@ class ReadableLog(ABC):
     """What can be asked of a log. Times are Unix ms."""
 
     def __init__(self, segments: Sequence[Segment]) -> None:
+        self._begin_with(segments)
+        self._open_sealed: OrderedDict[int, Segment] = OrderedDict()
+        self.lanes = Lanes(self)
+
+    def _begin_with(self, segments: Sequence[Segment]) -> None:
         self._segments = tuple(segments)
         self._log_start_offset = max(self._active.log_start_offset, self.base_offset)
         self._tail = self._tail_of_active()
-        self._open_sealed: OrderedDict[int, Segment] = OrderedDict()
-        self.lanes = Lanes(self)
 
     @abstractmethod
     def _read(self) -> AbstractContextManager[None]:

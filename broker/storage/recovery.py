@@ -12,7 +12,7 @@ from pathlib import Path
 
 from portalmq.broker.storage.errors import DamagedFile
 from portalmq.broker.storage.files import sync_directory
-from portalmq.broker.storage.manifest import MANIFEST_NAME, SealedSegment
+from portalmq.broker.storage.manifest import MANIFEST_NAME, SealedSegment, read_manifest
 from portalmq.broker.storage.schema import LogIdentity
 from portalmq.broker.storage.segment import COMPACTING, CREATING, KEYS_NAME, SEGMENT_NAME, Segment
 
@@ -27,6 +27,13 @@ def remove_leftovers(directory: Path) -> None:
         unfinished = suffix.partition("-")[0] in (CREATING, COMPACTING) or name.startswith(KEYS_NAME)
         if unfinished or draft or (orphan and SEGMENT_NAME.match(f"{main}.sqlite")):
             os.unlink(directory / name)
+
+
+def open_files(directory: Path, identity: LogIdentity) -> tuple[list[Segment], dict[int, SealedSegment]]:
+    """The segments of the log in `directory`, oldest first, and the manifest; made when there is none."""
+    remove_leftovers(directory)
+    sealed = read_manifest(directory, identity)
+    return open_segments(directory, identity, sealed), sealed
 
 
 def open_segments(directory: Path, identity: LogIdentity, sealed: dict[int, SealedSegment]) -> list[Segment]:
@@ -49,6 +56,9 @@ def open_segments(directory: Path, identity: LogIdentity, sealed: dict[int, Seal
     try:
         for name in names:
             segments.append(_open_segment(directory / name, identity, sealed, last_base_offset))
+        if _is_stray(segments):
+            segments.pop().remove()
+            sync_directory(directory)
         contiguous = _contiguous_end(directory, segments)
     except BaseException:
         for segment in segments:
@@ -78,6 +88,16 @@ def _open_segment(
     segment.bytes = entry.bytes
     segment.removed = entry.removed
     return segment
+
+
+def _is_stray(segments: list[Segment]) -> bool:
+    """Return whether the last segment is empty and the one before goes on beyond its beginning: what a roll left behind
+    that an earlier release could not finish. No missing file looks like this, and a reset leaves a segment that begins
+    at its own log start."""
+    if len(segments) < 2:
+        return False
+    before, last = segments[-2:]
+    return last.log_start_offset < last.base_offset == last.end_offset < before.end_offset
 
 
 def _contiguous_end(directory: Path, segments: list[Segment]) -> list[Segment]:

@@ -17,7 +17,7 @@ from urllib.parse import quote
 import apsw
 
 from portalmq.broker.storage.batch import Batch, Kind, Record
-from portalmq.broker.storage.errors import StorageFault, WrongLog
+from portalmq.broker.storage.errors import StorageFault, WrongLog, opening
 from portalmq.broker.storage.files import sync_directory
 from portalmq.broker.storage.holes import HOLES_DDL, insert_holes, removed_in
 from portalmq.broker.storage.lanes import LANES_DDL, lanes_of
@@ -30,11 +30,25 @@ CREATING = ".creating"
 # A file that is to take a segment's place, and the keys that decide what is in it: see compaction.py.
 COMPACTING = ".compacting"
 KEYS_NAME = "keys.compacting"
+# A segment's file, and what SQLite may have put beside it.
+SUFFIXES = ("", "-wal", "-shm", "-journal")
 
 # Another process that reads can hold up a write for a moment; inside the process nothing does.
 BUSY_TIMEOUT_MS = 5_000
 FOREIGN_READER_WAIT_MS = 200
 CACHE_KIB = 4_096
+
+
+def _take_back(creating: Path, path: Path) -> None:
+    """Remove a segment that no log is going to use. Were it left where the log goes on in the old one, no log would
+    open: a failure is a fault."""
+    try:
+        creating.unlink(missing_ok=True)
+        for suffix in SUFFIXES:
+            Path(f"{path}{suffix}").unlink(missing_ok=True)
+        sync_directory(path.parent)
+    except OSError as error:
+        raise StorageFault(f"{path} cannot be taken back: {error}") from error
 
 
 def segment_path(directory: Path, base_offset: int) -> Path:
@@ -78,7 +92,11 @@ class Segment(ReadableSegment):
         timestamp_before_ms: int,
         log_start_offset: int,
     ) -> Segment:
-        """A new empty segment, durable under its name on return; on an error there is none."""
+        """A new empty segment, durable under its name on return.
+
+        On an error there is none, unless the disk fails or the process ends before it is taken back: whoever reads the
+        directory finds an empty segment then.
+        """
         meta = {
             **identity.as_meta(),
             "schema_version": SCHEMA_VERSION,
@@ -103,13 +121,12 @@ class Segment(ReadableSegment):
                 file.flush()
                 os.fsync(file.fileno())
             os.rename(creating, path)
-        except OSError:
-            with contextlib.suppress(OSError):
-                creating.unlink()
+            sync_directory(directory)
+            segment = cls(path, identity)
+            segment.open_live()
+        except BaseException:
+            _take_back(creating, path)
             raise
-        sync_directory(directory)
-        segment = cls(path, identity)
-        segment.open_live()
         return segment
 
     def open_live(self) -> None:
@@ -121,6 +138,16 @@ class Segment(ReadableSegment):
         os.chmod(self.path, 0o640)  # the kill may have come while it was being settled
         writer = apsw.Connection(str(self.path), flags=apsw.SQLITE_OPEN_READWRITE)
         try:
+            self._set_up(writer)
+        except BaseException:
+            writer.close(True)
+            raise
+        self._writer = writer
+        self.settled = False
+        self.wal_pages = 0
+
+    def _set_up(self, writer: apsw.Connection) -> None:
+        with opening():
             writer.set_busy_timeout(BUSY_TIMEOUT_MS)
             mode = writer.execute("PRAGMA journal_mode = WAL").get
             writer.execute("PRAGMA synchronous = FULL")
@@ -136,12 +163,6 @@ class Segment(ReadableSegment):
             self._read_end(writer)
             writer.set_wal_hook(self._committed)
             self._content_types = ContentTypes(writer)
-        except BaseException:
-            writer.close(True)
-            raise
-        self._writer = writer
-        self.settled = False
-        self.wal_pages = 0
 
     def _make_durable(self, writer: apsw.Connection) -> None:
         try:
@@ -241,9 +262,9 @@ class Segment(ReadableSegment):
         """Closes both connections; the writer last, because the last one to close checkpoints and removes the WAL."""
         self.close_reader()
         if self._writer is not None:
-            self._writer.set_wal_hook(None)
-            self._writer.close(True)
-            self._writer = None
+            writer, self._writer = self._writer, None
+            writer.set_wal_hook(None)
+            writer.close(True)
 
     def settle(self) -> bool:
         """Makes the file final: no WAL, mode 0444. False when a foreign reader holds it; nothing changed then."""
@@ -278,8 +299,7 @@ class Segment(ReadableSegment):
     def remove(self) -> None:
         """Unlinks the file, then what belongs to it: a leftover -wal would poison a new file of the same name."""
         self.close()
-        os.unlink(self.path)
-        for suffix in ("-wal", "-shm", "-journal"):
+        for suffix in SUFFIXES:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(f"{self.path}{suffix}")
 

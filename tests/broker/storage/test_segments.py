@@ -314,13 +314,17 @@ def test_an_error_in_the_middle_of_a_change_ends_the_log_until_it_is_reopened(tm
     log.close()
 
 
-def test_a_full_disk_in_the_middle_of_a_drop_is_a_fault(tmp_path, monkeypatch):
-    log, _ = three_segments(tmp_path)
+def test_a_full_disk_in_the_middle_of_a_drop_refuses_the_rest_of_it(tmp_path, monkeypatch):
+    log, sent = three_segments(tmp_path)
     log.seal(90)
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", fail_with(OSError(28, "No space left on device")))
-        with pytest.raises(StorageFault):
-            log.drop_segments_below(90)
+        with pytest.raises(DiskFull):
+            log.drop_segments_below(30)
+    assert everything(log) == sent[3:]
+    sent.append(Writer(log).put(b"the log goes on"))
+    assert log.drop_segments_below(60) == 1
+    assert everything(log) == sent[6:]
 
 
 def test_every_error_of_sqlite_has_its_class(tmp_path):
