@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import gevent
 
 from portalmq.broker.core.events import Action, Append, RememberEpoch
-from portalmq.broker.storage.errors import DiskFull, StorageError
+from portalmq.broker.storage.errors import Shortage, StorageError
 from portalmq.broker.storage.state import StateFile
 
 if TYPE_CHECKING:
@@ -59,16 +59,16 @@ class Agenda:
             self.performing = self.remembering is not None
 
     def _remember(self, action: RememberEpoch) -> None:
-        """Make it durable that the epoch was seen, then perform what waits for that. A full disk holds it up."""
+        """Make it durable that the epoch was seen, then perform what waits for that. A shortage holds it up."""
         partition = self._partition
         while not partition.closed:
             failed = partition.host.pool.apply(_remembered, (partition.state_file, action.leader_epoch))
             if failed is None:
                 break
-            if not isinstance(failed, DiskFull):
+            if not isinstance(failed, Shortage):
                 partition.host.storage_failed(failed)
                 return
-            log.warning("%s: no room to remember its leader epoch %d", partition, action.leader_epoch)
+            log.warning("%s cannot remember its leader epoch %d yet: %s", partition, action.leader_epoch, failed)
             gevent.sleep(REMEMBER_AGAIN_S)
         self.remembering = None
         self._perform()

@@ -23,16 +23,16 @@ from portalmq.broker.peer_calls import PeerCall, peer_calls
 from portalmq.broker.rooms import Rooms
 from portalmq.broker.scheduled import BEGINNING, Due, SchedulePage
 from portalmq.broker.settling import Verdict, Way
+from portalmq.broker.shortages import refusal_of
 from portalmq.broker.storage.batch import Record
-from portalmq.broker.storage.errors import CorruptBatch, DiskFull, StorageFault
+from portalmq.broker.storage.errors import CorruptBatch, Shortage, StorageFault
 from portalmq.broker.waiting import Delivered, Peer
-from portalmq.errors import MessageNotFound, NotFound, PortalMQError, StorageFull, TopicNotFound, Unavailable
+from portalmq.errors import MessageNotFound, NotFound, PortalMQError, TopicNotFound, Unavailable
 
 log = logging.getLogger(__name__)
 
 # A replica that cannot be opened (a disk without room) holds up the others no longer than this.
 OPEN_WITHIN_S = 30.0
-DISK_FULL = "the broker's disk is full: free space or add disk, then repeat"
 
 
 P = ParamSpec("P")
@@ -51,8 +51,8 @@ def _told(
         except NoSuchPartition as missing:
             broker.topics.confirm_missing(missing)
             raise
-        except DiskFull as full:
-            raise StorageFull(DISK_FULL, outcome="unknown") from full
+        except Shortage as shortage:
+            raise refusal_of(shortage, "unknown") from shortage
         except CorruptBatch as damage:
             raise Unavailable(f"a batch is damaged on this broker: {damage}", outcome="unknown") from damage
         except StorageFault as fault:

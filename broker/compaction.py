@@ -33,7 +33,7 @@ from portalmq.broker.core.records import Compact, ranges_of
 from portalmq.broker.partition import Partition
 from portalmq.broker.storage.batch import Kind
 from portalmq.broker.storage.compaction import Compaction, Order
-from portalmq.broker.storage.errors import CorruptBatch, DamagedFile, DiskFull
+from portalmq.broker.storage.errors import CorruptBatch, DamagedFile, Shortage
 from portalmq.broker.storage.log import Log
 from portalmq.errors import Unavailable
 
@@ -199,7 +199,7 @@ class Compacting:
             return found
         if isinstance(found, CorruptBatch | DamagedFile):
             partition.damaged(str(found))
-        elif isinstance(found, DiskFull):
+        elif isinstance(found, Shortage):
             log.warning("%s cannot be compacted: %s", partition, found)
         elif not isinstance(found, Unavailable):  # closed meanwhile
             self._host.storage_failed(found)

@@ -41,7 +41,7 @@ from portalmq.broker.fetch_protocol import (
 )
 from portalmq.broker.folding import Recovered, recover
 from portalmq.broker.storage.batch import BadFrame, Frame, Head, Kind, head_of
-from portalmq.broker.storage.errors import CorruptBatch, DamagedFile, DiskFull
+from portalmq.broker.storage.errors import CorruptBatch, DamagedFile, Shortage
 from portalmq.broker.storage.log import Log
 from portalmq.broker.storage.reading import ReplicaStart
 from portalmq.broker.storage.state import StateFile
@@ -195,7 +195,7 @@ class Following:
             found = partition.host.pool.apply(change, (partition.log, partition.state_file, *arguments))
             if partition.closed:
                 return
-            if not isinstance(found, DiskFull):
+            if not isinstance(found, Shortage):
                 break
             gevent.sleep(PAUSE_S)
         if isinstance(found, CorruptBatch | DamagedFile | ValueError):

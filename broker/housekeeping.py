@@ -16,6 +16,7 @@ from gevent.event import Event
 from portalmq import wire
 from portalmq.broker.compaction import Compacting
 from portalmq.broker.groups import Groups
+from portalmq.broker.storage.errors import Shortage
 from portalmq.broker.topics import Topics
 from portalmq.errors import PortalMQError
 
@@ -74,7 +75,7 @@ class Housekeeping:
         while not self._draining.wait(seconds):
             try:
                 work()
-            except PortalMQError as error:
+            except (PortalMQError, Shortage) as error:
                 log.warning("upkeep will be tried again: %s", error)
             except Exception as fault:  # noqa: BLE001 - upkeep that failed in any other way fails the broker
                 self._keeper.storage_failed(fault)
@@ -95,7 +96,7 @@ class Housekeeping:
             for partition in tuple(topic.local.values()):
                 try:
                     partition.retain(config.retention_ms, config.retention_bytes, GROUP_EXPIRY_MS)
-                except PortalMQError as error:  # the others are not to wait for this one
+                except (PortalMQError, Shortage) as error:  # the others are not to wait for this one
                     log.warning("%s will be cleaned later: %s", partition, error)
 
     def compact(self) -> None:
@@ -103,5 +104,5 @@ class Housekeeping:
             for partition in tuple(topic.local.values()):
                 try:
                     self._compacting.look_after(partition, keeps_last=topic.state.config.cleanup == "compact")
-                except PortalMQError as error:
+                except (PortalMQError, Shortage) as error:
                     log.warning("%s will be compacted later: %s", partition, error)

@@ -58,6 +58,8 @@ from portalmq.broker.following import Following
 from portalmq.broker.hosting import PartitionHost
 from portalmq.broker.reader import Reader
 from portalmq.broker.serving import Serving
+from portalmq.broker.shortages import refusal_of
+from portalmq.broker.storage.errors import DiskFull, Shortage
 from portalmq.broker.storage.log import Log
 from portalmq.broker.storage.state import StateFile
 from portalmq.broker.uncommitted import Uncommitted
@@ -65,7 +67,6 @@ from portalmq.broker.upkeep import Upkeep
 from portalmq.broker.writer import Entry, Pending, Writer
 from portalmq.errors import (
     NotLeader,
-    StorageFull,
 )
 
 log = logging.getLogger(__name__)
@@ -73,7 +74,7 @@ log = logging.getLogger(__name__)
 # Every replica is told something several times a second. Others take a broker for dead after two seconds at the least.
 PAUSED_MS = 1_500
 REFUSAL_LOGGED_EVERY_MS = 5_000
-DISK_FULL = "the broker's disk is full: free space or add disk, then repeat"
+READ_AGAIN_S = 0.5
 
 _numbers = count()
 
@@ -317,10 +318,27 @@ class Partition(AppendingPartition):
         if now_ms - self._refused_ms > REFUSAL_LOGGED_EVERY_MS:
             log.warning("%s: a transaction was refused: %s", self, why)
             self._refused_ms = now_ms
-        full = StorageFull(DISK_FULL, retry_after_s=5)
+        shortage = why if isinstance(why, Shortage) else DiskFull(str(why))
+        found = self._read_again(taken)
         refused = {entry for entry in taken if isinstance(entry, Pending)}
-        self._uncommitted.refuse(refused, StorageFull(DISK_FULL, outcome="unknown", retry_after_s=5))
-        found = recover(self.log, self.state_file, self.high_watermark)
+        self._uncommitted.refuse(refused, refusal_of(shortage, "unknown"))
+        if found is not None:
+            self._go_on_with(found)
+        for pending in refused:
+            pending.finish(refusal_of(shortage))
+
+    def _read_again(self, taken: list[Entry]) -> Recovered | None:
+        """What the log adds up to; None when the partition is closed. While the files cannot even be opened, what comes
+        is refused as well: it stands after what is not there."""
+        while not self.closed:
+            try:
+                return recover(self.log, self.state_file, self.high_watermark)
+            except Shortage:
+                gevent.sleep(READ_AGAIN_S)
+            taken += self._writer.take_back()
+        return None
+
+    def _go_on_with(self, found: Recovered) -> None:
         self.install(found)
         if self.replica.leading:
             self._take_over()
@@ -328,8 +346,6 @@ class Partition(AppendingPartition):
         # An EPOCH_START that waits for its epoch to be remembered stood after what is gone: the core asks for it again.
         self.agenda.drop_appends()
         self.tell(Truncated(self.log.end_offset, found.producers))
-        for pending in refused:
-            pending.finish(full)
 
     # --- what moves when the high watermark does ---------------------------------------------------------------------
 

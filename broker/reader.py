@@ -9,10 +9,11 @@ import msgspec
 from gevent.threadpool import ThreadPool
 
 from portalmq.broker.cache import BatchCache, payload_bytes
+from portalmq.broker.shortages import refusal_of
 from portalmq.broker.storage.batch import Batch, Kind, Record
-from portalmq.broker.storage.errors import CorruptBatch, DamagedFile, DiskFull, OffsetPurged, StorageError, StorageFault
+from portalmq.broker.storage.errors import CorruptBatch, DamagedFile, OffsetPurged, Shortage, StorageError, StorageFault
 from portalmq.broker.storage.log import Log
-from portalmq.errors import StorageFull, Unavailable
+from portalmq.errors import Unavailable
 
 # Read ahead this much: whoever reads one message usually reads the next ones too.
 READ_MESSAGES = 1_000
@@ -95,10 +96,8 @@ class Reader:
         if isinstance(found, CorruptBatch | DamagedFile):
             self._on_damage(found)
             raise Unavailable(f"a file is damaged on this broker: {found}", outcome="not_applied") from found
-        if isinstance(found, DiskFull):  # to open files that rested takes some room
-            raise StorageFull(
-                "the broker's disk is full: free space or add disk, then repeat", outcome="not_applied", retry_after_s=5
-            ) from found
+        if isinstance(found, Shortage):
+            raise refusal_of(found) from found
         if isinstance(found, StorageError):
             self._on_fault(found)
             raise Unavailable("the storage failed", outcome="not_applied") from found
@@ -161,6 +160,8 @@ class Reader:
         except (CorruptBatch, DamagedFile) as fault:
             self._on_damage(fault)
             raise Unavailable(f"a batch is damaged on this broker: {fault}", outcome="not_applied") from fault
+        except Shortage as shortage:  # to open files that rested takes some room
+            raise refusal_of(shortage) from shortage
         except StorageFault as fault:
             self._on_fault(fault)
             raise Unavailable("the storage failed", outcome="not_applied") from fault

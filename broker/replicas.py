@@ -18,7 +18,7 @@ from typing import TypeVar
 from portalmq.broker.folding import Recovered, recover
 from portalmq.broker.hosting import PartitionHost
 from portalmq.broker.partition import Partition
-from portalmq.broker.storage.errors import CorruptBatch, DamagedFile, DiskFull
+from portalmq.broker.storage.errors import CorruptBatch, DamagedFile, Shortage, faults_of
 from portalmq.broker.storage.files import make_directory, sync_directory, write_atomically
 from portalmq.broker.storage.log import Log
 from portalmq.broker.storage.schema import LogIdentity
@@ -158,7 +158,7 @@ class Replicas:
         self.files = files
 
     def describe(self, topic: TopicState) -> None:
-        failed = self._host.pool.apply(_tried, (self.files.describe, topic))
+        failed = self._host.pool.apply(_tried, (self.files, self.files.describe, topic))
         if isinstance(failed, Exception):
             log.warning("%s of topic %r is not up to date: %s", TOPIC_FILE, topic.name, failed)
 
@@ -171,7 +171,7 @@ class Replicas:
         another member of the ISR says that it is whole. Else its files stay as they are, and it stays closed: its
         standing says why. The only member of the ISR goes on with what it has, if that can be read.
         """
-        opened = self._host.pool.apply(_tried, (self.files.open, topic, number))
+        opened = self._host.pool.apply(_tried, (self.files, self.files.open, topic, number))
         closed = self._unusable(opened)
         if closed is not None:
             elsewhere = is_whole_elsewhere()
@@ -184,8 +184,8 @@ class Replicas:
                 self._close(opened)
                 if not self.set_aside(topic, number):
                     return None
-                opened = self._host.pool.apply(_tried, (self.files.open, topic, number))
-        if isinstance(opened, DiskFull):
+                opened = self._host.pool.apply(_tried, (self.files, self.files.open, topic, number))
+        if isinstance(opened, Shortage):
             log.warning("partition %d of topic %r cannot be opened yet: %s", number, topic.name, opened)
             return None
         if isinstance(opened, Exception):
@@ -222,7 +222,10 @@ class Replicas:
             opened[1].close()
 
     def set_aside(self, topic: TopicState, number: int) -> bool:
-        target = self._host.pool.apply(_tried, (self.files.set_aside, topic, number))
+        target = self._host.pool.apply(_tried, (self.files, self.files.set_aside, topic, number))
+        if isinstance(target, Shortage):
+            log.warning("partition %d of topic %r cannot be set aside yet: %s", number, topic.name, target)
+            return False
         if isinstance(target, Exception):
             self._host.storage_failed(target)
             return False
@@ -238,9 +241,10 @@ def _described(place: Path) -> str:
     return f"{place} ({size:,} bytes, offsets {int(files[0].stem)} to {int(files[-1].stem)} and on)"
 
 
-def _tried(work: Callable[..., T], *arguments: object) -> T | Exception:
+def _tried(files: Files, work: Callable[..., T], *arguments: object) -> T | Exception:
     """On a native thread. An error is answered and not raised, as gevent would print it."""
     try:
-        return work(*arguments)
+        with faults_of(files.root):
+            return work(*arguments)
     except Exception as error:  # noqa: BLE001
         return error

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from portalmq.broker.core.events import Fetch, FetchReceived, Rejected, Reply, ReplyFetch
 from portalmq.broker.storage.batch import Frame, frame_of
-from portalmq.broker.storage.errors import CorruptBatch, DamagedFile, OffsetPurged, StorageError
+from portalmq.broker.storage.errors import CorruptBatch, DamagedFile, OffsetPurged, Shortage, StorageError
 from portalmq.broker.storage.log import Log
 from portalmq.errors import Unavailable
 
@@ -131,7 +131,7 @@ class Serving:
     def _read(self, offset: int, end: int, bytes_max: int) -> list[Frame] | None:
         partition = self._partition
         read = partition.host.pool.apply(_read_frames, (partition.log, offset, end, bytes_max))
-        if isinstance(read, OffsetPurged | Unavailable):
+        if isinstance(read, OffsetPurged | Shortage | Unavailable):
             return None
         if isinstance(read, CorruptBatch | DamagedFile):
             partition.damaged(str(read))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import gevent
 import msgspec
@@ -21,7 +21,7 @@ from portalmq.broker.core.fold import PartitionFold, encode_fold
 from portalmq.broker.core.lanes import DELAYED
 from portalmq.broker.core.records import Purge
 from portalmq.broker.storage.batch import Kind
-from portalmq.broker.storage.errors import CorruptBatch, DamagedFile, DiskFull, OffsetPurged
+from portalmq.broker.storage.errors import CorruptBatch, DamagedFile, OffsetPurged, Shortage
 from portalmq.broker.storage.log import Log
 from portalmq.broker.storage.reading import ReplicaStart
 from portalmq.broker.storage.state import StateFile
@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from portalmq.broker.partition import Partition
 
 log = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 # How long a purge waits for what the outbox has still to read.
 ORDERS_WITHIN_S = 5.0
@@ -142,7 +145,7 @@ class Upkeep:
 
     def _move_log_start(self, upto: int) -> None:
         failed = self._advance(upto)
-        if isinstance(failed, DiskFull):
+        if isinstance(failed, Shortage):
             self._partition.groups.moves.insert(0, (0, upto))  # again, when the high watermark moves next
         elif failed is not None and not isinstance(failed, Unavailable):
             self._partition.host.storage_failed(failed)
@@ -174,7 +177,7 @@ class Upkeep:
         now_ms = clock.now_ms()
         age_ms = self._age.time_ms(log_ms, now_ms, clock.wall_ms())
         partition.replica.producers.expire(min(age_ms, log_ms) - partition.dedup_window_ms)
-        partition.host.pool.apply(partition.log.seal, (partition.high_watermark,))
+        self._on_files(partition.log.seal, partition.high_watermark)
         if partition.serves:
             upto = partition.log.retention_candidate(age_ms, retention_ms, retention_bytes)
             upto = self._unneeded_below(upto, min(age_ms, now_ms) - group_expiry_ms)
@@ -182,8 +185,18 @@ class Upkeep:
                 self._begin_at(upto)
         start = partition.log.log_start_offset
         if self._would_drop(start):
-            partition.host.pool.apply(partition.log.drop_segments_below, (start,))
-            self._moved(partition.host.pool.apply(partition.log.replica_start))
+            self._on_files(partition.log.drop_segments_below, start)
+            self._moved(self._on_files(partition.log.replica_start))
+
+    def _on_files(self, work: Callable[P, T], *arguments: P.args, **more: P.kwargs) -> T:
+        """Return what `work` answers on a native thread. Raises its error; a damaged file is noted, and unavailable."""
+        found: T | Exception = self._partition.host.pool.apply(_answered, (work, *arguments), more)
+        if isinstance(found, CorruptBatch | DamagedFile):
+            self._partition.damaged(str(found))
+            raise Unavailable(f"a file is damaged on this broker: {found}") from found
+        if isinstance(found, Exception):
+            raise found
+        return found
 
     def _unneeded_below(self, upto: int, active_since_ms: int) -> int:
         """What no group that was active since then, and no order of the outbox, still needs. Groups note when they were
@@ -221,7 +234,7 @@ class Upkeep:
             return not ended
         if isinstance(found, CorruptBatch | DamagedFile):
             partition.damaged(str(found))
-        elif not isinstance(found, OffsetPurged | Unavailable):  # dropped, begun anew or closed meanwhile
+        elif not isinstance(found, OffsetPurged | Shortage | Unavailable):  # dropped, begun anew or closed meanwhile
             partition.host.storage_failed(found)
         self._scrub_at = 0
         return False
@@ -236,9 +249,16 @@ def _save(
     """Whether there was room."""
     try:
         state_file.save(fold, high_watermark, messages_before)
-    except DiskFull:
+    except Shortage:
         return False
     return True
+
+
+def _answered(work: Callable[P, T], *arguments: P.args, **more: P.kwargs) -> T | Exception:
+    try:
+        return work(*arguments, **more)
+    except Exception as error:  # noqa: BLE001
+        return error
 
 
 def _advance(log: Log, upto: int) -> ReplicaStart | Exception:

@@ -23,7 +23,7 @@ from gevent.threadpool import ThreadPool
 
 from portalmq.broker.core.events import Stamp
 from portalmq.broker.storage.batch import BadFrame, Batch, Frame, Head, batch_of_frame, frame_of
-from portalmq.broker.storage.errors import DiskFull, LogClosed, StorageError
+from portalmq.broker.storage.errors import LogClosed, Shortage, StorageError
 from portalmq.broker.storage.log import Log
 from portalmq.errors import PortalMQError, Unavailable
 from portalmq.wire import Acks
@@ -195,6 +195,13 @@ class Writer:
             self._greenlet = None
             self._idle.set()
 
+    def take_back(self) -> list[Entry]:
+        """What is queued, which is not going to be written."""
+        taken = list(self._queue)
+        self._queue.clear()
+        self.queued_bytes -= sum([entry.size_bytes for entry in taken])
+        return taken
+
     def _next_transaction(self) -> list[Entry]:
         taken: list[Entry] = []
         messages = 0
@@ -206,11 +213,9 @@ class Writer:
 
     def _write(self, taken: list[Entry]) -> None:
         written = self._host.pool.apply(_commit, (self._log, taken, self.keeps_frames))
-        if isinstance(written, DiskFull | BadFrame):
-            taken += self._queue
-            self._queue.clear()
         self.queued_bytes -= sum([entry.size_bytes for entry in taken])
-        if isinstance(written, DiskFull | BadFrame):
+        if isinstance(written, Shortage | BadFrame):
+            taken += self.take_back()
             self._on_refused(taken, written)
             gevent.sleep(REFUSED_PAUSE_S)  # a leader begins its epoch again at once, and the disk is as full as before
         elif isinstance(written, StorageError | LogClosed):
@@ -231,7 +236,7 @@ def _checkpoint(log: Log) -> bool:
     """On a native thread: whether there was room. If not, the write-ahead log keeps what it has."""
     try:
         log.checkpoint()
-    except (DiskFull, LogClosed):
+    except (Shortage, LogClosed):
         return False
     return True
 

@@ -359,3 +359,47 @@ def test_a_partition_that_cannot_be_cleaned_does_not_keep_the_others_from_it(fix
     monkeypatch.setattr(second, "retain", lambda *limits: cleaned.append(second.number))
     fixture.broker.housekeeping.retain()
     assert cleaned == [1]
+
+
+def no_room(*_: object, **__: object):
+    raise DiskFull("no room")
+
+
+def test_a_partition_whose_files_rest_and_find_no_room_to_be_opened_refuses_and_goes_on_later(fixture, monkeypatch):
+    send(fixture, "before")
+    partition = fixture.broker.topics.get("t").local[0]
+    partition.save_state()
+    partition.log.park()
+    refused = [gevent.spawn(outcome_of, fixture, value) for value in ("no", "neither")]
+    with monkeypatch.context() as patch:
+        patch.setattr(Segment, "open_live", no_room)
+        eventually(lambda: partition._refused_ms > 0)
+        refused.append(gevent.spawn(outcome_of, fixture, "nor this"))
+        eventually(lambda: partition._writer.queued_bytes > 0)
+    gevent.joinall(refused, raise_error=True)
+    assert [outcome.value for outcome in refused] == ["not_applied"] * 3
+    send(fixture, "after")
+    assert texts(receive(fixture, max_messages=10)) == ["before", "after"]
+    assert not fixture.faults
+
+
+def outcome_of(fixture, value: str) -> str:
+    with pytest.raises(StorageFull) as caught:
+        send(fixture, value)
+    return caught.value.outcome
+
+
+@pytest.mark.parametrize("method", ["seal", "drop_segments_below", "replica_start"])
+def test_old_messages_that_a_full_disk_does_not_let_go_go_later(fixture, monkeypatch, method):
+    send(fixture, "a")
+    partition = fixture.broker.topics.get("t").local[0]
+    partition.log.roll()
+    send(fixture, "b")
+    partition.log.seal(partition.high_watermark)
+    partition.purge(None)
+    with monkeypatch.context() as patch:
+        patch.setattr(partition.log, method, no_room)
+        fixture.broker.housekeeping.retain()
+    fixture.broker.housekeeping.retain()
+    assert partition.log.base_offset > 0
+    assert not fixture.faults
