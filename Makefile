@@ -85,7 +85,7 @@ format: $(READY)
 $(READY): setup.cfg pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "PortalMQ needs Python 3.11 or newer; name one with: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 2; }
-	@test -x $(BIN)/pip || $(PYTHON) -m venv --clear $(VENV) \
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV) \
 		|| { echo "No virtual environment: on Debian and Ubuntu, apt install python3-venv mends it" >&2; exit 2; }
 	@echo "Setting up $(VENV), once: a minute or two, 1.1 GB; half of it is Spark" >&2
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[$(EXTRAS)]"

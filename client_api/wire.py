@@ -630,12 +630,14 @@ class Metadata(msgspec.Struct):
 
 
 def prepare(*kinds: type[msgspec.Struct]) -> None:
-    """Have msgspec work out how these are decoded; without a name, all Structs there are.
+    """Have msgspec work out how these are decoded; without a name, all Structs of ours. (It cannot decode each one of
+    its own: before 0.22 `msgspec.inspect` has some.)
 
     It does so at the first use of a kind, and crashes the process when two threads come to that at once (seen in 0.22).
     So whoever has threads calls this before it starts them.
     """
-    for kind in kinds or _all_of(msgspec.Struct):
+    ours = __name__.partition(".")[0]
+    for kind in kinds or (each for each in _all_of(msgspec.Struct) if each.__module__.partition(".")[0] == ours):
         msgspec.json.Decoder(kind)
 
 

@@ -17,11 +17,11 @@ import time
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
+from http.client import HTTPException
 from pathlib import Path
 from types import TracebackType
 from typing import Self
-
-import requests
+from urllib.request import urlopen
 
 READY_WITHIN_S = 30.0
 END_WITHIN_S = 30.0
@@ -143,8 +143,9 @@ class Broker:
         def ready() -> bool:
             self.check_not_failed()
             try:
-                return requests.get(f"{self.url}/readyz", timeout=2).ok
-            except requests.RequestException:
+                with urlopen(f"{self.url}/readyz", timeout=2) as answer:
+                    return bool(answer.status == 200)
+            except (OSError, HTTPException):  # a refusal with a status is an OSError as well
                 return False
 
         wait_for(ready, READY_WITHIN_S, f"{self.name} at {self.url} was not ready")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import configparser
+import subprocess
+import sys
 
 import pytest
 from support.compose import DATA_DIR, MINIQ, ROOT, MissingVariable, compose, image, interpolated
@@ -158,3 +160,15 @@ class TestMiniQ:
     @pytest.mark.parametrize(("given", "mode"), [({}, False), ({"MINIQ_NO_CONFIRM": "true"}, True)])
     def test_messages_are_confirmed_unless_somebody_says_otherwise(self, given: dict[str, str], mode: bool):
         assert self.settings(MINIQ_SECRET="s", **given).no_confirm is mode
+
+
+def test_every_dependency_has_a_lowest_version_and_the_pipeline_tries_it():
+    setup = configparser.ConfigParser(interpolation=None)
+    setup.read(ROOT / "setup.cfg")
+    lists = [setup["options"]["install_requires"], *setup["options.extras_require"].values()]
+    wanted = {line for text in lists for line in text.split("\n") if line and not line.startswith("%")}
+    program = ROOT / ".ci" / "lowest.py"
+    said = subprocess.run(
+        [sys.executable, program, ROOT / "setup.cfg"], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert set(said.stdout.split()) == {requirement.replace(">=", "==") for requirement in wanted}
