@@ -309,6 +309,7 @@ class AsyncConsumer:
         token: str | None = None,
         member_id: str | None = None,
         session_timeout_s: float = 10,
+        max_handling_s: float = 300,
     ) -> None:
         self._consumer = Consumer(
             *topics,
@@ -324,6 +325,7 @@ class AsyncConsumer:
             token=token,
             member_id=member_id,
             session_timeout_s=session_timeout_s,
+            max_handling_s=max_handling_s,
         )
         self._mode = mode
         self._manual_ack = manual_ack

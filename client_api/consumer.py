@@ -7,6 +7,7 @@ loop's body never asks, so that message stays unacked and goes back when the con
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 import time
@@ -25,6 +26,7 @@ from portalmq.errors import GroupNotFound, PortalMQError
 from portalmq.forking import begin_anew_in_children
 from portalmq.lease import Leases, Verb
 from portalmq.message import Message, message_from_wire
+from portalmq.prefetch import Prefetch
 from portalmq.reach import SILENT_S_MAX
 from portalmq.stream import Delivery, StreamMember
 from portalmq.stream_wire import SESSION_TIMEOUT_MS_MAX
@@ -66,10 +68,13 @@ class Consumer(Closing):
         token: str | None = None,
         member_id: str | None = None,
         session_timeout_s: float = 10,
+        max_handling_s: float = 300,
     ) -> None:
-        """`max_messages`: how many are fetched at once; choose 1 when handling one takes long. `start` counts when the
-        group meets a partition for the first time. `idle_timeout_s`: iteration ends when nothing came for so long.
-        `delivery` is a setting of the group, and fixed by who makes it.
+        """`max_messages`: how many are fetched at once, at most; it begins with 10, and goes on with what it handles in
+        a second. `start` counts when the group meets a partition for the first time. `idle_timeout_s`: iteration ends
+        when nothing came for so long. `delivery` is a setting of the group, and fixed by who makes it.
+        `max_handling_s`: for so long the lease of what is in hand is renewed while it is handled (0 for never, as with
+        manual_ack). A lease that is lost all the same raises LeaseLost when the next message is asked for.
 
         With mode="stream" each partition is read by one member of the group, in order, and nothing is leased: what was
         handed out is committed by going on. `member_id` names this consumer for good: under it a consumer that comes
@@ -89,6 +94,8 @@ class Consumer(Closing):
             raise ValueError("member_id is for mode='stream': in a queue group all consumers are alike")
         if not 1 <= max_messages <= wire.RECEIVE_MESSAGES_MAX:
             raise ValueError(f"max_messages must be 1 to {wire.RECEIVE_MESSAGES_MAX}")
+        if not 0 <= max_handling_s < math.inf:
+            raise ValueError("max_handling_s must be a number of seconds, or 0")
         if not 1 <= visibility_timeout_s * 1000 <= wire.VISIBILITY_TIMEOUT_MS_MAX:
             raise ValueError(f"visibility_timeout_s must be 0.001 to {wire.VISIBILITY_TIMEOUT_MS_MAX // 1000}")
         self.topics = tuple(wire.check_name(topic, "topic") for topic in topics)
@@ -100,6 +107,7 @@ class Consumer(Closing):
             self._settings["start"] = start if isinstance(start, str) else {"at": _unix_ms(start)}
         self._delivery = delivery
         self._manual_ack = manual_ack
+        self._max_handling_s = 0.0 if manual_ack else max_handling_s
         self._idle_timeout_s = idle_timeout_s
         self._member_id = None if member_id is None else wire.check_name(member_id, "member")
         self._mode = mode
@@ -115,11 +123,14 @@ class Consumer(Closing):
         """As one that has nothing in hand, under a name that nobody else has."""
         self._name = f"python-{uuid.uuid4().hex}"
         self._attempts = 0
+        self._prefetch = Prefetch(self._max_messages, time.monotonic)
         self._is_unanswered = False
         self._failing_since = 0.0
         self._is_prepared = False
         self._near: tuple[str, int] | None = None
-        self._leases = Leases(self._settling, self.group, self._visibility_timeout_s)
+        self._leases = Leases(
+            self._settling, self.group, self._visibility_timeout_s, max_handling_s=self._max_handling_s
+        )
         self._stream: StreamMember | None = None
         if self._mode == "stream":
             self._stream = StreamMember(
@@ -244,7 +255,7 @@ class Consumer(Closing):
             self._is_unanswered = True
             request = wire.ReceiveRequest(
                 topics=list(self.topics),
-                max_messages=max(self._max_messages, at_most),
+                max_messages=max(self._prefetch.wanted(), at_most),
                 wait_ms=round(wait_s * 1000),
                 visibility_timeout_ms=round(self._visibility_timeout_s * 1000),
                 consumer=self._name,
@@ -275,6 +286,7 @@ class Consumer(Closing):
             raise
         self._leases.arrived(received.stale_receipts)
         self._leases.hold(received.messages)
+        self._prefetch.received(len(received.messages))
         return bool(received.messages)
 
     def _prepare(self, deadline: float | None) -> None:

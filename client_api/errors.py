@@ -6,6 +6,7 @@ the client turns the answer back into the same class.
 
     PortalMQError
     |-- InvalidRequest 400          |-- StaleReceipt 409            |-- MessageTooLarge 413
+    |                               |   `-- LeaseLost (client)      |
     |-- Unauthorized 401            |-- Fenced 409                  |-- UnsupportedMediaType 415
     |-- Forbidden 403               |-- IllegalGeneration 409       |-- OffsetOutOfRange 416
     |-- TopicNotFound 404           |-- OutOfOrderSequence 409      |-- NotLeader 421
@@ -137,6 +138,13 @@ class StaleReceipt(PortalMQError):
     code, status, title = "stale_receipt", 409, "The lease has passed on"
 
 
+class LeaseLost(StaleReceipt):
+    """Raised by a consumer alone, when the next message is asked for: the ones before were handled for longer than
+    their lease, and others have or had them. `extra["messages"]` counts them."""
+
+    title = "The lease of a message has passed on while it was handled"
+
+
 class Fenced(PortalMQError):
     code, status, title = "fenced", 409, "A newer owner has taken over"
 
@@ -194,7 +202,9 @@ def _subclasses(cls: type[PortalMQError]) -> list[type[PortalMQError]]:
 
 
 # The base class comes first, so that Unavailable, which shares its code, takes its place.
-ERRORS_BY_CODE: dict[str, type[PortalMQError]] = {cls.code: cls for cls in _subclasses(PortalMQError)}
+ERRORS_BY_CODE: dict[str, type[PortalMQError]] = {
+    cls.code: cls for cls in _subclasses(PortalMQError) if cls is not LeaseLost
+}
 
 
 def error_from_problem(problem: dict[str, Any], *, retry_after_s: float | None = None) -> PortalMQError:

@@ -5,9 +5,9 @@
                    `---- release (nack, at close) ----'
 
 Messages wait here while the ones before them are handled, and their leases run meanwhile. So a keeper thread extends
-the leases of what waits, as long as the message in hand is within its own lease; a consumer that is stuck for longer
-gives the waiting ones back, for others to take. Acks ride with the next receive; those that no receive takes along in
-time are sent by the keeper.
+the leases of what waits and of what is in hand, until that has taken `max_handling_s`; a consumer that is stuck for
+longer gives the waiting ones back, for others to take. Acks ride with the next receive; those that no receive takes
+along in time are sent by the keeper.
 """
 
 from __future__ import annotations
@@ -23,13 +23,16 @@ from typing import Literal
 import msgspec
 
 from portalmq import wire
-from portalmq.errors import PortalMQError, StaleReceipt
+from portalmq.errors import LeaseLost, PortalMQError, StaleReceipt
 from portalmq.transport import Request, Transport
 
 _log = logging.getLogger("portalmq.consumer")
 
 ACK_DELAY_S_MAX = 0.1
 RELEASE_TIMEOUT_S = 5.0
+LOOK_TIMEOUT_S = 1.0
+# What waits behind a message that has been in hand for so long goes to others, who may be idle.
+HOLD_BACK_S_MAX = 5.0
 CLOSED_BEFORE = "the consumer closed before it came to it"
 
 Verb = Literal["ack", "nack", "extend"]
@@ -44,6 +47,7 @@ class Leases:
         group: str,
         visibility_timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
+        max_handling_s: float = 0.0,
     ) -> None:
         self._transport = transport
         self._group = group
@@ -56,6 +60,14 @@ class Leases:
         self._waiting_until = 0.0
         self._handed: dict[str, None] = {}
         self._handed_at = 0.0
+        # When the latest message was handed out, or those that wait came.
+        self._busy_since = 0.0
+        self._max_handling_s = max_handling_s
+        # Of what is in hand: what the user has extended by his own word, and what others have by now.
+        self._extended: set[str] = set()
+        self._lost: set[str] = set()
+        # Whether messages of the group have leases at all; with at_most_once they are acked when they are handed out.
+        self._has_leases: bool | None = None
         self._to_ack: list[str] = []
         # Acks on their way with a receive: theirs to confirm, or to be sent again.
         self._riding: list[str] = []
@@ -68,6 +80,7 @@ class Leases:
         self._keeper: threading.Thread | None = None
         self._wakes_at = -math.inf
         self._closed = False
+        self._hold_back_s = HOLD_BACK_S_MAX
 
     # --- the consumer's thread ---------------------------------------------------------------------------------------
 
@@ -76,7 +89,8 @@ class Leases:
         with self._lock:
             assert not self._waiting
             self._waiting.extend(messages)
-            self._waiting_until = self._clock() + self._visibility_s
+            now = self._busy_since = self._clock()
+            self._waiting_until = now + self._visibility_s
             self._received()  # from here on release() finds them
             is_late = self._closed
             late = [message.receipt for message in self._waiting if is_late and message.receipt is not None]
@@ -84,7 +98,7 @@ class Leases:
                 self._waiting.clear()
             elif messages:
                 self._start_keeper()
-                self._wake_keeper(self._waiting_until - self._visibility_s / 2)
+                self._wake_keeper(min(self._waiting_until - self._visibility_s / 2, now + self._hold_back_s))
         if is_late:
             self.give_back_unseen(late, CLOSED_BEFORE)
             self._transport.rest()
@@ -93,7 +107,7 @@ class Leases:
         """The next message in whose lease there is time left. From here on it is the user's."""
         with self._lock:
             now = self._clock()
-            if self._waiting and now >= self._waiting_until:
+            if self._waiting and now >= self._waiting_until and self._has_leases is not False:
                 _log.warning("%d messages waited longer than their lease and go to others", len(self._waiting))
                 self._waiting.clear()
             if not self._waiting:
@@ -101,22 +115,74 @@ class Leases:
             message = self._waiting.popleft()
             if message.receipt is not None:
                 self._handed[message.receipt] = None
-                self._handed_at = now
+                self._handed_at = self._busy_since = now
             return message
 
     def finish_handed(self) -> None:
-        """What was handed out is done: ack it with the next flush."""
+        """What was handed out is done: ack it with the next flush. Raises LeaseLost for what others have by now; the
+        rest is acked all the same."""
+        if self._handed and self._clock() >= self._waiting_until:
+            self._look_after(self._in_hand())
         with self._lock:
             if self._failure is not None:
                 failure, self._failure = self._failure, None
                 raise failure
             if not self._handed:
                 return
+            lost = [receipt for receipt in self._handed if receipt in self._lost] if self._lost else []
+            for receipt in lost:
+                del self._handed[receipt]
             if not self._to_ack:
                 self._to_ack_since = self._clock()
                 self._wake_keeper(self._to_ack_since + ACK_DELAY_S_MAX)
             self._to_ack += self._handed
             self._handed = {}
+            if self._extended or self._lost:
+                self._extended, self._lost = set(), set()
+        if lost:
+            raise self._lease_lost(len(lost))
+
+    def _lease_lost(self, count: int) -> LeaseLost:
+        return LeaseLost(
+            f"{count} messages were handled for longer than their lease of {self._visibility_s:g} s, and others have or"
+            " had them: raise visibility_timeout_s or max_handling_s, or fetch fewer at once",
+            messages=count,
+        )
+
+    def _look_after(self, receipts: list[str]) -> None:
+        """Their lease is over by this clock, as nobody has renewed it: prolong it where nobody else has them."""
+        try:
+            if receipts:
+                self._settle("extend", receipts, self._prolonged(), LOOK_TIMEOUT_S)
+        except StaleReceipt as error:
+            self._pass_on(_stale_among(error, receipts))
+        except PortalMQError as error:
+            _log.debug("whether %d leases still run could not be asked: %s", len(receipts), error)
+
+    def _in_hand(self) -> list[str]:
+        with self._lock:
+            return [receipt for receipt in self._handed if receipt not in self._extended]
+
+    def _pass_on(self, receipts: Collection[str]) -> None:
+        """Others have these by now, unless the group knows no leases."""
+        if not receipts or self._are_leased() is False:
+            return
+        with self._lock:
+            lost = [receipt for receipt in receipts if receipt in self._handed]
+            self._lost.update(lost)
+        self._warn_of_stale(len(lost))
+
+    def _are_leased(self) -> bool | None:
+        """None where nobody can tell now."""
+        if self._has_leases is None:
+            try:
+                group = self._transport.get(
+                    wire.group_path(self._group), wire.GroupDescription, timeout_s=LOOK_TIMEOUT_S
+                )
+            except PortalMQError:
+                return None
+            self._has_leases = group.config.delivery != "at_most_once"
+        return self._has_leases
 
     def begin_receive(self) -> None:
         """This thread is about to ask the brokers. Follow it by `board`, or by `missed`."""
@@ -176,7 +242,10 @@ class Leases:
         except StaleReceipt as error:
             self._forget(_stale_among(error, receipts) if verb == "extend" else receipts)
             raise
-        if verb != "extend":
+        if verb == "extend":
+            with self._lock:
+                self._extended.update(receipt for receipt in receipts if receipt in self._handed)
+        else:
             self._forget(receipts)
         if self._closed:
             self._transport.rest()
@@ -209,14 +278,18 @@ class Leases:
                     return
                 now = self._clock()
                 acks_at = self._to_ack_since + ACK_DELAY_S_MAX if self._to_ack else math.inf
-                extension_at = self._waiting_until - self._visibility_s / 2 if self._waiting else math.inf
-                self._wakes_at = min(acks_at, extension_at)
+                is_kept = bool(self._waiting) or self._may_renew(now)
+                extension_at = self._waiting_until - self._visibility_s / 2 if is_kept else math.inf
+                spare_at = self._busy_since + self._hold_back_s if self._waiting else math.inf
+                self._wakes_at = min(acks_at, extension_at, spare_at)
                 if now < self._wakes_at:
                     self._changed.wait(None if self._wakes_at == math.inf else self._wakes_at - now)
                     continue
             try:
                 if now >= acks_at:
                     self.flush()
+                if now >= spare_at:
+                    self._spare()
                 if now >= extension_at:
                     self._keep_waiting(now)
             except PortalMQError as error:
@@ -226,16 +299,42 @@ class Leases:
                     if now >= extension_at:
                         # Not to be extended, so not to be handed out either: their leases run out.
                         self._waiting.clear()
+                        self._extended.update(self._handed)
 
     def _wake_keeper(self, at: float) -> None:
         """There is something to do at the time `at`, which the keeper may not know of."""
         if at < self._wakes_at or at == -math.inf:
             self._changed.notify_all()
 
+    def _spare(self) -> None:
+        """The message in hand takes long: what waits behind it goes to others."""
+        if self._are_leased() is not True:
+            self._hold_back_s = math.inf  # acked when it was fetched: nobody else would get it
+            return
+        with self._lock:
+            receipts = [message.receipt for message in self._waiting if message.receipt is not None]
+            self._waiting.clear()
+        self.give_back_unseen(receipts, "the consumer is busy with another")
+
+    def _may_renew(self, now: float) -> bool:
+        """Whether something is in hand whose lease is this thread's to renew."""
+        if now >= self._handed_at + self._max_handling_s:
+            return False
+        return any(each not in self._extended and each not in self._lost for each in self._handed)
+
     def _keep_waiting(self, now: float) -> None:
         with self._lock:
             receipts = [message.receipt for message in self._waiting if message.receipt is not None]
-            stuck = bool(self._handed) and now >= self._handed_at + self._visibility_s
+            stuck = bool(self._handed) and now >= self._handed_at + max(self._visibility_s, self._max_handling_s)
+            in_hand = []
+            if self._may_renew(now):
+                in_hand = [each for each in self._handed if each not in self._extended and each not in self._lost]
+                if now + self._visibility_s / 2 >= self._handed_at + self._max_handling_s:
+                    _log.warning(
+                        "a message is handled for %.0f s by now: its lease is renewed no more after max_handling_s=%g",
+                        now - self._handed_at,
+                        self._max_handling_s,
+                    )
             if stuck:
                 self._waiting.clear()
         if stuck:
@@ -243,10 +342,14 @@ class Leases:
             self.give_back_unseen(receipts, "the consumer is stuck")
             return
         gone: set[str] = set()
+        receipts += in_hand
         try:
-            self._settle("extend", receipts, {"visibility_timeout_ms": round(self._visibility_s * 1000)})
+            self._settle("extend", receipts, self._prolonged())
         except StaleReceipt as error:
             gone = _stale_among(error, receipts)
+            self._pass_on(gone)
+            if self._has_leases is False:
+                gone = set()
         with self._lock:
             self._waiting = deque(message for message in self._waiting if message.receipt not in gone)
             self._waiting_until = now + self._visibility_s
@@ -291,7 +394,12 @@ class Leases:
         except PortalMQError as error:
             _log.debug("could not give %d messages back: %s", len(receipts), error)
 
-    def _settle(self, verb: Verb, receipts: list[str], options: dict[str, object]) -> None:
+    def _prolonged(self) -> dict[str, object]:
+        return {"visibility_timeout_ms": round(self._visibility_s * 1000)}
+
+    def _settle(
+        self, verb: Verb, receipts: list[str], options: dict[str, object], timeout_s: float | None = None
+    ) -> None:
         request = Request(
             "POST",
             wire.group_path(self._group, verb),
@@ -299,7 +407,7 @@ class Leases:
             (("Content-Type", wire.JSON),),
             repeatable=True,
         )
-        self._transport.call(request, timeout_s=RELEASE_TIMEOUT_S if self._closed else None)
+        self._transport.call(request, timeout_s=RELEASE_TIMEOUT_S if self._closed else timeout_s)
 
 
 def _stale_among(error: StaleReceipt, receipts: list[str]) -> set[str]:

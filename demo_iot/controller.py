@@ -11,12 +11,13 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import click
 
-from portalmq import Consumer, Message, PortalMQError
+from portalmq import Consumer, LeaseLost, Message, PortalMQError
 from portalmq.demo_iot.ledger import Entry, Ledger
 from portalmq.demo_iot.readings import KINDS
 
@@ -55,7 +56,7 @@ def line(message: Message, reading: dict[str, Any]) -> str:
 
 def control(consumer: Consumer, ledger: Ledger, count: int | None) -> None:
     """React to messages as they come, until the consumer is closed or `count` were handled."""
-    for handled, message in enumerate(consumer, start=1):
+    for handled, message in enumerate(_as_they_come(consumer), start=1):
         reading = reading_of(message)
         if reading is None:
             # Acknowledged like the others: given back, it would come again and stop every controller in turn.
@@ -66,6 +67,16 @@ def control(consumer: Consumer, ledger: Ledger, count: int | None) -> None:
         if handled == count:
             message.ack()  # asking for the next would ack it too, and there is to be no next
             return
+
+
+def _as_they_come(consumer: Consumer) -> Iterator[Message]:
+    """The messages, also after one that took longer than its lease: another controller has reacted to it as well."""
+    while True:
+        try:
+            yield from consumer
+            return
+        except LeaseLost as lost:
+            click.echo(f"{lost}", err=True)
 
 
 def close_on_sigterm(consumer: Consumer) -> None:

@@ -10,11 +10,13 @@ import threading
 import time
 from collections.abc import Callable
 
+import msgspec
 import pytest
 from support.scripted_broker import Call, Reply, ScriptedBroker, hang_up, hold, lose_answer, refuse
 
-from portalmq import Consumer, Forbidden, GroupModeMismatch, Message, StaleReceipt, Unavailable, wire
+from portalmq import Consumer, Forbidden, GroupModeMismatch, LeaseLost, Message, StaleReceipt, Unavailable, wire
 from portalmq.lease import Leases
+from portalmq.prefetch import FIRST_MESSAGES, Prefetch
 
 RECEIVE = "/v1/groups/g/receive"
 ACK = "/v1/groups/g/ack"
@@ -460,7 +462,6 @@ class Broker:
         self.fail = fail
 
     def call(self, request: object, timeout_s: float | None = None) -> None:
-        import msgspec
 
         verb = request.path.rsplit("/", 1)[1]  # type: ignore[attr-defined]
         self.sent.append((verb, msgspec.json.decode(request.body)["receipts"]))  # type: ignore[attr-defined]
@@ -468,9 +469,10 @@ class Broker:
             raise self.fail
 
 
-def leases(broker: Broker, clock: Callable[[], float]) -> Leases:
-    held = Leases(broker, "g", 30.0, clock)  # type: ignore[arg-type]
+def leases(broker: Broker, clock: Callable[[], float], max_handling_s: float = 0.0) -> Leases:
+    held = Leases(broker, "g", 30.0, clock, max_handling_s)  # type: ignore[arg-type]
     held._keeper = threading.current_thread()
+    held._has_leases = True
     held.hold([wire.PackMessageOut(0, offset, b"", 0, receipt=f"r{offset}") for offset in range(3)])
     return held
 
@@ -515,6 +517,124 @@ def test_what_was_lost_while_it_waited_is_not_handed_out() -> None:
     message = held.take()
     assert message is not None
     assert message.receipt == "r2"
+
+
+def test_what_is_in_hand_is_renewed_until_it_has_taken_too_long(caplog: pytest.LogCaptureFixture) -> None:
+    now = [0.0]
+    broker = Broker()
+    held = leases(broker, lambda: now[0], max_handling_s=100.0)
+    held.take()
+    for now[0] in (15.0, 45.0, 75.0):
+        held._keep_waiting(now[0])
+    assert broker.sent == [("extend", ["r1", "r2", "r0"])] * 3
+    assert caplog.messages == []
+    now[0] = 90.0
+    held._keep_waiting(now[0])
+    assert "handled for 90 s by now" in caplog.messages[0], "the last time"
+    now[0] = 101.0
+    held._keep_waiting(now[0])
+    assert broker.sent[-1] == ("nack", ["r1", "r2"]), "others may have what waits"
+
+
+def test_what_the_user_has_extended_is_not_shortened() -> None:
+    broker = Broker()
+    held = leases(broker, lambda: 0.0, max_handling_s=100.0)
+    held.take()
+    held.settle("extend", ["r0"], {"visibility_timeout_ms": 3_600_000})
+    held._keep_waiting(15.0)
+    assert broker.sent[-1] == ("extend", ["r1", "r2"])
+
+
+def test_a_lease_that_is_lost_in_hand_is_logged_and_raised(caplog: pytest.LogCaptureFixture) -> None:
+    results = [{"receipt": "r0", "status": "stale_receipt"}, {"receipt": "r1", "status": "ok"}]
+    broker = Broker(StaleReceipt("stale", results=results))
+    held = leases(broker, lambda: 0.0, max_handling_s=100.0)
+    held.take()
+    held.take()
+    held._keep_waiting(15.0)
+    assert "1 messages were handled longer than their lease" in caplog.messages[0]
+    with pytest.raises(LeaseLost, match="max_handling_s"):
+        held.finish_handed()
+    assert held.board() == ["r1"], "the other is acked"
+    held.finish_handed()
+
+
+def test_a_lease_that_was_over_when_the_next_is_asked_for_is_looked_after() -> None:
+    now = [0.0]
+    broker = Broker()
+    held = leases(broker, lambda: now[0])
+    held.take()
+    now[0] = 31.0
+    held.finish_handed()
+    assert (broker.sent, held.board()) == ([("extend", ["r0"])], ["r0"]), "nobody else had it"
+    held.missed()
+    held._to_ack = []
+    held._waiting_until = 60.0
+    held.take()
+    now[0] = 61.0
+    broker.fail = StaleReceipt("stale")
+    with pytest.raises(LeaseLost):
+        held.finish_handed()
+    assert held.board() == []
+
+
+def test_a_message_that_was_acked_before_it_was_handed_out_is_not_lost() -> None:
+    now = [0.0]
+    held = leases(Broker(StaleReceipt("stale")), lambda: now[0], max_handling_s=100.0)
+    held._has_leases = False
+    held.take()
+    held._keep_waiting(15.0)
+    now[0] = 100.0
+    held.finish_handed()
+    assert held.take() is not None
+
+
+def test_what_waits_behind_a_message_that_takes_long_goes_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("portalmq.lease.HOLD_BACK_S_MAX", 0.0)
+    with ScriptedBroker() as broker:
+        broker.fill("t", [b"1", b"2", b"3"])
+        with consumer(broker) as busy, consumer(broker, max_messages=1, idle_timeout_s=None) as idle:
+            busy._leases._has_leases = True
+            assert next(busy).value == b"1"
+            assert (next(idle).value, next(idle).value) == (b"2", b"3")
+        assert all(call.json()["unseen"] for call in broker.calls_of("POST", NACK)[:1])
+
+
+def test_what_was_acked_when_it_was_fetched_is_not_given_to_others() -> None:
+    broker = Broker()
+    held = leases(broker, lambda: 0.0)
+    held._has_leases = False
+    held.take()
+    held._spare()
+    assert (broker.sent, held.take() is None) == ([], False)
+
+
+def test_two_workers_share_a_hundred_jobs() -> None:
+    with ScriptedBroker() as broker:
+        broker.fill("t", [b"job"] * 100)
+        with consumer(broker) as one, consumer(broker) as other:
+            first, second = next(one), next(other)
+            assert (first.offset, second.offset) == (0, FIRST_MESSAGES), "the first leaves most of them to the other"
+
+
+@pytest.mark.parametrize(
+    ("each_s", "wanted"),
+    [(0.0, 100), (0.001, 100), (0.05, 20), (0.5, 2), (7.0, 1)],
+)
+def test_a_consumer_fetches_what_it_handles_in_a_second(each_s: float, wanted: int) -> None:
+    now = [0.0]
+    prefetch = Prefetch(100, lambda: now[0])
+    assert prefetch.wanted() == FIRST_MESSAGES
+    prefetch.received(8)
+    now[0] += 8 * each_s
+    assert prefetch.wanted() == wanted
+    prefetch.received(0)
+    now[0] += 1000
+    assert prefetch.wanted() == wanted, "that nothing came says nothing of the handling"
+
+
+def test_no_more_is_fetched_than_the_user_allows() -> None:
+    assert Prefetch(3, lambda: 0.0).wanted() == 3
 
 
 def test_release_does_not_fail_without_a_broker() -> None:
