@@ -10,10 +10,12 @@ broker, so it is never respawned, and neither process outlives the other.
 from __future__ import annotations
 
 import ctypes
+import errno
 import logging
 import os
 import signal
 import sys
+import time
 from functools import partial
 from typing import Any
 
@@ -26,11 +28,14 @@ from gunicorn import util
 from gunicorn.arbiter import Arbiter
 from gunicorn.errors import HaltServer
 from gunicorn.http import errors as http_errors
+from gunicorn.http.parser import RequestParser
 from gunicorn.sock import ssl_context
 from gunicorn.workers.base_async import AsyncWorker
 from gunicorn.workers.ggevent import GeventWorker
 
 from portalmq.broker.config import EX_SOFTWARE
+from portalmq.broker.connections import Connection, Connections, hang_up
+from portalmq.broker.heads import BoundedRequest
 from portalmq.errors import PROBLEM_TYPE_BASE
 
 log = logging.getLogger("portalmq.process")
@@ -40,6 +45,12 @@ PARENT_CHECK_S = 1.0
 # A client that still sends when it is refused is given this long to read why, before the connection is cut.
 LINGER_S = 2.0
 LINGER_BYTES_MAX = 64 * 1024 * 1024
+# A new connection has this long for its handshake and the head of its first request.
+FIRST_HEAD_S = 10.0
+# Without a free descriptor nobody is let in for so long, and the log says so once a minute.
+ACCEPT_AGAIN_S = 0.5
+SHORTAGE_SAID_S = 60.0
+SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 # A native thread that has waited this long may take the interpreter. With CPython's 5 ms a commit that holds it for
 # 20 us at a time would wait 5 ms after each step while the hub is busy.
 SWITCH_INTERVAL_S = 0.0002
@@ -108,11 +119,18 @@ class BrokerWorker(GeventWorker):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        config = self.app.config
+        self.connections = Connections(
+            config.worker_connections,
+            config.connections_per_address_max,
+            with_loopback=config.connections_per_address_loopback,
+        )
         self.in_flight = 0
         self._ending: Event | None = None
 
     def init_process(self) -> None:
         die_with(self.ppid)
+        RequestParser.mesg_class = BoundedRequest
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         super().init_process()
 
@@ -148,16 +166,29 @@ class BrokerWorker(GeventWorker):  # type: ignore[misc]
         listener.setblocking(1)
         # The handshake is left to `handle`, where a failed one is no more than a refused request.
         tls = {"ssl_context": ssl_context(self.cfg), "do_handshake_on_connect": False} if self.cfg.is_ssl else {}
-        server = StreamServer(
-            listener, handle=partial(self.handle, listener), spawn=Pool(self.worker_connections), **tls
-        )
+        server = Listener(listener, handle=partial(self.handle, listener), spawn=Pool(self.worker_connections), **tls)
+        server.connections = self.connections
         server.start()
         return server
 
     def handle(self, listener: Any, client: Any, addr: Any) -> None:
-        # Bounds the handshake. Between requests gunicorn's own keep-alive timer is the shorter one.
+        connection = Connection(addr[0], partial(hang_up, client))
+        if not self.connections.enter(connection):
+            log.debug("%s has as many connections as it may", addr[0])
+            client.close()
+            return
+        here = gevent.getcurrent()
+        here.connection = connection
+        # In gunicorn's eyes the client has gone: it closes quietly.
+        late = ConnectionResetError(errno.ECONNRESET, "the first request did not come in time")
+        here.first_head = gevent.Timeout.start_new(FIRST_HEAD_S, late)
+        # Between requests gunicorn's own keep-alive timer is the shorter one.
         client.settimeout(idle_timeout_s(self))
-        AsyncWorker.handle(self, listener, client, addr)
+        try:
+            AsyncWorker.handle(self, listener, client, addr)
+        finally:
+            here.first_head.close()
+            self.connections.leave(connection)
 
     def _idle_within(self, seconds: float) -> bool:
         """Wait for running requests; idle connections are not waited for."""
@@ -169,13 +200,18 @@ class BrokerWorker(GeventWorker):  # type: ignore[misc]
 
     def handle_request(self, listener_name: Any, req: Any, sock: Any, addr: Any) -> Any:
         self.in_flight += 1
+        here = gevent.getcurrent()
+        here.first_head.close()
+        self.connections.busy(here.connection)
         try:
             return super().handle_request(listener_name, req, sock, addr)
         finally:
             self.in_flight -= 1
+            self.connections.idle(here.connection)
 
     def handle_error(self, req: Any, client: Any, addr: Any, exc: BaseException) -> None:
         """What gunicorn refuses before Flask sees it (a broken request line, say) is a problem document too."""
+        gevent.getcurrent().first_head.close()
         status, code, title = _refusal(exc)
         if status == 500:
             log.error("a connection failed", exc_info=exc)
@@ -183,13 +219,41 @@ class BrokerWorker(GeventWorker):  # type: ignore[misc]
             client.sendall(_problem_response(status, code, title))
         except OSError as fault:
             log.debug("the refusal could not be sent: %s", fault)
+            return
+        if isinstance(exc, http_errors.ParseException):  # what was not read would destroy the answer
+            util.close_graceful(client, timeout=LINGER_S, max_drain=LINGER_BYTES_MAX)
+
+
+class Listener(StreamServer):  # type: ignore[misc]
+    """Takes connections in; where there is no descriptor for one it waits, and says so in the log."""
+
+    connections: Connections
+    _said_at = -SHORTAGE_SAID_S
+
+    def do_read(self) -> Any:
+        try:
+            return super().do_read()
+        except OSError as fault:
+            if fault.errno not in SHORTAGES:
+                raise
+            self._wait(fault)
+            return None
+
+    def _wait(self, fault: OSError) -> None:
+        now = time.monotonic()
+        if now - self._said_at >= SHORTAGE_SAID_S:
+            self._said_at = now
+            log.error("no connection is taken in for now, while %d are open: %s", len(self.connections), fault)
+        self.connections.make_room()
+        self.stop_accepting()
+        gevent.spawn_later(ACCEPT_AGAIN_S, self._start_accepting_if_started)
 
 
 # Which answer a request gets that is not even HTTP as we speak it.
 _REFUSALS: tuple[tuple[type[BaseException], tuple[int, str, str]], ...] = (
     (http_errors.LimitRequestLine, (414, "uri_too_long", "The request line is too long")),
     (http_errors.LimitRequestHeaders, (431, "headers_too_large", "The header fields are too many or too large")),
-    (http_errors.UnsupportedTransferCoding, (501, "not_implemented", "The transfer coding is not supported")),
+    (http_errors.UnsupportedTransferCoding, (415, "unsupported_media_type", "The transfer coding is not supported")),
     (http_errors.ExpectationFailed, (417, "expectation_failed", "The expectation is not supported")),
     (http_errors.ForbiddenProxyRequest, (403, "forbidden", "The proxy is not allowed")),
     (http_errors.InvalidResponseHeader, (500, "internal", "The broker made a mistake")),
@@ -239,6 +303,7 @@ def die_with(parent: int) -> None:
 def pre_request(worker: BrokerWorker, req: Any) -> None:
     """Bound the pauses of the client, and give the application a way to close the connection."""
     req.body.close_connection = req.force_close
+    req.body.is_of_a_peer = partial(worker.connections.trust, gevent.getcurrent().connection)
     sock = req.unreader.sock
     sock.settimeout(worker.app.config.body_timeout_s)
     if req._expected_100_continue and _announced_length(req) > worker.app.config.body_bytes_max:

@@ -36,6 +36,7 @@ from portalmq.broker.config import (
     StartupError,
     UsageError,
 )
+from portalmq.broker.heads import LINE_BYTES_MAX
 from portalmq.broker.logs import ServerLogger, start_logging
 from portalmq.broker.preflight import Preflight, Question, tls_of
 from portalmq.broker.process import BrokerArbiter, BrokerWorker, post_request, pre_request
@@ -197,9 +198,9 @@ class _Application(BaseApplication):  # type: ignore[misc]
             "logger_class": ServerLogger,
             "forwarded_allow_ips": "",  # no header may pretend another client or scheme
             "http_protocols": "h1",
-            "limit_request_line": 8190,
+            "limit_request_line": LINE_BYTES_MAX,
             "limit_request_fields": 100,
-            "limit_request_field_size": 8190,
+            "limit_request_field_size": LINE_BYTES_MAX,
             "pre_request": pre_request,
             "post_request": post_request,
             "proc_name": "portalmq",

@@ -55,12 +55,14 @@ def read_body(
     """The body, at most `bytes_max` bytes of it, for which `in_flight` has to have room.
 
     Raises MessageTooLarge, InvalidRequest when it is cut short, comes too slowly, or its framing is broken,
-    UnsupportedMediaType when it is compressed, and Backpressure. In each of these cases the connection is closed after
-    the answer.
+    UnsupportedMediaType when it is compressed or coded, and Backpressure. After each of these the connection is closed.
     """
     encoding = environ.get("HTTP_CONTENT_ENCODING", "").strip().lower()
     if encoding not in {"", "identity"}:
         raise UnsupportedMediaType(f"Content-Encoding {encoding[:40]!r} is not supported: send the body as it is")
+    coding = environ.get("HTTP_TRANSFER_ENCODING", "").strip().lower()
+    if coding not in {"", "chunked"}:
+        raise UnsupportedMediaType(f"Transfer-Encoding {coding[:40]!r} is not supported: send the body as it is")
     length = _content_length(environ)
     if length is not None and length > bytes_max:
         raise _too_large(bytes_max)
@@ -103,6 +105,13 @@ def close_after_answer(environ: dict[str, Any]) -> None:
     closer = getattr(environ.get("wsgi.input"), "close_connection", None)  # set by `process.pre_request`
     if closer is not None:
         closer()
+
+
+def note_peer(environ: dict[str, Any]) -> None:
+    """Tell the server that the connection is another broker's."""
+    teller = getattr(environ.get("wsgi.input"), "is_of_a_peer", None)  # set by `process.pre_request`
+    if teller is not None:
+        teller()
 
 
 def _content_length(environ: dict[str, Any]) -> int | None:

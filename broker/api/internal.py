@@ -10,7 +10,7 @@ from typing import Any
 
 from portalmq import wire
 from portalmq.broker.api import problems
-from portalmq.broker.api.body import read_body
+from portalmq.broker.api.body import note_peer, read_body
 from portalmq.broker.api.peer import peer_of
 from portalmq.broker.api.room import Answer, Room
 from portalmq.broker.peers import CREDENTIAL_SCHEME, check_credential
@@ -22,6 +22,7 @@ BODY_BYTES_MAX = 64 * 1024 * 1024
 
 def serve(room: Room, environ: dict[str, Any], name: str) -> Answer:
     check_credential(environ.get("HTTP_AUTHORIZATION"), room.domain.cluster_secret)
+    note_peer(environ)
     if environ["REQUEST_METHOD"] != "POST":
         refused = problems.of(MethodNotAllowed(f"{environ['REQUEST_METHOD'][:20]} is not supported here"))
         return refused._replace(headers=(("Allow", "POST"),))

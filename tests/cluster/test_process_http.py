@@ -113,6 +113,18 @@ def test_a_client_that_sends_on_after_413_can_read_why(broker):
     assert answer.status == 413
 
 
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        (b"GET /" + b"x" * 5_000_000 + b" HTTP/1.1\r\n\r\n", 414),
+        (b"GET /livez HTTP/1.1\r\n" + (b"A: " + b"b" * 8_000 + b"\r\n") * 600 + b"\r\n", 431),
+    ],
+    ids=["line", "fields"],
+)
+def test_a_client_that_sends_on_after_its_head_was_refused_can_read_why(broker, head, status):
+    refusal(broker, head, status)
+
+
 def test_an_oversize_upload_is_not_invited_by_100_continue(broker):
     head = HEAD + b"Expect: 100-continue\r\nContent-Length: %d\r\n\r\n"
     refusal(broker, head % (LIMIT + 1), 413)
@@ -169,7 +181,10 @@ def test_broken_chunks_are_400_and_not_applied(broker):
         (HEAD + b"Content-Length: -1\r\n\r\n", 400),
         (HEAD + b"Content-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", 400),
         (HEAD + b"Transfer-Encoding: chunked, chunked\r\n\r\n0\r\n\r\n", 400),
-        (HEAD + b"Transfer-Encoding: xchunked\r\n\r\n0\r\n\r\n", 501),
+        (HEAD + b"Transfer-Encoding: xchunked\r\n\r\n0\r\n\r\n", 415),
+        (HEAD + b"Transfer-Encoding: gzip, chunked\r\n\r\n1\r\nx\r\n0\r\n\r\n", 415),
+        (b"GET /livez HTTP/1.1\r\n" + (b"A: " + b"b" * 8000 + b"\r\n") * 9 + b"\r\n", 431),
+        (b"GET /livez HTTP/1.1\n\n", 400),
         (HEAD + b"Expect: the-unexpected\r\nContent-Length: 0\r\n\r\n", 417),
     ],
     ids=lambda value: value[:60].decode("latin-1").replace("\r\n", " ") if isinstance(value, bytes) else None,
