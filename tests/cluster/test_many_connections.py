@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import http.client
 import socket
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 
 import pytest
 from support.broker_process import BrokerProcess
@@ -34,14 +35,15 @@ def ended(connections):
     return count
 
 
-def asked(connection):
-    """The connection, if it brings an answer."""
-    connection.settimeout(WITHIN_S)
+def is_served(connection):
+    """Whether the connection brings an answer."""
     try:
-        connection.sendall(REQUEST)
-        return connection if connection.recv(65_536).startswith(b"HTTP/1.1 200") else None
-    except OSError:
-        return None
+        connection.request("GET", "/livez")
+        answer = connection.getresponse()
+        return (answer.status, bool(answer.read())) == (200, True)
+    except (OSError, http.client.HTTPException):
+        connection.close()
+        return False
 
 
 def wait_until(condition):
@@ -71,10 +73,11 @@ def test_an_address_has_so_many_connections_and_no_more(tmp_path):
 def test_a_new_connection_has_a_moment_for_its_first_head_and_a_kept_one_more(tmp_path):
     hasty = "import portalmq.broker.process as process\nprocess.FIRST_HEAD_S = 1.0\n"
     with BrokerProcess(tmp_path, prelude=hasty) as broker, ExitStack() as stack:
-        kept = None
-        while kept is None:  # on a machine that pauses here the moment may be over
-            kept = asked(opened(stack, broker))
+        kept = stack.enter_context(closing(http.client.HTTPConnection("127.0.0.1", broker.port, timeout=WITHIN_S)))
+        wait_until(lambda: is_served(kept))  # on a machine that pauses here the moment may be over
+        own = kept.sock
         silent, slow = opened(stack, broker), opened(stack, broker)
         slow.sendall(REQUEST[:10])
         wait_until(lambda: ended([silent, slow]) == 2)
-        assert asked(kept) is kept
+        assert is_served(kept)
+        assert kept.sock is own
