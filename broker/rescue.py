@@ -1,4 +1,4 @@
-"""`portalmq elect` and `portalmq adopt`: what an operator does by hand, knowing what may be lost.
+"""`portalmq elect`, `adopt` and `partitions`: what an operator does by hand, knowing what may be lost.
 
 This module is loaded for every `portalmq` command, so what they need to run is imported when they are to run.
 """
@@ -131,6 +131,45 @@ def adopt(directories: tuple[Path, ...], replace_cluster: bool, accepted: bool, 
         for sentence in told:
             click.echo(sentence)
         click.echo("start the brokers again: they elect leaders among themselves", err=True)
+
+
+@click.group()
+def partitions() -> None:
+    """See to the partitions of a cluster as a whole."""
+
+
+@partitions.command("rebalance")
+@click.option("--dry-run", is_flag=True, help="show what would move, and change nothing")
+@_in_zookeeper
+def rebalance_leaders(dry_run: bool, **options: Any) -> None:
+    """Spread leaders evenly over the brokers, as after one that was away is back in sync.
+
+    Only leaders move, and only to replicas in sync: no data is copied, and clients follow within a moment.
+
+    Example: portalmq partitions rebalance --dry-run
+    """
+    with _told():
+        from portalmq.control_plane.controller import View, rebalance
+        from portalmq.control_plane.mirror import Mirror
+        from portalmq.control_plane.plane import Conflict
+
+        with _catalog(load_config(options)) as catalog:
+            mirror = Mirror(catalog.plane)
+            mirror.refresh()
+            moved = 0
+            for change in rebalance(View(mirror.topics, mirror.partitions, mirror.brokers)):
+                topic = mirror.topic_by_id(change.topic_id)
+                before = mirror.partitions[change.topic_id, change.number].value.leader
+                name = f"{topic.name if topic else change.topic_id}/{change.number}"
+                try:
+                    if not dry_run:
+                        catalog.set_partition(change.topic_id, change.number, change.state, change.version)
+                except Conflict:
+                    click.echo(f"{name} has changed meanwhile, and stays as it is", err=True)
+                    continue
+                moved += 1
+                click.echo(f"{name}  broker {before} -> {change.state.leader}")
+            click.echo(f"{moved} leaders {'would move' if dry_run else 'moved'}", err=True)
 
 
 @contextmanager

@@ -3,6 +3,7 @@ partitions that are to change, the controller's office (broker/office.py) has th
 
     elections   a partition whose leader is gone, has started anew, stands on another store, or drains
     replicas    one with fewer than its topic wants, as brokers join
+    balance     who leads many gives some to who leads few, when an operator asks for it
     live        who counts as there: registered, and not found gone by a probe
     strays      partitions of no topic, when they have been so for long
     tombstones  of deleted topics, when nobody has files of them any more
@@ -75,6 +76,32 @@ def _added(
     if not short or not staying:
         return {}
     return add_replicas({key: held.value.replicas for key, held in partitions.items()}, short, staying)
+
+
+def rebalance(view: View) -> list[PartitionChange]:
+    """Leaders to move so that no live broker leads two partitions more than another that is in sync in one of them.
+
+    Partitions that need an election are left to `plan`. A move is an election: the leader epoch rises."""
+    topics = {topic.topic_id: topic for topic in view.topics.values()}
+    states = {
+        key: held.value
+        for key, held in sorted(view.partitions.items())
+        if key[0] in topics and _leads(held.value, view.live)
+    }
+    led = Counter(state.leader for state in states.values())
+    moved: dict[PartitionKey, PartitionState] = {}
+    while True:
+        before = len(moved)
+        for key in [key for key in states if key not in moved]:
+            state = states[key]
+            elected = elect(state, view.live, configured_min_insync=topics[key[0]].config.min_insync_replicas, led=led)
+            if led[state.leader] - led[elected.leader] >= 2:
+                led[state.leader] -= 1
+                led[elected.leader] += 1
+                moved[key] = elected
+        if len(moved) == before:
+            break
+    return [PartitionChange(*key, state, view.partitions[key].version) for key, state in sorted(moved.items())]
 
 
 def departures(view: View, broker_id: int) -> list[PartitionChange]:

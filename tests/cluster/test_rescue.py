@@ -22,7 +22,7 @@ MESSAGES = 200
 
 
 def portalmq(*arguments: str) -> subprocess.CompletedProcess[str]:
-    program = "from portalmq.broker.rescue import elect, adopt; import sys; globals()[sys.argv[1]](sys.argv[2:])"
+    program = "from portalmq.broker.rescue import elect, adopt, partitions; import sys; globals()[sys.argv[1]](sys.argv[2:])"
     inherited = {key: value for key, value in os.environ.items() if not key.startswith("PORTALMQ_")}
     return subprocess.run(
         [sys.executable, "-c", program, *arguments],
@@ -87,6 +87,15 @@ class TestAdopting:
             assert values_of(cluster.brokers[1], "t") == list(range(MESSAGES))
             fill(cluster, "t", range(MESSAGES, 2 * MESSAGES))
             assert values_of(cluster.brokers[2], "t") == list(range(2 * MESSAGES))
+
+            # Whoever was there first may lead them all now.
+            balanced = portalmq("partitions", "rebalance", *at)
+            assert balanced.returncode == 0, balanced.stderr
+            leaders = [1, 2, 3]
+            wait_until(lambda: sorted(cluster.leader("t", each) or 0 for each in range(3)) == leaders, "each leads one")
+            assert "0 leaders would move" in portalmq("partitions", "rebalance", "--dry-run", *at).stderr
+            fill(cluster, "t", range(2 * MESSAGES, 3 * MESSAGES))
+            assert values_of(cluster.brokers[3], "t") == list(range(3 * MESSAGES))
 
     def test_who_was_behind_catches_up_and_leads_nothing_before(self, tmp_path: Path) -> None:
         with Cluster(tmp_path) as cluster:

@@ -25,6 +25,7 @@ from portalmq.control_plane.controller import (
     may_be_forgotten,
     old_strays,
     plan,
+    rebalance,
 )
 from portalmq.control_plane.state import BrokerState, PartitionState, Tombstone, TopicState, min_insync
 from portalmq.wire import TopicConfig
@@ -341,3 +342,42 @@ class TestWhateverComes:
     ) -> None:
         turned = msgspec.json.decode(msgspec.json.encode(held), type=PartitionState)
         assert elect(held, brokers) == elect(turned, dict(reversed(brokers.items())))
+
+
+class TestRebalance:
+    def moved(self, leaders: list[int | None], brokers: Mapping[int, BrokerState], **fields: Any) -> list[int | None]:
+        """Who leads each partition after one pass."""
+        of = topic(partitions=len(leaders))
+        held = {
+            (of.topic_id, number): Versioned(partition(leader, **fields), number)
+            for number, leader in enumerate(leaders)
+        }
+        after = dict(enumerate(leaders))
+        for change in rebalance(View({of.name: of}, held, brokers)):
+            assert change.state.leader_epoch == 6
+            assert change.state.leader in change.state.isr
+            assert change.version == change.number
+            after[change.number] = change.state.leader
+        return list(after.values())
+
+    def test_a_broker_that_is_back_leads_its_share_again(self) -> None:
+        after = self.moved([2, 2, 2, 3, 3, 3], live(1, 2, 3))
+        assert Counter(after) == {1: 2, 2: 2, 3: 2}
+
+    def test_what_is_even_stays(self) -> None:
+        assert self.moved([1, 2, 3, 1], live(1, 2, 3)) == [1, 2, 3, 1]
+
+    def test_nobody_leads_who_is_not_in_sync_drains_or_is_not_there(self) -> None:
+        assert self.moved([2, 2, 2, 2], live(1, 2, 3), isr=(2,)) == [2, 2, 2, 2]
+        assert set(self.moved([2, 2, 2, 2], live(2, 3, b1=broker(1, draining=True)))) == {2, 3}
+        assert set(self.moved([2, 2, 2, 2], live(2, 3))) == {2, 3}
+
+    def test_one_that_needs_an_election_is_left_to_it(self) -> None:
+        assert self.moved([None, 1, 1], live(2, 3)) == [None, 1, 1]
+
+    @given(st.lists(st.sampled_from([1, 2, 3]), max_size=12))
+    def test_it_ends_even_and_a_second_pass_moves_nothing(self, leaders: list[int]) -> None:
+        after = self.moved(list(leaders), live(1, 2, 3))
+        count = Counter(after)
+        assert max((count[number] for number in (1, 2, 3)), default=0) - min(count[number] for number in (1, 2, 3)) <= 1
+        assert self.moved(after, live(1, 2, 3)) == after
