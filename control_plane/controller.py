@@ -94,11 +94,16 @@ def rebalance(view: View) -> list[PartitionChange]:
         before = len(moved)
         for key in [key for key in states if key not in moved]:
             state = states[key]
-            elected = elect(state, view.live, configured_min_insync=topics[key[0]].config.min_insync_replicas, led=led)
-            if led[state.leader] - led[elected.leader] >= 2:
+            # Whoever started anew has had the time to open its files: here it counts like the others.
+            known = state.incarnations
+            alike = {id: max(known.get(id, 0), view.live[id].incarnation) for id in state.isr if id in view.live}
+            elected = elect(msgspec.structs.replace(state, incarnations=alike), view.live, led=led)
+            leader = elected.leader
+            if leader is not None and led[state.leader] - led[leader] >= 2:
                 led[state.leader] -= 1
-                led[elected.leader] += 1
-                moved[key] = elected
+                led[leader] += 1
+                incarnations = {**known, leader: view.live[leader].incarnation}
+                moved[key] = msgspec.structs.replace(elected, isr=state.isr, incarnations=incarnations)
         if len(moved) == before:
             break
     return [PartitionChange(*key, state, view.partitions[key].version) for key, state in sorted(moved.items())]

@@ -364,6 +364,9 @@ class TestRebalance:
         after = self.moved([2, 2, 2, 3, 3, 3], live(1, 2, 3))
         assert Counter(after) == {1: 2, 2: 2, 3: 2}
 
+    def test_one_that_started_anew_and_is_in_sync_takes_its_share(self) -> None:
+        assert set(self.moved([2, 2, 2], live(2, 3, b1=broker(1, incarnation=2)))) == {1, 2, 3}
+
     def test_what_is_even_stays(self) -> None:
         assert self.moved([1, 2, 3, 1], live(1, 2, 3)) == [1, 2, 3, 1]
 
