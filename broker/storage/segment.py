@@ -24,6 +24,7 @@ from portalmq.broker.storage.lanes import LANES_DDL, lanes_of
 from portalmq.broker.storage.rows import ContentTypes, insert_batches, insert_messages, preset_content_types
 from portalmq.broker.storage.schema import PAGE_BYTES, SCHEMA_VERSION, SEGMENT_DDL, LogIdentity
 from portalmq.broker.storage.segment_reading import ReadableSegment
+from portalmq.broker.storage.wal import BUSY_TIMEOUT_MS, make_durable
 
 SEGMENT_NAME = re.compile(r"\d{20}\.sqlite\Z")
 CREATING = ".creating"
@@ -33,9 +34,6 @@ KEYS_NAME = "keys.compacting"
 # A segment's file, and what SQLite may have put beside it.
 SUFFIXES = ("", "-wal", "-shm", "-journal")
 
-# Another process that reads can hold up a write for a moment; inside the process nothing does.
-BUSY_TIMEOUT_MS = 5_000
-FOREIGN_READER_WAIT_MS = 200
 CACHE_KIB = 4_096
 
 
@@ -130,11 +128,7 @@ class Segment(ReadableSegment):
         return segment
 
     def open_live(self) -> None:
-        """Opens the file for writing and makes everything in it durable before anything of it is claimed.
-
-        Frames that SQLite recovers from the WAL after a kill are readable, but the kill may have come before their
-        fsync: only the checkpoint (or, with a foreign reader in its way, a commit) puts them on disk.
-        """
+        """Opens the file for writing and makes everything in it durable before anything of it is claimed (wal.py)."""
         os.chmod(self.path, 0o640)  # the kill may have come while it was being settled
         writer = apsw.Connection(str(self.path), flags=apsw.SQLITE_OPEN_READWRITE)
         try:
@@ -158,21 +152,11 @@ class Segment(ReadableSegment):
             if (mode, writer.execute("PRAGMA synchronous").get) != ("wal", 2):
                 raise StorageFault(f"{self.path}: SQLite refused WAL with synchronous=FULL (a network file system?)")
             self._read_meta(writer)
-            self._make_durable(writer)
+            make_durable(writer)
             writer.execute(LANES_DDL)  # an earlier release wrote files without
             self._read_end(writer)
             writer.set_wal_hook(self._committed)
             self._content_types = ContentTypes(writer)
-
-    def _make_durable(self, writer: apsw.Connection) -> None:
-        try:
-            writer.set_busy_timeout(FOREIGN_READER_WAIT_MS)
-            writer.wal_checkpoint("main", apsw.SQLITE_CHECKPOINT_TRUNCATE)
-        except apsw.BusyError:
-            # Any commit will do, as long as it changes a byte: SQLite does not write a page that stays the same.
-            writer.execute(f"PRAGMA user_version = {writer.execute('PRAGMA user_version').get + 1}")
-        finally:
-            writer.set_busy_timeout(BUSY_TIMEOUT_MS)
 
     def _committed(self, _connection: apsw.Connection, _database: str, pages: int) -> int:
         self.wal_pages = pages

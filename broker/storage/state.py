@@ -2,8 +2,9 @@
 
 It is a cache with one exception: lost or damaged, it is rebuilt from the newest STATE record and the log behind it, and
 so an ordinary save does not wait for the disk. The exception is the highest leader epoch that this replica has seen,
-which must never be forgotten: it is fsynced. (And the save before a reset of the log is: until the first STATE record
-behind it is replicated, it alone knows the leader epochs that were begun below.)
+which must never be forgotten: it is fsynced, and a damaged file is replaced by one that has it still. (And the save
+before a reset of the log is: until the first STATE record behind it is replicated, it alone knows the leader epochs
+that were begun below.)
 
     meta                        identity, schema_version, applied, log_start_offset, compacted, high_watermark,
                                 high_watermark_messages_before, highest_leader_epoch, digest
@@ -40,14 +41,17 @@ from typing import Any
 import apsw
 
 from portalmq.broker.core.fold import PartitionFold, encode_fold
-from portalmq.broker.storage.errors import faults_of
-from portalmq.broker.storage.files import make_directory
+from portalmq.broker.storage.errors import faults_of, opening
+from portalmq.broker.storage.files import make_directory, sync_directory
 from portalmq.broker.storage.fold_tables import STATE_DDL, FoldTables, hash_of_bytes, read_fold
 from portalmq.broker.storage.schema import LogIdentity
 from portalmq.broker.storage.turn import Turn
+from portalmq.broker.storage.wal import BUSY_TIMEOUT_MS, make_durable
 
 STATE_NAME = "state.sqlite"
 STATE_SCHEMA_VERSION = 4
+# What SQLite may have put beside the file.
+BESIDE = ("-wal", "-shm", "-journal")
 
 
 class _Damaged(Exception):
@@ -64,6 +68,9 @@ class StateFile:
         self._turn = Turn()
         self._closed = False
         self._tables = FoldTables()
+        # What this process has read of the epoch, or saved, whatever becomes of the file.
+        self._highest_epoch = -1
+        self._is_durable = False
 
     # --- the two uses -------------------------------------------------------------------------------------------
 
@@ -132,21 +139,22 @@ class StateFile:
         """Remembers that `leader_epoch` was seen; durable on return. It never falls."""
 
         def write(connection: apsw.Connection) -> None:
-            self._put_meta(connection, highest_leader_epoch=max(leader_epoch, _highest_epoch(connection)))
+            highest = max(leader_epoch, _highest_epoch(connection), self._highest_epoch)
+            self._put_meta(connection, highest_leader_epoch=highest)
 
         with self._turn:
             self._transaction(write, durable=True)
+            self._highest_epoch = max(leader_epoch, self._highest_epoch)
 
     def highest_epoch(self) -> int:
         """The highest leader epoch that was saved, -1 when there is none."""
         with self._turn, faults_of(self.path):
-            if not self.path.exists():
-                return -1
-            try:
-                return _highest_epoch(self._open())
-            except (_Damaged, apsw.CorruptError, apsw.NotADBError, apsw.SQLError):
-                self._close()
-                return -1
+            if self.path.exists():
+                try:
+                    self._highest_epoch = max(self._highest_epoch, _highest_epoch(self._open()))
+                except (_Damaged, apsw.CorruptError, apsw.NotADBError, apsw.SQLError):
+                    self._close()
+            return self._highest_epoch
 
     def park(self) -> None:
         """Closes the file until it is used again."""
@@ -194,8 +202,9 @@ class StateFile:
         make_directory(self.path.parent)
         connection = apsw.Connection(str(self.path))
         try:
-            connection.set_busy_timeout(5_000)
-            connection.execute("PRAGMA journal_mode = WAL")
+            connection.set_busy_timeout(BUSY_TIMEOUT_MS)
+            with opening():
+                connection.execute("PRAGMA journal_mode = WAL")
             connection.execute("PRAGMA trusted_schema = OFF")
             if connection.execute("SELECT count(*) FROM sqlite_schema").get == 0:
                 self._create_tables(connection)
@@ -204,6 +213,10 @@ class StateFile:
             expected = self.identity.as_meta()
             if {key: meta.get(key) for key in expected} != expected or not isinstance(version, int):
                 raise _Damaged
+            if not self._is_durable:  # an epoch that is acted on may not be lost
+                connection.execute("PRAGMA synchronous = FULL")
+                make_durable(connection)
+                self._is_durable = True
             if version != STATE_SCHEMA_VERSION:
                 self._renew_tables(connection)
         except BaseException:
@@ -214,10 +227,16 @@ class StateFile:
         return connection
 
     def _create_tables(self, connection: apsw.Connection) -> None:
+        """In a file that is new, or was emptied behind our back."""
+        connection.execute("PRAGMA synchronous = FULL")
         connection.execute("BEGIN IMMEDIATE")
         connection.execute(STATE_DDL)
-        self._put_meta(connection, **self.identity.as_meta(), schema_version=STATE_SCHEMA_VERSION)
+        self._put_meta(connection, **self._meta_with(self._highest_epoch))
         connection.execute("COMMIT")
+
+    def _meta_with(self, highest_epoch: int) -> dict[str, Any]:
+        meta = {**self.identity.as_meta(), "schema_version": STATE_SCHEMA_VERSION}
+        return {**meta, "highest_leader_epoch": highest_epoch} if highest_epoch >= 0 else meta
 
     def _renew_tables(self, connection: apsw.Connection) -> None:
         """The file is of another version: the fold is found again in the log, the highest epoch nowhere else."""
@@ -228,19 +247,44 @@ class StateFile:
         for kind, name in connection.execute(f"{schema} ORDER BY type DESC").fetchall():  # views before tables
             connection.execute(f'DROP {kind} "{name}"')
         connection.execute(STATE_DDL)
-        meta = {**self.identity.as_meta(), "schema_version": STATE_SCHEMA_VERSION}
-        self._put_meta(connection, **meta, **({"highest_leader_epoch": highest} if highest >= 0 else {}))
+        self._put_meta(connection, **self._meta_with(highest))
         connection.execute("COMMIT")
 
     def _start_over(self) -> None:
+        """Replace the file by one that holds the highest epoch alone, durably."""
+        self._highest_epoch = max(self._highest_epoch, self._readable_epoch())
         self._close()
-        for suffix in ("", "-wal", "-shm", "-journal"):
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(f"{self.path}{suffix}")
+        fresh = f"{self.path}.new"
+        _unlink(fresh, *(f"{fresh}{suffix}" for suffix in BESIDE))
+        if self._highest_epoch >= 0:
+            with contextlib.closing(apsw.Connection(fresh)) as connection:
+                self._create_tables(connection)
+        _unlink(*(f"{self.path}{suffix}" for suffix in BESIDE))  # a log must not meet another file
+        if self._highest_epoch >= 0:
+            os.replace(fresh, self.path)
+        else:
+            _unlink(self.path)
+        sync_directory(self.path.parent)
+
+    def _readable_epoch(self) -> int:
+        """The highest epoch in a file that is damaged elsewhere; -1 when it cannot be read, or is another log's."""
+        try:
+            with contextlib.closing(apsw.Connection(str(self.path), flags=apsw.SQLITE_OPEN_READWRITE)) as connection:
+                meta = dict(connection.execute("SELECT key, value FROM meta"))
+                is_ours = self.identity.as_meta().items() <= meta.items()
+                return _highest_epoch(connection) if is_ours else -1
+        except (apsw.Error, TypeError, ValueError):
+            return -1
 
     @staticmethod
     def _put_meta(connection: apsw.Connection, **values: Any) -> None:
         connection.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", values.items())
+
+
+def _unlink(*paths: str | Path) -> None:
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
 
 
 def _highest_epoch(connection: apsw.Connection) -> int:

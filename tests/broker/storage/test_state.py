@@ -2,13 +2,14 @@
 
 import os
 import time
+from contextlib import closing
 
 import apsw
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.log_files import IDENTITY, Writer, numbered, open_log
+from support.log_files import IDENTITY, Writer, crash_image, numbered, open_log
 
 from portalmq.broker.core.delivery import HELD_MS
 from portalmq.broker.core.fold import (
@@ -249,6 +250,52 @@ def test_the_highest_epoch_never_falls_and_outlives_a_save(tmp_path):
     state.save(fold_of_two_groups(), 95)
     state.close()
     assert StateFile(tmp_path, identity=IDENTITY).highest_epoch() == 7
+
+
+@pytest.mark.parametrize("damage", [b"", b"rubbish" * 1_000])
+def test_the_highest_epoch_outlives_a_file_that_is_damaged_while_it_is_used(tmp_path, damage):
+    state = StateFile(tmp_path, identity=IDENTITY)
+    state.save_highest_epoch(7)
+    state.park()
+    (tmp_path / "state.sqlite").write_bytes(damage)
+    assert state.highest_epoch() == 7
+    state.save(fold_of_two_groups(), 95)
+    state.close()
+    again = StateFile(tmp_path, identity=IDENTITY)
+    assert again.highest_epoch() == 7
+    assert again.load() == (fold_of_two_groups(), 95)
+
+
+def test_the_highest_epoch_outlives_a_file_whose_fold_is_damaged(tmp_path):
+    state = StateFile(tmp_path, identity=IDENTITY)
+    state.save_highest_epoch(7)
+    state.save(fold_of_two_groups(), 95)
+    state.close()
+    with closing(apsw.Connection(str(tmp_path / "state.sqlite"))) as connection:
+        connection.execute("DROP VIEW ready; DROP TABLE spans")
+    state = StateFile(tmp_path, identity=IDENTITY)
+    state.save(fold_of_two_groups(), 96)
+    state.close()
+    again = StateFile(tmp_path, identity=IDENTITY)
+    assert again.highest_epoch() == 7
+    assert again.load() == (fold_of_two_groups(), 96)
+
+
+def test_the_state_of_another_log_leaves_no_epoch_behind(tmp_path):
+    StateFile(tmp_path, identity=IDENTITY).save_highest_epoch(7)
+    other = StateFile(tmp_path, identity=LogIdentity("cluster-1", "orders", "topic-id-2", 0))
+    other.save(PartitionFold(applied=1), 1)
+    assert other.highest_epoch() == -1
+
+
+def test_an_epoch_that_a_kill_left_in_the_wal_is_on_disk_before_it_is_known(tmp_path):
+    state = StateFile(tmp_path / "state", identity=IDENTITY)
+    state.save_highest_epoch(7)
+    image = crash_image(tmp_path / "state", tmp_path / "image")
+    assert (image / "state.sqlite-wal").stat().st_size > 0
+    state = StateFile(image, identity=IDENTITY)
+    assert state.highest_epoch() == 7
+    assert (image / "state.sqlite-wal").stat().st_size == 0
 
 
 def test_a_file_of_an_older_version_gives_up_its_fold_and_keeps_the_highest_epoch(tmp_path):
