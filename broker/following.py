@@ -173,8 +173,7 @@ class Following:
             self._partition.tell(Truncated(self._partition.log.end_offset, found.producers))
 
         log.warning("%s: its log is cut back to %d: there the leader's goes on", self._partition, action.to_offset)
-        known = min(action.to_offset, self._partition.high_watermark)
-        gevent.spawn(self._reshape, _truncated, (action.to_offset, known), done)
+        gevent.spawn(self._reshape, _truncated, (action.to_offset, self._partition.high_watermark), done)
 
     def reset(self, action: ResetLog) -> None:
         def done(found: Recovered) -> None:
@@ -207,9 +206,14 @@ class Following:
             done(found)
 
 
-def _truncated(files: Log, state_file: StateFile, to_offset: int, known_high_watermark: int) -> Recovered | Exception:
-    """On a native thread: the log without what stands at `to_offset` and above, and its fold."""
+def _truncated(files: Log, state_file: StateFile, to_offset: int, high_watermark: int) -> Recovered | Exception:
+    """On a native thread: the log without what stands at `to_offset` and above, and its fold. A batch that holds
+    `to_offset` goes as a whole: had the leader any of it, it would have all."""
     try:
+        border = files.border_at(to_offset)
+        if border < high_watermark <= to_offset:
+            raise ValueError(f"the batch at offset {border} cannot be committed up to {high_watermark} alone")
+        to_offset = border
         saved = state_file.load()
         if saved is not None and saved[1] > to_offset:  # an unclean election: what was committed is so no longer
             state_file.forget()
@@ -217,7 +221,7 @@ def _truncated(files: Log, state_file: StateFile, to_offset: int, known_high_wat
             files.reset(0, 0, 0)
         else:
             files.truncate(to_offset)
-        return recover(files, state_file, known_high_watermark)
+        return recover(files, state_file, min(to_offset, high_watermark))
     except Exception as error:  # noqa: BLE001 - told to the greenlet that waits, as gevent would print it
         return error
 

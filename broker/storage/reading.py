@@ -198,6 +198,11 @@ class ReadableLog(ABC):
             segment = self._segments[self._position(offset)]
             return ReplicaStart(*self._used(segment).batch_start(offset))
 
+    def border_at(self, offset: int) -> int:
+        """The base offset of the batch that holds `offset`; `offset` itself where none does."""
+        with self._read():
+            return self._used(self._segments[self._position(offset)]).batch_start(offset)[0]
+
     def time_before(self, offset: int) -> int:
         """When the last batch below the one at `offset` was appended."""
         with self._read():

@@ -117,9 +117,40 @@ def test_what_only_the_old_leader_had_is_cut_back(tmp_path):
         assert values(group.partition(1)) == ["kept", "instead", "on"]
 
 
-def _attempt(partition, text):
+def test_a_batch_within_which_the_logs_part_is_cut_back_as_a_whole(tmp_path):
+    with replicas(tmp_path, 3, lag_ms=1_000_000) as group:
+        settle(group)
+        send(group.leader, "kept")
+        settle(group)
+        group.cut(2)
+        gevent.spawn(_attempt, group.partition(1), *"a batch of nine")
+        eventually(lambda: group.partition(3).log.end_offset == group.partition(1).log.end_offset)
+        eventually(lambda: len(values(group.partition(3))) > 1)
+        stores = dict(group.state.store_uuids)
+        for broker_id in (2, 3, 2, 3, 2):
+            begins_an_epoch_alone(group, broker_id)
+        assert group.partition(2).log.end_offset < group.partition(3).log.border_at(
+            group.partition(3).log.end_offset - 2
+        )
+        group.severed = set()
+        group.announce()
+        settle(group)
+        assert all(values(partition) == ["kept"] for partition in group.partitions())
+        assert group.state.store_uuids == stores
+
+
+def begins_an_epoch_alone(group, broker_id):
+    """Nothing is committed in it."""
+    log = group.partition(broker_id).log
+    end = log.end_offset
+    group.severed = {1, 2, 3} - {broker_id}
+    group.elect(broker_id)
+    eventually(lambda: log.end_offset == end + 1)
+
+
+def _attempt(partition, *texts):
     with contextlib.suppress(PortalMQError):
-        send(partition, text)
+        send(partition, *texts)
 
 
 def test_a_follower_that_is_silent_leaves_the_isr_and_comes_back(tmp_path):

@@ -94,8 +94,11 @@ class Disk:
         if to_offset < self.start:
             self.reset(to_offset, [entry for entry in self.base_epochs if entry[1] < to_offset])
             return
-        del self.batches[self.index_from(to_offset) :]
-        self.saved_high_watermark = min(self.saved_high_watermark, to_offset)
+        index = self.index_from(to_offset)
+        if index and self.batches[index - 1].end > to_offset:  # a batch is whole or not at all
+            index -= 1
+        del self.batches[index:]
+        self.saved_high_watermark = min(self.saved_high_watermark, self.end)
 
     def reset(self, offset: int, epochs: list[tuple[int, int]]) -> None:
         self.batches.clear()
