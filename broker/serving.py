@@ -130,9 +130,12 @@ class Serving:
 
     def _read(self, offset: int, end: int, bytes_max: int) -> list[Frame] | None:
         partition = self._partition
+        epoch = partition.replica.highest_epoch
         read = partition.host.pool.apply(_read_frames, (partition.log, offset, end, bytes_max))
         if isinstance(read, OffsetPurged | Shortage | Unavailable):
             return None
+        if partition.replica.highest_epoch != epoch:
+            return None  # the log may have been cut since: nothing of what was read may enter the cache
         if isinstance(read, CorruptBatch | DamagedFile):
             partition.damaged(str(read))
             return None

@@ -90,9 +90,11 @@ class Topic:
         """The replica here, which leads and knows all that is committed. Raises PartitionNotFound, NotLeader, and
         NotEnoughReplicas or Unavailable for what passes."""
         partition = self.local.get(number)
-        if partition is not None and partition.replica.leading:
-            self._check_serves(partition)
-            return partition
+        if partition is not None:
+            partition.note_pause(self._host.clock.now_ms())
+            if partition.replica.leading:
+                self._check_serves(partition)
+                return partition
         leader = self.leader_of(number)
         if leader is None:
             raise Unavailable(f"partition {number} of topic {self.name!r} has no leader just now", retry_after_s=0.1)
@@ -125,6 +127,9 @@ class Topic:
 
     def led(self) -> list[Partition]:
         """The partitions that this broker leads, and has begun to serve."""
+        now_ms = self._host.clock.now_ms()
+        for partition in tuple(self.local.values()):
+            partition.note_pause(now_ms)
         return [partition for _, partition in sorted(self.local.items()) if partition.serves]
 
 

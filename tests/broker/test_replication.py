@@ -10,6 +10,7 @@ import gevent
 import pytest
 from support.replicas import CLUSTER, TOPIC_ID, contents, eventually, replicas, send, values
 
+from portalmq.broker import serving
 from portalmq.broker.core.events import Stamp
 from portalmq.broker.core.records import Ack, Grant, GroupStart
 from portalmq.broker.fetch_protocol import (
@@ -20,7 +21,10 @@ from portalmq.broker.fetch_protocol import (
     decode_answer,
     encode,
 )
+from portalmq.broker.topics import Topic
+from portalmq.control_plane.state import TopicState
 from portalmq.errors import NotEnoughReplicas, NotLeader, PortalMQError, Unavailable
+from portalmq.wire import TopicConfig
 
 HOUR_MS = 3_600_000
 
@@ -411,6 +415,53 @@ def test_a_leader_that_stood_still_asks_whether_it_leads_before_it_answers(tmp_p
         send(leader, "m")
         settle(group)
         assert len(leader.replica.epochs) == 1, "nobody else was elected: it goes on in its epoch"
+
+
+@pytest.mark.parametrize("reads", [lambda topic: topic.partition(0), lambda topic: topic.led()[0]])
+def test_a_leader_that_stood_still_asks_whether_it_leads_before_anything_is_read_from_it(tmp_path, reads):
+    """Browsing, stream fetches, offsets and counts look a partition up, and read it without another question."""
+    with replicas(tmp_path, 3) as group:
+        settle(group)
+        leader, host = group.leader, group.hosts[1]
+        host.membership.mirror.partitions = {}
+        topic = Topic(TopicState("t", TOPIC_ID, 1, 1, 3, TopicConfig()), host)
+        topic.local[0] = leader
+        assert reads(topic) is leader
+        leader._told_ms -= 5_000  # nothing was heard, as the process did not run
+        with pytest.raises((Unavailable, IndexError)):
+            reads(topic)
+        assert not leader.replica.leading
+        eventually(lambda: leader.serves)
+        assert group.stepped_down == [1]
+        assert reads(topic) is leader, "nobody else was elected"
+
+
+def test_what_was_read_before_another_epoch_does_not_enter_the_cache(tmp_path, monkeypatch):
+    """The log may be cut, and written anew, while a native thread reads from it."""
+    read_frames = serving._read_frames
+    with replicas(tmp_path, 3) as group:
+        settle(group)
+        send(group.leader, "a")
+        settle(group)
+        leader = group.leader
+        offset = leader.readable_end - 1
+
+        def read(epoch):
+            leader.host.cache.drop(leader._cache_key)
+
+            def meanwhile(*arguments):
+                leader.replica.highest_epoch += epoch
+                return read_frames(*arguments)
+
+            with monkeypatch.context() as patched:
+                patched.setattr(serving, "_read_frames", meanwhile)
+                return leader.serving.frames(offset, 1_000)
+
+        found = read(0)
+        assert found, "read from the file"
+        assert leader.serving.frames(offset, 1_000) == found, "and from memory, the second time"
+        assert read(1) is None
+        assert leader.host.cache.frames.find(leader._cache_key, offset) is None
 
 
 class Caller:
