@@ -401,7 +401,8 @@ class Coordinating:
             sought = self._sought(own.group, call.to, generation, places)
         finally:
             own.tell(core.SeekDone(topic))
-        return contract.SeekAnswer(topic, sought, dry_run=False, generation=generation)
+        # Its members go on in the generation after the seek's own.
+        return contract.SeekAnswer(topic, sought, dry_run=False, generation=generation + 1)
 
     def _sought(self, group: GroupState, to: Start, generation: int, places: Sequence[Place]) -> list[contract.Sought]:
         outcomes = self._partitions.seek(group, to, generation, places)

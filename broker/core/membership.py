@@ -275,7 +275,9 @@ class GroupMembership:
                     self._actions.append(Answer(intent.token, intent.member_id, membership.generation))
                 case SeekRequested():
                     self._seeking[intent.topic] = self._seeking.get(intent.topic, 0) + 1
-                    self._actions.append(Answer(intent.token, "", membership.generation))
+                    # The claims after it have a generation of their own: a copy of the seek that comes after them late
+                    # is refused.
+                    self._actions.append(Answer(intent.token, "", membership.generation - 1))
         for known in (self._deadlines, self._heard):
             for member_id in [member_id for member_id in known if member_id not in membership.members]:
                 del known[member_id]
@@ -427,7 +429,8 @@ class GroupMembership:
     def _wanted(self, now_ms: int) -> Membership | None:
         """The state as it should be, in the next generation; None when it is so."""
         known = self.known or Membership(0, (-1, -1))
-        draft = Draft(known, max(known.generation, *self._refused.values(), 0) + 1, self._topics or {})
+        steps = 2 if any(isinstance(intent, SeekRequested) for intent in self._intents) else 1
+        draft = Draft(known, max(known.generation, *self._refused.values(), 0) + steps, self._topics or {})
         if self.coordinates:
             draft.drop([member_id for member_id in known.members if self._deadlines[member_id] <= now_ms])
         for intent in self._intents:

@@ -12,6 +12,7 @@ from support.domain import Fixture, HandClock, records, running
 
 from portalmq import stream_wire as contract
 from portalmq import wire
+from portalmq.broker.calls import Place
 from portalmq.broker.storage.batch import Record, head_of
 from portalmq.errors import (
     Fenced,
@@ -167,6 +168,11 @@ def test_a_seek_moves_members_and_fences_what_is_under_way(fixture: Fixture) -> 
             again = fixture.broker.streams.heartbeat("g", "a", again.generation)
     assert [(each.offset, each.since) for each in again.assignment] == [(0, sought.generation)] * 2
     commit(fixture, again, 0, 2)
+    group = fixture.broker.groups.known("g")
+    place = Place("t", fixture.broker.topics.get("t").state.topic_id, 0)
+    late = fixture.broker.streams._partitions.seek(group, "earliest", sought.generation - 1, [place])
+    assert all(isinstance(refused, IllegalGeneration) for refused in late.values()), "a late copy of the seek"
+    assert standing(fixture).committed == 2
 
 
 def test_a_seek_to_nowhere_changes_nothing(fixture: Fixture) -> None:

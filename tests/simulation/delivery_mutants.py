@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 from simulation import queue_desk
+from simulation.coordinating import Coordinating
 from simulation.desk import Desk
 from simulation.mutants import mutant as any_mutant
 from simulation.outbox import Outbox
@@ -248,3 +249,8 @@ def _(original: Any, self: Any, record: Any, offset: int) -> None:
 @mutant("takes a commit from wherever it begins", 2359, (StreamOffsets, "check_begin"))
 def _(original: Any, self: Any, *more: Any) -> None:
     pass
+
+
+@mutant("seeks in the generation of the claims after it", 111, (Coordinating, "_seek"))
+def _(original: Any, self: Any, of: Any, seeking: Any, generation: int) -> None:
+    original(self, of, seeking, generation + 1)

@@ -284,8 +284,7 @@ class StreamModel:
                     self.fail("I11", "{}: sought in generation {} after {}", self.name, record.generation,
                               self.generation)  # fmt: skip
                 if record.generation in self.owners:
-                    # It came late, after the claim: whoever reads goes on where he is, and the seek is in vain.
-                    self.fetched.update(range(record.offset, self.committed))
+                    self.fail("I15", "{}: a seek of generation {} comes after its claim", self.name, record.generation)
                 self.generation, self.committed = record.generation, record.offset
                 self.transformed = {at: call for at, call in self.transformed.items() if at < record.offset}
 
