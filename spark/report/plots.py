@@ -25,6 +25,9 @@ from portalmq.spark.report.markup import Markup, element, join
 
 # Above so many columns there is no room for a gap between bars.
 BARS_MAX = 120
+# From so many columns on, one that is so many times higher than 95 percent of them is cut.
+COLUMNS_TO_CUT_MIN = 20
+TOWERING = 4
 HEAT_LEVELS = 8
 _COLUMNS_TO_FILL = 7
 PLAIN_HUE = 287.0
@@ -85,9 +88,13 @@ def stacked(
     marks: Sequence[Mark] = (),
     describe: str,
 ) -> Markup:
-    """Columns, one series upon the other."""
+    """Columns, one series upon the other. A burst that would flatten all the others is cut, and its height is told."""
     totals = [sum(one.values[column] or 0 for one in series) for column in range(times.columns)]
-    axis = Linear.up_to(max(totals, default=0), label)
+    most = max(totals, default=0.0)
+    axis = Linear.up_to(_usual_top(totals), label)
+    if most > axis.top:
+        middle = 100 * (totals.index(most) + 0.5) / times.columns
+        marks = [*marks, Mark(middle, f"cut here: {label(most)}/s")]
     width = 0.84 if times.columns <= BARS_MAX else 1.0
     below = [0.0] * times.columns
     shapes = []
@@ -104,6 +111,15 @@ def stacked(
     drawing = _svg(f"0 0 {times.columns} 100", *shapes)
     hover = _hover([times.label(column) for column in range(times.columns)], series, unit, total=len(series) > 1)
     return chart(drawing, axis.ticks, times.ticks, marks=marks, describe=describe, hover=hover)
+
+
+def _usual_top(totals: Sequence[float]) -> float:
+    """The greatest value, or a little more than 95 percent of them where the greatest towers above these."""
+    found = sorted(total for total in totals if total)
+    if len(found) < COLUMNS_TO_CUT_MIN:
+        return max(found, default=0.0)
+    usual = found[int(0.95 * (len(found) - 1))]
+    return 1.25 * usual if found[-1] > TOWERING * usual else found[-1]
 
 
 def lines(

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 from support import chromium, reports
 
-from portalmq.spark.report import page
+from portalmq.spark.report import page, plots, words
 from portalmq.spark.report.axes import Linear, Logarithmic, Times
 from portalmq.spark.report.markup import Markup, element
 from portalmq.spark.report.model import Deliveries, FailOver, LatencyBucket, Quantiles, Report, SizeBucket, TopicFigures
@@ -329,3 +329,19 @@ class TestWhatIsSeen:
         paper = browser.paper()
         assert paper.startswith(b"%PDF")
         assert 2 <= len(re.findall(rb"/Type\s*/Page\b(?!s)", paper)) <= 12
+
+
+class TestBursts:
+    def drawn(self, values: list[float | None]) -> str:
+        times = Times(0, 1_000, len(values))
+        series = [plots.Series("t", values)]
+        return str(plots.stacked(series, times, unit="/s", label=words.brief, describe="Columns"))
+
+    def test_one_burst_does_not_flatten_the_rest_and_its_height_is_told(self) -> None:
+        drawn = self.drawn([10.0] * 40 + [5_000.0])
+        assert "cut here: 5,000/s" in drawn
+        assert ">15<" in drawn, "the ordinate is made for the others"
+
+    def test_what_is_only_uneven_is_shown_whole(self) -> None:
+        assert "cut here" not in self.drawn([float(number) for number in range(40)])
+        assert "cut here" not in self.drawn([1.0, 2.0, 5_000.0]), "too few to call one of them a burst"
