@@ -43,13 +43,19 @@ class Session:
 
 
 def _reach(probe: Admin) -> None:
-    """One that is silent, as it is paused or just starting, uses up the time of a call: the others get theirs."""
+    """Raises Unavailable when no broker answers; one that is there and cannot serve says so itself.
+
+    One that is silent, as it is paused or just starting, uses up the time of a call: the others get theirs.
+    """
     for others in reversed(range(len(probe.urls))):
         try:
             probe.metadata([])
             return
         except Unavailable as error:
-            if not others or error.outcome != "unknown":
+            if error.outcome != "unknown":
+                raise
+            if not others:
+                error.extra.setdefault("looked_at", list(probe.urls))
                 raise
 
 

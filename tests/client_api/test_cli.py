@@ -6,8 +6,10 @@ import json
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -320,6 +322,26 @@ def test_peek_shows_messages_in_a_table_that_no_message_can_break(broker: Script
     assert row.endswith(r"\x1b[31mred\nline")
     shown = json.loads(run(broker, "peek", "t", "-o", "json").stdout)
     assert (shown[0]["id"], shown[0]["value"]) == ("0-0", "\x1b[31mred\nline")
+
+
+def test_a_host_that_resets_connections_is_a_broker_that_does_not_answer() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def reset() -> None:
+            while True:
+                try:
+                    connection, _ = server.accept()
+                except OSError:  # the test is over
+                    return
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                connection.close()
+
+        threading.Thread(target=reset, daemon=True).start()
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        result = CliRunner().invoke(main, ["topic", "list", "--server", url])
+        server.shutdown(socket.SHUT_RDWR)
+    assert result.exit_code == 69
+    assert f"no broker answers at {url}" in result.stderr
 
 
 def test_peek_shows_bytes_that_are_no_text_as_such(broker: ScriptedBroker) -> None:
