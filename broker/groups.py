@@ -115,7 +115,8 @@ class Groups:
         self._peers = peers
         self._clock = clock
         self._key = catalog.receipt_key()
-        self._own: dict[str, tuple[GroupState | None, float]] = {}
+        # What was written or asked for here, what the mirror showed then, and until when that may be late.
+        self._own: dict[str, tuple[GroupState | None, GroupState | None, float]] = {}
         # Groups that are deleted from here, and the ids of those that some broker is ending (until when).
         self._deleting: set[str] = set()
         self._ending: dict[str, float] = {}
@@ -140,13 +141,14 @@ class Groups:
         return created
 
     def find(self, name: str) -> GroupState | None:
-        """The group as this broker knows it: what it wrote itself, and else what the control plane held last."""
-        own = self._own.get(name)
+        """The group as this broker knows it: what it wrote itself, until the mirror shows something new."""
+        shown, own = self._mirror.groups.get(name), self._own.get(name)
         if own is not None:
-            if time.monotonic() < own[1] and self._mirror.groups.get(name) != own[0]:
-                return own[0]
+            group, shown_then, until = own
+            if time.monotonic() < until and shown == shown_then:
+                return group
             del self._own[name]
-        return self._mirror.groups.get(name)
+        return shown
 
     def find_of(self, name: str, mode: str) -> GroupState | None:
         """The same; one of another mode may be an earlier group of the name, so it is asked for."""
@@ -202,8 +204,8 @@ class Groups:
     def _remember(self, name: str, group: GroupState | None) -> None:
         now = time.monotonic()
         if len(self._own) >= REMEMBERED_MAX:
-            self._own = {known: own for known, own in self._own.items() if own[1] > now}
-        self._own[name] = (group, now + OWN_WORD_S)
+            self._own = {known: own for known, own in self._own.items() if own[2] > now}
+        self._own[name] = (group, self._mirror.groups.get(name), now + OWN_WORD_S)
 
     # --- the end of a group ------------------------------------------------------------------------------------------
 

@@ -167,6 +167,7 @@ class Topics:
         self._open_slots = BoundedSemaphore(OPENING_AT_A_TIME)
         self._turns: WeakValueDictionary[str, BoundedSemaphore] = WeakValueDictionary()
         self._tidying = BoundedSemaphore()
+        self._describing = BoundedSemaphore()
         self._moved = Event()
         self._closed = False
         self.pulse = Pulse(host, self.partitions)
@@ -244,9 +245,14 @@ class Topics:
             _configure(partition, state)
         for number in range(state.partitions):
             self._sync_partition(state.topic_id, number)
-        gevent.spawn(self._replicas.describe, state)
+        gevent.spawn(self._describe, topic)
         if state.partitions > before.partitions:
             self.on_grown(topic)
+
+    def _describe(self, topic: Topic) -> None:
+        """One at a time, so that what is written last is what is known last."""
+        with self._describing:
+            self._replicas.describe(topic.state)
 
     def _sync_partition(self, topic_id: str, number: int) -> None:
         topic = self._by_id.get(topic_id)

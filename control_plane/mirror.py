@@ -9,7 +9,9 @@ nodes in a handful of requests, of which only the changed ones are decoded.
 
 Invariants: `partitions` holds nodes of the topics in `topics` only, and the version of one never falls: when everything
 is read, which is after a sync, and one has fallen, or a topic has gone without a tombstone, the control plane was set
-back. What is read in one refresh need not be of one moment: who acts on it does so by compare-and-set.
+back. Nor does the version of a topic or a group (of one id), a broker's incarnation, or the controller's epoch: what is
+told late is passed over. What is read in one refresh need not be of one moment: who acts on it does so by
+compare-and-set.
 """
 
 from __future__ import annotations
@@ -92,6 +94,7 @@ class Mirror:
         self._set_back: SetBack | None = None
         # The bytes each named node had, so that one that did not change is not decoded again.
         self._bytes: dict[str, bytes] = {}
+        self._versions: dict[str, int] = {}
 
     def note(self, path: str | None) -> None:
         """The plane's bell: what to read again at the next refresh; None for everything."""
@@ -247,6 +250,8 @@ class Mirror:
         name = path.rpartition("/")[2]
         if path == state.CONTROLLER:
             held = self._decoded(path, node, ControllerState, self.controller.value if self.controller else None)
+            if held is not None and self.controller is not None and held is self.controller.value:
+                return
             controller = Versioned(held, node.version) if held is not None and node is not None else None
             changes.controller |= controller != self.controller
             self.controller = controller
@@ -306,13 +311,16 @@ class Mirror:
     def _decoded(self, path: str, node: Node | None, kind: type[StateT], before: StateT | None) -> StateT | None:
         if node is None:
             self._bytes.pop(path, None)
+            self._versions.pop(path, None)
             return None
         if before is not None and self._bytes.get(path) == node.data:
+            self._versions[path] = max(node.version, self._versions.get(path, 0))
             return before
         held = self._decode(path, node, kind)
-        if held is None:
+        if held is None or (before is not None and _is_older(held, node.version, before, self._versions.get(path, 0))):
             return before
         self._bytes[path] = node.data
+        self._versions[path] = node.version
         return held
 
     def _decode(self, path: str, node: Node, kind: type[StateT]) -> StateT | None:
@@ -322,3 +330,17 @@ class Mirror:
         except (msgspec.DecodeError, AssertionError, TypeError, KeyError) as fault:
             log.critical("%s in the control plane cannot be read, and is passed over: %s", path, fault)
             return None
+
+
+def _is_older(found: msgspec.Struct, version: int, known: msgspec.Struct, known_version: int) -> bool:
+    """Whether a node is told as it was before it became what is known. One that was made anew begins at 0 again."""
+    match found, known:
+        case BrokerState(), BrokerState():
+            return found.incarnation < known.incarnation
+        case ControllerState(), ControllerState():
+            return found.epoch < known.epoch
+        case TopicState(), TopicState():
+            return found.topic_id == known.topic_id and version < known_version
+        case GroupState(), GroupState():
+            return found.group_id == known.group_id and version < known_version
+    return False

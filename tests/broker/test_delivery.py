@@ -516,7 +516,7 @@ def test_groups_that_came_and_went_are_not_remembered_for_ever(fixture, monkeypa
         fixture.broker.put_group(f"g{number}", {"start": "latest"})
         fixture.broker.receive(f"g{number}", wire.ReceiveRequest(["t"]), None)
         fixture.broker.delete_group(f"g{number}")
-    newest_until = max(until for _, until in fixture.broker.groups._own.values())
+    newest_until = max(until for _, _, until in fixture.broker.groups._own.values())
     eventually(lambda: time.monotonic() > newest_until)
     fixture.broker.put_group("last", {})
     assert len(fixture.broker.groups._own) <= 5

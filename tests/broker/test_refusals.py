@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from support.domain import Fixture, records, running
+from support.replicas import eventually
 
 from portalmq import wire
 from portalmq.broker.calls import Place
@@ -133,3 +134,13 @@ def test_a_group_that_was_deleted_here_and_made_anew_elsewhere_is_there(fixture)
     made, _ = broker._catalog.put_group("g", {})
     broker.groups._remember("g", None)  # its own word is younger than what the mirror shows
     assert broker.groups.known("g") == made
+
+
+def test_what_the_mirror_shows_later_is_newer_than_what_this_broker_wrote(fixture):
+    """The group was made here, and then deleted and made anew elsewhere: by another id, and in another mode."""
+    broker = fixture.broker
+    broker.groups.ensure("g")
+    broker._catalog.delete_group("g")
+    made, _ = broker._catalog.put_group("g", {"mode": "stream"})
+    eventually(lambda: broker.mirror.groups.get("g") == made)
+    assert broker.groups.find("g") == made

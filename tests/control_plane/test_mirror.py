@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 from support.zookeeper import fresh_chroot
 
@@ -254,6 +255,60 @@ class TestReadingAgain:
 
     def test_a_partition_that_is_gone_is_none(self, catalog: Catalog, mirror: Mirror) -> None:
         assert mirror.reread("nothing", 0) is None
+
+
+class TestLateWords:
+    """An older state that is told after a newer one, as a late answer or a server that lags would."""
+
+    def test_they_change_nothing(self, plane: CountingPlane, catalog: Catalog, mirror: Mirror) -> None:
+        topic = create(catalog)
+        catalog.put_group("g", {})
+        catalog.register_broker(1, THREE[1])
+        assert catalog.elect_controller(1, 1) is not None
+        mirror.refresh()
+        paths = [
+            state.topic_path("t"),
+            state.group_path("g"),
+            state.partition_path(topic.topic_id, 0),
+            state.broker_path(1),
+            state.CONTROLLER,
+        ]
+        older = {path: plane.get(path) for path in paths}
+        catalog.alter_topic("t", wire.AlterTopic(config={"retention_ms": 3_600_000}), brokers=THREE)
+        catalog.put_group("g", {"max_deliveries": 3})
+        held = catalog.partition(topic.topic_id, 0)
+        controller = catalog.controller()
+        assert held is not None
+        assert controller is not None
+        raised = msgspec.structs.replace(held.value, leader_epoch=held.value.leader_epoch + 1)
+        catalog.set_partition(topic.topic_id, 0, raised, held.version)
+        catalog.register_broker(1, msgspec.structs.replace(THREE[1], incarnation=7))
+        assert catalog.depose(controller)
+        assert catalog.elect_controller(1, 7) is not None
+        mirror.refresh()
+        known = dict(mirror.topics), dict(mirror.groups), dict(mirror.partitions), dict(mirror.brokers)
+        newest = mirror.controller
+        assert newest is not None
+        assert newest.value.epoch == controller.value.epoch + 1
+        plane.get_many = lambda paths: [older[path] for path in paths]  # type: ignore[method-assign]
+        for path in paths:
+            mirror.note(path)
+        assert not mirror.refresh()
+        assert (mirror.topics, mirror.groups, mirror.partitions, mirror.brokers) == known
+        assert mirror.controller == newest
+
+    def test_what_was_made_anew_is_newer_though_its_version_is_not(self, catalog: Catalog, mirror: Mirror) -> None:
+        create(catalog)
+        catalog.put_group("g", {})
+        catalog.put_group("g", {"max_deliveries": 3})
+        catalog.alter_topic("t", wire.AlterTopic(config={"retention_ms": 3_600_000}), brokers=THREE)
+        mirror.refresh()
+        catalog.delete_group("g")
+        catalog.delete_topic("t", now_ms=0)
+        group, _ = catalog.put_group("g", {})
+        topic = create(catalog)
+        mirror.refresh()
+        assert (mirror.groups, mirror.topics) == ({"g": group}, {"t": topic})
 
 
 @pytest.mark.cluster
