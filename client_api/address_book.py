@@ -21,6 +21,8 @@ SHUN_S = 1.0
 SHUN_S_MAX = 30.0
 # How long one that said it cannot answer now is left out, at most.
 REST_S_MAX = 1.0
+# While another one says that it cannot answer now, nobody is left out for longer: it may be back.
+SHUN_RESTING_S = 2.0
 RESOLVE_EVERY_S = 5.0
 
 Bootstrap = str | Iterable[str] | None
@@ -63,6 +65,7 @@ class AddressBook:
         self.bootstrap = [] if self._zookeeper else bootstrap_addresses(bootstrap)
         self._known = list(self.bootstrap)
         self._leaders: dict[TopicPartition, Address] = {}
+        self._epochs: dict[TopicPartition, int] = {}
         self._left_out: dict[Address, float] = {}
         self._failures: dict[Address, int] = {}
         self._resolving = threading.Lock()
@@ -97,9 +100,9 @@ class AddressBook:
             self._resolve(self._zookeeper)
         return min(self._known, key=lambda address: self._left_out.get(address, 0.0))
 
-    def another_than(self, address: Address) -> bool:
-        """Whether some other broker can be asked now."""
-        return any(other != address and not self._is_out(other) for other in self._known)
+    def another_than(self, address: Address) -> Address | None:
+        """Some other broker that can be asked now."""
+        return next((other for other in self._known if other != address and not self._is_out(other)), None)
 
     def _is_out(self, address: Address) -> bool:
         return self._left_out.get(address, 0.0) > self._clock()
@@ -126,6 +129,18 @@ class AddressBook:
                     self._leaders.pop((topic.name, partition.partition), None)
                 else:
                     self._leaders[topic.name, partition.partition] = leader
+                    self._epochs[topic.name, partition.partition] = partition.leader_epoch
+
+    def has_moved(self, partition: TopicPartition, metadata: wire.Metadata) -> bool:
+        """Whether a broker knows of a later leader than this client does."""
+        return any(
+            topic.name == partition[0]
+            and each.partition == partition[1]
+            and each.leader_url is not None
+            and each.leader_epoch > self._epochs.get(partition, -1)
+            for topic in metadata.topics
+            for each in topic.partitions
+        )
 
     def leads(self, partition: TopicPartition, url: object) -> bool:
         """A broker says who leads. False when that is nobody, or nobody to go to."""
@@ -154,4 +169,7 @@ class AddressBook:
 
     def rests(self, address: Address, seconds: float | None) -> None:
         """It said that it cannot answer now."""
-        self._left_out[address] = self._clock() + min(seconds or REST_S_MAX, REST_S_MAX)
+        now = self._clock()
+        for other, until in list(self._left_out.items()):
+            self._left_out[other] = min(until, now + SHUN_RESTING_S)
+        self._left_out[address] = now + min(seconds or REST_S_MAX, REST_S_MAX)

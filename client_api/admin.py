@@ -77,6 +77,9 @@ class Admin(Closing):
         """`timeout_s` bounds each call, its retries included."""
         self._transport = Transport(bootstrap, token=token, timeout_s=timeout_s)
 
+    def __repr__(self) -> str:
+        return f"<Admin at {', '.join(self.urls)}>"
+
     @property
     def urls(self) -> list[str]:
         """Where this client looks for a broker."""

@@ -183,6 +183,9 @@ class AsyncProducer:
         if self._closing is not None and not self._closing.done():
             self._closing = None
 
+    def __repr__(self) -> str:
+        return f"<Async{repr(self._producer)[1:]}"
+
     async def send(
         self,
         topic: str,
@@ -343,6 +346,9 @@ class AsyncConsumer:
         self._turn = asyncio.Lock()
         # What the user has in hand: all since the latest receive, of a stream the last one of each partition.
         self._given: dict[tuple[str, int, int], Message] = {}
+
+    def __repr__(self) -> str:
+        return f"<Async{repr(self._consumer)[1:]}"
 
     # --- receiving ---------------------------------------------------------------------------------------------------
 

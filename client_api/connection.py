@@ -88,6 +88,14 @@ def parse_address(url: str) -> Address:
 
 
 @dataclass(frozen=True, slots=True)
+class Watch:
+    """Looks elsewhere while an answer does not come: `gives_up()`, each `every_s`, says whether to wait no longer."""
+
+    every_s: float
+    gives_up: Callable[[], bool]
+
+
+@dataclass(frozen=True, slots=True)
 class Answer:
     """A whole HTTP answer: its body is read, its connection is free again."""
 
@@ -117,7 +125,7 @@ class Connection:
         """False when the broker has closed it (an idle connection has nothing to read), or it is idle for long."""
         return now - self.idle_since < IDLE_S_MAX and not self._poll.poll(0)
 
-    def exchange(self, method: str, head: bytes, body: bytes, timeout_s: float) -> Answer:
+    def exchange(self, method: str, head: bytes, body: bytes, timeout_s: float, watch: Watch | None = None) -> Answer:
         """Send one request, read its answer. Each wait for the network ends after `timeout_s`."""
         was_used, self.used, self.reusable = self.used, True, False
         cut_off = None
@@ -129,6 +137,8 @@ class Connection:
             cut_off = fault
         except OSError as fault:
             raise NotSent(str(fault)) from fault
+        if watch is not None and cut_off is None:
+            self._wait_for_answer(timeout_s, watch)
         response = HTTPResponse(self._socket, method=method)
         try:
             response.begin()
@@ -142,6 +152,16 @@ class Connection:
             response.close()
         self.reusable = cut_off is None and not response.will_close
         return answer
+
+    def _wait_for_answer(self, timeout_s: float, watch: Watch) -> None:
+        """Until something comes, or the time is over. Raises NoAnswer when there is nothing to wait for any more."""
+        deadline = time.monotonic() + timeout_s
+        left_s = timeout_s
+        while left_s > 0 and not self._poll.poll(1000 * min(left_s, watch.every_s)):
+            left_s = deadline - time.monotonic()
+            if left_s > 0 and watch.gives_up():
+                raise NoAnswer("it is silent, and another broker leads by now")
+        self._socket.settimeout(max(0.01, deadline - time.monotonic()))
 
     def _send(self, head: bytes, body: bytes) -> None:
         if len(body) <= JOIN_BYTES_MAX:
@@ -216,7 +236,9 @@ class ConnectionPool:
         self._closed = False
         begin_anew_in_children(self)
 
-    def exchange(self, address: Address, method: str, head: bytes, body: bytes, timeout_s: float) -> Answer:
+    def exchange(
+        self, address: Address, method: str, head: bytes, body: bytes, timeout_s: float, watch: Watch | None = None
+    ) -> Answer:
         """One request over a kept or a new connection. Raises NotSent or NoAnswer."""
         host = self._host(address)
         if not host.places.acquire(timeout=timeout_s):
@@ -224,7 +246,7 @@ class ConnectionPool:
         try:
             connection = self._take_idle(host) or self._connect(address, host, timeout_s)
             try:
-                answer = connection.exchange(method, head, body, timeout_s)
+                answer = connection.exchange(method, head, body, timeout_s, watch)
             finally:
                 # An exchange that ended in any exception, KeyboardInterrupt included, leaves it not reusable.
                 self._give_back(host, connection)

@@ -119,6 +119,11 @@ class Consumer(Closing):
         self._begin()
         begin_anew_in_children(self)
 
+    def __repr__(self) -> str:
+        state = ": closed" if self._closed.is_set() else ""
+        topics, urls = ", ".join(self.topics), ", ".join(self._receiving.urls)
+        return f"<Consumer of {topics} in {self._mode} group {self.group!r} at {urls}{state}>"
+
     def _begin(self) -> None:
         """As one that has nothing in hand, under a name that nobody else has."""
         self._name = f"python-{uuid.uuid4().hex}"

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from portalmq.consumer import Consumer
 
 
+VALUE_BYTES_SHOWN = 40
+
+
 @dataclass(frozen=True, slots=True)
 class RecordMetadata:
     """Where a sent message stands: `offset` in `partition` of `topic`, appended at `timestamp_ms` (Unix, UTC).
@@ -66,8 +69,11 @@ class Message(msgspec.Struct, frozen=True, eq=False):
         return hash((self.topic, self.partition, self.offset))
 
     def __repr__(self) -> str:
-        shown = zip(self.__struct_fields__, self._shown(), strict=False)
-        return f"Message({', '.join(f'{name}={value!r}' for name, value in shown)})"
+        value = self.value[:VALUE_BYTES_SHOWN]
+        shown = repr(value) + (f"... {len(self.value)} bytes" if len(self.value) > len(value) else "")
+        key = "" if self.key is None else f" key={self.key[:VALUE_BYTES_SHOWN]!r}"
+        delivery = f" delivery={self.delivery_count}" if self.delivery_count > 1 else ""
+        return f"<Message {self.topic} {self.id}{key}{delivery} value={shown}>"
 
     def _shown(self) -> tuple[Any, ...]:
         """All fields but the consumer."""

@@ -104,6 +104,11 @@ class Producer(Closing):
         _close_at_exit(self)
         begin_anew_in_children(self)
 
+    def __repr__(self) -> str:
+        named = f" {self._producer_name!r}" if self._producer_name else ""
+        state = "closed" if self._closed else f"{self._buffered_messages} messages unsent"
+        return f"<Producer{named} at {', '.join(self._transport.urls)}: {state}>"
+
     def _begin(self) -> None:
         """As what nobody has sent with: no identity, no thread, nothing buffered."""
         acks = self._acks

@@ -23,7 +23,7 @@ import msgspec
 
 from portalmq import wire
 from portalmq.address_book import DEFAULT_URL, AddressBook, Bootstrap, bootstrap_addresses
-from portalmq.connection import Address, Answer, ConnectionPool, NoAnswer, NotSent
+from portalmq.connection import Address, Answer, ConnectionPool, NoAnswer, NotSent, Watch
 from portalmq.errors import (
     ERRORS_BY_CODE,
     NotLeader,
@@ -42,6 +42,9 @@ REQUEST_TIMEOUT_S = 15.0
 READ_TIMEOUT_S = 8.0
 TO_LEADER_TIMEOUT_S = 5.0
 METADATA_TIMEOUT_S = 2.0
+# A leader that has not answered for so long may stand still: another broker is asked who leads by now, again and again.
+ASK_OTHERS_AFTER_S = 0.5
+ASK_OTHERS_PARKED_S = 1.0
 LONG_POLL_GRACE_S = 5.0
 CALL_TIMEOUT_S = 120.0
 RETRY_AFTER_S_MAX = 30.0
@@ -86,7 +89,9 @@ class Request:
 class Exchanger(Protocol):
     """What a transport needs from a pool of connections."""
 
-    def exchange(self, address: Address, method: str, head: bytes, body: bytes, timeout_s: float) -> Answer: ...
+    def exchange(
+        self, address: Address, method: str, head: bytes, body: bytes, timeout_s: float, watch: Watch | None = None
+    ) -> Answer: ...
     def rest(self) -> None: ...
     def hang_up(self) -> None: ...
     def close(self, answers_within_s: float = 0.0) -> None: ...
@@ -282,7 +287,8 @@ class Transport:
             head = self._head(address, request, forward=forward, is_first=is_first and stale is None)
             timeout_s = min(request.try_timeout_s, max(deadline - self._clock(), TIMEOUT_S_MIN))
             try:
-                answer = self._pool.exchange(address, request.method, head, request.body, timeout_s)
+                watch = self._watch(address, request)
+                answer = self._pool.exchange(address, request.method, head, request.body, timeout_s, watch)
                 return answer, stale is not None
             except NoAnswer as fault:
                 if not fault.stale or stale is not None or not request.repeatable or self._closing.is_set():
@@ -292,6 +298,36 @@ class Transport:
                 if stale is not None and request.method != "GET":
                     raise stale from None
                 raise
+
+    def _watch(self, address: Address, request: Request) -> Watch | None:
+        """What looks elsewhere while a leader does not answer. Only a request that may be repeated is left for it."""
+        place = request.leader_of or request.near
+        if place is None or not request.repeatable or self._book.leader_of(place) != address:
+            return None
+        every_s = ASK_OTHERS_AFTER_S
+        if request.wait_s:  # a broker that waits is no silent one
+            every_s = ASK_OTHERS_PARKED_S if request.wait_s > ASK_OTHERS_PARKED_S else request.wait_s + every_s
+        return Watch(every_s, lambda: self._leads_elsewhere(place, address))
+
+    def _leads_elsewhere(self, place: tuple[str, int], address: Address) -> bool:
+        """Whether another broker knows of a later leader of `place` than `address`."""
+        other = None if self._closing.is_set() else self._book.another_than(address)
+        if other is None:
+            return False
+        request = Request("GET", with_query("/v1/metadata", {"topics": place[0]}), repeatable=True)
+        try:
+            deadline = self._clock() + METADATA_TIMEOUT_S
+            answer, _ = self._exchange(other, request, deadline, forward=True, is_first=False)
+            metadata = decode_answer(answer, wire.Metadata) if answer.status < 300 else None
+        except (NotSent, NoAnswer):
+            self._book.gave_no_answer(other)
+            return False
+        except PortalMQError:
+            return False
+        if metadata is None or not self._book.has_moved(place, metadata):
+            return False
+        self._book.learn(metadata)
+        return self._book.leader_of(place) != address
 
     def _head(self, address: Address, request: Request, *, forward: bool, is_first: bool) -> bytes:
         lines = [f"{request.method} {address.prefix}{request.path} HTTP/1.1\r\nHost: {address.netloc}\r\n"]

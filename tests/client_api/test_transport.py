@@ -5,14 +5,16 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from http.client import HTTPMessage
 
 import pytest
 from support.cluster import wait_until
 from support.scripted_broker import ScriptedBroker, hang_up, hold, lose_answer, refuse
 
-from portalmq import errors, wire
-from portalmq.connection import Address, Answer, Connection, ConnectionPool, NoAnswer, NotSent, parse_address
+from portalmq import Consumer, Producer, errors, wire
+from portalmq.address_book import AddressBook
+from portalmq.connection import Address, Answer, Connection, ConnectionPool, NoAnswer, NotSent, Watch, parse_address
 from portalmq.transport import Backoff, Request, Transport, bootstrap_addresses
 
 GET = Request("GET", "/v1/metadata", repeatable=True)
@@ -28,7 +30,9 @@ class Network:
         self.now = 0.0
         self.pauses: list[float] = []
 
-    def exchange(self, address: Address, method: str, head: bytes, body: bytes, timeout_s: float) -> Answer:
+    def exchange(
+        self, address: Address, method: str, head: bytes, body: bytes, timeout_s: float, watch: Watch | None = None
+    ) -> Answer:
         self.asked.append((address.url, head))
         outcome = self.outcomes.pop(0) if len(self.outcomes) > 1 else self.outcomes[0]
         if isinstance(outcome, Exception):
@@ -447,3 +451,74 @@ def test_every_public_name_is_there() -> None:
     assert portalmq.__version__
     with pytest.raises(AttributeError):
         _ = portalmq.Nothing
+
+
+# --- a leader that stands still --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def two_brokers(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[ScriptedBroker, ScriptedBroker]]:
+    """The first leads as far as clients know; a request of theirs that hangs would hang for an hour."""
+    for name in ("TO_LEADER_TIMEOUT_S", "LONG_POLL_GRACE_S", "REQUEST_TIMEOUT_S"):
+        monkeypatch.setattr(f"portalmq.transport.{name}", 3_600.0)
+    monkeypatch.setattr("portalmq.transport.ASK_OTHERS_PARKED_S", 0.05)
+    monkeypatch.setattr("portalmq.transport.ASK_OTHERS_AFTER_S", 0.05)
+    with ScriptedBroker() as old, ScriptedBroker() as new:
+        yield old, new
+
+
+def test_a_send_to_a_leader_that_stands_still_goes_to_the_one_that_leads_by_now(
+    two_brokers: tuple[ScriptedBroker, ScriptedBroker],
+) -> None:
+    old, new = two_brokers
+    still = threading.Event()
+    with Producer([old.url, new.url]) as producer:
+        producer.send("t", b"1").result(30)
+        old.script("POST", "/v1/topics/t/messages", [hold(still)])
+        future = producer.send("t", b"2")
+        new.fill("t", [b"1"])
+        (stamp,) = old.stamps
+        new.stamps[stamp] = (0, 1)
+        new.wait_for(lambda: len(new.calls_of("GET", "/v1/metadata")) >= 2)
+        assert not new.calls_of("POST", "/v1/topics/t/messages"), "who leads as before is waited for"
+        new.leader_epoch = 2
+        assert future.result(60).offset == 1
+        (sent,) = (call.batch().producer for call in new.calls_of("POST", "/v1/topics/t/messages"))
+        assert sent is not None
+        assert (sent.id, sent.sequence) == (stamp[2], 1), "the same, whoever stores it"
+        still.set()
+
+
+def test_a_receive_that_is_parked_at_a_leader_that_stands_still_goes_on_at_the_next_one(
+    two_brokers: tuple[ScriptedBroker, ScriptedBroker],
+) -> None:
+    old, new = two_brokers
+    still = threading.Event()
+    old.fill("t", [])
+    old.script("POST", "/v1/groups/g/receive", [hold(still)])
+    new.fill("t", [b"1"])
+    new.leader_epoch = 2
+    with Consumer("t", group="g", bootstrap=[old.url, new.url]) as consumer:
+        assert consumer.poll(60)[0].value == b"1"
+        (first,) = old.calls_of("POST", "/v1/groups/g/receive")
+        (second,) = new.calls_of("POST", "/v1/groups/g/receive")
+        assert first.json()["attempt_id"] == second.json()["attempt_id"]
+        still.set()
+
+
+# --- whom to leave out -----------------------------------------------------------------------------------------------
+
+
+def test_nobody_is_left_out_for_long_while_another_only_says_that_it_starts() -> None:
+    now = [0.0]
+    book = AddressBook(["http://starting:1", "http://back:1"], lambda: now[0])
+    starting, back = book.known
+    for _ in range(9):
+        book.gave_no_answer(back)
+    book.rests(starting, 1.0)
+    now[0] = 2.5
+    assert book.another_than(starting) == back
+    book.answered(starting)
+    book.gave_no_answer(back)
+    now[0] = 20.0
+    assert book.another_than(starting) is None, "one that answers is enough"

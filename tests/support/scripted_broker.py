@@ -98,6 +98,7 @@ class ScriptedBroker:
     def __init__(self, partitions: int = 1, *, auto_create: bool = True) -> None:
         self.partitions = partitions
         self.leader_url: str | None = None
+        self.leader_epoch = 1
         self.calls: list[Call] = []
         self.topics: dict[str, list[list[wire.PackMessage]]] = {}
         self.stamps: dict[tuple[str, int, int, int], tuple[int, int]] = {}
@@ -200,12 +201,13 @@ class ScriptedBroker:
 
     def _metadata(self, call: Call) -> Reply:
         wanted = [name for name in call.query.get("topics", "").split(",") if name in self.topics]
-        url = self.leader_url or self.url
+        url, epoch = self.leader_url or self.url, self.leader_epoch
         metadata = wire.Metadata(
             [wire.BrokerDescription(1, url, True)],
             [
                 wire.TopicMetadata(
-                    name, [wire.PartitionLeader(partition, 1, 1, url) for partition in range(len(self.topics[name]))]
+                    name,
+                    [wire.PartitionLeader(partition, 1, epoch, url) for partition in range(len(self.topics[name]))],
                 )
                 for name in wanted
             ],
