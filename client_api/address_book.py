@@ -7,11 +7,13 @@ answer now, for a moment. When all are left out the one whose time is over first
 from __future__ import annotations
 
 import os
+import random
 import threading
 from collections.abc import Callable, Iterable
 
 from portalmq import wire
 from portalmq.connection import Address, parse_address
+from portalmq.trust import may_be_told, warn_of_stranger
 from portalmq.zookeeper_bootstrap import SCHEME as ZOOKEEPER
 from portalmq.zookeeper_bootstrap import ZooKeeperBootstrap
 
@@ -58,13 +60,18 @@ def _texts(bootstrap: Bootstrap) -> list[str]:
 class AddressBook:
     """Thread-safe: each method is one step on dictionaries, the look-up in ZooKeeper is behind a lock."""
 
-    def __init__(self, bootstrap: Bootstrap, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, bootstrap: Bootstrap, clock: Callable[[], float], *, shows_token: bool = False, is_open: bool = False
+    ) -> None:
+        """`shows_token`: to hosts that were named, or to all that are advertised when it `is_open`."""
         bootstrap = bootstrap if bootstrap is None or isinstance(bootstrap, str) else list(bootstrap)
         self._clock = clock
+        self._is_wary = shows_token and not is_open
         self._zookeeper = zookeeper_of(bootstrap)
         self.bootstrap = [] if self._zookeeper else bootstrap_addresses(bootstrap)
         self._known = list(self.bootstrap)
         self._leaders: dict[TopicPartition, Address] = {}
+        self._lot = random.random()
         self._epochs: dict[TopicPartition, int] = {}
         self._left_out: dict[Address, float] = {}
         self._failures: dict[Address, int] = {}
@@ -101,8 +108,9 @@ class AddressBook:
         return min(self._known, key=lambda address: self._left_out.get(address, 0.0))
 
     def another_than(self, address: Address) -> Address | None:
-        """Some other broker that can be asked now."""
-        return next((other for other in self._known if other != address and not self._is_out(other)), None)
+        """Some other broker that can be asked now; of many clients each asks its own."""
+        others = [other for other in self._known if other != address and not self._is_out(other)]
+        return others[int(self._lot * len(others))] if others else None
 
     def _is_out(self, address: Address) -> bool:
         return self._left_out.get(address, 0.0) > self._clock()
@@ -157,7 +165,12 @@ class AddressBook:
             address = parse_address(url)
         except ValueError:
             return None
-        return address if not self.bootstrap or address.scheme == self.bootstrap[0].scheme else None
+        if self.bootstrap and address.scheme != self.bootstrap[0].scheme:
+            return None
+        if self._is_wary and not may_be_told(address, self.bootstrap):
+            warn_of_stranger(address)
+            return None
+        return address
 
     def answered(self, address: Address) -> None:
         self._failures.pop(address, None)

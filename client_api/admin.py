@@ -73,9 +73,19 @@ wire.prepare(_TopicList, _GroupList, _LockList, _DeadPage, _ScheduledPage, _Unfi
 class Admin(Closing):
     """Thread-safe. Every call raises the PortalMQError that the broker answered."""
 
-    def __init__(self, bootstrap: Bootstrap = None, *, token: str | None = None, timeout_s: float = 30) -> None:
-        """`timeout_s` bounds each call, its retries included."""
-        self._transport = Transport(bootstrap, token=token, timeout_s=timeout_s)
+    def __init__(
+        self,
+        bootstrap: Bootstrap = None,
+        *,
+        token: str | None = None,
+        timeout_s: float = 30,
+        tls_ca: str | None = None,
+        allow_advertised: bool | None = None,
+    ) -> None:
+        """`timeout_s` bounds each call, its retries included. `tls_ca` and `allow_advertised` are those of Producer."""
+        self._transport = Transport(
+            bootstrap, token=token, timeout_s=timeout_s, tls_ca=tls_ca, allow_advertised=allow_advertised
+        )
 
     def __repr__(self) -> str:
         return f"<Admin at {', '.join(self.urls)}>"

@@ -152,6 +152,8 @@ class AsyncProducer:
         max_block_s: float = 60,
         buffer_messages: int = 100_000,
         buffer_bytes: int = 64 * 1024 * 1024,
+        tls_ca: str | None = None,
+        allow_advertised: bool | None = None,
     ) -> None:
         self._producer = Producer(
             bootstrap,
@@ -167,6 +169,8 @@ class AsyncProducer:
             max_block_s=max_block_s,
             buffer_messages=buffer_messages,
             buffer_bytes=buffer_bytes,
+            tls_ca=tls_ca,
+            allow_advertised=allow_advertised,
         )
         # One thread keeps the order of the sends that have to wait; the other is for flush and close.
         self._senders = _Threads("portalmq-async-send", 1)
@@ -313,6 +317,8 @@ class AsyncConsumer:
         member_id: str | None = None,
         session_timeout_s: float = 10,
         max_handling_s: float = 300,
+        tls_ca: str | None = None,
+        allow_advertised: bool | None = None,
     ) -> None:
         self._consumer = Consumer(
             *topics,
@@ -329,6 +335,8 @@ class AsyncConsumer:
             member_id=member_id,
             session_timeout_s=session_timeout_s,
             max_handling_s=max_handling_s,
+            tls_ca=tls_ca,
+            allow_advertised=allow_advertised,
         )
         self._mode = mode
         self._manual_ack = manual_ack

@@ -69,12 +69,15 @@ class Consumer(Closing):
         member_id: str | None = None,
         session_timeout_s: float = 10,
         max_handling_s: float = 300,
+        tls_ca: str | None = None,
+        allow_advertised: bool | None = None,
     ) -> None:
         """`max_messages`: how many are fetched at once, at most; it begins with 10, and goes on with what it handles in
         a second. `start` counts when the group meets a partition for the first time. `idle_timeout_s`: iteration ends
         when nothing came for so long. `delivery` is a setting of the group, and fixed by who makes it.
         `max_handling_s`: for so long the lease of what is in hand is renewed while it is handled (0 for never, as with
-        manual_ack). A lease that is lost all the same raises LeaseLost when the next message is asked for.
+        manual_ack). A lease that is lost all the same raises LeaseLost when the next message is asked for. `tls_ca` and
+        `allow_advertised` are those of Producer.
 
         With mode="stream" each partition is read by one member of the group, in order, and nothing is leased: what was
         handed out is committed by going on. `member_id` names this consumer for good: under it a consumer that comes
@@ -113,8 +116,8 @@ class Consumer(Closing):
         self._mode = mode
         self._session_timeout_s = session_timeout_s
         # Two transports: close() cuts a waiting receive off, and still has to ack and nack.
-        self._receiving = Transport(bootstrap, token=token)
-        self._settling = Transport(bootstrap, token=token)
+        self._receiving = Transport(bootstrap, token=token, tls_ca=tls_ca, allow_advertised=allow_advertised)
+        self._settling = Transport(bootstrap, token=token, tls_ca=tls_ca, allow_advertised=allow_advertised)
         self._closed = threading.Event()
         self._begin()
         begin_anew_in_children(self)

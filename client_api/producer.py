@@ -70,11 +70,15 @@ class Producer(Closing):
         buffer_messages: int = 100_000,
         buffer_bytes: int = 64 * 1024 * 1024,
         transport: Transport | None = None,
+        tls_ca: str | None = None,
+        allow_advertised: bool | None = None,
     ) -> None:
         """`linger_ms`: how long a message waits for others, unless `batch_messages` or `batch_bytes` are there before.
         While a request is on its way its partition gathers on, up to `batch_bytes`. `delivery_timeout_s`: how long a
         send is tried before its future fails. `max_block_s`: how long `send()` waits for room in the buffer, or for a
         broker to name the topic's partitions. `producer_name`: a later producer of that name fences this one.
+        `tls_ca`: a file with the authority of the brokers' certificates. `allow_advertised`: show the token to brokers
+        on hosts that `bootstrap` does not name, over http too.
         """
         if acks not in ("all", "leader", "none"):
             raise ValueError(f"acks={acks!r}: use 'all', 'leader' or 'none'")
@@ -88,7 +92,9 @@ class Producer(Closing):
             raise ValueError("times and limits must be positive")
         if producer_name is not None and not idempotent:
             raise ValueError("a producer_name fences by its sequence numbers: it needs idempotent=True")
-        self._transport = transport or Transport(bootstrap, token=token, timeout_s=delivery_timeout_s)
+        self._transport = transport or Transport(
+            bootstrap, token=token, timeout_s=delivery_timeout_s, tls_ca=tls_ca, allow_advertised=allow_advertised
+        )
         self._acks: wire.Acks = acks
         self._producer_name = producer_name
         self._linger_s = linger_ms / 1000

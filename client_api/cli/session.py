@@ -6,6 +6,7 @@ They may stand before the command or behind it; behind wins.
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -70,6 +71,12 @@ def _read_token(file: Path) -> str:
     return token
 
 
+def _trust(ctx: click.Context, parameter: click.Parameter, file: Path | None) -> None:
+    """All that this process opens takes it from there."""
+    if file is not None:
+        os.environ["PORTALMQ_TLS_CA"] = str(file)
+
+
 def connection_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Adds --server, --token-file and -o; stores what is given for the commands below."""
 
@@ -85,6 +92,10 @@ def connection_options(command: Callable[..., Any]) -> Callable[..., Any]:
     remember = click.option(
         "-o", "--output", type=click.Choice(["table", "json", "ndjson"]), help="Form of the data on stdout."
     )(remember)
+    remember = click.option(
+        "--tls-ca", type=click.Path(path_type=Path, dir_okay=False, exists=True), callback=_trust, expose_value=False,
+        help="File with the authority of the brokers' certificates. [PORTALMQ_TLS_CA]",
+    )(remember)  # fmt: skip
     remember = click.option(
         "--token-file", type=click.Path(path_type=Path, dir_okay=False),
         help="File with the token to show to the broker.",

@@ -1,0 +1,79 @@
+"""To whom a client shows its token, and whose certificates it believes.
+
+A token is shown to the brokers that the user has named. Over https a certificate tells who else is one. Over http
+anybody could be behind an address that a broker advertises: a token goes there only when its host is one of those
+that were named, or when the user says `allow_advertised`. Brokers forward what they do not lead, so nothing is out of
+reach without that.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import os
+import ssl
+from collections.abc import Iterable
+
+from portalmq.connection import Address
+
+_log = logging.getLogger("portalmq.client")
+
+_warned: set[str] = set()
+WARNED_MAX = 100
+
+
+def context_of(tls_ca: str | os.PathLike[str] | None) -> ssl.SSLContext | None:
+    """What checks certificates: by the authority in the file `tls_ca`, or PORTALMQ_TLS_CA; None for the system's own.
+
+    Raises ValueError when the file cannot be read."""
+    file = tls_ca if tls_ca is not None else os.environ.get("PORTALMQ_TLS_CA")
+    if not file:
+        return None
+    try:
+        return ssl.create_default_context(cafile=file)
+    except OSError as fault:
+        raise ValueError(f"tls_ca: {os.fspath(file)} is no file with certificates (PEM): {fault}") from None
+
+
+def advertised_allowed(given: bool | None) -> bool:
+    if given is not None:
+        return given
+    return os.environ.get("PORTALMQ_ALLOW_ADVERTISED", "").lower() in {"1", "true", "yes"}
+
+
+def is_this_machine(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")
+
+
+def may_be_told(address: Address, named: Iterable[Address]) -> bool:
+    """Whether a broker at `address` may be shown a token, when these were named by the user."""
+    if address.scheme == "https":
+        return True
+    hosts = {each.host for each in named}
+    return address.host in hosts or (is_this_machine(address.host) and any(map(is_this_machine, hosts)))
+
+
+def warn_of_plain_text(named: Iterable[Address]) -> None:
+    """A token that goes to another machine in plain text can be read on the way."""
+    for address in named:
+        if address.scheme == "http" and not is_this_machine(address.host):
+            _warn_once(
+                address.host, f"the token goes to {address.url} in plain text, which others may read: use https://"
+            )
+
+
+def warn_of_stranger(address: Address) -> None:
+    _warn_once(
+        f"advertised {address.host}",
+        f"the brokers advertise {address.url}, whose host is not among those that were named: it is not shown the"
+        " token, and what it leads is asked of the others. Name it too, use https://, or set allow_advertised",
+    )
+
+
+def _warn_once(about: str, sentence: str) -> None:
+    if about not in _warned and len(_warned) < WARNED_MAX:
+        _warned.add(about)
+        _log.warning("%s", sentence)

@@ -1,0 +1,133 @@
+"""Who is shown a token, whose certificates are believed, and what is said of a token in plain text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from click.testing import CliRunner
+from support.scripted_broker import Reply, ScriptedBroker
+from support.tls import TlsFront, pem
+
+from portalmq import Admin, Consumer, Lock, Producer, Unavailable, trust, wire
+from portalmq.cli.main import main
+from portalmq.connection import parse_address
+from portalmq.trust import may_be_told
+
+TOKEN = "a-secret"
+
+
+@pytest.fixture(autouse=True)
+def _nothing_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trust, "_warned", set())
+    for name in ("PORTALMQ_TLS_CA", "PORTALMQ_ALLOW_ADVERTISED", "SSL_CERT_FILE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize(
+    ("advertised", "named", "told"),
+    [
+        ("http://one:5001", ["http://one:5000"], True),
+        ("http://two:5000", ["http://one:5000", "http://two:5000"], True),
+        ("http://two:5000", ["http://one:5000"], False),
+        ("http://127.0.0.1:5002", ["http://localhost:5000"], True),
+        ("http://[::1]:5002", ["http://127.0.0.1:5000"], True),
+        ("http://two:5000", ["http://localhost:5000"], False),
+        ("https://two:5000", ["https://one:5000"], True),
+    ],
+)
+def test_who_may_be_told(advertised: str, named: list[str], told: bool) -> None:
+    assert may_be_told(parse_address(advertised), map(parse_address, named)) is told
+
+
+@pytest.fixture
+def stranger() -> Iterator[ScriptedBroker]:
+    """Advertised under a host that nobody has named; it is this machine."""
+    with ScriptedBroker() as broker:
+        yield broker
+
+
+@pytest.fixture
+def broker(stranger: ScriptedBroker, monkeypatch: pytest.MonkeyPatch) -> Iterator[ScriptedBroker]:
+    monkeypatch.setattr(trust, "is_this_machine", lambda host: host == "127.0.0.1")
+    with ScriptedBroker() as broker:
+        broker.leader_url = stranger.url.replace("127.0.0.1", "localhost")
+        yield broker
+
+
+def test_an_advertised_host_is_not_shown_the_token_and_what_it_leads_is_forwarded(
+    broker: ScriptedBroker, stranger: ScriptedBroker, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Producer(broker.url, token=TOKEN) as producer:
+        for _ in range(3):
+            producer.send("t", b"x").result(30)
+    assert (stranger.calls, len(broker.values("t"))) == ([], 3)
+    assert all("portalmq-no-forward" not in call.headers for call in broker.calls)
+    assert len([each for each in caplog.messages if "whose host is not among those" in each]) == 1
+
+
+@pytest.mark.parametrize("by", ["option", "environment", "no token"])
+def test_it_is_asked_when_the_user_allows_it_or_there_is_nothing_to_show(
+    by: str, broker: ScriptedBroker, stranger: ScriptedBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if by == "environment":
+        monkeypatch.setenv("PORTALMQ_ALLOW_ADVERTISED", "1")
+    token = None if by == "no token" else TOKEN
+    with Producer(broker.url, token=token, allow_advertised=True if by == "option" else None) as producer:
+        producer.send("t", b"x").result(30)
+    assert len(stranger.values("t")) == 1
+
+
+def test_a_token_in_plain_text_is_warned_of_once_and_not_on_this_machine(caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(2):
+        Admin("http://queue.example:5000", token=TOKEN).close()
+        Admin("http://localhost:5000", token=TOKEN).close()
+        Admin("https://other.example:5000", token=TOKEN).close()
+        Admin("http://another.example:5000").close()
+    (said,) = caplog.messages
+    assert "queue.example" in said
+    assert TOKEN not in said
+
+
+# --- certificates ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def secure(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A broker behind TLS, by a certificate that the system does not know."""
+    with ScriptedBroker() as broker, TlsFront(int(broker.url.rpartition(":")[2]), "server") as front:
+        topics = Reply(body=msgspec.json.encode({"topics": [wire.TopicSummary("t", 1, 1)]}))
+        broker.script("GET", "/v1/topics", [lambda broker, call: topics] * 9)
+        yield f"https://localhost:{front.port}"
+
+
+def test_an_authority_of_ones_own_is_named_by_an_option_or_the_environment(
+    secure: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Admin(secure, timeout_s=0.1) as admin, pytest.raises(Unavailable, match="certificate"):
+        admin.topics()
+    with Admin(secure, tls_ca=str(pem("authority"))) as admin:
+        assert [topic.name for topic in admin.topics()] == ["t"]
+    monkeypatch.setenv("PORTALMQ_TLS_CA", str(pem("authority")))
+    with Admin(secure) as admin:
+        assert [topic.name for topic in admin.topics()] == ["t"]
+    with Producer(secure) as producer:
+        producer.send("t", b"x").result(30)
+
+
+def test_a_command_takes_it_too(secure: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PORTALMQ_TLS_CA", "")
+    said = CliRunner().invoke(
+        main, ["topic", "list", "--server", secure, "--tls-ca", str(pem("authority")), "-o", "ndjson"]
+    )
+    assert (said.exit_code, "t" in said.output) == (0, True), said.output
+
+
+def test_a_file_without_certificates_is_refused_with_its_name(tmp_path: Path) -> None:
+    none = tmp_path / "none.pem"
+    none.write_text("")
+    for make in (Producer, Admin, lambda **o: Consumer("t", **o), lambda **o: Lock("l", **o)):
+        with pytest.raises(ValueError, match=r"none\.pem"):
+            make(tls_ca=str(none))  # type: ignore[operator]
