@@ -257,7 +257,10 @@ class TestTheController:
         assert held is not None
         assert (held.value.broker_id, held.value.epoch) == (1, 1)
 
-    def test_two_alone_who_do_not_hear_each_other_do_not_depose_each_other_for_ever(self, cluster: Members) -> None:
+    def test_two_alone_who_do_not_hear_each_other_do_not_depose_each_other_for_ever(
+        self, cluster: Members, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("portalmq.broker.office.DEPOSE_AGAIN_MS", 3_600_000)
         cluster.start_all(1, 2)
         catalog = cluster.members[2].catalog
         cluster.cut(1, 2)

@@ -39,6 +39,8 @@ def has_not_read_yet(fixture: Fixture) -> None:
     topics = fixture.broker.topics
     topic = topics._topics.pop("t")
     del topics._by_id[topic.state.topic_id]
+    for partition in topic.local.values():
+        partition.close()
 
 
 def knows_older(fixture: Fixture, **older: object) -> TopicState:
@@ -99,16 +101,16 @@ def test_a_partition_is_missing_only_if_the_control_plane_has_none(fixture, know
         broker.cancel_scheduled("t", number, 0)
 
 
-def test_a_topic_that_this_broker_has_not_read_of_is_looked_for_before_it_is_denied(tmp_path):
+def test_a_topic_that_this_broker_has_not_read_of_is_looked_for_before_it_is_denied(fixture, monkeypatch):
     """Nothing of it is known here but the control plane's word: it is there, so it is waited for, and not denied."""
-    with running(tmp_path) as it:
-        it.broker.topics._auto_create = False
-        it.broker.create_topic("t", wire.CreateTopic())
-        has_not_read_yet(it)
-        it.broker.mirror.note(None)  # everything is read again, and told
-        it.broker.produce("t", records("a"), None, acks="all")
-        with pytest.raises(TopicNotFound, match="auto_create_topics"):
-            it.broker.produce("u", records("a"), None, acks="all")
+    topics = fixture.broker.topics
+    monkeypatch.setattr(topics, "_auto_create", False)
+    monkeypatch.setattr("portalmq.broker.topics.KNOWN_WITHIN_S", 60.0)
+    has_not_read_yet(fixture)
+    fixture.broker.mirror.note(None)  # everything is read again, and told
+    assert topics.get_or_create("t").name == "t"
+    with pytest.raises(TopicNotFound, match="auto_create_topics"):
+        topics.get_or_create("u")
 
 
 def test_a_group_of_another_mode_may_be_an_earlier_one_of_the_name(fixture):
