@@ -172,7 +172,7 @@ class Broker(Rooms):
         forward: bool = True,
     ) -> list[wire.Produced | PortalMQError]:
         """Append messages; one result each, in order. Raises when the whole request was refused: nothing applied."""
-        self._check_open()
+        self._check_producer(producer)
         return self.producing.batch(
             self.topics.get_or_create(topic),
             records,
@@ -198,7 +198,7 @@ class Broker(Rooms):
         forward: bool = True,
     ) -> wire.ProducedRange:
         """Append a batch to one partition, all or nothing."""
-        self._check_open()
+        self._check_producer(producer)
         return self.producing.range(
             self.topics.get_or_create(topic), records, partition, acks=acks, producer=producer, forward=forward
         )
@@ -371,6 +371,11 @@ class Broker(Rooms):
 
     def wall_ms(self) -> int:
         return self.clock.wall_ms()
+
+    def _check_producer(self, producer: wire.ProducerStamp | None) -> None:
+        self._check_open()
+        if producer is not None:
+            self.fences.check_given(producer.id)
 
     def _check_open(self) -> None:
         if self._draining.is_set():

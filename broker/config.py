@@ -105,6 +105,12 @@ class BrokerConfig:
     auto_create_topics: bool = _setting(True, "create a topic when it is first used")
     default_replication_factor: int = _setting(3, "replicas of a topic that names no number", at_least=1)
 
+    topics_max: int = _setting(10_000, "most topics of the cluster; more are refused with 429", at_least=1)
+    partitions_max: int = _setting(
+        4_000, "most replicas of partitions for each broker, on average; more are refused with 429", at_least=1
+    )
+    groups_max: int = _setting(10_000, "most groups of the cluster; more are refused with 429", at_least=1)
+
     replica_lag_ms: int = _setting(3_000, "how long a replica may lag before it is out of sync", at_least=500)
     fetch_wait_ms: int = _setting(500, "how long a follower's fetch waits for something new", at_least=10)
     fetch_bytes_max: int = _setting(4 * MIB, "most that one fetch brings, over all partitions", at_least=64 * 1024)

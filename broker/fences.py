@@ -29,9 +29,9 @@ import msgspec
 from portalmq.broker.clock import Clock
 from portalmq.broker.core.stamp import Stamp
 from portalmq.broker.peers import Peers
-from portalmq.control_plane.catalog import Catalog
+from portalmq.control_plane.catalog import PRODUCER_ID_BLOCK, Catalog
 from portalmq.control_plane.plane import PlaneError
-from portalmq.errors import Fenced, PortalMQError, Unavailable
+from portalmq.errors import Fenced, InvalidRequest, PortalMQError, Unavailable
 from portalmq.wire import ProducerIdentity
 
 log = logging.getLogger(__name__)
@@ -84,6 +84,8 @@ class Fences:
         self._peers = peers
         self._clock = clock
         self._epochs: dict[int, int] = {}
+        # Ids below were given away. The first ones may be anybody's: they cannot be many.
+        self._given_below = PRODUCER_ID_BLOCK
         # The session in which everything was read; 0 before the first time.
         self._read_in = 0
         self._reading: gevent.Greenlet | None = None
@@ -110,6 +112,18 @@ class Fences:
                 " producer waits for it",
                 retry_after_s=0.5,
             )
+
+    def check_given(self, producer_id: int) -> None:
+        """Raises InvalidRequest for an id that nobody was given, as far as the control plane can be asked."""
+        if producer_id < self._given_below:
+            return
+        try:
+            self._given_below = max(self._given_below, self._catalog.producer_ids_below())
+        except (PlaneError, Unavailable) as fault:
+            log.info("whether producer %d is known cannot be asked now: %s", producer_id, fault)
+            return
+        if producer_id >= self._given_below:
+            raise InvalidRequest(f"producer id {producer_id} was given to nobody: take one with POST /v1/producers")
 
     def _is_in_touch(self) -> bool:
         """Whether this broker's registration is certain to stand, so that whoever raises an epoch waits for it."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -22,6 +22,7 @@ import msgspec
 from portalmq import wire
 from portalmq.broker.atlas import Atlas
 from portalmq.broker.calls import Known, Place, Result, Start, result_of
+from portalmq.broker.capacity import Capacity
 from portalmq.broker.clock import Clock
 from portalmq.broker.core.receipts import ReceiptBook, topic_tag
 from portalmq.broker.delivery import GroupPartition
@@ -102,6 +103,7 @@ class Groups:
         *,
         parked_receives_max: int,
     ) -> None:
+        self.capacity: Capacity | None = None
         self.topics = topics
         self.leaders = leaders
         self.lot = ParkingLot(parked_receives_max)
@@ -136,9 +138,13 @@ class Groups:
         self._check_deletes_not(name)
         self._check_stays(held)
         check_settings(patch, held)
-        group, created = self._catalog.put_group(name, patch)
+        with self._making(held):
+            group, created = self._catalog.put_group(name, patch)
         self._remember(name, group)
         return created
+
+    def _making(self, held: GroupState | None) -> AbstractContextManager[None]:
+        return nullcontext() if self.capacity is None or held is not None else self.capacity.group(self.names)
 
     def find(self, name: str) -> GroupState | None:
         """The group as this broker knows it: what it wrote itself, until the mirror shows something new."""
@@ -182,7 +188,8 @@ class Groups:
             # It may be gone already where another broker deleted it, though the mirror shows it still.
             wire.check_name(name, "group")
             self._check_deletes_not(name)
-            group = self._catalog.ensure_group(name)
+            with self._making(group):
+                group = self._catalog.ensure_group(name)
             self._check_stays(group)
             self._remember(name, group)
         if group.config.mode != "queue":

@@ -21,6 +21,7 @@ from portalmq.broker.atlas import Atlas
 from portalmq.broker.backlog import Backlog
 from portalmq.broker.browsing import Browsing
 from portalmq.broker.cache import BatchCache
+from portalmq.broker.capacity import Capacity
 from portalmq.broker.census import Census
 from portalmq.broker.clock import Clock
 from portalmq.broker.committing import Committing
@@ -139,6 +140,7 @@ class Rooms:
             auto_create=config.auto_create_topics,
             default_replication_factor=config.default_replication_factor if config.is_clustered else 1,
         )
+        self.topics.capacity = self.capacity = Capacity(config, self.mirror)
         self.fetchers = Fetchers(self, self.peers, wait_ms=config.fetch_wait_ms, max_bytes=config.fetch_bytes_max)
         self.replication = Replication(self, self.topics)
         self.topics.pulse.polls = self.replication.polls
@@ -158,6 +160,7 @@ class Rooms:
             clock,
             parked_receives_max=self.config.parked_receives_max,
         )
+        groups.capacity = self.capacity
         self.settling = Settling(groups, leaders, peers)
         self.receiving = Receiving(groups, self.settling, peers)
         self.finishing = Finishing(groups, self.topics.known, self._catalog.find_topic, leaders, peers)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Protocol
 from weakref import WeakValueDictionary
@@ -24,6 +25,7 @@ from gevent.event import Event
 from gevent.lock import BoundedSemaphore
 
 from portalmq import wire
+from portalmq.broker.capacity import Capacity
 from portalmq.broker.core.events import PartitionStateChanged, SessionLost
 from portalmq.broker.core.receipts import topic_tag
 from portalmq.broker.forwarding import NoSuchPartition
@@ -151,6 +153,7 @@ class Topics:
         auto_create: bool,
         default_replication_factor: int,
     ) -> None:
+        self.capacity: Capacity | None = None
         self._host = host
         self._catalog = catalog
         self._auto_create = auto_create
@@ -530,16 +533,22 @@ class Topics:
             return self._create(name, request)
 
     def _create(self, name: str, request: wire.CreateTopic) -> tuple[Topic, bool]:
-        state, created = self._catalog.create_topic(
-            name,
-            request,
-            brokers=self._host.membership.mirror.brokers,
-            default_replication_factor=self._default_replication_factor,
-        )
-        return self._settled(state), created
+        brokers, default = self._host.membership.mirror.brokers, self._default_replication_factor
+        with ExitStack() as making:
+            if self.capacity is not None and name not in self._topics:
+                factor = min(request.replication_factor or default, max(1, len(brokers)))
+                making.enter_context(self.capacity.topic((request.partitions or 1) * factor))
+            state, created = self._catalog.create_topic(
+                name, request, brokers=brokers, default_replication_factor=default
+            )
+            return self._settled(state), created
 
     def alter(self, name: str, request: wire.AlterTopic) -> Topic:
-        with self._turn(name):
+        with self._turn(name), ExitStack() as making:
+            topic = self._topics.get(name)
+            if self.capacity is not None and topic is not None and request.partitions is not None:
+                more = request.partitions - topic.state.partitions
+                making.enter_context(self.capacity.replicas(max(0, more) * topic.state.replication_factor))
             state = self._catalog.alter_topic(name, request, brokers=self._host.membership.mirror.brokers)
             return self._settled(state)
 

@@ -359,6 +359,12 @@ class Catalog(Cluster):
 
         self._until_fitting("producer ids", reserve)
 
+    def producer_ids_below(self) -> int:
+        """No id from this one on was given away, after a sync."""
+        self.confirm()
+        held = self._read(state.PRODUCER_IDS, state.ProducerIds)
+        return held.value.next if held else 1
+
     def _next_producer_id(self) -> int:
         if not self._producer_ids:
             self._producer_ids = self._until_fitting("producer ids", self._take_producer_ids)

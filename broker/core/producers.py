@@ -10,9 +10,14 @@ from __future__ import annotations
 
 from portalmq.broker.core.fold import ProducerFold
 from portalmq.broker.core.stamp import Stamp
-from portalmq.errors import Fenced, OutOfOrderSequence
+from portalmq.errors import Backpressure, Fenced, OutOfOrderSequence
 
 BATCHES_REMEMBERED = 16
+# Of more producers only those are remembered whose last batch is younger than RECENT_MS: a retry comes sooner.
+PRODUCERS_MAX = 10_000
+RECENT_MS = 600_000
+# A new one is refused while so many are remembered.
+PRODUCERS_FULL = 50_000
 
 
 class Producers:
@@ -53,6 +58,11 @@ class Producers:
         return None
 
     def _check_begins(self, stamp: Stamp) -> None:
+        if len(self._by_id) >= PRODUCERS_FULL and stamp.producer_id not in self._by_id:
+            raise Backpressure(
+                f"the partition has heard of {PRODUCERS_FULL} producers lately: use one producer for more messages",
+                retry_after_s=60,
+            )
         if stamp.sequence != 0:
             raise OutOfOrderSequence(
                 f"producer {stamp.producer_id} is not known here in epoch {stamp.producer_epoch}, so its first"
@@ -69,5 +79,15 @@ class Producers:
         del known.batches[:-BATCHES_REMEMBERED]
 
     def expire(self, before_ms: int) -> None:
-        """Forget producers whose last batch is older than `before_ms`, a time taken from the log."""
-        self._by_id = {key: fold for key, fold in self._by_id.items() if fold.batches[-1][3] >= before_ms}
+        """Forget producers whose last batch is older than `before_ms`, a time taken from the log; of very many also
+        those that were heard of least lately."""
+        self._by_id = {key: fold for key, fold in self._by_id.items() if _heard_ms(fold) >= before_ms}
+        if len(self._by_id) > PRODUCERS_MAX:
+            folds = sorted(self._by_id.values(), key=_heard_ms, reverse=True)
+            recent_ms = _heard_ms(folds[0]) - RECENT_MS
+            kept = [fold for at, fold in enumerate(folds) if at < PRODUCERS_MAX or _heard_ms(fold) > recent_ms]
+            self._by_id = {fold.producer_id: fold for fold in kept}
+
+
+def _heard_ms(fold: ProducerFold) -> int:
+    return fold.batches[-1][3]

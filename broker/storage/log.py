@@ -38,6 +38,8 @@ from portalmq.broker.storage.segment import COMPACTING, Segment
 from portalmq.broker.storage.turn import Turn
 
 SEGMENT_BYTES = 256 * 1024 * 1024
+# A segment that has so many content types is followed by one that has none yet: their names are kept in memory.
+CONTENT_TYPES_MAX = 10_000
 # From the first size on a checkpoint is due, when the writer has nobody waiting; at the second, append does it itself.
 WAL_BYTES_DUE = 16 * 1024 * 1024
 WAL_BYTES_MAX = 64 * 1024 * 1024
@@ -132,7 +134,7 @@ class Log(ReadableLog):
             return
         with self._change():
             self._check_continues(batches)
-            if self._active.bytes >= self.segment_bytes:
+            if self._active.bytes >= self.segment_bytes or self._active.content_types >= CONTENT_TYPES_MAX:
                 self._roll()
             active = self._active
             active.append(batches)

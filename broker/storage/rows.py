@@ -78,6 +78,9 @@ class ContentTypes:
         for number, name in connection.execute("SELECT id, name FROM content_types"):
             self._known[name] = (number, is_text(name))
 
+    def __len__(self) -> int:
+        return len(self._known)
+
     def number(self, connection: apsw.Connection, name: str) -> tuple[int, bool]:
         """The id of `name`, added to the file within the running transaction when it is new."""
         known = self._known.get(name)

@@ -234,6 +234,11 @@ class Segment(ReadableSegment):
         self.messages_before, self.messages_end, self.last_timestamp_ms, self.log_start_offset = known
 
     @property
+    def content_types(self) -> int:
+        """How many content types the file names, as far as it is open for writing."""
+        return 0 if self._content_types is None else len(self._content_types)
+
+    @property
     def is_read(self) -> bool:
         return self._reader is not None
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from portalmq.broker.core.events import Stamp
-from portalmq.broker.core.producers import BATCHES_REMEMBERED, Producers
-from portalmq.errors import Fenced, OutOfOrderSequence
+from portalmq.broker.core.producers import BATCHES_REMEMBERED, RECENT_MS, Producers
+from portalmq.errors import Backpressure, Fenced, OutOfOrderSequence
 
 
 def with_batches(*batches: tuple[int, int]) -> Producers:
@@ -77,3 +77,26 @@ def test_a_snapshot_restores_everything_and_shares_nothing():
     twin.add(Stamp(1, 0, 6), 1, 300, 3_000)
     assert producers.first_place(Stamp(1, 0, 6), 1) is None
     assert twin.first_place(Stamp(1, 0, 6), 1) == (300, 3_000)
+
+
+def test_of_very_many_producers_those_are_forgotten_that_were_heard_of_least_lately(monkeypatch):
+    monkeypatch.setattr("portalmq.broker.core.producers.PRODUCERS_MAX", 3)
+    known = Producers([])
+    for number in range(6):
+        known.add(Stamp(number, 0, 0), 1, number, number * RECENT_MS)
+    known.expire(0)
+    assert [fold.producer_id for fold in known.snapshot()] == [5, 4, 3]
+    for number in range(6, 10):
+        known.add(Stamp(number, 0, 0), 1, number, 5 * RECENT_MS + number)
+    known.expire(0)
+    assert {fold.producer_id for fold in known.snapshot()} == {5, 6, 7, 8, 9}, "a retry of theirs may still come"
+
+
+def test_a_new_producer_is_refused_where_far_too_many_are_known(monkeypatch):
+    monkeypatch.setattr("portalmq.broker.core.producers.PRODUCERS_FULL", 2)
+    known = Producers([])
+    for number in range(2):
+        known.add(Stamp(number, 0, 0), 1, number, 0)
+    with pytest.raises(Backpressure):
+        known.first_place(Stamp(7, 0, 0), 1)
+    assert known.first_place(Stamp(1, 1, 0), 1) is None, "one that is known goes on, in its next epoch too"
