@@ -257,8 +257,10 @@ class Broker(Rooms):
 
     # --- groups ------------------------------------------------------------------------------------------------------
 
-    def put_group(self, name: str, patch: dict[str, object]) -> tuple[wire.GroupDescription, bool]:
-        created = self.groups.put(name, patch)
+    def put_group(
+        self, name: str, patch: dict[str, object], initial: dict[str, object] | None = None
+    ) -> tuple[wire.GroupDescription, bool]:
+        created = self.groups.put(name, patch, initial)
         counted = self.census.describe(name, leave_out=True)
         return self.offsets.describe_or(counted) if counted.mode == "stream" else counted, created
 

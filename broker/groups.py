@@ -132,14 +132,14 @@ class Groups:
 
     # --- settings ----------------------------------------------------------------------------------------------------
 
-    def put(self, name: str, patch: dict[str, object]) -> bool:
-        """Create the group or change its settings; True when it is new."""
+    def put(self, name: str, patch: dict[str, object], initial: dict[str, object] | None = None) -> bool:
+        """Create the group, with the settings of `initial` too, or change those of `patch`; True when it is new."""
         held = self._catalog.find_group(wire.check_name(name, "group"))
         self._check_deletes_not(name)
         self._check_stays(held)
         check_settings(patch, held)
         with self._making(held):
-            group, created = self._catalog.put_group(name, patch)
+            group, created = self._catalog.put_group(name, patch, initial)
         self._remember(name, group)
         return created
 

@@ -37,7 +37,7 @@ from portalmq.feeds import Feed, Feeds, Place, Taken
 from portalmq.message import Message
 from portalmq.reach import FIRST_CONTACT_S, SILENT_S_MAX
 from portalmq.stream_commits import Commits
-from portalmq.transport import CALL_TIMEOUT_S, Request, Transport, decode_answer
+from portalmq.transport import CALL_TIMEOUT_S, Request, Transport, decode_answer, with_query
 
 _log = logging.getLogger("portalmq.consumer")
 
@@ -373,12 +373,14 @@ class StreamMember:
         InvalidRequest."""
         path = wire.group_path(self._group)
         body = msgspec.json.encode({"mode": "stream", **self._settings})
-        request = Request("PUT", path, body, (("Content-Type", wire.JSON),), repeatable=True)
+        # Made with its delivery by one call: between two others could see it with another one, or a crash leave it so.
+        made = with_query(path, {"delivery": self._delivery})
+        request = Request("PUT", made, body, (("Content-Type", wire.JSON),), repeatable=True)
         answer = self._settling.call(request, timeout_s=self._session_s)
         delivery = decode_answer(answer, wire.GroupDescription).config.delivery
         if delivery == self._delivery:
             return
-        if answer.status != 201:
+        if answer.status != 201:  # else an older broker has made it, which does not know the parameter
             raise InvalidRequest(
                 f"group {self._group!r} delivers {delivery!r}, and this consumer asks for {self._delivery!r}: change"
                 " one of them, or take another group"

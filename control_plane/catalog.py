@@ -280,8 +280,11 @@ class Catalog(Cluster):
         """The group, made with the default settings when it is missing."""
         return self.find_group(name) or self.put_group(name, {})[0]
 
-    def put_group(self, name: str, patch: dict[str, Any]) -> tuple[GroupState, bool]:
-        """Make the group, or change the settings that `patch` names; answers it, and whether it was made now.
+    def put_group(
+        self, name: str, patch: dict[str, Any], initial: dict[str, Any] | None = None
+    ) -> tuple[GroupState, bool]:
+        """Make the group, or change the settings that `patch` names; answers it, and whether it was made now. A group
+        that is made has the settings of `initial` too, one that exists keeps its own.
 
         Raises GroupModeMismatch for another mode (a group keeps its own), InvalidRequest for wrong settings.
         """
@@ -290,7 +293,7 @@ class Catalog(Cluster):
             path = state.group_path(wire.check_name(name, "group"))
             held = self._read(path, GroupState)
             if held is None:
-                group = GroupState(name, _patched(wire.GroupConfig(), patch), self._unique())
+                group = GroupState(name, _patched(wire.GroupConfig(), {**(initial or {}), **patch}), self._unique())
                 self.plane.commit(Create(path, state.encode(group)))
                 return group, True
             group = msgspec.structs.replace(held.value, config=_patched(held.value.config, patch))

@@ -25,12 +25,14 @@ def list_all(room: Room) -> Response:
 
 
 def put(room: Room, group: str) -> Response:
+    """`?delivery=` is the delivery of a group that is made by this call; one that exists keeps its own."""
     wire.check_name(group, "group")
     patch = wire.decode_json(room.body(), dict[str, Any])
     start = patch.get("start")
     if isinstance(start, dict) and isinstance(start.get("at"), str):
         patch["start"] = {**start, "at": instant_ms(start["at"], "start.at")}
-    description, created = room.domain.put_group(group, patch)
+    delivery = request.args.get("delivery")
+    description, created = room.domain.put_group(group, patch, {} if delivery is None else {"delivery": delivery})
     return answer(description, 201 if created else 200)
 
 

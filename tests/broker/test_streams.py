@@ -137,6 +137,14 @@ def test_new_partitions_are_given_out_and_read_from_their_beginning(fixture: Fix
     assert answer.assignment[2].offset == 0
 
 
+def test_a_group_is_made_with_its_delivery_and_one_that_exists_keeps_its_own(fixture: Fixture) -> None:
+    for asked in ("exactly_once", "at_least_once"):
+        group, _ = fixture.broker.put_group("g", {"mode": "stream"}, {"delivery": asked})
+        assert group.config.delivery == "exactly_once"
+    with pytest.raises(InvalidRequest):
+        fixture.broker.put_group("h", {"mode": "stream"}, {"delivery": "twice"})
+
+
 def test_a_group_begins_at_a_time(fixture: Fixture) -> None:
     produce(fixture, "old")
     fixture.clock.advance(1_000)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import msgspec
 import pytest
-from support.scripted_broker import ScriptedBroker, hang_up, lose_answer, refuse
+from support.scripted_broker import Reply, ScriptedBroker, hang_up, lose_answer, refuse
 
 from portalmq import (
     Consumer,
     IllegalGeneration,
+    InvalidRequest,
     Message,
     OffsetMoved,
     OffsetOutOfRange,
@@ -178,6 +181,35 @@ def test_messages_of_a_partition_that_was_elsewhere_in_between_are_not_committed
         transport.close()
 
 
+@pytest.mark.parametrize(
+    ("status", "delivery", "calls", "refused"),
+    [
+        (201, "exactly_once", 1, False),
+        (200, "exactly_once", 1, False),
+        (200, "at_least_once", 1, True),
+        (201, "at_least_once", 2, False),  # a broker that does not know the parameter has made it
+    ],
+)
+def test_a_stream_group_is_made_with_its_delivery_by_one_call(status, delivery, calls, refused) -> None:
+    def answer(broker, call):
+        group = wire.GroupDescription("g", "stream", [], 0, 0, 0, 0, 0, 0, wire.GroupConfig(delivery=delivery))
+        return Reply(status, msgspec.json.encode(group))
+
+    with ScriptedBroker() as broker:
+        broker.script("PUT", "/v1/groups/g", [answer])
+        transport = Transport(broker.url)
+        member = StreamMember(
+            transport, transport, "g", ["t"], {}, delivery="exactly_once", manual_ack=True, member_id="m",
+            session_timeout_s=10, max_messages=10,
+        )  # fmt: skip
+        with pytest.raises(InvalidRequest) if refused else contextlib.nullcontext():
+            member._settle_group()
+        made = broker.calls_of("PUT", "/v1/groups/g")
+        assert len(made) == calls
+        assert made[0].query == {"delivery": "exactly_once"}
+        transport.close()
+
+
 @pytest.mark.parametrize("known", [100, 300])
 def test_a_member_whose_commit_begins_elsewhere_goes_on_from_what_the_leader_says(known: int) -> None:
     with ScriptedBroker() as broker:
@@ -201,8 +233,6 @@ def test_a_member_whose_commit_begins_elsewhere_goes_on_from_what_the_leader_say
 
 def test_a_stream_member_shows_the_place_behind_its_last_message() -> None:
     def answer(broker, call):
-        from support.scripted_broker import Reply
-
         return Reply(body=msgspec.msgpack.encode(wire.Committed(0, 1, "0-9")), content_type=wire.BATCH_MSGPACK)
 
     def message(offset: int) -> Message:

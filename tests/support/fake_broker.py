@@ -161,8 +161,10 @@ class FakeBroker:
 
     # groups
 
-    def put_group(self, name: str, config_patch: dict[str, Any]) -> tuple[wire.GroupDescription, bool]:
-        self._called("put_group", name=name, config_patch=config_patch)
+    def put_group(
+        self, name: str, config_patch: dict[str, Any], initial: dict[str, Any] | None = None
+    ) -> tuple[wire.GroupDescription, bool]:
+        self._called("put_group", name=name, config_patch=config_patch, initial=initial)
         created = name not in self.group_names
         if created:
             self.group_names.append(name)

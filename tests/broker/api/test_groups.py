@@ -73,6 +73,8 @@ def test_a_group_is_made_shown_listed_and_deleted(client, domain, problem_of):
     assert client.put("/v1/groups/g", json={"max_deliveries": 3}).status_code == 201
     assert domain.last("put_group")["config_patch"] == {"max_deliveries": 3}
     assert client.put("/v1/groups/g").status_code == 200
+    assert client.put("/v1/groups/g?delivery=exactly_once").status_code == 200
+    assert domain.last("put_group")["initial"] == {"delivery": "exactly_once"}
     assert client.get("/v1/groups/g").get_json()["group"] == "g"
     assert [group["group"] for group in client.get("/v1/groups").get_json()["groups"]] == ["g"]
     assert client.delete("/v1/groups/g").status_code == 204
