@@ -19,6 +19,7 @@ from portalmq.zeromq.access import Access, access_from
 
 if TYPE_CHECKING:
     from portalmq.zeromq.cluster import Cluster
+    from portalmq.zeromq.curve import Curve
     from portalmq.zeromq.server import Limits, Server
 
 EXIT_USAGE = 2
@@ -38,6 +39,14 @@ _PORT = click.IntRange(0, 65_535)
 @click.option(
     "--require-token", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
     help='Let in whoever sends a token of this file, one a line, as the member "token".',
+)  # fmt: skip
+@click.option(
+    "--curve-key-file", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
+    help="Encrypt by CURVE: this server's secret key (.key_secret, as zmq.auth.create_certificates writes it).",
+)  # fmt: skip
+@click.option(
+    "--curve-clients", type=click.Path(path_type=Path, file_okay=False), metavar="DIRECTORY",
+    help="The public keys (.key) of the clients that are let in; goes with --curve-key-file.",
 )  # fmt: skip
 @click.option("--insecure", is_flag=True, help="Let everybody in who reaches the host.")
 @click.option(
@@ -61,6 +70,8 @@ def zeromq(
     consumer_port: int,
     token: str | None,
     require_token: Path | None,
+    curve_key_file: Path | None,
+    curve_clients: Path | None,
     *,
     insecure: bool,
     timeout_s: float,
@@ -73,11 +84,14 @@ def zeromq(
     """
     logging.basicConfig(stream=sys.stderr, format="portalmq: %(message)s", level=logging.WARNING)
     try:
-        access = access_from(require_token, host, insecure=insecure)
+        if (curve_key_file is None) != (curve_clients is None):
+            raise ValueError("--curve-key-file and --curve-clients go together: give both, or neither")
+        access = access_from(require_token, host, insecure=insecure or curve_key_file is not None)
     except ValueError as fault:
         raise click.UsageError(str(fault)) from None
     try:
         from portalmq.zeromq.cluster import Cluster
+        from portalmq.zeromq.curve import Curve
         from portalmq.zeromq.server import Limits, PortTaken
     except ImportError as missing:
         click.echo(f"portalmq: {missing.name} is not installed: `pip install 'portalmq[zeromq]'`", err=True)
@@ -92,10 +106,11 @@ def zeromq(
             buffer_bytes=2 * limits.request_bytes_max,
             visibility_timeout_s=lease_s,
         )
+        curve = Curve(curve_key_file, curve_clients) if curve_key_file and curve_clients else None
     except ValueError as fault:
         raise click.UsageError(str(fault)) from None
     try:
-        server = _server(cluster, access, host, (command_port, producer_port, consumer_port), limits)
+        server = _server(cluster, access, host, (command_port, producer_port, consumer_port), limits, curve)
     except PortTaken as taken:
         click.echo(f"portalmq: {taken}. Choose others with --command-port, --producer-port, --consumer-port.", err=True)
         sys.exit(EXIT_PORT_TAKEN)
@@ -109,10 +124,13 @@ def zeromq(
         cluster.close(CLOSE_WITHIN_S)
 
 
-def _server(cluster: Cluster, access: Access, host: str, ports: tuple[int, int, int], limits: Limits) -> Server:
+def _server(
+    cluster: Cluster, access: Access, host: str, ports: tuple[int, int, int], limits: Limits, curve: Curve | None
+) -> Server:
     from portalmq.zeromq.server import DOORS, Server
 
-    server = Server(cluster, access, host=host, ports=dict(zip(DOORS, ports, strict=True)), limits=limits)
+    numbers = dict(zip(DOORS, ports, strict=True))
+    server = Server(cluster, access, host=host, ports=numbers, limits=limits, curve=curve)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: server.stop())
     # A signal may come to any thread, and wakes no other by itself.

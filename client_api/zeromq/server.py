@@ -23,7 +23,9 @@ from portalmq import wire
 from portalmq.errors import Backpressure, PortalMQError, Unavailable
 from portalmq.zeromq import COMMAND_PORT, CONSUMER_PORT, PRODUCER_PORT, protocol
 from portalmq.zeromq.access import Access
+from portalmq.zeromq.curve import Curve
 from portalmq.zeromq.desk import Cluster, Desk, Job, Reply
+from portalmq.zeromq.flood import FloodGuard
 from portalmq.zeromq.protocol import Asked, Door, Malformed, Posted, Told, Way
 
 _log = logging.getLogger("portalmq.zeromq")
@@ -62,6 +64,16 @@ class Limits:
         """libzmq closes the connection that sends more."""
         return 2 * self.message_bytes_max + ENVELOPE_BYTES
 
+    @property
+    def unread_bytes_max(self) -> int:
+        """What a connection may bring before one of its requests is seen here."""
+        return (READ_AHEAD + 2) * self.frame_bytes_max
+
+    @property
+    def growth_bytes_max(self) -> int:
+        """For what is in hand, in answers and on its way to the brokers, and as much for what is half received."""
+        return 4 * self.request_bytes_max + 64 * 1024 * 1024
+
 
 class PortTaken(Exception):
     """A socket cannot be bound; the text says which and why."""
@@ -79,12 +91,16 @@ class Server:
         ports: dict[Door, int] | None = None,
         limits: Limits | None = None,
         clock: Callable[[], float] = time.monotonic,
+        curve: Curve | None = None,
     ) -> None:
-        """Binds the ports; 0 takes a free one. Raises PortTaken."""
+        """Binds the ports; 0 takes a free one. With `curve` only its clients get in. Raises PortTaken."""
         self.limits = limits or Limits()
         self._access = access
         self._clock = clock
         self._context = zmq.Context()
+        self._curve = curve
+        if curve is not None:
+            curve.start(self._context)
         self._poller = zmq.Poller()
         self._sockets: dict[Door, zmq.Socket[bytes]] = {}
         self.endpoints: dict[Door, str] = {}
@@ -104,6 +120,9 @@ class Server:
         except PortTaken:
             self._close_sockets(linger_ms=0)
             raise
+        self._guard = FloodGuard(
+            lambda: set(self.ports.values()), self.limits.unread_bytes_max, self.limits.growth_bytes_max
+        )
 
     @property
     def ports(self) -> dict[Door, int]:
@@ -122,6 +141,8 @@ class Server:
         socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, KEEPALIVE_INTERVAL_S)
         socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, KEEPALIVE_PROBES)
         socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_WITHIN_S * 1000)
+        if self._curve is not None:
+            self._curve.secure(socket)
         shown = f"[{host}]" if ":" in host else host
         if ":" in host:
             socket.setsockopt(zmq.IPV6, 1)
@@ -137,6 +158,7 @@ class Server:
 
     def run(self, *, drain_s: float = 5.0) -> None:
         """Serve until stop(); then answer what is in hand, for so long at most, and close."""
+        self._guard.start()
         try:
             while not self._stopping:
                 self._turn(None)
@@ -147,6 +169,7 @@ class Server:
                 self._turn(left_s)
         finally:
             self._desk.close(0)
+            self._guard.close()
             self._close_sockets(linger_ms=CLOSE_LINGER_MS)
 
     def stop(self) -> None:
@@ -172,10 +195,11 @@ class Server:
     def _read(self, door: Door, socket: zmq.Socket[bytes]) -> None:
         for _ in range(BURST):
             try:
-                frames = socket.recv_multipart(zmq.NOBLOCK)
+                sender = socket.recv(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
-            self._take(door, frames)
+            self._guard.came(_descriptor_of(sender))
+            self._take(door, [sender.bytes, *(socket.recv_multipart(zmq.NOBLOCK) if sender.more else ())])
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
@@ -250,7 +274,17 @@ class Server:
     def _close_sockets(self, *, linger_ms: int) -> None:
         for socket in self._sockets.values():
             socket.close(linger=linger_ms)
+        if self._curve is not None:
+            self._curve.stop()
         self._context.term()
         ringer, self._ringer = self._ringer, -1
         os.close(ringer)
         os.close(self._bell)
+
+
+def _descriptor_of(frame: zmq.Frame) -> int | None:
+    """The file descriptor of the connection that a frame came by; None for clients older than libzmq 4."""
+    try:
+        return int(frame.get(zmq.SRCFD))
+    except zmq.ZMQError:
+        return None

@@ -21,6 +21,7 @@ import zmq
 from portalmq.errors import PortalMQError
 from portalmq.message import RecordMetadata
 from portalmq.zeromq.access import Access
+from portalmq.zeromq.curve import Curve
 from portalmq.zeromq.protocol import Door, Received
 from portalmq.zeromq.server import Limits, Server
 from portalmq.zeromq.service import MiniQService
@@ -88,7 +89,11 @@ class Queues:
 
 @contextlib.contextmanager
 def serving(
-    queues: Queues, *tokens: str, limits: Limits | None = None, ports: dict[Door, int] | None = None
+    queues: Queues,
+    *tokens: str,
+    limits: Limits | None = None,
+    ports: dict[Door, int] | None = None,
+    curve: Curve | None = None,
 ) -> Iterator[Server]:
     """A server on free ports, in a thread of its own; ended at the end."""
     made: Future[Server] = Future()
@@ -96,7 +101,7 @@ def serving(
     def run() -> None:
         try:
             free: dict[Door, int] = {"commands": 0, "producers": 0, "consumers": 0}
-            server = Server(queues, Access(tokens), ports=ports or free, limits=limits)
+            server = Server(queues, Access(tokens), ports=ports or free, limits=limits, curve=curve)
         except BaseException as fault:  # noqa: BLE001 - for whoever waits
             made.set_exception(fault)
             return

@@ -1,0 +1,59 @@
+"""CURVE, on request: encrypted sockets, and nobody in but the clients whose keys are listed.
+
+Who has no key of the list ends in the handshake, before a single frame is read. A key file is a certificate as
+`zmq.auth.create_certificates` writes it (ZeroMQ's ZPL); so is each client's, and the list is a directory of their
+public halves. The list is read at the start.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import zmq
+import zmq.auth
+from zmq.auth.thread import ThreadAuthenticator
+
+# Under which libzmq asks about keys.
+DOMAIN = "portalmq"
+
+
+class Curve:
+    """The server's key and the clients' public keys."""
+
+    def __init__(self, key_file: Path, clients: Path) -> None:
+        """Raises ValueError for files that hold no keys."""
+        try:
+            self._public, secret = zmq.auth.load_certificate(key_file)
+        except (OSError, ValueError) as fault:
+            raise ValueError(f"the key file {key_file} cannot be read: {fault}") from None
+        if secret is None:
+            raise ValueError(f"{key_file} holds a public key alone: name the file that ends in .key_secret")
+        self._secret = secret
+        try:
+            self.clients = len(zmq.auth.load_certificates(clients))
+        except (OSError, ValueError) as fault:
+            raise ValueError(f"the keys of clients in {clients} cannot be read: {fault}") from None
+        if not self.clients:
+            raise ValueError(f"{clients} holds no client's key: put the .key files of those who may come in there")
+        self._directory = clients
+        self._authenticator: ThreadAuthenticator | None = None
+
+    def start(self, context: zmq.Context[Any]) -> None:
+        """Answer libzmq's questions about keys (ZAP) within this context."""
+        authenticator = ThreadAuthenticator(context)
+        authenticator.start()
+        authenticator.configure_curve(domain=DOMAIN, location=str(self._directory))
+        self._authenticator = authenticator
+
+    def secure(self, socket: zmq.Socket[bytes]) -> None:
+        """Before it is bound."""
+        socket.curve_server = True
+        socket.curve_publickey = self._public
+        socket.curve_secretkey = self._secret
+        socket.zap_domain = DOMAIN.encode()
+
+    def stop(self) -> None:
+        if self._authenticator is not None:
+            self._authenticator.stop()
+            self._authenticator = None
