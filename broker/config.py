@@ -99,6 +99,10 @@ class BrokerConfig:
     )
     tls_cert: Path | None = _setting(None, "certificate chain (PEM): the broker then speaks HTTPS")
     tls_key: Path | None = _setting(None, "private key of the certificate (PEM)")
+    tls_client_ca: Path | None = _setting(None, "authorities (PEM); every client must show a certificate of theirs")
+    tls_peer_ca: Path | None = _setting(
+        None, "authorities (PEM) that other brokers' certificates must be of; default: those in tls_cert"
+    )
     log_format: LogFormat = _setting("text", "form of the log on stderr")
     log_level: LogLevel = _setting("info", "least severity that is logged")
 
@@ -147,6 +151,8 @@ class BrokerConfig:
             raise UsageError(f"port is {self.port}, but must be at most 65535")
         if (self.tls_cert is None) != (self.tls_key is None):
             raise UsageError("tls_cert and tls_key go together: give both, or neither")
+        if self.tls_cert is None and (self.tls_client_ca or self.tls_peer_ca):
+            raise UsageError("tls_client_ca and tls_peer_ca need tls_cert and tls_key: there is no TLS without them")
         if (self.zookeeper_user is None) != (self.zookeeper_password is None):
             raise UsageError("zookeeper_user and zookeeper_password go together: give both, or neither")
         if self.is_clustered:
@@ -176,6 +182,13 @@ class BrokerConfig:
         if self.zookeeper_user is None or self.zookeeper_password is None:
             return None
         return self.zookeeper_user, self.zookeeper_password
+
+    @property
+    def shown_to_brokers(self) -> tuple[Path, Path] | None:
+        """The certificate and key that this broker shows to others as their client, where they ask for one."""
+        if self.tls_client_ca is None or self.tls_cert is None or self.tls_key is None:
+            return None
+        return self.tls_cert, self.tls_key
 
     @property
     def zookeeper_is_local(self) -> bool:

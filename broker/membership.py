@@ -30,7 +30,7 @@ from gevent.event import Event
 from portalmq.broker.clock import Clock
 from portalmq.broker.core.events import IsrAnswered, Outcome, PartitionStateChanged, ProposeIsr
 from portalmq.broker.office import Office
-from portalmq.broker.vigil import Probe, Prober, Vigil, probe_once
+from portalmq.broker.vigil import Probe, Prober, Shown, Vigil, probe_once
 from portalmq.broker.word import word_of
 from portalmq.control_plane.catalog import BrokerIdTaken, Catalog, Versioned
 from portalmq.control_plane.controller import View, departures, elect
@@ -111,6 +111,7 @@ class Membership:
         has_files: Callable[[str], bool] | None = None,
         probe: Callable[[str], Probe] | None = None,
         chance: Callable[[], float] = random.random,
+        shown: Shown | None = None,
     ) -> None:
         self.broker_id = broker_id
         self.me = me
@@ -131,9 +132,9 @@ class Membership:
         self._noted = Event()
         self._session_noted = Event()
         self.mirror = Mirror(self._plane, on_noted=self._noted.set)
-        self._prober = Prober()
+        self._prober = Prober(shown=shown)
         self._probe = probe or self._prober.probe
-        self._probe_once = probe or probe_once
+        self._probe_once = probe or partial(probe_once, shown=shown)
         self.vigil = Vigil(self._probe, self._wake_office)
         self.office = Office(self, catalog, self.mirror, self.vigil, clock, chance)
         self._cluster_id = ""

@@ -21,7 +21,7 @@ import msgspec
 from gevent.monkey import get_original
 
 from portalmq import wire
-from portalmq.broker.config import BrokerConfig
+from portalmq.broker.config import BrokerConfig, UsageError
 from portalmq.connection import Address, Answer, ConnectionPool, NoAnswer, NotSent, parse_address
 from portalmq.control_plane.state import BrokerState
 from portalmq.errors import Forbidden, PortalMQError, Unauthorized, Unavailable, error_from_problem
@@ -147,11 +147,22 @@ def check_credential(authorization: str | None, secret: str) -> None:
 
 
 def trusting(config: BrokerConfig) -> ssl.SSLContext | None:
-    """With TLS, brokers trust each other's certificate when it is the one they have, or one of a known authority."""
+    """With TLS, brokers trust certificates of the authorities that are named for it, or those that stand in their own
+    file. Of a certificate without its authority that cannot be told: then the system's authorities count, too.
+
+    Raises UsageError for files that cannot be used.
+    """
     if config.tls_cert is None:
         return None
-    context = ssl.create_default_context()
-    context.load_verify_locations(config.tls_cert)
+    try:
+        context = ssl.create_default_context(cafile=config.tls_peer_ca or config.tls_cert)
+        context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # an intermediate authority is trusted by itself
+        if config.tls_peer_ca is None and not context.cert_store_stats()["x509_ca"]:
+            context.load_default_certs()
+        if config.shown_to_brokers is not None:
+            context.load_cert_chain(*config.shown_to_brokers)
+    except OSError as fault:  # ssl.SSLError is one
+        raise UsageError(f"the files for TLS between brokers cannot be used: {fault}") from None
     return context
 
 

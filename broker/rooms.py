@@ -119,6 +119,7 @@ class Rooms:
             self.clock,
             on_fatal=self.storage_failed,
             has_files=self._has_files,
+            shown=self.config.shown_to_brokers,
         )
         self.lease_ms = self.membership.lease_ms
         self.mirror = self.membership.mirror

@@ -16,6 +16,7 @@ import logging
 import os
 import resource
 import socket
+import ssl
 import sys
 import time
 from collections.abc import Callable
@@ -35,6 +36,7 @@ from portalmq.broker.config import (
     BrokerConfig,
     StartupError,
     UsageError,
+    is_loopback,
 )
 from portalmq.broker.heads import LINE_BYTES_MAX
 from portalmq.broker.logs import ServerLogger, start_logging
@@ -78,6 +80,8 @@ def serve(config: BrokerConfig, *, announce: bool = False) -> NoReturn:
                 "a token keeps nobody out who reaches ZooKeeper at %s, its nodes are everyone's: see --zookeeper-user",
                 config.zookeeper,
             )
+        if auth.needed and config.tls_cert is None and not is_loopback(config.host):
+            log.warning("tokens come to %s in plain text: give --tls-cert and --tls-key, or TLS in front", config.host)
         _raise_descriptor_limit(config.worker_connections + DESCRIPTORS_BESIDE)
         directory = lock_data_directory(config, preflight)
     finally:
@@ -207,6 +211,8 @@ class _Application(BaseApplication):  # type: ignore[misc]
         }
         if self.config.tls_cert is not None:
             settings |= {"certfile": str(self.config.tls_cert), "keyfile": str(self.config.tls_key)}
+        if self.config.tls_client_ca is not None:
+            settings |= {"ca_certs": str(self.config.tls_client_ca), "cert_reqs": ssl.CERT_REQUIRED}
         for name, value in settings.items():
             self.cfg.set(name, value)
 

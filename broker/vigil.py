@@ -21,6 +21,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import gevent
@@ -163,12 +164,17 @@ class Vigil:
         self._on_news()
 
 
+# A certificate and its key, for brokers that ask their clients for one.
+Shown = tuple[Path, Path]
+
+
 class Prober:
     """Asks brokers for /livez over kept connections; one question at a time to each. Works on greenlets in any process:
     its sockets are gevent's own."""
 
-    def __init__(self, timeout_s: float = PROBE_TIMEOUT_S) -> None:
+    def __init__(self, timeout_s: float = PROBE_TIMEOUT_S, shown: Shown | None = None) -> None:
         self._timeout_s = timeout_s
+        self._shown = shown
         self._connections: dict[str, HTTPConnection] = {}
 
     def probe(self, url: str) -> Probe:
@@ -212,7 +218,7 @@ class Prober:
     def _exchange(self, url: str) -> None:
         connection = self._connections.get(url)
         if connection is None:
-            connection = self._connections[url] = _connection_to(url, self._timeout_s)
+            connection = self._connections[url] = _connection_to(url, self._timeout_s, self._shown)
         connection.request("GET", urlsplit(url).path + "/livez")
         answer = connection.getresponse()
         answer.read(ANSWER_BYTES_MAX)
@@ -233,16 +239,16 @@ class Prober:
             connection.close()
 
 
-def probe_once(url: str) -> Probe:
+def probe_once(url: str, shown: Shown | None = None) -> Probe:
     """One question, beside those of a Prober. Its time is that of whoever waits for the answer."""
-    prober = Prober(PROBE_TIMEOUT_S / 2)
+    prober = Prober(PROBE_TIMEOUT_S / 2, shown)
     try:
         return prober.probe(url)
     finally:
         prober.close()
 
 
-def _connection_to(url: str, timeout_s: float) -> HTTPConnection:
+def _connection_to(url: str, timeout_s: float, shown: Shown | None) -> HTTPConnection:
     parts = urlsplit(url)
     host = parts.hostname or ""
     connection: HTTPConnection
@@ -251,6 +257,8 @@ def _connection_to(url: str, timeout_s: float) -> HTTPConnection:
         context = gevent.ssl.SSLContext(gevent.ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname = False
         context.verify_mode = gevent.ssl.CERT_NONE
+        if shown is not None:
+            context.load_cert_chain(*shown)
         connection = HTTPSConnection(host, parts.port, timeout=timeout_s, context=context)
     else:
         connection = HTTPConnection(host, parts.port, timeout=timeout_s)

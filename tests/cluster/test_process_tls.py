@@ -1,0 +1,112 @@
+"""TLS with certificates on both sides: who gets in, and whom a broker believes."""
+
+from __future__ import annotations
+
+import http.client
+import socket
+import ssl
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.broker_process import BrokerProcess
+from support.cluster import wait_until
+from support.tls import TlsFront, key, pem
+
+from portalmq.broker.config import BrokerConfig, UsageError
+from portalmq.broker.peers import trusting
+from portalmq.broker.vigil import Probe, Prober
+
+WITHIN_S = 30.0
+
+
+@pytest.fixture
+def broker(tmp_path: Path) -> Iterator[BrokerProcess]:
+    files = (
+        "--tls-cert",
+        str(pem("server")),
+        "--tls-key",
+        str(key("server")),
+        "--tls-client-ca",
+        str(pem("authority")),
+    )
+    with_tls = BrokerProcess(tmp_path, *files)
+    with_tls.launch()
+    try:
+        wait_until(lambda: with_tls._has_said_where() or not with_tls.runs, "the broker is ready", 60)
+        assert with_tls.runs, with_tls.stderr()
+        yield with_tls
+    finally:
+        with_tls.end()
+
+
+def asked(broker: BrokerProcess, shown: str | None) -> int:
+    context = ssl.create_default_context(cafile=pem("authority"))
+    if shown is not None:
+        context.load_cert_chain(pem(shown), key(shown))
+    connection = http.client.HTTPSConnection("localhost", broker.port, timeout=WITHIN_S, context=context)
+    try:
+        connection.request("POST", "/v1/topics/t/messages", b"x")
+        return connection.getresponse().status
+    finally:
+        connection.close()
+
+
+@pytest.mark.cluster
+def test_only_clients_with_a_certificate_of_the_authority_get_in(broker: BrokerProcess) -> None:
+    assert asked(broker, "client") == 200
+    for shown in (None, "untrusted"):
+        with pytest.raises(OSError):
+            asked(broker, shown)
+    url = f"https://localhost:{broker.port}"
+    probers = {Probe.ANSWERED: Prober(WITHIN_S, (pem("server"), key("server"))), Probe.SILENT: Prober(WITHIN_S)}
+    for answer, prober in probers.items():
+        assert prober.probe(url) is answer, "other brokers look whether this one lives, and are asked for one as well"
+        prober.close()
+
+
+def believes(config: BrokerConfig, certificate: str) -> bool:
+    context = trusting(config)
+    assert context is not None
+    with socket.create_server(("127.0.0.1", 0)) as plain, TlsFront(plain.getsockname()[1], certificate) as front:
+        connection = socket.create_connection(("127.0.0.1", front.port), timeout=WITHIN_S)
+        try:
+            context.wrap_socket(connection, server_hostname="localhost").close()
+        except ssl.SSLCertVerificationError:
+            return False
+        finally:
+            connection.close()
+        return True
+
+
+def test_brokers_believe_the_authorities_of_their_own_file_and_no_others(tmp_path: Path) -> None:
+    chain = tmp_path / "chain.pem"
+    chain.write_bytes(pem("server").read_bytes() + pem("authority").read_bytes())
+    config = BrokerConfig(tls_cert=chain, tls_key=key("server"))
+    context = trusting(config)
+    assert context is not None
+    assert context.cert_store_stats()["x509_ca"] == 1, "the system's authorities are not among them"
+    assert believes(config, "server")
+    assert not believes(config, "untrusted")
+    assert not believes(config, "elsewhere")
+
+
+def test_brokers_believe_the_authorities_that_are_named(tmp_path: Path) -> None:
+    config = BrokerConfig(tls_cert=pem("untrusted"), tls_key=key("untrusted"), tls_peer_ca=pem("authority"))
+    assert believes(config, "server")
+    assert not believes(config, "untrusted"), "not even their own"
+    with pytest.raises(UsageError, match="cannot be used"):
+        trusting(BrokerConfig(tls_cert=pem("server"), tls_key=key("server"), tls_peer_ca=tmp_path / "missing"))
+
+
+def test_a_certificate_without_its_authority_is_believed_as_it_is() -> None:
+    """Then brokers may have certificates of authorities that the system knows, as before."""
+    config = BrokerConfig(tls_cert=pem("server"), tls_key=key("server"))
+    assert believes(config, "server")
+    assert not believes(config, "untrusted")
+
+
+def test_client_certificates_need_tls() -> None:
+    for name in ("tls_client_ca", "tls_peer_ca"):
+        with pytest.raises(UsageError, match="tls_cert"):
+            BrokerConfig(**{name: pem("authority")})
