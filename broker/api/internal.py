@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from portalmq import wire
 from portalmq.broker.api import problems
 from portalmq.broker.api.body import note_peer, read_body
 from portalmq.broker.api.peer import peer_of
 from portalmq.broker.api.room import Answer, Room
 from portalmq.broker.peers import CREDENTIAL_SCHEME, check_credential
-from portalmq.errors import Forbidden, MethodNotAllowed
+from portalmq.errors import Forbidden, InvalidRequest, MethodNotAllowed
 
 # A batch of a client comes here again in another form, which may be longer than the one it came in.
 BODY_BYTES_MAX = 64 * 1024 * 1024
@@ -27,7 +29,20 @@ def serve(room: Room, environ: dict[str, Any], name: str) -> Answer:
         refused = problems.of(MethodNotAllowed(f"{environ['REQUEST_METHOD'][:20]} is not supported here"))
         return refused._replace(headers=(("Allow", "POST"),))
     body = read_body(environ, BODY_BYTES_MAX, pause_s=room.config.body_timeout_s)
-    return Answer(room.domain.serve_peer(name, body, peer_of(environ)), 200, wire.MSGPACK)
+    try:
+        return Answer(room.domain.serve_peer(name, body, peer_of(environ)), 200, wire.MSGPACK)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as fault:
+        if not _is_broken(body):
+            raise  # it is not the body that could not be read
+        raise InvalidRequest(f"the body of {name[:100]!r} is no MessagePack: {fault}") from None
+
+
+def _is_broken(body: bytes) -> bool:
+    try:
+        msgspec.msgpack.decode(body)
+    except (msgspec.DecodeError, ValueError, RecursionError):
+        return True
+    return False
 
 
 def check_no_peer(authorization: str | None) -> None:

@@ -15,6 +15,12 @@ _json = msgspec.json.Encoder()
 _pack = msgspec.msgpack.Encoder()
 _check_json = msgspec.json.Decoder(msgspec.Raw).decode
 
+# Python's json reads integers of up to 4,300 digits (sys.int_info), and 1e400 is no number of IEEE 754. What only looks
+# like one, within a string, is decoded as well, which tells.
+_all_digits_alike = bytes.maketrans(b"123456789E", b"000000000e")
+_LARGE = (b"e000", b"e+000", b"0" * 100)
+_decode_json = msgspec.json.Decoder().decode
+
 
 def json_message(stored: Stored | Delivered) -> wire.JsonMessageOut:
     """The message as JSON answers show it."""
@@ -61,14 +67,28 @@ def _show_value(message: wire.JsonMessageOut, record: Record) -> None:
 
 
 def _embedded_json(value: bytes) -> msgspec.Raw | msgspec.UnsetType:
-    """The payload as a part of a JSON answer, on one line; UNSET when it is no JSON, whatever its content type says."""
+    """The payload as a part of a JSON answer, on one line; UNSET when it is no JSON, whatever its content type says, or
+    has a number that many a reader refuses together with all the rest of the answer."""
     try:
         _check_json(value)
+        if _has_large_number(value):
+            return msgspec.UNSET
         if b"\n" in value or b"\r" in value:
             value = msgspec.json.format(value, indent=-1)
     except (msgspec.DecodeError, RecursionError):
         return msgspec.UNSET
     return msgspec.Raw(value)
+
+
+def _has_large_number(value: bytes) -> bool:
+    shape = value.translate(_all_digits_alike)
+    if not (_LARGE[0] in shape or _LARGE[1] in shape or _LARGE[2] in shape):
+        return False
+    try:
+        _decode_json(value)
+    except (msgspec.DecodeError, ValueError, RecursionError):
+        return True
+    return False
 
 
 def pack_page_messages(messages: Iterable[Stored]) -> list[wire.PackMessageOut]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 from flask.testing import FlaskClient
 from support.fake_broker import FakeBroker
@@ -80,3 +81,13 @@ def test_a_body_over_the_limit_is_refused_by_its_length(client: FlaskClient, pro
         "/internal/v1/echo", data=b"x", headers=SECRET, environ_overrides={"CONTENT_LENGTH": str(1 << 30)}
     )
     problem_of(answer, 413, "message_too_large")
+
+
+def test_a_body_that_is_no_messagepack_is_the_askers_mistake_and_no_trace(
+    client: FlaskClient, domain: FakeBroker, problem_of: ProblemOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(domain, "serve_peer", lambda name, body, peer: msgspec.msgpack.decode(body, type=list[int]))
+    for body in (b"", b"\xc1", b"\x93\x01", b"\xa2\xff\xff"):
+        problem_of(client.post("/internal/v1/echo", data=body, headers=SECRET), 400, "invalid_request")
+    # What the broker itself cannot read is not told as a mistake of the one who asks.
+    problem_of(client.post("/internal/v1/echo", data=b"\x01", headers=SECRET), 500, "internal", "unknown")

@@ -1,0 +1,31 @@
+"""A number that some readers of JSON refuse makes no answer unreadable: the others in it are to be read."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from portalmq.broker.api import outgoing
+from portalmq.broker.api.domain import Stored
+from portalmq.broker.seeds.payload import shown
+from portalmq.broker.storage.batch import Record
+
+POISON = [b"1" + b"0" * 5_000, b"1e999", b'{"a": [-1E+999]}', b"1" * 400 + b".5", b"1" * 250 + b"e99"]
+SOUND = [b"1e99", b"1" + b"0" * 30, b'"1e999 and 1e400"', b'{"id": 12345678901234567890}', b"1e-999"]
+
+
+def line_of(value: bytes) -> dict:
+    record = Record(value, "application/json")
+    return json.loads(outgoing.json_line(Stored("t", 0, 0, 0, record)))
+
+
+@pytest.mark.parametrize("value", POISON, ids=lambda value: value[:12].decode())
+def test_what_is_no_number_for_all_is_shown_as_the_text_it_is(value):
+    assert line_of(value)["value"] == value.decode()
+    assert shown(Record(value, "application/json"))["message"] == value.decode()
+
+
+@pytest.mark.parametrize("value", SOUND, ids=lambda value: value[:12].decode())
+def test_what_everybody_reads_is_shown_as_it_is(value):
+    assert line_of(value)["value"] == json.loads(value)
