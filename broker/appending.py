@@ -18,7 +18,7 @@ from portalmq.broker.agenda import Agenda
 from portalmq.broker.core import events as core
 from portalmq.broker.core.delivery import GroupDelivery
 from portalmq.broker.core.events import AnswerDuplicate, Append, Appended, AppendRequested, Stamp
-from portalmq.broker.core.records import GroupRecord, StreamRecord
+from portalmq.broker.core.records import Grant, GroupRecord, StreamRecord
 from portalmq.broker.core.streams import StreamOffsets
 from portalmq.broker.folding import KIND_OF, GroupsFold
 from portalmq.broker.readable import ReadablePartition
@@ -93,22 +93,36 @@ class AppendingPartition(ReadablePartition, ABC):
         return pending.base_offset, pending.appended_at_ms
 
     def append_control(
-        self, kind: Kind, body: bytes, group: str = "", *, is_soft: bool = False, not_before_ms: int = 0
+        self,
+        kind: Kind,
+        body: bytes,
+        group: str = "",
+        *,
+        is_soft: bool = False,
+        not_before_ms: int = 0,
+        hands_out: bool = False,
     ) -> Pending:
         """Append a control record. A soft one is not hurried to the disk, as nobody is going to `settle` it. Raises
         Backpressure while too many are not committed: leases come and go though no follower is there."""
         if self._uncommitted.records >= UNCOMMITTED_RECORDS_MAX:
             raise Backpressure(f"{self._uncommitted.records} records wait for the followers already", retry_after_s=0.5)
         pending = Pending(Batch(0, 1, 0, kind, 0, 0, group=group, body=body), len(body), is_soft=is_soft)
-        return self._submit(pending, 1, is_control=True, not_before_ms=not_before_ms)
+        return self._submit(pending, 1, is_control=True, not_before_ms=not_before_ms, hands_out=hands_out)
 
     def append_group_record(
         self, group: str, record: GroupRecord | StreamRecord, *, is_soft: bool = False, not_before_ms: int = 0
     ) -> Pending:
         """Fold a group's record and append it: from here on the group's state has it. The log's time is
         `not_before_ms` at the least from then on."""
-        body = _encode(record)
-        pending = self.append_control(KIND_OF[type(record)], body, group, is_soft=is_soft, not_before_ms=not_before_ms)
+        hands_out = isinstance(record, Grant) and bool(record.ranges)
+        pending = self.append_control(
+            KIND_OF[type(record)],
+            _encode(record),
+            group,
+            is_soft=is_soft,
+            not_before_ms=not_before_ms,
+            hands_out=hands_out,
+        )
         self.groups.apply(group, record, pending.base_offset)
         return pending
 
@@ -120,12 +134,14 @@ class AppendingPartition(ReadablePartition, ABC):
         self.groups.end(group)
         return pending
 
-    def _submit(self, pending: Pending, size: int, *, is_control: bool, not_before_ms: int = 0) -> Pending:
+    def _submit(
+        self, pending: Pending, size: int, *, is_control: bool, not_before_ms: int = 0, hands_out: bool = False
+    ) -> Pending:
         if self.closed:
             raise Unavailable("the partition is being closed", retry_after_s=0.5)
         if self.agenda.remembering is not None:
             raise Unavailable("the partition's leadership is just changing", retry_after_s=0.1)
-        self.tell(AppendRequested(pending, size, pending.stamp, is_control, not_before_ms))
+        self.tell(AppendRequested(pending, size, pending.stamp, is_control, not_before_ms, hands_out))
         if pending.error is not None:
             raise self.located(pending.error)
         return pending

@@ -363,7 +363,7 @@ class Committing:
 
     def _first_answer(self, partition: Partition, offset: int, call: CommitCall, acked: int) -> Committed:
         """The answer to a commit that stands in the log: it may still be on its way to the disk."""
-        partition.wait_committed(offset)
+        partition.wait_settled(offset)
         stands = partition.control_at(offset)
         published = len(call.outputs)
         if stands is not None and stands.kind == Kind.COMMIT:

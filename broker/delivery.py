@@ -123,6 +123,7 @@ class GroupPartition:
     def take(self, options: ReceiveOptions) -> list[Delivered]:
         """Lease what is there: at most `max_messages` and `max_bytes`, or one larger message. With at_most_once it
         is acked before it is handed out."""
+        self._wait_vouched()
         while True:
             now_ms = self._clock.now_ms()
             self._bury(now_ms)
@@ -169,6 +170,13 @@ class GroupPartition:
             done = tuple([(start, end) for start, end, _ in ranges])
             self.partition.append_group_record(self.group, Ack(done, now_ms)).wait()
         return delivered
+
+    def _wait_vouched(self) -> None:
+        try:
+            self.partition.wait_vouched()
+        except PortalMQError:
+            gevent.spawn_later(1, self.notify)  # whoever sleeps here was woken in vain
+            raise
 
     def _choice(self, now_ms: int, max_messages: int, max_bytes: int = NEVER_MS) -> Choice:
         config, wall_ms = self.settings(), self._clock.wall_ms()
@@ -278,6 +286,7 @@ class GroupPartition:
 
     def replay(self, attempt_id: str) -> list[Delivered] | None:
         """What the first receive with this attempt id got and still holds; None for an unknown one."""
+        self._wait_vouched()
         delivery = self.partition.delivery.get(self.group)
         spans = delivery.replay(attempt_id, self._clock.now_ms()) if delivery is not None else None
         if spans is None:
@@ -421,7 +430,7 @@ class GroupPartition:
     def _wait_for_appended(self) -> Callable[[], None]:
         """What is done already may be so by a record that is still on its way to the disk."""
         last = self.partition.replica.next_offset - 1
-        return lambda: self.partition.wait_committed(last)
+        return lambda: self.partition.wait_settled(last)
 
     def nack(
         self, shown: list[Shown], delay_ms: int | None, reason: str | None, config: GroupConfig

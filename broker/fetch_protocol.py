@@ -11,6 +11,9 @@ for no other.
     left             partitions that are not asked for any more
     answer           known=False: the leader has no such session, begin another one and name everything;
                      partitions: each answer echoes its fetch, and is dropped by who has moved on meanwhile
+    answered_ms      the leader's clock as it answers, and in a request that of the last answer in this session: what
+                     the request says was said after that, however long it was on its way (rule 14). 0: none came yet;
+                     None from brokers that do not say it
 """
 
 from __future__ import annotations
@@ -68,6 +71,7 @@ class FetchRequest(msgspec.Struct, array_like=True, frozen=True):
     max_bytes: int
     partitions: list[AskedPartition]
     left: list[PartitionKey]
+    answered_ms: int | None = None
 
 
 class _Answer(msgspec.Struct, array_like=True, frozen=True):
@@ -111,6 +115,7 @@ PartitionAnswer = RecordsAnswer | DivergingAnswer | BelowStartAnswer | RejectedA
 class FetchAnswer(msgspec.Struct, array_like=True, frozen=True):
     known: bool
     partitions: list[PartitionAnswer]
+    answered_ms: int = 0
 
 
 encode = msgspec.msgpack.Encoder().encode

@@ -20,7 +20,9 @@ import gevent
 import msgspec
 from gevent.event import Event
 
+from portalmq.broker.clock import Clock
 from portalmq.broker.core.events import Fetch
+from portalmq.broker.core.insync import NEVER_MS
 from portalmq.broker.fetch_protocol import (
     FETCH,
     FETCH_BYTES_MAX,
@@ -45,6 +47,9 @@ POLLS_MAX = 2
 # What was received is written within this time, usually: then the next request carries the acknowledgement.
 WRITE_LINGER_S = 0.005
 COMPANY_LINGER_S = 0.0005
+# When partitions were left is looked through for old ones when there are so many.
+LEFT_MAX = 1_000
+LEFT_REMEMBERED_MS = 10_000
 PAUSE_FIRST_S = 0.02
 PAUSE_MAX_S = 0.5
 
@@ -60,6 +65,7 @@ class FetchersHost(Protocol):
     broker_id: int
     incarnation: int
     store_uuid: str
+    clock: Clock
 
 
 class Fetchers:
@@ -81,6 +87,7 @@ class Fetchers:
         self.chance = chance
         self._fetchers: dict[int, Fetcher] = {}
         self._followed: dict[Partition, Fetcher] = {}
+        self._left_ms: dict[PartitionKey, int] = {}
         self._closed = False
 
     def follow(self, partition: Partition, leader: int, fetch: Fetch) -> None:
@@ -92,14 +99,28 @@ class Fetchers:
             fetcher = self._fetchers[leader] = Fetcher(self, leader)
         before = self._followed.get(partition)
         if before is not None and before is not fetcher:
-            before.drop(partition)
+            self._leave(partition, before)
         self._followed[partition] = fetcher
         fetcher.ask(partition, fetch)
 
     def unfollow(self, partition: Partition) -> None:
         fetcher = self._followed.pop(partition, None)
         if fetcher is not None:
-            fetcher.drop(partition)
+            self._leave(partition, fetcher)
+
+    def _leave(self, partition: Partition, fetcher: Fetcher) -> None:
+        if len(self._left_ms) >= LEFT_MAX:
+            recently_ms = self.host.clock.now_ms() - LEFT_REMEMBERED_MS
+            self._left_ms = {key: left_ms for key, left_ms in self._left_ms.items() if left_ms > recently_ms}
+        self._left_ms[partition.topic_id, partition.number] = fetcher.heard_ms
+        fetcher.drop(partition)
+
+    def heard_ms(self, partition: Partition) -> int:
+        """When the broker of a leader that was followed here answered last, as long as it was; later than that none of
+        them was told that this replica follows."""
+        fetcher = self._followed.get(partition)
+        left_ms = self._left_ms.get((partition.topic_id, partition.number), NEVER_MS)
+        return max(left_ms, fetcher.heard_ms if fetcher is not None else NEVER_MS)
 
     def close(self) -> None:
         self._closed = True
@@ -122,6 +143,8 @@ class Fetcher:
         self._writing: set[Partition] = set()
         self._session = 1
         self._turn = 0
+        self._answered_ms = 0
+        self.heard_ms = NEVER_MS
         self._polls = 0
         self._failures = 0
         self._failed = False
@@ -190,6 +213,7 @@ class Fetcher:
             self._fetchers.max_bytes,
             [self._asked_partition(partition) for partition in self._unsure],
             list(self._left),
+            self._answered_ms,
         )
         self._polls += 1
         gevent.spawn(self._poll, self._session, self._turn, encode(request))
@@ -222,6 +246,7 @@ class Fetcher:
         """Nobody knows what the leader's broker has heard: name everything again, in a new session, after a pause."""
         self._session += 1
         self._turn = 0
+        self._answered_ms = 0
         self._unsure = dict.fromkeys(self._asked, 0)
         self._left.clear()
         self._failures += 1
@@ -232,6 +257,8 @@ class Fetcher:
             self._begin_anew()
             return
         self._failures = 0
+        self._answered_ms = max(self._answered_ms, answer.answered_ms)
+        self.heard_ms = self._fetchers.host.clock.now_ms()
         self._unsure = {key: first for key, first in self._unsure.items() if not 0 < first <= turn}
         self._left = {key: first for key, first in self._left.items() if not 0 < first <= turn}
         for each in answer.partitions:

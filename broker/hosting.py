@@ -44,9 +44,14 @@ class Fetching(Protocol):
     def follow(self, partition: Partition, leader: int, fetch: Fetch) -> None: ...
     def unfollow(self, partition: Partition) -> None: ...
 
+    def heard_ms(self, partition: Partition) -> int:
+        """When a leader's broker that was followed answered last."""
+        ...
+
 
 class PartitionHost(WriterHost, Protocol):
-    """The broker. `lag_ms` is how long a follower may be behind, `lease_ms` how long a leader serves unheard."""
+    """The broker. `lag_ms` is how long a follower may be behind, `lease_ms` how long a leader serves unheard;
+    `began_ms` is when this process began."""
 
     broker_id: int
     incarnation: int
@@ -55,6 +60,7 @@ class PartitionHost(WriterHost, Protocol):
     cache: BatchCache
     lag_ms: int
     lease_ms: int
+    began_ms: int
 
     @property
     def membership(self) -> PartitionMembership: ...

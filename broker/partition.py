@@ -33,6 +33,7 @@ from portalmq.broker.core.events import (
     Append,
     BrokersChanged,
     HighWatermarkAdvanced,
+    LeaderHeard,
     LeaseRenewed,
     PartitionStateChanged,
     ProposeIsr,
@@ -184,6 +185,7 @@ class Partition(AppendingPartition):
             store_uuid=self.store_uuid,
             lease_ms=self.host.lease_ms,
             lag_ms=self.host.lag_ms,
+            began_ms=self.host.began_ms,
         )
 
     # --- the one door of the core ------------------------------------------------------------------------------------
@@ -200,12 +202,8 @@ class Partition(AppendingPartition):
         self.following.settle()
         if self.replica.in_sync is not self._book:
             self._note_leadership()
-
-    def note_pause(self, now_ms: int) -> None:
-        """A caller wants an answer at `now_ms`. After a pause of this process there is none, reads included, before it
-        is known whether this replica still leads."""
-        if now_ms - self._told_ms > PAUSED_MS and not self.closed:
-            self.tell(Tick())
+        if self._uncommitted.unsettled and self.replica.may_settle(now_ms):
+            self._uncommitted.settle()
 
     def _after_a_pause(self, now_ms: int, wall_ms: int) -> list[Action]:
         """This process stood still, or did not get to run: others may have taken it for dead, and have elected another
@@ -226,6 +224,7 @@ class Partition(AppendingPartition):
             return
         self._writer.keeps_frames = len(word.replicas) > 1 or self._is_streamed
         self.tell(LeaseRenewed(self.host.membership.answered_ms()))
+        self.tell(LeaderHeard(self.host.fetchers.heard_ms(self)))
         self.tell(word)
 
     def keep_frames(self) -> None:
@@ -358,7 +357,8 @@ class Partition(AppendingPartition):
 
     def _on_high_watermark(self, high_watermark: int) -> None:
         self.changed = True
-        readable_end = self._uncommitted.advance(high_watermark, self.readable_end)
+        settles = self.replica.may_settle(self.host.clock.now_ms())
+        readable_end = self._uncommitted.advance(high_watermark, self.readable_end, settles=settles)
         if self.serving.parked:
             self.serving.high_watermark_moved()
         if not self.serves:

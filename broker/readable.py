@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
+import gevent
 from gevent.event import Event
 
 from portalmq.broker.core.lanes import spot_of
@@ -24,6 +25,9 @@ from portalmq.errors import OffsetOutOfRange, Unavailable
 
 # So many ids take a few milliseconds in each segment, in which nobody else reads there.
 IDS_SOUGHT_AT_ONCE = 1_000
+# Followers vouch twice a second at the least; one that does not for longer is slow, or gone.
+VOUCHED_WITHIN_MS = 1_000
+VOUCHED_EVERY_S = 0.01
 
 
 class ReadablePartition:
@@ -109,6 +113,21 @@ class ReadablePartition:
         """Return once `offset` is below the high watermark. Raises NotLeader when the leadership ends before."""
         if offset >= self.replica.high_watermark:
             self._uncommitted.wait_below(offset + 1)
+
+    def wait_settled(self, offset: int) -> None:
+        """The same, for what takes messages away from consumers: no leader before this one hands them out any more."""
+        self.wait_committed(offset)
+        if not self.replica.may_settle(self.host.clock.now_ms()):
+            self._uncommitted.wait_settled()
+
+    def wait_vouched(self) -> None:
+        """Return when messages may be handed out. Raises Unavailable when that takes too long."""
+        now_ms = self.host.clock.now_ms
+        until_ms = now_ms() + VOUCHED_WITHIN_MS
+        while not self.replica.may_hand_out(now_ms()):
+            if not self.replica.leading or now_ms() >= until_ms:
+                raise Unavailable("its followers do not vouch for the partition's leader just now", retry_after_s=0.2)
+            gevent.sleep(VOUCHED_EVERY_S)
 
     # --- reading -----------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ session are told to their partitions again a few times a second: as long as a fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import msgspec
@@ -19,6 +19,7 @@ from gevent.event import Event
 
 from portalmq.broker.clock import Clock
 from portalmq.broker.core.events import BelowStart, Diverging, Fetch, Rejected, Reply
+from portalmq.broker.core.insync import NEVER_MS
 from portalmq.broker.fetch_protocol import (
     AskedPartition,
     BelowStartAnswer,
@@ -44,9 +45,6 @@ AFFIRM_EVERY_MS = 200
 WAIT_MS_MAX = 5_000
 REPLY_BYTES_MAX = 64 * 1024 * 1024
 SHARE_BYTES_MIN = 64 * 1024
-
-_NOTHING = encode(FetchAnswer(True, []))
-_UNKNOWN = encode(FetchAnswer(False, []))
 
 
 class ReplicationHost(Protocol):
@@ -87,6 +85,10 @@ class Ask:
     def echo(self) -> Echo:
         return echo_of(self.fetch)
 
+    @property
+    def said_after_ms(self) -> int | None:
+        return self.session.said_after_ms
+
     def reply(self, reply: Reply) -> None:
         self.answer = reply
         self.session.is_ready(self)
@@ -113,6 +115,8 @@ class Session:
         self.incarnation = incarnation
         self.number = number
         self.turn = 0
+        # What the last request says was said after this time; None for a broker that does not tell.
+        self.said_after_ms: int | None = NEVER_MS
         self.asks: dict[PartitionKey, Ask] = {}
         self.ready: dict[Ask, None] = {}
         self.moved: dict[Ask, None] = {}
@@ -179,13 +183,14 @@ class Replication:
         if request.cluster_id != self._host.cluster_id:
             raise InvalidRequest(f"this is cluster {self._host.cluster_id}, the fetch is of {request.cluster_id}")
         if peer is not None and peer.gone():
-            return _NOTHING  # it lay here while this process stood still: what it says holds no longer
+            return self._said(True)  # it lay here while this process stood still: what it says holds no longer
         session = self._session_of(request)
         if session is None:
-            return _UNKNOWN
+            return self._said(False)
         if request.turn <= session.turn:
-            return _NOTHING
+            return self._said(True)
         session.turn = request.turn
+        session.said_after_ms = request.answered_ms or (None if request.answered_ms is None else NEVER_MS)
         session.bell.set()  # ends the poll of the turn before
         for key in request.left:
             session.forget(key)
@@ -193,6 +198,9 @@ class Replication:
         for asked in request.partitions:
             self._ask(session, request, asked)
         return self._poll(session, request, peer)
+
+    def _said(self, known: bool, answers: Sequence[PartitionAnswer] = ()) -> bytes:
+        return encode(FetchAnswer(known, list(answers), self._host.clock.now_ms()))
 
     def close(self) -> None:
         """Answer no more."""
@@ -263,16 +271,16 @@ class Replication:
             while True:
                 session.bell.clear()
                 if session.ended or session.turn != request.turn or (peer is not None and peer.gone()):
-                    return _NOTHING
+                    return self._said(True)
                 answers = self._collect(session, request.max_bytes)
                 if answers:
-                    return encode(FetchAnswer(True, answers))
+                    return self._said(True, answers)
                 patience_ms = session.patience_ms(deadline_ms)
                 if patience_ms == 0 and not session.moved:
-                    return _NOTHING
+                    return self._said(True)
                 session.bell.wait(patience_ms / 1000)
                 if self._host.clock.now_ms() >= deadline_ms and not session.ready and not session.moved:
-                    return _NOTHING
+                    return self._said(True)
         finally:
             session.polls -= 1
             if unwatch is not None:

@@ -122,6 +122,7 @@ class Rooms:
             shown=self.config.shown_to_brokers,
         )
         self.lease_ms = self.membership.lease_ms
+        self.began_ms = self.clock.now_ms()
         self.mirror = self.membership.mirror
         self.peers = Peers(self.mirror, self.cluster_secret, tls=trusting(self.config))
         self.membership.peers = self.peers

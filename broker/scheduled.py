@@ -224,7 +224,7 @@ class Scheduled:
         if due_ms is None or due_ms <= max(timestamp_ms, self.due_by_ms(partition)):
             raise MessageNotFound(f"message {partition.number}-{offset} is due already, or was never delayed")
         if offset in groups.cancelled:
-            partition.wait_committed(partition.replica.next_offset - 1)
+            partition.wait_settled(partition.replica.next_offset - 1)
             raise MessageNotFound(f"message {partition.number}-{offset} was taken back already")
         cancel = Cancel(((offset, offset + 1),))
         pending = partition.append_control(Kind.CANCEL, _encode(cancel))

@@ -31,6 +31,11 @@ class Asking(Protocol):
     def fetch(self) -> Fetch: ...
 
     @property
+    def said_after_ms(self) -> int | None:
+        """As FetchReceived has it."""
+        ...
+
+    @property
     def stands(self) -> bool:
         """False once it was answered, replaced or given up."""
         ...
@@ -56,7 +61,7 @@ class Serving:
 
     def received(self, ask: Asking) -> None:
         """A follower's fetch came, or it says that it stands."""
-        self._partition.tell(FetchReceived(ask, ask.fetch))
+        self._partition.tell(FetchReceived(ask, ask.fetch, ask.said_after_ms))
 
     def withdrawn(self, ask: Asking) -> None:
         if self.parked.get(ask.fetch.broker_id) is ask:

@@ -159,6 +159,7 @@ class Turns:
         """On a partition that is led here."""
         partition = self._atlas.partition(place)
         self._groups.check_same(group)
+        partition.wait_vouched()
         if group.name not in partition.streams:
             self._claim(group, partition)
         stream = partition.streams[group.name]
@@ -168,11 +169,12 @@ class Turns:
             return Turned(False, message, offset)
         if message is None or message[0] != done:
             # It may have been ended by a commit that is not committed yet: say so when it is.
-            partition.wait_committed(partition.replica.next_offset - 1)
+            partition.wait_settled(partition.replica.next_offset - 1)
             return Turned(False)
         stream.check_commit(NOBODY, stream.generation, done + 1, partition.high_watermark)
         record = CommitOffset(done + 1, NOBODY, stream.generation, self._clock.now_ms())
-        partition.append_group_record(group.name, record).wait()
+        pending = partition.append_group_record(group.name, record)
+        partition.wait_settled(pending.base_offset)
         return Turned(True)
 
     def _claim(self, group: GroupState, partition: Partition) -> None:

@@ -13,17 +13,21 @@ from portalmq.broker.storage.batch import Batch, Kind
 from portalmq.broker.writer import Pending
 from portalmq.errors import PortalMQError
 
+# What takes messages away from consumers: it is not answered while an earlier leader may still hand them out.
+SETTLING = frozenset({Kind.ACK, Kind.NACK, Kind.DEAD, Kind.COMMIT, Kind.DROP, Kind.CANCEL, Kind.PURGE, Kind.GROUP_END})
+
 Place = tuple[int, bytes | None, int]
 
 
 class Uncommitted:
     """`ends` are the ends of the message batches above the high watermark, rising, with the times at which they were
     appended (0: not known), whoever waits for them or has given up; `bytes` what the batches that are waited for hold
-    in memory."""
+    in memory. `unsettled` are committed, and their answers wait for the lease of an earlier leader to end (rule 14)."""
 
     def __init__(self) -> None:
         self.bytes = 0
         self.ends: deque[tuple[int, int]] = deque()
+        self.unsettled: list[Pending] = []
         self._pending: deque[Pending] = deque()
         self._repeats: list[tuple[int, Pending]] = []
         self._ids: dict[bytes, Place] = {}
@@ -51,14 +55,29 @@ class Uncommitted:
         self.add_repeat(end, pending)
         pending.wait()
 
-    def advance(self, high_watermark: int, readable_end: int) -> int:
+    def wait_settled(self) -> None:
+        """Return once what is committed may be answered. Raises NotLeader when the leadership ends before."""
+        pending = Pending(Batch(0, 1, 0, Kind.ACK, 0, 0))
+        self.unsettled.append(pending)
+        pending.wait()
+
+    def settle(self) -> None:
+        """No earlier leader hands anything out any more."""
+        unsettled, self.unsettled = self.unsettled, []
+        for pending in unsettled:
+            pending.finish()
+
+    def advance(self, high_watermark: int, readable_end: int, *, settles: bool = True) -> int:
         """Answer everyone below the high watermark; where the readable messages end now."""
         while self.ends and self.ends[0][0] <= high_watermark:
             readable_end = self.ends.popleft()[0]
         while self._pending and self._pending[0].batch.end_offset <= high_watermark:
             pending = self._pending.popleft()
             self.bytes -= pending.size_bytes
-            pending.finish()
+            if settles or pending.batch.kind not in SETTLING:
+                pending.finish()
+            else:
+                self.unsettled.append(pending)
         if self._repeats:
             repeats, self._repeats = self._repeats, []
             for end, repeat in repeats:
@@ -77,8 +96,9 @@ class Uncommitted:
         still on its way to the disk are kept, for the case that this replica leads again before it is written."""
         pending, self._pending = self._pending, deque()
         repeats, self._repeats = self._repeats, []
+        unsettled, self.unsettled = self.unsettled, []
         self.bytes = 0
-        for each in (*pending, *(repeat for _, repeat in repeats)):
+        for each in (*unsettled, *pending, *(repeat for _, repeat in repeats)):
             each.finish(error)
 
     def refuse(self, refused: Container[Pending], error: PortalMQError) -> None:

@@ -113,6 +113,7 @@ class Unfinished:
 
     def here(self, place: Place, call: ListUnfinished) -> UnfinishedRows:
         partition = self._atlas.partition(place)
+        partition.wait_vouched()
         delivery = partition.delivery.get(call.group)
         offset = max(call.offset, partition.log.log_start_offset)
         if delivery is not None and not partition.log.lanes.present:

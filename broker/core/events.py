@@ -135,6 +135,13 @@ class LeaseRenewed:
 
 
 @dataclass(frozen=True, slots=True)
+class LeaderHeard:
+    """The broker of a leader that this replica followed answered here at `at_ms`, and not later as far as is known."""
+
+    at_ms: int
+
+
+@dataclass(frozen=True, slots=True)
 class SessionLost:
     """The session with the control plane has ended: others may have been elected meanwhile."""
 
@@ -147,13 +154,15 @@ class Tick:
 @dataclass(frozen=True, slots=True)
 class AppendRequested:
     """Someone wants `count` offsets. `token` comes back in the answer; `is_control` marks our own records, which are
-    taken as long as this replica leads. The batch's time is `not_before_ms` at the least."""
+    taken as long as this replica leads, and those that hand messages out (`hands_out`) only while its followers vouch
+    for that. The batch's time is `not_before_ms` at the least."""
 
     token: object
     count: int
     stamp: Stamp | None = None
     is_control: bool = False
     not_before_ms: int = 0
+    hands_out: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,10 +192,12 @@ class LogReset:
 
 @dataclass(frozen=True, slots=True)
 class FetchReceived:
-    """A follower's fetch. `token` comes back in ReplyFetch."""
+    """A follower's fetch, or word that it still stands. `token` comes back in ReplyFetch. It was said after
+    `said_after_ms` of this broker's clock; None where that is not known: then it counts as said just now."""
 
     token: object
     fetch: Fetch
+    said_after_ms: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +236,7 @@ Event = (
     PartitionStateChanged
     | BrokersChanged
     | LeaseRenewed
+    | LeaderHeard
     | SessionLost
     | Tick
     | AppendRequested

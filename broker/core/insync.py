@@ -37,8 +37,9 @@ def life_of(incarnation: int, store_uuid: str) -> tuple[int, int]:
 class Follower:
     """What is known of a replica in this epoch. `durable_end` is -1 before its first matching fetch.
 
-    `heard_ms` is when it fetched last, which the lease counts from. `fetched_ms` and `caught_up_ms` measure its lag,
-    and leave out the time in which this process was paused. `in_step`: it has what the log had when it fetched before.
+    `heard_ms` is when it fetched last, which the lease counts from; `vouched_ms` a time at which it surely followed
+    this leader still. `fetched_ms` and `caught_up_ms` measure its lag, and leave out the time in which this process was
+    paused. `in_step`: it has what the log had when it fetched before.
     """
 
     incarnation: int
@@ -46,6 +47,7 @@ class Follower:
     fetched_ms: int
     caught_up_ms: int
     heard_ms: int = NEVER_MS
+    vouched_ms: int = NEVER_MS
     durable_end: int = -1
     leader_end_then: int = 1 << 62
     in_step: bool = False
@@ -74,7 +76,7 @@ class InSync:
         self.state = state
         self.proposed = None
 
-    def fetched(self, fetch: Fetch, leader_end: int, now_ms: int) -> bool:
+    def fetched(self, fetch: Fetch, leader_end: int, now_ms: int, said_after_ms: int | None = None) -> bool:
         """A fetch of this epoch whose log matches ours. False for one of a life before the one known: it is late, and
         says nothing of the replica as it is now."""
         known = self._followers.get(fetch.broker_id)
@@ -95,6 +97,7 @@ class InSync:
         known.durable_end = max(known.durable_end, fetch.durable_offset)
         known.leader_end_then = leader_end
         known.fetched_ms = known.heard_ms = now_ms
+        known.vouched_ms = max(known.vouched_ms, now_ms if said_after_ms is None else said_after_ms)
         known.refused = False
         return True
 
@@ -156,6 +159,12 @@ class InSync:
         others = self.maximal - {self.broker_id}
         heard = (known.heard_ms if (known := self._followers.get(member)) else NEVER_MS for member in others)
         return min(heard, default=None)
+
+    def vouched_by_all_ms(self) -> int | None:
+        """A time at which every other member surely followed this leader; None when there is no other member."""
+        others = self.maximal - {self.broker_id}
+        vouched = (known.vouched_ms if (known := self._followers.get(member)) else NEVER_MS for member in others)
+        return min(vouched, default=None)
 
     def overdue(self, now_ms: int) -> list[int]:
         """Members whose fetch should have come: is their port still open?"""

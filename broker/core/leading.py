@@ -22,7 +22,7 @@ from portalmq.broker.core.events import (
     ReplyFetch,
 )
 from portalmq.broker.core.insync import InSync
-from portalmq.broker.core.replica_state import ReplicaState
+from portalmq.broker.core.replica_state import SUCCESSOR_WAITS_MS, ReplicaState
 from portalmq.errors import NotEnoughReplicas, NotLeader, PortalMQError, Unavailable
 
 UNCOMMITTED_MAX = 500_000
@@ -45,6 +45,10 @@ class LeadingReplica(ReplicaState):
         start = self._epochs.start_of(word.leader_epoch)
         epoch_start = self.next_offset if start is None else start
         self._leading = InSync(self.broker_id, word, epoch_start, now_ms, self.lag_ms)
+        heard_ms = self._heard_leader_ms
+        if len(word.replicas) > 1:
+            heard_ms = max(heard_ms, self._began_ms)  # an earlier life of this broker may have vouched until then
+        self._settles_from_ms = heard_ms + SUCCESSOR_WAITS_MS
         return self._advance_high_watermark(now_ms) if start is not None else [self._start_epoch(wall_ms)]
 
     def _start_epoch(self, wall_ms: int) -> Append:
@@ -74,6 +78,8 @@ class LeadingReplica(ReplicaState):
             raise NotLeader("another broker leads this partition, or none does yet", leader=leader)
         if not self.may_serve(now_ms):
             raise Unavailable("this broker cannot know whether it still leads the partition", retry_after_s=0.2)
+        if event.hands_out and not self.may_hand_out(now_ms):
+            raise Unavailable("its followers do not vouch for the partition's leader just now", retry_after_s=0.2)
         if not event.is_control:
             live, needed = leading.live_members(now_ms), leading.state.min_insync_replicas
             if live < needed:
@@ -124,7 +130,7 @@ class LeadingReplica(ReplicaState):
         epoch, end = self._epochs.end_of(fetch.last_epoch, self.durable_end)
         if epoch < fetch.last_epoch or end < fetch.fetch_offset:
             return [ReplyFetch(event.token, fetch.fetch_offset, Diverging(epoch, end))]
-        if not leading.fetched(fetch, self.durable_end, now_ms):
+        if not leading.fetched(fetch, self.durable_end, now_ms, event.said_after_ms):
             return [ReplyFetch(event.token, fetch.fetch_offset, Rejected(self.highest_epoch))]
         advanced = self._advance_high_watermark(now_ms)
         return [*advanced, *self._propose(now_ms), ReplyFetch(event.token, fetch.fetch_offset, None)]

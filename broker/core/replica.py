@@ -29,6 +29,7 @@ from portalmq.broker.core.events import (
     FetchReplied,
     FollowerRefused,
     IsrAnswered,
+    LeaderHeard,
     LeaseRenewed,
     LogReset,
     Outcome,
@@ -67,6 +68,9 @@ class PartitionReplica(LeadingReplica, FollowingReplica):
                 actions = self._on_tick(now_ms)
             case LeaseRenewed():
                 self._answered_ms = max(self._answered_ms, event.answered_ms)
+                actions = []
+            case LeaderHeard():
+                self._heard_leader_ms = max(self._heard_leader_ms, event.at_ms)
                 actions = []
             case PartitionStateChanged():
                 actions = self._on_state_changed(event, now_ms, wall_ms)

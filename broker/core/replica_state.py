@@ -25,11 +25,16 @@ from portalmq.broker.core.insync import NEVER_MS, InSync
 from portalmq.broker.core.producers import Producers
 
 REFRESH_PAUSE_MS = 300
+# All brokers of a cluster have to agree on this one: a leader hands messages out for so long after its followers have
+# vouched for it, and its successor answers no ack before that is over, with some room for clocks that run apart.
+VOUCHED_FOR_MS = 1_000
+SUCCESSOR_WAITS_MS = VOUCHED_FOR_MS + 100
 
 
 class ReplicaState:
     """`lease_ms`: how long a leader serves without hearing from the control plane or from every other ISR member.
-    `in_sync` is there while this replica leads, `fetch` while it waits for its leader's answer."""
+    `began_ms`: when this process, or this replica in it, began. `in_sync` is there while this replica leads, `fetch`
+    while it waits for its leader's answer."""
 
     def __init__(
         self,
@@ -46,6 +51,7 @@ class ReplicaState:
         store_uuid: str = "",
         lease_ms: int = 4_000,
         lag_ms: int = 3_000,
+        began_ms: int = NEVER_MS,
     ) -> None:
         self.broker_id = broker_id
         self.incarnation = incarnation
@@ -66,6 +72,9 @@ class ReplicaState:
         self._leading: InSync | None = None
         self._brokers: Mapping[int, tuple[int, str]] = {}
         self._answered_ms = NEVER_MS
+        self._began_ms = began_ms
+        self._heard_leader_ms = NEVER_MS
+        self._settles_from_ms = NEVER_MS
         self._proposal: ProposeIsr | None = None
         self._proposal_unknown = False
         self._refreshes = 0
@@ -107,6 +116,18 @@ class ReplicaState:
             return False
         heard_ms = self._leading.heard_of_all_ms()
         return heard_ms is None or now_ms - max(self._answered_ms, heard_ms) <= self.lease_ms
+
+    def may_hand_out(self, now_ms: int) -> bool:
+        """Whether messages may be handed out: no successor has answered an ack (rule 14). Its own word of the control
+        plane would not do, as another one may have been elected since; the successor is one of the ISR."""
+        if self._leading is None or not self.may_serve(now_ms):
+            return False
+        vouched_ms = self._leading.vouched_by_all_ms()
+        return vouched_ms is None or now_ms - vouched_ms <= VOUCHED_FOR_MS
+
+    def may_settle(self, now_ms: int) -> bool:
+        """Whether an ack may be answered: a leader before this one hands nothing out any more (rule 14)."""
+        return now_ms >= self._settles_from_ms
 
     # --- what leader and follower do alike ---------------------------------------------------------------------------
 

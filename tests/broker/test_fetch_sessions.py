@@ -9,7 +9,9 @@ import gevent
 import pytest
 from support.replicas import CLUSTER, TOPIC_ID, Group, eventually, replicas, send
 
-from portalmq.broker.core.events import Fetch
+from portalmq.broker.core.events import Fetch, FetchReceived
+from portalmq.broker.core.insync import NEVER_MS
+from portalmq.broker.core.replica_state import VOUCHED_FOR_MS
 from portalmq.broker.fetch_protocol import (
     AskedPartition,
     BelowStartAnswer,
@@ -57,6 +59,7 @@ def request(turn: int = 1, *asked: AskedPartition, wait_ms: int = 0, **more) -> 
             fields["max_bytes"],
             list(asked),
             fields["left"],
+            fields.get("answered_ms"),
         )
     )
 
@@ -310,3 +313,62 @@ def test_an_answer_that_one_replica_cannot_take_is_not_lost_to_the_others(tmp_pa
             fetchers.follow(partition, 2, Fetch(1, 1, "store-1", 1, 0, 0, 0, 1))
         eventually(lambda: all(partition.replies for partition in both))
         fetchers.close()
+
+
+# --- what a fetch vouches for ----------------------------------------------------------------------------------------
+
+
+def said_after(group: Group, monkeypatch) -> list[int | None]:
+    """The times after which the fetches that reach the leader's core were sent, as it is told."""
+    told: list[int | None] = []
+    tell = group.leader.tell
+
+    def telling(event) -> None:
+        if isinstance(event, FetchReceived):
+            told.append(event.said_after_ms)
+        tell(event)
+
+    monkeypatch.setattr(group.leader, "tell", telling)
+    return told
+
+
+def test_a_request_vouches_for_the_time_of_the_answer_before(group, monkeypatch):
+    told = said_after(group, monkeypatch)
+    end = group.leader.replica.next_offset
+    first = ask(group, request(1, asked(end, 1, hw=end), answered_ms=0))
+    assert 0 < first.answered_ms <= group.clock.now_ms()
+    ask(group, request(2, asked(end, 2, hw=end), answered_ms=first.answered_ms))
+    assert told == [NEVER_MS, first.answered_ms]
+
+
+def test_a_broker_that_does_not_send_the_time_back_counts_as_heard_now(group, monkeypatch):
+    told = said_after(group, monkeypatch)
+    end = group.leader.replica.next_offset
+    ask(group, request(1, asked(end, hw=end)))
+    assert told == [None]
+
+
+def test_followers_vouch_for_their_leader_as_long_as_they_poll(tmp_path):
+    with replicas(tmp_path, 2) as group:
+        eventually(lambda: group.leader.serves)
+        eventually(lambda: group.leader.replica.may_hand_out(group.clock.now_ms()))
+        group.cut(2)
+        eventually(lambda: not group.leader.replica.may_hand_out(group.clock.now_ms()))
+        assert group.leader.replica.may_serve(group.clock.now_ms()), "by the lease of the control plane"
+        group.mend(2)
+        eventually(lambda: group.leader.replica.may_hand_out(group.clock.now_ms()))
+
+
+def test_a_successor_knows_how_long_the_leader_before_was_vouched_for(tmp_path):
+    with replicas(tmp_path, 2) as group:
+        eventually(lambda: group.leader.serves)
+        host = group.hosts[2]
+        eventually(lambda: host.fetchers.heard_ms(group.partition(2)) > 0)
+        group.cut(1)
+        gevent.sleep(0)
+        heard_ms = host.fetchers.heard_ms(group.partition(2))
+        group.elect(2)
+        eventually(lambda: group.partition(2).replica.leading)
+        replica = group.partition(2).replica
+        assert not replica.may_settle(heard_ms + VOUCHED_FOR_MS)
+        assert host.fetchers.heard_ms(group.partition(2)) >= heard_ms

@@ -203,11 +203,17 @@ class Desk:
         then: Callable[[PortalMQError | None], None] | None = None,
         *,
         not_before_ms: int = 0,
+        hands_out: bool = False,
     ) -> int:
         """Append and fold a record; `then` hears when it is committed, or that nobody knows. Returns its offset."""
         control = Control(group, record, self.node.now_ms, self.node.wall_ms, self.high_watermark)
         submission = Submission(
-            self.world.next_uid(), 1, control=control, then=then, not_before_ms=not_before_ms, answer=None
+            self.world.next_uid(),
+            1,
+            control=control,
+            then=self._when_settled(then),
+            not_before_ms=not_before_ms,
+            hands_out=hands_out,
         )
         self.shell.submit(submission)
         if submission.base < 0:
@@ -217,7 +223,23 @@ class Desk:
 
     def wait_appended(self, then: Callable[[PortalMQError | None], None]) -> None:
         """When all that is appended by now is committed."""
-        self.shell.wait_for(self.shell.replica.next_offset, then)
+        settled = self._when_settled(then)
+        assert settled is not None
+        self.shell.wait_for(self.shell.replica.next_offset, settled)
+
+    def _when_settled(
+        self, then: Callable[[PortalMQError | None], None] | None
+    ) -> Callable[[PortalMQError | None], None] | None:
+        """What was done is told when no leader before this one hands anything out any more."""
+
+        def told(error: PortalMQError | None) -> None:
+            assert then is not None
+            if error is None and not self.shell.replica.may_settle(self.world.now):
+                self.shell.soon(100, told, None)
+            else:
+                then(error)
+
+        return told if then is not None else None
 
     def committed(self, high_watermark: int) -> None:
         self.outbox.committed(high_watermark)

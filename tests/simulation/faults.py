@@ -104,11 +104,23 @@ class Faults:
     def isolate(self) -> None:
         node = self._some() if self.world.chance(0.5) else self._leader()
         duration = self._a_while()
-        spare_zookeeper = self.world.chance(0.5)
+        spared = {place for place in (ZOOKEEPER, CLIENTS) if self.world.chance(0.5)}
         for other in self._places():
-            if other != node.id and not (other == ZOOKEEPER and spare_zookeeper):
+            if other != node.id and other not in spared:
                 self.world.network.cut(node.id, other, duration)
                 self.world.network.cut(other, node.id, duration)
+
+    def mistake(self) -> None:
+        """The leader is cut off from the brokers by something that refuses connections, as if it had ended: another is
+        elected at once, while clients still reach the one that was there."""
+        node, duration = self._leader(), self._a_while()
+        for other in self.world.ids:
+            if other != node.id:
+                self.world.network.cut(node.id, other, duration)
+                self.world.network.cut(other, node.id, duration)
+                boss = self.world.nodes[other]
+                if boss.alive and not boss.paused:
+                    boss.membership.mistake(node.id)
 
     def clog(self) -> None:
         source, target = self.world.random.sample([*self.world.ids, CLIENTS], 2)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from portalmq.broker.core.events import Fetch, FetchReplied, Records, Rejected, Reply, ReplyFetch, SendFetch
+from portalmq.broker.core.insync import NEVER_MS
 
 if TYPE_CHECKING:
     from simulation.disk import Batch
@@ -36,6 +37,7 @@ class Fetches:
         self._asked_ms = 0
         self._waiting: dict[int, Waiting] = {}
         self._told_high_watermark: dict[int, int] = {}
+        self._heard: tuple[int, int] = (0, NEVER_MS)  # the leader that answered last, and when on its clock
 
     # --- of its followers --------------------------------------------------------------------------------------------
 
@@ -70,7 +72,7 @@ class Fetches:
             self._send_reply(waiting.fetch, Rejected(replica.highest_epoch), [])
             return
         if waiting.offset < self.disk.start:  # dropped meanwhile
-            self.shell.fetch(waiting.fetch)
+            self.shell.fetch(waiting.fetch)  # no news of the follower
             return
         first = self.disk.index_from(waiting.offset)
         batches = self.disk.batches[first : first + self.world.fetch_batches_max]
@@ -84,7 +86,8 @@ class Fetches:
     def _send_reply(self, fetch: Fetch, reply: Reply, batches: list[Batch]) -> None:
         follower = self.world.nodes[fetch.broker_id]
         answer = FetchReplied(fetch, reply)
-        self.world.network.send(self.node.id, follower.id, follower.call, _ignore, "tell", answer, batches)
+        content = (answer, batches, self.world.now)
+        self.world.network.send(self.node.id, follower.id, follower.call, _ignore, "replied", *content)
 
     # --- its own -----------------------------------------------------------------------------------------------------
 
@@ -106,7 +109,15 @@ class Fetches:
         if asked is not None:
             self._asked_ms = self.world.now
             leader = self.world.nodes[asked.leader]
-            self.world.network.send(self.node.id, leader.id, leader.call, self._on_refused(asked), "fetch", asked.fetch)
+            heard, answered_ms = self._heard
+            content = (asked.fetch, answered_ms if heard == asked.leader else NEVER_MS)
+            self.world.network.send(self.node.id, leader.id, leader.call, self._on_refused(asked), "fetch", *content)
+
+    def heard(self, fetch: Fetch, answered_ms: int) -> None:
+        """An answer came. Whoever gets the next fetch learns that it was sent after this."""
+        asked = self._asked
+        if asked is not None and asked.fetch == fetch:
+            self._heard = (asked.leader, answered_ms)
 
     def _on_refused(self, asked: SendFetch) -> Callable[[], None]:
         def refused() -> None:

@@ -42,6 +42,7 @@ class GroupChecker:
         self._finals: defaultdict[str, dict[int, int]] = defaultdict(dict)  # group -> offset -> epoch that knows
         self._live: defaultdict[tuple[str, int], dict[int, Held]] = defaultdict(dict)
         self._told: dict[tuple[str, int], str] = {}
+        self._answered: defaultdict[str, dict[int, int]] = defaultdict(dict)  # group -> offset -> its ack was answered
 
     def dropped_below(self) -> int:
         """Retention has dropped what lies below, on one replica at least; nobody remembers the dead there."""
@@ -106,6 +107,7 @@ class GroupChecker:
             self.fail("I12", "{}: {} are to be delivered alone", group, receipts)
         for receipt in receipts:
             offset = receipt.offset
+            self._check_unanswered(desk, group, offset)
             letter = self.letters.get(offset)
             if letter is None:
                 self.fail("I12", "{}: {} is handed out and not committed", group, offset)
@@ -159,9 +161,16 @@ class GroupChecker:
         """A leader hands these out once more, to who has them."""
         live = self._live[group, desk.epoch]
         for receipt in receipts:
+            self._check_unanswered(desk, group, receipt.offset)
             lease = live.get(receipt.offset)
             if lease is not None and lease[0] > desk.node.now_ms and lease[1].lease != receipt.lease:
                 self.fail("I12", "{}: {} is handed out again, {} is another's", group, receipt, lease)
+
+    def _check_unanswered(self, desk: Desk, group: str, offset: int) -> None:
+        """Whoever was told that his ack stands sees nobody receive the message afterwards, at whichever leader."""
+        if offset in self._answered[group]:
+            self.fail("I16", "{}: message {} is handed out in epoch {}, and its ack was answered at {}", group, offset,
+                      desk.epoch, self._answered[group][offset])  # fmt: skip
 
     def extended(self, desk: Desk, group: str, offsets: list[int], deadline_ms: int) -> None:
         live = self._live[group, desk.epoch]
@@ -186,7 +195,10 @@ class GroupChecker:
         model = self.queues[group]
         good_states = ("acked",) if by_commit else ("acked", "expired", "dropped")
         for receipt, good in zip(receipts, verdicts, strict=True):
-            if good and model.state.get(receipt.offset) not in good_states and receipt.offset >= self.dropped_below():
+            if not good:
+                continue
+            self._answered[group].setdefault(receipt.offset, self.world.now)
+            if model.state.get(receipt.offset) not in good_states and receipt.offset >= self.dropped_below():
                 self.fail("I13", "{}: the ack of {} is answered, and it is {}", group, receipt.offset,
                           model.state.get(receipt.offset, "fresh"))  # fmt: skip
 

@@ -28,12 +28,15 @@ class Caller:
 
     def __init__(self, world: World) -> None:
         self.world = world
+        self._knows: int | None = None
 
     def leader(self) -> int:
-        leader = self.world.zookeeper.tree.partition.leader
-        return (
-            leader if leader is not None and not self.world.chance(0.05) else self.world.random.choice(self.world.ids)
-        )
+        """Who leads, or who led when it was asked last."""
+        if self._knows is None or not self.world.chance(0.4):
+            self._knows = self.world.zookeeper.tree.partition.leader
+        if self._knows is None or self.world.chance(0.05):
+            return self.world.random.choice(self.world.ids)
+        return self._knows
 
     def call(self, target: int, name: str, content: tuple[Any, ...], then: Callable[[Any], None]) -> None:
         is_open = [True]

@@ -344,6 +344,12 @@ class Membership:
             if self.judged_dead(broker_id):
                 self._decide()
 
+    def mistake(self, broker_id: int) -> None:
+        """Something on the way refuses connections in that broker's place."""
+        if self.controller_epoch is not None:
+            self.refused.add(broker_id)
+            self._decide()
+
     def _probe(self, broker_id: int) -> None:
         if broker_id == self.node.id:
             return

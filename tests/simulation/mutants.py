@@ -284,6 +284,21 @@ def _(original: Any, self: Any, word: core.PartitionStateChanged) -> bool:
     return False
 
 
+@mutant("hands out as long as the control plane answers", 1567, (ReplicaState, "may_hand_out"), has_groups=True)
+def _(original: Any, self: Any, now_ms: int) -> bool:
+    return self.may_serve(now_ms)
+
+
+@mutant("takes a fetch that lay on the way for news", 671, (InSync, "fetched"), has_groups=True)
+def _(original: Any, self: Any, fetch: core.Fetch, leader_end: int, now_ms: int, said_after_ms: Any = None) -> bool:
+    return original(self, fetch, leader_end, now_ms, now_ms)
+
+
+@mutant("answers acks while an earlier leader may hand out", 1947, (ReplicaState, "may_settle"), has_groups=True)
+def _(original: Any, self: Any, now_ms: int) -> bool:
+    return True
+
+
 # --- what clients are told -------------------------------------------------------------------------------------------
 
 

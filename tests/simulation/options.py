@@ -19,6 +19,7 @@ FAULTS = {
     "expire_session": 3.0,
     "cut": 5.0,
     "isolate": 3.0,
+    "mistake": 3.0,
     "clog": 3.0,
     "swizzle": 1.0,
     "zookeeper_gone": 1.0,

@@ -129,6 +129,8 @@ class QueueDesk:
             self.desk.append(group, GroupStart(start, self.node.now_ms), self._when_committed(back, []))
             return
         now_ms = self.node.now_ms
+        if not self.desk.shell.replica.may_hand_out(self.world.now):
+            raise Unavailable("nobody vouches for this leader")
         if attempt is not None and (spans := delivery.replay(attempt, now_ms)) is not None:
             again = [
                 Receipt(offset, span.deliveries, self.desk.epoch, span.lease)
@@ -190,7 +192,7 @@ class QueueDesk:
             tuple(choice.gone),
             tuple(choice.held),
         )
-        self.desk.append(group, record, not_before_ms=choice.not_before_ms)
+        self.desk.append(group, record, not_before_ms=choice.not_before_ms, hands_out=bool(ranges))
         note(self._delivery(group), choice)
 
     # --- settle ------------------------------------------------------------------------------------------------------

@@ -27,8 +27,10 @@ from portalmq.broker.core.events import (
     Event,
     Fetch,
     FetchReceived,
+    FetchReplied,
     FollowerRefused,
     HighWatermarkAdvanced,
+    LeaderHeard,
     LogReset,
     ProposeIsr,
     Quarantine,
@@ -44,6 +46,7 @@ from portalmq.broker.core.events import (
     Truncate,
     Truncated,
 )
+from portalmq.broker.core.insync import NEVER_MS
 from portalmq.broker.core.replica import PartitionReplica
 from portalmq.errors import NotLeader, PortalMQError, StorageFull
 
@@ -72,6 +75,7 @@ class ReplicaShell:
             store_uuid=node.store,
             lease_ms=options.lease_ms,
             lag_ms=options.lag_ms,
+            began_ms=self.world.now,
         )
         self.closed = False
         self.fetches = Fetches(self)
@@ -313,7 +317,16 @@ class ReplicaShell:
 
     def submit(self, submission: Submission) -> None:
         is_control = submission.is_state or submission.control is not None
-        self.tell(AppendRequested(submission, submission.count, submission.stamp, is_control, submission.not_before_ms))
+        self.tell(
+            AppendRequested(
+                submission,
+                submission.count,
+                submission.stamp,
+                is_control,
+                submission.not_before_ms,
+                submission.hands_out,
+            )
+        )
 
     def _finish(self, submission: Submission, error: PortalMQError | None = None) -> None:
         if submission.done:
@@ -390,9 +403,15 @@ class ReplicaShell:
         for _, then in waiters:
             then(error)
 
-    def fetch(self, fetch: Fetch) -> None:
-        """A follower asks."""
-        self.tell(FetchReceived(fetch, fetch))
+    def fetch(self, fetch: Fetch, said_after_ms: int = NEVER_MS) -> None:
+        """A follower asks, `said_after_ms` after this broker has answered it last."""
+        self.tell(FetchReceived(fetch, fetch, said_after_ms))
+
+    def replied(self, answer: FetchReplied, batches: list[Batch], answered_ms: int) -> None:
+        """A leader has answered, at `answered_ms` of its clock."""
+        self.fetches.heard(answer.fetch, answered_ms)
+        self.tell(LeaderHeard(self.world.now))
+        self.tell(answer, batches)
 
     # --- time --------------------------------------------------------------------------------------------------------
 

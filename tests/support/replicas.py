@@ -156,6 +156,7 @@ class Host:
         self.pool = ThreadPool(2)
         self.lag_ms = group.lag_ms
         self.lease_ms = 60_000
+        self.began_ms = 0
         self.faults: list[BaseException] = []
         self.is_full = False
         self.partition: Partition | None = None
