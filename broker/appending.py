@@ -123,7 +123,7 @@ class AppendingPartition(ReadablePartition, ABC):
             not_before_ms=not_before_ms,
             hands_out=hands_out,
         )
-        self.groups.apply(group, record, pending.base_offset)
+        self.groups.apply(group, record, pending.base_offset, pending.batch.leader_epoch)
         return pending
 
     def end_group(self, group: str) -> Pending | None:

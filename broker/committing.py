@@ -288,6 +288,7 @@ class Committing:
             return self._first_answer(at.partition, first, call, len(offsets))
         verdicts, unfinished = at.weigh(_numbered(shown))
         if not all(verdicts.values()):
+            at.wait_refused()
             raise StaleReceipt(
                 f"{sum(not good for good in verdicts.values())} of {len(verdicts)} leases have passed on: nothing was"
                 " acked, and nothing published"
@@ -296,6 +297,7 @@ class Committing:
         open_now = {offset for start, end in ranges for offset in range(start, end)}
         open_now |= {spot[2] for spot in ahead if not at.delivery.is_ahead(spot[2])}
         if open_now != offsets:
+            at.wait_refused()
             raise StaleReceipt(
                 f"{len(offsets - open_now)} of {len(offsets)} messages are done already, by an ack or another commit:"
                 " nothing was acked, and nothing published"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import NamedTuple
 
 import gevent
@@ -21,7 +22,7 @@ from portalmq.broker.core.delivery import OUTSTANDING_MAX, GroupDelivery
 from portalmq.broker.core.fold import SpanFold
 from portalmq.broker.core.receipts import ReceiptBook
 from portalmq.broker.core.records import Ack, Dead, Extend, Grant, GroupStart, Nack, Range, Spot, ranges_of
-from portalmq.broker.handing import DEAD_A_RECORD, HandedOut, Run, backoff_ms, dead_letter_topic, parts_of, runs_of
+from portalmq.broker.handing import DEAD_A_RECORD, Run, backoff_ms, dead_letter_topic, parts_of, runs_of
 from portalmq.broker.partition import Partition
 from portalmq.broker.reader import Piece
 from portalmq.broker.supply import PartitionSupply
@@ -33,7 +34,6 @@ from portalmq.wire import GroupConfig
 
 __all__ = ["Delivered", "GroupPartition", "Peer", "Shown"]
 
-HANDED_RANGES_MAX = 1_000
 # A cursor that has passed so many places of other lanes is worth a record.
 PASSED_MAX = 10_000
 # Messages that were done unseen are kept one by one until the cursor passes them. It is made to after so many more.
@@ -71,7 +71,6 @@ class GroupPartition:
         self._bell = Bell(
             partition, group, self._supply, clock, settings=lambda: self.settings(), on_ring=self._give_up_overdue
         )
-        self._handed = HandedOut()
         self._ahead_max = AHEAD_STEP
         # The group's settings as they are now.
         self.settings: Callable[[], GroupConfig] = GroupConfig
@@ -157,15 +156,11 @@ class GroupPartition:
             tuple(choice.gone),
             tuple(choice.held),
         )
-        self._append_grant(grant, choice)
-        for start, end, _ in ranges:
-            self._handed.add(start, end)
-        if len(self._handed) > HANDED_RANGES_MAX:
-            self._handed.forget_below(self.delivery.floor())
+        granted = self._append_grant(grant, choice)
         self._bell.arm()
         again = sum([end - start for start, end, deliveries in ranges if deliveries > 1])
         self.on_delivered(sum([end - start for start, end, _ in ranges]), again)
-        delivered = self._delivered(runs, deadline_ms)
+        delivered = self._delivered(runs, deadline_ms, granted.batch.leader_epoch)
         if at_most_once:
             done = tuple([(start, end) for start, end, _ in ranges])
             self.partition.append_group_record(self.group, Ack(done, now_ms)).wait()
@@ -218,11 +213,13 @@ class GroupPartition:
             messages += end - start
         return found, None
 
-    def _append_grant(self, grant: Grant, choice: Choice) -> None:
-        self.partition.append_group_record(self.group, grant, is_soft=True, not_before_ms=choice.not_before_ms)
+    def _append_grant(self, grant: Grant, choice: Choice) -> Pending:
+        not_before_ms = choice.not_before_ms
+        pending = self.partition.append_group_record(self.group, grant, is_soft=True, not_before_ms=not_before_ms)
         note(self.delivery, choice)
         if choice.expired:
             self.on_expired(choice.expired)
+        return pending
 
     def _pass_over(self, choice: Choice) -> bool:
         """There was nothing to hand out; whether anything was passed over. That is written down when it counts for
@@ -295,11 +292,11 @@ class GroupPartition:
 
     def _under_lease(self, span: SpanFold) -> list[Delivered]:
         pieces = self.partition.pieces(span.start, span.end, span.end - span.start)
-        return self._delivered(runs_of([(piece, span.deliveries, span.lane) for piece in pieces]), span.available_at_ms)
+        runs = runs_of([(piece, span.deliveries, span.lane) for piece in pieces])
+        return self._delivered(runs, span.available_at_ms, span.leader_epoch)
 
-    def _delivered(self, runs: list[Run], deadline_ms: int) -> list[Delivered]:
+    def _delivered(self, runs: list[Run], deadline_ms: int, leader_epoch: int) -> list[Delivered]:
         topic, number = self.partition.topic, self.partition.number
-        leader_epoch = self.partition.replica.leader_epoch
         delivered: list[Delivered] = []
         for run in runs:
             first, deliveries = run[0][0].start, run[0][1]
@@ -315,30 +312,24 @@ class GroupPartition:
 
     # --- settle ------------------------------------------------------------------------------------------------------
 
-    def _weighed(self, shown: list[Shown]) -> list[Shown]:
-        """The receipts, those of an earlier epoch apart whose message was handed out anew in this one.
-
-        After a fail-over the numbers of deliveries may begin again, as grants are not waited for. So for a message that
-        was handed out since, an older receipt counts like one of no delivery: as long as nobody else has it.
-        """
-        leader_epoch = self.partition.replica.leader_epoch
-        if all(each.leader_epoch >= leader_epoch for each in shown):
-            return shown
-        weighed: list[Shown] = []
-        for each in shown:
-            anew = Shown(0, each.leader_epoch, [], [])
-            as_it_was = Shown(each.delivery, each.leader_epoch, [], [])
-            for index, offset in zip(each.indexes, each.offsets, strict=True):
-                part = anew if each.leader_epoch < leader_epoch and offset in self._handed else as_it_was
-                part.indexes.append(index)
-                part.offsets.append(offset)
-            weighed += [part for part in (as_it_was, anew) if part.offsets]
-        return weighed
-
     def ack(self, shown: list[Shown]) -> tuple[Verdicts, Callable[[], None]]:
-        """Which receipts count, and what to call to wait until their record is committed."""
+        """Which receipts count, and what to call to wait until their record is committed; and so what others were
+        refused for, as it stays so only then."""
         verdicts, unfinished = self.weigh(shown)
-        return verdicts, self._finish(unfinished)
+        done = self._finish(unfinished)
+        if all(verdicts.values()):
+            return verdicts, done
+        refused = self._wait_for_appended()
+
+        def wait_for_both() -> None:
+            done()
+            refused()
+
+        return verdicts, wait_for_both
+
+    def wait_refused(self) -> None:
+        """What is refused is so by the log as it stands, committed: on return no later copy of it can come true."""
+        self._wait_for_appended()()
 
     def finish(self, offsets: Sequence[int], holder: str | None) -> tuple[list[bool], Callable[[], None]]:
         """Done by their places, without receipts: which of them are or were messages of the group to be done, and what
@@ -409,11 +400,10 @@ class GroupPartition:
 
     def weigh(self, shown: list[Shown]) -> tuple[Verdicts, list[int]]:
         """Which receipts count, and the offsets of those whose message may still be unfinished."""
-        now_ms = self._clock.now_ms()
         verdicts: Verdicts = {}
         unfinished: list[int] = []
-        for each in self._weighed(shown):
-            good, more = self.delivery.ackable(each.offsets, each.delivery, now_ms)
+        for each in shown:
+            good, more = self.delivery.ackable(each.offsets, each.delivery, each.leader_epoch)
             verdicts.update(zip(each.indexes, good, strict=True))
             unfinished += more
         return verdicts, unfinished
@@ -454,6 +444,8 @@ class GroupPartition:
             pending = self.partition.append_group_record(self.group, Nack(tuple(back), now_ms, reason))
             waits.append(pending.wait)
             self.notify()
+        if not all(verdicts.values()):
+            waits.append(self._wait_for_appended())
 
         def wait_for_all() -> None:
             for wait in waits:
@@ -467,40 +459,45 @@ class GroupPartition:
         verdicts, held = self._held(shown)
         ranges = ranges_of([offset for _, offsets in held for offset in offsets])
         if not ranges:
-            return verdicts, lambda: None
+            return verdicts, self._wait_for_appended()
         back = tuple([(start, end, now_ms + delay_ms) for start, end in ranges])
         pending = self.partition.append_group_record(self.group, Nack(back, now_ms, reason, unseen=True))
         self.notify()
         return verdicts, pending.wait
 
     def _by_deliveries(self, held: list[tuple[int, list[int]]]) -> list[tuple[int, list[int]]]:
-        """Offsets by the number of their lease; answers them by their deliveries since they were redriven."""
+        """Leased offsets by their deliveries since they were redriven."""
         found: dict[int, list[int]] = {}
-        for lease, offsets in held:
+        for _, offsets in held:
             for offset in offsets:
-                found.setdefault(lease - self.delivery.earlier(offset), []).append(offset)
+                span = self.delivery.at(offset)
+                assert span is not None
+                found.setdefault(span.deliveries, []).append(offset)
         return list(found.items())
 
     def extend(self, shown: list[Shown], visibility_timeout_ms: int) -> Verdicts:
         """Leases are soft, so is their extension: it is logged, and not waited for."""
         now_ms = self._clock.now_ms()
-        verdicts, held = self._held(shown, lambda offset, number: self.delivery.may_extend(offset, number, now_ms))
+        may_extend = partial(self.delivery.may_extend, now_ms=now_ms, by_key=self.settings().ordering == "key")
+        verdicts, held = self._held(shown, may_extend)
         offsets = [offset for _, offsets in held for offset in offsets]
         if offsets:
             record = Extend(ranges_of(offsets), now_ms + visibility_timeout_ms, now_ms)
             self.partition.append_group_record(self.group, record, is_soft=True)
             self._bell.arm()
+        if not all(verdicts.values()):
+            self.wait_refused()
         return verdicts
 
     def _held(
-        self, shown: list[Shown], counts: Callable[[int, int], bool] | None = None
+        self, shown: list[Shown], counts: Callable[..., bool] | None = None
     ) -> tuple[Verdicts, list[tuple[int, list[int]]]]:
         """Which receipts are of the latest lease of their message, and those offsets, by delivery number."""
         counts = counts or self.delivery.holds
         verdicts: Verdicts = {}
         held: list[tuple[int, list[int]]] = []
-        for each in self._weighed(shown):
-            good = [counts(offset, each.delivery) for offset in each.offsets]
+        for each in shown:
+            good = [counts(offset, each.delivery, leader_epoch=each.leader_epoch) for offset in each.offsets]
             verdicts.update(zip(each.indexes, good, strict=True))
             held.append((each.delivery, [offset for offset, holds in zip(each.offsets, good, strict=True) if holds]))
         return verdicts, held

@@ -119,7 +119,7 @@ class GroupsFold:
             self.end(batch.group)
         elif batch.kind in _RECORD_TYPES:
             record = msgspec.msgpack.decode(batch.body, type=_RECORD_TYPES[batch.kind])
-            self.apply(batch.group, record, batch.base_offset)
+            self.apply(batch.group, record, batch.base_offset, batch.leader_epoch)
 
     def take_state(self, offset: int, fold: PartitionFold) -> None:
         """A STATE record is the fold over its own prefix: a replica that began late has the whole of it from here."""
@@ -132,8 +132,8 @@ class GroupsFold:
         self.moves.append((offset, log_start))
         self.purges.clear()
 
-    def apply(self, group: str, record: GroupRecord | StreamRecord, offset: int) -> None:
-        """Fold a group's record that stands at `offset`."""
+    def apply(self, group: str, record: GroupRecord | StreamRecord, offset: int, leader_epoch: int = 0) -> None:
+        """Fold a group's record that stands at `offset`, in a batch of that epoch."""
         if isinstance(record, Done):
             self.outbox.pop(record.record, None)
             self._needs.pop(record.record, None)
@@ -152,7 +152,7 @@ class GroupsFold:
             self.delivery[group] = GroupDelivery(GroupFold(group, 0, 0, []))
         delivery = self.delivery.get(group)
         if delivery is not None:
-            delivery.apply(record, offset)
+            delivery.apply(record, offset, leader_epoch)
 
     def _apply_stream(self, group: str, record: StreamRecord | Commit, offset: int) -> None:
         stream = self.streams.get(group)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
-
 from portalmq.broker.reader import Piece
 from portalmq.wire import GroupConfig
 
@@ -14,37 +12,6 @@ NAMES_MAX = 190
 # Neighbouring pieces with their delivery number and lane, the same in all of a run: they share a range and a receipt's
 # head.
 Run = list[tuple[Piece, int, int]]
-
-
-class HandedOut:
-    """The offsets that were handed out here, in the epoch that goes on. Invariant: sorted, disjoint, not adjacent."""
-
-    def __init__(self) -> None:
-        self._starts: list[int] = []
-        self._ends: list[int] = []
-
-    def add(self, start: int, end: int) -> None:
-        at = bisect_right(self._starts, start)
-        if at and self._ends[at - 1] >= start:
-            at -= 1
-            start = self._starts[at]
-        last = at
-        while last < len(self._starts) and self._starts[last] <= end:
-            end = max(end, self._ends[last])
-            last += 1
-        self._starts[at:last] = [start]
-        self._ends[at:last] = [end]
-
-    def __contains__(self, offset: int) -> bool:
-        at = bisect_right(self._starts, offset) - 1
-        return at >= 0 and offset < self._ends[at]
-
-    def __len__(self) -> int:
-        return len(self._starts)
-
-    def forget_below(self, offset: int) -> None:
-        gone = bisect_right(self._ends, offset)
-        del self._starts[:gone], self._ends[:gone]
 
 
 def runs_of(pieces: list[tuple[Piece, int, int]]) -> list[Run]:

@@ -205,6 +205,12 @@ class Partition(AppendingPartition):
         if self._uncommitted.unsettled and self.replica.may_settle(now_ms):
             self._uncommitted.settle()
 
+    def note_pause(self, now_ms: int) -> None:
+        """A caller wants an answer at `now_ms`. After a pause of this process there is none, reads included, before it
+        is known whether this replica still leads."""
+        if now_ms - self._told_ms > PAUSED_MS and not self.closed:
+            self.tell(Tick())
+
     def _after_a_pause(self, now_ms: int, wall_ms: int) -> list[Action]:
         """This process stood still, or did not get to run: others may have taken it for dead, and have elected another
         leader. What arrived meanwhile must not be answered as if nothing had been."""

@@ -71,6 +71,7 @@ class GroupDelivery:
         self.start = fold.start
         self.next = fold.next
         self.attempts: dict[str, tuple[int, list[Range]]] = dict(fold.attempts)
+        self.attempt_leases: dict[str, tuple[int, list[int]]] = dict(fold.attempt_leases)
         self.last_active_ms = fold.last_active_ms
         self.cursors: dict[int, tuple[int, int]] = {lane: (due_ms, offset) for lane, due_ms, offset in fold.cursors}
         self.commits: dict[bytes, int] = dict(fold.commits)
@@ -106,15 +107,16 @@ class GroupDelivery:
             ahead=sorted((lane, *place) for lane, places in self._ahead.items() for place in places),
             dead=[msgspec.structs.replace(each) for each in self.dead],
             commits=list(self.commits.items()),
+            attempt_leases=dict(self.attempt_leases),
         )
 
     # --- the fold ----------------------------------------------------------------------------------------------------
 
-    def apply(self, record: GroupRecord, offset: int = -1) -> None:
+    def apply(self, record: GroupRecord, offset: int = -1, leader_epoch: int = 0) -> None:
         """Fold one record, which stands at `offset`. Records come in the order of the log, each once."""
         match record:
             case Grant():
-                self._apply_grant(record, offset)
+                self._apply_grant(record, offset, leader_epoch)
             case Ack():
                 self._finish(record.ranges, record.ahead, offset)
             case Commit():
@@ -173,8 +175,9 @@ class GroupDelivery:
             self.keys.done(0, upto)
         self._check()
 
-    def _apply_grant(self, grant: Grant, offset: int) -> None:
+    def _apply_grant(self, grant: Grant, offset: int, leader_epoch: int) -> None:
         self.last_active_ms = max(self.last_active_ms, grant.granted_at_ms)
+        leases: list[int] = []
         lanes = grant.lanes or (0,) * len(grant.ranges)
         holder = intern(grant.holder)  # one string for all that he has
         for (start, end, deliveries), lane in zip(grant.ranges, lanes, strict=True):
@@ -182,7 +185,8 @@ class GroupDelivery:
             expiries = max((span.expiries + span.leased for span in before), default=0)
             earlier = max((span.earlier for span in before), default=0)
             times = (grant.granted_at_ms, grant.deadline_ms)
-            self._insert(SpanFold(start, end, deliveries, expiries, True, *times, lane, earlier, holder))
+            self._insert(SpanFold(start, end, deliveries, expiries, True, *times, lane, earlier, holder, leader_epoch))
+            leases.append(earlier + deliveries)
         for start, end, lane in grant.held:
             self._insert(SpanFold(start, end, 0, 0, False, 0, HELD_MS, lane))
         for start, end in grant.gone:
@@ -197,6 +201,7 @@ class GroupDelivery:
         if grant.attempt_id is not None:
             self._forget_attempts(grant.granted_at_ms)
             self.attempts[grant.attempt_id] = (grant.deadline_ms, [(start, end) for start, end, _ in grant.ranges])
+            self.attempt_leases[grant.attempt_id] = (leader_epoch, leases)
 
     def _forget_attempts(self, now_ms: int) -> None:
         """Attempts stand nearly in the order of their deadlines: drop the first ones that are over or too many."""
@@ -205,6 +210,7 @@ class GroupDelivery:
             if self.attempts[oldest][0] > now_ms and len(self.attempts) < ATTEMPTS_MAX:
                 return
             del self.attempts[oldest]
+            self.attempt_leases.pop(oldest, None)
 
     def _finish(self, ranges: Iterable[Range], ahead: Iterable[Spot], record: int) -> None:
         for start, end in ranges:
@@ -348,16 +354,22 @@ class GroupDelivery:
         return sorted(found)
 
     def replay(self, attempt_id: str, now_ms: int) -> list[SpanFold] | None:
-        """What a repeated receive gets: the spans of its first attempt that are still leased by it, None if unknown."""
+        """What a repeated receive gets: the spans of its first attempt that are still leased by it, None if unknown.
+        What has passed on to somebody else since is his alone."""
         deadline_ms, ranges = self.attempts.get(attempt_id, (0, []))
         if deadline_ms <= now_ms:
             return None
+        leader_epoch, leases = self.attempt_leases.get(attempt_id, (0, []))
+        if len(leases) != len(ranges):
+            return []  # a version before this one has not kept them: what it got comes again when its lease ends
         found: list[SpanFold] = []
-        for start, end in ranges:
+        for (start, end), lease in zip(ranges, leases, strict=True):
             found += [
                 msgspec.structs.replace(span, start=max(start, span.start), end=min(end, span.end))
                 for span in self._overlapping(start, end)
-                if span.leased and span.available_at_ms > now_ms
+                if span.leased
+                and span.available_at_ms > now_ms
+                and (span.leader_epoch, span.lease) == (leader_epoch, lease)
             ]
         return found
 
@@ -372,10 +384,11 @@ class GroupDelivery:
                 return attempt_id.startswith(f"{holder}:")
         return False
 
-    def ackable(self, offsets: Iterable[int], delivery: int, now_ms: int) -> tuple[list[bool], list[int]]:
+    def ackable(self, offsets: Iterable[int], delivery: int, leader_epoch: int = 0) -> tuple[list[bool], list[int]]:
         """Whether receipts of the `delivery`-th lease still count, and those of the offsets that are not done yet.
 
-        One counts when its message is done already (acking twice is fine), or no later delivery of it is out.
+        One counts when its message is done already (acking twice is fine), or when it is of the latest lease, run out
+        or not. Whether that one still runs does not matter, nor who gave it back: what is refused once stays refused.
         """
         verdicts: list[bool] = []
         unfinished: list[int] = []
@@ -389,7 +402,7 @@ class GroupDelivery:
                     # Done, or its grant is lost: `next` says nothing of other lanes, and their cursors may be lost too.
                     unfinished.append(offset)
                 continue
-            good = span.lease <= delivery or not (span.leased and span.available_at_ms > now_ms)
+            good = not span.is_later(leader_epoch, delivery) and not span.is_unleased_since
             verdicts.append(good)
             if good:
                 unfinished.append(offset)
@@ -403,22 +416,22 @@ class GroupDelivery:
         """Whether the message was handed out, as far as this log knows, and is not done."""
         return self.at(offset) is not None
 
-    def holds(self, offset: int, delivery: int) -> bool:
+    def holds(self, offset: int, delivery: int, leader_epoch: int = 0) -> bool:
         """Whether the delivery is the latest one and its lease has neither been given back nor passed on."""
         span = self.at(offset)
-        return span is not None and span.leased and span.lease <= delivery
+        return span is not None and span.leased and not span.is_later(leader_epoch, delivery)
 
     def earlier(self, offset: int) -> int:
         """How often the message was delivered before it was redriven last."""
         span = self.at(offset)
         return 0 if span is None else span.earlier
 
-    def may_extend(self, offset: int, delivery: int, now_ms: int) -> bool:
+    def may_extend(self, offset: int, delivery: int, now_ms: int, leader_epoch: int = 0, *, by_key: bool) -> bool:
         """Whether that lease may be prolonged. One that has ended may be while nobody else has the message; but where
         keys are in order it may be the turn of another message by then."""
         span = self.at(offset)
         ended = span is not None and span.available_at_ms <= now_ms
-        return self.holds(offset, delivery) and not (ended and self.keys is not None)
+        return self.holds(offset, delivery, leader_epoch) and not (ended and by_key)
 
     def has_returned(self, now_ms: int) -> bool:
         """Whether a message that was handed out before is free again."""

@@ -24,7 +24,8 @@ class SpanFold(msgspec.Struct, array_like=True, gc=False):
     `available_at_ms` ends the lease, or the back-off after a nack, that began at `granted_at_ms`; HELD_MS says that
     the message waits for an earlier one of its key. `earlier` counts the leases that are no deliveries any more
     (before a redrive, or given back unseen): the number of a lease never comes again, so no receipt from before counts.
-    `holder` is who has the lease, where the receive gave his name.
+    `holder` is who has the lease, where the receive gave his name. `leader_epoch` is that of the last lease: 0 where
+    there was none, or where a version before this one has not kept it.
     Invariant: start < end, deliveries >= 0; a holder has a lease.
     """
 
@@ -38,11 +39,23 @@ class SpanFold(msgspec.Struct, array_like=True, gc=False):
     lane: int = 0
     earlier: int = 0
     holder: str = ""
+    leader_epoch: int = 0
 
     @property
     def lease(self) -> int:
         """The number of the last lease, as its receipts have it."""
         return self.earlier + self.deliveries
+
+    @property
+    def is_unleased_since(self) -> bool:
+        """Whether nobody has had it since it was redriven, or since its only lease was given back unseen."""
+        return self.deliveries == 0 and self.earlier > 0
+
+    def is_later(self, leader_epoch: int, lease: int) -> bool:
+        """Whether the last lease is a later one than that. Numbers begin again where a fail-over has lost a grant."""
+        if self.leader_epoch in (0, leader_epoch):
+            return self.lease > lease
+        return self.leader_epoch > leader_epoch
 
 
 class DeadFold(msgspec.Struct, array_like=True, gc=False):
@@ -61,7 +74,8 @@ class GroupFold(msgspec.Struct, array_like=True):
     """A queue group on this partition. Offsets of lane 0 below `next` and in no span are done; from `next` on none was
     handed out. `spans` and `dead` are sorted and disjoint. `cursors` are those of the other lanes, and `ahead` messages
     that are done before their lane's cursor has reached them, both as (lane, due_ms, offset). `commits` are the last
-    commits by their id: (id, offset of the record)."""
+    commits by their id: (id, offset of the record). `attempt_leases` has the leader epoch of an attempt and the number
+    of the lease of each of its ranges, where they are known."""
 
     group: str
     start: int
@@ -74,6 +88,7 @@ class GroupFold(msgspec.Struct, array_like=True):
     ahead: list[tuple[int, int, int]] = []
     dead: list[DeadFold] = []
     commits: list[tuple[bytes, int]] = []
+    attempt_leases: dict[str, tuple[int, list[int]]] = {}
 
 
 class StreamFold(msgspec.Struct, array_like=True):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
-from itertools import takewhile
+from itertools import takewhile, zip_longest
 from typing import Any
 
 import apsw
@@ -67,6 +67,7 @@ CREATE TABLE spans (
     lane            INTEGER NOT NULL,
     earlier         INTEGER NOT NULL,
     holder          TEXT NOT NULL,
+    leader_epoch    INTEGER NOT NULL,
     PRIMARY KEY (group_name, start_offset)
 ) WITHOUT ROWID;
 
@@ -93,10 +94,11 @@ CREATE TABLE dead_ranges (
 ) WITHOUT ROWID;
 
 CREATE TABLE attempts (
-    group_name  TEXT NOT NULL,
-    position    INTEGER NOT NULL,
-    attempt_id  TEXT NOT NULL,
-    deadline_ms INTEGER NOT NULL,
+    group_name   TEXT NOT NULL,
+    position     INTEGER NOT NULL,
+    attempt_id   TEXT NOT NULL,
+    deadline_ms  INTEGER NOT NULL,
+    leader_epoch INTEGER,
     PRIMARY KEY (group_name, position)
 ) WITHOUT ROWID;
 
@@ -106,6 +108,7 @@ CREATE TABLE attempt_ranges (
     position     INTEGER NOT NULL,
     start_offset INTEGER NOT NULL,
     end_offset   INTEGER NOT NULL,
+    lease        INTEGER,
     PRIMARY KEY (group_name, attempt_id, position)
 ) WITHOUT ROWID;
 
@@ -355,19 +358,24 @@ def _insert_group(
         (name, position, group.start, group.next, next_messages_before, group.last_active_ms),
     )
     connection.executemany(
-        "INSERT INTO spans VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        "INSERT INTO spans VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
         ((name, *msgspec.structs.astuple(span)) for span in group.spans),
     )
     connection.executemany(
-        "INSERT INTO attempts VALUES (?, ?, ?, ?)",
-        ((name, index, attempt, deadline) for index, (attempt, (deadline, _)) in enumerate(group.attempts.items())),
+        "INSERT INTO attempts VALUES (?, ?, ?, ?, ?)",
+        (
+            (name, index, attempt, deadline, group.attempt_leases.get(attempt, (None,))[0])
+            for index, (attempt, (deadline, _)) in enumerate(group.attempts.items())
+        ),
     )
     connection.executemany(
-        "INSERT INTO attempt_ranges VALUES (?, ?, ?, ?, ?)",
+        "INSERT INTO attempt_ranges VALUES (?, ?, ?, ?, ?, ?)",
         (
-            (name, attempt, index, start, end)
+            (name, attempt, index, start, end, lease)
             for attempt, (_, ranges) in group.attempts.items()
-            for index, (start, end) in enumerate(ranges)
+            for index, ((start, end), lease) in enumerate(
+                zip_longest(ranges, group.attempt_leases.get(attempt, (0, ()))[1])
+            )
         ),
     )
 
@@ -416,7 +424,7 @@ def _read_producers(connection: apsw.Connection) -> list[ProducerFold]:
 
 def _read_groups(connection: apsw.Connection) -> list[GroupFold]:
     groups = {
-        name: GroupFold(name, start, next_offset, [], {}, last_active_ms)
+        name: GroupFold(name, start, next_offset, [], {}, last_active_ms, attempt_leases={})
         for name, start, next_offset, last_active_ms in connection.execute(
             "SELECT group_name, start_offset, next_offset, last_active_ms FROM groups ORDER BY position"
         )
@@ -425,15 +433,19 @@ def _read_groups(connection: apsw.Connection) -> list[GroupFold]:
         "SELECT * FROM spans ORDER BY group_name, start_offset"
     ):
         groups[name].spans.append(SpanFold(start, end, deliveries, expiries, bool(leased), *rest))
-    for name, attempt, deadline_ms in connection.execute(
-        "SELECT group_name, attempt_id, deadline_ms FROM attempts ORDER BY group_name, position"
+    for name, attempt, deadline_ms, leader_epoch in connection.execute(
+        "SELECT group_name, attempt_id, deadline_ms, leader_epoch FROM attempts ORDER BY group_name, position"
     ):
         groups[name].attempts[attempt] = (deadline_ms, [])
-    for name, attempt, start, end in connection.execute(
-        "SELECT group_name, attempt_id, start_offset, end_offset FROM attempt_ranges"
+        if leader_epoch is not None:
+            groups[name].attempt_leases[attempt] = (leader_epoch, [])
+    for name, attempt, start, end, lease in connection.execute(
+        "SELECT group_name, attempt_id, start_offset, end_offset, lease FROM attempt_ranges"
         " ORDER BY group_name, attempt_id, position"
     ):
         groups[name].attempts[attempt][1].append((start, end))
+        if lease is not None:
+            groups[name].attempt_leases[attempt][1].append(lease)
     for name, lane, due_ms, offset in _rows(connection, "cursors"):
         groups[name].cursors.append((lane, due_ms, offset))
     for name, lane, due_ms, offset in _rows(connection, "ahead"):

@@ -49,7 +49,7 @@ from portalmq.broker.storage.turn import Turn
 from portalmq.broker.storage.wal import BUSY_TIMEOUT_MS, make_durable
 
 STATE_NAME = "state.sqlite"
-STATE_SCHEMA_VERSION = 4
+STATE_SCHEMA_VERSION = 5
 # What SQLite may have put beside the file.
 BESIDE = ("-wal", "-shm", "-journal")
 

@@ -71,6 +71,23 @@ def test_a_commit_that_two_send_at_once_is_done_once(fixture):
     assert there(fixture) == ["A"]
 
 
+def test_a_commit_that_was_refused_stays_so_when_it_comes_once_more(fixture):
+    """A copy of it may lie in the socket of a broker that stands still, and its sender has rolled back by then."""
+    send(fixture, "a")
+    late = receive(fixture)
+    fixture.clock.advance(60_000)
+    (held,) = receive(fixture)
+    for _ in range(2):
+        with pytest.raises(StaleReceipt) as refused:
+            commit(fixture, late, outputs("A"))
+        assert refused.value.outcome == "not_applied"
+        assert fixture.broker.ack("g", [late[0].receipt]) == [False]
+        fixture.broker.nack("g", [held.receipt], 60_000, None)  # from now on nobody has it
+    fixture.clock.advance(60_000)
+    assert [message.delivery_count for message in receive(fixture)] == [3]
+    assert there(fixture) == []
+
+
 def test_a_lease_that_has_passed_on_refuses_the_whole_commit(fixture):
     send(fixture, "a", "b")
     late = receive(fixture, 1)

@@ -470,13 +470,13 @@ def test_a_sleeper_does_not_oversleep_a_message_in_a_partition_that_was_added(fi
     assert texts(asleep.get(timeout=50)) == ["a"]
 
 
-def older_receipt(fixture: Fixture, message) -> str:
+def older_receipt(fixture: Fixture, message, epochs_ago: int = 1) -> str:
     """The receipt that an earlier leader gave for the same delivery of a message."""
     group = fixture.broker.groups.known("g")
     topic = fixture.broker.topics.get("t")
     book = fixture.broker.groups.book(group, topic.state.topic_id)
     epoch = topic.partition(message.partition).replica.leader_epoch
-    return book.writer(message.partition, message.offset, 1, message.delivery_count, epoch - 1)(message.offset)
+    return book.writer(message.partition, message.offset, 1, message.delivery_count, epoch - epochs_ago)(message.offset)
 
 
 def test_a_receipt_of_an_earlier_leader_counts_until_somebody_else_has_the_message(tmp_path):
@@ -490,8 +490,25 @@ def test_a_receipt_of_an_earlier_leader_counts_until_somebody_else_has_the_messa
         assert fixture.broker.extend("g", [older_receipt(fixture, first)], None) == [False]
         assert fixture.broker.ack("g", [first.receipt]) == [True]
         fixture.clock.advance(LEASE_MS + 1)
-        assert fixture.broker.ack("g", [older_receipt(fixture, second)]) == [True], "nobody holds it any more"
-        assert receive(fixture) == []
+        assert fixture.broker.ack("g", [older_receipt(fixture, second)]) == [False], "what was refused stays so"
+        assert [message.delivery_count for message in receive(fixture)] == [2]
+
+
+def test_an_older_receipt_takes_no_lease_away_after_a_second_election(tmp_path):
+    """What this leader handed out itself is not all that counts: the lease may be of the leader before."""
+    clock = HandClock()
+    with running(tmp_path, clock) as before:
+        send(before, "a")
+        (message,) = receive(before)
+        partition = before.broker.topics.get("t").partition(0)
+        eventually(lambda: partition.high_watermark == partition.replica.next_offset)  # its grant is on disk
+    with running(tmp_path, clock) as after:
+        older = older_receipt(after, message, epochs_ago=2)
+        assert after.broker.nack("g", [older], None, None) == [False]
+        assert after.broker.extend("g", [older], None) == [False]
+        assert after.broker.ack("g", [older]) == [False]
+        assert receive(after) == [], "its lease runs"
+        assert after.broker.extend("g", [message.receipt], None) == [True]
 
 
 def test_a_receipt_of_an_earlier_leader_may_be_extended_and_acked_while_its_lease_is_known(tmp_path):

@@ -18,6 +18,7 @@ from simulation.stream_desk import StreamDesk
 from portalmq.broker.core import delivery, streams
 from portalmq.broker.core.choice import NEVER_MS
 from portalmq.broker.core.delivery import GroupDelivery
+from portalmq.broker.core.fold import SpanFold
 from portalmq.broker.core.keys import KeyBook
 from portalmq.broker.core.rebalance import Draft
 from portalmq.broker.core.records import Claim, CommitOffset, Grant
@@ -32,6 +33,21 @@ mutant = partial(any_mutant, has_groups=True)
 @mutant("accepts stale receipts", 3, (GroupDelivery, "ackable"))
 def _(original: Any, self: Any, offsets: Any, *more: Any) -> Any:
     return [True] * len(offsets), list(offsets)
+
+
+@mutant("takes a receipt by its number alone", 287, (SpanFold, "is_later"))
+def _(original: Any, self: Any, leader_epoch: int, lease: int) -> bool:
+    return self.lease > lease
+
+
+@mutant("takes an older receipt while nobody has the message", 123, (GroupDelivery, "ackable"))
+def _(original: Any, self: Any, offsets: Any, *more: Any) -> Any:
+    offsets = list(offsets)
+    verdicts, _ = original(self, offsets, *more)
+    spans = [self.at(offset) for offset in offsets]
+    free = [span is not None and not span.leased for span in spans]
+    verdicts = [good or is_free for good, is_free in zip(verdicts, free, strict=True)]
+    return verdicts, [offset for offset, good in zip(offsets, verdicts, strict=True) if good]
 
 
 @mutant("acks what is dead", 3, (GroupDelivery, "is_dead"))
@@ -165,8 +181,8 @@ def _(original: Any, self: Any, now_ms: int) -> None:
 
 
 @mutant("prolongs a lease when it is another's turn", 1415, (GroupDelivery, "may_extend"))
-def _(original: Any, self: Any, offset: int, number: int, now_ms: int) -> bool:
-    return self.holds(offset, number)
+def _(original: Any, self: Any, offset: int, number: int, now_ms: int, *more: Any, by_key: bool) -> bool:
+    return self.holds(offset, number, *more)
 
 
 # --- the outbox ------------------------------------------------------------------------------------------------------

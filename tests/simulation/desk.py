@@ -82,6 +82,8 @@ class Desk:
         first = states[-1] if states and (disk.start or self.world.chance(0.7)) else 0
         for batch in disk.batches[:first]:
             self.lanes.add(batch)
+            if batch.mail:
+                self._unreadable.append((batch.end, batch.head.appended_at_ms))
         for batch in disk.batches[first:]:
             self._take(batch)
         self.groups.forget_below(disk.start)
@@ -119,7 +121,7 @@ class Desk:
             elif isinstance(record, GroupEnd):
                 self.groups.end(batch.control.group)
             else:
-                self.groups.apply(batch.control.group, record, batch.base)
+                self.groups.apply(batch.control.group, record, batch.base, batch.head.leader_epoch)
 
     def readable_by_ms(self) -> int:
         """All messages that are due by then are readable: one that is not is due after the time of its batch."""
@@ -173,7 +175,6 @@ class Desk:
                 delivery.take_over(self.node.now_ms)
         if self._book is not book:
             self._book = book
-            self.queue.begin()
             self.outbox.begin()
             self.world.checker.groups.agrees(self)
         return True

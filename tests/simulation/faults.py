@@ -114,6 +114,7 @@ class Faults:
         """The leader is cut off from the brokers by something that refuses connections, as if it had ended: another is
         elected at once, while clients still reach the one that was there."""
         node, duration = self._leader(), self._a_while()
+        self.world.mistaken_until[node.id] = self.world.now + duration
         for other in self.world.ids:
             if other != node.id:
                 self.world.network.cut(node.id, other, duration)

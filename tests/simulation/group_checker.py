@@ -42,6 +42,8 @@ class GroupChecker:
         self._finals: defaultdict[str, dict[int, int]] = defaultdict(dict)  # group -> offset -> epoch that knows
         self._live: defaultdict[tuple[str, int], dict[int, Held]] = defaultdict(dict)
         self._told: dict[tuple[str, int], str] = {}
+        self._attempts: defaultdict[tuple[str, str], set[Receipt]] = defaultdict(set)
+        self._refused: set[tuple[str, Receipt]] = set()
         self._answered: defaultdict[str, dict[int, int]] = defaultdict(dict)  # group -> offset -> its ack was answered
 
     def dropped_below(self) -> int:
@@ -99,8 +101,12 @@ class GroupChecker:
             if epoch == desk.epoch:
                 live.clear()
 
-    def handed(self, desk: Desk, group: str, receipts: list[Receipt], deadline_ms: int, *, alone: bool) -> None:
+    def handed(
+        self, desk: Desk, group: str, receipts: list[Receipt], deadline_ms: int, attempt: str | None, *, alone: bool
+    ) -> None:
         """A leader hands these out."""
+        if attempt is not None:
+            self._attempts[group, attempt].update(receipts)
         model, now_ms, wall_ms = self.queues[group], desk.node.now_ms, desk.node.wall_ms
         live = self._live[group, desk.epoch]
         if alone and len(receipts) != 1:
@@ -112,7 +118,7 @@ class GroupChecker:
             if letter is None:
                 self.fail("I12", "{}: {} is handed out and not committed", group, offset)
                 return
-            is_first = receipt.delivery == 1 and model.state.get(offset, "fresh") == "fresh" and not model.config.by_key
+            is_first = receipt.lease == 1 and model.state.get(offset, "fresh") == "fresh" and not model.config.by_key
             due_ms = letter.mail.deliver_at_ms
             if is_first and due_ms is not None and due_ms > max(wall_ms, letter.appended_at_ms):
                 self.fail("I12", "{}: message {} is handed out {} ms early", group, offset, due_ms - wall_ms)
@@ -157,8 +163,11 @@ class GroupChecker:
                 self.fail("I12", "{}: message {} is handed out before {} of its key, which is {}", model.config.name,
                           offset, other, model.state.get(other, "fresh"))  # fmt: skip
 
-    def repeated(self, desk: Desk, group: str, receipts: list[Receipt]) -> None:
+    def repeated(self, desk: Desk, group: str, attempt: str, receipts: list[Receipt]) -> None:
         """A leader hands these out once more, to who has them."""
+        if not self._attempts[group, attempt].issuperset(receipts):
+            self.fail("I12", "{}: {} of {} are handed out again to {!r}", group, receipts,
+                      self._attempts[group, attempt], attempt)  # fmt: skip
         live = self._live[group, desk.epoch]
         for receipt in receipts:
             self._check_unanswered(desk, group, receipt.offset)
@@ -181,7 +190,15 @@ class GroupChecker:
     def accepted(self, desk: Desk, group: str, receipts: list[Receipt], verdicts: list[bool]) -> None:
         """A leader is about to use these receipts, or refuses them."""
         live = self._live[group, desk.epoch]
+        knows_all = desk.epoch >= self.world.checker.committed_epoch
         for receipt, good in zip(receipts, verdicts, strict=True):
+            is_open = desk.groups.delivery[group].has_span(receipt.offset)
+            granted = self.queues[group].leases.get(receipt.offset)
+            if good and is_open and knows_all and granted and receipt.leader_epoch < granted.leader_epoch:
+                self.fail("I12", "{}: {} is accepted, and was granted anew in epoch {}", group, receipt,
+                          granted.leader_epoch)  # fmt: skip
+            if good and is_open and (group, receipt) in self._refused:
+                self.fail("I15", "{}: {} was refused, and is accepted now", group, receipt)
             lease = live.get(receipt.offset)
             if not good or lease is None or lease[0] <= desk.node.now_ms:
                 continue
@@ -196,6 +213,7 @@ class GroupChecker:
         good_states = ("acked",) if by_commit else ("acked", "expired", "dropped")
         for receipt, good in zip(receipts, verdicts, strict=True):
             if not good:
+                self._refused.add((group, receipt))
                 continue
             self._answered[group].setdefault(receipt.offset, self.world.now)
             if model.state.get(receipt.offset) not in good_states and receipt.offset >= self.dropped_below():
@@ -203,7 +221,8 @@ class GroupChecker:
                           model.state.get(receipt.offset, "fresh"))  # fmt: skip
 
     def refused(self, group: str, call: str) -> None:
-        """A client is told that its commit call, repeated or not, did nothing."""
+        """A client is told that its commit call, repeated or not, did nothing: nothing will come of it later either."""
+        self.queues[group].refused_calls.add(call)
         if call in self.queues[group].calls:
             self.fail("I13", "{}: {} is refused, and has been committed", group, call)
 

@@ -75,6 +75,7 @@ class QueueModel:
         self.receipts: set[Receipt] = set()
         self.twins: set[Receipt] = set()
         self.calls: set[str] = set()
+        self.refused_calls: set[str] = set()
         self.call_of: dict[int, str] = {}  # message -> the call that committed it, "" for one without outputs
         self.redriven: set[int] = set()
         self.finals: set[int] = set()  # acked or expired for good by the record that was taken last
@@ -238,6 +239,8 @@ class QueueModel:
         call = commit.outputs[0].record.partition("/")[0] if commit.outputs else ""
         if call and call in self.calls:
             self.fail("I13", "{}: call {} is committed twice", self.config.name, call)
+        if call in self.refused_calls:
+            self.fail("I15", "{}: call {} was refused, and is committed", self.config.name, call)
         self.calls.add(call)
         done = [at for start, end in commit.ranges for at in range(start, end)] + [at for _, _, at in commit.ahead]
         self.call_of.update(dict.fromkeys(done, call))

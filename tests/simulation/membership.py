@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from simulation.zookeeper import Conflict, Failure, Session, Tree
 
-from portalmq.broker.core.events import IsrAnswered, Outcome, ProposeIsr
+from portalmq.broker.core.events import IsrAnswered, Outcome, PartitionStateChanged, ProposeIsr
 from portalmq.broker.word import word_of
 from portalmq.control_plane import controller
 from portalmq.control_plane.state import BrokerState, ControllerState, PartitionState, with_isr
@@ -158,10 +158,18 @@ class Membership:
             self.node.brokers_changed({id: (b.incarnation, b.store_uuid) for id, (b, _) in tree.brokers.items()})
         if before is None or before.version != tree.version or self.world.chance(0.05):
             self.node.told(word_of(tree.partition, tree.version, self.world.options.min_insync))
+        if self.world.chance(self.world.options.stale_words):
+            older = word_of(tree.partition, tree.version, self.world.options.min_insync)
+            self.node.soon(self.world.random.randint(1, 500), self._tell_late, older)
         if self.world.options.groups is not None:
             self.node.coordinating.rang(tree)
         self._campaign()
         self._decide()
+
+    def _tell_late(self, word: PartitionStateChanged) -> None:
+        """Somebody on this broker had read this, and passes it on when newer words have been told already."""
+        self.world.count("word told late")
+        self.node.told(word)
 
     def tell_again(self) -> None:
         if self.tree is not None:
@@ -355,7 +363,7 @@ class Membership:
             return
         other = self.world.nodes[broker_id]
         is_open = self.world.network.is_open(self.node.id, broker_id)
-        if is_open and not other.alive:
+        if (is_open and not other.alive) or self.world.refuses(broker_id):
             self.refused.add(broker_id)
         elif is_open and not other.paused and not self.world.chance(self.world.slowness):
             self.unanswered.pop(broker_id, None)

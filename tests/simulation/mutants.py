@@ -149,6 +149,13 @@ def _(original: Any, self: Any, word: core.PartitionStateChanged, *more: Any) ->
     return original(self, word, *more)
 
 
+@mutant("follows an older word of its epoch", 15, (PartitionReplica, "_on_state_changed"))
+def _(original: Any, self: Any, word: core.PartitionStateChanged, *more: Any) -> Any:
+    if self.state is not None and word.leader_epoch == self.highest_epoch:
+        self.state = replace(self.state, version=min(self.state.version, word.version))
+    return original(self, word, *more)
+
+
 @mutant("does not compare logs", 3, (LeadingReplica, "_on_fetch_received"))
 def _(original: Any, self: Any, event: core.FetchReceived, now_ms: int) -> Any:
     blind = replace(event, fetch=replace(event.fetch, last_epoch=self.last_epoch))
@@ -284,17 +291,17 @@ def _(original: Any, self: Any, word: core.PartitionStateChanged) -> bool:
     return False
 
 
-@mutant("hands out as long as the control plane answers", 1567, (ReplicaState, "may_hand_out"), has_groups=True)
+@mutant("hands out as long as the control plane answers", 3515, (ReplicaState, "may_hand_out"), has_groups=True)
 def _(original: Any, self: Any, now_ms: int) -> bool:
     return self.may_serve(now_ms)
 
 
-@mutant("takes a fetch that lay on the way for news", 671, (InSync, "fetched"), has_groups=True)
+@mutant("takes a fetch that lay on the way for news", 3515, (InSync, "fetched"), has_groups=True)
 def _(original: Any, self: Any, fetch: core.Fetch, leader_end: int, now_ms: int, said_after_ms: Any = None) -> bool:
     return original(self, fetch, leader_end, now_ms, now_ms)
 
 
-@mutant("answers acks while an earlier leader may hand out", 1947, (ReplicaState, "may_settle"), has_groups=True)
+@mutant("answers acks while an earlier leader may hand out", 2851, (ReplicaState, "may_settle"), has_groups=True)
 def _(original: Any, self: Any, now_ms: int) -> bool:
     return True
 

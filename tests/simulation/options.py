@@ -59,6 +59,7 @@ class Options:
     heavy_tail: float
     stale_reads: float
     missed_watches: float
+    stale_words: float
     connection_loss: float
     outliving_ms: int
     fault_every_ms: int
@@ -105,6 +106,7 @@ def draw(seed: int, events: int, random: Random) -> Options:
         heavy_tail=random.choice([0.0, 0.01, 0.1]),
         stale_reads=random.choice([0.0, 0.2, 0.6]),
         missed_watches=random.choice([0.0, 0.1, 0.4]),
+        stale_words=random.choice([0.0, 0.1, 0.5]),
         connection_loss=random.choice([0.0, 0.02, 0.2]),
         outliving_ms=random.choice([0, 0, 500, 3_000]),
         fault_every_ms=random.choice([150, 400, 1_000, 2_500]),

@@ -104,11 +104,6 @@ class QueueDesk:
         self.desk = desk
         self.world = desk.world
         self.node = desk.node
-        self._handed: dict[str, set[int]] = {}
-
-    def begin(self) -> None:
-        """A new epoch: nothing was handed out in it."""
-        self._handed = {}
 
     def _delivery(self, group: str) -> GroupDelivery:
         delivery = self.desk.groups.delivery.get(group)
@@ -133,12 +128,12 @@ class QueueDesk:
             raise Unavailable("nobody vouches for this leader")
         if attempt is not None and (spans := delivery.replay(attempt, now_ms)) is not None:
             again = [
-                Receipt(offset, span.deliveries, self.desk.epoch, span.lease)
+                Receipt(offset, span.deliveries, span.leader_epoch, span.lease)
                 for span in spans
                 for offset in range(span.start, span.end)
                 if offset in self.desk.lanes.mail
             ]
-            self.world.checker.groups.repeated(self.desk, group, again)
+            self.world.checker.groups.repeated(self.desk, group, attempt, again)
             back(again)
             return
         choice = self._chosen(group, max_messages)
@@ -152,9 +147,8 @@ class QueueDesk:
             for handed in choice.handed
             for offset in range(handed.start, handed.end)
         ]
-        self._handed.setdefault(group, set()).update(receipt.offset for receipt in receipts)
         self.world.note(self.node.id, "{}: hands out {} until {}", group, receipts, deadline_ms)
-        self.world.checker.groups.handed(self.desk, group, receipts, deadline_ms, alone=choice.alone)
+        self.world.checker.groups.handed(self.desk, group, receipts, deadline_ms, attempt, alone=choice.alone)
         if config.at_most_once:
             ranges = ranges_of([receipt.offset for receipt in receipts])
             self.desk.append(group, Ack(ranges, now_ms), self._when_committed(back, receipts))
@@ -198,21 +192,16 @@ class QueueDesk:
     # --- settle ------------------------------------------------------------------------------------------------------
 
     def _weigh(self, group: str, receipts: list[Receipt]) -> tuple[list[bool], list[int]]:
-        """Which count, and the messages of those that may be unfinished. A receipt of an earlier epoch counts for a
-        message that was handed out anew in this one as long as nobody has it."""
+        """Which count, and the messages of those that may be unfinished."""
         delivery = self._delivery(group)
         verdicts: list[bool] = []
         unfinished: list[int] = []
         for receipt in receipts:
-            good, more = delivery.ackable([receipt.offset], self._number(group, receipt), self.node.now_ms)
+            good, more = delivery.ackable([receipt.offset], receipt.lease, receipt.leader_epoch)
             verdicts += good
             unfinished += more
         self.world.checker.groups.accepted(self.desk, group, receipts, verdicts)
         return verdicts, sorted(set(unfinished))
-
-    def _number(self, group: str, receipt: Receipt) -> int:
-        is_older = receipt.leader_epoch < self.desk.epoch and receipt.offset in self._handed.get(group, ())
-        return 0 if is_older else receipt.lease
 
     def _finished(self, group: str, offsets: list[int]) -> tuple[tuple[Range, ...], tuple[Spot, ...]]:
         delivery = self._delivery(group)
@@ -231,6 +220,8 @@ class QueueDesk:
         verdicts, unfinished = self._weigh(group, receipts)
         ranges, ahead = self._finished(group, unfinished)
         done = self._when_committed(back, verdicts)
+        if not all(verdicts):  # what is refused is to stay so
+            then, done = done, lambda error: back(error) if error else self.desk.wait_appended(then)
         if ranges or ahead:
             self.desk.append(group, Ack(ranges, self.node.now_ms, ahead), done)
         else:
@@ -238,10 +229,12 @@ class QueueDesk:
 
     def _held(self, group: str, receipts: list[Receipt], *, extends: bool = False) -> list[bool]:
         delivery, now_ms = self._delivery(group), self.node.now_ms
+        by_key = self.world.queue_groups[group].by_key
         verdicts = [
-            delivery.may_extend(receipt.offset, number, now_ms) if extends else delivery.holds(receipt.offset, number)
+            delivery.may_extend(receipt.offset, receipt.lease, now_ms, receipt.leader_epoch, by_key=by_key)
+            if extends
+            else delivery.holds(receipt.offset, receipt.lease, receipt.leader_epoch)
             for receipt in receipts
-            for number in (self._number(group, receipt),)
         ]
         self.world.checker.groups.accepted(self.desk, group, receipts, verdicts)
         return verdicts
@@ -285,7 +278,8 @@ class QueueDesk:
         found = {offset for start, end in ranges for offset in range(start, end)}
         found |= {offset for _, _, offset in ahead if not delivery.is_ahead(offset)}
         if not all(verdicts) or found != {receipt.offset for receipt in receipts}:
-            raise StaleReceipt("somebody else has it, or it is done")
+            self.desk.wait_appended(self._when_committed(back, StaleReceipt("somebody else has it, or it is done")))
+            return
         ordered = tuple(Output("output", f"{call}/{number}") for number in range(outputs))
         record = Commit(commit_id, self.node.now_ms, ordered, ranges, ahead)
         offset = self.desk.append(group, record, lambda error: back(error or offset))

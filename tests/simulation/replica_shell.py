@@ -420,7 +420,8 @@ class ReplicaShell:
         self.tell(Tick())
         if self.replica.in_sync is not None:
             for member in self.replica.in_sync.overdue(now):
-                if self.world.network.is_open(self.node.id, member) and not self.world.nodes[member].alive:
+                is_open = self.world.network.is_open(self.node.id, member)
+                if (is_open and not self.world.nodes[member].alive) or self.world.refuses(member):
                     self.tell(FollowerRefused(member))
         self.fetches.tick()
         if self.desk is not None:

@@ -44,6 +44,7 @@ class World:
         self.slowness = 0.05
         self.fetch_batches_max = self.options.fetch_batches_max
         self.acked_before = 0
+        self.mistaken_until: dict[int, int] = {}  # brokers in whose place something refuses their peers' connections
         self.dying = False
         self.left_dead: Node | None = None
         self.healed = False
@@ -200,12 +201,17 @@ class World:
             for _ in range(20):
                 self.step()
 
+    def refuses(self, broker_id: int) -> bool:
+        """Whether connections of its peers are refused in its place."""
+        return self.now < self.mistaken_until.get(broker_id, 0)
+
     def heal(self) -> None:
         """The end of the faults, as the options have it."""
         self.note("world", "heals: {}", self.options.after)
         self.faults.stopped = True
         self.healed = True
         self.healed_at = self.checker.high_watermark
+        self.mistaken_until.clear()
         self.network.heal(wholly=self.options.after != "rough")
         self.slowness = 0.0
         self.fetch_batches_max = 100

@@ -7,7 +7,7 @@ from support.supply import ListSupply, chosen, offsets_of
 from portalmq.broker.core.delivery import ATTEMPTS_MAX, OUTSTANDING_MAX, GroupDelivery
 from portalmq.broker.core.fold import GroupFold
 from portalmq.broker.core.keys import KeyBook
-from portalmq.broker.core.records import Ack, Extend, Grant, GroupStart, Nack, ranges_of
+from portalmq.broker.core.records import Ack, Dead, Extend, Grant, GroupStart, Nack, Redrive, ranges_of
 
 
 def new_group(start: int = 0) -> GroupDelivery:
@@ -138,7 +138,7 @@ def test_acking_twice_is_fine():
     group = new_group()
     grant(group, (0, 1, 1))
     group.apply(Ack(((0, 1),), 1))
-    assert group.ackable([0], delivery=1, now_ms=2)[0] == [True]
+    assert group.ackable([0], delivery=1)[0] == [True]
 
 
 def test_an_ack_of_a_delayed_message_whose_grant_was_lost_is_not_taken_for_done():
@@ -146,7 +146,7 @@ def test_an_ack_of_a_delayed_message_whose_grant_was_lost_is_not_taken_for_done(
     group = new_group()
     grant(group, (20, 21, 1))
     assert (group.next, group.cursors) == (21, {})
-    assert group.ackable([11], delivery=1, now_ms=2) == ([True], [11])
+    assert group.ackable([11], delivery=1) == ([True], [11])
     group.apply(Ack((), 2, ahead=((32, 5_000, 11),)))
     assert group.is_ahead(11)
 
@@ -154,11 +154,44 @@ def test_an_ack_of_a_delayed_message_whose_grant_was_lost_is_not_taken_for_done(
 def test_a_receipt_counts_until_a_later_delivery_is_out():
     group = new_group()
     grant(group, (0, 1, 1), now=0, lease=10)
-    assert group.ackable([0], delivery=1, now_ms=50) == ([True], [0]), "expired, but nobody else has it"
+    assert group.ackable([0], delivery=1) == ([True], [0])
     grant(group, (0, 1, 2), now=50, lease=10)
-    assert group.ackable([0], delivery=1, now_ms=55) == ([False], [])
-    assert group.ackable([0], delivery=2, now_ms=55) == ([True], [0])
-    assert group.ackable([0], delivery=1, now_ms=70) == ([True], [0]), "the second lease ended too"
+    assert group.ackable([0], delivery=1) == ([False], [])
+    assert group.ackable([0], delivery=2) == ([True], [0])
+
+
+def test_a_receipt_that_was_refused_stays_refused_whatever_becomes_of_the_message():
+    group = new_group()
+    grant(group, (0, 1, 1), now=0, lease=10)
+    grant(group, (0, 1, 2), now=10, lease=10)
+    group.apply(Nack(((0, 1, 12),), 12))
+    assert group.ackable([0], delivery=1) == ([False], []), "the later one was given back"
+    assert group.ackable([0], delivery=2) == ([True], [0]), "an ack may follow upon one's own nack"
+    group.apply(Dead(((0, 1, 2),), 20))
+    assert group.ackable([0], delivery=2) == ([False], [])
+    group.apply(Redrive(((0, 1, 30),), 30))
+    assert group.ackable([0], delivery=2) == ([False], []), "it is another life of the message"
+    assert group.ackable([0], delivery=1) == ([False], [])
+
+
+def test_a_receipt_of_an_earlier_epoch_does_not_count_against_a_lease_of_a_later_one():
+    """The number alone says nothing: a fail-over may have lost the grant of that number, and given it out again."""
+    group = new_group()
+    group.apply(Grant(((0, 1, 1),), 1, 0, 10), 0, leader_epoch=5)
+    assert not group.holds(0, 1, leader_epoch=4)
+    assert not group.may_extend(0, 1, 5, leader_epoch=4, by_key=False)
+    assert group.ackable([0], 1, leader_epoch=4) == ([False], [])
+    assert group.holds(0, 1, leader_epoch=5)
+    assert group.holds(0, 1, leader_epoch=6), "its own grant was lost, and is the later one"
+    again = GroupDelivery(group.snapshot())
+    assert not again.holds(0, 1, leader_epoch=4)
+
+
+def test_a_span_that_an_older_version_has_kept_is_compared_by_its_number():
+    group = new_group()
+    grant(group, (0, 1, 2))
+    assert group.holds(0, 2, leader_epoch=4)
+    assert not group.holds(0, 1, leader_epoch=4)
 
 
 def test_receipts_of_several_spans_are_judged_one_by_one():
@@ -166,7 +199,7 @@ def test_receipts_of_several_spans_are_judged_one_by_one():
     grant(group, (0, 2, 1), (4, 6, 1), now=0, lease=10)
     group.apply(Ack(((1, 2),), 1))
     grant(group, (5, 6, 2), now=10, lease=10)
-    assert group.ackable([0, 1, 4, 5, 9], delivery=1, now_ms=15) == (
+    assert group.ackable([0, 1, 4, 5, 9], delivery=1) == (
         [True, True, True, False, True],
         [0, 1, 4, 9],
     )
@@ -187,7 +220,7 @@ def test_an_ack_whose_grant_was_lost_leaves_the_rest_to_be_handed_out():
     group.apply(Ack((), 1, ahead=((0, 0, 5),)))
     assert (group.next, spans(group), group.is_ahead(5)) == (0, [], True)
     assert handed(group, 1, end=8) == [0, 1, 2, 3, 4, 6, 7]
-    assert group.ackable([5], delivery=1, now_ms=2)[0] == [True]
+    assert group.ackable([5], delivery=1)[0] == [True]
     grant(group, (0, 5, 1), (6, 8, 1))
     assert not group.is_ahead(5), "the cursor has passed it: it is done like any other"
     assert spans(group) == [(0, 5, 1), (6, 8, 1)]
@@ -202,6 +235,32 @@ def test_a_repeated_attempt_finds_its_messages_while_the_lease_lasts():
     assert [(span.start, span.end) for span in found] == [(0, 1), (2, 5)]
     assert group.replay("a", now_ms=100) is None
     assert group.replay("other", now_ms=50) is None
+
+
+def test_a_repeated_attempt_finds_nothing_of_what_somebody_else_has_now():
+    group = new_group()
+    grant(group, (0, 2, 1), (2, 3, 1), lease=100, attempt_id="a")
+    group.apply(Nack(((0, 1, 10), (2, 3, 10)), 10))
+    grant(group, (0, 1, 2), now=20, attempt_id="b")
+    for again in (group, GroupDelivery(group.snapshot())):
+        assert [(span.start, span.end) for span in again.replay("a", now_ms=50) or []] == [(1, 2)]
+        assert [(span.start, span.end) for span in again.replay("b", now_ms=50) or []] == [(0, 1)]
+
+
+def test_a_repeated_attempt_finds_nothing_under_the_number_that_a_later_leader_gave_anew():
+    group = new_group()
+    group.apply(Grant(((0, 1, 1),), 1, 0, 100, attempt_id="a"), 0, leader_epoch=4)
+    group.apply(Nack(((0, 1, 5),), 5, unseen=True))
+    group.apply(Grant(((0, 1, 1),), 1, 10, 100), 2, leader_epoch=5)
+    assert group.replay("a", now_ms=50) == []
+
+
+def test_of_an_attempt_that_an_older_version_has_kept_nothing_is_given_again():
+    group = new_group()
+    grant(group, (0, 1, 1), lease=100, attempt_id="a")
+    fold = group.snapshot()
+    fold.attempt_leases = {}
+    assert GroupDelivery(fold).replay("a", now_ms=50) == []
 
 
 def test_the_fold_knows_who_holds_a_message_however_many_receives_come_after_his():
@@ -291,10 +350,9 @@ def test_a_lease_that_has_ended_is_not_prolonged_where_keys_are_in_order():
     """Found by the simulator: an earlier message of the key, redriven, had been handed out meanwhile."""
     group = new_group()
     grant(group, (0, 1, 1), now=0, lease=10)
-    assert group.may_extend(0, delivery=1, now_ms=50), "nobody else has it"
-    group.keys = KeyBook()
-    assert not group.may_extend(0, delivery=1, now_ms=50)
-    assert group.may_extend(0, delivery=1, now_ms=9)
+    assert group.may_extend(0, delivery=1, now_ms=50, by_key=False), "nobody else has it"
+    assert not group.may_extend(0, delivery=1, now_ms=50, by_key=True)
+    assert group.may_extend(0, delivery=1, now_ms=9, by_key=True)
 
 
 def test_a_leader_that_leads_again_finds_out_anew_whose_turn_it_is():

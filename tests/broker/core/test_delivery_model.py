@@ -162,7 +162,7 @@ def receive(group: GroupDelivery, supply: ListSupply, model: Model, now: int, si
         lease = group.earlier(offset) + state.deliveries + 1
         assert lease > model.leases.get(offset, 0)
         assert not group.holds(offset, lease - 1), "what was handed out before counts no more"
-        assert group.ackable([offset], lease - 1, now)[0] == [False]
+        assert group.ackable([offset], lease - 1)[0] == [False]
         model.leases[offset] = lease
     for offset in (o for start, end, _ in choice.held for o in range(start, end)):
         assert model.by_key
@@ -215,7 +215,7 @@ def change(group: GroupDelivery, model: Model, verb: str, targets: range, now: i
         if found:
             group.apply(Dead(tuple(overdue), now, "x"), 1)
             _set(model, found, State("dead"))
-            assert group.ackable(found, 1_000, now)[0] == [False] * len(found), "a dead message's receipts are stale"
+            assert group.ackable(found, 1_000)[0] == [False] * len(found), "a dead message's receipts are stale"
     elif verb == "redrive" and dead:
         group.apply(Redrive(tuple((start, end, now) for start, end in ranges_of(dead)), now), 1)
         _set(model, dead, State("free", now))

@@ -231,6 +231,28 @@ def test_a_refused_port_is_nothing_to_who_does_not_lead():
     assert replica.step(FollowerRefused(3), 600) == []
 
 
+# --- what comes late -------------------------------------------------------------------------------------------------
+
+
+def test_an_older_word_of_the_same_epoch_takes_nothing_back():
+    """A reading of everything may tell the version before the one that a compare-and-set has answered with."""
+    replica = leader()
+    replica.step(word(isr=(1, 2, 3), version=1), 0)
+    assert replica.step(word(isr=(1, 2), version=0), 0) == []
+    assert fetched(replica, 2, 11) == [ReplyFetch("t", 11, None)], "the joiner is waited for"
+    assert HighWatermarkAdvanced(11) in fetched(replica, 3, 11)
+    replica.step(word(isr=(1, 3), version=2), 0)
+    assert replica.in_sync.state.isr == {1, 3}, "a later one counts"
+
+
+def test_an_answer_to_another_compare_and_set_says_nothing_of_the_one_on_its_way():
+    replica = joining()
+    assert replica.step(IsrAnswered(7, Outcome.UNKNOWN), 0) == []
+    assert replica.step(IsrAnswered(7, Outcome.APPLIED, word(version=8)), 0) == []
+    assert replica.in_sync.maximal == {1, 2, 3}
+    assert replica.step(IsrAnswered(0, Outcome.UNKNOWN), 0) == [Refresh(1)]
+
+
 # --- when it is over -------------------------------------------------------------------------------------------------
 
 

@@ -41,7 +41,7 @@ def fold_of_two_groups():
                 5,
                 60,
                 [
-                    SpanFold(10, 12, 1, 0, True, 1_000, LATER_MS, 0, 2, "consumer 7"),
+                    SpanFold(10, 12, 1, 0, True, 1_000, LATER_MS, 0, 2, "consumer 7", 4),
                     SpanFold(20, 25, 2, 1, False, 1_000, 1_500),
                     SpanFold(30, 31, 1, 0, False, 1_000, LATER_MS, 7),
                     SpanFold(40, 41, 0, 0, False, 0, HELD_MS),
@@ -52,6 +52,7 @@ def fold_of_two_groups():
                 [(0, 0, 70), (39, LATER_MS, 81)],
                 [DeadFold(6, 8, 5, 1_200, "too hot"), DeadFold(9, 10, 1, 1_300, "expired", 39)],
                 [(b"c" * 16, 44), (b"b" * 16, 45)],
+                {"attempt-b": (4, [3, 3])},
             ),
             GroupFold("audit", 0, 90, []),
         ],
