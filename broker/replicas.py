@@ -21,6 +21,7 @@ from portalmq.broker.partition import Partition
 from portalmq.broker.storage.errors import CorruptBatch, DamagedFile, Shortage, faults_of
 from portalmq.broker.storage.files import make_directory, sync_directory, write_atomically
 from portalmq.broker.storage.log import Log
+from portalmq.broker.storage.open_files import OpenFiles
 from portalmq.broker.storage.schema import LogIdentity
 from portalmq.broker.storage.segment import SEGMENT_NAME
 from portalmq.broker.storage.state import StateFile
@@ -44,6 +45,7 @@ class Files:
         self.lost = data_dir / "lost+found"
         self._cluster_id = cluster_id
         self._store_uuid = store_uuid
+        self._open_files = OpenFiles()
 
     def folder(self, topic: TopicState) -> Path:
         return self.root / f"{topic.name}@{topic.topic_id}"
@@ -63,8 +65,10 @@ class Files:
         directory = self.folder(topic) / str(number)
         store_uuid = self._store_uuid_of(directory)
         identity = LogIdentity(self._cluster_id, topic.name, topic.topic_id, number)
-        files = Log.open(directory, identity=identity, segment_bytes=topic.config.segment_bytes)
-        state_file = StateFile(directory, identity=identity)
+        files = Log.open(
+            directory, identity=identity, segment_bytes=topic.config.segment_bytes, open_files=self._open_files
+        )
+        state_file = StateFile(directory, identity=identity, open_files=self._open_files)
         try:
             return files, state_file, recover(files, state_file), store_uuid
         except BaseException:

@@ -45,6 +45,7 @@ from portalmq.broker.process import BrokerArbiter, BrokerWorker, post_request, p
 from portalmq.broker.storage.disk import DataDirectory, DirectoryInUse, DiskGuard, StoreIdentity, WrongCluster
 from portalmq.broker.storage.errors import StorageError, StorageFault
 from portalmq.broker.storage.files import write_atomically
+from portalmq.broker.storage.open_files import descriptor_limit
 from portalmq.control_plane.plane import ControlPlane, PlaneError, PlaneRefused, PlaneState, PlaneUnavailable
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ def serve(config: BrokerConfig, *, announce: bool = False) -> NoReturn:
             )
         if auth.needed and config.tls_cert is None and not is_loopback(config.host):
             log.warning("tokens come to %s in plain text: give --tls-cert and --tls-key, or TLS in front", config.host)
-        _raise_descriptor_limit(config.worker_connections + DESCRIPTORS_BESIDE)
+        config = within_limit(config)
         directory = lock_data_directory(config, preflight)
     finally:
         if preflight is not None:
@@ -165,12 +166,23 @@ def _patiently(
         time.sleep(IN_USE_RETRY_S)
 
 
-def _raise_descriptor_limit(wanted: int) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-    if soft != resource.RLIM_INFINITY and soft < allowed:
-        with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+def within_limit(config: BrokerConfig) -> BrokerConfig:
+    """The settings with as many connections as the limit of open files leaves room for, beside a third for logs and a
+    third for the rest. The soft limit becomes the hard one."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    limit = descriptor_limit()
+    if limit >= config.worker_connections + DESCRIPTORS_BESIDE:
+        return config
+    connections = min(config.worker_connections, max(10, limit // 3))
+    log.warning(
+        "this process may have %d files open, and %d connections with their files want %d: it takes %d connections;"
+        " raise the limit (ulimit -n)",
+        *(limit, config.worker_connections, config.worker_connections + DESCRIPTORS_BESIDE, connections),
+    )
+    parked = min(config.parked_receives_max, connections // 2)
+    return replace(config, worker_connections=connections, parked_receives_max=parked)
 
 
 # --- gunicorn --------------------------------------------------------------------------------------------------------

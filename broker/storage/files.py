@@ -5,18 +5,26 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 
 _drafts = count()
 
 
-def sync_directory(directory: Path) -> None:
+@contextlib.contextmanager
+def opened(directory: Path) -> Iterator[int]:
+    """A descriptor of `directory`, to sync it by."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        os.fsync(descriptor)
+        yield descriptor
     finally:
         os.close(descriptor)
+
+
+def sync_directory(directory: Path) -> None:
+    with opened(directory) as descriptor:
+        os.fsync(descriptor)
 
 
 def write_atomically(path: Path, content: bytes) -> None:

@@ -28,11 +28,12 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from portalmq.broker.storage.batch import Batch, Kind
-from portalmq.broker.storage.errors import CorruptBatch, LogClosed, Shortage, StorageFault, faults_of
+from portalmq.broker.storage.errors import CorruptBatch, LogClosed, Shortage, StorageError, StorageFault, faults_of
 from portalmq.broker.storage.files import make_directory, sha256_of, sync_directory
 from portalmq.broker.storage.manifest import SealedSegment, entry_of, write_manifest
+from portalmq.broker.storage.open_files import OpenFiles, uses
 from portalmq.broker.storage.reading import ReadableLog
-from portalmq.broker.storage.recovery import open_files
+from portalmq.broker.storage.recovery import open_log_files
 from portalmq.broker.storage.schema import PAGE_BYTES, LogIdentity
 from portalmq.broker.storage.segment import COMPACTING, Segment
 from portalmq.broker.storage.turn import Turn
@@ -58,8 +59,11 @@ class Log(ReadableLog):
         segments: Sequence[Segment],
         sealed: dict[int, SealedSegment],
         segment_bytes: int,
+        open_files: OpenFiles,
     ) -> None:
         super().__init__(segments)
+        self.last_used = 0
+        self._open_files = open_files
         self.directory = directory
         self.identity = identity
         self.segment_bytes = segment_bytes
@@ -75,15 +79,24 @@ class Log(ReadableLog):
     # --- opening ------------------------------------------------------------------------------------------------
 
     @classmethod
-    def open(cls, directory: Path, *, identity: LogIdentity, segment_bytes: int = SEGMENT_BYTES) -> Log:
+    def open(
+        cls,
+        directory: Path,
+        *,
+        identity: LogIdentity,
+        segment_bytes: int = SEGMENT_BYTES,
+        open_files: OpenFiles | None = None,
+    ) -> Log:
         """The log in `directory`, made when there is none, recovered after whatever ended its last user.
 
         All that is found is on disk, fsynced, before it is claimed. Raises WrongLog, StorageFault, Shortage.
         """
         with faults_of(directory):
             make_directory(directory)
-            segments, sealed = open_files(directory, identity)
-        return cls(directory, identity, segments, sealed, segment_bytes)
+            segments, sealed = open_log_files(directory, identity)
+        log = cls(directory, identity, segments, sealed, segment_bytes, open_files or OpenFiles())
+        log._open_files.opening(log)
+        return log
 
     @property
     def sealed_segments(self) -> list[SealedSegment]:
@@ -104,6 +117,7 @@ class Log(ReadableLog):
         `in_steps`: a shortage may interrupt the change between two steps. What is on disk then is a valid log, which a
         kill could leave as well, and it is read anew before the next use.
         """
+        self.last_used = next(uses)
         with self._writing:
             self._check_usable()
             if self._parked:
@@ -436,11 +450,38 @@ class Log(ReadableLog):
     def park(self) -> None:
         """Closes every file until the log is used again."""
         with self._writing, self._reading:
-            if not self._closed and self._fault is None:
-                self._close_files()
-                self._parked = True
+            self._park()
+
+    def _park(self) -> None:
+        if not self._closed and self._fault is None:
+            self._close_files()
+            self._parked = True
+            self._open_files.closed(self)
+
+    @property
+    def descriptors(self) -> int:
+        """How many it holds while it is open: the active segment's writer and reader, and the sealed ones' readers."""
+        return 5 + len(self._open_sealed)
+
+    def rest(self) -> bool:
+        """As `park`, unless somebody uses the log now; whether it rests. A fault is met at the next use."""
+        if not self._writing.enter_at_once():
+            return False
+        try:
+            if not self._reading.enter_at_once():
+                return False
+            try:
+                self._park()
+            finally:
+                self._reading.__exit__()
+        except StorageError:
+            return False
+        finally:
+            self._writing.__exit__()
+        return self._parked
 
     def _unpark(self) -> None:
+        self._open_files.opening(self)
         try:
             with faults_of(self.directory), self._reading:
                 if self._interrupted:
@@ -456,7 +497,7 @@ class Log(ReadableLog):
         for segment in self._segments:
             segment.close()
         self._open_sealed.clear()
-        segments, self._sealed = open_files(self.directory, self.identity)
+        segments, self._sealed = open_log_files(self.directory, self.identity)
         self._begin_with(segments)
 
     def close(self) -> None:
@@ -466,6 +507,7 @@ class Log(ReadableLog):
                 self._closed = True
                 if self._fault is None:
                     self._close_files()
+                self._open_files.closed(self)
 
     def _close_files(self) -> None:
         self._open_sealed.clear()
@@ -480,6 +522,7 @@ class Log(ReadableLog):
     @contextmanager
     def _read(self) -> Iterator[None]:
         """The turn to read."""
+        self.last_used = next(uses)
         while True:
             if self._closed:
                 raise LogClosed

@@ -29,7 +29,7 @@ def remove_leftovers(directory: Path) -> None:
             os.unlink(directory / name)
 
 
-def open_files(directory: Path, identity: LogIdentity) -> tuple[list[Segment], dict[int, SealedSegment]]:
+def open_log_files(directory: Path, identity: LogIdentity) -> tuple[list[Segment], dict[int, SealedSegment]]:
     """The segments of the log in `directory`, oldest first, and the manifest; made when there is none."""
     remove_leftovers(directory)
     sealed = read_manifest(directory, identity)

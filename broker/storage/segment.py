@@ -18,7 +18,7 @@ import apsw
 
 from portalmq.broker.storage.batch import Batch, Kind, Record
 from portalmq.broker.storage.errors import StorageFault, WrongLog, opening
-from portalmq.broker.storage.files import sync_directory
+from portalmq.broker.storage.files import opened
 from portalmq.broker.storage.holes import HOLES_DDL, insert_holes, removed_in
 from portalmq.broker.storage.lanes import LANES_DDL, lanes_of
 from portalmq.broker.storage.rows import ContentTypes, insert_batches, insert_messages, preset_content_types
@@ -37,14 +37,14 @@ SUFFIXES = ("", "-wal", "-shm", "-journal")
 CACHE_KIB = 4_096
 
 
-def _take_back(creating: Path, path: Path) -> None:
+def _take_back(creating: Path, path: Path, folder: int) -> None:
     """Remove a segment that no log is going to use. Were it left where the log goes on in the old one, no log would
     open: a failure is a fault."""
     try:
         creating.unlink(missing_ok=True)
         for suffix in SUFFIXES:
             Path(f"{path}{suffix}").unlink(missing_ok=True)
-        sync_directory(path.parent)
+        os.fsync(folder)
     except OSError as error:
         raise StorageFault(f"{path} cannot be taken back: {error}") from error
 
@@ -113,18 +113,19 @@ class Segment(ReadableSegment):
             image = draft.serialize("main")
         path = segment_path(directory, base_offset)
         creating = path.with_name(path.name + CREATING)
-        try:
-            with open(creating, "wb", opener=lambda name, flags: os.open(name, flags, 0o640)) as file:
-                file.write(image)
-                file.flush()
-                os.fsync(file.fileno())
-            os.rename(creating, path)
-            sync_directory(directory)
-            segment = cls(path, identity)
-            segment.open_live()
-        except BaseException:
-            _take_back(creating, path)
-            raise
+        with opened(directory) as folder:  # first of all: what follows can be taken back without another descriptor
+            try:
+                with open(creating, "wb", opener=lambda name, flags: os.open(name, flags, 0o640)) as file:
+                    file.write(image)
+                    file.flush()
+                    os.fsync(file.fileno())
+                os.rename(creating, path)
+                os.fsync(folder)
+                segment = cls(path, identity)
+                segment.open_live()
+            except BaseException:
+                _take_back(creating, path, folder)
+                raise
         return segment
 
     def open_live(self) -> None:

@@ -44,6 +44,7 @@ from portalmq.broker.core.fold import PartitionFold, encode_fold
 from portalmq.broker.storage.errors import faults_of, opening
 from portalmq.broker.storage.files import make_directory, sync_directory
 from portalmq.broker.storage.fold_tables import STATE_DDL, FoldTables, hash_of_bytes, read_fold
+from portalmq.broker.storage.open_files import OpenFiles, uses
 from portalmq.broker.storage.schema import LogIdentity
 from portalmq.broker.storage.turn import Turn
 from portalmq.broker.storage.wal import BUSY_TIMEOUT_MS, make_durable
@@ -61,7 +62,12 @@ class _Damaged(Exception):
 class StateFile:
     """Saves and loads the fold of one partition. Callers on several threads wait for each other."""
 
-    def __init__(self, directory: Path, *, identity: LogIdentity) -> None:
+    # While it is open: the file, its write-ahead log, their shared memory.
+    descriptors = 3
+
+    def __init__(self, directory: Path, *, identity: LogIdentity, open_files: OpenFiles | None = None) -> None:
+        self.last_used = 0
+        self._open_files = open_files or OpenFiles()
         self.path = directory / STATE_NAME
         self.identity = identity
         self._connection: apsw.Connection | None = None
@@ -161,6 +167,16 @@ class StateFile:
         with self._turn:
             self._close()
 
+    def rest(self) -> bool:
+        """As `park`, unless somebody uses the file now; whether it rests."""
+        if not self._turn.enter_at_once():
+            return False
+        try:
+            self._close()
+        finally:
+            self._turn.__exit__()
+        return True
+
     def close(self) -> None:
         """Closes the file for good: a save that comes later does nothing."""
         with self._turn:
@@ -170,6 +186,7 @@ class StateFile:
     def _close(self) -> None:
         if self._connection is not None:
             connection, self._connection = self._connection, None
+            self._open_files.closed(self)
             with contextlib.suppress(apsw.Error):  # a cache: what a close could not flush is rebuilt
                 connection.close(True)
 
@@ -197,8 +214,10 @@ class StateFile:
 
     def _open(self) -> apsw.Connection:
         """The connection to a file of this log; raises _Damaged for any other."""
+        self.last_used = next(uses)
         if self._connection is not None:
             return self._connection
+        self._open_files.opening(self)
         make_directory(self.path.parent)
         connection = apsw.Connection(str(self.path))
         try:

@@ -10,7 +10,7 @@ pass by: with one token alone, an event loop busy with reads kept a writer waiti
 
 from __future__ import annotations
 
-from _queue import SimpleQueue
+from _queue import Empty, SimpleQueue
 
 
 class Turn:
@@ -30,6 +30,20 @@ class Turn:
             self._token.get()
         finally:
             self._door.put(None)
+
+    def enter_at_once(self) -> bool:
+        """Take the turn if nobody has it, or waits for it. Who was answered True calls `__exit__`."""
+        try:
+            self._door.get_nowait()
+        except Empty:
+            return False
+        try:
+            self._token.get_nowait()
+        except Empty:
+            return False
+        finally:
+            self._door.put(None)
+        return True
 
     def __exit__(self, *exc_info: object) -> None:
         self._token.put(None)
