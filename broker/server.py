@@ -33,6 +33,7 @@ from portalmq.broker.config import (
     EX_SOFTWARE,
     EX_STORAGE,
     EX_UNAVAILABLE,
+    SECRET_LENGTH_MIN,
     BrokerConfig,
     StartupError,
     UsageError,
@@ -80,6 +81,10 @@ def serve(config: BrokerConfig, *, announce: bool = False) -> NoReturn:
             log.warning(
                 "a token keeps nobody out who reaches ZooKeeper at %s, its nodes are everyone's: see --zookeeper-user",
                 config.zookeeper,
+            )
+        if config.secret is not None and len(config.secret) < SECRET_LENGTH_MIN:
+            log.warning(
+                "the secret has %d characters, and could be guessed: `openssl rand -hex 32`", len(config.secret)
             )
         if auth.needed and config.tls_cert is None and not is_loopback(config.host):
             log.warning("tokens come to %s in plain text: give --tls-cert and --tls-key, or TLS in front", config.host)

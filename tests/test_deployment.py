@@ -20,7 +20,7 @@ DEMO = {name: service for name, service in SERVICES.items() if "demo_iot" in str
 # Of the compose specification's service, what is used here.
 SERVICE_KEYS = {
     *("image", "build", "command", "entrypoint", "environment", "depends_on", "healthcheck", "ports", "volumes"),
-    *("restart", "stop_grace_period"),
+    *("restart", "stop_grace_period", "cap_drop", "security_opt", "read_only", "tmpfs", "mem_limit"),
 }
 HEALTHCHECK_KEYS = {"test", "interval", "timeout", "retries", "start_period", "disable"}
 
@@ -55,6 +55,15 @@ def test_nothing_waits_in_a_circle():
     assert {depth(name) for name in ZOOKEEPERS} == {1}
     assert {depth(name) for name in BROKERS} == {2}
     assert {depth(name) for name in DEMO} == {3}
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_a_service_has_no_more_rights_than_it_needs(name):
+    service = SERVICES[name]
+    assert service["security_opt"] == ["no-new-privileges:true"]
+    assert service["mem_limit"]
+    if name not in ZOOKEEPERS:
+        assert (service["cap_drop"], service["read_only"], service["tmpfs"]) == (["ALL"], True, ["/tmp"])
 
 
 def test_ports_are_open_on_this_machine_only():

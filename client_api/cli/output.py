@@ -81,9 +81,13 @@ def message_row(message: Message) -> dict[str, Any]:
 
 
 def show_value(message: Message) -> None:
-    """The payload as it was sent, and a line feed."""
+    """The payload as it was sent, and a line feed. On a terminal control characters are shown and not obeyed."""
     out = sys.stdout.buffer
-    out.write(message.value + b"\n")
+    value = message.value
+    if _on_terminal():
+        text = value.decode("utf-8", "backslashreplace")
+        value = "".join(each if each in "\n\t" else _harmless(each) for each in text).encode("utf-8")
+    out.write(value + b"\n")
     out.flush()
 
 
@@ -151,9 +155,12 @@ def _cell(value: Any) -> str:
     if isinstance(value, bytes):
         return _shortened(repr(value[:CELL_WIDTH_MAX]), CELL_WIDTH_MAX)
     text = value if isinstance(value, str) else _json(value)
-    # A message may hold escape sequences; a terminal must not obey them.
-    text = "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
-    return _shortened(text, CELL_WIDTH_MAX)
+    return _shortened(_harmless(text), CELL_WIDTH_MAX)
+
+
+def _harmless(text: str) -> str:
+    """A message may hold escape sequences; a terminal must not obey them."""
+    return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
 
 
 def _shortened(text: str, width: int) -> str:
