@@ -414,6 +414,8 @@ def _is_ready(config: BrokerConfig) -> bool:
     else:
         # It is ours and on this machine: whom the certificate names does not matter.
         context = ssl._create_unverified_context()
+        if config.shown_to_brokers is not None:
+            context.load_cert_chain(*config.shown_to_brokers)
         connection = http.client.HTTPSConnection(host, config.port, timeout=PROBE_TIMEOUT_S, context=context)
     try:
         connection.request("GET", "/readyz")
