@@ -64,7 +64,7 @@ class _Threads:
         self.close = weakref.finalize(self, _end, self._jobs, self._threads)
         self.close.atexit = False
 
-    def begin_anew(self) -> None:
+    def _begin_anew(self) -> None:
         """In the child of a fork, which has none of the threads, and none of the event loops that wait for them."""
         was_closed = self.close.detach() is None
         self._begin()
@@ -181,7 +181,7 @@ class AsyncProducer:
         self._closing: asyncio.Future[None] | None = None
         begin_anew_in_children(self)
 
-    def begin_anew(self) -> None:
+    def _begin_anew(self) -> None:
         """In the child of a fork; the producer and the threads see to themselves."""
         self._hurried = []
         if self._closing is not None and not self._closing.done():
@@ -343,10 +343,10 @@ class AsyncConsumer:
         self._receiver = _Threads("portalmq-async-receive", 1)
         self._settlers = _Threads("portalmq-async-settle", SETTLERS_MAX)
         self._closed = False
-        self.begin_anew()
+        self._begin_anew()
         begin_anew_in_children(self)
 
-    def begin_anew(self) -> None:
+    def _begin_anew(self) -> None:
         """As one that has received nothing, which is also what the child of a fork has."""
         # What a receive brought whose asker was cancelled; and that receive itself while it goes on. One at a time.
         self._kept: deque[Message] = deque()

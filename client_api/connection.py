@@ -334,7 +334,7 @@ class ConnectionPool:
             for connection in self._in_use():
                 connection.abort()
 
-    def begin_anew(self) -> None:
+    def _begin_anew(self) -> None:
         hosts, self._hosts = self._hosts, {}
         self._lock = threading.RLock()
         self._given_back = threading.Condition(self._lock)

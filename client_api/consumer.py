@@ -157,7 +157,7 @@ class Consumer(Closing):
             self, _shut_down, self._closed, self._receiving, self._settling, self._leases, self._stream
         )
 
-    def begin_anew(self) -> None:
+    def _begin_anew(self) -> None:
         """In the child of a fork: what is leased, assigned or waits is the parent's, and so is the way to its end."""
         self._shut_down.detach()
         was_closed, self._closed = self._closed.is_set(), threading.Event()

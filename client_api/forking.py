@@ -16,7 +16,7 @@ from typing import Protocol
 
 
 class BegunAnew(Protocol):
-    def begin_anew(self) -> None:
+    def _begin_anew(self) -> None:
         """In the child of a fork: leave all that is the parent's to it. Waits for nobody, and asks no broker."""
 
 
@@ -24,13 +24,13 @@ _all: weakref.WeakSet[BegunAnew] = weakref.WeakSet()
 
 
 def begin_anew_in_children(thing: BegunAnew) -> None:
-    """Have `thing.begin_anew()` called in each child that this process forks, as long as `thing` lives."""
+    """Have `thing._begin_anew()` called in each child that this process forks, as long as `thing` lives."""
     _all.add(thing)
 
 
 def _begin_all_anew() -> None:
     for thing in list(_all):
-        thing.begin_anew()
+        thing._begin_anew()
 
 
 if hasattr(os, "register_at_fork"):

@@ -99,7 +99,7 @@ class Lock:
         state = f"held under {self.fencing_token}" if self.held else "lost" if self.lost else "not held"
         return f"<Lock {self.name!r} at {', '.join(self._transport.urls)}: {state}>"
 
-    def begin_anew(self) -> None:
+    def _begin_anew(self) -> None:
         """In the child of a fork: the lock is the parent's, who renews and releases it. A child that acquires it itself
         needs a name of its own, or the brokers take it for the parent."""
         if self._forgotten is not None:

@@ -143,7 +143,7 @@ class Producer(Closing):
         self._sleeps_deep = True
         self._flushing = 0
 
-    def begin_anew(self) -> None:
+    def _begin_anew(self) -> None:
         """In the child of a fork. What is buffered is the parent's: its futures fail here, and are served there."""
         left = list(self._unsettled)
         self._begin()

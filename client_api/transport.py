@@ -159,7 +159,7 @@ class Transport:
         self._outdated: set[str] = set()
         begin_anew_in_children(self)
 
-    def begin_anew(self) -> None:
+    def _begin_anew(self) -> None:
         """In the child of a fork: what is known of the brokers stays known. The pool sees to its connections."""
         was_closed, self._closing = self._closing.is_set(), threading.Event()
         if was_closed:
