@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from math import ceil
 from typing import Protocol, TypeVar
@@ -30,11 +30,12 @@ from gevent.event import Event
 from portalmq.broker.clock import Clock
 from portalmq.broker.core.events import IsrAnswered, Outcome, PartitionStateChanged, ProposeIsr
 from portalmq.broker.office import Office
+from portalmq.broker.unclean import Standing, StandingOf, Standings, StandingsOf
 from portalmq.broker.vigil import Probe, Prober, Shown, Vigil, probe_once
 from portalmq.broker.word import word_of
 from portalmq.control_plane.catalog import BrokerIdTaken, Catalog, Versioned
 from portalmq.control_plane.controller import View, departures, elect
-from portalmq.control_plane.mirror import Changes, Mirror, SetBack
+from portalmq.control_plane.mirror import Changes, Mirror, PartitionKey, SetBack
 from portalmq.control_plane.plane import (
     Conflict,
     PlaneError,
@@ -119,9 +120,12 @@ class Membership:
         self.on_changed: list[Callable[[Changes], None]] = []
         self.on_session_lost: list[Callable[[], None]] = []
         self.peers: PeerCalls | None = None
+        # The standing of this broker's own replicas.
+        self.standings: Callable[[Sequence[PartitionKey]], Sequence[Standing | None]] = lambda keys: [None] * len(keys)
         self.calls: dict[str, Callable[[bytes, object], bytes]] = {
             "suspect": self._serve_suspect,
             "reach": self._serve_reach,
+            "standings": self._serve_standings,
         }
         self._catalog = catalog
         self._plane = catalog.plane
@@ -136,7 +140,7 @@ class Membership:
         self._probe = probe or self._prober.probe
         self._probe_once = probe or partial(probe_once, shown=shown)
         self.vigil = Vigil(self._probe, self._wake_office)
-        self.office = Office(self, catalog, self.mirror, self.vigil, clock, chance)
+        self.office = Office(self, catalog, self.mirror, self.vigil, clock, chance, self._ask_standings)
         self._cluster_id = ""
         # The session that this broker is registered in; 0 while it is in none.
         self._session = 0
@@ -399,6 +403,20 @@ class Membership:
             log.info("the controller could not be told of broker %d: %s", suspicion.broker_id, fault)
         finally:
             self._telling.discard(suspicion.broker_id)
+
+    def _ask_standings(self, broker_id: int, keys: Sequence[PartitionKey]) -> Sequence[Standing | None]:
+        """How far the logs of these partitions go on a broker. Raises PortalMQError."""
+        if broker_id == self.broker_id:
+            return self.standings(keys)
+        if self.peers is None:
+            raise Unavailable("other brokers cannot be asked yet")
+        asked = StandingsOf([StandingOf(*key) for key in keys])
+        return self.peers.call(broker_id, "standings", asked, Standings, timeout_s=TELL_TIMEOUT_S).standings
+
+    def _serve_standings(self, body: bytes, peer: object) -> bytes:
+        asked = msgspec.msgpack.decode(body, type=StandingsOf)
+        found = self.standings([(each.topic_id, each.number) for each in asked.partitions])
+        return msgspec.msgpack.encode(Standings(list(found)))
 
     def _serve_suspect(self, body: bytes, peer: object) -> bytes:
         suspicion = msgspec.msgpack.decode(body, type=Suspicion)

@@ -15,6 +15,7 @@ losing the office unnoticed, or two who believe to hold it, cost time and never 
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable
 from typing import Protocol
@@ -22,9 +23,10 @@ from typing import Protocol
 from gevent.event import Event
 
 from portalmq.broker.clock import Clock
+from portalmq.broker.cold_elections import Ask, ColdElections
 from portalmq.broker.vigil import Vigil
 from portalmq.control_plane.catalog import Catalog, Deposed, PartitionChange, Versioned
-from portalmq.control_plane.controller import View, live_brokers, may_be_forgotten, old_strays, plan
+from portalmq.control_plane.controller import View, cold_elections, live_brokers, may_be_forgotten, old_strays, plan
 from portalmq.control_plane.mirror import Mirror
 from portalmq.control_plane.plane import OutcomeUnknown, PlaneError, PlaneState, PlaneUnavailable
 from portalmq.control_plane.state import BrokerState, ControllerState
@@ -37,6 +39,8 @@ UPKEEP_EVERY_MS = 30_000
 PASS_PAUSE_S = 0.02
 PASS_PAUSE_MIN_S = 0.2
 RETRY_PAUSE_S = 0.2
+# How often replicas that have all started anew are asked again how far they go, while one of them is silent.
+COLD_AGAIN_MS = 300
 REFUSALS_OF_A_CONTROLLER = 2
 # Two who cannot hear each other would depose each other for ever: others decide, and where there are none, time does.
 ASK_OTHERS_AGAIN_MS = 500
@@ -73,6 +77,7 @@ class Office:
         vigil: Vigil,
         clock: Clock,
         chance: Callable[[], float],
+        ask: Ask,
     ) -> None:
         self.held: Versioned[ControllerState] | None = None
         self.wake = Event()
@@ -90,6 +95,7 @@ class Office:
         self._deposed_alone = (-1, 0)
         self._first_seen_ms: dict[str, int] = {}
         self._closing = Event()
+        self._cold = ColdElections(ask, clock)
 
     # --- who counts as there -----------------------------------------------------------------------------------------
 
@@ -146,6 +152,8 @@ class Office:
         due_ms = [self._upkeep_at_ms if self.held else now_ms + UPKEEP_EVERY_MS]
         if self._in_grace():
             due_ms.append(self._grace_until_ms)
+        if self.held and self._cold.is_waiting:
+            due_ms.append(now_ms + COLD_AGAIN_MS)
         return max(PASS_PAUSE_MIN_S, (min(due_ms) - now_ms) / 1_000)
 
     def close(self) -> None:
@@ -237,7 +245,15 @@ class Office:
     # --- the work ----------------------------------------------------------------------------------------------------
 
     def _elect_leaders(self, held: Versioned[ControllerState]) -> None:
-        changes = plan(View(self._mirror.topics, self._mirror.partitions, self.live()))
+        view = View(self._mirror.topics, self._mirror.partitions, self.live())
+        cold = cold_elections(view)
+        self._commit(held, plan(dataclasses.replace(view, waiting=cold.keys())))
+        log_ends = self._cold.log_ends(cold, view.live)
+        if log_ends:
+            partitions = {key: view.partitions[key] for key in log_ends}
+            self._commit(held, plan(dataclasses.replace(view, partitions=partitions, log_ends=log_ends)))
+
+    def _commit(self, held: Versioned[ControllerState], changes: list[PartitionChange]) -> None:
         if not changes:
             return
         applied = self._catalog.commit_as_controller(held, changes)

@@ -57,6 +57,7 @@ from portalmq.broker.storage.disk import DiskGuard
 from portalmq.broker.streams import StreamPartitions
 from portalmq.broker.topics import Topic, Topics
 from portalmq.broker.turns import Turns
+from portalmq.broker.unclean import own_standing
 from portalmq.broker.unfinished import Unfinished
 from portalmq.control_plane.catalog import Catalog
 from portalmq.control_plane.mirror import Changes
@@ -143,6 +144,7 @@ class Rooms:
             default_replication_factor=config.default_replication_factor if config.is_clustered else 1,
         )
         self.topics.capacity = self.capacity = Capacity(config, self.mirror)
+        self.membership.standings = lambda keys: [own_standing(self.topics, *key) for key in keys]
         self.fetchers = Fetchers(self, self.peers, wait_ms=config.fetch_wait_ms, max_bytes=config.fetch_bytes_max)
         self.replication = Replication(self, self.topics)
         self.topics.pulse.polls = self.replication.polls

@@ -35,6 +35,12 @@ class StandingOf(msgspec.Struct, frozen=True):
     number: int
 
 
+class StandingsOf(msgspec.Struct, frozen=True):
+    """The same of many partitions."""
+
+    partitions: list[StandingOf]
+
+
 class Standing(msgspec.Struct, frozen=True):
     """The records that a replica holds: up to `end`, the last of them of `last_epoch`.
 
@@ -55,6 +61,12 @@ class Standing(msgspec.Struct, frozen=True):
         """Whether this replica of `broker_id` is the one that was counted in sync, and can be trusted."""
         counted = broker_id in held.isr and held.store_uuids.get(broker_id) == self.store_uuid
         return counted and not self.fault and not self.lossy
+
+
+class Standings(msgspec.Struct, frozen=True):
+    """In the order of the question; None for a replica that is not open yet."""
+
+    standings: list[Standing | None]
 
 
 class LocalPartition(Protocol):
@@ -80,12 +92,17 @@ class PeerCalls(Protocol):
 def serve_standing(topics: LocalTopics, body: bytes) -> bytes:
     """The broker's side of the question."""
     asked = msgspec.msgpack.decode(body, type=StandingOf)
-    partition = topics.local(asked.topic_id, asked.number)
-    standing = standing_of(partition) if partition else topics.closed_standing(asked.topic_id, asked.number)
+    standing = own_standing(topics, asked.topic_id, asked.number)
     if standing is None:
         raise PartitionNotFound("no replica of this partition is open here")
     aside = topics.set_aside(asked.topic_id, asked.number)
     return msgspec.msgpack.encode(msgspec.structs.replace(standing, set_aside=aside))
+
+
+def own_standing(topics: LocalTopics, topic_id: str, number: int) -> Standing | None:
+    """Of this broker's replica; None while it is not open."""
+    partition = topics.local(topic_id, number)
+    return standing_of(partition) if partition is not None else topics.closed_standing(topic_id, number)
 
 
 def standing_of(partition: LocalPartition) -> Standing:

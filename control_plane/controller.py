@@ -2,6 +2,7 @@
 partitions that are to change, the controller's office (broker/office.py) has them applied by compare-and-set.
 
     elections   a partition whose leader is gone, has started anew, stands on another store, or drains
+    cold        ones among replicas that have all started anew: their logs are compared first
     replicas    one with fewer than its topic wants, as brokers join
     balance     who leads many gives some to who leads few, when an operator asks for it
     live        who counts as there: registered, and not found gone by a probe
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -31,13 +32,20 @@ STRAY_FOR_MS = 10 * 60_000
 TOMBSTONE_MS = 7 * 24 * 3_600_000
 
 
+# How far a replica's log goes: (epoch of its last record, end). None: it is damaged, or lacks what it knew committed.
+LogEnd = tuple[int, int] | None
+
+
 @dataclass(frozen=True, slots=True)
 class View:
-    """What the controller decides on. `live` are the brokers that count as there."""
+    """What the controller decides on. `live` are the brokers that count as there, `waiting` the partitions whose cold
+    election waits, `log_ends` what their replicas told otherwise."""
 
     topics: Mapping[str, TopicState]
     partitions: Mapping[PartitionKey, Versioned[PartitionState]]
     live: Mapping[int, BrokerState]
+    waiting: Collection[PartitionKey] = ()
+    log_ends: Mapping[PartitionKey, Mapping[int, LogEnd]] = field(default_factory=dict)
 
 
 def plan(view: View) -> list[PartitionChange]:
@@ -48,18 +56,42 @@ def plan(view: View) -> list[PartitionChange]:
     led = Counter(held.value.leader for held in partitions.values() if _leads(held.value, view.live))
     changes: list[PartitionChange] = []
     for (topic_id, number), held in partitions.items():
+        if (topic_id, number) in view.waiting:
+            continue
         wanted = decide(
             held.value,
             view.live,
             configured_min_insync=topics[topic_id].config.min_insync_replicas,
             added=added.get((topic_id, number), ()),
             led=led,
+            log_ends=view.log_ends.get((topic_id, number)),
         )
         if wanted is not None:
             if wanted.leader != held.value.leader:
                 led[wanted.leader] += 1
             changes.append(PartitionChange(topic_id, number, wanted, held.version))
     return changes
+
+
+def cold_elections(view: View) -> dict[PartitionKey, PartitionState]:
+    """The partitions of the view that need a leader, and whose replicas are to be asked first how far they go."""
+    topics = {topic.topic_id for topic in view.topics.values()}
+    return {
+        key: held.value for key, held in view.partitions.items() if key[0] in topics and is_cold(held.value, view.live)
+    }
+
+
+def is_cold(held: PartitionState, live: Mapping[int, BrokerState]) -> bool:
+    """Whether a leader is needed, and all that could lead have started anew since they were counted in sync. What they
+    hold is then what their disks kept, and one that forgot what it had fsynced must not lead those that did not."""
+    live = _current(held, live)
+    clean = [broker_id for broker_id in held.isr if _is_clean(held, broker_id, live)]
+    return (
+        len(held.isr) > 1
+        and bool(clean)
+        and not _leads(held, live)
+        and all(held.incarnations.get(broker_id) != live[broker_id].incarnation for broker_id in clean)
+    )
 
 
 def _added(
@@ -173,6 +205,7 @@ def decide(
     configured_min_insync: int | None = None,
     added: Sequence[int] = (),
     led: Mapping[int | None, int] | None = None,
+    log_ends: Mapping[int, LogEnd] | None = None,
 ) -> PartitionState | None:
     """What the partition's state has to become while the brokers `live` are there; None when it is right as it is.
 
@@ -184,7 +217,7 @@ def decide(
     if added:
         wanted = msgspec.structs.replace(held, replicas=(*held.replicas, *added))
     if not _leads(held, live):
-        elected = elect(wanted, live, configured_min_insync=configured_min_insync, led=led)
+        elected = elect(wanted, live, configured_min_insync=configured_min_insync, led=led, log_ends=log_ends)
         if elected.leader != held.leader or (held.leader is not None and not _still_leads(held, live)):
             wanted = elected
     return None if wanted == held else wanted
@@ -221,29 +254,41 @@ def elect(
     *,
     configured_min_insync: int | None = None,
     led: Mapping[int | None, int] | None = None,
+    log_ends: Mapping[int, LogEnd] | None = None,
 ) -> PartitionState:
     """The partition's state after an election among the `live` brokers; without a clean one it has no leader.
 
-    All that are clean hold all that was acknowledged. One that drains wins only if there is no other, and one that has
-    started anew, and may still be opening its files, only before that one; of the others who leads the fewest
-    partitions (`led`), and of equal ones the first in the order of the replicas. Members that are gone leave the ISR,
-    the old leader first, down to min_insync_replicas; those on another store leave it in any case.
+    All that are clean hold all that was acknowledged. One that has started anew since it was counted, may still be
+    opening its files, and holds what its disk kept, wins only if there is no other, and one that drains only before
+    that one; of the others who leads the fewest partitions (`led`), and of equal ones the first in the order of the
+    replicas. Members that are gone leave the ISR, the old leader first, down to min_insync_replicas; those on another
+    store leave it in any case.
+
+    In a cold election `log_ends` are what the replicas told: the longest log of the highest epoch leads, those that are
+    behind it leave the ISR down to min_insync_replicas until they have caught up, and a damaged one never leads.
     """
     live = _current(held, live)
     clean = [broker_id for broker_id in held.replicas if _is_clean(held, broker_id, live)]
+    told = log_ends or {}
 
-    def rank(broker_id: int) -> tuple[bool, bool, int]:
-        broker = live[broker_id]
+    def length(broker_id: int) -> tuple[int, int]:
+        return told.get(broker_id) or (-1, -1)
+
+    def rank(broker_id: int) -> tuple[int, int, bool, bool, int]:
+        broker, (last_epoch, end) = live[broker_id], length(broker_id)
         started_anew = held.incarnations.get(broker_id) != broker.incarnation
-        return broker.draining, started_anew, led.get(broker_id, 0) if led else 0
+        return -last_epoch, -end, started_anew, broker.draining, led.get(broker_id, 0) if led else 0
 
-    leader = min(clean, key=rank, default=None)
+    leader = min((id for id in clean if told.get(id, ()) is not None), key=rank, default=None)
     if leader is None:
         return msgspec.structs.replace(held, leader=None, leader_epoch=held.leader_epoch + 1)
+    least = min_insync(held, configured_min_insync)
     gone = [broker_id for broker_id in held.isr if broker_id not in live]
-    room = max(0, min_insync(held, configured_min_insync) - len(clean))
     gone.sort(key=lambda broker_id: broker_id == held.leader)  # the old leader stays last, if at all
-    kept = {*clean, *gone[:room]}
+    kept = {*clean, *gone[: max(0, least - len(clean))]}
+    for broker_id in sorted(told.keys() & kept, key=length):
+        if len(kept) > least and length(broker_id) < length(leader):
+            kept.discard(broker_id)
     return msgspec.structs.replace(
         held,
         leader=leader,

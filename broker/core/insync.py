@@ -194,6 +194,19 @@ class InSync:
                 wanted.discard(member)
         return frozenset(wanted)
 
+    def renewed(self, high_watermark: int, brokers: Mapping[int, tuple[int, str]], now_ms: int) -> frozenset[int]:
+        """Members that have started anew since they were counted, and hold all that is committed: that is told, so that
+        an election knows of it."""
+        counted = self.state.incarnations or {}
+        return frozenset(
+            member
+            for member in self.state.isr - {self.broker_id}
+            if (known := self._followers.get(member)) is not None
+            and known.incarnation > counted.get(member, known.incarnation)
+            and not self._is_lossy(member)
+            and self._may_join(member, high_watermark, brokers, now_ms)
+        )
+
     def joiner(self, broker_id: int) -> tuple[int, str]:
         """(incarnation, store uuid) that a replica fetched with."""
         known = self._followers[broker_id]

@@ -141,9 +141,11 @@ class LeadingReplica(ReplicaState):
         if leading is None or self._proposal is not None or not self._holds_epoch_start(leading):
             return []
         wanted = leading.wanted(self.high_watermark, self._brokers, now_ms)
-        if wanted == leading.state.isr:
+        renewed = leading.renewed(self.high_watermark, self._brokers, now_ms) & wanted
+        if wanted == leading.state.isr and not renewed:
             return []
-        joiners = {broker_id: leading.joiner(broker_id) for broker_id in sorted(wanted - leading.state.isr)}
+        told = sorted(wanted - leading.state.isr | renewed)
+        joiners = {broker_id: leading.joiner(broker_id) for broker_id in told}
         self._proposal = ProposeIsr(
             wanted,
             leading.state.version,

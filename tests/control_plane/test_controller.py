@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import msgspec
 
-from portalmq.control_plane.controller import elect
+from portalmq.control_plane.controller import elect, is_cold
 from portalmq.control_plane.state import BrokerState, PartitionState
 
 
@@ -49,3 +49,39 @@ class TestElections:
 
     def test_a_stranger_is_never_elected(self) -> None:
         assert elect(HELD, {9: broker(9)}).leader is None
+
+
+ALL_IN_SYNC = msgspec.structs.replace(HELD, isr=(1, 2, 3))
+ANEW = {number: broker(number, incarnation=2) for number in (1, 2, 3)}
+
+
+class TestColdElections:
+    """All that could lead have started anew: what they hold is what their disks kept."""
+
+    def test_an_election_is_cold_when_nobody_has_lived_on(self) -> None:
+        assert is_cold(ALL_IN_SYNC, ANEW)
+        assert is_cold(ALL_IN_SYNC, {2: ANEW[2]})
+        assert not is_cold(ALL_IN_SYNC, {**ANEW, 2: broker(2)}), "that one saw what was committed"
+        assert not is_cold(ALL_IN_SYNC, {}), "there is nobody to ask"
+
+    def test_where_nobody_is_to_be_elected_or_one_alone_nothing_is_asked(self) -> None:
+        assert not is_cold(ALL_IN_SYNC, {**ANEW, 1: broker(1)})
+        assert not is_cold(msgspec.structs.replace(HELD, isr=(1,)), ANEW)
+
+    def test_the_longest_log_of_the_highest_epoch_leads(self) -> None:
+        assert elect(ALL_IN_SYNC, ANEW, log_ends={1: (7, 9), 2: (7, 10), 3: (6, 90)}).leader == 2
+        assert elect(ALL_IN_SYNC, ANEW, log_ends={1: (7, 9), 3: (7, 9)}).leader == 1
+
+    def test_who_is_behind_leaves_the_isr_down_to_the_floor(self) -> None:
+        assert elect(ALL_IN_SYNC, ANEW, log_ends={1: (7, 9), 2: (7, 10), 3: (7, 10)}).isr == (2, 3)
+        assert elect(ALL_IN_SYNC, ANEW, log_ends={1: (7, 8), 2: (7, 10), 3: (7, 9)}).isr == (2, 3)
+        assert elect(HELD, ANEW, log_ends={1: (7, 9), 2: (7, 10)}).isr == (1, 2)
+
+    def test_one_that_lacks_what_it_knew_to_be_committed_never_leads(self) -> None:
+        assert elect(ALL_IN_SYNC, ANEW, log_ends={1: None, 2: (7, 10)}).leader == 2
+        assert elect(ALL_IN_SYNC, {1: ANEW[1]}, log_ends={1: None}).leader is None
+
+    def test_a_draining_leader_hands_over_to_nobody_who_has_just_started_anew(self) -> None:
+        draining = msgspec.structs.replace(broker(1), draining=True)
+        assert elect(ALL_IN_SYNC, {1: draining, 2: broker(2, incarnation=2)}).leader == 1
+        assert elect(ALL_IN_SYNC, {1: draining, 2: broker(2)}).leader == 2

@@ -60,6 +60,7 @@ class Disk:
     flipped: set[int] = field(default_factory=set)  # uids of batches that no longer fit their CRC
     full: bool = False
     slow_ms: int = 0
+    forgot_upto: int = 0  # the end of what it had fsynced, and does not hold any more
     acted_epoch: int = 0  # the checker's: the highest epoch that a replica on this disk fetched or wrote in
 
     @property
@@ -85,6 +86,10 @@ class Disk:
     def producers(self) -> Producers:
         return _fold(self.base_producers, self.batches)
 
+    @property
+    def is_forgetful(self) -> bool:
+        return self.end < self.forgot_upto
+
     # --- changes -----------------------------------------------------------------------------------------------------
 
     def append(self, batches: list[Batch]) -> None:
@@ -106,6 +111,13 @@ class Disk:
         self.base_epochs = epochs
         self.base_producers = []
 
+    def forget(self, batches: int) -> None:
+        """The last of what was fsynced is gone. A replica that lacks what it knew to be committed begins anew."""
+        self.forgot_upto = max(self.forgot_upto, self.end)
+        del self.batches[-batches:]
+        if self.saved_high_watermark > self.end:
+            self.empty()
+
     def drop_below(self, offset: int) -> None:
         """Retention: the log begins at `offset` from now on."""
         index = self.index_from(offset)
@@ -117,6 +129,7 @@ class Disk:
     def empty(self) -> None:
         """Damaged, and moved out of the way: a new replica begins on this disk. The epochs seen stay seen."""
         self.generation += 1
+        self.forgot_upto = 0
         self.reset(0, [])
         self.flipped.clear()
 

@@ -3,6 +3,7 @@ copy of the log among the in-sync replicas is not destroyed (but in a disaster, 
 
 from __future__ import annotations
 
+from random import Random
 from typing import TYPE_CHECKING
 
 from simulation.disk import Disk
@@ -21,6 +22,7 @@ class Faults:
         self.names = list(world.options.faults)
         self.weights = list(world.options.faults.values())
         self.stopped = False
+        self._lies = Random(f"lies of {world.options.seed}")  # its own chance: other seeds stay what they are
         self._next()
 
     def _next(self) -> None:
@@ -67,8 +69,18 @@ class Faults:
             self.kill(self.world.nodes[held[0].broker_id])
 
     def crash_all(self) -> None:
-        for node in self.world.nodes.values():
-            self.kill(node)
+        """A power cut. One disk may have lied about what it had fsynced."""
+        world = self.world
+        node = world.nodes[self._lies.choice(world.ids)]
+        lies = bool(node.disk.batches) and world.is_quiet() and world.may_lose(node)
+        for each in world.nodes.values():
+            self.kill(each)
+        if lies and self._lies.random() < 0.7:
+            world.has_lied = True
+            world.count("disk lied")
+            world.checker.disk_lost(node.disk)
+            node.disk.forget(self._lies.randint(1, 8))
+            world.note(node.id, "has forgotten what is behind {}, as {}", node.disk.end, node.store)
 
     def pause(self) -> None:
         self._some().pause(self._a_while(3 * self.world.options.session_ms))

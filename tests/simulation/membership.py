@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 VIGIL_MS = 500
 REREAD_MS = 10_000
+COLD_AGAIN_MS = 300
+WAIT_FOR_ABSENT_MS = 10_000
 UNANSWERED_MAX = 4  # probes of half a second each: two of a second
 
 
@@ -47,6 +49,7 @@ class Membership:
         self._reading = False
         self._read_again = False
         self._deciding = False
+        self._cold_since: int | None = None
         self._campaigning = False
         self._requests: deque[Callable[[], None]] = deque()
         self._busy = False
@@ -298,7 +301,17 @@ class Membership:
         held = tree.partition
         missing = self.world.options.replication_factor - len(held.replicas)
         added = [id for id in sorted(live) if id not in held.replicas][: max(0, missing)]
-        wanted = controller.decide(held, live, configured_min_insync=self.world.options.min_insync, added=added)
+        log_ends = None
+        # In a run in which no disk lies, elections must do without what their logs tell.
+        if self.world.has_lied and controller.is_cold(held, live):
+            log_ends = self._log_ends(held, live)
+            if log_ends is None:
+                self.node.soon(COLD_AGAIN_MS, self._decide)
+                return
+        else:
+            self._cold_since = None
+        least = self.world.options.min_insync
+        wanted = controller.decide(held, live, configured_min_insync=least, added=added, log_ends=log_ends)
         if wanted is None:
             return
         version = tree.version
@@ -316,6 +329,28 @@ class Membership:
             self.rang()
 
         self.zookeeper.write(session, request, done, f"election {_short(wanted)}")
+
+    def _log_ends(self, held: PartitionState, live: Mapping[int, BrokerState]) -> dict[int, controller.LogEnd] | None:
+        """What the members of the ISR that can be reached say of their logs; None while others are waited for. Who
+        holds what a disk forgot is back in time: that is where the promise ends."""
+        world, told = self.world, dict[int, controller.LogEnd]()
+        for member in held.isr:
+            node = world.nodes[member]
+            reached = member == self.node.id or (
+                world.network.is_open(self.node.id, member) and world.network.is_open(member, self.node.id)
+            )
+            if member in live and node.alive and not node.paused and reached:
+                replica = node.shell.replica
+                is_whole = node.store == held.store_uuids.get(member)
+                told[member] = (replica.last_epoch, replica.durable_end) if is_whole else None
+        if self._cold_since is None:
+            self._cold_since = world.now
+        in_time = world.now - self._cold_since < WAIT_FOR_ABSENT_MS
+        forgotten = all(world.nodes[member].disk.is_forgetful for member, end in told.items() if end is not None)
+        if len(told) < len(held.isr) and (in_time or forgotten):
+            return None
+        world.count("cold election")
+        return told
 
     def check_version(self, found: Tree, version: int) -> None:
         if found.version != version:

@@ -357,6 +357,11 @@ def _(original: Any, held: PartitionState, broker_id: int, live: Any) -> bool:
     return broker_id in live and broker_id in held.replicas
 
 
+@mutant("compares no logs after a power cut", 11, (controller, "is_cold"))
+def _(original: Any, held: PartitionState, live: Any) -> bool:
+    return False
+
+
 @mutant("empties the ISR of all but the new leader", 0, (controller, "elect"))
 def _(original: Any, held: PartitionState, *more: Any, **named: Any) -> PartitionState:
     elected = original(held, *more, **named)

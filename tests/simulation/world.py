@@ -47,6 +47,7 @@ class World:
         self.mistaken_until: dict[int, int] = {}  # brokers in whose place something refuses their peers' connections
         self.dying = False
         self.left_dead: Node | None = None
+        self.has_lied = False
         self.healed = False
         self.healed_at = 0  # the high watermark then
         self._heap: list[tuple[int, float, int, Callable[..., None], tuple[Any, ...]]] = []
@@ -158,7 +159,8 @@ class World:
         return any(not self.nodes[member].disk.flipped for member in clean - {node.id})
 
     def is_clean(self, member: int, held: PartitionState) -> bool:
-        return self.nodes[member].disk.replica_store == held.store_uuids.get(member)
+        disk = self.nodes[member].disk
+        return disk.replica_store == held.store_uuids.get(member) and not disk.is_forgetful
 
     def replace_disk(self, node: Node) -> None:
         """A new, empty disk. The process that stood on the old one is gone."""

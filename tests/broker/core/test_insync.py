@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from portalmq.broker.core.events import Fetch, PartitionStateChanged
 from portalmq.broker.core.insync import OVERDUE_MS, InSync
 
@@ -195,3 +197,16 @@ def test_live_members_are_those_that_fetch():
 def test_a_sole_member_waits_for_nobody():
     assert book(1, least=1).heard_of_all_ms() is None
     assert book(1, least=1).committed_end(7, {}, 0) == 7
+
+
+def test_a_member_that_has_started_anew_is_counted_anew_when_it_has_all_that_is_committed():
+    insync = book(1, 2, 3)
+    insync.state = replace(insync.state, incarnations={1: 1, 2: 1, 3: 1})
+    anew = {**BROKERS, 3: (2, "c")}
+    insync.fetched(fetch(2, 10), 10, 100)
+    assert insync.renewed(10, anew, 100) == set()
+    insync.fetched(fetch(3, 8, incarnation=2), 10, 100)
+    assert insync.renewed(10, anew, 100) == set(), "something committed is missing"
+    insync.fetched(fetch(3, 10, incarnation=2), 10, 100)
+    assert insync.renewed(10, anew, 100) == {3}
+    assert insync.renewed(10, BROKERS, 100) == set(), "only as what is registered"
