@@ -71,6 +71,7 @@ class Broker(Rooms):
         """Become a member of the cluster, open what this broker holds, and begin to serve."""
         wire.prepare()  # from here on native threads decode too
         self.membership.start()
+        self.timekeeping.start()
         self.locks.start()
         self.topics.start()
         if not self.topics.wait_settled(OPEN_WITHIN_S):
@@ -93,6 +94,7 @@ class Broker(Rooms):
         if not self._draining.is_set():
             self.drain()
         self.housekeeping.close()
+        self.timekeeping.close()
         self.streams.close()
         self.fences.close()
         self.locks.close()
@@ -366,6 +368,7 @@ class Broker(Rooms):
             "parked_receives": len(lot.waiters) - lot.interests,
             "parked_interests": lot.interests,
             "disk_full": self.disk_is_full(),
+            "clocks_differ": self.timekeeping.differs,
         }
 
     def offline_partitions(self) -> int:

@@ -41,6 +41,8 @@ def gauges_of(broker: Broker, disk: DiskGuard, *, connected: bool) -> Gauges:
         is_controller=broker.membership.is_controller,
         offline_partitions=broker.offline_partitions(),
         open_orders=broker.outboxes.open,
+        clock_off_ms=broker.timekeeping.off_ms if broker.timekeeping.differs else 0,
+        clocks_differ=broker.timekeeping.differs,
         memory_bytes=memory.resident_bytes(),
         memory_limit_bytes=memory.limit_bytes(),
         disk_free_bytes=_free_bytes(disk),

@@ -66,6 +66,9 @@ class Gauges:
     offline_partitions: int = 0
     # Commits and dead letters of partitions led here whose outputs are still to be appended.
     open_orders: int = 0
+    # How far the machine's time of day is ahead of the one that the brokers agree on, where that is too far.
+    clock_off_ms: int = 0
+    clocks_differ: bool = False
     # Of the process and of the disk under its data directory; None where the system does not tell.
     memory_bytes: int | None = None
     memory_limit_bytes: int | None = None
@@ -313,6 +316,8 @@ class _Gauges(Collector):
             ),
             ("offline_partitions", "Partitions of the cluster that have no leader", state.offline_partitions),
             ("outbox_orders", "Commits and dead letters whose outputs are still to be appended", state.open_orders),
+            ("clock_off_ms", "How far this machine is ahead of the time that brokers agree on", state.clock_off_ms),
+            ("clocks_differ", "1 while this broker finds that the clocks do not agree", int(state.clocks_differ)),
             ("is_controller", "1 while this broker is the controller", int(state.is_controller)),
         ):
             yield _gauge(f"portalmq_{name}", meaning, (), [((), count)])

@@ -52,5 +52,6 @@ def peer_calls(rooms: Rooms) -> dict[str, PeerCall]:
         "seek": lambda body, peer: rooms.streaming.serve_seek(body),
         "offsets": lambda body, peer: rooms.streaming.serve_standings(body),
         "standing": lambda body, peer: serve_standing(rooms.topics, body),
+        "time": lambda body, peer: rooms.timekeeping.serve(body),
         **rooms.membership.calls,
     }

@@ -55,6 +55,7 @@ from portalmq.broker.settling import Settling
 from portalmq.broker.sizing import Sizing
 from portalmq.broker.storage.disk import DiskGuard
 from portalmq.broker.streams import StreamPartitions
+from portalmq.broker.timekeeping import Timekeeping
 from portalmq.broker.topics import Topic, Topics
 from portalmq.broker.turns import Turns
 from portalmq.broker.unclean import own_standing
@@ -127,6 +128,7 @@ class Rooms:
         self.mirror = self.membership.mirror
         self.peers = Peers(self.mirror, self.cluster_secret, tls=trusting(self.config))
         self.membership.peers = self.peers
+        self.timekeeping = Timekeeping(self.clock, self.broker_id, lambda: self.mirror.brokers, self.peers)
         self.peers.on_trouble = lambda other, incarnation, refused: self.membership.suspect(
             other, incarnation, refused=refused
         )

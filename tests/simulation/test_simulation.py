@@ -47,7 +47,8 @@ def test_the_simulation_goes_where_it_hurts() -> None:
     rare = [
         what
         for what in ("truncated", "reset", "retained", "duplicate", "disk refused", "unsynced survived", "left dead",
-                     "isr change", "trouble in isr change", "disk_replaced", "bit_flip", "zombie", "crash_all", "disk lied", "cold election",
+                     "isr change", "trouble in isr change", "disk_replaced", "bit_flip", "zombie", "crash_all",
+                     "disk lied", "cold election",
              "Grant", "Ack", "Nack", "Extend", "Dead", "Redrive", "Drop", "Commit", "Done", "Cancel", "Claim",
              "CommitOffset", "Seek", "delivery", "redelivery", "commit call", "stream commit", "generation",
              "coordinator", "output", "output repeated", "zombie receipts", "folds compared",

@@ -21,12 +21,15 @@ class HandClock:
     def __init__(self, now_ms: int = 1_700_000_000_000) -> None:
         self.lease_ms = now_ms
         self.day_ms = now_ms
+        self.agreed_ms: int | None = None
 
     def now_ms(self) -> int:
         return self.lease_ms
 
     def wall_ms(self) -> int:
         return self.day_ms
+
+    machine_ms = wall_ms
 
     def advance(self, ms: int) -> None:
         self.lease_ms += ms
