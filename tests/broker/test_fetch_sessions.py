@@ -349,7 +349,7 @@ def test_a_broker_that_does_not_send_the_time_back_counts_as_heard_now(group, mo
 
 
 def test_followers_vouch_for_their_leader_as_long_as_they_poll(tmp_path):
-    with replicas(tmp_path, 2) as group:
+    with replicas(tmp_path, 2, lag_ms=1_000_000) as group:  # the silent one stays in the ISR: alone, a leader hands out
         eventually(lambda: group.leader.serves)
         eventually(lambda: group.leader.replica.may_hand_out(group.clock.now_ms()))
         group.cut(2)

@@ -459,8 +459,9 @@ def test_every_public_name_is_there() -> None:
 @pytest.fixture
 def two_brokers(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[ScriptedBroker, ScriptedBroker]]:
     """The first leads as far as clients know; a request of theirs that hangs would hang for an hour."""
-    for name in ("TO_LEADER_TIMEOUT_S", "LONG_POLL_GRACE_S", "REQUEST_TIMEOUT_S"):
+    for name in ("TO_LEADER_TIMEOUT_S", "LONG_POLL_GRACE_S", "REQUEST_TIMEOUT_S", "METADATA_TIMEOUT_S"):
         monkeypatch.setattr(f"portalmq.transport.{name}", 3_600.0)
+    monkeypatch.setattr("portalmq.consumer.LOOK_UP_WITHIN_S", 3_600.0)  # a pause of the machine leads nowhere else
     monkeypatch.setattr("portalmq.transport.ASK_OTHERS_PARKED_S", 0.05)
     monkeypatch.setattr("portalmq.transport.ASK_OTHERS_AFTER_S", 0.05)
     with ScriptedBroker() as old, ScriptedBroker() as new:

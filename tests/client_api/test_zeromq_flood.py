@@ -48,9 +48,10 @@ class Side:
         return client, accepted.fileno()
 
     def send(self, client: socket.socket, number: int) -> None:
-        client.sendall(b"x" * number)
         accepted = next(each for each in self.open if each.fileno() != -1 and peer_of(each) == client.getsockname())
-        wait_until(lambda: flood._received_bytes(accepted) >= number, "the bytes are there")
+        before = flood._received_bytes(accepted)
+        client.sendall(b"x" * number)
+        wait_until(lambda: flood._received_bytes(accepted) >= before + number, "the bytes are there")
 
     def look(self) -> None:
         self.memory += flood.GROWTH_BYTES + 1

@@ -66,7 +66,7 @@ def test_a_certificate_is_shown_where_one_is_asked_for(zookeeper_server: Embedde
         )
         plane.start()
         plane.close()
-        assert front.names_shown == ["client"]
+        assert set(front.names_shown) == {"client"}  # once for each connection
         with pytest.raises(PlaneUnavailable):
             ZooKeeper(hosts, tls=TRUSTED, session_timeout_s=0.5).start()
 

@@ -104,11 +104,12 @@ def test_a_change_that_fails_at_any_step_leaves_a_log_that_goes_on_and_opens(tmp
 NAMESPACES = (["unshare", "--mount"], ["unshare", "--user", "--map-root-user", "--mount"])
 
 
-def own_mounts():
-    """The command that runs another with mounts of its own; None where this user may not."""
+def own_mounts(place):
+    """The command that runs another with mounts of its own; None where this user may not mount there."""
+    mounts = ["mount", "-t", "tmpfs", "-o", "size=1m", "test", place]
     for command in NAMESPACES:
         try:
-            if subprocess.run([*command, "true"], capture_output=True, check=False).returncode == 0:
+            if subprocess.run([*command, *mounts], capture_output=True, check=False).returncode == 0:
                 return command
         except FileNotFoundError:
             break
@@ -116,7 +117,7 @@ def own_mounts():
 
 
 def test_a_change_on_a_disk_that_is_really_full_is_refused_and_can_be_made_later(tmp_path):
-    command = own_mounts()
+    command = own_mounts(tmp_path)
     if command is None:
         pytest.skip("this user may not mount a small disk")
     ran = subprocess.run(
