@@ -84,7 +84,7 @@ def _(original: Any, self: Any, fetch: core.Fetch, reply: core.Records) -> Any:
     return actions
 
 
-@mutant("accepts a late diverging reply", 3, (FollowingReplica, "_on_fetch_replied"))
+@mutant("accepts a late diverging reply", 14, (FollowingReplica, "_on_fetch_replied"))
 def _(original: Any, self: Any, event: core.FetchReplied, now_ms: int) -> Any:
     if isinstance(event.reply, core.Diverging) and self.fetch is not None:
         self.fetch = event.fetch
@@ -105,7 +105,7 @@ def _(original: Any, self: Any, epoch: int) -> Any:
     return actions
 
 
-@mutant("forgets its epoch in a crash", 25, (Node, "crash"))
+@mutant("forgets its epoch in a crash", 58, (Node, "crash"))
 def _(original: Any, self: Any, **how: Any) -> None:
     original(self, **how)
     self.disk.highest_epoch = 0
@@ -140,7 +140,7 @@ def _(original: Any, self: Any, event: Any, *now: int) -> Any:
     return original(self, event, *now)
 
 
-@mutant("follows a word of a lower epoch", 4, (PartitionReplica, "_on_state_changed"))
+@mutant("follows a word of a lower epoch", 1, (PartitionReplica, "_on_state_changed"))
 def _(original: Any, self: Any, word: core.PartitionStateChanged, *more: Any) -> Any:
     self.highest_epoch, self.state = (
         min(self.highest_epoch, word.leader_epoch),
@@ -149,7 +149,7 @@ def _(original: Any, self: Any, word: core.PartitionStateChanged, *more: Any) ->
     return original(self, word, *more)
 
 
-@mutant("follows an older word of its epoch", 15, (PartitionReplica, "_on_state_changed"))
+@mutant("follows an older word of its epoch", 25, (PartitionReplica, "_on_state_changed"))
 def _(original: Any, self: Any, word: core.PartitionStateChanged, *more: Any) -> Any:
     if self.state is not None and word.leader_epoch == self.highest_epoch:
         self.state = replace(self.state, version=min(self.state.version, word.version))
@@ -188,7 +188,7 @@ def _(original: Any, self: Any) -> Any:
     return self.state.isr
 
 
-@mutant("commits with too few in sync", 0, (InSync, "committed_end"))
+@mutant("commits with too few in sync", 11, (InSync, "committed_end"))
 def _(original: Any, self: Any, *more: Any) -> int:
     state = self.state
     self.state = replace(state, min_insync_replicas=0)
@@ -224,12 +224,12 @@ def _(original: Any, self: Any, *more: Any) -> bool:
     return may
 
 
-@mutant("lets a replica join below the high watermark", 2, (InSync, "_may_join"))
+@mutant("lets a replica join below the high watermark", 16, (InSync, "_may_join"))
 def _(original: Any, self: Any, replica: int, high_watermark: int, *more: Any) -> bool:
     return original(self, replica, 0, *more)
 
 
-@mutant("lets a replica join that would leave at once", 182, (InSync, "_may_join"))
+@mutant("lets a replica join that would leave at once", 5, (InSync, "_may_join"))
 def _(original: Any, self: Any, replica: int, high_watermark: int, brokers: Any, now_ms: int) -> bool:
     known = self._followers.get(replica)
     caught_up_ms = known.caught_up_ms if known else 0
@@ -267,7 +267,7 @@ def _(original: Any, self: Any, *more: Any) -> Any:
     return wanted
 
 
-@mutant("takes an unknown outcome for a failure", 29, (PartitionReplica, "_on_isr_answered"))
+@mutant("takes an unknown outcome for a failure", 126, (PartitionReplica, "_on_isr_answered"))
 def _(original: Any, self: Any, event: core.IsrAnswered, now_ms: int, wall_ms: int) -> Any:
     if event.outcome is core.Outcome.UNKNOWN and self._proposal is not None and self._leading is not None:
         self._proposal = self._leading.proposed = None
@@ -275,7 +275,7 @@ def _(original: Any, self: Any, event: core.IsrAnswered, now_ms: int, wall_ms: i
     return original(self, event, now_ms, wall_ms)
 
 
-@mutant("leads on without a synced word", 18, (LeadingReplica, "_begin_leading"))
+@mutant("leads on without a synced word", 951, (LeadingReplica, "_begin_leading"))
 def _(original: Any, self: Any, word: core.PartitionStateChanged, now_ms: int, wall_ms: int) -> Any:
     self._deposed = False
     return original(self, word, now_ms, wall_ms)
@@ -286,7 +286,7 @@ def _(original: Any, self: Any, word: core.PartitionStateChanged, now_ms: int, w
     return original(self, replace(word, incarnations={}), now_ms, wall_ms)
 
 
-@mutant("keeps to the ISR that it has lost", 4, (FollowingReplica, "_must_resign"))
+@mutant("keeps to the ISR that it has lost", 15, (FollowingReplica, "_must_resign"))
 def _(original: Any, self: Any, word: core.PartitionStateChanged) -> bool:
     return False
 
@@ -315,7 +315,7 @@ def _(original: Any, self: Any, submission: Any, base: int) -> None:
     self._finish(submission)
 
 
-@mutant("remembers producers in memory only", 1, (Disk, "producers"))
+@mutant("remembers producers in memory only", 0, (Disk, "producers"))
 def _(original: Any, self: Any) -> Producers:
     return Producers([])
 
@@ -357,7 +357,7 @@ def _(original: Any, held: PartitionState, broker_id: int, live: Any) -> bool:
     return broker_id in live and broker_id in held.replicas
 
 
-@mutant("compares no logs after a power cut", 11, (controller, "is_cold"))
+@mutant("compares no logs after a power cut", 82, (controller, "is_cold"))
 def _(original: Any, held: PartitionState, live: Any) -> bool:
     return False
 
@@ -368,18 +368,18 @@ def _(original: Any, held: PartitionState, *more: Any, **named: Any) -> Partitio
     return msgspec.structs.replace(elected, isr=(elected.leader,)) if elected.leader is not None else elected
 
 
-@mutant("takes a new disk for the old one", 1, (World, "replace_disk"))
+@mutant("takes a new disk for the old one", 17, (World, "replace_disk"))
 def _(original: Any, self: World, node: Node) -> None:
     store_uuid = node.disk.store_uuid
     original(self, node)
     node.disk.store_uuid = store_uuid
 
 
-@mutant("lets a deposed controller write", 9, (Membership, "check_controller"))
+@mutant("lets a deposed controller write", 39, (Membership, "check_controller"))
 def _(original: Any, self: Membership, found: Any, epoch: int) -> None:
     pass
 
 
-@mutant("writes whatever version stands", 2, (Membership, "check_version"))
+@mutant("writes whatever version stands", 17, (Membership, "check_version"))
 def _(original: Any, self: Membership, found: Any, version: int) -> None:
     pass
