@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import closing
 
@@ -25,6 +26,11 @@ def nobody() -> Iterator[str]:
     """The URL of a port at which nobody listens."""
     with closing(kept_port()) as place:
         yield f"http://127.0.0.1:{number_of(place)}"
+
+
+def nobody_instead_of(broker: ScriptedBroker) -> closing[socket.socket]:
+    """While it is open no other test's server gets the port of one that has ended."""
+    return closing(kept_port(int(broker.url.rpartition(":")[2])))
 
 
 @pytest.fixture
@@ -101,10 +107,11 @@ def test_an_admin_and_a_flush_keep_their_time(nobody: str) -> None:
     with ScriptedBroker() as broker:
         producer = Producer([broker.url], delivery_timeout_s=AN_HOUR_S)
         producer.send("t", b"x").result(30)
-    producer.send("t", b"y")
-    with pytest.raises(TimeoutError):
-        producer.flush(0.05)
-    producer.close(0.05)
+    with nobody_instead_of(broker):
+        producer.send("t", b"y")
+        with pytest.raises(TimeoutError):
+            producer.flush(0.05)
+        producer.close(0.05)
 
 
 @pytest.mark.usefixtures("patient")
@@ -116,9 +123,10 @@ def test_a_consumer_whose_broker_dies_later_says_so_at_the_end_of_an_iteration(
         broker.fill("t", [b"1"])
         consumer = Consumer("t", group="g", bootstrap=broker.url, idle_timeout_s=0.05)
         assert next(consumer).value == b"1"
-    with pytest.raises(Unavailable):
-        next(consumer)
-    assert consumer.poll(0.05) == [], "a poll may be asked again, and a broker that restarts is back soon"
+    with nobody_instead_of(broker):
+        with pytest.raises(Unavailable):
+            next(consumer)
+        assert consumer.poll(0.05) == [], "a poll may be asked again, and a broker that restarts is back soon"
 
 
 @pytest.mark.usefixtures("patient")
@@ -128,11 +136,12 @@ def test_a_poll_says_so_when_nobody_answers_for_long(monkeypatch: pytest.MonkeyP
         assert consumer.poll(0) == []
     monkeypatch.setattr("portalmq.reach.SILENT_S_MAX", 0.01)
     has_said = False
-    while not has_said:
-        try:
-            assert consumer.poll(0.02) == []
-        except Unavailable:
-            has_said = True
+    with nobody_instead_of(broker):
+        while not has_said:
+            try:
+                assert consumer.poll(0.02) == []
+            except Unavailable:
+                has_said = True
 
 
 def test_an_iteration_waits_while_a_broker_says_that_leaders_change(monkeypatch: pytest.MonkeyPatch) -> None:
