@@ -7,7 +7,7 @@ is unknown; giving back twice is not, as the message may be somebody else's by t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -15,14 +15,17 @@ import msgspec
 
 from portalmq.broker.calls import Place, Result, Settle, SettleShare, Verb, result_of
 from portalmq.broker.core.receipts import HEAD_LENGTH, Lease, ReceiptBook, offset_of, tag_of
-from portalmq.broker.delivery import GroupPartition, Shown
+from portalmq.broker.delivery import GroupPartition, Shown, Verdicts
+from portalmq.broker.fairness import give_way, in_turns
 from portalmq.broker.forwarding import Leaders, Outcomes
 from portalmq.broker.peers import Peers
 from portalmq.broker.topics import Topic
 from portalmq.control_plane.state import GroupState
-from portalmq.errors import GroupModeMismatch, InvalidRequest, PortalMQError
+from portalmq.errors import GroupModeMismatch, InvalidRequest, PortalMQError, Unavailable
 
 SETTLE_TIMEOUT_S = 15.0
+# So many receipts are checked, or used by one record, before others have their turn.
+RECEIPTS_A_TURN = 500
 
 # Whether a receipt counted, or why that is not known.
 Verdict = bool | PortalMQError
@@ -74,8 +77,7 @@ class _Settling:
         refused: Outcomes[list[bool]] = {}
         for place in places:
             try:
-                at = self.desk.at(self.group, place)
-                self.begun[place] = self._apply(at, self.shares[place])
+                self.begun[place] = self._apply(place)
             except PortalMQError as error:
                 refused[place] = error
         return refused
@@ -107,24 +109,65 @@ class _Settling:
         results = self.peers.call(broker_id, "settle", call, _Results, timeout_s=SETTLE_TIMEOUT_S)
         return {place: result.outcome() for place, result in zip(places, results, strict=True)}
 
-    def _apply(self, at: GroupPartition, shown: list[Shown]) -> tuple[list[bool], Callable[[], None]]:
-        # The places in the request give way to those in the share: other brokers know no others.
-        numbered = [each._replace(indexes=list(range(len(each.offsets)))) for each in shown]
-        first = 0
-        for each in numbered:
-            each.indexes[:] = range(first, first + len(each.offsets))
-            first += len(each.offsets)
+    def _apply(self, place: Place) -> tuple[list[bool], Callable[[], None]]:
+        """Append what is to be done, in a record for each part: others have their turn in between."""
+        shown = self.shares[place]
+        verdicts = [False] * sum([len(each.offsets) for each in shown])
+        waits: list[Callable[[], None]] = []
+        delivery = None
+        for part in _parts(shown):
+            if waits:
+                give_way()
+            try:
+                at = self.desk.at(self.group, place)
+                if waits and at.delivery is not delivery:  # a group made anew gives out receipts like these
+                    raise Unavailable("the group has changed meanwhile: repeat", retry_after_s=0.1)
+                delivery = at.delivery
+                found, wait = self._settle(at, part)
+            except PortalMQError as error:
+                raise _doubtful(error) if waits else error from None
+            waits.append(wait)
+            for index, verdict in found.items():
+                verdicts[index] = verdict
+
+        def wait_for_all() -> None:
+            for wait in waits:
+                wait()
+
+        return verdicts, wait_for_all
+
+    def _settle(self, at: GroupPartition, shown: list[Shown]) -> tuple[Verdicts, Callable[[], None]]:
         config = self.group.config
         if self.way.verb == "ack":
-            verdicts, wait = at.ack(numbered)
-        elif self.way.verb == "nack":
-            verdicts, wait = at.nack(numbered, self.way.time_ms, self.way.reason, config)
-        elif self.way.verb == "release":
-            verdicts, wait = at.release(numbered, self.way.time_ms or 0, self.way.reason)
-        else:
-            verdicts = at.extend(numbered, self.way.time_ms or config.visibility_timeout_ms)
-            wait = _no_wait
-        return [verdicts[index] for index in range(first)], wait
+            return at.ack(shown)
+        if self.way.verb == "nack":
+            return at.nack(shown, self.way.time_ms, self.way.reason, config)
+        if self.way.verb == "release":
+            return at.release(shown, self.way.time_ms or 0, self.way.reason)
+        return at.extend(shown, self.way.time_ms or config.visibility_timeout_ms), _no_wait
+
+
+def _parts(shown: list[Shown]) -> Iterator[list[Shown]]:
+    """The share of a partition in parts. Its receipts are numbered by their place in it: those in the request give way
+    to them, as other brokers know no others."""
+    part: list[Shown] = []
+    size = first = 0
+    for each in shown:
+        numbered = sorted(zip(each.offsets, range(first, first + len(each.offsets)), strict=True))
+        first += len(numbered)
+        while numbered:
+            end = min(len(numbered), RECEIPTS_A_TURN - size)
+            while end < len(numbered) and numbered[end][0] == numbered[end - 1][0]:
+                end += 1  # a receipt that is shown twice counts twice, or not at all
+            offsets, indexes = zip(*numbered[:end], strict=True)
+            part.append(each._replace(indexes=list(indexes), offsets=list(offsets)))
+            del numbered[:end]
+            size += end
+            if size >= RECEIPTS_A_TURN:
+                yield part
+                part, size = [], 0
+    if part:
+        yield part
 
 
 class Settling:
@@ -198,7 +241,7 @@ class Settling:
         """The receipts by partition, and there by lease. Raises InvalidRequest when one of them is not the group's."""
         by_head: dict[str, tuple[Lease, Shown]] = {}
         by_place: dict[Place, list[Shown]] = {}
-        for index, text in enumerate(texts):
+        for index, text in enumerate(in_turns(texts, RECEIPTS_A_TURN)):
             head = text[:HEAD_LENGTH]
             found = by_head.get(head)
             if found is None:

@@ -124,21 +124,18 @@ class GroupDelivery:
                 remember_commit(self.commits, record.commit_id, offset, COMMITS_REMEMBERED)
             case Nack():
                 for start, end, available_at_ms in record.ranges:
-                    for span in self._cut(start, end):
-                        back = msgspec.structs.replace(
-                            span, leased=False, granted_at_ms=record.at_ms, available_at_ms=available_at_ms, holder=""
-                        )
+                    for span in self._parts(start, end):
+                        span.leased, span.holder = False, ""
+                        span.granted_at_ms, span.available_at_ms = record.at_ms, available_at_ms
                         if record.unseen and span.deliveries > 0:  # the lease's number is not used again
-                            back.deliveries, back.earlier = span.deliveries - 1, span.earlier + 1
-                        self._insert(back)
+                            span.deliveries, span.earlier = span.deliveries - 1, span.earlier + 1
+                        self._put(span)
             case Extend():
                 for start, end in record.ranges:
-                    for span in self._cut(start, end):
-                        self._insert(
-                            msgspec.structs.replace(
-                                span, leased=True, granted_at_ms=record.at_ms, available_at_ms=record.deadline_ms
-                            )
-                        )
+                    for span in self._parts(start, end):
+                        span.leased = True
+                        span.granted_at_ms, span.available_at_ms = record.at_ms, record.deadline_ms
+                        self._put(span)
             case Dead():
                 for start, end, deliveries in record.ranges:
                     for span in self._cut(start, end):
@@ -262,8 +259,12 @@ class GroupDelivery:
     # --- spans -------------------------------------------------------------------------------------------------------
 
     def _insert(self, span: SpanFold) -> None:
-        self._spans[span.start] = span
         insort(self._starts, span.start)
+        self._put(span)
+
+    def _put(self, span: SpanFold) -> None:
+        """Keep a span whose start stands among the others."""
+        self._spans[span.start] = span
         self.outstanding += span.end - span.start
         if span.available_at_ms < HELD_MS:
             heappush(self._wakeups, (span.available_at_ms, span.start))
@@ -278,6 +279,23 @@ class GroupDelivery:
         self._wakeups = [row for row in waiting if (span := self._spans.get(row[1])) and span.available_at_ms == row[0]]
         heapify(self._wakeups)
 
+    def _parts(self, start: int, end: int) -> list[SpanFold]:
+        """Copies of the spans within [start, end), to be changed and `_put` one by one. What sticks out stays as it
+        was."""
+        span = self._spans.get(start)
+        if span is not None and span.end == end:  # a span as it is: nothing moves
+            self._forget(span)
+            return [msgspec.structs.replace(span)]
+        parts = self._cut(start, end)
+        for part in parts:
+            insort(self._starts, part.start)
+        return parts
+
+    def _forget(self, span: SpanFold) -> None:
+        self.outstanding -= span.end - span.start
+        if span.available_at_ms >= HELD_MS:
+            self.held -= span.end - span.start
+
     def _cut(self, start: int, end: int) -> list[SpanFold]:
         """Take [start, end) out of the spans and return the parts taken; what sticks out stays as it was."""
         taken: list[SpanFold] = []
@@ -287,9 +305,7 @@ class GroupDelivery:
         last = bisect_left(self._starts, end)
         for at in self._starts[first:last]:
             span = self._spans.pop(at)
-            self.outstanding -= span.end - span.start
-            if span.available_at_ms >= HELD_MS:
-                self.held -= span.end - span.start
+            self._forget(span)
             taken.append(msgspec.structs.replace(span, start=max(start, span.start), end=min(end, span.end)))
         if not taken:
             return taken
