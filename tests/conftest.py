@@ -2,6 +2,7 @@
 
 import signal
 
+import pytest
 from hypothesis import HealthCheck, settings
 from support.zookeeper import zookeeper_server
 
@@ -15,3 +16,23 @@ settings.load_profile("portalmq")
 # the commands that tests interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+STRETCHES_SHOWN = 5
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Show the longest stretches that tests have noted: processor time in ms, test, and stack if it was seen."""
+    reports = [each for some in terminalreporter.stats.values() for each in some if isinstance(each, pytest.TestReport)]
+    noted = [
+        (*value, report.nodeid)
+        for report in reports
+        if report.when == "teardown"
+        for name, value in report.user_properties
+        if name == "stretch"
+    ]
+    if noted:
+        terminalreporter.section("longest stretches of the event loop, in processor time")
+    for ms, stack, test in sorted(noted, reverse=True)[:STRETCHES_SHOWN]:
+        terminalreporter.write_line(f"{ms:6.1f} ms  {test}")
+        if stack:
+            terminalreporter.write_line(stack.rstrip())

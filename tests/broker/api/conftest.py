@@ -1,16 +1,41 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
+from flask import Flask
 from flask.testing import FlaskClient
 from support.fake_broker import FakeBroker
+from support.stretches import Stretch, Stretches
 
 from portalmq.broker.api.app import create_app
 from portalmq.broker.auth import Auth
 from portalmq.broker.config import BrokerConfig
 from portalmq.broker.metrics import Metrics
+
+# Shorter stretches of the event loop are nobody's concern.
+SHOWN_MS = 2.0
+
+
+@pytest.fixture(autouse=True)
+def stretches(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[None]:
+    """Notes the longest stretch of the event loop in any request of the test; the longest of all are shown at the end.
+    They are figures for people: how much work is done between two pauses, tests assert where that is cut."""
+    longest = Stretch(0.0)
+    serve = Flask.__call__
+
+    def watched(app: Flask, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        nonlocal longest
+        with Stretches() as watch:
+            answer: Iterable[bytes] = serve(app, environ, start_response)
+        longest = max(longest, watch.longest)
+        return answer
+
+    monkeypatch.setattr(Flask, "__call__", watched)
+    yield
+    if longest.ms >= SHOWN_MS:
+        request.node.user_properties.append(("stretch", tuple(longest)))
 
 
 @pytest.fixture

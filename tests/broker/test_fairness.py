@@ -1,0 +1,51 @@
+"""Long work on the event loop gives way, and the tests can see where it does not."""
+
+from __future__ import annotations
+
+import gevent
+from support.stretches import Stretches
+
+from portalmq.broker.fairness import give_way, in_turns
+
+STEPS = 40
+
+
+def work() -> None:
+    sum(number * number for number in range(20_000))
+
+
+def test_others_who_wait_at_the_clock_or_a_socket_have_their_turn_at_each_pause():
+    turns = []
+    gevent.spawn_later(1e-6, turns.append, "timer")
+    give_way()
+    give_way()
+    assert turns == ["timer"]
+
+
+def test_items_come_in_order_with_a_pause_after_each_few(monkeypatch):
+    done, pauses = [], []
+    monkeypatch.setattr("portalmq.broker.fairness.give_way", lambda: pauses.append(len(done)))
+    for item in in_turns(range(7), 3):
+        done.append(item)
+    assert (done, pauses) == ([0, 1, 2, 3, 4, 5, 6], [3, 6])
+
+
+def test_a_stretch_ends_where_the_loop_looks_at_its_sockets():
+    with Stretches() as whole:
+        for _ in range(STEPS):
+            work()
+    with Stretches() as cut:
+        for _ in in_turns(range(STEPS), 1):
+            work()
+    assert cut.count > STEPS / 2
+    assert cut.longest.ms < whole.longest.ms / 2
+
+
+def test_work_is_measured_in_processor_time_so_that_sleep_is_none():
+    with Stretches() as stretches:
+        for _ in range(STEPS):
+            work()
+        worked = stretches.count
+        gevent.sleep(0.05)
+    assert (worked, stretches.count >= 2) == (0, True)
+    assert stretches.longest.ms > 0
