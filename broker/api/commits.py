@@ -12,10 +12,11 @@ from typing import Any
 import msgspec
 
 from portalmq import wire
-from portalmq.broker.api.incoming import record_of_json, record_of_pack
+from portalmq.broker.api.incoming import MESSAGES_A_TURN, record_of_json, record_of_pack
 from portalmq.broker.api.room import Answer, Room
 from portalmq.broker.api.traffic import may_forward
 from portalmq.broker.committing import Publication, StreamPlace
+from portalmq.broker.fairness import in_turns
 from portalmq.errors import InvalidRequest
 
 Environ = dict[str, Any]
@@ -33,13 +34,15 @@ def commit(room: Room, environ: Environ, group: str) -> Answer:
         packed = wire.decode_msgpack(body, wire.PackCommit)
         wanted = packed
         publications = [
-            _publication(each, record_of_pack(each, _where(index), now_ms)) for index, each in enumerate(packed.publish)
+            _publication(each, record_of_pack(each, _where(index), now_ms))
+            for index, each in enumerate(in_turns(packed.publish, MESSAGES_A_TURN))
         ]
     else:
         plain = wire.decode_json(body, wire.JsonCommit)
         wanted = plain
         publications = [
-            _publication(each, record_of_json(each, _where(index), now_ms)) for index, each in enumerate(plain.publish)
+            _publication(each, record_of_json(each, _where(index), now_ms))
+            for index, each in enumerate(in_turns(plain.publish, MESSAGES_A_TURN))
         ]
     committed = _committed(room, group, wanted, publications, forward=may_forward(environ))
     if wire.BATCH_MSGPACK in environ.get("HTTP_ACCEPT", "").lower():

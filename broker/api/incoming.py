@@ -12,7 +12,7 @@ Delays and times to live become moments here, by the clock of the broker that ta
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Annotated, Any
@@ -21,11 +21,14 @@ import msgspec
 
 from portalmq import wire
 from portalmq.broker.api import schedule
+from portalmq.broker.fairness import in_turns
 from portalmq.broker.idempotency import AsSent, Keyed
 from portalmq.broker.storage.batch import Record
 from portalmq.errors import InvalidRequest, MessageTooLarge
 
 CONTENT_TYPE_LENGTH_MAX = 255
+# So many messages are turned into records before others have their turn.
+MESSAGES_A_TURN = 1_000
 
 # Headers that become message headers under their own name: trace context (W3C) and binary CloudEvents.
 _KEPT_HEADERS = frozenset({"HTTP_TRACEPARENT", "HTTP_TRACESTATE"})
@@ -76,6 +79,25 @@ class _PlainBatch(msgspec.Struct, forbid_unknown_fields=True):
     producer: wire.ProducerStamp | None = None
 
 
+class _TooMany(Exception):
+    """There are more messages than a batch may have."""
+
+
+class _Counted(msgspec.Struct, gc=False):
+    """A message of which nothing is kept. No more are decoded than a batch may have."""
+
+    def __post_init__(self) -> None:
+        _counted[0] += 1
+        if _counted[0] > wire.BATCH_MESSAGES_MAX:
+            raise _TooMany
+
+
+class _CountedBatch(msgspec.Struct):
+    messages: list[_Counted]
+
+
+_counted = [0]  # of the decoding under way: that lets nobody else run
+
 # Whoever writes a message's headers into HTTP, or a log, must find no line break in them.
 _header_name = re.compile(r"[^\s:\x00-\x1f\x7f-\x9f]+\Z").match
 _control_character = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]").search
@@ -88,6 +110,8 @@ _type_of = attrgetter("content_type")
 _idempotency_key_of = attrgetter("idempotency_key")
 _NO_OPTIONS = (None, None, None, 0)
 _decode_plain = msgspec.msgpack.Decoder(_PlainBatch).decode
+_count_json = msgspec.json.Decoder(_CountedBatch).decode
+_count_pack = msgspec.msgpack.Decoder(_CountedBatch).decode
 _decode_raw_json = msgspec.json.Decoder(msgspec.Raw).decode
 _decode_text = msgspec.json.Decoder(str).decode
 
@@ -126,8 +150,10 @@ def _from_msgpack(body: bytes, now_ms: int) -> Incoming:
         _checked_type(content_type, "the batch")
     if any(map(_headers_of, messages)):
         records = [
-            Record(message.value, message.content_type, message.key, headers)
-            for message, headers in zip(messages, _all_headers(messages), strict=True)
+            Record(
+                message.value, message.content_type, message.key, _checked_headers(message.headers, f"message {index}")
+            )
+            for index, message in enumerate(in_turns(messages, MESSAGES_A_TURN))
         ]
     else:
         records = [Record(message.value, message.content_type, message.key) for message in messages]
@@ -137,23 +163,23 @@ def _from_msgpack(body: bytes, now_ms: int) -> Incoming:
     return Incoming(records, producer=plain.producer, keys=keys)
 
 
-def _all_headers(messages: list[_PlainMessage]) -> list[dict[str, str] | None]:
-    return [_checked_headers(message.headers, f"message {index}") for index, message in enumerate(messages)]
-
-
 def _from_any_msgpack(body: bytes, now_ms: int) -> Incoming:
-    batch = wire.decode_msgpack(body, wire.PackBatch)
-    _check_count(len(batch.messages))
-    records = [record_of_pack(message, f"message {index}", now_ms) for index, message in enumerate(batch.messages)]
-    return Incoming(records, _partitions(batch.messages), batch.producer, keys=_keys(batch.messages))
+    _check_few(body, _count_pack)
+    return _from_batch(wire.decode_msgpack(body, wire.PackBatch), record_of_pack, now_ms)
 
 
 def _from_json(body: bytes, now_ms: int) -> Incoming:
     _check_utf8(body)
-    batch = wire.decode_json(body, wire.JsonBatch)
-    _check_count(len(batch.messages))
-    records = [record_of_json(message, f"message {index}", now_ms) for index, message in enumerate(batch.messages)]
-    return Incoming(records, _partitions(batch.messages), batch.producer, keys=_keys(batch.messages))
+    _check_few(body, _count_json)
+    return _from_batch(wire.decode_json(body, wire.JsonBatch), record_of_json, now_ms)
+
+
+def _from_batch(batch: wire.PackBatch | wire.JsonBatch, record_of: Callable[..., Record], now_ms: int) -> Incoming:
+    messages: Sequence[Any] = batch.messages
+    _check_count(len(messages))
+    paced = in_turns(messages, MESSAGES_A_TURN)
+    records = [record_of(message, f"message {index}", now_ms) for index, message in enumerate(paced)]
+    return Incoming(records, _partitions(messages), batch.producer, keys=_keys(messages))
 
 
 def record_of_pack(message: wire.PackMessage, where: str, now_ms: int) -> Record:
@@ -189,7 +215,7 @@ def record_of_json(message: wire.JsonMessage, where: str, now_ms: int) -> Record
 def _from_lines(body: bytes) -> Incoming:
     _check_utf8(body)
     records: list[Record] = []
-    for line in _a_line.finditer(body):
+    for line in in_turns(_a_line.finditer(body), MESSAGES_A_TURN):
         if len(records) == wire.BATCH_MESSAGES_MAX:
             raise MessageTooLarge(f"there are more than {wire.BATCH_MESSAGES_MAX} lines, which is the limit: split it")
         try:
@@ -236,7 +262,7 @@ def _key(message: wire.JsonMessage | wire.PackMessage, where: str) -> bytes | No
     return _checked_key(key, where)
 
 
-def _partitions(messages: list[Any]) -> list[int | None] | None:
+def _partitions(messages: Sequence[Any]) -> list[int | None] | None:
     named = [message.partition for message in messages]
     return named if any(partition is not None for partition in named) else None
 
@@ -338,7 +364,7 @@ def _checked_idempotency_key(key: str, what: str) -> str:
 def _keys(messages: Sequence[wire.JsonMessage | wire.PackMessage]) -> list[Keyed | None] | None:
     """The keys of a batch's messages, with the options as they were sent: a delay comes to another moment each time."""
     keys: list[Keyed | None] = []
-    for index, message in enumerate(messages):
+    for index, message in enumerate(in_turns(messages, MESSAGES_A_TURN)):
         key = message.idempotency_key
         if key is None:
             keys.append(None)
@@ -366,6 +392,21 @@ def _alone(incoming: Incoming, environ: dict[str, Any]) -> Incoming:
 
 
 # --- limits ----------------------------------------------------------------------------------------------------------
+
+
+def _check_few(body: bytes, count: Callable[[bytes], object]) -> None:
+    """Refuse a body of very many small messages before they are all decoded, which would take much time and memory."""
+    if len(body) <= wire.BATCH_MESSAGES_MAX:
+        return
+    _counted[0] = 0
+    try:
+        count(body)
+    except _TooMany:
+        raise MessageTooLarge(
+            f"the batch has more than {wire.BATCH_MESSAGES_MAX} messages, which is the limit: split it"
+        ) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return  # the decoding names what is wrong
 
 
 def _check_count(count: int) -> None:
