@@ -275,8 +275,9 @@ class GroupDelivery:
 
     def _drop_stale_wakeups(self) -> None:
         """Acked leases would stay in the heap until they would have ended: twelve hours, perhaps."""
-        waiting = set(self._wakeups)
-        self._wakeups = [row for row in waiting if (span := self._spans.get(row[1])) and span.available_at_ms == row[0]]
+        spans = self._spans
+        live = {row[1]: row for row in self._wakeups if row[1] in spans and spans[row[1]].available_at_ms == row[0]}
+        self._wakeups = list(live.values())
         heapify(self._wakeups)
 
     def _parts(self, start: int, end: int) -> list[SpanFold]:
@@ -338,13 +339,15 @@ class GroupDelivery:
         """A new leader's clock may differ from the one that granted: no lease lasts longer from now than it was
         granted for, and no back-off longer than it was to be. Its book of keys is of another time that it led."""
         self.keys = None
-        for start in tuple(self._starts):
-            span = self._spans[start]
+        of_the_future = [span for span in self._spans.values() if span.granted_at_ms > now_ms]
+        for span in of_the_future:
             latest_ms = now_ms + max(0, span.available_at_ms - span.granted_at_ms)
             if latest_ms < span.available_at_ms < HELD_MS:
-                self._spans[start] = msgspec.structs.replace(span, granted_at_ms=now_ms, available_at_ms=latest_ms)
-                heappush(self._wakeups, (latest_ms, start))
-        self._drop_stale_wakeups()
+                sooner = msgspec.structs.replace(span, granted_at_ms=now_ms, available_at_ms=latest_ms)
+                self._spans[span.start] = sooner
+                heappush(self._wakeups, (latest_ms, span.start))
+        if of_the_future:
+            self._drop_stale_wakeups()
 
     # --- decisions ---------------------------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from support.supply import ListSupply, chosen, offsets_of
 
-from portalmq.broker.core.delivery import ATTEMPTS_MAX, OUTSTANDING_MAX, GroupDelivery
+from portalmq.broker.core.delivery import ATTEMPTS_MAX, OUTSTANDING_MAX, STALE_WAKEUPS_MAX, GroupDelivery
 from portalmq.broker.core.fold import GroupFold
 from portalmq.broker.core.keys import KeyBook
 from portalmq.broker.core.records import Ack, Dead, Extend, Grant, GroupStart, Nack, Redrive, ranges_of
@@ -408,3 +408,25 @@ def test_a_span_that_comes_back_as_it_is_stands_once_and_is_counted_once():
     assert group.next_wakeup_ms() == 100
     group.apply(Ack(((0, 8),), 70))
     assert (spans(group), group.outstanding) == ([], 0)
+
+
+def test_a_new_leader_leaves_leases_as_they_are_where_the_clocks_agree():
+    group = new_group()
+    grant(group, (0, 2, 1), (5, 6, 1), now=400, lease=100)
+    group.apply(Nack(((5, 6, 700),), 450))
+    group.take_over(now_ms=500)
+    assert [(span.start, span.granted_at_ms, span.available_at_ms) for span in group.spans()] == [
+        (0, 400, 500),
+        (5, 450, 700),
+    ]
+    assert [span.start for span in group.available(500)] == [0]
+    assert group.next_wakeup_ms() == 700
+
+
+def test_wakeups_of_leases_that_were_prolonged_again_and_again_do_not_pile_up():
+    group = new_group()
+    grant(group, (0, 1, 1), (2, 3, 1))
+    for now in range(3 * STALE_WAKEUPS_MAX):
+        group.apply(Extend(((0, 1), (2, 3)), 1_000 + now, now))
+    assert len(group._wakeups) <= STALE_WAKEUPS_MAX + 4
+    assert group.next_wakeup_ms() == 1_000 + 3 * STALE_WAKEUPS_MAX - 1
