@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import msgspec
 
-from portalmq.control_plane.controller import elect, is_cold
+from portalmq.control_plane.controller import decide, elect, is_cold
 from portalmq.control_plane.state import BrokerState, PartitionState
 
 
@@ -34,6 +34,16 @@ class TestElections:
     def test_a_replica_that_is_not_in_sync_is_never_elected(self) -> None:
         elected = elect(HELD, {3: broker(3)})
         assert (elected.leader, elected.leader_epoch, elected.isr) == (None, 8, (1, 2))
+
+    def test_who_left_the_isr_as_gone_is_not_elected_when_it_is_back_and_the_last_member_is_gone(self) -> None:
+        """The one that stayed may have led and acknowledged alone: without it nobody knows, and there is no leader."""
+        alone = elect(HELD, {2: broker(2), 3: broker(3)}, configured_min_insync=1)
+        assert (alone.leader, alone.leader_epoch, alone.isr) == (2, 8, (2,))
+        back = {1: broker(1, incarnation=2), 3: broker(3)}
+        nobody = elect(alone, back, configured_min_insync=1)
+        assert (nobody.leader, nobody.leader_epoch, nobody.isr) == (None, 9, (2,))
+        assert decide(nobody, back, configured_min_insync=1) is None, "it waits, and takes no turns with itself"
+        assert elect(nobody, {**back, 2: broker(2, incarnation=2)}, configured_min_insync=1).leader == 2
 
     def test_a_replica_whose_data_directory_was_replaced_is_never_elected(self) -> None:
         assert elect(HELD, {1: broker(1, store="emptied"), 2: broker(2)}).leader == 2

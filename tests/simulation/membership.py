@@ -229,7 +229,7 @@ class Membership:
                 answered(Outcome.CONFLICT if answer is Failure.CONFLICT else Outcome.UNKNOWN)
 
         self.world.isr_change_leaves(self.node)
-        self.zookeeper.write(self.session, request, done, f"isr {sorted(proposal.isr)}")
+        self.zookeeper.write(self.session, request, done, f"isr {sorted(proposal.isr)}", of_partition=True)
 
     def _reread(self, shell: ReplicaShell, number: int) -> None:
         if self.session is None:
@@ -328,7 +328,7 @@ class Membership:
             self._is_failure(answer)
             self.rang()
 
-        self.zookeeper.write(session, request, done, f"election {_short(wanted)}")
+        self.zookeeper.write(session, request, done, f"election {_short(wanted)}", of_partition=True)
 
     def _log_ends(self, held: PartitionState, live: Mapping[int, BrokerState]) -> dict[int, controller.LogEnd] | None:
         """What the members of the ISR that can be reached say of their logs; None while others are waited for. Who

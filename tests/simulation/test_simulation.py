@@ -41,6 +41,20 @@ def test_a_seed_is_a_run() -> None:
     assert len(traces[0]) > 100
 
 
+def test_no_replica_is_lost_for_good_while_an_election_is_on_its_way() -> None:
+    """With min_insync_replicas 1 the election may leave the ISR to that one alone, and nobody could lead any more."""
+    world = World(7)
+    while (session := world.nodes[1].membership.session) is None or not world.is_quiet():
+        world.step()
+    world.zookeeper.write(session, lambda tree: tree, lambda answer: None, "election", of_partition=True)
+    assert not world.is_quiet()
+    world.nodes[1].crash()
+    assert not world.is_quiet(), "what was sent is carried out, whatever becomes of who sent it"
+    while world.now <= session.executed_ms:
+        world.step()
+    assert world.is_quiet()
+
+
 def test_the_simulation_goes_where_it_hurts() -> None:
     """Counted over some seeds: a fault that is drawn and does nothing would prove nothing."""
     reached = sum((failure_of(seed)[1] for seed in range(60)), start=World(0).reached)

@@ -248,8 +248,10 @@ class World:
             self.acked_before = self.acked
 
     def is_quiet(self) -> bool:
-        """No change of the ISR is on its way."""
-        return not any(node.alive and node.shell.isr_changing for node in self.nodes.values())
+        """No change of the ISR is on its way: none that a leader waits for, and none that was sent and not carried out,
+        of a controller, or of a broker that has crashed since."""
+        on_its_way = self.now <= self.zookeeper.partition_settled_ms
+        return not on_its_way and not any(node.alive and node.shell.isr_changing for node in self.nodes.values())
 
     def missing(self) -> str | None:
         """What is not yet as it should be in a world without faults; None when all is."""

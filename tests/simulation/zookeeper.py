@@ -74,6 +74,7 @@ class ZooKeeper:
         self.connection_loss = world.options.connection_loss
         self.outliving_ms = world.options.outliving_ms
         self.sessions: list[Session] = []
+        self.partition_settled_ms = -1  # until then writes of the partition's state are on their way
 
     @property
     def tree(self) -> Tree:
@@ -127,8 +128,12 @@ class ZooKeeper:
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
-    def write(self, session: Session, request: Request, answer: Answer, what: str) -> None:
+    def write(
+        self, session: Session, request: Request, answer: Answer, what: str, *, of_partition: bool = False
+    ) -> None:
         self._submit(session, lambda: self._apply(session, request, what), answer)
+        if of_partition:
+            self.partition_settled_ms = max(self.partition_settled_ms, session.executed_ms)
 
     def read(self, session: Session, answer: Answer, *, synced: bool = False) -> None:
         self._submit(session, lambda: self._read(session, synced), answer)
