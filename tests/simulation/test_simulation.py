@@ -57,7 +57,7 @@ def test_no_replica_is_lost_for_good_while_an_election_is_on_its_way() -> None:
 
 def test_the_simulation_goes_where_it_hurts() -> None:
     """Counted over some seeds: a fault that is drawn and does nothing would prove nothing."""
-    reached = sum((failure_of(seed)[1] for seed in range(60)), start=World(0).reached)
+    reached = sum((failure_of(seed)[1] for seed in range(100)), start=World(0).reached)
     rare = [
         what
         for what in ("truncated", "reset", "retained", "duplicate", "disk refused", "unsynced survived", "left dead",
