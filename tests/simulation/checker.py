@@ -17,9 +17,11 @@ from portalmq.broker.core.events import (
     Action,
     BrokersChanged,
     Event,
+    Fetch,
     FetchReplied,
     HighWatermarkAdvanced,
     ProposeIsr,
+    Replicate,
     ResetLog,
     SendFetch,
     Stamp,
@@ -85,6 +87,8 @@ class Checker:
                     self._follower_advanced(shell, action.high_watermark)
             elif isinstance(action, Truncate | ResetLog):
                 self._destroys(shell, event, action)
+            elif isinstance(action, Replicate):
+                self._check_authority(shell, "takes", action.fetch)
             elif isinstance(action, ProposeIsr):
                 self._proposes(shell, action)
             elif isinstance(action, SendFetch):
@@ -164,13 +168,18 @@ class Checker:
         if not isinstance(event, FetchReplied) or event.fetch != shell.fetch_seen:
             self.fail("I14", "{} destroys records on {}", shell.node.id, event)
             return
-        if event.fetch.leader_epoch != replica.highest_epoch:
-            self.fail("I14", "{} destroys records on the word of epoch {}, {} is known", shell.node.id,
-                      event.fetch.leader_epoch, replica.highest_epoch)  # fmt: skip
+        self._check_authority(shell, "destroys", event.fetch)
         if isinstance(action, Truncate) and action.to_offset < replica.high_watermark and not self.authority:
             self.fail("I8", "{} truncates to {}, below {}", shell.node.id, action.to_offset, replica.high_watermark)
         if isinstance(action, ResetLog) and action.offset > self.high_watermark and not self.authority:
             self.fail("I14", "{} begins anew at {}, which is not committed", shell.node.id, action.offset)
+
+    def _check_authority(self, shell: ReplicaShell, does: str, fetch: Fetch) -> None:
+        """A leader of an epoch that is over has no say, whether it gives records or takes them."""
+        known = shell.replica.highest_epoch
+        if fetch.leader_epoch != known:
+            self.fail("I14", "{} {} records on the word of epoch {}, {} is known", shell.node.id, does,
+                      fetch.leader_epoch, known)  # fmt: skip
 
     def acts(self, shell: ReplicaShell, epoch: int) -> None:
         """A replica writes, or asks, in this epoch: it has to have it on disk, and none above."""
