@@ -9,7 +9,11 @@ import msgspec
 
 from portalmq import wire
 from portalmq.broker.api.domain import Delivered, Page, Stored
+from portalmq.broker.fairness import in_turns
 from portalmq.broker.storage.batch import Record
+
+# So many messages are made ready to be shown as JSON before others have their turn.
+MESSAGES_A_TURN = 1_000
 
 _json = msgspec.json.Encoder()
 _pack = msgspec.msgpack.Encoder()
@@ -141,7 +145,8 @@ def pack_delivered(messages: Iterable[Delivered]) -> list[wire.PackMessageOut]:
 def encode_received(messages: Iterable[Delivered], stale_receipts: list[str], *, packed: bool) -> bytes:
     if packed:
         return _pack.encode(wire.PackReceived(pack_delivered(messages), stale_receipts))
-    answer: dict[str, object] = {"messages": [json_delivered(delivered) for delivered in messages]}
+    shown = [json_delivered(delivered) for delivered in in_turns(messages, MESSAGES_A_TURN)]
+    answer: dict[str, object] = {"messages": shown}
     if stale_receipts:
         answer["stale_receipts"] = stale_receipts
     return _json.encode(answer) + b"\n"
@@ -154,7 +159,7 @@ def encode_page(page: Page, *, packed: bool) -> bytes:
                 pack_page_messages(page.messages), page.next_offset, page.log_start_offset, page.high_watermark
             )
         )
-    shown = [json_message(stored) for stored in page.messages]
+    shown = [json_message(stored) for stored in in_turns(page.messages, MESSAGES_A_TURN)]
     return _json.encode(wire.BrowsePage(shown, page.next_offset, page.log_start_offset, page.high_watermark)) + b"\n"
 
 

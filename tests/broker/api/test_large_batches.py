@@ -1,4 +1,4 @@
-"""A batch of very many messages: refused before it is decoded, and else decoded while others have their turn."""
+"""Very many messages in a request or an answer: too many are refused at once, and others have their turn meanwhile."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ import msgspec
 import pytest
 
 from portalmq import wire
-from portalmq.broker.api import incoming
+from portalmq.broker.api import incoming, outgoing
 from portalmq.broker.api.incoming import decode_messages
+from portalmq.broker.browsing import Page, Stored
+from portalmq.broker.storage.batch import Record
+from portalmq.broker.waiting import Delivered
 from portalmq.errors import InvalidRequest, MessageTooLarge
 
 MAX = wire.BATCH_MESSAGES_MAX
@@ -65,3 +68,18 @@ def test_others_have_their_turn_after_each_thousand_messages(monkeypatch, kind, 
     body = b"1\n" * MAX if kind == wire.NDJSON else body_of(kind, MAX, **message)
     assert len(decode_messages(kind, body, {}, 0).records) == MAX
     assert len(turns) >= MAX // incoming.MESSAGES_A_TURN - 1
+
+
+def test_others_have_their_turn_while_very_many_messages_are_shown(monkeypatch):
+    turns: list[None] = []
+    monkeypatch.setattr("portalmq.broker.fairness.give_way", lambda: turns.append(None))
+    record = Record(b"{}", wire.JSON)
+    delivered = [Delivered("t", 0, offset, 1, record, "receipt", 1, 2) for offset in range(MAX)]
+    answer = msgspec.json.decode(outgoing.encode_received(delivered, [], packed=False))
+    assert [each["offset"] for each in answer["messages"]] == list(range(MAX))
+    assert len(turns) >= MAX // outgoing.MESSAGES_A_TURN - 1
+    turns.clear()
+    stored = [Stored("t", 0, offset, 1, record) for offset in range(MAX)]
+    answer = msgspec.json.decode(outgoing.encode_page(Page(stored, MAX, 0, MAX), packed=False))
+    assert [each["offset"] for each in answer["messages"]] == list(range(MAX))
+    assert len(turns) >= MAX // outgoing.MESSAGES_A_TURN - 1
