@@ -316,7 +316,7 @@ class AsyncConsumer:
         token: str | None = None,
         member_id: str | None = None,
         session_timeout_s: float = 10,
-        max_handling_s: float = 300,
+        max_handling_s: float | None = None,
         tls_ca: str | None = None,
         allow_advertised: bool | None = None,
     ) -> None:

@@ -156,9 +156,10 @@ class Connection:
     def _wait_for_answer(self, timeout_s: float, watch: Watch) -> None:
         """Until something comes, or the time is over. Raises NoAnswer when there is nothing to wait for any more."""
         deadline = time.monotonic() + timeout_s
-        left_s = timeout_s
-        while left_s > 0 and not self._poll.poll(1000 * min(left_s, watch.every_s)):
+        left_s, pause_s = timeout_s, watch.every_s
+        while left_s > 0 and not self._poll.poll(1000 * min(left_s, pause_s)):
             left_s = deadline - time.monotonic()
+            pause_s *= 2  # a thousand consumers that sleep should not ask a thousand times a second
             if left_s > 0 and watch.gives_up():
                 raise NoAnswer("it is silent, and another broker leads by now")
         self._socket.settimeout(max(0.01, deadline - time.monotonic()))

@@ -36,6 +36,8 @@ from portalmq.transport import CALL_TIMEOUT_S, Bootstrap, Request, Transport, de
 RECEIVE_WAIT_S = 10.0
 LOOK_UP_WITHIN_S = 5.0
 AGAIN_S = 1.0
+VISIBILITY_TIMEOUT_S = 30.0
+HANDLING_S = 300.0
 # How long close() waits for the answer of a receive: what was leased by then goes back at once.
 LAST_ANSWER_S = 2.0
 
@@ -61,23 +63,24 @@ class Consumer(Closing):
         mode: Literal["queue", "stream"] = "queue",
         delivery: Delivery = "at_least_once",
         max_messages: int = 100,
-        visibility_timeout_s: float = 30,
+        visibility_timeout_s: float = VISIBILITY_TIMEOUT_S,
         start: Literal["earliest", "latest"] | datetime = "earliest",
         manual_ack: bool = False,
         idle_timeout_s: float | None = None,
         token: str | None = None,
         member_id: str | None = None,
         session_timeout_s: float = 10,
-        max_handling_s: float = 300,
+        max_handling_s: float | None = None,
         tls_ca: str | None = None,
         allow_advertised: bool | None = None,
     ) -> None:
         """`max_messages`: how many are fetched at once, at most; it begins with 10, and goes on with what it handles in
         a second. `start` counts when the group meets a partition for the first time. `idle_timeout_s`: iteration ends
         when nothing came for so long. `delivery` is a setting of the group, and fixed by who makes it.
-        `max_handling_s`: for so long the lease of what is in hand is renewed while it is handled (0 for never, as with
-        manual_ack). A lease that is lost all the same raises LeaseLost when the next message is asked for. `tls_ca` and
-        `allow_advertised` are those of Producer.
+        `max_handling_s`: for so long the lease of what is in hand is renewed while it is handled; 0 is never, as with
+        manual_ack. By default 300, or 0 where `visibility_timeout_s` is given: such a lease ends when it says. A lease
+        that is lost all the same raises LeaseLost when the next message is asked for. `tls_ca` and `allow_advertised`
+        are those of Producer.
 
         With mode="stream" each partition is read by one member of the group, in order, and nothing is leased: what was
         handed out is committed by going on. `member_id` names this consumer for good: under it a consumer that comes
@@ -97,6 +100,8 @@ class Consumer(Closing):
             raise ValueError("member_id is for mode='stream': in a queue group all consumers are alike")
         if not 1 <= max_messages <= wire.RECEIVE_MESSAGES_MAX:
             raise ValueError(f"max_messages must be 1 to {wire.RECEIVE_MESSAGES_MAX}")
+        if max_handling_s is None:
+            max_handling_s = HANDLING_S if visibility_timeout_s == VISIBILITY_TIMEOUT_S else 0
         if not 0 <= max_handling_s < math.inf:
             raise ValueError("max_handling_s must be a number of seconds, or 0")
         if not 1 <= visibility_timeout_s * 1000 <= wire.VISIBILITY_TIMEOUT_MS_MAX:

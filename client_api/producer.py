@@ -77,8 +77,8 @@ class Producer(Closing):
         While a request is on its way its partition gathers on, up to `batch_bytes`. `delivery_timeout_s`: how long a
         send is tried before its future fails. `max_block_s`: how long `send()` waits for room in the buffer, or for a
         broker to name the topic's partitions. `producer_name`: a later producer of that name fences this one.
-        `tls_ca`: a file with the authority of the brokers' certificates. `allow_advertised`: show the token to brokers
-        on hosts that `bootstrap` does not name, over http too.
+        `tls_ca`: a file with the authority of the brokers' certificates. `allow_advertised=False`: over http
+        show the token to no host that `bootstrap` does not name, whatever brokers advertise.
         """
         if acks not in ("all", "leader", "none"):
             raise ValueError(f"acks={acks!r}: use 'all', 'leader' or 'none'")

@@ -142,8 +142,8 @@ class Transport:
         chance: Callable[[], float] = random.random,
     ) -> None:
         """`timeout_s` bounds a call with all its retries. `tls_ca`: a file with the authority of the brokers'
-        certificates (PORTALMQ_TLS_CA). `allow_advertised`: show the token to whatever brokers advertise, over http too
-        (PORTALMQ_ALLOW_ADVERTISED). The last four are for tests."""
+        certificates (PORTALMQ_TLS_CA). `allow_advertised=False`: over http show the token to named hosts only
+        (PORTALMQ_ALLOW_ADVERTISED=0). The last four are for tests."""
         is_open = advertised_allowed(allow_advertised)
         self._book = AddressBook(bootstrap, clock, shows_token=token is not None, is_open=is_open)
         if token is not None:

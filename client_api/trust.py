@@ -1,9 +1,9 @@
 """To whom a client shows its token, and whose certificates it believes.
 
 A token is shown to the brokers that the user has named. Over https a certificate tells who else is one. Over http
-anybody could be behind an address that a broker advertises: a token goes there only when its host is one of those
-that were named, or when the user says `allow_advertised`. Brokers forward what they do not lead, so nothing is out of
-reach without that.
+anybody could be behind an address that a broker advertises. The brokers' own word is believed, since one that was named
+is enough to find the others, and ZooKeeper, which they have it from, is closed where tokens are asked for. Who does not
+want that says `allow_advertised=False`: then a token goes only to hosts that were named, which forward the rest.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def context_of(tls_ca: str | os.PathLike[str] | None) -> ssl.SSLContext | None:
 def advertised_allowed(given: bool | None) -> bool:
     if given is not None:
         return given
-    return os.environ.get("PORTALMQ_ALLOW_ADVERTISED", "").lower() in {"1", "true", "yes"}
+    return os.environ.get("PORTALMQ_ALLOW_ADVERTISED", "").lower() not in {"0", "false", "no"}
 
 
 def is_this_machine(host: str) -> bool:
@@ -69,7 +69,7 @@ def warn_of_stranger(address: Address) -> None:
     _warn_once(
         f"advertised {address.host}",
         f"the brokers advertise {address.url}, whose host is not among those that were named: it is not shown the"
-        " token, and what it leads is asked of the others. Name it too, use https://, or set allow_advertised",
+        " token, and what it leads is asked of the others. Name it too, or use https://",
     )
 
 

@@ -69,12 +69,9 @@ def read_body(
     if length is None and not environ.get("wsgi.input_terminated"):
         environ[_READ] = True  # neither a length nor a terminated stream: there is no body
         return b""
-    size = bytes_max if length is None else length
-    if in_flight is not None:
-        in_flight.hold(environ, size)
     try:
-        with gevent.Timeout(pause_s + size / BYTES_PER_S_MIN, TimeoutError):
-            body: bytes = environ["wsgi.input"].read(bytes_max + 1 if length is None else length)
+        with gevent.Timeout(pause_s + (bytes_max if length is None else length) / BYTES_PER_S_MIN, TimeoutError):
+            body = _read(environ, bytes_max + 1 if length is None else length, length, in_flight)
     except TimeoutError:
         raise InvalidRequest("the body did not arrive in time; nothing was applied") from None
     except (OSError, ValueError, EOFError) as fault:
@@ -91,6 +88,22 @@ def read_body(
     if in_flight is not None and length is None:
         in_flight.hold(environ, len(body))
     return body
+
+
+def _read(environ: dict[str, Any], at_most: int, length: int | None, in_flight: BodiesInFlight | None) -> bytes:
+    """So many bytes, or fewer where the body ends before. For one without a length room is taken as it comes: a small
+    one is to take no other's, and of most nobody knows more than that they are at most as large as is allowed."""
+    parts: list[bytes] = []
+    step, size = SMALL_BYTES if length is None else length, 0
+    while True:
+        if in_flight is not None:
+            in_flight.hold(environ, size + step)
+        part: bytes = environ["wsgi.input"].read(step)
+        parts.append(part)
+        size += len(part)
+        if len(part) < step or size >= at_most:
+            return parts[0] if len(parts) == 1 else b"".join(parts)
+        step = min(size, at_most - size)  # twice as much each time
 
 
 def leaves_bytes_unread(environ: dict[str, Any]) -> bool:

@@ -213,7 +213,7 @@ def test_a_new_leader_knows_what_groups_hold_and_have_done(tmp_path):
         settle(group)
         leader = group.leader
         base, _ = send(leader, *map(str, range(10)))
-        now_ms = group.hosts[1].clock.now_ms()
+        now_ms, granted_in = group.hosts[1].clock.now_ms(), leader.replica.leader_epoch
         leader.append_group_record("g", GroupStart(base, now_ms))
         leader.append_group_record("g", Grant(((base, base + 4, 1),), base + 4, now_ms, now_ms + 60_000), is_soft=True)
         leader.append_group_record("g", Ack(((base, base + 2),), now_ms)).wait()
@@ -224,8 +224,8 @@ def test_a_new_leader_knows_what_groups_hold_and_have_done(tmp_path):
         eventually(lambda: group.partition(3).serves)
         delivery = group.partition(3).delivery["g"]
         assert (delivery.next, delivery.outstanding) == (base + 4, 2)
-        assert delivery.holds(base + 2, 1)
-        assert not delivery.holds(base, 1)
+        assert delivery.holds(base + 2, 1, granted_in)
+        assert not delivery.holds(base, 1, granted_in)
 
 
 def test_large_batches_go_over_as_they_are(tmp_path):

@@ -57,10 +57,10 @@ def broker(stranger: ScriptedBroker, monkeypatch: pytest.MonkeyPatch) -> Iterato
         yield broker
 
 
-def test_an_advertised_host_is_not_shown_the_token_and_what_it_leads_is_forwarded(
+def test_an_advertised_host_is_not_shown_the_token_where_that_is_asked_for(
     broker: ScriptedBroker, stranger: ScriptedBroker, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with Producer(broker.url, token=TOKEN) as producer:
+    with Producer(broker.url, token=TOKEN, allow_advertised=False) as producer:
         for _ in range(3):
             producer.send("t", b"x").result(30)
     assert (stranger.calls, len(broker.values("t"))) == ([], 3)
@@ -68,12 +68,12 @@ def test_an_advertised_host_is_not_shown_the_token_and_what_it_leads_is_forwarde
     assert len([each for each in caplog.messages if "whose host is not among those" in each]) == 1
 
 
-@pytest.mark.parametrize("by", ["option", "environment", "no token"])
-def test_it_is_asked_when_the_user_allows_it_or_there_is_nothing_to_show(
+@pytest.mark.parametrize("by", ["default", "option", "no token"])
+def test_it_is_asked_unless_the_user_forbids_it(
     by: str, broker: ScriptedBroker, stranger: ScriptedBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if by == "environment":
-        monkeypatch.setenv("PORTALMQ_ALLOW_ADVERTISED", "1")
+    if by != "default":
+        monkeypatch.setenv("PORTALMQ_ALLOW_ADVERTISED", "0")
     token = None if by == "no token" else TOKEN
     with Producer(broker.url, token=token, allow_advertised=True if by == "option" else None) as producer:
         producer.send("t", b"x").result(30)

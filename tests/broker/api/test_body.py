@@ -135,13 +135,17 @@ def test_bodies_are_taken_as_long_as_there_is_room_for_all_of_them():
     assert len(read_body(second, 1 << 20, in_flight=in_flight)) == 60_000
 
 
-def test_a_body_without_a_length_counts_as_the_largest_until_it_is_read():
+def test_a_body_without_a_length_takes_room_as_it_comes():
     in_flight, others = BodiesInFlight(100_000), environ(b"x" * 50_000, 50_000)
     read_body(others, 1 << 20, in_flight=in_flight)
+    refused = environ(b"y" * 60_000)
     with pytest.raises(Backpressure):
-        read_body(environ(b"short"), 60_000, in_flight=in_flight)
-    assert read_body(environ(b"short"), 50_000, in_flight=in_flight) == b"short"
+        read_body(refused, 1 << 20, in_flight=in_flight)
+    assert refused["wsgi.input"].tell() <= 50_000
+    in_flight.release(refused)
+    assert read_body(environ(b"short"), 1 << 20, in_flight=in_flight) == b"short"
     assert in_flight.bytes == 50_005
+    assert len(read_body(environ(b"z" * 30_000), 1 << 20, in_flight=in_flight)) == 30_000
 
 
 def test_a_small_body_and_a_lone_large_one_are_always_taken():
