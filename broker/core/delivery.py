@@ -147,7 +147,9 @@ class GroupDelivery:
                 for start, end, available_at_ms in record.ranges:
                     for dead in self._cut_dead(start, end):
                         times, earlier = (record.at_ms, available_at_ms), dead.earlier + dead.deliveries
-                        self._insert(SpanFold(dead.start, dead.end, 0, 0, False, *times, dead.lane, earlier))
+                        span = SpanFold(dead.start, dead.end, 0, 0, False, *times, dead.lane, earlier)
+                        span.leader_epoch = leader_epoch  # no receipt of an epoch before counts any more
+                        self._insert(span)
                 self.keys = None  # what comes back has its place among what is unfinished
             case Drop():
                 for start, end in record.ranges:
@@ -421,7 +423,9 @@ class GroupDelivery:
                     # Done, or its grant is lost: `next` says nothing of other lanes, and their cursors may be lost too.
                     unfinished.append(offset)
                 continue
-            good = not span.is_later(leader_epoch, delivery) and not span.is_unleased_since
+            # Since it came back without a lease, the only receipts are of later ones whose grant the log has lost.
+            # The same number may be given once more in this epoch, so they are not refused.
+            good = not span.is_later(leader_epoch, delivery - span.is_unleased_since)
             verdicts.append(good)
             if good:
                 unfinished.append(offset)

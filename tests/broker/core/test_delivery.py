@@ -174,6 +174,43 @@ def test_a_receipt_that_was_refused_stays_refused_whatever_becomes_of_the_messag
     assert group.ackable([0], delivery=1) == ([False], [])
 
 
+def test_a_receipt_whose_grant_a_full_disk_took_away_counts_though_its_message_was_redriven():
+    """Found by the simulator: it was refused while the log had nothing but the redrive, and the leader, still of the
+    same epoch, then gave its number out again."""
+    group = new_group()
+    group.apply(Grant(((0, 1, 1),), 1, 0, 10), 0, leader_epoch=1)
+    group.apply(Dead(((0, 1, 1),), 20), 1, leader_epoch=1)
+    group.apply(Redrive(((0, 1, 30),), 30), 2, leader_epoch=3)
+    cut = GroupDelivery(group.snapshot())
+    group.apply(Grant(((0, 1, 1),), 1, 40, 50), 3, leader_epoch=3)
+    assert group.ackable([0], 2, leader_epoch=3) == ([True], [0])
+    assert cut.ackable([0], 2, leader_epoch=3) == ([True], [0])
+    assert cut.ackable([0], 2, leader_epoch=4) == ([True], [0]), "of a later leader"
+    cut.apply(Grant(((0, 1, 1),), 1, 60, 70), 3, leader_epoch=3)
+    assert cut.ackable([0], 2, leader_epoch=3) == ([True], [0])
+
+
+def test_no_receipt_from_before_a_redrive_counts_after_it_though_its_number_is_higher():
+    """Leader 1 gave out deliveries that its successor never heard of."""
+    group = new_group()
+    group.apply(Grant(((0, 1, 1),), 1, 0, 10), 0, leader_epoch=2)
+    assert group.ackable([0], 5, leader_epoch=1) == ([False], [])
+    group.apply(Dead(((0, 1, 1),), 20), 1, leader_epoch=2)
+    assert group.ackable([0], 5, leader_epoch=1) == ([False], [])
+    group.apply(Redrive(((0, 1, 30),), 30), 2, leader_epoch=2)
+    assert group.ackable([0], 5, leader_epoch=1) == ([False], [])
+    assert group.ackable([0], 1, leader_epoch=2) == ([False], [])
+    assert GroupDelivery(group.snapshot()).ackable([0], 5, leader_epoch=1) == ([False], [])
+
+
+def test_a_receipt_whose_grant_was_lost_counts_though_the_lease_before_it_was_given_back_unseen():
+    group = new_group()
+    group.apply(Grant(((0, 1, 1),), 1, 0, 10), 0, leader_epoch=1)
+    group.apply(Nack(((0, 1, 5),), 5, unseen=True), 1, leader_epoch=1)
+    assert group.ackable([0], 1, leader_epoch=1) == ([False], [])
+    assert group.ackable([0], 2, leader_epoch=1) == ([True], [0])
+
+
 def test_a_receipt_of_an_earlier_epoch_does_not_count_against_a_lease_of_a_later_one():
     """The number alone says nothing: a fail-over may have lost the grant of that number, and given it out again."""
     group = new_group()
