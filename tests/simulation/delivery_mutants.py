@@ -133,7 +133,7 @@ def _(original: Any, *arguments: Any, cancelled: Any, **named: Any) -> Any:
     return original(*arguments, cancelled=(), **named)
 
 
-@mutant("snapshots without what is ahead", 4399, (GroupDelivery, "snapshot"))
+@mutant("snapshots without what is ahead", 13479, (GroupDelivery, "snapshot"))
 def _(original: Any, self: Any) -> Any:
     return msgspec.structs.replace(original(self), ahead=[])
 
@@ -180,7 +180,7 @@ def _(original: Any, self: Any, now_ms: int) -> None:
     self.keys = keys
 
 
-@mutant("prolongs a lease when it is another's turn", 4399, (GroupDelivery, "may_extend"))
+@mutant("prolongs a lease when it is another's turn", 5863, (GroupDelivery, "may_extend"))
 def _(original: Any, self: Any, offset: int, number: int, now_ms: int, *more: Any, by_key: bool) -> bool:
     return self.holds(offset, number, *more)
 
