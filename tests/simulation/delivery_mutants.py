@@ -50,6 +50,14 @@ def _(original: Any, self: Any, offsets: Any, *more: Any) -> Any:
     return verdicts, [offset for offset, good in zip(offsets, verdicts, strict=True) if good]
 
 
+@mutant("refuses a lease after a redrive whose grant is lost", 4399, (GroupDelivery, "ackable"))
+def _(original: Any, self: Any, offsets: Any, *more: Any) -> Any:
+    spans = [self.at(offset) for offset in offsets]
+    if any(span is not None and span.is_unleased_since for span in spans):
+        return [False] * len(spans), []
+    return original(self, offsets, *more)
+
+
 @mutant("acks what is dead", 3, (GroupDelivery, "is_dead"))
 def _(original: Any, self: Any, offset: int) -> bool:
     return False
