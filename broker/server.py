@@ -87,7 +87,7 @@ def serve(config: BrokerConfig, *, announce: bool = False) -> NoReturn:
                 "the secret has %d characters, and could be guessed: `openssl rand -hex 32`", len(config.secret)
             )
         if auth.needed and config.tls_cert is None and not is_loopback(config.host):
-            log.warning("tokens come to %s in plain text: give --tls-cert and --tls-key, or TLS in front", config.host)
+            log.warning("tokens come here in plain text: give --tls-cert and --tls-key, or TLS in front")
         config = within_limit(config)
         directory = lock_data_directory(config, preflight)
     finally:
