@@ -131,7 +131,7 @@ class BrokerConfig:
     keepalive_s: int = _setting(75, "how long an idle connection is kept", at_least=1)
     worker_connections: int = _setting(10_000, "most connections at a time", at_least=10)
     connections_per_address_max: int = _setting(
-        1_000, "most connections of one address at a time; 0 for as many as there are", at_least=0
+        6_000, "most connections of one address at a time; 0 for as many as there are", at_least=0
     )
     connections_per_address_loopback: bool = _setting(
         False, "bound this machine's own connections as well: without a proxy on it"

@@ -20,6 +20,7 @@ from gevent.event import Event
 from portalmq.broker.clock import Clock
 from portalmq.broker.core.events import BelowStart, Diverging, Fetch, Rejected, Reply
 from portalmq.broker.core.insync import NEVER_MS
+from portalmq.broker.core.replica_state import VOUCHED_FOR_MS
 from portalmq.broker.fetch_protocol import (
     AskedPartition,
     BelowStartAnswer,
@@ -264,7 +265,8 @@ class Replication:
     # --- the poll ----------------------------------------------------------------------------------------------------
 
     def _poll(self, session: Session, request: FetchRequest, peer: Poller | None) -> bytes:
-        deadline_ms = self._host.clock.now_ms() + min(request.wait_ms, WAIT_MS_MAX)
+        # An answer is what followers vouch for their leader by, so it comes in time for that.
+        deadline_ms = self._host.clock.now_ms() + min(request.wait_ms, WAIT_MS_MAX, VOUCHED_FOR_MS // 2)
         unwatch = peer.watch(session.bell.set) if peer is not None else None
         session.polls += 1
         try:

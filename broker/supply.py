@@ -38,6 +38,7 @@ class PartitionSupply:
         self._looked_from = self._looked = 0
         # Whether a batch is plain, by its base offset and epoch.
         self._plain: dict[tuple[int, int], bool] = {}
+        self._sizes: dict[tuple[int, int], int] = {}
 
     def place(self, offset: int) -> int:
         """Where lane 0 goes on from `offset`, as far as that is known."""
@@ -68,14 +69,14 @@ class PartitionSupply:
         if not lanes.present:
             for piece in self._partition.pieces(offset, end, LOOK_MAX):
                 if self._is_plain(piece.batch):
-                    yield _run_of(piece)
+                    yield self._run_of(piece)
                 else:
                     yield from self._runs(piece, None)
             return
         while offset < end and looked < LOOK_MAX:
             is_other = False
             for piece in self._partition.pieces(offset, end, LOOK_MAX):
-                runs = [_run_of(piece)] if self._is_plain(piece.batch) else self._runs(piece, 0)
+                runs = [self._run_of(piece)] if self._is_plain(piece.batch) else self._runs(piece, 0)
                 is_other = True
                 for run in runs:
                     is_other = False
@@ -95,7 +96,7 @@ class PartitionSupply:
     def returned(self, start: int, end: int) -> Iterator[Run]:
         for piece in self._partition.pieces(start, end, end - start):
             if self._is_plain(piece.batch):
-                yield _run_of(piece)
+                yield self._run_of(piece)
             else:
                 yield from self._runs(piece, None)
 
@@ -128,6 +129,17 @@ class PartitionSupply:
     def _key(self, key: bytes | None) -> int:
         return key_hash(key) if self.by_key else 0
 
+    def _run_of(self, piece: Piece) -> Run:
+        """With its share of the batch's bytes: each receive would walk the rest of a batch for the exact number."""
+        batch = piece.batch
+        mark = batch.base_offset, batch.leader_epoch
+        size = self._sizes.get(mark)
+        if size is None:
+            if len(self._sizes) >= KNOWN_MAX:
+                self._sizes.clear()
+            size = self._sizes[mark] = sizes_of(batch.records)
+        return Run(piece.start, piece.end, piece, size=size * (piece.end - piece.start) // max(1, len(batch.records)))
+
     def _is_plain(self, batch: Batch) -> bool:
         """Whether nothing tells the messages of the batch apart."""
         mark = (batch.base_offset, batch.leader_epoch)
@@ -143,10 +155,6 @@ class PartitionSupply:
                 self._plain.clear()
             self._plain[mark] = plain
         return plain
-
-
-def _run_of(piece: Piece) -> Run:
-    return Run(piece.start, piece.end, piece, size=sizes_of(piece.records()))
 
 
 def key_hash(key: bytes | None) -> int:

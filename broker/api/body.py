@@ -94,7 +94,7 @@ def _read(environ: dict[str, Any], at_most: int, length: int | None, in_flight: 
     """So many bytes, or fewer where the body ends before. For one without a length room is taken as it comes: a small
     one is to take no other's, and of most nobody knows more than that they are at most as large as is allowed."""
     parts: list[bytes] = []
-    step, size = SMALL_BYTES if length is None else length, 0
+    step, size = min(SMALL_BYTES, at_most) if length is None else length, 0
     while True:
         if in_flight is not None:
             in_flight.hold(environ, size + step)
@@ -103,7 +103,8 @@ def _read(environ: dict[str, Any], at_most: int, length: int | None, in_flight: 
         size += len(part)
         if len(part) < step or size >= at_most:
             return parts[0] if len(parts) == 1 else b"".join(parts)
-        step = min(size, at_most - size)  # twice as much each time
+        # Twice as much each time, and no small rest: the server reads a kilobyte at the least, and would wait for it.
+        step = size if at_most - size > 2 * size else at_most - size
 
 
 def leaves_bytes_unread(environ: dict[str, Any]) -> bool:

@@ -12,7 +12,10 @@ DAYS_AN_HOUR = 24
 
 
 class Age:
-    """Invariant: between two calls the time rises by at most DAYS_AN_HOUR times what the steady clock counted."""
+    """Invariant: between two calls `_time_ms` rises by at most DAYS_AN_HOUR times what the steady clock counted.
+
+    The time of day bounds an answer and is not remembered: one look at a clock that is behind holds nothing up.
+    """
 
     def __init__(self, log_ms: int, now_ms: int) -> None:
         self._log_ms = log_ms
@@ -25,6 +28,6 @@ class Age:
         if log_ms != self._log_ms:
             self._log_ms, self._appended_ms = log_ms, now_ms
         limit_ms = self._time_ms + DAYS_AN_HOUR * (now_ms - self._told_ms) if self._time_ms else log_ms
-        self._time_ms = min(log_ms + now_ms - self._appended_ms, wall_ms, limit_ms)
+        self._time_ms = min(log_ms + now_ms - self._appended_ms, limit_ms)
         self._told_ms = now_ms
-        return self._time_ms
+        return min(self._time_ms, wall_ms)

@@ -58,7 +58,6 @@ class OpenFiles:
             return
         for other in sorted(others, key=lambda other: other.last_used):
             if other.rest():
-                self.closed(other)
                 excess -= other.descriptors
                 if excess <= 0:
                     return
