@@ -30,7 +30,7 @@ from portalmq.broker.clock import Clock
 from portalmq.broker.core.stamp import Stamp
 from portalmq.broker.peers import Peers
 from portalmq.control_plane.catalog import PRODUCER_ID_BLOCK, Catalog
-from portalmq.control_plane.plane import PlaneError
+from portalmq.control_plane.plane import PlaneError, PlaneState
 from portalmq.errors import Fenced, InvalidRequest, PortalMQError, Unavailable
 from portalmq.wire import ProducerIdentity
 
@@ -41,6 +41,8 @@ FENCE_TIMEOUT_S = 2.0
 HEARD_WITHIN_SESSIONS = 1.5
 HEARD_PAUSE_S = 0.05
 READ_AGAIN_S = 0.2
+# A question that got no answer took a session timeout: batches do not wait for that one after the other.
+ASK_AGAIN_MS = 5_000
 
 
 class Fence(msgspec.Struct, array_like=True, frozen=True):
@@ -86,6 +88,8 @@ class Fences:
         self._epochs: dict[int, int] = {}
         # Ids below were given away. The first ones may be anybody's: they cannot be many.
         self._given_below = PRODUCER_ID_BLOCK
+        # Before this time nobody asks for more of them.
+        self._ask_from_ms = 0
         # The session in which everything was read; 0 before the first time.
         self._read_in = 0
         self._reading: gevent.Greenlet | None = None
@@ -115,12 +119,15 @@ class Fences:
 
     def check_given(self, producer_id: int) -> None:
         """Raises InvalidRequest for an id that nobody was given, as far as the control plane can be asked."""
-        if producer_id < self._given_below:
+        if producer_id < self._given_below or self._clock.now_ms() < self._ask_from_ms:
+            return
+        if self._catalog.plane.state is not PlaneState.CONNECTED:
             return
         try:
             self._given_below = max(self._given_below, self._catalog.producer_ids_below())
         except (PlaneError, Unavailable) as fault:
             log.info("whether producer %d is known cannot be asked now: %s", producer_id, fault)
+            self._ask_from_ms = self._clock.now_ms() + ASK_AGAIN_MS
             return
         if producer_id >= self._given_below:
             raise InvalidRequest(f"producer id {producer_id} was given to nobody: take one with POST /v1/producers")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import closing
+from types import SimpleNamespace
 
 import gevent
 import msgspec
@@ -12,12 +13,13 @@ from support.domain import HandClock, records, running
 
 from portalmq import wire
 from portalmq.broker.core.stamp import Stamp
-from portalmq.broker.fences import Fence, Fences
+from portalmq.broker.fences import ASK_AGAIN_MS, Fence, Fences
 from portalmq.broker.peers import NotAnswered
 from portalmq.control_plane.catalog import Catalog
+from portalmq.control_plane.plane import PlaneState, PlaneUnavailable
 from portalmq.control_plane.standalone import Standalone
 from portalmq.control_plane.state import BrokerState
-from portalmq.errors import Fenced, Unavailable
+from portalmq.errors import Fenced, InvalidRequest, Unavailable
 
 
 class FakeMembership:
@@ -142,6 +144,45 @@ def test_a_named_producer_needs_the_control_plane_and_an_unnamed_one_does_not(br
     first.check(Stamp(named.id + 1, 0, 0))
     brokers.memberships[1].silent_ms = 3_999
     first.check(stamp(named))
+
+
+class AskedCatalog:
+    """How often the ids that were given are asked for; the plane may be away, and gives no answer then."""
+
+    def __init__(self, state: PlaneState) -> None:
+        self.plane = SimpleNamespace(state=state, session_id=1)
+        self.away = False
+        self.asked = 0
+
+    def producer_ids_below(self) -> int:
+        self.asked += 1
+        if self.away:
+            raise PlaneUnavailable("away")
+        return 1
+
+
+@pytest.mark.parametrize("state", [PlaneState.SUSPENDED, PlaneState.LOST])
+def test_nobody_waits_to_hear_of_an_id_from_a_plane_that_is_not_connected(brokers, state):
+    catalog = AskedCatalog(state)
+    fences = Fences(1, catalog, FakeMembership(brokers.clock), brokers.wires, brokers.clock)
+    fences.check_given(1 << 40)
+    assert catalog.asked == 0
+    catalog.plane.state = PlaneState.CONNECTED
+    with pytest.raises(InvalidRequest, match="given to nobody"):
+        fences.check_given(1 << 40)
+
+
+def test_a_plane_that_gave_no_answer_is_not_asked_again_for_each_batch(brokers):
+    catalog = AskedCatalog(PlaneState.CONNECTED)
+    catalog.away = True
+    fences = Fences(1, catalog, FakeMembership(brokers.clock), brokers.wires, brokers.clock)
+    for _ in range(3):
+        fences.check_given(1 << 40)
+    assert catalog.asked == 1
+    catalog.away = False
+    brokers.clock.advance(ASK_AGAIN_MS)
+    with pytest.raises(InvalidRequest, match="given to nobody"):
+        fences.check_given(1 << 40)
 
 
 def test_an_instance_that_renews_does_not_fence_its_successor(brokers):
