@@ -199,7 +199,8 @@ class Turned(msgspec.Struct, array_like=True):
 
 
 class Receive(msgspec.Struct, array_like=True):
-    """Lease what is there, on all partitions of the topics that the broker asked leads, without waiting."""
+    """Lease what is there, on all partitions of the topics that the broker asked leads, without waiting for messages.
+    `patient` as in ReceiveOptions."""
 
     group: str
     group_id: str
@@ -209,6 +210,7 @@ class Receive(msgspec.Struct, array_like=True):
     consumer: str
     attempt_id: str | None
     max_bytes: int = ANSWER_BYTES_MAX
+    patient: bool = True
 
 
 class Received(msgspec.Struct, array_like=True):

@@ -122,7 +122,7 @@ class GroupPartition:
     def take(self, options: ReceiveOptions) -> list[Delivered]:
         """Lease what is there: at most `max_messages` and `max_bytes`, or one larger message. With at_most_once it
         is acked before it is handed out."""
-        self._wait_vouched()
+        self._wait_vouched(patient=options.patient)
         while True:
             now_ms = self._clock.now_ms()
             self._bury(now_ms)
@@ -166,9 +166,9 @@ class GroupPartition:
             self.partition.append_group_record(self.group, Ack(done, now_ms)).wait()
         return delivered
 
-    def _wait_vouched(self) -> None:
+    def _wait_vouched(self, *, patient: bool = True) -> None:
         try:
-            self.partition.wait_vouched()
+            self.partition.wait_vouched(patient=patient)
         except PortalMQError:
             gevent.spawn_later(1, self.notify)  # whoever sleeps here was woken in vain
             raise

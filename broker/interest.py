@@ -99,6 +99,7 @@ class RemoteGroup:
             options.consumer,
             options.attempt_id,
             options.max_bytes,
+            options.patient,
         )
         return self._ask(lambda: self._peers.call(self.broker_id, name, call, Received, timeout_s=ANSWER_S))
 

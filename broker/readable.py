@@ -27,7 +27,7 @@ from portalmq.errors import OffsetOutOfRange, Unavailable
 IDS_SOUGHT_AT_ONCE = 1_000
 # Followers vouch twice a second at the least; one that does not for longer is slow, or gone.
 VOUCHED_WITHIN_MS = 1_000
-VOUCHED_EVERY_S = 0.01
+VOUCHED_EVERY_S = 0.05
 
 
 class ReadablePartition:
@@ -120,10 +120,11 @@ class ReadablePartition:
         if not self.replica.may_settle(self.host.clock.now_ms()):
             self._uncommitted.wait_settled()
 
-    def wait_vouched(self) -> None:
-        """Return when messages may be handed out. Raises Unavailable when that takes too long."""
+    def wait_vouched(self, *, patient: bool = True) -> None:
+        """Return when messages may be handed out. Raises Unavailable when that takes too long; if not `patient`, at
+        once."""
         now_ms = self.host.clock.now_ms
-        until_ms = now_ms() + VOUCHED_WITHIN_MS
+        until_ms = now_ms() + (VOUCHED_WITHIN_MS if patient else 0)
         while not self.replica.may_hand_out(now_ms()):
             if not self.replica.leading or now_ms() >= until_ms:
                 raise Unavailable("its followers do not vouch for the partition's leader just now", retry_after_s=0.2)

@@ -235,7 +235,12 @@ class Receiving:
     def serve_receive(self, body: bytes, peer: Peer | None) -> bytes:
         call = _decode_receive(body)
         options = ReceiveOptions(
-            call.max_messages, call.visibility_timeout_ms, call.consumer, call.attempt_id, max_bytes=call.max_bytes
+            call.max_messages,
+            call.visibility_timeout_ms,
+            call.consumer,
+            call.attempt_id,
+            max_bytes=call.max_bytes,
+            patient=call.patient,
         )
         sources, has_begun = self._asked(call)
         if peer is not None and peer.gone():

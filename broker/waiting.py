@@ -48,7 +48,7 @@ class Delivered(msgspec.Struct, gc=False, frozen=True, array_like=True):
 
 class ReceiveOptions(NamedTuple):
     """`is_first`: the attempt id was never used before, as the client says. `max_bytes`: no more messages once those
-    that are there have so many."""
+    that are there have so many. `patient`: a partition may wait until its followers vouch for its leader."""
 
     max_messages: int
     visibility_timeout_ms: int
@@ -56,6 +56,7 @@ class ReceiveOptions(NamedTuple):
     attempt_id: str | None
     is_first: bool = False
     max_bytes: int = ANSWER_BYTES_MAX
+    patient: bool = True
 
 
 class Waiter:
@@ -234,7 +235,8 @@ def take(
     """What is there, as many as the options say; with `ask`, remote sources are asked that nothing is known of.
 
     A source that refuses is passed over; with `insist` an empty answer is one that all sources gave, and a refusal is
-    raised instead.
+    raised instead. The waits of sources do not add up: none waits after a refusal, nor while messages are in hand, as
+    their leases run already.
     """
     taken: list[Delivered] = []
     refused: list[PortalMQError] = []
@@ -245,7 +247,8 @@ def take(
             break
         if source.has_messages() or (ask and source.is_remote):
             try:
-                found = source.take(options._replace(max_messages=left, max_bytes=left_bytes))
+                patient = options.patient and not taken and not refused
+                found = source.take(options._replace(max_messages=left, max_bytes=left_bytes, patient=patient))
                 taken += found
                 left_bytes -= sizes_of([message.record for message in found])
             except PortalMQError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import gevent
 import pytest
@@ -12,6 +13,8 @@ from support.replicas import eventually
 
 from portalmq import wire
 from portalmq.broker.core.delivery import GroupDelivery
+from portalmq.broker.core.replica import PartitionReplica
+from portalmq.broker.readable import VOUCHED_WITHIN_MS
 from portalmq.errors import Backpressure, GroupNotFound, InvalidRequest, Unavailable
 
 LEASE_MS = 30_000
@@ -573,3 +576,45 @@ def test_a_wait_goes_on_over_a_topic_that_is_deleted_and_made_anew(fixture, come
     if comes:
         send(fixture, "new")
     assert texts(waiting.get(timeout=50)) == (["new"] if comes else [])
+
+
+# --- followers that do not vouch -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def waits(fixture, monkeypatch):
+    """A message on each of twelve partitions; a wait for followers passes by the hand clock, and is noted in ms."""
+    fixture.broker.create_topic("t", wire.CreateTopic(partitions=12))
+    for number in range(12):
+        send(fixture, "x", partition=number)
+    assert receive(fixture, group="g", max_messages=1), "the group has begun"
+    monkeypatch.setattr(fixture.broker.receiving, "_patience_s", 0.0)  # a refusal is not tried again
+    waits: list[int] = []
+
+    def pass_by(seconds: float) -> None:
+        if seconds:
+            waits.append(round(seconds * 1_000))
+            fixture.clock.advance(waits[-1])
+
+    monkeypatch.setattr("portalmq.broker.readable.gevent", SimpleNamespace(sleep=pass_by))
+    return waits
+
+
+def test_a_receive_waits_once_for_followers_however_many_partitions_they_follow(fixture, waits, monkeypatch):
+    monkeypatch.setattr(PartitionReplica, "may_hand_out", lambda replica, now_ms: False)
+    with pytest.raises(Unavailable, match="do not vouch"):
+        receive(fixture)
+    assert sum(waits) == VOUCHED_WITHIN_MS
+
+
+def test_a_receive_with_messages_in_hand_waits_for_no_followers(fixture, waits, monkeypatch):
+    asked: list[PartitionReplica] = []
+
+    def first_alone(replica: PartitionReplica, now_ms: int) -> bool:
+        asked.append(replica)
+        return replica is asked[0]
+
+    monkeypatch.setattr(PartitionReplica, "may_hand_out", first_alone)
+    assert texts(receive(fixture)) == ["x"]
+    assert len({id(replica) for replica in asked}) > 1, "the others were asked too"
+    assert not waits

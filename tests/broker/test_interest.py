@@ -16,7 +16,7 @@ from portalmq.broker.calls import Interested, Received
 from portalmq.broker.interest import Ask, RemoteGroup
 from portalmq.broker.peers import NotAnswered, NotReached
 from portalmq.broker.storage.batch import Record
-from portalmq.broker.waiting import Delivered, ParkingLot, ReceiveOptions, receive
+from portalmq.broker.waiting import Delivered, ParkingLot, ReceiveOptions, receive, take
 from portalmq.control_plane.state import GroupState
 from portalmq.errors import PortalMQError, Unavailable
 
@@ -32,6 +32,7 @@ class Leader:
         self.parked = 0
         self.trouble: PortalMQError | None = None
         self.unbegun = False
+        self.patient: list[bool] = []
         self._arrived = Event()
 
     def arrive(self, value: bytes) -> None:
@@ -52,6 +53,7 @@ class Leader:
             return Interested(bool(self.messages))
         if name == "replay":
             return Received([], known=False)
+        self.patient.append(request.patient)
         taken, self.messages = self.messages[: request.max_messages], self.messages[request.max_messages :]
         if not self.messages:
             self._arrived.clear()
@@ -168,3 +170,19 @@ def test_a_leader_where_the_group_has_not_begun_says_so(leader: Leader) -> None:
     leader.unbegun = True
     assert asleep(source_at(leader, lambda: told.append("unbegun")), wait_s=0).get(timeout=50) == []
     assert told == ["unbegun"]
+
+
+def test_a_leader_is_asked_to_wait_for_its_followers_only_while_nothing_is_in_hand(leader: Leader) -> None:
+    sources = [source_at(leader) for _ in range(3)]
+    leader.arrive(b"a")
+    assert texts(take(sources, OPTIONS, ask=True)) == [b"a"]
+    assert leader.patient == [True, False, False]
+
+
+def test_one_leader_that_refuses_is_enough_to_wait_for(leader: Leader) -> None:
+    def refused(call: Callable[[], Received]) -> Received:
+        raise Unavailable("its followers do not vouch")
+
+    leader.arrive(b"a")
+    assert texts(take([source_at(leader, ask=refused), source_at(leader)], OPTIONS, ask=True)) == [b"a"]
+    assert leader.patient == [False]
