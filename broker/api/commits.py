@@ -47,7 +47,7 @@ def commit(room: Room, environ: Environ, group: str) -> Answer:
     committed = _committed(room, group, wanted, publications, forward=may_forward(environ))
     if wire.BATCH_MSGPACK in environ.get("HTTP_ACCEPT", "").lower():
         return Answer(_encode_pack(committed), 200, wire.BATCH_MSGPACK)
-    return Answer(_encode_json(committed))
+    return Answer(_encode_json(committed) + b"\n")
 
 
 def _where(index: int) -> str:
