@@ -320,6 +320,8 @@ class Topics:
         key = (topic.state.topic_id, number)
         known = self._unusable.get(key)
         if known is not None:
+            if known.fault and self._is_alone(key):
+                return None
             elsewhere = self._is_whole_elsewhere(key)
             if elsewhere is False or (elsewhere is None and known.fault):
                 return None
@@ -337,6 +339,11 @@ class Topics:
             self._unusable[key] = opened
             self._note_moved()
         return None
+
+    def _is_alone(self, key: tuple[str, int]) -> bool:
+        """Whether the mirror names nobody else in sync: nobody is to be asked then, and the sync spared is a write."""
+        held = self._host.membership.mirror.partitions.get(key)
+        return held is not None and not set(held.value.isr) - {self._host.broker_id}
 
     def _is_whole_elsewhere(self, key: tuple[str, int]) -> bool | None:
         """See unclean.py. By the ISR as it stands now; False when that cannot be read."""
@@ -378,7 +385,7 @@ class Topics:
         """A damaged replica goes on with what can be read until another one is known to be whole."""
         key = (topic.state.topic_id, partition.number)
         while not self._closed and topic.local.get(partition.number) is partition:
-            if self._is_whole_elsewhere(key):
+            if not self._is_alone(key) and self._is_whole_elsewhere(key):
                 self._rebuild(topic, partition)
                 return
             gevent.sleep(ASK_AGAIN_S)

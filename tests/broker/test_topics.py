@@ -17,6 +17,7 @@ from portalmq.broker.replicas import Files
 from portalmq.broker.storage.log import Log
 from portalmq.broker.unclean import Standing, StandingOf, serve_standing
 from portalmq.control_plane import state
+from portalmq.control_plane.catalog import Versioned
 from portalmq.control_plane.plane import PlaneUnavailable
 from portalmq.control_plane.state import TopicState
 from portalmq.errors import NotLeader, PartitionNotFound, Unavailable
@@ -165,6 +166,23 @@ def test_a_replica_that_is_being_set_aside_is_not_opened_before_that_is_done(fix
     assert topic.local[0].store_uuid == "store/1"
     assert list((folder_of(tmp_path) / "0").glob("*.sqlite"))
     assert list((tmp_path / "lost+found" / folder_of(tmp_path).name / "0").glob("*.sqlite"))
+
+
+def test_a_damaged_replica_that_is_alone_in_sync_asks_the_control_plane_for_nothing(fixture, monkeypatch):
+    send(fixture, "a")
+    topics, asked = fixture.broker.topics, []
+    topic = topics.get("t")
+    mirror, key = topics._host.membership.mirror, (topic.state.topic_id, 0)
+    monkeypatch.setattr("portalmq.broker.topics.ASK_AGAIN_S", 0.01)
+    monkeypatch.setattr(topics, "_is_whole_elsewhere", lambda key: asked.append(key))
+    mending = gevent.spawn(topics._mend, topic, topic.local[0])
+    gevent.sleep(0.05)
+    assert not asked
+    held = mirror.partitions[key]
+    also_2 = msgspec.structs.replace(held.value, replicas=(1, 2), isr=(1, 2))
+    monkeypatch.setitem(mirror.partitions, key, Versioned(also_2, held.version))
+    eventually(lambda: asked)
+    mending.kill()
 
 
 # --- which life of a replica it is ------------------------------------------------------------------------------------
