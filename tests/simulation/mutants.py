@@ -362,6 +362,16 @@ def _(original: Any, held: PartitionState, live: Any) -> bool:
     return False
 
 
+@mutant("hands over to one that has just started anew", 2913, (controller, "elect"))
+def _(original: Any, held: PartitionState, live: Any, **named: Any) -> PartitionState:
+    if named.get("log_ends"):
+        return original(held, live, **named)
+    alike = {member: live[member].incarnation for member in held.isr if member in live}
+    elected = original(msgspec.structs.replace(held, incarnations={**held.incarnations, **alike}), live, **named)
+    known = {member: incarnation for member, incarnation in alike.items() if member == elected.leader}
+    return msgspec.structs.replace(elected, incarnations={**held.incarnations, **known})
+
+
 @mutant("empties the ISR of all but the new leader", 0, (controller, "elect"))
 def _(original: Any, held: PartitionState, *more: Any, **named: Any) -> PartitionState:
     elected = original(held, *more, **named)
