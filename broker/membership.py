@@ -44,7 +44,7 @@ from portalmq.control_plane.plane import (
     clock_s,
 )
 from portalmq.control_plane.state import BrokerState, PartitionState, with_isr
-from portalmq.errors import PortalMQError, Unavailable
+from portalmq.errors import NotFound, PartitionNotFound, PortalMQError, Unavailable
 
 log = logging.getLogger(__name__)
 
@@ -411,7 +411,17 @@ class Membership:
         if self.peers is None:
             raise Unavailable("other brokers cannot be asked yet")
         asked = StandingsOf([StandingOf(*key) for key in keys])
-        return self.peers.call(broker_id, "standings", asked, Standings, timeout_s=TELL_TIMEOUT_S).standings
+        try:
+            return self.peers.call(broker_id, "standings", asked, Standings, timeout_s=TELL_TIMEOUT_S).standings
+        except NotFound:  # a broker of the version before tells of one at a time
+            return [self._ask_standing(broker_id, each) for each in asked.partitions]
+
+    def _ask_standing(self, broker_id: int, asked: StandingOf) -> Standing | None:
+        assert self.peers is not None
+        try:
+            return self.peers.call(broker_id, "standing", asked, Standing, timeout_s=TELL_TIMEOUT_S)
+        except PartitionNotFound:
+            return None
 
     def _serve_standings(self, body: bytes, peer: object) -> bytes:
         asked = msgspec.msgpack.decode(body, type=StandingsOf)

@@ -17,6 +17,7 @@ from portalmq import wire
 from portalmq.broker.clock import Clock
 from portalmq.broker.core.events import IsrAnswered, Outcome, ProposeIsr
 from portalmq.broker.membership import ClusterGone, Membership, Suspicion
+from portalmq.broker.unclean import Standing, StandingOf
 from portalmq.broker.vigil import Probe
 from portalmq.control_plane import state
 from portalmq.control_plane.catalog import BrokerIdTaken, Catalog, Deposed, PartitionChange
@@ -25,6 +26,7 @@ from portalmq.control_plane.plane import Delete, Op, OutcomeUnknown, PlaneState,
 from portalmq.control_plane.standalone import Standalone
 from portalmq.control_plane.state import BrokerState
 from portalmq.control_plane.zookeeper import ZooKeeper
+from portalmq.errors import NotFound, PartitionNotFound
 
 PATIENT_S = 60.0
 
@@ -464,6 +466,23 @@ class TestAlone:
         alone.start()
         said = msgspec.msgpack.encode(Suspicion(9, 1, True))
         assert alone.calls["suspect"](said, None) == b"\x80"
+
+
+class OldBrokers:
+    """Of a version that tells the standing of one partition at a time; number 1 is not open there."""
+
+    def call(self, broker_id: int, name: str, asked: StandingOf, kind: object, *, timeout_s: float) -> Standing:
+        if name != "standing":
+            raise NotFound(f"brokers do not ask each other for {name!r}")
+        if asked.number == 1:
+            raise PartitionNotFound("no replica of this partition is open here")
+        return Standing("s2", 1, 7, asked.number, 0)
+
+
+def test_a_broker_of_the_version_before_tells_how_far_its_logs_go(alone: Membership) -> None:
+    alone.peers = OldBrokers()  # type: ignore[assignment]
+    told = alone._ask_standings(2, [("id", 0), ("id", 1), ("id", 2)])
+    assert [standing and standing.end for standing in told] == [0, None, 2]
 
 
 class TestChangingTheIsr:
