@@ -316,7 +316,11 @@ class _Gauges(Collector):
             ),
             ("offline_partitions", "Partitions of the cluster that have no leader", state.offline_partitions),
             ("outbox_orders", "Commits and dead letters whose outputs are still to be appended", state.open_orders),
-            ("clock_off_ms", "How far this machine is ahead of the time that brokers agree on", state.clock_off_ms),
+            (
+                "clock_off_seconds",
+                "How far this machine is ahead of the time that brokers agree on",
+                state.clock_off_ms / 1000,
+            ),
             ("clocks_differ", "1 while this broker finds that the clocks do not agree", int(state.clocks_differ)),
             ("is_controller", "1 while this broker is the controller", int(state.is_controller)),
         ):
