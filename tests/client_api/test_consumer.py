@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import gc
 import itertools
+import math
 import signal
 import threading
 import time
@@ -589,13 +590,16 @@ def test_a_message_that_was_acked_before_it_was_handed_out_is_not_lost() -> None
     assert held.take() is not None
 
 
-def test_what_waits_behind_a_message_that_takes_long_goes_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("portalmq.lease.HOLD_BACK_S_MAX", 0.0)
+def test_what_waits_behind_a_message_that_takes_long_goes_to_others() -> None:
     with ScriptedBroker() as broker:
         broker.fill("t", [b"1", b"2", b"3"])
         with consumer(broker) as busy, consumer(broker, max_messages=1, idle_timeout_s=None) as idle:
             busy._leases._has_leases = True
+            busy._leases._hold_back_s = AN_HOUR_S
             assert next(busy).value == b"1"
+            with busy._leases._lock:
+                busy._leases._hold_back_s = 0.0
+                busy._leases._wake_keeper(-math.inf)
             assert (next(idle).value, next(idle).value) == (b"2", b"3")
         assert all(call.json()["unseen"] for call in broker.calls_of("POST", NACK)[:1])
 
