@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from flask import Response
+from flask import Response, request
 
 from portalmq import wire
 from portalmq.broker import metrics
+from portalmq.broker.api.doors import check_caller
 from portalmq.broker.api.room import Room, answer, query
-from portalmq.errors import Unavailable
+from portalmq.errors import Forbidden, Unauthorized, Unavailable
 
 
 def live(room: Room) -> Response:
@@ -16,15 +17,24 @@ def live(room: Room) -> Response:
 
 
 def ready(room: Room) -> Response:
-    """The broker takes calls."""
+    """The broker takes calls. Its id is for known callers."""
     _check_ready(room)
-    return answer({"status": "ready", "broker_id": room.domain.broker_id})
+    return answer({"status": "ready", "broker_id": room.domain.broker_id} if _is_known(room) else {"status": "ready"})
 
 
 def health(room: Room) -> Response:
-    """What `ready` says, with the single checks."""
+    """What `ready` says, with the single checks for known callers."""
     _check_ready(room)
-    return answer({"status": "ready", **room.domain.health()})
+    return answer({"status": "ready", **room.domain.health()} if _is_known(room) else {"status": "ok"})
+
+
+def _is_known(room: Room) -> bool:
+    """True when the caller may call the routes that are not open, too. Others learn what a load balancer needs."""
+    try:
+        check_caller(room, request.environ)
+    except (Unauthorized, Forbidden):
+        return False
+    return True
 
 
 def _check_ready(room: Room) -> None:

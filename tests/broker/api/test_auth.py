@@ -9,13 +9,15 @@ from portalmq.broker.api.routes import ROUTES
 from portalmq.broker.auth import Auth, auth_from
 from portalmq.broker.config import BrokerConfig, UsageError
 from portalmq.broker.metrics import Metrics
+from portalmq.broker.seeds.routes import SEED_ROUTES
 
 OPEN = {"/livez", "/readyz", "/healthz"}
 
 
 @pytest.fixture
 def guarded(domain):
-    return create_app(domain, BrokerConfig(), Metrics("0"), Auth(["first", "zweites-Geheimnis-ü"])).test_client()
+    app = create_app(domain, BrokerConfig(), Metrics("0"), Auth(["first", "zweites-Geheimnis-ü"]), more=SEED_ROUTES)
+    return app.test_client()
 
 
 @pytest.mark.parametrize("route", ROUTES, ids=lambda route: f"{route.method} {route.path}")
@@ -29,6 +31,18 @@ def test_every_route_but_the_three_refuses_without_a_token(guarded, domain, prob
             problem_of(answer, 401, "unauthorized")
             assert answer.headers["WWW-Authenticate"] == 'Bearer realm="portalmq"'
     assert domain.made == []
+
+
+def test_open_routes_tell_strangers_the_status_alone(guarded, domain):
+    told = {"/livez": {"status": "ok"}, "/readyz": {"status": "ready"}, "/healthz": {"status": "ok"}}
+    assert {route.path for route in (*ROUTES, *SEED_ROUTES) if route.is_open} == set(told)
+    for path, expected in told.items():
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "PortalMQ-Broker 00"}):
+            answer = guarded.get(path, headers=headers)
+            assert (answer.status_code, answer.get_json()) == (200, expected)
+    known = {"Authorization": "Bearer first"}
+    assert guarded.get("/readyz", headers=known).get_json() == {"status": "ready", "broker_id": domain.broker_id}
+    assert guarded.get("/healthz", headers=known).get_json() == {"status": "ready", **domain.health()}
 
 
 def test_what_is_no_route_refuses_too(guarded, problem_of):
