@@ -18,6 +18,7 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from hashlib import blake2b
 from typing import TypeVar
 
 import gevent
@@ -35,7 +36,7 @@ from portalmq.broker.core.membership import TICK_MS
 from portalmq.broker.forwarding import place_of
 from portalmq.broker.groups import Groups
 from portalmq.broker.peers import NotAnswered, NotReached, Peers
-from portalmq.broker.streams import ClaimShare, Start, StreamPartitions, check_mode, first_error, stream_group
+from portalmq.broker.streams import SOUGHT, ClaimShare, Start, StreamPartitions, check_mode, first_error, stream_group
 from portalmq.broker.topics import Topic
 from portalmq.control_plane.mirror import Changes, Mirror
 from portalmq.control_plane.plane import PlaneUnavailable
@@ -77,6 +78,7 @@ class Coordinate(msgspec.Struct, array_like=True):
     generation: int = 0
     to: Start = ""
     numbers: tuple[int, ...] = ()
+    seek_id: bytes = b""
 
 
 class Coordinating:
@@ -374,9 +376,18 @@ class Coordinating:
     # --- seeking -----------------------------------------------------------------------------------------------------
 
     def seek(
-        self, name: str, topic: str, to: Start, *, partition: int | None, dry_run: bool, forward: bool = True
+        self,
+        name: str,
+        topic: str,
+        to: Start,
+        *,
+        partition: int | None,
+        dry_run: bool,
+        idempotency_key: str | None = None,
+        forward: bool = True,
     ) -> contract.SeekAnswer:
-        """Set the group to another place in a topic. With `dry_run` nothing is done. Raises OffsetOutOfRange."""
+        """Set the group to another place in a topic. With `dry_run` nothing is done. The call of one `idempotency_key`
+        moves each partition once: a copy that arrives later finds it done. Raises OffsetOutOfRange."""
         group = stream_group(self._groups, name)
         state = self._topic(wire.check_name(topic, "topic")).state
         places = [place_of(state, number) for number in (range(state.partitions) if partition is None else [partition])]
@@ -384,12 +395,18 @@ class Coordinating:
             raise InvalidRequest(
                 f"topic {topic!r} has {len(places)} partitions: name the one of the offset in `partition`"
             )
+        seek_id = b"" if idempotency_key is None or dry_run else _seek_id(idempotency_key, to)
         # First for a look, so that one that cannot be sought leaves the others as they are.
-        sought = self._sought(group, to, 0, places)
+        looked = self._outcomes(group, to, 0, places, seek_id)
         if dry_run:
-            return contract.SeekAnswer(topic, sought, dry_run=True)
+            return contract.SeekAnswer(topic, _sought(looked), dry_run=True)
+        if all(offset == SOUGHT for _, offset in looked.values()):
+            # Nobody is fenced for what is done already.
+            roster = self._store.roster(group.group_id, sure=True)
+            generation = roster.value.generation if roster is not None else 0
+            return contract.SeekAnswer(topic, _sought(looked), dry_run=False, generation=generation)
         numbers = tuple(place.number for place in places)
-        call = Coordinate(name, group.group_id, "seek", topics=(topic,), to=to, numbers=numbers)
+        call = Coordinate(name, group.group_id, "seek", topics=(topic,), to=to, numbers=numbers, seek_id=seek_id)
         return self._coordinated(group, call, contract.SeekAnswer, forward)
 
     def _seek(self, own: Coordinator, call: Coordinate) -> contract.SeekAnswer:
@@ -398,24 +415,22 @@ class Coordinating:
         generation = own.ask(core.SeekRequested(AsyncResult(), topic)).generation
         try:
             places = [place_of(state, number) for number in call.numbers]
-            sought = self._sought(own.group, call.to, generation, places)
+            sought = _sought(self._outcomes(own.group, call.to, generation, places, call.seek_id))
         finally:
             own.tell(core.SeekDone(topic))
         # Its members go on in the generation after the seek's own.
         return contract.SeekAnswer(topic, sought, dry_run=False, generation=generation + 1)
 
-    def _sought(self, group: GroupState, to: Start, generation: int, places: Sequence[Place]) -> list[contract.Sought]:
-        outcomes = self._partitions.seek(group, to, generation, places)
+    def _outcomes(
+        self, group: GroupState, to: Start, generation: int, places: Sequence[Place], seek_id: bytes
+    ) -> dict[Place, tuple[int, int]]:
+        outcomes = self._partitions.seek(group, to, generation, places, seek_id)
         error = first_error(outcomes.values())
         if error is not None:
             if generation and any(not isinstance(outcome, PortalMQError) for outcome in outcomes.values()):
                 error.outcome = "unknown"  # on a part of the partitions it is done
             raise error
-        return [
-            contract.Sought(place.number, *outcome)
-            for place, outcome in sorted(outcomes.items())
-            if not isinstance(outcome, PortalMQError)
-        ]
+        return {place: outcome for place, outcome in outcomes.items() if not isinstance(outcome, PortalMQError)}
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -423,3 +438,16 @@ class Coordinating:
         while not self._closing.wait(CHECKPOINT_EVERY_S):
             for coordinator in tuple(self._own.values()):
                 self._checkpoints.save(coordinator)
+
+
+def _seek_id(idempotency_key: str, to: Start) -> bytes:
+    """The id of a seek: of the same key and another target it is another."""
+    return blake2b(_encode((idempotency_key, to)), digest_size=16, person=b"seek").digest()
+
+
+def _sought(outcomes: Mapping[Place, tuple[int, int]]) -> list[contract.Sought]:
+    """One entry for each partition, in their order. What was sought before stays where it is."""
+    return [
+        contract.Sought(place.number, before, before if offset == SOUGHT else offset)
+        for place, (before, offset) in sorted(outcomes.items())
+    ]

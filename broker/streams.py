@@ -27,6 +27,7 @@ from portalmq.errors import GroupModeMismatch, IllegalGeneration, OffsetOutOfRan
 
 CALL_TIMEOUT_S = 10.0
 BEGUN_MAX = 10_000
+SOUGHT = -1
 
 T = TypeVar("T")
 Start = str | dict[str, int]
@@ -75,13 +76,15 @@ class CommitCall(msgspec.Struct, array_like=True):
 
 
 class SeekCall(msgspec.Struct, array_like=True):
-    """`generation` 0: only say what would be done."""
+    """`generation` 0: only say what would be done. A partition that has done the seek of this `seek_id` answers
+    (committed, SOUGHT)."""
 
     group: str
     group_id: str
     to: Start
     generation: int
     places: list[Place]
+    seek_id: bytes = b""
 
 
 class StandingCall(msgspec.Struct, array_like=True):
@@ -283,23 +286,30 @@ class StreamPartitions:
 
     # --- seeks -------------------------------------------------------------------------------------------------------
 
-    def seek(self, group: GroupState, to: Start, generation: int, places: Sequence[Place]) -> Outcomes[tuple[int, int]]:
+    def seek(
+        self, group: GroupState, to: Start, generation: int, places: Sequence[Place], seek_id: bytes = b""
+    ) -> Outcomes[tuple[int, int]]:
         """Set the group to another place, in `generation`, or with 0 only say which: (from, to), by partition."""
-        return self._leaders.run(places, self._seeking(group, to, generation), repeatable=True)
+        return self._leaders.run(places, self._seeking(group, to, generation, seek_id), repeatable=True)
 
-    def _seeking(self, group: GroupState, to: Start, generation: int) -> _Work[tuple[int, int]]:
+    def _seeking(self, group: GroupState, to: Start, generation: int, seek_id: bytes) -> _Work[tuple[int, int]]:
         def ask(broker_id: int, places: Sequence[Place]) -> list[Result[tuple[int, int]]]:
-            call = SeekCall(group.name, group.group_id, to, generation, list(places))
+            call = SeekCall(group.name, group.group_id, to, generation, list(places), seek_id)
             return self._peers.call(broker_id, "seek", call, list[Result[tuple[int, int]]], timeout_s=CALL_TIMEOUT_S)
 
-        return _Work(lambda place: self._seek_here(group, to, generation, place), ask)
+        return _Work(lambda place: self._seek_here(group, to, generation, seek_id, place), ask)
 
-    def _seek_here(self, group: GroupState, to: Start, generation: int, place: Place) -> Callable[[], tuple[int, int]]:
+    def _seek_here(
+        self, group: GroupState, to: Start, generation: int, seek_id: bytes, place: Place
+    ) -> Callable[[], tuple[int, int]]:
         partition = self._atlas.partition(place)
         self._groups.check_same(group)
-        offset = target(partition, to)
         stream = partition.streams.get(group.name)
         before = max(stream.committed if stream else 0, partition.log.log_start_offset)
+        if stream is not None and seek_id in stream.commits:
+            end = partition.replica.next_offset
+            return lambda: _settled(partition, end, (before, SOUGHT))
+        offset = target(partition, to)
         if not generation:
             return lambda: (before, offset)
         now_ms = self._clock.now_ms()
@@ -307,7 +317,7 @@ class StreamPartitions:
             partition.append_group_record(group.name, Claim("", generation, before, now_ms))
         else:
             stream.check_claim(generation)
-        pending = partition.append_group_record(group.name, Seek(offset, generation, now_ms))
+        pending = partition.append_group_record(group.name, Seek(offset, generation, now_ms, seek_id))
 
         def finish() -> tuple[int, int]:
             pending.wait()
@@ -318,7 +328,7 @@ class StreamPartitions:
     def serve_seek(self, body: bytes) -> bytes:
         call = _decode(body, type=SeekCall)
         group = self._group(call.group, call.group_id)
-        return self._serve(call.places, self._seeking(group, call.to, call.generation))
+        return self._serve(call.places, self._seeking(group, call.to, call.generation, call.seek_id))
 
     # --- where it stands ---------------------------------------------------------------------------------------------
 

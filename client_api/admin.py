@@ -199,7 +199,7 @@ class Admin(Closing):
         notice at their next heartbeat. With `dry_run` nothing changes, and the answer says what would."""
         target: str | dict[str, int | str] = {"offset": to} if isinstance(to, int) else _instant(to)
         request = stream_wire.SeekRequest(wire.check_name(topic, "topic"), target, partition, dry_run)
-        return self._transport.send_json("POST", f"{_group(group)}/seek", request, stream_wire.SeekAnswer)
+        return self._transport.send_once(f"{_group(group)}/seek", request, stream_wire.SeekAnswer)
 
     # --- dead letters ------------------------------------------------------------------------------------------------
 

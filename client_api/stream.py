@@ -291,7 +291,7 @@ class StreamMember:
         """Set the group to another place; what this member has read ahead is void."""
         self._start()
         request = contract.SeekRequest(topic, dict(to) if isinstance(to, dict) else to, partition)
-        answer = self._settling.send_json("POST", wire.group_path(self._group, "seek"), request, contract.SeekAnswer)
+        answer = self._settling.send_once(wire.group_path(self._group, "seek"), request, contract.SeekAnswer)
         with self._lock:
             self.feeds.drop([place for place in self.feeds.by_place if place[0] == topic])
             self._left_at.clear()

@@ -15,6 +15,7 @@ import os
 import random
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -230,6 +231,13 @@ class Transport:
             repeatable=method in {"PUT", "DELETE", "PATCH"},
         )
         return decode_answer(self.call(request, timeout_s=timeout_s, waits_out=timeout_s is not None), kind)
+
+    def send_once(self, path: str, body: object, kind: type[T]) -> T:
+        """A POST with a JSON body that takes effect once, however often it is repeated: it has an Idempotency-Key."""
+        headers = (("Content-Type", wire.JSON), ("Idempotency-Key", uuid.uuid4().hex))
+        return decode_answer(
+            self.call(Request("POST", path, msgspec.json.encode(body), headers, repeatable=True)), kind
+        )
 
     # --- one try -----------------------------------------------------------------------------------------------------
 

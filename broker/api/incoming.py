@@ -304,7 +304,7 @@ def _from_raw(content_type: str | None, body: bytes, environ: dict[str, Any], no
         options.expires_at_ms,
         options.priority,
     )
-    return Incoming([record], idempotency_key=_idempotency_key(environ), single=True, as_sent=options.as_sent)
+    return Incoming([record], idempotency_key=idempotency_key_of(environ), single=True, as_sent=options.as_sent)
 
 
 def _message_headers(environ: dict[str, Any]) -> dict[str, str] | None:
@@ -331,7 +331,7 @@ def _header_text(value: str, name: str) -> str:
         raise InvalidRequest(f"the header {_lower(name.removeprefix('HTTP_'))!r} is not UTF-8") from None
 
 
-def _idempotency_key(environ: dict[str, Any]) -> str | None:
+def idempotency_key_of(environ: dict[str, Any]) -> str | None:
     """The Idempotency-Key, bare or as a structured-field string (RFC 8941, section 3.3.3)."""
     key: str | None = environ.get("HTTP_IDEMPOTENCY_KEY")
     if key is None:

@@ -6,6 +6,7 @@ from flask import Response, request
 
 from portalmq import stream_wire as contract
 from portalmq import wire
+from portalmq.broker.api.incoming import idempotency_key_of
 from portalmq.broker.api.query import instant_ms
 from portalmq.broker.api.room import Room, answer, no_content
 from portalmq.broker.api.traffic import may_forward
@@ -46,6 +47,7 @@ def seek(room: Room, group: str) -> Response:
         target_of(wanted.to),
         partition=wanted.partition,
         dry_run=wanted.dry_run,
+        idempotency_key=idempotency_key_of(request.environ),
         forward=may_forward(request.environ),
     )
     return answer(sought)

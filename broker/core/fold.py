@@ -93,7 +93,8 @@ class GroupFold(msgspec.Struct, array_like=True):
 
 
 class StreamFold(msgspec.Struct, array_like=True):
-    """A stream group on this partition: the next offset to read, and who may say so. `commits` as in GroupFold."""
+    """A stream group on this partition: the next offset to read, and who may say so. `commits` as in GroupFold; seeks
+    that have an id are among them."""
 
     group: str
     committed: int

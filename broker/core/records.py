@@ -165,11 +165,13 @@ class CommitOffset(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Seek(msgspec.Struct, array_like=True, frozen=True):
-    """The group is set to `offset`, forward or back. `generation` fences what was under way, as a Claim does."""
+    """The group is set to `offset`, forward or back. `generation` fences what was under way, as a Claim does. A call
+    under `seek_id` is done once, however often it arrives."""
 
     offset: int
     generation: int
     at_ms: int
+    seek_id: bytes = b""
 
 
 # --- the partition as a whole ----------------------------------------------------------------------------------------

@@ -15,7 +15,8 @@ COMMITS_REMEMBERED = 10_000
 
 
 class StreamOffsets:
-    """Invariant: between seeks `committed` never falls, and `generation` never does."""
+    """Invariant: between seeks `committed` never falls, and `generation` never does. `commits` has the ids of seeks
+    too."""
 
     def __init__(self, fold: StreamFold) -> None:
         self.group = fold.group
@@ -46,6 +47,8 @@ class StreamOffsets:
             case Seek():
                 self.committed = record.offset
                 self.generation = max(self.generation, record.generation)
+                if record.seek_id:
+                    remember_commit(self.commits, record.seek_id, offset, COMMITS_REMEMBERED)
             case Commit():
                 self.committed = max(self.committed, record.offset)
                 remember_commit(self.commits, record.commit_id, offset, COMMITS_REMEMBERED)

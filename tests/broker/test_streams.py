@@ -183,6 +183,61 @@ def test_a_seek_moves_members_and_fences_what_is_under_way(fixture: Fixture) -> 
     assert standing(fixture).committed == 2
 
 
+def seek(fixture: Fixture, to: str | dict[str, int], key: str, **more: int) -> contract.SeekAnswer:
+    given = {"partition": None, "dry_run": False} | more
+    return fixture.broker.streams.seek("g", "t", to, idempotency_key=key, **given)  # type: ignore[arg-type]
+
+
+def test_a_copy_of_a_seek_that_arrives_after_others_have_committed_moves_and_fences_nobody(fixture: Fixture) -> None:
+    produce(fixture, "0", "1", "2")
+    commit(fixture, join(fixture), 0, 3)
+    sought = seek(fixture, "earliest", "once")
+    answer = fixture.broker.streams.heartbeat("g", "a", sought.generation)
+    commit(fixture, answer, 0, 2)
+    late = seek(fixture, "earliest", "once")
+    assert (standing(fixture).committed, [(each.before, each.to) for each in late.offsets]) == (2, [(2, 2), (0, 0)])
+    assert late.generation >= sought.generation
+    commit(fixture, answer, 0, 3)
+    assert seek(fixture, "earliest", "another").offsets[0].to == 0
+
+
+def test_a_seek_that_was_done_on_a_part_of_the_partitions_is_done_on_the_others(fixture: Fixture) -> None:
+    for partition in (0, 1):
+        produce(fixture, "0", "1", "2", partition=partition)
+    answer = join(fixture)
+    commit(fixture, answer, 0, 3)
+    commit(fixture, answer, 1, 3)
+    first = seek(fixture, "earliest", "once", partition=0)
+    answer = fixture.broker.streams.heartbeat("g", "a", first.generation)
+    commit(fixture, answer, 0, 2)
+    again = seek(fixture, "earliest", "once")
+    assert [(each.before, each.to) for each in again.offsets] == [(2, 2), (3, 0)]
+    assert [each.committed for each in fixture.broker.offsets.of("g").offsets] == [2, 0]
+
+
+def test_a_seek_to_an_offset_that_is_gone_by_now_is_done_if_it_was(fixture: Fixture) -> None:
+    produce(fixture, "0", "1", "2")
+    join(fixture)
+    seek(fixture, {"offset": 1}, "once", partition=0)
+    fixture.broker.purge("t", partition=0, before_offset=2)
+    assert seek(fixture, {"offset": 1}, "once", partition=0).offsets[0].to == 2
+    with pytest.raises(OffsetOutOfRange):
+        seek(fixture, {"offset": 1}, "another", partition=0)
+
+
+def test_what_was_sought_is_remembered_by_the_log(tmp_path: Path) -> None:
+    with running(tmp_path) as it:
+        it.broker.create_topic("t", wire.CreateTopic())
+        produce(it, "0", "1")
+        join(it)
+        seek(it, "earliest", "once")
+    with running(tmp_path) as it:
+        answer = join(it)
+        commit(it, answer, 0, 2)
+        seek(it, "earliest", "once")
+        assert standing(it).committed == 2
+
+
 def test_a_seek_to_nowhere_changes_nothing(fixture: Fixture) -> None:
     produce(fixture, "0")
     answer = join(fixture)

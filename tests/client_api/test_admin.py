@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 
 import msgspec
 import pytest
-from support.scripted_broker import Call, Reply, ScriptedBroker, refuse
+from support.scripted_broker import Call, Reply, ScriptedBroker, hang_up, refuse
 
 from portalmq import Admin, InvalidRequest, TopicExists, wire
 
@@ -42,6 +42,16 @@ def test_a_topic_is_made_with_what_is_given_and_no_more() -> None:
         assert broker.calls[0].json() == {"partitions": 2, "config": {"retention_ms": 1000}}
         with pytest.raises(TopicExists):
             admin.create_topic("t", partitions=3)
+
+
+def test_a_seek_whose_answer_is_lost_is_repeated_under_the_key_of_the_first_try() -> None:
+    with ScriptedBroker() as broker, Admin(broker.url) as admin:
+        sought = reply({"topic": "t", "offsets": [{"partition": 0, "from": 3, "to": 3}], "dry_run": False})
+        broker.script("POST", "/v1/groups/g/seek", [hang_up, sought, sought])
+        assert admin.seek("g", "t", "earliest").offsets[0].to == 3
+        admin.seek("g", "t", "earliest")
+        first, again, another = (call.headers["idempotency-key"] for call in broker.calls)
+        assert first == again != another
 
 
 def test_topics_are_listed_described_changed_purged_and_deleted() -> None:

@@ -88,6 +88,16 @@ def test_seek_looks_first_and_then_goes(http: FlaskClient) -> None:
     assert [each["to"] for each in back["offsets"]] == [0, 0]
 
 
+def test_a_seek_under_the_key_of_one_that_was_done_moves_nothing(http: FlaskClient, problem_of: Problem) -> None:
+    join(http)
+    for key, to, expected in (("one", {"offset": 2}, 2), ("two", "earliest", 0), ("one", {"offset": 2}, 0)):
+        asked = {"topic": "t", "to": to, "partition": 0}
+        sought = http.post("/v1/groups/g/seek", json=asked, headers={"Idempotency-Key": key}).get_json()
+        assert sought["offsets"][0]["to"] == expected
+    unfit = http.post("/v1/groups/g/seek", json=asked, headers={"Idempotency-Key": "x" * 256})
+    problem_of(unfit, 400, "invalid_request")
+
+
 @pytest.mark.parametrize("to", ["middle", {}, {"offset": -1}, {"offset": "7"}, {"at": "noon"}, {"offset": 1, "at": 1}])
 def test_a_wrong_place_to_seek_is_refused(http: FlaskClient, problem_of: Problem, to: Any) -> None:
     join(http)
