@@ -27,7 +27,7 @@ from portalmq.broker.core.receipts import ReceiptBook
 from portalmq.broker.core.records import Commit, Output
 from portalmq.broker.core.streams import StreamOffsets
 from portalmq.broker.delivery import GroupPartition, Shown
-from portalmq.broker.forwarding import Leaders, Outcomes, place_of
+from portalmq.broker.forwarding import Leaders, Outcomes
 from portalmq.broker.outbox import Outbox, Outboxes
 from portalmq.broker.partition import Partition
 from portalmq.broker.peers import Peers
@@ -214,7 +214,7 @@ class Committing:
         committed, or is already; then nothing was done."""
         group = self._of_mode(name, "stream")
         self.check_reached(group, stream.generation)
-        place = place_of(self._topics.known(topic).state, number)
+        place = self._topics.known(topic).place(number)
         call = CommitCall(name, group.group_id, *place, self._outputs(publications), stream=stream)
         return self._brought(call, place, forward)
 
@@ -396,7 +396,7 @@ def _partition_of(topic: Topic, publication: Publication) -> int | None:
     """Where the output goes: fixed here when it has a key, so that partitions that are added later move none of a
     commit's outputs. Raises PartitionNotFound."""
     if publication.partition is not None:
-        return place_of(topic.state, publication.partition).number
+        return topic.place(publication.partition).number
     if publication.record.key is not None:
         return zlib.crc32(publication.record.key) % topic.state.partitions
     return None

@@ -33,7 +33,6 @@ from portalmq.broker.clock import Clock
 from portalmq.broker.coordinator import Coordinator, roster_of
 from portalmq.broker.core import group_events as core
 from portalmq.broker.core.membership import TICK_MS
-from portalmq.broker.forwarding import place_of
 from portalmq.broker.groups import Groups
 from portalmq.broker.peers import NotAnswered, NotReached, Peers
 from portalmq.broker.streams import SOUGHT, ClaimShare, Start, StreamPartitions, check_mode, first_error, stream_group
@@ -389,8 +388,9 @@ class Coordinating:
         """Set the group to another place in a topic. With `dry_run` nothing is done. The call of one `idempotency_key`
         moves each partition once: a copy that arrives later finds it done. Raises OffsetOutOfRange."""
         group = stream_group(self._groups, name)
-        state = self._topic(wire.check_name(topic, "topic")).state
-        places = [place_of(state, number) for number in (range(state.partitions) if partition is None else [partition])]
+        known = self._topic(wire.check_name(topic, "topic"))
+        numbers = (partition,) if partition is not None else tuple(range(known.state.partitions))
+        places = [known.place(number) for number in numbers]
         if isinstance(to, dict) and "offset" in to and len(places) > 1:
             raise InvalidRequest(
                 f"topic {topic!r} has {len(places)} partitions: name the one of the offset in `partition`"
@@ -405,16 +405,15 @@ class Coordinating:
             roster = self._store.roster(group.group_id, sure=True)
             generation = roster.value.generation if roster is not None else 0
             return contract.SeekAnswer(topic, _sought(looked), dry_run=False, generation=generation)
-        numbers = tuple(place.number for place in places)
         call = Coordinate(name, group.group_id, "seek", topics=(topic,), to=to, numbers=numbers, seek_id=seek_id)
         return self._coordinated(group, call, contract.SeekAnswer, forward)
 
     def _seek(self, own: Coordinator, call: Coordinate) -> contract.SeekAnswer:
         (topic,) = call.topics
-        state = self._topic(topic).state
+        known = self._topic(topic)
+        places = [known.place(number) for number in call.numbers]
         generation = own.ask(core.SeekRequested(AsyncResult(), topic)).generation
         try:
-            places = [place_of(state, number) for number in call.numbers]
             sought = _sought(self._outcomes(own.group, call.to, generation, places, call.seek_id))
         finally:
             own.tell(core.SeekDone(topic))

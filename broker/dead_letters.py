@@ -470,7 +470,7 @@ def _place_of_id(text: str, topic: Topic) -> tuple[int, int]:
     good = dash and all(part.isascii() and part.isdigit() and len(part) <= 16 for part in (number, offset))
     if not good:
         raise InvalidRequest(f"{text[:100]!r} is no id of a message: ids are <partition>-<offset>, as 0-17")
-    return place_of(topic.state, int(number)).number, int(offset)
+    return topic.place(int(number)).number, int(offset)
 
 
 def _named(ids: Sequence[str], topic: Topic) -> dict[int, tuple[int, ...]]:

@@ -27,7 +27,7 @@ from gevent.lock import BoundedSemaphore
 
 from portalmq import stream_wire as contract
 from portalmq.broker.calls import Place
-from portalmq.broker.forwarding import Leaders, place_of
+from portalmq.broker.forwarding import Leaders
 from portalmq.broker.partition import Partition
 from portalmq.broker.storage.batch import Frame, Head, Kind, is_hollow
 from portalmq.broker.topics import Topic
@@ -125,7 +125,7 @@ class Fetching:
         return answers
 
     def _read(self, topic: Topic, asked: contract.PartitionOffset) -> _Read:
-        place = place_of(topic.state, asked.partition)
+        place = topic.place(asked.partition)
         self._leaders.check_led_here([place])
         partition = self._partition(place)
         partition.check_offset(asked.offset)

@@ -135,7 +135,7 @@ class Finishing:
         group = self._groups.ensure(name)
         shares: dict[Place, list[int]] = {}
         for number, offset in places:
-            shares.setdefault(place_of(topic.state, number), []).append(offset)
+            shares.setdefault(topic.place(number), []).append(offset)
         self._groups.begin(group, topic, forward=forward)
         work = _Finishing(self._groups, group, shares, holder, self._peers)
         outcomes = self._leaders.run(list(shares), work, forward=forward, repeatable=True)

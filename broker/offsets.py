@@ -66,7 +66,7 @@ class Offsets:
         self.check_reached(group, request.generation)
         shares = []
         for asked in request.offsets:
-            place = place_of(self._topic(asked.topic).state, asked.partition)
+            place = self._topic(asked.topic).place(asked.partition)
             shares.append(CommitShare(*place, asked.offset))
         if len({share.place for share in shares}) < len(shares):
             raise InvalidRequest("a partition is named twice in `offsets`")

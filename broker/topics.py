@@ -25,10 +25,11 @@ from gevent.event import Event
 from gevent.lock import BoundedSemaphore
 
 from portalmq import wire
+from portalmq.broker.calls import Place
 from portalmq.broker.capacity import Capacity
 from portalmq.broker.core.events import PartitionStateChanged, SessionLost
 from portalmq.broker.core.receipts import topic_tag
-from portalmq.broker.forwarding import NoSuchPartition
+from portalmq.broker.forwarding import NoSuchPartition, place_of
 from portalmq.broker.hosting import PartitionHost, PartitionMembership
 from portalmq.broker.partition import Partition
 from portalmq.broker.pulse import Pulse
@@ -76,17 +77,28 @@ class TopicsHost(PartitionHost, Protocol):
 
 
 class Topic:
-    """A topic of the cluster. `local` are the replicas that are open on this broker, by number."""
+    """A topic of the cluster. `local` are the replicas that are open on this broker, by number. `confirm` raises
+    Unavailable for a missing partition that the control plane may have."""
 
-    def __init__(self, state: TopicState, host: TopicsHost) -> None:
+    def __init__(self, state: TopicState, host: TopicsHost, confirm: Callable[[NoSuchPartition], None]) -> None:
         self.state = state
         self.tag = topic_tag(state.topic_id)
         self.local: dict[int, Partition] = {}
         self._host = host
+        self._confirm = confirm
 
     @property
     def name(self) -> str:
         return self.state.name
+
+    def place(self, number: int) -> Place:
+        """The place of a partition that a caller names. Raises PartitionNotFound only if the control plane has none
+        such; Unavailable where the topic has grown, and this broker has not heard of it."""
+        try:
+            return place_of(self.state, number)
+        except NoSuchPartition as missing:
+            self._confirm(missing)
+            raise
 
     def partition(self, number: int) -> Partition:
         """The replica here, which leads and knows all that is committed. Raises PartitionNotFound, NotLeader, and
@@ -237,7 +249,7 @@ class Topics:
         if state is None:
             return
         if topic is None:
-            topic = self._topics[name] = self._by_id[state.topic_id] = Topic(state, self._host)
+            topic = self._topics[name] = self._by_id[state.topic_id] = Topic(state, self._host, self.confirm_missing)
             for number in range(state.partitions):
                 self._sync_partition(state.topic_id, number)
             return

@@ -21,7 +21,7 @@ from portalmq.broker.browsing import Stored
 from portalmq.broker.calls import Place, Result, Turn, Turned, result_of
 from portalmq.broker.clock import Clock
 from portalmq.broker.core.records import Claim, CommitOffset
-from portalmq.broker.forwarding import Leaders, Outcomes, place_of
+from portalmq.broker.forwarding import Leaders, Outcomes
 from portalmq.broker.groups import Groups
 from portalmq.broker.lookup import Lookup
 from portalmq.broker.partition import Partition
@@ -118,8 +118,8 @@ class Turns:
         front = self.front(name, topic, numbers[0])
         if front.message is not None or len(numbers) == 1:
             return front
-        state, work = self._topic(topic).state, _Looking(self, self._group(name))
-        places = [place_of(state, number) for number in numbers[1:]]
+        known, work = self._topic(topic), _Looking(self, self._group(name))
+        places = [known.place(number) for number in numbers[1:]]
         # A message of one partition does not wait for the leader of another.
         for patience_s in (0.0, None):
             outcomes = self._leaders.run(places, work, repeatable=True, patience_s=patience_s)
@@ -140,7 +140,7 @@ class Turns:
         return self._turn(name, topic, number, offset, forward).advanced
 
     def _turn(self, name: str, topic: str, number: int, done: int | None, forward: bool) -> Turned:
-        place = place_of(self._topic(topic).state, number)
+        place = self._topic(topic).place(number)
         group = self._group(name)
         call = Turn(name, group.group_id, *place, done)
         return self._leaders.one(place, self._lookup(group, call), forward=forward, repeatable=done is None)

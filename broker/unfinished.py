@@ -100,6 +100,7 @@ class Unfinished:
         if group is not None and group.config.mode != "queue":
             raise GroupModeMismatch(f"group {name!r} works in stream mode: its lag is all from its offset on")
         first, behind = after or (0, -1)
+        topic.place(first)
         for number in range(first, topic.state.partitions):
             place = place_of(topic.state, number)
             offset: int | None = behind + 1 if number == first else 0

@@ -9,11 +9,15 @@ import pytest
 from support.domain import Fixture, records, running
 from support.replicas import eventually
 
+from portalmq import stream_wire as contract
 from portalmq import wire
 from portalmq.broker.calls import Place
+from portalmq.broker.committing import Publication, StreamPlace
+from portalmq.broker.coordinating import Coordinate
 from portalmq.broker.lookup import Lookup
 from portalmq.control_plane.state import GroupState, TopicState
 from portalmq.errors import (
+    ERRORS_BY_CODE,
     GroupModeMismatch,
     GroupNotFound,
     MessageNotFound,
@@ -99,6 +103,63 @@ def test_a_partition_is_missing_only_if_the_control_plane_has_none(fixture, know
             use()
     with pytest.raises(MessageNotFound if known == 2 else Unavailable):
         broker.cancel_scheduled("t", number, 0)
+
+
+def fetched(fixture: Fixture, number: int) -> None:
+    request = contract.FetchRequest([contract.PartitionOffset("t", number, 0)])
+    (answer,) = fixture.broker.fetching.fetch(request, None)
+    assert answer.error is not None
+    raise ERRORS_BY_CODE[answer.error["code"]](answer.error["detail"])
+
+
+def committed(fixture: Fixture, number: int) -> None:
+    asked = contract.PartitionOffset("t", number, 0)
+    fixture.broker.offsets.commit("s", contract.CommitOffsetsRequest("a", 1, [asked]))
+
+
+def committed_with_outputs(fixture: Fixture, number: int) -> None:
+    fixture.broker.committing.commit_offset("s", "t", number, StreamPlace("a", 1, 0, 0), [], forward=True)
+
+
+def published_by_a_commit(fixture: Fixture, number: int) -> None:
+    published = [Publication("t", *records("a"), partition=number)]
+    fixture.broker.committing.commit_offset("s", "t", 0, StreamPlace("a", 1, 0, 0), published, forward=True)
+
+
+def coordinated(fixture: Fixture, number: int) -> None:
+    """Another broker, which knows more, takes this one for the coordinator."""
+    group = fixture.broker.groups.known("s")
+    call = Coordinate("s", group.group_id, "seek", topics=("t",), to="earliest", numbers=(number,))
+    fixture.broker.streams.serve(msgspec.msgpack.encode(call))
+
+
+@pytest.mark.parametrize("known", [1, 2])
+@pytest.mark.parametrize(
+    "use",
+    [
+        fetched,
+        committed,
+        committed_with_outputs,
+        published_by_a_commit,
+        coordinated,
+        lambda it, number: it.broker.streams.seek("s", "t", "earliest", partition=number, dry_run=False),
+        lambda it, number: it.broker.turns.front("s", "t", number),
+        lambda it, number: it.broker.turns.advance("s", "t", number, 0),
+        lambda it, number: it.broker.turns.first_front("s", "t", [0, number]),
+        lambda it, number: it.broker.finishing.finish("q", "t", [(number, 0)]),
+        lambda it, number: list(it.broker.unfinished.messages("q", "t", after=(number, 0))),
+        lambda it, number: it.broker.dead_letters.page("q", "t", limit=1, after=f"{number}-0"),
+        lambda it, number: it.broker.dead_letters.drop("q", "t", ids=[f"{number}-0"]),
+    ],
+)
+def test_a_partition_that_may_have_been_added_just_now_is_not_denied(fixture, use, known):
+    fixture.broker.put_group("s", {"mode": "stream"})
+    fixture.broker.groups.ensure("q")
+    fixture.broker.streams.join("s", contract.JoinRequest(["t"], "a"))
+    knows_older(fixture, partitions=known)
+    with pytest.raises(PartitionNotFound if known == 2 else Unavailable) as error:
+        use(fixture, known)
+    assert (error.value.retryable, error.value.outcome) == (known == 1, "not_applied")
 
 
 def test_a_topic_that_this_broker_has_not_read_of_is_looked_for_before_it_is_denied(fixture, monkeypatch):

@@ -424,7 +424,7 @@ def test_a_leader_that_stood_still_asks_whether_it_leads_before_anything_is_read
         settle(group)
         leader, host = group.leader, group.hosts[1]
         host.membership.mirror.partitions = {}
-        topic = Topic(TopicState("t", TOPIC_ID, 1, 1, 3, TopicConfig()), host)
+        topic = Topic(TopicState("t", TOPIC_ID, 1, 1, 3, TopicConfig()), host, lambda missing: None)
         topic.local[0] = leader
         assert reads(topic) is leader
         leader._told_ms -= 5_000  # nothing was heard, as the process did not run
