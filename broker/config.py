@@ -185,8 +185,9 @@ class BrokerConfig:
 
     @property
     def shown_to_brokers(self) -> tuple[Path, Path] | None:
-        """The certificate and key that this broker shows to others as their client, where they ask for one."""
-        if self.tls_client_ca is None or self.tls_cert is None or self.tls_key is None:
+        """The certificate and key that this broker shows to others as their client, where they ask for one. They may
+        ask before it does itself, while a cluster is told one broker after the other to ask."""
+        if self.tls_cert is None or self.tls_key is None:
             return None
         return self.tls_cert, self.tls_key
 

@@ -14,6 +14,7 @@ import hmac
 import ssl
 from collections.abc import Callable, Mapping
 from hashlib import sha256
+from pathlib import Path
 from typing import Protocol, TypeVar
 
 import gevent
@@ -25,6 +26,7 @@ from portalmq.broker.config import BrokerConfig, UsageError
 from portalmq.connection import Address, Answer, ConnectionPool, NoAnswer, NotSent, parse_address
 from portalmq.control_plane.state import BrokerState
 from portalmq.errors import Forbidden, PortalMQError, Unauthorized, Unavailable, error_from_problem
+from portalmq.tls import NO_FILES, context_of
 
 CREDENTIAL_SCHEME = "PortalMQ-Broker"
 # Long polls hold a connection each: one for every broker that fetches here, one for every group that waits elsewhere.
@@ -154,13 +156,30 @@ def trusting(config: BrokerConfig) -> ssl.SSLContext | None:
     """
     if config.tls_cert is None:
         return None
+    return _context(config.tls_peer_ca or config.tls_cert, config.tls_peer_ca is None, config.shown_to_brokers)
+
+
+def trusting_by_hand(config: BrokerConfig, tls_cert: Path | None = None) -> ssl.SSLContext | None:
+    """The same for a command that calls brokers: by their files where its settings name them, or by their certificate
+    alone, and else as clients do, whose files the environment names. Raises UsageError."""
+    if tls_cert is not None:
+        return _context(tls_cert, True, config.shown_to_brokers)
+    if config.tls_cert is not None:
+        return trusting(config)
     try:
-        context = ssl.create_default_context(cafile=config.tls_peer_ca or config.tls_cert)
+        return context_of(NO_FILES)
+    except ValueError as fault:
+        raise UsageError(str(fault)) from None
+
+
+def _context(authorities: Path, may_lack_some: bool, shown: tuple[Path, Path] | None) -> ssl.SSLContext:
+    try:
+        context = ssl.create_default_context(cafile=authorities)
         context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # an intermediate authority is trusted by itself
-        if config.tls_peer_ca is None and not context.cert_store_stats()["x509_ca"]:
+        if may_lack_some and not context.cert_store_stats()["x509_ca"]:
             context.load_default_certs()
-        if config.shown_to_brokers is not None:
-            context.load_cert_chain(*config.shown_to_brokers)
+        if shown is not None:
+            context.load_cert_chain(*shown)
     except OSError as fault:  # ssl.SSLError is one
         raise UsageError(f"the files for TLS between brokers cannot be used: {fault}") from None
     return context

@@ -47,10 +47,10 @@ def _in_zookeeper(command: Command) -> Command:
 @click.option("--broker", type=int, help="who is to lead; default: who holds most")
 @click.option("--cluster-secret-file", help="as the brokers' [PORTALMQ_CLUSTER_SECRET_FILE]")
 @click.option("--tls-cert", help="the brokers' certificate, when they speak HTTPS [PORTALMQ_TLS_CERT]")
+@click.option("--tls-key", help="its private key, where brokers ask for a certificate [PORTALMQ_TLS_KEY]")
+@click.option("--tls-peer-ca", help="as the brokers', beside --tls-cert and --tls-key [PORTALMQ_TLS_PEER_CA]")
 @_in_zookeeper
-def elect(
-    topic: str, partition: int, unclean: bool, accepted: bool, broker: int | None, tls_cert: str | None, **options: Any
-) -> None:
+def elect(topic: str, partition: int, unclean: bool, accepted: bool, broker: int | None, **options: Any) -> None:
     """Make a replica that is not in sync the leader of a PARTITION of TOPIC that has none.
 
     Only when no replica that is in sync will ever come back: everything that the new leader does not hold is lost,
@@ -64,27 +64,24 @@ def elect(
                 "this loses messages that were acknowledged. If no replica that is in sync will come back, say so: "
                 "--unclean --i-accept-data-loss"
             )
+        # A certificate without its key is there to be believed, and is not shown.
+        alone = options.pop("tls_cert") if options["tls_key"] is None else None
         config = load_config(options)
         with _catalog(config) as catalog:
-            _elect(catalog, config, tls_cert or config.tls_cert, topic, partition, broker)
+            _elect(catalog, config, Path(alone) if alone else None, topic, partition, broker)
 
 
 def _elect(
-    catalog: Catalog, config: BrokerConfig, tls_cert: str | Path | None, topic: str, partition: int, broker: int | None
+    catalog: Catalog, config: BrokerConfig, tls_cert: Path | None, topic: str, partition: int, broker: int | None
 ) -> None:
-    import ssl
-
     from portalmq.broker.config import cluster_secret_in
-    from portalmq.broker.peers import Peers
+    from portalmq.broker.peers import Peers, trusting_by_hand
     from portalmq.broker.unclean import elect as elect_unclean
     from portalmq.control_plane.mirror import Mirror
 
     mirror = Mirror(catalog.plane)
     mirror.refresh()
-    tls = None
-    if tls_cert is not None:
-        tls = ssl.create_default_context()
-        tls.load_verify_locations(tls_cert)
+    tls = trusting_by_hand(config, tls_cert)
     peers = Peers(mirror, cluster_secret_in(config) or catalog.cluster_secret(), tls=tls)
     try:
         elected = elect_unclean(catalog, peers, topic, partition, wanted=broker)

@@ -14,6 +14,7 @@ from portalmq import stream_wire, wire
 from portalmq.closing import Closing
 from portalmq.errors import PortalMQError
 from portalmq.message import Message, message_from_json, message_from_wire
+from portalmq.tls import TlsFiles
 from portalmq.transport import Bootstrap, Request, Transport, decode_answer, with_query
 
 BROWSE_WAIT_S_MAX = 20.0
@@ -80,11 +81,17 @@ class Admin(Closing):
         token: str | None = None,
         timeout_s: float = 30,
         tls_ca: str | None = None,
+        tls_client_cert: str | None = None,
+        tls_client_key: str | None = None,
         allow_advertised: bool | None = None,
     ) -> None:
-        """`timeout_s` bounds each call, its retries included. `tls_ca` and `allow_advertised` are those of Producer."""
+        """`timeout_s` bounds each call, its retries included. `tls_…` and `allow_advertised` are those of Producer."""
         self._transport = Transport(
-            bootstrap, token=token, timeout_s=timeout_s, tls_ca=tls_ca, allow_advertised=allow_advertised
+            bootstrap,
+            token=token,
+            timeout_s=timeout_s,
+            tls=TlsFiles(tls_ca, tls_client_cert, tls_client_key),
+            allow_advertised=allow_advertised,
         )
 
     def __repr__(self) -> str:

@@ -153,6 +153,8 @@ class AsyncProducer:
         buffer_messages: int = 100_000,
         buffer_bytes: int = 64 * 1024 * 1024,
         tls_ca: str | None = None,
+        tls_client_cert: str | None = None,
+        tls_client_key: str | None = None,
         allow_advertised: bool | None = None,
     ) -> None:
         self._producer = Producer(
@@ -170,6 +172,8 @@ class AsyncProducer:
             buffer_messages=buffer_messages,
             buffer_bytes=buffer_bytes,
             tls_ca=tls_ca,
+            tls_client_cert=tls_client_cert,
+            tls_client_key=tls_client_key,
             allow_advertised=allow_advertised,
         )
         # One thread keeps the order of the sends that have to wait; the other is for flush and close.
@@ -318,6 +322,8 @@ class AsyncConsumer:
         session_timeout_s: float = 10,
         max_handling_s: float | None = None,
         tls_ca: str | None = None,
+        tls_client_cert: str | None = None,
+        tls_client_key: str | None = None,
         allow_advertised: bool | None = None,
     ) -> None:
         self._consumer = Consumer(
@@ -336,6 +342,8 @@ class AsyncConsumer:
             session_timeout_s=session_timeout_s,
             max_handling_s=max_handling_s,
             tls_ca=tls_ca,
+            tls_client_cert=tls_client_cert,
+            tls_client_key=tls_client_key,
             allow_advertised=allow_advertised,
         )
         self._mode = mode

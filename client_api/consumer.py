@@ -30,6 +30,7 @@ from portalmq.prefetch import Prefetch
 from portalmq.reach import SILENT_S_MAX
 from portalmq.stream import Delivery, StreamMember
 from portalmq.stream_wire import SESSION_TIMEOUT_MS_MAX
+from portalmq.tls import TlsFiles
 from portalmq.transport import CALL_TIMEOUT_S, Bootstrap, Request, Transport, decode_answer, may_repeat
 
 # A consumer that waits asks again this often: a broker that is paused holds it no longer.
@@ -72,6 +73,8 @@ class Consumer(Closing):
         session_timeout_s: float = 10,
         max_handling_s: float | None = None,
         tls_ca: str | None = None,
+        tls_client_cert: str | None = None,
+        tls_client_key: str | None = None,
         allow_advertised: bool | None = None,
     ) -> None:
         """`max_messages`: how many are fetched at once, at most; it begins with 10, and goes on with what it handles in
@@ -79,7 +82,7 @@ class Consumer(Closing):
         when nothing came for so long. `delivery` is a setting of the group, and fixed by who makes it.
         `max_handling_s`: for so long the lease of what is in hand is renewed while it is handled; 0 is never, as with
         manual_ack. By default 300, or 0 where `visibility_timeout_s` is given: such a lease ends when it says. A lease
-        that is lost all the same raises LeaseLost when the next message is asked for. `tls_ca` and `allow_advertised`
+        that is lost all the same raises LeaseLost when the next message is asked for. `tls_…` and `allow_advertised`
         are those of Producer.
 
         With mode="stream" each partition is read by one member of the group, in order, and nothing is leased: what was
@@ -121,8 +124,9 @@ class Consumer(Closing):
         self._mode = mode
         self._session_timeout_s = session_timeout_s
         # Two transports: close() cuts a waiting receive off, and still has to ack and nack.
-        self._receiving = Transport(bootstrap, token=token, tls_ca=tls_ca, allow_advertised=allow_advertised)
-        self._settling = Transport(bootstrap, token=token, tls_ca=tls_ca, allow_advertised=allow_advertised)
+        tls = TlsFiles(tls_ca, tls_client_cert, tls_client_key)
+        self._receiving = Transport(bootstrap, token=token, tls=tls, allow_advertised=allow_advertised)
+        self._settling = Transport(bootstrap, token=token, tls=tls, allow_advertised=allow_advertised)
         self._closed = threading.Event()
         self._begin()
         begin_anew_in_children(self)

@@ -28,6 +28,7 @@ import msgspec
 from portalmq import wire
 from portalmq.errors import Fenced, LockHeld, LockNotFound, PortalMQError
 from portalmq.forking import begin_anew_in_children
+from portalmq.tls import TlsFiles
 from portalmq.transport import Backoff, Bootstrap, Request, Transport, decode_answer, may_repeat, with_query
 
 _log = logging.getLogger("portalmq.lock")
@@ -74,11 +75,13 @@ class Lock:
         token: str | None = None,
         clock: Callable[[], float] = clock_s,
         tls_ca: str | None = None,
+        tls_client_cert: str | None = None,
+        tls_client_key: str | None = None,
         allow_advertised: bool | None = None,
     ) -> None:
         """`acquire_timeout_s`: how long `with` waits for the lock; None is for ever. `on_lost` is called once, from the
         thread that renews. `token` is the one shown to the broker, and no fencing token. `clock` is for tests.
-        `tls_ca` and `allow_advertised` are those of Producer."""
+        `tls_…` and `allow_advertised` are those of Producer."""
         least, most = wire.LOCK_TTL_MS_MIN / 1000, wire.LOCK_TTL_MS_MAX // 1000
         if not least <= ttl_s <= most:
             raise ValueError(f"ttl_s must be {least:g} to {most}")
@@ -90,7 +93,12 @@ class Lock:
         self._acquire_timeout_s = acquire_timeout_s
         self._on_lost = on_lost
         self._clock = clock
-        self._transport = Transport(bootstrap, token=token, tls_ca=tls_ca, allow_advertised=allow_advertised)
+        self._transport = Transport(
+            bootstrap,
+            token=token,
+            tls=TlsFiles(tls_ca, tls_client_cert, tls_client_key),
+            allow_advertised=allow_advertised,
+        )
         self._tenure: _Tenure | None = None
         self._forgotten: weakref.finalize[[], Lock] | None = None
         begin_anew_in_children(self)

@@ -27,6 +27,7 @@ from portalmq.errors import Backpressure, MessageTooLarge, Unavailable
 from portalmq.forking import begin_anew_in_children
 from portalmq.outgoing import MESSAGE_OVERHEAD_BYTES, Plain, pack
 from portalmq.partitions import Topic, Topics
+from portalmq.tls import TlsFiles
 from portalmq.transport import Bootstrap, Transport
 
 _log = logging.getLogger("portalmq.producer")
@@ -71,14 +72,18 @@ class Producer(Closing):
         buffer_bytes: int = 64 * 1024 * 1024,
         transport: Transport | None = None,
         tls_ca: str | None = None,
+        tls_client_cert: str | None = None,
+        tls_client_key: str | None = None,
         allow_advertised: bool | None = None,
     ) -> None:
         """`linger_ms`: how long a message waits for others, unless `batch_messages` or `batch_bytes` are there before.
         While a request is on its way its partition gathers on, up to `batch_bytes`. `delivery_timeout_s`: how long a
         send is tried before its future fails. `max_block_s`: how long `send()` waits for room in the buffer, or for a
         broker to name the topic's partitions. `producer_name`: a later producer of that name fences this one.
-        `tls_ca`: a file with the authority of the brokers' certificates. `allow_advertised=False`: over http
-        show the token to no host that `bootstrap` does not name, whatever brokers advertise.
+        `tls_ca`: a file with the authority of the brokers' certificates. `tls_client_cert`: a file with the certificate
+        to show where they ask for one, `tls_client_key`: its key, where that is in another file.
+        `allow_advertised=False`: over http show the token to no host that `bootstrap` does not name, whatever brokers
+        advertise.
         """
         if acks not in ("all", "leader", "none"):
             raise ValueError(f"acks={acks!r}: use 'all', 'leader' or 'none'")
@@ -93,7 +98,11 @@ class Producer(Closing):
         if producer_name is not None and not idempotent:
             raise ValueError("a producer_name fences by its sequence numbers: it needs idempotent=True")
         self._transport = transport or Transport(
-            bootstrap, token=token, timeout_s=delivery_timeout_s, tls_ca=tls_ca, allow_advertised=allow_advertised
+            bootstrap,
+            token=token,
+            timeout_s=delivery_timeout_s,
+            tls=TlsFiles(tls_ca, tls_client_cert, tls_client_key),
+            allow_advertised=allow_advertised,
         )
         self._acks: wire.Acks = acks
         self._producer_name = producer_name

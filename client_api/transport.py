@@ -11,7 +11,6 @@ try of a call ended unknown, the whole call did, whatever the later tries say.
 
 from __future__ import annotations
 
-import os
 import random
 import threading
 import time
@@ -35,7 +34,8 @@ from portalmq.errors import (
 )
 from portalmq.forking import begin_anew_in_children
 from portalmq.reach import Reach
-from portalmq.trust import advertised_allowed, context_of, warn_of_plain_text
+from portalmq.tls import NO_FILES, TlsFiles, context_of
+from portalmq.trust import advertised_allowed, warn_of_plain_text
 
 __all__ = ["DEFAULT_URL", "Bootstrap", "Request", "Transport", "bootstrap_addresses"]
 
@@ -135,15 +135,15 @@ class Transport:
         *,
         token: str | None = None,
         timeout_s: float = CALL_TIMEOUT_S,
-        tls_ca: str | os.PathLike[str] | None = None,
+        tls: TlsFiles = NO_FILES,
         allow_advertised: bool | None = None,
         pool: Exchanger | None = None,
         clock: Callable[[], float] = time.monotonic,
         pause: Callable[[float], object] | None = None,
         chance: Callable[[], float] = random.random,
     ) -> None:
-        """`timeout_s` bounds a call with all its retries. `tls_ca`: a file with the authority of the brokers'
-        certificates (PORTALMQ_TLS_CA). `allow_advertised=False`: over http show the token to named hosts only
+        """`timeout_s` bounds a call with all its retries. What `tls` does not name the
+        environment may. `allow_advertised=False`: over http show the token to named hosts only
         (PORTALMQ_ALLOW_ADVERTISED=0). The last four are for tests."""
         is_open = advertised_allowed(allow_advertised)
         self._book = AddressBook(bootstrap, clock, shows_token=token is not None, is_open=is_open)
@@ -151,7 +151,7 @@ class Transport:
             warn_of_plain_text(self._book.bootstrap)
         self._timeout_s = timeout_s
         self.reach = Reach(clock)
-        self._pool: Exchanger = pool or ConnectionPool(tls=context_of(tls_ca))
+        self._pool: Exchanger = pool or ConnectionPool(tls=context_of(tls))
         self._clock = clock
         self._closing = threading.Event()
         self._pause = pause

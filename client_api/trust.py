@@ -1,4 +1,4 @@
-"""To whom a client shows its token, and whose certificates it believes.
+"""To whom a client shows its token.
 
 A token is shown to the brokers that the user has named. Over https a certificate tells who else is one. Over http
 anybody could be behind an address that a broker advertises. The brokers' own word is believed, since one that was named
@@ -11,7 +11,6 @@ from __future__ import annotations
 import ipaddress
 import logging
 import os
-import ssl
 from collections.abc import Iterable
 
 from portalmq.connection import Address
@@ -20,19 +19,6 @@ _log = logging.getLogger("portalmq.client")
 
 _warned: set[str] = set()
 WARNED_MAX = 100
-
-
-def context_of(tls_ca: str | os.PathLike[str] | None) -> ssl.SSLContext | None:
-    """What checks certificates: by the authority in the file `tls_ca`, or PORTALMQ_TLS_CA; None for the system's own.
-
-    Raises ValueError when the file cannot be read."""
-    file = tls_ca if tls_ca is not None else os.environ.get("PORTALMQ_TLS_CA")
-    if not file:
-        return None
-    try:
-        return ssl.create_default_context(cafile=file)
-    except OSError as fault:
-        raise ValueError(f"tls_ca: {os.fspath(file)} is no file with certificates (PEM): {fault}") from None
 
 
 def advertised_allowed(given: bool | None) -> bool:

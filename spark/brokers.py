@@ -38,6 +38,7 @@ from portalmq.spark.errors import BadOption, DataLoss, NoTopic, SourceError, Unr
 from portalmq.spark.frames import batches_of
 from portalmq.spark.origin import SPAN_OFFSETS, Log, Span
 from portalmq.spark.topics import is_pattern, is_wanted, not_found
+from portalmq.tls import NO_FILES, TlsFiles
 from portalmq.transport import LONG_POLL_GRACE_S, Backoff, OutOfTime, Request, Transport, decode_answer, with_query
 
 PATIENCE_S = 30.0
@@ -61,19 +62,22 @@ class Access:
     bootstrap: str
     token: str | None = field(default=None, repr=False)
     patience_s: float = PATIENCE_S
+    tls: TlsFiles = NO_FILES
 
 
 class Cluster:
     """The brokers, as this room asks them: each question bounded, each refusal a sentence of ours. Thread-safe."""
 
     def __init__(self, access: Access) -> None:
-        """Raises BadOption for what is no address or token."""
+        """Raises BadOption for what is no address or token, and files for TLS that cannot be used."""
         self.access = access
         self._met = False
         try:
-            self.transport = Transport(access.bootstrap, token=access.token, timeout_s=access.patience_s)
+            self.transport = Transport(
+                access.bootstrap, token=access.token, timeout_s=access.patience_s, tls=access.tls
+            )
         except ValueError as error:
-            raise BadOption(f"bootstrap or token: {error}") from error
+            raise BadOption(f"bootstrap, token or tls_…: {error}") from error
 
     def close(self) -> None:
         self.transport.close()
@@ -168,9 +172,10 @@ class Brokers:
         *,
         token: str | None = None,
         patience_s: float = PATIENCE_S,
+        tls: TlsFiles = NO_FILES,
     ) -> None:
         """`topics`: see topics.py."""
-        self._access = Access(",".join(bootstrap), token, patience_s)
+        self._access = Access(",".join(bootstrap), token, patience_s, tls)
         self._topics = None if topics is None else tuple(topics)
         self._span_offsets = span_offsets
         self._open: Cluster | None = Cluster(self._access)

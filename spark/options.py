@@ -17,18 +17,20 @@ import msgspec
 
 from portalmq.spark.errors import BadOption
 from portalmq.spark.origin import SPAN_OFFSETS, Log
+from portalmq.tls import NO_FILES, TLS_NAMES, TlsFiles
 
 EARLIEST: Final = -2  # as Kafka writes it in its JSON
 LATEST: Final = -1
 OFFSET_MAX: Final = (1 << 63) - 1
 TABLES = ("messages", "deliveries", "batches", "groups")
 
-_DOORS = ("path", "paths", "bootstrap", "token")
+_CALLING = ("bootstrap", "token", *TLS_NAMES)
+_DOORS = ("path", "paths", *_CALLING)
 _READING = (*_DOORS, "topic", "columns", "table", "failOnDataLoss", "maxRowsPerPartition")
 _STARTS = ("startingOffsets", "startingTimestamp")
 _BATCH = (*_READING, *_STARTS, "endingOffsets", "endingTimestamp", "pushdown")
 _STREAM = (*_READING, *_STARTS, "maxRowsPerTrigger")
-_WRITING = ("bootstrap", "token", "topic", "query", "checkpointLocation")
+_WRITING = (*_CALLING, "topic", "query", "checkpointLocation")
 
 # What comes to the fingers of who has used Spark's Kafka source.
 _KAFKA = {
@@ -68,6 +70,7 @@ class Reading:
     paths: tuple[str, ...]
     bootstrap: tuple[str, ...]
     token: str | None = field(repr=False)
+    tls: TlsFiles
     topics: tuple[str, ...] | None
     columns: tuple[str, ...] | None
     starting: Bound
@@ -87,6 +90,7 @@ class Writing:
     token: str | None = field(repr=False)
     topic: str | None
     query: str | None
+    tls: TlsFiles = NO_FILES
 
 
 def described(options: Mapping[str, str]) -> Reading:
@@ -113,7 +117,7 @@ def writing(options: Mapping[str, str]) -> Writing:
     topics = given.names("topic")
     if len(topics) > 1:
         raise BadOption("topic takes one name in writing; rows for several topics say theirs in a column `topic`")
-    return Writing(bootstrap, given.text("token"), topics[0] if topics else None, given.text("query"))
+    return Writing(bootstrap, given.text("token"), topics[0] if topics else None, given.text("query"), given.tls())
 
 
 class _Options:
@@ -132,6 +136,9 @@ class _Options:
         if value is not None and not value.strip():
             raise BadOption(f"{name} is empty: give it a value, or leave it out")
         return value.strip() if value is not None else None
+
+    def tls(self) -> TlsFiles:
+        return TlsFiles(*map(self.text, TLS_NAMES))
 
     def names(self, name: str) -> tuple[str, ...]:
         """A list, separated by commas; empty when the option is not there."""
@@ -200,6 +207,7 @@ def _reading(given: _Options, starting: Bound) -> Reading:
         paths=paths,
         bootstrap=bootstrap,
         token=given.text("token"),
+        tls=given.tls(),
         topics=given.names("topic") or None,
         columns=given.names("columns") or None,
         starting=starting,

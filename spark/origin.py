@@ -118,7 +118,7 @@ def origin_of(reading: Reading) -> Origin:
         return Directories(reading.paths, reading.topics, reading.span_offsets)
     from portalmq.spark.brokers import Brokers
 
-    return Brokers(reading.bootstrap, reading.topics, reading.span_offsets, token=reading.token)
+    return Brokers(reading.bootstrap, reading.topics, reading.span_offsets, token=reading.token, tls=reading.tls)
 
 
 def rows_of(span: Span, columns: Sequence[str], fails_on_data_loss: bool) -> Iterator[pa.RecordBatch]:

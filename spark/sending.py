@@ -26,6 +26,7 @@ from portalmq import wire
 from portalmq.errors import MessageTooLarge, PortalMQError, TopicExists
 from portalmq.spark.errors import BadOption, BadRow, NotWritten, Unreachable
 from portalmq.spark.rows import Placed, Row
+from portalmq.tls import NO_FILES, TlsFiles
 from portalmq.transport import Request, Transport, decode_answer
 
 REQUEST_ROWS_MIN: Final = 1_000
@@ -78,10 +79,15 @@ class Sender:
     """Rows in, messages in the log out: `flush` returns when all are there. For one thread."""
 
     def __init__(
-        self, bootstrap: Sequence[str], token: str | None, *, delivery_timeout_s: float = DELIVERY_TIMEOUT_S
+        self,
+        bootstrap: Sequence[str],
+        token: str | None,
+        tls: TlsFiles = NO_FILES,
+        *,
+        delivery_timeout_s: float = DELIVERY_TIMEOUT_S,
     ) -> None:
         self._timeout_s = delivery_timeout_s
-        self._transport = transport_of(bootstrap, token, delivery_timeout_s)
+        self._transport = transport_of(bootstrap, token, tls, delivery_timeout_s)
         self._pool = ThreadPoolExecutor(REQUESTS_MAX, thread_name_prefix="portalmq-sink")
         self._topics: dict[str, _Topic] = {}
         self._lanes: dict[tuple[str, int], _Lane] = {}
@@ -203,12 +209,12 @@ class Sender:
                 raise NotWritten(str(lane), f"{len(refused)} of {len(rows)}, the first one: {refused[:1]}")
 
 
-def transport_of(bootstrap: Sequence[str], token: str | None, timeout_s: float) -> Transport:
+def transport_of(bootstrap: Sequence[str], token: str | None, tls: TlsFiles, timeout_s: float) -> Transport:
     """Calls nobody yet. Raises BadOption."""
     try:
-        return Transport(",".join(bootstrap), token=token, timeout_s=timeout_s)
+        return Transport(",".join(bootstrap), token=token, timeout_s=timeout_s, tls=tls)
     except ValueError as error:
-        raise BadOption(f"bootstrap or token: {error}") from error
+        raise BadOption(f"bootstrap, token or tls_…: {error}") from error
 
 
 def partitions_of(transport: Transport, name: str) -> _Topic | None:

@@ -55,7 +55,7 @@ class _Rows:
                 " a stream. To begin anew, purge the topic first"
             )
         check_columns(schema, writing.topic)
-        transport_of(writing.bootstrap, writing.token, PREFLIGHT_TIMEOUT_S).close()
+        transport_of(writing.bootstrap, writing.token, writing.tls, PREFLIGHT_TIMEOUT_S).close()
         self._writing = writing
 
     def _write(self, batches: Iterator[pa.RecordBatch], query: str, batch: str) -> Written:
@@ -71,7 +71,7 @@ def write_rows(batches: Iterator[pa.RecordBatch], writing: Writing, identities: 
     try:
         for batch in batches:
             if sender is None and batch.num_rows:  # many tasks of a shuffle have no rows
-                sender = Sender(writing.bootstrap, writing.token)
+                sender = Sender(writing.bootstrap, writing.token, writing.tls)
             at_once = _rows_at_once(batch)
             for start in range(0, batch.num_rows, at_once):
                 rows = list(placed_rows(batch.slice(start, at_once), writing.topic))
@@ -103,7 +103,7 @@ class BatchWriter(_Rows, DataSourceArrowWriter):
     def __init__(self, writing: Writing, schema: StructType, overwrite: bool) -> None:
         super().__init__(writing, schema, overwrite)
         self._query = f"named {writing.query}" if writing.query else f"once {uuid.uuid4().hex}"
-        transport = transport_of(writing.bootstrap, writing.token, PREFLIGHT_TIMEOUT_S)
+        transport = transport_of(writing.bootstrap, writing.token, writing.tls, PREFLIGHT_TIMEOUT_S)
         try:
             partitions_of(transport, writing.topic or "")
         finally:

@@ -71,10 +71,17 @@ def _read_token(file: Path) -> str:
     return token
 
 
-def _trust(ctx: click.Context, parameter: click.Parameter, file: Path | None) -> None:
+def _remember_file(ctx: click.Context, parameter: click.Parameter, file: Path | None) -> None:
     """All that this process opens takes it from there."""
     if file is not None:
-        os.environ["PORTALMQ_TLS_CA"] = str(file)
+        os.environ[f"PORTALMQ_{parameter.name}".upper()] = str(file)
+
+
+def _tls_option(name: str, meaning: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    return click.option(
+        name, type=click.Path(path_type=Path, dir_okay=False, exists=True), callback=_remember_file, expose_value=False,
+        help=f"{meaning} [PORTALMQ_{name.removeprefix('--').replace('-', '_').upper()}]",
+    )  # fmt: skip
 
 
 def connection_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -89,22 +96,24 @@ def connection_options(command: Callable[..., Any]) -> Callable[..., Any]:
                 settings[name] = given
         return command(*arguments, **options)
 
-    remember = click.option(
+    with_options: Callable[..., Any] = click.option(
         "-o", "--output", type=click.Choice(["table", "json", "ndjson"]), help="Form of the data on stdout."
     )(remember)
-    remember = click.option(
-        "--tls-ca", type=click.Path(path_type=Path, dir_okay=False, exists=True), callback=_trust, expose_value=False,
-        help="File with the authority of the brokers' certificates. [PORTALMQ_TLS_CA]",
-    )(remember)  # fmt: skip
-    remember = click.option(
+    for name, meaning in (
+        ("--tls-client-key", "File with its private key; default: in the same file."),
+        ("--tls-client-cert", "File with the certificate to show where brokers ask for one."),
+        ("--tls-ca", "File with the authority of the brokers' certificates."),
+    ):
+        with_options = _tls_option(name, meaning)(with_options)
+    with_options = click.option(
         "--token-file", type=click.Path(path_type=Path, dir_okay=False),
         help="File with the token to show to the broker.",
-    )(remember)  # fmt: skip
+    )(with_options)  # fmt: skip
     return click.option(
         "--server",
         metavar="URL",
         help="Where the broker is; several with commas. [PORTALMQ_URL, http://localhost:5000]",
-    )(remember)
+    )(with_options)
 
 
 def with_session(command: Callable[..., Any]) -> Callable[..., Any]:

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 from support.scripted_broker import Reply, ScriptedBroker
-from support.tls import TlsFront, pem
+from support.tls import TlsFront, key, pem
 
 from portalmq import Admin, Consumer, Lock, Producer, Unavailable, trust, wire
 from portalmq.cli.main import main
@@ -119,6 +119,44 @@ def test_an_authority_of_ones_own_is_named_by_an_option_or_the_environment(
         producer.send("t", b"x").result(30)
 
 
+@pytest.fixture
+def asking(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A broker behind TLS that asks clients for a certificate."""
+    with ScriptedBroker() as broker:
+        topics = Reply(body=msgspec.json.encode({"topics": [wire.TopicSummary("t", 1, 1)]}))
+        broker.script("GET", "/v1/topics", [lambda broker, call: topics] * 9)
+        with TlsFront(int(broker.url.rpartition(":")[2]), "server", asks_for_certificate=True) as front:
+            monkeypatch.setenv("PORTALMQ_TLS_CA", str(pem("authority")))
+            yield f"https://localhost:{front.port}"
+
+
+def test_a_certificate_is_shown_where_brokers_ask_for_one(
+    asking: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = {"tls_client_cert": str(pem("client")), "tls_client_key": str(key("client"))}
+    both = tmp_path / "both.pem"
+    both.write_bytes(pem("client").read_bytes() + key("client").read_bytes())
+    with Admin(asking, timeout_s=0.5) as admin, pytest.raises(Unavailable):
+        admin.topics()
+    for given in (shown, {"tls_client_cert": str(both)}):
+        with Admin(asking, **given) as admin:  # type: ignore[arg-type]
+            assert [topic.name for topic in admin.topics()] == ["t"]
+    with Producer(asking, **shown) as producer:  # type: ignore[arg-type]
+        producer.send("t", b"x").result(30)
+    for name, file in shown.items():
+        monkeypatch.setenv(f"PORTALMQ_{name}".upper(), file)
+    with Admin(asking) as admin:
+        assert [topic.name for topic in admin.topics()] == ["t"]
+
+
+def test_a_command_shows_a_certificate_too(asking: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PORTALMQ_TLS_CLIENT_CERT", "PORTALMQ_TLS_CLIENT_KEY"):
+        monkeypatch.setenv(name, "")
+    files = ("--tls-client-cert", str(pem("client")), "--tls-client-key", str(key("client")))
+    said = CliRunner().invoke(main, ["topic", "list", "--server", asking, *files, "-o", "ndjson"])
+    assert (said.exit_code, "t" in said.output) == (0, True), said.output
+
+
 def test_a_command_takes_it_too(secure: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PORTALMQ_TLS_CA", "")
     said = CliRunner().invoke(
@@ -133,3 +171,12 @@ def test_a_file_without_certificates_is_refused_with_its_name(tmp_path: Path) ->
     for make in (Producer, Admin, lambda **o: Consumer("t", **o), lambda **o: Lock("l", **o)):
         with pytest.raises(ValueError, match=r"none\.pem"):
             make(tls_ca=str(none))  # type: ignore[operator]
+        with pytest.raises(ValueError, match=r"none\.pem"):
+            make(tls_client_cert=str(none))  # type: ignore[operator]
+
+
+def test_a_certificate_and_a_key_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"client\.pem.*server\.key"):
+        Admin(tls_client_cert=str(pem("client")), tls_client_key=str(key("server")))
+    with pytest.raises(ValueError, match="tls_client_key needs tls_client_cert"):
+        Admin(tls_client_key=str(key("client")))

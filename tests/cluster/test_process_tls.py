@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import socket
 import ssl
@@ -9,12 +10,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from support.broker_process import BrokerProcess
 from support.cluster import wait_until
 from support.tls import TlsFront, key, pem
 
+from portalmq.broker import rescue
 from portalmq.broker.config import BrokerConfig, UsageError
-from portalmq.broker.peers import trusting
+from portalmq.broker.peers import trusting, trusting_by_hand
 from portalmq.broker.vigil import Probe, Prober
 
 WITHIN_S = 30.0
@@ -110,3 +113,59 @@ def test_client_certificates_need_tls() -> None:
     for name in ("tls_client_ca", "tls_peer_ca"):
         with pytest.raises(UsageError, match="tls_cert"):
             BrokerConfig(**{name: pem("authority")})
+
+
+def names_shown(context: ssl.SSLContext | None) -> list[str]:
+    """By whom a server that asks for a certificate was called."""
+    assert context is not None
+    with socket.create_server(("127.0.0.1", 0)) as plain:
+        plain.settimeout(WITHIN_S)
+        with TlsFront(plain.getsockname()[1], "server", asks_for_certificate=True) as front:
+            raw = socket.create_connection(("127.0.0.1", front.port), timeout=WITHIN_S)
+            with context.wrap_socket(raw, server_hostname="localhost"):
+                plain.accept()[0].close()  # only a client that has shown a certificate is brought there
+                return list(front.names_shown)
+
+
+def test_brokers_show_their_certificate_before_they_ask_for_one_themselves() -> None:
+    """While a cluster begins to ask, one broker after the other, those that do not yet are let in by those that do."""
+    config = BrokerConfig(tls_cert=pem("client"), tls_key=key("client"), tls_peer_ca=pem("authority"))
+    assert names_shown(trusting(config)) == ["client"]
+
+
+def test_commands_believe_and_show_what_brokers_do_and_else_what_clients_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    as_broker = BrokerConfig(tls_cert=pem("client"), tls_key=key("client"), tls_peer_ca=pem("authority"))
+    assert names_shown(trusting_by_hand(as_broker)) == ["client"]
+    for name in ("CA", "CLIENT_CERT", "CLIENT_KEY"):
+        monkeypatch.delenv(f"PORTALMQ_TLS_{name}", raising=False)
+    assert trusting_by_hand(BrokerConfig()) is None
+    monkeypatch.setenv("PORTALMQ_TLS_CA", str(pem("authority")))
+    monkeypatch.setenv("PORTALMQ_TLS_CLIENT_CERT", str(pem("client")))
+    monkeypatch.setenv("PORTALMQ_TLS_CLIENT_KEY", str(key("client")))
+    assert names_shown(trusting_by_hand(BrokerConfig())) == ["client"]
+    monkeypatch.setenv("PORTALMQ_TLS_CLIENT_KEY", str(tmp_path / "missing"))
+    with pytest.raises(UsageError, match="missing"):
+        trusting_by_hand(BrokerConfig())
+
+
+@pytest.mark.parametrize("has_key", [True, False])
+def test_elect_takes_the_brokers_files(monkeypatch: pytest.MonkeyPatch, has_key: bool) -> None:
+    monkeypatch.setattr(rescue, "_catalog", contextlib.nullcontext)
+    contexts: list[ssl.SSLContext | None] = []
+    monkeypatch.setattr(
+        rescue, "_elect", lambda catalog, config, tls_cert, *_: contexts.append(trusting_by_hand(config, tls_cert))
+    )
+    believed = ("--tls-cert", str(pem("authority")))
+    shown = ("--tls-cert", str(pem("client")), "--tls-key", str(key("client")), "--tls-peer-ca", str(pem("authority")))
+    done = CliRunner().invoke(
+        rescue.elect, ["t", "0", "--unclean", "--i-accept-data-loss", *(shown if has_key else believed)]
+    )
+    assert done.exit_code == 0, done.output
+    (context,) = contexts
+    if has_key:
+        assert names_shown(context) == ["client"]
+    else:
+        assert context is not None
+        assert context.cert_store_stats()["x509_ca"] == 1

@@ -11,6 +11,7 @@ from portalmq.spark import options
 from portalmq.spark.errors import BadOption
 from portalmq.spark.options import EARLIEST, LATEST, Bound, batch_reading, described, stream_reading, writing
 from portalmq.spark.origin import SPAN_OFFSETS, Log
+from portalmq.tls import TlsFiles
 
 PATH = {"path": "/data/1"}
 
@@ -129,6 +130,14 @@ def test_the_document_has_every_option():
     given = {name for name in {*options._BATCH, *options._STREAM} if name != "paths"}
     assert told >= given
     assert all(f"`{name}`" in document for name in options._WRITING if name != "checkpointLocation")
+
+
+def test_files_for_tls_are_options_of_their_own():
+    given = {"bootstrap": "https://h:1", "tls_ca": "/ca.pem", "tls_client_cert": "/c.pem", "tls_client_key": "/c.key"}
+    files = TlsFiles("/ca.pem", "/c.pem", "/c.key")
+    assert [read(given).tls for read in (options.batch_reading, options.stream_reading)] == [files, files]
+    assert options.writing(given).tls == files
+    assert options.writing({"bootstrap": "https://h:1"}).tls == TlsFiles()
 
 
 def test_a_token_is_not_shown_with_the_other_options():

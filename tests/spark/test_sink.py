@@ -235,7 +235,7 @@ def test_a_topic_is_never_overwritten(writer):
 @pytest.mark.parametrize(("bootstrap", "token"), [("ftp://localhost", None), ("http://localhost:1", "a\nb")])
 @pytest.mark.parametrize("writer", [sink.BatchWriter, sink.StreamWriter])
 def test_an_address_or_a_token_that_makes_no_sense_is_told_at_once(writer, bootstrap, token):
-    with pytest.raises(BadOption, match="bootstrap or token"):
+    with pytest.raises(BadOption, match="bootstrap, token or tls_"):
         writer(Writing((bootstrap,), token, "t", None), schema("value string"), False)
 
 

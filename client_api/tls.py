@@ -1,0 +1,60 @@
+"""The files of a connection by TLS: whose certificates are believed, and which one is shown. For clients, for commands
+that call brokers, and for Spark."""
+
+from __future__ import annotations
+
+import os
+import ssl
+from typing import NamedTuple
+
+File = str | os.PathLike[str]
+
+
+class TlsFiles(NamedTuple):
+    """PEM files of a connection by TLS: whom to trust (None: the system's authorities), and what to show where a
+    certificate is asked for. Without `key` its private key is in `cert`, too."""
+
+    ca: File | None = None
+    cert: File | None = None
+    key: File | None = None
+
+    def or_environment(self, ca: str, cert: str, key: str) -> TlsFiles:
+        """With what is not named taken from these variables; a certificate and its key from one place only."""
+        shown = (self.cert, self.key) if self.cert or self.key else (os.environ.get(cert), os.environ.get(key))
+        return TlsFiles(self.ca if self.ca is not None else os.environ.get(ca), *shown)
+
+    def context(self, names: tuple[str, str, str]) -> ssl.SSLContext | None:
+        """What checks and shows certificates; None where no file is named. Raises ValueError with the one of `names`,
+        which the user knows the files by, whose file cannot be used."""
+        if not any(self):
+            return None
+        named_ca, named_cert, named_key = names
+        if self.key and not self.cert:
+            raise ValueError(f"{named_key} needs {named_cert}: the certificate of that key")
+        try:
+            context = ssl.create_default_context(cafile=self.ca or None)
+        except OSError as fault:  # ssl.SSLError is one
+            raise ValueError(f"{named_ca}: {self.ca} is no file with certificates (PEM): {fault}") from None
+        if self.cert:
+            try:
+                context.load_cert_chain(self.cert, self.key or None, _no_password)
+            except (OSError, ValueError) as fault:
+                named = ", ".join(str(file) for file in (self.cert, self.key) if file)
+                raise ValueError(
+                    f"{named_cert}: {named} is no certificate with its private key (PEM, {named_key}): {fault}"
+                ) from None
+        return context
+
+
+def _no_password() -> str:
+    raise ValueError("the private key asks for a password: give one that has none, readable for its user alone")
+
+
+NO_FILES = TlsFiles()
+TLS_NAMES = ("tls_ca", "tls_client_cert", "tls_client_key")
+
+
+def context_of(given: TlsFiles) -> ssl.SSLContext | None:
+    """How connections to brokers are secured: by the files that are given, or those that the environment names; None
+    for the system's authorities alone. Raises ValueError when a file cannot be used."""
+    return given.or_environment(*(f"PORTALMQ_{name}".upper() for name in TLS_NAMES)).context(TLS_NAMES)
