@@ -23,13 +23,7 @@ class Curve:
 
     def __init__(self, key_file: Path, clients: Path) -> None:
         """Raises ValueError for files that hold no keys."""
-        try:
-            self._public, secret = zmq.auth.load_certificate(key_file)
-        except (OSError, ValueError) as fault:
-            raise ValueError(f"the key file {key_file} cannot be read: {fault}") from None
-        if secret is None:
-            raise ValueError(f"{key_file} holds a public key alone: name the file that ends in .key_secret")
-        self._secret = secret
+        self._own = _own_keys(key_file)
         try:
             self.clients = len(zmq.auth.load_certificates(clients))
         except (OSError, ValueError) as fault:
@@ -49,11 +43,38 @@ class Curve:
     def secure(self, socket: zmq.Socket[bytes]) -> None:
         """Before it is bound."""
         socket.curve_server = True
-        socket.curve_publickey = self._public
-        socket.curve_secretkey = self._secret
+        socket.curve_publickey, socket.curve_secretkey = self._own
         socket.zap_domain = DOMAIN.encode()
 
     def stop(self) -> None:
         if self._authenticator is not None:
             self._authenticator.stop()
             self._authenticator = None
+
+
+class CurveClient:
+    """A client's key, and the server's public one: no other server is spoken to."""
+
+    def __init__(self, key_file: Path, server_key: Path) -> None:
+        """Raises ValueError for files that hold no keys."""
+        self._own = _own_keys(key_file)
+        self._server, _ = _keys_in(server_key)
+
+    def secure(self, socket: zmq.Socket[bytes]) -> None:
+        """Before it is connected."""
+        socket.curve_publickey, socket.curve_secretkey = self._own
+        socket.curve_serverkey = self._server
+
+
+def _own_keys(file: Path) -> tuple[bytes, bytes]:
+    public, secret = _keys_in(file)
+    if secret is None:
+        raise ValueError(f"{file} holds a public key alone: name the file that ends in .key_secret")
+    return public, secret
+
+
+def _keys_in(file: Path) -> tuple[bytes, bytes | None]:
+    try:
+        return zmq.auth.load_certificate(file)
+    except (OSError, ValueError) as fault:
+        raise ValueError(f"the key file {file} cannot be read: {fault}") from None

@@ -7,10 +7,12 @@ may therefore be stored twice: at least once, never not at all.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -20,6 +22,7 @@ from portalmq import wire
 from portalmq.closing import Closing
 from portalmq.errors import PortalMQError, Unavailable, error_from_problem
 from portalmq.zeromq import COMMAND_PORT, CONSUMER_PORT, PRODUCER_PORT, protocol
+from portalmq.zeromq.curve import CurveClient
 from portalmq.zeromq.protocol import DEFAULT, Door
 
 # Longer than the server takes to answer, if only with an error.
@@ -53,12 +56,19 @@ class MiniQMessage:
 class _Line:
     """One REQ socket to one port, for one thread at a time."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, timeout_s: float) -> None:
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, timeout_s: float, curve: CurveClient | None
+    ) -> None:
         self.endpoint = endpoint
+        self._curve = curve
         self._timeout_ms = round(timeout_s * 1000)
         self.lock = threading.Lock()
         self._context = context
         self._socket: zmq.Socket[bytes] | None = None
+
+    @property
+    def is_secured(self) -> bool:
+        return self._curve is not None
 
     def ask(self, request: bytes) -> bytes | None:
         """The answer, or None when none came in time: then the socket is a new one the next time."""
@@ -68,6 +78,8 @@ class _Line:
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.SNDTIMEO, self._timeout_ms)
             socket.setsockopt(zmq.RCVTIMEO, self._timeout_ms)
+            if self._curve is not None:
+                self._curve.secure(socket)
             socket.connect(self.endpoint)
         try:
             socket.send(request)
@@ -97,7 +109,8 @@ class MiniQService(Closing):
                 miniq.delete(job)
 
     Every call raises the PortalMQError that the server answered, and Unavailable when no answer came in `tries` times
-    `timeout_s`. An error that may be repeated is repeated within the first `timeout_s`.
+    `timeout_s`. An error that may be repeated is repeated within the first `timeout_s`. With CURVE, `curve_key_file` is
+    this program's secret key and `curve_server_key` the server's public one, in files of `zmq.auth`.
     """
 
     def __init__(
@@ -108,6 +121,8 @@ class MiniQService(Closing):
         producer_port: int = PRODUCER_PORT,
         consumer_port: int = CONSUMER_PORT,
         token: str | None = None,
+        curve_key_file: str | os.PathLike[str] | None = None,
+        curve_server_key: str | os.PathLike[str] | None = None,
         timeout_s: float = TIMEOUT_S,
         tries: int = TRIES,
         clock: Callable[[], float] = time.monotonic,
@@ -115,12 +130,19 @@ class MiniQService(Closing):
     ) -> None:
         if timeout_s <= 0 or tries < 1:
             raise ValueError("timeout_s must be positive, and tries at least 1")
+        curve = None
+        if curve_key_file is not None and curve_server_key is not None:
+            curve = CurveClient(Path(curve_key_file), Path(curve_server_key))
+        elif curve_key_file is not None or curve_server_key is not None:
+            raise ValueError("curve_key_file and curve_server_key go together: give both, or neither")
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         shown = f"[{host}]" if ":" in host else host
         if ":" in host:
             self._context.setsockopt(zmq.IPV6, 1)
         ports: dict[Door, int] = {"commands": command_port, "producers": producer_port, "consumers": consumer_port}
-        self._lines = {door: _Line(self._context, f"tcp://{shown}:{port}", timeout_s) for door, port in ports.items()}
+        self._lines = {
+            door: _Line(self._context, f"tcp://{shown}:{port}", timeout_s, curve) for door, port in ports.items()
+        }
         self._token = {} if token is None else {"token": token}
         self._timeout_s = timeout_s
         self._tries = tries
@@ -193,7 +215,8 @@ class MiniQService(Closing):
                     if silent >= self._tries:
                         raise Unavailable(
                             f"MiniQ's server at {line.endpoint} gave no answer, {silent} times within "
-                            f"{self._timeout_s:g} s: start it with `portalmq zeromq`, or name its host and ports",
+                            f"{self._timeout_s:g} s: start it with `portalmq zeromq`, or name its host and ports"
+                            f"{' (it may also be that it does not know the key)' if line.is_secured else ''}",
                             outcome="unknown",
                         )
                     continue

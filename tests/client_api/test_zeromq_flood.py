@@ -16,9 +16,10 @@ import zmq
 import zmq.auth
 from support.cluster import wait_until
 from support.ports import kept_port, number_of
-from support.zeromq import Queues, ZeroMQProcess, ask, serving, socket_to
+from support.zeromq import Queues, ZeroMQProcess, ask, service_at, serving, socket_to
 from support.zmtp import GREETING, LONG, MORE, READY, WITHIN_S, frame, greeted, is_cut_off
 
+from portalmq.errors import Unavailable
 from portalmq.zeromq import flood
 from portalmq.zeromq.curve import Curve
 from portalmq.zeromq.flood import FloodGuard
@@ -233,6 +234,27 @@ def test_with_curve_only_listed_clients_get_in(keys: Path) -> None:
                 assert events.poll(WITHIN_S * 1000), "it is put out"
                 assert not stranger.poll(0)
                 stranger.disable_monitor()
+
+
+def test_the_service_speaks_curve_too(keys: Path) -> None:
+    curve = Curve(keys / "server.key_secret", keys / "listed")
+    shown = {"curve_key_file": keys / "client.key_secret", "curve_server_key": keys / "server.key"}
+    with serving(Queues(), curve=curve) as server:
+        with service_at(server.ports, **shown) as miniq:
+            miniq.produce("q", 1)
+            taken = miniq.consume("q")
+            assert taken is not None
+            assert taken.message == 1
+        stranger = shown | {"curve_key_file": keys / "stranger.key_secret"}
+        another_server = shown | {"curve_server_key": keys / "stranger.key"}
+        for wrong in (stranger, another_server):
+            silent = service_at(server.ports, timeout_s=0.2, tries=1, **wrong)
+            with silent, pytest.raises(Unavailable, match="does not know the key"):
+                silent.produce("q", 2)
+    with pytest.raises(ValueError, match="go together"):
+        service_at(server.ports, curve_key_file=keys / "client.key_secret")
+    with pytest.raises(ValueError, match="public key alone"):
+        service_at(server.ports, curve_key_file=keys / "listed" / "client.key", curve_server_key=keys / "server.key")
 
 
 def test_keys_that_cannot_be_used_are_named(keys: Path) -> None:
