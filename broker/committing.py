@@ -288,7 +288,7 @@ class Committing:
             return self._first_answer(at.partition, first, call, len(offsets))
         verdicts, unfinished = at.weigh(_numbered(shown))
         if not all(verdicts.values()):
-            at.wait_refused()
+            self._may_refuse(at)
             raise StaleReceipt(
                 f"{sum(not good for good in verdicts.values())} of {len(verdicts)} leases have passed on: nothing was"
                 " acked, and nothing published"
@@ -297,7 +297,7 @@ class Committing:
         open_now = {offset for start, end in ranges for offset in range(start, end)}
         open_now |= {spot[2] for spot in ahead if not at.delivery.is_ahead(spot[2])}
         if open_now != offsets:
-            at.wait_refused()
+            self._may_refuse(at)
             raise StaleReceipt(
                 f"{len(offsets - open_now)} of {len(offsets)} messages are done already, by an ack or another commit:"
                 " nothing was acked, and nothing published"
@@ -308,9 +308,15 @@ class Committing:
         at.notify()
         return Committed(len(offsets), len(call.outputs), offset)
 
+    def _may_refuse(self, at: GroupPartition) -> None:
+        """Return when it is refused for good: an earlier try of the same commit may stand with a successor."""
+        at.partition.wait_led()
+        at.wait_refused()
+
     def _apply_stream(self, partition: Partition, call: CommitCall, shown: StreamPlace) -> Committed:
         stream = partition.streams.get(call.group)
         if stream is None:
+            partition.wait_led()
             raise IllegalGeneration(
                 f"nobody of group {call.group!r} owns partition {call.number} of topic {call.topic!r}: join the group,"
                 " and send a heartbeat to learn the assignment"
@@ -323,7 +329,8 @@ class Committing:
         try:
             self._check_stream(stream, partition, shown)
         except (IllegalGeneration, OffsetMoved, OffsetOutOfRange):
-            # It is refused for good, so what it is refused for must be.
+            # It is refused for good, so what it is refused for must be; and an earlier try may stand with a successor.
+            partition.wait_led()
             partition.wait_committed(partition.replica.next_offset - 1)
             raise
         record = Commit(

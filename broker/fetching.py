@@ -103,7 +103,7 @@ class Fetching:
             try:
                 topic = self._topic(asked.topic)
                 topic_id = topic.state.topic_id
-                read = self._read(topic, asked)
+                read = self._read(topic, asked, until_s)
                 is_over = left <= 0 or (left < request.max_bytes and monotonic() >= until_s)
                 frames, next_offset = ([], asked.offset) if is_over else self._frames(read, min(left, share), until_s)
             except PortalMQError as error:
@@ -124,11 +124,11 @@ class Fetching:
             )
         return answers
 
-    def _read(self, topic: Topic, asked: contract.PartitionOffset) -> _Read:
+    def _read(self, topic: Topic, asked: contract.PartitionOffset, until_s: float) -> _Read:
         place = topic.place(asked.partition)
         self._leaders.check_led_here([place])
         partition = self._partition(place)
-        partition.check_offset(asked.offset)
+        partition.check_offset(asked.offset, max(0, round(1_000 * (until_s - monotonic()))))
         partition.keep_frames()
         return _Read(place, partition, asked.offset)
 
@@ -165,7 +165,7 @@ class Fetching:
         reads: list[_Read] = []
         for asked in request.partitions:
             try:
-                reads.append(self._read(self._topic(asked.topic), asked))
+                reads.append(self._read(self._topic(asked.topic), asked, monotonic()))
             except PortalMQError:
                 return
         unwatch = peer.watch(event.set) if peer is not None else None

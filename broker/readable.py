@@ -130,6 +130,16 @@ class ReadablePartition:
                 raise Unavailable("its followers do not vouch for the partition's leader just now", retry_after_s=0.2)
             gevent.sleep(VOUCHED_EVERY_S)
 
+    def wait_led(self, within_ms: int = VOUCHED_WITHIN_MS) -> None:
+        """Return when it is sure that nobody else had been elected when this was asked: what is not known here may be
+        denied. Raises Unavailable when that takes too long."""
+        now_ms = self.host.clock.now_ms
+        asked_ms = now_ms()
+        while not self.replica.led_at(asked_ms):
+            if not self.replica.leading or now_ms() >= asked_ms + within_ms:
+                raise Unavailable("its followers do not vouch for the partition's leader just now", retry_after_s=0.2)
+            gevent.sleep(VOUCHED_EVERY_S)
+
     # --- reading -----------------------------------------------------------------------------------------------------
 
     def pieces(self, start: int, end: int, limit: int) -> Iterator[Piece]:
@@ -155,14 +165,17 @@ class ReadablePartition:
         """What was read before is not in the files any more as it was."""
         self.host.cache.drop(self._cache_key)
 
-    def check_offset(self, offset: int) -> None:
-        """Raises OffsetOutOfRange, or Unavailable when the offset may yet be (KIP-207)."""
+    def check_offset(self, offset: int, within_ms: int = VOUCHED_WITHIN_MS) -> None:
+        """Raises OffsetOutOfRange, or Unavailable when the offset may yet be (KIP-207), or may be with a successor of
+        whom this leader has not heard; it may take `within_ms` to know."""
         if offset < self.log.log_start_offset:
             raise OffsetOutOfRange(
                 f"offset {offset} is gone: the partition begins at {self.log.log_start_offset}",
                 log_start_offset=self.log.log_start_offset,
                 high_watermark=self.high_watermark,
             )
+        if offset > self.replica.next_offset and self.serves:
+            self.wait_led(within_ms)
         if offset > self.replica.next_offset and self.serves:
             raise OffsetOutOfRange(
                 f"offset {offset} is past the end: the next to be written is {self.replica.next_offset}",

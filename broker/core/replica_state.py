@@ -125,6 +125,13 @@ class ReplicaState:
         vouched_ms = self._leading.vouched_by_all_ms()
         return vouched_ms is None or now_ms - vouched_ms <= VOUCHED_FOR_MS
 
+    def led_at(self, then_ms: int) -> bool:
+        """Whether it is sure by now that nobody else led then: what was not here was not committed (rule 10)."""
+        if self._leading is None:
+            return False
+        vouched_ms = self._leading.vouched_by_all_ms()
+        return vouched_ms is None or vouched_ms >= then_ms
+
     def may_settle(self, now_ms: int) -> bool:
         """Whether an ack may be answered: a leader before this one hands nothing out any more (rule 14)."""
         return now_ms >= self._settles_from_ms

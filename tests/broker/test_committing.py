@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from random import Random
+from types import SimpleNamespace
 
 import gevent
 import msgspec
@@ -15,6 +16,7 @@ from portalmq import wire
 from portalmq.broker import committing, outbox
 from portalmq.broker.committing import Publication, StreamPlace
 from portalmq.broker.core.records import Claim, Seek
+from portalmq.broker.core.replica import PartitionReplica
 from portalmq.broker.storage.batch import Kind, Record
 from portalmq.broker.storage.errors import DiskFull
 from portalmq.errors import (
@@ -86,6 +88,35 @@ def test_a_commit_that_was_refused_stays_so_when_it_comes_once_more(fixture):
     fixture.clock.advance(60_000)
     assert [message.delivery_count for message in receive(fixture)] == [3]
     assert there(fixture) == []
+
+
+@pytest.fixture
+def succeeded(fixture, monkeypatch):
+    """Another broker was elected, and this one has not heard of it: nobody vouches for it any more."""
+
+    def pass_by(seconds: float) -> None:
+        fixture.clock.advance(round(1_000 * seconds))
+
+    monkeypatch.setattr(fixture.broker.committing._leaders, "_patience_s", 0.0)  # a refusal is not tried again
+    monkeypatch.setattr("portalmq.broker.readable.gevent", SimpleNamespace(sleep=pass_by))
+    monkeypatch.setattr(PartitionReplica, "led_at", lambda replica, then_ms: False)
+
+
+def test_a_leader_that_may_have_been_succeeded_refuses_no_receipts_for_good(fixture, request):
+    """An earlier try, whose answer was lost, may stand with the successor."""
+    send(fixture, "a")
+    messages = receive(fixture)
+    fixture.clock.advance(60_000)
+    receive(fixture)
+    request.getfixturevalue("succeeded")
+    with pytest.raises(Unavailable, match="do not vouch"):
+        commit(fixture, messages, outputs("A"))
+
+
+def test_a_leader_that_may_have_been_succeeded_refuses_no_member_for_good(stream, succeeded):
+    for offset, member in ((3, "somebody else"), (10_000, "m")):
+        with pytest.raises(Unavailable, match="do not vouch"):
+            commit_offset(stream, offset, outputs("A"), member=member)
 
 
 def test_a_lease_that_has_passed_on_refuses_the_whole_commit(fixture):

@@ -23,7 +23,7 @@ from portalmq.broker.fetch_protocol import (
 )
 from portalmq.broker.topics import Topic
 from portalmq.control_plane.state import TopicState
-from portalmq.errors import NotEnoughReplicas, NotLeader, PortalMQError, Unavailable
+from portalmq.errors import NotEnoughReplicas, NotLeader, OffsetOutOfRange, PortalMQError, Unavailable
 from portalmq.wire import TopicConfig
 
 HOUR_MS = 3_600_000
@@ -49,6 +49,33 @@ def test_a_follower_takes_no_messages_and_says_who_leads(tmp_path):
         with pytest.raises(NotLeader) as refused:
             send(group.partition(2), "m")
         assert refused.value.extra == {"leader": 1, "leader_url": "http://broker-1"}
+
+
+def test_an_offset_past_the_end_is_denied_by_a_leader_that_has_not_been_succeeded(tmp_path):
+    with replicas(tmp_path, lag_ms=HOUR_MS) as group:
+        settle(group)
+        past = group.leader.replica.next_offset + 1
+
+        def is_denied() -> bool:
+            with contextlib.suppress(Unavailable):  # followers that are late vouch for nobody
+                group.leader.check_offset(past)
+            return False
+
+        with pytest.raises(OffsetOutOfRange, match="past the end"):
+            eventually(is_denied)
+
+
+def test_a_leader_that_has_not_heard_of_its_successor_does_not_deny_what_that_has_committed(tmp_path):
+    with replicas(tmp_path, 3, lag_ms=HOUR_MS) as group:
+        settle(group)
+        group.cut(1)
+        group.elect(2, isr=(2, 3))
+        eventually(lambda: group.leader.serves)
+        base, _ = send(group.leader, "m")
+        late = group.partition(1)
+        assert late.serves, "by its lease"
+        with pytest.raises(Unavailable, match="do not vouch"):
+            late.check_offset(base + 1)
 
 
 def test_idle_replicas_hardly_talk(tmp_path):

@@ -23,6 +23,7 @@ from portalmq.broker.core.choice import NEVER_MS
 from portalmq.broker.core.fold import PartitionFold, decode_fold, encode_fold
 from portalmq.broker.core.records import Cancel, GroupEnd, GroupRecord
 from portalmq.broker.folding import GroupsFold
+from portalmq.broker.readable import VOUCHED_WITHIN_MS
 from portalmq.errors import NotLeader, PortalMQError, Unavailable
 
 if TYPE_CHECKING:
@@ -227,6 +228,18 @@ class Desk:
         settled = self._when_settled(then)
         assert settled is not None
         self.shell.wait_for(self.shell.replica.next_offset, settled)
+
+    def refuse(self, error: PortalMQError, back: Answer) -> None:
+        """For good: when it is sure that nobody else led when this was asked, and all that is appended is committed."""
+        self._refuse(error, back, self.world.now)
+
+    def _refuse(self, error: PortalMQError, back: Answer, asked_ms: int) -> None:
+        if self.shell.replica.led_at(asked_ms):
+            self.wait_appended(lambda failed: back(failed or error))
+        elif not self.shell.replica.leading or self.world.now >= asked_ms + VOUCHED_WITHIN_MS:
+            back(Unavailable("nobody vouches for this leader"))
+        else:
+            self.shell.soon(50, self._refuse, error, back, asked_ms)
 
     def _when_settled(
         self, then: Callable[[PortalMQError | None], None] | None

@@ -278,7 +278,7 @@ class QueueDesk:
         found = {offset for start, end in ranges for offset in range(start, end)}
         found |= {offset for _, _, offset in ahead if not delivery.is_ahead(offset)}
         if not all(verdicts) or found != {receipt.offset for receipt in receipts}:
-            self.desk.wait_appended(self._when_committed(back, StaleReceipt("somebody else has it, or it is done")))
+            self.desk.refuse(StaleReceipt("somebody else has it, or it is done"), back)
             return
         ordered = tuple(Output("output", f"{call}/{number}") for number in range(outputs))
         record = Commit(commit_id, self.node.now_ms, ordered, ranges, ahead)

@@ -73,8 +73,7 @@ class StreamDesk:
                 stream.check_begin(committed, self.desk.shell.disk.start)
                 is_news = stream.check_commit(member, generation, offset, self.desk.high_watermark)
             except (IllegalGeneration, OffsetMoved, OffsetOutOfRange) as refused:
-                error_of = refused
-                self.desk.wait_appended(lambda error: back(error or error_of))
+                self.desk.refuse(refused, back)
                 return
             if is_news:
                 ordered = tuple(Output("output", f"{call}/{number}") for number in range(outputs))

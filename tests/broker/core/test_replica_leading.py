@@ -295,6 +295,17 @@ def test_messages_are_handed_out_while_all_who_could_succeed_have_vouched_a_mome
     assert isinstance(own, Append), "an ack is taken all the same"
 
 
+def test_nobody_else_led_at_a_time_that_all_who_could_succeed_have_vouched_for():
+    replica = leader(isr=(1, 2, 3))
+    replica.step(LeaseRenewed(1 << 40), 0)
+    vouched(replica, 2, 200, 250)
+    assert not replica.led_at(100)
+    vouched(replica, 3, 100, 260)
+    assert replica.led_at(100)
+    assert not replica.led_at(101), "another may have been elected since"
+    assert leader(isr=(1,)).led_at(1 << 40)
+
+
 def test_a_fetch_that_lay_on_the_way_vouches_for_the_time_after_which_it_was_sent():
     replica = leader()
     vouched(replica, 2, 100, 5_000)
