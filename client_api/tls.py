@@ -1,11 +1,11 @@
 """The files of a connection by TLS: whose certificates are believed, and which one is shown. For clients, for commands
-that call brokers, and for Spark."""
+that call brokers, for Spark, and for all that call ZooKeeper."""
 
 from __future__ import annotations
 
 import os
 import ssl
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 File = str | os.PathLike[str]
 
@@ -58,3 +58,28 @@ def context_of(given: TlsFiles) -> ssl.SSLContext | None:
     """How connections to brokers are secured: by the files that are given, or those that the environment names; None
     for the system's authorities alone. Raises ValueError when a file cannot be used."""
     return given.or_environment(*(f"PORTALMQ_{name}".upper() for name in TLS_NAMES)).context(TLS_NAMES)
+
+
+def secure_handler(handler: Any, context: ssl.SSLContext) -> None:
+    """Have a handler of kazoo's connect to ZooKeeper by TLS, with the server's name checked.
+
+    kazoo's own TLS trusts every public authority beside the given one, and checks no name. It also looks for news in
+    the socket alone: an answer that came in the same TLS record as the one before would lie in the buffer unread.
+    """
+    connect, select = handler.create_connection, handler.select
+
+    def secured(*, address: tuple[str, int], hostname: str, timeout: float, **kazoos_own: Any) -> Any:
+        plain = connect(address=address, timeout=timeout)
+        try:
+            plain.settimeout(timeout)
+            return context.wrap_socket(plain, server_hostname=hostname)
+        except BaseException:
+            plain.close()
+            raise
+
+    def select_buffered(readers: list[Any], writers: list[Any], errors: list[Any], timeout: float | None = None) -> Any:
+        buffered = [each for each in readers if isinstance(each, ssl.SSLSocket) and each.pending()]
+        readable, writable, failed = select(readers, writers, errors, 0 if buffered else timeout)
+        return readable + [each for each in buffered if each not in readable], writable, failed
+
+    handler.create_connection, handler.select = secured, select_buffered

@@ -24,6 +24,7 @@ from kazoo.protocol.states import KeeperState
 from kazoo.retry import KazooRetry
 
 from portalmq.control_plane.plane import clock_s
+from portalmq.tls import secure_handler
 
 log = logging.getLogger(__name__)
 # kazoo repeats itself at each attempt, and writes credentials at DEBUG.
@@ -90,7 +91,7 @@ def make_client(
     """A kazoo client that is not started. Raises ValueError for files of `tls` that cannot be used."""
     chosen = _handler(handler)
     if tls is not None:
-        _secure(chosen, tls.context())
+        secure_handler(chosen, tls.context())
     _cap_connect(chosen, session_timeout_s / (2 * len(servers.split(","))))
     pauses = KazooRetry(
         max_tries=-1, delay=RECONNECT_PAUSE_S, max_delay=RECONNECT_PAUSE_MAX_S, sleep_func=chosen.sleep_func
@@ -292,31 +293,6 @@ def _handler(kind: Handler) -> Any:
 
         return SequentialGeventHandler()
     return SequentialThreadingHandler()
-
-
-def _secure(handler: Any, context: ssl.SSLContext) -> None:
-    """Connections by TLS, with the server's name checked.
-
-    kazoo's own TLS trusts every public authority beside the given one, and checks no name. It also looks for news in
-    the socket alone: an answer that came in the same TLS record as the one before would lie in the buffer unread.
-    """
-    connect, select = handler.create_connection, handler.select
-
-    def secured(*, address: tuple[str, int], hostname: str, timeout: float, **kazoos_own: Any) -> Any:
-        plain = connect(address=address, timeout=timeout)
-        try:
-            plain.settimeout(timeout)
-            return context.wrap_socket(plain, server_hostname=hostname)
-        except BaseException:
-            plain.close()
-            raise
-
-    def select_buffered(readers: list[Any], writers: list[Any], errors: list[Any], timeout: float | None = None) -> Any:
-        buffered = [each for each in readers if isinstance(each, ssl.SSLSocket) and each.pending()]
-        readable, writable, failed = select(readers, writers, errors, 0 if buffered else timeout)
-        return readable + [each for each in buffered if each not in readable], writable, failed
-
-    handler.create_connection, handler.select = secured, select_buffered
 
 
 def _cap_connect(handler: Any, limit_s: float) -> None:

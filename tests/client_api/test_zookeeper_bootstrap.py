@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
+from support.tls import pem
 
 from portalmq import Producer, errors
 from portalmq.address_book import AddressBook
@@ -46,6 +48,36 @@ def test_a_url_that_names_no_server_is_refused_at_once(url: str) -> None:
         Producer(url)
 
 
+def test_what_a_zookeeper_asks_for_stands_behind_the_chroot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "p@ss?word"
+    file.write_text("se@cret\n")
+    ca = f"zookeeper_tls_ca={pem('authority')}"
+    given = ZooKeeperBootstrap(f"zk://a,b:1/mq?{ca}&zookeeper_user=mq&zookeeper_password=@{file}")
+    assert (given.hosts, given.chroot, given._credentials) == ("a:2181,b:1", "/mq", "mq:se@cret")
+    assert given.url == "zk://a:2181,b:1/mq"
+    assert given._tls is not None
+    monkeypatch.setenv("PORTALMQ_ZOOKEEPER_TLS_CA", str(pem("authority")))
+    assert ZooKeeperBootstrap("zk://a")._tls is not None
+    monkeypatch.delenv("PORTALMQ_ZOOKEEPER_TLS_CA")
+    assert ZooKeeperBootstrap("zk://u:se?cret@a")._tls is None
+
+
+@pytest.mark.parametrize(
+    ("query", "said"),
+    [
+        ("zookeeper_tls=x", "zookeeper_tls_ca"),
+        ("zookeeper_tls_ca=", "no value"),
+        ("zookeeper_tls_ca=/missing.pem", r"zookeeper_tls_ca: /missing\.pem"),
+        ("zookeeper_tls_key=/k", "needs zookeeper_tls_cert"),
+        ("zookeeper_user=x", "go together"),
+        ("zookeeper_user=x&zookeeper_password=@/missing", "/missing"),
+    ],
+)
+def test_what_cannot_be_used_behind_the_chroot_is_refused_at_once(query: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        Producer(f"zk://a:1/mq?{query}")
+
+
 def test_without_kazoo_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "kazoo", None)
     monkeypatch.setitem(sys.modules, "kazoo.client", None)
@@ -54,7 +86,7 @@ def test_without_kazoo_the_error_says_what_to_install(monkeypatch: pytest.Monkey
 
 
 def test_a_zookeeper_that_is_not_there_is_unavailable_and_named() -> None:
-    with pytest.raises(errors.Unavailable, match=r"zk://127\.0\.0\.1:1") as caught:
+    with pytest.raises(errors.Unavailable, match=r"zk://127\.0\.0\.1:1 without TLS") as caught:
         ZooKeeperBootstrap("zk://127.0.0.1:1").broker_urls(timeout_s=0.3)
     assert caught.value.retryable
 

@@ -13,7 +13,8 @@ from support.zookeeper import WITHIN_S, fresh_chroot
 from portalmq.control_plane.embedded import EmbeddedZooKeeper
 from portalmq.control_plane.plane import Create, PlaneUnavailable, Set
 from portalmq.control_plane.zookeeper import ZooKeeper
-from portalmq.control_plane.zookeeper.connection import Tls, _secure
+from portalmq.control_plane.zookeeper.connection import Tls
+from portalmq.tls import secure_handler
 
 pytestmark = pytest.mark.cluster
 
@@ -36,7 +37,7 @@ def test_the_control_plane_works_by_tls(zookeeper_server: EmbeddedZooKeeper) -> 
 def test_trap_what_lies_in_the_buffer_of_tls_is_seen() -> None:
     """The second answer of a record is in no socket: kazoo would read it when the next one comes, seconds later."""
     handler = SequentialThreadingHandler()
-    _secure(handler, TRUSTED.context())
+    secure_handler(handler, TRUSTED.context())
     with socket.create_server(("127.0.0.1", 0)) as server, TlsFront(server.getsockname()[1], "server") as front:
         address = ("127.0.0.1", front.port)
         connection = handler.create_connection(address=address, hostname="localhost", timeout=WITHIN_S)
