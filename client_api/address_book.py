@@ -1,7 +1,8 @@
 """The brokers as one client knows them: where to begin, who leads what, whom to leave out for now.
 
 A broker that gives no answer is left out while others can be asked, each time for longer; one that says it cannot
-answer now, for a moment. When all are left out the one whose time is over first is asked all the same.
+answer now, for a moment. When all are left out the one whose time is over first is asked all the same, and the times of
+all are short from then on.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ SHUN_S = 1.0
 SHUN_S_MAX = 30.0
 # How long one that said it cannot answer now is left out, at most.
 REST_S_MAX = 1.0
-# While another one says that it cannot answer now, nobody is left out for longer: it may be back.
+# While another one says that it cannot answer now, or all are silent, nobody is left out for longer: it may be back.
 SHUN_RESTING_S = 2.0
 RESOLVE_EVERY_S = 5.0
 
@@ -179,10 +180,16 @@ class AddressBook:
     def gave_no_answer(self, address: Address) -> None:
         failures = self._failures[address] = min(self._failures.get(address, 0) + 1, 10)
         self._left_out[address] = self._clock() + min(SHUN_S * 2 ** (failures - 1), SHUN_S_MAX)
+        if all(map(self._is_out, self._known)):
+            self._leave_nobody_out_for_long()
 
     def rests(self, address: Address, seconds: float | None) -> None:
         """It said that it cannot answer now."""
-        now = self._clock()
-        for other, until in list(self._left_out.items()):
-            self._left_out[other] = min(until, now + SHUN_RESTING_S)
-        self._left_out[address] = now + min(seconds or REST_S_MAX, REST_S_MAX)
+        self._leave_nobody_out_for_long()
+        self._left_out[address] = self._clock() + min(seconds or REST_S_MAX, REST_S_MAX)
+
+    def _leave_nobody_out_for_long(self) -> None:
+        """Nobody is known to answer: one that is left out may be back."""
+        at_most = self._clock() + SHUN_RESTING_S
+        for address, until in list(self._left_out.items()):
+            self._left_out[address] = min(until, at_most)

@@ -523,3 +523,16 @@ def test_nobody_is_left_out_for_long_while_another_only_says_that_it_starts() ->
     book.gave_no_answer(back)
     now[0] = 20.0
     assert book.another_than(starting) is None, "one that answers is enough"
+
+
+def test_nobody_is_left_out_for_long_while_nobody_answers() -> None:
+    now = [0.0]
+    book = AddressBook(["http://ending:1", "http://back:1"], lambda: now[0])
+    ending, back = book.known
+    for _ in range(9):
+        book.gave_no_answer(back)
+    assert book.any() == ending
+    book.gave_no_answer(ending)
+    now[0] = 2.5
+    book.gave_no_answer(ending)
+    assert book.any() == back
