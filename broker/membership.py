@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from math import ceil
 from typing import Protocol, TypeVar
@@ -80,7 +80,7 @@ class Heard(msgspec.Struct, frozen=True):
 
 
 class Reach(msgspec.Struct, frozen=True):
-    """What a broker asks the others before it deposes a controller: does this one answer you?"""
+    """What a broker asks the others before it deposes a controller, or a leader that they may miss: do you reach it?"""
 
     broker_id: int
     incarnation: int
@@ -391,6 +391,7 @@ class Membership:
         controller = self.mirror.controller
         if self.is_controller or (controller is not None and controller.value.broker_id == broker_id):
             self.vigil.hurry(broker_id)
+            self.office.doubt(self.broker_id, self.incarnation)
         elif controller is not None and self.peers is not None and broker_id not in self._telling:
             self._telling.add(broker_id)
             gevent.spawn(self._tell_controller, controller.value.broker_id, Suspicion(broker_id, incarnation, refused))
@@ -432,16 +433,32 @@ class Membership:
         suspicion = msgspec.msgpack.decode(body, type=Suspicion)
         if self.is_controller:
             self.vigil.hurry(suspicion.broker_id)
+            self.office.doubt(suspicion.broker_id, suspicion.incarnation)
         return msgspec.msgpack.encode(Heard())
 
     def others_reach(self, broker_id: int, incarnation: int) -> bool:
         """Whether another broker has an answer of this one, or none is there to be asked, though some are registered:
         then it is this broker that is cut off. Blocks for a second at most."""
         others = self.mirror.brokers.keys() - {self.broker_id, broker_id}
-        asked = [gevent.spawn(self._ask_reach, other, Reach(broker_id, incarnation)) for other in others]
-        gevent.joinall(asked)
-        votes = [vote for each in asked if (vote := each.value) is not None]
+        votes = self._votes(broker_id, incarnation).values()
         return any(votes) or (bool(others) and not votes)
+
+    def reach_of(self, brokers: Collection[int]) -> dict[int, dict[int, bool]]:
+        """By broker: who has an answer of it now, this one included; those who cannot be asked are left out."""
+        known = {id: broker for id in brokers if (broker := self.mirror.brokers.get(id)) is not None}
+        asked = {id: gevent.spawn(self._votes, id, broker.incarnation) for id, broker in known.items()}
+        gevent.joinall(list(asked.values()))
+        reach = {id: each.get() for id, each in asked.items()}
+        for id in reach.keys() - {self.broker_id}:
+            reach[id][self.broker_id] = not self.vigil.misses(id)
+        return reach
+
+    def _votes(self, broker_id: int, incarnation: int) -> dict[int, bool]:
+        """Whether each of the others that can be asked has an answer of this one."""
+        others = self.mirror.brokers.keys() - {self.broker_id, broker_id}
+        asked = {id: gevent.spawn(self._ask_reach, id, Reach(broker_id, incarnation)) for id in others}
+        gevent.joinall(list(asked.values()))
+        return {id: vote for id, each in asked.items() if (vote := each.value) is not None}
 
     def _ask_reach(self, other: int, reach: Reach) -> bool | None:
         assert self.peers is not None
@@ -455,13 +472,12 @@ class Membership:
     def _serve_reach(self, body: bytes, peer: object) -> bytes:
         reach = msgspec.msgpack.decode(body, type=Reach)
         broker = self.mirror.brokers.get(reach.broker_id)
-        answers = (
-            broker is not None
-            and broker.incarnation == reach.incarnation
-            and not self.vigil.misses(reach.broker_id)
-            and self._probe_once(broker.url) is Probe.ANSWERED
-        )
-        return msgspec.msgpack.encode(Reached(answers))
+        if broker is None or broker.incarnation != reach.incarnation or self.vigil.misses(reach.broker_id):
+            return msgspec.msgpack.encode(Reached(False))
+        found = self._probe_once(broker.url)
+        if found is Probe.UNSURE:
+            raise Unavailable("this broker was paused while it asked, and cannot tell")
+        return msgspec.msgpack.encode(Reached(found is Probe.ANSWERED))
 
     # --- what partitions need ----------------------------------------------------------------------------------------
 

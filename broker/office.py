@@ -10,6 +10,8 @@ losing the office unnoticed, or two who believe to hold it, cost time and never 
                                   reaches it: depose, elect at once; where there is no other to be asked, no second
                                   time within half a minute
     in office                     plan, commit; now and then sweep what crashed creations left, forget tombstones
+    others miss a leader          that this broker reaches: ask who reaches it, and when too few do thrice in a row, who
+                                  reaches the others, of whom one may lead instead
     the plane was away            for one session it proves nothing that a broker is not registered
 """
 
@@ -17,7 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Protocol
 
 from gevent.event import Event
@@ -26,8 +28,17 @@ from portalmq.broker.clock import Clock
 from portalmq.broker.cold_elections import Ask, ColdElections
 from portalmq.broker.vigil import Vigil
 from portalmq.control_plane.catalog import Catalog, Deposed, PartitionChange, Versioned
-from portalmq.control_plane.controller import View, cold_elections, live_brokers, may_be_forgotten, old_strays, plan
-from portalmq.control_plane.mirror import Mirror
+from portalmq.control_plane.controller import (
+    Reach,
+    View,
+    cold_elections,
+    cut_off,
+    live_brokers,
+    may_be_forgotten,
+    old_strays,
+    plan,
+)
+from portalmq.control_plane.mirror import Mirror, PartitionKey
 from portalmq.control_plane.plane import OutcomeUnknown, PlaneError, PlaneState, PlaneUnavailable
 from portalmq.control_plane.state import BrokerState, ControllerState
 
@@ -45,6 +56,11 @@ REFUSALS_OF_A_CONTROLLER = 2
 # Two who cannot hear each other would depose each other for ever: others decide, and where there are none, time does.
 ASK_OTHERS_AGAIN_MS = 500
 DEPOSE_AGAIN_MS = 30_000
+# How long a doubt whether others reach a broker is looked into, how often, and how often in a row it has to come true:
+# a broker that is slow under load must not be taken for one that is cut off.
+DOUBT_MS = 3_000
+ASK_REACH_AGAIN_MS = 1_000
+CUT_OFF_MIN = 3
 TOLD_MAX = 20
 
 
@@ -63,6 +79,10 @@ class Holder(Protocol):
 
     def others_reach(self, broker_id: int, incarnation: int) -> bool:
         """Whether another broker has an answer of this one, or this broker is cut off from all others itself."""
+        ...
+
+    def reach_of(self, brokers: Collection[int]) -> Reach:
+        """Who has an answer of each of these now, as far as that can be told. Blocks for a second at most."""
         ...
 
 
@@ -93,6 +113,11 @@ class Office:
         self._ask_others_ms = 0
         # Who was deposed by this broker's word alone, and when.
         self._deposed_alone = (-1, 0)
+        # (broker id, incarnation): when another broker had no answer of it last.
+        self._doubted_ms: dict[tuple[int, int], int] = {}
+        self._ask_reach_ms = 0
+        # How often in a row the leader of a partition was found cut off.
+        self._cut_off: dict[PartitionKey, int] = {}
         self._first_seen_ms: dict[str, int] = {}
         self._closing = Event()
         self._cold = ColdElections(ask, clock)
@@ -154,6 +179,8 @@ class Office:
             due_ms.append(self._grace_until_ms)
         if self.held and self._cold.is_waiting:
             due_ms.append(now_ms + COLD_AGAIN_MS)
+        if self.held and self._doubted_ms:
+            due_ms.append(self._ask_reach_ms)
         return max(PASS_PAUSE_MIN_S, (min(due_ms) - now_ms) / 1_000)
 
     def close(self) -> None:
@@ -172,6 +199,7 @@ class Office:
             return
         assert self.held is not None
         self._elect_leaders(self.held)
+        self._replace_cut_off(self.held)
         if self._clock.now_ms() >= self._upkeep_at_ms:
             self._upkeep_at_ms = self._clock.now_ms() + UPKEEP_EVERY_MS
             self._keep_up()
@@ -252,6 +280,36 @@ class Office:
         if log_ends:
             partitions = {key: view.partitions[key] for key in log_ends}
             self._commit(held, plan(dataclasses.replace(view, partitions=partitions, log_ends=log_ends)))
+
+    def doubt(self, broker_id: int, incarnation: int) -> None:
+        """Another broker has no answer of this one, or hears nothing of it. That it answers here proves little then."""
+        if self.held is not None:
+            if (broker_id, incarnation) not in self._doubted_ms:
+                self.wake.set()
+            self._doubted_ms[broker_id, incarnation] = self._clock.now_ms()
+
+    def _replace_cut_off(self, held: Versioned[ControllerState]) -> None:
+        """Elect anew where too few reach a leader that is there, if that stays so. Whoever leads then is reached by
+        enough, so that the links that there are move a partition once."""
+        now_ms = self._clock.now_ms()
+        self._doubted_ms = {key: at_ms for key, at_ms in self._doubted_ms.items() if now_ms - at_ms < DOUBT_MS}
+        if now_ms < self._ask_reach_ms:
+            return
+        if not self._doubted_ms:
+            self._cut_off = {}
+            return
+        self._ask_reach_ms = now_ms + ASK_REACH_AGAIN_MS
+        live = self.live()
+        doubted = {id for id, incarnation in self._doubted_ms if id in live and live[id].incarnation == incarnation}
+        led = {key: each for key, each in self._mirror.partitions.items() if each.value.leader in doubted}
+        reach = self._holder.reach_of(doubted & {each.value.leader for each in led.values()})
+        view = View(self._mirror.topics, led, live, reach=reach)
+        self._cut_off = {key: self._cut_off.get(key, 0) + 1 for key in cut_off(view)}
+        due = {key: led[key] for key, times in self._cut_off.items() if times >= CUT_OFF_MIN}
+        if due:
+            others = {number for each in due.values() for number in each.value.isr} - reach.keys()
+            reach = {**reach, **self._holder.reach_of(others)}
+            self._commit(held, plan(dataclasses.replace(view, partitions=due, reach=reach)))
 
     def _commit(self, held: Versioned[ControllerState], changes: list[PartitionChange]) -> None:
         if not changes:

@@ -4,8 +4,8 @@ One greenlet for all of them, a few of them at a time, so that hundreds cost lit
 are as they should be (a leader with all its replicas in sync, a follower whose fetch stands) hear of the time only in
 every third beat.
 
-A follower whose fetch is overdue is gone or slow: a connection to its port tells which. (It is asked for nothing: a
-refusal is all that is to be learnt.)
+A follower whose fetch is overdue is gone or slow, or cannot reach this broker: a connection to its port tells the first
+(it is asked for nothing: a refusal is all that is to be learnt), and the controller finds out about the last.
 """
 
 from __future__ import annotations
@@ -142,9 +142,10 @@ class Pulse:
         try:
             broker = membership.mirror.brokers.get(broker_id)
             if broker is not None:  # one that has left the cluster, and does not fetch, needs no probe
-                if not self._refuses(broker.url):
+                refused = self._refuses(broker.url)
+                membership.suspect(broker_id, broker.incarnation, refused=refused)
+                if not refused:
                     return
-                membership.suspect(broker_id, broker.incarnation, refused=True)
             for partition in partitions:
                 if not partition.closed:
                     partition.tell(FollowerRefused(broker_id))

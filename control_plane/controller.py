@@ -1,7 +1,8 @@
 """What the controller decides: who leads, who gets a replica, what may be forgotten. Pure: `plan(view)` answers the
 partitions that are to change, the controller's office (broker/office.py) has them applied by compare-and-set.
 
-    elections   a partition whose leader is gone, has started anew, stands on another store, or drains
+    elections   a partition whose leader is gone, has started anew, stands on another store, or drains; or whom too few
+                replicas reach, where another one is reached by enough
     cold        ones among replicas that have all started anew: their logs are compared first
     replicas    one with fewer than its topic wants, as brokers join
     balance     who leads many gives some to who leads few, when an operator asks for it
@@ -32,6 +33,8 @@ STRAY_FOR_MS = 10 * 60_000
 TOMBSTONE_MS = 7 * 24 * 3_600_000
 
 
+# Who of the others has an answer of a broker and who has none, by the broker that was asked for.
+Reach = Mapping[int, Mapping[int, bool]]
 # How far a replica's log goes: (epoch of its last record, end). None: it is damaged, or lacks what it knew committed.
 LogEnd = tuple[int, int] | None
 
@@ -39,13 +42,15 @@ LogEnd = tuple[int, int] | None
 @dataclass(frozen=True, slots=True)
 class View:
     """What the controller decides on. `live` are the brokers that count as there, `waiting` the partitions whose cold
-    election waits, `log_ends` what their replicas told otherwise."""
+    election waits, `log_ends` what their replicas told otherwise. `reach` is what brokers told of each other, if any of
+    them has no answer of a leader."""
 
     topics: Mapping[str, TopicState]
     partitions: Mapping[PartitionKey, Versioned[PartitionState]]
     live: Mapping[int, BrokerState]
     waiting: Collection[PartitionKey] = ()
     log_ends: Mapping[PartitionKey, Mapping[int, LogEnd]] = field(default_factory=dict)
+    reach: Reach = field(default_factory=dict)
 
 
 def plan(view: View) -> list[PartitionChange]:
@@ -65,6 +70,7 @@ def plan(view: View) -> list[PartitionChange]:
             added=added.get((topic_id, number), ()),
             led=led,
             log_ends=view.log_ends.get((topic_id, number)),
+            reach=view.reach,
         )
         if wanted is not None:
             if wanted.leader != held.value.leader:
@@ -78,6 +84,41 @@ def cold_elections(view: View) -> dict[PartitionKey, PartitionState]:
     topics = {topic.topic_id for topic in view.topics.values()}
     return {
         key: held.value for key, held in view.partitions.items() if key[0] in topics and is_cold(held.value, view.live)
+    }
+
+
+def cut_off(view: View) -> set[PartitionKey]:
+    """The partitions of the view whose leader is there, and of whom too few replicas have an answer."""
+    topics = {topic.topic_id: topic.config.min_insync_replicas for topic in view.topics.values()}
+    return {
+        key
+        for key, held in view.partitions.items()
+        if key[0] in topics and _is_cut_off(held.value, view.live, view.reach, topics[key[0]])
+    }
+
+
+def _is_cut_off(
+    held: PartitionState, live: Mapping[int, BrokerState], reach: Reach, configured_min_insync: int | None
+) -> bool:
+    """Whether the leader can commit nothing, whoever joins it. Who was not asked, or cannot tell, is taken to reach it:
+    one that is not in sync, too, as it may take the place of a member."""
+    leader = held.leader
+    if leader is None or leader not in reach or not _leads(held, live):
+        return False
+    follow = sum(
+        reach[leader].get(broker_id, True) for broker_id in held.replicas if broker_id != leader and broker_id in live
+    )
+    return 1 + follow < min_insync(held, configured_min_insync)
+
+
+def _out_of_reach(held: PartitionState, reach: Reach, configured_min_insync: int | None) -> set[int]:
+    """Those in sync that must not lead instead of one who is cut off, since they may be so themselves, and partitions
+    would go round. Who was not asked, or cannot tell, does not count as reaching them."""
+    least = min_insync(held, configured_min_insync)
+    return {
+        broker_id
+        for broker_id in held.isr
+        if 1 + sum(reach.get(broker_id, {}).get(other, False) for other in held.replicas if other != broker_id) < least
     }
 
 
@@ -206,13 +247,20 @@ def decide(
     added: Sequence[int] = (),
     led: Mapping[int | None, int] | None = None,
     log_ends: Mapping[int, LogEnd] | None = None,
+    reach: Reach | None = None,
 ) -> PartitionState | None:
     """What the partition's state has to become while the brokers `live` are there; None when it is right as it is.
 
     `added` are brokers that are to hold a replica from now on. A leader is replaced when it is gone, has started anew
-    since it was elected (it may have lost what it had promised to itself), stands on another store, or drains.
+    since it was elected (it may have lost what it had promised to itself), stands on another store, or drains; and when
+    too few replicas reach it, as one that is gone, if enough of them reach another.
     """
     live = _current(held, live)
+    if reach and _is_cut_off(held, live, reach, configured_min_insync):
+        barred = {held.leader, *_out_of_reach(held, reach, configured_min_insync)}
+        fit = {id: broker for id, broker in live.items() if id not in barred}
+        if elect(held, fit, configured_min_insync=configured_min_insync, led=led).leader is not None:
+            live = fit
     wanted = held
     if added:
         wanted = msgspec.structs.replace(held, replicas=(*held.replicas, *added))

@@ -371,6 +371,119 @@ class TestTheController:
 
 
 @pytest.mark.cluster
+class TestALeaderWhomItsFollowersDoNotReach:
+    """A firewall between them rejects, and the controller, who is none of them, reaches all."""
+
+    @pytest.fixture(autouse=True)
+    def soon(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("portalmq.broker.office.ASK_REACH_AGAIN_MS", 20)
+
+    @pytest.fixture
+    def led(self, cluster: Members) -> tuple[Members, state.TopicState, int, tuple[int, ...]]:
+        """The cluster with broker 4 as controller, a topic on the others, who leads it, and who follows."""
+        cluster.start_all(4, 1, 2, 3)
+        catalog = cluster.members[4].catalog
+        brokers = {number: broker for number, broker in catalog.brokers().items() if number != 4}
+        topic = catalog.create_topic("t", wire.CreateTopic(partitions=1, replication_factor=3), brokers=brokers)[0]
+        held = cluster.members[4].partition(topic).value
+        for number in held.replicas:
+            cluster.members[number].partition(topic)
+        self.join(cluster, topic)
+        leader = cluster.members[4].partition(topic).value.leader
+        assert leader is not None
+        return cluster, topic, leader, tuple({1, 2, 3} - {leader})
+
+    def join(self, cluster: Members, topic: state.TopicState) -> None:
+        """All replicas are in sync."""
+        catalog = cluster.members[4].catalog
+        held = catalog.partition(topic.topic_id, 0)
+        assert held is not None
+        stores = {number: f"store-{number}" for number in held.value.replicas}
+        full = msgspec.structs.replace(
+            held.value, isr=held.value.replicas, store_uuids=stores, incarnations=dict.fromkeys(held.value.replicas, 1)
+        )
+        catalog.commit_fitting([PartitionChange(topic.topic_id, 0, full, held.version)])
+        until(lambda: cluster.members[4].partition(topic).value.isr == held.value.replicas)
+
+    def doubt(self, cluster: Members, by: tuple[int, ...], broker_id: int) -> None:
+        for number in by:
+            cluster.members[number].membership.suspect(broker_id, 1, refused=True)
+
+    def doubt_on(self, cluster: Members, leader: int) -> None:
+        """Doubted on, for more rounds of asking than a decision takes."""
+        office = cluster.members[4].membership.office
+        rounds = {office._ask_reach_ms}
+
+        def asked_again() -> bool:
+            office.doubt(leader, 1)
+            rounds.add(office._ask_reach_ms)
+            return len(rounds) > 5
+
+        until(asked_again)
+
+    def test_is_replaced_by_one_that_they_reach_once(
+        self, led: tuple[Members, state.TopicState, int, tuple[int, ...]]
+    ) -> None:
+        cluster, topic, leader, followers = led
+        cluster.cut(leader, *followers)
+
+        def replaced() -> bool:
+            self.doubt(cluster, followers, leader)
+            return cluster.members[4].partition(topic).value.leader in followers
+
+        until(replaced)
+        held = cluster.members[4].partition(topic).value
+        assert set(held.isr) == set(followers)
+        assert cluster.controllers == [4]
+        self.doubt_on(cluster, leader)
+        assert cluster.members[4].partition(topic).value == held, "nothing moves while the links stay as they are"
+
+    def test_stays_while_enough_reach_it(self, led: tuple[Members, state.TopicState, int, tuple[int, ...]]) -> None:
+        cluster, topic, leader, followers = led
+        held = cluster.members[4].partition(topic).value
+        cluster.cut(leader, followers[0])
+        self.doubt_on(cluster, leader)
+        assert cluster.members[4].partition(topic).value == held
+
+    def test_stays_where_nobody_is_reached_by_more(
+        self, led: tuple[Members, state.TopicState, int, tuple[int, ...]]
+    ) -> None:
+        cluster, topic, leader, followers = led
+        held = cluster.members[4].partition(topic).value
+        cluster.cut(leader, *followers)
+        cluster.cut(*followers)
+        self.doubt_on(cluster, leader)
+        assert cluster.members[4].partition(topic).value == held
+
+    def test_is_replaced_where_it_is_the_controller_itself(self, cluster: Members) -> None:
+        """Nobody who misses it can tell it so: that their fetches are overdue does."""
+        cluster.start_all(1, 2, 3, 4)
+        catalog = cluster.members[1].catalog
+        brokers = {number: broker for number, broker in catalog.brokers().items() if number != 4}
+        topic = catalog.create_topic("t", wire.CreateTopic(partitions=1, replication_factor=3), brokers=brokers)[0]
+        held = cluster.members[1].partition(topic)
+        stores = {number: f"store-{number}" for number in (1, 2, 3)}
+        full = msgspec.structs.replace(
+            held.value, leader=1, isr=(1, 2, 3), store_uuids=stores, incarnations=dict.fromkeys((1, 2, 3), 1)
+        )
+        catalog.commit_fitting([PartitionChange(topic.topic_id, 0, full, held.version)])
+        until(lambda: cluster.members[1].partition(topic).value.leader == 1)
+        real = cluster.probe
+
+        def inward_refused(by: int, url: str) -> Probe:
+            return Probe.REFUSED if by in (2, 3) and url == url_of(1) else real(by, url)
+
+        cluster.probe = inward_refused  # type: ignore[method-assign]
+
+        def replaced() -> bool:
+            cluster.members[1].membership.suspect(2, 1, refused=False)
+            return cluster.members[1].partition(topic).value.leader in (2, 3)
+
+        until(replaced)
+        assert cluster.controllers == [1], "broker 4 reaches it"
+
+
+@pytest.mark.cluster
 class TestTheReturnOfThePlane:
     def test_absence_proves_nothing_for_one_session(self, cluster: Members) -> None:
         first, _ = cluster.start_all(1, 2)

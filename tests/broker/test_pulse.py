@@ -83,6 +83,17 @@ def test_a_follower_that_is_gone_leaves_the_isr_before_its_lag_does(group):
     assert lag_ms < 60_000
 
 
+def test_a_follower_that_is_there_and_does_not_fetch_is_told_of_and_stays_in_sync(group):
+    """It may be the one that does not reach this broker: the controller asks around."""
+    pulse = pulse_of(group, polls=lambda broker_id: False, refuses=lambda url: False)
+    group.leader.replica.in_sync.began_ms -= 10_000
+    for known in group.leader.replica.in_sync._followers.values():
+        known.fetched_ms -= 10_000
+    pulse.look_after_followers()
+    eventually(lambda: (3, False) in group.hosts[1].membership.suspected)
+    assert group.state.isr == (1, 2, 3)
+
+
 def test_a_follower_whose_fetch_is_parked_is_not_asked_after(group):
     probed: list[str] = []
     pulse = pulse_of(group, polls=lambda broker_id: True, refuses=lambda url: bool(probed.append(url)))

@@ -16,6 +16,7 @@ from portalmq.control_plane.catalog import PartitionChange, Versioned
 from portalmq.control_plane.controller import (
     STRAY_FOR_MS,
     TOMBSTONE_MS,
+    Reach,
     View,
     decide,
     departures,
@@ -64,6 +65,70 @@ def planned(
     of = of or topic(partitions=len(partitions))
     held = {(of.topic_id, number): Versioned(state, 40 + number) for number, state in enumerate(partitions)}
     return plan(View({of.name: of}, held, brokers))
+
+
+def reach(**heard: str) -> dict[int, dict[int, bool]]:
+    """reach(b1="2 -3") : broker 2 has an answer of broker 1, broker 3 has none."""
+    return {int(name[1:]): {abs(int(word)): int(word) > 0 for word in told.split()} for name, told in heard.items()}
+
+
+class TestLeadersWhomTooFewReach:
+    """The controller reaches them; who is in sync with them may not."""
+
+    def decided(self, held: PartitionState, told: Reach, *there: int, **fields: Any) -> tuple[int | None, int]:
+        wanted = decide(held, live(*(there or (1, 2, 3))), reach=told, **fields) or held
+        return wanted.leader, wanted.leader_epoch
+
+    def test_another_leads_whom_enough_reach(self) -> None:
+        told = reach(b1="-2 -3", b2="3 -1", b3="2 -1")
+        assert self.decided(partition(), told) == (2, 6)
+        wanted = decide(partition(), live(1, 2, 3), reach=told)
+        assert wanted is not None
+        assert wanted.isr == (2, 3), "as if the old one were gone: it may not fetch either"
+        assert decide(wanted, live(1, 2, 3), reach=told) is None, "and it stays so"
+
+    def test_one_that_enough_reach_stays(self) -> None:
+        assert self.decided(partition(), reach(b1="2 -3", b2="1 3", b3="1 2")) == (1, 5)
+        assert self.decided(partition(), reach(b1="-2 -3", b2="1 3"), configured_min_insync=1) == (1, 5), (
+            "it goes on alone"
+        )
+
+    def test_who_cannot_tell_moves_nothing(self) -> None:
+        assert self.decided(partition(), reach(b1="-2", b2="1 3", b3="1 2")) == (1, 5)
+        assert self.decided(partition(), reach(b1="-2 -3")) == (1, 5), "nobody was asked who reaches the others"
+        assert self.decided(partition(), {}) == (1, 5)
+
+    def test_nobody_is_elected_whom_too_few_reach_as_well(self) -> None:
+        assert self.decided(partition(), reach(b1="-2 -3", b2="-1 -3", b3="-1 -2")) == (1, 5)
+        assert self.decided(partition(), reach(b1="-2 -3", b2="-1 -3", b3="-1 2")) == (3, 6)
+
+    def test_a_replica_that_fell_behind_counts_as_it_may_take_a_members_place(self) -> None:
+        held, told = partition(isr=(1, 2)), reach(b1="-2 -3", b2="-1 3")
+        assert self.decided(held, told) == (2, 6)
+        wanted = decide(held, live(1, 2, 3), reach=told)
+        assert wanted is not None
+        assert wanted.isr == (1, 2), "until then the floor holds"
+        assert decide(wanted, live(1, 2, 3), reach=told) is None
+        assert self.decided(held, reach(b1="-2 3", b2="-1 3")) == (1, 5)
+
+    def test_one_that_is_dead_reaches_nobody(self) -> None:
+        told = reach(b1="-3", b3="1")
+        assert self.decided(partition(), told, 1, 3) == (3, 6)
+        wanted = decide(partition(), live(1, 3), reach=told)
+        assert wanted is not None
+        assert wanted.isr == (2, 3), "none that could hold something leaves below the floor but the old leader"
+
+    @given(st.lists(st.booleans(), min_size=12, max_size=12), st.integers(1, 4))
+    def test_links_that_stay_as_they_are_move_a_partition_once(self, links: list[bool], least: int) -> None:
+        pairs = [(to, by) for to in range(1, 5) for by in range(1, 5) if to != by]
+        told: dict[int, dict[int, bool]] = {}
+        for (to, by), heard in zip(pairs, links, strict=True):
+            told.setdefault(to, {})[by] = heard
+        held = partition(isr=(1, 2, 3, 4), replicas=(1, 2, 3, 4))
+        moved = decide(held, live(1, 2, 3, 4), reach=told, configured_min_insync=least)
+        if moved is not None:
+            assert 1 + sum(told[1].values()) < least
+            assert decide(moved, live(1, 2, 3, 4), reach=told, configured_min_insync=least) is None
 
 
 class TestElections:
