@@ -37,6 +37,7 @@ from portalmq.broker.groups import Groups
 from portalmq.broker.peers import NotAnswered, NotReached, Peers
 from portalmq.broker.streams import SOUGHT, ClaimShare, Start, StreamPartitions, check_mode, first_error, stream_group
 from portalmq.broker.topics import Topic
+from portalmq.broker.waiting import Peer
 from portalmq.control_plane.mirror import Changes, Mirror
 from portalmq.control_plane.plane import PlaneUnavailable
 from portalmq.control_plane.state import GroupState
@@ -186,8 +187,11 @@ class Coordinating:
 
     # --- members -----------------------------------------------------------------------------------------------------
 
-    def join(self, name: str, request: contract.JoinRequest, *, forward: bool = True) -> contract.MemberAnswer:
-        """Enter the group, which is made if it is missing, and be told what to read."""
+    def join(
+        self, name: str, request: contract.JoinRequest, peer: Peer | None = None, *, forward: bool = True
+    ) -> contract.MemberAnswer:
+        """Enter the group, which is made if it is missing, and be told what to read. A copy that lay in a broker that
+        stood still would fence the member, who has come in elsewhere: so nobody joins for a client that is gone."""
         for topic in request.topics:
             wire.check_name(topic, "topic")
             self._topic_or_new(topic)
@@ -202,7 +206,7 @@ class Coordinating:
         call = Coordinate(
             name, group.group_id, "join", member_id, topics, session_timeout_ms=request.session_timeout_ms
         )
-        return self._coordinated(group, call, contract.MemberAnswer, forward)
+        return self._coordinated(group, call, contract.MemberAnswer, forward, peer)
 
     def heartbeat(self, name: str, member_id: str, generation: int, *, forward: bool = True) -> contract.MemberAnswer:
         """Stay in the group. Raises IllegalGeneration for who is not in it (any more), Fenced for an older client of
@@ -218,11 +222,14 @@ class Coordinating:
 
     # --- who coordinates ---------------------------------------------------------------------------------------------
 
-    def _coordinated(self, group: GroupState, call: Coordinate, kind: type[T], forward: bool) -> T:
+    def _coordinated(
+        self, group: GroupState, call: Coordinate, kind: type[T], forward: bool, peer: Peer | None = None
+    ) -> T:
         """What the group's coordinator answers, wherever it is; it is looked for again while it is just changing."""
         check_mode(group)
         deadline = time.monotonic() + PATIENCE_S
         while True:
+            _check_there(peer)
             try:
                 return self._once(group, call, kind, forward)
             except (NotLeader, Unavailable) as error:
@@ -344,9 +351,11 @@ class Coordinating:
             answer.heartbeat_interval_ms,
         )
 
-    def serve(self, body: bytes) -> bytes:
+    def serve(self, body: bytes, peer: Peer | None = None) -> bytes:
         """Another broker takes this one for the coordinator. What it asks is done here or refused."""
         call = msgspec.msgpack.decode(body, type=Coordinate)
+        if call.verb == "join":
+            _check_there(peer)
         group: GroupState = self._groups.known(call.group, group_id=call.group_id)
         if group.group_id != call.group_id:
             raise Unavailable(f"group {call.group!r} was deleted meanwhile", retry_after_s=0.1)
@@ -437,6 +446,12 @@ class Coordinating:
         while not self._closing.wait(CHECKPOINT_EVERY_S):
             for coordinator in tuple(self._own.values()):
                 self._checkpoints.save(coordinator)
+
+
+def _check_there(peer: Peer | None) -> None:
+    """Raises Unavailable when who asked has gone: this broker stood still, and the client has asked another one."""
+    if peer is not None and peer.gone():
+        raise Unavailable("the client has gone")
 
 
 def _seek_id(idempotency_key: str, to: Start) -> bytes:

@@ -46,7 +46,7 @@ def peer_calls(rooms: Rooms) -> dict[str, PeerCall]:
         "drop_dead": lambda body, peer: rooms.dead_letters.serve_drop(body),
         "groups": lambda body, peer: rooms.census.serve_groups(body),
         "end_group": lambda body, peer: rooms.census.serve_end(body),
-        "coordinate": lambda body, peer: rooms.streams.serve(body),
+        "coordinate": rooms.streams.serve,
         "claim": lambda body, peer: rooms.streaming.serve_claim(body),
         "commit_offsets": lambda body, peer: rooms.streaming.serve_commit(body),
         "seek": lambda body, peer: rooms.streaming.serve_seek(body),

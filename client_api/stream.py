@@ -328,7 +328,8 @@ class StreamMember:
                 self._trouble = None
             except (Fenced, IllegalGeneration, GroupNotFound) as error:
                 self._lost(error)
-                if isinstance(error, Fenced):
+                # Nobody else has a name that was made up here: it was a late copy of this member's own request.
+                if isinstance(error, Fenced) and self._is_static:
                     self._fail(error)
                     return
                 pause_s = LET_GO_POLL_S

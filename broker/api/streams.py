@@ -7,6 +7,7 @@ from flask import Response, request
 from portalmq import stream_wire as contract
 from portalmq import wire
 from portalmq.broker.api.incoming import idempotency_key_of
+from portalmq.broker.api.peer import peer_of
 from portalmq.broker.api.query import instant_ms
 from portalmq.broker.api.room import Room, answer, no_content
 from portalmq.broker.api.traffic import may_forward
@@ -16,7 +17,8 @@ from portalmq.errors import InvalidRequest
 def join(room: Room, group: str) -> Response:
     wire.check_name(group, "group")
     wanted = wire.decode_json(room.body(), contract.JoinRequest)
-    return answer(room.domain.streams.join(group, wanted, forward=may_forward(request.environ)))
+    peer, forward = peer_of(request.environ), may_forward(request.environ)
+    return answer(room.domain.streams.join(group, wanted, peer, forward=forward))
 
 
 def heartbeat(room: Room, group: str, member: str) -> Response:

@@ -8,11 +8,12 @@ from pathlib import Path
 import gevent
 import msgspec
 import pytest
-from support.domain import Fixture, HandClock, records, running
+from support.domain import FakePeer, Fixture, HandClock, records, running
 
 from portalmq import stream_wire as contract
 from portalmq import wire
 from portalmq.broker.calls import Place
+from portalmq.broker.coordinating import Coordinate
 from portalmq.broker.storage.batch import Record, head_of
 from portalmq.errors import (
     Fenced,
@@ -90,6 +91,20 @@ def test_lag_is_told_in_messages_and_in_time(fixture: Fixture) -> None:
     commit(fixture, answer, 0, 4)
     assert (standing(fixture).lag, standing(fixture).lag_ms) == (0, 0)
     assert fixture.broker.describe_group("g").lag == 0
+
+
+def test_nobody_joins_for_a_client_that_is_gone(fixture: Fixture) -> None:
+    """A copy of its request lay in a broker that stood still; by then the client has come in by way of another."""
+    member, late = join(fixture), FakePeer()
+    late.leave()
+    request = contract.JoinRequest(["t"], "a")
+    with pytest.raises(Unavailable, match="has gone"):
+        fixture.broker.streams.join("g", request, late)
+    brought = Coordinate("g", fixture.broker.groups.known("g").group_id, "join", "a", ("t",))
+    with pytest.raises(Unavailable, match="has gone"):
+        fixture.broker.streams.serve(msgspec.msgpack.encode(brought), late)
+    again = fixture.broker.streams.heartbeat("g", "a", member.generation)
+    assert again.generation == member.generation, "it is not fenced by its own request"
 
 
 def test_a_zombie_may_not_commit(fixture: Fixture) -> None:

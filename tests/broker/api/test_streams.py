@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,17 @@ def test_the_lag_of_a_group_whose_members_have_just_left_is_told(http: FlaskClie
     (first, second) = http.get("/v1/groups/g/offsets").get_json()["offsets"]
     assert (first["committed"], first["lag"], second["lag"]) == (2, 2, 0)
     assert http.get("/v1/groups/g").get_json()["lag"] == 2
+
+
+def test_nobody_joins_for_a_client_that_has_hung_up(http: FlaskClient) -> None:
+    join(http)
+    ours, theirs = socket.socketpair()
+    with ours:
+        theirs.close()
+        request = {"topics": ["t"], "member_id": "a"}
+        answer = http.post("/v1/groups/g/members", json=request, environ_overrides={"gunicorn.socket": ours})
+    assert (answer.status_code, answer.get_json()["outcome"]) == (503, "not_applied")
+    assert http.post("/v1/groups/g/members/a/heartbeat", json={"generation": 2}).status_code == 200
 
 
 def test_join_heartbeat_commit_and_leave(http: FlaskClient) -> None:
