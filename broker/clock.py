@@ -32,4 +32,4 @@ class Clock:
         if self.agreed_ms is None:
             return machine_ms
         agreed_ms = self.now_ms() + self.agreed_ms
-        return machine_ms if abs(machine_ms - agreed_ms) <= TOLERANCE_MS else agreed_ms
+        return machine_ms if -TOLERANCE_MS <= machine_ms - agreed_ms <= TOLERANCE_MS else agreed_ms

@@ -17,7 +17,7 @@ from portalmq import wire
 from portalmq.broker.answers import fitting, sizes_of
 from portalmq.broker.bell import Bell
 from portalmq.broker.clock import Clock
-from portalmq.broker.core.choice import NEVER_MS, Choice, choose, note
+from portalmq.broker.core.choice import NEVER_MS, Choice, Handed, choose, note
 from portalmq.broker.core.delivery import OUTSTANDING_MAX, GroupDelivery
 from portalmq.broker.core.fold import SpanFold
 from portalmq.broker.core.receipts import ReceiptBook
@@ -127,10 +127,12 @@ class GroupPartition:
             now_ms = self._clock.now_ms()
             self._bury(now_ms)
             choice = self._choice(now_ms, options.max_messages, options.max_bytes)
-            pieces, fit = self._pieces(choice, options.max_bytes)
-            if fit is not None:  # what a choice of fewer begins with is the same
-                choice = self._choice(now_ms, fit)
-                pieces, _ = self._pieces(choice, None)
+            pieces = self._pieces(choice)
+            if self._may_exceed(pieces, options.max_bytes):
+                fit = self._fitting(choice, options.max_bytes)
+                if fit < choice.messages:  # what a choice of fewer begins with is the same
+                    choice = self._choice(now_ms, fit)
+                    pieces = self._pieces(choice)
             runs = runs_of(pieces)
             if runs:
                 break
@@ -190,28 +192,32 @@ class GroupPartition:
             max_bytes=max_bytes,
         )
 
-    def _pieces(self, choice: Choice, max_bytes: int | None) -> tuple[list[tuple[Piece, int, int]], int | None]:
-        """What was chosen; and where that is more than `max_bytes`, how many of the first messages are not, or one."""
-        found: list[tuple[Piece, int, int]] = []
+    def _pieces(self, choice: Choice) -> list[tuple[Piece, int, int]]:
+        return [(piece, each.deliveries, each.lane) for each in choice.handed for piece in self._pieces_of(each)]
+
+    def _pieces_of(self, handed: Handed) -> Iterable[Piece]:
+        start, end, _, _, piece = handed
+        if piece is None:  # from another lane: known by number so far
+            return self.partition.pieces(start, end, end - start)
+        return (piece if piece.start == start and piece.end == end else Piece(piece.batch, start, end),)
+
+    def _may_exceed(self, pieces: list[tuple[Piece, int, int]], max_bytes: int) -> bool:
+        """Return whether the messages may have more bytes. Mostly their batches as a whole have not."""
+        batches = {(piece.batch.base_offset, piece.batch.leader_epoch): piece.batch for piece, _, _ in pieces}
+        return sum([self._supply.size_of(batch) for batch in batches.values()]) > max_bytes
+
+    def _fitting(self, choice: Choice, max_bytes: int) -> int:
+        """Return how many of the first messages have no more bytes, or one."""
         messages = 0
-        for start, end, deliveries, lane, piece in choice.handed:
-            pieces: Iterable[Piece]
-            if piece is None:  # from another lane: known by number so far
-                pieces = self.partition.pieces(start, end, end - start)
-            else:
-                pieces = (piece if piece.start == start and piece.end == end else Piece(piece.batch, start, end),)
-            for each in pieces:
-                found.append((each, deliveries, lane))
-                if max_bytes is None:
-                    continue
-                size = sizes_of(each.records())
+        for handed in choice.handed:
+            for piece in self._pieces_of(handed):
+                records = piece.records()
+                size = sizes_of(records)
                 if size > max_bytes:
-                    fit = messages + each.start - start + fitting(each.records(), max_bytes)
-                    if fit > 0 or choice.messages > 1:
-                        return found, max(1, fit)
+                    return max(1, messages + piece.start - handed.start + fitting(records, max_bytes))
                 max_bytes -= size
-            messages += end - start
-        return found, None
+            messages += handed.end - handed.start
+        return messages
 
     def _append_grant(self, grant: Grant, choice: Choice) -> Pending:
         not_before_ms = choice.not_before_ms

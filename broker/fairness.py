@@ -7,6 +7,7 @@ sockets and timers, after ten such turns only. So long work gives way by a timer
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import chain, islice
 from typing import TypeVar
 
 import gevent
@@ -24,7 +25,14 @@ def give_way() -> None:
 
 def in_turns(items: Iterable[T], at_a_time: int) -> Iterator[T]:
     """The items; others have their turn after each `at_a_time`."""
-    for number, item in enumerate(items):
-        if number and number % at_a_time == 0:
+    return chain.from_iterable(_parts(iter(items), at_a_time))
+
+
+def _parts(items: Iterator[T], at_a_time: int) -> Iterator[Iterator[T]]:
+    """Each part is to be taken whole before the next one is asked for. No item costs a step of a generator."""
+    is_later = False
+    for first in items:
+        if is_later:
             give_way()
-        yield item
+        yield chain((first,), islice(items, at_a_time - 1))
+        is_later = True

@@ -21,12 +21,16 @@ _bare_line_feed = re.compile(rb"(?<!\r)\n").search
 
 
 class BoundedRequest(Request):  # type: ignore[misc]
-    """A request whose head has HEAD_BYTES_MAX at the most."""
+    """A request whose head has HEAD_BYTES_MAX at the most. `came_with_head` are the bytes behind it that are here."""
+
+    came_with_head = 0
 
     def parse(self, unreader: Any) -> Any:
         self.max_buffer_headers = HEAD_BYTES_MAX
         unreader.unread(_gathered(unreader))
-        return super().parse(unreader)
+        rest = super().parse(unreader)
+        self.came_with_head = len(rest)
+        return rest
 
 
 def _gathered(unreader: Any) -> bytes:

@@ -303,6 +303,7 @@ def die_with(parent: int) -> None:
 def pre_request(worker: BrokerWorker, req: Any) -> None:
     """Bound the pauses of the client, and give the application a way to close the connection."""
     req.body.close_connection = req.force_close
+    req.body.came_with_head = req.came_with_head
     req.body.is_of_a_peer = partial(worker.connections.trust, gevent.getcurrent().connection)
     sock = req.unreader.sock
     sock.settimeout(worker.app.config.body_timeout_s)

@@ -153,8 +153,14 @@ def _parts(shown: list[Shown]) -> Iterator[list[Shown]]:
     part: list[Shown] = []
     size = first = 0
     for each in shown:
-        numbered = sorted(zip(each.offsets, range(first, first + len(each.offsets)), strict=True))
-        first += len(numbered)
+        places = range(first, first + len(each.offsets))
+        first = places.stop
+        numbered: list[tuple[int, int]] = []
+        if size + len(places) < RECEIPTS_A_TURN:  # mostly all that there is
+            part.append(each._replace(indexes=list(places)))
+            size += len(places)
+        else:
+            numbered = sorted(zip(each.offsets, places, strict=True))
         while numbered:
             end = min(len(numbered), RECEIPTS_A_TURN - size)
             while end < len(numbered) and numbered[end][0] == numbered[end - 1][0]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from hashlib import blake2b
 from itertools import groupby, islice
+from typing import NamedTuple
 
 from portalmq.broker.answers import size_of, sizes_of
 from portalmq.broker.core.choice import NEVER_MS, Run
@@ -25,6 +26,13 @@ SKIP_COST = 5_000
 KNOWN_MAX = 10_000
 
 
+class Known(NamedTuple):
+    """What a look at all messages of a batch tells: whether nothing tells them apart, and their bytes."""
+
+    is_plain: bool
+    size: int
+
+
 class PartitionSupply:
     """Invariant: from `_looked_from` to `_looked` lane 0 holds nothing that could be handed out.
 
@@ -36,9 +44,8 @@ class PartitionSupply:
         self._partition = partition
         self.by_key = False
         self._looked_from = self._looked = 0
-        # Whether a batch is plain, by its base offset and epoch.
-        self._plain: dict[tuple[int, int], bool] = {}
-        self._sizes: dict[tuple[int, int], int] = {}
+        # What is known of a batch, by its base offset and epoch.
+        self._known: dict[tuple[int, int], Known] = {}
 
     def place(self, offset: int) -> int:
         """Where lane 0 goes on from `offset`, as far as that is known."""
@@ -68,17 +75,13 @@ class PartitionSupply:
         looked = 0
         if not lanes.present:
             for piece in self._partition.pieces(offset, end, LOOK_MAX):
-                if self._is_plain(piece.batch):
-                    yield self._run_of(piece)
-                else:
-                    yield from self._runs(piece, None)
+                yield from self._runs(piece, None)
             return
         while offset < end and looked < LOOK_MAX:
             is_other = False
             for piece in self._partition.pieces(offset, end, LOOK_MAX):
-                runs = [self._run_of(piece)] if self._is_plain(piece.batch) else self._runs(piece, 0)
                 is_other = True
-                for run in runs:
+                for run in self._runs(piece, 0):
                     is_other = False
                     yield run
                 offset = piece.end
@@ -95,13 +98,16 @@ class PartitionSupply:
 
     def returned(self, start: int, end: int) -> Iterator[Run]:
         for piece in self._partition.pieces(start, end, end - start):
-            if self._is_plain(piece.batch):
-                yield self._run_of(piece)
-            else:
-                yield from self._runs(piece, None)
+            yield from self._runs(piece, None)
 
     def _runs(self, piece: Piece, lane: int | None) -> Iterator[Run]:
         """The messages of a piece, of lane 0 alone where that is asked for; neighbours that are alike together."""
+        known = self._known_of(piece.batch)
+        if known.is_plain:
+            # With its share of the batch's bytes: each receive would walk the rest of a batch for the exact number.
+            size = known.size * (piece.end - piece.start) // max(1, len(piece.batch.records))
+            yield Run(piece.start, piece.end, piece, size=size)
+            return
         appended_at_ms = piece.batch.appended_at_ms
         for (is_wanted, expires_at_ms, key), run in groupby(
             enumerate(piece.records(), piece.start),
@@ -129,32 +135,24 @@ class PartitionSupply:
     def _key(self, key: bytes | None) -> int:
         return key_hash(key) if self.by_key else 0
 
-    def _run_of(self, piece: Piece) -> Run:
-        """With its share of the batch's bytes: each receive would walk the rest of a batch for the exact number."""
-        batch = piece.batch
-        mark = batch.base_offset, batch.leader_epoch
-        size = self._sizes.get(mark)
-        if size is None:
-            if len(self._sizes) >= KNOWN_MAX:
-                self._sizes.clear()
-            size = self._sizes[mark] = sizes_of(batch.records)
-        return Run(piece.start, piece.end, piece, size=size * (piece.end - piece.start) // max(1, len(batch.records)))
+    def size_of(self, batch: Batch) -> int:
+        """The bytes of all its messages."""
+        return self._known_of(batch).size
 
-    def _is_plain(self, batch: Batch) -> bool:
-        """Whether nothing tells the messages of the batch apart."""
+    def _known_of(self, batch: Batch) -> Known:
         mark = (batch.base_offset, batch.leader_epoch)
-        plain = self._plain.get(mark)
-        if plain is None:
+        known = self._known.get(mark)
+        if known is None:
             plain = all(
                 record.priority == 0 and record.deliver_at_ms is None and record.expires_at_ms is None
                 for record in batch.records
             )
             if self.by_key:
                 plain = plain and all(record.key is None for record in batch.records)
-            if len(self._plain) >= KNOWN_MAX:
-                self._plain.clear()
-            self._plain[mark] = plain
-        return plain
+            if len(self._known) >= KNOWN_MAX:
+                self._known.clear()
+            known = self._known[mark] = Known(plain, sizes_of(batch.records))
+        return known
 
 
 def key_hash(key: bytes | None) -> int:

@@ -250,7 +250,8 @@ def take(
                 patient = options.patient and not taken and not refused
                 found = source.take(options._replace(max_messages=left, max_bytes=left_bytes, patient=patient))
                 taken += found
-                left_bytes -= sizes_of([message.record for message in found])
+                if len(taken) < options.max_messages:  # the next source brings more
+                    left_bytes -= sizes_of([message.record for message in found])
             except PortalMQError as error:
                 refused.append(error)
     if insist and refused and not taken:

@@ -70,8 +70,11 @@ def read_body(
         environ[_READ] = True  # neither a length nor a terminated stream: there is no body
         return b""
     try:
-        with gevent.Timeout(pause_s + (bytes_max if length is None else length) / BYTES_PER_S_MIN, TimeoutError):
-            body = _read(environ, bytes_max + 1 if length is None else length, length, in_flight)
+        if length is not None and length <= getattr(environ["wsgi.input"], "came_with_head", 0):
+            body = _read(environ, length, length, in_flight)  # it is here: nobody waits
+        else:
+            with gevent.Timeout(pause_s + (bytes_max if length is None else length) / BYTES_PER_S_MIN, TimeoutError):
+                body = _read(environ, bytes_max + 1 if length is None else length, length, in_flight)
     except TimeoutError:
         raise InvalidRequest("the body did not arrive in time; nothing was applied") from None
     except (OSError, ValueError, EOFError) as fault:

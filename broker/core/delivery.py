@@ -414,18 +414,17 @@ class GroupDelivery:
         verdicts: list[bool] = []
         unfinished: list[int] = []
         span: SpanFold | None = None
+        good = False
         for offset in offsets:
             if span is None or not span.start <= offset < span.end:
                 span = self.at(offset)
-            if span is None:
-                verdicts.append(not self.is_dead(offset))
-                if verdicts[-1]:
-                    # Done, or its grant is lost: `next` says nothing of other lanes, and their cursors may be lost too.
-                    unfinished.append(offset)
-                continue
-            # Since it came back without a lease, the only receipts are of later ones whose grant the log has lost.
-            # The same number may be given once more in this epoch, so they are not refused.
-            good = not span.is_later(leader_epoch, delivery - span.is_unleased_since)
+                # Without a span it is done, or its grant is lost: `next` says nothing of other lanes, and their cursors
+                # may be lost too. Since a message came back without a lease, the only receipts are of later ones whose
+                # grant the log has lost. The same number may be given once more in this epoch: they are not refused.
+                if span is None:
+                    good = not self.is_dead(offset)
+                else:
+                    good = not span.is_later(leader_epoch, delivery - span.is_unleased_since)
             verdicts.append(good)
             if good:
                 unfinished.append(offset)

@@ -43,6 +43,14 @@ def test_a_head_in_pieces_is_the_head_as_a_whole(size):
         next(parser)
 
 
+@pytest.mark.parametrize(("size", "came"), [(1, 0), (60, 3), (8192, 5)])
+def test_it_is_known_how_much_of_the_body_came_with_the_head(size, came):
+    head = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\nA: "
+    head += b"a" * (57 - len(head) - 4) + b"\r\n\r\n"
+    request = next(parser_of(Pieces(head + b"12345", size)))
+    assert (request.came_with_head, request.body.read()) == (came, b"12345")
+
+
 @pytest.mark.parametrize("size", [200, 8192])
 def test_a_head_that_never_ends_is_refused_before_it_is_large(size):
     source = Pieces(LINE + (b"A: " + b"b" * 8000 + b"\r\n") * 100, size)

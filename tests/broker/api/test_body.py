@@ -41,6 +41,21 @@ def test_a_body_of_known_length_is_read_whole():
     assert read_body(environ(b"12345", 5), 5) == b"12345"
 
 
+def test_a_timer_watches_a_body_that_is_not_here_yet(monkeypatch):
+    def started(seconds, _exception):
+        raise LookupError(seconds)
+
+    monkeypatch.setattr(gevent, "Timeout", started)
+    request = environ(b"12345", 5)
+    request["wsgi.input"].came_with_head = 5
+    assert read_body(request, 50) == b"12345"
+    for came, length in ((4, 5), (50, None)):
+        late = environ(b"12345", length)
+        late["wsgi.input"].came_with_head = came
+        with pytest.raises(LookupError):
+            read_body(late, 50)
+
+
 def test_a_chunked_body_is_counted():
     assert read_body(environ(b"12345"), 5) == b"12345"
     with pytest.raises(MessageTooLarge):
