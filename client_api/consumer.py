@@ -224,6 +224,8 @@ class Consumer(Closing):
             messages = self._take(at_most)
             if messages:
                 return messages
+            # The end of an iteration waits for as long as what is given back might be leased.
+            self._leases.wait_given_back(self._visibility_timeout_s if ends else _left_s(deadline))
             is_last = deadline is not None and time.monotonic() >= deadline
             try:
                 received = self._receive(at_most, deadline)

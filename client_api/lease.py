@@ -81,6 +81,8 @@ class Leases:
         self._wakes_at = -math.inf
         self._closed = False
         self._hold_back_s = HOLD_BACK_S_MAX
+        # Whether what waited is on its way back to the broker, in the keeper's thread.
+        self._is_giving_back = False
 
     # --- the consumer's thread ---------------------------------------------------------------------------------------
 
@@ -311,10 +313,25 @@ class Leases:
         if self._are_leased() is not True:
             self._hold_back_s = math.inf  # acked when it was fetched: nobody else would get it
             return
+        self._give_back_waiting("the consumer is busy with another")
+
+    def _give_back_waiting(self, reason: str) -> None:
         with self._lock:
             receipts = [message.receipt for message in self._waiting if message.receipt is not None]
             self._waiting.clear()
-        self.give_back_unseen(receipts, "the consumer is busy with another")
+            self._is_giving_back = True
+        try:
+            self.give_back_unseen(receipts, reason)
+        finally:
+            with self._lock:
+                self._is_giving_back = False
+                self._changed.notify_all()
+
+    def wait_given_back(self, within_s: float) -> bool:
+        """Whether the keeper has given back what it was about to. Before that a receive may find nothing, as what is
+        there still counts as this consumer's."""
+        with self._lock:
+            return self._changed.wait_for(lambda: not self._is_giving_back or self._closed, within_s)
 
     def _may_renew(self, now: float) -> bool:
         """Whether something is in hand whose lease is this thread's to renew."""
@@ -335,11 +352,9 @@ class Leases:
                         now - self._handed_at,
                         self._max_handling_s,
                     )
-            if stuck:
-                self._waiting.clear()
         if stuck:
             _log.warning("the message in hand has taken longer than its lease: %d others are given back", len(receipts))
-            self.give_back_unseen(receipts, "the consumer is stuck")
+            self._give_back_waiting("the consumer is stuck")
             return
         gone: set[str] = set()
         receipts += in_hand

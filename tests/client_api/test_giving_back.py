@@ -1,0 +1,58 @@
+"""What a consumer's keeper gives back is on its way for a while: a receive that comes before it finds nothing."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from support.scripted_broker import ScriptedBroker
+
+from portalmq import Consumer, Unavailable, wire
+from portalmq.lease import Leases
+from portalmq.transport import Request
+
+
+class Transport:
+    """Notes for each request whether what was given back still counts as on its way."""
+
+    def __init__(self, fail: Exception | None) -> None:
+        self.fail = fail
+        self.leases: Leases | None = None
+        self.on_its_way: list[bool] = []
+
+    def call(self, request: Request, timeout_s: float | None = None) -> None:
+        assert request.path.endswith("/nack")
+        assert self.leases is not None
+        self.on_its_way.append(not self.leases.wait_given_back(0.0))
+        if self.fail is not None:
+            raise self.fail
+
+
+@pytest.mark.parametrize("fail", [None, Unavailable("gone")])
+def test_what_the_keeper_gives_back_is_on_its_way_until_the_broker_has_answered(fail: Exception | None) -> None:
+    transport = Transport(fail)
+    held = transport.leases = Leases(transport, "g", 30.0, lambda: 0.0)  # type: ignore[arg-type]
+    held._keeper = threading.current_thread()
+    held._has_leases = True
+    held.hold([wire.PackMessageOut(0, offset, b"", 0, receipt=f"r{offset}") for offset in range(3)])
+    assert held.wait_given_back(0.0)
+    held._spare()
+    assert transport.on_its_way == [True]
+    assert held.wait_given_back(0.0)
+
+
+def test_an_iteration_ends_only_when_what_it_gives_back_has_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
+    with ScriptedBroker() as broker, Consumer("t", bootstrap=broker.url, idle_timeout_s=0) as messages:
+        waited: list[float] = []
+
+        def arrive(within_s: float) -> bool:
+            if not waited:
+                broker.fill("t", [b"given back"])
+            waited.append(within_s)
+            return True
+
+        monkeypatch.setattr(messages._leases, "wait_given_back", arrive)
+        assert next(messages).value == b"given back"
+        assert waited == [messages._visibility_timeout_s], "for as long as it might be leased"
+        with pytest.raises(StopIteration):
+            next(messages)
