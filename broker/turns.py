@@ -65,14 +65,18 @@ class _Looking:
     group: GroupState
 
     def here(self, places: Sequence[Place]) -> Outcomes[Turned]:
-        outcomes: Outcomes[Turned] = {place: Turned(False) for place in places}
+        """Waits for nobody's followers: the partitions that need a wait are tried again together, within one bound,
+        and not at all once another one has a message."""
+        outcomes: Outcomes[Turned] = {}
         for place in places:
             try:
-                outcomes[place] = turned = self.turns.here(self.group, place, None)
+                outcomes[place] = turned = self.turns.here(self.group, place, None, patient=False)
             except PortalMQError as error:
                 outcomes[place] = error
             else:
                 if turned.message is not None:
+                    outcomes = {each: Turned(False) for each in places}
+                    outcomes[place] = turned
                     break
         return outcomes
 
@@ -115,24 +119,24 @@ class Turns:
     def first_front(self, name: str, topic: str, numbers: Sequence[int]) -> Front:
         """The first of these partitions' fronts that has a message, or else that of the first partition. Most often
         that one has; only if not are the others' leaders asked, all at once, each for all that it leads."""
-        front = self.front(name, topic, numbers[0])
-        if front.message is not None or len(numbers) == 1:
-            return front
         known, work = self._topic(topic), _Looking(self, self._group(name))
-        places = [known.place(number) for number in numbers[1:]]
+        places = [known.place(number) for number in numbers]
+        outcomes: Outcomes[Turned] = {}
         # A message of one partition does not wait for the leader of another.
-        for patience_s in (0.0, None):
-            outcomes = self._leaders.run(places, work, repeatable=True, patience_s=patience_s)
-            for place in places:
+        for asked, patience_s in ((places[:1], 0.0), (places[1:], 0.0), (places, None)):
+            left = [place for place in asked if isinstance(outcomes.get(place), PortalMQError | None)]
+            if left:
+                outcomes |= self._leaders.run(left, work, repeatable=True, patience_s=patience_s)
+            for place in left:
                 outcome = outcomes[place]
                 if not isinstance(outcome, PortalMQError) and outcome.message is not None:
                     return Front(Stored(topic, place.number, *outcome.message), outcome.offset)
-            places = [place for place in places if isinstance(outcomes[place], PortalMQError)]
-            if not places:
-                return front
-        failure = outcomes[places[0]]
-        assert isinstance(failure, PortalMQError)
-        raise failure
+        for outcome in outcomes.values():
+            if isinstance(outcome, PortalMQError):
+                raise outcome
+        first = outcomes[places[0]]
+        assert isinstance(first, Turned)
+        return Front(None, first.offset)
 
     def advance(self, name: str, topic: str, number: int, offset: int, *, forward: bool = True) -> bool:
         """Whether it was the turn of the message at `offset`; it is done then, durably. Raises with the outcome unknown
@@ -155,11 +159,12 @@ class Turns:
             raise GroupModeMismatch(f"group {name!r} works in queue mode: its messages are leased, and have no turns")
         return group
 
-    def here(self, group: GroupState, place: Place, done: int | None) -> Turned:
-        """On a partition that is led here."""
+    def here(self, group: GroupState, place: Place, done: int | None, *, patient: bool = True) -> Turned:
+        """On a partition that is led here. Raises Unavailable while its followers do not vouch; if not `patient`, at
+        once."""
         partition = self._atlas.partition(place)
         self._groups.check_same(group)
-        partition.wait_vouched()
+        partition.wait_vouched(patient=patient)
         if group.name not in partition.streams:
             self._claim(group, partition)
         stream = partition.streams[group.name]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import gevent
 import pytest
@@ -12,6 +13,7 @@ from support.domain import Fixture, records, running
 from portalmq import stream_wire as contract
 from portalmq import wire
 from portalmq.broker.calls import Place
+from portalmq.broker.core.replica import PartitionReplica
 from portalmq.errors import GroupModeMismatch, IllegalGeneration, PartitionNotFound, TopicNotFound, Unavailable
 
 
@@ -122,10 +124,10 @@ def test_a_message_is_found_though_another_partition_cannot_be_asked(
     turns = fixture.broker.turns
     here = turns.here
 
-    def lame(group: object, place: Place, done: int | None) -> object:
+    def lame(group: object, place: Place, done: int | None, **more: bool) -> object:
         if place.number == 1:
             raise Unavailable("no leader just now", outcome="not_applied")
-        return here(group, place, done)  # type: ignore[arg-type]
+        return here(group, place, done, **more)  # type: ignore[arg-type]
 
     monkeypatch.setattr(turns, "here", lame)
     monkeypatch.setattr(turns._leaders, "_patience_s", 0.1)
@@ -136,6 +138,38 @@ def test_a_message_is_found_though_another_partition_cannot_be_asked(
     message = turns.first_front("g", "wide", [0, 1, 2]).message
     assert message is not None
     assert (message.partition, message.offset) == (2, produced[0].offset)  # type: ignore[union-attr]
+
+
+def test_partitions_whose_followers_are_silent_are_waited_for_together(
+    fixture: Fixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fixture.broker.create_topic("wide", wire.CreateTopic(partitions=6))
+    turns = fixture.broker.turns
+    assert turns.first_front("g", "wide", range(6)).message is None
+    (produced,) = fixture.broker.produce("wide", records("x"), None, acks="all", partition=3)
+    silent = set(range(6))
+    slept: list[float] = []
+
+    def may_hand_out(replica: PartitionReplica, now_ms: int) -> bool:
+        return by_replica[replica] not in silent
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        fixture.clock.advance(round(seconds * 1_000))
+
+    local = fixture.broker.topics.known("wide").local
+    by_replica = {partition.replica: number for number, partition in local.items()}
+    monkeypatch.setattr(PartitionReplica, "may_hand_out", may_hand_out)
+    monkeypatch.setattr("portalmq.broker.readable.gevent", SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr(turns._leaders, "_patience_s", 0.1)
+    with pytest.raises(Unavailable, match="do not vouch"):
+        turns.first_front("g", "wide", range(6))
+    assert not slept, "nobody waits for one partition after the other"
+    silent.remove(3)
+    monkeypatch.setattr(turns._leaders, "_patience_s", 60)
+    found = turns.first_front("g", "wide", range(6))
+    assert found.message is not None
+    assert (found.message.partition, found.message.offset) == (3, produced.offset)  # type: ignore[union-attr]
 
 
 def test_bad_requests_are_told(fixture: Fixture) -> None:
