@@ -123,6 +123,9 @@ class BrokerConfig:
     body_bytes_in_flight_max: int = _setting(
         64 * MIB, "most bytes of all bodies that are read or worked on; beyond that 429", at_least=64 * 1024
     )
+    answer_bytes_in_flight_max: int = _setting(
+        64 * MIB, "most bytes of all pages of messages that are not sent yet; beyond that 429", at_least=64 * 1024
+    )
     body_timeout_s: float = _setting(
         30.0,
         "longest pause of a client within a request or an answer; a body has as long, and 1 s for each 64 KiB",

@@ -49,6 +49,7 @@ def create_app(
     def count(response: Response) -> Response:
         if leaves_bytes_unread(request.environ):
             close_after_answer(request.environ)
+        room.answers.send(request.environ, response)
         rule = request.url_rule
         metrics.request(
             rule.rule if rule is not None else "unknown",

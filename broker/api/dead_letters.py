@@ -26,6 +26,7 @@ def list_some(room: Room, group: str) -> Response:
         after=parameters.text("after"),
         forward=may_forward(request.environ),
     )
+    room.make_room([stored.record for stored in listed.messages])
     return answer({"messages": [json_message(stored) for stored in listed.messages], "next_after": listed.next_after})
 
 

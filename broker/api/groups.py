@@ -54,6 +54,7 @@ def list_unfinished(room: Room, group: str) -> Response:
     counts = room.domain.sizing.look(group, topic, forward=forward) if after is None else None
     found = room.domain.unfinished.messages(group, topic, after=after, forward=forward)
     first, more = first_of(found, attrgetter("stored.record"), limit)
+    room.make_room([each.stored.record for each in first])
     messages = [
         wire.UnfinishedOut(
             **msgspec.structs.asdict(json_message(each.stored)) | {"delivery_count": each.deliveries},

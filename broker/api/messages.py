@@ -52,6 +52,7 @@ def browse(room: Room, topic: str, partition: str) -> Response:
     with room.parked(wait_ms):
         peer = peer_of(request.environ)
         page = room.domain.browse(topic, number, **start, limit=limit, wait_ms=wait_ms, peer=peer, forward=forward)
+    room.make_room(map(_record_of, page.messages))
     if accepts(wire.NDJSON):
         response = Response(b"".join(map(outgoing.json_line, page.messages)), content_type=wire.NDJSON)
         response.headers["PortalMQ-Next-Offset"] = str(page.next_offset)
@@ -125,6 +126,7 @@ def read_all(room: Room, topic: str) -> Response:
         return Response(b"" if request.method == "HEAD" else lines, content_type=wire.NDJSON)
     size = min(limit or wire.BROWSE_MESSAGES_MAX, wire.BROWSE_MESSAGES_MAX)
     stored, more = first_of(room.domain.read_all(topic, size + 1, forward=forward), _record_of, size)
+    room.make_room(map(_record_of, stored))
     return answer({"messages": [outgoing.json_message(each) for each in stored], "more": more})
 
 
@@ -146,6 +148,7 @@ def list_scheduled(room: Room, topic: str) -> Response:
     limit = min(parameters.number("limit", least=1) or BROWSE_MESSAGES, wire.BROWSE_MESSAGES_MAX)
     after = _due(parameters.text("after"))
     page = room.domain.scheduled(topic, after=after, limit=limit, forward=may_forward(request.environ))
+    room.make_room(map(_record_of, page.messages))
     shown: dict[str, Any] = {"messages": [outgoing.json_message(stored) for stored in page.messages]}
     if page.after is not None:
         shown["next"] = str(page.after)

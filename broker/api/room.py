@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -11,6 +11,7 @@ from flask import Response, request
 from werkzeug.datastructures import MultiDict
 
 from portalmq import wire
+from portalmq.broker.api.answers_in_flight import AnswersInFlight
 from portalmq.broker.api.body import BodiesInFlight, read_body
 from portalmq.broker.api.domain import Domain
 from portalmq.broker.api.query import Query
@@ -18,6 +19,7 @@ from portalmq.broker.api.visitors import Visitors
 from portalmq.broker.auth import Auth
 from portalmq.broker.config import BrokerConfig
 from portalmq.broker.metrics import Metrics
+from portalmq.broker.storage.batch import Record
 from portalmq.errors import Backpressure
 
 _NOTHING: MultiDict[str, str] = MultiDict()
@@ -49,6 +51,7 @@ class Room:
         self.visitors = Visitors(config)
         self.waiting = 0
         self.bodies = BodiesInFlight(config.body_bytes_in_flight_max)
+        self.answers = AnswersInFlight(config.answer_bytes_in_flight_max)
 
     def body(self) -> bytes:
         """The body of the current request. Raises what `read_body` raises."""
@@ -57,6 +60,10 @@ class Room:
     def body_of(self, environ: dict[str, Any]) -> bytes:
         config = self.config
         return read_body(environ, config.body_bytes_max, pause_s=config.body_timeout_s, in_flight=self.bodies)
+
+    def make_room(self, records: Iterable[Record]) -> None:
+        """For messages that become an answer to this request. Raises Backpressure while too many are not sent."""
+        self.answers.hold(request.environ, records)
 
     @contextmanager
     def parked(self, wait_ms: int) -> Iterator[None]:

@@ -106,6 +106,7 @@ def read_all(room: Room) -> Response:
     queue = _queue()
     mark = room.domain.finishing.mark(queue)
     found, more = first_of(room.domain.unfinished.messages(DEFAULT, queue), RECORD_OF, LIST_MAX)
+    room.make_room(map(RECORD_OF, found))
     messages = [
         {
             **shown(each.stored.record),

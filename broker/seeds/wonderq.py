@@ -88,6 +88,7 @@ def state(room: Room) -> Response:
         # The size first: with it the group begins, and what nobody has asked for yet is counted as well.
         size = room.domain.sizing.size(DEFAULT, DEFAULT)
         found, more = first_of(room.domain.unfinished.messages(DEFAULT, DEFAULT), RECORD_OF, limit)
+    room.make_room(map(RECORD_OF, found))
     messages = [
         {
             "id": number_of(each.stored.partition, each.stored.offset),
