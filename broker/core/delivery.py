@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Iterator
-from heapq import heapify, heappop, heappush, merge
+from heapq import heappop, heappush, merge
 from sys import intern
 
 import msgspec
@@ -49,6 +49,9 @@ EXPIRIES_BEFORE_ALONE = 2
 ATTEMPTS_MAX = 10_000
 OUTSTANDING_MAX = 100_000
 STALE_WAKEUPS_MAX = 1_000
+# Rows of the heap of wakeups that each new one looks at while too many may be stale, and that one question throws away.
+SWEPT_AT_ONCE = 4
+STALE_AT_ONCE = 1_500
 COMMITS_REMEMBERED = 50_000
 # Ranges of dead messages that a group keeps on a partition; the oldest are forgotten (their copies are not).
 DEAD_MAX = 100_000
@@ -89,6 +92,9 @@ class GroupDelivery:
         self._spans: dict[int, SpanFold] = {}
         self._starts: list[int] = []
         self._wakeups: list[tuple[int, int]] = []  # heap of (available_at_ms, start); rows may be stale
+        # Such a heap, too: what is still to be looked at for being stale, and the starts that were found live in it.
+        self._unswept: list[tuple[int, int]] = []
+        self._swept: set[int] = set()
         self._available: dict[int, list[int]] = {}  # priority -> sorted starts whose time has come; some may be stale
         self._returned: list[int] = []  # of those, what has not been looked at for being overdue
         self._overdue_by = 0
@@ -272,15 +278,23 @@ class GroupDelivery:
             heappush(self._wakeups, (span.available_at_ms, span.start))
         else:
             self.held += span.end - span.start
-        if len(self._wakeups) > 2 * len(self._spans) + STALE_WAKEUPS_MAX:
-            self._drop_stale_wakeups()
+        if self._unswept or len(self._wakeups) > 2 * len(self._spans) + STALE_WAKEUPS_MAX:
+            self._sweep_wakeups()
 
-    def _drop_stale_wakeups(self) -> None:
-        """Acked leases would stay in the heap until they would have ended: twelve hours, perhaps."""
-        spans = self._spans
-        live = {row[1]: row for row in self._wakeups if row[1] in spans and spans[row[1]].available_at_ms == row[0]}
-        self._wakeups = list(live.values())
-        heapify(self._wakeups)
+    def _sweep_wakeups(self) -> None:
+        """Look at some rows for being stale. Acked leases would stay in the heap until they would have ended: twelve
+        hours, perhaps; to look at all at once would hold up the event loop."""
+        if not self._unswept:
+            self._unswept, self._wakeups, self._swept = self._wakeups, [], set()
+        for _ in range(min(SWEPT_AT_ONCE, len(self._unswept))):
+            row = self._unswept.pop()  # the last one: what is left of a heap is a heap
+            if row[1] not in self._swept and self._is_live(row):
+                self._swept.add(row[1])
+                heappush(self._wakeups, row)
+
+    def _is_live(self, row: tuple[int, int]) -> bool:
+        span = self._spans.get(row[1])
+        return span is not None and span.available_at_ms == row[0]
 
     def _parts(self, start: int, end: int) -> list[SpanFold]:
         """Copies of the spans within [start, end), to be changed and `_put` one by one. What sticks out stays as it
@@ -348,8 +362,6 @@ class GroupDelivery:
                 sooner = msgspec.structs.replace(span, granted_at_ms=now_ms, available_at_ms=latest_ms)
                 self._spans[span.start] = sooner
                 heappush(self._wakeups, (latest_ms, span.start))
-        if of_the_future:
-            self._drop_stale_wakeups()
 
     # --- decisions ---------------------------------------------------------------------------------------------------
 
@@ -464,14 +476,14 @@ class GroupDelivery:
         return span.available_at_ms <= now_ms or span.available_at_ms >= HELD_MS
 
     def next_wakeup_ms(self) -> int | None:
-        """When the next lease or back-off ends, None when none is running."""
-        while self._wakeups:
-            available_at_ms, start = self._wakeups[0]
-            span = self._spans.get(start)
-            if span is not None and span.available_at_ms == available_at_ms:
-                return available_at_ms
-            heappop(self._wakeups)
-        return None
+        """When the next lease or back-off ends, None when none is running. Sooner where very many were done before
+        they ended: whoever looks then asks again."""
+        looks = STALE_AT_ONCE
+        for rows in (self._wakeups, self._unswept):
+            while rows and looks > 0 and not self._is_live(rows[0]):
+                heappop(rows)
+                looks -= 1
+        return min([rows[0][0] for rows in (self._wakeups, self._unswept) if rows], default=None)
 
     def spans(self) -> list[SpanFold]:
         return [self._spans[start] for start in self._starts]
@@ -488,12 +500,13 @@ class GroupDelivery:
         return merge(*(self._live(starts, now_ms) for starts in self._available.values()), key=_start_of)
 
     def _note_returned(self, now_ms: int) -> None:
-        while self._wakeups and self._wakeups[0][0] <= now_ms:
-            available_at_ms, start = heappop(self._wakeups)
-            span = self._spans.get(start)
-            if span is not None and span.available_at_ms == available_at_ms:
-                insort(self._available.setdefault(priority_of(span.lane), []), start)
-                self._returned.append(start)
+        for rows in (self._wakeups, self._unswept):
+            while rows and rows[0][0] <= now_ms:
+                available_at_ms, start = heappop(rows)
+                span = self._spans.get(start)
+                if span is not None and span.available_at_ms == available_at_ms:
+                    insort(self._available.setdefault(priority_of(span.lane), []), start)
+                    self._returned.append(start)
 
     def _live(self, starts: list[int], now_ms: int) -> Iterator[SpanFold]:
         at = seen = 0  # from `at` to `seen` they are stale

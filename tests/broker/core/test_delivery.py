@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import random
+
 from support.supply import ListSupply, chosen, offsets_of
 
-from portalmq.broker.core.delivery import ATTEMPTS_MAX, OUTSTANDING_MAX, STALE_WAKEUPS_MAX, GroupDelivery
+from portalmq.broker.core import delivery
+from portalmq.broker.core.delivery import (
+    ATTEMPTS_MAX,
+    OUTSTANDING_MAX,
+    STALE_WAKEUPS_MAX,
+    SWEPT_AT_ONCE,
+    GroupDelivery,
+)
 from portalmq.broker.core.fold import GroupFold
 from portalmq.broker.core.keys import KeyBook
 from portalmq.broker.core.records import Ack, Dead, Extend, Grant, GroupStart, Nack, Redrive, ranges_of
@@ -465,5 +474,40 @@ def test_wakeups_of_leases_that_were_prolonged_again_and_again_do_not_pile_up():
     grant(group, (0, 1, 1), (2, 3, 1))
     for now in range(3 * STALE_WAKEUPS_MAX):
         group.apply(Extend(((0, 1), (2, 3)), 1_000 + now, now))
-    assert len(group._wakeups) <= STALE_WAKEUPS_MAX + 4
+        assert len(group._wakeups) + len(group._unswept) <= STALE_WAKEUPS_MAX + 8
     assert group.next_wakeup_ms() == 1_000 + 3 * STALE_WAKEUPS_MAX - 1
+
+
+def test_stale_wakeups_are_looked_for_a_few_at_a_time():
+    group = new_group()
+    messages = 2 * STALE_WAKEUPS_MAX
+    grant(group, *((offset, offset + 1, 1) for offset in range(0, 2 * messages, 2)))
+    for now in range(1, 4 * messages):
+        unswept = len(group._unswept)
+        offset = now % messages * 2
+        group.apply(Extend(((offset, offset + 1),), 1_000 + now, now))
+        assert len(group._unswept) >= unswept - SWEPT_AT_ONCE
+        assert len(group._wakeups) + len(group._unswept) <= 1.5 * (2 * messages + STALE_WAKEUPS_MAX)
+
+
+def test_the_next_wakeup_is_known_while_stale_ones_are_looked_for(monkeypatch):
+    monkeypatch.setattr(delivery, "STALE_WAKEUPS_MAX", 5)
+    chance = random.Random(7)
+    group = new_group()
+    grant(group, *((offset, offset + 3, 1) for offset in range(0, 60, 3)))
+    for now in range(2_000):
+        start = chance.randrange(60)
+        if not group.has_span(start):
+            grant(group, (start, start + 1, 1), now=now, lease=chance.randrange(1, 50))
+        elif chance.random() < 0.3:
+            group.apply(Ack(((start, start + 1),), now))
+        else:
+            group.apply(Nack(((start, start + 1, now + chance.randrange(50)),), now))
+        if chance.random() < 0.1:
+            assert [span.start for span in group.available(now)] == [
+                span.start for span in group.spans() if span.available_at_ms <= now
+            ]
+        returned = {start for starts in group._available.values() for start in starts}
+        waits = [span.available_at_ms for span in group.spans() if span.start not in returned]
+        if waits:
+            assert group.next_wakeup_ms() <= min(waits)
