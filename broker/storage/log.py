@@ -16,7 +16,8 @@ before such a one, with a hole in between, was being dropped. In between no segm
 and empty log.
 
 Threads: changes wait for each other, and reads wait for each other, on native turns; an append and a read run side by
-side, on the two connections of the segment. No method switches greenlets.
+side, on the two connections of the segment. The event loop reads, so a change takes the turn of those who read only for
+what they must not see half of: it removes and cuts files, and syncs them, beside them. No method switches greenlets.
 """
 
 from __future__ import annotations
@@ -238,54 +239,73 @@ class Log(ReadableLog):
             raise ValueError(f"cannot truncate [{self._log_start_offset}, {self.end_offset}) to {to_offset}")
         if to_offset == self.end_offset:
             return
-        with self._sealing, self._change(in_steps=True), self._reading:
-            position = self._position(to_offset)
-            last, later = self._segments[position], self._segments[position + 1 :]
-            if not last.is_border(to_offset):
-                raise ValueError(f"offset {to_offset} is within a batch, and a batch is whole or not at all")
-            for segment in (last, *later):
-                self._close_reader(segment)
+        with self._sealing, self._change(in_steps=True):
+            with self._reading:
+                position = self._position(to_offset)
+                last, later = self._segments[position], self._segments[position + 1 :]
+                if not last.is_border(to_offset):
+                    raise ValueError(f"offset {to_offset} is within a batch, and a batch is whole or not at all")
             self._unseal(segment.base_offset for segment in (last, *later))
             self._uncompact(to_offset)
-            if last.settled:
-                last.open_live()
+            with self._reading:
+                if last.settled:
+                    self._close_reader(last)
+                    last.open_live()
+                _ = last.writer
             last.set_log_start(self._log_start_offset)
-            for segment in reversed(later):
-                segment.remove()
-                sync_directory(self.directory)
-            last.cut(to_offset)
-            last.log_start_offset = self._log_start_offset
-            self._segments = self._segments[: position + 1]
-            self._tail = self._tail_of_active()
+            self._remove_last(len(later))
+            with last.cut(to_offset) as commit, self._reading:
+                commit()
+                self._tail = self._tail_of_active()
 
     def reset(self, base_offset: int, messages_before: int, timestamp_before_ms: int) -> None:
         """Drops everything, durably: the log is empty and begins at `base_offset`, below which the partition has had
         `messages_before` messages, the last batch of them at `timestamp_before_ms`."""
-        with self._sealing, self._change(in_steps=True), self._reading:
-            for segment in self._segments:
-                segment.close()
-            self._open_sealed.clear()
+        with self._sealing, self._change(in_steps=True):
             later = [segment for segment in self._segments if segment.base_offset >= base_offset]
             earlier = self._segments[: len(self._segments) - len(later)]
             self._unseal(segment.base_offset for segment in (*earlier[-1:], *later))
-            for segment in reversed(later):
-                segment.remove()
-                sync_directory(self.directory)
-            fresh = Segment.create(
-                self.directory,
-                self.identity,
-                base_offset=base_offset,
-                messages_before=messages_before,
-                timestamp_before_ms=timestamp_before_ms,
-                log_start_offset=base_offset,
-            )
-            self._segments = (fresh,)
-            self._log_start_offset = base_offset
-            self._tail = self._tail_of_active()
+            self._remove_last(len(later) if earlier else len(later) - 1)
+            fresh = None
+            if earlier:
+                fresh = self._empty_segment(base_offset, messages_before, timestamp_before_ms)
+            with self._reading:
+                for segment in self._segments:
+                    self._close_reader(segment)
+                if fresh is None:  # there was no other, and its name may be the same
+                    later[0].remove()
+                    sync_directory(self.directory)
+                    fresh = self._empty_segment(base_offset, messages_before, timestamp_before_ms)
+                self._segments = (fresh,)
+                self._log_start_offset = base_offset
+                self._tail = self._tail_of_active()
             for segment in earlier:
                 segment.remove()
             sync_directory(self.directory)
             self._unseal(iter(tuple(self._sealed)))
+
+    def _empty_segment(self, base_offset: int, messages_before: int, timestamp_before_ms: int) -> Segment:
+        """One that the log begins with."""
+        return Segment.create(
+            self.directory,
+            self.identity,
+            base_offset=base_offset,
+            messages_before=messages_before,
+            timestamp_before_ms=timestamp_before_ms,
+            log_start_offset=base_offset,
+        )
+
+    def _remove_last(self, count: int) -> None:
+        """Removes that many segments, the newest first: what is left is a log at every moment, and reads go on."""
+        kept, gone = self._segments[: len(self._segments) - count], self._segments[len(self._segments) - count :]
+        with self._reading:
+            self._segments = kept
+            self._tail = self._tail_of_active()
+            for segment in gone:
+                self._close_reader(segment)
+        for segment in reversed(gone):
+            segment.remove()
+            sync_directory(self.directory)
 
     def _unseal(self, base_offsets: Iterator[int]) -> None:
         gone = set(base_offsets) & self._sealed.keys()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from urllib.parse import quote
 
@@ -24,7 +24,7 @@ from portalmq.broker.storage.lanes import LANES_DDL, lanes_of
 from portalmq.broker.storage.rows import ContentTypes, insert_batches, insert_messages, preset_content_types
 from portalmq.broker.storage.schema import PAGE_BYTES, SCHEMA_VERSION, SEGMENT_DDL, LogIdentity
 from portalmq.broker.storage.segment_reading import ReadableSegment
-from portalmq.broker.storage.wal import BUSY_TIMEOUT_MS, make_durable
+from portalmq.broker.storage.wal import BUSY_TIMEOUT_MS, make_durable, sync_wal
 
 SEGMENT_NAME = re.compile(r"\d{20}\.sqlite\Z")
 CREATING = ".creating"
@@ -323,22 +323,34 @@ class Segment(ReadableSegment):
             writer.execute("ROLLBACK")
         self._content_types = ContentTypes(writer)
 
-    def cut(self, to_offset: int) -> None:
-        """Deletes everything from `to_offset` on, durably."""
+    @contextlib.contextmanager
+    def cut(self, to_offset: int) -> Iterator[Callable[[], None]]:
+        """Deletes everything from `to_offset` on, durably at the exit. The body calls what it is given, once, while
+        nobody reads: until then readers find everything, and they wait neither for the work nor for the disk."""
         writer = self.writer
-        writer.execute("BEGIN IMMEDIATE")
-        try:
-            writer.execute("DELETE FROM messages WHERE offset >= ?", (to_offset,))
-            writer.execute("DELETE FROM records WHERE offset >= ?", (to_offset,))
-            writer.execute("DELETE FROM batches WHERE base_offset >= ?", (to_offset,))
-            if self.removed:
-                writer.execute("DELETE FROM holes WHERE base_offset >= ?", (to_offset,))
+
+        def commit() -> None:
             writer.execute("COMMIT")
-        except BaseException:
-            self._roll_back(writer)
-            raise
-        self._read_meta(writer)
-        self._read_end(writer)
+            self._read_meta(writer)
+            self._read_end(writer)
+
+        sync_wal(writer)  # the head of a new write-ahead log is synced, whatever the level: here, and not in the commit
+        writer.execute("PRAGMA synchronous = NORMAL")
+        try:
+            writer.execute("BEGIN IMMEDIATE")
+            try:
+                writer.execute("DELETE FROM messages WHERE offset >= ?", (to_offset,))
+                writer.execute("DELETE FROM records WHERE offset >= ?", (to_offset,))
+                writer.execute("DELETE FROM batches WHERE base_offset >= ?", (to_offset,))
+                if self.removed:
+                    writer.execute("DELETE FROM holes WHERE base_offset >= ?", (to_offset,))
+                yield commit
+            except BaseException:
+                self._roll_back(writer)
+                raise
+        finally:
+            writer.execute("PRAGMA synchronous = FULL")
+        sync_wal(writer)
 
     def set_log_start(self, offset: int) -> None:
         self.writer.execute("UPDATE meta SET value = ? WHERE key = 'log_start_offset'", (offset,))

@@ -19,7 +19,12 @@ def make_durable(connection: apsw.Connection) -> None:
         connection.set_busy_timeout(FOREIGN_READER_WAIT_MS)
         connection.wal_checkpoint("main", apsw.SQLITE_CHECKPOINT_TRUNCATE)
     except apsw.BusyError:
-        # Any commit will do, as long as it changes a byte: SQLite does not write a page that stays the same.
-        connection.execute(f"PRAGMA user_version = {connection.execute('PRAGMA user_version').get + 1}")
+        sync_wal(connection)
     finally:
         connection.set_busy_timeout(BUSY_TIMEOUT_MS)
+
+
+def sync_wal(connection: apsw.Connection) -> None:
+    """Put what was committed on disk, by a `connection` that has synchronous=FULL."""
+    # Any commit will do, as long as it changes a byte: SQLite does not write a page that stays the same.
+    connection.execute(f"PRAGMA user_version = {connection.execute('PRAGMA user_version').get + 1}")

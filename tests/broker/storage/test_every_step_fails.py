@@ -54,6 +54,8 @@ CHANGES = {
     "truncate to a border of segments": (lambda log: log.truncate(60), 60),
     "reset": (lambda log: log.reset(1_000, 1_000, 5_000), 0),
     "reset to the beginning": (lambda log: log.reset(0, 0, 0), 0),
+    "reset to a border of segments": (lambda log: log.reset(60, 60, 5_000), 0),
+    "reset what is sealed": (lambda log: (log.seal(60), log.reset(45, 45, 5_000)), 0),
     "advance the log start": (lambda log: log.advance_log_start(45), 90),
     "compact": (compacted, 90),
 }
@@ -99,6 +101,50 @@ def test_a_change_that_fails_at_any_step_leaves_a_log_that_goes_on_and_opens(tmp
                 assert failed is None
                 return
         raise AssertionError("it never came to an end")
+
+
+@pytest.mark.parametrize("name", ["truncate", "truncate to a border of segments", "truncate more than that", "reset"])
+def test_whoever_reads_waits_for_no_file_that_a_cut_syncs_or_removes(tmp_path, monkeypatch, before, name):
+    image, sent = before
+    directory = tmp_path / "log"
+    shutil.copytree(image, directory)
+    change = {**CHANGES, "truncate more than that": (lambda log: log.truncate(10), 10)}[name][0]
+    found, waited = [], []
+    with unsynced_disk(monkeypatch) as disk:
+        log = open_log(directory)
+        everything(log)  # their files are open
+
+        def read(code=None):
+            if not log._reading.enter_at_once():
+                waited.append(code)
+                return
+            log._reading.__exit__()
+            found.append(offsets(everything(log)))
+
+        seen = seen_at_steps(disk, read)
+        with monkeypatch.context() as patch:
+            patch.setattr(disk, "sqlite_step", seen)
+            patch.setattr(disk, "step", seen)
+            change(log)
+        assert found
+        assert all(batches == offsets(sent)[: len(batches)] for batches in found)
+        assert set(waited) <= {apsw.SQLITE_IOERR_WRITE}, waited
+        log.close()
+
+
+def seen_at_steps(disk, see):
+    """What stands in for a step of the disk: `see` is called first, but not for steps of its own."""
+    inside = []
+
+    def step(code=None, *, takes_room=True):
+        if not inside:
+            inside.append(True)
+            try:
+                see(code)
+            finally:
+                inside.clear()
+
+    return step
 
 
 NAMESPACES = (["unshare", "--mount"], ["unshare", "--user", "--map-root-user", "--mount"])
