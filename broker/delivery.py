@@ -157,6 +157,7 @@ class GroupPartition:
             choice.spots(),
             tuple(choice.gone),
             tuple(choice.held),
+            self.partition.groups.leases_above,
         )
         granted = self._append_grant(grant, choice)
         self._bell.arm()

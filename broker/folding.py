@@ -91,6 +91,8 @@ class GroupsFold:
         self.moves: list[tuple[int, int]] = []
         # Where the newest STATE record stands; -1 without one.
         self.state_offset = -1
+        # The numbers of leases go on above this one; and the highest that was granted, whatever became of its group.
+        self.leases_above = self._highest_lease = 0
 
     def _load(self, fold: PartitionFold) -> None:
         """Take a snapshot. Those who serve groups keep hold of the dicts, so they stay."""
@@ -153,6 +155,12 @@ class GroupsFold:
         delivery = self.delivery.get(group)
         if delivery is not None:
             delivery.apply(record, offset, leader_epoch)
+            self._highest_lease = max(self._highest_lease, delivery.highest_lease)
+
+    def go_on_after(self, before: GroupsFold) -> None:
+        """This is folded anew from what is left of a log that `before` knew more of. What was cut off may be in
+        consumers' hands, and the epoch the same: so no number of a lease comes again."""
+        self.leases_above = max(before.leases_above, before._highest_lease)
 
     def _apply_stream(self, group: str, record: StreamRecord | Commit, offset: int) -> None:
         stream = self.streams.get(group)

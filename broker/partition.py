@@ -55,7 +55,7 @@ from portalmq.broker.core.insync import InSync
 from portalmq.broker.core.replica import PartitionReplica
 from portalmq.broker.core.streams import StreamOffsets
 from portalmq.broker.errands import Errands
-from portalmq.broker.folding import Recovered, recover
+from portalmq.broker.folding import GroupsFold, Recovered, recover
 from portalmq.broker.following import Following
 from portalmq.broker.hosting import PartitionHost
 from portalmq.broker.reader import Reader
@@ -143,6 +143,7 @@ class Partition(AppendingPartition):
         self._is_streamed = False
         self._refused_ms = 0
         self._told_ms = host.clock.now_ms()
+        self.groups = GroupsFold()
         found = recovered or recover(log, state_file)
         self.lost = found.lost
         self.install(found)
@@ -156,6 +157,7 @@ class Partition(AppendingPartition):
     def install(self, found: Recovered) -> None:
         """Take what the log adds up to, after it was opened, cut or begun anew."""
         self.host.cache.drop(self._cache_key)
+        found.groups.go_on_after(self.groups)
         self.groups = found.groups
         self.delivery.clear()
         self.delivery.update(found.groups.delivery)

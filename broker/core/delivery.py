@@ -83,6 +83,8 @@ class GroupDelivery:
         self.held = 0
         # In a group ordered by key: whose turn it is. None until a choice builds it.
         self.keys: KeyBook | None = None
+        # Of the leases that were granted here since it was folded.
+        self.highest_lease = 0
         # The record that finished messages last.
         self.finished_at = -1
         self._ahead: dict[int, list[tuple[int, int]]] = {}  # lane -> heap of (due_ms, offset)
@@ -189,9 +191,11 @@ class GroupDelivery:
             before = self._cut(start, end)
             expiries = max((span.expiries + span.leased for span in before), default=0)
             earlier = max((span.earlier for span in before), default=0)
+            earlier = max(earlier, grant.leases_above + 1 - deliveries if grant.leases_above else 0)
             times = (grant.granted_at_ms, grant.deadline_ms)
             self._insert(SpanFold(start, end, deliveries, expiries, True, *times, lane, earlier, holder, leader_epoch))
             leases.append(earlier + deliveries)
+        self.highest_lease = max(self.highest_lease, *leases, 0)
         for start, end, lane in grant.held:
             self._insert(SpanFold(start, end, 0, 0, False, 0, HELD_MS, lane))
         for start, end in grant.gone:

@@ -23,7 +23,8 @@ class SpanFold(msgspec.Struct, array_like=True, gc=False):
 
     `available_at_ms` ends the lease, or the back-off after a nack, that began at `granted_at_ms`; HELD_MS says that
     the message waits for an earlier one of its key. `earlier` counts the leases that are no deliveries any more
-    (before a redrive, or given back unseen): the number of a lease never comes again, so no receipt from before counts.
+    (before a redrive, given back unseen, or lost with their grants): the number of a lease never comes again, so no
+    receipt from before counts.
     `holder` is who has the lease, where the receive gave his name. `leader_epoch` is that of the last lease, or of the
     redrive after it: 0 where there was none, or where a version before this one has not kept it.
     Invariant: start < end, deliveries >= 0; a holder has a lease.

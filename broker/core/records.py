@@ -40,7 +40,8 @@ class Grant(msgspec.Struct, array_like=True, frozen=True):
     where the other lanes do that moved: all places of a lane below its cursor that are neither granted here nor known
     before are done (they hold no message, or one that has expired). `gone` are messages that were handed out before and
     are done now: they have expired, or were compacted away. `held` are (start, end, lane) of messages that were passed
-    over because an earlier one of their key is not done.
+    over because an earlier one of their key is not done. The numbers of the leases are above `leases_above`: such were
+    handed out in this epoch by grants that the disk has refused since.
     """
 
     ranges: tuple[tuple[int, int, int], ...]
@@ -53,6 +54,7 @@ class Grant(msgspec.Struct, array_like=True, frozen=True):
     cursors: tuple[Spot, ...] = ()
     gone: tuple[Range, ...] = ()
     held: tuple[tuple[int, int, int], ...] = ()
+    leases_above: int = 0
 
     @property
     def holder(self) -> str:

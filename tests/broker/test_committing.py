@@ -342,6 +342,29 @@ def test_a_commit_that_the_disk_refuses_leaves_no_trace(fixture, monkeypatch):
     assert there(fixture) == ["A"]
 
 
+def test_a_lease_whose_grant_the_disk_refused_does_not_count_for_the_one_after_it(fixture, monkeypatch):
+    send(fixture, "a")
+    partition = partition_of(fixture)
+    real = partition.log.append
+
+    def refused(batches) -> None:
+        if any(batch.kind == Kind.GRANT for batch in batches):
+            monkeypatch.setattr(partition.log, "append", real)
+            raise DiskFull("no room")
+        real(batches)
+
+    monkeypatch.setattr(partition.log, "append", refused)
+    lost = receive(fixture)
+    partition._writer.wait_idle()
+    held = receive(fixture)
+    assert [message.offset for message in held] == [message.offset for message in lost]
+    with pytest.raises(StaleReceipt):
+        commit(fixture, lost, outputs("lost"))
+    commit(fixture, held, outputs("A"))
+    settled(fixture)
+    assert there(fixture) == ["A"]
+
+
 def test_outputs_for_a_topic_that_was_deleted_are_dropped_and_hold_nothing_up(fixture):
     send(fixture, "a", "b")
     fixture.broker.create_topic("gone", wire.CreateTopic())

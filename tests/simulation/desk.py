@@ -76,7 +76,8 @@ class Desk:
 
     def rebuild(self) -> None:
         disk = self.shell.disk
-        self.groups = GroupsFold()
+        before, self.groups = self.groups, GroupsFold()
+        self.groups.go_on_after(before)
         self.lanes = Lanes()
         self._unreadable.clear()
         states = [number for number, batch in enumerate(disk.batches) if batch.state is not None]

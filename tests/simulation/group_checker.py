@@ -136,7 +136,7 @@ class GroupChecker:
             live[offset] = (deadline_ms, receipt)
             model.handed.add(offset)
             if receipt in model.receipts:
-                model.twins.add(receipt)  # a full disk took the first grant away: two hold the same
+                self.fail("I12", "{}: {} is handed out a second time", group, receipt)
             model.receipts.add(receipt)
             self.world.count("delivery")
             if receipt.delivery > 1:
@@ -229,7 +229,7 @@ class GroupChecker:
     def has_ordered(self, group: str, receipts: list[Receipt], call: str, outputs: int) -> None:
         """A client is told that its commit call stands, or that of another with the same receipts."""
         model = self.queues[group]
-        if model.call_of.get(receipts[0].offset, "") not in (call, "") or not model.twins.isdisjoint(receipts):
+        if model.call_of.get(receipts[0].offset, "") not in (call, ""):
             return
         for number in range(outputs):
             if ("output", f"{call}/{number}") not in self.ordered:

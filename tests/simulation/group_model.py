@@ -73,7 +73,6 @@ class QueueModel:
         self.leases: dict[int, Lease] = {}
         self.handed: set[int] = set()  # by whatever leader, committed or not
         self.receipts: set[Receipt] = set()
-        self.twins: set[Receipt] = set()
         self.calls: set[str] = set()
         self.refused_calls: set[str] = set()
         self.call_of: dict[int, str] = {}  # message -> the call that committed it, "" for one without outputs

@@ -24,6 +24,7 @@ from portalmq.broker.core.leading import LeadingReplica
 from portalmq.broker.core.producers import Producers
 from portalmq.broker.core.replica import PartitionReplica
 from portalmq.broker.core.replica_state import ReplicaState
+from portalmq.broker.folding import GroupsFold
 from portalmq.control_plane import controller
 from portalmq.control_plane.state import PartitionState
 
@@ -360,6 +361,11 @@ def _(original: Any, held: PartitionState, broker_id: int, live: Any) -> bool:
 @mutant("compares no logs after a power cut", 82, (controller, "is_cold"))
 def _(original: Any, held: PartitionState, live: Any) -> bool:
     return False
+
+
+@mutant("gives the number of a lost lease once more", 27, (GroupsFold, "go_on_after"), has_groups=True)
+def _(original: Any, self: GroupsFold, before: GroupsFold) -> None:
+    pass
 
 
 @mutant("hands over to one that has just started anew", 2913, (controller, "elect"))

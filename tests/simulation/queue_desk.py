@@ -185,6 +185,7 @@ class QueueDesk:
             choice.spots(),
             tuple(choice.gone),
             tuple(choice.held),
+            self.desk.groups.leases_above,
         )
         self.desk.append(group, record, not_before_ms=choice.not_before_ms, hands_out=bool(ranges))
         note(self._delivery(group), choice)

@@ -6,7 +6,6 @@ import random
 
 from support.supply import ListSupply, chosen, offsets_of
 
-from portalmq.broker.core import delivery
 from portalmq.broker.core.delivery import (
     ATTEMPTS_MAX,
     OUTSTANDING_MAX,
@@ -17,6 +16,7 @@ from portalmq.broker.core.delivery import (
 from portalmq.broker.core.fold import GroupFold
 from portalmq.broker.core.keys import KeyBook
 from portalmq.broker.core.records import Ack, Dead, Extend, Grant, GroupStart, Nack, Redrive, ranges_of
+from portalmq.broker.folding import GroupsFold
 
 
 def new_group(start: int = 0) -> GroupDelivery:
@@ -491,7 +491,7 @@ def test_stale_wakeups_are_looked_for_a_few_at_a_time():
 
 
 def test_the_next_wakeup_is_known_while_stale_ones_are_looked_for(monkeypatch):
-    monkeypatch.setattr(delivery, "STALE_WAKEUPS_MAX", 5)
+    monkeypatch.setattr("portalmq.broker.core.delivery.STALE_WAKEUPS_MAX", 5)
     chance = random.Random(7)
     group = new_group()
     grant(group, *((offset, offset + 3, 1) for offset in range(0, 60, 3)))
@@ -511,3 +511,26 @@ def test_the_next_wakeup_is_known_while_stale_ones_are_looked_for(monkeypatch):
         waits = [span.available_at_ms for span in group.spans() if span.start not in returned]
         if waits:
             assert group.next_wakeup_ms() <= min(waits)
+
+
+def test_a_lease_has_no_number_that_was_given_by_a_grant_which_the_log_has_lost():
+    before = GroupsFold()
+    before.apply("g", GroupStart(0, 0), 0, 5)
+    before.apply("g", Grant(((0, 2, 1),), 2, 0, 100), 1, 5)
+    before.apply("g", Nack(((0, 2, 0),), 1), 2, 5)
+    before.apply("g", Grant(((0, 1, 2),), 2, 2, 100), 3, 5)
+    before.apply("g", Grant(((1, 2, 2),), 2, 2, 100, attempt_id="a-1"), 4, 5)
+    before.end("g")
+    after = GroupsFold()
+    after.go_on_after(before)
+    after.apply("g", GroupStart(0, 0), 0, 5)
+    after.apply("g", Grant(((0, 2, 1),), 2, 3, 100, leases_above=after.leases_above), 1, 5)
+    group = after.delivery["g"]
+    assert spans(group) == [(0, 2, 1)]
+    assert [span.lease for span in group.spans()] == [3]
+    for lost in (1, 2):
+        assert group.ackable([0], lost, 5) == ([False], [])
+    assert group.ackable([0], 3, 5) == ([True], [0])
+    again = GroupsFold()
+    again.go_on_after(after)
+    assert again.leases_above == 3
