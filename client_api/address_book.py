@@ -140,13 +140,17 @@ class AddressBook:
                     self._leaders[topic.name, partition.partition] = leader
                     self._epochs[topic.name, partition.partition] = partition.leader_epoch
 
+    def epoch_of(self, partition: TopicPartition) -> int:
+        """That of the latest leader that a broker told of; -1 when none has."""
+        return self._epochs.get(partition, -1)
+
     def has_moved(self, partition: TopicPartition, metadata: wire.Metadata) -> bool:
         """Whether a broker knows of a later leader than this client does."""
         return any(
             topic.name == partition[0]
             and each.partition == partition[1]
             and each.leader_url is not None
-            and each.leader_epoch > self._epochs.get(partition, -1)
+            and each.leader_epoch > self.epoch_of(partition)
             for topic in metadata.topics
             for each in topic.partitions
         )

@@ -324,10 +324,14 @@ class Transport:
         every_s = ASK_OTHERS_AFTER_S
         if request.wait_s:  # a broker that waits is no silent one
             every_s = ASK_OTHERS_PARKED_S if request.wait_s > ASK_OTHERS_PARKED_S else request.wait_s + every_s
-        return Watch(every_s, lambda: self._leads_elsewhere(place, address))
+        epoch = self._book.epoch_of(place)
+        return Watch(every_s, lambda: self._leads_elsewhere(place, address, epoch))
 
-    def _leads_elsewhere(self, place: tuple[str, int], address: Address) -> bool:
-        """Whether another broker knows of a later leader of `place` than `address`."""
+    def _leads_elsewhere(self, place: tuple[str, int], address: Address, epoch: int) -> bool:
+        """Whether `place` has a later leader than `address` in `epoch`. Another broker knows, or this client does by
+        now: who asks for one partition learns of all of the topic."""
+        if self._book.epoch_of(place) > epoch and self._book.leader_of(place) != address:
+            return True
         other = None if self._closing.is_set() else self._book.another_than(address)
         if other is None:
             return False

@@ -211,10 +211,10 @@ def test_the_token_goes_as_a_bearer_and_must_be_one_line() -> None:
 # --- leaders ---------------------------------------------------------------------------------------------------------
 
 
-def metadata(leader: str) -> Answer:
+def metadata(leader: str, epoch: int = 1) -> Answer:
     document = wire.Metadata(
         [wire.BrokerDescription(1, "http://one:1", True), wire.BrokerDescription(2, "http://two:2", True)],
-        [wire.TopicMetadata("t", [wire.PartitionLeader(0, 1, 1, leader)])],
+        [wire.TopicMetadata("t", [wire.PartitionLeader(0, 1, epoch, leader)])],
     )
     import msgspec
 
@@ -505,6 +505,40 @@ def test_a_receive_that_is_parked_at_a_leader_that_stands_still_goes_on_at_the_n
         (second,) = new.calls_of("POST", "/v1/groups/g/receive")
         assert first.json()["attempt_id"] == second.json()["attempt_id"]
         still.set()
+
+
+class Watched(Network):
+    """The first broker answers nothing, until whoever watches gives that up; meanwhile the client learns of leaders."""
+
+    def __init__(self, *learned: Answer) -> None:
+        super().__init__(answer())
+        self.learned = list(learned)
+        self.watches = 0
+        self.client: Transport
+
+    def exchange(
+        self, address: Address, method: str, head: bytes, body: bytes, timeout_s: float, watch: Watch | None = None
+    ) -> Answer:
+        if method == "POST" and watch is not None and address.url == "http://one:1":
+            for told in self.learned:
+                self.outcomes = [told]
+                self.client.metadata(["t"])
+                self.watches += 1
+                if watch.gives_up():
+                    self.outcomes = [answer()]
+                    raise NoAnswer("it is silent, and another broker leads by now")
+            raise AssertionError("it waits on")
+        return super().exchange(address, method, head, body, timeout_s)
+
+
+def test_who_waits_for_a_leader_goes_on_when_the_client_learns_of_the_next_one_by_another_call() -> None:
+    network = Watched(metadata("http://one:1", 1), metadata("http://one:1", 2), metadata("http://two:2", 3))
+    network.client = transport = network.transport("http://one:1,http://two:2")
+    network.outcomes = [metadata("http://one:1", 1)]
+    transport.metadata(["t"])
+    transport.call(Request("POST", "/v1/topics/t/messages", b"{}", repeatable=True, leader_of=("t", 0)))
+    assert network.watches == 3, "one that leads still is waited for"
+    assert network.asked[-1][0] == "http://two:2"
 
 
 # --- whom to leave out -----------------------------------------------------------------------------------------------
