@@ -390,10 +390,16 @@ class Leases:
             self._waiting.clear()
             self._handed = {}
             self._to_ack = self._riding + self._to_ack
-        try:
-            self.flush()
-        except PortalMQError as error:
-            _log.warning("the last messages could not be acked and will be delivered again: %s", error)
+        # The keeper may try to send acks for much longer than an end may take: it goes on with them by itself.
+        if self._flushing.acquire(timeout=RELEASE_TIMEOUT_S):
+            try:
+                self.flush()
+            except PortalMQError as error:
+                _log.warning("the last messages could not be acked and will be delivered again: %s", error)
+            finally:
+                self._flushing.release()
+        else:
+            _log.warning("acks get no answer: the last messages may be delivered again")
         self._give_back(handed, {"reason": "the consumer closed before it was done"})
         self.give_back_unseen(waiting, CLOSED_BEFORE)
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
 
 import pytest
 from support.ports import kept_port, number_of
-from support.scripted_broker import ScriptedBroker, lose_answer, refuse
+from support.scripted_broker import ScriptedBroker, hold, lose_answer, refuse
 
 from portalmq import Admin, AsyncConsumer, AsyncProducer, Consumer, Lock, Producer, Unavailable
 from portalmq.connection import Address
@@ -19,6 +20,7 @@ from portalmq.reach import FIRST_CONTACT_S, SILENT_S_MAX, WARN_AFTER_S, WARN_EVE
 AN_HOUR_S = 3_600.0
 ONE, TWO = Address("http", "one", 1), Address("http", "two", 1)
 RECEIVE = "/v1/groups/g/receive"
+ACK = "/v1/groups/g/ack"
 
 
 @pytest.fixture
@@ -119,11 +121,13 @@ def test_a_consumer_whose_broker_dies_later_says_so_at_the_end_of_an_iteration(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("portalmq.reach.SILENT_S_MAX", AN_HOUR_S)
+    monkeypatch.setattr("portalmq.lease.ACK_DELAY_S_MAX", AN_HOUR_S)  # no thread tries on, after the test too
+    monkeypatch.setattr("portalmq.lease.RELEASE_TIMEOUT_S", 0.05)
     with ScriptedBroker() as broker:
         broker.fill("t", [b"1"])
         consumer = Consumer("t", group="g", bootstrap=broker.url, idle_timeout_s=0.05)
         assert next(consumer).value == b"1"
-    with nobody_instead_of(broker):
+    with nobody_instead_of(broker), consumer:
         with pytest.raises(Unavailable):
             next(consumer)
         assert consumer.poll(0.05) == [], "a poll may be asked again, and a broker that restarts is back soon"
@@ -136,12 +140,30 @@ def test_a_poll_says_so_when_nobody_answers_for_long(monkeypatch: pytest.MonkeyP
         assert consumer.poll(0) == []
     monkeypatch.setattr("portalmq.reach.SILENT_S_MAX", 0.01)
     has_said = False
-    with nobody_instead_of(broker):
+    with nobody_instead_of(broker), consumer:
         while not has_said:
             try:
                 assert consumer.poll(0.02) == []
             except Unavailable:
                 has_said = True
+
+
+def test_a_close_does_not_wait_for_acks_that_get_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever sends them tries for minutes, and an end has seconds."""
+    monkeypatch.setattr("portalmq.lease.RELEASE_TIMEOUT_S", 0.05)
+    answer = threading.Event()
+    with ScriptedBroker() as broker:
+        broker.fill("t", [b"1"])
+        broker.script("POST", ACK, [hold(answer)])
+        consumer = Consumer("t", group="g", bootstrap=broker.url)
+        next(consumer)
+        acking = threading.Thread(target=consumer.commit)
+        acking.start()
+        broker.wait_for(lambda: broker.calls_of("POST", ACK))
+        consumer.close()
+        assert acking.is_alive()
+        answer.set()
+        acking.join(30)
 
 
 def test_an_iteration_waits_while_a_broker_says_that_leaders_change(monkeypatch: pytest.MonkeyPatch) -> None:
