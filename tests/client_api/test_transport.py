@@ -10,7 +10,7 @@ from http.client import HTTPMessage
 
 import pytest
 from support.cluster import wait_until
-from support.scripted_broker import ScriptedBroker, hang_up, hold, lose_answer, refuse
+from support.scripted_broker import Call, Reply, ScriptedBroker, hang_up, hold, lose_answer, refuse
 
 from portalmq import Consumer, Producer, errors, wire
 from portalmq.address_book import AddressBook
@@ -495,10 +495,14 @@ def test_a_receive_that_is_parked_at_a_leader_that_stands_still_goes_on_at_the_n
 ) -> None:
     old, new = two_brokers
     still = threading.Event()
+
+    def stand_still(broker: ScriptedBroker, call: Call) -> Reply:
+        new.leader_epoch = 2  # not before the receive is there: it could go to the next leader at once
+        return hold(still)(broker, call)
+
     old.fill("t", [])
-    old.script("POST", "/v1/groups/g/receive", [hold(still)])
+    old.script("POST", "/v1/groups/g/receive", [stand_still])
     new.fill("t", [b"1"])
-    new.leader_epoch = 2
     with Consumer("t", group="g", bootstrap=[old.url, new.url]) as consumer:
         assert consumer.poll(60)[0].value == b"1"
         (first,) = old.calls_of("POST", "/v1/groups/g/receive")
