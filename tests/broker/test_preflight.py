@@ -114,7 +114,7 @@ class TestOpenTrees:
 
     @pytest.fixture
     def config(self, zookeeper_server: EmbeddedZooKeeper) -> Iterator[BrokerConfig]:
-        config = BrokerConfig(zookeeper=zookeeper_server.hosts + fresh_chroot(), session_timeout_ms=1_000)
+        config = BrokerConfig(zookeeper=zookeeper_server.hosts + fresh_chroot(), session_timeout_ms=10_000)
         self.anyone = in_tree(config)
         self.before = self.anyone.cluster_secret(), self.anyone.receipt_key()
         yield replace(config, zookeeper_user="portal", zookeeper_password="right")

@@ -120,6 +120,8 @@ def acls(hosts: str, *paths: str, user: tuple[str, str] = OURS) -> list[list[str
         client.close()
 
 
+# No pause of the machine ends it, and with it what is ephemeral.
+LONG_SESSION_S = 20.0
 OPEN_TREE = ["/cluster_secret", "/a/b/c", "/topics/t", "/brokers/ids/7", "/brokers/stores/7"]
 
 
@@ -127,12 +129,12 @@ OPEN_TREE = ["/cluster_secret", "/a/b/c", "/topics/t", "/brokers/ids/7", "/broke
 def test_a_tree_that_was_open_is_closed_to_the_last_node(tmp_path: Path, owns_root: bool) -> None:
     with EmbeddedZooKeeper(tmp_path) as server:
         hosts = server.hosts if owns_root else f"{server.hosts}/portalmq"
-        anonymous = ZooKeeper(hosts)
+        anonymous = ZooKeeper(hosts, session_timeout_s=LONG_SESSION_S)
         anonymous.start()
         anonymous.commit(*map(Create, OPEN_TREE))
         for hundred in range(3):
             anonymous.commit(*(Create(f"/many/{hundred}{number}") for number in range(100)))
-        plane = ZooKeeper(hosts, auth=OURS, owns_root=owns_root, closes=False)
+        plane = ZooKeeper(hosts, auth=OURS, owns_root=owns_root, closes=False, session_timeout_s=LONG_SESSION_S)
         plane.start()
         assert plane.is_open
         assert plane.open_to_others("/cluster_secret", "/missing") == {"/cluster_secret": 0}
