@@ -218,6 +218,7 @@ class Scheduled:
         if partition.log.log_start_offset <= offset < partition.high_watermark:
             found = next(_read(partition, offset), None)
         if found is None:
+            partition.wait_led()
             raise MessageNotFound(f"there is no message {partition.number}-{offset} in topic {partition.topic!r}")
         timestamp_ms, record = found
         due_ms = record.deliver_at_ms

@@ -23,7 +23,7 @@ from portalmq.broker.core.events import (
 )
 from portalmq.broker.core.insync import InSync
 from portalmq.broker.core.replica_state import SUCCESSOR_WAITS_MS, ReplicaState
-from portalmq.errors import NotEnoughReplicas, NotLeader, PortalMQError, Unavailable
+from portalmq.errors import NotEnoughReplicas, NotLeader, OutOfOrderSequence, PortalMQError, Unavailable
 
 UNCOMMITTED_MAX = 500_000
 
@@ -86,7 +86,14 @@ class LeadingReplica(ReplicaState):
                 raise NotEnoughReplicas(f"{live} replicas are in sync, {needed} are needed", retry_after_s=1.0)
             if self.next_offset - self.high_watermark > UNCOMMITTED_MAX:
                 raise NotEnoughReplicas("the followers are far behind", retry_after_s=1.0)
-        return self.producers.first_place(event.stamp, event.count) if event.stamp else None
+        try:
+            return self.producers.first_place(event.stamp, event.count) if event.stamp else None
+        except OutOfOrderSequence as gap:
+            if self.may_hand_out(now_ms):
+                raise
+            # What is missing may stand with a successor of whom this leader has not heard.
+            why = "its followers do not vouch for the partition's leader just now"
+            raise Unavailable(why, retry_after_s=0.2) from gap
 
     def _allot(self, token: object, count: int, wall_ms: int) -> Append:
         """Offsets and a time: timestamps never fall, whatever the clock does."""

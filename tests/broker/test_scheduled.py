@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from support.domain import HandClock, running
 
 from portalmq import wire
+from portalmq.broker.core.replica import PartitionReplica
 from portalmq.broker.scheduled import BEGINNING
 from portalmq.broker.storage.batch import Record
-from portalmq.errors import MessageNotFound, TopicNotFound
+from portalmq.errors import MessageNotFound, TopicNotFound, Unavailable
 
 
 @pytest.fixture
@@ -107,6 +110,17 @@ def test_what_is_not_to_come_cannot_be_taken_back(fixture):
             fixture.broker.cancel_scheduled("t", number, offset)
     with pytest.raises(TopicNotFound):
         fixture.broker.cancel_scheduled("nothing", 0, 0)
+
+
+def test_a_message_that_a_successor_may_have_taken_is_not_denied(fixture, monkeypatch):
+    def pass_by(seconds: float) -> None:
+        fixture.clock.advance(round(1_000 * seconds))
+
+    monkeypatch.setattr("portalmq.broker.readable.gevent", SimpleNamespace(sleep=pass_by))
+    monkeypatch.setattr(PartitionReplica, "led_at", lambda replica, then_ms: False)
+    monkeypatch.setattr(fixture.broker.schedule._leaders, "_patience_s", 0.0)  # a refusal is not tried again
+    with pytest.raises(Unavailable, match="do not vouch"):
+        fixture.broker.cancel_scheduled("t", 0, 10_000)
 
 
 def test_a_clock_that_is_set_back_takes_nothing_back_that_was_handed_out(fixture):

@@ -37,7 +37,7 @@ from portalmq.broker.core.leading import UNCOMMITTED_MAX
 from portalmq.broker.core.producers import Producers
 from portalmq.broker.core.replica import PartitionReplica
 from portalmq.broker.core.replica_state import SUCCESSOR_WAITS_MS, VOUCHED_FOR_MS
-from portalmq.errors import NotEnoughReplicas, NotLeader, Unavailable
+from portalmq.errors import NotEnoughReplicas, NotLeader, OutOfOrderSequence, Unavailable
 
 STORES = {1: "a", 2: "b", 3: "c"}
 BROKERS = {1: (1, "a"), 2: (1, "b"), 3: (1, "c")}
@@ -293,6 +293,18 @@ def test_messages_are_handed_out_while_all_who_could_succeed_have_vouched_a_mome
     assert isinstance(refusal.error, Unavailable)
     (own,) = replica.step(AppendRequested("b", 1, is_control=True), now_ms)
     assert isinstance(own, Append), "an ack is taken all the same"
+
+
+def test_a_gap_in_the_sequence_is_told_only_while_followers_vouch():
+    """What is missing may stand with a successor of whom this leader has not heard."""
+    replica = leader()
+    replica.step(LeaseRenewed(1 << 40), 0)
+    gap = AppendRequested("a", 1, Stamp(7, 0, 5))
+    for now_ms, error in ((100 + VOUCHED_FOR_MS, OutOfOrderSequence), (101 + VOUCHED_FOR_MS, Unavailable)):
+        vouched(replica, 2, 100, 100)
+        (refusal,) = replica.step(gap, now_ms)
+        assert isinstance(refusal, Refuse)
+        assert isinstance(refusal.error, error)
 
 
 def test_nobody_else_led_at_a_time_that_all_who_could_succeed_have_vouched_for():
