@@ -165,8 +165,11 @@ class Node:
         self.world.note(self.id, "finds its replica damaged and begins anew as {}", self.store)
 
     def reopen(self, high_watermark: int) -> None:
-        """Another replica object over the same disk, within this life, told what is known."""
-        self.shell = ReplicaShell(self, high_watermark)
+        """Another replica object over the same disk, within this life, told what is known. It may lead on in its epoch,
+        so it goes on with the numbers of leases; a broker makes no new one before it leads on."""
+        before, self.shell = self.shell, ReplicaShell(self, high_watermark)
+        if before is not None and before.desk is not None and self.shell.desk is not None:
+            self.shell.desk.groups.go_on_after(before.desk.groups)
         if self._answered_ms is not None:
             self._tell(LeaseRenewed(self._answered_ms))
         self._tell(BrokersChanged(self.brokers))
