@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 from portalmq.broker.clock import Clock
 from portalmq.broker.core.stamp import Stamp
 from portalmq.broker.partition import Partition
-from portalmq.broker.tally import counted
+from portalmq.broker.tally import kept_for
 from portalmq.broker.topics import Topic
 from portalmq.errors import Backpressure, MessageTooLarge
 
@@ -95,6 +95,6 @@ class Backlog:
 
 def slowest(partition: Partition, clock: Clock) -> int:
     """What the slowest queue group has not done, with what is on its way to the disk; 0 without a group."""
-    counts = [counted(partition, group, clock) for group in tuple(partition.delivery)]
+    kept = [kept_for(partition, group, clock) for group in partition.delivery]
     unread = partition.messages_next - partition.log.messages_before(partition.high_watermark)
-    return max([unread + each["lag"] + each["dead"] for each in counts], default=0)
+    return max([unread + messages for messages in kept], default=0)

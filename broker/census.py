@@ -15,8 +15,9 @@ import msgspec
 
 from portalmq import wire
 from portalmq.broker.calls import CountGroups, EndedGroup, EndGroup, GroupCount, GroupCounts
+from portalmq.broker.fairness import in_turns
 from portalmq.broker.forwarding import PATIENCE_S, PAUSE_MAX_S
-from portalmq.broker.groups import Groups
+from portalmq.broker.groups import GROUPS_A_TURN, Groups
 from portalmq.broker.peers import Peers
 from portalmq.control_plane.mirror import Mirror
 from portalmq.control_plane.state import GroupState
@@ -75,7 +76,8 @@ class Census:
 
     def _count_here(self, names: list[str]) -> GroupCounts:
         groups = self._groups
-        attached = (each for name in names for each in groups.attached(name)) if names else groups.all_attached()
+        named = (each for name in names for each in in_turns(groups.attached(name), GROUPS_A_TURN))
+        attached = named if names else groups.all_attached()
         counts = [
             GroupCount(each.group, each.partition.topic, each.partition.number, **each.counts()) for each in attached
         ]

@@ -19,6 +19,7 @@ from portalmq.broker.clock import Clock
 from portalmq.broker.core.delivery import HELD_MS, GroupDelivery
 from portalmq.broker.core.fold import GroupFold, SpanFold
 from portalmq.broker.core.lanes import DELAYED
+from portalmq.broker.fairness import in_turns
 from portalmq.broker.folding import GroupsFold
 from portalmq.broker.partition import Partition
 from portalmq.broker.storage.lanes import Row
@@ -30,12 +31,23 @@ SKIP_MAX = 100_000
 DELAYED_SPANS_MAX = 100
 # A group that has so little before it is counted by its messages, and not by all that ever waited in the lanes.
 NEAR = 20_000
+# So many spans are added up before others have their turn.
+SPANS_A_TURN = 10_000
 
 
 def counted(partition: Partition, group: str, clock: Clock) -> dict[str, int]:
     """The counts of one group on one partition; of one that has not begun there, nothing."""
     delivery = partition.delivery.get(group)
     return dict(NOTHING) if delivery is None else tallied(partition, delivery, clock)
+
+
+def kept_for(partition: Partition, group: str, clock: Clock) -> int:
+    """How many messages the group has not done, and dead ones, in one stretch: for who goes on at the same moment."""
+    delivery = partition.delivery.get(group)
+    if delivery is None:
+        return 0
+    dead = sum([each.end - each.start for each in delivery.dead])
+    return sum(_fresh(partition, delivery, clock.wall_ms())) + delivery.outstanding + dead
 
 
 def untouched(partition: Partition, group: str) -> GroupDelivery:
@@ -45,11 +57,15 @@ def untouched(partition: Partition, group: str) -> GroupDelivery:
 
 
 def tallied(partition: Partition, delivery: GroupDelivery, clock: Clock) -> dict[str, int]:
+    """The counts at one moment. Adding them up takes its pauses: what changes meanwhile is not in them."""
     now_ms, wall_ms = clock.now_ms(), clock.wall_ms()
     ready, scheduled = _fresh(partition, delivery, wall_ms)
     is_fresh = ready + scheduled > 0
+    lag = ready + scheduled + delivery.outstanding
+    spans, dead = delivery.spans(), tuple(delivery.dead)
+    oldest_unacked_ms = _oldest_age_ms(partition, delivery, spans, wall_ms, is_fresh=is_fresh) if lag else 0
     in_flight = 0
-    for span in delivery.spans():
+    for span in in_turns(spans, SPANS_A_TURN):
         messages = span.end - span.start
         if span.available_at_ms <= now_ms or span.available_at_ms >= HELD_MS:
             ready += messages
@@ -57,14 +73,13 @@ def tallied(partition: Partition, delivery: GroupDelivery, clock: Clock) -> dict
             in_flight += messages
         else:
             scheduled += messages
-    lag = ready + in_flight + scheduled
     return {
         "ready": ready,
         "in_flight": in_flight,
         "scheduled": scheduled,
-        "dead": sum([each.end - each.start for each in delivery.dead]),
+        "dead": sum(each.end - each.start for each in in_turns(dead, SPANS_A_TURN)),
         "lag": lag,
-        "oldest_unacked_ms": _oldest_age_ms(partition, delivery, wall_ms, is_fresh=is_fresh) if lag else 0,
+        "oldest_unacked_ms": oldest_unacked_ms,
     }
 
 
@@ -143,12 +158,14 @@ def _due_ms(place: tuple[int, int]) -> int:
     return place[0]
 
 
-def _oldest_age_ms(partition: Partition, delivery: GroupDelivery, wall_ms: int, *, is_fresh: bool) -> int:
+def _oldest_age_ms(
+    partition: Partition, delivery: GroupDelivery, spans: list[SpanFold], wall_ms: int, *, is_fresh: bool
+) -> int:
     """The age of the oldest message that is not done, since it could be delivered first. Without `is_fresh` the group
     has been given every message there is: behind its cursor there are records of other groups alone."""
     ages = [0]
     end = partition.high_watermark
-    for span in _oldest_spans(delivery):
+    for span in _oldest_spans(delivery, spans):
         ages += [wall_ms - since_ms for since_ms in _since(partition, span.start, span.end)]
     if not is_fresh:
         return max(ages)
@@ -175,11 +192,11 @@ def _oldest_age_ms(partition: Partition, delivery: GroupDelivery, wall_ms: int, 
     return max(ages)
 
 
-def _oldest_spans(delivery: GroupDelivery) -> list[SpanFold]:
+def _oldest_spans(delivery: GroupDelivery, spans: list[SpanFold]) -> list[SpanFold]:
     """The first span that was not delayed, and some of those that were: their age does not go by their offset."""
-    spans = delivery.spans()
     plain = next((span for span in spans if span.lane < DELAYED), None)
-    delayed = islice((span for span in spans if span.lane >= DELAYED), DELAYED_SPANS_MAX)
+    has_delayed = any(lane >= DELAYED for lane in delivery.cursors)  # else there is nothing to look for
+    delayed = islice((span for span in spans if span.lane >= DELAYED), DELAYED_SPANS_MAX) if has_delayed else ()
     return [*([plain] if plain else []), *delayed]
 
 

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import gevent
+from support.domain import records, running
 from support.stretches import Stretches
 
+from portalmq.broker.core.delivery import GroupDelivery
+from portalmq.broker.core.fold import DeadFold, GroupFold, SpanFold
 from portalmq.broker.fairness import give_way, in_turns
+from portalmq.broker.tally import SPANS_A_TURN, tallied
 
 STEPS = 40
 
@@ -52,3 +56,25 @@ def test_work_is_measured_in_processor_time_so_that_sleep_is_none():
         gevent.sleep(0.05)
     assert (worked, stretches.count >= 2) == (0, True)
     assert stretches.longest.ms > 0
+
+
+def test_others_have_their_turn_while_what_a_group_has_is_added_up(tmp_path, monkeypatch):
+    """However many messages are leased one by one. Nobody looks at the partition after a pause: it may be gone."""
+    pauses = []
+    monkeypatch.setattr("portalmq.broker.fairness.give_way", lambda: pauses.append(None))
+    with running(tmp_path) as fixture:
+        fixture.broker.produce("t", records("a"), None, acks="all")
+        (partition,) = fixture.broker.topics.known("t").led()
+        now_ms = fixture.clock.now_ms()
+        spans = [
+            SpanFold(offset, offset + 1, 1, 0, offset % 4 == 0, now_ms, now_ms + offset % 4)
+            for offset in range(0, 5 * SPANS_A_TURN, 2)
+        ]
+        dead = [DeadFold(offset, offset + 1, 1, 0, "") for offset in range(1, 3 * SPANS_A_TURN, 2)]
+        delivery = GroupDelivery(GroupFold("g", 0, 5 * SPANS_A_TURN, spans, dead=dead))
+        pauses.clear()
+        counts = tallied(partition, delivery, fixture.clock)
+    half = 5 * SPANS_A_TURN // 4
+    assert (counts["ready"], counts["in_flight"], counts["scheduled"]) == (half, 0, half)
+    assert (counts["lag"], counts["dead"]) == (2 * half, len(dead))
+    assert len(pauses) == 3
