@@ -21,14 +21,17 @@ import msgspec
 
 from portalmq import wire
 from portalmq.broker.api import schedule
-from portalmq.broker.fairness import in_turns
+from portalmq.broker.fairness import give_way, in_turns
 from portalmq.broker.idempotency import AsSent, Keyed
 from portalmq.broker.storage.batch import Record
 from portalmq.errors import InvalidRequest, MessageTooLarge
 
 CONTENT_TYPE_LENGTH_MAX = 255
-# So many messages are turned into records before others have their turn.
+# So many messages are turned into records before others have their turn; fewer of those that are large.
 MESSAGES_A_TURN = 1_000
+BYTES_A_TURN = 128 * 1024
+# A body of so many bytes is decoded message by message, which takes longer, and lets others have their turn.
+LARGE_BYTES = 1024 * 1024
 
 # Headers that become message headers under their own name: trace context (W3C) and binary CloudEvents.
 _KEPT_HEADERS = frozenset({"HTTP_TRACEPARENT", "HTTP_TRACESTATE"})
@@ -79,6 +82,13 @@ class _PlainBatch(msgspec.Struct, forbid_unknown_fields=True):
     producer: wire.ProducerStamp | None = None
 
 
+class _RawBatch(msgspec.Struct, forbid_unknown_fields=True):
+    """A batch whose messages are not decoded yet."""
+
+    messages: list[msgspec.Raw]
+    producer: wire.ProducerStamp | None = None
+
+
 class _TooMany(Exception):
     """There are more messages than a batch may have."""
 
@@ -112,6 +122,10 @@ _NO_OPTIONS = (None, None, None, 0)
 _decode_plain = msgspec.msgpack.Decoder(_PlainBatch).decode
 _count_json = msgspec.json.Decoder(_CountedBatch).decode
 _count_pack = msgspec.msgpack.Decoder(_CountedBatch).decode
+_split_json = msgspec.json.Decoder(_RawBatch).decode
+_split_pack = msgspec.msgpack.Decoder(_RawBatch).decode
+_decode_json_message = msgspec.json.Decoder(wire.JsonMessage).decode
+_decode_pack_message = msgspec.msgpack.Decoder(wire.PackMessage).decode
 _decode_raw_json = msgspec.json.Decoder(msgspec.Raw).decode
 _decode_text = msgspec.json.Decoder(str).decode
 
@@ -141,6 +155,7 @@ def _from_msgpack(body: bytes, now_ms: int) -> Incoming:
         plain = _decode_plain(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return _from_any_msgpack(body, now_ms)
+    _pause_in(body)
     messages = plain.messages
     named = list(map(_idempotency_key_of, messages))
     given = [key for key in named if key is not None]
@@ -153,7 +168,7 @@ def _from_msgpack(body: bytes, now_ms: int) -> Incoming:
             Record(
                 message.value, message.content_type, message.key, _checked_headers(message.headers, f"message {index}")
             )
-            for index, message in enumerate(in_turns(messages, MESSAGES_A_TURN))
+            for index, message in enumerate(in_turns(messages, _a_turn(messages, len(body))))
         ]
     else:
         records = [Record(message.value, message.content_type, message.key) for message in messages]
@@ -164,22 +179,62 @@ def _from_msgpack(body: bytes, now_ms: int) -> Incoming:
 
 
 def _from_any_msgpack(body: bytes, now_ms: int) -> Incoming:
+    _pause_in(body)
     _check_few(body, _count_pack)
-    return _from_batch(wire.decode_msgpack(body, wire.PackBatch), record_of_pack, now_ms)
+    if len(body) < LARGE_BYTES:
+        batch = wire.decode_msgpack(body, wire.PackBatch)
+        return _from_batch(batch.messages, batch.producer, len(body), record_of_pack, now_ms)
+    messages, producer = _in_parts(body, _split_pack, _decode_pack_message, "MessagePack")
+    return _from_batch(messages, producer, len(body), record_of_pack, now_ms)
 
 
 def _from_json(body: bytes, now_ms: int) -> Incoming:
     _check_utf8(body)
+    _pause_in(body)
     _check_few(body, _count_json)
-    return _from_batch(wire.decode_json(body, wire.JsonBatch), record_of_json, now_ms)
+    if len(body) < LARGE_BYTES:
+        batch = wire.decode_json(body, wire.JsonBatch)
+        return _from_batch(batch.messages, batch.producer, len(body), record_of_json, now_ms)
+    messages, producer = _in_parts(body, _split_json, _decode_json_message, "JSON")
+    return _from_batch(messages, producer, len(body), record_of_json, now_ms)
 
 
-def _from_batch(batch: wire.PackBatch | wire.JsonBatch, record_of: Callable[..., Record], now_ms: int) -> Incoming:
-    messages: Sequence[Any] = batch.messages
+def _in_parts(
+    body: bytes, split: Callable[[bytes], _RawBatch], decode: Callable[[msgspec.Raw], Any], what: str
+) -> tuple[list[Any], wire.ProducerStamp | None]:
+    """The messages of a large batch and its producer. Raises InvalidRequest with the place of the fault."""
+    inside = "`$"
+    try:
+        _pause_in(body)
+        batch = split(body)
+        _pause_in(body)
+        inside = "`$.messages[...]"
+        return [decode(raw) for raw in in_turns(batch.messages, _a_turn(batch.messages, len(body)))], batch.producer
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as fault:
+        raise InvalidRequest(f"the {what} body is not valid: {str(fault).replace('`$', inside)}") from None
+
+
+def _pause_in(body: bytes) -> None:
+    if len(body) >= LARGE_BYTES:
+        give_way()
+
+
+def _a_turn(messages: Sequence[Any], size: int) -> int:
+    """How many messages of a body of that size are looked at in a turn."""
+    return max(1, min(MESSAGES_A_TURN, len(messages) * BYTES_A_TURN // max(1, size)))
+
+
+def _from_batch(
+    messages: Sequence[Any],
+    producer: wire.ProducerStamp | None,
+    size: int,
+    record_of: Callable[..., Record],
+    now_ms: int,
+) -> Incoming:
     _check_count(len(messages))
-    paced = in_turns(messages, MESSAGES_A_TURN)
+    paced = in_turns(messages, _a_turn(messages, size))
     records = [record_of(message, f"message {index}", now_ms) for index, message in enumerate(paced)]
-    return Incoming(records, _partitions(messages), batch.producer, keys=_keys(messages))
+    return Incoming(records, _partitions(messages), producer, keys=_keys(messages))
 
 
 def record_of_pack(message: wire.PackMessage, where: str, now_ms: int) -> Record:

@@ -83,3 +83,37 @@ def test_others_have_their_turn_while_very_many_messages_are_shown(monkeypatch):
     answer = msgspec.json.decode(outgoing.encode_page(Page(stored, MAX, 0, MAX), packed=False))
     assert [each["offset"] for each in answer["messages"]] == list(range(MAX))
     assert len(turns) >= MAX // outgoing.MESSAGES_A_TURN - 1
+
+
+LARGE = {
+    "base64": (wire.BATCH_JSON, {"value_base64": "eHh4" * 2_000}),
+    "json": (wire.BATCH_JSON, {"value": {"text": "ä" * 3_000}, "key": "k", "headers": {"a": "b"}}),
+    "msgpack": (wire.BATCH_MSGPACK, {"value": [[]] * 6_000, "key": b"k", "priority": 3}),
+}
+
+
+@pytest.mark.parametrize("name", list(LARGE))
+def test_a_large_body_is_decoded_in_parts_and_is_the_same(monkeypatch, name):
+    """However few messages it has, others have their turn after each part."""
+    turns: list[None] = []
+    monkeypatch.setattr("portalmq.broker.fairness.give_way", lambda: turns.append(None))
+    kind, message = LARGE[name]
+    count = 3 * incoming.LARGE_BYTES // len(ENCODERS[kind](message))
+    body = ENCODERS[kind]({"messages": [message] * count, "producer": {"id": 1, "epoch": 2, "sequence": 3}})
+    in_parts = decode_messages(kind, body, {}, 0)
+    assert len(turns) >= 2 * (len(body) // incoming.BYTES_A_TURN - 1)
+    monkeypatch.setattr("portalmq.broker.api.incoming.LARGE_BYTES", 1 << 40)
+    assert decode_messages(kind, body, {}, 0) == in_parts
+
+
+@both
+def test_of_a_large_body_the_place_that_is_wrong_is_named(kind):
+    body = body_of(kind, 200, value="x" * 8_000, headers={"a": 1})
+    assert len(body) > incoming.LARGE_BYTES
+    with pytest.raises(InvalidRequest, match=r"`\$\.messages\[\.\.\.\]\.headers"):
+        decode_messages(kind, body, {}, 0)
+    with pytest.raises(InvalidRequest, match="not valid"):
+        decode_messages(kind, body[:-1], {}, 0)
+    both_named = ENCODERS[kind]({"messages": [{"value": "x" * 2_000_000}], "producer": 5})
+    with pytest.raises(InvalidRequest, match=r"`\$\.producer"):
+        decode_messages(kind, both_named, {}, 0)
