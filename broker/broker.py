@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property, wraps
-from typing import Concatenate, ParamSpec, TypeVar
+from collections.abc import Iterator, Sequence
+from functools import cached_property
 
 from portalmq import wire
 from portalmq.broker.browsing import Page, Stored
@@ -33,33 +32,6 @@ log = logging.getLogger(__name__)
 
 # A replica that cannot be opened (a disk without room) holds up the others no longer than this.
 OPEN_WITHIN_S = 30.0
-
-
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
-def _told(
-    call: Callable[Concatenate[Broker, P], T],
-) -> Callable[Concatenate[Broker, P], T]:
-    """What the storage raises in the middle of a call, told in the terms of the contract; a fault ends the broker."""
-
-    @wraps(call)
-    def telling(broker: Broker, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        try:
-            return call(broker, *args, **kwargs)
-        except NoSuchPartition as missing:
-            broker.topics.confirm_missing(missing)
-            raise
-        except Shortage as shortage:
-            raise refusal_of(shortage, "unknown") from shortage
-        except CorruptBatch as damage:
-            raise Unavailable(f"a batch is damaged on this broker: {damage}", outcome="unknown") from damage
-        except StorageFault as fault:
-            broker.storage_failed(fault)
-            raise Unavailable("the storage failed", outcome="unknown") from fault
-
-    return telling
 
 
 class Broker(Rooms):
@@ -104,6 +76,24 @@ class Broker(Rooms):
         self.topics.close()
         self.peers.close()
 
+    def explain(self, fault: Exception) -> PortalMQError | None:
+        """Return the contract's error for what a call met, whichever room it was in; None for a mistake of ours. A
+        storage fault ends the broker. What was applied before is not known."""
+        match fault:
+            case NoSuchPartition():
+                try:
+                    self.topics.confirm_missing(fault)
+                except PortalMQError as unsure:
+                    return unsure
+            case Shortage():
+                return refusal_of(fault, "unknown")
+            case CorruptBatch():
+                return Unavailable(f"a batch is damaged on this broker: {fault}", outcome="unknown")
+            case StorageFault():
+                self.storage_failed(fault)
+                return Unavailable("the storage failed", outcome="unknown")
+        return fault if isinstance(fault, PortalMQError) else None
+
     # --- other brokers -----------------------------------------------------------------------------------------------
 
     @cached_property
@@ -111,7 +101,6 @@ class Broker(Rooms):
         """What other brokers may ask of this one, by name."""
         return peer_calls(self)
 
-    @_told
     def serve_peer(self, name: str, body: bytes, peer: Peer | None) -> bytes:
         """Answer another broker. What it asks for is done here or refused: nothing is forwarded a second time."""
         call = self.calls.get(name)
@@ -151,14 +140,12 @@ class Broker(Rooms):
         self.topics.known(name)
         self.topics.delete(name)
 
-    @_told
     def purge(self, name: str, *, partition: int | None, before_offset: int | None, forward: bool = True) -> None:
         """Remove messages below `before_offset`, or all that can be read."""
         self.browsing.purge(self.topics.known(name), partition=partition, before_offset=before_offset, forward=forward)
 
     # --- messages ----------------------------------------------------------------------------------------------------
 
-    @_told
     def produce(
         self,
         topic: str,
@@ -188,7 +175,6 @@ class Broker(Rooms):
             forward=forward,
         )
 
-    @_told
     def produce_range(
         self,
         topic: str,
@@ -212,7 +198,6 @@ class Broker(Rooms):
             return self._catalog.next_producer(None)
         return self.fences.take_over(name, instance, renews=renews)
 
-    @_told
     def browse(
         self,
         name: str,
@@ -243,12 +228,10 @@ class Broker(Rooms):
         """The whole queue as it stands now, partition by partition."""
         return self.browsing.read_all(self.topics.known(name), limit, forward=forward)
 
-    @_told
     def scheduled(self, name: str, *, after: Due = BEGINNING, limit: int, forward: bool = True) -> SchedulePage:
         """The messages that are still to come, by the time at which they are due."""
         return self.schedule.page(self.topics.known(name), after=after, limit=limit, forward=forward)
 
-    @_told
     def cancel_scheduled(self, name: str, partition: int, offset: int, *, forward: bool = True) -> None:
         """Take back a message whose time is still to come. Raises MessageNotFound."""
         try:
@@ -266,22 +249,18 @@ class Broker(Rooms):
         counted = self.census.describe(name, leave_out=True)
         return self.offsets.describe_or(counted) if counted.mode == "stream" else counted, created
 
-    @_told
     def describe_group(self, name: str) -> wire.GroupDescription:
         is_stream = self.groups.known(name).config.mode == "stream"
         return self.offsets.describe(name) if is_stream else self.census.describe(name)
 
-    @_told
     def list_groups(self) -> list[wire.GroupDescription]:
         return [
             self.offsets.describe_or(each) if each.mode == "stream" else each for each in self.census.describe_all()
         ]
 
-    @_told
     def delete_group(self, name: str) -> None:
         self.census.delete(name)
 
-    @_told
     def receive(
         self,
         group: str,
@@ -295,7 +274,6 @@ class Broker(Rooms):
         self._check_open()
         return self.receiving.receive(group, request, peer, forward=forward, is_first=is_first)
 
-    @_told
     def ack_and_receive(
         self,
         group: str,
@@ -309,13 +287,11 @@ class Broker(Rooms):
         self._check_open()
         return self.receiving.ack_and_receive(group, request, peer, forward=forward, is_first=is_first)
 
-    @_told
     def ack(self, group: str, receipts: list[str], *, forward: bool = True) -> list[Verdict]:
         """Which receipts count (done, durably); False for a stale one, an error for one whose leader cannot be asked.
         Raises InvalidRequest for a foreign one."""
         return self.settling.settle(group, receipts, Way("ack"), forward=forward)
 
-    @_told
     def nack(
         self,
         group: str,
@@ -329,7 +305,6 @@ class Broker(Rooms):
         way = Way("release" if unseen else "nack", delay_ms, reason)
         return self.settling.settle(group, receipts, way, forward=forward)
 
-    @_told
     def extend(
         self, group: str, receipts: list[str], visibility_timeout_ms: int | None, *, forward: bool = True
     ) -> list[Verdict]:

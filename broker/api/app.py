@@ -61,7 +61,7 @@ def create_app(
 
     app.before_request(guard)
     app.after_request(count)
-    problems.install(app)
+    problems.install(app, broker)
     app.wsgi_app = Doors(app, room)  # type: ignore[method-assign]
     return app
 

@@ -1,5 +1,5 @@
 """What the HTTP room asks of the domain: the methods of `portalmq.broker.broker.Broker` that it calls, and the values
-they give. Every error that they raise is one of `portalmq.errors`."""
+they give. Errors that are none of `portalmq.errors` are explained by `Domain.explain`, at the edge."""
 
 from __future__ import annotations
 
@@ -42,6 +42,10 @@ class Domain(Protocol):
     def cluster_secret(self) -> str: ...
     def wall_ms(self) -> int:
         """The time of day, from which delays count."""
+        ...
+
+    def explain(self, fault: Exception) -> PortalMQError | None:
+        """Return the contract's error for what a call raised; None for a mistake of ours."""
         ...
 
     @property

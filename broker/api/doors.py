@@ -19,7 +19,7 @@ from portalmq import wire
 from portalmq.broker.api import commits, internal, problems, traffic
 from portalmq.broker.api.body import close_after_answer, leaves_bytes_unread
 from portalmq.broker.api.room import Answer, Room
-from portalmq.errors import PortalMQError, Unauthorized, Unavailable
+from portalmq.errors import Unauthorized, Unavailable
 
 Environ = dict[str, Any]
 StartResponse = Any  # PEP 3333's
@@ -105,10 +105,8 @@ class Doors:
         method = environ["REQUEST_METHOD"]
         try:
             answer = view()
-        except PortalMQError as error:
-            answer = problems.of(error)
         except Exception as fault:  # noqa: BLE001 - the last one to catch it
-            answer = problems.unexpected(fault, f"{method} {route}", environ)
+            answer = problems.of_fault(self._room.domain, fault, f"{method} {route}", environ)
         if leaves_bytes_unread(environ):
             close_after_answer(environ)
         self._room.metrics.request(

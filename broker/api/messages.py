@@ -19,7 +19,7 @@ from portalmq.broker.api.query import whole_number
 from portalmq.broker.api.room import Room, accepts, answer, answer_packed, no_content, query
 from portalmq.broker.api.traffic import may_forward
 from portalmq.broker.scheduled import BEGINNING, Due
-from portalmq.errors import InvalidRequest, PortalMQError, Unavailable
+from portalmq.errors import InvalidRequest, Unavailable
 
 BROWSE_MESSAGES = 100
 TAIL_COMMENT_MS = 15_000
@@ -99,10 +99,12 @@ def _tail(room: Room, topic: str, partition: int, start: dict[str, Any], forward
                     peer=peer,
                     forward=forward,
                 )
-            except Unavailable:
-                return  # draining: the client resumes elsewhere, from its last event's id
-            except PortalMQError as error:
-                yield b"event: error\ndata: %s\n\n" % _encode_json(error.problem())
+            except Exception as fault:
+                error = room.domain.explain(fault)
+                if error is None:
+                    raise
+                if not isinstance(error, Unavailable):  # else draining: the client resumes from its last event's id
+                    yield b"event: error\ndata: %s\n\n" % _encode_json(error.problem())
                 return
 
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
@@ -123,7 +125,7 @@ def read_all(room: Room, topic: str) -> Response:
     forward = may_forward(request.environ)
     if accepts(wire.NDJSON):
         lines = _lines(room.domain.read_all(topic, limit, forward=forward))
-        return Response(b"" if request.method == "HEAD" else lines, content_type=wire.NDJSON)
+        return Response(b"" if request.method == "HEAD" else room.streamed(lines), content_type=wire.NDJSON)
     size = min(limit or wire.BROWSE_MESSAGES_MAX, wire.BROWSE_MESSAGES_MAX)
     stored, more = first_of(room.domain.read_all(topic, size + 1, forward=forward), _record_of, size)
     room.make_room(map(_record_of, stored))

@@ -14,6 +14,7 @@ from werkzeug.routing import RequestRedirect
 
 from portalmq import wire
 from portalmq.broker.api.body import close_after_answer
+from portalmq.broker.api.domain import Domain
 from portalmq.broker.api.room import Answer
 from portalmq.errors import (
     PROBLEM_TYPE_BASE,
@@ -49,10 +50,15 @@ class InternalError(PortalMQError):
     code, status, title = "internal", 500, "The broker made a mistake"
 
 
-def install(app: Flask) -> None:
-    app.register_error_handler(PortalMQError, answer)
+def install(app: Flask, domain: Domain) -> None:
+    """Let Flask answer errors of the framework, and those that `domain` explains."""
+
+    def answer_fault(fault: Exception) -> Response:
+        call = f"{request.method} {request.url_rule or '?'}"
+        return of_fault(domain, fault, call, request.environ).response()
+
     app.register_error_handler(HTTPException, answer_http)
-    app.register_error_handler(Exception, answer_unexpected)
+    app.register_error_handler(Exception, answer_fault)
 
 
 def answer(error: PortalMQError) -> Response:
@@ -90,13 +96,11 @@ def answer_http(fault: HTTPException) -> Response:
     return response
 
 
-def answer_unexpected(fault: Exception) -> Response:
-    """A fault of ours, in a view of Flask's."""
-    return unexpected(fault, f"{request.method} {request.url_rule or '?'}", request.environ).response()
-
-
-def unexpected(fault: Exception, call: str, environ: dict[str, Any]) -> Answer:
-    """A fault of ours: the log gets the trace, the client gets none of it."""
+def of_fault(domain: Domain, fault: Exception, call: str, environ: dict[str, Any]) -> Answer:
+    """The answer to a call that raised `fault`. Of a mistake of ours the log gets the trace, the client none of it."""
+    error = domain.explain(fault)
+    if error is not None:
+        return of(error)
     log.error("%s failed", call, exc_info=fault)
     close_after_answer(environ)
     sentence = "the broker failed on this request; the broker's log tells why"

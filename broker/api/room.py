@@ -65,6 +65,14 @@ class Room:
         """For messages that become an answer to this request. Raises Backpressure while too many are not sent."""
         self.answers.hold(request.environ, records)
 
+    def streamed(self, parts: Iterator[bytes]) -> Iterator[bytes]:
+        """The parts of an answer whose head is sent: a fault can only cut it off, and the domain has to hear of it."""
+        try:
+            yield from parts
+        except Exception as fault:
+            self.domain.explain(fault)
+            raise
+
     @contextmanager
     def parked(self, wait_ms: int) -> Iterator[None]:
         """Holds a place for a call that may wait. Raises Backpressure when all are taken.

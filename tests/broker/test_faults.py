@@ -240,12 +240,15 @@ def test_a_fault_met_on_the_way_is_told_in_the_terms_of_the_contract(fixture, mo
         return fail
 
     monkeypatch.setattr(log, "advance_log_start", failing(DiskFull("no room")))
-    with pytest.raises(StorageFull) as caught:
+    with pytest.raises(DiskFull) as full:
         fixture.broker.purge("t", partition=None, before_offset=None)
-    assert caught.value.outcome == "unknown", "its record may be in the log"
+    told = fixture.broker.explain(full.value)
+    assert isinstance(told, StorageFull)
+    assert told.outcome == "unknown", "its record may be in the log"
     monkeypatch.setattr(log, "find_message_id", failing(StorageFault("I/O error")))
-    with pytest.raises(Unavailable):
+    with pytest.raises(StorageFault) as fault:
         send(fixture, "b", idempotency_key="k")
+    assert isinstance(fixture.broker.explain(fault.value), Unavailable)
     assert len(fixture.faults) == 1, "and the broker ends"
 
 

@@ -14,6 +14,7 @@ from portalmq import wire
 from portalmq.broker.calls import Place
 from portalmq.broker.committing import Publication, StreamPlace
 from portalmq.broker.coordinating import Coordinate
+from portalmq.broker.forwarding import NoSuchPartition
 from portalmq.broker.lookup import Lookup
 from portalmq.control_plane.state import GroupState, TopicState
 from portalmq.errors import (
@@ -92,15 +93,15 @@ def test_a_call_about_a_topic_that_was_deleted_is_refused_for_good(fixture):
 @pytest.mark.parametrize("known", [1, 2])
 def test_a_partition_is_missing_only_if_the_control_plane_has_none(fixture, known):
     knows_older(fixture, partitions=known)
-    expected = PartitionNotFound if known == 2 else Unavailable
     number = 1 if known == 1 else 2
     broker = fixture.broker
     for use in (
         lambda: broker.produce("t", records("a"), None, partition=number, acks="all"),
         lambda: broker.purge("t", partition=number, before_offset=None),
     ):
-        with pytest.raises(expected):
+        with pytest.raises(PartitionNotFound) as found:
             use()
+        assert type(broker.explain(found.value)) is (Unavailable if known == 1 else NoSuchPartition)
     with pytest.raises(MessageNotFound if known == 2 else Unavailable):
         broker.cancel_scheduled("t", number, 0)
 

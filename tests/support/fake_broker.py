@@ -30,6 +30,9 @@ class FakeBroker:
     def wall_ms(self) -> int:
         return NOW_MS
 
+    def explain(self, fault: Exception) -> PortalMQError | None:
+        return fault if isinstance(fault, PortalMQError) else None
+
     def serve_peer(self, name: str, body: bytes, peer: Any) -> bytes:
         self._called("serve_peer", name=name, body=body, peer=peer)
         if name not in self.calls:
