@@ -20,10 +20,7 @@ class Auth:
 
     def __init__(self, secrets: Iterable[str] = ()) -> None:
         self._digests = tuple(_digest(secret.encode("utf-8")) for secret in secrets)
-
-    @property
-    def needed(self) -> bool:
-        return bool(self._digests)
+        self.needed = bool(self._digests)
 
     def allows(self, authorization: str | None) -> bool:
         """True when the header's value (as WSGI gives it: bytes read as latin-1) shows a secret of ours."""

@@ -9,7 +9,7 @@ What is closed is closed for reading: a request that came in this very moment is
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
 from socket import SHUT_RD
@@ -24,18 +24,30 @@ RESERVE = 100
 class Connection:
     """One connection of a client. `hang_up` ends it when it has nothing more to be read."""
 
-    __slots__ = ("address", "counts", "hang_up", "is_open")
+    __slots__ = ("address", "counts", "hang_up", "home", "is_open")
 
     def __init__(self, address: str, hang_up: Callable[[], None]) -> None:
         self.address = address
         self.hang_up = hang_up
-        self.is_open = True
+        self.is_open = False
         # Whether it is among those of its address that are bounded.
         self.counts = False
+        self.home: _Home
+
+
+class _Home:
+    """What one address has: `open` connections, of which so many are `bounded`; and the idle ones of them, the longest
+    idle first."""
+
+    __slots__ = ("bounded", "idle", "open")
+
+    def __init__(self) -> None:
+        self.open = self.bounded = 0
+        self.idle: OrderedDict[Connection, None] = OrderedDict()
 
 
 class Connections:
-    """Invariant: `_idle` holds open connections alone, by address, the longest idle first; none of its values is empty.
+    """Invariant: `_homes` has the addresses with open connections, and no other; idle connections are open.
 
     `per_address_max` is 0 where an address may have as many as there are. Loopback's are bounded `with_loopback` only:
     a proxy on this machine brings many clients."""
@@ -44,75 +56,68 @@ class Connections:
         self._full_from = at_most - min(RESERVE, at_most // 10)
         self._per_address_max = per_address_max
         self._with_loopback = with_loopback
-        self._open: set[Connection] = set()
-        self._of: Counter[str] = Counter()
-        self._idle: dict[str, OrderedDict[Connection, None]] = {}
+        self._open = 0
+        self._homes: dict[str, _Home] = {}
 
     def __len__(self) -> int:
-        return len(self._open)
+        return self._open
 
     def enter(self, connection: Connection) -> bool:
         """Whether the connection is taken. It is idle then."""
         address = connection.address
         if self._is_bounded(address):
-            if self._of[address] >= self._per_address_max and not self._close_idle(address):
+            home = self._homes.get(address)
+            if home is not None and home.bounded >= self._per_address_max and not self._close_idle(home):
                 return False
             connection.counts = True
-            self._of[address] += 1
-        if len(self._open) >= self._full_from:
+        if self._open >= self._full_from:
             self.make_room()
-        self._open.add(connection)
+        connection.home = home = self._homes.setdefault(address, _Home())
+        home.open += 1
+        home.bounded += connection.counts
+        self._open += 1
+        connection.is_open = True
         self.idle(connection)
         return True
 
     def leave(self, connection: Connection) -> None:
-        if connection.is_open:
-            self.busy(connection)
-            self._forget(connection)
+        if not connection.is_open:
+            return
+        self.busy(connection)
+        self.trust(connection)
+        connection.is_open = False
+        self._open -= 1
+        connection.home.open -= 1
+        if not connection.home.open:
+            del self._homes[connection.address]
 
     def idle(self, connection: Connection) -> None:
         if connection.is_open:
-            self._idle.setdefault(connection.address, OrderedDict())[connection] = None
+            connection.home.idle[connection] = None
 
     def busy(self, connection: Connection) -> None:
-        idle = self._idle.get(connection.address)
-        if idle is not None and idle.pop(connection, connection) is None and not idle:
-            del self._idle[connection.address]
+        connection.home.idle.pop(connection, None)
 
     def trust(self, connection: Connection) -> None:
         """It is another broker's, which needs as many as it makes."""
-        if connection.counts:
-            self._uncount(connection)
+        connection.home.bounded -= connection.counts
+        connection.counts = False
 
     def make_room(self) -> bool:
         """Close an idle connection, of the address that has the most. False when all are at work."""
-        if not self._idle:
-            return False
-        return self._close_idle(max(self._idle, key=lambda address: len(self._idle[address])))
+        most = max(self._homes.values(), key=lambda home: len(home.idle), default=None)
+        return most is not None and self._close_idle(most)
 
     def _is_bounded(self, address: str) -> bool:
         return self._per_address_max > 0 and (self._with_loopback or not is_loopback(address))
 
-    def _close_idle(self, address: str) -> bool:
-        idle = self._idle.get(address)
-        if not idle:
+    def _close_idle(self, home: _Home) -> bool:
+        if not home.idle:
             return False
-        longest = next(iter(idle))
+        longest = next(iter(home.idle))
         self.leave(longest)
         longest.hang_up()
         return True
-
-    def _forget(self, connection: Connection) -> None:
-        connection.is_open = False
-        self._open.discard(connection)
-        if connection.counts:
-            self._uncount(connection)
-
-    def _uncount(self, connection: Connection) -> None:
-        connection.counts = False
-        self._of[connection.address] -= 1
-        if not self._of[connection.address]:
-            del self._of[connection.address]
 
 
 def hang_up(client: gevent.socket.socket) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from gunicorn.http.errors import LimitRequestHeaders
+from gunicorn.http.errors import LimitRequestHeaders, NoMoreData
 from gunicorn.http.message import Request
 
 # A message's own headers may have 8 KiB, its key 4; and each line 8 KiB.
@@ -27,17 +27,27 @@ class BoundedRequest(Request):  # type: ignore[misc]
 
     def parse(self, unreader: Any) -> Any:
         self.max_buffer_headers = HEAD_BYTES_MAX
-        unreader.unread(_gathered(unreader))
         rest = super().parse(unreader)
         self.came_with_head = len(rest)
         return rest
 
+    def read_into(self, unreader: Any, buf: bytearray, stop: bool = False) -> None:
+        """Read the next piece. The first one (`stop`) is the whole head; mostly that is how it comes."""
+        piece = unreader.read()
+        if stop and _END not in piece:
+            piece = _gathered(piece, unreader)
+        if not piece:
+            raise StopIteration if stop else NoMoreData(bytes(buf))
+        buf += piece
 
-def _gathered(unreader: Any) -> bytes:
-    """The whole head and what came with it; or as much as shows that it is none, which the parser says."""
-    piece: bytes = unreader.read()
-    if _END in piece:
-        return piece
+    def _peer_is_trusted_proxy(self) -> bool:
+        """None is, as the setting says (`server.py`): that needs no look at each request's address."""
+        return False
+
+
+def _gathered(piece: bytes, unreader: Any) -> bytes:
+    """The whole head that begins with this piece, and what came with it; or as much as shows that it is none, which the
+    parser says."""
     head = bytearray()
     has_line = False
     while piece:

@@ -132,6 +132,7 @@ class BrokerWorker(GeventWorker):  # type: ignore[misc]
         die_with(self.ppid)
         RequestParser.mesg_class = BoundedRequest
         sys.setswitchinterval(SWITCH_INTERVAL_S)
+        fix_settings(self.cfg)
         super().init_process()
 
     def init_signals(self) -> None:
@@ -201,13 +202,15 @@ class BrokerWorker(GeventWorker):  # type: ignore[misc]
     def handle_request(self, listener_name: Any, req: Any, sock: Any, addr: Any) -> Any:
         self.in_flight += 1
         here = gevent.getcurrent()
-        here.first_head.close()
-        self.connections.busy(here.connection)
+        if req.req_number == 1:
+            here.first_head.close()
+        connection = here.connection
+        self.connections.busy(connection)
         try:
             return super().handle_request(listener_name, req, sock, addr)
         finally:
             self.in_flight -= 1
-            self.connections.idle(here.connection)
+            self.connections.idle(connection)
 
     def handle_error(self, req: Any, client: Any, addr: Any, exc: BaseException) -> None:
         """What gunicorn refuses before Flask sees it (a broken request line, say) is a problem document too."""
@@ -287,6 +290,12 @@ def _problem_response(status: int, code: str, title: str) -> bytes:
         f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
     )
     return head.encode("ascii") + body
+
+
+def fix_settings(cfg: Any) -> None:
+    """Make each setting an attribute: none changes any more. A request reads some 25 of them, which gunicorn would look
+    up each time by a method of its own."""
+    vars(cfg).update({name: setting.get() for name, setting in cfg.settings.items()})
 
 
 def die_with(parent: int) -> None:

@@ -57,12 +57,10 @@ def read_body(
     Raises MessageTooLarge, InvalidRequest when it is cut short, comes too slowly, or its framing is broken,
     UnsupportedMediaType when it is compressed or coded, and Backpressure. After each of these the connection is closed.
     """
-    encoding = environ.get("HTTP_CONTENT_ENCODING", "").strip().lower()
-    if encoding not in {"", "identity"}:
-        raise UnsupportedMediaType(f"Content-Encoding {encoding[:40]!r} is not supported: send the body as it is")
-    coding = environ.get("HTTP_TRANSFER_ENCODING", "").strip().lower()
-    if coding not in {"", "chunked"}:
-        raise UnsupportedMediaType(f"Transfer-Encoding {coding[:40]!r} is not supported: send the body as it is")
+    if "HTTP_CONTENT_ENCODING" in environ:
+        _check_coding(environ, "Content-Encoding", "identity")
+    if "HTTP_TRANSFER_ENCODING" in environ:
+        _check_coding(environ, "Transfer-Encoding", "chunked")
     length = _content_length(environ)
     if length is not None and length > bytes_max:
         raise _too_large(bytes_max)
@@ -70,11 +68,14 @@ def read_body(
         environ[_READ] = True  # neither a length nor a terminated stream: there is no body
         return b""
     try:
-        if length is not None and length <= getattr(environ["wsgi.input"], "came_with_head", 0):
-            body = _read(environ, length, length, in_flight)  # it is here: nobody waits
+        source = environ["wsgi.input"]
+        if length is not None and in_flight is not None:
+            in_flight.hold(environ, length)
+        if length is not None and length <= getattr(source, "came_with_head", 0):
+            body: bytes = source.read(length)  # it is here: nobody waits
         else:
             with gevent.Timeout(pause_s + (bytes_max if length is None else length) / BYTES_PER_S_MIN, TimeoutError):
-                body = _read(environ, bytes_max + 1 if length is None else length, length, in_flight)
+                body = _read(environ, bytes_max + 1, in_flight) if length is None else source.read(length)
     except TimeoutError:
         raise InvalidRequest("the body did not arrive in time; nothing was applied") from None
     except (OSError, ValueError, EOFError) as fault:
@@ -93,11 +94,11 @@ def read_body(
     return body
 
 
-def _read(environ: dict[str, Any], at_most: int, length: int | None, in_flight: BodiesInFlight | None) -> bytes:
-    """So many bytes, or fewer where the body ends before. For one without a length room is taken as it comes: a small
-    one is to take no other's, and of most nobody knows more than that they are at most as large as is allowed."""
+def _read(environ: dict[str, Any], at_most: int, in_flight: BodiesInFlight | None) -> bytes:
+    """A body without a length: so many bytes, or fewer where it ends before. Room is taken as it comes: a small one is
+    to take no other's, and of most nobody knows more than that they are at most as large as is allowed."""
     parts: list[bytes] = []
-    step, size = min(SMALL_BYTES, at_most) if length is None else length, 0
+    step, size = min(SMALL_BYTES, at_most), 0
     while True:
         if in_flight is not None:
             in_flight.hold(environ, size + step)
@@ -108,6 +109,12 @@ def _read(environ: dict[str, Any], at_most: int, length: int | None, in_flight: 
             return parts[0] if len(parts) == 1 else b"".join(parts)
         # Twice as much each time, and no small rest: the server reads a kilobyte at the least, and would wait for it.
         step = size if at_most - size > 2 * size else at_most - size
+
+
+def _check_coding(environ: dict[str, Any], header: str, known: str) -> None:
+    coding = environ["HTTP_" + header.upper().replace("-", "_")].strip().lower()
+    if coding not in {"", known}:
+        raise UnsupportedMediaType(f"{header} {coding[:40]!r} is not supported: send the body as it is")
 
 
 def leaves_bytes_unread(environ: dict[str, Any]) -> bool:

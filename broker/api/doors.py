@@ -73,25 +73,22 @@ class Doors:
         self._room = room
 
     def __call__(self, environ: Environ, start_response: StartResponse) -> Iterable[bytes]:
+        path = environ["PATH_INFO"]
         try:
-            return self._serve(environ, start_response)
+            if environ["REQUEST_METHOD"] == "POST":
+                parts = path.split("/")
+                if len(parts) == 5 and parts[1] == "v1" and parts[3]:
+                    call = TRAFFIC.get((parts[2], parts[4]))
+                    if call is not None:
+                        view = partial(self._traffic, call, parts[3], environ)
+                        return self._answer(call.route, environ, start_response, view)
+            if path.startswith(wire.INTERNAL_PATH):
+                name = path.removeprefix(wire.INTERNAL_PATH)
+                route = path if name in self._room.domain.calls else f"{wire.INTERNAL_PATH}<name>"
+                return self._answer(route, environ, start_response, partial(internal.serve, self._room, environ, name))
+            return self._flask(environ, start_response)
         finally:
             self._room.bodies.release(environ)
-
-    def _serve(self, environ: Environ, start_response: StartResponse) -> Iterable[bytes]:
-        path = environ["PATH_INFO"]
-        if environ["REQUEST_METHOD"] == "POST":
-            parts = path.split("/")
-            if len(parts) == 5 and parts[1] == "v1" and parts[3]:
-                call = TRAFFIC.get((parts[2], parts[4]))
-                if call is not None:
-                    view = partial(self._traffic, call, parts[3], environ)
-                    return self._answer(call.route, environ, start_response, view)
-        if path.startswith(wire.INTERNAL_PATH):
-            name = path.removeprefix(wire.INTERNAL_PATH)
-            route = path if name in self._room.domain.calls else f"{wire.INTERNAL_PATH}<name>"
-            return self._answer(route, environ, start_response, partial(internal.serve, self._room, environ, name))
-        return self._flask(environ, start_response)
 
     def _traffic(self, call: Call, name: str, environ: Environ) -> Answer:
         check_caller(self._room, environ)

@@ -51,6 +51,21 @@ def test_it_is_known_how_much_of_the_body_came_with_the_head(size, came):
     assert (request.came_with_head, request.body.read()) == (came, b"12345")
 
 
+def test_a_head_that_comes_whole_is_read_once():
+    source = Pieces(LINE + b"Host: x\r\n\r\n", 8192)
+    parser = parser_of(source)
+    put_back = []
+    parser.unreader.unread = put_back.append
+    assert next(parser).path == "/livez"
+    assert (source.reads, put_back) == (1, [b""])
+
+
+def test_no_header_makes_a_request_one_of_a_proxy_wherever_it_comes_from():
+    parser = parser_of(Pieces(LINE + b"X-Forwarded-Proto: https\r\n\r\n", 8192))
+    parser.source_addr = ("127.0.0.1", 1)
+    assert next(parser).scheme == "http"
+
+
 @pytest.mark.parametrize("size", [200, 8192])
 def test_a_head_that_never_ends_is_refused_before_it_is_large(size):
     source = Pieces(LINE + (b"A: " + b"b" * 8000 + b"\r\n") * 100, size)

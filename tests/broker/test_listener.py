@@ -10,6 +10,7 @@ import gevent
 import pytest
 from gevent import socket
 from gevent.server import StreamServer
+from gunicorn.config import Config
 
 from portalmq.broker import process
 from portalmq.broker.connections import Connection, Connections
@@ -52,3 +53,12 @@ def test_a_shortage_of_descriptors_is_waited_out_and_said_once(listener, monkeyp
     assert [record.levelname for record in caplog.records] == ["ERROR"]
     assert "Too many open files" in caplog.text
     assert hung_up == [1], "an idle connection gives its descriptor up"
+
+
+def test_the_settings_of_a_worker_are_read_without_a_search():
+    cfg = Config()
+    cfg.set("keepalive", 7)
+    before = {name: getattr(cfg, name) for name in cfg.settings}
+    process.fix_settings(cfg)
+    assert cfg.keepalive == vars(cfg)["keepalive"] == 7
+    assert {name: getattr(cfg, name) for name in cfg.settings} == before
