@@ -114,6 +114,7 @@ class Connection:
         raw = socket.create_connection((address.host, address.port), timeout=timeout_s)
         raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = tls.wrap_socket(raw, server_hostname=address.host) if tls else raw
+        self._timeout_s = timeout_s
         self._is_tls = tls is not None
         self._poll = poll()
         self._poll.register(self._socket, select.POLLIN)
@@ -130,7 +131,7 @@ class Connection:
         was_used, self.used, self.reusable = self.used, True, False
         cut_off = None
         try:
-            self._socket.settimeout(timeout_s)
+            self._set_timeout(timeout_s)
             self._send(head, body)
         except (BrokenPipeError, ConnectionResetError) as fault:
             # A broker that refuses a body by its length answers early and closes; that answer is worth reading.
@@ -162,7 +163,13 @@ class Connection:
             pause_s *= 2  # a thousand consumers that sleep should not ask a thousand times a second
             if left_s > 0 and watch.gives_up():
                 raise NoAnswer("it is silent, and another broker leads by now")
-        self._socket.settimeout(max(0.01, deadline - time.monotonic()))
+        if left_s < timeout_s:
+            self._set_timeout(max(0.01, deadline - time.monotonic()))
+
+    def _set_timeout(self, timeout_s: float) -> None:
+        if timeout_s != self._timeout_s:  # to set it is a call of the system
+            self._socket.settimeout(timeout_s)
+            self._timeout_s = timeout_s
 
     def _send(self, head: bytes, body: bytes) -> None:
         if len(body) <= JOIN_BYTES_MAX:

@@ -406,6 +406,20 @@ def test_a_broker_that_does_not_answer_in_time_leaves_the_outcome_unknown() -> N
         assert caught.value.outcome == "unknown"
 
 
+def test_each_request_of_a_connection_has_its_own_time() -> None:
+    answered = threading.Event()
+    with ScriptedBroker() as broker:
+        broker.script("GET", "/v1/metadata", [hold(answered)])
+        connection = Connection(parse_address(broker.url), 60.0, None)
+        head = b"GET /v1/metadata HTTP/1.1\r\nHost: x\r\n\r\n"
+        connection.exchange("GET", head, b"", 60.0, Watch(0.001, lambda: bool(answered.set())))
+        assert 0 < (connection._socket.gettimeout() or 0) < 60.0, "a pause before the answer counts"
+        for timeout_s in (60.0, 60.0, 50.0):
+            connection.exchange("GET", head, b"", timeout_s)
+            assert connection._socket.gettimeout() == timeout_s
+        connection.close()
+
+
 def test_closing_ends_a_call_that_waits_for_its_answer() -> None:
     answered = threading.Event()
     with ScriptedBroker() as broker:
