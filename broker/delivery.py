@@ -20,7 +20,7 @@ from portalmq.broker.clock import Clock
 from portalmq.broker.core.choice import NEVER_MS, Choice, Handed, choose, note
 from portalmq.broker.core.delivery import OUTSTANDING_MAX, GroupDelivery
 from portalmq.broker.core.fold import SpanFold
-from portalmq.broker.core.receipts import ReceiptBook
+from portalmq.broker.core.receipts import ReceiptBook, nth_text
 from portalmq.broker.core.records import Ack, Dead, Extend, Grant, GroupStart, Nack, Range, Spot, ranges_of
 from portalmq.broker.handing import DEAD_A_RECORD, Run, backoff_ms, dead_letter_topic, parts_of, runs_of
 from portalmq.broker.partition import Partition
@@ -308,12 +308,12 @@ class GroupPartition:
         for run in runs:
             first, deliveries = run[0][0].start, run[0][1]
             lease = self.delivery.earlier(first) + deliveries
-            receipt = self._book.writer(number, first, run[-1][0].end - first, lease, leader_epoch)
+            head = self._book.head(number, first, run[-1][0].end - first, lease, leader_epoch)
             delivered += [
-                Delivered(topic, number, offset, timestamp_ms, record, receipt(offset), deliveries, deadline_ms)
+                Delivered(topic, number, first + nth, at_ms, record, head + nth_text(nth), deliveries, deadline_ms)
                 for piece, _, _ in run
-                for timestamp_ms in (piece.batch.appended_at_ms,)
-                for offset, record in enumerate(piece.records(), piece.start)
+                for at_ms in (piece.batch.appended_at_ms,)
+                for nth, record in enumerate(piece.records(), piece.start - first)
             ]
         return delivered
 
@@ -417,7 +417,7 @@ class GroupPartition:
 
     def finished(self, offsets: list[int]) -> tuple[tuple[Range, ...], tuple[Spot, ...]]:
         """The offsets that are in spans, and those that this log never saw granted: a kill took the record."""
-        held = [offset for offset in offsets if self.delivery.has_span(offset)]
+        held = self.delivery.with_span(offsets)
         if len(held) == len(offsets):
             return ranges_of(held), ()
         unseen = sorted(set(offsets).difference(held))

@@ -124,11 +124,13 @@ class ReadablePartition:
         """Return when messages may be handed out. Raises Unavailable when that takes too long; if not `patient`, at
         once."""
         now_ms = self.host.clock.now_ms
-        until_ms = now_ms() + (VOUCHED_WITHIN_MS if patient else 0)
-        while not self.replica.may_hand_out(now_ms()):
+        at_ms = now_ms()
+        until_ms = at_ms + (VOUCHED_WITHIN_MS if patient else 0)
+        while not self.replica.may_hand_out(at_ms):
             if not self.replica.leading or now_ms() >= until_ms:
                 raise Unavailable("its followers do not vouch for the partition's leader just now", retry_after_s=0.2)
             gevent.sleep(VOUCHED_EVERY_S)
+            at_ms = now_ms()
 
     def wait_led(self, within_ms: int = VOUCHED_WITHIN_MS) -> None:
         """Return when it is sure that nobody else had been elected when this was asked: what is not known here may be

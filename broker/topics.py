@@ -105,9 +105,10 @@ class Topic:
         NotEnoughReplicas or Unavailable for what passes."""
         partition = self.local.get(number)
         if partition is not None:
-            partition.note_pause(self._host.clock.now_ms())
+            now_ms = self._host.clock.now_ms()
+            partition.note_pause(now_ms)
             if partition.replica.leading:
-                self._check_serves(partition)
+                self._check_serves(partition, now_ms)
                 return partition
         leader = self.leader_of(number)
         if leader is None:
@@ -120,8 +121,7 @@ class Topic:
             leader_url=self._host.membership.mirror.url_of(leader),
         )
 
-    def _check_serves(self, partition: Partition) -> None:
-        now_ms = self._host.clock.now_ms()
+    def _check_serves(self, partition: Partition, now_ms: int) -> None:
         if not partition.replica.may_serve(now_ms):
             raise Unavailable("this broker cannot know whether it still leads the partition", retry_after_s=0.2)
         book = partition.replica.in_sync

@@ -454,6 +454,17 @@ class GroupDelivery:
         """Whether the message was handed out, as far as this log knows, and is not done."""
         return self.at(offset) is not None
 
+    def with_span(self, offsets: Iterable[int]) -> list[int]:
+        """Those of the messages that were handed out, as far as this log knows, and are not done."""
+        found: list[int] = []
+        span: SpanFold | None = None
+        for offset in offsets:
+            if span is None or not span.start <= offset < span.end:
+                span = self.at(offset)
+            if span is not None:
+                found.append(offset)
+        return found
+
     def holds(self, offset: int, delivery: int, leader_epoch: int = 0) -> bool:
         """Whether the delivery is the latest one and its lease has neither been given back nor passed on."""
         span = self.at(offset)

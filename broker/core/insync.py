@@ -157,14 +157,16 @@ class InSync:
     def heard_of_all_ms(self) -> int | None:
         """When the member heard of longest ago fetched last, in this epoch; None when there is no other member."""
         others = self.maximal - {self.broker_id}
-        heard = (known.heard_ms if (known := self._followers.get(member)) else NEVER_MS for member in others)
-        return min(heard, default=None)
+        if not others:
+            return None
+        return min([known.heard_ms if (known := self._followers.get(member)) else NEVER_MS for member in others])
 
     def vouched_by_all_ms(self) -> int | None:
         """A time at which every other member surely followed this leader; None when there is no other member."""
         others = self.maximal - {self.broker_id}
-        vouched = (known.vouched_ms if (known := self._followers.get(member)) else NEVER_MS for member in others)
-        return min(vouched, default=None)
+        if not others:
+            return None
+        return min([known.vouched_ms if (known := self._followers.get(member)) else NEVER_MS for member in others])
 
     def overdue(self, now_ms: int) -> list[int]:
         """Members whose fetch should have come: is their port still open?"""

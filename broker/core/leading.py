@@ -76,9 +76,9 @@ class LeadingReplica(ReplicaState):
         if leading is None:
             leader = self.state.leader if self.state else None
             raise NotLeader("another broker leads this partition, or none does yet", leader=leader)
-        if not self.may_serve(now_ms):
-            raise Unavailable("this broker cannot know whether it still leads the partition", retry_after_s=0.2)
-        if event.hands_out and not self.may_hand_out(now_ms):
+        if not (self.may_hand_out(now_ms) if event.hands_out else self.may_serve(now_ms)):
+            if not self.may_serve(now_ms):
+                raise Unavailable("this broker cannot know whether it still leads the partition", retry_after_s=0.2)
             raise Unavailable("its followers do not vouch for the partition's leader just now", retry_after_s=0.2)
         if not event.is_control:
             live, needed = leading.live_members(now_ms), leading.state.min_insync_replicas

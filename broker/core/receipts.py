@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from binascii import Error as Base64Error
 from binascii import a2b_base64, b2a_base64
-from collections.abc import Callable
 from functools import lru_cache
 from hashlib import blake2b
 from hmac import compare_digest
@@ -73,12 +72,11 @@ class ReceiptBook:
         self._tag = topic_tag(topic_id)
         self._mac = blake2b(f"{topic_id}\n{group}\n{group_id}".encode(), digest_size=_MAC_BYTES, key=key[:64])
 
-    def writer(self, partition: int, first: int, count: int, delivery: int, leader_epoch: int) -> Callable[[int], str]:
-        """What writes the receipt of an offset in [first, first + count)."""
+    def head(self, partition: int, first: int, count: int, delivery: int, leader_epoch: int) -> str:
+        """What the receipts of [first, first + count) begin with; `nth_text` ends each."""
         assert 0 < count <= COUNT_MAX
         fields = _FIELDS.pack(self._tag, partition, first, count, delivery, leader_epoch)
-        head = _to_text(fields + self._signature(fields))
-        return lambda offset: head + _nth_text(offset - first)
+        return _to_text(fields + self._signature(fields))
 
     def check(self, head: str) -> Lease:
         """What a receipt's first HEAD_LENGTH letters say. Raises InvalidRequest when it is none of this group's."""
@@ -112,7 +110,8 @@ def not_a_receipt(text: str) -> InvalidRequest:
 
 
 @lru_cache(maxsize=10_000)
-def _nth_text(nth: int) -> str:
+def nth_text(nth: int) -> str:
+    """What tells the receipt of the nth message of a lease from the others."""
     return _to_text(nth.to_bytes(3))
 
 

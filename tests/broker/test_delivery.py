@@ -13,6 +13,7 @@ from support.replicas import eventually
 
 from portalmq import wire
 from portalmq.broker.core.delivery import GroupDelivery
+from portalmq.broker.core.receipts import nth_text
 from portalmq.broker.core.replica import PartitionReplica
 from portalmq.broker.readable import VOUCHED_WITHIN_MS
 from portalmq.errors import Backpressure, GroupNotFound, InvalidRequest, Unavailable
@@ -479,7 +480,7 @@ def older_receipt(fixture: Fixture, message, epochs_ago: int = 1) -> str:
     topic = fixture.broker.topics.get("t")
     book = fixture.broker.groups.book(group, topic.state.topic_id)
     epoch = topic.partition(message.partition).replica.leader_epoch
-    return book.writer(message.partition, message.offset, 1, message.delivery_count, epoch - epochs_ago)(message.offset)
+    return book.head(message.partition, message.offset, 1, message.delivery_count, epoch - epochs_ago) + nth_text(0)
 
 
 def test_a_receipt_of_an_earlier_leader_counts_until_somebody_else_has_the_message(tmp_path):

@@ -18,15 +18,9 @@ class HandClock(Clock):
     """A machine's clocks, which move when a test says so."""
 
     def __init__(self, off_ms: int = 0) -> None:
-        super().__init__()
         self.steady_ms = START_MS + off_ms
         self.off_ms = 0
-
-    def now_ms(self) -> int:
-        return self.steady_ms
-
-    def machine_ms(self) -> int:
-        return self.steady_ms + self.off_ms
+        super().__init__(lambda: self.steady_ms * 1_000_000, lambda: (self.steady_ms + self.off_ms) * 1_000_000)
 
 
 class Cluster:

@@ -206,7 +206,7 @@ class QueueDesk:
 
     def _finished(self, group: str, offsets: list[int]) -> tuple[tuple[Range, ...], tuple[Spot, ...]]:
         delivery = self._delivery(group)
-        held = [offset for offset in offsets if delivery.has_span(offset)]
+        held = delivery.with_span(offsets)
         spots = [self._spot(offset) for offset in offsets if offset not in held and self._is_there(offset)]
         return ranges_of(held), tuple(spot for spot in spots if not delivery.has_passed(spot))
 

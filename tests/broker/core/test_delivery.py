@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 
+from hypothesis import given
+from hypothesis import strategies as st
 from support.supply import ListSupply, chosen, offsets_of
 
 from portalmq.broker.core.delivery import (
@@ -488,6 +490,14 @@ def test_stale_wakeups_are_looked_for_a_few_at_a_time():
         group.apply(Extend(((offset, offset + 1),), 1_000 + now, now))
         assert len(group._unswept) >= unswept - SWEPT_AT_ONCE
         assert len(group._wakeups) + len(group._unswept) <= 1.5 * (2 * messages + STALE_WAKEUPS_MAX)
+
+
+@given(st.lists(st.integers(0, 30), max_size=60))
+def test_messages_with_a_span_are_found_together_as_one_by_one(offsets):
+    group = new_group()
+    grant(group, (2, 9, 1), (9, 12, 2), (20, 25, 1))
+    group.apply(Ack(((4, 6), (21, 22)), 1))
+    assert group.with_span(offsets) == [offset for offset in offsets if group.has_span(offset)]
 
 
 def test_the_next_wakeup_is_known_while_stale_ones_are_looked_for(monkeypatch):

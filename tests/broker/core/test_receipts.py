@@ -11,6 +11,7 @@ from portalmq.broker.core.receipts import (
     HEAD_LENGTH,
     TEXT_LENGTH,
     ReceiptBook,
+    nth_text,
     offset_of,
     tag_of,
     topic_tag,
@@ -34,7 +35,7 @@ def read(book: ReceiptBook, text: str) -> tuple[int, int, int, int]:
     st.integers(0, 2**32 - 1),
 )
 def test_a_receipt_says_what_was_written(partition, first, nth, delivery, epoch):
-    text = BOOK.writer(partition, first, nth + 1, delivery, epoch)(first + nth)
+    text = BOOK.head(partition, first, nth + 1, delivery, epoch) + nth_text(nth)
     assert len(text) == TEXT_LENGTH
     assert read(BOOK, text) == (partition, first + nth, delivery, epoch)
     assert tag_of(text[:HEAD_LENGTH]) == topic_tag("topic-id")
@@ -50,14 +51,14 @@ def test_a_receipt_says_what_was_written(partition, first, nth, delivery, epoch)
     ids=["another group", "another topic", "another cluster"],
 )
 def test_a_receipt_counts_only_where_it_was_given(other):
-    text = BOOK.writer(0, 5, 1, 1, 1)(5)
+    text = BOOK.head(0, 5, 1, 1, 1) + nth_text(0)
     with pytest.raises(InvalidRequest):
         read(other, text)
 
 
 @given(st.integers(0, HEAD_LENGTH - 1), st.sampled_from("AZaz09-_"))
 def test_a_changed_head_is_refused(at, letter):
-    text = BOOK.writer(3, 5, 1, 1, 1)(5)
+    text = BOOK.head(3, 5, 1, 1, 1) + nth_text(0)
     changed = text[:at] + letter + text[at + 1 :]
     if changed != text:
         with pytest.raises(InvalidRequest):
@@ -65,11 +66,10 @@ def test_a_changed_head_is_refused(at, letter):
 
 
 def test_no_receipt_can_be_made_up_for_a_message_outside_the_lease():
-    head = BOOK.writer(0, 5, 3, 1, 1)(5)[:HEAD_LENGTH]
-    others = ReceiptBook(KEY, "topic-id", "group").writer(0, 0, 100, 1, 1)
-    assert read(BOOK, head + others(2)[HEAD_LENGTH:]) == (0, 7, 1, 1)
+    head = BOOK.head(0, 5, 3, 1, 1)
+    assert read(BOOK, head + nth_text(2)) == (0, 7, 1, 1)
     with pytest.raises(InvalidRequest):
-        read(BOOK, head + others(3)[HEAD_LENGTH:])
+        read(BOOK, head + nth_text(3))
 
 
 @given(st.text(max_size=80))
