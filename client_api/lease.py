@@ -81,6 +81,8 @@ class Leases:
         self._wakes_at = -math.inf
         self._closed = False
         self._hold_back_s = HOLD_BACK_S_MAX
+        # When nobody could tell whether there are leases, the last time that it mattered.
+        self._untold_at = -math.inf
         # Whether what waited is on its way back to the broker, in the keeper's thread.
         self._is_giving_back = False
 
@@ -282,7 +284,7 @@ class Leases:
                 acks_at = self._to_ack_since + ACK_DELAY_S_MAX if self._to_ack else math.inf
                 is_kept = bool(self._waiting) or self._may_renew(now)
                 extension_at = self._waiting_until - self._visibility_s / 2 if is_kept else math.inf
-                spare_at = self._busy_since + self._hold_back_s if self._waiting else math.inf
+                spare_at = self._spare_at()
                 self._wakes_at = min(acks_at, extension_at, spare_at)
                 if now < self._wakes_at:
                     self._changed.wait(None if self._wakes_at == math.inf else self._wakes_at - now)
@@ -308,12 +310,20 @@ class Leases:
         if at < self._wakes_at or at == -math.inf:
             self._changed.notify_all()
 
+    def _spare_at(self) -> float:
+        """When what waits is to go to others; later again where it could not be asked whether they would get it."""
+        return max(self._busy_since, self._untold_at) + self._hold_back_s if self._waiting else math.inf
+
     def _spare(self) -> None:
         """The message in hand takes long: what waits behind it goes to others."""
-        if self._are_leased() is not True:
+        are_leased = self._are_leased()
+        if are_leased:
+            self._give_back_waiting("the consumer is busy with another")
+        elif are_leased is None:
+            with self._lock:
+                self._untold_at = self._clock()
+        else:
             self._hold_back_s = math.inf  # acked when it was fetched: nobody else would get it
-            return
-        self._give_back_waiting("the consumer is busy with another")
 
     def _give_back_waiting(self, reason: str) -> None:
         with self._lock:

@@ -8,7 +8,7 @@ import pytest
 from support.scripted_broker import ScriptedBroker
 
 from portalmq import Consumer, Unavailable, wire
-from portalmq.lease import Leases
+from portalmq.lease import HOLD_BACK_S_MAX, Leases
 from portalmq.transport import Request
 
 
@@ -19,6 +19,13 @@ class Transport:
         self.fail = fail
         self.leases: Leases | None = None
         self.on_its_way: list[bool] = []
+        self.asked = 0
+
+    def get(self, path: str, kind: type, *, timeout_s: float) -> wire.GroupDescription:
+        self.asked += 1
+        if self.fail is not None:
+            raise self.fail
+        return wire.GroupDescription("g", "queue", [], 0, 0, 0, 0, 0, 0, wire.GroupConfig())
 
     def call(self, request: Request, timeout_s: float | None = None) -> None:
         assert request.path.endswith("/nack")
@@ -39,6 +46,23 @@ def test_what_the_keeper_gives_back_is_on_its_way_until_the_broker_has_answered(
     held._spare()
     assert transport.on_its_way == [True]
     assert held.wait_given_back(0.0)
+
+
+def test_what_waits_goes_to_others_later_when_it_could_not_be_asked_whether_it_is_leased() -> None:
+    now = [0.0]
+    transport = Transport(Unavailable("gone"))
+    held = transport.leases = Leases(transport, "g", 30.0, lambda: now[0])  # type: ignore[arg-type]
+    held._keeper = threading.current_thread()
+    held.hold([wire.PackMessageOut(0, offset, b"", 0, receipt=f"r{offset}") for offset in range(3)])
+    assert held.take() is not None
+    for tries in (1, 2, 3):
+        now[0] = held._spare_at()
+        held._spare()
+        assert (transport.asked, transport.on_its_way) == (tries, [])
+        assert held._spare_at() == now[0] + HOLD_BACK_S_MAX, "it asks again, and not at once"
+    transport.fail = None
+    held._spare()
+    assert (transport.on_its_way, held.take()) == ([True], None)
 
 
 def test_an_iteration_ends_only_when_what_it_gives_back_has_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
