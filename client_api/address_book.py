@@ -8,11 +8,10 @@ all are short from then on.
 from __future__ import annotations
 
 import os
-import random
 import threading
 from collections.abc import Callable, Iterable
 
-from portalmq import wire
+from portalmq import chance, wire
 from portalmq.connection import Address, parse_address
 from portalmq.trust import may_be_told, warn_of_stranger
 from portalmq.zookeeper_bootstrap import SCHEME as ZOOKEEPER
@@ -72,7 +71,7 @@ class AddressBook:
         self.bootstrap = [] if self._zookeeper else bootstrap_addresses(bootstrap)
         self._known = list(self.bootstrap)
         self._leaders: dict[TopicPartition, Address] = {}
-        self._lot = random.random()
+        self._lot = chance.fraction()
         self._epochs: dict[TopicPartition, int] = {}
         self._left_out: dict[Address, float] = {}
         self._failures: dict[Address, int] = {}

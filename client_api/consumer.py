@@ -8,7 +8,6 @@ loop's body never asks, so that message stays unacked and goes back when the con
 from __future__ import annotations
 
 import math
-import random
 import threading
 import time
 import uuid
@@ -19,7 +18,7 @@ from typing import Literal
 
 import msgspec
 
-from portalmq import wire
+from portalmq import chance, wire
 from portalmq.closing import Closing
 from portalmq.commit import Output, commit_receipts
 from portalmq.errors import GroupNotFound, PortalMQError
@@ -343,7 +342,7 @@ class Consumer(Closing):
         except PortalMQError:
             return
         places = [(topic.name, partition.partition) for topic in metadata.topics for partition in topic.partitions]
-        self._near = random.choice(places) if places else None
+        self._near = chance.choice(places) if places else None
 
     # --- settling ----------------------------------------------------------------------------------------------------
 

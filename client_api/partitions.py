@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-import random
 import threading
 import time
 from collections.abc import Callable
 
-from portalmq import wire
+from portalmq import chance, wire
 from portalmq.batching import Lane
 from portalmq.errors import PartitionNotFound, PortalMQError, TopicExists, TopicNotFound
 from portalmq.transport import Backoff, OutOfTime, Request, Transport, may_repeat
@@ -30,7 +29,7 @@ class Topic:
     def __init__(self, lanes: list[Lane], known_at: float) -> None:
         self.lanes = lanes
         # At random, or many short-lived producers would all begin with partition 0.
-        self.sticky = random.randrange(len(lanes))
+        self.sticky = chance.below(len(lanes))
         self.known_at = known_at
 
     def move_on_from(self, lane: Lane) -> None:

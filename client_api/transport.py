@@ -11,7 +11,6 @@ try of a call ended unknown, the whole call did, whatever the later tries say.
 
 from __future__ import annotations
 
-import random
 import threading
 import time
 import uuid
@@ -22,7 +21,7 @@ from urllib.parse import urlencode
 
 import msgspec
 
-from portalmq import wire
+from portalmq import chance, wire
 from portalmq.address_book import DEFAULT_URL, AddressBook, Bootstrap, bootstrap_addresses
 from portalmq.connection import Address, Answer, ConnectionPool, NoAnswer, NotSent, Watch
 from portalmq.errors import (
@@ -110,7 +109,7 @@ class Backoff:
     SOON_TRIES = 30
     MAX_S = 1.0
 
-    def __init__(self, chance: Callable[[], float] = random.random) -> None:
+    def __init__(self, chance: Callable[[], float] = chance.fraction) -> None:
         self._chance = chance
         self._full_s = self.FIRST_S
         self._tries = 0
@@ -140,7 +139,7 @@ class Transport:
         pool: Exchanger | None = None,
         clock: Callable[[], float] = time.monotonic,
         pause: Callable[[float], object] | None = None,
-        chance: Callable[[], float] = random.random,
+        chance: Callable[[], float] = chance.fraction,
     ) -> None:
         """`timeout_s` bounds a call with all its retries. What `tls` does not name the
         environment may. `allow_advertised=False`: over http show the token to named hosts only

@@ -6,7 +6,6 @@ that any broker answers, and that survives a leader's death within its time.
 
 from __future__ import annotations
 
-import random
 import time
 import uuid
 from concurrent.futures import Future
@@ -14,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from portalmq import wire
+from portalmq import chance, wire
 from portalmq.errors import PortalMQError, Unavailable
 from portalmq.message import RecordMetadata
 from portalmq.producer import Producer
@@ -148,7 +147,7 @@ class Cluster:
             return None
         if len(self._near) >= NEAR_MAX:
             self._near.clear()
-        place = self._near[queue] = random.choice(places)
+        place = self._near[queue] = chance.choice(places)
         return place
 
     def close(self, timeout_s: float) -> None:
