@@ -15,6 +15,7 @@ from functools import cached_property
 
 from portalmq import wire
 from portalmq.broker.browsing import Page, Stored
+from portalmq.broker.fairness import in_short_turns
 from portalmq.broker.forwarding import NoSuchPartition
 from portalmq.broker.idempotency import Keyed
 from portalmq.broker.partition import Partition
@@ -124,7 +125,10 @@ class Broker(Rooms):
 
     def list_topics(self) -> list[wire.TopicSummary]:
         states = sorted((topic.state for topic in self.topics), key=lambda state: state.name)
-        return [wire.TopicSummary(state.name, state.partitions, state.replication_factor) for state in states]
+        return [
+            wire.TopicSummary(state.name, state.partitions, state.replication_factor)
+            for state in in_short_turns(states)
+        ]
 
     def describe_topic(self, name: str) -> wire.TopicDescription:
         return self.overview.describe_topic(self.topics.known(name))
@@ -324,8 +328,12 @@ class Broker(Rooms):
 
     def health(self) -> dict[str, object]:
         """How it stands with this broker, and with what it leads and follows."""
-        partitions = self.topics.partitions()
-        led = [partition for partition in partitions if partition.replica.leading]
+        led = followed = under_replicated = quarantined = 0
+        for partition in in_short_turns(self.topics.partitions()):
+            led += partition.replica.leading
+            followed += not partition.replica.leading
+            under_replicated += partition.replica.leading and is_under_replicated(partition)
+            quarantined += bool(partition.quarantined)
         controller, lot = self.mirror.controller, self.groups.lot
         return {
             "status": "ok" if self.ready else "not_ready",
@@ -336,10 +344,10 @@ class Broker(Rooms):
             "registered": self.membership.registered,
             "controller": controller.value.broker_id if controller else None,
             "topics": sum(1 for _ in self.topics),
-            "led": len(led),
-            "followed": len(partitions) - len(led),
-            "under_replicated": sum(is_under_replicated(partition) for partition in led),
-            "quarantined": sum(bool(partition.quarantined) for partition in partitions),
+            "led": led,
+            "followed": followed,
+            "under_replicated": under_replicated,
+            "quarantined": quarantined,
             "parked_receives": len(lot.waiters) - lot.interests,
             "parked_interests": lot.interests,
             "disk_full": self.disk_is_full(),

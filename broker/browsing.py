@@ -13,6 +13,7 @@ from gevent.event import Event
 from portalmq.broker.answers import first_of
 from portalmq.broker.atlas import Atlas
 from portalmq.broker.calls import Browse, Browsed, Place, Purge, Result, result_of
+from portalmq.broker.fairness import in_short_turns
 from portalmq.broker.forwarding import Leaders, Outcomes, place_of
 from portalmq.broker.partition import Partition
 from portalmq.broker.peers import Peers
@@ -205,13 +206,13 @@ class Browsing:
         places = [place_of(topic.state, number) for number in range(topic.state.partitions)]
         if not forward:
             self._leaders.check_led_here(places)
-        first = [self._page(topic, place.number, None, 1, forward) for place in places]
+        first = [self._page(topic, place.number, None, 1, forward) for place in in_short_turns(places)]
         ends = [page.high_watermark for page in first]
         return self._read_all(topic, ends, limit, forward)
 
     def _read_all(self, topic: Topic, ends: list[int], limit: int | None, forward: bool) -> Iterator[Stored]:
         left = limit if limit is not None else 1 << 62
-        for number, end in enumerate(ends):
+        for number, end in in_short_turns(enumerate(ends)):
             offset: int | None = None
             while left > 0 and (offset is None or offset < end):
                 try:

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
-import gevent
 import msgspec
 
 from portalmq import wire
@@ -29,6 +28,7 @@ from portalmq.broker.core.fold import DeadFold
 from portalmq.broker.core.predicate import Candidate, Predicate, parse
 from portalmq.broker.core.records import Drop, Range, Redrive, ranges_of
 from portalmq.broker.delivery import GroupPartition
+from portalmq.broker.fairness import Turn, give_way, in_short_turns
 from portalmq.broker.forwarding import Leaders, Outcomes, place_of
 from portalmq.broker.outbox import provenance
 from portalmq.broker.partition import Partition
@@ -43,9 +43,8 @@ ASK_TIMEOUT_S = 15.0
 PAGE_MESSAGES_MAX = 1_000
 PAGE_BYTES_MAX = 4 * 1024 * 1024
 IDS_MAX = 10_000
-# How long a leader may look for what a predicate means, and how long it looks without letting others run.
+# How long a leader may look for what a predicate means.
 MATCH_WITHIN_S = 5.0
-MATCH_TURN_S = 0.02
 RATE_MAX = 1_000_000.0
 REDRIVE_MS_MAX = 30 * wire.DAY_MS
 RANGES_IN_A_RECORD = 1_000
@@ -117,7 +116,7 @@ class _Work(Generic[T]):
 
     def here(self, places: Sequence[Place]) -> Outcomes[T]:
         outcomes: Outcomes[T] = {}
-        for place, share in zip(places, self._shares(places), strict=True):
+        for place, share in in_short_turns(zip(places, self._shares(places), strict=True)):
             try:
                 outcomes[place] = self.do(place, share)
             except PortalMQError as error:
@@ -362,7 +361,7 @@ def _written(
     try:
         for first in range(0, len(ranges), RANGES_IN_A_RECORD):
             if written:
-                gevent.sleep(0)
+                give_way()
             before = _count_dead(partition, group)
             record = record_of(tuple(ranges[first : first + RANGES_IN_A_RECORD]))
             written.append(partition.append_group_record(group, record))
@@ -380,7 +379,7 @@ class _Patience:
 
     def __init__(self) -> None:
         self._until = time.monotonic() + MATCH_WITHIN_S
-        self._turn_until = 0.0
+        self._turn = Turn()
 
     def spend(self) -> None:
         """Raises Unavailable when it is over; lets others run now and then."""
@@ -391,9 +390,7 @@ class _Patience:
                 " the dead letters by their ids, as GET …/dead-letters lists them",
                 retryable=False,
             )
-        if now > self._turn_until:
-            gevent.sleep(0)
-            self._turn_until = time.monotonic() + MATCH_TURN_S
+        self._turn.pause_if_over()
 
 
 def _letters(

@@ -27,6 +27,7 @@ from gevent.lock import BoundedSemaphore
 
 from portalmq import stream_wire as contract
 from portalmq.broker.calls import Place
+from portalmq.broker.fairness import in_short_turns
 from portalmq.broker.forwarding import Leaders
 from portalmq.broker.partition import Partition
 from portalmq.broker.storage.batch import Frame, Head, Kind, is_hollow
@@ -98,7 +99,7 @@ class Fetching:
         until_s = monotonic() + GATHER_S
         share = max(SHARE_BYTES_MIN, left // len(request.partitions))
         answers: list[Fetched] = []
-        for asked in request.partitions:
+        for asked in in_short_turns(request.partitions):
             topic_id = ""
             try:
                 topic = self._topic(asked.topic)
@@ -163,7 +164,7 @@ class Fetching:
 
     def _wait(self, request: contract.FetchRequest, event: Event, peer: Peer | None) -> None:
         reads: list[_Read] = []
-        for asked in request.partitions:
+        for asked in in_short_turns(request.partitions):
             try:
                 reads.append(self._read(self._topic(asked.topic), asked, monotonic()))
             except PortalMQError:

@@ -26,12 +26,13 @@ from portalmq.broker.capacity import Capacity
 from portalmq.broker.clock import Clock
 from portalmq.broker.core.receipts import ReceiptBook, topic_tag
 from portalmq.broker.delivery import GroupPartition
-from portalmq.broker.fairness import in_turns
+from portalmq.broker.fairness import in_short_turns, in_turns
 from portalmq.broker.forwarding import Leaders, Outcomes, place_of
 from portalmq.broker.partition import Partition
 from portalmq.broker.peers import Peers
 from portalmq.broker.topics import Topic, Topics
 from portalmq.broker.waiting import ParkingLot
+from portalmq.broker.writer import Pending
 from portalmq.control_plane.catalog import Catalog
 from portalmq.control_plane.mirror import Changes, Mirror
 from portalmq.control_plane.state import GroupState
@@ -234,7 +235,12 @@ class Groups:
         self._ending = {known: until for known, until in self._ending.items() if until > now}
         self._ending[group_id] = now + ENDING_S
         begun = [*self._begun_on(name), *self._streamed_on(name)]
-        ends = [partition.end_group(name) for partition, _ in begun]
+        ends: list[Pending | None] = []
+        for partition, topic_id in in_short_turns(begun):
+            ends.append(partition.end_group(name))
+            attached = self._attached.get((name, topic_id, partition.number))
+            if attached is not None:  # nobody is to wake up where it has ended
+                attached.end_waits()
         keys = [key for key in self._attached if key[0] == name]
         for key in keys:
             self._attached[key].end_waits()
@@ -405,9 +411,10 @@ class Groups:
 
     def sweep(self) -> None:
         """What has expired before anybody asked for it is counted no longer."""
-        for attached in tuple(self._attached.values()):
-            with suppress(PortalMQError):  # another broker leads it by now, or the next sweep does it
-                attached.sweep()
+        for key, attached in in_short_turns(tuple(self._attached.items())):
+            if self._attached.get(key) is attached:
+                with suppress(PortalMQError):  # another broker leads it by now, or the next sweep does it
+                    attached.sweep()
 
     def _settings(self, group: GroupState) -> wire.GroupConfig:
         """The settings as they are now; those of `group` where the control plane knows it no longer."""
@@ -479,7 +486,7 @@ class Groups:
 
     def each(self, places: Sequence[Place], do: Callable[[Place], bool]) -> Outcomes[bool]:
         outcomes: Outcomes[bool] = {}
-        for place in places:
+        for place in in_short_turns(places):
             try:
                 outcomes[place] = do(place)
             except PortalMQError as error:

@@ -15,6 +15,7 @@ from gevent.event import Event
 
 from portalmq import wire
 from portalmq.broker.compaction import Compacting
+from portalmq.broker.fairness import in_short_turns
 from portalmq.broker.groups import Groups
 from portalmq.broker.storage.errors import Shortage
 from portalmq.broker.topics import Topics
@@ -81,11 +82,11 @@ class Housekeeping:
                 self._keeper.storage_failed(fault)
 
     def save_state(self) -> None:
-        for partition in self._topics.partitions():
+        for partition in in_short_turns(self._topics.partitions()):
             partition.save_state()
 
     def rest(self) -> None:
-        for partition in self._topics.partitions():
+        for partition in in_short_turns(self._topics.partitions()):
             partition.rest_if_idle()
 
     def retain(self) -> None:
@@ -93,7 +94,7 @@ class Housekeeping:
             self._keeper.release_disk()  # sealing and dropping, which make room, need a little room themselves
         for topic in self._topics:
             config = topic.state.config
-            for partition in tuple(topic.local.values()):
+            for partition in in_short_turns(tuple(topic.local.values())):
                 try:
                     partition.retain(config.retention_ms, config.retention_bytes, GROUP_EXPIRY_MS)
                 except (PortalMQError, Shortage) as error:  # the others are not to wait for this one

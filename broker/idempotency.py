@@ -19,11 +19,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
 
-import gevent
 import msgspec
 
 from portalmq.broker.atlas import Atlas
 from portalmq.broker.calls import Place, Result, result_of
+from portalmq.broker.fairness import give_way, in_short_turns
 from portalmq.broker.forwarding import Leaders, Outcomes, place_of
 from portalmq.broker.partition import Partition
 from portalmq.broker.peers import Peers
@@ -98,7 +98,7 @@ def each_once(
     identities: list[Record] = []
     for start in range(0, len(records), HASHED_AT_ONCE):
         if start:
-            gevent.sleep(0)  # the others' turn
+            give_way()
         part = slice(start, start + HASHED_AT_ONCE)
         identities += _all_identified(records[part], keys[part], numbers[part])
     every = range(len(identities))
@@ -217,7 +217,7 @@ class _Finding:
 
     def here(self, places: Sequence[Place]) -> Outcomes[list[int]]:
         outcomes: Outcomes[list[int]] = {}
-        for place in places:
+        for place in in_short_turns(places):
             try:
                 partition = self.repeats.atlas.partition(place)
                 found = first_in(partition, self.record.message_id or b"", self.record.body_hash)

@@ -14,6 +14,7 @@ import msgspec
 from portalmq import wire
 from portalmq.broker.atlas import Atlas
 from portalmq.broker.calls import Partitions, PartitionSize, Place, Result, result_of
+from portalmq.broker.fairness import in_short_turns
 from portalmq.broker.forwarding import Leaders, Outcomes, place_of
 from portalmq.broker.peers import Peers
 from portalmq.broker.topics import Topic, Topics
@@ -37,7 +38,7 @@ class _Sizing:
 
     def here(self, places: Sequence[Place]) -> Outcomes[PartitionSize]:
         outcomes: Outcomes[PartitionSize] = {}
-        for place in places:
+        for place in in_short_turns(places):
             try:
                 partition = self.atlas.partition(place)
             except PortalMQError as error:
@@ -75,7 +76,7 @@ class Overview:
                 self._sizes[place] = size
         return wire.TopicDescription(
             state.name,
-            [self._described(state, place) for place in places],
+            [self._described(state, place) for place in in_short_turns(places)],
             state.config,
             topic_id=state.topic_id,
             replication_factor=state.replication_factor,
@@ -116,7 +117,8 @@ class Overview:
         """Who leads what. Topics that do not exist are left out."""
         states = [topic.state for topic in self._topics]
         if names is not None:
-            states = [state for state in states if state.name in names]
+            wanted = set(names)
+            states = [state for state in states if state.name in wanted]
         return wire.Metadata(
             self._brokers(),
             [
@@ -125,7 +127,7 @@ class Overview:
                     [self._leader(state, number) for number in range(state.partitions)],
                     state.first_partitions,
                 )
-                for state in sorted(states, key=lambda state: state.name)
+                for state in in_short_turns(sorted(states, key=lambda state: state.name))
             ],
         )
 

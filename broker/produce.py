@@ -17,6 +17,7 @@ import msgspec
 
 from portalmq.broker.calls import Appended, Place, Produce, Result, Share, result_of
 from portalmq.broker.core.events import Stamp
+from portalmq.broker.fairness import in_short_turns
 from portalmq.broker.forwarding import Leaders, place_of, told
 from portalmq.broker.idempotency import AsSent, Keyed, Repeats, are_many, each_once, identified, known_in
 from portalmq.broker.partition import Partition
@@ -176,7 +177,7 @@ class _Producing:
         outcomes: dict[Place, Appended | PortalMQError] = {}
         shares = [self.shares[place.number] for place in places]
         are_many_keyed = are_many(shares)
-        for place, share in zip(places, shares, strict=True):
+        for place, share in in_short_turns(zip(places, shares, strict=True)):
             try:
                 partition = self.topic.partition(place.number)
                 entries[place] = _entered(
@@ -184,7 +185,7 @@ class _Producing:
                 )
             except PortalMQError as error:
                 outcomes[place] = error
-        for place, entry in entries.items():
+        for place, entry in in_short_turns(entries.items()):
             try:
                 outcomes[place] = _appended(entry, self.order)
             except PortalMQError as error:

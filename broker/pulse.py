@@ -20,6 +20,7 @@ from gevent import socket
 
 from portalmq.broker.clock import Clock
 from portalmq.broker.core.events import FollowerRefused, LeaseRenewed, Tick
+from portalmq.broker.fairness import give_way
 from portalmq.broker.partition import Partition
 from portalmq.control_plane.state import BrokerState
 
@@ -121,7 +122,7 @@ class Pulse:
                 log.exception("%s: its beat failed", partition)
             if told >= PARTITIONS_AT_A_TIME:
                 told = 0
-                gevent.sleep(0)
+                give_way()
 
     def look_after_followers(self) -> None:
         """Probe each broker whose fetch is overdue on some partition, all at once."""

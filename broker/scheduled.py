@@ -15,10 +15,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from heapq import merge
 from itertools import islice
-from time import perf_counter
 from typing import NamedTuple
 
-import gevent
 import msgspec
 
 from portalmq.broker.atlas import Atlas
@@ -27,6 +25,7 @@ from portalmq.broker.calls import Place, Result, result_of
 from portalmq.broker.clock import Clock
 from portalmq.broker.core.lanes import DELAYED
 from portalmq.broker.core.records import Cancel
+from portalmq.broker.fairness import Turn, in_short_turns
 from portalmq.broker.forwarding import Leaders, Outcomes, place_of
 from portalmq.broker.partition import Partition
 from portalmq.broker.peers import Peers
@@ -36,8 +35,6 @@ from portalmq.errors import MessageNotFound, PortalMQError
 
 SCHEDULED_TIMEOUT_S = 10.0
 CANCEL_TIMEOUT_S = 30.0
-# After so long of reading the others get their turn.
-TURN_S = 0.005
 # A page ends when the payloads in it are so large together.
 PAGE_BYTES = 8 * 1024 * 1024
 
@@ -107,14 +104,14 @@ class _Listing:
         outcomes: Outcomes[Rows] = {}
         partitions: dict[Place, Partition] = {}
         pages: dict[Place, Rows] = {}
-        for place in places:
+        for place in in_short_turns(places):
             try:
                 partitions[place] = self.scheduled.atlas.partition(place)
                 outcomes[place] = pages[place] = Rows([])
             except PortalMQError as error:
                 outcomes[place] = error
         streams = [self._to_come(place, partition) for place, partition in partitions.items()]
-        turn_ends, room = perf_counter() + TURN_S, PAGE_BYTES
+        turn, room = Turn(), PAGE_BYTES
         for due, place in islice(merge(*streams), self.limit):
             for timestamp_ms, record in _read(partitions[place], due.offset):
                 pages[place].rows.append((due.due_ms, due.offset, timestamp_ms, record))
@@ -123,9 +120,7 @@ class _Listing:
                 for page in pages.values():
                     page.cut_at = due
                 break
-            if perf_counter() > turn_ends:  # they may stand far apart, and each costs a read then
-                gevent.sleep(0)
-                turn_ends = perf_counter() + TURN_S
+            turn.pause_if_over()  # they may stand far apart, and each costs a read then
         return outcomes
 
     def _to_come(self, place: Place, partition: Partition) -> Iterator[tuple[Due, Place]]:

@@ -16,7 +16,7 @@ import msgspec
 from portalmq.broker.calls import Place, Result, Settle, SettleShare, Verb, result_of
 from portalmq.broker.core.receipts import HEAD_LENGTH, Lease, ReceiptBook, offset_of, tag_of
 from portalmq.broker.delivery import GroupPartition, Shown, Verdicts
-from portalmq.broker.fairness import give_way, in_turns
+from portalmq.broker.fairness import give_way, in_short_turns, in_turns
 from portalmq.broker.forwarding import Leaders, Outcomes
 from portalmq.broker.peers import Peers
 from portalmq.broker.topics import Topic
@@ -40,6 +40,10 @@ class Desk(Protocol):
 
     def known(self, name: str, *, mode: str = "", group_id: str = "") -> GroupState:
         """Raises GroupNotFound."""
+        ...
+
+    def check_same(self, group: GroupState) -> None:
+        """Raises Unavailable when the group was deleted since `group` was read."""
         ...
 
     def by_tag(self, tag: bytes) -> Topic | None: ...
@@ -75,8 +79,9 @@ class _Settling:
     def begin(self, places: Sequence[Place]) -> Outcomes[list[bool]]:
         """Append what is to be done at these partitions, and wait for nothing yet; answers the refusals."""
         refused: Outcomes[list[bool]] = {}
-        for place in places:
+        for place in in_short_turns(places):
             try:
+                self.desk.check_same(self.group)  # one that was made anew meanwhile gives out receipts like these
                 self.begun[place] = self._apply(place)
             except PortalMQError as error:
                 refused[place] = error
@@ -86,7 +91,7 @@ class _Settling:
         """Wait until what was begun is committed."""
         outcomes: Outcomes[list[bool]] = {}
         begun, self.begun = self.begun, {}
-        for place, (verdicts, wait) in begun.items():
+        for place, (verdicts, wait) in in_short_turns(begun.items()):
             try:
                 wait()
             except PortalMQError as error:
@@ -120,7 +125,7 @@ class _Settling:
                 give_way()
             try:
                 at = self.desk.at(self.group, place)
-                if waits and at.delivery is not delivery:  # a group made anew gives out receipts like these
+                if waits and at.delivery is not delivery:  # as above
                     raise Unavailable("the group has changed meanwhile: repeat", retry_after_s=0.1)
                 delivery = at.delivery
                 found, wait = self._settle(at, part)

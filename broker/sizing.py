@@ -14,6 +14,7 @@ import msgspec
 
 from portalmq.broker.calls import Place, Result, result_of
 from portalmq.broker.clock import Clock
+from portalmq.broker.fairness import in_short_turns
 from portalmq.broker.forwarding import Leaders, Outcomes, place_of
 from portalmq.broker.groups import Groups
 from portalmq.broker.peers import Peers
@@ -71,7 +72,7 @@ class _Sizing:
 
     def here(self, places: Sequence[Place]) -> Outcomes[QueueSize]:
         outcomes: Outcomes[QueueSize] = {}
-        for place in places:
+        for place in in_short_turns(places):
             try:
                 if self.group.config.start == "earliest":
                     self.groups.begin_here(self.group, place, "earliest")
@@ -102,7 +103,7 @@ class _Looking:
 
     def here(self, places: Sequence[Place]) -> Outcomes[QueueSize]:
         outcomes: Outcomes[QueueSize] = {}
-        for place in places:
+        for place in in_short_turns(places):
             try:
                 outcomes[place] = self.sizing.look_here(self.group, place)
             except PortalMQError as error:

@@ -18,6 +18,7 @@ from portalmq.broker.atlas import Atlas
 from portalmq.broker.calls import Place, Result, result_of
 from portalmq.broker.clock import Clock
 from portalmq.broker.core.records import Claim, CommitOffset, Seek
+from portalmq.broker.fairness import in_short_turns
 from portalmq.broker.forwarding import Leaders, Outcomes
 from portalmq.broker.groups import Groups
 from portalmq.broker.partition import Partition
@@ -113,12 +114,12 @@ class _Work(Generic[T]):
 
     def here(self, places: Sequence[Place]) -> Outcomes[T]:
         begun: dict[Place, Callable[[], T] | PortalMQError] = {}
-        for place in places:
+        for place in in_short_turns(places):
             try:
                 begun[place] = self.begin(place)
             except PortalMQError as error:
                 begun[place] = error
-        return {place: _finished(finish) for place, finish in begun.items()}
+        return {place: _finished(finish) for place, finish in in_short_turns(begun.items())}
 
     def there(self, broker_id: int, places: Sequence[Place]) -> Outcomes[T]:
         results = self.ask(broker_id, places)

@@ -29,6 +29,7 @@ from portalmq.broker.calls import Place
 from portalmq.broker.capacity import Capacity
 from portalmq.broker.core.events import PartitionStateChanged, SessionLost
 from portalmq.broker.core.receipts import topic_tag
+from portalmq.broker.fairness import in_short_turns
 from portalmq.broker.forwarding import NoSuchPartition, place_of
 from portalmq.broker.hosting import PartitionHost, PartitionMembership
 from portalmq.broker.partition import Partition
@@ -238,7 +239,7 @@ class Topics:
 
     def _hear_brokers(self, brokers: Mapping[int, BrokerState]) -> None:
         self._brokers = {number: (broker.incarnation, broker.store_uuid) for number, broker in brokers.items()}
-        for partition in self.partitions():
+        for partition in in_short_turns(self.partitions()):
             partition.hear_brokers(self._brokers)
 
     def _sync_topic(self, name: str, state: TopicState | None) -> None:

@@ -11,10 +11,8 @@ of the log may have to be looked through, in turns that let the broker's other w
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from time import perf_counter
 from typing import Literal, NamedTuple
 
-import gevent
 import msgspec
 
 from portalmq.broker.atlas import Atlas
@@ -23,6 +21,7 @@ from portalmq.broker.calls import Place
 from portalmq.broker.clock import Clock
 from portalmq.broker.core.delivery import HELD_MS, GroupDelivery
 from portalmq.broker.core.lanes import spot_of
+from portalmq.broker.fairness import Turn, in_short_turns
 from portalmq.broker.forwarding import Leaders, place_of
 from portalmq.broker.groups import Groups
 from portalmq.broker.lookup import Lookup
@@ -33,7 +32,6 @@ from portalmq.broker.topics import Topic
 from portalmq.errors import GroupModeMismatch
 
 TIMEOUT_S = 15.0
-TURN_S = 0.005
 PAGE_BYTES = 4 * 1024 * 1024
 # An answer comes after so many messages that were looked at, found or not.
 LOOK_MAX = 100_000
@@ -101,7 +99,7 @@ class Unfinished:
             raise GroupModeMismatch(f"group {name!r} works in stream mode: its lag is all from its offset on")
         first, behind = after or (0, -1)
         topic.place(first)
-        for number in range(first, topic.state.partitions):
+        for number in in_short_turns(range(first, topic.state.partitions)):
             place = place_of(topic.state, number)
             offset: int | None = behind + 1 if number == first else 0
             while offset is not None:
@@ -121,7 +119,7 @@ class Unfinished:
             offset = max(offset, delivery.floor())
         end = partition.high_watermark
         rows: list[Row] = []
-        turn_ends, room, looks = perf_counter() + TURN_S, PAGE_BYTES, LOOK_MAX
+        turn, room, looks = Turn(), PAGE_BYTES, LOOK_MAX
         while offset < end:
             piece = next(partition.pieces(offset, end, 1_000), None)
             if piece is None:
@@ -137,9 +135,7 @@ class Unfinished:
             looks -= piece.end - piece.start
             if looks <= 0:
                 return UnfinishedRows(rows, offset)
-            if perf_counter() > turn_ends:
-                gevent.sleep(0)
-                turn_ends = perf_counter() + TURN_S
+            if turn.pause_if_over():
                 delivery = self._atlas.partition(place).delivery.get(call.group)
         return UnfinishedRows(rows, None)
 

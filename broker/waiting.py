@@ -17,6 +17,7 @@ import msgspec
 from gevent.event import Event
 
 from portalmq.broker.answers import ANSWER_BYTES_MAX, sizes_of
+from portalmq.broker.fairness import in_short_turns
 from portalmq.broker.storage.batch import Record
 from portalmq.errors import Backpressure, PortalMQError
 
@@ -241,7 +242,7 @@ def take(
     taken: list[Delivered] = []
     refused: list[PortalMQError] = []
     left_bytes = options.max_bytes
-    for source in sources:
+    for source in in_short_turns(sources):
         left = options.max_messages - len(taken)
         if left <= 0 or left_bytes <= 0:
             break

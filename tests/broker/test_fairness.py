@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import count
+
 import gevent
-from support.domain import records, running
+import pytest
+from support.domain import Fixture, records, running
 from support.stretches import Stretches
 
+from portalmq import stream_wire, wire
 from portalmq.broker.core.delivery import GroupDelivery
 from portalmq.broker.core.fold import DeadFold, GroupFold, SpanFold
-from portalmq.broker.fairness import give_way, in_turns
+from portalmq.broker.fairness import TURN_S, give_way, in_short_turns, in_turns
 from portalmq.broker.tally import SPANS_A_TURN, tallied
+from portalmq.errors import Unavailable
 
 STEPS = 40
+PARTITIONS = 6
 
 
 def work() -> None:
@@ -32,6 +39,17 @@ def test_items_come_in_order_with_a_pause_after_each_few(monkeypatch):
     for item in in_turns(range(7), 3):
         done.append(item)
     assert (done, pauses) == ([0, 1, 2, 3, 4, 5, 6], [3, 6])
+
+
+def test_a_turn_by_the_clock_ends_when_the_items_have_taken_a_while(monkeypatch):
+    done, pauses = [], []
+    seconds = [0.0]
+    monkeypatch.setattr("portalmq.broker.fairness.perf_counter", lambda: seconds[0])
+    monkeypatch.setattr("portalmq.broker.fairness.give_way", lambda: pauses.append(len(done)))
+    for cost in in_short_turns([0.4, 0.4, 0.4, 3.0, 0.0, 2.0]):
+        seconds[0] += cost * TURN_S
+        done.append(cost)
+    assert (done, pauses) == ([0.4, 0.4, 0.4, 3.0, 0.0, 2.0], [3, 4])
 
 
 def test_a_stretch_ends_where_the_loop_looks_at_its_sockets():
@@ -78,3 +96,90 @@ def test_others_have_their_turn_while_what_a_group_has_is_added_up(tmp_path, mon
     assert (counts["ready"], counts["in_flight"], counts["scheduled"]) == (half, 0, half)
     assert (counts["lag"], counts["dead"]) == (2 * half, len(dead))
     assert len(pauses) == 3
+
+
+def received(fixture: Fixture, group: str = "g", *, wait_ms: int = 0) -> list[str]:
+    request = wire.ReceiveRequest(topics=["t"], max_messages=100, wait_ms=wait_ms)
+    return [message.receipt for message in fixture.broker.receive(group, request, None)]
+
+
+def fetched(fixture: Fixture) -> None:
+    places = [stream_wire.PartitionOffset("t", number, 0) for number in range(PARTITIONS)]
+    fixture.broker.fetching.fetch(stream_wire.FetchRequest(places), None)
+
+
+def redriven(fixture: Fixture) -> None:
+    fixture.broker.dead_letters.redrive("g", "t", ids=None, where=None, rate_per_s=None, dry_run=True)
+
+
+CALLS: dict[str, Callable[[Fixture], object]] = {
+    "produce": lambda fixture: fixture.broker.produce(
+        "t", records(*["a"] * PARTITIONS), list(range(PARTITIONS)), acks="none"
+    ),
+    "produce under a key": lambda fixture: fixture.broker.produce(
+        "t", records("a"), None, acks="all", idempotency_key="k"
+    ),
+    "receive": received,
+    "ack": lambda fixture: fixture.broker.ack("g", fixture.receipts),
+    "fetch": fetched,
+    "describe the topic": lambda fixture: fixture.broker.describe_topic("t"),
+    "read all": lambda fixture: list(fixture.broker.read_all("t", None)),
+    "list what is scheduled": lambda fixture: fixture.broker.scheduled("t", limit=10),
+    "list what is unfinished": lambda fixture: list(fixture.broker.unfinished.messages("g", "t")),
+    "count what is unfinished": lambda fixture: fixture.broker.sizing.look("g", "t"),
+    "count a queue": lambda fixture: fixture.broker.sizing.size("g", "t"),
+    "look for dead letters": redriven,
+    "tell offsets": lambda fixture: fixture.broker.streaming.standings(
+        "s", [fixture.broker.topics.known("t").place(number) for number in range(PARTITIONS)]
+    ),
+    "health": lambda fixture: fixture.broker.health(),
+    "save the folds": lambda fixture: fixture.broker.housekeeping.save_state(),
+    "retain": lambda fixture: fixture.broker.housekeeping.retain(),
+    "sweep": lambda fixture: fixture.broker.groups.sweep(),
+    "end a group": lambda fixture: fixture.broker.delete_group("g"),
+}
+
+
+@pytest.fixture
+def spread(tmp_path):
+    """A topic of several partitions with a message in each, all of them leased by a group."""
+    with running(tmp_path) as fixture:
+        fixture.broker.create_topic("t", wire.CreateTopic(partitions=PARTITIONS))
+        fixture.broker.produce("t", records(*["a"] * PARTITIONS), list(range(PARTITIONS)), acks="all")
+        fixture.receipts = received(fixture)
+        yield fixture
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_others_have_their_turn_between_the_partitions_that_a_call_concerns(spread, monkeypatch, call):
+    """By a clock that says of each partition that it took a whole turn."""
+    pauses: list[object] = []
+    me = gevent.getcurrent()
+    seconds = count()
+    monkeypatch.setattr("portalmq.broker.fairness.perf_counter", lambda: next(seconds))
+    monkeypatch.setattr(
+        "portalmq.broker.fairness.give_way", lambda: pauses.append(None) if gevent.getcurrent() is me else None
+    )
+    call(spread)
+    assert len(pauses) >= PARTITIONS - (2 if call is CALLS["produce under a key"] else 1)
+
+
+def test_receipts_settle_nothing_of_a_group_that_was_made_anew_between_two_partitions(spread, monkeypatch):
+    """The new group gives out receipts with the same numbers."""
+    turned = False
+
+    def meanwhile() -> None:
+        nonlocal turned
+        if not turned:
+            turned = True
+            spread.broker.delete_group("g")
+            assert len(received(spread)) == PARTITIONS
+
+    monkeypatch.setattr("portalmq.broker.forwarding.OWN_PATIENCE_S", 0.0)
+    seconds = count()
+    monkeypatch.setattr("portalmq.broker.fairness.perf_counter", lambda: next(seconds))
+    monkeypatch.setattr("portalmq.broker.fairness.give_way", meanwhile)
+    with pytest.raises(Unavailable, match="deleted meanwhile"):
+        spread.broker.ack("g", spread.receipts, forward=False)
+    assert turned
+    assert spread.broker.describe_group("g").in_flight == PARTITIONS
