@@ -204,8 +204,12 @@ class GroupPartition:
 
     def _may_exceed(self, pieces: list[tuple[Piece, int, int]], max_bytes: int) -> bool:
         """Return whether the messages may have more bytes. Mostly their batches as a whole have not."""
-        batches = {(piece.batch.base_offset, piece.batch.leader_epoch): piece.batch for piece, _, _ in pieces}
-        return sum([self._supply.size_of(batch) for batch in batches.values()]) > max_bytes
+        size, last = 0, None
+        for piece, _, _ in pieces:
+            if piece.batch is not last:
+                last = piece.batch
+                size += self._supply.size_of(last)
+        return size > max_bytes
 
     def _fitting(self, choice: Choice, max_bytes: int) -> int:
         """Return how many of the first messages have no more bytes, or one."""

@@ -139,7 +139,7 @@ class _Settling:
             for wait in waits:
                 wait()
 
-        return verdicts, wait_for_all
+        return verdicts, waits[0] if len(waits) == 1 else wait_for_all
 
     def _settle(self, at: GroupPartition, shown: list[Shown]) -> tuple[Verdicts, Callable[[], None]]:
         config = self.group.config

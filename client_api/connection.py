@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from http.client import HTTPException, HTTPMessage, HTTPResponse
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from portalmq.forking import begin_anew_in_children
@@ -87,8 +87,7 @@ def parse_address(url: str) -> Address:
     return Address(parts.scheme, parts.hostname, port, parts.path.rstrip("/"))
 
 
-@dataclass(frozen=True, slots=True)
-class Watch:
+class Watch(NamedTuple):
     """Looks elsewhere while an answer does not come: `gives_up()`, each `every_s`, says whether to wait no longer."""
 
     every_s: float
