@@ -259,7 +259,8 @@ class Broker(Rooms):
 
     def list_groups(self) -> list[wire.GroupDescription]:
         return [
-            self.offsets.describe_or(each) if each.mode == "stream" else each for each in self.census.describe_all()
+            self.offsets.describe_or(each) if each.mode == "stream" else each
+            for each in in_short_turns(self.census.describe_all())
         ]
 
     def delete_group(self, name: str) -> None:

@@ -15,7 +15,7 @@ import msgspec
 
 from portalmq import wire
 from portalmq.broker.calls import CountGroups, EndedGroup, EndGroup, GroupCount, GroupCounts
-from portalmq.broker.fairness import in_turns
+from portalmq.broker.fairness import in_short_turns, in_turns
 from portalmq.broker.forwarding import PATIENCE_S, PAUSE_MAX_S
 from portalmq.broker.groups import GROUPS_A_TURN, Groups
 from portalmq.broker.peers import Peers
@@ -65,7 +65,7 @@ class Census:
         for count in counts:
             by_group.setdefault(count.group, []).append(count)
         found = [(name, self._groups.find(name)) for name in self._groups.names()]
-        return [_described(group, by_group.get(name, [])) for name, group in found if group is not None]
+        return [_described(group, by_group.get(name, [])) for name, group in in_short_turns(found) if group is not None]
 
     def _counts(self, names: list[str]) -> list[GroupCounts]:
         call = CountGroups(names)

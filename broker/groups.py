@@ -339,10 +339,10 @@ class Groups:
 
     def sync(self, changes: Changes) -> None:
         """The mirror shows something new."""
-        for name in changes.groups:
+        for name in in_short_turns(tuple(changes.groups)):
             self._drop(name)
         moved = set(changes.topics)
-        for key in changes.partitions:
+        for key in in_short_turns(tuple(changes.partitions)):
             held, topic = self._mirror.partitions.get(key), self._mirror.topic_by_id(key[0])
             leads = (held.value.leader, held.value.leader_epoch) if held is not None else None
             if topic is not None and leads != self._leads.get(key):

@@ -24,6 +24,7 @@ from gevent.lock import Semaphore
 
 from portalmq import wire
 from portalmq.broker.clock import Clock
+from portalmq.broker.fairness import Turn, in_short_turns
 from portalmq.broker.waiting import Peer
 from portalmq.control_plane.locks import (
     REMOVE_AT_ONCE_MAX,
@@ -46,6 +47,8 @@ log = logging.getLogger(__name__)
 
 LOCKS_MAX = 10_000
 NOTES_MAX = 2_000
+# So many are read at once when there is something new about many.
+LOCKS_A_READ = 500
 # A lock that nobody holds is kept for so long, in case it is used again.
 KEEP_UNUSED_MS = 60_000
 SWEEP_EVERY_S = 10.0
@@ -193,7 +196,8 @@ class Locks:
 
     def list_all(self) -> list[wire.LockDescription]:
         """As this broker saw them last."""
-        return [self._described(name, self._sightings[name]) for name in sorted(self._sightings)]
+        names = in_short_turns(sorted(self._sightings))
+        return [self._described(name, seen) for name in names if (seen := self._sightings.get(name)) is not None]
 
     def _described(self, name: str, seen: Sighting) -> wire.LockDescription:
         left_ms = lasts_ms(seen.state, self._clock.now_ms() - seen.since_ms)
@@ -380,8 +384,12 @@ class Locks:
                 names = sorted({*self._table.names(), *self._sightings})
             else:
                 names = [name for name in noted if name is not None]
-            for name, held in self._table.read_many(names).items():
-                self._witness(name, held)
+            turn = Turn()
+            for first in range(0, len(names), LOCKS_A_READ):
+                turn.pause_if_over()
+                # Nobody has his turn in between: what was read is older then than what he does.
+                for name, held in self._table.read_many(names[first : first + LOCKS_A_READ]).items():
+                    self._witness(name, held)
         except PortalMQError:
             self._noted |= noted
             raise

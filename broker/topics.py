@@ -222,10 +222,11 @@ class Topics:
         mirror = self._host.membership.mirror
         if changes.brokers or changes.everything:
             self._hear_brokers(mirror.brokers)
-        for name in set(mirror.topics) | set(self._topics) if changes.everything else changes.topics:
+        names = set(mirror.topics) | set(self._topics) if changes.everything else changes.topics
+        for name in in_short_turns(tuple(names)):
             self._sync_topic(name, mirror.topics.get(name))
         words = mirror.partitions if changes.everything else changes.partitions
-        for key in tuple(words):
+        for key in in_short_turns(tuple(words)):
             self._sync_partition(*key)
         if changes.tombstones or changes.everything:
             for topic_id in mirror.tombstones:

@@ -15,10 +15,12 @@ from portalmq.broker.core.delivery import GroupDelivery
 from portalmq.broker.core.fold import DeadFold, GroupFold, SpanFold
 from portalmq.broker.fairness import TURN_S, give_way, in_short_turns, in_turns
 from portalmq.broker.tally import SPANS_A_TURN, tallied
+from portalmq.control_plane.mirror import Changes
 from portalmq.errors import Unavailable
 
 STEPS = 40
 PARTITIONS = 6
+NAMES = ("a", "b", "c", "d")
 
 
 def work() -> None:
@@ -150,18 +152,52 @@ def spread(tmp_path):
         yield fixture
 
 
-@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-def test_others_have_their_turn_between_the_partitions_that_a_call_concerns(spread, monkeypatch, call):
-    """By a clock that says of each partition that it took a whole turn."""
-    pauses: list[object] = []
+@pytest.fixture
+def pauses(monkeypatch):
+    """The pauses of the test's own greenlet, by a clock that says at each look that a turn is over."""
+    seen: list[object] = []
     me = gevent.getcurrent()
     seconds = count()
-    monkeypatch.setattr("portalmq.broker.fairness.perf_counter", lambda: next(seconds))
-    monkeypatch.setattr(
-        "portalmq.broker.fairness.give_way", lambda: pauses.append(None) if gevent.getcurrent() is me else None
-    )
+
+    def let_go() -> Callable[[], int]:
+        monkeypatch.setattr("portalmq.broker.fairness.perf_counter", lambda: next(seconds))
+        monkeypatch.setattr(
+            "portalmq.broker.fairness.give_way", lambda: seen.append(None) if gevent.getcurrent() is me else None
+        )
+        return lambda: len(seen)
+
+    return let_go
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_others_have_their_turn_between_the_partitions_that_a_call_concerns(spread, pauses, call):
+    paused = pauses()
     call(spread)
-    assert len(pauses) >= PARTITIONS - (2 if call is CALLS["produce under a key"] else 1)
+    assert paused() >= PARTITIONS - (2 if call is CALLS["produce under a key"] else 1)
+
+
+LISTS: dict[str, Callable[[Fixture], object]] = {
+    "topics": lambda fixture: fixture.broker.list_topics(),
+    "metadata": lambda fixture: fixture.broker.metadata(None),
+    "groups": lambda fixture: fixture.broker.list_groups(),
+    "locks": lambda fixture: fixture.broker.locks.list_all(),
+    "locks, read anew": lambda fixture: (fixture.broker.locks.note(None), fixture.broker.locks._read_noted()),
+    "topics, heard of anew": lambda fixture: fixture.broker.topics.sync(Changes(everything=True)),
+    "groups, heard of anew": lambda fixture: fixture.broker.groups.sync(Changes(groups=set(NAMES))),
+}
+
+
+@pytest.mark.parametrize("call", LISTS.values(), ids=LISTS)
+def test_others_have_their_turn_between_the_items_of_a_long_list(tmp_path, monkeypatch, pauses, call):
+    monkeypatch.setattr("portalmq.broker.locks.LOCKS_A_READ", 1)
+    with running(tmp_path) as fixture:
+        for name in NAMES:
+            fixture.broker.create_topic(name, wire.CreateTopic(partitions=1))
+            fixture.broker.put_group(name, {"mode": "stream"})
+            fixture.broker.locks.acquire(name, wire.LockRequest(owner="me"), None)
+        paused = pauses()
+        call(fixture)
+        assert paused() >= len(NAMES) - 1
 
 
 def test_receipts_settle_nothing_of_a_group_that_was_made_anew_between_two_partitions(spread, monkeypatch):
