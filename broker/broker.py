@@ -26,7 +26,7 @@ from portalmq.broker.settling import Verdict, Way
 from portalmq.broker.shortages import refusal_of
 from portalmq.broker.storage.batch import Record
 from portalmq.broker.storage.errors import CorruptBatch, Shortage, StorageFault
-from portalmq.broker.waiting import Delivered, Peer
+from portalmq.broker.waiting import Delivered, Peer, Portion
 from portalmq.errors import MessageNotFound, NotFound, PortalMQError, TopicNotFound, Unavailable
 
 log = logging.getLogger(__name__)
@@ -274,10 +274,11 @@ class Broker(Rooms):
         *,
         forward: bool = True,
         is_first: bool = False,
+        portion: Portion | None = None,
     ) -> list[Delivered]:
         """Lease messages, waiting for the first one up to the request's `wait_ms`."""
         self._check_open()
-        return self.receiving.receive(group, request, peer, forward=forward, is_first=is_first)
+        return self.receiving.receive(group, request, peer, forward=forward, is_first=is_first, portion=portion)
 
     def ack_and_receive(
         self,
@@ -287,10 +288,11 @@ class Broker(Rooms):
         *,
         forward: bool = True,
         is_first: bool = False,
+        portion: Portion | None = None,
     ) -> tuple[list[Delivered], list[Verdict]]:
         """Ack the request's receipts, then receive; also answers which receipts counted."""
         self._check_open()
-        return self.receiving.ack_and_receive(group, request, peer, forward=forward, is_first=is_first)
+        return self.receiving.ack_and_receive(group, request, peer, forward=forward, is_first=is_first, portion=portion)
 
     def ack(self, group: str, receipts: list[str], *, forward: bool = True) -> list[Verdict]:
         """Which receipts count (done, durably); False for a stale one, an error for one whose leader cannot be asked.

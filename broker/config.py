@@ -124,7 +124,7 @@ class BrokerConfig:
         64 * MIB, "most bytes of all bodies that are read or worked on; beyond that 429", at_least=64 * 1024
     )
     answer_bytes_in_flight_max: int = _setting(
-        64 * MIB, "most bytes of all pages of messages that are not sent yet; beyond that 429", at_least=64 * 1024
+        64 * MIB, "most bytes of all answers with messages that are not sent yet; beyond that 429", at_least=64 * 1024
     )
     body_timeout_s: float = _setting(
         30.0,

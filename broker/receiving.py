@@ -22,7 +22,7 @@ from portalmq.broker.interest import RemoteGroup
 from portalmq.broker.peers import Peers
 from portalmq.broker.settling import Settling, Verdict
 from portalmq.broker.topics import Topic
-from portalmq.broker.waiting import Delivered, Peer, ReceiveOptions, Source, Waiter, receive, take
+from portalmq.broker.waiting import Delivered, Peer, Portion, ReceiveOptions, Source, Waiter, receive, take
 from portalmq.control_plane.state import GroupState
 from portalmq.errors import Backpressure, NotLeader, PortalMQError, Unavailable
 
@@ -51,7 +51,14 @@ class Receiving:
     # --- for clients -------------------------------------------------------------------------------------------------
 
     def receive(
-        self, name: str, request: wire.ReceiveRequest, peer: Peer | None, *, forward: bool, is_first: bool = False
+        self,
+        name: str,
+        request: wire.ReceiveRequest,
+        peer: Peer | None,
+        *,
+        forward: bool,
+        is_first: bool = False,
+        portion: Portion | None = None,
     ) -> list[Delivered]:
         """Lease messages, waiting for the first one up to the request's `wait_ms`.
 
@@ -59,7 +66,7 @@ class Receiving:
         of a wait, but for partitions without a leader. Raises Unavailable else, NotLeader when it is not to be
         forwarded and nothing is led here.
         """
-        group, topics, options = self._prepared(name, request, is_first)
+        group, topics, options = self._prepared(name, request, is_first, portion)
         if not forward:
             self._check_leads_some(topics)
         plan = partial(self._plan, group, [topic.name for topic in topics], forward)
@@ -83,14 +90,21 @@ class Receiving:
                 pause_s = min(2 * pause_s, PAUSE_MAX_S)
 
     def ack_and_receive(
-        self, name: str, request: wire.ReceiveRequest, peer: Peer | None, *, forward: bool, is_first: bool = False
+        self,
+        name: str,
+        request: wire.ReceiveRequest,
+        peer: Peer | None,
+        *,
+        forward: bool,
+        is_first: bool = False,
+        portion: Portion | None = None,
     ) -> tuple[list[Delivered], list[Verdict]]:
         """Ack `request.ack`, then receive: both records go to the disk together. Returns the receipts' verdicts too.
 
         Once the acks are on their way nothing raises that would call them not applied: with nothing to be had, or no
         room to wait in, the receive is simply empty.
         """
-        group, topics, options = self._prepared(name, request, is_first)
+        group, topics, options = self._prepared(name, request, is_first, portion)
         if not forward:
             self._check_leads_some(topics)
         self._begin(group, topics, forward)
@@ -111,7 +125,7 @@ class Receiving:
         return messages, verdicts
 
     def _prepared(
-        self, name: str, request: wire.ReceiveRequest, is_first: bool
+        self, name: str, request: wire.ReceiveRequest, is_first: bool, portion: Portion | None
     ) -> tuple[GroupState, list[Topic], ReceiveOptions]:
         group = self._groups.ensure(name)
         topics = [self._groups.topics.get_or_create(topic) for topic in dict.fromkeys(request.topics)]
@@ -122,6 +136,7 @@ class Receiving:
             request.consumer,
             request.attempt_id,
             is_first,
+            portion=portion,
         )
         return group, topics, options
 

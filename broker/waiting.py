@@ -47,6 +47,18 @@ class Delivered(msgspec.Struct, gc=False, frozen=True, array_like=True):
     lease_expires_at_ms: int
 
 
+class Portion(Protocol):
+    """The room in this broker's memory that an answer may fill with messages."""
+
+    def begin(self) -> int:
+        """Return how many bytes may be taken now. Raises Backpressure when there is no room."""
+        ...
+
+    def end(self) -> None:
+        """Nothing was taken: others may have the room."""
+        ...
+
+
 class ReceiveOptions(NamedTuple):
     """`is_first`: the attempt id was never used before, as the client says. `max_bytes`: no more messages once those
     that are there have so many. `patient`: a partition may wait until its followers vouch for its leader."""
@@ -58,6 +70,7 @@ class ReceiveOptions(NamedTuple):
     is_first: bool = False
     max_bytes: int = ANSWER_BYTES_MAX
     patient: bool = True
+    portion: Portion | None = None
 
 
 class Waiter:
@@ -237,11 +250,25 @@ def take(
 
     A source that refuses is passed over; with `insist` an empty answer is one that all sources gave, and a refusal is
     raised instead. The waits of sources do not add up: none waits after a refusal, nor while messages are in hand, as
-    their leases run already.
+    their leases run already. Raises Backpressure before anything is leased when the portion is used up.
     """
+    portion = options.portion
+    if portion is None:
+        return _take(sources, options, options.max_bytes, ask=ask, insist=insist)
+    taken: list[Delivered] = []
+    try:
+        taken = _take(sources, options, min(options.max_bytes, portion.begin()), ask=ask, insist=insist)
+    finally:
+        if not taken:
+            portion.end()
+    return taken
+
+
+def _take(
+    sources: Sequence[Source], options: ReceiveOptions, left_bytes: int, *, ask: bool, insist: bool
+) -> list[Delivered]:
     taken: list[Delivered] = []
     refused: list[PortalMQError] = []
-    left_bytes = options.max_bytes
     for source in in_short_turns(sources):
         left = options.max_messages - len(taken)
         if left <= 0 or left_bytes <= 0:

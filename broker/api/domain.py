@@ -23,7 +23,7 @@ from portalmq.broker.sizing import Sizing
 from portalmq.broker.storage.batch import Record
 from portalmq.broker.turns import Turns
 from portalmq.broker.unfinished import Unfinished
-from portalmq.broker.waiting import Delivered, Peer
+from portalmq.broker.waiting import Delivered, Peer, Portion
 from portalmq.errors import PortalMQError
 
 __all__ = ["Delivered", "Domain", "Page", "Peer", "Stored", "Verdict"]
@@ -119,6 +119,7 @@ class Domain(Protocol):
         *,
         forward: bool = True,
         is_first: bool = False,
+        portion: Portion | None = None,
     ) -> Sequence[Delivered]: ...
     def ack_and_receive(
         self,
@@ -128,6 +129,7 @@ class Domain(Protocol):
         *,
         forward: bool = True,
         is_first: bool = False,
+        portion: Portion | None = None,
     ) -> tuple[Sequence[Delivered], Sequence[Verdict]]: ...
     def ack(self, group: str, receipts: list[str], *, forward: bool = True) -> Sequence[Verdict]: ...
     def nack(

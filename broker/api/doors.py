@@ -115,7 +115,7 @@ class Doors:
             *answer.headers,
         ]
         start_response(_STATUS_LINES[answer.status], headers)
-        return [] if method == "HEAD" else [answer.body]
+        return [] if method == "HEAD" else self._room.answers.sent(environ, answer.body)
 
 
 def _text(name: str) -> str:

@@ -15,6 +15,7 @@ from werkzeug.datastructures import MultiDict
 
 from portalmq import wire
 from portalmq.broker.api import outgoing
+from portalmq.broker.api.answers_in_flight import Portion
 from portalmq.broker.api.domain import Verdict
 from portalmq.broker.api.incoming import Incoming, decode_messages
 from portalmq.broker.api.peer import peer_of
@@ -135,19 +136,26 @@ def receive(room: Room, environ: Environ, group: str) -> Answer:
     for topic in wanted.topics:
         wire.check_name(topic, "topic")
     stale: list[str] = []
+    room.answers.check()
+    portion = Portion(room.answers)
     how: dict[str, Any] = {
         "forward": may_forward(environ),
         "is_first": environ.get("HTTP_PORTALMQ_FIRST_TRY") == "1",
+        "portion": portion,
     }
-    with room.parked(wanted.wait_ms):
-        if wanted.ack:
-            delivered, verdicts = room.domain.ack_and_receive(group, wanted, peer_of(environ), **how)
-            _check_settled(wanted.ack, verdicts)
-            stale = [receipt for receipt, ok in zip(wanted.ack, verdicts, strict=True) if not ok]
-        else:
-            delivered = room.domain.receive(group, wanted, peer_of(environ), **how)
     packed = _accepts_packed(environ)
-    body = outgoing.encode_received(delivered, stale, packed=packed)
+    try:
+        with room.parked(wanted.wait_ms):
+            if wanted.ack:
+                delivered, verdicts = room.domain.ack_and_receive(group, wanted, peer_of(environ), **how)
+                _check_settled(wanted.ack, verdicts)
+                stale = [receipt for receipt, ok in zip(wanted.ack, verdicts, strict=True) if not ok]
+            else:
+                delivered = room.domain.receive(group, wanted, peer_of(environ), **how)
+        body = outgoing.encode_received(delivered, stale, packed=packed)
+        room.answers.note(environ, len(body))
+    finally:
+        portion.end()
     return Answer(body, 200, wire.BATCH_MSGPACK if packed else wire.JSON)
 
 

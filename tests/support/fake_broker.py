@@ -191,7 +191,14 @@ class FakeBroker:
         return wire.GroupDescription(name, "queue", [], 0, 0, 0, 0, 0, 0, wire.GroupConfig())
 
     def receive(
-        self, group: str, request: wire.ReceiveRequest, peer: Any, *, forward: bool = True, is_first: bool = False
+        self,
+        group: str,
+        request: wire.ReceiveRequest,
+        peer: Any,
+        *,
+        forward: bool = True,
+        is_first: bool = False,
+        portion: Any = None,
     ) -> list[Delivered]:
         self._called("receive", group=group, request=request, peer=peer, is_first=is_first)
         delivered = []

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from flask import Flask
+from support.domain import Fixture, running
 from werkzeug.test import EnvironBuilder
 
+from portalmq.broker.api.answers_in_flight import AnswersInFlight, Portion
 from portalmq.broker.api.app import create_app
 from portalmq.broker.auth import Auth
 from portalmq.broker.config import BrokerConfig
 from portalmq.broker.metrics import Metrics
 from portalmq.broker.seeds.routes import SEED_ROUTES
+from portalmq.errors import Backpressure
 
 MANY, FEW = 40_000, 1_000
 PAGES = ["/v1/topics/t/partitions/0/messages?offset=0", "/v1/topics/t/messages"]
@@ -27,10 +33,12 @@ def app(domain: Any) -> Flask:
     return served
 
 
-def begun(app: Flask, path: str) -> tuple[int, Any]:
+def begun(app: Flask, path: str, body: Any = None) -> tuple[int, Any]:
     """A request that is answered, and whose answer is not taken yet: its status, and what the connection holds."""
     status: list[str] = []
-    environ = EnvironBuilder(path=path, base_url="http://localhost:5000").get_environ()
+    method = "GET" if body is None else "POST"
+    builder = EnvironBuilder(path=path, base_url="http://localhost:5000", method=method, json=body)
+    environ = builder.get_environ()
     answer = app.wsgi_app(environ, lambda line, headers, *_: status.append(line))
     return int(status[0].split()[0]), answer
 
@@ -66,3 +74,67 @@ def test_a_page_takes_what_it_has_become_as_json(app: Flask) -> None:
     assert begun(app, "/v1/topics/t/messages")[0] == 429, "72,000 bytes are held for it, and not 12,000"
     unsent.close()
     assert begun(app, "/v1/topics/t/messages")[0] == 200
+
+
+# --- receive ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fixture(tmp_path: Path) -> Iterator[Fixture]:
+    with running(tmp_path) as started:
+        yield started
+
+
+@pytest.fixture
+def queue(fixture: Fixture) -> Flask:
+    served = create_app(fixture.broker, BrokerConfig(answer_bytes_in_flight_max=64 * 1024), Metrics("0"), Auth())
+    for _ in range(3):
+        served.test_client().post("/v1/topics/t/messages", data=b"x" * MANY)
+    return served
+
+
+def receive(app: Flask, **more: Any) -> tuple[int, Any]:
+    return begun(app, "/v1/groups/g/receive", {"topics": ["t"], "max_messages": 10, "wait_ms": 0, **more})
+
+
+def in_flight(fixture: Fixture) -> int:
+    return fixture.broker.describe_group("g").in_flight
+
+
+def test_a_receive_leases_what_there_is_room_for_and_nothing_when_there_is_none(queue: Flask, fixture: Fixture) -> None:
+    unsent = []
+    for leased in (1, 2):
+        status, answer = receive(queue)
+        unsent.append(answer)
+        assert (status, in_flight(fixture)) == (200, leased), "a message at the least, and no more than there is room"
+    taken = [message for answer in unsent for message in json.loads(b"".join(answer))["messages"]]
+    refused, problem = receive(queue, ack=[taken[0]["receipt"]])
+    assert (refused, in_flight(fixture)) == (429, 2), "neither is anything leased, nor acked"
+    assert json.loads(b"".join(problem))["outcome"] == "not_applied"
+    for answer in unsent:
+        answer.close()
+    assert (receive(queue)[0], in_flight(fixture)) == (200, 3)
+
+
+def test_receives_that_find_nothing_or_little_take_no_room(queue: Flask, fixture: Fixture) -> None:
+    for _ in range(3):
+        receive(queue)[1].close()
+    for _ in range(100):
+        assert receive(queue)[0] == 200
+    queue.test_client().post("/v1/topics/t/messages", data=b"x" * MANY)
+    assert in_flight(fixture) == 3
+    assert len(json.loads(b"".join(receive(queue)[1]))["messages"]) == 1
+
+
+def test_receives_at_the_same_time_share_the_room_that_is_left() -> None:
+    answers = AnswersInFlight(1_000)
+    first, second = Portion(answers), Portion(answers)
+    assert (first.begin(), second.begin(), first.begin()) == (1_000, 500, 500)
+    first.end()
+    first.end()
+    assert second.begin() == 1_000
+    answers.note({}, 10_000)
+    with pytest.raises(Backpressure):
+        second.begin()
+    second.end()
+    assert answers.making == 0
