@@ -9,7 +9,7 @@ import pytest
 from support.domain import Fixture, records, running
 
 from portalmq import wire
-from portalmq.errors import GroupModeMismatch, TopicNotFound
+from portalmq.errors import GroupModeMismatch, PartitionNotFound, TopicNotFound
 
 
 @pytest.fixture
@@ -92,4 +92,5 @@ def test_a_look_goes_on_behind_a_message(fixture: Fixture) -> None:
     for number, each in enumerate(seen):
         after = (each.stored.partition, each.stored.offset)
         assert list(fixture.broker.unfinished.messages("g", "t", after=after)) == seen[number + 1 :]
-    assert list(fixture.broker.unfinished.messages("g", "t", after=(9, 9))) == []
+    with pytest.raises(PartitionNotFound):
+        list(fixture.broker.unfinished.messages("g", "t", after=(9, 9)))
