@@ -44,7 +44,7 @@ from portalmq.broker.logs import ServerLogger, start_logging
 from portalmq.broker.preflight import Preflight, Question, tls_of
 from portalmq.broker.process import BrokerArbiter, BrokerWorker, post_request, pre_request
 from portalmq.broker.storage.disk import DataDirectory, DirectoryInUse, DiskGuard, StoreIdentity, WrongCluster
-from portalmq.broker.storage.errors import StorageError, StorageFault
+from portalmq.broker.storage.errors import StorageError, StorageFault, faults_of
 from portalmq.broker.storage.files import write_atomically
 from portalmq.broker.storage.open_files import descriptor_limit
 from portalmq.control_plane.plane import ControlPlane, PlaneError, PlaneRefused, PlaneState, PlaneUnavailable
@@ -310,23 +310,29 @@ class BrokerProcess:
         from portalmq.control_plane.standalone import Standalone
 
         standalone = Standalone(self._directory.path / "control")
-        standalone.start()
+        with faults_of(self._directory.path):
+            standalone.start()
         standalone.watch(lambda _path: self._on_journal_changed(standalone))
         return standalone
 
     def _next_incarnation(self, catalog: Catalog) -> int:
         """A number above that of every earlier start: of this disk's, which a file tells, and of this broker id's."""
         identity, file = self._directory.identity, self._directory.path / "incarnation"
-        before = int(file.read_text("ascii")) if file.exists() else 0
+        with faults_of(file):
+            before = int(file.read_text("ascii")) if file.exists() else 0
         incarnation = catalog.next_incarnation(identity.broker_id, identity.store_uuid, before)
-        write_atomically(file, f"{incarnation}\n".encode("ascii"))
+        with faults_of(file):
+            write_atomically(file, f"{incarnation}\n".encode("ascii"))
         return incarnation
 
     def _remember_brokers(self) -> None:
         from portalmq.broker.adoption import remember_brokers
 
         urls = {number: broker.url for number, broker in self._broker.membership.mirror.brokers.items()}
-        remember_brokers(self._directory.path, urls)
+        try:
+            remember_brokers(self._directory.path, urls)
+        except OSError as error:  # it serves an adoption alone: the cluster's changes go on
+            log.warning("which brokers the cluster has could not be noted: %s", error)
 
     def start(self) -> None:
         """Open what is on disk and begin to serve. Runs as a greenlet: /livez answers meanwhile."""
