@@ -50,14 +50,6 @@ def _(original: Any, self: Any, offsets: Any, *more: Any) -> Any:
     return verdicts, [offset for offset, good in zip(offsets, verdicts, strict=True) if good]
 
 
-@mutant("refuses a lease after a redrive whose grant is lost", 4399, (GroupDelivery, "ackable"))
-def _(original: Any, self: Any, offsets: Any, *more: Any) -> Any:
-    spans = [self.at(offset) for offset in offsets]
-    if any(span is not None and span.is_unleased_since for span in spans):
-        return [False] * len(spans), []
-    return original(self, offsets, *more)
-
-
 @mutant("acks what is dead", 3, (GroupDelivery, "is_dead"))
 def _(original: Any, self: Any, offset: int) -> bool:
     return False
@@ -181,7 +173,7 @@ def _(original: Any, self: Any, offset: int, key: int) -> None:
     self._freed = freed
 
 
-@mutant("keeps its book of keys from an earlier time", 779, (GroupDelivery, "take_over"))
+@mutant("keeps its book of keys from an earlier time", 11715, (GroupDelivery, "take_over"))
 def _(original: Any, self: Any, now_ms: int) -> None:
     keys = self.keys
     original(self, now_ms)
