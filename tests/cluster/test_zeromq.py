@@ -6,6 +6,7 @@ PORTALMQ_MINIQ_MESSAGES=10000 makes the first test a long one.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import re
 import shutil
@@ -24,6 +25,7 @@ from support.cluster import Cluster, wait_until
 from support.zeromq import ZeroMQProcess, ask, service_at, socket_to
 
 from portalmq.errors import MessageNotFound, PortalMQError
+from portalmq.zeromq import MiniQService
 
 MESSAGES = int(os.environ.get("PORTALMQ_MINIQ_MESSAGES", "600"))
 LEASE_S = 2.0
@@ -226,7 +228,8 @@ def test_a_server_without_the_brokers_secret_says_so(tmp_path: Path):
 def test_the_commands_and_the_program_of_the_document_do_what_it_says(tmp_path: Path):
     text = (REPOSITORY / "docs" / "ZEROMQ.md").read_text()
     (curls,) = [block for block in re.findall(r"```sh\n(.*?)```", text, re.DOTALL) if block.startswith("curl")]
-    (program,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    program, with_keys = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert set(re.findall(r"(\w+)=", with_keys)) <= set(inspect.signature(MiniQService).parameters) | {"miniq"}
     with (
         BrokerProcess(tmp_path / "broker", command=("dev",)) as broker,
         ZeroMQProcess(tmp_path, [broker.url]) as miniq,
