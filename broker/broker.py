@@ -19,6 +19,7 @@ from portalmq.broker.fairness import in_short_turns
 from portalmq.broker.forwarding import NoSuchPartition
 from portalmq.broker.idempotency import Keyed
 from portalmq.broker.partition import Partition
+from portalmq.broker.patience import AT_ONCE, Patience
 from portalmq.broker.peer_calls import PeerCall, peer_calls
 from portalmq.broker.rooms import Rooms
 from portalmq.broker.scheduled import BEGINNING, Due, SchedulePage
@@ -40,10 +41,10 @@ class Broker(Rooms):
 
     # --- life --------------------------------------------------------------------------------------------------------
 
-    def start(self) -> None:
+    def start(self, patience: Patience = AT_ONCE) -> None:
         """Become a member of the cluster, open what this broker holds, and begin to serve."""
         wire.prepare()  # from here on native threads decode too
-        self.membership.start()
+        self.membership.start(patience)
         self.timekeeping.start()
         self.locks.start()
         self.topics.start()

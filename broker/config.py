@@ -65,7 +65,7 @@ class BrokerConfig:
         "localhost:2181", "ZooKeeper as host:port,host:port/chroot, or 'none' for a single broker"
     )
     zookeeper_wait_s: float = _setting(
-        20.0, "how long a broker that starts waits for ZooKeeper to answer; then it ends, with 69", at_least=0
+        20.0, "how long a broker that starts waits for ZooKeeper, in all; then it ends, with 69", at_least=0
     )
     zookeeper_user: str | None = _setting(
         None, "user whom ZooKeeper's nodes belong to, and nobody else; needs a chroot, or zookeeper_own_root"

@@ -102,6 +102,7 @@ class Groups:
         peers: Peers,
         clock: Clock,
         *,
+        receipt_key: bytes,
         parked_receives_max: int,
     ) -> None:
         self.capacity: Capacity | None = None
@@ -117,7 +118,7 @@ class Groups:
         self._atlas = atlas
         self._peers = peers
         self._clock = clock
-        self._key = catalog.receipt_key()
+        self._key = receipt_key
         # What was written or asked for here, what the mirror showed then, and until when that may be late.
         self._own: dict[str, tuple[GroupState | None, GroupState | None, float]] = {}
         # Groups that are deleted from here, and the ids of those that some broker is ending (until when).

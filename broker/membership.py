@@ -30,6 +30,7 @@ from gevent.event import Event
 from portalmq.broker.clock import Clock
 from portalmq.broker.core.events import IsrAnswered, Outcome, PartitionStateChanged, ProposeIsr
 from portalmq.broker.office import Office
+from portalmq.broker.patience import AT_ONCE, Patience
 from portalmq.broker.unclean import Standing, StandingOf, Standings, StandingsOf
 from portalmq.broker.vigil import Probe, Prober, Shown, Vigil, probe_once
 from portalmq.broker.word import word_of
@@ -108,6 +109,7 @@ class Membership:
         me: BrokerState,
         clock: Clock,
         *,
+        cluster_id: str = "",
         on_fatal: Callable[[BaseException], None],
         has_files: Callable[[str], bool] | None = None,
         probe: Callable[[str], Probe] | None = None,
@@ -141,7 +143,7 @@ class Membership:
         self._probe_once = probe or partial(probe_once, shown=shown)
         self.vigil = Vigil(self._probe, self._wake_office)
         self.office = Office(self, catalog, self.mirror, self.vigil, clock, chance, self._ask_standings)
-        self._cluster_id = ""
+        self._cluster_id = cluster_id
         # The session that this broker is registered in; 0 while it is in none.
         self._session = 0
         self._answered_s = 0.0
@@ -169,23 +171,28 @@ class Membership:
 
     # --- life --------------------------------------------------------------------------------------------------------
 
-    def start(self) -> None:
-        """Register, read everything, look after the controller, and tell the subscribers.
+    def start(self, patience: Patience = AT_ONCE) -> None:
+        """Register, read everything, look after the controller, and tell the subscribers. While the plane is away it is
+        waited for.
 
         Raises BrokerIdTaken when another data directory's broker of this id is there, and stays; PlaneError.
         """
-        self._cluster_id = self._catalog.cluster_id()
+        self._cluster_id = self._cluster_id or patience(self._catalog.cluster_id)
         self._plane.watch(self._ring)
-        self._register_patiently()
-        self._untold.add(self.mirror.refresh())
-        self.office.look_around()
-        if self.mirror.brokers.keys() <= {self.broker_id}:
-            self.office.attend()
-            self._untold.add(self.mirror.refresh())
+        patience(self._enter)
         self._greenlets = [gevent.spawn(work) for work in (self._run_mirror, self._run_sessions, self.office.run)]
         self._tell_subscribers()
         self._greenlets.append(gevent.spawn(self._run_subscribers))
         self._wake_office()
+
+    def _enter(self) -> None:
+        """Register, and read everything. What an attempt that broke off has done is found done."""
+        self._register_patiently()
+        self._untold.add(self.mirror.refresh())
+        self.office.look_around()
+        if self.mirror.brokers.keys() <= {self.broker_id}:
+            self.office.attend_safely()
+            self._untold.add(self.mirror.refresh())
 
     def drain(self) -> None:
         """Ask for other leaders, and wait for them, within bounds: as far as somebody else can lead."""

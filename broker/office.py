@@ -153,10 +153,10 @@ class Office:
             self.wake.wait(self._until_next_s())
             self.wake.clear()
             if not self._closing.is_set():
-                self._closing.wait(self._attend_safely())
+                self._closing.wait(self.attend_safely())
 
-    def _attend_safely(self) -> float:
-        """Seconds to pause."""
+    def attend_safely(self) -> float:
+        """One pass, which the next one makes up for when it fails; answers the seconds to pause before that."""
         try:
             self.attend()
             return PASS_PAUSE_S

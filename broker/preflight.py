@@ -23,9 +23,9 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from http.client import HTTPConnection, HTTPException
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from typing import TYPE_CHECKING, NoReturn
 from urllib.parse import urlsplit
 
 import msgspec
@@ -38,6 +38,7 @@ from portalmq.broker.config import (
     BrokerConfig,
     StartupError,
 )
+from portalmq.broker.patience import Patience
 from portalmq.broker.process import die_with
 from portalmq.broker.storage.disk import StoreIdentity
 
@@ -46,13 +47,10 @@ if TYPE_CHECKING:
     from portalmq.control_plane.zookeeper import ZooKeeper
     from portalmq.control_plane.zookeeper.connection import Tls
 
-T = TypeVar("T")
-
 CONNECT_WITHIN_S = 5.0
 # How long the arbiter waits for a child that is asked something, beside what that waits for ZooKeeper. It has bounds of
 # its own, which are shorter.
 ANSWER_WITHIN_S = 60.0
-AWAY_POLL_S = 0.5
 END_WITHIN_S = 1.0
 POLL_S = 0.01
 TAKEN_POLL_S = 0.25
@@ -70,8 +68,11 @@ class Question(msgspec.Struct, frozen=True):
 
 
 class Joined(msgspec.Struct, frozen=True, tag="joined"):
+    """`left_s`: how long the rest of the start may still wait for ZooKeeper."""
+
     cluster_id: str
     broker_id: int
+    left_s: float = 0.0
 
 
 class Connected(msgspec.Struct, frozen=True, tag="connected"):
@@ -93,6 +94,8 @@ class Preflight:
         self._child = child
         self._line = line
         self._answer_within_s = answer_within_s
+        # How long the rest of the start may wait for ZooKeeper, once `join` has answered.
+        self.left_s = 0.0
 
     @classmethod
     def begin(cls, config: BrokerConfig) -> Preflight:
@@ -118,6 +121,7 @@ class Preflight:
         self._line.sendall(msgspec.json.encode(question) + b"\n")
         word = self._hear()
         assert isinstance(word, Joined), word
+        self.left_s = word.left_s
         return word.cluster_id, word.broker_id
 
     def close(self) -> None:
@@ -169,14 +173,15 @@ def _run_child(config: BrokerConfig, line: socket.socket, arbiter: int) -> NoRet
 def _talk(config: BrokerConfig, line: socket.socket) -> None:
     from portalmq.control_plane.catalog import Catalog
 
+    patience = patience_of(config)
     try:
-        plane = patiently(lambda: connected(config), config)
+        plane = patience(lambda: connected(config))
     except StartupError as refusal:
         return _say(line, Refused(str(refusal), refusal.exit_code))
     try:
         if config.zookeeper_auth:
             try:
-                close_tree(plane, patience_s=2 * config.session_timeout_ms / 1_000)
+                patience(lambda: close_tree(plane, patience_s=2 * config.session_timeout_ms / 1_000))
             except StartupError as refusal:
                 return _say(line, Refused(str(refusal), refusal.exit_code))
         _say(line, Connected())
@@ -188,7 +193,8 @@ def _talk(config: BrokerConfig, line: socket.socket) -> None:
             # This child's own session is shorter than that of the broker that may have been killed.
             patience_s = 2 * max(plane.session_timeout_s, config.session_timeout_ms / 1_000)
             catalog, wanted = Catalog(plane), config.broker_id
-            answer: Word = patiently(lambda: joined(catalog, question, wanted, patience_s=patience_s), config)
+            found = patience(lambda: joined(catalog, question, wanted, patience_s=patience_s))
+            answer: Word = msgspec.structs.replace(found, left_s=patience.left_s)
         except StartupError as refusal:
             answer = Refused(str(refusal), refusal.exit_code)
         _say(line, answer)
@@ -211,26 +217,18 @@ def _line_from(line: socket.socket) -> bytes:
     return said
 
 
-def patiently(attempt: Callable[[], T], config: BrokerConfig) -> T:
-    """The outcome of the attempt, begun again for `zookeeper_wait_s` while it fails because ZooKeeper is away. Says so,
-    once."""
-    deadline = time.monotonic() + config.zookeeper_wait_s
-    said = False
-    while True:
-        try:
-            return attempt()
-        except StartupError as away:
-            left_s = deadline - time.monotonic()
-            if away.exit_code != EX_UNAVAILABLE or left_s <= 0:
-                raise
-            if not said:
-                print(
-                    f"portalmq: {away}. Waiting for it, {left_s:.0f} s more (--zookeeper-wait-s)",
-                    file=sys.stderr,
-                    flush=True,
-                )
-            said = True
-        time.sleep(min(AWAY_POLL_S, left_s))
+def patience_of(config: BrokerConfig) -> Patience:
+    """Waits while ZooKeeper is away, and says so once."""
+
+    def tell(away: Exception, left_s: float) -> None:
+        print(
+            f"portalmq: {away}. Waiting for it, {left_s:.0f} s more (--zookeeper-wait-s)", file=sys.stderr, flush=True
+        )
+
+    def is_away(fault: Exception) -> bool:
+        return isinstance(fault, StartupError) and fault.exit_code == EX_UNAVAILABLE
+
+    return Patience(config.zookeeper_wait_s, is_away, tell=tell)
 
 
 def connected(config: BrokerConfig) -> ZooKeeper:
@@ -281,12 +279,10 @@ def close_tree(plane: ZooKeeper, *, patience_s: float) -> None:
     topmost node is open. `patience_s` is for brokers that were killed, and are registered until their sessions end.
     """
     from portalmq.control_plane.catalog import Catalog
-    from portalmq.control_plane.plane import PlaneError, PlaneRefused, PlaneUnavailable
     from portalmq.control_plane.state import BROKERS, CLUSTER_SECRET, RECEIPT_KEY
-    from portalmq.errors import Unavailable
 
     deadline = time.monotonic() + patience_s
-    try:
+    with _startup_errors():
         while plane.is_open and (others := plane.children(BROKERS)):
             if time.monotonic() > deadline:
                 raise StartupError(
@@ -304,12 +300,6 @@ def close_tree(plane: ZooKeeper, *, patience_s: float) -> None:
                 "made anew when a broker starts while no other one runs",
                 file=sys.stderr,
             )
-    except PlaneRefused as refused:
-        raise StartupError(f"{refused}: see --zookeeper-user and --zookeeper-password", EX_USAGE) from None
-    except (PlaneUnavailable, Unavailable) as away:
-        raise StartupError(f"ZooKeeper answered, and then no more: {away}", EX_UNAVAILABLE) from None
-    except PlaneError as fault:
-        raise StartupError(str(fault), EX_CANTCREAT) from None
 
 
 def joined(catalog: Catalog, question: Question, wanted: int | None, *, patience_s: float) -> Joined:
@@ -317,10 +307,7 @@ def joined(catalog: Catalog, question: Question, wanted: int | None, *, patience
 
     `patience_s` is for a broker that was killed, and is registered until its session ends.
     """
-    from portalmq.control_plane.plane import PlaneError, PlaneUnavailable
-    from portalmq.errors import Unavailable
-
-    try:
+    with _startup_errors():
         cluster_id = _cluster_of(catalog, question)
         held = question.held
         if held is not None and wanted not in (None, held.broker_id):
@@ -330,10 +317,22 @@ def joined(catalog: Catalog, question: Question, wanted: int | None, *, patience
                 EX_CANTCREAT,
             )
         return Joined(cluster_id, _claimed(catalog, question, held.broker_id if held else wanted, patience_s))
-    except (PlaneUnavailable, Unavailable) as away:
+
+
+@contextlib.contextmanager
+def _startup_errors() -> Iterator[None]:
+    """What the control plane raises becomes a StartupError; with EX_UNAVAILABLE, and no other, it may pass."""
+    from portalmq.control_plane.plane import PlaneError, PlaneRefused
+    from portalmq.errors import Unavailable
+
+    try:
+        yield
+    except PlaneRefused as refused:
+        raise StartupError(f"{refused}: see --zookeeper-user and --zookeeper-password", EX_USAGE) from None
+    except Unavailable as away:
         raise StartupError(f"ZooKeeper answered, and then no more: {away}", EX_UNAVAILABLE) from None
-    except PlaneError as refused:
-        raise StartupError(str(refused), EX_CANTCREAT) from None
+    except PlaneError as fault:
+        raise StartupError(str(fault), EX_CANTCREAT) from None
 
 
 def _cluster_of(catalog: Catalog, question: Question) -> str:

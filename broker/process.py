@@ -143,19 +143,19 @@ class BrokerWorker(GeventWorker):  # type: ignore[misc]
 
     def handle_exit(self, sig: int, frame: Any) -> None:
         self.alive = False  # from here on answers say `Connection: close`
-        if self._ending is not None:
-            self._ending.set()
+        if self._ending is None:
+            os._exit(0)  # it may still wait for ZooKeeper; nothing is promised yet
+        self._ending.set()
 
     def run(self) -> None:
         self._ending = Event()
-        if not self.alive:
-            self._ending.set()
         servers = [self._serve(listener) for listener in self.sockets]
         process = self.app.broker_process
-        gevent.spawn(process.start)
+        starting = gevent.spawn(process.start)
         while not self._ending.wait(PARENT_CHECK_S):
             if os.getppid() != self.ppid:
                 break
+        starting.kill()  # it may still wait for ZooKeeper
         process.drain()
         for server in servers:
             server.close()

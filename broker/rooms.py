@@ -90,6 +90,7 @@ class Rooms:
         self.store_uuid = me.store_uuid
         self.cluster_id = catalog.cluster_id()
         self.cluster_secret = cluster_secret_in(config) or catalog.cluster_secret()
+        self._receipt_key = catalog.receipt_key()
         self.me = me
         self.clock = clock or Clock()
         self.pool = ThreadPool(config.storage_threads)
@@ -119,6 +120,7 @@ class Rooms:
             self.broker_id,
             self.me,
             self.clock,
+            cluster_id=self.cluster_id,
             on_fatal=self.storage_failed,
             has_files=self._has_files,
             shown=self.config.shown_to_brokers,
@@ -164,6 +166,7 @@ class Rooms:
             leaders,
             peers,
             clock,
+            receipt_key=self._receipt_key,
             parked_receives_max=self.config.parked_receives_max,
         )
         groups.capacity = self.capacity

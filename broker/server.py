@@ -18,11 +18,10 @@ import resource
 import socket
 import ssl
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import gevent
 from gunicorn.app.base import BaseApplication
@@ -41,13 +40,15 @@ from portalmq.broker.config import (
 )
 from portalmq.broker.heads import LINE_BYTES_MAX
 from portalmq.broker.logs import ServerLogger, start_logging
+from portalmq.broker.patience import Patience
 from portalmq.broker.preflight import Preflight, Question, tls_of
 from portalmq.broker.process import BrokerArbiter, BrokerWorker, post_request, pre_request
 from portalmq.broker.storage.disk import DataDirectory, DirectoryInUse, DiskGuard, StoreIdentity, WrongCluster
 from portalmq.broker.storage.errors import StorageError, StorageFault, faults_of
 from portalmq.broker.storage.files import write_atomically
 from portalmq.broker.storage.open_files import descriptor_limit
-from portalmq.control_plane.plane import ControlPlane, PlaneError, PlaneRefused, PlaneState, PlaneUnavailable
+from portalmq.control_plane.plane import ControlPlane, PlaneError, PlaneState
+from portalmq.errors import Unavailable
 
 if TYPE_CHECKING:
     from flask import Flask
@@ -55,7 +56,6 @@ if TYPE_CHECKING:
     from portalmq.broker.broker import Broker
     from portalmq.control_plane.catalog import Catalog
 
-T = TypeVar("T")
 log = logging.getLogger("portalmq.server")
 
 BACKLOG = 2048
@@ -90,6 +90,8 @@ def serve(config: BrokerConfig, *, announce: bool = False) -> NoReturn:
             log.warning("tokens come here in plain text: give --tls-cert and --tls-key, or TLS in front")
         config = within_limit(config)
         directory = lock_data_directory(config, preflight)
+        if preflight is not None:
+            config = replace(config, zookeeper_wait_s=preflight.left_s)  # one limit for the whole start
     finally:
         if preflight is not None:
             preflight.close()
@@ -104,9 +106,8 @@ def bind(config: BrokerConfig) -> socket.socket:
     """The listening socket. Raises StartupError when the port is taken, UsageError when the host is not ours."""
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     try:
-        return _patiently(
-            lambda: socket.create_server((config.host, config.port), family=family, backlog=BACKLOG),
-            lambda fault: isinstance(fault, OSError) and fault.errno == errno.EADDRINUSE,
+        return _while_in_use(lambda fault: isinstance(fault, OSError) and fault.errno == errno.EADDRINUSE)(
+            lambda: socket.create_server((config.host, config.port), family=family, backlog=BACKLOG)
         )
     except OSError as fault:
         if fault.errno == errno.EADDRINUSE:
@@ -143,13 +144,12 @@ def lock_data_directory(config: BrokerConfig, preflight: Preflight | None = None
         return preflight.join(Question(held, store_uuid, holds, config.url))
 
     try:
-        return _patiently(
+        return _while_in_use(lambda fault: isinstance(fault, DirectoryInUse))(
             lambda: DataDirectory.open(
                 config.data_directory,
                 broker_id=config.broker_id if preflight is None else None,
                 join=None if preflight is None else join,
-            ),
-            lambda fault: isinstance(fault, DirectoryInUse),
+            )
         )
     except (DirectoryInUse, WrongCluster) as fault:
         raise StartupError(str(fault), EX_CANTCREAT) from None
@@ -157,18 +157,9 @@ def lock_data_directory(config: BrokerConfig, preflight: Preflight | None = None
         raise StartupError(str(fault), EX_STORAGE) from None
 
 
-def _patiently(
-    attempt: Callable[[], T], in_use: Callable[[Exception], bool], *, patience_s: float = IN_USE_PATIENCE_S
-) -> T:
+def _while_in_use(in_use: Callable[[Exception], bool]) -> Patience:
     """Try for a moment longer: a broker that was killed just now lets go of its port and lock a little later."""
-    deadline = time.monotonic() + patience_s
-    while True:
-        try:
-            return attempt()
-        except Exception as fault:
-            if not in_use(fault) or time.monotonic() > deadline:
-                raise
-        time.sleep(IN_USE_RETRY_S)
+    return Patience(IN_USE_PATIENCE_S, in_use, again_s=IN_USE_RETRY_S)
 
 
 def within_limit(config: BrokerConfig) -> BrokerConfig:
@@ -248,6 +239,7 @@ class BrokerProcess:
         self._auth = auth
         self._directory = directory
         self._announce = announce
+        self._patience = Patience(config.zookeeper_wait_s if config.is_clustered else 0.0, tell=_tell_waiting)
         self._broker: Broker
         self._plane: ControlPlane
 
@@ -270,18 +262,23 @@ class BrokerProcess:
         identity = self._directory.identity
         plane = self._started_plane()
         catalog = Catalog(plane)
-        if not self.config.is_clustered:
+        if self.config.is_clustered:
+            self._patience(lambda: _check_cluster(plane, identity.cluster_id))
+        else:
             _join_cluster(plane, identity.cluster_id)
         metrics = Metrics(version("portalmq"), broker_id=identity.broker_id)
         disk = DiskGuard(self._directory.path, low_water_bytes=self.config.disk_low_water_bytes)
-        broker = Broker(
-            self.config,
-            catalog,
-            broker_id=identity.broker_id,
-            me=BrokerState(self.config.url, self._next_incarnation(catalog), identity.store_uuid),
-            disk=disk,
-            metrics=metrics,
-            on_fatal=self._on_fatal,
+        incarnation = self._patience(lambda: self._next_incarnation(catalog))
+        broker = self._patience(
+            lambda: Broker(
+                self.config,
+                catalog,
+                broker_id=identity.broker_id,
+                me=BrokerState(self.config.url, incarnation, identity.store_uuid),
+                disk=disk,
+                metrics=metrics,
+                on_fatal=self._on_fatal,
+            )
         )
         metrics.observe(lambda: gauges_of(broker, disk, connected=plane.state is PlaneState.CONNECTED))
         if self.config.is_clustered:
@@ -301,11 +298,7 @@ class BrokerProcess:
                 tls=tls_of(self.config),
                 owns_root=self.config.zookeeper_own_root,
             )
-            _patiently(
-                zookeeper.start,
-                lambda fault: isinstance(fault, PlaneUnavailable),
-                patience_s=self.config.zookeeper_wait_s,
-            )
+            self._patience(zookeeper.start)
             return zookeeper
         from portalmq.control_plane.standalone import Standalone
 
@@ -337,7 +330,7 @@ class BrokerProcess:
     def start(self) -> None:
         """Open what is on disk and begin to serve. Runs as a greenlet: /livez answers meanwhile."""
         try:
-            self._broker.start()
+            self._broker.start(self._patience)
         except Exception as fault:  # noqa: BLE001 - whatever it was, the process ends with its exit code
             self._end(fault)
         ready = f"PortalMQ broker {self._broker.broker_id} is ready at {self.config.url}"
@@ -382,7 +375,7 @@ class BrokerProcess:
                 return EX_STORAGE
             case PlaneError() if not self.config.is_clustered:
                 return EX_STORAGE  # the plane of one broker is a file
-            case PlaneUnavailable() | PlaneRefused():
+            case Unavailable():
                 return EX_UNAVAILABLE
             case PlaneError():
                 return EX_CANTCREAT  # the id is another's now, or the cluster is
@@ -403,6 +396,26 @@ def _join_cluster(plane: ControlPlane, cluster_id: str) -> None:
             "one of them was copied here from elsewhere; put back what belongs together",
             EX_CANTCREAT,
         )
+
+
+def _check_cluster(plane: ControlPlane, cluster_id: str) -> None:
+    """Raises StartupError when ZooKeeper has become another cluster's, or was emptied, since it was asked before the
+    fork: nothing may be written into it then."""
+    from portalmq.control_plane.state import CLUSTER_ID
+
+    plane.sync()
+    held = plane.get(CLUSTER_ID)
+    if held is None or held.data != cluster_id.encode("ascii"):
+        found = "no cluster" if held is None else f"cluster {held.data.decode()}"
+        raise StartupError(
+            f"the data directory is of cluster {cluster_id}, and ZooKeeper is of {found} now: was it wiped? "
+            "`portalmq adopt` writes back what the brokers hold",
+            EX_CANTCREAT,
+        )
+
+
+def _tell_waiting(away: Exception, left_s: float) -> None:
+    log.warning("%s. Waiting for ZooKeeper, %.0f s more (--zookeeper-wait-s)", away, left_s)
 
 
 def _exit(code: int) -> NoReturn:

@@ -291,7 +291,7 @@ class Supervisor:
                 *("broker", str(config.port), "--broker-id", str(config.broker_id)),
                 *("--zookeeper", self._zookeeper, *self._credentials, "--data-dir", str(config.data_dir)),
                 # A person waits, and is to hear soon that the ZooKeeper they named is not there.
-                *(() if self.plan.zookeepers else ("--zookeeper-wait-s", "0")),
+                *(() if self.plan.zookeepers else ("--zookeeper-wait-s", "5")),
             ): config
             for name, config in self.plan.brokers.items()
         }

@@ -13,7 +13,7 @@ import psutil
 import pytest
 from support.zookeeper import fresh_chroot
 
-from portalmq.broker import preflight
+from portalmq.broker import patience, preflight
 from portalmq.broker.config import BrokerConfig, StartupError
 from portalmq.broker.preflight import Joined, Preflight, Question
 from portalmq.broker.storage.disk import StoreIdentity
@@ -210,7 +210,7 @@ class TestTheChild:
     ) -> None:
         now = [0.0]
         clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda seconds: now.append(now.pop() + seconds))
-        monkeypatch.setattr(preflight, "time", clock)
+        monkeypatch.setattr(patience, "time", clock)
         answers = iter([StartupError("away", 69)] * 5)
 
         def attempt() -> str:
@@ -219,12 +219,12 @@ class TestTheChild:
                 raise refusal
             return "connected"
 
-        assert preflight.patiently(attempt, BrokerConfig(zookeeper_wait_s=30)) == "connected"
+        assert preflight.patience_of(BrokerConfig(zookeeper_wait_s=30))(attempt) == "connected"
         assert capsys.readouterr().err.count("--zookeeper-wait-s") == 1
         for refusals, expected_s in (([StartupError("away", 69)] * 100, 33), ([StartupError("not ours", 73)], 5)):
             now[0], answers = 0.0, iter(refusals)
             with pytest.raises(StartupError):
-                preflight.patiently(attempt, BrokerConfig(zookeeper_wait_s=30))
+                preflight.patience_of(BrokerConfig(zookeeper_wait_s=30))(attempt)
             assert now[0] == pytest.approx(expected_s, abs=3), "no longer than it may wait, and one attempt"
 
     def test_wrong_credentials_are_wrong_usage(self, config: BrokerConfig) -> None:
