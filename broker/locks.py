@@ -441,7 +441,7 @@ class Locks:
         self._sweep_at_ms = now_ms + round(SWEEP_EVERY_S * 1_000)
         is_least = self._me[0] == min(self._live())
         unused: dict[str, Mark] = {}
-        for name, seen in list(self._sightings.items()):
+        for name, seen in in_short_turns(list(self._sightings.items())):
             lock, age_ms = seen.state, now_ms - seen.since_ms
             for place in lock.queue:
                 if (place.broker_id, place.incarnation) == self._me and place.who not in self._waiters.get(name, {}):

@@ -29,6 +29,7 @@ from gevent.event import Event
 
 from portalmq.broker.clock import Clock
 from portalmq.broker.core.events import IsrAnswered, Outcome, PartitionStateChanged, ProposeIsr
+from portalmq.broker.fairness import in_short_turns
 from portalmq.broker.office import Office
 from portalmq.broker.patience import AT_ONCE, Patience
 from portalmq.broker.unclean import Standing, StandingOf, Standings, StandingsOf
@@ -137,7 +138,7 @@ class Membership:
         self._read_all_every_s = READ_ALL_EVERY_S * (0.75 + chance() / 2)
         self._noted = Event()
         self._session_noted = Event()
-        self.mirror = Mirror(self._plane, on_noted=self._noted.set)
+        self.mirror = Mirror(self._plane, on_noted=self._noted.set, paced=in_short_turns)
         self._prober = Prober(shown=shown)
         self._probe = probe or self._prober.probe
         self._probe_once = probe or partial(probe_once, shown=shown)

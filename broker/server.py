@@ -38,6 +38,7 @@ from portalmq.broker.config import (
     UsageError,
     is_loopback,
 )
+from portalmq.broker.fairness import give_way
 from portalmq.broker.heads import LINE_BYTES_MAX
 from portalmq.broker.logs import ServerLogger, start_logging
 from portalmq.broker.patience import Patience
@@ -302,7 +303,7 @@ class BrokerProcess:
             return zookeeper
         from portalmq.control_plane.standalone import Standalone
 
-        standalone = Standalone(self._directory.path / "control")
+        standalone = Standalone(self._directory.path / "control", give_way=give_way)
         with faults_of(self._directory.path):
             standalone.start()
         standalone.watch(lambda _path: self._on_journal_changed(standalone))

@@ -252,7 +252,7 @@ class Topics:
             return
         if topic is None:
             topic = self._topics[name] = self._by_id[state.topic_id] = Topic(state, self._host, self.confirm_missing)
-            for number in range(state.partitions):
+            for number in in_short_turns(range(state.partitions)):
                 self._sync_partition(state.topic_id, number)
             return
         before, topic.state = topic.state, state
@@ -260,7 +260,7 @@ class Topics:
             return
         for partition in topic.local.values():
             _configure(partition, state)
-        for number in range(state.partitions):
+        for number in in_short_turns(range(state.partitions)):
             self._sync_partition(state.topic_id, number)
         gevent.spawn(self._describe, topic)
         if state.partitions > before.partitions:

@@ -204,8 +204,8 @@ def receive(
     lot.enter(waiter)
     unwatch = peer.watch(waiter.cancel) if peer is not None else lambda: None
     deadline = time.monotonic() + wait_s
-    _park(sources, waiter)
     try:
+        _park(sources, waiter)
         while True:
             left_s = deadline - time.monotonic()
             waiter.sleep(max(0.0, left_s))
@@ -213,7 +213,8 @@ def receive(
                 return []
             moved, waiter.moved = waiter.moved, False
             if moved:
-                sources = _parked_anew(sources, plan(), waiter)
+                before, sources = sources, plan()
+                _park_anew(before, sources, waiter)
             taken = take(sources, options, ask=moved)
             if taken or left_s <= 0:
                 return taken
@@ -225,21 +226,20 @@ def receive(
             source.notify()
 
 
-def _parked_anew(before: Sequence[Source], after: Sequence[Source], waiter: Waiter) -> Sequence[Source]:
+def _park_anew(before: Sequence[Source], after: Sequence[Source], waiter: Waiter) -> None:
     """Park at what is new, leave what is no more; where both agree the sleeper keeps its place in the queue."""
     for source in before:
         if source not in after:
             source.leave(waiter)
             source.notify()
     _park([source for source in after if source not in before], waiter)
-    return after
 
 
 def _park(sources: Sequence[Source], waiter: Waiter) -> None:
-    """Asking the sources took its time: what came meanwhile rang for nobody."""
-    for source in sources:
+    """Asking the sources took its time: what came meanwhile rang for nobody. Others have their turn in between, and
+    may wake the waiter before it sleeps."""
+    for source in in_short_turns(sources):
         source.park(waiter)
-    for source in sources:
         source.notify()
 
 

@@ -17,7 +17,7 @@ compare-and-set.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -38,6 +38,8 @@ from portalmq.control_plane.tree import Versioned
 log = logging.getLogger(__name__)
 
 NOTES_MAX = 2_000
+# So many nodes are asked for at a time: a plane that answers from memory takes a while for more.
+NODES_A_READ = 1_000
 
 PartitionKey = tuple[str, int]
 StateT = TypeVar("StateT", bound=msgspec.Struct)
@@ -77,9 +79,16 @@ class Changes:
 
 
 class Mirror:
-    """`on_noted` is called after each note, from wherever the plane's bell rang: it must not block."""
+    """`on_noted` is called after each note, from wherever the plane's bell rang: it must not block. `paced` is passed
+    each long list; it may let others run between two items, and they find the invariants kept there."""
 
-    def __init__(self, plane: ControlPlane, *, on_noted: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        plane: ControlPlane,
+        *,
+        on_noted: Callable[[], None] = lambda: None,
+        paced: Callable[[Iterable[Any]], Iterable[Any]] = iter,
+    ) -> None:
         self.brokers: dict[int, BrokerState] = {}
         self.controller: Versioned[ControllerState] | None = None
         self.topics: dict[str, TopicState] = {}
@@ -87,6 +96,7 @@ class Mirror:
         self.tombstones: dict[str, Tombstone] = {}
         self.partitions: dict[PartitionKey, Versioned[PartitionState]] = {}
         self.on_noted = on_noted
+        self._paced = paced
         self._plane = plane
         self._noted: set[str | None] = {None}
         self._topics_by_id: dict[str, TopicState] = {}
@@ -158,7 +168,7 @@ class Mirror:
             return
         before = list(self._topics_by_id)
         partitions: dict[str, Node | None] = {}
-        for path, node in zip(wanted, self._plane.get_many(wanted), strict=True):
+        for path, node in self._paced(self._get_many(wanted).items()):
             if path.startswith(f"{state.PARTITIONS}/"):
                 partitions[path] = node
             else:
@@ -175,14 +185,14 @@ class Mirror:
         # last, a topic that is not there has its tombstone.
         for parent in (state.BROKERS, state.GROUPS, state.TOPICS, state.DELETED):
             found.update((node.path, node) for node in self._plane.get_children(parent) if self._is_ours(node.path))
-        for path in [*found, *(path for path in self._known() if path not in found)]:
+        for path in self._paced([*found, *(path for path in self._known() if path not in found)]):
             self._take(path, found.get(path), changes)
         every = [
             state.partition_path(topic.topic_id, number)
-            for topic in self.topics.values()
+            for topic in self._paced(self.topics.values())
             for number in range(topic.partitions)
         ]
-        read = dict(zip(every, self._plane.get_many(every), strict=True))
+        read = self._get_many(every)
         fallen = self._fallen(topics, partitions, read)
         if fallen:
             self._set_back = SetBack(fallen)
@@ -199,7 +209,7 @@ class Mirror:
         for topic_id, topic in topics.items():
             if topic_id not in self._topics_by_id and topic_id not in self.tombstones:
                 return f"topic {topic.name!r} is gone from ZooKeeper, and nothing says that it was deleted"
-        for (topic_id, number), known in partitions.items():
+        for (topic_id, number), known in self._paced(partitions.items()):
             node = read.get(state.partition_path(topic_id, number))
             if node is not None and node.version < known.version:
                 return (
@@ -221,17 +231,24 @@ class Mirror:
         grown, the tombstone of one that is gone."""
         missing = [
             path
-            for topic in (self.topics.get(name) for name in changes.topics)
+            for topic in (self.topics.get(name) for name in self._paced(changes.topics))
             if topic is not None
             for number in range(topic.partitions)
             if (topic.topic_id, number) not in self.partitions
             and (path := state.partition_path(topic.topic_id, number)) not in partitions
         ]
         paths = [*map(state.tombstone_path, gone), *missing]
-        read = dict(zip(paths, self._plane.get_many(paths), strict=True)) if paths else {}
+        read = self._get_many(paths)
         for path in map(state.tombstone_path, gone):
             self._take(path, read.pop(path), changes)
         self._take_partitions({**partitions, **read}, changes)
+
+    def _get_many(self, paths: list[str]) -> dict[str, Node | None]:
+        found: dict[str, Node | None] = {}
+        for first in self._paced(range(0, len(paths), NODES_A_READ)):
+            some = paths[first : first + NODES_A_READ]
+            found.update(zip(some, self._plane.get_many(some), strict=True))
+        return found
 
     def _is_ours(self, path: str) -> bool:
         """Whether a node at this path is mirrored here. Partitions of a topic that is not known yet come with it."""
@@ -281,7 +298,7 @@ class Mirror:
             self._topics_by_id[topic.topic_id] = topic
 
     def _take_partitions(self, found: Mapping[str, Node | None], changes: Changes) -> None:
-        for path, node in found.items():
+        for path, node in self._paced(found.items()):
             _, topic_id, number = path.rsplit("/", 2)
             key = (topic_id, int(number))
             topic = self._topics_by_id.get(topic_id)

@@ -19,7 +19,7 @@ import fcntl
 import os
 import struct
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import assert_never
 
@@ -51,6 +51,8 @@ from portalmq.control_plane.plane import (
 _MAGIC = b"PMQ1"
 _HEADER = struct.Struct(">4sII")
 _COMPACT_BYTES_MIN = 1024 * 1024
+# A commit of so many operations, which may be one of many, takes a while.
+_LONG_OPS = 50
 # The one session there is. It cannot run out while the process lives, so its timeout is a number to compute with.
 _SESSION_ID = 1
 _SESSION_TIMEOUT_S = 6.0
@@ -71,11 +73,13 @@ class JournalDamaged(PlaneError):
 class Standalone:
     """A `ControlPlane` for one broker; `directory` is made when it is missing.
 
-    It belongs to one thread: every method runs to its end without yielding, a commit's fsync included.
+    It belongs to one thread: every method does its work without yielding, a commit's fsync included. After a long
+    commit it calls `give_way`, which may let others run.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, give_way: Callable[[], None] = lambda: None) -> None:
         self._directory = directory
+        self._give_way = give_way
         self._path = directory / "journal"
         self._nodes: dict[str, Node] = {}
         self._children: dict[str, set[str]] = {}
@@ -168,6 +172,8 @@ class Standalone:
         if self._journal_bytes > self._compact_at_bytes:
             self._compact()
         self._ring(*draft.changed)
+        if len(ops) >= _LONG_OPS:
+            self._give_way()
         return versions
 
     def _check_connected(self) -> None:

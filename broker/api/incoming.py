@@ -11,11 +11,12 @@ Delays and times to live become moments here, by the clock of the broker that ta
 
 from __future__ import annotations
 
+import gc
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
@@ -26,12 +27,16 @@ from portalmq.broker.idempotency import AsSent, Keyed
 from portalmq.broker.storage.batch import Record
 from portalmq.errors import InvalidRequest, MessageTooLarge
 
+T = TypeVar("T")
+
 CONTENT_TYPE_LENGTH_MAX = 255
 # So many messages are turned into records before others have their turn; fewer of those that are large.
 MESSAGES_A_TURN = 1_000
 BYTES_A_TURN = 128 * 1024
 # A body of so many bytes is decoded message by message, which takes longer, and lets others have their turn.
 LARGE_BYTES = 1024 * 1024
+# What a value of so many bytes becomes as objects may be a million of them, which takes a while by itself.
+DENSE_BYTES = 256 * 1024
 
 # Headers that become message headers under their own name: trace context (W3C) and binary CloudEvents.
 _KEPT_HEADERS = frozenset({"HTTP_TRACEPARENT", "HTTP_TRACESTATE"})
@@ -182,7 +187,7 @@ def _from_any_msgpack(body: bytes, now_ms: int) -> Incoming:
     _pause_in(body)
     _check_few(body, _count_pack)
     if len(body) < LARGE_BYTES:
-        batch = wire.decode_msgpack(body, wire.PackBatch)
+        batch = _without_collector(_decode_pack_batch, body)
         return _from_batch(batch.messages, batch.producer, len(body), record_of_pack, now_ms)
     messages, producer = _in_parts(body, _split_pack, _decode_pack_message, "MessagePack")
     return _from_batch(messages, producer, len(body), record_of_pack, now_ms)
@@ -209,9 +214,25 @@ def _in_parts(
         batch = split(body)
         _pause_in(body)
         inside = "`$.messages[...]"
-        return [decode(raw) for raw in in_turns(batch.messages, _a_turn(batch.messages, len(body)))], batch.producer
+        paced = in_turns(batch.messages, _a_turn(batch.messages, len(body)))
+        return [_without_collector(decode, raw) for raw in paced], batch.producer
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as fault:
         raise InvalidRequest(f"the {what} body is not valid: {str(fault).replace('`$', inside)}") from None
+
+
+def _without_collector(decode: Callable[[Any], T], raw: bytes | msgspec.Raw) -> T:
+    """What is decoded holds no cycles. Looking for them while it grows takes many times as long as the decoding."""
+    if len(raw) < DENSE_BYTES or not gc.isenabled():
+        return decode(raw)
+    gc.disable()
+    try:
+        return decode(raw)
+    finally:
+        gc.enable()
+
+
+def _decode_pack_batch(body: bytes) -> wire.PackBatch:
+    return wire.decode_msgpack(body, wire.PackBatch)
 
 
 def _pause_in(body: bytes) -> None:
@@ -232,6 +253,8 @@ def _from_batch(
     now_ms: int,
 ) -> Incoming:
     _check_count(len(messages))
+    if size >= DENSE_BYTES:
+        give_way()
     paced = in_turns(messages, _a_turn(messages, size))
     records = [record_of(message, f"message {index}", now_ms) for index, message in enumerate(paced)]
     return Incoming(records, _partitions(messages), producer, keys=_keys(messages))

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from itertools import count
 
 import gevent
+import msgspec
 import pytest
 from support.domain import Fixture, records, running
 from support.stretches import Stretches
@@ -15,6 +16,7 @@ from portalmq.broker.core.delivery import GroupDelivery
 from portalmq.broker.core.fold import DeadFold, GroupFold, SpanFold
 from portalmq.broker.fairness import TURN_S, give_way, in_short_turns, in_turns
 from portalmq.broker.tally import SPANS_A_TURN, tallied
+from portalmq.broker.waiting import ReceiveOptions, Waiter, _park, receive
 from portalmq.control_plane.mirror import Changes
 from portalmq.errors import Unavailable
 
@@ -125,6 +127,10 @@ CALLS: dict[str, Callable[[Fixture], object]] = {
     "ack": lambda fixture: fixture.broker.ack("g", fixture.receipts),
     "fetch": fetched,
     "describe the topic": lambda fixture: fixture.broker.describe_topic("t"),
+    "hear of the topic anew": lambda fixture: fixture.broker.topics._sync_topic(
+        "t", msgspec.structs.replace(fixture.broker.topics.known("t").state, replication_factor=2)
+    ),
+    "park": lambda fixture: _park(fixture.sources, Waiter(["t"])),
     "read all": lambda fixture: list(fixture.broker.read_all("t", None)),
     "list what is scheduled": lambda fixture: fixture.broker.scheduled("t", limit=10),
     "list what is unfinished": lambda fixture: list(fixture.broker.unfinished.messages("g", "t")),
@@ -149,6 +155,8 @@ def spread(tmp_path):
         fixture.broker.create_topic("t", wire.CreateTopic(partitions=PARTITIONS))
         fixture.broker.produce("t", records(*["a"] * PARTITIONS), list(range(PARTITIONS)), acks="all")
         fixture.receipts = received(fixture)
+        group = fixture.broker.groups.known("g")
+        fixture.sources = fixture.broker.receiving._plan(group, ["t"], forward=False)
         yield fixture
 
 
@@ -181,6 +189,7 @@ LISTS: dict[str, Callable[[Fixture], object]] = {
     "metadata": lambda fixture: fixture.broker.metadata(None),
     "groups": lambda fixture: fixture.broker.list_groups(),
     "locks": lambda fixture: fixture.broker.locks.list_all(),
+    "locks, swept": lambda fixture: fixture.broker.locks._sweep(),
     "locks, read anew": lambda fixture: (fixture.broker.locks.note(None), fixture.broker.locks._read_noted()),
     "topics, heard of anew": lambda fixture: fixture.broker.topics.sync(Changes(everything=True)),
     "groups, heard of anew": lambda fixture: fixture.broker.groups.sync(Changes(groups=set(NAMES))),
@@ -195,9 +204,50 @@ def test_others_have_their_turn_between_the_items_of_a_long_list(tmp_path, monke
             fixture.broker.create_topic(name, wire.CreateTopic(partitions=1))
             fixture.broker.put_group(name, {"mode": "stream"})
             fixture.broker.locks.acquire(name, wire.LockRequest(owner="me"), None)
+        fixture.broker.locks._sweep_at_ms = 0
         paused = pauses()
         call(fixture)
         assert paused() >= len(NAMES) - 1
+
+
+@pytest.fixture
+def meanwhile(monkeypatch):
+    """Has something done in a pause: between any two items, once."""
+
+    def arrange(do: Callable[[], object]) -> None:
+        me, seconds, todo = gevent.getcurrent(), count(), [do]
+        monkeypatch.setattr("portalmq.broker.fairness.perf_counter", lambda: next(seconds))
+        monkeypatch.setattr(
+            "portalmq.broker.fairness.give_way", lambda: todo.pop()() if todo and gevent.getcurrent() is me else None
+        )
+
+    return arrange
+
+
+def test_a_message_that_comes_while_a_consumer_parks_wakes_it(spread, meanwhile):
+    waiter = Waiter(["t"])
+    meanwhile(lambda: spread.broker.produce("t", records("b"), [0], acks="all"))
+    first = next(source for source in spread.sources if source.partition.number == 0)
+    _park([first, *(source for source in spread.sources if source is not first)], waiter)
+    assert waiter.woken
+    assert first.has_messages()
+
+
+def test_a_consumer_that_ends_while_it_parks_sleeps_nowhere(spread, monkeypatch):
+    def sleepers() -> list[object]:
+        return [sleeper for source in spread.sources for sleeper in source._bell._sleepers]
+
+    def end() -> None:
+        if sleepers() and gevent.getcurrent() is consumer:
+            raise gevent.GreenletExit
+
+    seconds, lot = count(), spread.broker.groups.lot
+    monkeypatch.setattr("portalmq.broker.fairness.perf_counter", lambda: next(seconds))
+    monkeypatch.setattr("portalmq.broker.fairness.give_way", end)
+    options = ReceiveOptions(1, 1_000, "", None)
+    consumer = gevent.spawn(receive, lambda: spread.sources, ["t"], options, 60.0, None, lot)
+    assert isinstance(consumer.get(), gevent.GreenletExit)
+    assert (sleepers(), list(lot.waiters)) == ([], [])
 
 
 def test_receipts_settle_nothing_of_a_group_that_was_made_anew_between_two_partitions(spread, monkeypatch):

@@ -26,6 +26,17 @@ def tree(plane: Standalone, path: str = "/n") -> dict[str, tuple[bytes, int]]:
     return {node.path: (node.data, node.version) for node in found if node}
 
 
+def test_others_may_run_after_each_long_commit_and_find_it_done(tmp_path: Path) -> None:
+    found = []
+    plane = Standalone(tmp_path, give_way=lambda: found.append(len(plane.children("/n"))))
+    plane.start()
+    for start in range(0, 300, 100):
+        plane.commit(*(Create(f"/n/{number}") for number in range(start, start + 100)))
+    plane.commit(Set("/n/1", b"x", 0))
+    plane.close()
+    assert found == [100, 200, 300]
+
+
 def test_a_journal_cut_at_any_byte_holds_exactly_the_commits_that_are_whole(tmp_path: Path) -> None:
     plane = opened(tmp_path / "whole")
     journal = tmp_path / "whole" / "journal"

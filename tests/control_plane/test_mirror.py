@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -82,6 +83,54 @@ def test_the_first_refresh_reads_everything(plane: CountingPlane, catalog: Catal
     assert mirror.controller is not None
     assert mirror.controller == catalog.controller()
     assert (mirror.url_of(1), mirror.url_of(2)) == ("http://localhost:5001", None)
+
+
+def test_others_may_run_after_each_node_that_is_taken(
+    plane: CountingPlane, catalog: Catalog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And find no partition without its topic, whatever is read, and whatever changes meanwhile."""
+    monkeypatch.setattr("portalmq.control_plane.mirror.NODES_A_READ", 4)
+    decode, decoded, most = state.decode, [0], [0, 0]
+
+    def counted(*args: Any) -> Any:
+        decoded[0] += 1
+        return decode(*args)
+
+    def paced(items: Iterable[Any]) -> Iterator[Any]:
+        for item in items:
+            most[:] = max(most[0], decoded[0]), max(most[1], len(plane.read))
+            assert {topic_id for topic_id, _ in mirror.partitions} <= {t.topic_id for t in mirror.topics.values()}
+            if mirror.topics and catalog.topics().keys() >= {"gone"}:
+                catalog.delete_topic("gone", now_ms=1)
+            begin()
+            yield item
+
+    def begin() -> None:
+        decoded[0] = 0
+        plane.read.clear()
+
+    def refresh() -> Changes:
+        begin()
+        return mirror.refresh()
+
+    monkeypatch.setattr(state, "decode", counted)
+    mirror = Mirror(plane, paced=paced)
+    plane.watch(mirror.note)
+    for name in ("gone", "a", "b"):
+        create(catalog, name, partitions=9)
+        catalog.put_group(name, {})
+    topic = catalog.topics()["a"]
+    refresh()
+    refresh()
+    assert mirror.topics.keys() == {"a", "b"}
+    for number in range(9):
+        held = mirror.partitions[(topic.topic_id, number)]
+        catalog.set_partition(topic.topic_id, number, held.value, held.version)
+    assert len(refresh().partitions) == 9
+    mirror.note(None)
+    refresh()
+    assert most == [1, 4]
+    assert mirror.partitions.keys() == {(t.topic_id, n) for t in catalog.topics().values() for n in range(9)}
 
 
 def test_a_change_of_one_partition_costs_one_read(plane: CountingPlane, catalog: Catalog, mirror: Mirror) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from portalmq.broker.broker import Broker
 from portalmq.broker.config import BrokerConfig
+from portalmq.broker.fairness import give_way
 from portalmq.broker.metrics import Metrics
 from portalmq.broker.storage.batch import Record
 from portalmq.control_plane.catalog import Catalog
@@ -78,7 +79,7 @@ class Fixture:
         self.clock = clock
         self.disk = FakeDisk()
         self.faults: list[BaseException] = []
-        self.plane = Standalone(data_dir / "control")
+        self.plane = Standalone(data_dir / "control", give_way=give_way)
         self.plane.start()
         self.broker = Broker(
             BrokerConfig(data_dir=data_dir, zookeeper="none", port=5000),

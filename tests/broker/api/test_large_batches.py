@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import tracemalloc
 
 import msgspec
@@ -104,6 +105,25 @@ def test_a_large_body_is_decoded_in_parts_and_is_the_same(monkeypatch, name):
     assert len(turns) >= 2 * (len(body) // incoming.BYTES_A_TURN - 1)
     monkeypatch.setattr("portalmq.broker.api.incoming.LARGE_BYTES", 1 << 40)
     assert decode_messages(kind, body, {}, 0) == in_parts
+
+
+@pytest.mark.parametrize("messages", [1, 8])
+def test_a_dense_value_is_decoded_without_looking_for_cycles_and_encoded_in_a_turn_of_its_own(monkeypatch, messages):
+    body = msgspec.msgpack.encode({"messages": [{"value": [[]] * 300_000}] * messages})
+    steps: list[str] = []
+    monkeypatch.setattr("portalmq.broker.fairness.give_way", lambda: None)
+    monkeypatch.setattr("portalmq.broker.api.incoming.give_way", lambda: steps.append("pause"))
+    encode = incoming._as_json
+    monkeypatch.setattr("portalmq.broker.api.incoming._as_json", lambda *args: steps.append("encode") or encode(*args))
+    collections = gc.get_stats()[0]["collections"]
+    records = decode_messages(wire.BATCH_MSGPACK, body, {}, 0).records
+    assert gc.get_stats()[0]["collections"] - collections < 50, "a few hundred, or thousand, otherwise"
+    assert [record.value for record in records] == [b"[" + b",".join([b"[]"] * 300_000) + b"]"] * messages
+    assert steps[-messages - 1 :] == ["pause", *["encode"] * messages]
+    assert gc.isenabled()
+    with pytest.raises(InvalidRequest, match="not valid"):
+        decode_messages(wire.BATCH_MSGPACK, body[:-1], {}, 0)
+    assert gc.isenabled()
 
 
 @both
