@@ -60,6 +60,8 @@ class Leases:
         self._waiting_until = 0.0
         self._handed: dict[str, None] = {}
         self._handed_at = 0.0
+        # The end of the first lease in hand to end; the keeper may prolong what waits alone.
+        self._handed_until = math.inf
         # When the latest message was handed out, or those that wait came.
         self._busy_since = 0.0
         self._max_handling_s = max_handling_s
@@ -118,6 +120,8 @@ class Leases:
                 return None
             message = self._waiting.popleft()
             if message.receipt is not None:
+                if not self._handed or self._handed_until > self._waiting_until:
+                    self._handed_until = self._waiting_until
                 self._handed[message.receipt] = None
                 self._handed_at = self._busy_since = now
             return message
@@ -125,7 +129,7 @@ class Leases:
     def finish_handed(self) -> None:
         """What was handed out is done: ack it with the next flush. Raises LeaseLost for what others have by now; the
         rest is acked all the same."""
-        if self._handed and self._clock() >= self._waiting_until:
+        if self._handed and self._clock() >= self._handed_until:
             self._look_after(self._in_hand())
         with self._lock:
             if self._failure is not None:
@@ -378,6 +382,8 @@ class Leases:
         with self._lock:
             self._waiting = deque(message for message in self._waiting if message.receipt not in gone)
             self._waiting_until = now + self._visibility_s
+            if in_hand:
+                self._handed_until = self._waiting_until
 
     # --- the end -----------------------------------------------------------------------------------------------------
 
