@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterable
 
 from portalmq import chance, wire
 from portalmq.connection import Address, parse_address
+from portalmq.errors import Unavailable
 from portalmq.trust import may_be_told, warn_of_stranger
+from portalmq.zookeeper_bootstrap import CONNECT_WITHIN_S, ZooKeeperBootstrap
 from portalmq.zookeeper_bootstrap import SCHEME as ZOOKEEPER
-from portalmq.zookeeper_bootstrap import ZooKeeperBootstrap
 
 DEFAULT_URL = "http://localhost:5000"
 # How long a broker that gave no answer is left out: doubled each time in a row.
@@ -77,6 +78,8 @@ class AddressBook:
         self._failures: dict[Address, int] = {}
         self._resolving = threading.Lock()
         self._resolved_at = 0.0
+        self._unresolved: Unavailable | None = None
+        self._unresolved_at = 0.0
 
     def begin_anew(self) -> None:
         """In the child of a fork."""
@@ -98,13 +101,13 @@ class AddressBook:
         leader = self._leaders.get(partition)
         return leader if leader is not None and not self._is_out(leader) else None
 
-    def any(self) -> Address:
-        """A broker to ask. Raises what the look-up in ZooKeeper raises."""
+    def any(self, within_s: float = CONNECT_WITHIN_S) -> Address:
+        """A broker to ask. Raises what a look-up in ZooKeeper raises, unless brokers are known from an earlier one."""
         for address in self._known:
             if not self._is_out(address):
                 return address
         if self._zookeeper is not None:
-            self._resolve(self._zookeeper)
+            self._resolve(self._zookeeper, within_s)
         return min(self._known, key=lambda address: self._left_out.get(address, 0.0))
 
     def another_than(self, address: Address) -> Address | None:
@@ -115,11 +118,23 @@ class AddressBook:
     def _is_out(self, address: Address) -> bool:
         return self._left_out.get(address, 0.0) > self._clock()
 
-    def _resolve(self, zookeeper: ZooKeeperBootstrap) -> None:
+    def _resolve(self, zookeeper: ZooKeeperBootstrap, within_s: float) -> None:
+        began = self._clock()
         with self._resolving:
             if self._known and self._clock() < self._resolved_at + RESOLVE_EVERY_S:
                 return
-            self.bootstrap = bootstrap_addresses(zookeeper.broker_urls())
+            if self._unresolved is not None and self._unresolved_at > began:
+                # Another thread has tried while this one waited: one after the other would take the time of all.
+                raise Unavailable(self._unresolved.detail, **self._unresolved.extra)
+            try:
+                urls = zookeeper.broker_urls(within_s)
+            except Unavailable as error:
+                if self._known:
+                    self._resolved_at = self._clock()  # those may be back before ZooKeeper is
+                    return
+                self._unresolved, self._unresolved_at = error, self._clock()
+                raise
+            self.bootstrap = bootstrap_addresses(urls)
             self._known = list(self.bootstrap)
             self._left_out.clear()
             self._failures.clear()

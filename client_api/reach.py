@@ -31,7 +31,7 @@ class Reach:
         # A broker took a request. What became of that is another matter.
         self.heard = False
         self.failure: Unavailable | None = None
-        self._silent: set[Address] = set()
+        self._silent: set[Address | None] = set()
         self._silent_since = 0.0
         self._warn_at = 0.0
 
@@ -44,8 +44,9 @@ class Reach:
             if self._warn_at > self._silent_since + WARN_AFTER_S:
                 _log.warning("a broker answers again, after %.0f s", self._clock() - self._silent_since)
 
-    def failed(self, address: Address, known: Iterable[Address], error: Unavailable, since: float) -> None:
-        """A try at `address` has no answer. That nobody answers is said when no broker that is known does."""
+    def failed(self, address: Address | None, known: Iterable[Address], error: Unavailable, since: float) -> None:
+        """A try at `address` has no answer; None: nobody told of a broker. That nobody answers is said when no broker
+        that is known does."""
         now = self._clock()
         self.heard = self.heard or error.outcome == "unknown"  # it took the request
         if not self._silent:

@@ -35,6 +35,7 @@ from portalmq.forking import begin_anew_in_children
 from portalmq.reach import Reach
 from portalmq.tls import NO_FILES, TlsFiles, context_of
 from portalmq.trust import advertised_allowed, warn_of_plain_text
+from portalmq.zookeeper_bootstrap import CONNECT_WITHIN_S
 
 __all__ = ["DEFAULT_URL", "Bootstrap", "Request", "Transport", "bootstrap_addresses"]
 
@@ -52,6 +53,7 @@ CALL_TIMEOUT_S = 120.0
 RETRY_AFTER_S_MAX = 30.0
 TIMEOUT_S_MIN = 0.01
 LOOK_UPS_MAX = 3
+LOOK_UP_S_MIN = 0.1
 
 T = TypeVar("T")
 
@@ -253,7 +255,13 @@ class Transport:
         topic = request.topic
         if topic is not None and topic in self._outdated:
             self._look_up_leaders(topic, deadline)
-        address, is_leader = self._where(request)
+        began = self._clock()
+        try:
+            address, is_leader = self._where(request, deadline - began)
+        except Unavailable as unresolved:
+            if not self._closing.is_set():
+                self.reach.failed(None, (), unresolved, began)
+            raise
         began = self._clock()
         is_first = is_first and request.tells_first
         try:
@@ -412,14 +420,15 @@ class Transport:
         # The call itself goes on to any broker, which forwards it.
         self._outdated.add(topic)
 
-    def _where(self, request: Request) -> tuple[Address, bool]:
-        """A broker, and whether it leads all that the request is about."""
+    def _where(self, request: Request, within_s: float) -> tuple[Address, bool]:
+        """A broker, and whether it leads all that the request is about. Raises Unavailable when ZooKeeper names none in
+        time."""
         if request.leader_of is not None:
             leader = self._book.leader_of(request.leader_of)
             if leader is not None:
                 return leader, True
         near = None if request.near is None else self._book.leader_of(request.near)
-        return near or self._book.any(), False
+        return near or self._book.any(max(LOOK_UP_S_MIN, min(within_s, CONNECT_WITHIN_S))), False
 
     def rest(self) -> None:
         """Close idle connections; the next call opens one."""

@@ -92,7 +92,8 @@ class ZooKeeperBootstrap:
             ) from fault
         except (KazooTimeoutError, KazooException) as fault:
             raise Unavailable(
-                f"no ZooKeeper answers at {self.url} {self._way}: {str(fault) or type(fault).__name__}"
+                f"no ZooKeeper answers at {self.url} {self._way}: {str(fault) or type(fault).__name__}",
+                zookeeper=self.url,
             ) from fault
         finally:
             client.stop()
@@ -116,7 +117,10 @@ class ZooKeeperBootstrap:
         except missing:
             urls = []
         if not urls:
-            raise Unavailable(f"no broker is registered in the ZooKeeper at {self.url}: start one, or check the chroot")
+            raise Unavailable(
+                f"no broker is registered in the ZooKeeper at {self.url}: start one, or check the chroot",
+                zookeeper=self.url,
+            )
         return urls
 
 

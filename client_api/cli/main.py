@@ -52,7 +52,7 @@ class CommandLine(click.Group):
             return result
         except PortalMQError as error:
             click.echo(f"portalmq: {_sentence(error)}", err=True)
-            ctx.exit(EXIT_UNREACHABLE if "looked_at" in error.extra else EXIT_ERROR)
+            ctx.exit(EXIT_UNREACHABLE if error.extra.keys() & {"looked_at", "zookeeper"} else EXIT_ERROR)
         except ImportError as missing:
             if (missing.name or "").partition(".")[0] == "portalmq":  # a fault of ours
                 raise

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import sys
+import threading
 from pathlib import Path
+from typing import Literal
 
 import pytest
+from click.testing import CliRunner
 from support.tls import pem
 
-from portalmq import Producer, errors
-from portalmq.address_book import AddressBook
+from portalmq import Consumer, Producer, errors
+from portalmq.address_book import RESOLVE_EVERY_S, AddressBook
+from portalmq.cli.main import EXIT_UNREACHABLE, main
 from portalmq.zookeeper_bootstrap import ZooKeeperBootstrap
 
 
@@ -23,6 +27,8 @@ class FakeZooKeeper(ZooKeeperBootstrap):
 
     def broker_urls(self, timeout_s: float = 0.0) -> list[str]:
         self.asked += 1
+        if not self.answers:
+            raise errors.Unavailable("no ZooKeeper answers")
         return self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
 
 
@@ -113,6 +119,71 @@ def test_brokers_are_looked_up_once_and_again_when_none_of_them_answers() -> Non
             book.gave_no_answer(known)
     assert book.any().url == "http://three:3"
     assert zookeeper.asked == 2
+
+
+def test_a_zookeeper_that_is_gone_keeps_nobody_from_the_brokers_that_it_named() -> None:
+    now = [100.0]
+    zookeeper = FakeZooKeeper(["http://one:1"])
+    book = book_of(zookeeper, now)
+    book.gave_no_answer(book.any())
+    zookeeper.answers.clear()
+    now[0] += RESOLVE_EVERY_S
+    book.gave_no_answer(book.known[0])
+    assert (book.any().url, book.any().url) == ("http://one:1", "http://one:1")
+    assert zookeeper.asked == 2, "not again and again"
+
+
+def test_of_threads_that_look_for_brokers_at_once_one_asks_a_zookeeper_that_is_gone() -> None:
+    now = [100.0]
+    zookeeper = FakeZooKeeper()
+    book = book_of(zookeeper, now)
+    told: list[str] = []
+
+    def ask() -> None:
+        with pytest.raises(errors.Unavailable) as caught:
+            book.any()
+        told.append(caught.value.detail)
+
+    class Waited:
+        """Is had when another thread has looked for a while, and found nothing."""
+
+        def __enter__(self) -> None:
+            book._resolving = threading.Lock()
+            now[0] += 5.0
+            ask()
+            now[0] += 5.0
+
+        def __exit__(self, *fault: object) -> None: ...
+
+    book._resolving = Waited()  # type: ignore[assignment]
+    ask()
+    assert (told, zookeeper.asked) == (["no ZooKeeper answers"] * 2, 1)
+
+
+@pytest.mark.parametrize("mode", ["queue", "stream"])
+def test_a_poll_says_that_no_zookeeper_answers(mode: Literal["queue", "stream"], no_zookeeper: None) -> None:
+    told = None
+    with Consumer("t", bootstrap="zk://fake", mode=mode) as consumer:
+        while told is None:  # a member's thread may come to its first try after a short poll is over
+            try:
+                assert consumer.poll(0.05) == []
+            except errors.Unavailable as error:
+                told = str(error)
+    assert told == "no ZooKeeper answers"
+
+
+def test_a_command_that_finds_no_zookeeper_ends_as_with_no_broker(no_zookeeper: None) -> None:
+    result = CliRunner().invoke(main, ["topic", "list", "--server", "zk://fake"])
+    assert (result.exit_code, result.stderr) == (EXIT_UNREACHABLE, "portalmq: no ZooKeeper answers\n")
+
+
+@pytest.fixture
+def no_zookeeper(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broker_urls(_: ZooKeeperBootstrap, timeout_s: float) -> list[str]:
+        raise errors.Unavailable("no ZooKeeper answers", zookeeper="zk://fake")
+
+    monkeypatch.setattr(ZooKeeperBootstrap, "broker_urls", broker_urls)
+    monkeypatch.setattr("portalmq.cli.session.REACH_TIMEOUT_S", 0.05)
 
 
 def test_people_are_shown_the_zookeeper() -> None:
