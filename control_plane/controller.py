@@ -125,14 +125,11 @@ def _out_of_reach(held: PartitionState, reach: Reach, configured_min_insync: int
 def is_cold(held: PartitionState, live: Mapping[int, BrokerState]) -> bool:
     """Whether a leader is needed, and all that could lead have started anew since they were counted in sync. What they
     hold is then what their disks kept, and one that forgot what it had fsynced must not lead those that did not."""
+    if len(held.isr) <= 1 or _leads(held, live):
+        return False
     live = _current(held, live)
     clean = [broker_id for broker_id in held.isr if _is_clean(held, broker_id, live)]
-    return (
-        len(held.isr) > 1
-        and bool(clean)
-        and not _leads(held, live)
-        and all(held.incarnations.get(broker_id) != live[broker_id].incarnation for broker_id in clean)
-    )
+    return bool(clean) and all(held.incarnations.get(broker_id) != live[broker_id].incarnation for broker_id in clean)
 
 
 def _added(
@@ -255,6 +252,8 @@ def decide(
     since it was elected (it may have lost what it had promised to itself), stands on another store, or drains; and when
     too few replicas reach it, as one that is gone, if enough of them reach another.
     """
+    if not reach and not added and _leads(held, live):
+        return None
     live = _current(held, live)
     if reach and _is_cut_off(held, live, reach, configured_min_insync):
         barred = {held.leader, *_out_of_reach(held, reach, configured_min_insync)}
@@ -278,6 +277,8 @@ def _current(held: PartitionState, live: Mapping[int, BrokerState]) -> Mapping[i
 
 
 def _leads(held: PartitionState, live: Mapping[int, BrokerState]) -> bool:
+    """Whether it needs no other leader. Of `live` and of its current registrations that is as true: the leader's is
+    the one that it was elected with."""
     return _still_leads(held, live) and held.leader is not None and not live[held.leader].draining
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 from portalmq.broker.core.events import Fetch, PartitionStateChanged
 
@@ -28,6 +29,7 @@ def store_of(store_uuid: str) -> str:
     return store_uuid.partition("/")[0]
 
 
+@lru_cache(1_024)
 def life_of(incarnation: int, store_uuid: str) -> tuple[int, int]:
     """Rises whenever a replica may have lost what it told of itself before."""
     return incarnation, int(store_uuid.partition("/")[2] or 0)
@@ -54,6 +56,17 @@ class Follower:
     refused: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class _Sides:
+    """What follows from one word and one proposal alone: the other members of the maximal ISR, and the replicas that
+    are in none. Nearly every call of a partition asks for them, and they change with elections only."""
+
+    state: PartitionStateChanged
+    proposed: frozenset[int] | None
+    others: tuple[int, ...]
+    outside: tuple[int, ...]
+
+
 class InSync:
     """The leader's side. Invariant: the leader itself is in every ISR it proposes."""
 
@@ -68,6 +81,7 @@ class InSync:
         self.began_ms = now_ms
         self._followers: dict[int, Follower] = {}
         self._ticked_ms = now_ms
+        self._known_sides: _Sides | None = None
 
     # --- what is told ------------------------------------------------------------------------------------------------
 
@@ -131,6 +145,15 @@ class InSync:
         """Every set of members that the control plane may hold now lies in this one."""
         return self.state.isr if self.proposed is None else self.state.isr | self.proposed
 
+    def _sides(self) -> _Sides:
+        sides = self._known_sides
+        if sides is None or sides.state is not self.state or sides.proposed is not self.proposed:
+            maximal = self.maximal
+            others = tuple(sorted(maximal - {self.broker_id}))
+            outside = tuple([replica for replica in self.state.replicas if replica not in maximal])
+            sides = self._known_sides = _Sides(self.state, self.proposed, others, outside)
+        return sides
+
     def committed_end(self, own_durable_end: int, brokers: Mapping[int, tuple[int, str]], now_ms: int) -> int:
         """What is fsynced on the whole maximal ISR; -1 while that is not known, or too few are in sync.
 
@@ -139,48 +162,69 @@ class InSync:
         """
         if len(self.state.isr) < self.state.min_insync_replicas:
             return -1
-        end = own_durable_end
-        for member in self.maximal | {
-            replica for replica in self.state.replicas if self._joins(replica, brokers, now_ms)
-        }:
-            if member != self.broker_id:
-                known = self._followers.get(member)
-                end = min(end, known.durable_end if known else -1)
+        end, sides = own_durable_end, self._sides()
+        for member in sides.others:
+            known = self._followers.get(member)
+            end = min(end, known.durable_end if known else -1)
+        for replica in sides.outside:
+            if self._joins(replica, brokers, now_ms):
+                end = min(end, self._followers[replica].durable_end)
         return end
 
     def live_members(self, now_ms: int) -> int:
         """Members of the ISR that fetched within the lag, ourselves included."""
         return sum(
-            member == self.broker_id or now_ms - self._fetched_ms(member) <= self.lag_ms for member in self.state.isr
+            [member == self.broker_id or now_ms - self._fetched_ms(member) <= self.lag_ms for member in self.state.isr]
         )
 
     def heard_of_all_ms(self) -> int | None:
         """When the member heard of longest ago fetched last, in this epoch; None when there is no other member."""
-        others = self.maximal - {self.broker_id}
+        others = self._sides().others
         if not others:
             return None
         return min([known.heard_ms if (known := self._followers.get(member)) else NEVER_MS for member in others])
 
     def vouched_by_all_ms(self) -> int | None:
         """A time at which every other member surely followed this leader; None when there is no other member."""
-        others = self.maximal - {self.broker_id}
+        others = self._sides().others
         if not others:
             return None
         return min([known.vouched_ms if (known := self._followers.get(member)) else NEVER_MS for member in others])
 
     def overdue(self, now_ms: int) -> list[int]:
         """Members whose fetch should have come: is their port still open?"""
-        return [
-            member
-            for member in sorted(self.state.isr)
-            if member != self.broker_id and now_ms - self._fetched_ms(member) >= OVERDUE_MS
-        ]
+        return sorted(
+            [
+                member
+                for member in self.state.isr
+                if member != self.broker_id and now_ms - self._fetched_ms(member) >= OVERDUE_MS
+            ]
+        )
 
     def _fetched_ms(self, member: int) -> int:
         known = self._followers.get(member)
         return known.fetched_ms if known else self.began_ms
 
     # --- the ISR to propose ------------------------------------------------------------------------------------------
+
+    def is_settled(self, now_ms: int) -> bool:
+        """Whether the ISR that stands is the one to propose, as can be seen at a glance: all replicas are in it, are
+        what was counted, and keep step. Then `wanted` is the ISR, and nobody is `renewed`."""
+        sides = self._sides()
+        if sides.outside or self.proposed is not None:
+            return False
+        stores, incarnations = self.state.store_uuids or {}, self.state.incarnations or {}
+        for member in sides.others:
+            known = self._followers.get(member)
+            if (
+                known is None
+                or known.refused
+                or now_ms - known.caught_up_ms > self.lag_ms
+                or known.store_uuid != stores.get(member, known.store_uuid)
+                or known.incarnation != incarnations.get(member, known.incarnation)
+            ):
+                return False
+        return True
 
     def wanted(self, high_watermark: int, brokers: Mapping[int, tuple[int, str]], now_ms: int) -> frozenset[int]:
         """The ISR as it should be; the one that stands when nothing is to be changed."""

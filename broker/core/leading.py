@@ -106,9 +106,13 @@ class LeadingReplica(ReplicaState):
 
     def _advance_high_watermark(self, now_ms: int) -> list[Action]:
         """Nothing of an epoch counts as committed before the epoch's start does (rule 4)."""
-        assert self._leading is not None
-        end = self._leading.committed_end(self.durable_end, self._brokers, now_ms)
-        if end <= max(self._leading.epoch_start, self.high_watermark):
+        leading = self._leading
+        assert leading is not None
+        at_least = max(leading.epoch_start, self.high_watermark)
+        if self.durable_end <= at_least:  # what is not on disk here is not committed
+            return []
+        end = leading.committed_end(self.durable_end, self._brokers, now_ms)
+        if end <= at_least:
             return []
         self.high_watermark = end
         return [HighWatermarkAdvanced(end)]
@@ -146,6 +150,8 @@ class LeadingReplica(ReplicaState):
         """One compare-and-set at a time. Who joins counts from here on, who leaves until it is known to have gone."""
         leading = self._leading
         if leading is None or self._proposal is not None or not self._holds_epoch_start(leading):
+            return []
+        if leading.is_settled(now_ms):
             return []
         wanted = leading.wanted(self.high_watermark, self._brokers, now_ms)
         renewed = leading.renewed(self.high_watermark, self._brokers, now_ms) & wanted

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from random import Random
 
 from portalmq.broker.core.events import Fetch, PartitionStateChanged
 from portalmq.broker.core.insync import OVERDUE_MS, InSync
@@ -210,3 +211,36 @@ def test_a_member_that_has_started_anew_is_counted_anew_when_it_has_all_that_is_
     insync.fetched(fetch(3, 10, incarnation=2), 10, 100)
     assert insync.renewed(10, anew, 100) == {3}
     assert insync.renewed(10, BROKERS, 100) == set(), "only as what is registered"
+
+
+def test_an_isr_that_is_settled_at_a_glance_is_the_one_that_is_wanted():
+    chance, settled = Random(1), 0
+    for _ in range(2_000):
+        isr = [1, *(replica for replica in (2, 3) if chance.random() < 0.8)]
+        insync = book(*isr, least=chance.choice((1, 2)), epoch_start=chance.choice((0, 0, 9)))
+        insync.state = replace(insync.state, incarnations={1: 1, 2: 1, 3: chance.choice((1, 1, 2))})
+        for replica in (2, 3):
+            incarnation, store = chance.choice((1,) * 5 + (2,)), chance.choice((None,) * 5 + ("other",))
+            if chance.random() < 0.9:
+                durable, at_ms = chance.choice((5, 10)), chance.choice((100, 3_000))
+                insync.fetched(fetch(replica, durable, incarnation=incarnation, store=store), 10, at_ms)
+            if chance.random() < 0.1:
+                insync.refused(replica, 3_500)
+        now_ms = chance.choice((3_050, 3_050, 3_101, 6_200))
+        brokers = {**BROKERS, 3: (chance.choice((1, 2)), "c")}
+        if insync.is_settled(now_ms):
+            settled += 1
+            assert insync.wanted(8, brokers, now_ms) == insync.state.isr
+            assert not insync.renewed(8, brokers, now_ms)
+    assert settled > 20, settled
+
+
+def test_what_follows_from_the_word_changes_with_it():
+    insync = book(1, 2, 3)
+    for replica, durable in ((2, 8), (3, 4)):
+        insync.fetched(fetch(replica, durable), 10, 100)
+    assert insync.committed_end(10, BROKERS, 100) == 4
+    insync.word(word(1, 2))
+    assert insync.committed_end(10, BROKERS, 100) == 8
+    insync.proposed = frozenset({1, 2, 3})
+    assert insync.committed_end(10, BROKERS, 100) == 4
