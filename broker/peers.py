@@ -22,8 +22,9 @@ import msgspec
 from gevent.monkey import get_original
 
 from portalmq import wire
+from portalmq.answering import Answer
 from portalmq.broker.config import BrokerConfig, UsageError
-from portalmq.connection import Address, Answer, ConnectionPool, NoAnswer, NotSent, parse_address
+from portalmq.connection import Address, ConnectionPool, NoAnswer, NotSent, parse_address
 from portalmq.control_plane.state import BrokerState
 from portalmq.errors import Forbidden, PortalMQError, Unauthorized, Unavailable, error_from_problem
 from portalmq.tls import NO_FILES, context_of

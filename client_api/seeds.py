@@ -30,8 +30,8 @@ from typing import Any, Literal
 import msgspec
 
 from portalmq import wire
+from portalmq.answering import Answer
 from portalmq.closing import Closing
-from portalmq.connection import Answer
 from portalmq.consumer import Consumer
 from portalmq.errors import NotFound, PortalMQError, TopicNotFound
 from portalmq.message import Message, RecordMetadata

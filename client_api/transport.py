@@ -23,7 +23,8 @@ import msgspec
 
 from portalmq import chance, wire
 from portalmq.address_book import DEFAULT_URL, AddressBook, Bootstrap, bootstrap_addresses
-from portalmq.connection import Address, Answer, ConnectionPool, NoAnswer, NotSent, Watch
+from portalmq.answering import Answer
+from portalmq.connection import Address, ConnectionPool, NoAnswer, NotSent, Watch
 from portalmq.errors import (
     ERRORS_BY_CODE,
     NotLeader,

@@ -41,6 +41,7 @@ ROOM_OF = {
     "portalmq.stream_wire": "contract",
     "portalmq.message": "contract",
     "portalmq.connection": "contract",  # sockets and no more: brokers reach each other by it too
+    "portalmq.answering": "contract",
     "portalmq.tls": "contract",  # commands that call brokers as these do are named the files of clients, too
     "portalmq.forking": "contract",  # what both leave behind in a child process
     "portalmq.java": "contract",  # for what runs on Java: the ZooKeeper of development, and Spark

@@ -11,7 +11,8 @@ import pytest
 from support.cluster import WITHIN_S, wait_until
 
 from portalmq import stream_wire as contract
-from portalmq.connection import Address, Answer, parse_address
+from portalmq.answering import Answer, Fields
+from portalmq.connection import Address, parse_address
 from portalmq.errors import Unavailable
 from portalmq.feeds import Feeds, Place
 from portalmq.transport import Request
@@ -53,7 +54,7 @@ class Leader:
             raise Unavailable("nothing more")
         answer = self.script.pop(0)
         fetched = contract.FetchAnswer([answer(each) for each in asked.partitions])
-        return Answer(200, {}, msgspec.msgpack.encode(fetched))  # type: ignore[arg-type]
+        return Answer(200, Fields(), msgspec.msgpack.encode(fetched))
 
 
 @pytest.fixture

@@ -31,7 +31,7 @@ from portalmq import (
     Unavailable,
     wire,
 )
-from portalmq.connection import Answer
+from portalmq.answering import Answer
 from portalmq.transport import OutOfTime, Request
 
 PRODUCE = "/v1/topics/t/messages"

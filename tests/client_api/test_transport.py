@@ -6,7 +6,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from http.client import HTTPMessage
 
 import pytest
 from support.cluster import wait_until
@@ -14,7 +13,8 @@ from support.scripted_broker import Call, Reply, ScriptedBroker, hang_up, hold, 
 
 from portalmq import Consumer, Producer, errors, wire
 from portalmq.address_book import AddressBook
-from portalmq.connection import Address, Answer, Connection, ConnectionPool, NoAnswer, NotSent, Watch, parse_address
+from portalmq.answering import Answer, Fields
+from portalmq.connection import Address, Connection, ConnectionPool, NoAnswer, NotSent, Watch, parse_address
 from portalmq.transport import Backoff, Request, Transport, bootstrap_addresses
 
 GET = Request("GET", "/v1/metadata", repeatable=True)
@@ -57,10 +57,7 @@ class Network:
 
 
 def answer(status: int = 200, body: bytes = b"{}", **headers: str) -> Answer:
-    message = HTTPMessage()
-    for name, value in headers.items():
-        message[name.replace("_", "-")] = value
-    return Answer(status, message, body)
+    return Answer(status, Fields({name.replace("_", "-").lower(): value for name, value in headers.items()}), body)
 
 
 def failure(code: str, **members: object) -> Answer:
@@ -327,7 +324,7 @@ def test_a_silent_leader_holds_a_batch_no_longer_than_a_few_seconds() -> None:
 
 def test_a_pause_of_less_than_a_second_travels_too() -> None:
     network = Network(failure("backpressure", retry_after_s=0.25), answer())
-    network.outcomes[0].headers.replace_header("Retry-After", "1")
+    network.outcomes[0].headers["retry-after"] = "1"
     network.transport().call(ONCE)
     assert network.pauses == [0.25]
 

@@ -17,7 +17,7 @@ import pytest
 from support.cluster import Cluster, wait_until
 
 from portalmq import wire
-from portalmq.connection import Answer
+from portalmq.answering import Answer
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 

@@ -21,7 +21,7 @@ from support.cluster import Cluster, wait_until
 
 from portalmq import Admin, Producer, errors, wire
 from portalmq import stream_wire as contract
-from portalmq.connection import Answer
+from portalmq.answering import Answer
 from portalmq.spark import brokers as brokers_module
 from portalmq.spark.brokers import Access, Brokers, BrokerSpan
 from portalmq.spark.columns import COLUMNS

@@ -1,0 +1,123 @@
+"""Reading the answer to an HTTP/1.1 request.
+
+Nearly all answers of a broker are alike: a short head with a Content-Length, and the body right behind it. Those are
+read here, by one call of the system where they come in one piece. Any other one, a proxy's perhaps, is left to
+`http.client`, which reads it from its first byte on.
+"""
+
+from __future__ import annotations
+
+import io
+import socket
+from dataclasses import dataclass
+from http.client import HTTPResponse, IncompleteRead, RemoteDisconnected
+from typing import Any, NamedTuple, cast
+
+PIECE_BYTES = 64 * 1024
+# Statuses whose answers have no body, whatever their heads say.
+_WITHOUT_BODY = frozenset({204, 304})
+
+
+class Fields(dict[str, str]):
+    """The header fields of an answer, by their names in small letters."""
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return a field's value, whatever the case of its name."""
+        return super().get(name.lower(), default)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A whole HTTP answer: its body is read, its connection is free again."""
+
+    status: int
+    headers: Fields
+    body: bytes
+
+
+class _Head(NamedTuple):
+    """What an ordinary head says, and where the body begins behind it."""
+
+    status: int
+    fields: Fields
+    size: int
+    body_bytes: int
+
+
+def read_answer(connection: socket.socket, method: str, piece: bytes) -> tuple[Answer, bool]:
+    """Return the answer that begins with `piece`, the bytes that came first, and whether its connection can be used
+    again. Raises OSError, HTTPException or ValueError for what is no whole answer."""
+    if not piece:
+        raise RemoteDisconnected("the connection was closed without an answer")
+    head = _ordinary(piece) if method != "HEAD" else None
+    if head is None or head.body_bytes - (len(piece) - head.size) > PIECE_BYTES:
+        return _read_by_library(connection, method, piece)
+    body = piece[head.size :]
+    while len(body) < head.body_bytes:
+        more = connection.recv(PIECE_BYTES)
+        if not more:
+            raise IncompleteRead(body, head.body_bytes - len(body))
+        body += more
+    is_reusable = len(body) == head.body_bytes and "close" not in head.fields.get("connection", "").lower()
+    return Answer(head.status, head.fields, body[: head.body_bytes]), is_reusable
+
+
+def _ordinary(piece: bytes) -> _Head | None:
+    """Return the head if it is here as a whole and has nothing out of the ordinary."""
+    end = piece.find(b"\r\n\r\n")
+    if end < 0 or not piece.startswith(b"HTTP/1.1 "):
+        return None
+    text = piece[:end].decode("latin-1")
+    first, *lines = text.split("\r\n")
+    if text.count("\n") != len(lines) or text.count("\r") != len(lines):
+        return None
+    fields = Fields()
+    for line in lines:
+        name, colon, value = line.partition(":")
+        name = name.lower()
+        if not colon or name in fields or name != name.strip():
+            return None
+        fields[name] = value.strip(" \t")
+    status, length = first[9:12], fields.get("content-length", "")
+    if not (status.isdecimal() and first[12:13] in {"", " "} and first.isascii()):
+        return None
+    if not (length.isdecimal() and length.isascii()) or "transfer-encoding" in fields:
+        return None
+    if int(status) < 200 or int(status) in _WITHOUT_BODY:
+        return None
+    return _Head(int(status), fields, end + 4, int(length))
+
+
+def _read_by_library(connection: socket.socket, method: str, piece: bytes) -> tuple[Answer, bool]:
+    response = HTTPResponse(cast(socket.socket, _Begun(connection, piece)), method=method)
+    try:
+        response.begin()
+        fields = Fields()
+        for name, value in response.msg.items():
+            fields.setdefault(name.lower(), value)
+        answer = Answer(response.status, fields, response.read())
+    finally:
+        response.close()
+    return answer, not response.will_close
+
+
+class _Begun(io.RawIOBase):
+    """A connection of which the first bytes are read already, as `http.client` wants it."""
+
+    def __init__(self, connection: socket.socket, piece: bytes) -> None:
+        super().__init__()
+        self._connection = connection
+        self._piece = piece
+
+    def makefile(self, mode: str) -> io.BufferedReader:
+        return io.BufferedReader(self)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        if not self._piece:
+            return self._connection.recv_into(buffer)
+        size = min(len(buffer), len(self._piece))
+        buffer[:size], self._piece = self._piece[:size], self._piece[size:]
+        return size
