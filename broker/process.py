@@ -36,6 +36,7 @@ from gunicorn.workers.ggevent import GeventWorker
 from portalmq.broker.config import EX_SOFTWARE
 from portalmq.broker.connections import Connection, Connections, hang_up
 from portalmq.broker.heads import BoundedRequest
+from portalmq.broker.responses import join_responses
 from portalmq.errors import PROBLEM_TYPE_BASE
 
 log = logging.getLogger("portalmq.process")
@@ -131,6 +132,7 @@ class BrokerWorker(GeventWorker):  # type: ignore[misc]
     def init_process(self) -> None:
         die_with(self.ppid)
         RequestParser.mesg_class = BoundedRequest
+        join_responses()
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         fix_settings(self.cfg)
         super().init_process()

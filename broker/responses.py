@@ -1,0 +1,62 @@
+"""Answers as they leave: the head and a small body in one piece.
+
+gunicorn sends the head by itself. Two small segments cost a second call of the system here, and a second wake-up of
+whoever waits for them.
+"""
+
+from __future__ import annotations
+
+import time
+from email.utils import formatdate
+from functools import lru_cache
+
+from gunicorn.http import wsgi
+from gunicorn.http.wsgi import Response
+
+JOIN_BYTES_MAX = 64 * 1024
+
+
+class JoinedResponse(Response):  # type: ignore[misc]
+    """A response whose first part leaves together with its head, where that is all of it and not large."""
+
+    headers_sent: bool
+    sent: int
+
+    def write(self, arg: bytes) -> None:
+        """Send a part of the body, and before the first one the head."""
+        if (
+            self.headers_sent
+            or self.chunked
+            or self._omits_body
+            or len(arg) != self.response_length
+            or len(arg) > JOIN_BYTES_MAX
+            or not isinstance(arg, bytes)
+        ):
+            super().write(arg)
+            return
+        lines = [*self.default_headers(), *[f"{name}: {value}\r\n" for name, value in self.headers], "\r\n"]
+        self.headers_sent = True
+        self.sent = len(arg)
+        self.sock.sendall("".join(lines).encode("latin-1") + arg)
+
+    def default_headers(self) -> list[str]:
+        """Return the status line, and what every answer says."""
+        if self.upgrade or self.chunked:
+            lines: list[str] = super().default_headers()
+            return lines
+        major, minor = self.req.version
+        connection = "close" if self.should_close() else "keep-alive"
+        return [
+            f"HTTP/{major}.{minor} {self.status}\r\n",
+            f"Server: {self.version}\r\nDate: {_date_of(int(time.time()))}\r\nConnection: {connection}\r\n",
+        ]
+
+
+def join_responses() -> None:
+    """Have gunicorn answer by JoinedResponse."""
+    wsgi.Response = JoinedResponse
+
+
+@lru_cache(1)
+def _date_of(second: int) -> str:
+    return formatdate(second, usegmt=True)
