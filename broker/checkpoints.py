@@ -31,6 +31,8 @@ class Checkpoints:
             self._copy(coordinator)
         except PortalMQError as error:
             log.info("the offsets of group %r are saved later: %s", coordinator.group.name, error)
+        except Exception:  # those of the other groups are saved, whatever became of these
+            log.exception("the offsets of group %r could not be saved", coordinator.group.name)
 
     def _copy(self, coordinator: Coordinator) -> None:
         """Copy the group's offsets into the control plane, for those topics where they have changed."""

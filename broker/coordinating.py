@@ -158,15 +158,20 @@ class Coordinating:
     def _tick(self) -> None:
         while not self._closing.wait(TICK_MS / 1000):
             noted, self._noted = self._noted, set()
-            for group_id in noted:
-                if group_id in self._own:
-                    self._own[group_id].tell(core.SessionLost())
             for group_id, coordinator in tuple(self._own.items()):
-                coordinator.tell(core.Tick())
-                if not coordinator.membership.is_idle:
-                    self._busy_s[group_id] = time.monotonic()
-                elif time.monotonic() > self._busy_s.setdefault(group_id, time.monotonic()) + IDLE_S:
-                    self._forget(coordinator)
+                try:
+                    self._beat(group_id, coordinator, is_noted=group_id in noted)
+                except Exception:  # the other groups need their beats, whatever became of this one
+                    log.exception("group %r: its beat failed", coordinator.group.name)
+
+    def _beat(self, group_id: str, coordinator: Coordinator, *, is_noted: bool) -> None:
+        if is_noted:
+            coordinator.tell(core.SessionLost())
+        coordinator.tell(core.Tick())
+        if not coordinator.membership.is_idle:
+            self._busy_s[group_id] = time.monotonic()
+        elif time.monotonic() > self._busy_s.setdefault(group_id, time.monotonic()) + IDLE_S:
+            self._forget(coordinator)
 
     def _forget(self, coordinator: Coordinator) -> None:
         coordinator.close()

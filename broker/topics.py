@@ -60,6 +60,8 @@ OPEN_AGAIN_S = 1.0
 # How often a damaged replica looks for another one that is whole.
 ASK_AGAIN_S = 5.0
 ASK_WITHIN_S = 2.0
+# How often files that no topic explains are looked for while the control plane cannot be read.
+TIDY_AGAIN_S = 5.0
 
 
 class TopicsMembership(PartitionMembership, Protocol):
@@ -452,9 +454,10 @@ class Topics:
     # --- files that nobody needs --------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Begin to keep time. What is on disk and in no topic is looked at once, and when everything was read anew."""
+        """Begin to keep time. What is on disk and in no topic is looked at once, as soon as the control plane
+        can be read."""
         self.pulse.start()
-        gevent.spawn(self.set_aside_strays)
+        gevent.spawn(self._tidy)
 
     def has_files(self, topic_id: str) -> bool:
         """Whether anything of the topic is on this broker's disk."""
@@ -475,9 +478,13 @@ class Topics:
             self._removing.discard(topic_id)
             self._note_moved()
 
-    def set_aside_strays(self) -> None:
+    def _tidy(self) -> None:
+        while not self._closed and not self.set_aside_strays():
+            gevent.sleep(TIDY_AGAIN_S)
+
+    def set_aside_strays(self) -> bool:
         """Move to lost+found what neither a topic nor a tombstone explains. The authority is the control plane, read
-        after a sync; while it cannot be read nothing is touched."""
+        after a sync; while it cannot be read nothing is touched, and False answered."""
         with self._tidying:
             folders = self._host.pool.apply(self._replicas.files.folders)
             try:
@@ -486,9 +493,10 @@ class Topics:
                 deleted = set(self._catalog.tombstones())
             except (PlaneError, PortalMQError) as error:
                 log.info("the files are not looked through now: %s", error)
-                return
+                return False
             explained |= {*self._by_id, *self._removing, *self._ending}
             self._host.pool.apply(self._replicas.files.tidy, (folders, explained, deleted))
+            return True
 
     # --- finding -----------------------------------------------------------------------------------------------------
 

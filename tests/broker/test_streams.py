@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import gevent
 import msgspec
@@ -13,7 +14,9 @@ from support.domain import FakePeer, Fixture, HandClock, records, running
 from portalmq import stream_wire as contract
 from portalmq import wire
 from portalmq.broker.calls import Place
+from portalmq.broker.checkpoints import Checkpoints
 from portalmq.broker.coordinating import Coordinate
+from portalmq.broker.coordinator import Coordinator
 from portalmq.broker.storage.batch import Record, head_of
 from portalmq.errors import (
     Fenced,
@@ -318,6 +321,26 @@ def test_offsets_are_checkpointed_to_the_control_plane(fixture: Fixture) -> None
     with gevent.Timeout(60):
         while kept_offset(fixture, group_id) != 1:
             gevent.sleep(0.02)
+
+
+def test_a_group_that_fails_once_is_looked_after_again(fixture: Fixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    produce(fixture, "0", "1")
+    commit(fixture, join(fixture), 0, 1)
+    for kind, name in ((Checkpoints, "_copy"), (Coordinator, "tell")):
+        faults, did = iter([RuntimeError("broken")]), gevent.event.Event()
+        monkeypatch.setattr(kind, name, failing_first(getattr(kind, name), faults, did))
+        assert did.wait(60)
+        assert next(faults, None) is None
+
+
+def failing_first(method: Any, faults: Iterator[Exception], did: gevent.event.Event) -> Any:
+    def call(*arguments: Any) -> Any:
+        for fault in faults:
+            raise fault
+        did.set()
+        return method(*arguments)
+
+    return call
 
 
 def kept_offset(fixture: Fixture, group_id: str) -> int | None:

@@ -19,6 +19,7 @@ from portalmq.broker.unclean import Standing, StandingOf, serve_standing
 from portalmq.control_plane import state
 from portalmq.control_plane.catalog import Versioned
 from portalmq.control_plane.plane import PlaneUnavailable
+from portalmq.control_plane.standalone import Standalone
 from portalmq.control_plane.state import TopicState
 from portalmq.errors import NotLeader, PartitionNotFound, Unavailable
 from portalmq.wire import TopicConfig
@@ -130,6 +131,26 @@ def test_while_the_control_plane_cannot_be_read_nothing_is_moved(fixture, tmp_pa
         assert stray.exists()
     fixture.broker.topics.set_aside_strays()
     assert not stray.exists()
+    assert (tmp_path / "lost+found" / "stray@0123").exists()
+
+
+def test_files_are_looked_through_once_the_control_plane_can_be_read(tmp_path, monkeypatch):
+    stray = tmp_path / "partitions" / "stray@0123"
+    stray.mkdir(parents=True)
+    faults = iter([PlaneUnavailable("no answer")] * 3)
+    readable = Standalone.get_children
+
+    def get_children(self: Standalone, path: str):
+        for fault in faults if path == state.DELETED and gevent.getcurrent() is not started else ():
+            raise fault
+        return readable(self, path)
+
+    started = gevent.getcurrent()
+    monkeypatch.setattr(Standalone, "get_children", get_children)
+    monkeypatch.setattr("portalmq.broker.topics.TIDY_AGAIN_S", 0.0)
+    with running(tmp_path):
+        eventually(lambda: not stray.exists())
+    assert next(faults, None) is None
     assert (tmp_path / "lost+found" / "stray@0123").exists()
 
 
