@@ -247,8 +247,8 @@ def test_a_storage_fault_ends_the_broker_with_74(tmp_path):
     program = (
         "import gevent, portalmq.broker.broker as b, portalmq.broker.storage.errors as e\n"
         "start = b.Broker.start\n"
-        "def broken(self):\n"
-        "    start(self)\n"
+        "def broken(self, *arguments):\n"
+        "    start(self, *arguments)\n"
         "    gevent.spawn_later(0.5, self.storage_failed, e.StorageFault('disk gone'))\n"
         "b.Broker.start = broken\n"
     )
