@@ -29,7 +29,7 @@ from portalmq.broker.supply import PartitionSupply
 from portalmq.broker.tally import counted
 from portalmq.broker.waiting import Delivered, Peer, ReceiveOptions, Waiter
 from portalmq.broker.writer import Pending
-from portalmq.errors import Backpressure, PortalMQError
+from portalmq.errors import Backpressure, PortalMQError, Unavailable
 from portalmq.wire import GroupConfig
 
 __all__ = ["Delivered", "GroupPartition", "Peer", "Shown"]
@@ -170,11 +170,14 @@ class GroupPartition:
         return delivered
 
     def _wait_vouched(self, *, patient: bool = True) -> None:
+        """Raises Unavailable when that takes too long, or the group has ended here meanwhile."""
         try:
             self.partition.wait_vouched(patient=patient)
         except PortalMQError:
             gevent.spawn_later(1, self.notify)  # whoever sleeps here was woken in vain
             raise
+        if self._bell.delivery is None:
+            raise Unavailable(f"group {self.group!r} has just ended here, or moved on", retry_after_s=0.1)
 
     def _choice(self, now_ms: int, max_messages: int, max_bytes: int = NEVER_MS) -> Choice:
         config, wall_ms = self.settings(), self._clock.wall_ms()

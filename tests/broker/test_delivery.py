@@ -619,3 +619,23 @@ def test_a_receive_with_messages_in_hand_waits_for_no_followers(fixture, waits, 
     assert texts(receive(fixture)) == ["x"]
     assert len({id(replica) for replica in asked}) > 1, "the others were asked too"
     assert not waits
+
+
+def test_a_group_that_ends_while_its_followers_are_waited_for_hands_nothing_out(fixture, waits, monkeypatch):
+    """Nor does another group of its name: it would not take these receipts back."""
+    monkeypatch.setattr(PartitionReplica, "may_hand_out", lambda replica, now_ms: bool(waits))
+
+    def end(seconds: float) -> None:
+        if not waits:
+            waits.append(1)
+            fixture.broker.delete_group("g")
+            fixture.broker.put_group("g", {})
+            topic = fixture.broker.topics.known("t")
+            fixture.broker.groups.begin(fixture.broker.groups.known("g"), topic, forward=True)
+
+    monkeypatch.setattr("portalmq.broker.readable.gevent", SimpleNamespace(sleep=end))
+    with pytest.raises(Unavailable, match="ended"):
+        receive(fixture)
+    monkeypatch.setattr("portalmq.broker.readable.gevent", SimpleNamespace(sleep=lambda seconds: None))
+    received = receive(fixture)
+    assert fixture.broker.ack("g", [message.receipt for message in received]) == [True] * len(received)
