@@ -163,8 +163,8 @@ class Turns:
         """On a partition that is led here. Raises Unavailable while its followers do not vouch; if not `patient`, at
         once."""
         partition = self._atlas.partition(place)
-        self._groups.check_same(group)
         partition.wait_vouched(patient=patient)
+        self._groups.check_same(group)  # it may have been deleted during the wait
         if group.name not in partition.streams:
             self._claim(group, partition)
         stream = partition.streams[group.name]

@@ -180,3 +180,24 @@ def test_bad_requests_are_told(fixture: Fixture) -> None:
     fixture.broker.put_group("q", {})
     with pytest.raises(GroupModeMismatch):
         fixture.broker.turns.front("q", "t", 0)
+
+
+def test_a_group_that_is_deleted_while_followers_are_waited_for_is_not_brought_back(
+    fixture: Fixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else another group of the name would begin where that one was."""
+    produce(fixture, "a")
+    fixture.broker.put_group("g", {"mode": "stream"})
+    group = fixture.broker.groups.known("g")
+    topic = fixture.broker.topics.known("t")
+    is_deleted: list[bool] = []
+
+    def delete(seconds: float) -> None:
+        fixture.broker.delete_group("g")
+        is_deleted.append(True)
+
+    monkeypatch.setattr(PartitionReplica, "may_hand_out", lambda replica, now_ms: bool(is_deleted))
+    monkeypatch.setattr("portalmq.broker.readable.gevent", SimpleNamespace(sleep=delete))
+    with pytest.raises(Unavailable, match="deleted"):
+        fixture.broker.turns.here(group, topic.place(0), None)
+    assert "g" not in topic.local[0].streams
