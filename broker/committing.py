@@ -309,9 +309,10 @@ class Committing:
         return Committed(len(offsets), len(call.outputs), offset)
 
     def _may_refuse(self, at: GroupPartition) -> None:
-        """Return when it is refused for good: an earlier try of the same commit may stand with a successor."""
-        at.partition.wait_led()
+        """Return when it is refused for good. First what it rests on, which the disk may refuse while the other is
+        waited for: an earlier try of the same commit may stand with a successor."""
         at.wait_refused()
+        at.partition.wait_led()
 
     def _apply_stream(self, partition: Partition, call: CommitCall, shown: StreamPlace) -> Committed:
         stream = partition.streams.get(call.group)
@@ -330,8 +331,8 @@ class Committing:
             self._check_stream(stream, partition, shown)
         except (IllegalGeneration, OffsetMoved, OffsetOutOfRange):
             # It is refused for good, so what it is refused for must be; and an earlier try may stand with a successor.
-            partition.wait_led()
             partition.wait_committed(partition.replica.next_offset - 1)
+            partition.wait_led()
             raise
         record = Commit(
             commit_id,
