@@ -36,6 +36,8 @@ __all__ = ["Delivered", "GroupPartition", "Peer", "Shown"]
 
 # A cursor that has passed so many places of other lanes is worth a record.
 PASSED_MAX = 10_000
+# Where messages have a priority or were delayed, each is found and read by itself: a receive takes so many at most.
+FOUND_MAX = 500
 # Messages that were done unseen are kept one by one until the cursor passes them. It is made to after so many more.
 AHEAD_STEP = 1_000
 EXHAUSTED = "max_deliveries: the last lease ended without an ack"
@@ -121,12 +123,13 @@ class GroupPartition:
 
     def take(self, options: ReceiveOptions) -> list[Delivered]:
         """Lease what is there: at most `max_messages` and `max_bytes`, or one larger message. With at_most_once it
-        is acked before it is handed out."""
+        is acked before it is handed out. The next one goes on where that is more than one turn may take."""
         self._wait_vouched(patient=options.patient)
         while True:
             now_ms = self._clock.now_ms()
             self._bury(now_ms)
-            choice = self._choice(now_ms, options.max_messages, options.max_bytes)
+            most = min(options.max_messages, FOUND_MAX) if self._supply.lanes() else options.max_messages
+            choice = self._choice(now_ms, most, options.max_bytes)
             pieces = self._pieces(choice)
             if self._may_exceed(pieces, options.max_bytes):
                 fit = self._fitting(choice, options.max_bytes)

@@ -9,6 +9,7 @@ from support.domain import records, running
 from portalmq import wire
 from portalmq.broker.core.delivery import GroupDelivery
 from portalmq.broker.core.lanes import DELAYED
+from portalmq.broker.delivery import FOUND_MAX
 from portalmq.errors import GroupModeMismatch, InvalidRequest
 
 LEASE_MS = 30_000
@@ -62,6 +63,15 @@ def test_a_greater_priority_comes_first_and_within_one_the_order_stays(fixture):
     assert texts(receive(fixture, 4)) == ["p31", "p5a", "p5b", "a"]
     assert texts(receive(fixture)) == ["b", "c"]
     assert fixture.broker.describe_group("g").in_flight == 6
+
+
+def test_where_messages_are_found_one_by_one_a_receive_takes_no_more_than_a_turn_has_room_for(fixture, monkeypatch):
+    monkeypatch.setattr("portalmq.broker.delivery.FOUND_MAX", 2)
+    send(fixture, "a", "b", "c")
+    assert texts(receive(fixture)) == ["a", "b", "c"], "plain ones are found in whole batches"
+    send(fixture, "d", "e")
+    send(fixture, "p1a", "p1b", "p1c", priority=1)
+    assert [texts(receive(fixture)) for _ in range(4)] == [["p1a", "p1b"], ["p1c", "d"], ["e"], []]
 
 
 def test_what_came_back_is_ahead_of_what_is_fresh_within_its_priority(fixture):
@@ -155,7 +165,8 @@ def test_what_is_scheduled_costs_a_group_one_number(fixture):
     assert (described.scheduled, described.in_flight, described.lag) == (20_000, 1, 20_001)
     fixture.broker.extend("g", [plain[0].receipt], 2 * HOUR_MS)
     fixture.clock.advance(HOUR_MS + 4)
-    assert len(receive(fixture, 10_000)) == 5_000
+    assert sum(len(receive(fixture, 10_000)) for _ in range(5_000 // FOUND_MAX)) == 5_000
+    assert receive(fixture) == []
 
 
 def test_a_group_that_starts_at_the_latest_is_not_given_what_was_scheduled_before(fixture):
