@@ -365,7 +365,13 @@ class StreamMember:
         self._settle_group()
         request = contract.JoinRequest(self._topics, self.member_id, round(self._session_s * 1000))
         answer = self._call("POST", contract.members_path(self._group), request, self._session_s)
-        self._joined = True
+        with self._lock:
+            self._joined, is_late = True, self._left
+        if is_late:
+            # close() was before the answer, and could leave nothing. Nobody would read what is assigned here.
+            if not self._is_static:
+                self._leave()
+            raise Unavailable("the consumer is closed", retryable=False)
         _log.info("joined group %s as %s in generation %d", self._group, self.member_id, answer.generation)
         return answer
 

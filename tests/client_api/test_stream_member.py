@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from http.client import HTTPMessage
+from typing import Any
+
+import msgspec
 import pytest
 
+from portalmq import stream_wire, wire
+from portalmq.connection import Answer
 from portalmq.errors import Fenced
 from portalmq.stream import StreamMember
+from portalmq.transport import Request
 
 
-def member(member_id: str | None) -> StreamMember:
+def member(member_id: str | None, transport: Any = None) -> StreamMember:
     return StreamMember(
-        None,  # type: ignore[arg-type]
-        None,  # type: ignore[arg-type]
+        transport,
+        transport,
         "g",
         ["t"],
         {},
@@ -41,3 +48,33 @@ def test_a_member_whose_name_was_made_up_joins_again_when_a_copy_of_its_own_join
     monkeypatch.setattr(it, "_turn", turn)
     it._live()
     assert taken == turns
+
+
+class ClosingWhileJoining:
+    """Brokers whose answer to a join comes when the consumer is closed already."""
+
+    def __init__(self) -> None:
+        self.member: StreamMember | None = None
+        self.asked: list[str] = []
+
+    def call(self, request: Request, *, timeout_s: float) -> Answer:
+        self.asked.append(request.method)
+        answer: object = wire.GroupDescription("g", "stream", [], 0, 0, 0, 0, 0, 0, wire.GroupConfig(mode="stream"))
+        if request.method == "POST":
+            assert self.member is not None
+            self.member.close()
+            answer = stream_wire.MemberAnswer(self.member.member_id, 1, [], 1000)
+        return Answer(200, HTTPMessage(), msgspec.json.encode(answer))
+
+    def rest(self) -> None: ...
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize(("member_id", "asked"), [(None, ["PUT", "POST", "DELETE"]), ("mine", ["PUT", "POST"])])
+def test_a_consumer_that_is_closed_while_it_joins_leaves_its_partitions_to_others(
+    member_id: str | None, asked: list[str]
+) -> None:
+    brokers = ClosingWhileJoining()
+    it = brokers.member = member(member_id, brokers)
+    it._live()
+    assert brokers.asked == asked
