@@ -100,6 +100,7 @@ class Tree:
             try:
                 if unknown:
                     self.plane.sync()
+                    is_synced = True
                 return attempt()
             except Conflict:
                 continue

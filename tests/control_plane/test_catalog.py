@@ -154,6 +154,26 @@ class TestCreatingTopics:
         assert created
         assert catalog.topics() == {"t": topic}
 
+    def test_a_refusal_after_a_lost_answer_is_decided_by_what_was_read_after_a_sync(
+        self, plane: Interrupted, catalog: Catalog, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A second sync tells nothing new, and fails as if nothing of the lost attempt could have been applied."""
+        real = plane.sync
+
+        def sync() -> None:
+            if plane.syncs:
+                raise PlaneUnavailable("the control plane is away")
+            real()
+
+        def another() -> None:
+            create(Catalog(plane), partitions=7)
+            plane.lose_requests = 1
+
+        plane.meanwhile = [another]
+        monkeypatch.setattr(plane, "sync", sync)
+        with pytest.raises(TopicExists):
+            create(catalog, partitions=3)
+
     @pytest.mark.parametrize("before", range(6))
     def test_a_sweep_in_the_middle_of_a_creation_takes_nothing_that_is_used(
         self, plane: Interrupted, catalog: Catalog, before: int
