@@ -36,7 +36,7 @@ class AnswersInFlight:
         self.making = 0
 
     def check(self) -> None:
-        """Raises Backpressure when no room is left for messages to be leased."""
+        """Raises Backpressure when no room is left for messages to be leased, or read by a stream."""
         if self.bytes >= self.bytes_max:
             raise self._refusal()
 
@@ -49,7 +49,10 @@ class AnswersInFlight:
 
     def hold(self, environ: dict[str, Any], records: Iterable[Record]) -> None:
         """Take room for a page of these messages until `release`. Raises Backpressure."""
-        size = sizes_of(records)
+        self.hold_bytes(environ, sizes_of(records))
+
+    def hold_bytes(self, environ: dict[str, Any], size: int) -> None:
+        """The same by its size."""
         if size > SMALL_BYTES and self.bytes and self.bytes + size > self.bytes_max:
             raise self._refusal()
         self._add(environ, size)

@@ -16,6 +16,8 @@ _encode = msgspec.msgpack.Encoder().encode
 
 def fetch(room: Room, environ: dict[str, Any]) -> Answer:
     wanted = wire.decode_json(room.body_of(environ), contract.FetchRequest)
+    room.answers.check()
     with room.parked(wanted.wait_ms):
         fetched = room.domain.fetching.fetch(wanted, peer_of(environ))
+    room.answers.hold_bytes(environ, sum([frame.size_bytes for each in fetched for frame in each.frames]))
     return Answer(_encode({"partitions": fetched}), 200, contract.FRAMES_MSGPACK)

@@ -138,3 +138,20 @@ def test_receives_at_the_same_time_share_the_room_that_is_left() -> None:
         second.begin()
     second.end()
     assert answers.making == 0
+
+
+# --- stream readers --------------------------------------------------------------------------------------------------
+
+
+def test_a_bulk_fetch_is_refused_while_answers_are_not_sent_and_takes_room_itself(queue: Flask) -> None:
+    asked = {"partitions": [{"topic": "t", "partition": 0, "offset": 0}], "wait_ms": 0}
+    status, unsent = begun(queue, "/v1/fetch", asked)
+    assert status == 200
+    assert begun(queue, "/v1/fetch", asked)[0] == 429
+    assert begun(queue, "/v1/topics/t/messages")[0] == 429
+    unsent.close()
+    status, page = begun(queue, "/v1/topics/t/messages?limit=1")
+    assert status == 200
+    assert begun(queue, "/v1/fetch", asked)[0] == 429, "what it has read is more than there is room for"
+    page.close()
+    assert begun(queue, "/v1/fetch", asked)[0] == 200
