@@ -448,7 +448,7 @@ class Membership:
         """Whether another broker has an answer of this one, or none is there to be asked, though some are registered:
         then it is this broker that is cut off. Blocks for a second at most."""
         others = self.mirror.brokers.keys() - {self.broker_id, broker_id}
-        votes = self._votes(broker_id, incarnation).values()
+        votes = self._votes(broker_id, incarnation, of_older=False).values()
         return any(votes) or (bool(others) and not votes)
 
     def reach_of(self, brokers: Collection[int]) -> dict[int, dict[int, bool]]:
@@ -461,21 +461,22 @@ class Membership:
             reach[id][self.broker_id] = not self.vigil.misses(id)
         return reach
 
-    def _votes(self, broker_id: int, incarnation: int) -> dict[int, bool]:
-        """Whether each of the others that can be asked has an answer of this one."""
+    def _votes(self, broker_id: int, incarnation: int, *, of_older: bool | None = None) -> dict[int, bool]:
+        """Whether each of the others that can be asked has an answer of this one. `of_older` counts for brokers of the
+        version before, which do not know the question; None: they are left out as well."""
         others = self.mirror.brokers.keys() - {self.broker_id, broker_id}
-        asked = {id: gevent.spawn(self._ask_reach, id, Reach(broker_id, incarnation)) for id in others}
+        asked = {id: gevent.spawn(self._ask_reach, id, Reach(broker_id, incarnation), of_older) for id in others}
         gevent.joinall(list(asked.values()))
         return {id: vote for id, each in asked.items() if (vote := each.value) is not None}
 
-    def _ask_reach(self, other: int, reach: Reach) -> bool | None:
+    def _ask_reach(self, other: int, reach: Reach, of_older: bool | None) -> bool | None:
         assert self.peers is not None
         try:
             return self.peers.call(other, "reach", reach, Reached, timeout_s=TELL_TIMEOUT_S).answers
         except Unavailable:
             return None
         except PortalMQError:
-            return False  # an older one, which does not know the question
+            return of_older
 
     def _serve_reach(self, body: bytes, peer: object) -> bytes:
         reach = msgspec.msgpack.decode(body, type=Reach)

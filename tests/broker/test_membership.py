@@ -598,6 +598,14 @@ def test_a_broker_of_the_version_before_tells_how_far_its_logs_go(alone: Members
     assert [standing and standing.end for standing in told] == [0, None, 2]
 
 
+def test_a_broker_of_the_version_before_speaks_for_no_leader_and_for_no_controller(alone: Membership) -> None:
+    """It cannot tell whom it reaches: a leader is not taken for cut off by that, and a controller is not kept."""
+    alone.peers = OldBrokers()  # type: ignore[assignment]
+    alone.mirror.brokers = {number: BrokerState(f"http://b{number}:5000", 1, f"s{number}") for number in (1, 2, 3)}
+    assert alone.reach_of([2]) == {2: {1: True}}
+    assert not alone.others_reach(2, 1)
+
+
 class TestChangingTheIsr:
     def propose(self, member: Membership, topic: state.TopicState, **fields: object) -> IsrAnswered:
         proposal = {"isr": frozenset({1}), "version": 1, "store_uuids": {}, "incarnations": {}, **fields}
