@@ -64,8 +64,11 @@ class Census:
         by_group: dict[str, list[GroupCount]] = {}
         for count in counts:
             by_group.setdefault(count.group, []).append(count)
-        found = [(name, self._groups.find(name)) for name in self._groups.names()]
-        return [_described(group, by_group.get(name, [])) for name, group in in_short_turns(found) if group is not None]
+        return [
+            _described(group, by_group.get(name, []))
+            for name in in_short_turns(self._groups.names())
+            if (group := self._groups.find(name)) is not None
+        ]
 
     def _counts(self, names: list[str]) -> list[GroupCounts]:
         call = CountGroups(names)
@@ -141,13 +144,14 @@ class Census:
         return answers
 
     def _led(self) -> list[_Where]:
+        """At one moment: a partition that goes meanwhile would be taken for one that was asked."""
         return [(topic.name, partition.number) for topic in self._groups.topics for partition in topic.led()]
 
     def _gaps(self, begun: Collection[_Where], led: Collection[_Where]) -> list[_Where]:
         """Partitions where the group may be, and nobody could say."""
         gaps: list[_Where] = []
         begun_topics = {topic for topic, _ in begun}
-        for topic in self._groups.topics:
+        for topic in in_short_turns(self._groups.topics):
             places = [(topic.name, number) for number in range(topic.state.partitions)]
             missing = [place for place in places if place not in led and place not in begun]
             if missing and (topic.name in begun_topics or len(missing) == len(places)):

@@ -489,7 +489,7 @@ class Topics:
             folders = self._host.pool.apply(self._replicas.files.folders)
             try:
                 self._catalog.plane.sync()
-                explained = {state.topic_id for state in self._catalog.topics().values()}
+                explained = self._catalog.topic_ids()
                 deleted = set(self._catalog.tombstones())
             except (PlaneError, PortalMQError) as error:
                 log.info("the files are not looked through now: %s", error)

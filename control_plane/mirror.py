@@ -184,9 +184,13 @@ class Mirror:
         # The order matters. A deletion makes the tombstone and takes the topic in one commit: with the tombstones read
         # last, a topic that is not there has its tombstone.
         for parent in (state.BROKERS, state.GROUPS, state.TOPICS, state.DELETED):
-            found.update((node.path, node) for node in self._plane.get_children(parent) if self._is_ours(node.path))
-        for path in self._paced([*found, *(path for path in self._known() if path not in found)]):
-            self._take(path, found.get(path), changes)
+            nodes = self._paced(self._plane.get_children(parent))
+            found.update((node.path, node) for node in nodes if self._is_ours(node.path))
+        for path, node in self._paced(found.items()):
+            self._take(path, node, changes)
+        for path in self._paced(self._known()):
+            if path not in found:
+                self._take(path, None, changes)
         every = [
             state.partition_path(topic.topic_id, number)
             for topic in self._paced(self.topics.values())

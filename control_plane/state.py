@@ -228,6 +228,18 @@ def decode(data: bytes, kind: type[StateT]) -> StateT:
     return msgspec.convert(value, kind, str_keys=True)
 
 
+def topic_id_of(data: bytes) -> str:
+    """The id of the topic whose node has these bytes. Raises msgspec.DecodeError when it has none."""
+    return _decode_identified(data).topic_id
+
+
+class _Identified(msgspec.Struct):
+    topic_id: str
+
+
+_decode_identified = msgspec.json.Decoder(_Identified).decode
+
+
 @cache
 def _known_settings(kind: type[msgspec.Struct]) -> frozenset[str]:
     """The names in the state's `config`, if it has one.

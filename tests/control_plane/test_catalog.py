@@ -458,3 +458,9 @@ class Gate:
 
     def __exit__(self, *_: object) -> None:
         self.lock.release()
+
+
+def test_the_ids_of_all_topics_are_those_of_their_nodes(catalog: Catalog) -> None:
+    made = [catalog.create_topic(name, wire.CreateTopic(partitions=1), brokers=ONE)[0] for name in ("a", "b")]
+    assert catalog.topic_ids() == {topic.topic_id for topic in made}
+    assert catalog.strays() == set()
