@@ -17,11 +17,12 @@ from portalmq import wire
 from portalmq.broker.answers import fitting, sizes_of
 from portalmq.broker.bell import Bell
 from portalmq.broker.clock import Clock
-from portalmq.broker.core.choice import NEVER_MS, Choice, Handed, choose, note
+from portalmq.broker.core.choice import NEVER_MS, Choice, Handed, choose, note, read_keys
 from portalmq.broker.core.delivery import OUTSTANDING_MAX, GroupDelivery
 from portalmq.broker.core.fold import SpanFold
 from portalmq.broker.core.receipts import ReceiptBook, nth_text
 from portalmq.broker.core.records import Ack, Dead, Extend, Grant, GroupStart, Nack, Range, Spot, ranges_of
+from portalmq.broker.fairness import give_way
 from portalmq.broker.handing import DEAD_A_RECORD, Run, backoff_ms, dead_letter_topic, parts_of, runs_of
 from portalmq.broker.partition import Partition
 from portalmq.broker.reader import Piece
@@ -124,8 +125,11 @@ class GroupPartition:
     def take(self, options: ReceiveOptions) -> list[Delivered]:
         """Lease what is there: at most `max_messages` and `max_bytes`, or one larger message. With at_most_once it
         is acked before it is handed out. The next one goes on where that is more than one turn may take."""
-        self._wait_vouched(patient=options.patient)
         while True:
+            config = self.settings()
+            if config.ordering == "key":
+                self._read_keys()
+            self._wait_vouched(patient=options.patient)
             now_ms = self._clock.now_ms()
             self._bury(now_ms)
             most = min(options.max_messages, FOUND_MAX) if self._supply.lanes() else options.max_messages
@@ -141,10 +145,9 @@ class GroupPartition:
                 break
             if not self._pass_over(choice):
                 return []
-            gevent.sleep(0)  # much was passed over, and there may be something behind it
+            give_way()  # much was passed over, and there may be something behind it
             if not self.has_messages():
                 return []
-        config = self.settings()
         at_most_once = config.delivery == "at_most_once"
         deadline_ms = now_ms + options.visibility_timeout_ms
         ranges = tuple([(run[0][0].start, run[-1][0].end, run[0][1]) for run in runs])
@@ -181,6 +184,15 @@ class GroupPartition:
             raise
         if self._bell.delivery is None:
             raise Unavailable(f"group {self.group!r} has just ended here, or moved on", retry_after_s=0.1)
+
+    def _read_keys(self) -> None:
+        """Have the book of a group ordered by key whole, with a pause after each step, unless the group ends here
+        meanwhile."""
+        self._supply.by_key = True
+        while (delivery := self._bell.delivery) is not None:
+            if read_keys(delivery, self._supply, self._clock.now_ms()):
+                return
+            give_way()
 
     def _choice(self, now_ms: int, max_messages: int, max_bytes: int = NEVER_MS) -> Choice:
         config, wall_ms = self.settings(), self._clock.wall_ms()
@@ -290,7 +302,7 @@ class GroupPartition:
         while self.partition.log.lanes.has_expiring and self._bell.has_fresh(delivery):
             if not self._pass_over(self._choice(self._clock.now_ms(), 0)):
                 break
-            gevent.sleep(0)
+            give_way()
             if self._bell.closed or self.partition.delivery.get(self.group) is not delivery:
                 return
         upto = self._supply.place(delivery.next)

@@ -20,6 +20,8 @@ from portalmq.broker.storage.batch import Batch, Record
 
 # How many messages of lane 0 a turn looks at, to find some that it may hand out.
 LOOK_MAX = 20_000
+# One that is looked at for its key costs as much as so many others.
+BY_KEY = 20
 # How many of other lanes are skipped at a time, within the file.
 SKIP_MAX = 100_000
 SKIP_COST = 5_000
@@ -72,29 +74,35 @@ class PartitionSupply:
 
     def _lane_0(self, offset: int) -> Iterator[Run]:
         end, lanes = self._partition.readable_end, self._partition.log.lanes
-        looked = 0
-        if not lanes.present:
-            for piece in self._partition.pieces(offset, end, LOOK_MAX):
-                yield from self._runs(piece, None)
-            return
-        while offset < end and looked < LOOK_MAX:
+        left, lane = LOOK_MAX, 0 if lanes.present else None
+        while offset < end and left > 0:
             is_other = False
             for piece in self._partition.pieces(offset, end, LOOK_MAX):
+                part, cost = self._within(piece, left) if self.by_key else (piece, piece.end - piece.start)
                 is_other = True
-                for run in self._runs(piece, 0):
+                for run in self._runs(part, lane):
                     is_other = False
                     yield run
-                offset = piece.end
-                yield Run(offset, offset)
-                looked += piece.end - piece.start
-                if is_other or looked >= LOOK_MAX:
+                offset, left = part.end, left - cost
+                if lane is not None:
+                    yield Run(offset, offset)
+                if is_other or left <= 0:
                     break
             if not is_other:
                 return
             # A batch of other lanes is mostly followed by more of them, which the file skips faster.
             offset = lanes.next_plain(offset, end, SKIP_MAX, any_priority=self.by_key)
-            looked += SKIP_COST
+            left -= SKIP_COST
             yield Run(offset, offset)
+
+    def _within(self, piece: Piece, left: int) -> tuple[Piece, int]:
+        """What may be looked at of a piece for its keys, and what that costs."""
+        size = piece.end - piece.start
+        if self._known_of(piece.batch).is_plain:
+            return piece, size
+        if size * BY_KEY <= left:
+            return piece, size * BY_KEY
+        return Piece(piece.batch, piece.start, min(piece.end, piece.start + max(1, left // BY_KEY))), left
 
     def returned(self, start: int, end: int) -> Iterator[Run]:
         for piece in self._partition.pieces(start, end, end - start):

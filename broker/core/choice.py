@@ -13,7 +13,7 @@ In a group ordered by key (keys.py) priority is not looked at: lane 0 holds all 
 a key that is busy is held; its turn comes when the earlier ones are done.
 
 `choose` reads and decides. The shell makes a Grant of the choice, applies and appends it, and calls `note`, without any
-pause between.
+pause between. Of a group ordered by key it calls `read_keys` before, until that is done, with a pause after each call.
 Messages are numbers here; `Supply` is where the shell keeps them.
 """
 
@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from portalmq.broker.core.delivery import EXPIRIES_BEFORE_ALONE, OUTSTANDING_MAX, GroupDelivery
+from portalmq.broker.core.delivery import EXPIRIES_BEFORE_ALONE, HELD_MS, OUTSTANDING_MAX, GroupDelivery
 from portalmq.broker.core.fold import SpanFold
 from portalmq.broker.core.keys import HELD_MAX, KeyBook
 from portalmq.broker.core.lanes import DELAYED, PRIORITY_MAX
@@ -33,6 +33,14 @@ from portalmq.broker.core.records import Range, Spot
 
 # `expires_at_ms` of a message that does not.
 NEVER_MS = 1 << 62
+# The keys of so many messages are read at a time; or of fewer, as large ones and those that stand far from the one
+# before take longer to read.
+KEYS_A_STEP = 500
+BYTES_AS_A_MESSAGE = 2_048
+FAR_APART = 1_000
+FAR_AS_MESSAGES = 100
+# Of so many spans that came back a choice hands out: the next one goes on.
+SPANS_A_CHOICE = 500
 
 
 class Run(msgspec.Struct, frozen=True, gc=False):
@@ -124,11 +132,12 @@ def choose(
 
     Leases end by `now_ms`, messages expire by `wall_ms`. `due_by_ms` is at most that, and such that all messages which
     are due by then are readable: a cursor that passes a time passes everything that was to come at it. `committed` is
-    the high watermark: a message whose end is not committed keeps the others of its key back.
+    the high watermark: a message whose end is not committed keeps the others of its key back. Of a group ordered by key
+    nothing is handed out before `read_keys` has read all.
     """
     kind = _ChoosingByKey if by_key else _Choosing
     choosing = kind(delivery, supply, now_ms, wall_ms, due_by_ms, max_messages, max_deliveries, cancelled, max_bytes)
-    if not by_key or _settled(delivery, committed):
+    if not by_key or max_messages == 0 or _knows_turns(delivery, committed):
         choosing.run()
     return choosing.choice
 
@@ -143,21 +152,63 @@ def note(delivery: GroupDelivery, choice: Choice) -> None:
                 delivery.keys.handed_out(offset)
 
 
-def has_turn(delivery: GroupDelivery, now_ms: int, committed: int) -> bool:
-    """Of a group ordered by key: whether a message that came back or was held may be handed out."""
-    if not _settled(delivery, committed):
-        return False
+def read_keys(delivery: GroupDelivery, supply: Supply, now_ms: int, at_most: int = KEYS_A_STEP) -> bool:
+    """Of a group ordered by key: read the keys of some messages that are unfinished and not in its book; whether all
+    are in it now. What changes between two calls finds its way into it."""
     if delivery.keys is None:
+        delivery.keys = KeyBook([(0, NEVER_MS)], delivery.finished_at)
+    book = delivery.keys
+    while not book.is_whole and at_most > 0:
+        first, end = book.unread
+        upto, last = end, first
+        for start, part_end, span in delivery.parts_within(first, end):
+            if at_most <= 0:
+                upto = start
+                break
+            at_most -= FAR_AS_MESSAGES if start - last > FAR_APART else 0
+            last, worth = _read(book, supply, span, start, part_end, now_ms, max(1, at_most))
+            at_most -= worth
+            if last < part_end:
+                upto = last
+                break
+        book.read_to(upto)
+    return book.is_whole
+
+
+def _read(
+    book: KeyBook, supply: Supply, span: SpanFold, start: int, end: int, now_ms: int, at_most: int
+) -> tuple[int, int]:
+    """Put what a span has in [start, end) into the book; up to where that was done, and how many messages it was worth:
+    at least one, and no more than `at_most` but for the last one's size."""
+    end = min(end, start + at_most)
+    worth = 0
+    for run in supply.returned(start, end):
+        worth += run.end - run.start + run.size // BYTES_AS_A_MESSAGE
+        for offset in range(run.start, run.end) if run.key else ():
+            book.add(offset, run.key)
+            if span.leased and span.available_at_ms > now_ms:
+                book.handed_out(offset)
+            elif span.available_at_ms >= HELD_MS and book.is_first(offset):
+                book.free(offset)
+        if worth >= at_most:
+            return run.end, worth
+    return end, max(1, worth)
+
+
+def has_turn(delivery: GroupDelivery, now_ms: int, committed: int) -> bool:
+    """Of a group ordered by key: whether a message that came back or was held may be handed out, or its book is still
+    to be built, by whoever asks for messages."""
+    book = delivery.keys
+    if book is None or not book.is_whole:
         return delivery.held > 0 or delivery.has_returned(now_ms)
-    return next(_turns(delivery, delivery.keys, now_ms), None) is not None
+    return _knows_turns(delivery, committed) and next(_turns(delivery, book, now_ms), None) is not None
 
 
-def _settled(delivery: GroupDelivery, committed: int) -> bool:
-    """Whether it can be told whose turn it is: a new book knows nothing of what is being finished."""
-    if delivery.keys is not None:
-        delivery.keys.settle(committed)
-        return True
-    return delivery.finished_at < committed
+def _knows_turns(delivery: GroupDelivery, committed: int) -> bool:
+    if delivery.keys is None:
+        return False
+    delivery.keys.settle(committed)
+    return delivery.keys.knows_turns
 
 
 def _turns(delivery: GroupDelivery, book: KeyBook, now_ms: int) -> Iterator[SpanFold]:
@@ -220,6 +271,7 @@ class _Choosing:
         self.max_deliveries = max_deliveries
         self.cancelled = cancelled
         self.bytes_left = max_bytes
+        self.spans_left = SPANS_A_CHOICE
         self.room = OUTSTANDING_MAX - delivery.outstanding
         self.choice = Choice([], delivery.next, {}, [], [], [])
 
@@ -245,8 +297,11 @@ class _Choosing:
 
     def _take_returned(self, spans: Iterable[SpanFold]) -> None:
         for span in spans:
+            if self.spans_left <= 0 and self.choice.handed:
+                self.left = 0
             if self.left <= 0:
                 return
+            self.spans_left -= 1
             if span.deliveries >= self.max_deliveries:
                 continue  # its turn is to be given up
             if self._is_suspect(span):
@@ -361,7 +416,8 @@ class _ChoosingByKey(_Choosing):
 
     def run(self) -> None:
         lanes = self.supply.lanes()
-        self.book = self._built() if self.delivery.keys is None else self.delivery.keys
+        # Where nothing is handed out nobody asks it.
+        self.book = KeyBook() if self.delivery.keys is None else self.delivery.keys
         self.chosen: set[int] = set()  # keys that this choice hands out a message of
         self.held = 0
         if not self.looks_only:
@@ -375,18 +431,6 @@ class _ChoosingByKey(_Choosing):
             for lane in lanes:
                 if lane < DELAYED:
                     self._move(lane, 0, self.choice.next)
-
-    def _built(self) -> KeyBook:
-        book = KeyBook()
-        for span in self.delivery.spans():
-            for run in self.supply.returned(span.start, span.end):
-                for offset in range(run.start, run.end):
-                    book.add(offset, run.key)
-                    if span.leased and span.available_at_ms > self.now_ms:
-                        book.handed_out(offset)
-        book.free_all_first()
-        self.delivery.keys = book
-        return book
 
     def _take_turns(self) -> None:
         for span in _turns(self.delivery, self.book, self.now_ms):

@@ -81,7 +81,7 @@ class GroupDelivery:
         self.dead: list[DeadFold] = [msgspec.structs.replace(each) for each in fold.dead]
         self.outstanding = 0
         self.held = 0
-        # In a group ordered by key: whose turn it is. None until a choice builds it.
+        # In a group ordered by key: whose turn it is. None until somebody builds it.
         self.keys: KeyBook | None = None
         # Of the leases that were granted here since it was folded.
         self.highest_lease = 0
@@ -158,7 +158,8 @@ class GroupDelivery:
                         span = SpanFold(dead.start, dead.end, 0, 0, False, *times, dead.lane, earlier)
                         span.leader_epoch = leader_epoch  # no receipt of an epoch before counts any more
                         self._insert(span)
-                self.keys = None  # what comes back has its place among what is unfinished
+                    if self.keys is not None:  # what comes back has its place among what is unfinished
+                        self.keys.read_later(start, end)
             case Drop():
                 for start, end in record.ranges:
                     self._cut_dead(start, end)
@@ -227,8 +228,9 @@ class GroupDelivery:
             self._done(start, end, record)
         for spot in ahead:
             self._put_ahead(spot)
-            # In no queue of its key, so the book cannot say what waits for it: nothing goes before this is committed.
-            self.finished_at, self.keys = max(self.finished_at, record), None
+            self.finished_at = max(self.finished_at, record)
+            if self.keys is not None:
+                self.keys.finish_unseen(record)
 
     def _done(self, start: int, end: int, record: int) -> None:
         """Messages were finished by the record at that offset: those that wait for them go on when it is committed."""
@@ -544,6 +546,15 @@ class GroupDelivery:
             return None
         span = self._spans[self._starts[at]]
         return span if offset < span.end else None
+
+    def parts_within(self, start: int, end: int) -> Iterator[tuple[int, int, SpanFold]]:
+        """What the spans have of [start, end), by offset. Do not change the state while iterating."""
+        for at in range(max(0, bisect_right(self._starts, start) - 1), len(self._starts)):
+            span = self._spans[self._starts[at]]
+            if span.start >= end:
+                return
+            if span.end > start:
+                yield max(start, span.start), min(end, span.end), span
 
     def _overlapping(self, start: int, end: int) -> list[SpanFold]:
         first = max(0, bisect_right(self._starts, start) - 1)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import gevent
 import pytest
-from support.domain import records, running
+from support.domain import HandClock, records, running
 
 from portalmq import wire
+from portalmq.broker.core.choice import KEYS_A_STEP
 from portalmq.broker.core.delivery import GroupDelivery
 from portalmq.broker.core.lanes import DELAYED
 from portalmq.broker.delivery import FOUND_MAX
@@ -602,3 +605,44 @@ def test_a_wrong_time_of_day_takes_what_nobody_needs_after_hours_only(fixture):
         fixture.clock.advance(HOUR_MS)
         partition.retain(7 * DAY_MS, None, 7 * DAY_MS)
     assert partition.log.log_start_offset > 0
+
+
+def test_after_a_restart_the_keys_of_a_backlog_are_read_in_steps_and_acks_between_them_count(tmp_path, monkeypatch):
+    """However many wait, others have their turn after each few; what is acked then makes the next of its key free, and
+    that once the ack is committed."""
+    pauses: list[None] = []
+    monkeypatch.setattr("portalmq.broker.delivery.give_way", lambda: pauses.append(None))
+    clock = HandClock()
+    with running(tmp_path, clock) as before:
+        before.broker.put_group("g", {"ordering": "key"})
+        values = [f"{number}" for number in range(3 * KEYS_A_STEP)]
+        before.broker.produce("t", records(*values, key=b"k"), None, acks="all")
+        (first,) = receive(before)
+    with running(tmp_path, clock) as after:
+
+        def ack_once() -> None:
+            pauses.append(None)
+            if len(pauses) == 2:
+                assert after.broker.ack("g", [first.receipt]) == [True]
+
+        monkeypatch.setattr("portalmq.broker.delivery.give_way", ack_once)
+        pauses.clear()
+        assert [message.record.value for message in receive(after)] == [b"1"]
+        assert len(pauses) == 2
+
+
+def test_behind_many_messages_of_one_key_another_is_found_in_several_looks(fixture, monkeypatch):
+    """A look at all that is held would keep everybody else waiting."""
+    held = []
+    monkeypatch.setattr(
+        "portalmq.broker.delivery.give_way", lambda: held.append(partition_of(fixture).delivery["g"].held)
+    )
+    fixture.broker.put_group("g", {"ordering": "key"})
+    send(fixture, *[b"x"] * 5_000, key=b"k")
+    send(fixture, b"y", key=b"l")
+    assert texts(receive(fixture)) == ["x"]
+    held.append(partition_of(fixture).delivery["g"].held)
+    assert texts(receive(fixture)) == ["y"]
+    looks = [more - less for less, more in pairwise(held)]
+    assert len(looks) == 4
+    assert max(looks) <= 1_000

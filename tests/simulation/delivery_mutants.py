@@ -35,7 +35,7 @@ def _(original: Any, self: Any, offsets: Any, *more: Any) -> Any:
     return [True] * len(offsets), list(offsets)
 
 
-@mutant("takes a receipt by its number alone", 287, (SpanFold, "is_later"))
+@mutant("takes a receipt by its number alone", 35, (SpanFold, "is_later"))
 def _(original: Any, self: Any, leader_epoch: int, lease: int) -> bool:
     return self.lease > lease
 
@@ -71,7 +71,7 @@ def _(original: Any, self: Any, spot: Any) -> None:
     pass
 
 
-@mutant("keeps no holder's name in its snapshots", 51, (GroupDelivery, "snapshot"))
+@mutant("keeps no holder's name in its snapshots", 151, (GroupDelivery, "snapshot"))
 def _(original: Any, self: Any) -> Any:
     fold = original(self)
     return msgspec.structs.replace(fold, spans=[msgspec.structs.replace(span, holder="") for span in fold.spans])
@@ -166,11 +166,31 @@ def _(original: Any, self: Any, start: int, end: int, record: int) -> None:
     self.done(start, end)
 
 
-@mutant("does not look again at one that comes first", 291, (KeyBook, "add"))
+@mutant("does not look again at one that comes first", 135, (KeyBook, "add"))
 def _(original: Any, self: Any, offset: int, key: int) -> None:
     freed = list(self._freed)
     original(self, offset, key)
     self._freed = freed
+
+
+@mutant("tells whose turn it is before all keys are read", 3, (KeyBook, "is_whole"))
+def _(original: Any, self: Any) -> bool:
+    return True
+
+
+@mutant("forgets what is finished while keys are read", 107, (KeyBook, "finish_unseen"))
+def _(original: Any, self: Any, record: int) -> None:
+    pass
+
+
+@mutant("does not read the keys of what was redriven", 95, (KeyBook, "read_later"))
+def _(original: Any, self: Any, start: int, end: int) -> None:
+    pass
+
+
+@mutant("takes what was redriven out of the book again", 151, (KeyBook, "read_later"))
+def _(original: Any, self: Any, start: int, end: int) -> None:
+    self._unread.append((start, end))
 
 
 @mutant("keeps its book of keys from an earlier time", 11715, (GroupDelivery, "take_over"))
@@ -180,7 +200,7 @@ def _(original: Any, self: Any, now_ms: int) -> None:
     self.keys = keys
 
 
-@mutant("prolongs a lease when it is another's turn", 5863, (GroupDelivery, "may_extend"))
+@mutant("prolongs a lease when it is another's turn", 215, (GroupDelivery, "may_extend"))
 def _(original: Any, self: Any, offset: int, number: int, now_ms: int, *more: Any, by_key: bool) -> bool:
     return self.holds(offset, number, *more)
 
@@ -217,7 +237,7 @@ def _(original: Any, self: Any, group: str, receipts: Any, call: str, outputs: i
 # --- streams ---------------------------------------------------------------------------------------------------------
 
 
-@mutant("commits below what is committed", 7, (StreamOffsets, "check_commit"), (StreamOffsets, "apply"))
+@mutant("commits below what is committed", 27, (StreamOffsets, "check_commit"), (StreamOffsets, "apply"))
 def _(original: Any, self: Any, first: Any, *more: Any) -> Any:
     if isinstance(first, CommitOffset):
         self.committed = first.offset

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from simulation.content import Mail
 from simulation.outbox import DEAD_LETTERS
 
-from portalmq.broker.core.choice import NEVER_MS, Choice, Run, choose, note
+from portalmq.broker.core.choice import NEVER_MS, Choice, Run, choose, note, read_keys
 from portalmq.broker.core.delivery import GroupDelivery
 from portalmq.broker.core.lanes import DELAYED
 from portalmq.broker.core.records import (
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from simulation.desk import Answer, Desk
 
 GIVEN_UP_MAX = 3
+# A book is built of so many messages at a time, and anything may happen between.
+KEYS_A_STEP = 2
 
 
 class Receipt(NamedTuple):
@@ -158,9 +160,12 @@ class QueueDesk:
     def _chosen(self, group: str, max_messages: int) -> Choice:
         config = self.world.queue_groups[group]
         wall_ms = self.node.wall_ms
+        shelf = Shelf(self.desk, by_key=config.by_key)
+        if config.by_key:
+            read_keys(self._delivery(group), shelf, self.node.now_ms, KEYS_A_STEP)
         return choose(
             self._delivery(group),
-            Shelf(self.desk, by_key=config.by_key),
+            shelf,
             now_ms=self.node.now_ms,
             wall_ms=wall_ms,
             due_by_ms=min(wall_ms, self.desk.readable_by_ms()),

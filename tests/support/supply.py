@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
-from portalmq.broker.core.choice import NEVER_MS, Choice, Run, choose, note
+from portalmq.broker.core.choice import NEVER_MS, Choice, Run, choose, note, read_keys
 from portalmq.broker.core.delivery import GroupDelivery
 from portalmq.broker.core.lanes import DELAYED, spot_of
 from portalmq.broker.core.records import Grant
@@ -99,6 +99,8 @@ def chosen(
     max_bytes: int = NEVER_MS,
 ) -> Choice:
     """One clock for leases and for the time of day."""
+    while supply.by_key and not read_keys(group, supply, now_ms):
+        pass
     return choose(
         group,
         supply,

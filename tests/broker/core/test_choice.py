@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from support.supply import ListSupply, chosen, granted, offsets_of
+from support.supply import ListSupply, Message, chosen, granted, offsets_of
 
-from portalmq.broker.core.choice import choose, has_turn
+from portalmq.broker.core.choice import KEYS_A_STEP, choose, has_turn, read_keys
 from portalmq.broker.core.delivery import GroupDelivery
 from portalmq.broker.core.fold import GroupFold
 from portalmq.broker.core.keys import HELD_MAX, KeyBook
 from portalmq.broker.core.lanes import DELAYED
-from portalmq.broker.core.records import Ack, Nack
+from portalmq.broker.core.records import Ack, Dead, Grant, Nack, Redrive
 
 
 def new_group(start: int = 0) -> GroupDelivery:
@@ -21,6 +21,11 @@ def receive(group: GroupDelivery, supply: ListSupply, now: int, max_messages: in
     choice = chosen(group, supply, now, max_messages, **more)
     granted(group, choice, now, now + 100)
     return offsets_of(choice)
+
+
+def choose_now(group: GroupDelivery, supply: ListSupply, now: int):
+    """Without a look at what is unread."""
+    return choose(group, supply, now_ms=now, wall_ms=now, due_by_ms=now, max_messages=10, max_deliveries=5, by_key=True)
 
 
 def test_a_cursor_that_passes_a_time_asks_for_a_later_record():
@@ -103,6 +108,81 @@ def test_a_book_that_is_built_anew_waits_for_the_same():
     group.keys = None
     assert receive(group, supply, 1, committed=7) == []
     assert receive(group, supply, 1, committed=8) == [1]
+
+
+def test_a_leader_that_leads_again_knows_what_another_handed_out_and_held_meanwhile():
+    """Grants that came by replication are in no book of the time before."""
+    group, supply = new_group(), ListSupply(by_key=True)
+    supply.add(key=1)
+    assert receive(group, supply, 0) == [0]
+    supply.add(3, key=2)
+    group.apply(Grant(((1, 2, 1),), 3, 10, 110, held=((2, 3, 0),)), offset=20)
+    group.take_over(20)
+    assert receive(group, supply, 20) == [], "one of the key is out, and one waits for it"
+    group.apply(Ack(((1, 2),), 30), offset=21)
+    assert receive(group, supply, 30, committed=22) == [2], "what was held there is next"
+
+
+def test_a_book_is_built_a_few_messages_at_a_time():
+    """Whatever the backlog, so that others have their turn between."""
+    group, supply, steps = new_group(), ListSupply(by_key=True), [0]
+    supply.add(1_200, key=1)
+    receive(group, supply, 0)
+    group.keys = None
+    read = supply.returned
+
+    def counted(start: int, end: int):
+        steps[-1] += end - start
+        return read(start, end)
+
+    supply.returned = counted
+    while not read_keys(group, supply, 1):
+        assert offsets_of(choose_now(group, supply, 1)) == [], "it tells nobody's turn before it is whole"
+        steps.append(0)
+    assert sum(steps) == 1_200
+    assert max(steps) == KEYS_A_STEP
+    assert receive(group, supply, 1) == []
+    group.apply(Ack(((0, 1),), 1), offset=1_300)
+    assert receive(group, supply, 1) == [1]
+
+
+def test_of_large_messages_and_those_far_apart_fewer_are_read_at_a_time():
+    group, supply = new_group(), ListSupply(by_key=True)
+    supply.add(50, key=1, size=200_000)
+    supply.add(50, key=2)
+    receive(group, supply, 0)
+    group.keys = None
+    read_keys(group, supply, 1)
+    assert len(group.keys) == 6
+    spread, supply = new_group(), ListSupply(by_key=True)
+    supply.messages = [Message(number * 5_000, key=1) for number in range(20)]
+    receive(spread, supply, 0)
+    spread.keys = None
+    read_keys(spread, supply, 1)
+    assert len(spread.keys) == 6
+
+
+def test_a_span_of_very_many_messages_is_read_in_parts():
+    """Such as one that was leased before the group was ordered by key."""
+    group, supply = new_group(), ListSupply(pieces=True)
+    supply.add(1_200, key=1)
+    receive(group, supply, 0, 1_200)
+    supply.by_key = True
+    assert not read_keys(group, supply, 1)
+    assert len(group.keys) == KEYS_A_STEP
+
+
+def test_what_is_redriven_takes_its_place_in_a_book_that_is_kept():
+    group, supply = new_group(), ListSupply(by_key=True)
+    supply.add(3, key=1)
+    supply.add(600, key=2)
+    receive(group, supply, 0)
+    group.apply(Dead(((0, 1, 1),), 1, "often enough", ""), offset=610)
+    group.apply(Redrive(((0, 1, 5),), 2), offset=611)
+    assert receive(group, supply, 5, committed=610) == []
+    assert receive(group, supply, 5, committed=611) == [0], "before the later ones of its key"
+    group.apply(Ack(((0, 1),), 6), offset=612)
+    assert receive(group, supply, 6, committed=613) == [1]
 
 
 def test_no_more_are_held_than_the_window():
