@@ -93,6 +93,9 @@ class GroupPartition:
 
     def detach(self) -> None:
         """The group was deleted, or the partition, or it is led elsewhere: who sleeps here is to look anew."""
+        delivery = self._bell.delivery
+        if delivery is not None:  # nobody asks its book whose turn it is, and what is finished there would pile up
+            delivery.keys = None
         self._bell.close()
 
     def end_waits(self) -> None:

@@ -646,3 +646,17 @@ def test_behind_many_messages_of_one_key_another_is_found_in_several_looks(fixtu
     looks = [more - less for less, more in pairwise(held)]
     assert len(looks) == 4
     assert max(looks) <= 1_000
+
+
+def test_where_a_group_is_led_no_more_its_book_of_keys_goes_and_is_built_anew_later(fixture):
+    """What others finish would pile up in it: nobody who only follows asks whose turn it is."""
+    fixture.broker.put_group("g", {"ordering": "key"})
+    send(fixture, b"a", b"b", key=b"k")
+    (first,) = receive(fixture)
+    partition = partition_of(fixture)
+    assert partition.delivery["g"].keys is not None
+    fixture.broker.groups.on_stepped_down(fixture.broker.topics.get("t"), partition)
+    assert partition.delivery["g"].keys is None
+    assert receive(fixture) == []
+    fixture.broker.ack("g", [first.receipt])
+    assert texts(receive(fixture)) == ["b"]
