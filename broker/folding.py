@@ -179,12 +179,13 @@ class GroupsFold:
 
     def purge(self, offset: int, upto: int) -> None:
         """A purge stands at `offset`: what lies below `upto` is gone for every group."""
-        self.forget_below(upto)
+        self.forget_below(upto, offset)
         self.purges.append((offset, upto))
 
-    def forget_below(self, upto: int) -> None:
+    def forget_below(self, upto: int, record: int = -1) -> None:
+        """What lies below `upto` is gone, by the record at that offset; for good where none is given."""
         for delivery in self.delivery.values():
-            delivery.purge(upto)
+            delivery.purge(upto, record)
         for stream in self.streams.values():
             stream.purge(upto)
         if self.cancelled:

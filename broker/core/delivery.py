@@ -171,16 +171,16 @@ class GroupDelivery:
             self.last_active_ms = max(self.last_active_ms, record.at_ms)
         self._check()
 
-    def purge(self, upto: int) -> None:
-        """Everything below `upto` is gone from the log."""
+    def purge(self, upto: int, record: int = -1) -> None:
+        """Everything below `upto` is gone from the log: by the record at that offset, or for good where none is
+        given."""
         self._cut(0, upto)
         self._cut_dead(0, upto)
         self.start = max(self.start, upto)
         self.next = max(self.next, upto)
         for lane in tuple(self._ahead):
             self._drop_passed(lane)
-        if self.keys is not None:
-            self.keys.done(0, upto)
+        self._done(0, upto, record)
         self._check()
 
     def _apply_grant(self, grant: Grant, offset: int, leader_epoch: int) -> None:

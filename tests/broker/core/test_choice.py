@@ -110,6 +110,19 @@ def test_a_book_that_is_built_anew_waits_for_the_same():
     assert receive(group, supply, 1, committed=8) == [1]
 
 
+def test_after_a_purge_the_next_of_a_key_waits_until_what_finished_the_one_before_is_committed():
+    """The purge may be lost, and an ack before it: then the earlier message would come after the later one."""
+    for is_acked in (True, False):
+        group, supply = new_group(), ListSupply(by_key=True)
+        supply.add(3, key=1)
+        receive(group, supply, 0)
+        if is_acked:
+            group.apply(Ack(((0, 1),), 1), offset=8)
+        group.purge(1, 9)
+        assert receive(group, supply, 1, committed=8 if is_acked else 9) == []
+        assert receive(group, supply, 1, committed=9 if is_acked else 10) == [1]
+
+
 def test_a_leader_that_leads_again_knows_what_another_handed_out_and_held_meanwhile():
     """Grants that came by replication are in no book of the time before."""
     group, supply = new_group(), ListSupply(by_key=True)
