@@ -203,6 +203,16 @@ class Checker:
         if batch.head.is_epoch_start and self._is_settled and epoch >= self.committed_epoch:
             self._check_holds("I3", shell.disk, self.high_watermark, f"new leader {shell.node.id} of epoch {epoch}")
 
+    def drops(self, shell: ReplicaShell, upto: int) -> None:
+        """A replica lets its log begin at `upto`: never ahead of what the committed log says, so of its leader."""
+        said = max((batch.log_start for batch in self.committed), default=0)
+        if self.authority:
+            return
+        if upto > said:
+            self.fail("I8", "{} drops all below {}, and the log says {}", shell.node.id, upto, said)
+        if shell.desk is not None:
+            self.groups.drops(shell.desk, upto)
+
     def appends(self, shell: ReplicaShell, batches: list[Batch]) -> None:
         """These batches are about to stand, durably, at the end of that disk's log."""
         disk = shell.disk

@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from simulation.content import Control, Mail
@@ -21,7 +22,7 @@ from simulation.submission import Submission
 
 from portalmq.broker.core.choice import NEVER_MS
 from portalmq.broker.core.fold import PartitionFold, decode_fold, encode_fold
-from portalmq.broker.core.records import Cancel, GroupEnd, GroupRecord
+from portalmq.broker.core.records import Cancel, GroupEnd, GroupRecord, Purge
 from portalmq.broker.folding import GroupsFold
 from portalmq.broker.readable import VOUCHED_WITHIN_MS
 from portalmq.errors import NotLeader, PortalMQError, Unavailable
@@ -93,14 +94,18 @@ class Desk:
         self._took_over = False
         self.world.checker.groups.forgets(self)
 
-    def state(self, offset: int) -> bytes:
-        """What a STATE record at `offset` says of the groups."""
-        return encode_fold(self.groups.snapshot_into(PartitionFold(applied=offset)))
+    def state(self, offset: int) -> tuple[bytes, int]:
+        """What a STATE record at `offset` says of the groups, and where it lets the log begin."""
+        log_start = max(self.shell.disk.start, self.groups.purged_upto)
+        fold = self.groups.snapshot_into(PartitionFold(applied=offset, log_start_offset=log_start))
+        return encode_fold(fold), log_start
 
     def fold(self, batch: Batch) -> None:
         """A leader has appended this. A STATE record says what it knows already."""
         if batch.state is None:
             self._take(batch)
+        else:
+            self.groups.state_written(batch.base, batch.log_start)
         self._own.add(batch.uid)
 
     def written(self, batches: list[Batch]) -> None:
@@ -120,6 +125,8 @@ class Desk:
             record = batch.control.record
             if isinstance(record, Cancel):
                 self.groups.cancel(record)
+            elif isinstance(record, Purge):
+                self.groups.purge(batch.base, record.upto)
             elif isinstance(record, GroupEnd):
                 self.groups.end(batch.control.group)
             else:
@@ -140,17 +147,19 @@ class Desk:
         control = disk.batches[index].control
         return control.record if control is not None else None
 
-    def retainable(self, upto: int) -> int:
-        """Where the log may begin at most: nothing goes that a group or the outbox needs, nor half a batch. What is
-        not committed may be taken back, an ack among it: then nothing goes at all."""
-        if self.shell.replica.next_offset > self.high_watermark:
-            return self.shell.disk.start
+    def purge(self, upto: int) -> None:
+        """What lies below `upto` and no group needs, nor the outbox, is gone for all: the log says so, to everybody.
+        Nothing but whole batches goes."""
+        if not self.serves():
+            return
         delivery = [each.floor() for each in self.groups.delivery.values()]
         streams = [each.committed for each in self.groups.streams.values()]
-        fresh = self.queue.first_unpassed()
-        upto = min([upto, *delivery, *streams, *self.outbox.needed(), *fresh])
+        upto = min([upto, *delivery, *streams, *self.outbox.needed(), *self.queue.first_unpassed()])
         index = self.shell.disk.index_from(upto + 1) - 1
-        return self.shell.disk.batches[index].base if index >= 0 else self.shell.disk.start
+        upto = self.shell.disk.batches[index].base if index >= 0 else 0
+        if upto > max(self.shell.disk.start, self.groups.purged_upto):
+            with suppress(Unavailable):
+                self.append("", Purge(upto))
 
     # --- what a leader is asked --------------------------------------------------------------------------------------
 

@@ -23,7 +23,8 @@ from portalmq.broker.core.producers import Producers
 class Batch:
     """A batch as it was made, once; replicas share the object. `uid` stands for its payload, `parent` is the uid of
     what stood before it in the log it was made for, 0 at the very beginning. `mail` are its messages, or `control` is
-    the record that it is; `state` the groups' part of a STATE record, encoded."""
+    the record that it is; `state` the groups' part of a STATE record, encoded; once that is committed the log may
+    begin at `log_start`."""
 
     head: BatchHead
     uid: int
@@ -31,6 +32,7 @@ class Batch:
     mail: tuple[Mail, ...] = ()
     control: Control | None = None
     state: bytes | None = None
+    log_start: int = 0
 
     @property
     def base(self) -> int:

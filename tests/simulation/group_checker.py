@@ -8,10 +8,9 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 from simulation.group_model import Letter, QueueModel, StreamModel
-from simulation.outbox import DEAD_LETTERS
 
 from portalmq.broker.core.lanes import DELAYED
-from portalmq.broker.core.records import Ack, Cancel, Claim, Commit, Dead, GroupStart, Nack
+from portalmq.broker.core.records import Ack, Cancel, Claim, Commit, Dead, GroupStart, Nack, Purge
 
 if TYPE_CHECKING:
     from simulation.checker import Checker
@@ -31,6 +30,7 @@ class GroupChecker:
         self.world = checker.world
         self.fail = checker.fail
         self.letters: dict[int, Letter] = {}
+        self._purged = 0
         self.cancelled: set[int] = set()
         self.queues = {
             name: QueueModel(config, self.letters, self.cancelled, self.fail)
@@ -47,8 +47,8 @@ class GroupChecker:
         self._answered: defaultdict[str, dict[int, int]] = defaultdict(dict)  # group -> offset -> its ack was answered
 
     def dropped_below(self) -> int:
-        """Retention has dropped what lies below, on one replica at least; nobody remembers the dead there."""
-        return max(node.disk.start for node in self.world.nodes.values())
+        """A committed record says that what lies below is gone; nobody remembers the dead there."""
+        return self._purged
 
     # --- what is committed -------------------------------------------------------------------------------------------
 
@@ -64,8 +64,10 @@ class GroupChecker:
         self.world.count(type(record).__name__)
         if isinstance(record, Cancel):
             self.cancelled.update(offset for start, end in record.ranges for offset in range(start, end))
+        elif isinstance(record, Purge):
+            self._purged = max(self._purged, record.upto)
         elif isinstance(record, GroupStart):
-            # What a replica had dropped before the group began may be missing on a later leader.
+            # What was purged before the group began is missing sooner or later, on whoever leads.
             self.queues[control.group].begin(max(record.start, self.dropped_below()))
         elif control.group in self.queues:
             self._take(self.queues[control.group], control, batch, leader_epoch)
@@ -79,6 +81,14 @@ class GroupChecker:
             for start, end, _ in record.ranges:
                 copies = {(record.topic, f"{at} by {batch.base}") for at in range(start, end) if at in self.letters}
                 self.ordered.update(dict.fromkeys(copies, batch.base))
+
+    def drops(self, desk: Desk, upto: int) -> None:
+        """A replica lets its log begin at `upto`."""
+        for name, queue in self.queues.items():
+            for offset in self.letters:
+                if queue.has_begun and queue.start <= offset < upto and not queue.is_done(offset):
+                    self.fail("I12", "{} drops message {}, which is {} for {}", desk.node.id, offset,
+                              queue.state.get(offset, "fresh"), name)  # fmt: skip
 
     def _take(self, queue: QueueModel, control: Control, batch: Batch, leader_epoch: int) -> None:
         queue.take(control, batch)
@@ -197,7 +207,8 @@ class GroupChecker:
             if good and is_open and knows_all and granted and receipt.leader_epoch < granted.leader_epoch:
                 self.fail("I12", "{}: {} is accepted, and was granted anew in epoch {}", group, receipt,
                           granted.leader_epoch)  # fmt: skip
-            if good and is_open and (group, receipt) in self._refused:
+            # What a leader accepts when a later one has committed is never committed, and so never answered.
+            if good and is_open and knows_all and (group, receipt) in self._refused:
                 self.fail("I15", "{}: {} was refused, and is accepted now", group, receipt)
             lease = live.get(receipt.offset)
             if not good or lease is None or lease[0] <= desk.node.now_ms:
@@ -320,8 +331,6 @@ class GroupChecker:
             if not queue.has_begun:
                 return f"{name} has not begun"
             for offset, letter in self.letters.items():
-                if offset in queue.redriven and offset < self.dropped_below():
-                    continue  # the dead do not keep retention from their messages
                 is_due = (letter.mail.deliver_at_ms or 0) <= wall_ms + 1_000
                 if is_due and queue.start <= offset < upto and not queue.is_done(offset):
                     return f"{name}: message {offset} is {queue.state.get(offset, 'fresh')}"
@@ -333,8 +342,7 @@ class GroupChecker:
         if opened:
             return f"the outbox has {opened}"
         for output, record in self.ordered.items():
-            is_gone = output[0] == DEAD_LETTERS and int(output[1].partition(" ")[0]) < self.dropped_below()
-            if record < upto and output not in self.arrived_outputs and not is_gone:
+            if record < upto and output not in self.arrived_outputs:
                 self.fail("I13", "output {} was ordered and never arrived", output)
         self.agrees(desk)
         return None

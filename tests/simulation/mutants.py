@@ -92,13 +92,13 @@ def _(original: Any, self: Any, event: core.FetchReplied, now_ms: int) -> Any:
     return original(self, event, now_ms)
 
 
-@mutant("cuts to the leader's end alone", 31, (FollowingReplica, "_on_diverging"))
+@mutant("cuts to the leader's end alone", 119, (FollowingReplica, "_on_diverging"))
 def _(original: Any, self: Any, reply: core.Diverging) -> Any:
     self._reshaping = True
     return [core.Truncate(min(reply.end, self.next_offset))]
 
 
-@mutant("takes answers of an epoch that is over", 1819, (ReplicaState, "_learn_epoch"))
+@mutant("takes answers of an epoch that is over", 763, (ReplicaState, "_learn_epoch"))
 def _(original: Any, self: Any, epoch: int) -> Any:
     fetch = self.fetch
     actions = original(self, epoch)
@@ -106,7 +106,7 @@ def _(original: Any, self: Any, epoch: int) -> Any:
     return actions
 
 
-@mutant("forgets its epoch in a crash", 58, (Node, "crash"))
+@mutant("forgets its epoch in a crash", 351, (Node, "crash"))
 def _(original: Any, self: Any, **how: Any) -> None:
     original(self, **how)
     self.disk.highest_epoch = 0
@@ -150,7 +150,7 @@ def _(original: Any, self: Any, word: core.PartitionStateChanged, *more: Any) ->
     return original(self, word, *more)
 
 
-@mutant("follows an older word of its epoch", 25, (PartitionReplica, "_on_state_changed"))
+@mutant("follows an older word of its epoch", 49, (PartitionReplica, "_on_state_changed"))
 def _(original: Any, self: Any, word: core.PartitionStateChanged, *more: Any) -> Any:
     if self.state is not None and word.leader_epoch == self.highest_epoch:
         self.state = replace(self.state, version=min(self.state.version, word.version))
@@ -276,7 +276,7 @@ def _(original: Any, self: Any, event: core.IsrAnswered, now_ms: int, wall_ms: i
     return original(self, event, now_ms, wall_ms)
 
 
-@mutant("leads on without a synced word", 951, (LeadingReplica, "_begin_leading"))
+@mutant("leads on without a synced word", 59, (LeadingReplica, "_begin_leading"))
 def _(original: Any, self: Any, word: core.PartitionStateChanged, now_ms: int, wall_ms: int) -> Any:
     self._deposed = False
     return original(self, word, now_ms, wall_ms)
@@ -287,17 +287,17 @@ def _(original: Any, self: Any, word: core.PartitionStateChanged, now_ms: int, w
     return original(self, replace(word, incarnations={}), now_ms, wall_ms)
 
 
-@mutant("keeps to the ISR that it has lost", 15, (FollowingReplica, "_must_resign"))
+@mutant("keeps to the ISR that it has lost", 41, (FollowingReplica, "_must_resign"))
 def _(original: Any, self: Any, word: core.PartitionStateChanged) -> bool:
     return False
 
 
-@mutant("hands out as long as the control plane answers", 3515, (ReplicaState, "may_hand_out"), has_groups=True)
+@mutant("hands out as long as the control plane answers", 1891, (ReplicaState, "may_hand_out"), has_groups=True)
 def _(original: Any, self: Any, now_ms: int) -> bool:
     return self.may_serve(now_ms)
 
 
-@mutant("takes a fetch that lay on the way for news", 3515, (InSync, "fetched"), has_groups=True)
+@mutant("takes a fetch that lay on the way for news", 9115, (InSync, "fetched"), has_groups=True)
 def _(original: Any, self: Any, fetch: core.Fetch, leader_end: int, now_ms: int, said_after_ms: Any = None) -> bool:
     return original(self, fetch, leader_end, now_ms, now_ms)
 
@@ -345,6 +345,12 @@ def _(original: Any, self: Any, leader: int | None) -> None:
 # --- the control plane -----------------------------------------------------------------------------------------------
 
 
+@mutant("lets its log begin where no record says so", 0, (ReplicaShell, "droppable"))
+def _(original: Any, self: ReplicaShell) -> int:
+    committed = [batch.base for batch in self.disk.batches if batch.end <= self.replica.high_watermark]
+    return max(committed, default=0)
+
+
 @mutant("elects the same leader in the same epoch", 0, (controller, "elect"))
 def _(original: Any, held: PartitionState, *more: Any, **named: Any) -> PartitionState:
     elected = original(held, *more, **named)
@@ -363,7 +369,7 @@ def _(original: Any, held: PartitionState, live: Any) -> bool:
     return False
 
 
-@mutant("gives the number of a lost lease once more", 27, (GroupsFold, "go_on_after"), has_groups=True)
+@mutant("gives the number of a lost lease once more", 199, (GroupsFold, "go_on_after"), has_groups=True)
 def _(original: Any, self: GroupsFold, before: GroupsFold) -> None:
     pass
 
@@ -391,7 +397,7 @@ def _(original: Any, self: World, node: Node) -> None:
     node.disk.store_uuid = store_uuid
 
 
-@mutant("lets a deposed controller write", 39, (Membership, "check_controller"))
+@mutant("lets a deposed controller write", 63, (Membership, "check_controller"))
 def _(original: Any, self: Membership, found: Any, epoch: int) -> None:
     pass
 

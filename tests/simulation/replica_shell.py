@@ -95,7 +95,6 @@ class ReplicaShell:
         self._uncommitted: deque[Submission] = deque()
         self._duplicates: list[Submission] = []
         self._waiters: list[tuple[int, Callable[[PortalMQError | None], None]]] = []
-        self._state_ends = [batch.end for batch in disk.batches if batch.head.producers is not None]
         self._saved_ms = self.world.now
         self.desk = Desk(self) if options.groups is not None else None
         self._every(options.tick_ms, self._tick)
@@ -211,10 +210,12 @@ class ReplicaShell:
         if submission is not None:
             submission.base = action.base_offset
         batch = Batch(head, submission.uid if submission else self.world.next_uid(), self._tail)
+        if submission is not None:
+            batch.log_start = submission.log_start
         if self.desk is not None and submission is not None:
             batch.mail, batch.control = submission.mail, submission.control
             if submission.is_state:
-                batch.state = self.desk.state(batch.base)
+                batch.state, batch.log_start = self.desk.state(batch.base)
             self.desk.fold(batch)
         self.world.checker.writes(self, batch)
         self._enqueue([(batch, submission)])
@@ -241,7 +242,6 @@ class ReplicaShell:
             self.desk.written(batches)
         submissions = [submission for _, submission in taken if submission is not None]
         self._uncommitted += [submission for submission in submissions if not submission.done]
-        self._state_ends += [batch.end for batch in batches if batch.head.producers is not None]
         self.tell(Appended(self.disk.end))
         for submission in submissions:
             if submission.acks == "leader":
@@ -292,7 +292,6 @@ class ReplicaShell:
         self.world.count("truncated")
         self.disk.truncate(to_offset)
         self._tail = self.disk.batches[-1].uid if self.disk.batches else (-1 if self.disk.start else 0)
-        self._state_ends = [end for end in self._state_ends if end <= to_offset]
         self._shrank()
 
     def _truncated(self) -> None:
@@ -302,7 +301,6 @@ class ReplicaShell:
         self.world.count("reset")
         self.disk.reset(action.offset, [entry for entry in action.epochs if entry[1] < action.offset])
         self._tail = -1
-        self._state_ends.clear()
         self._shrank()
 
     def _shrank(self) -> None:
@@ -431,20 +429,29 @@ class ReplicaShell:
             self.disk.saved_high_watermark = min(self.replica.high_watermark, self.disk.end)
 
     def retain(self) -> None:
-        """Leave a STATE record, and drop what is below the newest committed one."""
+        """A leader says in the log what may go. Everybody drops what a committed STATE record lets go, and nothing
+        else: no replica's log begins where the log itself does not say so."""
         if self.replica.leading:
-            self.submit(Submission(self.world.next_uid(), 1, is_state=True))
-        committed = [end for end in self._state_ends if end <= self.replica.high_watermark]
-        upto = committed[-1] - 1 if committed else 0
-        if self.desk is not None:
-            upto = self.desk.retainable(upto)
+            upto = self.world.random.randint(self.disk.start, max(self.disk.start, self.replica.high_watermark))
+            if self.desk is not None:
+                self.desk.purge(upto)
+            index = self.disk.index_from(upto + 1) - 1
+            log_start = self.disk.batches[index].base if index >= 0 else self.disk.start
+            self.submit(Submission(self.world.next_uid(), 1, is_state=True, log_start=log_start))
+        upto = self.droppable()
         if self._reshape is None and upto > self.disk.start:
+            self.world.checker.drops(self, upto)
             self.disk.drop_below(upto)
             if self.desk is not None:
                 self.desk.lanes.drop_below(upto)
             self.replica.log_start_offset = self.disk.start
             self.world.count("retained")
             self.world.note(self.node.id, "drops all below {}", self.disk.start)
+
+    def droppable(self) -> int:
+        """Where the log is to begin, by what is committed as far as this replica knows."""
+        committed = (batch for batch in self.disk.batches if batch.end <= self.replica.high_watermark)
+        return max((batch.log_start for batch in committed), default=0)
 
     # --- the end -----------------------------------------------------------------------------------------------------
 

@@ -14,8 +14,8 @@ from portalmq.errors import PortalMQError
 
 @dataclass(slots=True, eq=False)
 class Submission:
-    """A produce request that arrived here. Each arrival is one, with a uid of its own. `fold`: a STATE record;
-    `control`: a group's. `then` is called here, where `answer` travels."""
+    """A produce request that arrived here. Each arrival is one, with a uid of its own. `fold`: a STATE record,
+    which lets the log begin at `log_start`; `control`: a group's. `then` is called here, where `answer` travels."""
 
     uid: int
     count: int
@@ -27,6 +27,7 @@ class Submission:
     repeats: bool = False
     fold: tuple[Any, ...] | None = None
     is_state: bool = False
+    log_start: int = 0
     mail: tuple[Mail, ...] = ()
     control: Control | None = None
     not_before_ms: int = 0
