@@ -118,6 +118,8 @@ class GroupPartition:
     def start_at(self, start: wire.GroupStart) -> Pending:
         """Begin on this partition: the place is fixed by the group's first use. What to wait on until it is durable."""
         offset, end = self.partition.log.log_start_offset, self.partition.high_watermark
+        # The log start moves some time after the purge; what goes then is nothing to begin with.
+        offset = max(offset, self.partition.groups.purged_upto)
         if isinstance(start, dict):
             offset = min(max(offset, self.partition.log.offset_for_time(start["at"])), end)
         elif start == "latest":

@@ -89,6 +89,8 @@ class GroupsFold:
         self._load(fold)
         self.purges: list[tuple[int, int]] = []
         self.moves: list[tuple[int, int]] = []
+        # Where the log begins with all purges done.
+        self.purged_upto = 0
         # Where the newest STATE record stands; -1 without one.
         self.state_offset = -1
         # The numbers of leases go on above this one; and the highest that was granted, whatever became of its group.
@@ -132,6 +134,7 @@ class GroupsFold:
         """A STATE record stands at `offset`: the log may begin at `log_start` once that is committed."""
         self.state_offset = offset
         self.moves.append((offset, log_start))
+        self.purged_upto = max(self.purged_upto, log_start)
         self.purges.clear()
 
     def apply(self, group: str, record: GroupRecord | StreamRecord, offset: int, leader_epoch: int = 0) -> None:
@@ -181,6 +184,7 @@ class GroupsFold:
         """A purge stands at `offset`: what lies below `upto` is gone for every group."""
         self.forget_below(upto, offset)
         self.purges.append((offset, upto))
+        self.purged_upto = max(self.purged_upto, upto)
 
     def forget_below(self, upto: int, record: int = -1) -> None:
         """What lies below `upto` is gone, by the record at that offset; for good where none is given."""
@@ -197,11 +201,6 @@ class GroupsFold:
         while self.moves and self.moves[0][0] < high_watermark:
             upto = max(upto, self.moves.pop(0)[1])
         return upto
-
-    @property
-    def purged_upto(self) -> int:
-        """Where the log would begin with all purges done."""
-        return max([0, *(upto for _, upto in self.purges), *(upto for _, upto in self.moves)])
 
     def ordered_from(self) -> int | None:
         """The first offset that an open order of the outbox may need: its record, or what it gives up. None: there is

@@ -8,7 +8,7 @@ from support.domain import HandClock, running
 from portalmq import wire
 from portalmq.broker.core.records import Claim
 from portalmq.broker.storage.batch import Record
-from portalmq.errors import InvalidRequest, OffsetOutOfRange, PartitionNotFound
+from portalmq.errors import InvalidRequest, OffsetOutOfRange, PartitionNotFound, Unavailable
 
 LATER_MS = 60_000
 
@@ -76,6 +76,17 @@ def test_no_lane_gives_what_was_purged(fixture, clock, begun):
     assert texts(receive(fixture)) == NEW
     assert texts(receive(fixture, "another")) == NEW
     assert counts(fixture).lag == 4
+
+
+def test_a_group_that_begins_before_the_log_start_moves_gets_nothing_of_what_was_purged(fixture, clock, monkeypatch):
+    one_of_each(fixture, "old")
+    monkeypatch.setattr("portalmq.broker.upkeep._advance", lambda log, upto: Unavailable("the disk is slow"))
+    with pytest.raises(Unavailable):
+        purge(fixture, partition=0)
+    assert [each.log.log_start_offset for each in fixture.broker.topics.get("t").led()] == [0, 0]
+    one_of_each(fixture, "new")
+    clock.advance(2 * LATER_MS)
+    assert texts(receive(fixture)) == NEW
 
 
 def test_a_purge_up_to_an_offset_splits_a_batch_and_every_lane_in_it(fixture, clock):

@@ -122,7 +122,8 @@ class QueueDesk:
         config = self.world.queue_groups[group]
         delivery = self.desk.groups.delivery.get(group)
         if delivery is None:
-            start = self.desk.high_watermark if config.latest else self.desk.shell.disk.start
+            first = max(self.desk.shell.disk.start, self.desk.groups.purged_upto)
+            start = self.desk.high_watermark if config.latest else first
             self.desk.append(group, GroupStart(start, self.node.now_ms), self._when_committed(back, []))
             return
         now_ms = self.node.now_ms
