@@ -350,6 +350,8 @@ class AsyncConsumer:
         self._manual_ack = manual_ack
         self._receiver = _Threads("portalmq-async-receive", 1)
         self._settlers = _Threads("portalmq-async-settle", SETTLERS_MAX)
+        # While brokers are away acks may hold all settlers, and a queue of them behind: the end waits for none.
+        self._closer = _Threads("portalmq-async-close", 1)
         self._closed = False
         self._begin_anew()
         begin_anew_in_children(self)
@@ -496,7 +498,7 @@ class AsyncConsumer:
             return
         self._closed = True
         try:
-            await self._settlers.run(self._consumer.close)
+            await self._closer.run(self._consumer.close)
             if self._receiving is not None and not self._turn.locked():  # else who waits for it gets it
                 with contextlib.suppress(PortalMQError):
                     await self._arrived(self._receiving, CLOSE_TIMEOUT_S)
@@ -504,11 +506,12 @@ class AsyncConsumer:
                 # What was handed out in manual mode is the user's to settle, but this never reached him.
                 kept, reason = list(self._kept), "the consumer closed before it came to it"
                 with contextlib.suppress(PortalMQError):
-                    await self._settlers.run(lambda: self._consumer.nack(kept, 0, reason))
+                    await self._closer.run(lambda: self._consumer.nack(kept, 0, reason))
         finally:
             self._kept.clear()
             self._receiver.close()
             self._settlers.close()
+            self._closer.close()
 
     async def __aenter__(self) -> Self:
         return self

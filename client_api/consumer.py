@@ -30,7 +30,15 @@ from portalmq.reach import SILENT_S_MAX
 from portalmq.stream import Delivery, StreamMember
 from portalmq.stream_wire import SESSION_TIMEOUT_MS_MAX
 from portalmq.tls import TlsFiles
-from portalmq.transport import CALL_TIMEOUT_S, Bootstrap, Request, Transport, decode_answer, may_repeat
+from portalmq.transport import (
+    CALL_TIMEOUT_S,
+    WAIT_S_MIN,
+    Bootstrap,
+    Request,
+    Transport,
+    decode_answer,
+    may_repeat,
+)
 
 # A consumer that waits asks again this often: a broker that is paused holds it no longer.
 RECEIVE_WAIT_S = 10.0
@@ -288,7 +296,7 @@ class Consumer(Closing):
                     (("Content-Type", wire.JSON), ("Accept", wire.BATCH_MSGPACK)),
                     repeatable=True,
                     near=self._near,
-                    wait_s=wait_s,
+                    wait_s=max(wait_s, WAIT_S_MIN),
                     tells_first=True,
                 ),
                 timeout_s=timeout_s,

@@ -29,7 +29,16 @@ from portalmq import wire
 from portalmq.errors import Fenced, LockHeld, LockNotFound, PortalMQError
 from portalmq.forking import begin_anew_in_children
 from portalmq.tls import TlsFiles
-from portalmq.transport import Backoff, Bootstrap, Request, Transport, decode_answer, may_repeat, with_query
+from portalmq.transport import (
+    WAIT_S_MIN,
+    Backoff,
+    Bootstrap,
+    Request,
+    Transport,
+    decode_answer,
+    may_repeat,
+    with_query,
+)
 
 _log = logging.getLogger("portalmq.lock")
 
@@ -171,7 +180,7 @@ class Lock:
             msgspec.json.encode(body),
             (("Content-Type", wire.JSON),),
             repeatable=True,
-            wait_s=wait_s,
+            wait_s=max(wait_s, WAIT_S_MIN),
         )
         deadline = time.monotonic() + wait_s + REACH_TIMEOUT_S
         return decode_answer(self._transport.attempt(request, deadline), wire.LockGrant)

@@ -55,6 +55,8 @@ RETRY_AFTER_S_MAX = 30.0
 TIMEOUT_S_MIN = 0.01
 LOOK_UPS_MAX = 3
 LOOK_UP_S_MIN = 0.1
+# The wait of a long poll that does not wait: a silent broker is given up as soon as with one that does.
+WAIT_S_MIN = 0.001
 
 T = TypeVar("T")
 

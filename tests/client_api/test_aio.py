@@ -15,6 +15,7 @@ import pytest
 from support.scripted_broker import ScriptedBroker, hang_up, hold, lose_answer, refuse
 
 from portalmq import AsyncConsumer, AsyncProducer, Consumer, Producer, StaleReceipt, TopicNotFound
+from portalmq.aio import SETTLERS_MAX
 from portalmq.errors import Backpressure, Unavailable
 
 WITHIN_S = 10.0
@@ -395,6 +396,23 @@ class TestConsuming:
 
         run(test())
         assert (broker.leased, broker.done) == ({}, set())
+
+    def test_close_does_not_wait_for_acks_that_get_no_answer(self, broker: ScriptedBroker) -> None:
+        answered = threading.Event()
+        broker.fill("t", [b"1"] * (SETTLERS_MAX + 1))
+        broker.script("POST", "/v1/groups/g/ack", [hold(answered)] * (SETTLERS_MAX + 1))
+
+        async def test() -> None:
+            consumer = AsyncConsumer("t", group="g", bootstrap=broker.url, manual_ack=True)
+            messages = await consumer.poll(TEST_WITHIN_S)
+            acks = [asyncio.ensure_future(consumer.ack(message)) for message in messages]
+            await until(lambda: len(broker.calls_of("POST", "/v1/groups/g/ack")) == SETTLERS_MAX)
+            await consumer.close()
+            assert not any(ack.done() for ack in acks)
+            answered.set()
+            await asyncio.gather(*acks)
+
+        run(test())
 
     def test_close_ends_a_wait_and_twice_is_fine(self, broker: ScriptedBroker) -> None:
         broker.fill("t", [])

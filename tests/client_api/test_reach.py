@@ -14,8 +14,10 @@ from support.ports import kept_port, number_of
 from support.scripted_broker import ScriptedBroker, hold, lose_answer, refuse
 
 from portalmq import Admin, AsyncConsumer, AsyncProducer, Consumer, Lock, Producer, Unavailable
-from portalmq.connection import Address
+from portalmq.connection import Address, Answer
+from portalmq.lock import REACH_TIMEOUT_S
 from portalmq.reach import FIRST_CONTACT_S, SILENT_S_MAX, WARN_AFTER_S, WARN_EVERY_S, Reach
+from portalmq.transport import LONG_POLL_GRACE_S, Request, Transport
 
 AN_HOUR_S = 3_600.0
 ONE, TWO = Address("http", "one", 1), Address("http", "two", 1)
@@ -93,6 +95,37 @@ def test_a_consumer_that_reaches_nobody_raises_in_its_time(
 def test_what_a_consumer_settles_first_is_in_its_time_too(delivery: str, nobody: str) -> None:
     with Consumer("t", bootstrap=nobody, delivery=delivery) as consumer, pytest.raises(Unavailable):  # type: ignore[arg-type]
         consumer.poll(0.05)
+
+
+def try_timeouts(monkeypatch: pytest.MonkeyPatch, transport: Transport) -> list[float]:
+    """How long each request of the transport may take from now on."""
+    noted: list[float] = []
+    attempt = transport.attempt
+
+    def note(request: Request, deadline: float, **options: bool) -> Answer:
+        noted.append(request.try_timeout_s)
+        return attempt(request, deadline, **options)
+
+    monkeypatch.setattr(transport, "attempt", note)
+    return noted
+
+
+def test_a_poll_that_does_not_wait_gives_a_silent_broker_no_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    with ScriptedBroker() as broker, Consumer("t", bootstrap=broker.url) as consumer:
+        consumer.poll(0.01)
+        noted = try_timeouts(monkeypatch, consumer._receiving)
+        consumer.poll(0)
+        assert round(noted[-1]) == LONG_POLL_GRACE_S
+
+
+def test_a_lock_that_does_not_wait_leaves_time_to_ask_another_broker(
+    monkeypatch: pytest.MonkeyPatch, nobody: str
+) -> None:
+    lock = Lock("a", nobody)
+    noted = try_timeouts(monkeypatch, lock._transport)
+    with pytest.raises(Unavailable):
+        lock.acquire(0)
+    assert round(noted[0]) == LONG_POLL_GRACE_S < REACH_TIMEOUT_S
 
 
 @pytest.mark.usefixtures("patient")
