@@ -26,9 +26,9 @@ from portalmq.broker.scheduled import BEGINNING, Due, SchedulePage
 from portalmq.broker.settling import Verdict, Way
 from portalmq.broker.shortages import refusal_of
 from portalmq.broker.storage.batch import Record
-from portalmq.broker.storage.errors import CorruptBatch, Shortage, StorageFault
+from portalmq.broker.storage.errors import CorruptBatch, OffsetPurged, Shortage, StorageFault, WrongLog
 from portalmq.broker.waiting import Delivered, Peer, Portion
-from portalmq.errors import MessageNotFound, NotFound, PortalMQError, TopicNotFound, Unavailable
+from portalmq.errors import MessageNotFound, NotFound, OffsetOutOfRange, PortalMQError, TopicNotFound, Unavailable
 
 log = logging.getLogger(__name__)
 
@@ -89,8 +89,10 @@ class Broker(Rooms):
                     return unsure
             case Shortage():
                 return refusal_of(fault, "unknown")
-            case CorruptBatch():
-                return Unavailable(f"a batch is damaged on this broker: {fault}", outcome="unknown")
+            case OffsetPurged():
+                return OffsetOutOfRange(str(fault), outcome="unknown", log_start_offset=fault.log_start_offset)
+            case CorruptBatch() | WrongLog():
+                return Unavailable(f"a file is damaged on this broker: {fault}", outcome="unknown")
             case StorageFault():
                 self.storage_failed(fault)
                 return Unavailable("the storage failed", outcome="unknown")

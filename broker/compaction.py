@@ -33,7 +33,7 @@ from portalmq.broker.core.records import Compact, ranges_of
 from portalmq.broker.partition import Partition
 from portalmq.broker.storage.batch import Kind
 from portalmq.broker.storage.compaction import Compaction, Order
-from portalmq.broker.storage.errors import CorruptBatch, DamagedFile, Shortage
+from portalmq.broker.storage.errors import DAMAGE, OffsetPurged, Shortage
 from portalmq.broker.storage.log import Log
 from portalmq.errors import Unavailable
 
@@ -197,11 +197,11 @@ class Compacting:
         found = self._host.pool.apply(_answered, (work, arguments))
         if not isinstance(found, Exception):
             return found
-        if isinstance(found, CorruptBatch | DamagedFile):
+        if isinstance(found, DAMAGE):
             partition.damaged(str(found))
         elif isinstance(found, Shortage):
             log.warning("%s cannot be compacted: %s", partition, found)
-        elif not isinstance(found, Unavailable):  # closed meanwhile
+        elif not isinstance(found, OffsetPurged | Unavailable):  # purged or closed meanwhile
             self._host.storage_failed(found)
         return None
 

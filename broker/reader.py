@@ -11,7 +11,7 @@ from gevent.threadpool import ThreadPool
 from portalmq.broker.cache import BatchCache, payload_bytes
 from portalmq.broker.shortages import refusal_of
 from portalmq.broker.storage.batch import Batch, Kind, Record
-from portalmq.broker.storage.errors import CorruptBatch, DamagedFile, OffsetPurged, Shortage, StorageError, StorageFault
+from portalmq.broker.storage.errors import DAMAGE, OffsetPurged, Shortage, StorageError, StorageFault
 from portalmq.broker.storage.log import Log
 from portalmq.errors import Unavailable
 
@@ -93,7 +93,7 @@ class Reader:
         found = pool.apply(_found_ids, (self._log, message_ids, since_ms, below))
         if isinstance(found, Unavailable):
             raise found
-        if isinstance(found, CorruptBatch | DamagedFile):
+        if isinstance(found, DAMAGE):
             self._on_damage(found)
             raise Unavailable(f"a file is damaged on this broker: {found}", outcome="not_applied") from found
         if isinstance(found, Shortage):
@@ -157,7 +157,7 @@ class Reader:
         try:
             with suppress(OffsetPurged):
                 yield
-        except (CorruptBatch, DamagedFile) as fault:
+        except DAMAGE as fault:
             self._on_damage(fault)
             raise Unavailable(f"a batch is damaged on this broker: {fault}", outcome="not_applied") from fault
         except Shortage as shortage:  # to open files that rested takes some room

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from portalmq.broker.core.events import Fetch, FetchReceived, Rejected, Reply, ReplyFetch
 from portalmq.broker.storage.batch import Frame, frame_of
-from portalmq.broker.storage.errors import CorruptBatch, DamagedFile, OffsetPurged, Shortage, StorageError
+from portalmq.broker.storage.errors import DAMAGE, OffsetPurged, Shortage, StorageError
 from portalmq.broker.storage.log import Log
 from portalmq.errors import Unavailable
 
@@ -141,7 +141,7 @@ class Serving:
             return None
         if partition.replica.highest_epoch != epoch:
             return None  # the log may have been cut since: nothing of what was read may enter the cache
-        if isinstance(read, CorruptBatch | DamagedFile):
+        if isinstance(read, DAMAGE):
             partition.damaged(str(read))
             return None
         if isinstance(read, Exception):

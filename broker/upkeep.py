@@ -21,7 +21,7 @@ from portalmq.broker.core.fold import PartitionFold, encode_fold
 from portalmq.broker.core.lanes import DELAYED
 from portalmq.broker.core.records import Purge
 from portalmq.broker.storage.batch import Kind
-from portalmq.broker.storage.errors import CorruptBatch, DamagedFile, OffsetPurged, Shortage
+from portalmq.broker.storage.errors import DAMAGE, OffsetPurged, Shortage
 from portalmq.broker.storage.log import Log
 from portalmq.broker.storage.reading import ReplicaStart
 from portalmq.broker.storage.state import StateFile
@@ -191,7 +191,7 @@ class Upkeep:
     def _on_files(self, work: Callable[P, T], *arguments: P.args, **more: P.kwargs) -> T:
         """Return what `work` answers on a native thread. Raises its error; a damaged file is noted, and unavailable."""
         found: T | Exception = self._partition.host.pool.apply(_answered, (work, *arguments), more)
-        if isinstance(found, CorruptBatch | DamagedFile):
+        if isinstance(found, DAMAGE):
             self._partition.damaged(str(found))
             raise Unavailable(f"a file is damaged on this broker: {found}") from found
         if isinstance(found, Exception):
@@ -232,7 +232,7 @@ class Upkeep:
         if isinstance(found, int):
             ended, self._scrub_at = found <= self._scrub_at, found
             return not ended
-        if isinstance(found, CorruptBatch | DamagedFile):
+        if isinstance(found, DAMAGE):
             partition.damaged(str(found))
         elif not isinstance(found, OffsetPurged | Shortage | Unavailable):  # dropped, begun anew or closed meanwhile
             partition.host.storage_failed(found)

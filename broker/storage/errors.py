@@ -83,6 +83,10 @@ class WrongLog(StorageError):
     """The file on disk is not part of the log that was to be opened."""
 
 
+# Of a file that was whole when the log was opened: it is not any more, or another has taken its place.
+DAMAGE = (CorruptBatch, DamagedFile, WrongLog)
+
+
 class LogClosed(Unavailable):
     """The log was closed for good. A caller who repeats the request learns why."""
 

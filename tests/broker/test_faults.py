@@ -17,10 +17,10 @@ from support.replicas import eventually
 
 from portalmq import wire
 from portalmq.broker.core.events import SessionLost
-from portalmq.broker.storage.errors import DiskFull, StorageFault
+from portalmq.broker.storage.errors import DiskFull, OffsetPurged, StorageFault, WrongLog
 from portalmq.broker.storage.log import Log
 from portalmq.broker.storage.segment import Segment
-from portalmq.errors import Backpressure, PortalMQError, RequestInProgress, StorageFull, Unavailable
+from portalmq.errors import Backpressure, OffsetOutOfRange, PortalMQError, RequestInProgress, StorageFull, Unavailable
 
 
 @pytest.fixture
@@ -250,6 +250,46 @@ def test_a_fault_met_on_the_way_is_told_in_the_terms_of_the_contract(fixture, mo
         send(fixture, "b", idempotency_key="k")
     assert isinstance(fixture.broker.explain(fault.value), Unavailable)
     assert len(fixture.faults) == 1, "and the broker ends"
+
+
+def test_what_storage_alone_knows_is_told_in_the_terms_of_the_contract_too(fixture):
+    purged = fixture.broker.explain(OffsetPurged(3, 7))
+    assert isinstance(purged, OffsetOutOfRange)
+    assert (purged.status, purged.outcome, purged.extra["log_start_offset"]) == (416, "unknown", 7)
+    swapped = fixture.broker.explain(WrongLog("0.sqlite belongs to another log"))
+    assert isinstance(swapped, Unavailable)
+    assert (swapped.outcome, fixture.faults) == ("unknown", [])
+
+
+def test_a_file_that_another_took_the_place_of_is_damage_and_no_mistake_of_ours(fixture, monkeypatch):
+    send(fixture, "a")
+    partition = fixture.broker.topics.get("t").partition(0)
+
+    def read(*_, **__):
+        raise WrongLog("0.sqlite belongs to another log")
+
+    monkeypatch.setattr(partition.log, "read", read)
+    partition.forget_read()
+    with pytest.raises(Unavailable, match="damaged"):
+        list(fixture.broker.read_all("t", None))
+    assert partition.flaw
+    assert fixture.faults == []
+
+
+def test_a_purge_under_a_compaction_does_not_end_the_broker(fixture, monkeypatch):
+    fixture.broker.create_topic("t", wire.CreateTopic(config={"cleanup": "compact"}))
+    fixture.broker.produce("t", records("a", key=b"k"), None, acks="all")
+    partition = fixture.broker.topics.get("t").partition(0)
+    asked: list[int] = []
+
+    def read(offset: int, **_):
+        asked.append(offset)
+        raise OffsetPurged(offset, offset + 1)
+
+    monkeypatch.setattr(partition.log, "read", read)
+    fixture.broker.housekeeping.compact()
+    assert asked
+    assert fixture.faults == []
 
 
 def test_upkeep_on_a_full_disk_makes_room_for_itself_first(fixture):
