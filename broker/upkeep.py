@@ -102,10 +102,10 @@ class Upkeep:
         """Everything below `upto` (all that is readable, when None) is gone, durably on return."""
         partition = self._partition
         upto = partition.high_watermark if upto is None else min(upto, partition.high_watermark)
-        if upto <= partition.log.log_start_offset:
-            return
-        self._wait_for_orders(upto)
-        self._begin_at(upto)
+        if upto > partition.log.log_start_offset:
+            self._wait_for_orders(upto)
+            self._begin_at(upto)
+        partition.wait_settled(upto - 1)
 
     def _begin_at(self, upto: int) -> None:
         """Let the log begin at `upto`, on all replicas: they follow the records that say so. Durable here on return."""

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gevent
 import pytest
 from support.domain import HandClock, running
+from support.replicas import eventually
 
 from portalmq import wire
+from portalmq.broker.core.events import Tick
 from portalmq.broker.core.records import Claim
+from portalmq.broker.core.replica import PartitionReplica
 from portalmq.broker.storage.batch import Record
 from portalmq.errors import InvalidRequest, OffsetOutOfRange, PartitionNotFound, Unavailable
 
@@ -171,3 +175,18 @@ def test_an_offset_without_its_partition_is_refused_and_one_past_the_end_takes_w
     assert list(fixture.broker.read_all("t", None)) == []
     one_of_each(fixture, "new")
     assert texts(receive(fixture)) == ["new plain", "new urgent"]
+
+
+def test_is_answered_once_no_leader_before_this_one_hands_the_messages_out(fixture, monkeypatch):
+    """Its repeat, which finds it done, is not answered sooner."""
+    partition = fixture.broker.topics.known("t").local[0]
+    end = send(fixture, Record(b"a"))[-1] + 1
+    monkeypatch.setattr(PartitionReplica, "may_settle", lambda replica, now_ms: False)
+    purges = [gevent.spawn(purge, fixture, partition=0, before_offset=end)]
+    eventually(lambda: partition.log.log_start_offset == end)
+    purges.append(gevent.spawn(purge, fixture, partition=0, before_offset=end))
+    assert not gevent.wait(purges, timeout=0.2, count=1)
+    monkeypatch.undo()
+    partition.tell(Tick())
+    gevent.joinall(purges, timeout=50, raise_error=True)
+    assert all(each.ready() for each in purges)
