@@ -37,7 +37,7 @@ from portalmq.feeds import Feed, Feeds, Place, Taken
 from portalmq.message import Message
 from portalmq.reach import FIRST_CONTACT_S, SILENT_S_MAX
 from portalmq.stream_commits import Commits
-from portalmq.transport import CALL_TIMEOUT_S, Request, Transport, decode_answer, with_query
+from portalmq.transport import CALL_TIMEOUT_S, Request, Transport, decode_answer, may_repeat, with_query
 
 _log = logging.getLogger("portalmq.consumer")
 
@@ -169,8 +169,15 @@ class StreamMember:
                     left_s = left_s if left_s > 0 else LET_GO_POLL_S
                     self._lock.wait(min(left_s, WAIT_S))
                 self._taken = taken
-            if self._delivery == "at_most_once" and not self._commit_first(taken):
-                continue
+            if self._delivery == "at_most_once":
+                within_s = None if one or deadline is None else max(WAIT_S, deadline - time.monotonic())
+                try:
+                    if not self._commit_first(taken, within_s):
+                        continue
+                except PortalMQError as error:
+                    if within_s is None or not may_repeat(error, True) or not self._settling.reach.may_hide():
+                        raise
+                    return []  # leaders change, and the next poll goes on with it
             with self._lock:
                 if taken.feed.gone or taken.feed.revoked:
                     continue
@@ -240,14 +247,15 @@ class StreamMember:
         if self.feeds.by_place and any(feed.revoked for feed in self.feeds.by_place.values()):
             self._wake.set()
 
-    def _commit_first(self, taken: Taken) -> bool:
-        """at_most_once: the batch is committed before the first of it is handed out."""
+    def _commit_first(self, taken: Taken, within_s: float | None) -> bool:
+        """at_most_once: the batch is committed before the first of it is handed out. Raises what keeps it from being
+        committed in time."""
         if taken.feed.committed >= taken.end:
             return True
         with self._lock:
             taken.feed.done = taken.end
         try:
-            self._commits.commit([taken.feed])
+            self._commits.commit([taken.feed], timeout_s=within_s)
         except (IllegalGeneration, OffsetOutOfRange):
             self._wake.set()
             with self._lock:

@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+import threading
 from http.client import HTTPMessage
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import pytest
 
 from portalmq import stream_wire, wire
 from portalmq.connection import Answer
-from portalmq.errors import Fenced
-from portalmq.stream import StreamMember
+from portalmq.errors import Fenced, Unavailable
+from portalmq.feeds import Feed, Taken
+from portalmq.reach import Reach
+from portalmq.stream import WAIT_S, StreamMember
 from portalmq.transport import Request
 
 
-def member(member_id: str | None, transport: Any = None) -> StreamMember:
+def member(
+    member_id: str | None, transport: Any = None, delivery: Literal["at_least_once", "at_most_once"] = "at_least_once"
+) -> StreamMember:
     return StreamMember(
         transport,
         transport,
         "g",
         ["t"],
         {},
-        delivery="at_least_once",
+        delivery=delivery,
         manual_ack=False,
         member_id=member_id,
         session_timeout_s=6.0,
@@ -78,3 +83,31 @@ def test_a_consumer_that_is_closed_while_it_joins_leaves_its_partitions_to_other
     it = brokers.member = member(member_id, brokers)
     it._live()
     assert brokers.asked == asked
+
+
+class ChangingLeaders:
+    """Brokers that take no commit at first."""
+
+    def __init__(self) -> None:
+        self.reach = Reach(lambda: 0.0)
+        self.are_back = False
+        self.given_s: list[float | None] = []
+
+    def call(self, request: Request, *, timeout_s: float | None) -> Answer:
+        self.given_s.append(timeout_s)
+        if not self.are_back:
+            raise Unavailable("a leader is elected")
+        return Answer(204, HTTPMessage(), b"")
+
+
+def test_a_poll_whose_messages_are_committed_first_keeps_its_time_while_leaders_change() -> None:
+    brokers = ChangingLeaders()
+    it = member(None, brokers, "at_most_once")
+    it._thread = threading.current_thread()  # no turns of its own
+    feed = Feed(stream_wire.AssignedPartition("t", 0, 0, 1))
+    it.feeds.by_place[feed.place] = feed
+    it._taken = Taken(feed, [(0, stream_wire.FrameRecord(b"a", "text/plain"))], 0, 1)
+    assert it.poll(0.0, 10, None) == []
+    assert brokers.given_s == [WAIT_S]
+    brokers.are_back = True
+    assert [message.value for message in it.poll(0.0, 10, None)] == [b"a"]
