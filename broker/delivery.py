@@ -170,7 +170,11 @@ class GroupPartition:
             tuple(choice.held),
             self.partition.groups.leases_above,
         )
-        granted = self._append_grant(grant, choice)
+        try:
+            granted = self._append_grant(grant, choice)
+        except PortalMQError:
+            gevent.spawn_later(1, self.notify)  # as in _wait_vouched
+            raise
         self._bell.arm()
         again = sum([end - start for start, end, deliveries in ranges if deliveries > 1])
         self.on_delivered(sum([end - start for start, end, _ in ranges]), again)

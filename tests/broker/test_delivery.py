@@ -14,6 +14,7 @@ from support.replicas import eventually
 from portalmq import wire
 from portalmq.broker.core.delivery import GroupDelivery
 from portalmq.broker.core.receipts import nth_text
+from portalmq.broker.core.records import Grant
 from portalmq.broker.core.replica import PartitionReplica
 from portalmq.broker.readable import VOUCHED_WITHIN_MS
 from portalmq.errors import Backpressure, GroupNotFound, InvalidRequest, Unavailable
@@ -639,3 +640,20 @@ def test_a_group_that_ends_while_its_followers_are_waited_for_hands_nothing_out(
     monkeypatch.setattr("portalmq.broker.readable.gevent", SimpleNamespace(sleep=lambda seconds: None))
     received = receive(fixture)
     assert fixture.broker.ack("g", [message.receipt for message in received]) == [True] * len(received)
+
+
+def test_who_was_woken_in_vain_is_woken_again(fixture, monkeypatch):
+    """The grant can be refused, too, when reading has taken longer than the followers' word holds."""
+    send(fixture, "x")
+    partition = fixture.broker.topics.known("t").local[0]
+    real, refusals = partition.append_group_record, [1, 2]
+
+    def refused(group: str, record: object, **more: object) -> object:
+        if isinstance(record, Grant) and refusals:
+            refusals.pop()
+            raise Unavailable("its followers do not vouch")
+        return real(group, record, **more)
+
+    monkeypatch.setattr(partition, "append_group_record", refused)
+    waiting = gevent.spawn(receive, fixture, wait_ms=60_000)
+    assert texts(waiting.get(timeout=50)) == ["x"]
