@@ -252,21 +252,34 @@ class Settling:
         """The receipts by partition, and there by lease. Raises InvalidRequest when one of them is not the group's."""
         by_head: dict[str, tuple[Lease, Shown]] = {}
         by_place: dict[Place, list[Shown]] = {}
+        last_head = ""  # mostly those of a lease stand together
         for index, text in enumerate(in_turns(texts, RECEIPTS_A_TURN)):
             head = text[:HEAD_LENGTH]
-            found = by_head.get(head)
-            if found is None:
-                topic = self._desk.by_tag(tag_of(head))
-                if topic is None:
-                    raise InvalidRequest(f"receipt {index} belongs to no topic that group {group.name!r} received from")
-                lease = self._desk.book(group, topic.state.topic_id).check(head)
-                found = by_head[head] = (lease, Shown(lease.delivery, lease.leader_epoch, [], []))
-                place = Place(topic.name, topic.state.topic_id, lease.partition)
-                by_place.setdefault(place, []).append(found[1])
-            lease, shown = found
-            shown.indexes.append(index)
-            shown.offsets.append(offset_of(text, lease))
+            if head != last_head or not index:
+                last_head = head
+                lease, shown = by_head.get(head) or self._begun(group, head, index, by_head, by_place)
+                indexes, offsets = shown.indexes, shown.offsets
+            indexes.append(index)
+            offsets.append(offset_of(text, lease))
         return by_place
+
+    def _begun(
+        self,
+        group: GroupState,
+        head: str,
+        index: int,
+        by_head: dict[str, tuple[Lease, Shown]],
+        by_place: dict[Place, list[Shown]],
+    ) -> tuple[Lease, Shown]:
+        """The lease of a head that was not met before, checked, and where its receipts are gathered."""
+        topic = self._desk.by_tag(tag_of(head))
+        if topic is None:
+            raise InvalidRequest(f"receipt {index} belongs to no topic that group {group.name!r} received from")
+        lease = self._desk.book(group, topic.state.topic_id).check(head)
+        found = by_head[head] = (lease, Shown(lease.delivery, lease.leader_epoch, [], []))
+        place = Place(topic.name, topic.state.topic_id, lease.partition)
+        by_place.setdefault(place, []).append(found[1])
+        return found
 
 
 def _verdicts(work: _Settling, outcomes: Outcomes[list[bool]], size: int) -> list[Verdict]:

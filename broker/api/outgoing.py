@@ -118,28 +118,27 @@ def pack_page_messages(messages: Iterable[Stored]) -> list[wire.PackMessageOut]:
 
 
 def pack_delivered(messages: Iterable[Delivered]) -> list[wire.PackMessageOut]:
-    out = []
-    for delivered in messages:
-        record = delivered.record
-        out.append(
-            wire.PackMessageOut(
-                delivered.partition,
-                delivered.offset,
-                record.value,
-                delivered.timestamp_ms,
-                record.key,
-                record.content_type,
-                record.headers,
-                record.deliver_at_ms,
-                record.expires_at_ms,
-                record.priority,
-                delivered.topic,
-                delivered.receipt,
-                delivered.delivery_count,
-                delivered.lease_expires_at_ms,
-            )
+    shown = wire.PackMessageOut
+    return [
+        shown(
+            delivered.partition,
+            delivered.offset,
+            record.value,
+            delivered.timestamp_ms,
+            record.key,
+            record.content_type,
+            record.headers,
+            record.deliver_at_ms,
+            record.expires_at_ms,
+            record.priority,
+            delivered.topic,
+            delivered.receipt,
+            delivered.delivery_count,
+            delivered.lease_expires_at_ms,
         )
-    return out
+        for delivered in messages
+        for record in (delivered.record,)
+    ]
 
 
 def encode_received(messages: Iterable[Delivered], stale_receipts: list[str], *, packed: bool) -> bytes:

@@ -149,7 +149,8 @@ def receive(room: Room, environ: Environ, group: str) -> Answer:
             if wanted.ack:
                 delivered, verdicts = room.domain.ack_and_receive(group, wanted, peer_of(environ), **how)
                 _check_settled(wanted.ack, verdicts)
-                stale = [receipt for receipt, ok in zip(wanted.ack, verdicts, strict=True) if not ok]
+                if not all(verdicts):
+                    stale = [receipt for receipt, ok in zip(wanted.ack, verdicts, strict=True) if not ok]
             else:
                 delivered = room.domain.receive(group, wanted, peer_of(environ), **how)
         body = outgoing.encode_received(delivered, stale, packed=packed)
@@ -201,6 +202,8 @@ def _settled(receipts: list[str], verdicts: Sequence[Verdict]) -> Answer:
 def _check_settled(receipts: list[str], verdicts: Sequence[Verdict]) -> None:
     """Raises when the leader of some of the receipts could not be asked: those are `unknown` in the results. Sending
     all of them again is safe."""
+    if verdicts.count(True) == len(verdicts):
+        return
     errors = [verdict for verdict in verdicts if isinstance(verdict, PortalMQError)]
     if errors:
         raise Unavailable(

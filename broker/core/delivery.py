@@ -20,7 +20,7 @@ Offsets are numbers here; payloads, clocks and settings never enter.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from heapq import heappop, heappush, merge
 from sys import intern
 
@@ -423,15 +423,23 @@ class GroupDelivery:
                 return attempt_id.startswith(f"{holder}:")
         return False
 
-    def ackable(self, offsets: Iterable[int], delivery: int, leader_epoch: int = 0) -> tuple[list[bool], list[int]]:
+    def _span_of_all(self, offsets: Sequence[int]) -> SpanFold | None:
+        """The span that has them all, as it mostly is with those of one lease."""
+        span = self.at(offsets[0]) if offsets else None
+        return span if span is not None and span.start <= min(offsets) and max(offsets) < span.end else None
+
+    def ackable(self, offsets: Sequence[int], delivery: int, leader_epoch: int = 0) -> tuple[list[bool], list[int]]:
         """Whether receipts of the `delivery`-th lease still count, and those of the offsets that are not done yet.
 
         One counts when its message is done already (acking twice is fine), or when it is of the latest lease, run out
         or not. Whether that one still runs does not matter, nor who gave it back: what is refused once stays refused.
         """
+        span = self._span_of_all(offsets)
+        if span is not None:
+            good = not span.is_later(leader_epoch, delivery - span.is_unleased_since)
+            return [good] * len(offsets), list(offsets) if good else []
         verdicts: list[bool] = []
         unfinished: list[int] = []
-        span: SpanFold | None = None
         good = False
         for offset in offsets:
             if span is None or not span.start <= offset < span.end:
@@ -456,8 +464,10 @@ class GroupDelivery:
         """Whether the message was handed out, as far as this log knows, and is not done."""
         return self.at(offset) is not None
 
-    def with_span(self, offsets: Iterable[int]) -> list[int]:
+    def with_span(self, offsets: Sequence[int]) -> list[int]:
         """Those of the messages that were handed out, as far as this log knows, and are not done."""
+        if self._span_of_all(offsets) is not None:
+            return list(offsets)
         found: list[int] = []
         span: SpanFold | None = None
         for offset in offsets:

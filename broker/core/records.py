@@ -204,9 +204,12 @@ StreamRecord = Claim | CommitOffset | Seek
 
 def ranges_of(offsets: list[int]) -> tuple[Range, ...]:
     """Sorted, disjoint ranges that cover exactly `offsets`."""
+    rising = sorted(set(offsets))
+    if rising and rising[-1] - rising[0] < len(rising):
+        return ((rising[0], rising[-1] + 1),)
     ranges: list[Range] = []
     start = end = -1
-    for offset in sorted(set(offsets)):
+    for offset in rising:
         if offset == end:
             end += 1
             continue

@@ -544,3 +544,15 @@ def test_a_lease_has_no_number_that_was_given_by_a_grant_which_the_log_has_lost(
     again = GroupsFold()
     again.go_on_after(after)
     assert again.leases_above == 3
+
+
+def test_receipts_of_one_span_count_as_each_by_itself():
+    group = new_group()
+    grant(group, (0, 6, 1), (8, 10, 1))
+    group.apply(Ack(((2, 3),), 0))
+    for offsets in ([0, 1], [1, 0, 1], [3, 5, 4], [0, 3], [2], [2, 3], [5, 8], [9, 8], [20], []):
+        for delivery in (0, 1, 2):
+            each = [group.ackable([offset], delivery) for offset in offsets]
+            verdicts = [verdict for verdicts, _ in each for verdict in verdicts]
+            assert group.ackable(offsets, delivery) == (verdicts, [offset for _, more in each for offset in more])
+        assert group.with_span(offsets) == [offset for offset in offsets if group.has_span(offset)]
