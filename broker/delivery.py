@@ -135,8 +135,9 @@ class GroupPartition:
             if config.ordering == "key":
                 self._read_keys()
             self._wait_vouched(patient=options.patient)
+            if not self._bury():
+                return []
             now_ms = self._clock.now_ms()
-            self._bury(now_ms)
             most = min(options.max_messages, FOUND_MAX) if self._supply.lanes() else options.max_messages
             choice = self._choice(now_ms, most, options.max_bytes)
             pieces = self._pieces(choice)
@@ -288,13 +289,21 @@ class GroupPartition:
 
     def _give_up_overdue(self) -> None:
         with suppress(PortalMQError):  # it is led elsewhere from now on, or the next bell is early enough
-            self._bury(self._clock.now_ms())
+            self._bury()
 
-    def _bury(self, now_ms: int) -> None:
-        """Give up what has been delivered often enough, as far as a record holds it. What is left rings again."""
-        ranges = self.delivery.overdue(now_ms, self.settings().max_deliveries, DEAD_A_RECORD)
-        if ranges:
-            self._give_up(tuple(ranges), now_ms, EXHAUSTED)
+    def _bury(self) -> bool:
+        """Give up what has been delivered often enough, in records that leave others their turn in between. False when
+        the group has ended here meanwhile."""
+        while True:
+            now_ms = self._clock.now_ms()
+            ranges = self.delivery.overdue(now_ms, self.settings().max_deliveries, DEAD_A_RECORD)
+            if ranges:
+                self._give_up(tuple(ranges), now_ms, EXHAUSTED)
+            if not self.delivery.may_be_overdue:
+                return True
+            give_way()
+            if self._bell.delivery is None:
+                return False
 
     def _give_up(self, ranges: tuple[tuple[int, int, int], ...], now_ms: int, reason: str) -> Pending:
         topic = dead_letter_topic(self.settings(), self.partition.topic)

@@ -201,7 +201,9 @@ def has_turn(delivery: GroupDelivery, now_ms: int, committed: int) -> bool:
     book = delivery.keys
     if book is None or not book.is_whole:
         return delivery.held > 0 or delivery.has_returned(now_ms)
-    return _knows_turns(delivery, committed) and next(_turns(delivery, book, now_ms), None) is not None
+    if not _knows_turns(delivery, committed):
+        return False
+    return next(_turns(delivery, book, now_ms), None) is not None or delivery.has_unnoted(now_ms)
 
 
 def _knows_turns(delivery: GroupDelivery, committed: int) -> bool:

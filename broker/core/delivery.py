@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Iterator, Sequence
-from heapq import heappop, heappush, merge
+from heapq import heapify, heappop, heappush, merge
 from sys import intern
 
 import msgspec
@@ -43,6 +43,7 @@ from portalmq.broker.core.records import (
     Redrive,
     Spot,
 )
+from portalmq.broker.core.spans import length_of, take_out
 from portalmq.broker.core.streams import remember_commit
 
 EXPIRIES_BEFORE_ALONE = 2
@@ -52,6 +53,10 @@ STALE_WAKEUPS_MAX = 1_000
 # Rows of the heap of wakeups that each new one looks at while too many may be stale, and that one question throws away.
 SWEPT_AT_ONCE = 4
 STALE_AT_ONCE = 1_500
+# Rows of that heap whose time has come that one question takes, and returned messages that it looks at.
+RETURNED_AT_ONCE = 1_000
+# From so many ranges on they are cut out of the spans in one pass.
+RANGES_IN_A_PASS = 100
 COMMITS_REMEMBERED = 50_000
 # Ranges of dead messages that a group keeps on a partition; the oldest are forgotten (their copies are not).
 DEAD_MAX = 100_000
@@ -63,7 +68,8 @@ class GroupDelivery:
     """State of one group on one partition. Times are the leader's, in Unix milliseconds.
 
     Invariants: spans are disjoint and sorted; `outstanding` is the sum of their lengths; no span of lane 0 reaches past
-    `next`, and no message is in a span and in `dead`, or in a span and ahead.
+    `next`, and no message is in a span and in `dead`, or in a span and ahead. A span is not changed but replaced:
+    snapshots share it.
     """
 
     def __init__(self, fold: GroupFold) -> None:
@@ -78,9 +84,7 @@ class GroupDelivery:
         self.last_active_ms = fold.last_active_ms
         self.cursors: dict[int, tuple[int, int]] = {lane: (due_ms, offset) for lane, due_ms, offset in fold.cursors}
         self.commits: dict[bytes, int] = dict(fold.commits)
-        self.dead: list[DeadFold] = [msgspec.structs.replace(each) for each in fold.dead]
-        self.outstanding = 0
-        self.held = 0
+        self.dead: list[DeadFold] = list(fold.dead)
         # In a group ordered by key: whose turn it is. None until somebody builds it.
         self.keys: KeyBook | None = None
         # Of the leases that were granted here since it was folded.
@@ -91,29 +95,33 @@ class GroupDelivery:
         self._ahead_offsets: set[int] = set()
         for spot in fold.ahead:
             self._put_ahead(spot)
-        self._spans: dict[int, SpanFold] = {}
-        self._starts: list[int] = []
-        self._wakeups: list[tuple[int, int]] = []  # heap of (available_at_ms, start); rows may be stale
+        self._spans: dict[int, SpanFold] = {span.start: span for span in fold.spans}
+        self._starts: list[int] = list(self._spans)
+        self.outstanding = length_of(fold.spans)
+        self.held = length_of([span for span in fold.spans if span.available_at_ms >= HELD_MS])
+        # heap of (available_at_ms, start); rows may be stale
+        self._wakeups = [(span.available_at_ms, span.start) for span in fold.spans if span.available_at_ms < HELD_MS]
+        heapify(self._wakeups)
         # Such a heap, too: what is still to be looked at for being stale, and the starts that were found live in it.
         self._unswept: list[tuple[int, int]] = []
         self._swept: set[int] = set()
         self._available: dict[int, list[int]] = {}  # priority -> sorted starts whose time has come; some may be stale
         self._returned: list[int] = []  # of those, what has not been looked at for being overdue
         self._overdue_by = 0
-        for span in fold.spans:
-            self._insert(msgspec.structs.replace(span))
+        # Whether the last look for overdue messages has left some out.
+        self.may_be_overdue = False
 
     def snapshot(self) -> GroupFold:
         return GroupFold(
             group=self.group,
             start=self.start,
             next=self.next,
-            spans=[msgspec.structs.replace(self._spans[start]) for start in self._starts],
+            spans=self.spans(),
             attempts=dict(self.attempts),
             last_active_ms=self.last_active_ms,
             cursors=[(lane, *self.cursors[lane]) for lane in sorted(self.cursors)],
             ahead=sorted((lane, *place) for lane, places in self._ahead.items() for place in places),
-            dead=[msgspec.structs.replace(each) for each in self.dead],
+            dead=list(self.dead),
             commits=list(self.commits.items()),
             attempt_leases=dict(self.attempt_leases),
         )
@@ -149,7 +157,7 @@ class GroupDelivery:
                     for span in self._cut(start, end):
                         where, why = (span.start, span.end), (record.at_ms, record.reason)
                         insort(self.dead, DeadFold(*where, deliveries, *why, span.lane, span.earlier), key=_start_of)
-                    self._done(start, end, offset)
+                self._done([(start, end) for start, end, _ in record.ranges], offset)
                 del self.dead[: max(0, len(self.dead) - DEAD_MAX)]
             case Redrive():
                 for start, end, available_at_ms in record.ranges:
@@ -180,7 +188,7 @@ class GroupDelivery:
         self.next = max(self.next, upto)
         for lane in tuple(self._ahead):
             self._drop_passed(lane)
-        self._done(0, upto, record)
+        self._done([(0, upto)], record)
         self._check()
 
     def _apply_grant(self, grant: Grant, offset: int, leader_epoch: int) -> None:
@@ -189,19 +197,23 @@ class GroupDelivery:
         lanes = grant.lanes or (0,) * len(grant.ranges)
         holder = intern(grant.holder)  # one string for all that he has
         for (start, end, deliveries), lane in zip(grant.ranges, lanes, strict=True):
-            before = self._cut(start, end)
+            last = self._spans.get(start)
+            if last is not None and last.end == end:  # a span as it is: nothing moves
+                self._forget((last,))
+                before, put = [last], self._put
+            else:
+                before, put = self._cut(start, end), self._insert
             expiries = max((span.expiries + span.leased for span in before), default=0)
             earlier = max((span.earlier for span in before), default=0)
             earlier = max(earlier, grant.leases_above + 1 - deliveries if grant.leases_above else 0)
             times = (grant.granted_at_ms, grant.deadline_ms)
-            self._insert(SpanFold(start, end, deliveries, expiries, True, *times, lane, earlier, holder, leader_epoch))
+            put(SpanFold(start, end, deliveries, expiries, True, *times, lane, earlier, holder, leader_epoch))
             leases.append(earlier + deliveries)
         self.highest_lease = max(self.highest_lease, *leases, 0)
         for start, end, lane in grant.held:
             self._insert(SpanFold(start, end, 0, 0, False, 0, HELD_MS, lane))
-        for start, end in grant.gone:
-            self._cut(start, end)
-            self._done(start, end, offset)
+        self._cut_out(grant.gone)
+        self._done(grant.gone, offset)
         self.next = max(self.next, grant.next)
         for lane, due_ms, offset in grant.cursors:
             self.cursors[lane] = max(self.cursors.get(lane, (0, 0)), (due_ms, offset))
@@ -222,21 +234,22 @@ class GroupDelivery:
             del self.attempts[oldest]
             self.attempt_leases.pop(oldest, None)
 
-    def _finish(self, ranges: Iterable[Range], ahead: Iterable[Spot], record: int) -> None:
-        for start, end in ranges:
-            self._cut(start, end)
-            self._done(start, end, record)
+    def _finish(self, ranges: Sequence[Range], ahead: Iterable[Spot], record: int) -> None:
+        self._cut_out(ranges)
+        self._done(ranges, record)
         for spot in ahead:
             self._put_ahead(spot)
             self.finished_at = max(self.finished_at, record)
             if self.keys is not None:
                 self.keys.finish_unseen(record)
 
-    def _done(self, start: int, end: int, record: int) -> None:
+    def _done(self, ranges: Sequence[Range], record: int) -> None:
         """Messages were finished by the record at that offset: those that wait for them go on when it is committed."""
-        self.finished_at = max(self.finished_at, record)
+        if ranges:
+            self.finished_at = max(self.finished_at, record)
         if self.keys is not None:
-            self.keys.finish(start, end, record)
+            for start, end in ranges:
+                self.keys.finish(start, end, record)
 
     # --- done before the cursor has come ----------------------------------------------------------------------------
 
@@ -307,38 +320,56 @@ class GroupDelivery:
         was."""
         span = self._spans.get(start)
         if span is not None and span.end == end:  # a span as it is: nothing moves
-            self._forget(span)
+            self._forget((span,))
             return [msgspec.structs.replace(span)]
-        parts = self._cut(start, end)
+        parts = [msgspec.structs.replace(part) for part in self._cut(start, end)]
         for part in parts:
             insort(self._starts, part.start)
         return parts
 
-    def _forget(self, span: SpanFold) -> None:
-        self.outstanding -= span.end - span.start
-        if span.available_at_ms >= HELD_MS:
-            self.held -= span.end - span.start
+    def _forget(self, spans: Sequence[SpanFold]) -> None:
+        self.outstanding -= length_of(spans)
+        if self.held:
+            self.held -= length_of([span for span in spans if span.available_at_ms >= HELD_MS])
 
     def _cut(self, start: int, end: int) -> list[SpanFold]:
         """Take [start, end) out of the spans and return the parts taken; what sticks out stays as it was."""
-        taken: list[SpanFold] = []
         first = bisect_right(self._starts, start) - 1
         if first < 0 or self._spans[self._starts[first]].end <= start:
             first += 1
         last = bisect_left(self._starts, end)
-        for at in self._starts[first:last]:
-            span = self._spans.pop(at)
-            self._forget(span)
-            taken.append(msgspec.structs.replace(span, start=max(start, span.start), end=min(end, span.end)))
+        taken = [self._spans.pop(at) for at in self._starts[first:last]]
         if not taken:
             return taken
-        head_start, tail_end = self._starts[first], span.end
+        self._forget(taken)
         del self._starts[first:last]
-        if head_start < start:
-            self._insert(msgspec.structs.replace(taken[0], start=head_start, end=start))
-        if tail_end > end:
-            self._insert(msgspec.structs.replace(taken[-1], start=end, end=tail_end))
+        head, tail = taken[0], taken[-1]
+        if head.start < start:
+            self._insert(msgspec.structs.replace(head, end=start))
+            taken[0] = msgspec.structs.replace(head, start=start)
+        if tail.end > end:
+            self._insert(msgspec.structs.replace(tail, start=end))
+            taken[-1] = msgspec.structs.replace(taken[-1], end=end)
         return taken
+
+    def _cut_out(self, ranges: Sequence[Range]) -> None:
+        """Cut each of the ranges. Many of them in one pass, as every change of a long list moves what stands behind."""
+        if len(ranges) < RANGES_IN_A_PASS:
+            for start, end in ranges:
+                self._cut(start, end)
+            return
+        taken, rests = take_out(self._spans, self._starts, sorted(ranges))
+        if not taken:
+            return
+        self._forget(taken)
+        first = bisect_left(self._starts, taken[0].start)
+        last = bisect_right(self._starts, taken[-1].start)
+        kept = [start for start in self._starts[first:last] if start in self._spans]
+        kept += [rest.start for rest in rests]
+        kept.sort()
+        self._starts[first:last] = kept
+        for rest in rests:
+            self._put(rest)
 
     def _cut_dead(self, start: int, end: int) -> list[DeadFold]:
         """Take [start, end) out of the dead and return the parts taken."""
@@ -367,20 +398,22 @@ class GroupDelivery:
             if latest_ms < span.available_at_ms < HELD_MS:
                 sooner = msgspec.structs.replace(span, granted_at_ms=now_ms, available_at_ms=latest_ms)
                 self._spans[span.start] = sooner
-                heappush(self._wakeups, (latest_ms, span.start))
+                self._wakeups.append((latest_ms, span.start))
+        heapify(self._wakeups)
 
     # --- decisions ---------------------------------------------------------------------------------------------------
 
     def overdue(self, now_ms: int, max_deliveries: int, limit: int) -> list[tuple[int, int, int]]:
         """Messages, (start, end, deliveries), at most `limit`, that are free and have been delivered often enough: they
-        are to be given up."""
+        are to be given up. One look is at some of those that came back; `may_be_overdue` tells whether to ask again."""
         self._note_returned(now_ms)
         if max_deliveries < self._overdue_by or self._overdue_by == 0:
             self._returned = [start for starts in self._available.values() for start in starts]
         self._overdue_by = max_deliveries
         found: list[tuple[int, int, int]] = []
         kept: list[int] = []
-        for start in dict.fromkeys(self._returned):
+        left = self._returned[RETURNED_AT_ONCE:]
+        for start in dict.fromkeys(self._returned[:RETURNED_AT_ONCE]):
             span = self._spans.get(start)
             if span is None or span.available_at_ms > now_ms or span.deliveries < max_deliveries:
                 continue
@@ -389,7 +422,8 @@ class GroupDelivery:
                 found.append((start, end, span.deliveries))
                 limit -= end - start
             kept.append(start)
-        self._returned = kept
+        self._returned = kept + left
+        self.may_be_overdue = limit <= 0 or bool(left) or self.has_unnoted(now_ms)
         return sorted(found)
 
     def replay(self, attempt_id: str, now_ms: int) -> list[SpanFold] | None:
@@ -477,6 +511,20 @@ class GroupDelivery:
                 found.append(offset)
         return found
 
+    def spans_of(self, offsets: Iterable[int]) -> list[SpanFold]:
+        """The spans of those of the sorted messages that have one."""
+        found: list[SpanFold] = []
+        end = -1
+        for offset in offsets:
+            if offset >= end and (span := self.at(offset)) is not None:
+                found.append(span)
+                end = span.end
+        return found
+
+    def has_still(self, spans: Iterable[SpanFold]) -> bool:
+        """Whether nothing has become of the messages of these spans since they were looked up."""
+        return all(self._spans.get(span.start) is span for span in spans)
+
     def holds(self, offset: int, delivery: int, leader_epoch: int = 0) -> bool:
         """Whether the delivery is the latest one and its lease has neither been given back nor passed on."""
         span = self.at(offset)
@@ -495,8 +543,8 @@ class GroupDelivery:
         return self.holds(offset, delivery, leader_epoch) and not (ended and by_key)
 
     def has_returned(self, now_ms: int) -> bool:
-        """Whether a message that was handed out before is free again."""
-        return next(self.available(now_ms), None) is not None
+        """Whether a message that was handed out before is free again, or may be: of very many a few are noted."""
+        return next(self.available(now_ms), None) is not None or self.has_unnoted(now_ms)
 
     def is_free(self, span: SpanFold, now_ms: int) -> bool:
         """Whether nothing keeps the messages but the order of their keys."""
@@ -520,20 +568,37 @@ class GroupDelivery:
         return min(self._starts[0], self.next) if self._starts else self.next
 
     def available(self, now_ms: int, priority: int | None = None) -> Iterator[SpanFold]:
-        """The spans (of one priority) whose time has come, by offset. Do not change the state while iterating."""
+        """The spans (of one priority) whose time has come, as far as that is noted, by offset. Do not change the state
+        while iterating."""
         self._note_returned(now_ms)
         if priority is not None:
             return self._live(self._available.get(priority, []), now_ms)
         return merge(*(self._live(starts, now_ms) for starts in self._available.values()), key=_start_of)
 
     def _note_returned(self, now_ms: int) -> None:
+        """Note whose time has come, of very many the first ones."""
+        noted: dict[int, list[int]] = {}
+        looks = RETURNED_AT_ONCE
         for rows in (self._wakeups, self._unswept):
-            while rows and rows[0][0] <= now_ms:
+            while rows and rows[0][0] <= now_ms and looks > 0:
+                looks -= 1
                 available_at_ms, start = heappop(rows)
                 span = self._spans.get(start)
                 if span is not None and span.available_at_ms == available_at_ms:
-                    insort(self._available.setdefault(priority_of(span.lane), []), start)
-                    self._returned.append(start)
+                    noted.setdefault(priority_of(span.lane), []).append(start)
+        for priority, starts in noted.items():
+            self._returned += starts
+            available = self._available.setdefault(priority, [])
+            if len(starts) < RANGES_IN_A_PASS:
+                for start in starts:
+                    insort(available, start)
+            else:
+                available += sorted(starts)
+                available.sort()  # a merge
+
+    def has_unnoted(self, now_ms: int) -> bool:
+        """Whether there are leases or back-offs that have ended and are not noted as such."""
+        return any(rows and rows[0][0] <= now_ms for rows in (self._wakeups, self._unswept))
 
     def _live(self, starts: list[int], now_ms: int) -> Iterator[SpanFold]:
         at = seen = 0  # from `at` to `seen` they are stale

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 
+import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.supply import ListSupply, chosen, offsets_of
@@ -556,3 +558,61 @@ def test_receipts_of_one_span_count_as_each_by_itself():
             verdicts = [verdict for verdicts, _ in each for verdict in verdicts]
             assert group.ackable(offsets, delivery) == (verdicts, [offset for _, more in each for offset in more])
         assert group.with_span(offsets) == [offset for offset in offsets if group.has_span(offset)]
+
+
+offsets_of_sixty = st.lists(st.integers(0, 60), max_size=40)
+
+
+@given(offsets_of_sixty, offsets_of_sixty, st.lists(st.tuples(st.integers(0, 60), st.integers(1, 8)), max_size=12))
+def test_many_ranges_are_cut_out_in_one_pass_as_one_by_one(first, second, ranges):
+    """However they lie, though records have them sorted and disjoint."""
+    for done in (ranges_of(second), tuple((start, start + length) for start, length in ranges)):
+        folds = []
+        for at_once in (1, 1_000):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr("portalmq.broker.core.delivery.RANGES_IN_A_PASS", at_once)
+                group = new_group()
+                grant(group, (0, 20, 1), (20, 21, 2), (21, 22, 2), (22, 40, 1), (45, 60, 3))
+                group.apply(Ack(ranges_of(first), 1))
+                group.apply(Grant((), 60, 1, 1, gone=done))
+                folds.append((group.snapshot(), group.outstanding, group.next_wakeup_ms()))
+        assert folds[0] == folds[1]
+
+
+def test_a_snapshot_stays_as_it_was_taken():
+    group = new_group()
+    grant(group, (0, 4, 1), (4, 8, 1), (8, 12, 1))
+    group.apply(Dead(((8, 10, 1),), 1, "x"))
+    before = group.snapshot()
+    again = GroupDelivery(before)
+    kept = msgspec.msgpack.encode(before)
+    for each in (group, again):
+        each.apply(Extend(((0, 4),), 500, 2))
+        each.apply(Nack(((1, 2, 300), (4, 8, 300)), 3, unseen=True))
+        each.apply(Redrive(((8, 9, 4),), 4), leader_epoch=7)
+        grant(each, (4, 8, 2), now=400)
+        each.take_over(now_ms=1)
+        each.apply(Ack(((0, 6),), 5))
+    assert msgspec.msgpack.encode(before) == kept
+    assert again.snapshot() == group.snapshot()
+
+
+def test_of_very_many_leases_that_end_at_once_a_question_notes_a_few(monkeypatch):
+    monkeypatch.setattr("portalmq.broker.core.delivery.RETURNED_AT_ONCE", 10)
+    monkeypatch.setattr("portalmq.broker.core.delivery.RANGES_IN_A_PASS", 5)
+    group = new_group()
+    grant(group, *((offset, offset + 1, 1 + offset % 2) for offset in range(100)))
+    group.apply(Ack(ranges_of(list(range(15))), 1))
+    assert group.has_returned(100), "nothing is known of the first ten rows, but there are more"
+    looks, found = 0, set()
+    group.overdue(100, 2, 4)
+    while group.may_be_overdue:
+        looks += 1
+        overdue = group.overdue(100, 2, 4)
+        assert len(overdue) <= 4
+        assert sum(len(starts) for starts in group._available.values()) <= 10 * (looks + 2)
+        found.update(start for start, _, _ in overdue)
+        group.apply(Dead(tuple(overdue), 100, "x"))
+    assert found == set(range(15, 100, 2))
+    assert [span.start for span in group.available(100)] == list(range(16, 100, 2))
+    assert looks >= 10
