@@ -13,20 +13,23 @@ was answered first. So a call whose outcome is unknown can be repeated, at whoev
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
 from portalmq import wire
 from portalmq.broker.calls import Place, Result, result_of
 from portalmq.broker.clock import Clock
+from portalmq.broker.core.delivery import GroupDelivery
+from portalmq.broker.core.fold import SpanFold
 from portalmq.broker.core.receipts import ReceiptBook
-from portalmq.broker.core.records import Commit, Output
+from portalmq.broker.core.records import Commit, Output, Range, Spot
 from portalmq.broker.core.streams import StreamOffsets
 from portalmq.broker.delivery import GroupPartition, Shown
+from portalmq.broker.fairness import give_way, in_turns
 from portalmq.broker.forwarding import Leaders, Outcomes
 from portalmq.broker.outbox import Outbox, Outboxes
 from portalmq.broker.partition import Partition
@@ -50,6 +53,8 @@ from portalmq.errors import (
 COMMIT_TIMEOUT_S = 20.0
 OUTPUT_TOPICS_MAX = 100
 OUTPUTS_MAX = 10_000
+# So many receipts are looked at before others have their turn.
+RECEIPTS_A_TURN = 500
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode_commit = msgspec.msgpack.Decoder(Commit).decode
@@ -87,8 +92,22 @@ class Committed(msgspec.Struct, array_like=True):
     offset: int
 
 
+# (delivery number, leader epoch, offsets) of a lease
+_Shown = tuple[int, int, list[int]]
+
 _decode_call = msgspec.msgpack.Decoder(CommitCall).decode
 _Results = list[Result[Committed]]
+
+
+class _Weighed(NamedTuple):
+    """What the group makes of receipts: how many do not count, what a record that does the messages says, and which of
+    them are still to be done. `spans` are those that this was told from, where it was not told at once."""
+
+    refused: int
+    ranges: tuple[Range, ...]
+    ahead: tuple[Spot, ...]
+    open: set[int]
+    spans: Sequence[SpanFold] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,48 +284,84 @@ class Committing:
     def serve(self, body: bytes) -> bytes:
         """A commit that another broker has checked, for a partition that this one leads."""
         call = _decode_call(body)
-        group = self._desk.known(call.group, group_id=call.group_id)
-        if group.group_id != call.group_id:
-            raise InvalidRequest(f"the commit is of an earlier group {call.group!r}")
+        self._group_of(call)
         place = Place(call.topic, call.topic_id, call.number)
         outcomes = self._leaders.run([place], _Work(call, self), forward=False)
         return _encode([result_of(outcomes[place])])
 
     def apply(self, call: CommitCall, place: Place) -> Committed:
         """Append the commit, once; committed on return."""
-        group = self._desk.known(call.group)
         if call.stream is None:
-            return self._apply_queue(self._desk.at(group, place), call)
+            return self._apply_queue(call, place)
+        self._group_of(call)
         return self._apply_stream(self._desk.partition(place), call, call.stream)
 
-    def _apply_queue(self, at: GroupPartition, call: CommitCall) -> Committed:
-        shown = [(delivery, epoch, sorted(set(offsets))) for delivery, epoch, offsets in call.shown]
+    def _group_of(self, call: CommitCall) -> GroupState:
+        """Raises InvalidRequest where another group has the name by now: its receipts have the same numbers."""
+        group = self._desk.known(call.group, group_id=call.group_id)
+        if group.group_id != call.group_id:
+            raise InvalidRequest(f"the commit is of an earlier group {call.group!r}")
+        return group
+
+    def _apply_queue(self, call: CommitCall, place: Place) -> Committed:
+        shown = [
+            (delivery, epoch, sorted(set(offsets)))
+            for delivery, epoch, offsets in in_turns(call.shown, RECEIPTS_A_TURN)
+        ]
         commit_id = _id_of("queue", sorted(shown))
         offsets = {offset for _, _, own in shown for offset in own}
+        weighed = self._weighed_in_turns(call, place, shown) if len(offsets) > RECEIPTS_A_TURN else None
+        at = self._at(call, place)
         first = at.delivery.commits.get(commit_id)
         if first is not None:
             return self._first_answer(at.partition, first, call, len(offsets))
-        verdicts, unfinished = at.weigh(_numbered(shown))
-        if not all(verdicts.values()):
+        if weighed is None or not at.delivery.has_still(weighed.spans):
+            weighed = _weighed(at, shown)
+        if weighed.refused:
             self._may_refuse(at)
             raise StaleReceipt(
-                f"{sum(not good for good in verdicts.values())} of {len(verdicts)} leases have passed on: nothing was"
+                f"{weighed.refused} of {sum([len(own) for _, _, own in shown])} leases have passed on: nothing was"
                 " acked, and nothing published"
             )
-        ranges, ahead = at.finished(unfinished)
-        open_now = {offset for start, end in ranges for offset in range(start, end)}
-        open_now |= {spot[2] for spot in ahead if not at.delivery.is_ahead(spot[2])}
-        if open_now != offsets:
+        if weighed.open != offsets:
             self._may_refuse(at)
             raise StaleReceipt(
-                f"{len(offsets - open_now)} of {len(offsets)} messages are done already, by an ack or another commit:"
-                " nothing was acked, and nothing published"
+                f"{len(offsets - weighed.open)} of {len(offsets)} messages are done already, by an ack or another"
+                " commit: nothing was acked, and nothing published"
             )
-        record = Commit(commit_id, self._clock.now_ms(), tuple(call.outputs), ranges, ahead)
+        record = Commit(commit_id, self._clock.now_ms(), tuple(call.outputs), weighed.ranges, weighed.ahead)
         offset = self._append(at.partition, call.group, record)
         self._desk.acked(call.topic, call.group, len(offsets))
         at.notify()
         return Committed(len(offsets), len(call.outputs), offset)
+
+    def _weighed_in_turns(self, call: CommitCall, place: Place, shown: list[_Shown]) -> _Weighed | None:
+        """As `_weighed`, for many receipts: others have their turn in between. It holds while the spans are as they
+        were: what does not count, or is done, stays so. None where this log has never seen the grant of a message."""
+        delivery = self._at(call, place).delivery
+        refused = 0
+        ranges: list[Range] = []
+        spans: list[SpanFold] = []
+        open_now: set[int] = set()
+        for part in _parts(shown):
+            weighed = _weighed(self._at(call, place, delivery), part)
+            if weighed.ahead:
+                return None
+            refused += weighed.refused
+            ranges += weighed.ranges
+            open_now |= weighed.open
+            for _, _, own in part:
+                spans += delivery.spans_of(own)
+            give_way()
+        self._at(call, place, delivery)
+        return _Weighed(refused, tuple(sorted(ranges)), (), open_now, spans)
+
+    def _at(self, call: CommitCall, place: Place, before: GroupDelivery | None = None) -> GroupPartition:
+        """The group on the partition. Raises Unavailable when its fold is not that of before the pause."""
+        at = self._desk.at(self._group_of(call), place)
+        if before is not None and at.delivery is not before:
+            raise Unavailable("the group has changed meanwhile: repeat", retry_after_s=0.1)
+        return at
 
     def _may_refuse(self, at: GroupPartition) -> None:
         """Return when it is refused for good. First what it rests on, which the disk may refuse while the other is
@@ -390,7 +445,33 @@ def _id_of(mode: str, shown: object) -> bytes:
     return blake2b(_encode((mode, shown)), digest_size=16).digest()
 
 
-def _numbered(shown: list[tuple[int, int, list[int]]]) -> list[Shown]:
+def _weighed(at: GroupPartition, shown: list[_Shown]) -> _Weighed:
+    verdicts, unfinished = at.weigh(_numbered(shown))
+    ranges, ahead = at.finished(unfinished)
+    open_now = {offset for start, end in ranges for offset in range(start, end)}
+    open_now |= {spot[2] for spot in ahead if not at.delivery.is_ahead(spot[2])}
+    return _Weighed(len(verdicts) - sum(verdicts.values()), ranges, ahead, open_now)
+
+
+def _parts(shown: list[_Shown]) -> Iterator[list[_Shown]]:
+    """What is shown, in parts of a turn."""
+    part: list[_Shown] = []
+    left = RECEIPTS_A_TURN
+    for delivery, epoch, offsets in shown:
+        first = 0
+        while first < len(offsets):
+            own = offsets[first : first + left]
+            part.append((delivery, epoch, own))
+            first += len(own)
+            left -= len(own)
+            if left == 0:
+                yield part
+                part, left = [], RECEIPTS_A_TURN
+    if part:
+        yield part
+
+
+def _numbered(shown: list[_Shown]) -> list[Shown]:
     """The receipts with their places in a row."""
     numbered: list[Shown] = []
     first = 0
