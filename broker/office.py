@@ -22,6 +22,7 @@ import logging
 from collections.abc import Callable, Collection
 from typing import Protocol
 
+import gevent
 from gevent.event import Event
 
 from portalmq.broker.clock import Clock
@@ -59,6 +60,8 @@ DEPOSE_AGAIN_MS = 30_000
 # How long a doubt whether others reach a broker is looked into, how often, and how often in a row it has to come true:
 # a broker that is slow under load must not be taken for one that is cut off.
 DOUBT_MS = 3_000
+# A probe of this broker's own is on its way meanwhile: a port that refuses needs no vote.
+DOUBT_SETTLES_S = 0.1
 ASK_REACH_AGAIN_MS = 1_000
 CUT_OFF_MIN = 3
 TOLD_MAX = 20
@@ -285,7 +288,7 @@ class Office:
         """Another broker has no answer of this one, or hears nothing of it. That it answers here proves little then."""
         if self.held is not None:
             if (broker_id, incarnation) not in self._doubted_ms:
-                self.wake.set()
+                gevent.spawn_later(DOUBT_SETTLES_S, self.wake.set)
             self._doubted_ms[broker_id, incarnation] = self._clock.now_ms()
 
     def _replace_cut_off(self, held: Versioned[ControllerState]) -> None:
