@@ -1,8 +1,8 @@
 """The broker as the API sees it: one call a route, in the terms of the field, raising the errors of the contract.
 
-Broker -> rooms.py                 what it is made of, and who hears of what
-       -> housekeeping.py          what it does beside its traffic, now and again
-       -> peer_calls.py            what other brokers may ask of it
+Broker -> wiring.py                what it is made of, and who hears of what
+       -> cluster/maintenance.py   what it does beside its traffic, now and again
+       -> peer_dispatch.py         what other brokers may ask of it
        -> Producing, Browsing, Receiving, Settling, Census, Overview, ...   one for each kind of call
 """
 
@@ -14,20 +14,20 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 
 from portalmq import wire
-from portalmq.broker.browsing import Page, Stored
-from portalmq.broker.fairness import in_short_turns
-from portalmq.broker.forwarding import NoSuchPartition
-from portalmq.broker.idempotency import Keyed
-from portalmq.broker.partition import Partition
-from portalmq.broker.patience import AT_ONCE, Patience
-from portalmq.broker.peer_calls import PeerCall, peer_calls
-from portalmq.broker.rooms import Rooms
-from portalmq.broker.scheduled import BEGINNING, Due, SchedulePage
-from portalmq.broker.settling import Verdict, Way
-from portalmq.broker.shortages import refusal_of
+from portalmq.broker.cluster.retry_budget import AT_ONCE, Patience
+from portalmq.broker.cluster.routing import NoSuchPartition
+from portalmq.broker.messages.browsing import Page, Stored
+from portalmq.broker.messages.idempotency import Keyed
+from portalmq.broker.messages.scheduled import BEGINNING, Due, SchedulePage
+from portalmq.broker.partition.long_poll import Delivered, Peer, Portion
+from portalmq.broker.partition.partition import Partition
+from portalmq.broker.partition.shortages import refusal_of
+from portalmq.broker.partition.yielding import in_short_turns
+from portalmq.broker.peer_dispatch import PeerCall, peer_calls
+from portalmq.broker.queues.settle import Verdict, Way
 from portalmq.broker.storage.batch import Record
 from portalmq.broker.storage.errors import CorruptBatch, OffsetPurged, Shortage, StorageFault, WrongLog
-from portalmq.broker.waiting import Delivered, Peer, Portion
+from portalmq.broker.wiring import Rooms
 from portalmq.errors import MessageNotFound, NotFound, OffsetOutOfRange, PortalMQError, TopicNotFound, Unavailable
 
 log = logging.getLogger(__name__)

@@ -14,8 +14,8 @@ from portalmq import stream_wire, wire
 from portalmq.closing import Closing
 from portalmq.errors import PortalMQError
 from portalmq.message import Message, message_from_json, message_from_wire
-from portalmq.tls import TlsFiles
-from portalmq.transport import Bootstrap, Request, Transport, decode_answer, with_query
+from portalmq.network.tls import TlsFiles
+from portalmq.transport.transport import Bootstrap, Request, Transport, decode_answer, with_query
 
 BROWSE_WAIT_S_MAX = 20.0
 PAGE_MESSAGES = 500

@@ -26,15 +26,15 @@ from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
 
 from portalmq import wire
-from portalmq.batching import SendFuture
-from portalmq.commit import Output
 from portalmq.consumer import Consumer
+from portalmq.consumers.commit import Output
 from portalmq.errors import Backpressure, PortalMQError
-from portalmq.forking import begin_anew_in_children
 from portalmq.message import Message, RecordMetadata
+from portalmq.network.forking import begin_anew_in_children
 from portalmq.producer import Producer
-from portalmq.stream import Delivery
-from portalmq.transport import Bootstrap
+from portalmq.producers.batching import SendFuture
+from portalmq.streams.member import Delivery
+from portalmq.transport.transport import Bootstrap
 
 T = TypeVar("T")
 

@@ -1,5 +1,5 @@
 """The consumer: of a queue group, whose consumers compete for messages that are leased to them, or a member of a stream
-group (stream.py), whose members share the partitions.
+group (streams/member.py), whose members share the partitions.
 
 Iterating is the whole protocol: asking for the next message says that the one before is done. An exception in the
 loop's body never asks, so that message stays unacked and goes back when the consumer closes (or is collected).
@@ -18,19 +18,20 @@ from typing import Literal
 
 import msgspec
 
-from portalmq import chance, wire
+from portalmq import wire
 from portalmq.closing import Closing
-from portalmq.commit import Output, commit_receipts
+from portalmq.consumers.commit import Output, commit_receipts
+from portalmq.consumers.lease import Leases, Verb
+from portalmq.consumers.prefetch import Prefetch
 from portalmq.errors import GroupNotFound, PortalMQError
-from portalmq.forking import begin_anew_in_children
-from portalmq.lease import Leases, Verb
 from portalmq.message import Message, message_from_wire
-from portalmq.prefetch import Prefetch
-from portalmq.reach import SILENT_S_MAX
-from portalmq.stream import Delivery, StreamMember
+from portalmq.network.forking import begin_anew_in_children
+from portalmq.network.tls import TlsFiles
 from portalmq.stream_wire import SESSION_TIMEOUT_MS_MAX
-from portalmq.tls import TlsFiles
-from portalmq.transport import (
+from portalmq.streams.member import Delivery, StreamMember
+from portalmq.transport import chance
+from portalmq.transport.reach import SILENT_S_MAX
+from portalmq.transport.transport import (
     CALL_TIMEOUT_S,
     WAIT_S_MIN,
     Bootstrap,

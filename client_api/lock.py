@@ -27,9 +27,9 @@ import msgspec
 
 from portalmq import wire
 from portalmq.errors import Fenced, LockHeld, LockNotFound, PortalMQError
-from portalmq.forking import begin_anew_in_children
-from portalmq.tls import TlsFiles
-from portalmq.transport import (
+from portalmq.network.forking import begin_anew_in_children
+from portalmq.network.tls import TlsFiles
+from portalmq.transport.transport import (
     WAIT_S_MIN,
     Backoff,
     Bootstrap,

@@ -2,7 +2,8 @@
 
     send() --> Lane.open --full, lingered or hurried--> Lane.queue --> a sender --Delivery--> leader --> futures
 
-A lane (a partition) is with one sender at a time, which keeps its order; portalmq.delivery makes it exactly-once.
+A lane (a partition) is with one sender at a time, which keeps its order; portalmq.producers.batch_sender makes it
+exactly-once.
 A thread that waits in `result()` sends its batch itself when the lane is free: two thread switches fewer.
 """
 
@@ -20,15 +21,15 @@ from datetime import datetime
 from typing import Any
 
 from portalmq import wire
-from portalmq.batching import Batch, Lane, SendFuture
 from portalmq.closing import Closing
-from portalmq.delivery import Delivery
 from portalmq.errors import Backpressure, MessageTooLarge, Unavailable
-from portalmq.forking import begin_anew_in_children
-from portalmq.outgoing import MESSAGE_OVERHEAD_BYTES, Plain, pack
-from portalmq.partitions import Topic, Topics
-from portalmq.tls import TlsFiles
-from portalmq.transport import Bootstrap, Transport
+from portalmq.network.forking import begin_anew_in_children
+from portalmq.network.tls import TlsFiles
+from portalmq.producers.batch_sender import Delivery
+from portalmq.producers.batching import Batch, Lane, SendFuture
+from portalmq.producers.outgoing import MESSAGE_OVERHEAD_BYTES, Plain, pack
+from portalmq.producers.partitions import Topic, Topics
+from portalmq.transport.transport import Bootstrap, Transport
 
 _log = logging.getLogger("portalmq.producer")
 

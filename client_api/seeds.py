@@ -30,13 +30,13 @@ from typing import Any, Literal
 import msgspec
 
 from portalmq import wire
-from portalmq.answering import Answer
 from portalmq.closing import Closing
 from portalmq.consumer import Consumer
 from portalmq.errors import NotFound, PortalMQError, TopicNotFound
 from portalmq.message import Message, RecordMetadata
+from portalmq.network.http_answer import Answer
 from portalmq.producer import Producer
-from portalmq.transport import Bootstrap, Request, Transport, decode_answer
+from portalmq.transport.transport import Bootstrap, Request, Transport, decode_answer
 
 DELIVERY_TIMEOUT_S = 120.0
 LOOK_UP_WITHIN_S = 5.0

@@ -1,5 +1,6 @@
 """What the controller decides: who leads, who gets a replica, what may be forgotten. Pure: `plan(view)` answers the
-partitions that are to change, the controller's office (broker/office.py) has them applied by compare-and-set.
+partitions that are to change, the controller's office (broker/cluster/controller_loop.py) has them applied by
+compare-and-set.
 
     elections   a partition whose leader is gone, has started anew, stands on another store, or drains; or whom too few
                 replicas reach, where another one is reached by enough

@@ -57,7 +57,7 @@ class RosterState(msgspec.Struct, frozen=True):
     """Who is in the group, and who has what. `coordinator` is (broker id, incarnation).
 
     `places` are by topic, (partition, owner, since, leaving): numbers of `members`, -1 for nobody. What they mean is
-    told in broker/core/membership.py.
+    told in broker/core/stream/membership.py.
     """
 
     generation: int

@@ -19,9 +19,9 @@ import msgspec
 
 import portalmq
 from portalmq import wire
-from portalmq.batching import SendFuture
-from portalmq.broker.config import ENVIRONMENT_PREFIX, SETTINGS
+from portalmq.broker.server.config import ENVIRONMENT_PREFIX, SETTINGS
 from portalmq.errors import ERRORS_BY_CODE, PortalMQError
+from portalmq.producers.batching import SendFuture
 from portalmq.sink import TransactionalSink
 
 HERE = Path(__file__).parent

@@ -32,14 +32,22 @@ import pyarrow as pa
 
 from portalmq import stream_wire as contract
 from portalmq import wire
-from portalmq.connection import Address
 from portalmq.errors import Forbidden, NotFound, OffsetOutOfRange, PortalMQError, TopicNotFound, Unauthorized
+from portalmq.network.connection import Address
+from portalmq.network.tls import NO_FILES, TlsFiles
 from portalmq.spark.errors import BadOption, DataLoss, NoTopic, SourceError, Unreachable
 from portalmq.spark.frames import batches_of
 from portalmq.spark.origin import SPAN_OFFSETS, Log, Span
 from portalmq.spark.topics import is_pattern, is_wanted, not_found
-from portalmq.tls import NO_FILES, TlsFiles
-from portalmq.transport import LONG_POLL_GRACE_S, Backoff, OutOfTime, Request, Transport, decode_answer, with_query
+from portalmq.transport.transport import (
+    LONG_POLL_GRACE_S,
+    Backoff,
+    OutOfTime,
+    Request,
+    Transport,
+    decode_answer,
+    with_query,
+)
 
 PATIENCE_S = 30.0
 # Nobody has answered yet: more likely the address is wrong than that all brokers are away for a moment.

@@ -15,9 +15,9 @@ from typing import Final
 
 import msgspec
 
+from portalmq.network.tls import NO_FILES, TLS_NAMES, TlsFiles
 from portalmq.spark.errors import BadOption
 from portalmq.spark.origin import SPAN_OFFSETS, Log
-from portalmq.tls import NO_FILES, TLS_NAMES, TlsFiles
 
 EARLIEST: Final = -2  # as Kafka writes it in its JSON
 LATEST: Final = -1

@@ -24,10 +24,10 @@ import msgspec
 
 from portalmq import wire
 from portalmq.errors import MessageTooLarge, PortalMQError, TopicExists
+from portalmq.network.tls import NO_FILES, TlsFiles
 from portalmq.spark.errors import BadOption, BadRow, NotWritten, Unreachable
 from portalmq.spark.rows import Placed, Row
-from portalmq.tls import NO_FILES, TlsFiles
-from portalmq.transport import Request, Transport, decode_answer
+from portalmq.transport.transport import Request, Transport, decode_answer
 
 REQUEST_ROWS_MIN: Final = 1_000
 # As many as the broker takes: what its index of identities costs is a page each for the most of them, once a request.

@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from support.broker_process import REPOSITORY, BrokerProcess
 
 from portalmq.broker.api.routes import ROUTES
-from portalmq.broker.seeds.routes import SEED_ROUTES
+from portalmq.broker.protocols.routes import SEED_ROUTES
 
 DEPLOY = REPOSITORY / "docs" / "deploy"
 CASES = REPOSITORY / "tests" / "support" / "alarms_cases.yml"

@@ -9,8 +9,8 @@ import sys
 import pytest
 from support.compose import DATA_DIR, MINIQ, ROOT, MissingVariable, compose, image, interpolated
 
-from portalmq.broker.config import load_config
-from portalmq.transport import bootstrap_addresses
+from portalmq.broker.server.config import load_config
+from portalmq.transport.transport import bootstrap_addresses
 
 SERVICES = compose()["services"]
 BROKERS = {name: service for name, service in SERVICES.items() if name.startswith("broker")}

@@ -16,7 +16,7 @@ from typing import Any
 
 from flask import Response
 
-from portalmq.broker.answers import sizes_of
+from portalmq.broker.partition.answer_size import sizes_of
 from portalmq.broker.storage.batch import Record
 from portalmq.errors import Backpressure
 

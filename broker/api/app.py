@@ -10,13 +10,13 @@ from flask import Flask, Response, g, request
 
 from portalmq.broker.api import problems
 from portalmq.broker.api.body import close_after_answer, leaves_bytes_unread
+from portalmq.broker.api.dispatch import Doors, check_caller, check_ready
 from portalmq.broker.api.domain import Domain
-from portalmq.broker.api.doors import Doors, check_caller, check_ready
-from portalmq.broker.api.room import Answer, Room
+from portalmq.broker.api.request_context import Answer, Room
 from portalmq.broker.api.routes import ROUTES, Route
-from portalmq.broker.auth import Auth
-from portalmq.broker.config import BrokerConfig
-from portalmq.broker.metrics import Metrics
+from portalmq.broker.server.auth import Auth
+from portalmq.broker.server.config import BrokerConfig
+from portalmq.broker.server.metrics import Metrics
 
 
 def create_app(

@@ -5,9 +5,9 @@ from __future__ import annotations
 from flask import Response, request
 
 from portalmq import wire
-from portalmq.broker import metrics
-from portalmq.broker.api.doors import check_caller
-from portalmq.broker.api.room import Room, answer, query
+from portalmq.broker.api.dispatch import check_caller
+from portalmq.broker.api.request_context import Room, answer, query
+from portalmq.broker.server import metrics
 from portalmq.errors import Forbidden, Unauthorized, Unavailable
 
 

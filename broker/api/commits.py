@@ -13,10 +13,10 @@ import msgspec
 
 from portalmq import wire
 from portalmq.broker.api.incoming import MESSAGES_A_TURN, record_of_json, record_of_pack
-from portalmq.broker.api.room import Answer, Room
+from portalmq.broker.api.request_context import Answer, Room
 from portalmq.broker.api.traffic import may_forward
-from portalmq.broker.committing import Publication, StreamPlace
-from portalmq.broker.fairness import in_turns
+from portalmq.broker.partition.yielding import in_turns
+from portalmq.broker.queues.commit import Publication, StreamPlace
 from portalmq.errors import InvalidRequest
 
 Environ = dict[str, Any]

@@ -7,23 +7,23 @@ from collections.abc import Container, Iterator, Sequence
 from typing import Any, Protocol
 
 from portalmq import wire
-from portalmq.broker.browsing import Page, Stored
-from portalmq.broker.committing import Committing
-from portalmq.broker.coordinating import Coordinating
-from portalmq.broker.dead_letters import DeadLetters
-from portalmq.broker.fetching import Fetching
-from portalmq.broker.finishing import Finishing
-from portalmq.broker.idempotency import Keyed
-from portalmq.broker.locks import Locks
-from portalmq.broker.offsets import Offsets
-from portalmq.broker.registry import Registry
-from portalmq.broker.scheduled import Due, SchedulePage
-from portalmq.broker.settling import Verdict
-from portalmq.broker.sizing import Sizing
+from portalmq.broker.cluster.locks import Locks
+from portalmq.broker.cluster.registry import Registry
+from portalmq.broker.messages.browsing import Page, Stored
+from portalmq.broker.messages.idempotency import Keyed
+from portalmq.broker.messages.scheduled import Due, SchedulePage
+from portalmq.broker.partition.long_poll import Delivered, Peer, Portion
+from portalmq.broker.queues.commit import Committing
+from portalmq.broker.queues.dead_letters import DeadLetters
+from portalmq.broker.queues.finish import Finishing
+from portalmq.broker.queues.settle import Verdict
+from portalmq.broker.queues.unfinished import Unfinished
+from portalmq.broker.queues.unfinished_counts import Sizing
 from portalmq.broker.storage.batch import Record
-from portalmq.broker.turns import Turns
-from portalmq.broker.unfinished import Unfinished
-from portalmq.broker.waiting import Delivered, Peer, Portion
+from portalmq.broker.streams.coordination import Coordinating
+from portalmq.broker.streams.offsets import Offsets
+from portalmq.broker.streams.reader_fetch import Fetching
+from portalmq.broker.streams.shared_offset import Turns
 from portalmq.errors import PortalMQError
 
 __all__ = ["Delivered", "Domain", "Page", "Peer", "Stored", "Verdict"]

@@ -8,8 +8,8 @@ import msgspec
 
 from portalmq import stream_wire as contract
 from portalmq import wire
-from portalmq.broker.api.peer import peer_of
-from portalmq.broker.api.room import Answer, Room
+from portalmq.broker.api.client_watch import peer_of
+from portalmq.broker.api.request_context import Answer, Room
 
 _encode = msgspec.msgpack.Encoder().encode
 

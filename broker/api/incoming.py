@@ -22,8 +22,8 @@ import msgspec
 
 from portalmq import wire
 from portalmq.broker.api import schedule
-from portalmq.broker.fairness import give_way, in_turns
-from portalmq.broker.idempotency import AsSent, Keyed
+from portalmq.broker.messages.idempotency import AsSent, Keyed
+from portalmq.broker.partition.yielding import give_way, in_turns
 from portalmq.broker.storage.batch import Record
 from portalmq.errors import InvalidRequest, MessageTooLarge
 

@@ -13,9 +13,9 @@ import msgspec
 from portalmq import wire
 from portalmq.broker.api import problems
 from portalmq.broker.api.body import note_peer, read_body
-from portalmq.broker.api.peer import peer_of
-from portalmq.broker.api.room import Answer, Room
-from portalmq.broker.peers import CREDENTIAL_SCHEME, check_credential
+from portalmq.broker.api.client_watch import peer_of
+from portalmq.broker.api.request_context import Answer, Room
+from portalmq.broker.cluster.peers import CREDENTIAL_SCHEME, check_credential
 from portalmq.errors import Forbidden, InvalidRequest, MethodNotAllowed
 
 # A batch of a client comes here again in another form, which may be longer than the one it came in.

@@ -6,9 +6,9 @@ from flask import Response, request
 
 from portalmq import wire
 from portalmq.broker.api.body import leaves_bytes_unread
-from portalmq.broker.api.peer import peer_of
+from portalmq.broker.api.client_watch import peer_of
 from portalmq.broker.api.query import whole_number
-from portalmq.broker.api.room import Room, answer, no_content, query
+from portalmq.broker.api.request_context import Room, answer, no_content, query
 from portalmq.errors import InvalidRequest
 
 

@@ -12,13 +12,13 @@ import msgspec
 from flask import Response, request
 
 from portalmq import wire
-from portalmq.broker.answers import blocks_of, first_of
 from portalmq.broker.api import outgoing
-from portalmq.broker.api.peer import peer_of
+from portalmq.broker.api.client_watch import peer_of
 from portalmq.broker.api.query import whole_number
-from portalmq.broker.api.room import Room, accepts, answer, answer_packed, no_content, query
+from portalmq.broker.api.request_context import Room, accepts, answer, answer_packed, no_content, query
 from portalmq.broker.api.traffic import may_forward
-from portalmq.broker.scheduled import BEGINNING, Due
+from portalmq.broker.messages.scheduled import BEGINNING, Due
+from portalmq.broker.partition.answer_size import blocks_of, first_of
 from portalmq.errors import InvalidRequest, Unavailable
 
 BROWSE_MESSAGES = 100

@@ -9,7 +9,7 @@ import msgspec
 
 from portalmq import wire
 from portalmq.broker.api.domain import Delivered, Page, Stored
-from portalmq.broker.fairness import in_turns
+from portalmq.broker.partition.yielding import in_turns
 from portalmq.broker.storage.batch import Record
 
 # So many messages are made ready to be shown as JSON before others have their turn.

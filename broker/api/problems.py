@@ -15,7 +15,7 @@ from werkzeug.routing import RequestRedirect
 from portalmq import wire
 from portalmq.broker.api.body import close_after_answer
 from portalmq.broker.api.domain import Domain
-from portalmq.broker.api.room import Answer
+from portalmq.broker.api.request_context import Answer
 from portalmq.errors import (
     PROBLEM_TYPE_BASE,
     InvalidRequest,

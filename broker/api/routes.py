@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from flask import Response
 
 from portalmq.broker.api import cluster, commits, dead_letters, fetch, groups, locks, messages, streams, topics, traffic
-from portalmq.broker.api.room import Answer
+from portalmq.broker.api.request_context import Answer
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from typing import Any
 
 from portalmq import wire
 from portalmq.broker.api.query import instant_ms, whole_number
-from portalmq.broker.produce import expiry
+from portalmq.broker.messages.produce import expiry
 from portalmq.errors import InvalidRequest
 
 # Further ahead than this is a mistake in the unit, nearly always: seconds for milliseconds, or microseconds.

@@ -1,7 +1,7 @@
 """The calls that carry the traffic: produce, receive, ack, nack, extend.
 
-They take the WSGI environment and give an Answer, and know nothing of Flask: so the door in front of it (doors.py) can
-serve them without Flask's cost of a request, while Flask can serve them too.
+They take the WSGI environment and give an Answer, and know nothing of Flask: so the door in front of it (dispatch.py)
+can serve them without Flask's cost of a request, while Flask can serve them too.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from werkzeug.datastructures import MultiDict
 from portalmq import wire
 from portalmq.broker.api import outgoing
 from portalmq.broker.api.answers_in_flight import Portion
+from portalmq.broker.api.client_watch import peer_of
 from portalmq.broker.api.domain import Verdict
 from portalmq.broker.api.incoming import Incoming, decode_messages
-from portalmq.broker.api.peer import peer_of
 from portalmq.broker.api.query import Query
-from portalmq.broker.api.room import Answer, Room
+from portalmq.broker.api.request_context import Answer, Room
 from portalmq.errors import InvalidRequest, PortalMQError, StaleReceipt, Unavailable
 
 Environ = dict[str, Any]

@@ -16,7 +16,7 @@ from functools import lru_cache
 from typing import Any
 from urllib.parse import urlsplit
 
-from portalmq.broker.config import BrokerConfig
+from portalmq.broker.server.config import BrokerConfig
 from portalmq.errors import Forbidden
 
 READING_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})

@@ -1,4 +1,5 @@
-"""The lanes of a log (core/lanes.py) in its files: messages with a priority, and such as are to be delivered later.
+"""The lanes of a log (core/queue/lanes.py) in its files: messages with a priority, and such as are to be delivered
+later.
 
 Partial indexes of each segment hold them, and nothing else: a partition of plain messages pays nothing for them, and
 of a million that wait for their time none is in memory.
@@ -23,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import apsw
 
-from portalmq.broker.core.lanes import DELAYED, LANES, PRIORITY_MAX, spot_of
+from portalmq.broker.core.queue.lanes import DELAYED, LANES, PRIORITY_MAX, spot_of
 
 if TYPE_CHECKING:
     from portalmq.broker.storage.batch import Batch, Record

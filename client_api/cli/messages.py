@@ -17,7 +17,6 @@ import msgspec
 
 from portalmq import wire
 from portalmq.admin import Admin, Position
-from portalmq.batching import SendFuture
 from portalmq.cli.options import duration, future_time, past_time
 from portalmq.cli.output import message_row, show_rows, show_value
 from portalmq.cli.session import Session, with_session
@@ -25,6 +24,7 @@ from portalmq.consumer import Consumer
 from portalmq.errors import PortalMQError
 from portalmq.message import Message, message_from_wire
 from portalmq.producer import Producer
+from portalmq.producers.batching import SendFuture
 
 UNCONFIRMED_MAX = 20_000
 TAIL_WAIT_S = 10.0

@@ -24,7 +24,7 @@ from kazoo.protocol.states import KeeperState
 from kazoo.retry import KazooRetry
 
 from portalmq.control_plane.plane import clock_s
-from portalmq.tls import secure_handler
+from portalmq.network.tls import secure_handler
 
 log = logging.getLogger(__name__)
 # kazoo repeats itself at each attempt, and writes credentials at DEBUG.

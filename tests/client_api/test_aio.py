@@ -356,7 +356,9 @@ class TestConsuming:
     def test_commit_means_what_was_given_and_not_what_a_cancelled_receive_brought(
         self, broker: ScriptedBroker, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("portalmq.prefetch.AHEAD_S", LONGER_THAN_A_TEST_MS)  # a receive brings all that there is
+        monkeypatch.setattr(
+            "portalmq.consumers.prefetch.AHEAD_S", LONGER_THAN_A_TEST_MS
+        )  # a receive brings all that there is
         broker.fill("t", [b"1"])
 
         async def test() -> None:

@@ -16,8 +16,8 @@ import pytest
 from support.scripted_broker import Call, Reply, ScriptedBroker, hang_up, hold, lose_answer, refuse
 
 from portalmq import Consumer, Forbidden, GroupModeMismatch, LeaseLost, Message, StaleReceipt, Unavailable, wire
-from portalmq.lease import Leases
-from portalmq.prefetch import FIRST_MESSAGES, Prefetch
+from portalmq.consumers.lease import Leases
+from portalmq.consumers.prefetch import FIRST_MESSAGES, Prefetch
 
 RECEIVE = "/v1/groups/g/receive"
 ACK = "/v1/groups/g/ack"
@@ -49,7 +49,7 @@ def riding(broker: ScriptedBroker) -> list[list[str]]:
 
 
 def test_iterating_hands_out_every_message_and_acks_them_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("portalmq.lease.ACK_DELAY_S_MAX", AN_HOUR_S)
+    monkeypatch.setattr("portalmq.consumers.lease.ACK_DELAY_S_MAX", AN_HOUR_S)
     with ScriptedBroker() as broker:
         broker.fill("t", [b"1", b"2", b"3"])
         with consumer(broker) as messages:
@@ -118,7 +118,7 @@ def test_a_message_is_acked_soon_after_the_next_is_asked_for() -> None:
 
 
 def test_an_ack_rides_with_the_next_receive(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("portalmq.lease.ACK_DELAY_S_MAX", AN_HOUR_S)
+    monkeypatch.setattr("portalmq.consumers.lease.ACK_DELAY_S_MAX", AN_HOUR_S)
     with ScriptedBroker() as broker:
         broker.fill("t", [b"1", b"2", b"3"])
         with consumer(broker, max_messages=1, idle_timeout_s=10) as messages:
@@ -129,7 +129,9 @@ def test_an_ack_rides_with_the_next_receive(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_acks_that_rode_with_a_receive_that_failed_are_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("portalmq.lease.ACK_DELAY_S_MAX", AN_HOUR_S)  # by the end, and not by the keeper as well
+    monkeypatch.setattr(
+        "portalmq.consumers.lease.ACK_DELAY_S_MAX", AN_HOUR_S
+    )  # by the end, and not by the keeper as well
     with ScriptedBroker() as broker:
         broker.fill("t", [b"1"])
         with consumer(broker) as messages:
@@ -143,7 +145,9 @@ def test_acks_that_rode_with_a_receive_that_failed_are_sent_again(monkeypatch: p
 
 
 def test_closing_while_acks_ride_with_a_waiting_receive_sends_them_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("portalmq.lease.ACK_DELAY_S_MAX", AN_HOUR_S)  # or the keeper may be there before the receive
+    monkeypatch.setattr(
+        "portalmq.consumers.lease.ACK_DELAY_S_MAX", AN_HOUR_S
+    )  # or the keeper may be there before the receive
     released = threading.Event()
     with ScriptedBroker() as broker:
         broker.fill("t", [b"1"])

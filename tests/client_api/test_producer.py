@@ -31,8 +31,8 @@ from portalmq import (
     Unavailable,
     wire,
 )
-from portalmq.answering import Answer
-from portalmq.transport import OutOfTime, Request
+from portalmq.network.http_answer import Answer
+from portalmq.transport.transport import OutOfTime, Request
 
 PRODUCE = "/v1/topics/t/messages"
 LONG = 60_000
@@ -583,7 +583,7 @@ def test_a_partition_that_hangs_does_not_hold_the_others() -> None:
 
 
 def test_a_cheap_message_is_a_message_of_the_contract() -> None:
-    from portalmq.outgoing import Plain
+    from portalmq.producers.outgoing import Plain
 
     cheap = msgspec.msgpack.encode({"messages": [Plain(b"x")]})
     assert wire.decode_msgpack(cheap, wire.PackBatch).messages == [wire.PackMessage(value=b"x")]

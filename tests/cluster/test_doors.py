@@ -12,7 +12,7 @@ from support.broker_process import BrokerProcess
 from support.zeromq import ZeroMQProcess, ask, service_at, socket_to
 
 from portalmq import Consumer, Message, PortalConsumer, PortalProducer, Producer, publishMessage, subscribeMessage
-from portalmq.zeromq.service import MiniQService
+from portalmq.broker.protocols.zeromq.service import MiniQService
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
 

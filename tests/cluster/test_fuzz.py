@@ -15,7 +15,7 @@ from support.broker_process import BrokerProcess
 
 from portalmq import wire
 from portalmq.broker.api.routes import ROUTES
-from portalmq.broker.seeds.routes import SEED_ROUTES
+from portalmq.broker.protocols.routes import SEED_ROUTES
 
 pytestmark = pytest.mark.cluster
 

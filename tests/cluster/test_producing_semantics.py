@@ -17,7 +17,7 @@ import pytest
 from support.cluster import Cluster, wait_until
 
 from portalmq import wire
-from portalmq.answering import Answer
+from portalmq.network.http_answer import Answer
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 

@@ -23,7 +23,8 @@ MESSAGES = 200
 
 def portalmq(*arguments: str) -> subprocess.CompletedProcess[str]:
     program = (
-        "from portalmq.broker.rescue import elect, adopt, partitions; import sys; globals()[sys.argv[1]](sys.argv[2:])"
+        "from portalmq.broker.ops.elect import elect, adopt, partitions; import sys; "
+        "globals()[sys.argv[1]](sys.argv[2:])"
     )
     inherited = {key: value for key, value in os.environ.items() if not key.startswith("PORTALMQ_")}
     return subprocess.run(

@@ -24,8 +24,8 @@ from support.broker_process import REPOSITORY, BrokerProcess
 from support.cluster import Cluster, wait_until
 from support.zeromq import ZeroMQProcess, ask, service_at, socket_to
 
+from portalmq.broker.protocols.zeromq import MiniQService
 from portalmq.errors import MessageNotFound, PortalMQError
-from portalmq.zeromq import MiniQService
 
 MESSAGES = int(os.environ.get("PORTALMQ_MINIQ_MESSAGES", "600"))
 LEASE_S = 2.0
@@ -264,7 +264,9 @@ def test_the_command_refuses_to_start_where_it_makes_no_sense(tmp_path: Path):
 
 
 def test_without_pyzmq_the_command_says_what_to_install():
-    program = "import sys; sys.modules['zmq'] = None; from portalmq.zeromq.command import zeromq; zeromq()"
+    program = (
+        "import sys; sys.modules['zmq'] = None; from portalmq.broker.protocols.zeromq.command import zeromq; zeromq()"
+    )
     helped = subprocess.run([sys.executable, "-c", program, "--help"], capture_output=True, text=True, timeout=60)
     assert (helped.returncode, "--command-port" in helped.stdout) == (0, True)
     refused = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
@@ -272,5 +274,5 @@ def test_without_pyzmq_the_command_says_what_to_install():
 
 
 def start(*options: str) -> subprocess.CompletedProcess[str]:
-    arguments = [sys.executable, "-m", "portalmq.zeromq.command", *options]
+    arguments = [sys.executable, "-m", "portalmq.broker.protocols.zeromq.command", *options]
     return subprocess.run(arguments, capture_output=True, text=True, timeout=60, check=False)

@@ -15,7 +15,7 @@ from support.cluster import Cluster, wait_until
 from support.load import check, everything_in, loads
 
 from portalmq import Consumer
-from portalmq.broker.adoption import look_into, write_back
+from portalmq.broker.server.adoption import look_into, write_back
 from portalmq.control_plane.catalog import Catalog
 from portalmq.control_plane.zookeeper import ZooKeeper
 

@@ -17,7 +17,7 @@ from portalmq.control_plane.plane import Create, PlaneUnavailable, Set
 from portalmq.control_plane.zookeeper import ZooKeeper
 from portalmq.control_plane.zookeeper.connection import Tls
 from portalmq.errors import Unavailable
-from portalmq.zookeeper_bootstrap import ZooKeeperBootstrap
+from portalmq.transport.zookeeper_bootstrap import ZooKeeperBootstrap
 
 pytestmark = pytest.mark.cluster
 

@@ -14,7 +14,7 @@ from support.zookeeper import WITHIN_S, fresh_chroot, until
 from portalmq.control_plane.embedded import EmbeddedZooKeeper
 from portalmq.control_plane.plane import Create, Delete, Op, PlaneRefused, PlaneState, PlaneUnavailable, Set
 from portalmq.control_plane.zookeeper import ZooKeeper
-from portalmq.zookeeper_bootstrap import ZooKeeperBootstrap
+from portalmq.transport.zookeeper_bootstrap import ZooKeeperBootstrap
 
 pytestmark = pytest.mark.cluster
 

@@ -14,7 +14,7 @@ from portalmq.control_plane.embedded import EmbeddedZooKeeper
 from portalmq.control_plane.plane import Create, PlaneUnavailable, Set
 from portalmq.control_plane.zookeeper import ZooKeeper
 from portalmq.control_plane.zookeeper.connection import Tls
-from portalmq.tls import secure_handler
+from portalmq.network.tls import secure_handler
 
 pytestmark = pytest.mark.cluster
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from simulation.disk import Batch, Disk
 from simulation.group_checker import GroupChecker
 
-from portalmq.broker.core.events import (
+from portalmq.broker.core.replica.events import (
     Action,
     BrokersChanged,
     Event,

@@ -8,7 +8,7 @@ from simulation.content import PLAIN, Mail
 from simulation.network import CLIENTS
 from simulation.submission import Submission
 
-from portalmq.broker.core.events import Stamp
+from portalmq.broker.core.replica.events import Stamp
 from portalmq.errors import Fenced, OutOfOrderSequence, PortalMQError
 
 if TYPE_CHECKING:

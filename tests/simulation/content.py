@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from portalmq.broker.core.lanes import spot_of
-from portalmq.broker.core.records import Cancel, GroupEnd, GroupRecord, Output, Spot, StreamRecord
+from portalmq.broker.core.queue.lanes import spot_of
+from portalmq.broker.core.queue.records import Cancel, GroupEnd, GroupRecord, Output, Spot, StreamRecord
 
 
 class Mail(NamedTuple):

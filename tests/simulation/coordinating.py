@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from simulation.zookeeper import Conflict, Failure, Tree
 
-from portalmq.broker.core import group_events as core
-from portalmq.broker.core.events import Outcome
-from portalmq.broker.core.membership import GroupMembership
+from portalmq.broker.core.replica.events import Outcome
+from portalmq.broker.core.stream import events as core
+from portalmq.broker.core.stream.membership import GroupMembership
 from portalmq.errors import PortalMQError, Unavailable
 
 if TYPE_CHECKING:

@@ -15,14 +15,15 @@ from simulation.outbox import Outbox
 from simulation.queue_desk import QueueDesk
 from simulation.stream_desk import StreamDesk
 
-from portalmq.broker.core import delivery, streams
-from portalmq.broker.core.choice import NEVER_MS
-from portalmq.broker.core.delivery import GroupDelivery
 from portalmq.broker.core.fold import SpanFold
-from portalmq.broker.core.keys import KeyBook
-from portalmq.broker.core.rebalance import Draft
-from portalmq.broker.core.records import Claim, CommitOffset, Grant
-from portalmq.broker.core.streams import StreamOffsets
+from portalmq.broker.core.queue import delivery
+from portalmq.broker.core.queue.delivery import GroupDelivery
+from portalmq.broker.core.queue.key_order import KeyBook
+from portalmq.broker.core.queue.records import Claim, CommitOffset, Grant
+from portalmq.broker.core.queue.selection import NEVER_MS
+from portalmq.broker.core.stream import offsets as streams
+from portalmq.broker.core.stream.offsets import StreamOffsets
+from portalmq.broker.core.stream.rebalance import Draft
 
 mutant = partial(any_mutant, has_groups=True)
 

@@ -20,11 +20,11 @@ from simulation.queue_desk import QueueDesk
 from simulation.stream_desk import StreamDesk
 from simulation.submission import Submission
 
-from portalmq.broker.core.choice import NEVER_MS
 from portalmq.broker.core.fold import PartitionFold, decode_fold, encode_fold
-from portalmq.broker.core.records import Cancel, GroupEnd, GroupRecord, Purge
-from portalmq.broker.folding import GroupsFold
-from portalmq.broker.readable import VOUCHED_WITHIN_MS
+from portalmq.broker.core.queue.records import Cancel, GroupEnd, GroupRecord, Purge
+from portalmq.broker.core.queue.selection import NEVER_MS
+from portalmq.broker.partition.folding import GroupsFold
+from portalmq.broker.partition.readable import VOUCHED_WITHIN_MS
 from portalmq.errors import NotLeader, PortalMQError, Unavailable
 
 if TYPE_CHECKING:

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 
 from simulation.content import Control, Mail
 
-from portalmq.broker.core.events import BatchHead
 from portalmq.broker.core.fold import ProducerFold
-from portalmq.broker.core.producers import Producers
+from portalmq.broker.core.replica.events import BatchHead
+from portalmq.broker.core.replica.producers import Producers
 
 
 @dataclass(slots=True, eq=False)

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from portalmq.broker.core.events import Fetch, FetchReplied, Records, Rejected, Reply, ReplyFetch, SendFetch
-from portalmq.broker.core.insync import NEVER_MS
+from portalmq.broker.core.replica.events import Fetch, FetchReplied, Records, Rejected, Reply, ReplyFetch, SendFetch
+from portalmq.broker.core.replica.isr import NEVER_MS
 
 if TYPE_CHECKING:
     from simulation.disk import Batch

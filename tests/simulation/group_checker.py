@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from simulation.group_model import Letter, QueueModel, StreamModel
 
-from portalmq.broker.core.lanes import DELAYED
-from portalmq.broker.core.records import Ack, Cancel, Claim, Commit, Dead, GroupStart, Nack, Purge
+from portalmq.broker.core.queue.lanes import DELAYED
+from portalmq.broker.core.queue.records import Ack, Cancel, Claim, Commit, Dead, GroupStart, Nack, Purge
 
 if TYPE_CHECKING:
     from simulation.checker import Checker
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from simulation.disk import Batch
     from simulation.queue_desk import Receipt
 
-    from portalmq.broker.core.group_events import Membership
+    from portalmq.broker.core.stream.events import Membership
 
 # (end of the lease, its receipt)
 Held = tuple[int, "Receipt"]

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 from simulation.content import Control, Mail
 from simulation.group_options import QueueGroup
 
-from portalmq.broker.core.lanes import DELAYED
-from portalmq.broker.core.records import (
+from portalmq.broker.core.queue.lanes import DELAYED
+from portalmq.broker.core.queue.records import (
     Ack,
     Claim,
     Commit,

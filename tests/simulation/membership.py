@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from simulation.zookeeper import Conflict, Failure, Session, Tree
 
-from portalmq.broker.core.events import IsrAnswered, Outcome, PartitionStateChanged, ProposeIsr
-from portalmq.broker.word import word_of
+from portalmq.broker.core.replica.events import IsrAnswered, Outcome, PartitionStateChanged, ProposeIsr
+from portalmq.broker.partition.partition_state import word_of
 from portalmq.control_plane import controller
 from portalmq.control_plane.state import BrokerState, ControllerState, PartitionState, with_isr
 

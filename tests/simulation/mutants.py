@@ -17,14 +17,14 @@ from simulation.node import Node
 from simulation.replica_shell import ReplicaShell
 from simulation.world import World
 
-from portalmq.broker.core import events as core
-from portalmq.broker.core.following import FollowingReplica
-from portalmq.broker.core.insync import InSync
-from portalmq.broker.core.leading import LeadingReplica
-from portalmq.broker.core.producers import Producers
-from portalmq.broker.core.replica import PartitionReplica
-from portalmq.broker.core.replica_state import ReplicaState
-from portalmq.broker.folding import GroupsFold
+from portalmq.broker.core.replica import events as core
+from portalmq.broker.core.replica.follower import FollowingReplica
+from portalmq.broker.core.replica.isr import InSync
+from portalmq.broker.core.replica.leader import LeadingReplica
+from portalmq.broker.core.replica.producers import Producers
+from portalmq.broker.core.replica.replica import PartitionReplica
+from portalmq.broker.core.replica.state import ReplicaState
+from portalmq.broker.partition.folding import GroupsFold
 from portalmq.control_plane import controller
 from portalmq.control_plane.state import PartitionState
 

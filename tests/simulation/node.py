@@ -13,7 +13,7 @@ from simulation.disk import Disk
 from simulation.membership import Membership
 from simulation.replica_shell import ReplicaShell
 
-from portalmq.broker.core.events import BrokersChanged, Event, LeaseRenewed, PartitionStateChanged, SessionLost
+from portalmq.broker.core.replica.events import BrokersChanged, Event, LeaseRenewed, PartitionStateChanged, SessionLost
 
 if TYPE_CHECKING:
     from simulation.world import World

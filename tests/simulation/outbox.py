@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from simulation.network import CLIENTS
 
-from portalmq.broker.core.records import Commit, Dead, Done
+from portalmq.broker.core.queue.records import Commit, Dead, Done
 from portalmq.errors import PortalMQError
 
 if TYPE_CHECKING:

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from simulation.content import Mail
 from simulation.outbox import DEAD_LETTERS
 
-from portalmq.broker.core.choice import NEVER_MS, Choice, Run, choose, note, read_keys
-from portalmq.broker.core.delivery import GroupDelivery
-from portalmq.broker.core.lanes import DELAYED
-from portalmq.broker.core.records import (
+from portalmq.broker.core.queue.delivery import GroupDelivery
+from portalmq.broker.core.queue.lanes import DELAYED
+from portalmq.broker.core.queue.records import (
     Ack,
     Cancel,
     Commit,
@@ -29,6 +28,7 @@ from portalmq.broker.core.records import (
     Spot,
     ranges_of,
 )
+from portalmq.broker.core.queue.selection import NEVER_MS, Choice, Run, choose, note, read_keys
 from portalmq.errors import InvalidRequest, PortalMQError, StaleReceipt, Unavailable
 
 if TYPE_CHECKING:

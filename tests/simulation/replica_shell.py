@@ -17,7 +17,7 @@ from simulation.network import CLIENTS
 from simulation.submission import Submission
 from simulation.trace import is_worth_telling, told
 
-from portalmq.broker.core.events import (
+from portalmq.broker.core.replica.events import (
     Action,
     AnswerDuplicate,
     Append,
@@ -46,8 +46,8 @@ from portalmq.broker.core.events import (
     Truncate,
     Truncated,
 )
-from portalmq.broker.core.insync import NEVER_MS
-from portalmq.broker.core.replica import PartitionReplica
+from portalmq.broker.core.replica.isr import NEVER_MS
+from portalmq.broker.core.replica.replica import PartitionReplica
 from portalmq.errors import NotLeader, PortalMQError, StorageFull
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from portalmq.errors import Fenced, IllegalGeneration, OffsetMoved, OffsetOutOfR
 if TYPE_CHECKING:
     from simulation.world import World
 
-    from portalmq.broker.core.group_events import Answer
+    from portalmq.broker.core.stream.events import Answer
 
 
 @dataclass(slots=True, eq=False)

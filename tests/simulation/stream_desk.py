@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from simulation.coordinating import Behind
 
-from portalmq.broker.core.records import Claim, Commit, CommitOffset, Output, Seek
-from portalmq.broker.core.streams import StreamOffsets
+from portalmq.broker.core.queue.records import Claim, Commit, CommitOffset, Output, Seek
+from portalmq.broker.core.stream.offsets import StreamOffsets
 from portalmq.errors import IllegalGeneration, OffsetMoved, OffsetOutOfRange
 
 if TYPE_CHECKING:

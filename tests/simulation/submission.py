@@ -8,7 +8,7 @@ from typing import Any
 
 from simulation.content import Control, Mail
 
-from portalmq.broker.core.events import Stamp
+from portalmq.broker.core.replica.events import Stamp
 from portalmq.errors import PortalMQError
 
 

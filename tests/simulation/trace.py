@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from portalmq.broker.core import events as core
+from portalmq.broker.core.replica import events as core
 
 
 def is_worth_telling(event: core.Event) -> bool:

@@ -21,14 +21,14 @@ from support.cluster import Cluster, wait_until
 
 from portalmq import Admin, Producer, errors, wire
 from portalmq import stream_wire as contract
-from portalmq.answering import Answer
+from portalmq.network.http_answer import Answer
 from portalmq.spark import brokers as brokers_module
 from portalmq.spark.brokers import Access, Brokers, BrokerSpan
 from portalmq.spark.columns import COLUMNS
 from portalmq.spark.directories import Directories
 from portalmq.spark.errors import BadOption, DataLoss, NoTopic, SourceError, Unreachable
 from portalmq.spark.origin import Log, Origin, Span, rows_of
-from portalmq.transport import OutOfTime
+from portalmq.transport.transport import OutOfTime
 
 LOG = Log("t", "id-1", 0, 0, 6)
 PLACE = ("t", 0)

@@ -19,7 +19,7 @@ from support.plain_figures import logs_in, told
 from support.story import busy
 
 from portalmq import stream_wire, wire
-from portalmq.broker.core import records as written_bodies
+from portalmq.broker.core.queue import records as written_bodies
 from portalmq.broker.storage.batch import Kind, Record
 from portalmq.spark import batches, bodies, deliveries, groups, options, segment
 from portalmq.spark.errors import BadOption, DamagedFile, NothingThere, SourceError

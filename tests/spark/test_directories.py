@@ -17,8 +17,8 @@ from support.data_directory import START_MS, numbered, written
 from support.log_files import Writer
 
 from portalmq import Admin
-from portalmq.broker import compaction
-from portalmq.broker.compaction import Compacting
+from portalmq.broker.partition import compaction
+from portalmq.broker.partition.compaction import Compacting
 from portalmq.broker.storage.batch import Record
 from portalmq.broker.storage.log import Log as StoredLog
 from portalmq.broker.storage.schema import LogIdentity
@@ -177,7 +177,9 @@ def test_what_is_purged_is_not_shown_although_it_stands_in_the_file(tmp_path):
 
 
 def test_compaction_leaves_holes_and_empty_segments(tmp_path, monkeypatch):
-    monkeypatch.setattr("portalmq.broker.housekeeping.COMPACT_EVERY_S", 3_600.0)  # the broker's own comes in between
+    monkeypatch.setattr(
+        "portalmq.broker.cluster.maintenance.COMPACT_EVERY_S", 3_600.0
+    )  # the broker's own comes in between
     monkeypatch.setattr(compaction, "DIRTY_BYTES_MIN", 1)
     monkeypatch.setattr(compaction, "DIRTY_A_CLEAN", 0)
     with written(tmp_path) as directory:

@@ -15,7 +15,7 @@ from support.plain_figures import logs_in
 from support.story import busy
 
 from portalmq import wire
-from portalmq.broker.core.records import Ack
+from portalmq.broker.core.queue.records import Ack
 from portalmq.spark import lists
 from portalmq.spark.errors import BadOption
 from portalmq.spark.figures import bucket_width_ms

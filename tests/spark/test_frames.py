@@ -12,7 +12,7 @@ from support.data_directory import DataDirectory, written
 
 from portalmq import stream_wire as contract
 from portalmq import wire
-from portalmq.broker import compaction
+from portalmq.broker.partition import compaction
 from portalmq.broker.storage.batch import Record
 from portalmq.spark import frames as frames_module
 from portalmq.spark.columns import COLUMNS, arrow_schema

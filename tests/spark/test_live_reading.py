@@ -29,7 +29,7 @@ WITHIN_S = 60.0
 WAL_BYTES_MAX = 64 * 1024 * 1024
 BATCH = 1_000
 # Full segments are sealed every ten seconds: too seldom to wait for.
-SEAL_OFTEN = "import portalmq.broker.housekeeping as h; h.RETAIN_EVERY_S = 0.5"
+SEAL_OFTEN = "import portalmq.broker.cluster.maintenance as h; h.RETAIN_EVERY_S = 0.5"
 
 
 def value_of(number: int) -> bytes:

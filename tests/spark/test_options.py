@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from portalmq.network.tls import TlsFiles
 from portalmq.spark import options
 from portalmq.spark.errors import BadOption
 from portalmq.spark.options import EARLIEST, LATEST, Bound, batch_reading, described, stream_reading, writing
 from portalmq.spark.origin import SPAN_OFFSETS, Log
-from portalmq.tls import TlsFiles
 
 PATH = {"path": "/data/1"}
 

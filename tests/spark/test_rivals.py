@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from support.data_directory import numbered, written
 
+from portalmq.broker.bench.spark import Contestant, contest, report
+from portalmq.broker.bench.spark import Selected as SelectedFiles
+from portalmq.broker.bench.spark_rivals import ALL, TWO, Tuples, pieces, plain_rows
 from portalmq.broker.storage.batch import Record
-from portalmq.spark.bench import Contestant, contest, report
-from portalmq.spark.bench import Selected as SelectedFiles
 from portalmq.spark.directories import Directories
-from portalmq.spark.rivals import ALL, TWO, Tuples, pieces, plain_rows
 
 
 @pytest.fixture

@@ -116,7 +116,9 @@ class BrokerProcess:
         if self._keeps_port:
             self._keep_port()
         name, *more = self.command
-        program = f"{self.prelude}\nfrom portalmq.broker.commands import {name}; {name}(prog_name='portalmq {name}')"
+        program = (
+            f"{self.prelude}\nfrom portalmq.broker.server.commands import {name}; {name}(prog_name='portalmq {name}')"
+        )
         arguments = [sys.executable, "-c", program, str(self.port), "--data-dir", str(self.data_dir)]
         arguments += [*more, *self.options]
         inherited = {key: value for key, value in os.environ.items() if not key.startswith("PORTALMQ_")}

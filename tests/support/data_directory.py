@@ -23,7 +23,7 @@ from typing import Any
 from support.domain import Fixture, HandClock, running
 
 from portalmq import wire
-from portalmq.broker.partition import Partition
+from portalmq.broker.partition.partition import Partition
 from portalmq.broker.storage.batch import Record
 
 # 2023-11-14 22:00:00 UTC: a full hour, so that minutes are easy to count.

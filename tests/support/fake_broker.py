@@ -6,9 +6,9 @@ from collections import defaultdict
 from typing import Any
 
 from portalmq import wire
-from portalmq.broker.browsing import Page, Stored
-from portalmq.broker.scheduled import Due, SchedulePage
-from portalmq.broker.waiting import Delivered
+from portalmq.broker.messages.browsing import Page, Stored
+from portalmq.broker.messages.scheduled import Due, SchedulePage
+from portalmq.broker.partition.long_poll import Delivered
 from portalmq.errors import (
     GroupNotFound,
     NotFound,

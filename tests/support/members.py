@@ -14,10 +14,10 @@ import gevent
 import msgspec
 
 from portalmq import wire
-from portalmq.broker.clock import Clock
-from portalmq.broker.membership import Membership
-from portalmq.broker.peers import NotReached
-from portalmq.broker.vigil import Probe
+from portalmq.broker.cluster.failure_detector import Probe
+from portalmq.broker.cluster.membership import Membership
+from portalmq.broker.cluster.peers import NotReached
+from portalmq.broker.partition.clock import Clock
 from portalmq.control_plane.catalog import Catalog, Versioned
 from portalmq.control_plane.mirror import Changes
 from portalmq.control_plane.state import BrokerState, PartitionState, TopicState

@@ -8,9 +8,9 @@ from support.domain import Fixture, records
 from support.replicas import eventually
 
 from portalmq import wire
-from portalmq.broker.committing import Publication
-from portalmq.broker.core.records import Dead
-from portalmq.broker.partition import Partition
+from portalmq.broker.core.queue.records import Dead
+from portalmq.broker.partition.partition import Partition
+from portalmq.broker.queues.commit import Publication
 from portalmq.broker.storage.batch import Record
 
 

@@ -17,9 +17,9 @@ import gevent
 import msgspec
 from gevent.threadpool import ThreadPool
 
-from portalmq.broker.cache import BatchCache
-from portalmq.broker.clock import Clock
-from portalmq.broker.core.events import (
+from portalmq.broker.cluster.replicas import Files, Replicas
+from portalmq.broker.cluster.unclean_election import Standing, is_whole_elsewhere, standing_of
+from portalmq.broker.core.replica.events import (
     IsrAnswered,
     LeaseRenewed,
     Outcome,
@@ -27,13 +27,13 @@ from portalmq.broker.core.events import (
     ProposeIsr,
     Tick,
 )
-from portalmq.broker.fetcher import Fetchers
-from portalmq.broker.partition import Partition
-from portalmq.broker.replicas import Files, Replicas
-from portalmq.broker.replication import Replication
+from portalmq.broker.partition.cache import BatchCache
+from portalmq.broker.partition.clock import Clock
+from portalmq.broker.partition.partition import Partition
+from portalmq.broker.partition.partition_state import word_of
+from portalmq.broker.replication.fetch_server import Replication
+from portalmq.broker.replication.fetcher import Fetchers
 from portalmq.broker.storage.batch import Record
-from portalmq.broker.unclean import Standing, is_whole_elsewhere, standing_of
-from portalmq.broker.word import word_of
 from portalmq.control_plane.state import BrokerState, PartitionState, TopicState, with_isr
 from portalmq.errors import Unavailable
 from portalmq.wire import TopicConfig

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
-from portalmq.broker.core.choice import NEVER_MS, Choice, Run, choose, note, read_keys
-from portalmq.broker.core.delivery import GroupDelivery
-from portalmq.broker.core.lanes import DELAYED, spot_of
-from portalmq.broker.core.records import Grant
+from portalmq.broker.core.queue.delivery import GroupDelivery
+from portalmq.broker.core.queue.lanes import DELAYED, spot_of
+from portalmq.broker.core.queue.records import Grant
+from portalmq.broker.core.queue.selection import NEVER_MS, Choice, Run, choose, note, read_keys
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,16 +18,16 @@ from typing import Any
 import msgspec
 import zmq
 
+from portalmq.broker.protocols.zeromq.access import Access
+from portalmq.broker.protocols.zeromq.curve import Curve
+from portalmq.broker.protocols.zeromq.protocol import Door, Received
+from portalmq.broker.protocols.zeromq.server import Limits, Server
+from portalmq.broker.protocols.zeromq.service import MiniQService
 from portalmq.errors import PortalMQError
 from portalmq.message import RecordMetadata
-from portalmq.zeromq.access import Access
-from portalmq.zeromq.curve import Curve
-from portalmq.zeromq.protocol import Door, Received
-from portalmq.zeromq.server import Limits, Server
-from portalmq.zeromq.service import MiniQService
 
 WITHIN_S = 20.0
-_PROGRAM = "from portalmq.zeromq.command import zeromq; zeromq(prog_name='portalmq zeromq')"
+_PROGRAM = "from portalmq.broker.protocols.zeromq.command import zeromq; zeromq(prog_name='portalmq zeromq')"
 
 
 class Queues:

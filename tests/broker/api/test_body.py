@@ -11,8 +11,8 @@ from gunicorn.http.errors import InvalidChunkSize, NoMoreData
 
 from portalmq.broker.api.app import create_app
 from portalmq.broker.api.body import BodiesInFlight, leaves_bytes_unread, read_body
-from portalmq.broker.auth import Auth
-from portalmq.broker.config import BrokerConfig
+from portalmq.broker.server.auth import Auth
+from portalmq.broker.server.config import BrokerConfig
 from portalmq.errors import Backpressure, InvalidRequest, MessageTooLarge, UnsupportedMediaType
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from portalmq import wire
 from portalmq.broker.api.app import create_app
-from portalmq.broker.auth import Auth
-from portalmq.broker.config import BrokerConfig
+from portalmq.broker.server.auth import Auth
+from portalmq.broker.server.config import BrokerConfig
 from portalmq.broker.storage.batch import Record
 from portalmq.errors import Unavailable
 

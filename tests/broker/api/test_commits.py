@@ -9,9 +9,9 @@ from support.outputs import give_up, partition_of, receive, send, settled, store
 
 from portalmq import wire
 from portalmq.broker.api.app import create_app
-from portalmq.broker.auth import Auth
-from portalmq.broker.config import BrokerConfig
-from portalmq.broker.core.records import Claim
+from portalmq.broker.core.queue.records import Claim
+from portalmq.broker.server.auth import Auth
+from portalmq.broker.server.config import BrokerConfig
 
 
 @pytest.fixture

@@ -11,10 +11,10 @@ from flask.testing import FlaskClient
 from support.fake_broker import FakeBroker
 
 from portalmq.broker.api.app import create_app
-from portalmq.broker.auth import Auth
-from portalmq.broker.config import BrokerConfig
-from portalmq.broker.metrics import Metrics
-from portalmq.broker.peers import credential
+from portalmq.broker.cluster.peers import credential
+from portalmq.broker.server.auth import Auth
+from portalmq.broker.server.config import BrokerConfig
+from portalmq.broker.server.metrics import Metrics
 from portalmq.errors import NotLeader
 
 ProblemOf = Callable[..., dict[str, Any]]

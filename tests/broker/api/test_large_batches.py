@@ -11,9 +11,9 @@ import pytest
 from portalmq import wire
 from portalmq.broker.api import incoming, outgoing
 from portalmq.broker.api.incoming import decode_messages
-from portalmq.broker.browsing import Page, Stored
+from portalmq.broker.messages.browsing import Page, Stored
+from portalmq.broker.partition.long_poll import Delivered
 from portalmq.broker.storage.batch import Record
-from portalmq.broker.waiting import Delivered
 from portalmq.errors import InvalidRequest, MessageTooLarge
 
 MAX = wire.BATCH_MESSAGES_MAX
@@ -65,7 +65,7 @@ def test_what_is_wrong_in_a_large_batch_is_named(kind):
 )
 def test_others_have_their_turn_after_each_thousand_messages(monkeypatch, kind, message):
     turns: list[None] = []
-    monkeypatch.setattr("portalmq.broker.fairness.give_way", lambda: turns.append(None))
+    monkeypatch.setattr("portalmq.broker.partition.yielding.give_way", lambda: turns.append(None))
     body = b"1\n" * MAX if kind == wire.NDJSON else body_of(kind, MAX, **message)
     assert len(decode_messages(kind, body, {}, 0).records) == MAX
     assert len(turns) >= MAX // incoming.MESSAGES_A_TURN - 1
@@ -73,7 +73,7 @@ def test_others_have_their_turn_after_each_thousand_messages(monkeypatch, kind, 
 
 def test_others_have_their_turn_while_very_many_messages_are_shown(monkeypatch):
     turns: list[None] = []
-    monkeypatch.setattr("portalmq.broker.fairness.give_way", lambda: turns.append(None))
+    monkeypatch.setattr("portalmq.broker.partition.yielding.give_way", lambda: turns.append(None))
     record = Record(b"{}", wire.JSON)
     delivered = [Delivered("t", 0, offset, 1, record, "receipt", 1, 2) for offset in range(MAX)]
     answer = msgspec.json.decode(outgoing.encode_received(delivered, [], packed=False))
@@ -97,7 +97,7 @@ LARGE = {
 def test_a_large_body_is_decoded_in_parts_and_is_the_same(monkeypatch, name):
     """However few messages it has, others have their turn after each part."""
     turns: list[None] = []
-    monkeypatch.setattr("portalmq.broker.fairness.give_way", lambda: turns.append(None))
+    monkeypatch.setattr("portalmq.broker.partition.yielding.give_way", lambda: turns.append(None))
     kind, message = LARGE[name]
     count = 3 * incoming.LARGE_BYTES // len(ENCODERS[kind](message))
     body = ENCODERS[kind]({"messages": [message] * count, "producer": {"id": 1, "epoch": 2, "sequence": 3}})
@@ -111,7 +111,7 @@ def test_a_large_body_is_decoded_in_parts_and_is_the_same(monkeypatch, name):
 def test_a_dense_value_is_decoded_without_looking_for_cycles_and_encoded_in_a_turn_of_its_own(monkeypatch, messages):
     body = msgspec.msgpack.encode({"messages": [{"value": [[]] * 300_000}] * messages})
     steps: list[str] = []
-    monkeypatch.setattr("portalmq.broker.fairness.give_way", lambda: None)
+    monkeypatch.setattr("portalmq.broker.partition.yielding.give_way", lambda: None)
     monkeypatch.setattr("portalmq.broker.api.incoming.give_way", lambda: steps.append("pause"))
     encode = incoming._as_json
     monkeypatch.setattr("portalmq.broker.api.incoming._as_json", lambda *args: steps.append("encode") or encode(*args))

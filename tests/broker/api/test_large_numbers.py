@@ -8,7 +8,7 @@ import pytest
 
 from portalmq.broker.api import outgoing
 from portalmq.broker.api.domain import Stored
-from portalmq.broker.seeds.payload import shown
+from portalmq.broker.protocols.payload import shown
 from portalmq.broker.storage.batch import Record
 
 POISON = [b"1" + b"0" * 5_000, b"1e999", b'{"a": [-1E+999]}', b"1" * 400 + b".5", b"1" * 250 + b"e99"]

@@ -12,7 +12,7 @@ from flask.testing import FlaskClient
 from support.domain import HandClock
 from support.fake_broker import FakeBroker
 
-from portalmq.broker.locks import Locks
+from portalmq.broker.cluster.locks import Locks
 from portalmq.control_plane.standalone import Standalone
 
 Check = Callable[..., dict[str, Any]]

@@ -7,7 +7,7 @@ import pytest
 from gevent import socket
 from gevent.event import Event
 
-from portalmq.broker.api.peer import SocketPeer, peer_of
+from portalmq.broker.api.client_watch import SocketPeer, peer_of
 
 
 @pytest.fixture

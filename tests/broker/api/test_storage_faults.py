@@ -14,8 +14,8 @@ from support.domain import Fixture, running
 from support.seeds import client_of
 
 from portalmq import wire
-from portalmq.broker.peers import credential
-from portalmq.broker.sizing import SizeOf
+from portalmq.broker.cluster.peers import credential
+from portalmq.broker.queues.unfinished_counts import SizeOf
 from portalmq.broker.storage.errors import CorruptBatch, DiskFull, StorageFault, TooManyOpenFiles
 from portalmq.broker.storage.lanes import Lanes
 from portalmq.broker.storage.log import Log
@@ -35,7 +35,7 @@ FAULTS = [
 def fixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fixture]:
     # Nobody but the call meets the fault.
     for name in ("SAVE_STATE_EVERY_S", "RETAIN_EVERY_S", "SWEEP_EVERY_S", "COMPACT_EVERY_S"):
-        monkeypatch.setattr(f"portalmq.broker.housekeeping.{name}", 3_600.0)
+        monkeypatch.setattr(f"portalmq.broker.cluster.maintenance.{name}", 3_600.0)
     with running(tmp_path) as started:
         for topic in ("t", "default"):
             started.broker.create_topic(topic, wire.CreateTopic())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import apsw
 from support.log_files import Writer, open_log
 
-from portalmq.broker.core.lanes import DELAYED
+from portalmq.broker.core.queue.lanes import DELAYED
 from portalmq.broker.storage.batch import Record
 from portalmq.broker.storage.lanes import DELAYED_MESSAGES, PRIORITY_MESSAGES, Lanes
 

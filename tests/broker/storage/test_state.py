@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.log_files import IDENTITY, Writer, crash_image, numbered, open_log
 
-from portalmq.broker.core.delivery import HELD_MS
 from portalmq.broker.core.fold import (
     DeadFold,
     GroupFold,
@@ -21,6 +20,7 @@ from portalmq.broker.core.fold import (
     StreamFold,
     encode_fold,
 )
+from portalmq.broker.core.queue.delivery import HELD_MS
 from portalmq.broker.storage.batch import Kind
 from portalmq.broker.storage.errors import DiskFull
 from portalmq.broker.storage.schema import LogIdentity

@@ -1,0 +1,123 @@
+"""The doors in front of Flask: for the calls that carry the traffic, and for those of the other brokers.
+
+Flask's context, routing and response cost as much as the rest of a small call together. So the five calls of traffic.py
+are recognised by their path and served right here, with the same guard, the same count and the same problem documents
+as every other route; all else goes through to Flask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from http import HTTPStatus
+from time import perf_counter
+from typing import Any, NamedTuple
+
+from flask import Flask
+
+from portalmq import wire
+from portalmq.broker.api import commits, internal, problems, traffic
+from portalmq.broker.api.body import close_after_answer, leaves_bytes_unread
+from portalmq.broker.api.request_context import Answer, Room
+from portalmq.errors import Unauthorized, Unavailable
+
+Environ = dict[str, Any]
+StartResponse = Any  # PEP 3333's
+
+_STATUS_LINES = {status.value: f"{status.value} {status.phrase}" for status in HTTPStatus}
+
+
+class Call(NamedTuple):
+    """A call that needs no Flask: its route, for the count, and its view."""
+
+    route: str
+    view: Callable[[Room, Environ, str], Answer]
+
+
+# (first part, last part) of /v1/<first>/<name>/<last>
+TRAFFIC = {
+    ("topics", "messages"): Call("/v1/topics/<topic>/messages", traffic.produce),
+    ("groups", "receive"): Call("/v1/groups/<group>/receive", traffic.receive),
+    ("groups", "ack"): Call("/v1/groups/<group>/ack", traffic.ack),
+    ("groups", "nack"): Call("/v1/groups/<group>/nack", traffic.nack),
+    ("groups", "extend"): Call("/v1/groups/<group>/extend", traffic.extend),
+    ("groups", "commit"): Call("/v1/groups/<group>/commit", commits.commit),
+}
+
+
+def check_caller(room: Room, environ: Environ) -> None:
+    """Raises Unauthorized without a token where one is needed, Forbidden with the brokers' credential and, where no
+    token is needed, for what a web page of another origin sends."""
+    authorization = environ.get("HTTP_AUTHORIZATION")
+    internal.check_no_peer(authorization)
+    if not room.auth.needed:
+        room.visitors.check(environ)
+    elif not room.auth.allows(authorization):
+        raise Unauthorized(
+            "one of the broker's tokens is needed: `Authorization: Bearer <token>` in HTTP, token= in Python, "
+            "--token-file with commands"
+        )
+
+
+def check_ready(room: Room) -> None:
+    """Raises Unavailable while the broker starts or drains."""
+    if not room.domain.ready:
+        raise Unavailable("the broker is starting or draining: use another, or repeat", retry_after_s=1)
+
+
+class Doors:
+    """The WSGI application of the broker: traffic and the other brokers' calls here, the rest by Flask."""
+
+    def __init__(self, app: Flask, room: Room) -> None:
+        self._flask = app.wsgi_app
+        self._room = room
+
+    def __call__(self, environ: Environ, start_response: StartResponse) -> Iterable[bytes]:
+        path = environ["PATH_INFO"]
+        try:
+            if environ["REQUEST_METHOD"] == "POST":
+                parts = path.split("/")
+                if len(parts) == 5 and parts[1] == "v1" and parts[3]:
+                    call = TRAFFIC.get((parts[2], parts[4]))
+                    if call is not None:
+                        view = partial(self._traffic, call, parts[3], environ)
+                        return self._answer(call.route, environ, start_response, view)
+            if path.startswith(wire.INTERNAL_PATH):
+                name = path.removeprefix(wire.INTERNAL_PATH)
+                route = path if name in self._room.domain.calls else f"{wire.INTERNAL_PATH}<name>"
+                return self._answer(route, environ, start_response, partial(internal.serve, self._room, environ, name))
+            return self._flask(environ, start_response)
+        finally:
+            self._room.bodies.release(environ)
+
+    def _traffic(self, call: Call, name: str, environ: Environ) -> Answer:
+        check_caller(self._room, environ)
+        check_ready(self._room)
+        return call.view(self._room, environ, _text(name))
+
+    def _answer(
+        self, route: str, environ: Environ, start_response: StartResponse, view: Callable[[], Answer]
+    ) -> Iterable[bytes]:
+        started = perf_counter()
+        method = environ["REQUEST_METHOD"]
+        try:
+            answer = view()
+        except Exception as fault:  # noqa: BLE001 - the last one to catch it
+            answer = problems.of_fault(self._room.domain, fault, f"{method} {route}", environ)
+        if leaves_bytes_unread(environ):
+            close_after_answer(environ)
+        self._room.metrics.request(
+            route, method if method == "POST" else "any", answer.status, perf_counter() - started
+        )
+        headers = [
+            ("Content-Type", answer.content_type),
+            ("Content-Length", str(len(answer.body))),
+            *answer.headers,
+        ]
+        start_response(_STATUS_LINES[answer.status], headers)
+        return [] if method == "HEAD" else self._room.answers.sent(environ, answer.body)
+
+
+def _text(name: str) -> str:
+    """WSGI gives the bytes of a path as Latin-1 (PEP 3333); a name is UTF-8."""
+    return name if name.isascii() else name.encode("latin-1").decode("utf-8", "replace")

@@ -1,0 +1,116 @@
+"""What every route is given: the domain, the settings, the counters, and the bounded room for calls that wait."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import msgspec
+from flask import Response, request
+from werkzeug.datastructures import MultiDict
+
+from portalmq import wire
+from portalmq.broker.api.answers_in_flight import AnswersInFlight
+from portalmq.broker.api.body import BodiesInFlight, read_body
+from portalmq.broker.api.domain import Domain
+from portalmq.broker.api.query import Query
+from portalmq.broker.api.visitors import Visitors
+from portalmq.broker.server.auth import Auth
+from portalmq.broker.server.config import BrokerConfig
+from portalmq.broker.server.metrics import Metrics
+from portalmq.broker.storage.batch import Record
+from portalmq.errors import Backpressure
+
+_NOTHING: MultiDict[str, str] = MultiDict()
+_encode = msgspec.json.Encoder().encode
+
+
+class Answer(NamedTuple):
+    """What a call answers, before it is anyone's response object."""
+
+    body: bytes
+    status: int = 200
+    content_type: str = wire.JSON
+    headers: tuple[tuple[str, str], ...] = ()
+
+    def response(self) -> Response:
+        response = Response(self.body, self.status, content_type=self.content_type)
+        response.headers.extend(self.headers)
+        return response
+
+
+class Room:
+    """Invariant: 0 <= waiting <= config.parked_receives_max."""
+
+    def __init__(self, domain: Domain, config: BrokerConfig, metrics: Metrics, auth: Auth) -> None:
+        self.domain = domain
+        self.config = config
+        self.metrics = metrics
+        self.auth = auth
+        self.visitors = Visitors(config)
+        self.waiting = 0
+        self.bodies = BodiesInFlight(config.body_bytes_in_flight_max)
+        self.answers = AnswersInFlight(config.answer_bytes_in_flight_max)
+
+    def body(self) -> bytes:
+        """The body of the current request. Raises what `read_body` raises."""
+        return self.body_of(request.environ)
+
+    def body_of(self, environ: dict[str, Any]) -> bytes:
+        config = self.config
+        return read_body(environ, config.body_bytes_max, pause_s=config.body_timeout_s, in_flight=self.bodies)
+
+    def make_room(self, records: Iterable[Record]) -> None:
+        """For messages that become an answer to this request. Raises Backpressure while too many are not sent."""
+        self.answers.hold(request.environ, records)
+
+    def streamed(self, parts: Iterator[bytes]) -> Iterator[bytes]:
+        """The parts of an answer whose head is sent: a fault can only cut it off, and the domain has to hear of it."""
+        try:
+            yield from parts
+        except Exception as fault:
+            self.domain.explain(fault)
+            raise
+
+    @contextmanager
+    def parked(self, wait_ms: int) -> Iterator[None]:
+        """Holds a place for a call that may wait. Raises Backpressure when all are taken.
+
+        Each waiting call holds a connection, and connections are bounded: without this, waiting receives would shut out
+        every produce.
+        """
+        if wait_ms <= 0:
+            yield
+            return
+        if self.waiting >= self.config.parked_receives_max:
+            raise Backpressure(
+                f"{self.waiting} calls wait already: ask again later, or with wait_ms=0", retry_after_s=1
+            )
+        self.waiting += 1
+        try:
+            yield
+        finally:
+            self.waiting -= 1
+
+
+def query(*known: str) -> Query:
+    return Query(request.args if request.environ.get("QUERY_STRING") else _NOTHING, *known)
+
+
+def accepts(media_type: str) -> bool:
+    """True when the request asks for `media_type` by name. Wildcards mean JSON, which needs no asking."""
+    return media_type in request.environ.get("HTTP_ACCEPT", "").lower()
+
+
+def answer(value: Any, status: int = 200) -> Response:
+    """`value` as JSON, with a line feed at its end for whoever reads it in a terminal."""
+    return Response(_encode(value) + b"\n", status, content_type=wire.JSON)
+
+
+def answer_packed(body: bytes, status: int = 200) -> Response:
+    return Response(body, status, content_type=wire.BATCH_MSGPACK)
+
+
+def no_content() -> Response:
+    return Response(status=204)

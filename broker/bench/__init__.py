@@ -1,0 +1,1 @@
+"""Every benchmark, each beside a yardstick measured in the same run."""

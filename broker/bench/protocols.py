@@ -1,0 +1,267 @@
+"""The older queues' doors side by side, in front of one broker on one disk: a message in, and a message out and done.
+
+zeromq      MiniQ's ports: MiniQService to `portalmq zeromq`
+message     MiniQ over HTTP: POST /message; GET /message and POST /confirm
+topics      the API of today: POST /v1/topics/{topic}/messages; receive with max_messages=1 and ack
+
+Each client has one request on its way, as a program has that waits for its answer. They run as threads in PROCESSES
+processes, so that one interpreter's lock is not what is measured. One client alone goes from door to door every few
+calls: what else the machine does meanwhile is done to all of them, and their ratios hold.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.client import HTTPConnection
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+import click
+
+from portalmq.broker.bench import single as bench
+
+CLIENTS = (1, 16, 64)
+PROCESSES = 4
+SECONDS = 3.0
+ALONE_SECONDS = 12.0
+ALONE_CALLS = 4
+YARDSTICK = "message"
+WITHIN_S = 60.0
+TEXT = bench.VALUE.decode()
+
+Call = Callable[[], bool]
+
+
+class Where(NamedTuple):
+    """The broker, MiniQ's ports (commands, producers, consumers), and the queue."""
+
+    url: str
+    ports: tuple[int, int, int]
+    queue: str
+
+
+# --- the doors -------------------------------------------------------------------------------------------------------
+
+
+class _Http:
+    def __init__(self, url: str) -> None:
+        at = urlsplit(url)
+        self._connection = HTTPConnection(at.hostname or "", at.port, timeout=WITHIN_S)
+
+    def ask(self, method: str, path: str, body: bytes = b"", content_type: str = "application/json") -> Any:
+        """The answer; None for 404."""
+        self._connection.request(method, path, body, {"Content-Type": content_type})
+        answer = self._connection.getresponse()
+        said = answer.read()
+        if answer.status not in (200, 404):
+            raise click.ClickException(f"{method} {path}: {answer.status} {said[:200]!r}")
+        return json.loads(said) if answer.status == 200 else None
+
+
+def _zeromq(where: Where) -> tuple[Call, Call]:
+    from portalmq.broker.protocols.zeromq import MiniQService
+
+    commands, producers, consumers = where.ports
+    miniq = MiniQService(command_port=commands, producer_port=producers, consumer_port=consumers)
+
+    def put() -> bool:
+        return bool(miniq.produce(where.queue, TEXT))
+
+    def take() -> bool:
+        message = miniq.consume(where.queue)
+        if message is not None:
+            miniq.delete(message)
+        return message is not None
+
+    return put, take
+
+
+def _message(where: Where) -> tuple[Call, Call]:
+    http = _Http(where.url)
+    body = json.dumps({"Message": TEXT}).encode()
+
+    def put() -> bool:
+        return bool(http.ask("POST", f"/message?queue={where.queue}", body))
+
+    def take() -> bool:
+        got = http.ask("GET", f"/message?queue={where.queue}")
+        if got is not None:
+            http.ask("POST", f"/confirm?queue={where.queue}", json.dumps({"Key": got["key"]}).encode())
+        return got is not None
+
+    return put, take
+
+
+def _topics(where: Where) -> tuple[Call, Call]:
+    http = _Http(where.url)
+    wanted = json.dumps({"topics": [where.queue], "max_messages": 1, "wait_ms": 0}).encode()
+
+    def put() -> bool:
+        return bool(http.ask("POST", f"/v1/topics/{where.queue}/messages", bench.VALUE, "text/plain"))
+
+    def take() -> bool:
+        messages = http.ask("POST", "/v1/groups/default/receive", wanted)["messages"]
+        if messages:
+            http.ask("POST", "/v1/groups/default/ack", json.dumps({"receipts": [messages[0]["receipt"]]}).encode())
+        return bool(messages)
+
+    return put, take
+
+
+DOORS: dict[str, Callable[[Where], tuple[Call, Call]]] = {"zeromq": _zeromq, "message": _message, "topics": _topics}
+
+
+# --- clients ---------------------------------------------------------------------------------------------------------
+
+
+def _clients(door: str, where: Where, verb: int, threads: int, ready: Any, results: Any) -> None:
+    """One process: each thread calls until the time is over. Only calls that moved a message count."""
+    durations: list[float] = []
+    faults: list[str] = []
+    together = threading.Barrier(threads + 1)
+
+    def work() -> None:
+        try:
+            call = DOORS[door](where)[verb]
+            call()
+            together.wait(WITHIN_S)
+            end = time.perf_counter() + SECONDS
+            while (begin := time.perf_counter()) < end:
+                if call():
+                    durations.append(time.perf_counter() - begin)
+        except Exception as fault:  # noqa: BLE001 - told by the parent
+            faults.append(repr(fault))
+            together.abort()
+
+    workers = [threading.Thread(target=work, daemon=True) for _ in range(threads)]
+    for worker in workers:
+        worker.start()
+    try:
+        ready.wait(WITHIN_S)
+        together.wait(WITHIN_S)
+    except threading.BrokenBarrierError:
+        faults.append("not all clients came so far")
+    for worker in workers:
+        worker.join(WITHIN_S)
+    results.put((durations, faults))
+
+
+def _measure(door: str, where: Where, verb: int, clients: int) -> tuple[float, float]:
+    """(calls a second, median milliseconds of one)."""
+    context = multiprocessing.get_context("spawn")
+    processes = min(clients, PROCESSES)
+    ready, results = context.Barrier(processes), context.Queue()
+    running = [
+        context.Process(target=_clients, args=(door, where, verb, clients // processes, ready, results), daemon=True)
+        for _ in range(processes)
+    ]
+    for process in running:
+        process.start()
+    durations: list[float] = []
+    for _ in running:
+        took, faults = results.get(timeout=2 * WITHIN_S)
+        if faults:
+            raise click.ClickException(f"{door} with {clients} clients: {faults[0]}")
+        durations += took
+    for process in running:
+        process.join(WITHIN_S)
+    if not durations:
+        raise click.ClickException(f"{door} with {clients} clients: nothing was done")
+    return len(durations) / SECONDS, median(durations) * 1000
+
+
+def _measure_alone(wheres: dict[str, Where], verb: int) -> dict[str, tuple[float, float]]:
+    """The same for one client at each door, by turns."""
+    calls = {door: DOORS[door](where)[verb] for door, where in wheres.items()}
+    durations: dict[str, list[float]] = {door: [] for door in calls}
+    for call in calls.values():
+        call()
+    end = time.perf_counter() + ALONE_SECONDS
+    while time.perf_counter() < end:
+        for door, call in calls.items():
+            for _ in range(ALONE_CALLS):
+                begin = time.perf_counter()
+                if call():
+                    durations[door].append(time.perf_counter() - begin)
+    if not all(durations.values()):
+        raise click.ClickException("one client alone: at one of the doors nothing was done")
+    return {door: (len(took) / sum(took), median(took) * 1000) for door, took in durations.items()}
+
+
+# --- the run ---------------------------------------------------------------------------------------------------------
+
+
+def measured(directory: Path, rounds: int) -> dict[str, float]:
+    """All figures, each the median over `rounds`."""
+    taken = [_round(directory / str(number)) for number in range(rounds)]
+    return {name: median(each[name] for each in taken) for name in taken[0]}
+
+
+def _round(directory: Path) -> dict[str, float]:
+    directory.mkdir(parents=True)
+    figures: dict[str, float] = {}
+    with bench.broker(directory) as (url, _), _miniq(url) as ports:
+        for verb, name in enumerate(("put", "take")):
+            for clients in CLIENTS:
+                wheres = {door: Where(url, ports, f"{door}-{clients}") for door in DOORS}
+                if verb:
+                    for where in wheres.values():
+                        # Enough for the fastest: what is left over does not count.
+                        bench.produce_rate(url, where.queue, 40_000, bench.BATCH_MESSAGES)
+                if clients == 1:
+                    taken = _measure_alone(wheres, verb)
+                else:
+                    taken = {door: _measure(door, where, verb, clients) for door, where in wheres.items()}
+                for door, (per_s, p50_ms) in taken.items():
+                    figures[f"{name}_{door}_{clients}_per_s"] = per_s
+                    figures[f"{name}_{door}_{clients}_p50_ms"] = p50_ms
+                    figures[f"{name}_{door}_{clients}_to_{YARDSTICK}"] = p50_ms / taken[YARDSTICK][1]
+    return figures
+
+
+@contextmanager
+def _miniq(url: str) -> Iterator[tuple[int, int, int]]:
+    free = [option for name in ("command", "producer", "consumer") for option in (f"--{name}-port", "0")]
+    arguments = [sys.executable, "-m", "portalmq.broker.protocols.zeromq.command", "--server", url, "-o", "json", *free]
+    process = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        said = process.stdout.readline()
+        if not said:
+            raise click.ClickException("portalmq zeromq did not start")
+        at = {door: int(endpoint.rpartition(":")[2]) for door, endpoint in json.loads(said).items()}
+        yield at["commands"], at["producers"], at["consumers"]
+    finally:
+        process.terminate()
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def show(figures: dict[str, float], output: str) -> None:
+    if output == "json":
+        click.echo(json.dumps(figures, indent=2))
+        return
+    titles = {"put": "a message in, stored", "take": "a message out, and done"}
+    for name, title in titles.items():
+        click.echo(f"{title:<26}" + "".join(f"{door:>30}" for door in DOORS))
+        for clients in CLIENTS:
+            cells = [
+                f"{figures[f'{name}_{door}_{clients}_per_s']:>9,.0f}/s"
+                f"{figures[f'{name}_{door}_{clients}_p50_ms']:>8.2f} ms"
+                f" x{figures[f'{name}_{door}_{clients}_to_{YARDSTICK}']:.2f}"
+                for door in DOORS
+            ]
+            click.echo(f"  {clients:>3} clients{'':<13}" + "".join(f"{cell:>30}" for cell in cells))
+    click.echo(f"Rate, the median of one call, and that median as a multiple of {YARDSTICK}'s in the same round.")

@@ -1,0 +1,286 @@
+"""What reading costs a broker that is being written to: `python -m portalmq.spark.bench --live`.
+
+One producer sends as fast as it can; two processes read whatever is committed, from the beginning, over and over, as
+Spark's workers do. Windows with and without them take turns, and what the broker acknowledged in each is compared:
+
+    as it is    everything on all cores: the readers take CPU from the broker, as any program would
+    apart       the broker and the producer on one half of the cores, the readers on the other: what is left is waiting
+
+Reading goes by both doors: of the files, and over HTTP, where the broker itself does the work. What the readers took is
+counted too, so that a loss can be held against what was read. For comparison another broker's messages are read by the
+same door: that takes the same CPU, and takes nothing else from the broker that is written to.
+
+Meanwhile the write-ahead logs are measured, and how long a full segment waits to be sealed. The offsets that each pass
+of a reader gave are checked: every message once, up to where it was committed when the pass began.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from portalmq import Admin, Producer
+from portalmq.broker.bench.spark import BATCH_MESSAGES, END_WITHIN_S, MESSAGE_BYTES, PARTITIONS, broker, fill
+from portalmq.spark.brokers import Brokers
+from portalmq.spark.columns import COLUMNS
+from portalmq.spark.directories import Directories
+from portalmq.spark.errors import DataLoss, NothingThere, Unreachable
+from portalmq.spark.origin import Origin
+
+TOPIC = "live"
+READERS = 2
+SEGMENT_BYTES = 32 * 1024 * 1024
+RETENTION_BYTES = 512 * 1024 * 1024
+SAMPLE_S = 0.05
+READERS_START_S = 2.0
+OTHER_MESSAGES = 2_000_000
+
+
+class Load:
+    """Sends for ever, in a thread, and counts what was acknowledged."""
+
+    def __init__(self, url: str) -> None:
+        self.acknowledged = 0
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._send, args=(url,), daemon=True)
+        self._thread.start()
+
+    def _send(self, url: str) -> None:
+        payload = os.urandom(MESSAGE_BYTES // 2).hex().encode()
+        number = 0
+        waiting: deque[Future[object]] = deque()
+        with Producer(url, batch_messages=BATCH_MESSAGES, linger_ms=20) as producer:
+            while not self._ending.is_set():
+                for _ in range(BATCH_MESSAGES):
+                    last = producer.send(TOPIC, payload, partition=number // BATCH_MESSAGES % PARTITIONS)
+                    number += 1
+                waiting.append(last)  # type: ignore[arg-type]
+                while waiting and (waiting[0].done() or len(waiting) > 64):
+                    waiting.popleft().result(60)
+                    self.acknowledged += BATCH_MESSAGES
+
+    def end(self) -> None:
+        self._ending.set()
+        self._thread.join(60)
+
+
+class Watch:
+    """Looks at the files, in a thread: how long the longest write-ahead log gets, and how long a full segment waits."""
+
+    def __init__(self, directory: Path) -> None:
+        self.wal_bytes_max = 0
+        self.seal_wait_max_s = 0.0
+        self._directory = directory
+        self._since: dict[Path, float] = {}
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._look_on, daemon=True)
+        self._thread.start()
+
+    def _look_on(self) -> None:
+        while not self._ending.wait(SAMPLE_S):
+            now = time.monotonic()
+            for partition in self._directory.glob(f"partitions/{TOPIC}@*/*/"):
+                paths = sorted(partition.glob("0*.sqlite"))
+                for path in paths:
+                    self.wal_bytes_max = max(self.wal_bytes_max, _size(Path(f"{path}-wal")))
+                for path in paths[:-1]:
+                    if _is_writable(path):
+                        since = self._since.setdefault(path, now)
+                        self.seal_wait_max_s = max(self.seal_wait_max_s, now - since)
+
+    def take(self) -> tuple[int, float]:
+        """What was seen since it was taken last: (bytes, seconds)."""
+        found = self.wal_bytes_max, self.seal_wait_max_s
+        self.wal_bytes_max, self.seal_wait_max_s = 0, 0.0
+        return found
+
+    def end(self) -> None:
+        self._ending.set()
+        self._thread.join(10)
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+def _is_writable(path: Path) -> bool:
+    """A sealed file has mode 0444."""
+    try:
+        return bool(path.stat().st_mode & 0o200)
+    except FileNotFoundError:
+        return False
+
+
+def read_on(where: str, share: int) -> None:
+    """Pass after pass over the share of a reader, until it is killed. Tells how much it has read."""
+    count = 0
+    while True:
+        try:
+            for rows in passed(where, share, READERS):
+                count += rows
+                print(count, flush=True)
+        except (NothingThere, DataLoss, Unreachable):  # not written yet; removed by retention
+            time.sleep(SAMPLE_S)
+
+
+def one_pass(where: str | Path, share: int = 0, readers: int = 1) -> int:
+    """How many messages there are in a reader's partitions."""
+    return sum(passed(str(where), share, readers))
+
+
+def passed(where: str, share: int, readers: int) -> Iterator[int]:
+    """The messages in a reader's partitions, batch by batch. Each must come once: their offsets rise by one, but where
+    the leader's own records stand. `where`: a data directory, or a broker's URL."""
+    origin: Origin = Brokers([where], [TOPIC]) if "://" in where else Directories([where], [TOPIC])
+    for log in origin.logs():
+        if log.partition % readers != share:
+            continue
+        reached = log.start_offset
+        for span in origin.spans(log, log.start_offset, log.end_offset):
+            for batch in span.batches(tuple(COLUMNS)):
+                offsets = batch.column("offset").to_numpy()
+                if offsets[0] < reached or (np.diff(offsets) < 1).any():
+                    raise AssertionError(f"{log.name}: an offset came twice, at {offsets[0]} after {reached}")
+                reached = int(offsets[-1]) + 1
+                yield len(offsets)
+
+
+class Reading:
+    """Readers at work on these cores, each telling into a file of its own."""
+
+    def __init__(self, where: str, cores: Sequence[int], said: Path) -> None:
+        command = [sys.executable, "-m", "portalmq.broker.bench.spark_live", where]
+        self._said = [said / f"reader-{share}" for share in range(READERS)]
+        self.processes = []
+        for share, path in enumerate(self._said):
+            with path.open("wb") as told:
+                self.processes.append(
+                    subprocess.Popen([*command, str(share)], stdin=subprocess.DEVNULL, stdout=told, stderr=told)
+                )
+        for process in self.processes:
+            os.sched_setaffinity(process.pid, cores)
+
+    def rows(self) -> int:
+        """How many messages they have read so far, about."""
+        last = [path.read_bytes().rpartition(b"\n")[0].rpartition(b"\n")[2] for path in self._said]
+        return sum(int(line) for line in last if line.isdigit())
+
+
+@contextmanager
+def reading(where: str | None, cores: Sequence[int], said: Path) -> Iterator[Callable[[], int]]:
+    """Readers at work, ended at the end: how many messages they have read. None: nobody reads."""
+    if where is None:
+        yield lambda: 0
+        return
+    readers = Reading(where, cores, said)
+    processes = readers.processes
+    try:
+        yield readers.rows
+        for process in processes:
+            if process.poll() is not None:
+                raise SystemExit(f"a reader ended with {process.returncode}")
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait(END_WITHIN_S)
+
+
+def pin(pid: int, cores: Sequence[int]) -> None:
+    """The process, all its threads, and its children."""
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        os.sched_setaffinity(int(task.name), cores)
+        for child in map(int, (task / "children").read_text().split()):
+            pin(child, cores)
+
+
+def run(rounds: int, seconds: float, folder: Path) -> dict[str, float]:
+    figures: dict[str, float] = {}
+    cores = sorted(os.sched_getaffinity(0))
+    half = len(cores) // 2 or 1
+    other = folder / "other"
+    with broker(other) as (other_url, other_process):
+        fill(other_url, TOPIC, iter(lambda: b"x" * MESSAGE_BYTES, None), OTHER_MESSAGES, segment_bytes=SEGMENT_BYTES)
+        for name, writing_cores, reading_cores in (
+            ("as it is", cores, cores),
+            ("apart", cores[:half], cores[half:] or cores),
+        ):
+            data = folder / name.replace(" ", "-")
+            with broker(data) as (url, process):
+                for pid in (process.pid, other_process.pid, os.getpid()):
+                    pin(pid, writing_cores)
+                kinds = {
+                    "alone": None,
+                    "other files": str(other),
+                    "files": str(data),
+                    "other HTTP": other_url,
+                    "HTTP": url,
+                }
+                found = windows(url, data, kinds, rounds, seconds, reading_cores)
+            pin(os.getpid(), cores)
+            shutil.rmtree(data)
+            figures |= {f"{name}: {key}": value for key, value in found.items()}
+    return figures
+
+
+def windows(
+    url: str, data: Path, kinds: dict[str, str | None], rounds: int, seconds: float, reading_cores: Sequence[int]
+) -> dict[str, float]:
+    """`data` is the broker's directory; `kinds`: what is read meanwhile, by the name of the window."""
+    with closing(Admin(url)) as admin:
+        config = {"segment_bytes": SEGMENT_BYTES, "retention_bytes": RETENTION_BYTES}
+        admin.create_topic(TOPIC, partitions=PARTITIONS, replication_factor=1, config=config)
+    rates: dict[str, list[float]] = {kind: [] for kind in kinds}
+    read: dict[str, list[float]] = {kind: [] for kind in kinds}
+    wal: dict[str, int] = dict.fromkeys(kinds, 0)
+    waits: dict[str, float] = dict.fromkeys(kinds, 0.0)
+    load, watch = Load(url), Watch(data)
+    try:
+        time.sleep(seconds)  # the first segments, and what a start costs
+        for _ in range(rounds):
+            for kind, where in kinds.items():
+                with reading(where, reading_cores, data.parent) as rows:
+                    time.sleep(READERS_START_S)  # the readers' own start is not what is measured
+                    before = rows()
+                    rates[kind].append(_rate(load, watch, seconds))
+                    read[kind].append((rows() - before) / seconds)
+                wal_bytes, wait_s = watch.take()
+                wal[kind], waits[kind] = max(wal[kind], wal_bytes), max(waits[kind], wait_s)
+                print(f"  {kind:11} {rates[kind][-1]:12,.0f} messages/s, read {read[kind][-1]:12,.0f}/s", flush=True)
+    finally:
+        load.end()
+        watch.end()
+    rate = {kind: statistics.median(measured) for kind, measured in rates.items()}
+    figures: dict[str, float] = {f"messages/s, {kind}": round(rate[kind]) for kind in kinds}
+    figures |= {f"rows/s read, {kind}": round(statistics.median(read[kind])) for kind in kinds if kinds[kind]}
+    for door in ("files", "HTTP"):
+        if door in kinds:
+            figures[f"loss by reading, {door}, %"] = round(100 * (1 - rate[door] / rate["alone"]), 1)
+            figures[f"loss besides the CPU, {door}, %"] = round(100 * (1 - rate[door] / rate[f"other {door}"]), 1)
+    figures |= {f"longest WAL, {kind}, MB": round(wal[kind] / 1e6) for kind in kinds}
+    return figures | {f"longest wait to be sealed, {kind}, s": round(waits[kind], 1) for kind in kinds}
+
+
+def _rate(load: Load, watch: Watch, seconds: float) -> float:
+    watch.take()
+    before, began = load.acknowledged, time.monotonic()
+    time.sleep(seconds)
+    return (load.acknowledged - before) / (time.monotonic() - began)
+
+
+if __name__ == "__main__":
+    read_on(sys.argv[1], int(sys.argv[2]))

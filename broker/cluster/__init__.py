@@ -1,0 +1,1 @@
+"""This broker among others: membership, controller, topics, metadata, calls between brokers, locks."""

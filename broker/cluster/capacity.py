@@ -1,0 +1,70 @@
+"""How many topics, replicas and groups a cluster is let have: each takes memory and files on its brokers for good.
+
+The broker that is asked for a new one looks at what its mirror shows, and at what it is making itself. Two brokers that
+are asked at the same moment may each make their last one; nothing depends on the exact number.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+
+from portalmq.broker.server.config import BrokerConfig
+from portalmq.control_plane.mirror import Mirror
+from portalmq.errors import Backpressure
+
+
+class Capacity:
+    """Invariant: `_making` is what is on its way into the control plane, and not in the mirror yet."""
+
+    def __init__(self, config: BrokerConfig, mirror: Mirror) -> None:
+        self._config = config
+        self._mirror = mirror
+        self._making: Counter[str] = Counter()
+
+    @contextmanager
+    def topic(self, replicas: int) -> Iterator[None]:
+        """While a topic is made with so many replicas over all its partitions. Raises Backpressure."""
+        self._check("topics_max", len(self._mirror.topics), 1, self._config.topics_max)
+        with self.replicas(replicas), self._under_way("topics_max", 1):
+            yield
+
+    @contextmanager
+    def replicas(self, count: int) -> Iterator[None]:
+        """While so many replicas are added. Raises Backpressure."""
+        brokers = max(1, len(self._mirror.brokers))
+        there = sum([len(held.value.replicas) for held in tuple(self._mirror.partitions.values())])
+        self._check("partitions_max", there, count, self._config.partitions_max * brokers)
+        with self._under_way("partitions_max", count):
+            yield
+
+    @contextmanager
+    def group(self, names: Callable[[], Collection[str]]) -> Iterator[None]:
+        """While a group is made. `names` are those of all groups, with what was deleted from here just now left out:
+        asked for where the mirror has too many. Raises Backpressure."""
+        there = len(self._mirror.groups)
+        if there >= self._config.groups_max:
+            there = len(names())
+        self._check("groups_max", there, 1, self._config.groups_max)
+        with self._under_way("groups_max", 1):
+            yield
+
+    def _check(self, setting: str, there: int, more: int, at_most: int) -> None:
+        there += self._making[setting]
+        if more > 0 and there + more > at_most:
+            what = {"topics_max": "topics", "groups_max": "groups", "partitions_max": "replicas of partitions"}[setting]
+            of = f"{self._config.partitions_max} a broker" if setting == "partitions_max" else "the cluster"
+            raise Backpressure(
+                f"there are {there} {what}, {more} more would pass the limit of {at_most} ({setting}, {of}): delete"
+                " some, or raise it",
+                retryable=False,
+            )
+
+    @contextmanager
+    def _under_way(self, setting: str, count: int) -> Iterator[None]:
+        self._making[setting] += count
+        try:
+            yield
+        finally:
+            self._making[setting] -= count

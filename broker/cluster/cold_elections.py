@@ -1,0 +1,94 @@
+"""Elections among replicas that have all started anew: the controller asks how far their logs go before it chooses.
+
+After a power cut of all brokers nobody is left who saw what was committed, and a disk may have forgotten what it had
+fsynced. A record that was acknowledged is on every member of the ISR of that time: of two members that answer, one
+holds it although the disk of the other lied, and that is the longer one. Members that are away, or are still opening
+their files, are waited for, within bounds: a leader that forgot is a loss, and waiting is a delay. When the time is
+over the longest of those that answered leads. Where only one did, there is nothing to compare it with.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+
+import gevent
+
+from portalmq.broker.cluster.unclean_election import Standing
+from portalmq.broker.partition.clock import Clock
+from portalmq.control_plane.controller import LogEnd
+from portalmq.control_plane.mirror import PartitionKey
+from portalmq.control_plane.state import BrokerState, PartitionState
+from portalmq.errors import PortalMQError
+
+log = logging.getLogger(__name__)
+
+WAIT_FOR_ABSENT_MS = 10_000
+# Partitions whose standing is asked for in one call.
+ASKED_AT_ONCE = 500
+
+# Ask a broker for its standing in these partitions; None for what is not open there yet. Raises PortalMQError.
+Ask = Callable[[int, Sequence[PartitionKey]], Sequence[Standing | None]]
+
+
+class ColdElections:
+    """Invariant: `_since_ms` holds the partitions that were cold when they were looked at last, and since when."""
+
+    def __init__(self, ask: Ask, clock: Clock) -> None:
+        self._ask = ask
+        self._clock = clock
+        self._since_ms: dict[PartitionKey, int] = {}
+        self._waited_out: set[PartitionKey] = set()
+
+    @property
+    def is_waiting(self) -> bool:
+        return bool(self._since_ms)
+
+    def log_ends(
+        self, cold: Mapping[PartitionKey, PartitionState], live: Mapping[int, BrokerState]
+    ) -> dict[PartitionKey, dict[int, LogEnd]]:
+        """What the live members of the ISR told of the partitions that can be decided; the others wait."""
+        now_ms = self._clock.now_ms()
+        for key in self._since_ms.keys() - cold.keys():
+            del self._since_ms[key]
+        self._waited_out &= cold.keys()
+        asked: dict[int, list[PartitionKey]] = {}
+        for key, held in cold.items():
+            self._since_ms.setdefault(key, now_ms)
+            for broker_id in held.isr:
+                if broker_id in live:
+                    asked.setdefault(broker_id, []).append(key)
+        told: dict[PartitionKey, dict[int, LogEnd]] = {key: {} for key in cold}
+        gevent.joinall([gevent.spawn(self._hear, broker_id, keys, cold, told) for broker_id, keys in asked.items()])
+        return {key: ends for key, ends in told.items() if self._is_decided(key, cold[key], ends, now_ms)}
+
+    def _hear(
+        self,
+        broker_id: int,
+        keys: list[PartitionKey],
+        cold: Mapping[PartitionKey, PartitionState],
+        told: dict[PartitionKey, dict[int, LogEnd]],
+    ) -> None:
+        try:
+            for start in range(0, len(keys), ASKED_AT_ONCE):
+                part = keys[start : start + ASKED_AT_ONCE]
+                for key, standing in zip(part, self._ask(broker_id, part), strict=True):
+                    if standing is not None:
+                        is_whole = standing.is_whole(cold[key], broker_id)
+                        told[key][broker_id] = (standing.last_epoch, standing.end) if is_whole else None
+        except (PortalMQError, ValueError) as error:
+            log.info("broker %d does not say yet how far its logs go: %s", broker_id, error)
+
+    def _is_decided(self, key: PartitionKey, held: PartitionState, ends: dict[int, LogEnd], now_ms: int) -> bool:
+        waited_ms = now_ms - self._since_ms[key]
+        silent = [broker_id for broker_id in held.isr if broker_id not in ends]
+        if silent and waited_ms < WAIT_FOR_ABSENT_MS:
+            return False
+        if silent and key not in self._waited_out:
+            self._waited_out.add(key)
+            log.warning(
+                "partition %d of topic id %s: brokers %s of the ISR did not say within %d ms how far their logs go, and"
+                " are waited for no longer",
+                *(key[1], key[0], silent, waited_ms),
+            )
+        return True

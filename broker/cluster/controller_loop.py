@@ -1,0 +1,364 @@
+"""The controller: the one broker that decides, elected by compare-and-set, and what it does while in office.
+
+Every broker has an Office and runs its loop; one at a time holds it. What is to be done is decided in
+control_plane/controller.py, over what the mirror shows and the vigil found; here it is applied, in commits that check
+/controller_epoch, so that nothing of an older controller fits any more once a newer one is elected. For that reason
+losing the office unnoticed, or two who believe to hold it, cost time and never a message.
+
+    nobody in office              elect: at once when alone, after a jitter of up to 500 ms when others compete
+    the controller is gone        refused or silent twice in the incarnation it was elected in, and no other broker
+                                  reaches it: depose, elect at once; where there is no other to be asked, no second
+                                  time within half a minute
+    in office                     plan, commit; now and then sweep what crashed creations left, forget tombstones
+    others miss a leader          that this broker reaches: ask who reaches it, and when too few do thrice in a row, who
+                                  reaches the others, of whom one may lead instead
+    the plane was away            for one session it proves nothing that a broker is not registered
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Collection
+from typing import Protocol
+
+import gevent
+from gevent.event import Event
+
+from portalmq.broker.cluster.cold_elections import Ask, ColdElections
+from portalmq.broker.cluster.failure_detector import Vigil
+from portalmq.broker.partition.clock import Clock
+from portalmq.control_plane.catalog import Catalog, Deposed, PartitionChange, Versioned
+from portalmq.control_plane.controller import (
+    Reach,
+    View,
+    cold_elections,
+    cut_off,
+    live_brokers,
+    may_be_forgotten,
+    old_strays,
+    plan,
+)
+from portalmq.control_plane.mirror import Mirror, PartitionKey
+from portalmq.control_plane.plane import OutcomeUnknown, PlaneError, PlaneState, PlaneUnavailable
+from portalmq.control_plane.state import BrokerState, ControllerState
+
+log = logging.getLogger(__name__)
+
+JITTER_S = 0.5
+UPKEEP_EVERY_MS = 30_000
+# Changes that come one by one are decided on together.
+PASS_PAUSE_S = 0.02
+PASS_PAUSE_MIN_S = 0.2
+RETRY_PAUSE_S = 0.2
+# How often replicas that have all started anew are asked again how far they go, while one of them is silent.
+COLD_AGAIN_MS = 300
+REFUSALS_OF_A_CONTROLLER = 2
+# Two who cannot hear each other would depose each other for ever: others decide, and where there are none, time does.
+ASK_OTHERS_AGAIN_MS = 500
+DEPOSE_AGAIN_MS = 30_000
+# How long a doubt whether others reach a broker is looked into, how often, and how often in a row it has to come true:
+# a broker that is slow under load must not be taken for one that is cut off.
+DOUBT_MS = 3_000
+# A probe of this broker's own is on its way meanwhile: a port that refuses needs no vote.
+DOUBT_SETTLES_S = 0.1
+ASK_REACH_AGAIN_MS = 1_000
+CUT_OFF_MIN = 3
+TOLD_MAX = 20
+
+
+class Holder(Protocol):
+    """The broker whose office it is."""
+
+    broker_id: int
+
+    @property
+    def me(self) -> BrokerState: ...
+
+    @property
+    def registered(self) -> bool:
+        """Whether the broker is registered in the session that stands now."""
+        ...
+
+    def others_reach(self, broker_id: int, incarnation: int) -> bool:
+        """Whether another broker has an answer of this one, or this broker is cut off from all others itself."""
+        ...
+
+    def reach_of(self, brokers: Collection[int]) -> Reach:
+        """Who has an answer of each of these now, as far as that can be told. Blocks for a second at most."""
+        ...
+
+
+class Office:
+    """Invariant: `held`, while it is not None, is what this broker was elected to in the present session."""
+
+    def __init__(
+        self,
+        holder: Holder,
+        catalog: Catalog,
+        mirror: Mirror,
+        vigil: Vigil,
+        clock: Clock,
+        chance: Callable[[], float],
+        ask: Ask,
+    ) -> None:
+        self.held: Versioned[ControllerState] | None = None
+        self.wake = Event()
+        self._holder = holder
+        self._catalog = catalog
+        self._mirror = mirror
+        self._vigil = vigil
+        self._clock = clock
+        self._chance = chance
+        self._known: dict[int, BrokerState] = {}
+        self._grace_until_ms = 0
+        self._upkeep_at_ms = 0
+        self._ask_others_ms = 0
+        # Who was deposed by this broker's word alone, and when.
+        self._deposed_alone = (-1, 0)
+        # (broker id, incarnation): when another broker had no answer of it last.
+        self._doubted_ms: dict[tuple[int, int], int] = {}
+        self._ask_reach_ms = 0
+        # How often in a row the leader of a partition was found cut off.
+        self._cut_off: dict[PartitionKey, int] = {}
+        self._first_seen_ms: dict[str, int] = {}
+        self._closing = Event()
+        self._cold = ColdElections(ask, clock)
+
+    # --- who counts as there -----------------------------------------------------------------------------------------
+
+    def live(self) -> dict[int, BrokerState]:
+        """The brokers that count as there, as far as this one can tell."""
+        return live_brokers(self._mirror.brokers, self._known, self._vigil.gone(), in_grace=self._in_grace())
+
+    def begin_grace(self, session_timeout_s: float) -> None:
+        """The plane is back after it was away. Who was known before keeps counting as there for one session."""
+        self._grace_until_ms = self._clock.now_ms() + round(1_000 * session_timeout_s)
+
+    def look_around(self) -> None:
+        """After the mirror or the office has changed: know and watch the right brokers."""
+        before = self._known if self._in_grace() else {}
+        self._known = {**before, **self._mirror.brokers}
+        others = {number: broker for number, broker in self._known.items() if number != self._holder.broker_id}
+        controller = self._mirror.controller
+        if self.held is not None:
+            self._vigil.watch(others, others.keys())
+        else:
+            self._vigil.watch(others, {controller.value.broker_id} if controller else ())
+
+    def _in_grace(self) -> bool:
+        return self._clock.now_ms() < self._grace_until_ms
+
+    # --- the loop ----------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        while not self._closing.is_set():
+            self.wake.wait(self._until_next_s())
+            self.wake.clear()
+            if not self._closing.is_set():
+                self._closing.wait(self.attend_safely())
+
+    def attend_safely(self) -> float:
+        """One pass, which the next one makes up for when it fails; answers the seconds to pause before that."""
+        try:
+            self.attend()
+            return PASS_PAUSE_S
+        except Deposed as deposed:
+            log.warning("%s", deposed)
+            self.lose()
+        except (PlaneUnavailable, OutcomeUnknown) as away:
+            log.warning("the controller's work waits: %s", away)
+        except PlaneError as refused:
+            log.error("the controller's work failed: %s", refused)
+        except Exception:
+            log.exception("the controller's work failed")
+        self.wake.set()
+        return RETRY_PAUSE_S
+
+    def _until_next_s(self) -> float:
+        now_ms = self._clock.now_ms()
+        due_ms = [self._upkeep_at_ms if self.held else now_ms + UPKEEP_EVERY_MS]
+        if self._in_grace():
+            due_ms.append(self._grace_until_ms)
+        if self.held and self._cold.is_waiting:
+            due_ms.append(now_ms + COLD_AGAIN_MS)
+        if self.held and self._doubted_ms:
+            due_ms.append(self._ask_reach_ms)
+        return max(PASS_PAUSE_MIN_S, (min(due_ms) - now_ms) / 1_000)
+
+    def close(self) -> None:
+        self._closing.set()
+        self.wake.set()
+
+    # --- in office, or not -------------------------------------------------------------------------------------------
+
+    def attend(self) -> None:
+        """One pass: elect a controller if there is none, and if it is this broker, do its work."""
+        if not self._holder.registered or self._catalog.plane.state is not PlaneState.CONNECTED:
+            return
+        self.look_around()
+        self._check_held()
+        if self.held is None and not self._is_elected():
+            return
+        assert self.held is not None
+        self._elect_leaders(self.held)
+        self._replace_cut_off(self.held)
+        if self._clock.now_ms() >= self._upkeep_at_ms:
+            self._upkeep_at_ms = self._clock.now_ms() + UPKEEP_EVERY_MS
+            self._keep_up()
+
+    def lose(self) -> None:
+        """The session has ended, or somebody else was elected."""
+        if self.held is not None:
+            log.warning("broker %d is controller no longer", self._holder.broker_id)
+        self.held = None
+
+    def resign(self) -> None:
+        """Let somebody else be elected at once. Raises PlaneUnavailable, OutcomeUnknown."""
+        held, self.held = self.held, None
+        if held is not None:
+            self._catalog.depose(held)
+
+    def _check_held(self) -> None:
+        """The mirror may still show the time before the own election; a later epoch is never mistaken."""
+        held, shown = self.held, self._mirror.controller
+        if held is None:
+            return
+        if shown is None:
+            shown = self._catalog.controller()
+        if shown is None or shown.value.epoch > held.value.epoch:
+            self.lose()
+
+    def _is_elected(self) -> bool:
+        """Whether this broker is controller now."""
+        if self._holder.me.draining:
+            return False
+        shown = self._mirror.controller
+        if shown is None:
+            if self._others() and self._closing.wait(self._chance() * JITTER_S):
+                return False
+            shown = self._mirror.controller
+            if shown is not None and shown.value.broker_id != self._holder.broker_id:
+                return False
+        elif shown.value.broker_id != self._holder.broker_id:
+            if not self._is_gone(shown.value) or not self._catalog.depose(shown):
+                return False
+            log.warning("broker %d was controller and is gone", shown.value.broker_id)
+        self.held = self._catalog.elect_controller(self._holder.broker_id, self._holder.me.incarnation)
+        if self.held is None:
+            return False
+        self._tell("broker %d is controller, epoch %d", self._holder.broker_id, self.held.value.epoch)
+        self._upkeep_at_ms = self._clock.now_ms() + UPKEEP_EVERY_MS
+        self.look_around()
+        return True
+
+    def _others(self) -> bool:
+        return any(number != self._holder.broker_id for number in self._mirror.brokers)
+
+    def _is_gone(self, controller: ControllerState) -> bool:
+        registered = self._mirror.brokers.get(controller.broker_id)
+        if registered is not None and registered.incarnation > controller.incarnation:
+            return True  # it has started anew: the session that holds the office is of its earlier life
+        if (controller.broker_id, controller.incarnation) not in self._vigil.gone(refusals=REFUSALS_OF_A_CONTROLLER):
+            return False
+        now_ms = self._clock.now_ms()
+        if self._mirror.brokers.keys() - {self._holder.broker_id, controller.broker_id}:
+            if now_ms < self._ask_others_ms:
+                return False
+            self._ask_others_ms = now_ms + ASK_OTHERS_AGAIN_MS
+            return not self._holder.others_reach(controller.broker_id, controller.incarnation)
+        deposed, since_ms = self._deposed_alone
+        if deposed == controller.broker_id and now_ms < since_ms + DEPOSE_AGAIN_MS:
+            return False  # its session decides
+        self._deposed_alone = (controller.broker_id, now_ms)
+        return True
+
+    # --- the work ----------------------------------------------------------------------------------------------------
+
+    def _elect_leaders(self, held: Versioned[ControllerState]) -> None:
+        view = View(self._mirror.topics, self._mirror.partitions, self.live())
+        cold = cold_elections(view)
+        self._commit(held, plan(dataclasses.replace(view, waiting=cold.keys())))
+        log_ends = self._cold.log_ends(cold, view.live)
+        if log_ends:
+            partitions = {key: view.partitions[key] for key in log_ends}
+            self._commit(held, plan(dataclasses.replace(view, partitions=partitions, log_ends=log_ends)))
+
+    def doubt(self, broker_id: int, incarnation: int) -> None:
+        """Another broker has no answer of this one, or hears nothing of it. That it answers here proves little then."""
+        if self.held is not None:
+            if (broker_id, incarnation) not in self._doubted_ms:
+                gevent.spawn_later(DOUBT_SETTLES_S, self.wake.set)
+            self._doubted_ms[broker_id, incarnation] = self._clock.now_ms()
+
+    def _replace_cut_off(self, held: Versioned[ControllerState]) -> None:
+        """Elect anew where too few reach a leader that is there, if that stays so. Whoever leads then is reached by
+        enough, so that the links that there are move a partition once."""
+        now_ms = self._clock.now_ms()
+        self._doubted_ms = {key: at_ms for key, at_ms in self._doubted_ms.items() if now_ms - at_ms < DOUBT_MS}
+        if now_ms < self._ask_reach_ms:
+            return
+        if not self._doubted_ms:
+            self._cut_off = {}
+            return
+        self._ask_reach_ms = now_ms + ASK_REACH_AGAIN_MS
+        live = self.live()
+        doubted = {id for id, incarnation in self._doubted_ms if id in live and live[id].incarnation == incarnation}
+        led = {key: each for key, each in self._mirror.partitions.items() if each.value.leader in doubted}
+        reach = self._holder.reach_of(doubted & {each.value.leader for each in led.values()})
+        view = View(self._mirror.topics, led, live, reach=reach)
+        self._cut_off = {key: self._cut_off.get(key, 0) + 1 for key in cut_off(view)}
+        due = {key: led[key] for key, times in self._cut_off.items() if times >= CUT_OFF_MIN}
+        if due:
+            others = {number for each in due.values() for number in each.value.isr} - reach.keys()
+            reach = {**reach, **self._holder.reach_of(others)}
+            self._commit(held, plan(dataclasses.replace(view, partitions=due, reach=reach)))
+
+    def _commit(self, held: Versioned[ControllerState], changes: list[PartitionChange]) -> None:
+        if not changes:
+            return
+        applied = self._catalog.commit_as_controller(held, changes)
+        # What did not fit has changed meanwhile: it is read, and decided anew.
+        for change in changes:
+            self._mirror.note(change.path)
+        for change in applied[:TOLD_MAX]:
+            self._tell_change(change)
+        if len(applied) > TOLD_MAX:
+            self._tell("and %d partitions more were changed likewise", len(applied) - TOLD_MAX)
+
+    def _tell_change(self, change: PartitionChange) -> None:
+        topic = self._mirror.topic_by_id(change.topic_id)
+        name = f"{topic.name if topic else change.topic_id}/{change.number}"
+        wanted = change.state
+        if wanted.leader is None:
+            log.error("%s has no leader: none of %s that are in sync is there", name, list(wanted.isr))
+            return
+        self._tell(
+            "%s: broker %d leads in epoch %d, in sync %s of %s",
+            *(name, wanted.leader, wanted.leader_epoch, list(wanted.isr), list(wanted.replicas)),
+        )
+
+    def _tell(self, sentence: str, *values: object) -> None:
+        """Elections are news where there is a choice."""
+        log.log(logging.INFO if self._others() else logging.DEBUG, sentence, *values)
+
+    def _keep_up(self) -> None:
+        """What crashes left behind goes when it is old, and tombstones when nobody needs them."""
+        now_ms = self._clock.now_ms()
+        old = old_strays(self._catalog.strays(), self._first_seen_ms, now_ms)
+        if old:
+            log.info(
+                "the partitions of %d topics that were never made, or are deleted, are swept", self._catalog.sweep(old)
+            )
+        if not self._mirror.tombstones:
+            return
+        claimed = self._catalog.claims().keys()
+        for topic_id, tombstone in list(self._mirror.tombstones.items()):
+            if may_be_forgotten(
+                tombstone,
+                self._catalog.confirmations(topic_id),
+                registered=self._mirror.brokers.keys(),
+                claimed=claimed,
+                now_ms=self._clock.wall_ms(),
+            ):
+                self._catalog.forget_tombstone(topic_id)

@@ -1,0 +1,465 @@
+"""Locks as a broker serves them: it watches all of them, and keeps the clients that wait here.
+
+    bell --> note --> keeper: reads what changed, notes when it saw it first (a Sighting)
+                         |--> wakes the first of those that wait here, when it is his turn
+                         `--> frees what was not renewed for its ttl, removes what nobody used for long
+
+What is decided, and why no clock is compared with another, stands in `control_plane.locks`. Any broker serves any lock:
+there is no leader, and nothing is forwarded. What is known here may be old; whoever acts on it does so by
+compare-and-set, and nobody is refused before a sync.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+
+import gevent
+from gevent.event import Event
+from gevent.lock import Semaphore
+
+from portalmq import wire
+from portalmq.broker.partition.clock import Clock
+from portalmq.broker.partition.long_poll import Peer
+from portalmq.broker.partition.yielding import Turn, in_short_turns
+from portalmq.control_plane.locks import (
+    REMOVE_AT_ONCE_MAX,
+    Asked,
+    Held,
+    LockState,
+    LockTable,
+    Mark,
+    Place,
+    digest_of,
+    lasts_ms,
+    name_of,
+    turn_ms,
+)
+from portalmq.control_plane.plane import ControlPlane
+from portalmq.control_plane.state import BrokerState
+from portalmq.errors import LockHeld, LockNotFound, PortalMQError, Unavailable
+
+log = logging.getLogger(__name__)
+
+LOCKS_MAX = 10_000
+NOTES_MAX = 2_000
+# So many are read at once when there is something new about many.
+LOCKS_A_READ = 500
+# A lock that nobody holds is kept for so long, in case it is used again.
+KEEP_UNUSED_MS = 60_000
+SWEEP_EVERY_S = 10.0
+AGAIN_S = 1.0
+GATE_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Sighting:
+    """A lock as it was read last, and when, on this broker's clock, its mark was seen first."""
+
+    state: LockState
+    version: int
+    since_ms: int
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Rises with each change: a lock that is made anew has a greater token, but version 0 again."""
+        return (self.state.token, self.version)
+
+
+class Waiter:
+    """A client that waits here. `joined`: its place is in the queue. `away`: its wait is over, its place is kept for
+    the moment. `displaced`: the same owner waits elsewhere now."""
+
+    __slots__ = ("away", "displaced", "event", "gone", "joined", "place")
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self.event = Event()
+        self.joined = False
+        self.away = False
+        self.gone = False
+        self.displaced = False
+
+    def leave(self) -> None:
+        self.gone = True
+        self.event.set()
+
+    def displace(self) -> None:
+        self.displaced = True
+        self.event.set()
+
+
+class Locks:
+    """`brokers` are those that are registered, by id; `me` is this broker's id and incarnation."""
+
+    def __init__(
+        self,
+        plane: ControlPlane,
+        brokers: Callable[[], Mapping[int, BrokerState]],
+        me: tuple[int, int],
+        clock: Clock,
+    ) -> None:
+        self._table = LockTable(plane)
+        self._plane = plane
+        self._brokers = brokers
+        self._me = me
+        self._clock = clock
+        self._sightings: dict[str, Sighting] = {}
+        self._waiters: dict[str, dict[str, Waiter]] = {}
+        # When, on the clock, a lock with waiters is to be looked at again if nothing changes.
+        self._due: dict[str, int] = {}
+        # Places that are to be given up, while somebody is doing so.
+        self._leaving: dict[str, set[Place]] = {}
+        self._noted: set[str | None] = {None}
+        self._bell = Event()
+        self._gates: dict[str, tuple[Semaphore, int]] = {}
+        self._sweep_at_ms = 0
+        self._closed = False
+        self._keeper: gevent.Greenlet | None = None
+
+    # --- life --------------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        self._plane.watch(self.note)
+        self._bell.set()
+        self._keeper = gevent.spawn(self._keep)
+
+    def drain(self) -> None:
+        """End every wait: its client goes to another broker, where the same owner finds its place again."""
+        self._closed = True
+        for waiters in self._waiters.values():
+            for waiter in waiters.values():
+                waiter.event.set()
+
+    def close(self) -> None:
+        self.drain()
+        if self._keeper is not None:
+            self._keeper.kill()
+
+    def note(self, path: str | None) -> None:
+        """The plane's bell: leaves a note for the keeper."""
+        name = None if path is None else name_of(path)
+        if path is not None and name is None:
+            return
+        if name is None or len(self._noted) >= NOTES_MAX:
+            self._noted = {None}
+        elif None not in self._noted:
+            self._noted.add(name)
+        self._bell.set()
+
+    def brokers_changed(self) -> None:
+        """Places of brokers that are gone count no more."""
+        for name in self._waiters:
+            self._due[name] = 0
+        self._bell.set()
+
+    # --- calls -------------------------------------------------------------------------------------------------------
+
+    def acquire(self, name: str, request: wire.LockRequest, peer: Peer | None) -> wire.LockGrant:
+        """The lock, as soon as it is this owner's turn. Raises LockHeld when that is not within `wait_ms`, Unavailable,
+        Backpressure."""
+        self._check_open()
+        if peer is not None and peer.gone():
+            # This broker may have been paused: the client went elsewhere, and must not be given a second lock here.
+            raise Unavailable("the client has gone")
+        if request.wait_ms > 0:
+            return self._wait(name, request, peer)
+        asked = self._ask(name, request, None)
+        if not asked.granted:
+            # What was read may be older than what another broker did a moment ago.
+            self._plane.sync()
+            asked = self._ask(name, request, None)
+        if not asked.granted:
+            raise self._held(name, asked.state)
+        return _grant(asked.state)
+
+    def renew(self, name: str, request: wire.LockRenewal) -> wire.LockGrant:
+        """The holder lives: its ttl begins anew. Raises Fenced, LockNotFound."""
+        return _grant(self._table.renew(name, request.owner, request.fencing_token, request.ttl_ms, self._witness))
+
+    def release(self, name: str, request: wire.LockRelease) -> None:
+        """Raises Fenced, LockNotFound."""
+        self._table.release(name, request.owner, request.fencing_token, self._witness)
+
+    def describe(self, name: str) -> wire.LockDescription:
+        """Raises LockNotFound."""
+        self._plane.sync()
+        held = self._table.read(name)
+        self._witness(name, held)
+        if held is None:
+            raise LockNotFound(f"there is no lock {name!r}")
+        return self._described(name, self._sightings[name])
+
+    def list_all(self) -> list[wire.LockDescription]:
+        """As this broker saw them last."""
+        names = in_short_turns(sorted(self._sightings))
+        return [self._described(name, seen) for name in names if (seen := self._sightings.get(name)) is not None]
+
+    def _described(self, name: str, seen: Sighting) -> wire.LockDescription:
+        left_ms = lasts_ms(seen.state, self._clock.now_ms() - seen.since_ms)
+        lock = seen.state
+        return wire.LockDescription(name, lock.owner, lock.token, lock.ttl_ms, left_ms, len(lock.queue))
+
+    def _held(self, name: str, lock: LockState) -> LockHeld:
+        seen = self._sightings.get(name)
+        left_ms = lasts_ms(seen.state, self._clock.now_ms() - seen.since_ms) if seen else 0
+        return LockHeld(
+            f"lock {name!r} is held by {lock.owner!r}" if lock.owner is not None else f"others wait for lock {name!r}",
+            owner=lock.owner,
+            expires_in_ms=left_ms,
+            waiters=len(lock.queue),
+        )
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise Unavailable("this broker is shutting down", retry_after_s=0.5)
+
+    # --- waiting -----------------------------------------------------------------------------------------------------
+
+    def _ask(self, name: str, request: wire.LockRequest, place: Place | None) -> Asked:
+        may_make = len(self._sightings) < LOCKS_MAX
+        with self._gate(name):
+            return self._table.ask(
+                name, request.owner, request.ttl_ms, self._witness, self._live(), place=place, may_make=may_make
+            )
+
+    def _wait(self, name: str, request: wire.LockRequest, peer: Peer | None) -> wire.LockGrant:
+        waiter = Waiter(Place(digest_of(request.owner), *self._me))
+        self._register(name, waiter)
+        unwatch = peer.watch(waiter.leave) if peer is not None else lambda: None
+        deadline = time.monotonic() + request.wait_ms / 1_000
+        keeps_place = False
+        try:
+            while True:
+                if waiter.gone or (peer is not None and peer.gone()):
+                    raise Unavailable("the client has gone")
+                if waiter.displaced:
+                    raise LockHeld(f"another request of {request.owner!r} waits for lock {name!r} now")
+                if self._closed:
+                    keeps_place = True  # it is gone with this broker, unless the client takes it along
+                    self._check_open()
+                waiter.event.clear()
+                asked = self._ask(name, request, waiter.place)
+                if asked.granted:
+                    return _grant(asked.state)
+                waiter.joined = True
+                self._look_again(name)
+                left_s = deadline - time.monotonic()
+                if left_s <= 0 or not (waiter.event.wait(left_s) or waiter.event.is_set()):
+                    keeps_place = request.keep_place_ms > 0
+                    raise self._held(name, asked.state)
+        finally:
+            unwatch()
+            self._part(name, waiter, request.keep_place_ms if keeps_place else 0)
+
+    def _register(self, name: str, waiter: Waiter) -> None:
+        here = self._waiters.setdefault(name, {})
+        earlier = here.get(waiter.place.who)
+        if earlier is not None:
+            earlier.displace()
+        here[waiter.place.who] = waiter
+
+    def _part(self, name: str, waiter: Waiter, keep_ms: int) -> None:
+        """The wait is over: its place is given up, at once or after `keep_ms`, unless the owner waits anew by then."""
+        if self._waiters.get(name, {}).get(waiter.place.who) is not waiter:
+            return
+        if keep_ms and not self._closed:
+            waiter.away = True
+            gevent.spawn_later(keep_ms / 1_000, self._part, name, waiter, 0)
+            return
+        self._forget(name, waiter)
+        seen = self._sightings.get(name)
+        if not self._closed and (seen is None or waiter.place in seen.state.queue):
+            self._leave(name, waiter.place)
+
+    def _leave(self, name: str, place: Place) -> None:
+        """Give up a place, together with all that are given up meanwhile: a thousand clients may go at once, and one
+        commit for each would stand in the way of all others."""
+        leaving = self._leaving.get(name)
+        if leaving is not None:
+            leaving.add(place)
+            return
+        self._leaving[name] = {place}
+        gevent.spawn(self._leave_all, name)
+
+    def _leave_all(self, name: str) -> None:
+        try:
+            while leaving := self._leaving[name]:
+                self._leaving[name] = set()
+                here = self._waiters.get(name, {})
+                # Who has come back stands where he stood.
+                gone = {place for place in leaving if place.who not in here}
+                self._quietly(self._table.leave, name, gone, self._witness)
+        finally:
+            del self._leaving[name]
+
+    def _forget(self, name: str, waiter: Waiter) -> None:
+        here = self._waiters.get(name, {})
+        if here.get(waiter.place.who) is waiter:
+            del here[waiter.place.who]
+        if not here:
+            self._waiters.pop(name, None)
+            self._due.pop(name, None)
+        else:
+            self._look_again(name)
+
+    @contextlib.contextmanager
+    def _gate(self, name: str) -> Iterator[None]:
+        """One at a time of those who ask here for one lock: all at once, most would have to try again and again."""
+        gate, users = self._gates.get(name, (Semaphore(), 0))
+        self._gates[name] = (gate, users + 1)
+        try:
+            if not gate.acquire(timeout=GATE_TIMEOUT_S):
+                raise Unavailable(f"too many ask for lock {name!r} at once", retry_after_s=0.5)
+            try:
+                yield
+            finally:
+                gate.release()
+        finally:
+            gate, users = self._gates[name]
+            if users == 1:
+                del self._gates[name]
+            else:
+                self._gates[name] = (gate, users - 1)
+
+    # --- what is seen ------------------------------------------------------------------------------------------------
+
+    def _live(self) -> dict[int, int]:
+        live = {broker_id: broker.incarnation for broker_id, broker in self._brokers().items()}
+        live[self._me[0]] = self._me[1]
+        return live
+
+    def _witness(self, name: str, held: Held | None) -> int:
+        """Note a state that was read or written; answers for how long its mark has been seen."""
+        now_ms = self._clock.now_ms()
+        known = self._sightings.get(name)
+        if held is None:
+            self._sightings.pop(name, None)
+            return 0
+        since_ms = known.since_ms if known is not None and known.state.mark == held.value.mark else now_ms
+        fresh = Sighting(held.value, held.version, since_ms)
+        if known is None or fresh.order > known.order:
+            self._sightings[name] = fresh
+            if name in self._waiters:
+                self._look_again(name)
+        # An answer that was on its way while a newer one came is old: nothing is concluded from it.
+        return now_ms - since_ms if known is None or fresh.order >= known.order else 0
+
+    def _look_again(self, name: str) -> None:
+        self._due[name] = 0
+        self._bell.set()
+
+    # --- the keeper --------------------------------------------------------------------------------------------------
+
+    def _keep(self) -> None:
+        while not self._closed:
+            now_ms = self._clock.now_ms()
+            next_ms = min(self._due.values(), default=now_ms + round(SWEEP_EVERY_S * 1_000)) - now_ms
+            self._bell.wait(max(0.0, min(next_ms / 1_000, SWEEP_EVERY_S)))
+            self._bell.clear()
+            try:
+                self._read_noted()
+                now_ms = self._clock.now_ms()
+                for name in [name for name, due_ms in self._due.items() if due_ms <= now_ms]:
+                    self._rouse(name, now_ms)
+                self._sweep()
+            except PortalMQError as error:
+                log.info("locks will be looked at again: %s", error)
+                gevent.sleep(AGAIN_S)
+                self._bell.set()
+            except Exception:  # a node that cannot be decoded, say: the other locks go on
+                log.exception("the keeper of the locks failed, and goes on")
+                gevent.sleep(AGAIN_S)
+
+    def _read_noted(self) -> None:
+        noted, self._noted = self._noted, set()
+        if not noted:
+            return
+        try:
+            if None in noted:
+                names = sorted({*self._table.names(), *self._sightings})
+            else:
+                names = [name for name in noted if name is not None]
+            turn = Turn()
+            for first in range(0, len(names), LOCKS_A_READ):
+                turn.pause_if_over()
+                # Nobody has his turn in between: what was read is older then than what he does.
+                for name, held in self._table.read_many(names[first : first + LOCKS_A_READ]).items():
+                    self._witness(name, held)
+        except PortalMQError:
+            self._noted |= noted
+            raise
+        for name in names:
+            if name in self._waiters:
+                self._due[name] = 0
+
+    def _rouse(self, name: str, now_ms: int) -> None:
+        """Wake who has his turn here, or has to look; note when to do so again."""
+        here = self._waiters.get(name)
+        if here is None:
+            self._due.pop(name, None)
+            return
+        seen = self._sightings.get(name)
+        if seen is None:
+            self._wake_all(name)
+            return
+        age_ms, lock = now_ms - seen.since_ms, seen.state
+        places = {place.who: place for place in lock.queue}
+        for who, waiter in here.items():
+            if waiter.joined and not waiter.away and places.get(who) != waiter.place:
+                # Passed over while this broker was silent: it asks anew. Or the same owner waits at another broker.
+                waiter.displace() if who in places else waiter.event.set()
+        first = next((place.who for place in lock.queue if (w := here.get(place.who)) and not w.away), None)
+        wait_ms = None if first is None else turn_ms(lock, first, age_ms, self._live())
+        left_ms = None if lock.owner is None else lasts_ms(lock, age_ms)
+        due_in_ms = min((ms for ms in (wait_ms, left_ms) if ms), default=round(SWEEP_EVERY_S * 1_000))
+        if first is not None and wait_ms == 0:
+            here[first].event.set()
+            due_in_ms = round(AGAIN_S * 1_000)
+        elif left_ms == 0:
+            gevent.spawn(self._quietly, self._table.free, name, lock.mark, self._witness)
+            due_in_ms = round(AGAIN_S * 1_000)
+        self._due[name] = now_ms + due_in_ms
+
+    def _wake_all(self, name: str) -> None:
+        """The lock is not there: each asks for it anew."""
+        self._due.pop(name, None)
+        for waiter in self._waiters.get(name, {}).values():
+            if waiter.joined:
+                waiter.event.set()
+
+    def _sweep(self) -> None:
+        """Remove what is not used, and places in queues that nobody here waits at. The broker with the least id does
+        the first; who does it does not matter for being right."""
+        now_ms = self._clock.now_ms()
+        if now_ms < self._sweep_at_ms:
+            return
+        self._sweep_at_ms = now_ms + round(SWEEP_EVERY_S * 1_000)
+        is_least = self._me[0] == min(self._live())
+        unused: dict[str, Mark] = {}
+        for name, seen in in_short_turns(list(self._sightings.items())):
+            lock, age_ms = seen.state, now_ms - seen.since_ms
+            for place in lock.queue:
+                if (place.broker_id, place.incarnation) == self._me and place.who not in self._waiters.get(name, {}):
+                    self._leave(name, place)
+            over_for_ms = age_ms - (lock.ttl_ms if lock.owner is not None else 0)
+            if is_least and not lock.queue and over_for_ms >= KEEP_UNUSED_MS:
+                unused[name] = lock.mark
+        for name in self._table.remove_all(dict(islice(unused.items(), REMOVE_AT_ONCE_MAX))):
+            self._sightings.pop(name, None)
+
+    def _quietly(self, do: Callable[..., object], *arguments: object) -> None:
+        """What will be tried again by somebody if it fails."""
+        try:
+            do(*arguments)
+        except PortalMQError as error:
+            log.info("a lock's upkeep will be tried again: %s", error)
+
+
+def _grant(lock: LockState) -> wire.LockGrant:
+    assert lock.owner is not None
+    return wire.LockGrant(lock.owner, lock.token, lock.ttl_ms)

@@ -1,0 +1,109 @@
+"""What a broker does beside its traffic, now and again, for each replica that stands here: the folds are saved, old
+messages dropped, superseded ones compacted, idle files closed; and groups are swept.
+
+A replica that cannot be seen to now does not keep the others from it: it is tried again the next time.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Protocol
+
+import gevent
+from gevent.event import Event
+
+from portalmq import wire
+from portalmq.broker.cluster.topics import Topics
+from portalmq.broker.partition.compaction import Compacting
+from portalmq.broker.partition.yielding import in_short_turns
+from portalmq.broker.queues.groups import Groups
+from portalmq.broker.storage.errors import Shortage
+from portalmq.errors import PortalMQError
+
+log = logging.getLogger(__name__)
+
+SAVE_STATE_EVERY_S = 1.0
+RETAIN_EVERY_S = 10.0
+COMPACT_EVERY_S = 2.0
+SWEEP_EVERY_S = 2.0
+REST_EVERY_S = 60.0
+GROUP_EXPIRY_MS = 7 * wire.DAY_MS
+
+
+class Keeper(Protocol):
+    """The broker, as far as its housekeeping asks for it."""
+
+    def disk_is_full(self) -> bool: ...
+    def release_disk(self) -> object:
+        """Give back the room that was set aside for a full disk."""
+        ...
+
+    def storage_failed(self, fault: BaseException) -> None: ...
+
+
+class Housekeeping:
+    """Ends when `draining` is set."""
+
+    def __init__(
+        self,
+        topics: Topics,
+        groups: Groups,
+        compacting: Compacting,
+        draining: Event,
+        keeper: Keeper,
+    ) -> None:
+        self._topics = topics
+        self._groups = groups
+        self._compacting = compacting
+        self._draining = draining
+        self._keeper = keeper
+        self._greenlets: list[gevent.Greenlet] = []
+
+    def start(self) -> None:
+        self._greenlets = [
+            gevent.spawn(self._every, SAVE_STATE_EVERY_S, self.save_state),
+            gevent.spawn(self._every, RETAIN_EVERY_S, self.retain),
+            gevent.spawn(self._every, SWEEP_EVERY_S, self._groups.sweep),
+            gevent.spawn(self._every, COMPACT_EVERY_S, self.compact),
+            gevent.spawn(self._every, REST_EVERY_S, self.rest),
+        ]
+
+    def close(self) -> None:
+        gevent.killall(self._greenlets)
+
+    def _every(self, seconds: float, work: Callable[[], None]) -> None:
+        while not self._draining.wait(seconds):
+            try:
+                work()
+            except (PortalMQError, Shortage) as error:
+                log.warning("upkeep will be tried again: %s", error)
+            except Exception as fault:  # noqa: BLE001 - upkeep that failed in any other way fails the broker
+                self._keeper.storage_failed(fault)
+
+    def save_state(self) -> None:
+        for partition in in_short_turns(self._topics.partitions()):
+            partition.save_state()
+
+    def rest(self) -> None:
+        for partition in in_short_turns(self._topics.partitions()):
+            partition.rest_if_idle()
+
+    def retain(self) -> None:
+        if self._keeper.disk_is_full():
+            self._keeper.release_disk()  # sealing and dropping, which make room, need a little room themselves
+        for topic in self._topics:
+            config = topic.state.config
+            for partition in in_short_turns(tuple(topic.local.values())):
+                try:
+                    partition.retain(config.retention_ms, config.retention_bytes, GROUP_EXPIRY_MS)
+                except (PortalMQError, Shortage) as error:  # the others are not to wait for this one
+                    log.warning("%s will be cleaned later: %s", partition, error)
+
+    def compact(self) -> None:
+        for topic in tuple(self._topics):
+            for partition in tuple(topic.local.values()):
+                try:
+                    self._compacting.look_after(partition, keeps_last=topic.state.config.cleanup == "compact")
+                except (PortalMQError, Shortage) as error:
+                    log.warning("%s will be compacted later: %s", partition, error)

@@ -1,0 +1,554 @@
+"""This broker as a member of the cluster: registered, informed, and heard.
+
+    mirror greenlet      the plane's bell -> session kept, registration kept, mirror refreshed -> everyone below woken
+    sessions'            tells the end of one at once
+    subscribers'         told what is different (`on_changed`), all that came since they were told last at once
+    office greenlet      the controller's work, or looking for a controller (broker/cluster/controller_loop.py)
+    vigil                probes of the controller, or, in office, of everybody (broker/cluster/failure_detector.py)
+
+A session that ends takes the registration with it. Then `on_session_lost` is told first (leaders step down), this
+broker registers anew, as the same incarnation, everything is read again, and `on_changed` says so. Whether others were
+elected meanwhile stands in what is read.
+
+All this runs over the one-process plane too: there is nobody else to wait for, so this broker is elected, and elects
+itself for all of its partitions, before `start` returns.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from math import ceil
+from typing import Protocol, TypeVar
+
+import gevent
+import msgspec
+from gevent.event import Event
+
+from portalmq.broker.cluster.controller_loop import Office
+from portalmq.broker.cluster.failure_detector import Probe, Prober, Shown, Vigil, probe_once
+from portalmq.broker.cluster.retry_budget import AT_ONCE, Patience
+from portalmq.broker.cluster.unclean_election import Standing, StandingOf, Standings, StandingsOf
+from portalmq.broker.core.replica.events import IsrAnswered, Outcome, PartitionStateChanged, ProposeIsr
+from portalmq.broker.partition.clock import Clock
+from portalmq.broker.partition.partition_state import word_of
+from portalmq.broker.partition.yielding import in_short_turns
+from portalmq.control_plane.catalog import BrokerIdTaken, Catalog, Versioned
+from portalmq.control_plane.controller import View, departures, elect
+from portalmq.control_plane.mirror import Changes, Mirror, PartitionKey, SetBack
+from portalmq.control_plane.plane import (
+    Conflict,
+    PlaneError,
+    PlaneRefused,
+    PlaneState,
+    clock_s,
+)
+from portalmq.control_plane.state import BrokerState, PartitionState, with_isr
+from portalmq.errors import NotFound, PartitionNotFound, PortalMQError, Unavailable
+
+log = logging.getLogger(__name__)
+
+READ_ALL_EVERY_S = 30.0
+CONFIRM_EVERY_S = 5.0
+RETRY_PAUSE_S = 0.2
+REGISTER_WITHIN_SESSIONS = 2
+DRAIN_WITHIN_S = 5.0
+POLL_S = 0.02
+SUSPECT_AGAIN_MS = 300
+TELL_TIMEOUT_S = 1.0
+# What a leader may go without hearing from the control plane, as a part of the session.
+LEASE_PART = 2 / 3
+
+T = TypeVar("T")
+
+
+class ClusterGone(PlaneError):
+    """The control plane is another cluster's now, was emptied, or set back: what it does not know of must not be given
+    up, and what it says of who is in sync not believed."""
+
+
+class Suspicion(msgspec.Struct, frozen=True):
+    """What a broker tells the controller: I get no answer from this one."""
+
+    broker_id: int
+    incarnation: int
+    refused: bool
+
+
+class Heard(msgspec.Struct, frozen=True):
+    """The controller will look for itself."""
+
+
+class Reach(msgspec.Struct, frozen=True):
+    """What a broker asks the others before it deposes a controller, or a leader that they may miss: do you reach it?"""
+
+    broker_id: int
+    incarnation: int
+
+
+class Reached(msgspec.Struct, frozen=True):
+    answers: bool
+
+
+class PeerCalls(Protocol):
+    """What is needed of broker/cluster/peers.py."""
+
+    def call(self, broker_id: int, name: str, request: msgspec.Struct, kind: type[T], *, timeout_s: float) -> T: ...
+
+
+class Membership:
+    """`on_fatal` is called when this broker must not go on: its id has passed to another, or its credentials are
+    refused. `has_files(topic_id)` says whether anything of a topic is on this broker's disk. `probe` asks the broker at
+    a URL; `chance` is random.random."""
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        broker_id: int,
+        me: BrokerState,
+        clock: Clock,
+        *,
+        cluster_id: str = "",
+        on_fatal: Callable[[BaseException], None],
+        has_files: Callable[[str], bool] | None = None,
+        probe: Callable[[str], Probe] | None = None,
+        chance: Callable[[], float] = random.random,
+        shown: Shown | None = None,
+    ) -> None:
+        self.broker_id = broker_id
+        self.me = me
+        self.incarnation = me.incarnation
+        self.on_changed: list[Callable[[Changes], None]] = []
+        self.on_session_lost: list[Callable[[], None]] = []
+        self.peers: PeerCalls | None = None
+        # The standing of this broker's own replicas.
+        self.standings: Callable[[Sequence[PartitionKey]], Sequence[Standing | None]] = lambda keys: [None] * len(keys)
+        self.calls: dict[str, Callable[[bytes, object], bytes]] = {
+            "suspect": self._serve_suspect,
+            "reach": self._serve_reach,
+            "standings": self._serve_standings,
+        }
+        self._catalog = catalog
+        self._plane = catalog.plane
+        self._clock = clock
+        self._on_fatal = on_fatal
+        self._has_files = has_files
+        self._read_all_every_s = READ_ALL_EVERY_S * (0.75 + chance() / 2)
+        self._noted = Event()
+        self._session_noted = Event()
+        self.mirror = Mirror(self._plane, on_noted=self._noted.set, paced=in_short_turns)
+        self._prober = Prober(shown=shown)
+        self._probe = probe or self._prober.probe
+        self._probe_once = probe or partial(probe_once, shown=shown)
+        self.vigil = Vigil(self._probe, self._wake_office)
+        self.office = Office(self, catalog, self.mirror, self.vigil, clock, chance, self._ask_standings)
+        self._cluster_id = cluster_id
+        # The session that this broker is registered in; 0 while it is in none.
+        self._session = 0
+        self._answered_s = 0.0
+        self._away = False
+        self._untold = Changes()
+        self._news = Event()
+        self._closing = Event()
+        self._greenlets: list[gevent.Greenlet] = []
+        self._suspected_ms: dict[tuple[int, int], int] = {}
+        self._telling: set[int] = set()
+        self._confirmed: set[str] = set()
+
+    @property
+    def is_controller(self) -> bool:
+        return self.office.held is not None
+
+    @property
+    def registered(self) -> bool:
+        return self._session != 0 and self._session == self._plane.session_id
+
+    @property
+    def lease_ms(self) -> int:
+        """How long a leader serves without an answer of the control plane: less than its session lasts."""
+        return int(1_000 * self._plane.session_timeout_s * LEASE_PART)
+
+    # --- life --------------------------------------------------------------------------------------------------------
+
+    def start(self, patience: Patience = AT_ONCE) -> None:
+        """Register, read everything, look after the controller, and tell the subscribers. While the plane is away it is
+        waited for.
+
+        Raises BrokerIdTaken when another data directory's broker of this id is there, and stays; PlaneError.
+        """
+        self._cluster_id = self._cluster_id or patience(self._catalog.cluster_id)
+        self._plane.watch(self._ring)
+        patience(self._enter)
+        self._greenlets = [gevent.spawn(work) for work in (self._run_mirror, self._run_sessions, self.office.run)]
+        self._tell_subscribers()
+        self._greenlets.append(gevent.spawn(self._run_subscribers))
+        self._wake_office()
+
+    def _enter(self) -> None:
+        """Register, and read everything. What an attempt that broke off has done is found done."""
+        self._register_patiently()
+        self._untold.add(self.mirror.refresh())
+        self.office.look_around()
+        if self.mirror.brokers.keys() <= {self.broker_id}:
+            self.office.attend_safely()
+            self._untold.add(self.mirror.refresh())
+
+    def drain(self) -> None:
+        """Ask for other leaders, and wait for them, within bounds: as far as somebody else can lead."""
+        if not self.registered:
+            return
+        self.me = msgspec.structs.replace(self.me, draining=True)
+        try:
+            self._catalog.register_broker(self.broker_id, self.me)
+            deadline = clock_s() + DRAIN_WITHIN_S
+            while self._could_hand_over() and clock_s() < deadline:
+                gevent.sleep(POLL_S)
+            self.office.resign()
+        except (PlaneError, Unavailable) as fault:
+            log.warning("leadership is not handed over: %s", fault)
+
+    def close(self) -> None:
+        """Leave the cluster, once nothing is fetched here any more. What is led still is for the controller to give to
+        others."""
+        self._closing.set()
+        self.office.close()
+        self.vigil.close()
+        gevent.killall(self._greenlets)
+        self._prober.close()
+        if not self.registered:
+            return
+        try:
+            self.office.resign()
+            # In this order: nobody lets in again who is not registered.
+            self._catalog.unregister_broker(self.broker_id)
+            view = View(self.mirror.topics, self.mirror.partitions, {})
+            self._catalog.commit_fitting(departures(view, self.broker_id))
+        except PlaneError as fault:
+            log.warning("the registration ends with the session: %s", fault)
+        self._session = 0
+
+    def _could_hand_over(self) -> bool:
+        """Whether a partition is led here that another broker can lead."""
+        others = {number: broker for number, broker in self.office.live().items() if not broker.draining}
+        others.pop(self.broker_id, None)
+        return any(
+            held.value.leader == self.broker_id and elect(held.value, others).leader is not None
+            for held in list(self.mirror.partitions.values())
+        )
+
+    # --- the session and the registration ----------------------------------------------------------------------------
+
+    def _register_patiently(self) -> None:
+        """A broker that was killed leaves its entry until its session ends: wait for that, if it is not ours."""
+        deadline = clock_s() + REGISTER_WITHIN_SESSIONS * self._plane.session_timeout_s
+        while True:
+            try:
+                return self._register()
+            except BrokerIdTaken as taken:
+                # At this broker's own URL nobody else can listen.
+                lives = taken.url not in ("", self.me.url) and self._probe(taken.url) is Probe.ANSWERED
+                if lives or clock_s() > deadline:
+                    raise
+                log.warning("%s; waiting for its session to end", taken)
+            gevent.sleep(RETRY_PAUSE_S)
+
+    def _register(self) -> None:
+        session = self._plane.session_id
+        self._check_cluster("ZooKeeper has lost what was committed in it" if self._plane.set_back else "")
+        self._catalog.register_broker(self.broker_id, self.me)
+        if self._session != session:
+            # The first time, "is ready" follows, which is all that a person waits for.
+            level = logging.INFO if self._away else logging.DEBUG
+            log.log(
+                level, "broker %d is registered at %s, incarnation %d", self.broker_id, self.me.url, self.incarnation
+            )
+        self._session = session
+
+    def _check_cluster(self, set_back: str = "") -> None:
+        """Raises ClusterGone. `set_back` is how the control plane was seen to know less than before, if it was."""
+        found = self._catalog.find_cluster_id()
+        if found != self._cluster_id:
+            raise ClusterGone(
+                f"the control plane is of {f'cluster {found}' if found else 'no cluster'} now, and this broker of "
+                f"cluster {self._cluster_id}: was ZooKeeper wiped? `portalmq adopt` writes back what the brokers hold"
+            )
+        if set_back:
+            raise ClusterGone(
+                f"{set_back}: was it restored from an older copy? Stop all brokers. Then give ZooKeeper its newest "
+                "data, or empty it, and `portalmq adopt` writes back what the brokers hold"
+            )
+
+    def _ring(self, path: str | None) -> None:
+        """The plane's bell: it leaves notes, and never blocks."""
+        self.mirror.note(path)
+        if path is None:
+            self._session_noted.set()
+
+    def _run_sessions(self) -> None:
+        """That a session has ended is told at once, while the mirror's greenlet may wait for the next one to begin."""
+        while not self._closing.is_set():
+            self._session_noted.wait()
+            self._session_noted.clear()
+            self._check_session()
+
+    def _check_session(self) -> None:
+        if self._session in (0, self._plane.session_id):
+            return
+        self._session = 0
+        self._away = True
+        log.warning("the session with the control plane is lost")
+        self.office.lose()
+        for lost in self.on_session_lost:
+            _safely(lost)
+
+    def _keep_session(self) -> None:
+        """Register anew in a new session."""
+        self._check_session()
+        self._away |= self._plane.state is not PlaneState.CONNECTED
+        if self._session == 0 and self._plane.session_id != 0:
+            self._register()
+            self.mirror.note(None)
+
+    # --- the mirror and its subscribers ------------------------------------------------------------------------------
+
+    def _run_mirror(self) -> None:
+        read_all_at = clock_s() + self._read_all_every_s
+        while not self._closing.is_set():
+            pause_s = min(read_all_at - clock_s(), CONFIRM_EVERY_S if self._unconfirmed() else READ_ALL_EVERY_S)
+            self._noted.wait(max(0.001, pause_s))
+            self._noted.clear()
+            if clock_s() >= read_all_at:
+                read_all_at = clock_s() + self._read_all_every_s
+                self.mirror.note(None)
+            try:
+                self._keep_session()
+                self._refresh()
+            except (PlaneRefused, BrokerIdTaken, ClusterGone, SetBack) as fault:
+                log.critical("this broker is no member any more: %s", fault)
+                return self._on_fatal(fault)
+            except Exception as fault:
+                self._away = True
+                if not isinstance(fault, Unavailable):
+                    log.exception("the control plane could not be read")
+                self._noted.set()
+                self._closing.wait(RETRY_PAUSE_S)
+
+    def _refresh(self) -> None:
+        try:
+            changes = self.mirror.refresh()
+        except SetBack as fault:
+            self._check_cluster(str(fault))
+            raise
+        self._untold.add(changes)
+        if not self.registered:
+            self._noted.set()  # the session has ended meanwhile, which is told first
+            return
+        if self.mirror.brokers.get(self.broker_id) != self.me:
+            self._register()  # somebody took the entry away, or it is about to be read
+        if self._away:
+            self._away = False
+            self.office.begin_grace(self._plane.session_timeout_s)
+        self.office.look_around()
+        if changes:
+            self._news.set()
+            self._wake_office()
+        self._confirm_removed()
+
+    def _run_subscribers(self) -> None:
+        while not self._closing.is_set():
+            self._news.wait()
+            self._news.clear()
+            self._tell_subscribers()
+
+    def _tell_subscribers(self) -> None:
+        changes, self._untold = self._untold, Changes()
+        if changes:
+            for changed in self.on_changed:
+                _safely(partial(changed, changes))
+
+    def _unconfirmed(self) -> list[str]:
+        self._confirmed &= self.mirror.tombstones.keys()
+        return [topic_id for topic_id in self.mirror.tombstones if topic_id not in self._confirmed]
+
+    def _confirm_removed(self) -> None:
+        """Tell that nothing of a deleted topic is here, once the files are gone."""
+        has_files = self._has_files
+        if has_files is None:
+            return
+        for topic_id in self._unconfirmed():
+            if not has_files(topic_id):
+                self._catalog.confirm_removed(topic_id, self.broker_id)
+                self._confirmed.add(topic_id)
+
+    def _wake_office(self) -> None:
+        self.office.wake.set()
+
+    # --- suspicions --------------------------------------------------------------------------------------------------
+
+    def suspect(self, broker_id: int, incarnation: int, *, refused: bool) -> None:
+        """A broker does not answer this one. Never blocks: the controller is told, who looks for himself; if it is the
+        controller that is suspected, or this broker is it, it is this one who looks."""
+        now_ms = self._clock.now_ms()
+        again_ms = self._suspected_ms.get((broker_id, incarnation), 0) + SUSPECT_AGAIN_MS
+        if broker_id == self.broker_id or now_ms < again_ms:
+            return
+        self._suspected_ms = {key: at for key, at in self._suspected_ms.items() if now_ms - at < SUSPECT_AGAIN_MS}
+        self._suspected_ms[(broker_id, incarnation)] = now_ms
+        controller = self.mirror.controller
+        if self.is_controller or (controller is not None and controller.value.broker_id == broker_id):
+            self.vigil.hurry(broker_id)
+            self.office.doubt(self.broker_id, self.incarnation)
+        elif controller is not None and self.peers is not None and broker_id not in self._telling:
+            self._telling.add(broker_id)
+            gevent.spawn(self._tell_controller, controller.value.broker_id, Suspicion(broker_id, incarnation, refused))
+
+    def _tell_controller(self, controller: int, suspicion: Suspicion) -> None:
+        assert self.peers is not None
+        try:
+            self.peers.call(controller, "suspect", suspicion, Heard, timeout_s=TELL_TIMEOUT_S)
+        except PortalMQError as fault:
+            log.info("the controller could not be told of broker %d: %s", suspicion.broker_id, fault)
+        finally:
+            self._telling.discard(suspicion.broker_id)
+
+    def _ask_standings(self, broker_id: int, keys: Sequence[PartitionKey]) -> Sequence[Standing | None]:
+        """How far the logs of these partitions go on a broker. Raises PortalMQError."""
+        if broker_id == self.broker_id:
+            return self.standings(keys)
+        if self.peers is None:
+            raise Unavailable("other brokers cannot be asked yet")
+        asked = StandingsOf([StandingOf(*key) for key in keys])
+        try:
+            return self.peers.call(broker_id, "standings", asked, Standings, timeout_s=TELL_TIMEOUT_S).standings
+        except NotFound:  # a broker of the version before tells of one at a time
+            return [self._ask_standing(broker_id, each) for each in asked.partitions]
+
+    def _ask_standing(self, broker_id: int, asked: StandingOf) -> Standing | None:
+        assert self.peers is not None
+        try:
+            return self.peers.call(broker_id, "standing", asked, Standing, timeout_s=TELL_TIMEOUT_S)
+        except PartitionNotFound:
+            return None
+
+    def _serve_standings(self, body: bytes, peer: object) -> bytes:
+        asked = msgspec.msgpack.decode(body, type=StandingsOf)
+        found = self.standings([(each.topic_id, each.number) for each in asked.partitions])
+        return msgspec.msgpack.encode(Standings(list(found)))
+
+    def _serve_suspect(self, body: bytes, peer: object) -> bytes:
+        suspicion = msgspec.msgpack.decode(body, type=Suspicion)
+        if self.is_controller:
+            self.vigil.hurry(suspicion.broker_id)
+            self.office.doubt(suspicion.broker_id, suspicion.incarnation)
+        return msgspec.msgpack.encode(Heard())
+
+    def others_reach(self, broker_id: int, incarnation: int) -> bool:
+        """Whether another broker has an answer of this one, or none is there to be asked, though some are registered:
+        then it is this broker that is cut off. Blocks for a second at most."""
+        others = self.mirror.brokers.keys() - {self.broker_id, broker_id}
+        votes = self._votes(broker_id, incarnation, of_older=False).values()
+        return any(votes) or (bool(others) and not votes)
+
+    def reach_of(self, brokers: Collection[int]) -> dict[int, dict[int, bool]]:
+        """By broker: who has an answer of it now, this one included; those who cannot be asked are left out."""
+        known = {id: broker for id in brokers if (broker := self.mirror.brokers.get(id)) is not None}
+        asked = {id: gevent.spawn(self._votes, id, broker.incarnation) for id, broker in known.items()}
+        gevent.joinall(list(asked.values()))
+        reach = {id: each.get() for id, each in asked.items()}
+        for id in reach.keys() - {self.broker_id}:
+            reach[id][self.broker_id] = not self.vigil.misses(id)
+        return reach
+
+    def _votes(self, broker_id: int, incarnation: int, *, of_older: bool | None = None) -> dict[int, bool]:
+        """Whether each of the others that can be asked has an answer of this one. `of_older` counts for brokers of the
+        version before, which do not know the question; None: they are left out as well."""
+        others = self.mirror.brokers.keys() - {self.broker_id, broker_id}
+        asked = {id: gevent.spawn(self._ask_reach, id, Reach(broker_id, incarnation), of_older) for id in others}
+        gevent.joinall(list(asked.values()))
+        return {id: vote for id, each in asked.items() if (vote := each.value) is not None}
+
+    def _ask_reach(self, other: int, reach: Reach, of_older: bool | None) -> bool | None:
+        assert self.peers is not None
+        try:
+            return self.peers.call(other, "reach", reach, Reached, timeout_s=TELL_TIMEOUT_S).answers
+        except Unavailable:
+            return None
+        except PortalMQError:
+            return of_older
+
+    def _serve_reach(self, body: bytes, peer: object) -> bytes:
+        reach = msgspec.msgpack.decode(body, type=Reach)
+        broker = self.mirror.brokers.get(reach.broker_id)
+        if broker is None or broker.incarnation != reach.incarnation or self.vigil.misses(reach.broker_id):
+            return msgspec.msgpack.encode(Reached(False))
+        found = self._probe_once(broker.url)
+        if found is Probe.UNSURE:
+            raise Unavailable("this broker was paused while it asked, and cannot tell")
+        return msgspec.msgpack.encode(Reached(found is Probe.ANSWERED))
+
+    # --- what partitions need ----------------------------------------------------------------------------------------
+
+    def answered_ms(self) -> int:
+        """When the last request that the control plane answered was begun, on the clock that times leases.
+
+        What is answered in a session that nobody here has been told of renews nothing: the one before it has ended,
+        and whoever led in it has to hear of that first.
+        """
+        if self.registered:
+            self._answered_s = self._plane.last_answered
+        return self._clock.now_ms() - ceil(1_000 * (clock_s() - self._answered_s))
+
+    def change_isr(
+        self, topic_id: str, number: int, proposal: ProposeIsr, configured_min_insync: int | None
+    ) -> IsrAnswered:
+        """Compare-and-set what a replica proposes. Blocks until it is answered, or nobody can tell; never raises."""
+        try:
+            return self._change_isr(topic_id, number, proposal, configured_min_insync)
+        except Conflict:
+            return IsrAnswered(proposal.version, Outcome.CONFLICT)
+        except Exception as fault:
+            # An unavailable plane applied nothing of this attempt; it is not for this place to vouch for it.
+            if not isinstance(fault, Unavailable):
+                log.exception("the ISR of %s/%d could not be changed", topic_id, number)
+            return IsrAnswered(proposal.version, Outcome.UNKNOWN)
+
+    def _change_isr(
+        self, topic_id: str, number: int, proposal: ProposeIsr, configured_min_insync: int | None
+    ) -> IsrAnswered:
+        held = self.mirror.partitions.get((topic_id, number))
+        if held is None or held.version != proposal.version:
+            held = self.mirror.reread(topic_id, number)
+        if held is None or held.version != proposal.version:
+            return IsrAnswered(proposal.version, Outcome.CONFLICT)
+        wanted = with_isr(
+            held.value,
+            proposal.isr,
+            proposal.store_uuids,
+            proposal.incarnations,
+            resigning=self.broker_id if proposal.resigns else None,
+        )
+        version = self._catalog.set_partition(topic_id, number, wanted, held.version)
+        return IsrAnswered(proposal.version, Outcome.APPLIED, word_of(wanted, version, configured_min_insync))
+
+    def reread(
+        self, topic_id: str, number: int, refresh: int, configured_min_insync: int | None
+    ) -> PartitionStateChanged | None:
+        """The partition's word as it stands now, after a sync; None when it is gone, or the plane does not answer:
+        then it is for the caller to ask again. Never raises."""
+        try:
+            held: Versioned[PartitionState] | None = self.mirror.reread(topic_id, number)
+        except Exception as fault:
+            if not isinstance(fault, Unavailable):
+                log.exception("%s/%d could not be read again", topic_id, number)
+            return None
+        return None if held is None else word_of(held.value, held.version, configured_min_insync, refresh=refresh)
+
+
+def _safely(call: Callable[[], None]) -> None:
+    """A subscriber that fails does not keep the others from hearing."""
+    try:
+        call()
+    except Exception:
+        log.exception("a subscriber of the control plane failed")

@@ -1,0 +1,157 @@
+"""The cluster as any broker tells of it: who is there, who leads what, how it stands with this broker.
+
+All of it is from the mirror, and so a moment old; only offsets and sizes are asked of the leaders, and for one that
+does not answer the last ones known stand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from portalmq import wire
+from portalmq.broker.cluster.metadata_cache import Atlas
+from portalmq.broker.cluster.peers import Peers
+from portalmq.broker.cluster.routing import Leaders, Outcomes, place_of
+from portalmq.broker.cluster.rpc import Partitions, PartitionSize, Place, Result, result_of
+from portalmq.broker.cluster.topics import Topic, Topics
+from portalmq.broker.partition.yielding import in_short_turns
+from portalmq.control_plane.mirror import Mirror
+from portalmq.control_plane.state import PartitionState, TopicState
+from portalmq.errors import PortalMQError
+
+SIZE_TIMEOUT_S = 1.0
+UNKNOWN = PartitionSize(0, 0, 0)
+
+_encode = msgspec.msgpack.Encoder().encode
+_Sizes = list[Result[PartitionSize]]
+
+
+@dataclass(slots=True)
+class _Sizing:
+    """The work of asking the leaders for offsets and sizes."""
+
+    atlas: Atlas
+    peers: Peers
+
+    def here(self, places: Sequence[Place]) -> Outcomes[PartitionSize]:
+        outcomes: Outcomes[PartitionSize] = {}
+        for place in in_short_turns(places):
+            try:
+                partition = self.atlas.partition(place)
+            except PortalMQError as error:
+                outcomes[place] = error
+            else:
+                log = partition.log
+                outcomes[place] = PartitionSize(log.log_start_offset, partition.high_watermark, log.size_bytes)
+        return outcomes
+
+    def there(self, broker_id: int, places: Sequence[Place]) -> Outcomes[PartitionSize]:
+        call = Partitions(places[0].topic, places[0].topic_id, [place.number for place in places])
+        results = self.peers.call(broker_id, "partitions", call, _Sizes, timeout_s=SIZE_TIMEOUT_S)
+        return {place: result.outcome() for place, result in zip(places, results, strict=True)}
+
+
+class Overview:
+    def __init__(
+        self, cluster_id: str, topics: Topics, atlas: Atlas, leaders: Leaders, peers: Peers, mirror: Mirror
+    ) -> None:
+        self._cluster_id = cluster_id
+        self._topics = topics
+        self._leaders = leaders
+        self._mirror = mirror
+        self._sizing = _Sizing(atlas, peers)
+        self._sizes: dict[Place, PartitionSize] = {}
+        self._urls: dict[int, str] = {}
+
+    # --- topics ------------------------------------------------------------------------------------------------------
+
+    def describe_topic(self, topic: Topic) -> wire.TopicDescription:
+        state = topic.state
+        places = [place_of(state, number) for number in range(state.partitions)]
+        for place, size in self._leaders.run(places, self._sizing, patience_s=0.0).items():
+            if isinstance(size, PartitionSize):
+                self._sizes[place] = size
+        return wire.TopicDescription(
+            state.name,
+            [self._described(state, place) for place in in_short_turns(places)],
+            state.config,
+            topic_id=state.topic_id,
+            replication_factor=state.replication_factor,
+        )
+
+    def _described(self, topic: TopicState, place: Place) -> wire.PartitionDescription:
+        held = self._partition(topic, place.number)
+        size = self._sizes.get(place, UNKNOWN)
+        return wire.PartitionDescription(
+            place.number,
+            held.leader if held else None,
+            held.leader_epoch if held else 0,
+            list(held.replicas) if held else [],
+            sorted(held.isr) if held else [],
+            size.log_start_offset,
+            size.high_watermark,
+            size.size_bytes,
+        )
+
+    def serve_partitions(self, body: bytes) -> bytes:
+        call = msgspec.msgpack.decode(body, type=Partitions)
+        places = [Place(call.topic, call.topic_id, number) for number in call.numbers]
+        outcomes = self._sizing.here(places)
+        return _encode([result_of(outcomes[place]) for place in places])
+
+    def forget_topic(self, topic: Topic) -> None:
+        self._sizes = {place: size for place, size in self._sizes.items() if place.topic_id != topic.state.topic_id}
+
+    # --- the cluster -------------------------------------------------------------------------------------------------
+
+    def cluster(self) -> wire.ClusterDescription:
+        controller = self._mirror.controller
+        return wire.ClusterDescription(
+            self._cluster_id, controller.value.broker_id if controller else None, self._brokers()
+        )
+
+    def metadata(self, names: list[str] | None) -> wire.Metadata:
+        """Who leads what. Topics that do not exist are left out."""
+        states = [topic.state for topic in self._topics]
+        if names is not None:
+            wanted = set(names)
+            states = [state for state in states if state.name in wanted]
+        return wire.Metadata(
+            self._brokers(),
+            [
+                wire.TopicMetadata(
+                    state.name,
+                    [self._leader(state, number) for number in range(state.partitions)],
+                    state.first_partitions,
+                )
+                for state in in_short_turns(sorted(states, key=lambda state: state.name))
+            ],
+        )
+
+    def _leader(self, topic: TopicState, number: int) -> wire.PartitionLeader:
+        held = self._partition(topic, number)
+        if held is None:
+            return wire.PartitionLeader(number, None, 0, None)
+        url = self._mirror.url_of(held.leader) if held.leader is not None else None
+        return wire.PartitionLeader(number, held.leader, held.leader_epoch, url)
+
+    def _brokers(self) -> list[wire.BrokerDescription]:
+        """Those that are registered, and those that ought to be: they hold replicas, or were seen by this broker."""
+        live = {broker_id: broker.url for broker_id, broker in self._mirror.brokers.items()}
+        self._urls |= live
+        holders = {replica for held in list(self._mirror.partitions.values()) for replica in held.value.replicas}
+        return [
+            wire.BrokerDescription(broker_id, self._urls.get(broker_id, ""), broker_id in live)
+            for broker_id in sorted(holders | self._urls.keys())
+        ]
+
+    def _partition(self, topic: TopicState, number: int) -> PartitionState | None:
+        held = self._mirror.partitions.get((topic.topic_id, number))
+        return held.value if held else None
+
+    def offline_partitions(self) -> int:
+        """Partitions without a leader, all over the cluster."""
+        return sum(held.value.leader is None for held in list(self._mirror.partitions.values()))

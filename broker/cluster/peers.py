@@ -1,0 +1,201 @@
+"""Calls from one broker to another: HTTP over kept connections, with a credential that no client has.
+
+    POST /internal/v1/<name>                    the body and the answer are MessagePack, or the bytes of a fetch
+    Authorization: PortalMQ-Broker <hex>        the SHA-256 of the cluster's secret
+
+A call goes to the broker it names and no further: whoever is asked answers for itself or says `not_leader`. What is
+known of a call that failed is told by the error: NotReached (it did not leave, so nothing was applied), NotAnswered (it
+left and may have been applied), or the error that the other broker answered.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ssl
+from collections.abc import Callable, Mapping
+from hashlib import sha256
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+import gevent
+import msgspec
+from gevent.monkey import get_original
+
+from portalmq import wire
+from portalmq.broker.server.config import BrokerConfig, UsageError
+from portalmq.control_plane.state import BrokerState
+from portalmq.errors import Forbidden, PortalMQError, Unauthorized, Unavailable, error_from_problem
+from portalmq.network.connection import Address, ConnectionPool, NoAnswer, NotSent, parse_address
+from portalmq.network.http_answer import Answer
+from portalmq.network.tls import NO_FILES, context_of
+
+CREDENTIAL_SCHEME = "PortalMQ-Broker"
+# Long polls hold a connection each: one for every broker that fetches here, one for every group that waits elsewhere.
+CONNECTIONS_PER_BROKER_MAX = 1_000
+CONNECT_TIMEOUT_S = 1.0
+
+T = TypeVar("T")
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class NotReached(Unavailable):
+    """The other broker could not be reached; nothing was applied. `refused`: nobody listens at its address."""
+
+    def __init__(self, detail: str, *, refused: bool = False) -> None:
+        super().__init__(detail, retry_after_s=0.1)
+        self.refused = refused
+
+
+class NotAnswered(Unavailable):
+    """The other broker was asked and gave no whole answer: what was asked for may have been done."""
+
+    def __init__(self, detail: str) -> None:
+        super().__init__(detail, outcome="unknown", retry_after_s=0.1)
+
+
+class Registry(Protocol):
+    """Where the brokers are: the mirror of the control plane."""
+
+    @property
+    def brokers(self) -> Mapping[int, BrokerState]: ...
+
+
+class Exchanger(Protocol):
+    """What is needed of a pool of connections."""
+
+    def exchange(self, address: Address, method: str, head: bytes, body: bytes, timeout_s: float) -> Answer: ...
+    def rest(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class Peers:
+    """The other brokers. `on_trouble(broker_id, incarnation, refused)` hears of each one that gave no answer; it must
+    not block."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        secret: str,
+        *,
+        tls: ssl.SSLContext | None = None,
+        pool: Exchanger | None = None,
+    ) -> None:
+        self._registry = registry
+        self._credential = credential(secret)
+        self._pool: Exchanger = pool or ConnectionPool(
+            tls=tls,
+            connections_per_host_max=CONNECTIONS_PER_BROKER_MAX,
+            connect_timeout_s=CONNECT_TIMEOUT_S,
+            poll=get_original("select", "poll"),
+        )
+        self.on_trouble: Callable[[int, int, bool], None] = lambda broker_id, incarnation, refused: None
+
+    def call(self, broker_id: int, name: str, request: msgspec.Struct, kind: type[T], *, timeout_s: float) -> T:
+        """Ask a broker for `name` with a `request`; its answer as a `kind`.
+
+        Raises NotReached, NotAnswered, and the PortalMQError that it answered.
+        """
+        body = self.call_bytes(broker_id, name, _encode(request), timeout_s=timeout_s)
+        try:
+            return msgspec.msgpack.decode(body, type=kind)
+        except (msgspec.DecodeError, UnicodeDecodeError) as fault:
+            raise NotAnswered(f"broker {broker_id} answered {name} in another form: {fault}") from fault
+
+    def call_bytes(self, broker_id: int, name: str, body: bytes, *, timeout_s: float) -> bytes:
+        """The same with bytes. `timeout_s` bounds the call as a whole."""
+        state = self._registry.brokers.get(broker_id)
+        if state is None:
+            raise NotReached(f"broker {broker_id} is not registered now")
+        try:
+            address = parse_address(state.url)
+        except ValueError as fault:
+            raise NotReached(f"broker {broker_id} is registered with a URL that is none: {fault}") from None
+        head = (
+            f"POST {address.prefix}{wire.INTERNAL_PATH}{name} HTTP/1.1\r\nHost: {address.netloc}\r\n"
+            f"Authorization: {self._credential}\r\nContent-Type: {wire.MSGPACK}\r\n"
+            f"Content-Length: {len(body)}\r\n\r\n"
+        ).encode("latin-1")
+        try:
+            with gevent.Timeout(timeout_s, TimeoutError(f"no answer within {timeout_s:g} s")):
+                answer = self._pool.exchange(address, "POST", head, body, timeout_s)
+        except NotSent as fault:
+            refused = isinstance(fault.__cause__, ConnectionRefusedError)
+            self.on_trouble(broker_id, state.incarnation, refused)
+            raise NotReached(
+                f"broker {broker_id} cannot be reached at {address.url}: {fault}", refused=refused
+            ) from fault
+        except (NoAnswer, TimeoutError) as fault:
+            self.on_trouble(broker_id, state.incarnation, False)
+            raise NotAnswered(f"broker {broker_id} gave no answer to {name}: {fault}") from fault
+        if answer.status == 200:
+            return answer.body
+        raise _error_of(answer, broker_id, name)
+
+    def close(self) -> None:
+        """Close the connections; calls that wait for an answer end with NotAnswered."""
+        self._pool.close()
+
+
+def credential(secret: str) -> str:
+    """The value of `Authorization` that shows the cluster's secret, whatever characters that has: its SHA-256."""
+    return f"{CREDENTIAL_SCHEME} {sha256(secret.encode()).hexdigest()}"
+
+
+def check_credential(authorization: str | None, secret: str) -> None:
+    """Raises Unauthorized without a credential, Forbidden with a wrong one, a client's token for instance."""
+    if not authorization:
+        raise Unauthorized("this path is for the cluster's brokers alone")
+    if not hmac.compare_digest(authorization.encode("latin-1", "replace"), credential(secret).encode("latin-1")):
+        raise Forbidden("this path is for the cluster's brokers alone, and this is not their credential")
+
+
+def trusting(config: BrokerConfig) -> ssl.SSLContext | None:
+    """With TLS, brokers trust certificates of the authorities that are named for it, or those that stand in their own
+    file. Of a certificate without its authority that cannot be told: then the system's authorities count, too.
+
+    Raises UsageError for files that cannot be used.
+    """
+    if config.tls_cert is None:
+        return None
+    return _context(config.tls_peer_ca or config.tls_cert, config.tls_peer_ca is None, config.shown_to_brokers)
+
+
+def trusting_by_hand(config: BrokerConfig, tls_cert: Path | None = None) -> ssl.SSLContext | None:
+    """The same for a command that calls brokers: by their files where its settings name them, or by their certificate
+    alone, and else as clients do, whose files the environment names. Raises UsageError."""
+    if tls_cert is not None:
+        return _context(tls_cert, True, config.shown_to_brokers)
+    if config.tls_cert is not None:
+        return trusting(config)
+    try:
+        return context_of(NO_FILES)
+    except ValueError as fault:
+        raise UsageError(str(fault)) from None
+
+
+def _context(authorities: Path, may_lack_some: bool, shown: tuple[Path, Path] | None) -> ssl.SSLContext:
+    try:
+        context = ssl.create_default_context(cafile=authorities)
+        context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # an intermediate authority is trusted by itself
+        if may_lack_some and not context.cert_store_stats()["x509_ca"]:
+            context.load_default_certs()
+        if shown is not None:
+            context.load_cert_chain(*shown)
+    except OSError as fault:  # ssl.SSLError is one
+        raise UsageError(f"the files for TLS between brokers cannot be used: {fault}") from None
+    return context
+
+
+def _error_of(answer: Answer, broker_id: int, name: str) -> PortalMQError:
+    if answer.headers.get("Content-Type", "").startswith(wire.PROBLEM):
+        try:
+            problem = msgspec.json.decode(answer.body, type=dict[str, object])
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            problem = {}
+        if "code" in problem:
+            return error_from_problem(problem, retry_after_s=_seconds(answer.headers.get("Retry-After")))
+    return NotAnswered(f"broker {broker_id} answered {name} with HTTP {answer.status}, not in PortalMQ's form")
+
+
+def _seconds(text: str | None) -> float | None:
+    return float(text) if text and text.isdigit() else None

@@ -1,0 +1,254 @@
+"""The replicas' files on this broker: where they stand, which life of a replica they are, and how one is opened.
+
+A replica has a store uuid, which the control plane records with its place in the ISR: that of the data directory, and
+"/1", "/2", ... behind it for each time that it had to begin anew with an empty log on the same disk. It stands in
+`store.id` in the partition's folder, written before anything else. A folder without a log takes the next number after
+those of its predecessors in lost+found, so that no crash between the two makes an emptied replica look complete.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TypeVar
+
+from portalmq.broker.cluster.unclean_election import Standing
+from portalmq.broker.partition.folding import Recovered, recover
+from portalmq.broker.partition.host import PartitionHost
+from portalmq.broker.partition.partition import Partition
+from portalmq.broker.storage.errors import CorruptBatch, DamagedFile, Shortage, faults_of
+from portalmq.broker.storage.files import make_directory, sync_directory, write_atomically
+from portalmq.broker.storage.log import Log
+from portalmq.broker.storage.open_files import OpenFiles
+from portalmq.broker.storage.schema import LogIdentity
+from portalmq.broker.storage.segment import SEGMENT_NAME
+from portalmq.broker.storage.state import StateFile
+from portalmq.control_plane.state import TopicState, encode
+
+log = logging.getLogger(__name__)
+
+TOPIC_FILE = "topic.json"
+STORE_FILE = "store.id"
+
+T = TypeVar("T")
+Opened = tuple[Log, StateFile, Recovered, str]
+
+
+class Files:
+    """The folders. Every method reads and writes files: for native threads."""
+
+    def __init__(self, data_dir: Path, cluster_id: str, store_uuid: str) -> None:
+        self.root = data_dir / "partitions"
+        self.lost = data_dir / "lost+found"
+        self._cluster_id = cluster_id
+        self._store_uuid = store_uuid
+        self._open_files = OpenFiles()
+
+    def folder(self, topic: TopicState) -> Path:
+        return self.root / f"{topic.name}@{topic.topic_id}"
+
+    def describe(self, topic: TopicState) -> None:
+        """Leave word of the topic beside its partitions, for whoever finds them without a control plane."""
+        folder = self.folder(topic)
+        content = encode(topic) + b"\n"
+        path = folder / TOPIC_FILE
+        make_directory(folder)
+        if not path.exists() or path.read_bytes() != content:
+            write_atomically(path, content)
+
+    def open(self, topic: TopicState, number: int) -> Opened:
+        """The log of a replica with all that it adds up to, and its store uuid. Raises StorageError."""
+        self.describe(topic)
+        directory = self.folder(topic) / str(number)
+        store_uuid = self._store_uuid_of(directory)
+        identity = LogIdentity(self._cluster_id, topic.name, topic.topic_id, number)
+        files = Log.open(
+            directory, identity=identity, segment_bytes=topic.config.segment_bytes, open_files=self._open_files
+        )
+        state_file = StateFile(directory, identity=identity, open_files=self._open_files)
+        try:
+            return files, state_file, recover(files, state_file), store_uuid
+        except BaseException:
+            files.close()
+            state_file.close()
+            raise
+
+    def _store_uuid_of(self, directory: Path) -> str:
+        make_directory(directory)
+        path = directory / STORE_FILE
+        if not any(SEGMENT_NAME.match(name) for name in os.listdir(directory)):
+            life = max([0, *(self._life_of(place) + 1 for place in self._predecessors(directory))])
+            if life:
+                write_atomically(path, f"{life}\n".encode())
+        life = self._life_of(directory)
+        return f"{self._store_uuid}/{life}" if life else self._store_uuid
+
+    @staticmethod
+    def _life_of(directory: Path) -> int:
+        try:
+            return int((directory / STORE_FILE).read_text())
+        except FileNotFoundError:
+            return 0
+
+    def _predecessors(self, directory: Path) -> list[Path]:
+        """What stands of the same partition in lost+found: moved there alone, or with its topic."""
+        if not self.lost.exists():
+            return []
+        topic, number = directory.parent.name, directory.name
+        topics = [self.lost / topic, *self.lost.glob(f"{topic}.*")]
+        return [place for home in topics for pattern in (number, f"{number}.*") for place in home.glob(pattern)]
+
+    def set_aside(self, topic: TopicState, number: int) -> Path:
+        """Move one partition to lost+found, whole."""
+        return self._move(self.folder(topic) / str(number), self.lost / self.folder(topic).name)
+
+    def _move(self, place: Path, home: Path) -> Path:
+        make_directory(home)
+        target, copy = home / place.name, 0
+        while target.exists():
+            copy += 1
+            target = home / f"{place.name}.{copy}"
+        place.rename(target)
+        sync_directory(home)
+        sync_directory(place.parent)
+        return target
+
+    def aside(self, topic: TopicState, number: int) -> tuple[str, ...]:
+        """What lies of a partition in lost+found, in words."""
+        return tuple(map(_described, sorted(self._predecessors(self.folder(topic) / str(number)))))
+
+    def exist(self, topic_id: str) -> bool:
+        return bool(self._folders_of(topic_id))
+
+    def _folders_of(self, topic_id: str) -> list[Path]:
+        if not self.root.exists():
+            return []
+        return [place for place in self.root.iterdir() if place.name.rpartition("@")[2] == topic_id]
+
+    def remove(self, topic_id: str) -> None:
+        """The topic was deleted, by name and id."""
+        for folder in self._folders_of(topic_id):
+            shutil.rmtree(folder)
+
+    def folders(self) -> list[Path]:
+        """Those of topics, whether anybody knows them or not."""
+        make_directory(self.root)
+        return sorted(self.root.iterdir())
+
+    def tidy(self, folders: Iterable[Path], explained: set[str], deleted: set[str]) -> None:
+        """Remove what belongs to deleted topics, and set aside what belongs to none that anybody knows.
+
+        The folders were listed before the control plane was read: one that has come since is not among them.
+        """
+        for folder in folders:
+            topic_id = folder.name.rpartition("@")[2]
+            if topic_id in explained or not folder.exists():
+                continue
+            if topic_id in deleted:
+                shutil.rmtree(folder)
+                continue
+            target = self._move(folder, self.lost)
+            log.warning("nothing explains %s: it was moved to %s", folder.name, target)
+
+
+class Replicas:
+    """Opens them, off the hub's thread."""
+
+    def __init__(self, host: PartitionHost, files: Files) -> None:
+        self._host = host
+        self.files = files
+
+    def describe(self, topic: TopicState) -> None:
+        failed = self._host.pool.apply(_tried, (self.files, self.files.describe, topic))
+        if isinstance(failed, Exception):
+            log.warning("%s of topic %r is not up to date: %s", TOPIC_FILE, topic.name, failed)
+
+    def open(
+        self, topic: TopicState, number: int, is_whole_elsewhere: Callable[[], bool | None]
+    ) -> Partition | Standing | None:
+        """The replica, made when there is none; None while the disk has no room for it.
+
+        One whose files are damaged, or that lacks what it knew to be committed, is set aside and begins anew when
+        another member of the ISR says that it is whole. Else its files stay as they are, and it stays closed: its
+        standing says why. The only member of the ISR goes on with what it has, if that can be read.
+        """
+        opened = self._host.pool.apply(_tried, (self.files, self.files.open, topic, number))
+        closed = self._unusable(opened)
+        if closed is not None:
+            elsewhere = is_whole_elsewhere()
+            if elsewhere is False or (elsewhere is None and closed.fault):
+                self._close(opened)
+                return closed
+            if elsewhere:
+                why = closed.fault or closed.lossy
+                log.critical("partition %d of topic %r is damaged, and begins anew: %s", number, topic.name, why)
+                self._close(opened)
+                if not self.set_aside(topic, number):
+                    return None
+                opened = self._host.pool.apply(_tried, (self.files, self.files.open, topic, number))
+        if isinstance(opened, Shortage):
+            log.warning("partition %d of topic %r cannot be opened yet: %s", number, topic.name, opened)
+            return None
+        if isinstance(opened, Exception):
+            self._host.storage_failed(opened)
+            return None
+        files, state_file, recovered, store_uuid = opened
+        return Partition(
+            self._host,
+            topic.name,
+            number,
+            files,
+            state_file,
+            dedup_window_ms=topic.config.dedup_window_ms,
+            topic_id=topic.topic_id,
+            store_uuid=store_uuid,
+            min_insync_replicas=topic.config.min_insync_replicas,
+            recovered=recovered,
+        )
+
+    def _unusable(self, opened: Opened | Exception) -> Standing | None:
+        """The standing of a replica that is not to take part; None of one that is."""
+        incarnation = self._host.incarnation
+        if isinstance(opened, CorruptBatch | DamagedFile):
+            return Standing("", incarnation, 0, 0, 0, fault=str(opened))
+        if isinstance(opened, Exception) or not opened[2].lost:
+            return None
+        files, _, found, store_uuid = opened
+        last_epoch = found.epochs[-1][0] if found.epochs else 0
+        return Standing(store_uuid, incarnation, last_epoch, files.end_offset, found.high_watermark, lossy=found.lost)
+
+    def _close(self, opened: Opened | Exception) -> None:
+        if not isinstance(opened, Exception):
+            self._host.pool.apply(opened[0].close)
+            opened[1].close()
+
+    def set_aside(self, topic: TopicState, number: int) -> bool:
+        target = self._host.pool.apply(_tried, (self.files, self.files.set_aside, topic, number))
+        if isinstance(target, Shortage):
+            log.warning("partition %d of topic %r cannot be set aside yet: %s", number, topic.name, target)
+            return False
+        if isinstance(target, Exception):
+            self._host.storage_failed(target)
+            return False
+        log.warning("partition %d of topic %r was moved to %s", number, topic.name, target)
+        return True
+
+
+def _described(place: Path) -> str:
+    files = sorted(path for path in place.iterdir() if SEGMENT_NAME.match(path.name))
+    if not files:
+        return f"{place} (no records)"
+    size = sum(path.stat().st_size for path in place.iterdir())
+    return f"{place} ({size:,} bytes, offsets {int(files[0].stem)} to {int(files[-1].stem)} and on)"
+
+
+def _tried(files: Files, work: Callable[..., T], *arguments: object) -> T | Exception:
+    """On a native thread. An error is answered and not raised, as gevent would print it."""
+    try:
+        with faults_of(files.root):
+            return work(*arguments)
+    except Exception as error:  # noqa: BLE001
+        return error

@@ -1,0 +1,337 @@
+"""Every broker answers every call: each share of a call is brought to the leader of its partition, in one hop.
+
+    Leaders.run(places, work)
+        |-- led here         work.here(places)                      in this greenlet
+        `-- led elsewhere    work.there(broker id, places)          a greenlet for each of those brokers, at once
+
+A share that was certainly not applied because the leadership is moving (no leader yet, a broker that is gone, one
+that says another leads) is tried again for a moment, at whoever leads then; one whose outcome is unknown only when the
+work names what it wants done, so that twice is once. A leader that is silent while another one has been elected is not
+waited for. What is asked of a leader is never forwarded by it.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+import gevent
+from gevent.event import Event
+
+from portalmq.broker.cluster.peers import NotAnswered
+from portalmq.broker.cluster.rpc import Place
+from portalmq.broker.partition.writer import NotCommittedYet
+from portalmq.control_plane.state import TopicState
+from portalmq.errors import NotLeader, PartitionNotFound, PortalMQError, Unavailable
+
+PATIENCE_S = 3.0
+# When nothing is to be forwarded: this broker was elected just now, and is opening the partition.
+OWN_PATIENCE_S = 1.0
+PAUSE_FIRST_S = 0.02
+PAUSE_MAX_S = 0.2
+# What a broker that leads no longer may still have to say, before its silence is taken as its answer.
+ABANDON_AFTER_S = 0.3
+
+T = TypeVar("T")
+Outcomes = dict[Place, T | PortalMQError]
+
+
+class NoSuchPartition(PartitionNotFound):
+    """`topic` is as this broker knows it: it may have grown."""
+
+    def __init__(self, topic: TopicState, number: int) -> None:
+        super().__init__(f"topic {topic.name!r} has partitions 0 to {topic.partitions - 1}, there is no {number}")
+        self.topic = topic
+
+
+def place_of(topic: TopicState, number: int) -> Place:
+    """Raises NoSuchPartition."""
+    if not 0 <= number < topic.partitions:
+        raise NoSuchPartition(topic, number)
+    return Place(topic.name, topic.topic_id, number)
+
+
+class Work(Protocol[T]):
+    """A call with a share at each of several partitions. Both halves answer for every place they are given."""
+
+    def here(self, places: Sequence[Place]) -> dict[Place, T | PortalMQError]:
+        """Do the shares of partitions that this broker leads."""
+        ...
+
+    def there(self, broker_id: int, places: Sequence[Place]) -> dict[Place, T | PortalMQError]:
+        """Have another broker do the shares of partitions that it leads. May raise for all of them at once."""
+        ...
+
+
+class Map(Protocol):
+    """Who leads what, as this broker knows it now."""
+
+    def leader_of(self, place: Place) -> int | None:
+        """None while nobody leads. Raises TopicNotFound, PartitionNotFound."""
+        ...
+
+    def url_of(self, broker_id: int) -> str | None: ...
+
+    def look_again(self, place: Place) -> None:
+        """What is known of this partition may be old: have it read again. Does not block."""
+        ...
+
+
+class Waiting(Protocol):
+    """The client behind a call."""
+
+    def gone(self) -> bool: ...
+    def watch(self, on_gone: Callable[[], None]) -> Callable[[], None]: ...
+
+
+@dataclass(slots=True)
+class _Asked(Generic[T]):
+    """A broker that was asked, for what, and the greenlet that waits for its answer."""
+
+    broker_id: int
+    places: Sequence[Place]
+    greenlet: gevent.Greenlet
+
+    def unanswered(self, why: str) -> str:
+        return f"broker {self.broker_id} gave no answer yet, and {why}"
+
+
+class Leaders:
+    """Brings work to the leaders. `changed` is to be called when the leadership of anything has moved."""
+
+    def __init__(
+        self, broker_id: int, leads: Map, *, chance: Callable[[], float] = random.random, patience_s: float = PATIENCE_S
+    ) -> None:
+        self.broker_id = broker_id
+        self._map = leads
+        self._chance = chance
+        self._patience_s = patience_s
+        self._bells: set[Event] = set()
+
+    def changed(self) -> None:
+        for bell in tuple(self._bells):
+            bell.set()
+
+    def leader_of(self, place: Place) -> int | None:
+        return self._map.leader_of(place)
+
+    def led_here(self, place: Place) -> bool:
+        return self._map.leader_of(place) == self.broker_id
+
+    def not_leader(self, place: Place, leader: int) -> NotLeader:
+        """The error that tells a client where to go."""
+        return NotLeader(
+            f"broker {leader} leads partition {place.number} of topic {place.topic!r}",
+            leader=leader,
+            leader_url=self._map.url_of(leader),
+        )
+
+    def check_led_here(self, places: Iterable[Place]) -> None:
+        """What is not to be forwarded is done whole or not at all: raises NotLeader for what another broker leads."""
+        for place in places:
+            leader = self._map.leader_of(place)
+            if leader is not None and leader != self.broker_id:
+                raise self.not_leader(place, leader)
+
+    def one(
+        self,
+        place: Place,
+        work: Work[T],
+        *,
+        forward: bool = True,
+        repeatable: bool = False,
+        waiting: Waiting | None = None,
+    ) -> T:
+        """The outcome at a single partition. Raises its error."""
+        outcome = self.run([place], work, forward=forward, repeatable=repeatable, waiting=waiting)[place]
+        if isinstance(outcome, PortalMQError):
+            raise outcome
+        return outcome
+
+    def ask(self, broker_id: int, places: Sequence[Place], call: Callable[[], T]) -> T:
+        """What `call` has of another broker that leads these partitions; it is not waited for once others lead all of
+        them. Raises what `call` raises, NotAnswered, and Unavailable when there is nothing to ask it for."""
+        if not places:
+            raise Unavailable(f"broker {broker_id} leads nothing of this any more", retry_after_s=0.1)
+        asked: _Asked[T] = _Asked(broker_id, places, gevent.spawn(_tried, call))
+        try:
+            why = self._why_left(asked, None)
+            if why:
+                raise NotAnswered(asked.unanswered(why))
+        finally:
+            asked.greenlet.kill(block=False)
+        found: T | PortalMQError = asked.greenlet.get()
+        if isinstance(found, PortalMQError):
+            raise found
+        return found
+
+    def run(
+        self,
+        places: Sequence[Place],
+        work: Work[T],
+        *,
+        forward: bool = True,
+        repeatable: bool = False,
+        patience_s: float | None = None,
+        waiting: Waiting | None = None,
+    ) -> Outcomes[T]:
+        """The outcome at each partition, a value or an error; tried for `patience_s` where the leadership is moving.
+
+        `waiting`: the client that all this is for; once it has gone nothing more is begun.
+        """
+        outcomes: Outcomes[T] = {}
+        doubtful: set[Place] = set()
+        pending = list(places)
+        bell: Event | None = None
+        deadline = pause_s = 0.0
+        try:
+            while True:
+                if bell is not None:
+                    bell.clear()
+                found: Outcomes[T] = self._once(pending, work, forward, waiting)
+                if bell is None and not any(isinstance(outcome, PortalMQError) for outcome in found.values()):
+                    return found
+                outcomes |= found
+                doubtful |= {place for place in pending if _is_unknown(outcomes[place])}
+                pending = [place for place in pending if self._may_mend(outcomes[place], forward, repeatable)]
+                if not pending or (waiting is not None and waiting.gone()):
+                    break
+                if bell is None:  # patience counts from the first failure: some work waits
+                    bell = Event()
+                    self._bells.add(bell)
+                    if patience_s is None:
+                        patience_s = self._patience_s if forward else min(self._patience_s, OWN_PATIENCE_S)
+                    deadline, pause_s = time.monotonic() + patience_s, PAUSE_FIRST_S
+                left_s = deadline - time.monotonic()
+                if left_s <= 0:
+                    break
+                for place in pending:
+                    self._map.look_again(place)
+                bell.wait(min(left_s, pause_s * (0.5 + 0.5 * self._chance())))
+                pause_s = min(2 * pause_s, PAUSE_MAX_S)
+        finally:
+            if bell is not None:
+                self._bells.discard(bell)
+        for place in doubtful:
+            outcome = outcomes[place]
+            if isinstance(outcome, PortalMQError):  # the last try was refused; what became of an earlier one, who knows
+                outcome.outcome = "unknown"
+        if forward:
+            outcomes |= {place: told(error) for place, error in outcomes.items() if isinstance(error, NotLeader)}
+        return outcomes
+
+    def _may_mend(self, outcome: object, forward: bool, repeatable: bool) -> bool:
+        if not isinstance(outcome, NotLeader | Unavailable) or not outcome.retryable:
+            return False
+        if isinstance(outcome, NotCommittedYet):
+            return False
+        if outcome.outcome != "not_applied" and not repeatable:
+            return False
+        return forward or not isinstance(outcome, NotLeader) or outcome.extra.get("leader") in {None, self.broker_id}
+
+    def _once(self, places: Sequence[Place], work: Work[T], forward: bool, waiting: Waiting | None) -> Outcomes[T]:
+        outcomes: Outcomes[T] = {}
+        here: list[Place] = []
+        there: dict[int, list[Place]] = {}
+        for place in places:
+            try:
+                leader = self._map.leader_of(place)
+            except PortalMQError as error:
+                outcomes[place] = error
+                continue
+            if leader == self.broker_id:
+                here.append(place)
+            elif leader is None:
+                outcomes[place] = Unavailable(
+                    f"partition {place.number} of topic {place.topic!r} has no leader just now", retry_after_s=0.1
+                )
+            elif forward:
+                there.setdefault(leader, []).append(place)
+            else:
+                outcomes[place] = self.not_leader(place, leader)
+        if not there:
+            return outcomes | work.here(here) if here else outcomes
+        asked: list[_Asked[T]] = [
+            _Asked(broker_id, shares, gevent.spawn(_ask, work, broker_id, shares))
+            for broker_id, shares in there.items()
+        ]
+        try:
+            if here:
+                outcomes |= work.here(here)
+            for each in asked:
+                found: Outcomes[T] = self._answer_of(each, waiting)
+                outcomes |= found
+        finally:
+            gevent.killall([each.greenlet for each in asked], block=False)
+        return outcomes
+
+    def _answer_of(self, asked: _Asked[T], waiting: Waiting | None) -> Outcomes[T]:
+        why = self._why_left(asked, waiting)
+        if why:
+            return {place: NotAnswered(asked.unanswered(why)) for place in asked.places}
+        outcomes: Outcomes[T] = asked.greenlet.get()
+        return outcomes
+
+    def _why_left(self, asked: _Asked[T], waiting: Waiting | None) -> str:
+        """Wait for the answer; why that is given up, or nothing when it is there."""
+        bell = Event()
+        self._bells.add(bell)
+        asked.greenlet.link(lambda _: bell.set())
+        unwatch = waiting.watch(bell.set) if waiting is not None else None
+        abandon_at = 0.0
+        try:
+            while not asked.greenlet.ready():
+                if abandon_at:
+                    bell.wait(max(0.0, abandon_at - time.monotonic()))
+                else:
+                    bell.wait()
+                bell.clear()
+                if asked.greenlet.ready():
+                    break
+                if waiting is not None and waiting.gone():
+                    return "the client has gone"
+                if not abandon_at and self._has_moved(asked):
+                    abandon_at = time.monotonic() + ABANDON_AFTER_S
+                elif abandon_at and time.monotonic() >= abandon_at:
+                    return "another broker leads meanwhile"
+        finally:
+            self._bells.discard(bell)
+            if unwatch is not None:
+                unwatch()
+        return ""
+
+    def _has_moved(self, asked: _Asked[T]) -> bool:
+        """Whether somebody else leads all that this broker was asked for."""
+        try:
+            return all(self._map.leader_of(place) not in {None, asked.broker_id} for place in asked.places)
+        except PortalMQError:
+            return True
+
+
+def _ask(work: Work[T], broker_id: int, places: Sequence[Place]) -> Outcomes[T]:
+    try:
+        return work.there(broker_id, places)
+    except PortalMQError as error:
+        return {place: copy.copy(error) for place in places}
+
+
+def _tried(call: Callable[[], T]) -> T | PortalMQError:
+    try:
+        return call()
+    except PortalMQError as error:
+        return error
+
+
+def told(error: PortalMQError) -> PortalMQError:
+    """To whoever leaves it to us to find the leader, `not_leader` would say nothing."""
+    if not isinstance(error, NotLeader):
+        return error
+    return Unavailable(error.detail, outcome=error.outcome, retry_after_s=error.retry_after_s or 0.1)
+
+
+def _is_unknown(outcome: object) -> bool:
+    return isinstance(outcome, PortalMQError) and outcome.outcome == "unknown"

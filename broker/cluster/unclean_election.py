@@ -1,0 +1,221 @@
+"""An unclean election: what an operator asks for by name when no replica that is in sync will come back.
+
+The replica that holds most leads with what it has; what only the others had is lost. The controller never does this by
+itself, and no setting makes it. Each broker that has a replica is asked for its standing (`standing` among the calls
+between brokers); who leads is the one with the highest (epoch of the last record, end), or the one that is named. The
+new epoch is marked as unclean, which allows the others to cut back even what they knew to be committed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+import msgspec
+
+from portalmq.broker.core.replica.replica import PartitionReplica
+from portalmq.broker.server.config import EX_CANTCREAT, EX_UNAVAILABLE, EX_USAGE, StartupError
+from portalmq.control_plane.catalog import Catalog
+from portalmq.control_plane.controller import elect_unclean
+from portalmq.control_plane.plane import Conflict
+from portalmq.control_plane.state import BrokerState, PartitionState
+from portalmq.errors import PartitionNotFound, PortalMQError
+
+ASK_WITHIN_S = 5.0
+ATTEMPTS = 5
+
+T = TypeVar("T")
+
+
+class StandingOf(msgspec.Struct, frozen=True):
+    """What is your replica's standing?"""
+
+    topic_id: str
+    number: int
+
+
+class StandingsOf(msgspec.Struct, frozen=True):
+    """The same of many partitions."""
+
+    partitions: list[StandingOf]
+
+
+class Standing(msgspec.Struct, frozen=True):
+    """The records that a replica holds: up to `end`, the last of them of `last_epoch`.
+
+    `fault`: it is damaged. `lossy`: it can be read, and lacks records that it knew to be committed. `set_aside` names
+    what lies in lost+found of the partition.
+    """
+
+    store_uuid: str
+    incarnation: int
+    last_epoch: int
+    end: int
+    high_watermark: int
+    fault: str = ""
+    lossy: str = ""
+    set_aside: tuple[str, ...] = ()
+
+    def is_whole(self, held: PartitionState, broker_id: int) -> bool:
+        """Whether this replica of `broker_id` is the one that was counted in sync, and can be trusted."""
+        counted = broker_id in held.isr and held.store_uuids.get(broker_id) == self.store_uuid
+        return counted and not self.fault and not self.lossy
+
+
+class Standings(msgspec.Struct, frozen=True):
+    """In the order of the question; None for a replica that is not open yet."""
+
+    standings: list[Standing | None]
+
+
+class LocalPartition(Protocol):
+    """What is needed of a partition; `flaw` says why its files are no good, if they are not, `lost` what they lack."""
+
+    flaw: str
+    lost: str
+    replica: PartitionReplica
+
+
+class LocalTopics(Protocol):
+    """The replicas on this broker: open, or kept closed; and what lies in lost+found."""
+
+    def local(self, topic_id: str, number: int) -> LocalPartition | None: ...
+    def closed_standing(self, topic_id: str, number: int) -> Standing | None: ...
+    def set_aside(self, topic_id: str, number: int) -> tuple[str, ...]: ...
+
+
+class PeerCalls(Protocol):
+    def call(self, broker_id: int, name: str, request: msgspec.Struct, kind: type[T], *, timeout_s: float) -> T: ...
+
+
+def serve_standing(topics: LocalTopics, body: bytes) -> bytes:
+    """The broker's side of the question."""
+    asked = msgspec.msgpack.decode(body, type=StandingOf)
+    standing = own_standing(topics, asked.topic_id, asked.number)
+    if standing is None:
+        raise PartitionNotFound("no replica of this partition is open here")
+    aside = topics.set_aside(asked.topic_id, asked.number)
+    return msgspec.msgpack.encode(msgspec.structs.replace(standing, set_aside=aside))
+
+
+def own_standing(topics: LocalTopics, topic_id: str, number: int) -> Standing | None:
+    """Of this broker's replica; None while it is not open."""
+    partition = topics.local(topic_id, number)
+    return standing_of(partition) if partition is not None else topics.closed_standing(topic_id, number)
+
+
+def standing_of(partition: LocalPartition) -> Standing:
+    replica = partition.replica
+    return Standing(
+        replica.store_uuid,
+        replica.incarnation,
+        replica.last_epoch,
+        replica.durable_end,
+        replica.high_watermark,
+        "" if partition.flaw == partition.lost else partition.flaw,
+        partition.lost,
+    )
+
+
+def is_whole_elsewhere(held: PartitionState, broker_id: int, ask: Callable[[int], Standing]) -> bool | None:
+    """Whether another member of the ISR has just said that its replica is whole; None when there is no other member.
+    That the ISR names it is not enough: the same cause may have damaged them all."""
+    others = [member for member in held.isr if member != broker_id]
+    for other in others:
+        try:
+            if ask(other).is_whole(held, other):
+                return True
+        except PortalMQError:
+            continue
+    return False if others else None
+
+
+class NotElected(StartupError):
+    """Nothing was changed. The sentence says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Elected:
+    """Who leads now, and what the others that were reached hold."""
+
+    broker_id: int
+    leader_epoch: int
+    standings: Mapping[int, Standing]
+    silent: Mapping[int, str]
+
+
+def choose(held: PartitionState, standings: Mapping[int, Standing], wanted: int | None = None) -> int:
+    """Who is to lead. Raises NotElected when an ordinary election will do, or nobody can."""
+    for broker_id in held.isr:
+        standing = standings.get(broker_id)
+        if standing is not None and standing.is_whole(held, broker_id):
+            raise NotElected(
+                f"broker {broker_id} is there, and holds all that was acknowledged: the controller elects it, and "
+                "nothing needs to be lost. If it does not, look into the controller's log",
+                EX_CANTCREAT,
+            )
+    usable = {broker_id: standing for broker_id, standing in standings.items() if not standing.fault}
+    if wanted is not None:
+        if wanted not in usable:
+            fault = standings[wanted].fault if wanted in standings else "it does not answer, or has no replica of it"
+            raise NotElected(f"broker {wanted} cannot lead this partition: {fault}", EX_UNAVAILABLE)
+        return wanted
+    if not usable:
+        raise NotElected(
+            f"of brokers {list(held.replicas)} none is there with a replica that is whole: start one of them first"
+            + _aside_of(standings),
+            EX_UNAVAILABLE,
+        )
+    chosen = max(usable, key=lambda broker_id: (usable[broker_id].last_epoch, usable[broker_id].end, -broker_id))
+    if not usable[chosen].end and _aside_of(standings):
+        raise NotElected(
+            f"broker {chosen} would lead, and its replica is empty{_aside_of(standings)}. To lose them none the less, "
+            f"name it: --broker {chosen}",
+            EX_CANTCREAT,
+        )
+    return chosen
+
+
+def _aside_of(standings: Mapping[int, Standing]) -> str:
+    """Where records lie that no replica may hold."""
+    places = [
+        f"broker {broker_id}: {place}" for broker_id, held in sorted(standings.items()) for place in held.set_aside
+    ]
+    return "; set aside before, and perhaps of use, are " + ", ".join(places) if places else ""
+
+
+def elect(catalog: Catalog, peers: PeerCalls, topic: str, number: int, *, wanted: int | None = None) -> Elected:
+    """Hold the election. Raises NotElected, TopicNotFound."""
+    state = catalog.topic(topic)
+    for _ in range(ATTEMPTS):
+        catalog.plane.sync()
+        held = catalog.partition(state.topic_id, number)
+        if held is None:
+            raise NotElected(f"topic {topic!r} has partitions 0 to {state.partitions - 1}, no {number}", EX_USAGE)
+        standings, silent = _ask(held.value, catalog.brokers(), peers, StandingOf(state.topic_id, number))
+        chosen = choose(held.value, standings, wanted)
+        standing = standings[chosen]
+        elected = elect_unclean(held.value, chosen, standing.incarnation, standing.store_uuid)
+        try:
+            catalog.set_partition(state.topic_id, number, elected, held.version)
+        except Conflict:
+            continue  # somebody changed it meanwhile: perhaps it has a leader now
+        return Elected(chosen, elected.leader_epoch, standings, silent)
+    raise NotElected("the partition keeps changing: look who leads it, and repeat if need be", EX_UNAVAILABLE)
+
+
+def _ask(
+    held: PartitionState, brokers: Mapping[int, BrokerState], peers: PeerCalls, question: StandingOf
+) -> tuple[dict[int, Standing], dict[int, str]]:
+    standings: dict[int, Standing] = {}
+    silent: dict[int, str] = {}
+    for broker_id in held.replicas:
+        if broker_id not in brokers:
+            silent[broker_id] = "is not registered"
+            continue
+        try:
+            standings[broker_id] = peers.call(broker_id, "standing", question, Standing, timeout_s=ASK_WITHIN_S)
+        except PortalMQError as fault:
+            silent[broker_id] = str(fault)
+    return standings, silent

@@ -1,0 +1,644 @@
+"""A queue group on one partition: who holds which message until when, and what is done.
+
+The state is a fold over the partition's log: `apply` is its only door, and takes the records of records.py. Decisions
+(selection.py, `ackable`) only read; the shell turns a decision into a record, applies it and appends it to the log. On
+the leader the fold therefore runs over all that was appended, ahead of the high watermark: two consumers must not get
+one message while the first one's grant is on its way to the disk. That is safe because nothing is *answered* before
+its record is committed, and because a leader that steps down throws this object away and folds the log anew.
+
+    offsets of lane 0     0 ........... next ................ high watermark
+                          done | spans        fresh: never handed out
+
+A span is a run of messages that were handed out and are not done, all in the same state. What lies before its lane's
+cursor (`next`, in lane 0) and in no span is done, so acked messages cost nothing and a million waiting ones cost
+nothing. Messages that are acked although this log never saw them granted (a fail-over takes the last grants away) are
+done `ahead` of the cursor. What is given up is done too, and remembered as dead.
+
+Offsets are numbers here; payloads, clocks and settings never enter.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Iterable, Iterator, Sequence
+from heapq import heapify, heappop, heappush, merge
+from sys import intern
+
+import msgspec
+
+from portalmq.broker.core.fold import DeadFold, GroupFold, SpanFold
+from portalmq.broker.core.queue.key_order import KeyBook
+from portalmq.broker.core.queue.lanes import priority_of
+from portalmq.broker.core.queue.records import (
+    Ack,
+    Commit,
+    Dead,
+    Drop,
+    Extend,
+    Grant,
+    GroupRecord,
+    GroupStart,
+    Nack,
+    Range,
+    Redrive,
+    Spot,
+)
+from portalmq.broker.core.queue.spans import length_of, take_out
+from portalmq.broker.core.stream.offsets import remember_commit
+
+EXPIRIES_BEFORE_ALONE = 2
+ATTEMPTS_MAX = 10_000
+OUTSTANDING_MAX = 100_000
+STALE_WAKEUPS_MAX = 1_000
+# Rows of the heap of wakeups that each new one looks at while too many may be stale, and that one question throws away.
+SWEPT_AT_ONCE = 4
+STALE_AT_ONCE = 1_500
+# Rows of that heap whose time has come that one question takes, and returned messages that it looks at.
+RETURNED_AT_ONCE = 1_000
+# From so many ranges on they are cut out of the spans in one pass.
+RANGES_IN_A_PASS = 100
+COMMITS_REMEMBERED = 50_000
+# Ranges of dead messages that a group keeps on a partition; the oldest are forgotten (their copies are not).
+DEAD_MAX = 100_000
+# `available_at_ms` of messages that wait for an earlier one of their key.
+HELD_MS = 1 << 62
+
+
+class GroupDelivery:
+    """State of one group on one partition. Times are the leader's, in Unix milliseconds.
+
+    Invariants: spans are disjoint and sorted; `outstanding` is the sum of their lengths; no span of lane 0 reaches past
+    `next`, and no message is in a span and in `dead`, or in a span and ahead. A span is not changed but replaced:
+    snapshots share it.
+    """
+
+    def __init__(self, fold: GroupFold) -> None:
+        self.group = fold.group
+        self._load(fold)
+
+    def _load(self, fold: GroupFold) -> None:
+        self.start = fold.start
+        self.next = fold.next
+        self.attempts: dict[str, tuple[int, list[Range]]] = dict(fold.attempts)
+        self.attempt_leases: dict[str, tuple[int, list[int]]] = dict(fold.attempt_leases)
+        self.last_active_ms = fold.last_active_ms
+        self.cursors: dict[int, tuple[int, int]] = {lane: (due_ms, offset) for lane, due_ms, offset in fold.cursors}
+        self.commits: dict[bytes, int] = dict(fold.commits)
+        self.dead: list[DeadFold] = list(fold.dead)
+        # In a group ordered by key: whose turn it is. None until somebody builds it.
+        self.keys: KeyBook | None = None
+        # Of the leases that were granted here since it was folded.
+        self.highest_lease = 0
+        # The record that finished messages last.
+        self.finished_at = -1
+        self._ahead: dict[int, list[tuple[int, int]]] = {}  # lane -> heap of (due_ms, offset)
+        self._ahead_offsets: set[int] = set()
+        for spot in fold.ahead:
+            self._put_ahead(spot)
+        self._spans: dict[int, SpanFold] = {span.start: span for span in fold.spans}
+        self._starts: list[int] = list(self._spans)
+        self.outstanding = length_of(fold.spans)
+        self.held = length_of([span for span in fold.spans if span.available_at_ms >= HELD_MS])
+        # heap of (available_at_ms, start); rows may be stale
+        self._wakeups = [(span.available_at_ms, span.start) for span in fold.spans if span.available_at_ms < HELD_MS]
+        heapify(self._wakeups)
+        # Such a heap, too: what is still to be looked at for being stale, and the starts that were found live in it.
+        self._unswept: list[tuple[int, int]] = []
+        self._swept: set[int] = set()
+        self._available: dict[int, list[int]] = {}  # priority -> sorted starts whose time has come; some may be stale
+        self._returned: list[int] = []  # of those, what has not been looked at for being overdue
+        self._overdue_by = 0
+        # Whether the last look for overdue messages has left some out.
+        self.may_be_overdue = False
+
+    def snapshot(self) -> GroupFold:
+        return GroupFold(
+            group=self.group,
+            start=self.start,
+            next=self.next,
+            spans=self.spans(),
+            attempts=dict(self.attempts),
+            last_active_ms=self.last_active_ms,
+            cursors=[(lane, *self.cursors[lane]) for lane in sorted(self.cursors)],
+            ahead=sorted((lane, *place) for lane, places in self._ahead.items() for place in places),
+            dead=list(self.dead),
+            commits=list(self.commits.items()),
+            attempt_leases=dict(self.attempt_leases),
+        )
+
+    # --- the fold ----------------------------------------------------------------------------------------------------
+
+    def apply(self, record: GroupRecord, offset: int = -1, leader_epoch: int = 0) -> None:
+        """Fold one record, which stands at `offset`. Records come in the order of the log, each once."""
+        match record:
+            case Grant():
+                self._apply_grant(record, offset, leader_epoch)
+            case Ack():
+                self._finish(record.ranges, record.ahead, offset)
+            case Commit():
+                self._finish(record.ranges, record.ahead, offset)
+                remember_commit(self.commits, record.commit_id, offset, COMMITS_REMEMBERED)
+            case Nack():
+                for start, end, available_at_ms in record.ranges:
+                    for span in self._parts(start, end):
+                        span.leased, span.holder = False, ""
+                        span.granted_at_ms, span.available_at_ms = record.at_ms, available_at_ms
+                        if record.unseen and span.deliveries > 0:  # the lease's number is not used again
+                            span.deliveries, span.earlier = span.deliveries - 1, span.earlier + 1
+                        self._put(span)
+            case Extend():
+                for start, end in record.ranges:
+                    for span in self._parts(start, end):
+                        span.leased = True
+                        span.granted_at_ms, span.available_at_ms = record.at_ms, record.deadline_ms
+                        self._put(span)
+            case Dead():
+                for start, end, deliveries in record.ranges:
+                    for span in self._cut(start, end):
+                        where, why = (span.start, span.end), (record.at_ms, record.reason)
+                        insort(self.dead, DeadFold(*where, deliveries, *why, span.lane, span.earlier), key=_start_of)
+                self._done([(start, end) for start, end, _ in record.ranges], offset)
+                del self.dead[: max(0, len(self.dead) - DEAD_MAX)]
+            case Redrive():
+                for start, end, available_at_ms in record.ranges:
+                    for dead in self._cut_dead(start, end):
+                        times, earlier = (record.at_ms, available_at_ms), dead.earlier + dead.deliveries
+                        span = SpanFold(dead.start, dead.end, 0, 0, False, *times, dead.lane, earlier)
+                        span.leader_epoch = leader_epoch  # no receipt of an epoch before counts any more
+                        self._insert(span)
+                    if self.keys is not None:  # what comes back has its place among what is unfinished
+                        self.keys.read_later(start, end)
+            case Drop():
+                for start, end in record.ranges:
+                    self._cut_dead(start, end)
+            case GroupStart():
+                self._load(GroupFold(self.group, record.start, record.start, [], {}, record.at_ms))
+            case _:
+                raise AssertionError(f"{record!r} does not belong in a group's fold")
+        if not isinstance(record, Grant):
+            self.last_active_ms = max(self.last_active_ms, record.at_ms)
+        self._check()
+
+    def purge(self, upto: int, record: int = -1) -> None:
+        """Everything below `upto` is gone from the log: by the record at that offset, or for good where none is
+        given."""
+        self._cut(0, upto)
+        self._cut_dead(0, upto)
+        self.start = max(self.start, upto)
+        self.next = max(self.next, upto)
+        for lane in tuple(self._ahead):
+            self._drop_passed(lane)
+        self._done([(0, upto)], record)
+        self._check()
+
+    def _apply_grant(self, grant: Grant, offset: int, leader_epoch: int) -> None:
+        self.last_active_ms = max(self.last_active_ms, grant.granted_at_ms)
+        leases: list[int] = []
+        lanes = grant.lanes or (0,) * len(grant.ranges)
+        holder = intern(grant.holder)  # one string for all that he has
+        for (start, end, deliveries), lane in zip(grant.ranges, lanes, strict=True):
+            last = self._spans.get(start)
+            if last is not None and last.end == end:  # a span as it is: nothing moves
+                self._forget((last,))
+                before, put = [last], self._put
+            else:
+                before, put = self._cut(start, end), self._insert
+            expiries = max((span.expiries + span.leased for span in before), default=0)
+            earlier = max((span.earlier for span in before), default=0)
+            earlier = max(earlier, grant.leases_above + 1 - deliveries if grant.leases_above else 0)
+            times = (grant.granted_at_ms, grant.deadline_ms)
+            put(SpanFold(start, end, deliveries, expiries, True, *times, lane, earlier, holder, leader_epoch))
+            leases.append(earlier + deliveries)
+        self.highest_lease = max(self.highest_lease, *leases, 0)
+        for start, end, lane in grant.held:
+            self._insert(SpanFold(start, end, 0, 0, False, 0, HELD_MS, lane))
+        self._cut_out(grant.gone)
+        self._done(grant.gone, offset)
+        self.next = max(self.next, grant.next)
+        for lane, due_ms, offset in grant.cursors:
+            self.cursors[lane] = max(self.cursors.get(lane, (0, 0)), (due_ms, offset))
+        if self._ahead_offsets:
+            for lane in tuple(self._ahead):
+                self._drop_passed(lane)
+        if grant.attempt_id is not None:
+            self._forget_attempts(grant.granted_at_ms)
+            self.attempts[grant.attempt_id] = (grant.deadline_ms, [(start, end) for start, end, _ in grant.ranges])
+            self.attempt_leases[grant.attempt_id] = (leader_epoch, leases)
+
+    def _forget_attempts(self, now_ms: int) -> None:
+        """Attempts stand nearly in the order of their deadlines: drop the first ones that are over or too many."""
+        while self.attempts:
+            oldest = next(iter(self.attempts))
+            if self.attempts[oldest][0] > now_ms and len(self.attempts) < ATTEMPTS_MAX:
+                return
+            del self.attempts[oldest]
+            self.attempt_leases.pop(oldest, None)
+
+    def _finish(self, ranges: Sequence[Range], ahead: Iterable[Spot], record: int) -> None:
+        self._cut_out(ranges)
+        self._done(ranges, record)
+        for spot in ahead:
+            self._put_ahead(spot)
+            self.finished_at = max(self.finished_at, record)
+            if self.keys is not None:
+                self.keys.finish_unseen(record)
+
+    def _done(self, ranges: Sequence[Range], record: int) -> None:
+        """Messages were finished by the record at that offset: those that wait for them go on when it is committed."""
+        if ranges:
+            self.finished_at = max(self.finished_at, record)
+        if self.keys is not None:
+            for start, end in ranges:
+                self.keys.finish(start, end, record)
+
+    # --- done before the cursor has come ----------------------------------------------------------------------------
+
+    def has_passed(self, spot: Spot) -> bool:
+        """Whether the cursor of its lane is beyond the message, or the group began behind it."""
+        lane, due_ms, offset = spot
+        if lane == 0:
+            return offset < self.next
+        return offset < self.start or (due_ms, offset) < self.cursors.get(lane, (0, 0))
+
+    def is_ahead(self, offset: int) -> bool:
+        """Whether a message that its lane's cursor has not reached is done."""
+        return offset in self._ahead_offsets
+
+    @property
+    def ahead_count(self) -> int:
+        return len(self._ahead_offsets)
+
+    @property
+    def has_ahead(self) -> bool:
+        return bool(self._ahead_offsets)
+
+    def _put_ahead(self, spot: Spot) -> None:
+        lane, due_ms, offset = spot
+        if offset not in self._ahead_offsets and not self.has_passed(spot):
+            self._ahead_offsets.add(offset)
+            heappush(self._ahead.setdefault(lane, []), (due_ms, offset))
+
+    def _drop_passed(self, lane: int) -> None:
+        places = self._ahead.get(lane, [])
+        while places and self.has_passed((lane, *places[0])):
+            self._ahead_offsets.discard(heappop(places)[1])
+
+    # --- spans -------------------------------------------------------------------------------------------------------
+
+    def _insert(self, span: SpanFold) -> None:
+        insort(self._starts, span.start)
+        self._put(span)
+
+    def _put(self, span: SpanFold) -> None:
+        """Keep a span whose start stands among the others."""
+        self._spans[span.start] = span
+        self.outstanding += span.end - span.start
+        if span.available_at_ms < HELD_MS:
+            heappush(self._wakeups, (span.available_at_ms, span.start))
+        else:
+            self.held += span.end - span.start
+        if self._unswept or len(self._wakeups) > 2 * len(self._spans) + STALE_WAKEUPS_MAX:
+            self._sweep_wakeups()
+
+    def _sweep_wakeups(self) -> None:
+        """Look at some rows for being stale. Acked leases would stay in the heap until they would have ended: twelve
+        hours, perhaps; to look at all at once would hold up the event loop."""
+        if not self._unswept:
+            self._unswept, self._wakeups, self._swept = self._wakeups, [], set()
+        for _ in range(min(SWEPT_AT_ONCE, len(self._unswept))):
+            row = self._unswept.pop()  # the last one: what is left of a heap is a heap
+            if row[1] not in self._swept and self._is_live(row):
+                self._swept.add(row[1])
+                heappush(self._wakeups, row)
+
+    def _is_live(self, row: tuple[int, int]) -> bool:
+        span = self._spans.get(row[1])
+        return span is not None and span.available_at_ms == row[0]
+
+    def _parts(self, start: int, end: int) -> list[SpanFold]:
+        """Copies of the spans within [start, end), to be changed and `_put` one by one. What sticks out stays as it
+        was."""
+        span = self._spans.get(start)
+        if span is not None and span.end == end:  # a span as it is: nothing moves
+            self._forget((span,))
+            return [msgspec.structs.replace(span)]
+        parts = [msgspec.structs.replace(part) for part in self._cut(start, end)]
+        for part in parts:
+            insort(self._starts, part.start)
+        return parts
+
+    def _forget(self, spans: Sequence[SpanFold]) -> None:
+        self.outstanding -= length_of(spans)
+        if self.held:
+            self.held -= length_of([span for span in spans if span.available_at_ms >= HELD_MS])
+
+    def _cut(self, start: int, end: int) -> list[SpanFold]:
+        """Take [start, end) out of the spans and return the parts taken; what sticks out stays as it was."""
+        first = bisect_right(self._starts, start) - 1
+        if first < 0 or self._spans[self._starts[first]].end <= start:
+            first += 1
+        last = bisect_left(self._starts, end)
+        taken = [self._spans.pop(at) for at in self._starts[first:last]]
+        if not taken:
+            return taken
+        self._forget(taken)
+        del self._starts[first:last]
+        head, tail = taken[0], taken[-1]
+        if head.start < start:
+            self._insert(msgspec.structs.replace(head, end=start))
+            taken[0] = msgspec.structs.replace(head, start=start)
+        if tail.end > end:
+            self._insert(msgspec.structs.replace(tail, start=end))
+            taken[-1] = msgspec.structs.replace(taken[-1], end=end)
+        return taken
+
+    def _cut_out(self, ranges: Sequence[Range]) -> None:
+        """Cut each of the ranges. Many of them in one pass, as every change of a long list moves what stands behind."""
+        if len(ranges) < RANGES_IN_A_PASS:
+            for start, end in ranges:
+                self._cut(start, end)
+            return
+        taken, rests = take_out(self._spans, self._starts, sorted(ranges))
+        if not taken:
+            return
+        self._forget(taken)
+        first = bisect_left(self._starts, taken[0].start)
+        last = bisect_right(self._starts, taken[-1].start)
+        kept = [start for start in self._starts[first:last] if start in self._spans]
+        kept += [rest.start for rest in rests]
+        kept.sort()
+        self._starts[first:last] = kept
+        for rest in rests:
+            self._put(rest)
+
+    def _cut_dead(self, start: int, end: int) -> list[DeadFold]:
+        """Take [start, end) out of the dead and return the parts taken."""
+        first = bisect_right(self.dead, start, key=_start_of) - 1
+        if first < 0 or self.dead[first].end <= start:
+            first += 1
+        last = bisect_left(self.dead, end, key=_start_of)
+        touched = self.dead[first:last]
+        if not touched:
+            return []
+        kept: list[DeadFold] = []
+        if touched[0].start < start:
+            kept.append(msgspec.structs.replace(touched[0], end=start))
+        if touched[-1].end > end:
+            kept.append(msgspec.structs.replace(touched[-1], start=end))
+        self.dead[first:last] = kept
+        return [msgspec.structs.replace(each, start=max(start, each.start), end=min(end, each.end)) for each in touched]
+
+    def take_over(self, now_ms: int) -> None:
+        """A new leader's clock may differ from the one that granted: no lease lasts longer from now than it was
+        granted for, and no back-off longer than it was to be. Its book of keys is of another time that it led."""
+        self.keys = None
+        of_the_future = [span for span in self._spans.values() if span.granted_at_ms > now_ms]
+        for span in of_the_future:
+            latest_ms = now_ms + max(0, span.available_at_ms - span.granted_at_ms)
+            if latest_ms < span.available_at_ms < HELD_MS:
+                sooner = msgspec.structs.replace(span, granted_at_ms=now_ms, available_at_ms=latest_ms)
+                self._spans[span.start] = sooner
+                self._wakeups.append((latest_ms, span.start))
+        heapify(self._wakeups)
+
+    # --- decisions ---------------------------------------------------------------------------------------------------
+
+    def overdue(self, now_ms: int, max_deliveries: int, limit: int) -> list[tuple[int, int, int]]:
+        """Messages, (start, end, deliveries), at most `limit`, that are free and have been delivered often enough: they
+        are to be given up. One look is at some of those that came back; `may_be_overdue` tells whether to ask again."""
+        self._note_returned(now_ms)
+        if max_deliveries < self._overdue_by or self._overdue_by == 0:
+            self._returned = [start for starts in self._available.values() for start in starts]
+        self._overdue_by = max_deliveries
+        found: list[tuple[int, int, int]] = []
+        kept: list[int] = []
+        left = self._returned[RETURNED_AT_ONCE:]
+        for start in dict.fromkeys(self._returned[:RETURNED_AT_ONCE]):
+            span = self._spans.get(start)
+            if span is None or span.available_at_ms > now_ms or span.deliveries < max_deliveries:
+                continue
+            end = min(span.end, start + limit)
+            if end > start:
+                found.append((start, end, span.deliveries))
+                limit -= end - start
+            kept.append(start)
+        self._returned = kept + left
+        self.may_be_overdue = limit <= 0 or bool(left) or self.has_unnoted(now_ms)
+        return sorted(found)
+
+    def replay(self, attempt_id: str, now_ms: int) -> list[SpanFold] | None:
+        """What a repeated receive gets: the spans of its first attempt that are still leased by it, None if unknown.
+        What has passed on to somebody else since is his alone."""
+        deadline_ms, ranges = self.attempts.get(attempt_id, (0, []))
+        if deadline_ms <= now_ms:
+            return None
+        leader_epoch, leases = self.attempt_leases.get(attempt_id, (0, []))
+        if len(leases) != len(ranges):
+            return []  # a version before this one has not kept them: what it got comes again when its lease ends
+        found: list[SpanFold] = []
+        for (start, end), lease in zip(ranges, leases, strict=True):
+            found += [
+                msgspec.structs.replace(span, start=max(start, span.start), end=min(end, span.end))
+                for span in self._overlapping(start, end)
+                if span.leased
+                and span.available_at_ms > now_ms
+                and (span.leader_epoch, span.lease) == (leader_epoch, lease)
+            ]
+        return found
+
+    def is_given_to(self, offset: int, holder: str, now_ms: int) -> bool:
+        """Whether the message was handed out last to that holder, whose lease runs or who finished it. What is done is
+        in no span any more: that is known for as long as the attempt is, so that a repeat is told the same."""
+        span = self.at(offset)
+        if span is not None:
+            return span.leased and span.available_at_ms > now_ms and bool(holder) and span.holder == holder
+        for attempt_id, (_, ranges) in reversed(self.attempts.items()):
+            if any(start <= offset < end for start, end in ranges):
+                return attempt_id.startswith(f"{holder}:")
+        return False
+
+    def _span_of_all(self, offsets: Sequence[int]) -> SpanFold | None:
+        """The span that has them all, as it mostly is with those of one lease."""
+        span = self.at(offsets[0]) if offsets else None
+        return span if span is not None and span.start <= min(offsets) and max(offsets) < span.end else None
+
+    def ackable(self, offsets: Sequence[int], delivery: int, leader_epoch: int = 0) -> tuple[list[bool], list[int]]:
+        """Whether receipts of the `delivery`-th lease still count, and those of the offsets that are not done yet.
+
+        One counts when its message is done already (acking twice is fine), or when it is of the latest lease, run out
+        or not. Whether that one still runs does not matter, nor who gave it back: what is refused once stays refused.
+        """
+        span = self._span_of_all(offsets)
+        if span is not None:
+            good = not span.is_later(leader_epoch, delivery - span.is_unleased_since)
+            return [good] * len(offsets), list(offsets) if good else []
+        verdicts: list[bool] = []
+        unfinished: list[int] = []
+        good = False
+        for offset in offsets:
+            if span is None or not span.start <= offset < span.end:
+                span = self.at(offset)
+                # Without a span it is done, or its grant is lost: `next` says nothing of other lanes, and their cursors
+                # may be lost too. Since a message came back without a lease, the only receipts are of later ones whose
+                # grant the log has lost. The same number may be given once more in this epoch: they are not refused.
+                if span is None:
+                    good = not self.is_dead(offset)
+                else:
+                    good = not span.is_later(leader_epoch, delivery - span.is_unleased_since)
+            verdicts.append(good)
+            if good:
+                unfinished.append(offset)
+        return verdicts, unfinished
+
+    def is_dead(self, offset: int) -> bool:
+        at = bisect_right(self.dead, offset, key=_start_of) - 1
+        return at >= 0 and offset < self.dead[at].end
+
+    def has_span(self, offset: int) -> bool:
+        """Whether the message was handed out, as far as this log knows, and is not done."""
+        return self.at(offset) is not None
+
+    def with_span(self, offsets: Sequence[int]) -> list[int]:
+        """Those of the messages that were handed out, as far as this log knows, and are not done."""
+        if self._span_of_all(offsets) is not None:
+            return list(offsets)
+        found: list[int] = []
+        span: SpanFold | None = None
+        for offset in offsets:
+            if span is None or not span.start <= offset < span.end:
+                span = self.at(offset)
+            if span is not None:
+                found.append(offset)
+        return found
+
+    def spans_of(self, offsets: Iterable[int]) -> list[SpanFold]:
+        """The spans of those of the sorted messages that have one."""
+        found: list[SpanFold] = []
+        end = -1
+        for offset in offsets:
+            if offset >= end and (span := self.at(offset)) is not None:
+                found.append(span)
+                end = span.end
+        return found
+
+    def has_still(self, spans: Iterable[SpanFold]) -> bool:
+        """Whether nothing has become of the messages of these spans since they were looked up."""
+        return all(self._spans.get(span.start) is span for span in spans)
+
+    def holds(self, offset: int, delivery: int, leader_epoch: int = 0) -> bool:
+        """Whether the delivery is the latest one and its lease has neither been given back nor passed on."""
+        span = self.at(offset)
+        return span is not None and span.leased and not span.is_later(leader_epoch, delivery)
+
+    def earlier(self, offset: int) -> int:
+        """How often the message was delivered before it was redriven last."""
+        span = self.at(offset)
+        return 0 if span is None else span.earlier
+
+    def may_extend(self, offset: int, delivery: int, now_ms: int, leader_epoch: int = 0, *, by_key: bool) -> bool:
+        """Whether that lease may be prolonged. One that has ended may be while nobody else has the message; but where
+        keys are in order it may be the turn of another message by then."""
+        span = self.at(offset)
+        ended = span is not None and span.available_at_ms <= now_ms
+        return self.holds(offset, delivery, leader_epoch) and not (ended and by_key)
+
+    def has_returned(self, now_ms: int) -> bool:
+        """Whether a message that was handed out before is free again, or may be: of very many a few are noted."""
+        return next(self.available(now_ms), None) is not None or self.has_unnoted(now_ms)
+
+    def is_free(self, span: SpanFold, now_ms: int) -> bool:
+        """Whether nothing keeps the messages but the order of their keys."""
+        return span.available_at_ms <= now_ms or span.available_at_ms >= HELD_MS
+
+    def next_wakeup_ms(self) -> int | None:
+        """When the next lease or back-off ends, None when none is running. Sooner where very many were done before
+        they ended: whoever looks then asks again."""
+        looks = STALE_AT_ONCE
+        for rows in (self._wakeups, self._unswept):
+            while rows and looks > 0 and not self._is_live(rows[0]):
+                heappop(rows)
+                looks -= 1
+        return min([rows[0][0] for rows in (self._wakeups, self._unswept) if rows], default=None)
+
+    def spans(self) -> list[SpanFold]:
+        return [self._spans[start] for start in self._starts]
+
+    def floor(self) -> int:
+        """Everything below is done, but for messages that wait in other lanes."""
+        return min(self._starts[0], self.next) if self._starts else self.next
+
+    def available(self, now_ms: int, priority: int | None = None) -> Iterator[SpanFold]:
+        """The spans (of one priority) whose time has come, as far as that is noted, by offset. Do not change the state
+        while iterating."""
+        self._note_returned(now_ms)
+        if priority is not None:
+            return self._live(self._available.get(priority, []), now_ms)
+        return merge(*(self._live(starts, now_ms) for starts in self._available.values()), key=_start_of)
+
+    def _note_returned(self, now_ms: int) -> None:
+        """Note whose time has come, of very many the first ones."""
+        noted: dict[int, list[int]] = {}
+        looks = RETURNED_AT_ONCE
+        for rows in (self._wakeups, self._unswept):
+            while rows and rows[0][0] <= now_ms and looks > 0:
+                looks -= 1
+                available_at_ms, start = heappop(rows)
+                span = self._spans.get(start)
+                if span is not None and span.available_at_ms == available_at_ms:
+                    noted.setdefault(priority_of(span.lane), []).append(start)
+        for priority, starts in noted.items():
+            self._returned += starts
+            available = self._available.setdefault(priority, [])
+            if len(starts) < RANGES_IN_A_PASS:
+                for start in starts:
+                    insort(available, start)
+            else:
+                available += sorted(starts)
+                available.sort()  # a merge
+
+    def has_unnoted(self, now_ms: int) -> bool:
+        """Whether there are leases or back-offs that have ended and are not noted as such."""
+        return any(rows and rows[0][0] <= now_ms for rows in (self._wakeups, self._unswept))
+
+    def _live(self, starts: list[int], now_ms: int) -> Iterator[SpanFold]:
+        at = seen = 0  # from `at` to `seen` they are stale
+        last = -1
+        while seen < len(starts):
+            start = starts[seen]
+            span = self._spans.get(start)
+            if start == last or span is None or span.available_at_ms > now_ms:
+                seen += 1
+                continue
+            del starts[at:seen]
+            at = seen = at + 1
+            last = start
+            yield span
+        del starts[at:seen]
+
+    def at(self, offset: int) -> SpanFold | None:
+        at = bisect_right(self._starts, offset) - 1
+        if at < 0:
+            return None
+        span = self._spans[self._starts[at]]
+        return span if offset < span.end else None
+
+    def parts_within(self, start: int, end: int) -> Iterator[tuple[int, int, SpanFold]]:
+        """What the spans have of [start, end), by offset. Do not change the state while iterating."""
+        for at in range(max(0, bisect_right(self._starts, start) - 1), len(self._starts)):
+            span = self._spans[self._starts[at]]
+            if span.start >= end:
+                return
+            if span.end > start:
+                yield max(start, span.start), min(end, span.end), span
+
+    def _overlapping(self, start: int, end: int) -> list[SpanFold]:
+        first = max(0, bisect_right(self._starts, start) - 1)
+        spans = (self._spans[at] for at in self._starts[first : bisect_left(self._starts, end)])
+        return [span for span in spans if span.end > start]
+
+    def _check(self) -> None:
+        assert self.outstanding >= 0
+
+
+def _start_of(span: DeadFold | SpanFold) -> int:
+    return span.start

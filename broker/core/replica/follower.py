@@ -1,0 +1,149 @@
+"""A replica that follows: it asks on when all it asked for is on disk, and cuts back what contradicts its leader.
+
+It acts in no epoch below the highest that it has seen, and cuts nothing below its high watermark: it is quarantined
+instead, and resigns. The other half is leader.py; neither half calls the other.
+"""
+
+from __future__ import annotations
+
+from portalmq.broker.core.replica.events import (
+    Action,
+    BatchHead,
+    BelowStart,
+    Diverging,
+    Fetch,
+    FetchReplied,
+    HighWatermarkAdvanced,
+    PartitionStateChanged,
+    ProposeIsr,
+    Quarantine,
+    Records,
+    Rejected,
+    Replicate,
+    ResetLog,
+    SendFetch,
+    Truncate,
+)
+from portalmq.broker.core.replica.producers import Producers
+from portalmq.broker.core.replica.state import ReplicaState
+
+
+class FollowingReplica(ReplicaState):
+    """The follower's half of a PartitionReplica."""
+
+    # --- its leader's answers ----------------------------------------------------------------------------------------
+
+    def _next_fetch(self) -> list[Action]:
+        """Ask on, once all that was asked for is on disk."""
+        state = self.state
+        if (
+            state is None
+            or state.leader is None
+            or state.leader == self.broker_id
+            or state.leader_epoch != self.highest_epoch
+            or self._leading is not None
+            or self.broker_id not in state.replicas
+            or self.quarantined
+            or self._reshaping
+            or self._rejected
+            or self.fetch is not None
+            or self.durable_end != self.next_offset
+        ):
+            return []
+        self._fetches += 1
+        self.fetch = Fetch(
+            self.broker_id,
+            self.incarnation,
+            self.store_uuid,
+            state.leader_epoch,
+            self.next_offset,
+            self.durable_end,
+            self._epochs.last,
+            self._fetches,
+        )
+        return [SendFetch(state.leader, self.fetch)]
+
+    def _on_fetch_replied(self, event: FetchReplied, now_ms: int) -> list[Action]:
+        if self.fetch is None or event.fetch != self.fetch:
+            return []  # late, or a repeat
+        self.fetch = None
+        match event.reply:
+            case Records():
+                return self._on_records(event.fetch, event.reply)
+            case Diverging():
+                return self._on_diverging(event.reply)
+            case BelowStart():
+                self._reshaping = True
+                return [ResetLog(event.reply.offset, event.reply.epochs)]
+            case Rejected():
+                if event.reply.leader_epoch > self.highest_epoch:
+                    return [*self._learn_epoch(event.reply.leader_epoch), *self._ask_again(now_ms)]
+                self._rejected = True  # until the next tick: the leader may not have heard of its election yet
+                return self._ask_sometimes(now_ms)
+
+    def _on_records(self, fetch: Fetch, reply: Records) -> list[Action]:
+        self._leader_high_watermark = reply.high_watermark
+        if not reply.batches:
+            return [*self._follow_high_watermark(), *self._next_fetch()]
+        for batch in reply.batches:
+            self._check_follows(batch)
+            if batch.is_epoch_start:
+                self._epochs.add(batch.leader_epoch, batch.base_offset)
+            if batch.producers is not None:
+                self.producers = Producers(list(batch.producers))
+            if batch.stamp is not None:
+                self.producers.add(batch.stamp, batch.count, batch.base_offset, batch.appended_at_ms)
+            self.next_offset = batch.end_offset
+            self.last_timestamp_ms = max(self.last_timestamp_ms, batch.appended_at_ms)
+        return [*self._follow_high_watermark(), Replicate(fetch)]
+
+    def _check_follows(self, batch: BatchHead) -> None:
+        expected = batch.leader_epoch if batch.is_epoch_start else self._epochs.last
+        assert batch.base_offset == self.next_offset, (batch, self.next_offset)
+        assert batch.leader_epoch == expected <= self.highest_epoch, (batch, self._epochs.entries)
+
+    def _follow_high_watermark(self) -> list[Action]:
+        high_watermark = min(self._leader_high_watermark, self.durable_end)
+        if high_watermark <= self.high_watermark:
+            return []
+        self.high_watermark = high_watermark
+        return [HighWatermarkAdvanced(high_watermark)]
+
+    # --- contradiction -----------------------------------------------------------------------------------------------
+
+    def _on_diverging(self, reply: Diverging) -> list[Action]:
+        """Cut back to what both logs may share, and ask again: one step may not be enough (KIP-279)."""
+        _, own_end = self._epochs.end_of(reply.epoch, self.next_offset)
+        to_offset = min(reply.end, own_end)
+        if to_offset < self.high_watermark and not self._unclean_since():
+            self.quarantined = (
+                f"the leader of epoch {self.highest_epoch} would have it cut to {to_offset}, below its high watermark"
+                f" {self.high_watermark}"
+            )
+            assert self.state is not None
+            resigning = self._resign(self.state) if self._must_resign(self.state) else []
+            return [Quarantine(self.quarantined), *resigning]
+        self._reshaping = True
+        return [Truncate(to_offset)]
+
+    def _unclean_since(self) -> bool:
+        """Whether an operator began an epoch that this log does not hold with a replica that was not in sync."""
+        return self.state is not None and any(epoch > self._epochs.last for epoch in self.state.unclean_epochs)
+
+    def _may_forget(self, word: PartitionStateChanged) -> bool:
+        return any(epoch > self._epochs.last for epoch in word.unclean_epochs)
+
+    def _must_resign(self, word: PartitionStateChanged) -> bool:
+        """In sync on paper, and not the store that was counted, or in contradiction to what others hold (rule 6)."""
+        if self.broker_id not in word.isr:
+            return False
+        return (
+            bool(self.quarantined) or (word.store_uuids or {}).get(self.broker_id, self.store_uuid) != self.store_uuid
+        )
+
+    def _resign(self, word: PartitionStateChanged) -> list[Action]:
+        if self._proposal is not None:
+            return self._next_fetch()
+        self._proposal = ProposeIsr(word.isr - {self.broker_id}, word.version, {}, {}, resigns=True)
+        self._proposal_unknown = False
+        return [self._proposal, *self._next_fetch()]

@@ -1,0 +1,291 @@
+"""Who is in sync: a leader's book on its followers, for one leader epoch.
+
+Two decisions are made here. How far the high watermark may go: to what is fsynced on every member of the *maximal* ISR
+(the known one and a proposed one together, while a compare-and-set is on its way). And which ISR to propose:
+
+- a member leaves when it has not been caught up for `replica_lag_ms`, or its fetch is overdue and its port refuses;
+- a replica joins when it fetches in this epoch, as the incarnation and with the store that are registered now, holds
+  all that is committed and the start of this epoch;
+- the ISR is never made smaller than `min_insync_replicas`: below that nothing could be committed anyway, so a dead
+  member stays, complete and electable, until another one takes its place in one compare-and-set (in the place of
+  KIP-966's eligible leader replicas);
+- only a replica that has lost records (its store is another one) leaves below that floor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+from portalmq.broker.core.replica.events import Fetch, PartitionStateChanged
+
+OVERDUE_MS = 500
+NEVER_MS = -(1 << 62)
+
+
+def store_of(store_uuid: str) -> str:
+    """The data directory's part of a replica's store uuid: one that was rebuilt there has "/" and a number behind."""
+    return store_uuid.partition("/")[0]
+
+
+@lru_cache(1_024)
+def life_of(incarnation: int, store_uuid: str) -> tuple[int, int]:
+    """Rises whenever a replica may have lost what it told of itself before."""
+    return incarnation, int(store_uuid.partition("/")[2] or 0)
+
+
+@dataclass(slots=True)
+class Follower:
+    """What is known of a replica in this epoch. `durable_end` is -1 before its first matching fetch.
+
+    `heard_ms` is when it fetched last, which the lease counts from; `vouched_ms` a time at which it surely followed
+    this leader still. `fetched_ms` and `caught_up_ms` measure its lag, and leave out the time in which this process was
+    paused. `in_step`: it has what the log had when it fetched before.
+    """
+
+    incarnation: int
+    store_uuid: str
+    fetched_ms: int
+    caught_up_ms: int
+    heard_ms: int = NEVER_MS
+    vouched_ms: int = NEVER_MS
+    durable_end: int = -1
+    leader_end_then: int = 1 << 62
+    in_step: bool = False
+    refused: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Sides:
+    """What follows from one word and one proposal alone: the other members of the maximal ISR, and the replicas that
+    are in none. Nearly every call of a partition asks for them, and they change with elections only."""
+
+    state: PartitionStateChanged
+    proposed: frozenset[int] | None
+    others: tuple[int, ...]
+    outside: tuple[int, ...]
+
+
+class InSync:
+    """The leader's side. Invariant: the leader itself is in every ISR it proposes."""
+
+    def __init__(
+        self, broker_id: int, state: PartitionStateChanged, epoch_start: int, now_ms: int, lag_ms: int
+    ) -> None:
+        self.broker_id = broker_id
+        self.state = state
+        self.epoch_start = epoch_start
+        self.lag_ms = lag_ms
+        self.proposed: frozenset[int] | None = None
+        self.began_ms = now_ms
+        self._followers: dict[int, Follower] = {}
+        self._ticked_ms = now_ms
+        self._known_sides: _Sides | None = None
+
+    # --- what is told ------------------------------------------------------------------------------------------------
+
+    def word(self, state: PartitionStateChanged) -> None:
+        """The control plane's word at a later version, or after a compare-and-set that was resolved: it stands."""
+        self.state = state
+        self.proposed = None
+
+    def fetched(self, fetch: Fetch, leader_end: int, now_ms: int, said_after_ms: int | None = None) -> bool:
+        """A fetch of this epoch whose log matches ours. False for one of a life before the one known: it is late, and
+        says nothing of the replica as it is now."""
+        known = self._followers.get(fetch.broker_id)
+        life = life_of(fetch.incarnation, fetch.store_uuid)
+        if known is not None and life < life_of(known.incarnation, known.store_uuid):
+            return False
+        if life < self._life_in_sync(fetch.broker_id):
+            return False
+        if known is None or (known.incarnation, known.store_uuid) != (fetch.incarnation, fetch.store_uuid):
+            caught_up_ms = known.caught_up_ms if known else self.began_ms
+            known = Follower(fetch.incarnation, fetch.store_uuid, now_ms, caught_up_ms)
+            self._followers[fetch.broker_id] = known
+        known.in_step = fetch.durable_offset >= min(leader_end, known.leader_end_then)
+        if fetch.durable_offset >= leader_end:
+            known.caught_up_ms = now_ms
+        elif fetch.durable_offset >= known.leader_end_then:
+            known.caught_up_ms = max(known.caught_up_ms, known.fetched_ms)
+        known.durable_end = max(known.durable_end, fetch.durable_offset)
+        known.leader_end_then = leader_end
+        known.fetched_ms = known.heard_ms = now_ms
+        known.vouched_ms = max(known.vouched_ms, now_ms if said_after_ms is None else said_after_ms)
+        known.refused = False
+        return True
+
+    def _life_in_sync(self, broker_id: int) -> tuple[int, int]:
+        """The life in which the replica was counted in sync last."""
+        incarnation = (self.state.incarnations or {}).get(broker_id, -1)
+        return life_of(incarnation, (self.state.store_uuids or {}).get(broker_id, ""))
+
+    def refused(self, broker_id: int, now_ms: int) -> None:
+        """Its port refuses connections."""
+        known = self._followers.get(broker_id)
+        if known is None:
+            known = self._followers[broker_id] = Follower(-1, "", self.began_ms, self.began_ms)
+        if now_ms - known.fetched_ms >= OVERDUE_MS:
+            known.refused = True
+
+    def ticked(self, now_ms: int) -> None:
+        """After a pause of this process nobody could fetch: that is not the followers' lag."""
+        paused_ms = now_ms - self._ticked_ms - 2 * OVERDUE_MS
+        if paused_ms > 0:
+            self.began_ms += paused_ms
+            for known in self._followers.values():
+                known.fetched_ms = min(now_ms, known.fetched_ms + paused_ms)
+                known.caught_up_ms = min(now_ms, known.caught_up_ms + paused_ms)
+        self._ticked_ms = now_ms
+
+    # --- what follows ------------------------------------------------------------------------------------------------
+
+    @property
+    def maximal(self) -> frozenset[int]:
+        """Every set of members that the control plane may hold now lies in this one."""
+        return self.state.isr if self.proposed is None else self.state.isr | self.proposed
+
+    def _sides(self) -> _Sides:
+        sides = self._known_sides
+        if sides is None or sides.state is not self.state or sides.proposed is not self.proposed:
+            maximal = self.maximal
+            others = tuple(sorted(maximal - {self.broker_id}))
+            outside = tuple([replica for replica in self.state.replicas if replica not in maximal])
+            sides = self._known_sides = _Sides(self.state, self.proposed, others, outside)
+        return sides
+
+    def committed_end(self, own_durable_end: int, brokers: Mapping[int, tuple[int, str]], now_ms: int) -> int:
+        """What is fsynced on the whole maximal ISR; -1 while that is not known, or too few are in sync.
+
+        A replica that keeps step and may join is waited for as well: a leader alone, whose high watermark is wherever
+        its disk is, would be one batch ahead of it for ever (Kafka's leaders wait likewise).
+        """
+        if len(self.state.isr) < self.state.min_insync_replicas:
+            return -1
+        end, sides = own_durable_end, self._sides()
+        for member in sides.others:
+            known = self._followers.get(member)
+            end = min(end, known.durable_end if known else -1)
+        for replica in sides.outside:
+            if self._joins(replica, brokers, now_ms):
+                end = min(end, self._followers[replica].durable_end)
+        return end
+
+    def live_members(self, now_ms: int) -> int:
+        """Members of the ISR that fetched within the lag, ourselves included."""
+        return sum(
+            [member == self.broker_id or now_ms - self._fetched_ms(member) <= self.lag_ms for member in self.state.isr]
+        )
+
+    def heard_of_all_ms(self) -> int | None:
+        """When the member heard of longest ago fetched last, in this epoch; None when there is no other member."""
+        others = self._sides().others
+        if not others:
+            return None
+        return min([known.heard_ms if (known := self._followers.get(member)) else NEVER_MS for member in others])
+
+    def vouched_by_all_ms(self) -> int | None:
+        """A time at which every other member surely followed this leader; None when there is no other member."""
+        others = self._sides().others
+        if not others:
+            return None
+        return min([known.vouched_ms if (known := self._followers.get(member)) else NEVER_MS for member in others])
+
+    def overdue(self, now_ms: int) -> list[int]:
+        """Members whose fetch should have come: is their port still open?"""
+        return sorted(
+            [
+                member
+                for member in self.state.isr
+                if member != self.broker_id and now_ms - self._fetched_ms(member) >= OVERDUE_MS
+            ]
+        )
+
+    def _fetched_ms(self, member: int) -> int:
+        known = self._followers.get(member)
+        return known.fetched_ms if known else self.began_ms
+
+    # --- the ISR to propose ------------------------------------------------------------------------------------------
+
+    def is_settled(self, now_ms: int) -> bool:
+        """Whether the ISR that stands is the one to propose, as can be seen at a glance: all replicas are in it, are
+        what was counted, and keep step. Then `wanted` is the ISR, and nobody is `renewed`."""
+        sides = self._sides()
+        if sides.outside or self.proposed is not None:
+            return False
+        stores, incarnations = self.state.store_uuids or {}, self.state.incarnations or {}
+        for member in sides.others:
+            known = self._followers.get(member)
+            if (
+                known is None
+                or known.refused
+                or now_ms - known.caught_up_ms > self.lag_ms
+                or known.store_uuid != stores.get(member, known.store_uuid)
+                or known.incarnation != incarnations.get(member, known.incarnation)
+            ):
+                return False
+        return True
+
+    def wanted(self, high_watermark: int, brokers: Mapping[int, tuple[int, str]], now_ms: int) -> frozenset[int]:
+        """The ISR as it should be; the one that stands when nothing is to be changed."""
+        lossy = {member for member in self.state.isr if self._is_lossy(member)}
+        wanted = set(self.state.isr) - lossy
+        wanted |= {
+            replica
+            for replica in self.state.replicas
+            if replica not in self.state.isr and self._may_join(replica, high_watermark, brokers, now_ms)
+        }
+        for member in sorted(self.state.isr - lossy, key=self._fetched_ms):
+            if len(wanted) > self.state.min_insync_replicas and self._is_out(member, now_ms):
+                wanted.discard(member)
+        return frozenset(wanted)
+
+    def renewed(self, high_watermark: int, brokers: Mapping[int, tuple[int, str]], now_ms: int) -> frozenset[int]:
+        """Members that have started anew since they were counted, and hold all that is committed: that is told, so that
+        an election knows of it."""
+        counted = self.state.incarnations or {}
+        return frozenset(
+            member
+            for member in self.state.isr - {self.broker_id}
+            if (known := self._followers.get(member)) is not None
+            and known.incarnation > counted.get(member, known.incarnation)
+            and not self._is_lossy(member)
+            and self._may_join(member, high_watermark, brokers, now_ms)
+        )
+
+    def joiner(self, broker_id: int) -> tuple[int, str]:
+        """(incarnation, store uuid) that a replica fetched with."""
+        known = self._followers[broker_id]
+        return known.incarnation, known.store_uuid
+
+    def _is_lossy(self, member: int) -> bool:
+        known = self._followers.get(member)
+        if member == self.broker_id or known is None or not known.store_uuid:
+            return False
+        return known.store_uuid != (self.state.store_uuids or {}).get(member, known.store_uuid)
+
+    def _is_out(self, member: int, now_ms: int) -> bool:
+        if member == self.broker_id:
+            return False
+        known = self._followers.get(member)
+        caught_up_ms = known.caught_up_ms if known else self.began_ms
+        return now_ms - caught_up_ms > self.lag_ms or (known is not None and known.refused)
+
+    def _may_join(self, replica: int, high_watermark: int, brokers: Mapping[int, tuple[int, str]], now_ms: int) -> bool:
+        known = self._followers.get(replica)
+        return (
+            known is not None
+            and not self._is_out(replica, now_ms)  # or it would come and go for ever
+            and brokers.get(replica) == (known.incarnation, store_of(known.store_uuid))
+            and known.durable_end >= high_watermark
+            and known.durable_end > self.epoch_start
+        )
+
+    def _joins(self, replica: int, brokers: Mapping[int, tuple[int, str]], now_ms: int) -> bool:
+        known = self._followers.get(replica)
+        return (
+            known is not None
+            and known.in_step
+            and now_ms - known.fetched_ms < OVERDUE_MS
+            and self._may_join(replica, known.durable_end, brokers, now_ms)
+        )

@@ -1,0 +1,173 @@
+"""A replica that leads: it allots offsets, moves the high watermark, answers its followers, proposes the ISR.
+
+It commits what every member of its maximal ISR holds, each of which says so in this epoch (isr.py), and nothing
+before EPOCH_START is committed. The other half is follower.py; neither half calls the other.
+"""
+
+from __future__ import annotations
+
+from portalmq.broker.core.replica.events import (
+    Action,
+    AnswerDuplicate,
+    Append,
+    AppendRequested,
+    BelowStart,
+    Diverging,
+    FetchReceived,
+    HighWatermarkAdvanced,
+    PartitionStateChanged,
+    ProposeIsr,
+    Refuse,
+    Rejected,
+    ReplyFetch,
+)
+from portalmq.broker.core.replica.isr import InSync
+from portalmq.broker.core.replica.state import SUCCESSOR_WAITS_MS, ReplicaState
+from portalmq.errors import NotEnoughReplicas, NotLeader, OutOfOrderSequence, PortalMQError, Unavailable
+
+UNCOMMITTED_MAX = 500_000
+
+
+class LeadingReplica(ReplicaState):
+    """The leader's half of a PartitionReplica."""
+
+    # --- an epoch begins ---------------------------------------------------------------------------------------------
+
+    def _begin_leading(self, word: PartitionStateChanged, now_ms: int, wall_ms: int) -> list[Action]:
+        """A leader first writes EPOCH_START. It is in the log already when this replica goes on within its epoch: after
+        a session that was lost and nobody else elected, or when its log was opened anew."""
+        if (word.incarnations or {}).get(self.broker_id, self.incarnation) != self.incarnation:
+            return []  # what an earlier life of this broker was elected to: the controller elects anew
+        if self._deposed:
+            return [] if self._refresh_wanted else self._ask_again(now_ms)
+        if self._reshaping:
+            return []  # the end of the truncation that is under way comes first
+        start = self._epochs.start_of(word.leader_epoch)
+        epoch_start = self.next_offset if start is None else start
+        self._leading = InSync(self.broker_id, word, epoch_start, now_ms, self.lag_ms)
+        heard_ms = self._heard_leader_ms
+        if len(word.replicas) > 1:
+            heard_ms = max(heard_ms, self._began_ms)  # an earlier life of this broker may have vouched until then
+        self._settles_from_ms = heard_ms + SUCCESSOR_WAITS_MS
+        return self._advance_high_watermark(now_ms) if start is not None else [self._start_epoch(wall_ms)]
+
+    def _start_epoch(self, wall_ms: int) -> Append:
+        assert self._leading is not None
+        self._leading.epoch_start = self.next_offset
+        self._epochs.add(self._leading.state.leader_epoch, self.next_offset)
+        return self._allot(None, 1, wall_ms)
+
+    # --- appending ---------------------------------------------------------------------------------------------------
+
+    def _on_append_requested(self, event: AppendRequested, now_ms: int, wall_ms: int) -> list[Action]:
+        try:
+            place = self._admit(event, now_ms)
+        except PortalMQError as error:
+            return [Refuse(event.token, error)]
+        if place is not None:
+            return [AnswerDuplicate(event.token, *place)]
+        append = self._allot(event.token, event.count, max(wall_ms, event.not_before_ms))
+        if event.stamp is not None:
+            self.producers.add(event.stamp, event.count, append.base_offset, append.appended_at_ms)
+        return [append]
+
+    def _admit(self, event: AppendRequested, now_ms: int) -> tuple[int, int] | None:
+        leading = self._leading
+        if leading is None:
+            leader = self.state.leader if self.state else None
+            raise NotLeader("another broker leads this partition, or none does yet", leader=leader)
+        if not (self.may_hand_out(now_ms) if event.hands_out else self.may_serve(now_ms)):
+            if not self.may_serve(now_ms):
+                raise Unavailable("this broker cannot know whether it still leads the partition", retry_after_s=0.2)
+            raise Unavailable("its followers do not vouch for the partition's leader just now", retry_after_s=0.2)
+        if not event.is_control:
+            live, needed = leading.live_members(now_ms), leading.state.min_insync_replicas
+            if live < needed:
+                raise NotEnoughReplicas(f"{live} replicas are in sync, {needed} are needed", retry_after_s=1.0)
+            if self.next_offset - self.high_watermark > UNCOMMITTED_MAX:
+                raise NotEnoughReplicas("the followers are far behind", retry_after_s=1.0)
+        try:
+            return self.producers.first_place(event.stamp, event.count) if event.stamp else None
+        except OutOfOrderSequence as gap:
+            if self.may_hand_out(now_ms):
+                raise
+            # What is missing may stand with a successor of whom this leader has not heard.
+            why = "its followers do not vouch for the partition's leader just now"
+            raise Unavailable(why, retry_after_s=0.2) from gap
+
+    def _allot(self, token: object, count: int, wall_ms: int) -> Append:
+        """Offsets and a time: timestamps never fall, whatever the clock does."""
+        assert self.state is not None
+        assert count >= 1
+        self.last_timestamp_ms = max(self.last_timestamp_ms, wall_ms)
+        append = Append(token, self.next_offset, self.state.leader_epoch, self.last_timestamp_ms)
+        self.next_offset += count
+        return append
+
+    def _advance_high_watermark(self, now_ms: int) -> list[Action]:
+        """Nothing of an epoch counts as committed before the epoch's start does (rule 4)."""
+        leading = self._leading
+        assert leading is not None
+        at_least = max(leading.epoch_start, self.high_watermark)
+        if self.durable_end <= at_least:  # what is not on disk here is not committed
+            return []
+        end = leading.committed_end(self.durable_end, self._brokers, now_ms)
+        if end <= at_least:
+            return []
+        self.high_watermark = end
+        return [HighWatermarkAdvanced(end)]
+
+    # --- its followers -----------------------------------------------------------------------------------------------
+
+    def _on_fetch_received(self, event: FetchReceived, now_ms: int) -> list[Action]:
+        fetch = event.fetch
+        if fetch.leader_epoch > self.highest_epoch:
+            # There is a later epoch. Whoever leads it, what was led here is over.
+            return [
+                *self._learn_epoch(fetch.leader_epoch),
+                *self._step_down(None),
+                *self._ask_again(now_ms),
+                ReplyFetch(event.token, fetch.fetch_offset, Rejected(self.highest_epoch)),
+            ]
+        leading = self._leading
+        if leading is None or fetch.leader_epoch != leading.state.leader_epoch:
+            return [ReplyFetch(event.token, fetch.fetch_offset, Rejected(self.highest_epoch))]
+        if fetch.broker_id not in leading.state.replicas:
+            rejected = ReplyFetch(event.token, fetch.fetch_offset, Rejected(self.highest_epoch))
+            return [*self._ask_sometimes(now_ms), rejected]
+        if fetch.fetch_offset < self.log_start_offset:
+            gone = BelowStart(self.log_start_offset, tuple(self._epochs.entries))
+            return [ReplyFetch(event.token, fetch.fetch_offset, gone)]
+        epoch, end = self._epochs.end_of(fetch.last_epoch, self.durable_end)
+        if epoch < fetch.last_epoch or end < fetch.fetch_offset:
+            return [ReplyFetch(event.token, fetch.fetch_offset, Diverging(epoch, end))]
+        if not leading.fetched(fetch, self.durable_end, now_ms, event.said_after_ms):
+            return [ReplyFetch(event.token, fetch.fetch_offset, Rejected(self.highest_epoch))]
+        advanced = self._advance_high_watermark(now_ms)
+        return [*advanced, *self._propose(now_ms), ReplyFetch(event.token, fetch.fetch_offset, None)]
+
+    def _propose(self, now_ms: int) -> list[Action]:
+        """One compare-and-set at a time. Who joins counts from here on, who leaves until it is known to have gone."""
+        leading = self._leading
+        if leading is None or self._proposal is not None or not self._holds_epoch_start(leading):
+            return []
+        if leading.is_settled(now_ms):
+            return []
+        wanted = leading.wanted(self.high_watermark, self._brokers, now_ms)
+        renewed = leading.renewed(self.high_watermark, self._brokers, now_ms) & wanted
+        if wanted == leading.state.isr and not renewed:
+            return []
+        told = sorted(wanted - leading.state.isr | renewed)
+        joiners = {broker_id: leading.joiner(broker_id) for broker_id in told}
+        self._proposal = ProposeIsr(
+            wanted,
+            leading.state.version,
+            {broker_id: store_uuid for broker_id, (_, store_uuid) in joiners.items()},
+            {broker_id: incarnation for broker_id, (incarnation, _) in joiners.items()},
+        )
+        self._proposal_unknown = False
+        leading.proposed = wanted
+        return [self._proposal]
+
+    def _holds_epoch_start(self, leading: InSync) -> bool:
+        return self.durable_end > leading.epoch_start

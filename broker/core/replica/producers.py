@@ -1,0 +1,93 @@
+"""Idempotent producers (KIP-98): which batches of which producer the partition has.
+
+Sequences of one (producer id, epoch) are contiguous. A batch whose sequence stands in the memory of the producer is a
+duplicate and is answered with its first place; a gap, an unknown producer that does not begin at 0, and a sequence
+older than the memory are refused, definitely; a lower epoch is fenced. The state is a fold over the log's batch
+headers, so it replicates, survives and truncates with the log.
+"""
+
+from __future__ import annotations
+
+from portalmq.broker.core.fold import ProducerFold
+from portalmq.broker.core.replica.stamp import Stamp
+from portalmq.errors import Backpressure, Fenced, OutOfOrderSequence
+
+BATCHES_REMEMBERED = 16
+# Of more producers only those are remembered whose last batch is younger than RECENT_MS: a retry comes sooner.
+PRODUCERS_MAX = 10_000
+RECENT_MS = 600_000
+# A new one is refused while so many are remembered.
+PRODUCERS_FULL = 50_000
+
+
+class Producers:
+    """The producers of one partition. `expire` forgets by the log's time, never by the wall clock."""
+
+    def __init__(self, folds: list[ProducerFold]) -> None:
+        self._by_id = {
+            fold.producer_id: ProducerFold(fold.producer_id, fold.epoch, list(fold.batches)) for fold in folds
+        }
+
+    def snapshot(self) -> list[ProducerFold]:
+        return [ProducerFold(fold.producer_id, fold.epoch, list(fold.batches)) for fold in self._by_id.values()]
+
+    def first_place(self, stamp: Stamp, count: int) -> tuple[int, int] | None:
+        """(base_offset, appended_at_ms) of a batch that is in the log already, None for the next new one.
+
+        Raises Fenced and OutOfOrderSequence; then nothing is applied.
+        """
+        known = self._by_id.get(stamp.producer_id)
+        if known is not None and stamp.producer_epoch < known.epoch:
+            raise Fenced(
+                f"producer {stamp.producer_id} has moved on to epoch {known.epoch}, this batch is of epoch"
+                f" {stamp.producer_epoch}: another instance of the producer has taken over"
+            )
+        if known is None or stamp.producer_epoch > known.epoch:
+            self._check_begins(stamp)
+            return None
+        for sequence, length, base_offset, appended_at_ms in known.batches:
+            if sequence == stamp.sequence and length == count:
+                return base_offset, appended_at_ms
+        last_sequence, length, _, _ = known.batches[-1]
+        if stamp.sequence != last_sequence + length:
+            raise OutOfOrderSequence(
+                f"producer {stamp.producer_id} (epoch {known.epoch}) sent sequence {stamp.sequence}, the next is"
+                f" {last_sequence + length}: take a new epoch with POST /v1/producers",
+                expected_sequence=last_sequence + length,
+            )
+        return None
+
+    def _check_begins(self, stamp: Stamp) -> None:
+        if len(self._by_id) >= PRODUCERS_FULL and stamp.producer_id not in self._by_id:
+            raise Backpressure(
+                f"the partition has heard of {PRODUCERS_FULL} producers lately: use one producer for more messages",
+                retry_after_s=60,
+            )
+        if stamp.sequence != 0:
+            raise OutOfOrderSequence(
+                f"producer {stamp.producer_id} is not known here in epoch {stamp.producer_epoch}, so its first"
+                f" sequence must be 0, not {stamp.sequence}: take a new epoch with POST /v1/producers",
+                expected_sequence=0,
+            )
+
+    def add(self, stamp: Stamp, count: int, base_offset: int, appended_at_ms: int) -> None:
+        """Fold a batch that is in the log."""
+        known = self._by_id.get(stamp.producer_id)
+        if known is None or stamp.producer_epoch > known.epoch:
+            known = self._by_id[stamp.producer_id] = ProducerFold(stamp.producer_id, stamp.producer_epoch, [])
+        known.batches.append((stamp.sequence, count, base_offset, appended_at_ms))
+        del known.batches[:-BATCHES_REMEMBERED]
+
+    def expire(self, before_ms: int) -> None:
+        """Forget producers whose last batch is older than `before_ms`, a time taken from the log; of very many also
+        those that were heard of least lately."""
+        self._by_id = {key: fold for key, fold in self._by_id.items() if _heard_ms(fold) >= before_ms}
+        if len(self._by_id) > PRODUCERS_MAX:
+            folds = sorted(self._by_id.values(), key=_heard_ms, reverse=True)
+            recent_ms = _heard_ms(folds[0]) - RECENT_MS
+            kept = [fold for at, fold in enumerate(folds) if at < PRODUCERS_MAX or _heard_ms(fold) > recent_ms]
+            self._by_id = {fold.producer_id: fold for fold in kept}
+
+
+def _heard_ms(fold: ProducerFold) -> int:
+    return fold.batches[-1][3]

@@ -1,0 +1,191 @@
+"""One replica of a partition as a state machine: `step(event, now_ms, wall_ms) -> actions`.
+
+It hears of an offset only after SQLite has committed it (`Appended`), so persist-before-send holds by construction.
+The shell gives it events one at a time and performs the actions in order; performing may lead to new events.
+
+    PartitionReplica     here: the one door, the control plane's word, what passes for leader and follower alike
+      LeadingReplica     leader.py: offsets, the high watermark, fetches of followers; isr.py is its book on them
+      FollowingReplica   follower.py: fetching, and cutting back what contradicts the leader
+        ReplicaState     state.py: what both know
+
+A replica leads, follows, or does neither (it knows no leader, or contradicts it and is quarantined). Safety rests on
+the leader epoch alone: a leader commits what every member of its maximal ISR holds, each of which says so in this
+epoch, and a member that has seen a higher epoch says nothing any more in a lower one. Clocks decide only when to stop
+serving early, whom to propose for removal, and what to stamp messages with.
+
+The rules, with their numbers, are those of ARCHITECTURE.md, "Replication".
+"""
+
+from __future__ import annotations
+
+from portalmq.broker.core.replica.epochs import Epochs
+from portalmq.broker.core.replica.events import (
+    Action,
+    Appended,
+    AppendRequested,
+    BrokersChanged,
+    Event,
+    FetchReceived,
+    FetchReplied,
+    FollowerRefused,
+    IsrAnswered,
+    LeaderHeard,
+    LeaseRenewed,
+    LogReset,
+    Outcome,
+    PartitionStateChanged,
+    SessionLost,
+    Tick,
+    Truncated,
+)
+from portalmq.broker.core.replica.follower import FollowingReplica
+from portalmq.broker.core.replica.isr import NEVER_MS
+from portalmq.broker.core.replica.leader import LeadingReplica
+
+REFRESH_AGAIN_MS = 1_000
+
+
+class PartitionReplica(LeadingReplica, FollowingReplica):
+    """Invariants, checked on leaving `step`: 0 <= high_watermark <= durable_end <= next_offset; the leader epoch never
+    falls; epochs rise strictly in both columns; the high watermark falls only in an unclean election's truncation.
+    """
+
+    # --- the one door ------------------------------------------------------------------------------------------------
+
+    def step(self, event: Event, now_ms: int, wall_ms: int | None = None) -> list[Action]:
+        """`now_ms` never jumps and measures; `wall_ms` (Unix time) stamps batches, and is `now_ms` when left out."""
+        wall_ms = now_ms if wall_ms is None else wall_ms
+        match event:
+            case AppendRequested():
+                actions = self._on_append_requested(event, now_ms, wall_ms)
+            case Appended():
+                actions = self._on_appended(event, now_ms)
+            case FetchReceived():
+                actions = self._on_fetch_received(event, now_ms)
+            case FetchReplied():
+                actions = self._on_fetch_replied(event, now_ms)
+            case Tick():
+                actions = self._on_tick(now_ms)
+            case LeaseRenewed():
+                self._answered_ms = max(self._answered_ms, event.answered_ms)
+                actions = []
+            case LeaderHeard():
+                self._heard_leader_ms = max(self._heard_leader_ms, event.at_ms)
+                actions = []
+            case PartitionStateChanged():
+                actions = self._on_state_changed(event, now_ms, wall_ms)
+            case IsrAnswered():
+                actions = self._on_isr_answered(event, now_ms, wall_ms)
+            case BrokersChanged():
+                self._brokers = event.brokers
+                actions = self._propose(now_ms)
+            case FollowerRefused():
+                if self._leading is not None:
+                    self._leading.refused(event.broker_id, now_ms)
+                actions = self._propose(now_ms)
+            case SessionLost():
+                self._answered_ms = NEVER_MS
+                self._deposed = True
+                actions = [*self._step_down(None), *self._ask_again(now_ms)]
+            case Truncated():
+                actions = self._on_truncated(event, now_ms, wall_ms)
+            case LogReset():
+                actions = self._on_log_reset(event, now_ms, wall_ms)
+        assert 0 <= self.high_watermark <= self.durable_end <= self.next_offset, self
+        return actions
+
+    # --- who leads ---------------------------------------------------------------------------------------------------
+
+    def _on_state_changed(self, word: PartitionStateChanged, now_ms: int, wall_ms: int) -> list[Action]:
+        if word.leader_epoch < self.highest_epoch or (self.state is not None and word.version < self.state.version):
+            return []  # an old word: a newer one is known here
+        is_synced = 0 < self._refresh_wanted <= word.refresh
+        if is_synced:
+            self._refresh_wanted = 0
+        before, self.state = self.state, word
+        if self._proposal is not None:
+            if word.version > self._proposal.version or (self._proposal_unknown and is_synced):
+                self._proposal = None
+            elif self._leading is not None:
+                return []  # the compare-and-set is still on its way: what it finds is not known
+        actions: list[Action] = []
+        newer = word.leader_epoch > self.highest_epoch
+        if newer:
+            actions += self._learn_epoch(word.leader_epoch)
+        if newer or is_synced:
+            self._deposed = False
+        if self.quarantined and self._may_forget(word):
+            self.quarantined = ""
+        if self._leading is not None and not newer and word.leader == self.broker_id:
+            self._leading.word(word)
+            return [*actions, *self._advance_high_watermark(now_ms), *self._propose(now_ms)]
+        if self._leading is not None:
+            actions += self._step_down(word.leader)
+        if before is None or (before.leader, before.leader_epoch) != (word.leader, word.leader_epoch):
+            self.fetch = None
+            self._rejected = False
+        if self._must_resign(word):
+            return [*actions, *self._resign(word)]
+        if word.leader == self.broker_id:
+            return [*actions, *self._begin_leading(word, now_ms, wall_ms)]
+        return [*actions, *self._next_fetch()]
+
+    def _on_isr_answered(self, event: IsrAnswered, now_ms: int, wall_ms: int) -> list[Action]:
+        if self._proposal is None or event.version != self._proposal.version:
+            return []
+        if event.outcome is Outcome.APPLIED and event.word is not None:
+            return self._on_state_changed(event.word, now_ms, wall_ms)
+        # Somebody else was faster, or nobody knows. Until a word settles it the maximal ISR stands.
+        self._proposal_unknown = True
+        return self._ask_again(now_ms)
+
+    # --- what passes for both ----------------------------------------------------------------------------------------
+
+    def _on_appended(self, event: Appended, now_ms: int) -> list[Action]:
+        assert self.durable_end <= event.end_offset <= self.next_offset, (self.durable_end, event, self.next_offset)
+        self.durable_end = event.end_offset
+        if self._leading is not None:
+            return self._advance_high_watermark(now_ms)
+        return [*self._follow_high_watermark(), *self._next_fetch()]
+
+    def _on_tick(self, now_ms: int) -> list[Action]:
+        actions: list[Action] = []
+        if self._rejected:
+            self._rejected = False
+            actions += self._next_fetch()
+        if self._refresh_wanted and now_ms - self._refreshed_ms >= REFRESH_AGAIN_MS:
+            actions.append(self._refresh(now_ms))
+        if self._leading is not None:
+            self._leading.ticked(now_ms)
+            actions += [*self._advance_high_watermark(now_ms), *self._propose(now_ms)]
+        return actions
+
+    def _on_truncated(self, event: Truncated, now_ms: int, wall_ms: int) -> list[Action]:
+        """Cut as the leader asked; or by the disk, which refused a transaction and all that was to follow it."""
+        self._reshaping = False
+        self.next_offset = self.durable_end = event.end_offset
+        self.high_watermark = min(self.high_watermark, event.end_offset)
+        self.log_start_offset = min(self.log_start_offset, event.end_offset)
+        self._leader_high_watermark = min(self._leader_high_watermark, self.high_watermark)
+        self._epochs.truncate(event.end_offset)
+        self.producers = event.producers
+        if self._leading is None:
+            return self._go_on(now_ms, wall_ms)
+        if self._epochs.start_of(self._leading.state.leader_epoch) is None:
+            return [self._start_epoch(wall_ms)]
+        return []
+
+    def _go_on(self, now_ms: int, wall_ms: int) -> list[Action]:
+        """The log is what it will be for now: lead, when elected meanwhile, or ask for more."""
+        word = self.state
+        if word is not None and word.leader == self.broker_id and word.leader_epoch == self.highest_epoch:
+            return [] if self._must_resign(word) else self._begin_leading(word, now_ms, wall_ms)
+        return self._next_fetch()
+
+    def _on_log_reset(self, event: LogReset, now_ms: int, wall_ms: int) -> list[Action]:
+        self._reshaping = False
+        self.next_offset = self.durable_end = self.high_watermark = self.log_start_offset = event.offset
+        self._leader_high_watermark = event.offset
+        self._epochs = Epochs(entry for entry in event.epochs if entry[1] < event.offset)
+        self.producers = event.producers
+        return self._go_on(now_ms, wall_ms)

@@ -1,0 +1,171 @@
+"""What one replica of a partition knows: its log's ends, the control plane's word, the epochs, whether it leads.
+
+    log start ......... high watermark ......... durable end ......... next offset
+                readable               fsynced here        asked for, on its way to the disk
+
+Beside it stands what a leader and a follower do alike: they learn of a higher epoch, ask the control plane for its word
+anew, and stop leading.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from portalmq.broker.core.replica.epochs import Epochs
+from portalmq.broker.core.replica.events import (
+    Action,
+    Fetch,
+    PartitionStateChanged,
+    ProposeIsr,
+    Refresh,
+    RememberEpoch,
+    StepDown,
+)
+from portalmq.broker.core.replica.isr import NEVER_MS, InSync
+from portalmq.broker.core.replica.producers import Producers
+
+REFRESH_PAUSE_MS = 300
+# All brokers of a cluster have to agree on this one: a leader hands messages out for so long after its followers have
+# vouched for it, and its successor answers no ack before that is over, with some room for clocks that run apart.
+VOUCHED_FOR_MS = 1_000
+SUCCESSOR_WAITS_MS = VOUCHED_FOR_MS + 100
+
+
+class ReplicaState:
+    """`lease_ms`: how long a leader serves without hearing from the control plane or from every other ISR member.
+    `began_ms`: when this process, or this replica in it, began. `in_sync` is there while this replica leads, `fetch`
+    while it waits for its leader's answer."""
+
+    def __init__(
+        self,
+        broker_id: int,
+        *,
+        producers: Producers,
+        epochs: list[tuple[int, int]],
+        end_offset: int,
+        high_watermark: int,
+        highest_epoch: int,
+        last_timestamp_ms: int,
+        log_start_offset: int = 0,
+        incarnation: int = 0,
+        store_uuid: str = "",
+        lease_ms: int = 4_000,
+        lag_ms: int = 3_000,
+        began_ms: int = NEVER_MS,
+    ) -> None:
+        self.broker_id = broker_id
+        self.incarnation = incarnation
+        self.store_uuid = store_uuid
+        self.producers = producers
+        self.next_offset = end_offset
+        self.durable_end = end_offset
+        self.high_watermark = max(log_start_offset, min(high_watermark, end_offset))
+        self.log_start_offset = log_start_offset
+        self.highest_epoch = highest_epoch
+        self.last_timestamp_ms = last_timestamp_ms
+        self.lease_ms = lease_ms
+        self.lag_ms = lag_ms
+        self.state: PartitionStateChanged | None = None
+        self.quarantined = ""
+        self.fetch: Fetch | None = None
+        self._epochs = Epochs(epochs)
+        self._leading: InSync | None = None
+        self._brokers: Mapping[int, tuple[int, str]] = {}
+        self._answered_ms = NEVER_MS
+        self._began_ms = began_ms
+        self._heard_leader_ms = NEVER_MS
+        self._settles_from_ms = NEVER_MS
+        self._proposal: ProposeIsr | None = None
+        self._proposal_unknown = False
+        self._refreshes = 0
+        self._refresh_wanted = 0
+        self._refreshed_ms = NEVER_MS
+        # Who opens a log knows nothing of what was proposed in its epoch before: a synced word comes first.
+        self._deposed = True
+        self._reshaping = False
+        self._rejected = False
+        self._leader_high_watermark = 0
+        self._fetches = 0
+
+    # --- what others may ask -----------------------------------------------------------------------------------------
+
+    @property
+    def leading(self) -> bool:
+        return self._leading is not None
+
+    @property
+    def leader_epoch(self) -> int:
+        return self.state.leader_epoch if self.state else self.highest_epoch
+
+    @property
+    def epochs(self) -> list[tuple[int, int]]:
+        return self._epochs.entries
+
+    @property
+    def last_epoch(self) -> int:
+        return self._epochs.last
+
+    @property
+    def in_sync(self) -> InSync | None:
+        """The book on the followers, while this replica leads."""
+        return self._leading
+
+    def may_serve(self, now_ms: int) -> bool:
+        """Whether this replica leads and its lease has not run out (rule 7)."""
+        if self._leading is None:
+            return False
+        heard_ms = self._leading.heard_of_all_ms()
+        return heard_ms is None or now_ms - max(self._answered_ms, heard_ms) <= self.lease_ms
+
+    def may_hand_out(self, now_ms: int) -> bool:
+        """Whether messages may be handed out: no successor has answered an ack (rule 14). Its own word of the control
+        plane would not do, as another one may have been elected since; the successor is one of the ISR."""
+        if self._leading is None or not self.may_serve(now_ms):
+            return False
+        vouched_ms = self._leading.vouched_by_all_ms()
+        return vouched_ms is None or now_ms - vouched_ms <= VOUCHED_FOR_MS
+
+    def led_at(self, then_ms: int) -> bool:
+        """Whether it is sure by now that nobody else led then: what was not here was not committed (rule 10)."""
+        if self._leading is None:
+            return False
+        vouched_ms = self._leading.vouched_by_all_ms()
+        return vouched_ms is None or vouched_ms >= then_ms
+
+    def may_settle(self, now_ms: int) -> bool:
+        """Whether an ack may be answered: a leader before this one hands nothing out any more (rule 14)."""
+        return now_ms >= self._settles_from_ms
+
+    # --- what leader and follower do alike ---------------------------------------------------------------------------
+
+    def _learn_epoch(self, epoch: int) -> list[Action]:
+        """What was asked for in a lower epoch is not waited for any more: its answer has no authority."""
+        self.highest_epoch = epoch
+        self.fetch = None
+        self._rejected = False
+        self._leader_high_watermark = self.high_watermark
+        return [RememberEpoch(epoch)]
+
+    def _step_down(self, leader: int | None) -> list[Action]:
+        if self._leading is None:
+            return []
+        self._leading = None
+        self.fetch = None
+        self._leader_high_watermark = 0
+        if self._proposal is not None and not self._proposal.resigns:
+            self._proposal = None
+        return [StepDown(leader)]
+
+    def _ask_again(self, now_ms: int) -> list[Action]:
+        """Only what is read from now on will do."""
+        action = self._refresh(now_ms)
+        self._refresh_wanted = self._refreshes
+        return [action]
+
+    def _refresh(self, now_ms: int) -> Refresh:
+        self._refreshes += 1
+        self._refreshed_ms = now_ms
+        return Refresh(self._refreshes)
+
+    def _ask_sometimes(self, now_ms: int) -> list[Action]:
+        return self._ask_again(now_ms) if now_ms - self._refreshed_ms >= REFRESH_PAUSE_MS else []

@@ -1,0 +1,1 @@
+"""One stream group: membership, assignment, rebalance, offsets."""

@@ -1,0 +1,492 @@
+"""Who is in a stream group and who reads what: the decisions of the group's coordinator.
+
+The coordinator is a broker. What it decides stands in the control plane, one state a group, changed by compare-and-set
+only, and every change raises the *generation*: so a coordinator that was replaced can write no more, and of each
+generation there is one state. What it has written it makes true at the leaders: a partition is claimed there for its
+member, durably, before the member hears of it.
+
+    told                                       asked
+    Loaded, Answered      the control plane    Propose, Read
+    Join, Heartbeat, Leave     members         Answer, Refuse
+    Claimed, ClaimRefused, ClaimFailed         Claim                 at the leaders
+    SeekRequested, SeekDone    an operator     Answer, Refuse
+    TopicsChanged, SessionLost, Tick           Deposed               another broker coordinates now
+
+A partition's Place goes round like this (after KIP-429 and KIP-848):
+
+    (owner A) --A has more than its share--> (owner B, leaving A) --A heartbeats at that generation--> (owner B)
+                                                                  --A leaves or times out-----------^
+
+A member that heartbeats at a generation says that it has let go of everything that the generation's assignment does not
+name. Only then is the partition claimed for the next one, and nobody else stops meanwhile. A member whose partitions
+did not change may go on in the generation that it knows: a leader compares it with the one of the claim.
+
+A join always raises the generation, and is remembered as the member's `since`. So of two clients with one member id the
+older is fenced: it knows no generation as high. A member id that comes back within its session timeout keeps its
+partitions (static membership, KIP-345): they are claimed again, in the new generation, and nothing else changes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from portalmq.broker.core.stream.events import (
+    HEARTBEAT_MS_MAX,
+    Action,
+    Answer,
+    Answered,
+    Assigned,
+    Claim,
+    Claimed,
+    ClaimFailed,
+    ClaimRefused,
+    Deposed,
+    Event,
+    Heartbeat,
+    Intent,
+    Join,
+    Leave,
+    Loaded,
+    Member,
+    Membership,
+    Outcome,
+    Partition,
+    Place,
+    Propose,
+    Read,
+    Refuse,
+    SeekDone,
+    SeekRequested,
+    SessionLost,
+    Tick,
+    Topic,
+    TopicsChanged,
+)
+from portalmq.broker.core.stream.rebalance import Draft
+from portalmq.errors import Backpressure, Fenced, IllegalGeneration, PortalMQError, Unavailable
+
+MEMBERS_MAX = 1_000
+TICK_MS = 250
+# A join is answered when its partitions are claimed, or with those that are after this time, and a quarter of the
+# member's session at most: it must not give up waiting.
+JOIN_WAIT_MS = 3_000
+HEARTBEATS_PER_SESSION = 5
+# While partitions are on their way to a member, or from it, it is to come again soon.
+HEARTBEAT_SOON_MS = 200
+CLAIM_AGAIN_MS = 500
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """A join that waits for its claims; or the heartbeat of a member whose partitions this broker has taken over, and
+    has not claimed yet: an answer that does not name them would have it let go of them."""
+
+    token: object
+    member_id: str
+    until_ms: int
+    is_join: bool
+
+
+class GroupMembership:
+    """One group, as the broker `me` (id, incarnation) coordinates it. Begins with Loaded and TopicsChanged.
+
+    Invariants: at most one Propose is unanswered; nothing is answered but from a state that the control plane is known
+    to hold, with this broker as its coordinator; a partition is named to a member only when it is claimed for it.
+    """
+
+    def __init__(self, group: str, me: tuple[int, int]) -> None:
+        self.group = group
+        self.me = me
+        self.known: Membership | None = None
+        self.version = -1
+        self.deposed = False
+        self._loaded = False
+        self._topics: Mapping[str, Topic] | None = None
+        self._proposed: Membership | None = None
+        self._reading = False
+        self._intents: list[Intent] = []
+        # How many of them, from the first on, the proposal holds.
+        self._included = 0
+        self._waiting: list[_Waiting] = []
+        self._doubted: list[Heartbeat] = []
+        self._deadlines: dict[str, int] = {}
+        self._heard: dict[str, int] = {}
+        self._claimed: dict[Partition, tuple[str, int, int]] = {}
+        self._claiming: dict[Partition, tuple[str, int]] = {}
+        self._claim_again_ms: dict[Partition, int] = {}
+        self._seeking: dict[str, int] = {}
+        # The generation that a partition's leader has seen, where it is higher than ours.
+        self._refused: dict[Partition, int] = {}
+        self._ticked_ms: int | None = None
+        # Whether the next state may be another one: making it takes a look at everything.
+        self._is_dirty = False
+        # Derived from `known`: the places of each member, those that give something up, and what is not claimed yet,
+        # with how much of that each member waits for.
+        self._places_of: dict[str, list[tuple[Partition, Place]]] = {}
+        self._leaving: set[str] = set()
+        self._unclaimed: dict[Partition, Place] = {}
+        # Those of them that an older coordinator had given out.
+        self._inherited: dict[Partition, Place] = {}
+        self._waited_for: Counter[str] = Counter()
+        # Whether something may be claimed now.
+        self._claims_due = False
+        self._actions: list[Action] = []
+
+    @property
+    def coordinates(self) -> bool:
+        """Whether this broker is known to be the coordinator."""
+        return not self.deposed and self.known is not None and self.known.coordinator == self.me
+
+    @property
+    def is_idle(self) -> bool:
+        """Nobody is in the group, and nobody waits."""
+        waits = self._intents or self._waiting or self._doubted or self._seeking or self._proposed is not None
+        return self.coordinates and self.known is not None and not self.known.members and not waits
+
+    def step(self, event: Event, now_ms: int) -> list[Action]:
+        """Everything that happens to the group comes through here."""
+        if not self.deposed:
+            self._take(event, now_ms)
+        elif isinstance(event, Join | Heartbeat | Leave | SeekRequested):
+            self._actions.append(Refuse(event.token, _moved(self.group)))
+        if not self.deposed:
+            self._propose(now_ms)
+            self._claim(now_ms)
+            self._answer_waiting(now_ms)
+        actions, self._actions = self._actions, []
+        return actions
+
+    def _take(self, event: Event, now_ms: int) -> None:
+        match event:
+            case Loaded():
+                self._take_loaded(event, now_ms)
+            case Answered():
+                self._take_answered(event, now_ms)
+            case Join():
+                self._take_join(event)
+            case Heartbeat():
+                self._take_heartbeat(event, now_ms)
+            case Leave():
+                self._take_leave(event)
+            case SeekRequested():
+                self._intents.append(event)
+            case TopicsChanged():
+                self._topics = dict(event.topics)
+                self._is_dirty = True
+            case Claimed():
+                self._take_claimed(event)
+            case ClaimRefused() | ClaimFailed():
+                self._take_unclaimed(event, now_ms)
+            case SeekDone():
+                self._seeking[event.topic] = self._seeking.get(event.topic, 1) - 1
+                if self._seeking[event.topic] <= 0:
+                    del self._seeking[event.topic]
+                    self._claims_due = True
+            case SessionLost():
+                self._doubt()
+            case Tick():
+                self._tick(now_ms)
+
+    # --- the state in the control plane ------------------------------------------------------------------------------
+
+    def _take_loaded(self, event: Loaded, now_ms: int) -> None:
+        self._reading = False
+        proposed, self._proposed = self._proposed, None
+        found = event.membership
+        if not self._loaded:
+            self._loaded = True
+            self._know(found, event.version)
+        elif event.version == self.version:
+            self._included = 0  # not applied, or not yet: what is wanted is proposed again
+            self._is_dirty = True
+        elif found is None or found.coordinator != self.me:
+            self._depose(found.coordinator if found else None)
+            return
+        elif found == proposed:
+            self._confirm(found, event.version, now_ms)
+        else:
+            # An older proposal of ours came to pass late. What is still wanted is proposed again on top of it.
+            self._included = 0
+            self._know(found, event.version)
+            self._begin_sessions(now_ms)
+        self._settle_doubts(now_ms)
+
+    def _take_answered(self, event: Answered, now_ms: int) -> None:
+        if self._proposed is None or self._reading:
+            return
+        if event.outcome == Outcome.APPLIED:
+            proposed, self._proposed = self._proposed, None
+            self._confirm(proposed, event.version, now_ms)
+            self._settle_doubts(now_ms)
+        else:
+            self._read()
+
+    def _doubt(self) -> None:
+        """See whether somebody else has written. The answer to a proposal tells that too."""
+        if self._loaded and self._proposed is None:
+            self._read()
+
+    def _read(self) -> None:
+        if not self._reading:
+            self._reading = True
+            self._actions.append(Read())
+
+    def _settle_doubts(self, now_ms: int) -> None:
+        """What the control plane holds is known for sure now."""
+        if self.coordinates:
+            doubted, self._doubted = self._doubted, []
+            for heartbeat in doubted:
+                self._take_heartbeat(heartbeat, now_ms, is_sure=True)
+
+    def _depose(self, coordinator: tuple[int, int] | None) -> None:
+        self.deposed = True
+        moved = _moved(self.group)
+        waiting = [*self._intents, *self._waiting, *self._doubted]
+        self._actions += [Refuse(waiter.token, moved) for waiter in waiting]
+        self._actions.append(Deposed(coordinator))
+        self._intents, self._waiting, self._doubted = [], [], []
+
+    def _confirm(self, membership: Membership, version: int, now_ms: int) -> None:
+        """The control plane holds `membership` as we proposed it."""
+        before = self.known
+        began = before is None or before.coordinator != self.me
+        self._know(membership, version)
+        if began and before is not None:
+            self._inherited = {
+                partition: place
+                for partition, place in self._unclaimed.items()
+                if before.places.get(partition) == place
+            }
+        if began:
+            self._begin_sessions(now_ms)
+        included, self._intents = self._intents[: self._included], self._intents[self._included :]
+        self._included = 0
+        for intent in included:
+            match intent:
+                case Join():
+                    if intent.member_id in membership.members:
+                        self._deadlines[intent.member_id] = now_ms + intent.session_timeout_ms
+                        self._heard[intent.member_id] = membership.generation
+                    until_ms = now_ms + _patience_ms(intent.session_timeout_ms)
+                    self._waiting.append(_Waiting(intent.token, intent.member_id, until_ms, is_join=True))
+                case Leave():
+                    self._actions.append(Answer(intent.token, intent.member_id, membership.generation))
+                case SeekRequested():
+                    self._seeking[intent.topic] = self._seeking.get(intent.topic, 0) + 1
+                    # The claims after it have a generation of their own: a copy of the seek that comes after them late
+                    # is refused.
+                    self._actions.append(Answer(intent.token, "", membership.generation - 1))
+        for known in (self._deadlines, self._heard):
+            for member_id in [member_id for member_id in known if member_id not in membership.members]:
+                del known[member_id]
+        for claims in (self._claimed, self._claiming, self._claim_again_ms):
+            for partition in [partition for partition in claims if partition not in membership.places]:
+                del claims[partition]
+        self._refused = {
+            partition: generation
+            for partition, generation in self._refused.items()
+            if partition in membership.places and membership.places[partition].since <= generation
+        }
+
+    def _know(self, membership: Membership | None, version: int) -> None:
+        """This is what the control plane holds."""
+        self.known, self.version, self._is_dirty = membership, version, True
+        self._places_of, self._leaving, self._unclaimed, self._claims_due = {}, set(), {}, True
+        for partition, place in membership.places.items() if membership else ():
+            self._places_of.setdefault(place.owner, []).append((partition, place))
+            if place.leaving:
+                self._leaving.add(place.leaving)
+                self._places_of.setdefault(place.leaving, []).append((partition, place))
+            elif self._claimed.get(partition, ("", 0, 0))[:2] != (place.owner, place.since):
+                self._unclaimed[partition] = place
+        self._waited_for = Counter(place.owner for place in self._unclaimed.values())
+        self._inherited = {
+            partition: place for partition, place in self._inherited.items() if self._unclaimed.get(partition) == place
+        }
+
+    def _begin_sessions(self, now_ms: int) -> None:
+        """A new coordinator does not know when its members came last: each gets a whole session."""
+        assert self.known is not None
+        for member in self.known.members.values():
+            self._deadlines.setdefault(member.member_id, now_ms + member.session_timeout_ms)
+
+    # --- members -----------------------------------------------------------------------------------------------------
+
+    def _take_join(self, join: Join) -> None:
+        coming = {intent.member_id for intent in self._intents if isinstance(intent, Join)}
+        there = self.known.members.keys() if self.known else ()
+        if join.member_id not in there and len(coming | set(there) | {join.member_id}) > MEMBERS_MAX:
+            full = f"group {self.group!r} has {MEMBERS_MAX} members, as many as a group can: let one of them leave"
+            self._actions.append(Refuse(join.token, Backpressure(full, retry_after_s=5)))
+            return
+        self._intents.append(join)
+
+    def _take_leave(self, leave: Leave) -> None:
+        joins = any(isinstance(intent, Join) and intent.member_id == leave.member_id for intent in self._intents)
+        if self.coordinates and not joins and self.known is not None and leave.member_id not in self.known.members:
+            self._actions.append(Answer(leave.token, leave.member_id, self.known.generation))
+        else:
+            self._intents.append(leave)
+
+    def _take_heartbeat(self, heartbeat: Heartbeat, now_ms: int, *, is_sure: bool = False) -> None:
+        if not self.coordinates:
+            self._doubted.append(heartbeat)
+            return
+        assert self.known is not None
+        member = self.known.members.get(heartbeat.member_id)
+        if heartbeat.generation > self.known.generation and not is_sure:
+            # Somebody else may be the coordinator by now, and have told it.
+            self._doubted.append(heartbeat)
+            if self._proposed is None:
+                self._read()
+        elif member is None or heartbeat.generation > self.known.generation or heartbeat.generation < 0:
+            error: PortalMQError = IllegalGeneration(
+                f"group {self.group!r} is in generation {self.known.generation} and does not know member "
+                f"{heartbeat.member_id!r} of generation {heartbeat.generation}: its session timed out, or it left. Join"
+            )
+            self._actions.append(Refuse(heartbeat.token, error))
+        elif heartbeat.generation < member.since:
+            error = Fenced(
+                f"another consumer joined group {self.group!r} as {heartbeat.member_id!r}, in generation {member.since}"
+                f"; this one knows {heartbeat.generation}. Give each consumer a member id of its own"
+            )
+            self._actions.append(Refuse(heartbeat.token, error))
+        else:
+            self._deadlines[member.member_id] = now_ms + member.session_timeout_ms
+            if heartbeat.generation > self._heard.get(member.member_id, 0):
+                self._heard[member.member_id] = heartbeat.generation
+                self._is_dirty = self._is_dirty or member.member_id in self._leaving
+            until_ms = now_ms + _patience_ms(member.session_timeout_ms)
+            self._waiting.append(_Waiting(heartbeat.token, member.member_id, until_ms, is_join=False))
+
+    def _assignment(self, token: object, member: Member) -> Answer:
+        assert self.known is not None
+        held: list[Assigned] = []
+        is_moving = False
+        for partition, place in self._places_of.get(member.member_id, ()):
+            if place.leaving or partition in self._unclaimed:
+                is_moving = True
+            else:
+                held.append(Assigned(partition, place.since, self._claimed[partition][2]))
+        interval_ms = min(HEARTBEAT_MS_MAX, member.session_timeout_ms // HEARTBEATS_PER_SESSION)
+        if is_moving:
+            interval_ms = min(interval_ms, HEARTBEAT_SOON_MS)
+        held.sort(key=lambda assigned: assigned.partition)
+        return Answer(token, member.member_id, self.known.generation, tuple(held), interval_ms)
+
+    def _answer_waiting(self, now_ms: int) -> None:
+        if not self._waiting or not self.coordinates:
+            return
+        assert self.known is not None
+        still: list[_Waiting] = []
+        for waiting in self._waiting:
+            member = self.known.members.get(waiting.member_id)
+            if member is None:
+                gone = f"member {waiting.member_id!r} left group {self.group!r} while it waited to be answered"
+                self._actions.append(Refuse(waiting.token, IllegalGeneration(gone)))
+            elif now_ms >= waiting.until_ms or not self._waits(waiting):
+                self._actions.append(self._assignment(waiting.token, member))
+            else:
+                still.append(waiting)
+        self._waiting = still
+
+    def _waits(self, waiting: _Waiting) -> bool:
+        if waiting.is_join:
+            return self._waited_for[waiting.member_id] > 0
+        if not self._inherited:
+            return False
+        return any(partition in self._inherited for partition, _ in self._places_of.get(waiting.member_id, ()))
+
+    def _tick(self, now_ms: int) -> None:
+        """Nobody could heartbeat while this process was paused: that is not the members' silence. And others may have
+        taken over."""
+        if self._ticked_ms is not None:
+            paused_ms = now_ms - self._ticked_ms - 4 * TICK_MS
+            if paused_ms > 0:
+                for member_id in self._deadlines:
+                    self._deadlines[member_id] += paused_ms
+                self._doubt()
+        self._ticked_ms = now_ms
+        self._claims_due = self._claims_due or bool(self._unclaimed)
+        self._is_dirty = self._is_dirty or any(deadline <= now_ms for deadline in self._deadlines.values())
+
+    # --- the next state ----------------------------------------------------------------------------------------------
+
+    def _propose(self, now_ms: int) -> None:
+        if not self._loaded or self._proposed is not None or self._reading or self._topics is None:
+            return
+        if not (self._is_dirty or self._intents or self._refused):
+            return
+        wanted = self._wanted(now_ms)
+        self._is_dirty = False
+        if wanted is not None:
+            self._included = len(self._intents)
+            self._proposed = wanted
+            self._actions.append(Propose(wanted, self.version))
+
+    def _wanted(self, now_ms: int) -> Membership | None:
+        """The state as it should be, in the next generation; None when it is so."""
+        known = self.known or Membership(0, (-1, -1))
+        steps = 2 if any(isinstance(intent, SeekRequested) for intent in self._intents) else 1
+        draft = Draft(known, max(known.generation, *self._refused.values(), 0) + steps, self._topics or {})
+        if self.coordinates:
+            draft.drop([member_id for member_id in known.members if self._deadlines[member_id] <= now_ms])
+        for intent in self._intents:
+            match intent:
+                case Join():
+                    draft.join(Member(intent.member_id, intent.topics, intent.session_timeout_ms, draft.generation))
+                case Leave():
+                    draft.drop([intent.member_id])
+                case SeekRequested():
+                    draft.renew(partition for partition in known.places if partition[0] == intent.topic)
+        draft.renew(self._refused)
+        draft.release(self._heard)
+        draft.share()
+        if not self._intents and self.coordinates and draft.changed_nothing():
+            return None
+        return draft.membership(self.me)
+
+    # --- claims ------------------------------------------------------------------------------------------------------
+
+    def _claim(self, now_ms: int) -> None:
+        if not self.coordinates or not self._claims_due:
+            return
+        self._claims_due = False
+        for partition, place in self._unclaimed.items():
+            wanted = (place.owner, place.since)
+            if partition[0] in self._seeking or partition in self._refused or self._claiming.get(partition) == wanted:
+                continue
+            if now_ms >= self._claim_again_ms.get(partition, 0):
+                self._claiming[partition] = wanted
+                self._actions.append(Claim(partition, place.owner, place.since))
+
+    def _take_unclaimed(self, event: ClaimRefused | ClaimFailed, now_ms: int) -> None:
+        wanted = self._claiming.get(event.partition)
+        if wanted is None or wanted[1] != event.since:
+            return
+        del self._claiming[event.partition]
+        if isinstance(event, ClaimRefused):
+            self._refused[event.partition] = max(event.generation, event.since)
+        else:
+            self._claim_again_ms[event.partition] = now_ms + CLAIM_AGAIN_MS
+
+    def _take_claimed(self, event: Claimed) -> None:
+        if self._claiming.get(event.partition) == (event.member_id, event.since):
+            del self._claiming[event.partition]
+        place = self._unclaimed.get(event.partition)
+        if place is not None and (place.owner, place.since) == (event.member_id, event.since):
+            del self._unclaimed[event.partition]
+            self._inherited.pop(event.partition, None)
+            self._waited_for[event.member_id] -= 1
+            self._claimed[event.partition] = (event.member_id, event.since, event.offset)
+            self._claim_again_ms.pop(event.partition, None)
+
+
+def _patience_ms(session_timeout_ms: int) -> int:
+    return min(JOIN_WAIT_MS, session_timeout_ms // 4)
+
+
+def _moved(group: str) -> PortalMQError:
+    return Unavailable(f"the coordinator of group {group!r} is just changing", outcome="unknown", retry_after_s=0.2)

@@ -1,0 +1,123 @@
+"""A stream group on one partition: who owns it, and where it goes on.
+
+A fold over the partition's log, like a queue group's. The group's coordinator claims the partition for a member before
+it tells him of it; from then on only that member, in that generation or a later one of the group, may commit. So a
+zombie that was given up is fenced by the log itself, whatever he believes (DESIGN 4, KIP-429 for the hand-over).
+"""
+
+from __future__ import annotations
+
+from portalmq.broker.core.fold import StreamFold
+from portalmq.broker.core.queue.records import Claim, Commit, CommitOffset, Seek, StreamRecord
+from portalmq.errors import IllegalGeneration, OffsetMoved, OffsetOutOfRange
+
+COMMITS_REMEMBERED = 10_000
+
+
+class StreamOffsets:
+    """Invariant: between seeks `committed` never falls, and `generation` never does. `commits` has the ids of seeks
+    too."""
+
+    def __init__(self, fold: StreamFold) -> None:
+        self.group = fold.group
+        self.committed = fold.committed
+        self.generation = fold.generation
+        self.member = fold.member
+        self.last_active_ms = fold.last_active_ms
+        self.commits: dict[bytes, int] = dict(fold.commits)
+
+    def snapshot(self) -> StreamFold:
+        return StreamFold(
+            self.group,
+            self.committed,
+            self.generation,
+            self.member,
+            self.last_active_ms,
+            list(self.commits.items()),
+        )
+
+    def apply(self, record: StreamRecord | Commit, offset: int) -> None:
+        """Fold a record that stands at `offset`. Records come in the order of the log, each once."""
+        match record:
+            case Claim():
+                self.member = record.member
+                self.generation = max(self.generation, record.generation)
+            case CommitOffset():
+                self.committed = max(self.committed, record.offset)
+            case Seek():
+                self.committed = record.offset
+                self.generation = max(self.generation, record.generation)
+                if record.seek_id:
+                    remember_commit(self.commits, record.seek_id, offset, COMMITS_REMEMBERED)
+            case Commit():
+                self.committed = max(self.committed, record.offset)
+                remember_commit(self.commits, record.commit_id, offset, COMMITS_REMEMBERED)
+        self.last_active_ms = max(self.last_active_ms, record.at_ms)
+
+    def purge(self, upto: int) -> None:
+        """Everything below `upto` is gone from the log."""
+        self.committed = max(self.committed, upto)
+
+    # --- decisions ---------------------------------------------------------------------------------------------------
+
+    def check_commit(self, member: str, generation: int, offset: int, high_watermark: int) -> bool:
+        """Whether there is something to commit: False for what is committed already.
+
+        Raises IllegalGeneration for a member that does not own the partition (any more), OffsetOutOfRange for an offset
+        above the high watermark or below what is committed.
+        """
+        self.check_owner(member, generation)
+        if not 0 <= offset <= high_watermark:
+            raise OffsetOutOfRange(
+                f"offset {offset} cannot be committed: the partition can be read up to {high_watermark}",
+                high_watermark=high_watermark,
+            )
+        if offset < self.committed:
+            raise OffsetOutOfRange(
+                f"offset {offset} is below the committed {self.committed}: commits never go back, a seek does",
+                committed=self.committed,
+            )
+        return offset > self.committed
+
+    def check_owner(self, member: str, generation: int) -> None:
+        """Raises IllegalGeneration for a member that does not own the partition (any more)."""
+        if member != self.member or generation < self.generation:
+            owner = f"{self.member!r} does" if self.member else "nobody does"
+            raise IllegalGeneration(
+                f"member {member!r} of generation {generation} does not own this partition: {owner}, since generation"
+                f" {self.generation}. Send a heartbeat to learn the assignment"
+            )
+
+    def check_begin(self, committed: int, log_start: int) -> None:
+        """Raises OffsetMoved where the input of a commit does not begin at the group's committed offset. `committed` is
+        that offset as the caller knows it; retention may have moved it up to `log_start`.
+
+        Outputs are made of what was read from there on. After a commit of unknown outcome a member may read the same
+        messages again and cut them into other batches: such a batch holds messages that have their outputs.
+        """
+        if not self.committed <= committed <= max(self.committed, log_start):
+            at = max(self.committed, log_start)
+            raise OffsetMoved(
+                f"the commit begins at offset {committed}, and the group has committed {at}: nothing was committed or"
+                f" published. Read on from {at}",
+                committed=at,
+            )
+
+    def check_claim(self, generation: int) -> None:
+        """Raises IllegalGeneration for a coordinator that is behind."""
+        if generation < self.generation:
+            raise IllegalGeneration(
+                f"generation {generation} cannot claim this partition: generation {self.generation} has",
+                generation=self.generation,
+            )
+
+
+def remember_commit(commits: dict[bytes, int], commit_id: bytes, offset: int, at_most: int) -> None:
+    """Keep the newest `at_most` commits."""
+    commits[commit_id] = offset
+    while len(commits) > at_most:
+        del commits[next(iter(commits))]
+
+
+def new_stream(group: str, claim: Claim) -> StreamOffsets:
+    return StreamOffsets(StreamFold(group, claim.start, claim.generation, claim.member, claim.at_ms))

@@ -1,0 +1,267 @@
+"""Looking at messages, and purging them, wherever their partitions are led. Nothing is consumed by looking."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import NamedTuple
+
+import msgspec
+from gevent.event import Event
+
+from portalmq.broker.cluster.metadata_cache import Atlas
+from portalmq.broker.cluster.peers import Peers
+from portalmq.broker.cluster.routing import Leaders, Outcomes, place_of
+from portalmq.broker.cluster.rpc import Browse, Browsed, Place, Purge, Result, result_of
+from portalmq.broker.cluster.topics import Topic
+from portalmq.broker.partition.answer_size import first_of
+from portalmq.broker.partition.long_poll import ParkingLot, Peer
+from portalmq.broker.partition.partition import Partition
+from portalmq.broker.partition.yielding import in_short_turns
+from portalmq.broker.storage.batch import Record
+from portalmq.errors import InvalidRequest, NotFound, PortalMQError, Unavailable
+
+PAGE_MESSAGES = 1_000
+BROWSE_TIMEOUT_S = 10.0
+PURGE_TIMEOUT_S = 30.0
+
+_decode_browse = msgspec.msgpack.Decoder(Browse).decode
+_encode = msgspec.msgpack.Encoder().encode
+_Bools = list[Result[bool]]
+
+
+class Stored(msgspec.Struct, gc=False, frozen=True):
+    """A message in the log."""
+
+    topic: str
+    partition: int
+    offset: int
+    timestamp_ms: int
+    record: Record
+
+
+class Page(NamedTuple):
+    """A page of a partition; `next_offset` is where to go on."""
+
+    messages: list[Stored]
+    next_offset: int
+    log_start_offset: int
+    high_watermark: int
+
+
+_record_of: Callable[[tuple[int, int, Record]], Record] = itemgetter(2)
+
+
+class _Client:
+    """The client of a call and the broker's end, as one thing to wait with: whichever comes first ends the wait."""
+
+    def __init__(self, peer: Peer | None, lot: ParkingLot) -> None:
+        self._peer = peer
+        self._lot = lot
+
+    def gone(self) -> bool:
+        return self._lot.closed or (self._peer is not None and self._peer.gone())
+
+    def watch(self, on_gone: Callable[[], None]) -> Callable[[], None]:
+        event = Event()
+        event.rawlink(lambda _: on_gone())
+        let_go = self._lot.hold(event)
+        unwatch = self._peer.watch(event.set) if self._peer is not None else lambda: None
+
+        def stop() -> None:
+            unwatch()
+            let_go()
+
+        return stop
+
+
+@dataclass(slots=True)
+class _Browsing:
+    """The work of one page."""
+
+    browsing: Browsing
+    call: Browse
+    peer: Peer | None
+
+    def here(self, places: Sequence[Place]) -> Outcomes[Browsed]:
+        (place,) = places
+        try:
+            return {place: self.browsing.page_here(place, self.call, self.peer)}
+        except PortalMQError as error:
+            return {place: error}
+
+    def there(self, broker_id: int, places: Sequence[Place]) -> Outcomes[Browsed]:
+        (place,) = places
+        return {place: self.browsing.page_there(broker_id, self.call)}
+
+
+@dataclass(slots=True)
+class _Purging:
+    """The work of a purge."""
+
+    atlas: Atlas
+    peers: Peers
+    before_offset: int | None
+
+    def here(self, places: Sequence[Place]) -> Outcomes[bool]:
+        outcomes: Outcomes[bool] = {}
+        for place in places:
+            try:
+                self.atlas.partition(place).purge(self.before_offset)
+                outcomes[place] = True
+            except PortalMQError as error:
+                outcomes[place] = error
+        return outcomes
+
+    def there(self, broker_id: int, places: Sequence[Place]) -> Outcomes[bool]:
+        call = Purge(places[0].topic, places[0].topic_id, [place.number for place in places], self.before_offset)
+        results = self.peers.call(broker_id, "purge", call, _Bools, timeout_s=PURGE_TIMEOUT_S)
+        return {place: result.outcome() for place, result in zip(places, results, strict=True)}
+
+
+class Browsing:
+    def __init__(self, atlas: Atlas, leaders: Leaders, peers: Peers, lot: ParkingLot) -> None:
+        self._atlas = atlas
+        self._leaders = leaders
+        self._peers = peers
+        self._lot = lot
+
+    # --- a page ------------------------------------------------------------------------------------------------------
+
+    def browse(
+        self,
+        topic: Topic,
+        number: int,
+        *,
+        offset: int | None,
+        position: str | None,
+        at_ms: int | None,
+        limit: int,
+        wait_ms: int,
+        peer: Peer | None,
+        forward: bool,
+    ) -> Page:
+        """Read on from a place; waits up to `wait_ms` for the first message."""
+        place = place_of(topic.state, number)
+        call = Browse(place.topic, place.topic_id, number, offset, position, at_ms, limit, wait_ms)
+        client = _Client(peer, self._lot) if wait_ms else None
+        work = _Browsing(self, call, peer)
+        browsed = self._leaders.one(place, work, forward=forward, repeatable=True, waiting=client)
+        messages = [Stored(place.topic, number, *message) for message in browsed.messages]
+        return Page(messages, browsed.next_offset, browsed.log_start_offset, browsed.high_watermark)
+
+    def page_here(self, place: Place, call: Browse, peer: Peer | None) -> Browsed:
+        partition = self._atlas.partition(place)
+        start = self._start(partition, call)
+        if call.wait_ms:
+            self._wait_readable(partition, start, call.wait_ms, peer)
+            partition = self._atlas.partition(place)  # it may have been deleted, or led elsewhere, meanwhile
+        there = (
+            (at, piece.batch.appended_at_ms, record)
+            for piece in partition.pieces(start, partition.high_watermark, call.limit)
+            for at, record in enumerate(piece.records(), piece.start)
+        )
+        messages, _ = first_of(there, _record_of, call.limit)
+        high_watermark = partition.high_watermark
+        next_offset = messages[-1][0] + 1 if messages else start
+        if next_offset >= partition.readable_end:
+            next_offset = high_watermark
+        return Browsed(messages, next_offset, partition.log.log_start_offset, high_watermark)
+
+    def page_there(self, broker_id: int, call: Browse) -> Browsed:
+        timeout_s = call.wait_ms / 1000 + BROWSE_TIMEOUT_S
+        return self._peers.call(broker_id, "browse", call, Browsed, timeout_s=timeout_s)
+
+    def _start(self, partition: Partition, call: Browse) -> int:
+        if call.at_ms is not None:
+            return min(partition.log.offset_for_time(call.at_ms), partition.high_watermark)
+        if call.position == "latest":
+            return partition.high_watermark
+        if call.offset is None:
+            return partition.log.log_start_offset
+        partition.check_offset(call.offset)
+        return call.offset
+
+    def _wait_readable(self, partition: Partition, offset: int, wait_ms: int, peer: Peer | None) -> None:
+        event = Event()
+        unwatch = peer.watch(event.set) if peer is not None else None
+        let_go = self._lot.hold(event)
+        try:
+            partition.wait_readable(offset, event, wait_ms / 1000)
+        finally:
+            let_go()
+            if unwatch is not None:
+                unwatch()
+
+    def serve_browse(self, body: bytes, peer: Peer | None) -> bytes:
+        call = _decode_browse(body)
+        place = Place(call.topic, call.topic_id, call.number)
+        return _encode(self._leaders.one(place, _Browsing(self, call, peer), forward=False))
+
+    # --- the whole queue ---------------------------------------------------------------------------------------------
+
+    def read_all(self, topic: Topic, limit: int | None, *, forward: bool) -> Iterator[Stored]:
+        """The whole queue as it stands now, partition by partition, a page at a time from each leader."""
+        places = [place_of(topic.state, number) for number in range(topic.state.partitions)]
+        if not forward:
+            self._leaders.check_led_here(places)
+        first = [self._page(topic, place.number, None, 1, forward) for place in in_short_turns(places)]
+        ends = [page.high_watermark for page in first]
+        return self._read_all(topic, ends, limit, forward)
+
+    def _read_all(self, topic: Topic, ends: list[int], limit: int | None, forward: bool) -> Iterator[Stored]:
+        left = limit if limit is not None else 1 << 62
+        for number, end in in_short_turns(enumerate(ends)):
+            offset: int | None = None
+            while left > 0 and (offset is None or offset < end):
+                try:
+                    page = self._page(topic, number, offset, min(left, PAGE_MESSAGES), forward)
+                except NotFound as gone:
+                    raise Unavailable(f"the topic was deleted while it was read: {gone}", outcome="unknown") from gone
+                for message in page.messages:
+                    if message.offset < end:
+                        left -= 1
+                        yield message
+                if page.next_offset == offset or not page.messages:
+                    break
+                offset = max(page.next_offset, page.log_start_offset)
+
+    def _page(self, topic: Topic, number: int, offset: int | None, limit: int, forward: bool) -> Page:
+        return self.browse(
+            topic,
+            number,
+            offset=offset,
+            position=None,
+            at_ms=None,
+            limit=limit,
+            wait_ms=0,
+            peer=None,
+            forward=forward,
+        )
+
+    # --- purging -----------------------------------------------------------------------------------------------------
+
+    def purge(self, topic: Topic, *, partition: int | None, before_offset: int | None, forward: bool) -> None:
+        """Remove messages below `before_offset`, or all that can be read."""
+        if before_offset is not None and partition is None and topic.state.partitions > 1:
+            raise InvalidRequest("before_offset is an offset of one partition: name it with partition=")
+        numbers = range(topic.state.partitions) if partition is None else [partition]
+        places = [place_of(topic.state, number) for number in numbers]
+        if not forward:
+            self._leaders.check_led_here(places)
+        work = _Purging(self._atlas, self._peers, before_offset)
+        outcomes = self._leaders.run(places, work, forward=forward, repeatable=before_offset is not None)
+        errors = [outcome for outcome in outcomes.values() if isinstance(outcome, PortalMQError)]
+        if errors:
+            error = next((error for error in errors if error.outcome == "unknown"), errors[0])
+            if len(errors) < len(outcomes):
+                error.outcome = "unknown"  # in a part of the partitions it is done
+            raise error
+
+    def serve_purge(self, body: bytes) -> bytes:
+        call = msgspec.msgpack.decode(body, type=Purge)
+        places = [Place(call.topic, call.topic_id, number) for number in call.numbers]
+        work = _Purging(self._atlas, self._peers, call.before_offset)
+        outcomes = self._leaders.run(places, work, forward=False)
+        return _encode([result_of(outcomes[place]) for place in places])

@@ -1,0 +1,277 @@
+"""Requests under an Idempotency-Key: what such a message is known by, and where the first one of a key stands.
+
+    id      128 bits of the key: messages of one id are one message, within the topic's dedup window
+    hash     64 bits of what was sent under it: another hash is another message, and refused (422)
+
+A message without a key or a partition goes to its id's own partition, so that a repeat meets its first there. One that
+was sent to another place, or before the topic grew, stands elsewhere: so in a topic with several partitions all their
+leaders are asked first. Ids stand in an index of the log's files, of which nothing is kept in memory.
+
+In a batch each message may have a key of its own. Then every one of them is looked for in the partition that it goes
+to, and there alone: asking all leaders for each of a thousand would cost more than the messages. Few are looked for on
+the hub. Many on native threads, during which their ids are marked as sought: nobody else appends them meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from hashlib import blake2b
+
+import msgspec
+
+from portalmq.broker.cluster.metadata_cache import Atlas
+from portalmq.broker.cluster.peers import Peers
+from portalmq.broker.cluster.routing import Leaders, Outcomes, place_of
+from portalmq.broker.cluster.rpc import Place, Result, result_of
+from portalmq.broker.cluster.topics import Topic
+from portalmq.broker.partition.partition import Partition
+from portalmq.broker.partition.yielding import give_way, in_short_turns
+from portalmq.broker.storage.batch import Record
+from portalmq.errors import IdempotencyKeyReused, PortalMQError, RequestInProgress
+from portalmq.wire import Acks, Produced, message_id_of, message_ids_of
+
+FIND_TIMEOUT_S = 10.0
+IN_PROGRESS_RETRY_S = 0.2
+
+# Headers that tell of the request and not of the message: who traces his requests sends others with each repeat.
+_OF_THE_REQUEST = frozenset({"traceparent", "tracestate"})
+
+_encode = msgspec.msgpack.Encoder().encode
+# The options of a message, as they were sent.
+AsSent = tuple[int | str | None, ...]
+# The key of a message in a batch, and its options.
+Keyed = tuple[str, AsSent]
+# (offset, body hash, timestamp_ms) of the first message of an id.
+First = tuple[int, bytes | None, int]
+# An index looks for so many in less time than it takes to hand them to another thread.
+SOUGHT_HERE_MAX = 8
+# That takes 3 ms or so.
+HASHED_AT_ONCE = 1_000
+
+
+class FindFirst(msgspec.Struct, array_like=True):
+    """Does a message of this id stand in one of these partitions? Refused when it does with another hash, or when it is
+    not as safe yet as `acks` asks."""
+
+    topic: str
+    topic_id: str
+    numbers: list[int]
+    message_id: bytes
+    body_hash: bytes
+    acks: Acks
+
+
+_Firsts = list[Result[list[int]]]
+
+
+def identified(record: Record, key: str, as_sent: AsSent) -> Record:
+    """The record with the identity that an Idempotency-Key gives it. The hash is of its body and the options that came
+    with it, in the sender's words: a delay comes to another moment each time it is sent. A proxy may have put the
+    headers into another order."""
+    return _identified(record, message_id_of(key), as_sent)
+
+
+def _identified(record: Record, message_id: bytes, as_sent: AsSent) -> Record:
+    headers = record.headers and sorted(item for item in record.headers.items() if item[0] not in _OF_THE_REQUEST)
+    body = _encode((record.value, record.key, record.content_type, headers or (), *as_sent))
+    return Record(
+        record.value,
+        record.content_type,
+        record.key,
+        record.headers,
+        record.deliver_at_ms,
+        record.expires_at_ms,
+        record.priority,
+        message_id,
+        blake2b(body, digest_size=8).digest(),
+    )
+
+
+def each_once(
+    records: Sequence[Record], keys: Sequence[Keyed | None], numbers: Sequence[int | None]
+) -> tuple[list[Record], list[int], list[int]]:
+    """A batch in which messages have keys of their own: its records with their identities, each once; which of the
+    batch these are; and for each message of the batch which of them is its own. `numbers` are the partitions that were
+    named. Raises IdempotencyKeyReused for two messages under one key."""
+    identities: list[Record] = []
+    for start in range(0, len(records), HASHED_AT_ONCE):
+        if start:
+            give_way()
+        part = slice(start, start + HASHED_AT_ONCE)
+        identities += _all_identified(records[part], keys[part], numbers[part])
+    every = range(len(identities))
+    if len({record.message_id or index for index, record in enumerate(identities)}) == len(identities):
+        return identities, list(every), list(every)
+    once: list[Record] = []
+    places: list[int] = []
+    own: list[int] = []
+    seen: dict[bytes, int] = {}
+    for index, record in enumerate(identities):
+        at = len(once) if record.message_id is None else seen.setdefault(record.message_id, len(once))
+        if at < len(once) and once[at].body_hash != record.body_hash:
+            raise IdempotencyKeyReused(
+                f"messages {places[at]} and {index} of the batch differ, and have one idempotency_key: use a key"
+                " for one message"
+            )
+        own.append(at)
+        if at == len(once):
+            once.append(record)
+            places.append(index)
+    return once, places, own
+
+
+def _all_identified(
+    records: Sequence[Record], keys: Sequence[Keyed | None], numbers: Sequence[int | None]
+) -> list[Record]:
+    ids = iter(message_ids_of([keyed[0] for keyed in keys if keyed is not None]))
+    return [
+        record
+        if keyed is None
+        else _identified(record, next(ids), (number, *keyed[1]) if keyed[1] or number is not None else ())
+        for record, keyed, number in zip(records, keys, numbers, strict=True)
+    ]
+
+
+def first_in(partition: Partition, message_id: bytes, body_hash: bytes | None) -> tuple[int, int] | None:
+    """(offset, timestamp_ms) of the message of this id, if the partition has it. Raises IdempotencyKeyReused for
+    another message, RequestInProgress while it is looked for by somebody else, who appends it then."""
+    if partition.is_sought(message_id):
+        raise _in_progress(partition, "")
+    place = partition.place_of_id(message_id)
+    return None if place is None else _checked(partition, place, body_hash)
+
+
+def _checked(partition: Partition, first: First, body_hash: bytes | None) -> tuple[int, int]:
+    offset, first_hash, timestamp_ms = first
+    if first_hash != body_hash:
+        raise IdempotencyKeyReused(
+            f"this Idempotency-Key was used for another message (partition {partition.number}, offset {offset}):"
+            " use a new key for a new message"
+        )
+    return offset, timestamp_ms
+
+
+def _in_progress(partition: Partition, where: str) -> RequestInProgress:
+    return RequestInProgress(
+        f"the first request of this Idempotency-Key is still being appended (partition {partition.number}{where}):"
+        " repeat in a moment",
+        retry_after_s=IN_PROGRESS_RETRY_S,
+    )
+
+
+def are_many(shares: Iterable[Sequence[Record]]) -> bool:
+    """Whether more ids are to be looked for than the hub has the time for, over all partitions of a request."""
+    return sum([1 for records in shares for record in records if record.message_id is not None]) > SOUGHT_HERE_MAX
+
+
+@contextmanager
+def known_in(
+    partition: Partition, records: Sequence[Record], acks: Acks, *, are_many: bool
+) -> Iterator[dict[bytes, tuple[int, int]]]:
+    """Which of these, all with different ids if any, the partition has: id -> (offset, timestamp_ms). What it has not
+    is to be appended within the block. Raises IdempotencyKeyReused, RequestInProgress, Unavailable."""
+    keyed = [record for record in records if record.message_id is not None]
+    known: dict[bytes, tuple[int, int]] = {}
+    sought: dict[bytes, Record] = {}
+    if are_many:
+        sought = {record.message_id or b"": record for record in keyed}
+        if partition.is_any_sought(sought):
+            raise _in_progress(partition, "")
+        for message_id, first in partition.unwritten_places_of_ids(sought).items():
+            place = _checked(partition, first, sought.pop(message_id).body_hash)
+            check_done(partition, place[0], acks)
+            known[message_id] = place
+    else:
+        for record in keyed:
+            message_id = record.message_id or b""
+            found_here = first_in(partition, message_id, record.body_hash)
+            if found_here is not None:
+                check_done(partition, found_here[0], acks)
+                known[message_id] = found_here
+    if not sought:
+        yield known
+        return
+    with partition.seeking(list(sought)) as found:
+        for message_id, first in found.items():
+            place = _checked(partition, first, sought[message_id].body_hash)
+            check_done(partition, place[0], acks)
+            known[message_id] = place
+        yield known
+
+
+def check_done(partition: Partition, offset: int, acks: Acks) -> None:
+    """Raises RequestInProgress while the first request, whose message stands at `offset`, is not as safe as its repeat
+    asks to be told."""
+    safe_end = {"all": partition.high_watermark, "leader": partition.log.end_offset, "none": offset + 1}[acks]
+    if offset >= safe_end:
+        raise _in_progress(partition, f", offset {offset}")
+
+
+@dataclass(slots=True)
+class _Finding:
+    repeats: Repeats
+    record: Record
+    acks: Acks
+
+    def here(self, places: Sequence[Place]) -> Outcomes[list[int]]:
+        outcomes: Outcomes[list[int]] = {}
+        for place in in_short_turns(places):
+            try:
+                partition = self.repeats.atlas.partition(place)
+                found = first_in(partition, self.record.message_id or b"", self.record.body_hash)
+                if found is not None:
+                    check_done(partition, found[0], self.acks)
+                outcomes[place] = list(found or ())
+            except PortalMQError as error:
+                outcomes[place] = error
+        return outcomes
+
+    def there(self, broker_id: int, places: Sequence[Place]) -> Outcomes[list[int]]:
+        call = FindFirst(
+            places[0].topic,
+            places[0].topic_id,
+            [place.number for place in places],
+            self.record.message_id or b"",
+            self.record.body_hash or b"",
+            self.acks,
+        )
+        results = self.repeats.peers.call(broker_id, "first", call, _Firsts, timeout_s=FIND_TIMEOUT_S)
+        return {place: result.outcome() for place, result in zip(places, results, strict=True)}
+
+
+class Repeats:
+    """Finds the first of a key on every partition of its topic."""
+
+    def __init__(self, atlas: Atlas, leaders: Leaders, peers: Peers) -> None:
+        self.atlas = atlas
+        self.peers = peers
+        self._leaders = leaders
+
+    def find(self, topic: Topic, record: Record, besides: int, acks: Acks) -> Produced | None:
+        """Where the first message of the record's id stands, on any partition besides that one, which is for the
+        append itself to look through. Raises IdempotencyKeyReused, RequestInProgress, and what a leader answers that
+        cannot be asked: nothing is appended before it is known."""
+        numbers = [number for number in range(topic.state.partitions) if number != besides]
+        places = [place_of(topic.state, number) for number in numbers]
+        if not places:
+            return None
+        outcomes = self._leaders.run(places, _Finding(self, record, acks), repeatable=True)
+        for place, found in outcomes.items():
+            if not isinstance(found, PortalMQError) and found:
+                offset, timestamp_ms = found
+                return Produced(place.number, offset if acks != "none" else -1, timestamp_ms)
+        errors = [error for error in outcomes.values() if isinstance(error, PortalMQError)]
+        decided = [error for error in errors if isinstance(error, IdempotencyKeyReused | RequestInProgress)]
+        for error in decided or errors:
+            error.outcome = "not_applied"  # this was a question; the message is appended after it
+            raise error
+        return None
+
+    def serve(self, body: bytes) -> bytes:
+        call = msgspec.msgpack.decode(body, type=FindFirst)
+        record = Record(b"", message_id=call.message_id, body_hash=call.body_hash)
+        places = [Place(call.topic, call.topic_id, number) for number in call.numbers]
+        outcomes = self._leaders.run(places, _Finding(self, record, call.acks), forward=False)
+        return _encode([result_of(outcomes[place]) for place in places])

@@ -1,0 +1,414 @@
+"""The way of new messages into partitions: which partition each goes to, who leads it, and whether it is in the log.
+
+A message goes where it was sent by name, else where its key's CRC-32 points, else (with an Idempotency-Key) where its
+id's does, so that a retry meets its first; the rest of a batch goes to one partition, another for each batch. Each
+partition's share is appended by its leader, all or nothing, and there it is decided whether it is new.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Protocol
+
+import msgspec
+
+from portalmq.broker.cluster.peers import Peers
+from portalmq.broker.cluster.routing import Leaders, place_of, told
+from portalmq.broker.cluster.rpc import Appended, Place, Produce, Result, Share, result_of
+from portalmq.broker.cluster.topics import Topic
+from portalmq.broker.core.replica.events import Stamp
+from portalmq.broker.messages.idempotency import AsSent, Keyed, Repeats, are_many, each_once, identified, known_in
+from portalmq.broker.partition.partition import Partition
+from portalmq.broker.partition.writer import NotCommittedYet, Pending
+from portalmq.broker.partition.yielding import in_short_turns
+from portalmq.broker.storage.batch import Record
+from portalmq.errors import InvalidRequest, MessageTooLarge, NotLeader, PortalMQError, Unavailable
+from portalmq.wire import INTEGER_MAX, Acks, Produced, ProducedRange, ProducerStamp
+
+# Longer than a client waits for one try: its own time ends first.
+PRODUCE_TIMEOUT_S = 20.0
+
+_turns = count()
+_decode_produce = msgspec.msgpack.Decoder(Produce).decode
+_encode = msgspec.msgpack.Encoder().encode
+_Results = list[Result[Appended]]
+
+
+class Finder(Protocol):
+    """Finds a topic by name and id; raises Unavailable for one that this broker does not know (yet, or any more)."""
+
+    def __call__(self, name: str, topic_id: str) -> Topic: ...
+
+
+def size_of(topic: Topic, records: list[Record]) -> int:
+    """Bytes of all payloads together. Raises what the topic does not take: MessageTooLarge for one over its limit,
+    InvalidRequest for one without a key where only the last message of each key is to stay."""
+    limit = topic.state.config.max_message_bytes
+    lengths = [len(record.value) for record in records]
+    if max(lengths) > limit:
+        index = next(i for i, length in enumerate(lengths) if length > limit)
+        raise MessageTooLarge(
+            f"message {index} has {lengths[index]} bytes, topic {topic.name!r} takes {limit} (max_message_bytes)"
+        )
+    if topic.state.config.cleanup == "compact":
+        keyless = next((index for index, record in enumerate(records) if record.key is None), None)
+        if keyless is not None:
+            raise InvalidRequest(
+                f"message {keyless} has no key, and topic {topic.name!r} keeps the last message of each key"
+                " (cleanup is compact): give every message a key"
+            )
+    return sum(lengths)
+
+
+def expiry(ttl_ms: int, deliver_at_ms: int | None, wall_ms: int) -> int:
+    """When a message is over: its time to live counts from when it can be delivered."""
+    return min(max(wall_ms, deliver_at_ms or 0) + ttl_ms, INTEGER_MAX)
+
+
+def with_default_ttl(topic: Topic, records: list[Record], wall_ms: int) -> list[Record]:
+    """The records, those without an expiry with that of their topic's default_ttl_ms, if it has one."""
+    ttl_ms = topic.state.config.default_ttl_ms
+    if ttl_ms is None:
+        return records
+    return [
+        record
+        if record.expires_at_ms is not None
+        else msgspec.structs.replace(record, expires_at_ms=expiry(ttl_ms, record.deliver_at_ms, wall_ms))
+        for record in records
+    ]
+
+
+# --- appending here --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """How the messages of a call are to be appended. Copies are what the outbox appends: they were counted where they
+    come from, so no backlog keeps them out, and a repeat of them waits for its first."""
+
+    stamp: Stamp | None
+    acks: Acks
+    is_copies: bool = False
+
+
+@dataclass(slots=True)
+class _Entry:
+    """A share on its way into a partition: what is new of it, and what is in the log already."""
+
+    partition: Partition
+    ranks: list[int] = field(default_factory=list)
+    records: list[Record] = field(default_factory=list)
+    known: list[tuple[int, int, int]] = field(default_factory=list)  # (rank, offset, timestamp_ms)
+    pending: Pending | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """Who may append. Asked right before offsets are allotted; neither call switches greenlets."""
+
+    # Raises Fenced for the stamp of a named producer that has been succeeded, Unavailable when nobody can tell.
+    check_fence: Callable[[Stamp], None]
+    # Raises Backpressure when too many messages wait in the partition already.
+    check_room: Callable[[Topic, Partition, int, Stamp | None], None]
+
+
+def _entered(
+    topic: Topic, partition: Partition, records: Sequence[Record], order: _Order, gate: Gate, *, are_many_keyed: bool
+) -> _Entry:
+    """Allot offsets to what is new. Raises what the partition refuses with; nothing is applied then."""
+    entry = _Entry(partition)
+    # Copies wait for their firsts afterwards, however safe those are.
+    acks: Acks = "none" if order.is_copies else order.acks
+    with known_in(partition, records, acks, are_many=are_many_keyed) as known:
+        if order.stamp is not None:
+            gate.check_fence(order.stamp)
+        if not known:
+            entry.ranks, entry.records = list(range(len(records))), list(records)
+        for rank, record in enumerate(records if known else ()):
+            place = known.get(record.message_id) if record.message_id else None
+            if place is None:
+                entry.ranks.append(rank)
+                entry.records.append(record)
+            else:
+                entry.known.append((rank, *place))
+        if entry.records:
+            if not order.is_copies:
+                gate.check_room(topic, partition, len(entry.records), order.stamp)
+            size = sum([len(record.value) for record in entry.records])
+            entry.pending = partition.submit(tuple(entry.records), size, stamp=order.stamp, acks=order.acks)
+            partition.remember_ids(entry.pending)
+    return entry
+
+
+def _appended(entry: _Entry, order: _Order) -> Appended:
+    """Wait until the share is as safe as its acks ask. Raises its error."""
+    for _, offset, _ in entry.known if order.is_copies else ():
+        entry.partition.wait_committed(offset)  # any other repeat was refused while its first was on its way
+    base_offset, timestamp_ms = entry.partition.outcome(entry.pending) if entry.pending is not None else (-1, 0)
+    if not entry.known:
+        return Appended(base_offset, timestamp_ms)
+    if order.acks == "none":
+        return Appended(-1, 0)
+    places = {rank: (base_offset + nth, timestamp_ms) for nth, rank in enumerate(entry.ranks)}
+    places |= {rank: (offset, known_ms) for rank, offset, known_ms in entry.known}
+    return Appended(-1, 0, [places[rank] for rank in sorted(places)])
+
+
+# --- appending anywhere ----------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Producing:
+    """The work of one produce call: `shares` by partition."""
+
+    topic: Topic
+    shares: dict[int, list[Record]]
+    order: _Order
+    gate: Gate
+    peers: Peers | None = None
+    published: int = 0
+    published_bytes: int = 0
+
+    def here(self, places: Sequence[Place]) -> dict[Place, Appended | PortalMQError]:
+        entries: dict[Place, _Entry] = {}
+        outcomes: dict[Place, Appended | PortalMQError] = {}
+        shares = [self.shares[place.number] for place in places]
+        are_many_keyed = are_many(shares)
+        for place, share in in_short_turns(zip(places, shares, strict=True)):
+            try:
+                partition = self.topic.partition(place.number)
+                entries[place] = _entered(
+                    self.topic, partition, share, self.order, self.gate, are_many_keyed=are_many_keyed
+                )
+            except PortalMQError as error:
+                outcomes[place] = error
+        for place, entry in in_short_turns(entries.items()):
+            try:
+                outcomes[place] = _appended(entry, self.order)
+            except PortalMQError as error:
+                outcomes[place] = error
+            else:
+                self.published += len(entry.records)
+                self.published_bytes += sum([len(record.value) for record in entry.records])
+        return outcomes
+
+    def there(self, broker_id: int, places: Sequence[Place]) -> dict[Place, Appended | PortalMQError]:
+        assert self.peers is not None
+        shares = [Share(place.number, self.shares[place.number]) for place in places]
+        stamp = self.order.stamp
+        call = Produce(
+            self.topic.name,
+            self.topic.state.topic_id,
+            self.order.acks,
+            ProducerStamp(stamp.producer_id, stamp.producer_epoch, stamp.sequence) if stamp else None,
+            shares,
+            self.order.is_copies,
+        )
+        results = self.peers.call(broker_id, "produce", call, _Results, timeout_s=PRODUCE_TIMEOUT_S)
+        return {place: result.outcome() for place, result in zip(places, results, strict=True)}
+
+
+class Producing:
+    """Produce calls of clients, and the shares that other brokers bring."""
+
+    def __init__(
+        self,
+        leaders: Leaders,
+        peers: Peers,
+        find: Finder,
+        published: Published,
+        clock: WallClock,
+        gate: Gate,
+        repeats: Repeats,
+    ) -> None:
+        self._leaders = leaders
+        self._peers = peers
+        self._find = find
+        self._published = published
+        self._clock = clock
+        self._gate = gate
+        self._repeats = repeats
+
+    def range(
+        self,
+        topic: Topic,
+        records: list[Record],
+        number: int,
+        *,
+        acks: Acks,
+        producer: ProducerStamp | None,
+        forward: bool,
+    ) -> ProducedRange:
+        """Append a batch to one partition, all or nothing."""
+        size = size_of(topic, records)
+        records = with_default_ttl(topic, records, self._clock.wall_ms())
+        place = place_of(topic.state, number)
+        is_doubtful = False
+        stamp = _stamp(producer)
+        if topic.leader_of(number) == self._leaders.broker_id:
+            try:
+                partition = topic.partition(number)
+                if stamp is not None:
+                    self._gate.check_fence(stamp)
+                self._gate.check_room(topic, partition, len(records), stamp)
+                base_offset, timestamp_ms = partition.append(tuple(records), size, stamp=stamp, acks=acks)
+            except (NotLeader, Unavailable) as error:
+                is_doubtful = error.outcome != "not_applied"
+                if is_doubtful and (producer is None or isinstance(error, NotCommittedYet)):
+                    raise (told(error) if forward else error) from None
+            else:
+                self._published(topic.name, len(records), size)
+                return ProducedRange(number, base_offset, len(records), timestamp_ms, topic.state.topic_id)
+        work = _Producing(topic, {number: records}, _Order(stamp, acks), self._gate, self._peers)
+        try:
+            appended = self._leaders.one(place, work, forward=forward, repeatable=producer is not None)
+        except PortalMQError as error:
+            if is_doubtful:
+                error.outcome = "unknown"
+            raise
+        self._count(work)
+        return ProducedRange(number, appended.base_offset, len(records), appended.timestamp_ms, topic.state.topic_id)
+
+    def batch(
+        self,
+        topic: Topic,
+        records: list[Record],
+        partitions: list[int | None] | None,
+        *,
+        acks: Acks,
+        partition: int | None,
+        producer: ProducerStamp | None,
+        idempotency_key: str | None,
+        as_sent: AsSent = (),
+        keys: Sequence[Keyed | None] | None = None,
+        forward: bool,
+    ) -> list[Produced | PortalMQError]:
+        """Append messages to their partitions; one result each, in order. Raises when the whole request is refused.
+        `keys` are those of the messages of a batch, and not looked for beyond the partition that each goes to."""
+        size_of(topic, records)
+        at_of: Sequence[int] | None = None
+        all_are_keyed = False
+        if keys is not None:
+            if producer is not None:
+                raise InvalidRequest(
+                    "a batch with a producer's stamp is known by that: give its messages no idempotency_key"
+                )
+            named = [partition if number is None else number for number in partitions or [None] * len(records)]
+            records, firsts, at_of = each_once(records, keys, named)
+            partitions = [partitions[index] for index in firsts] if partitions is not None else None
+            all_are_keyed = all(key is not None for key in keys)
+        if idempotency_key is not None:
+            if len(records) != 1:
+                raise InvalidRequest("an Idempotency-Key belongs to a single message")
+            options = (partition, *as_sent) if as_sent or partition is not None else ()
+            records = [identified(records[0], idempotency_key, options)]
+        records = with_default_ttl(topic, records, self._clock.wall_ms())
+        indexes: dict[int, list[int]] = {}
+        for index, number in enumerate(_numbers(topic, records, partitions, partition)):
+            indexes.setdefault(number, []).append(index)
+        places = {number: place_of(topic.state, number) for number in indexes}
+        if producer is not None and len(indexes) != 1:
+            raise InvalidRequest("a batch with a producer goes to one partition: name it with ?partition=")
+        shares = {number: [records[index] for index in own] for number, own in indexes.items()}
+        if not forward:
+            self._leaders.check_led_here(places.values())
+        if idempotency_key is not None and topic.state.partitions > 1:
+            first = self._repeats.find(topic, records[0], next(iter(places)), acks)
+            if first is not None:
+                return [first]
+        work = _Producing(topic, shares, _Order(_stamp(producer), acks), self._gate, self._peers)
+        repeatable = producer is not None or idempotency_key is not None or all_are_keyed
+        outcomes = self._leaders.run(list(places.values()), work, forward=forward, repeatable=repeatable)
+        self._count(work)
+        results: list[Produced | PortalMQError | None] = [None] * len(records)
+        for number, own in indexes.items():
+            for index, result in zip(own, _produced(number, len(own), outcomes[places[number]]), strict=True):
+                results[index] = result
+        answers = results if at_of is None else [results[at] for at in at_of]
+        return _unless_all_failed([result for result in answers if result is not None])
+
+    def copies(self, topic: Topic, shares: dict[int, list[Record]]) -> dict[int, PortalMQError]:
+        """Append what was ordered elsewhere, by partition: records with a message id, so that a repeat finds its first.
+        What a topic takes was checked when it was ordered. The errors of those that did not take their share."""
+        places = [place_of(topic.state, number) for number in shares]
+        work = _Producing(topic, shares, _Order(None, "all", is_copies=True), self._gate, self._peers)
+        outcomes = self._leaders.run(places, work, repeatable=True)
+        self._count(work)
+        return {place.number: outcome for place, outcome in outcomes.items() if isinstance(outcome, PortalMQError)}
+
+    def serve(self, body: bytes) -> bytes:
+        """Shares that another broker brings, for partitions that this one leads."""
+        call = _decode_produce(body)
+        topic = self._find(call.topic, call.topic_id)
+        order = _Order(_stamp(call.stamp), call.acks, call.is_copies)
+        work = _Producing(topic, {share.number: share.records for share in call.shares}, order, self._gate)
+        places = [Place(call.topic, call.topic_id, share.number) for share in call.shares]
+        outcomes = self._leaders.run(places, work, forward=False)
+        self._count(work)
+        return _encode([result_of(outcomes[place]) for place in places])
+
+    def _count(self, work: _Producing) -> None:
+        if work.published:
+            self._published(work.topic.name, work.published, work.published_bytes)
+
+
+class WallClock(Protocol):
+    def wall_ms(self) -> int: ...
+
+
+class Published(Protocol):
+    """Counts messages that were appended here, and the bytes of their payloads."""
+
+    def __call__(self, topic: str, messages: int, size_bytes: int) -> None: ...
+
+
+def _produced(number: int, size: int, outcome: Appended | PortalMQError) -> list[Produced | PortalMQError]:
+    if isinstance(outcome, PortalMQError):
+        return [outcome] * size
+    if outcome.places is not None:
+        return [Produced(number, offset, timestamp_ms) for offset, timestamp_ms in outcome.places]
+    step = 0 if outcome.base_offset < 0 else 1
+    return [Produced(number, outcome.base_offset + rank * step, outcome.timestamp_ms) for rank in range(size)]
+
+
+def _unless_all_failed(results: list[Produced | PortalMQError]) -> list[Produced | PortalMQError]:
+    """The results; raised instead, when nothing of the request went in: unknown when that holds for any of it."""
+    errors = [result for result in results if isinstance(result, PortalMQError)]
+    if errors and len(errors) == len(results):
+        raise next((error for error in errors if error.outcome == "unknown"), errors[0])
+    return results
+
+
+def _stamp(producer: ProducerStamp | None) -> Stamp | None:
+    return Stamp(producer.id, producer.epoch, producer.sequence) if producer is not None else None
+
+
+def _numbers(
+    topic: Topic, records: list[Record], partitions: list[int | None] | None, partition: int | None
+) -> list[int]:
+    size, first_size = topic.state.partitions, topic.state.first_partitions
+    spread = next(_turns) % size
+    if partition is not None or size == 1:
+        named = [p for p in partitions or () if p is not None]
+        if partition is not None and any(p != partition for p in named):
+            raise InvalidRequest("the request names one partition and a message in it another")
+        fixed = 0 if partition is None else partition
+        if not named:
+            return [fixed] * len(records)
+    numbers: list[int] = []
+    for index, record in enumerate(records):
+        wanted = partitions[index] if partitions else None
+        if wanted is None and partition is not None:
+            wanted = partition
+        if wanted is not None:
+            numbers.append(wanted)
+        elif record.key is not None:
+            numbers.append(zlib.crc32(record.key) % size)
+        elif record.message_id is not None:
+            numbers.append(zlib.crc32(record.message_id) % first_size)
+        else:
+            numbers.append(spread)
+    return numbers

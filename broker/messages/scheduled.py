@@ -1,0 +1,240 @@
+"""Messages whose time is still to come: listed by the time at which they are due, and taken back.
+
+    list      every leader looks into the delayed lanes of its partitions, and gives the first of them all together;
+              the broker that was asked merges what the leaders gave
+    cancel    one CANCEL record in the message's partition: from then on no group is given it, of those there are and
+              those to come. The message stays in the log, where browsing finds it
+
+Whether a message is due is judged by its leader's time of day, and by the log's time, if that is further: a group that
+was handed out a delayed message has moved it to when that was due, so nothing is ever taken back that somebody has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from heapq import merge
+from itertools import islice
+from typing import NamedTuple
+
+import msgspec
+
+from portalmq.broker.cluster.metadata_cache import Atlas
+from portalmq.broker.cluster.peers import Peers
+from portalmq.broker.cluster.routing import Leaders, Outcomes, place_of
+from portalmq.broker.cluster.rpc import Place, Result, result_of
+from portalmq.broker.cluster.topics import Topic
+from portalmq.broker.core.queue.lanes import DELAYED
+from portalmq.broker.core.queue.records import Cancel
+from portalmq.broker.messages.browsing import Stored
+from portalmq.broker.partition.clock import Clock
+from portalmq.broker.partition.partition import Partition
+from portalmq.broker.partition.yielding import Turn, in_short_turns
+from portalmq.broker.storage.batch import Kind, Record
+from portalmq.errors import MessageNotFound, PortalMQError
+
+SCHEDULED_TIMEOUT_S = 10.0
+CANCEL_TIMEOUT_S = 30.0
+# A page ends when the payloads in it are so large together.
+PAGE_BYTES = 8 * 1024 * 1024
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class Due(NamedTuple):
+    """A place among the scheduled messages of a topic; they are listed in this order."""
+
+    due_ms: int
+    number: int
+    offset: int
+
+    def __str__(self) -> str:
+        return f"{self.due_ms}-{self.number}-{self.offset}"
+
+
+BEGINNING = Due(0, 0, -1)
+
+# (due_ms, offset, timestamp_ms, record)
+Row = tuple[int, int, int, Record]
+
+
+class ListScheduled(msgspec.Struct, array_like=True):
+    """The first `limit` of all these partitions together that come after `after`."""
+
+    topic: str
+    topic_id: str
+    numbers: list[int]
+    after: Due
+    limit: int
+
+
+class CancelScheduled(msgspec.Struct, array_like=True):
+    topic: str
+    topic_id: str
+    number: int
+    offset: int
+
+
+class Rows(msgspec.Struct, array_like=True):
+    """What is to come on a partition. With `cut_at` a leader has given no more than up to there, as it was enough for
+    one answer: what comes behind that is for the next page."""
+
+    rows: list[Row]
+    cut_at: Due | None = None
+
+
+_Pages = list[Result[Rows]]
+
+
+class SchedulePage(NamedTuple):
+    """Messages in the order in which they are due; `after` is where the next page begins, None at the end. A page may
+    be short of its limit where messages are large."""
+
+    messages: list[Stored]
+    after: Due | None
+
+
+@dataclass(slots=True)
+class _Listing:
+    scheduled: Scheduled
+    after: Due
+    limit: int
+
+    def here(self, places: Sequence[Place]) -> Outcomes[Rows]:
+        outcomes: Outcomes[Rows] = {}
+        partitions: dict[Place, Partition] = {}
+        pages: dict[Place, Rows] = {}
+        for place in in_short_turns(places):
+            try:
+                partitions[place] = self.scheduled.atlas.partition(place)
+                outcomes[place] = pages[place] = Rows([])
+            except PortalMQError as error:
+                outcomes[place] = error
+        streams = [self._to_come(place, partition) for place, partition in partitions.items()]
+        turn, room = Turn(), PAGE_BYTES
+        for due, place in islice(merge(*streams), self.limit):
+            for timestamp_ms, record in _read(partitions[place], due.offset):
+                pages[place].rows.append((due.due_ms, due.offset, timestamp_ms, record))
+                room -= len(record.value)
+            if room <= 0:
+                for page in pages.values():
+                    page.cut_at = due
+                break
+            turn.pause_if_over()  # they may stand far apart, and each costs a read then
+        return outcomes
+
+    def _to_come(self, place: Place, partition: Partition) -> Iterator[tuple[Due, Place]]:
+        """What is to come on the partition, in the order of the list."""
+        number = place.number
+        since_ms = self.scheduled.due_by_ms(partition) + 1
+        due_ms, offset = since_ms, 0
+        if self.after.due_ms >= since_ms:  # the order is by time, then by partition, then by offset
+            due_ms = self.after.due_ms + (number < self.after.number)
+            offset = self.after.offset + 1 if number == self.after.number else 0
+        end, start, cancelled = partition.high_watermark, partition.log.log_start_offset, partition.groups.cancelled
+        lanes = partition.log.lanes
+        for row in merge(*(lanes.after(lane, due_ms, offset, end) for lane in lanes.present if lane >= DELAYED)):
+            if row[1] >= start and row[1] not in cancelled:
+                yield Due(row[0], number, row[1]), place
+
+    def there(self, broker_id: int, places: Sequence[Place]) -> Outcomes[Rows]:
+        numbers = [place.number for place in places]
+        call = ListScheduled(places[0].topic, places[0].topic_id, numbers, self.after, self.limit)
+        results = self.scheduled.peers.call(broker_id, "scheduled", call, _Pages, timeout_s=SCHEDULED_TIMEOUT_S)
+        return {place: result.outcome() for place, result in zip(places, results, strict=True)}
+
+
+@dataclass(slots=True)
+class _Cancelling:
+    scheduled: Scheduled
+    offset: int
+
+    def here(self, places: Sequence[Place]) -> Outcomes[bool]:
+        (place,) = places
+        try:
+            self.scheduled.cancel_here(self.scheduled.atlas.partition(place), self.offset)
+        except PortalMQError as error:
+            return {place: error}
+        return {place: True}
+
+    def there(self, broker_id: int, places: Sequence[Place]) -> Outcomes[bool]:
+        (place,) = places
+        call = CancelScheduled(*place, self.offset)
+        result = self.scheduled.peers.call(broker_id, "cancel", call, Result[bool], timeout_s=CANCEL_TIMEOUT_S)
+        return {place: result.outcome()}
+
+
+class Scheduled:
+    def __init__(self, atlas: Atlas, leaders: Leaders, peers: Peers, clock: Clock) -> None:
+        self.atlas = atlas
+        self.peers = peers
+        self._leaders = leaders
+        self._clock = clock
+
+    def due_by_ms(self, partition: Partition) -> int:
+        """What is due at this time or before may be with a consumer already."""
+        return max(self._clock.wall_ms(), partition.replica.last_timestamp_ms)
+
+    # --- listing -----------------------------------------------------------------------------------------------------
+
+    def page(self, topic: Topic, *, after: Due, limit: int, forward: bool) -> SchedulePage:
+        """At most `limit` messages that are still to come, from behind `after` on. Raises what a leader answers."""
+        places = [place_of(topic.state, number) for number in range(topic.state.partitions)]
+        if not forward:
+            self._leaders.check_led_here(places)
+        outcomes = self._leaders.run(places, _Listing(self, after, limit + 1), forward=forward, repeatable=True)
+        found: list[tuple[Due, Stored]] = []
+        cuts: list[Due] = []
+        for place, each in outcomes.items():
+            if isinstance(each, PortalMQError):
+                raise each
+            cuts += [each.cut_at] if each.cut_at is not None else []
+            for due_ms, offset, timestamp_ms, record in each.rows:
+                stored = Stored(place.topic, place.number, offset, timestamp_ms, record)
+                found.append((Due(due_ms, place.number, offset), stored))
+        found.sort(key=lambda row: row[0])
+        page = [row for row in found[:limit] if not cuts or row[0] <= min(cuts)]
+        return SchedulePage([stored for _, stored in page], page[-1][0] if len(found) > limit or cuts else None)
+
+    def serve_list(self, body: bytes) -> bytes:
+        call = msgspec.msgpack.decode(body, type=ListScheduled)
+        places = [Place(call.topic, call.topic_id, number) for number in call.numbers]
+        outcomes = self._leaders.run(places, _Listing(self, call.after, call.limit), forward=False)
+        return _encode([result_of(outcomes[place]) for place in places])
+
+    # --- taking back -------------------------------------------------------------------------------------------------
+
+    def cancel(self, topic: Topic, number: int, offset: int, *, forward: bool) -> None:
+        """Take a message back, durably on return. Raises NoSuchPartition, MessageNotFound for what is not to come."""
+        self._leaders.one(place_of(topic.state, number), _Cancelling(self, offset), forward=forward)
+
+    def cancel_here(self, partition: Partition, offset: int) -> None:
+        groups, found = partition.groups, None
+        if partition.log.log_start_offset <= offset < partition.high_watermark:
+            found = next(_read(partition, offset), None)
+        if found is None:
+            partition.wait_led()
+            raise MessageNotFound(f"there is no message {partition.number}-{offset} in topic {partition.topic!r}")
+        timestamp_ms, record = found
+        due_ms = record.deliver_at_ms
+        if due_ms is None or due_ms <= max(timestamp_ms, self.due_by_ms(partition)):
+            raise MessageNotFound(f"message {partition.number}-{offset} is due already, or was never delayed")
+        if offset in groups.cancelled:
+            partition.wait_settled(partition.replica.next_offset - 1)
+            raise MessageNotFound(f"message {partition.number}-{offset} was taken back already")
+        cancel = Cancel(((offset, offset + 1),))
+        pending = partition.append_control(Kind.CANCEL, _encode(cancel))
+        groups.cancel(cancel)
+        pending.wait()
+
+    def serve_cancel(self, body: bytes) -> bytes:
+        call = msgspec.msgpack.decode(body, type=CancelScheduled)
+        place = Place(call.topic, call.topic_id, call.number)
+        outcomes = self._leaders.run([place], _Cancelling(self, call.offset), forward=False)
+        return _encode(result_of(outcomes[place]))
+
+
+def _read(partition: Partition, offset: int) -> Iterator[tuple[int, Record]]:
+    for piece in partition.pieces(offset, offset + 1, 1):
+        for record in piece.records():
+            yield piece.batch.appended_at_ms, record

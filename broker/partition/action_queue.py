@@ -1,0 +1,84 @@
+"""What a partition's core has asked for and is not done yet: its actions, performed in order.
+
+One of them waits for the disk (RememberEpoch: a replica acts in no epoch that it could forget); until it is durable
+the rest stays queued, and nothing is appended.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import gevent
+
+from portalmq.broker.core.replica.events import Action, Append, RememberEpoch
+from portalmq.broker.storage.errors import Shortage, StorageError
+from portalmq.broker.storage.state import StateFile
+
+if TYPE_CHECKING:
+    from portalmq.broker.partition.partition import Partition
+
+log = logging.getLogger(__name__)
+
+REMEMBER_AGAIN_S = 1.0
+
+
+class Agenda:
+    """`act` performs one action; what it tells the core may add to the agenda, and is performed afterwards.
+    `remembering` is the epoch that is on its way to the disk."""
+
+    def __init__(self, partition: Partition, act: Callable[[Action], None]) -> None:
+        self._partition = partition
+        self._act = act
+        self._actions: deque[Action] = deque()
+        self.performing = False
+        self.remembering: RememberEpoch | None = None
+
+    def add(self, actions: list[Action]) -> None:
+        self._actions += actions
+        if not self.performing:
+            self._perform()
+
+    def drop_appends(self) -> None:
+        """What they were to stand after is gone from the log."""
+        self._actions = deque(action for action in self._actions if not isinstance(action, Append))
+
+    def _perform(self) -> None:
+        self.performing = True
+        try:
+            while self._actions:
+                action = self._actions.popleft()
+                if isinstance(action, RememberEpoch):
+                    self.remembering = action
+                    gevent.spawn(self._remember, action)
+                    return
+                self._act(action)
+        finally:
+            self.performing = self.remembering is not None
+
+    def _remember(self, action: RememberEpoch) -> None:
+        """Make it durable that the epoch was seen, then perform what waits for that. A shortage holds it up."""
+        partition = self._partition
+        while not partition.closed:
+            failed = partition.host.pool.apply(_remembered, (partition.state_file, action.leader_epoch))
+            if failed is None:
+                break
+            if not isinstance(failed, Shortage):
+                partition.host.storage_failed(failed)
+                return
+            log.warning("%s cannot remember its leader epoch %d yet: %s", partition, action.leader_epoch, failed)
+            gevent.sleep(REMEMBER_AGAIN_S)
+        self.remembering = None
+        self._perform()
+        partition.following.settle()
+
+
+def _remembered(state_file: StateFile, leader_epoch: int) -> StorageError | None:
+    """On a native thread. An error is answered and not raised, as gevent would print it."""
+    try:
+        state_file.save_highest_epoch(leader_epoch)
+    except StorageError as error:
+        return error
+    return None

@@ -1,0 +1,233 @@
+"""What is appended to a partition: messages, control records, and what a leader sends.
+
+    append -> core allots offsets -> queue -> [native thread: CRC, INSERT, COMMIT] -> core: Appended
+           <- waiters answered (uncommitted.py) <- core: HighWatermarkAdvanced
+
+The order of offsets is the order of requests, and everything is answered in that order. What may wait in between is
+bounded: by bytes on the way to the disk and to the followers, and by records.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import msgspec
+
+from portalmq.broker.core.queue.delivery import GroupDelivery
+from portalmq.broker.core.queue.records import Grant, GroupRecord, StreamRecord
+from portalmq.broker.core.replica import events as core
+from portalmq.broker.core.replica.events import AnswerDuplicate, Append, Appended, AppendRequested, Stamp
+from portalmq.broker.core.stream.offsets import StreamOffsets
+from portalmq.broker.partition.action_queue import Agenda
+from portalmq.broker.partition.folding import KIND_OF, GroupsFold
+from portalmq.broker.partition.readable import ReadablePartition
+from portalmq.broker.partition.retention import Upkeep
+from portalmq.broker.partition.serving import Serving
+from portalmq.broker.partition.writer import Entry, Pending, Replicated, Writer
+from portalmq.broker.storage.batch import Batch, Kind, Record
+from portalmq.errors import Backpressure, NotLeader, PortalMQError, StorageFull, Unavailable
+from portalmq.wire import Acks
+
+QUEUED_BYTES_MAX = 64 * 1024 * 1024
+UNCOMMITTED_BYTES_MAX = 128 * 1024 * 1024
+# Batches and control records; above it groups stand still too, while messages have limits of their own.
+UNCOMMITTED_RECORDS_MAX = 200_000
+
+_encode = msgspec.msgpack.encode
+
+
+class AppendingPartition(ReadablePartition, ABC):
+    """The appending half of a Partition. `changed`: the fold that is saved is older than this log."""
+
+    agenda: Agenda
+    groups: GroupsFold
+    delivery: dict[str, GroupDelivery]
+    streams: dict[str, StreamOffsets]
+    serving: Serving
+    upkeep: Upkeep
+    messages_next: int
+    changed: bool
+    closed: bool
+    _used: bool
+    _writer: Writer
+
+    @abstractmethod
+    def tell(self, event: core.Event) -> None:
+        """Tell the core, and perform what it asks for."""
+
+    # --- what may be asked for ----------------------------------------------------------------------------------------
+
+    def append(
+        self, records: tuple[Record, ...], size_bytes: int, *, stamp: Stamp | None = None, acks: Acks = "all"
+    ) -> tuple[int, int]:
+        """Append messages and wait as `acks` asks; (base offset, timestamp_ms), or (-1, 0) for acks "none".
+
+        Raises what the core refuses with; Unavailable with outcome unknown when the wait ends first.
+        """
+        pending = self.submit(records, size_bytes, stamp=stamp, acks=acks)
+        return self.outcome(pending)
+
+    def submit(
+        self, records: tuple[Record, ...], size_bytes: int, *, stamp: Stamp | None = None, acks: Acks = "all"
+    ) -> Pending:
+        """The first half of append: offsets are allotted on return."""
+        self.check_room()
+        batch = Batch(0, len(records), 0, Kind.MESSAGES, 0, 0, records=records)
+        return self._submit(Pending(batch, size_bytes, stamp=stamp, acks=acks), len(records), is_control=False)
+
+    def check_room(self) -> None:
+        """Raises StorageFull or Backpressure when no more payload is to be taken now."""
+        if self.host.disk_is_full():
+            raise StorageFull("the broker's disk is nearly full: free space or add disk, then repeat", retry_after_s=5)
+        if self._writer.queued_bytes > QUEUED_BYTES_MAX:
+            raise Backpressure(f"{self._writer.queued_bytes} bytes wait for the disk already", retry_after_s=0.5)
+        if self._uncommitted.bytes > UNCOMMITTED_BYTES_MAX:
+            raise Backpressure(f"{self._uncommitted.bytes} bytes wait for the followers already", retry_after_s=0.5)
+
+    def outcome(self, pending: Pending) -> tuple[int, int]:
+        """The second half of append: wait until the batch is as safe as its acks ask."""
+        if pending.acks == "none":
+            return -1, 0
+        pending.wait()
+        return pending.base_offset, pending.appended_at_ms
+
+    def append_control(
+        self,
+        kind: Kind,
+        body: bytes,
+        group: str = "",
+        *,
+        is_soft: bool = False,
+        not_before_ms: int = 0,
+        hands_out: bool = False,
+    ) -> Pending:
+        """Append a control record. A soft one is not hurried to the disk, as nobody is going to `settle` it. Raises
+        Backpressure while too many are not committed: leases come and go though no follower is there."""
+        if self._uncommitted.records >= UNCOMMITTED_RECORDS_MAX:
+            raise Backpressure(f"{self._uncommitted.records} records wait for the followers already", retry_after_s=0.5)
+        pending = Pending(Batch(0, 1, 0, kind, 0, 0, group=group, body=body), len(body), is_soft=is_soft)
+        return self._submit(pending, 1, is_control=True, not_before_ms=not_before_ms, hands_out=hands_out)
+
+    def append_group_record(
+        self, group: str, record: GroupRecord | StreamRecord, *, is_soft: bool = False, not_before_ms: int = 0
+    ) -> Pending:
+        """Fold a group's record and append it: from here on the group's state has it. The log's time is
+        `not_before_ms` at the least from then on."""
+        hands_out = isinstance(record, Grant) and bool(record.ranges)
+        pending = self.append_control(
+            KIND_OF[type(record)],
+            _encode(record),
+            group,
+            is_soft=is_soft,
+            not_before_ms=not_before_ms,
+            hands_out=hands_out,
+        )
+        self.groups.apply(group, record, pending.base_offset, pending.batch.leader_epoch)
+        return pending
+
+    def end_group(self, group: str) -> Pending | None:
+        """Forget a group; what to wait on until that is committed."""
+        if self.closed or (group not in self.delivery and group not in self.streams):
+            return None
+        pending = self.append_control(Kind.GROUP_END, b"", group)
+        self.groups.end(group)
+        return pending
+
+    def _submit(
+        self, pending: Pending, size: int, *, is_control: bool, not_before_ms: int = 0, hands_out: bool = False
+    ) -> Pending:
+        if self.closed:
+            raise Unavailable("the partition is being closed", retry_after_s=0.5)
+        if self.agenda.remembering is not None:
+            raise Unavailable("the partition's leadership is just changing", retry_after_s=0.1)
+        self.tell(AppendRequested(pending, size, pending.stamp, is_control, not_before_ms, hands_out))
+        if pending.error is not None:
+            raise self.located(pending.error)
+        return pending
+
+    def located(self, error: PortalMQError) -> PortalMQError:
+        """NotLeader with what the caller needs next; the leader that is just beginning says so itself."""
+        if not isinstance(error, NotLeader):
+            return error
+        leader = error.extra.get("leader")
+        if leader == self.host.broker_id and error.outcome == "not_applied":
+            return Unavailable("this broker was elected, and has not begun to lead yet", retry_after_s=0.1)
+        if leader is not None:
+            error.extra["leader_url"] = self.host.membership.mirror.url_of(leader)
+        return error
+
+    # --- what the core asks for ---------------------------------------------------------------------------------------
+
+    def _enqueue(self, action: Append) -> None:
+        pending: Any = action.token
+        if pending is None:
+            pending = Pending(Batch(0, 1, 0, Kind.EPOCH_START, 0, 0))
+        if self.closed:
+            pending.finish(Unavailable("the partition is being closed", retry_after_s=0.5))
+            return
+        stamp = pending.stamp
+        pending.base_offset, pending.appended_at_ms = action.base_offset, action.appended_at_ms
+        pending.batch = batch = Batch(
+            action.base_offset,
+            pending.batch.count,
+            self.messages_next,
+            pending.batch.kind,
+            action.leader_epoch,
+            action.appended_at_ms,
+            stamp.producer_id if stamp else -1,
+            stamp.producer_epoch if stamp else -1,
+            stamp.sequence if stamp else -1,
+            pending.batch.group,
+            pending.batch.records,
+            pending.batch.body,
+        )
+        self.messages_next += batch.message_count
+        self.changed = self._used = True
+        self._uncommitted.add(pending)
+        self._writer.put(pending)
+
+    def _enqueue_replicated(self, entry: Replicated) -> None:
+        if self.closed:
+            return
+        for head in entry.heads:
+            if head.kind == Kind.MESSAGES:
+                self.messages_next += head.count
+                self._uncommitted.ends.append((head.end_offset, head.appended_at_ms))
+        self.changed = self._used = True
+        self._writer.put(entry)
+
+    def _answer_duplicate(self, action: AnswerDuplicate) -> None:
+        pending: Any = action.token
+        pending.base_offset, pending.appended_at_ms = action.base_offset, action.appended_at_ms
+        end = action.base_offset + pending.batch.count
+        if end <= self.replica.high_watermark:
+            pending.finish()
+        else:
+            self._uncommitted.add_repeat(end, pending)
+
+    # --- what the writer tells ----------------------------------------------------------------------------------------
+
+    def _on_written(self, taken: list[Entry]) -> None:
+        """These batches are on disk."""
+        end_offset = 0
+        for entry in taken:
+            if isinstance(entry, Replicated):
+                end_offset = entry.end_offset
+                for batch in entry.batches:
+                    if batch.kind != Kind.MESSAGES:
+                        self.groups.take(batch)
+                continue
+            end_offset = entry.batch.end_offset
+            self.host.cache.put(self._cache_key, entry.batch, entry.size_bytes)
+            if entry.frame is not None:
+                self.host.cache.put_frame(self._cache_key, entry.base_offset, end_offset, entry.frame)
+                entry.frame = None
+        self._uncommitted.written(end_offset)
+        self.tell(Appended(end_offset))
+        self.serving.written(end_offset)
+        self.upkeep.take_snapshot_if_due()
+        leads = self.replica.leading
+        for entry in taken:
+            if isinstance(entry, Pending) and entry.acks == "leader" and leads:
+                entry.finish()

@@ -1,0 +1,269 @@
+"""Compaction of topics that keep the last message of each key (`cleanup: compact`): when, how far, and how fast.
+
+    leader      enough is new -> roll, seal -> STATE, Compact(upto, tombstones_before_ms) in the log
+    replicas    that record is committed -> seal what lies below -> storage.compaction, a step at a time
+
+A leader orders a compaction when what came since the last one is as large as what that one has left: so all the
+rewriting there ever is stays in proportion to what was sent. It looks for that itself, no setting is needed. What an
+open order of the outbox has still to read lies above `upto`. The STATE record in front of the order holds all that the
+groups' records below have added up to, so these go too: else the acks of a topic that keeps a few keys for ever would
+grow without an end.
+
+A tombstone stays for a day after the first compaction that saw it, and a message with an id as long as its id counts.
+Whoever reads from the start, be it a consumer or a replica that begins late, and takes less than a day, so learns of
+every removal of what it has seen: nothing that was deleted comes back to life (Kafka's delete.retention.ms, KIP-534).
+
+One partition at a time is compacted, on native threads, with pauses three times as long as the work, or as long as the
+work while more comes than is compacted.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+from weakref import WeakKeyDictionary
+
+import gevent
+import msgspec
+
+from portalmq.broker.core.queue.records import Compact, ranges_of
+from portalmq.broker.partition.clock import Clock
+from portalmq.broker.partition.partition import Partition
+from portalmq.broker.storage.batch import Kind
+from portalmq.broker.storage.compaction import Compaction, Order
+from portalmq.broker.storage.errors import DAMAGE, OffsetPurged, Shortage
+from portalmq.broker.storage.log import Log
+from portalmq.errors import Unavailable
+
+log = logging.getLogger(__name__)
+
+TOMBSTONES_KEPT_MS = 24 * 3600 * 1000
+# A log that grows slowly is compacted once a day none the less.
+COMPACT_WITHIN_MS = 24 * 3600 * 1000
+# What is new has to be so much, and so many times what is old.
+DIRTY_BYTES_MIN = 8 * 1024 * 1024
+DIRTY_A_CLEAN = 1.0
+PAUSES_A_STEP = 3
+PAUSES_A_STEP_BEHIND = 1
+PAUSE_S_MIN = 0.001
+
+_decode = msgspec.msgpack.Decoder(Compact).decode
+
+
+class CompactionHost(Protocol):
+    """The broker, as far as compaction asks for it."""
+
+    clock: Clock
+
+    @property
+    def pool(self) -> _Pool: ...
+
+    def disk_is_full(self) -> bool: ...
+    def storage_failed(self, fault: BaseException) -> None: ...
+
+
+class _Pool(Protocol):
+    def apply(self, func: object, args: tuple[object, ...], /) -> object: ...
+
+
+class _First(NamedTuple):
+    """When the first message from `since` on was appended; None when there was none, of `appended` in all."""
+
+    since: int
+    appended: int
+    at_ms: int | None
+
+
+class Compacting:
+    """`on_removed` hears how many messages are gone from this broker's files."""
+
+    def __init__(self, host: CompactionHost, on_removed: Callable[[int], None] = lambda messages: None) -> None:
+        self._host = host
+        self._on_removed = on_removed
+        self._pauses = PAUSES_A_STEP
+        self._first: WeakKeyDictionary[Partition, _First] = WeakKeyDictionary()
+        # The newest order of each partition that is known to be committed.
+        self._orders: WeakKeyDictionary[Partition, Order] = WeakKeyDictionary()
+
+    def look_after(self, partition: Partition, *, keeps_last: bool) -> None:
+        """Order a compaction, where the partition `keeps_last` messages, is led here, and needs one; carry out what is
+        ordered. Takes as long as that takes. Raises PortalMQError when it has to be tried again later."""
+        if partition.closed or partition.damage or partition.quarantined or self._host.disk_is_full():
+            return
+        if keeps_last and partition.serves:
+            is_old = self._is_old(partition)
+            if is_old or self._is_enough(partition, partition.log.end_offset):
+                self._order(partition, is_old=is_old)
+        self._carry_out(partition)
+
+    # --- deciding ----------------------------------------------------------------------------------------------------
+
+    def _is_enough(self, partition: Partition, upto: int) -> bool:
+        """Whether what came since the last compaction, and stands below `upto`, is worth one."""
+        files, since = partition.log, partition.groups.compacted
+        dirty = files.bytes_from(since) - files.bytes_from(max(since, upto))
+        clean = files.size_bytes - files.bytes_from(since)
+        if not dirty or dirty < max(clean * DIRTY_A_CLEAN, min(DIRTY_BYTES_MIN, files.segment_bytes)):
+            return False
+        return files.messages_before(upto) > files.messages_before(since)
+
+    def _is_old(self, partition: Partition) -> bool:
+        """Whether the first message since the last compaction has waited long enough. The file is asked once for it:
+        those of a partition at rest stay closed."""
+        files = partition.log
+        since, appended = max(partition.groups.compacted, files.log_start_offset), files.message_count_total
+        known = self._first.get(partition)
+        if known is None or known.since != since or (known.at_ms is None and known.appended != appended):
+            at_ms = self._done(partition, _first_message_ms, files, since)
+            known = self._first[partition] = _First(since, appended, at_ms if isinstance(at_ms, int) else None)
+        return known.at_ms is not None and known.at_ms < self._host.clock.wall_ms() - COMPACT_WITHIN_MS
+
+    def _order(self, partition: Partition, *, is_old: bool = False) -> None:
+        upto = self._reach(partition)
+        if upto <= partition.groups.compacted or not (is_old or self._is_enough(partition, upto)):
+            return
+        kept_ms = max(TOMBSTONES_KEPT_MS, partition.dedup_window_ms)
+        before_ms = self._done(partition, _tombstones_before_ms, partition.log, kept_ms)
+        if not isinstance(before_ms, int) or not partition.serves:
+            return
+        partition.upkeep.write_state()
+        pending = partition.append_control(Kind.COMPACT, msgspec.msgpack.encode(Compact(upto, before_ms)))
+        partition.groups.compacted = max(partition.groups.compacted, upto)
+        pending.wait()
+
+    def _reach(self, partition: Partition) -> int:
+        """How far a compaction can go; the active segment is rolled for it, unless something stands in the way below
+        that: files that somebody reads, or an order of the outbox."""
+        files = partition.log
+        self._done(partition, _seal, files, partition.high_watermark)
+        needed_from = partition.groups.ordered_from()
+        active = files.active_base_offset
+        if files.sealed_upto == active and (needed_from is None or needed_from > active):
+            end = files.end_offset
+            self._done(partition, _roll, files)
+            if end > active:
+                partition.wait_committed(end - 1)
+            self._done(partition, _seal, files, partition.high_watermark)
+            needed_from = partition.groups.ordered_from()
+        return files.sealed_upto if needed_from is None else min(files.sealed_upto, needed_from)
+
+    # --- doing -------------------------------------------------------------------------------------------------------
+
+    def _carry_out(self, partition: Partition) -> None:
+        order = self._newest_order(partition)
+        if order is None or partition.log.is_compacted(order.upto, order.tombstones_before_ms):
+            return
+        if not self._done(partition, _prepare, partition.log, order.upto, partition.high_watermark):
+            return
+        work = Compaction(partition.log, order)
+        began = time.monotonic()
+        while not partition.closed and self._step(partition, work):
+            is_behind = 2 * partition.log.bytes_from(order.upto) > partition.log.size_bytes
+            self._pauses = PAUSES_A_STEP_BEHIND if is_behind else PAUSES_A_STEP
+        work.close()
+        self._on_removed(work.removed)
+        partition.forget_read()
+        if partition.log.is_compacted(order.upto, order.tombstones_before_ms):
+            log.info(
+                "%s is compacted up to offset %d: %d messages and %d bytes less, in %.1f s",
+                partition, order.upto, work.removed, work.freed_bytes, time.monotonic() - began,
+            )  # fmt: skip
+
+    def _step(self, partition: Partition, work: Compaction) -> bool:
+        """A step and the pause after it; whether there is more to do. When this greenlet is killed meanwhile, the
+        thread ends its step, and what the work has left goes with it."""
+        began = time.monotonic()
+        more = self._done(partition, _stepped, work)
+        gevent.sleep(max(PAUSE_S_MIN, self._pauses * (time.monotonic() - began)))
+        return bool(more)
+
+    def _newest_order(self, partition: Partition) -> Order | None:
+        """The newest order that is committed."""
+        upto = partition.groups.compacted
+        known = self._orders.get(partition)
+        if not upto or (known is not None and known.upto == upto):
+            return known if upto else None
+        taken_back = ranges_of([offset for offset in partition.groups.cancelled if offset < upto])
+        found = self._done(partition, _newest_order, partition.log, partition.high_watermark, taken_back)
+        if not isinstance(found, Order):
+            return None
+        self._orders[partition] = found
+        return found
+
+    def _done(self, partition: Partition, work: object, *arguments: object) -> object:
+        """What `work` answers on a native thread; None where it could not be done. A damaged file is told."""
+        found = self._host.pool.apply(_answered, (work, arguments))
+        if not isinstance(found, Exception):
+            return found
+        if isinstance(found, DAMAGE):
+            partition.damaged(str(found))
+        elif isinstance(found, Shortage):
+            log.warning("%s cannot be compacted: %s", partition, found)
+        elif not isinstance(found, OffsetPurged | Unavailable):  # purged or closed meanwhile
+            self._host.storage_failed(found)
+        return None
+
+
+# --- on native threads ------------------------------------------------------------------------------------------------
+
+
+def _answered(work: object, arguments: tuple[object, ...]) -> object:
+    """Errors are answered and not raised, as gevent would print them."""
+    try:
+        return work(*arguments)  # type: ignore[operator]
+    except Exception as error:  # noqa: BLE001
+        return error
+
+
+def _stepped(work: Compaction) -> bool:
+    try:
+        return work.step()
+    except BaseException:
+        work.close()
+        raise
+
+
+def _roll(files: Log) -> bool:
+    files.roll()
+    return True
+
+
+def _seal(files: Log, below: int) -> int:
+    return files.seal(below)
+
+
+def _prepare(files: Log, upto: int, high_watermark: int) -> bool:
+    """Whether all segments that begin below `upto` are sealed now."""
+    files.roll_below(upto)
+    files.seal(high_watermark)
+    return files.sealed_below(upto) is not None
+
+
+def _first_message_ms(files: Log, offset: int) -> int | None:
+    """When the first message from `offset` on was appended."""
+    runs = files.message_runs(offset, files.end_offset, 1)
+    return files.read(runs[0][0], max_messages=1)[0].appended_at_ms if runs else None
+
+
+def _newest_order(files: Log, high_watermark: int, taken_back: tuple[tuple[int, int], ...]) -> Order | None:
+    record = files.newest_control(Kind.COMPACT, high_watermark)
+    if record is None:
+        return None
+    compact = _decode(record.body)
+    state = files.newest_control(Kind.STATE, record.base_offset)
+    blanks = state is not None and state.base_offset >= compact.upto
+    return Order(compact.upto, compact.tombstones_before_ms, record.appended_at_ms, taken_back, blanks)
+
+
+def _tombstones_before_ms(files: Log, kept_ms: int) -> int:
+    """Tombstones of before that time were seen by a compaction that was ordered `kept_ms` ago or earlier."""
+    last = files.newest_control(Kind.COMPACT)
+    if last is None:
+        return 0
+    at_least = _decode(last.body).tombstones_before_ms
+    seen = files.newest_control(Kind.COMPACT, files.offset_for_time(files.last_timestamp_ms - kept_ms + 1))
+    if seen is None:
+        return at_least
+    return max(at_least, files.time_before(max(_decode(seen.body).upto, files.log_start_offset)))

@@ -1,0 +1,240 @@
+"""The follower's half of replication on one partition: it asks, writes what it gets, and cuts back what contradicts.
+
+    SendFetch -> fetchers -> leader
+              <- frames: checksums verified as they came, heads to the core, one entry for the writer (Replicate)
+    Truncate, ResetLog -> on a native thread: the files first, then the fold from the newest snapshot that fits them
+
+What a leader sent and nobody can read is refused and asked for again later. So is everything while the disk is full:
+the replica falls out of the ISR, and comes back by itself when there is room.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import gevent
+
+from portalmq.broker.core.fold import PartitionFold
+from portalmq.broker.core.replica.events import (
+    BelowStart,
+    Diverging,
+    Fetch,
+    FetchReplied,
+    LogReset,
+    Records,
+    Rejected,
+    Reply,
+    ResetLog,
+    SendFetch,
+    Truncate,
+    Truncated,
+)
+from portalmq.broker.partition.folding import Recovered, recover
+from portalmq.broker.partition.writer import Replicated
+from portalmq.broker.replication.fetch_protocol import (
+    BelowStartAnswer,
+    DivergingAnswer,
+    PartitionAnswer,
+    RecordsAnswer,
+    batch_head,
+    echo_of,
+)
+from portalmq.broker.storage.batch import BadFrame, Frame, Head, Kind, head_of
+from portalmq.broker.storage.errors import CorruptBatch, DamagedFile, Shortage
+from portalmq.broker.storage.log import Log
+from portalmq.broker.storage.reading import ReplicaStart
+from portalmq.broker.storage.state import StateFile
+
+if TYPE_CHECKING:
+    from portalmq.broker.partition.partition import Partition
+
+log = logging.getLogger(__name__)
+
+# How long a follower asks for nothing after its disk was full, or after an answer that it cannot use.
+PAUSE_S = 1.0
+
+
+class Following:
+    """Invariant: `_asked` is the fetch that the fetchers have of this partition, None when they have none."""
+
+    def __init__(self, partition: Partition) -> None:
+        self._partition = partition
+        self._asked: Fetch | None = None
+        self._waiting: SendFetch | None = None
+        self._pause: gevent.Greenlet | None = None
+        self._received: tuple[Sequence[Frame], Sequence[Head]] = ((), ())
+        self._start = ReplicaStart(0, 0, 0)
+
+    # --- asking ------------------------------------------------------------------------------------------------------
+
+    def send(self, action: SendFetch) -> None:
+        if self._pause is not None:
+            self._waiting = action
+            return
+        self._asked = action.fetch
+        self._partition.host.fetchers.follow(self._partition, action.leader, action.fetch)
+
+    def settle(self) -> None:
+        """The core has moved on: take back a fetch that is not the current one any more."""
+        if self._asked is not None and self._partition.replica.fetch is not self._asked:
+            self.leave()
+
+    def leave(self) -> None:
+        if self._asked is not None:
+            self._asked = None
+            self._partition.host.fetchers.unfollow(self._partition)
+
+    def pause(self) -> None:
+        """Ask for nothing for a while."""
+        if self._pause is None:
+            self._pause = gevent.spawn_later(PAUSE_S, self._go_on)
+
+    def _go_on(self) -> None:
+        self._pause = None
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None and waiting.fetch is self._partition.replica.fetch:
+            self.send(waiting)
+
+    def close(self) -> None:
+        self._asked = None
+        self._partition.host.fetchers.unfollow(self._partition)
+        if self._pause is not None:
+            self._pause.kill(block=False)
+            self._pause = None
+
+    # --- what comes back ---------------------------------------------------------------------------------------------
+
+    def replied(self, answer: PartitionAnswer) -> None:
+        """The leader's answer to this replica's fetch, or to an earlier one."""
+        fetch = self._asked
+        if fetch is None or echo_of(fetch) != answer.echo:
+            return
+        self._asked = None
+        leader = self._partition.replica.state.leader if self._partition.replica.state else None
+        try:
+            reply = self._understood(fetch, answer)
+        except BadFrame as fault:
+            log.error("%s: broker %s sent what cannot be used: %s", self._partition, leader, fault)
+            self._partition.host.fetchers.unfollow(self._partition)
+            if leader is not None:
+                self._waiting = SendFetch(leader, fetch)
+            self.pause()
+            return
+        self._partition.tell(FetchReplied(fetch, reply))
+
+    def _understood(self, fetch: Fetch, answer: PartitionAnswer) -> Reply:
+        match answer:
+            case RecordsAnswer():
+                heads = self._checked(fetch, answer.frames)
+                self._received = (answer.frames, heads)
+                pairs = zip(heads, answer.frames, strict=True)
+                return Records(tuple([batch_head(head, frame) for head, frame in pairs]), answer.high_watermark)
+            case DivergingAnswer():
+                return Diverging(answer.epoch, answer.end)
+            case BelowStartAnswer():
+                self._start = ReplicaStart(answer.offset, answer.messages_before, answer.timestamp_before_ms)
+                return BelowStart(answer.offset, tuple(answer.epochs))
+            case _:
+                return Rejected(answer.leader_epoch)
+
+    def _checked(self, fetch: Fetch, frames: Sequence[Frame]) -> list[Head]:
+        """The heads of frames whose checksums fit and that carry this log on. Raises BadFrame."""
+        partition = self._partition
+        offset, messages, at_ms = fetch.fetch_offset, partition.messages_next, partition.log.last_timestamp_ms
+        epoch = partition.replica.last_epoch
+        heads: list[Head] = []
+        for frame in frames:
+            head = head_of(frame)
+            if head.kind == Kind.EPOCH_START and epoch < head.leader_epoch <= fetch.leader_epoch:
+                epoch = head.leader_epoch
+            if (head.base_offset, head.messages_before, head.leader_epoch) != (offset, messages, epoch):
+                raise BadFrame(
+                    f"a batch at offset {head.base_offset}, after {head.messages_before} messages, of epoch"
+                    f" {head.leader_epoch}; the log goes on at {offset}, after {messages}, in epoch {epoch}"
+                )
+            if head.appended_at_ms < at_ms:
+                raise BadFrame(f"the batch at {offset} is of {head.appended_at_ms} ms, before {at_ms} ms")
+            offset, messages, at_ms = head.end_offset, messages + head.message_count, head.appended_at_ms
+            heads.append(head)
+        return heads
+
+    def replicated(self) -> Replicated:
+        """What the last reply brought, for the writer."""
+        frames, heads = self._received
+        self._received = ((), ())
+        return Replicated(frames, heads)
+
+    # --- cutting back ------------------------------------------------------------------------------------------------
+
+    def truncate(self, action: Truncate) -> None:
+        def done(found: Recovered) -> None:
+            self._partition.tell(Truncated(self._partition.log.end_offset, found.producers))
+
+        log.warning("%s: its log is cut back to %d: there the leader's goes on", self._partition, action.to_offset)
+        gevent.spawn(self._reshape, _truncated, (action.to_offset, self._partition.high_watermark), done)
+
+    def reset(self, action: ResetLog) -> None:
+        def done(found: Recovered) -> None:
+            self._partition.tell(LogReset(action.offset, action.epochs, found.producers))
+
+        log.warning("%s: the leader's log begins at %d: this one begins anew there", self._partition, action.offset)
+        epochs = [entry for entry in action.epochs if entry[1] < action.offset]
+        gevent.spawn(self._reshape, _reset, (self._start, epochs), done)
+
+    def _reshape(
+        self,
+        change: Callable[..., Recovered | Exception],
+        arguments: tuple[object, ...],
+        done: Callable[[Recovered], None],
+    ) -> None:
+        partition = self._partition
+        while True:
+            found = partition.host.pool.apply(change, (partition.log, partition.state_file, *arguments))
+            if partition.closed:
+                return
+            if not isinstance(found, Shortage):
+                break
+            gevent.sleep(PAUSE_S)
+        if isinstance(found, CorruptBatch | DamagedFile | ValueError):
+            partition.damaged(str(found))
+        elif isinstance(found, Exception):
+            partition.host.storage_failed(found)
+        else:
+            partition.install(found)
+            done(found)
+
+
+def _truncated(files: Log, state_file: StateFile, to_offset: int, high_watermark: int) -> Recovered | Exception:
+    """On a native thread: the log without what stands at `to_offset` and above, and its fold. A batch that holds
+    `to_offset` goes as a whole: had the leader any of it, it would have all."""
+    try:
+        border = files.border_at(to_offset)
+        if border < high_watermark <= to_offset:
+            raise ValueError(f"the batch at offset {border} cannot be committed up to {high_watermark} alone")
+        to_offset = border
+        saved = state_file.load()
+        if saved is not None and saved[1] > to_offset:  # an unclean election: what was committed is so no longer
+            state_file.forget()
+        if to_offset < files.log_start_offset:
+            files.reset(0, 0, 0)
+        else:
+            files.truncate(to_offset)
+        return recover(files, state_file, min(to_offset, high_watermark))
+    except Exception as error:  # noqa: BLE001 - told to the greenlet that waits, as gevent would print it
+        return error
+
+
+def _reset(
+    files: Log, state_file: StateFile, start: ReplicaStart, epochs: list[tuple[int, int]]
+) -> Recovered | Exception:
+    """On a native thread: an empty log that begins at `start`. The epochs below it stand in no record that this
+    replica is going to get, so they are on disk before the log is."""
+    try:
+        fold = PartitionFold(applied=start.offset, log_start_offset=start.offset, epochs=epochs)
+        state_file.save(fold, start.offset, durable=True)
+        files.reset(*start)
+        return recover(files, state_file)
+    except Exception as error:  # noqa: BLE001 - told to the greenlet that waits, as gevent would print it
+        return error

@@ -1,0 +1,67 @@
+"""What a replica asks of the control plane: to change the ISR, and to be told again what stands there.
+
+One errand after the other, as the second may have to settle what became of the first: a read that was asked for after a
+compare-and-set begins when that has been answered.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from typing import TYPE_CHECKING
+
+import gevent
+
+from portalmq.broker.core.replica.events import IsrAnswered, LeaseRenewed, Outcome, ProposeIsr, Refresh
+
+if TYPE_CHECKING:
+    from portalmq.broker.partition.partition import Partition
+
+log = logging.getLogger(__name__)
+
+
+class Errands:
+    """Invariant: a greenlet runs exactly while there are errands. At most one Refresh waits: the newest counts."""
+
+    def __init__(self, partition: Partition) -> None:
+        self._partition = partition
+        self._waiting: deque[ProposeIsr | Refresh] = deque()
+        self._greenlet: gevent.Greenlet | None = None
+
+    def send(self, errand: ProposeIsr | Refresh) -> None:
+        if isinstance(errand, Refresh):
+            self._waiting = deque(each for each in self._waiting if not isinstance(each, Refresh))
+        self._waiting.append(errand)
+        if self._greenlet is None and not self._partition.closed:
+            self._greenlet = gevent.spawn(self._run)
+
+    def _run(self) -> None:
+        try:
+            while self._waiting and not self._partition.closed:
+                errand = self._waiting.popleft()
+                if isinstance(errand, Refresh):
+                    self._refresh(errand)
+                else:
+                    self._propose(errand)
+        finally:
+            self._greenlet = None
+
+    def _refresh(self, errand: Refresh) -> None:
+        partition = self._partition
+        membership = partition.host.membership
+        word = membership.reread(partition.topic_id, partition.number, errand.number, partition.min_insync_replicas)
+        if word is not None and not partition.closed:
+            partition.tell(LeaseRenewed(membership.answered_ms()))
+            partition.tell(word)
+
+    def _propose(self, errand: ProposeIsr) -> None:
+        partition = self._partition
+        try:
+            answer = partition.host.membership.change_isr(
+                partition.topic_id, partition.number, errand, partition.min_insync_replicas
+            )
+        except Exception:  # a bug must not leave the core waiting: what came of it has to be read
+            log.exception("%s: its change of the ISR failed", partition)
+            answer = IsrAnswered(errand.version, Outcome.UNKNOWN)
+        if not partition.closed:
+            partition.tell(answer)

@@ -1,0 +1,304 @@
+"""Consumers that sleep until a message comes: who waits, for what, and who is woken.
+
+A receive asks its sources, here and on other brokers, one after the other; with nothing to take it parks at all of
+them. A source that has something wakes one sleeper. Whoever was woken takes what it can and then wakes the next one if
+something is left: so one message wakes one consumer, and a thousand sleepers cost nothing. When leadership moves,
+sleepers are told to look for their sources anew; they go on waiting.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple, Protocol
+
+import gevent
+import msgspec
+from gevent.event import Event
+
+from portalmq.broker.partition.answer_size import ANSWER_BYTES_MAX, sizes_of
+from portalmq.broker.partition.yielding import in_short_turns
+from portalmq.broker.storage.batch import Record
+from portalmq.errors import Backpressure, PortalMQError
+
+
+class Peer(Protocol):
+    """The connection of a client that waits."""
+
+    def gone(self) -> bool:
+        """Whether the other side has closed."""
+        ...
+
+    def watch(self, on_gone: Callable[[], None]) -> Callable[[], None]:
+        """Call `on_gone` once when the client goes away; returns what ends the watch."""
+        ...
+
+
+class Delivered(msgspec.Struct, gc=False, frozen=True, array_like=True):
+    """A message under a lease."""
+
+    topic: str
+    partition: int
+    offset: int
+    timestamp_ms: int
+    record: Record
+    receipt: str
+    delivery_count: int
+    lease_expires_at_ms: int
+
+
+class Portion(Protocol):
+    """The room in this broker's memory that an answer may fill with messages."""
+
+    def begin(self) -> int:
+        """Return how many bytes may be taken now. Raises Backpressure when there is no room."""
+        ...
+
+    def end(self) -> None:
+        """Nothing was taken: others may have the room."""
+        ...
+
+
+class ReceiveOptions(NamedTuple):
+    """`is_first`: the attempt id was never used before, as the client says. `max_bytes`: no more messages once those
+    that are there have so many. `patient`: a partition may wait until its followers vouch for its leader."""
+
+    max_messages: int
+    visibility_timeout_ms: int
+    consumer: str
+    attempt_id: str | None
+    is_first: bool = False
+    max_bytes: int = ANSWER_BYTES_MAX
+    patient: bool = True
+    portion: Portion | None = None
+
+
+class Waiter:
+    """A parked receive, or with `is_interest` another broker's. It is woken at most once a round, by one source.
+    `topics` are what it waits for."""
+
+    __slots__ = ("cancelled", "event", "is_interest", "moved", "topics", "woken")
+
+    def __init__(self, topics: Collection[str] = (), *, is_interest: bool = False) -> None:
+        self.event = Event()
+        self.topics = topics
+        self.is_interest = is_interest
+        self.woken = False
+        self.moved = False
+        self.cancelled = False
+
+    def wake(self) -> None:
+        self.woken = True
+        self.event.set()
+
+    def move(self) -> None:
+        """The sources it is parked at are not all there is any more."""
+        self.moved = True
+        self.event.set()
+
+    def cancel(self) -> None:
+        self.cancelled = True
+        self.event.set()
+
+    def sleep(self, timeout_s: float) -> None:
+        """Until woken, moved, cancelled, or out of time; ready for the next round then."""
+        self.event.wait(timeout_s)
+        self.event.clear()
+        self.woken = False
+
+
+class Source(Protocol):
+    """Where a group's messages come from: a partition here, or another broker with all that it leads."""
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether asking takes a round trip."""
+        ...
+
+    def replay(self, attempt_id: str) -> list[Delivered] | None:
+        """What the first receive with this attempt id got and still holds; None for an unknown one."""
+        ...
+
+    def has_messages(self) -> bool:
+        """Whether something is known to be there to take. Of another broker that is known while someone is parked."""
+        ...
+
+    def take(self, options: ReceiveOptions) -> list[Delivered]: ...
+
+    def park(self, waiter: Waiter) -> None:
+        """Wake `waiter` when something is there, in turn with the others that are parked."""
+        ...
+
+    def leave(self, waiter: Waiter) -> None: ...
+
+    def notify(self) -> None:
+        """Something may be there: wake one sleeper."""
+        ...
+
+
+class ParkingLot:
+    """How many receives may sleep on this broker at once; the surplus is told to come back."""
+
+    def __init__(self, parked_max: int) -> None:
+        self.parked_max = parked_max
+        self.waiters: dict[Waiter, None] = {}
+        self._events: dict[Event, None] = {}
+        self.closed = False
+
+    def enter(self, waiter: Waiter) -> None:
+        if len(self.waiters) >= self.parked_max:
+            raise Backpressure(f"{self.parked_max} receives wait on this broker already", retry_after_s=1)
+        self.waiters[waiter] = None
+
+    def leave(self, waiter: Waiter) -> None:
+        self.waiters.pop(waiter, None)
+
+    @property
+    def interests(self) -> int:
+        """How many of those that sleep are other brokers' interests."""
+        return sum(waiter.is_interest for waiter in self.waiters)
+
+    def move(self, topics: Collection[str]) -> None:
+        """The leadership of partitions of these topics has moved: who waits for them looks anew."""
+        for waiter in self.waiters:
+            if not waiter.moved and any(topic in topics for topic in waiter.topics):
+                waiter.move()
+
+    def hold(self, event: Event) -> Callable[[], None]:
+        """Set `event` when the lot closes; returns what lets go of it."""
+        self._events[event] = None
+        if self.closed:
+            event.set()
+        return lambda: self._events.pop(event, None)
+
+    def close(self) -> None:
+        """End every wait, now and from now on."""
+        self.closed = True
+        for event in tuple(self._events):
+            event.set()
+        for waiter in tuple(self.waiters):
+            waiter.cancel()
+
+
+def receive(
+    plan: Callable[[], Sequence[Source]],
+    topics: Collection[str],
+    options: ReceiveOptions,
+    wait_s: float,
+    peer: Peer | None,
+    lot: ParkingLot,
+) -> list[Delivered]:
+    """Messages from any of the sources that `plan` names, in its order; waits for the first one up to `wait_s`.
+
+    Raises what a source refuses with, when nothing was found and there is no time to wait; Backpressure.
+    """
+    sources = plan()
+    if options.attempt_id is not None and not options.is_first:
+        replayed = _replayed(sources, options.attempt_id)
+        if replayed is not None:
+            return replayed
+    taken = take(sources, options, ask=True, insist=wait_s <= 0)
+    if taken or wait_s <= 0 or lot.closed:
+        return taken
+    waiter = Waiter(topics)
+    lot.enter(waiter)
+    unwatch = peer.watch(waiter.cancel) if peer is not None else lambda: None
+    deadline = time.monotonic() + wait_s
+    try:
+        _park(sources, waiter)
+        while True:
+            left_s = deadline - time.monotonic()
+            waiter.sleep(max(0.0, left_s))
+            if waiter.cancelled or (peer is not None and peer.gone()):
+                return []
+            moved, waiter.moved = waiter.moved, False
+            if moved:
+                before, sources = sources, plan()
+                _park_anew(before, sources, waiter)
+            taken = take(sources, options, ask=moved)
+            if taken or left_s <= 0:
+                return taken
+    finally:
+        unwatch()
+        lot.leave(waiter)
+        for source in sources:
+            source.leave(waiter)
+            source.notify()
+
+
+def _park_anew(before: Sequence[Source], after: Sequence[Source], waiter: Waiter) -> None:
+    """Park at what is new, leave what is no more; where both agree the sleeper keeps its place in the queue."""
+    for source in before:
+        if source not in after:
+            source.leave(waiter)
+            source.notify()
+    _park([source for source in after if source not in before], waiter)
+
+
+def _park(sources: Sequence[Source], waiter: Waiter) -> None:
+    """Asking the sources took its time: what came meanwhile rang for nobody. Others have their turn in between, and
+    may wake the waiter before it sleeps."""
+    for source in in_short_turns(sources):
+        source.park(waiter)
+        source.notify()
+
+
+def take(
+    sources: Sequence[Source], options: ReceiveOptions, *, ask: bool = False, insist: bool = False
+) -> list[Delivered]:
+    """What is there, as many as the options say; with `ask`, remote sources are asked that nothing is known of.
+
+    A source that refuses is passed over; with `insist` an empty answer is one that all sources gave, and a refusal is
+    raised instead. The waits of sources do not add up: none waits after a refusal, nor while messages are in hand, as
+    their leases run already. Raises Backpressure before anything is leased when the portion is used up.
+    """
+    portion = options.portion
+    if portion is None:
+        return _take(sources, options, options.max_bytes, ask=ask, insist=insist)
+    taken: list[Delivered] = []
+    try:
+        taken = _take(sources, options, min(options.max_bytes, portion.begin()), ask=ask, insist=insist)
+    finally:
+        if not taken:
+            portion.end()
+    return taken
+
+
+def _take(
+    sources: Sequence[Source], options: ReceiveOptions, left_bytes: int, *, ask: bool, insist: bool
+) -> list[Delivered]:
+    taken: list[Delivered] = []
+    refused: list[PortalMQError] = []
+    for source in in_short_turns(sources):
+        left = options.max_messages - len(taken)
+        if left <= 0 or left_bytes <= 0:
+            break
+        if source.has_messages() or (ask and source.is_remote):
+            try:
+                patient = options.patient and not taken and not refused
+                found = source.take(options._replace(max_messages=left, max_bytes=left_bytes, patient=patient))
+                taken += found
+                if len(taken) < options.max_messages:  # the next source brings more
+                    left_bytes -= sizes_of([message.record for message in found])
+            except PortalMQError as error:
+                refused.append(error)
+    if insist and refused and not taken:
+        raise next((error for error in refused if error.outcome == "unknown"), refused[0])
+    return taken
+
+
+def _replayed(sources: Sequence[Source], attempt_id: str) -> list[Delivered] | None:
+    """What a repeated receive gets, from all sources; None when the attempt is new to them. The remote ones are asked
+    at once; of one that gives no answer nobody knows, and what it leased comes again when that ends."""
+    remote = [gevent.spawn(_replay, source, attempt_id) for source in sources if source.is_remote]
+    found = [source.replay(attempt_id) for source in sources if not source.is_remote]
+    found += [greenlet.get() for greenlet in remote]
+    known = [messages for messages in found if messages is not None]
+    return [message for messages in known for message in messages] if known else None
+
+
+def _replay(source: Source, attempt_id: str) -> list[Delivered] | None:
+    try:
+        return source.replay(attempt_id)
+    except PortalMQError:
+        return None

@@ -1,0 +1,437 @@
+"""One partition on this broker: a core that decides, a log that keeps, and the waiters in between.
+
+All methods run on the hub's thread (greenlets), so there are no locks; only transactions and long reads run on native
+threads. Everything that the core hears passes `tell`, and its actions are performed in order.
+
+    Partition                here: opening, the one door of the core, who leads, closing
+      AppendingPartition     appending.py: what is appended, until it is on disk
+        ReadablePartition    readable.py: what it can be asked for
+
+    action_queue.py          what the core has asked for and is not done yet
+    following.py             what a follower does; serving.py what a leader does for its followers
+    isr_updates.py           what is asked of the control plane
+    folding.py, retention.py  the groups' fold; snapshots, purges, retention
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from itertools import count
+from typing import Any
+
+import gevent
+from gevent.event import Event
+
+from portalmq.broker.core.fold import PartitionFold
+from portalmq.broker.core.queue.delivery import GroupDelivery
+from portalmq.broker.core.replica import events as core
+from portalmq.broker.core.replica.events import (
+    Action,
+    AnswerDuplicate,
+    Append,
+    BrokersChanged,
+    HighWatermarkAdvanced,
+    LeaderHeard,
+    LeaseRenewed,
+    PartitionStateChanged,
+    ProposeIsr,
+    Quarantine,
+    Refresh,
+    Refuse,
+    Replicate,
+    ReplyFetch,
+    ResetLog,
+    SendFetch,
+    SessionLost,
+    StepDown,
+    Tick,
+    Truncate,
+    Truncated,
+)
+from portalmq.broker.core.replica.isr import InSync
+from portalmq.broker.core.replica.replica import PartitionReplica
+from portalmq.broker.core.stream.offsets import StreamOffsets
+from portalmq.broker.partition.action_queue import Agenda
+from portalmq.broker.partition.appending import AppendingPartition
+from portalmq.broker.partition.folding import GroupsFold, Recovered, recover
+from portalmq.broker.partition.following import Following
+from portalmq.broker.partition.host import PartitionHost
+from portalmq.broker.partition.isr_updates import Errands
+from portalmq.broker.partition.reader import Reader
+from portalmq.broker.partition.retention import Upkeep
+from portalmq.broker.partition.serving import Serving
+from portalmq.broker.partition.shortages import refusal_of
+from portalmq.broker.partition.uncommitted import Uncommitted
+from portalmq.broker.partition.writer import Entry, Pending, Writer
+from portalmq.broker.storage.errors import DiskFull, Shortage
+from portalmq.broker.storage.log import Log
+from portalmq.broker.storage.state import StateFile
+from portalmq.errors import (
+    NotLeader,
+)
+
+log = logging.getLogger(__name__)
+
+# Every replica is told something several times a second. Others take a broker for dead after two seconds at the least.
+PAUSED_MS = 1_500
+REFUSAL_LOGGED_EVERY_MS = 5_000
+READ_AGAIN_S = 0.5
+
+_numbers = count()
+
+
+class Partition(AppendingPartition):
+    """A replica at work. `topic` and `number` name it; `delivery` holds the folds of its queue groups,
+    `streams` those of its stream groups.
+
+    `serves` says that it leads, and that what was committed before its epoch is known to it. `on_leading` and
+    `on_stepped_down` tell of that, each in a greenlet of its own, in order; `on_damaged` that its files should be
+    replaced. `flaw` says why, `damage` that they are being replaced, `quarantined` why this replica does nothing more.
+    """
+
+    def __init__(
+        self,
+        host: PartitionHost,
+        topic: str,
+        number: int,
+        log: Log,
+        state_file: StateFile,
+        *,
+        dedup_window_ms: int,
+        topic_id: str = "",
+        store_uuid: str | None = None,
+        min_insync_replicas: int | None = None,
+        recovered: Recovered | None = None,
+    ) -> None:
+        self.host = host
+        self.topic = topic
+        self.topic_id = topic_id
+        self.number = number
+        self.log = log
+        self.state_file = state_file
+        self.store_uuid = store_uuid or host.store_uuid
+        self.dedup_window_ms = dedup_window_ms
+        self.min_insync_replicas = min_insync_replicas
+        self.delivery: dict[str, GroupDelivery] = {}
+        self.streams: dict[str, StreamOffsets] = {}
+        self.on_readable: list[Callable[[], None]] = []
+        self.on_leading: Callable[[Partition], None] = lambda partition: None
+        self.on_stepped_down: Callable[[Partition], None] = lambda partition: None
+        self.on_damaged: Callable[[Partition], None] = lambda partition: None
+        # An order to append something elsewhere (groups.outbox) may be committed now.
+        self.on_ordered: Callable[[], None] = lambda: None
+        self.changed = False
+        self.serves = False
+        self.damage = ""
+        self.flaw = ""
+        self.closed = False
+        self._cache_key = next(_numbers)
+        self._writer = Writer(host, log, self._on_written, self._on_refused)
+        self._reader = Reader(
+            log, host.cache, self._cache_key, host.storage_failed, lambda fault: self.damaged(str(fault))
+        )
+        self.following = Following(self)
+        self.serving = Serving(self, self._cache_key)
+        self.upkeep = Upkeep(self)
+        self.errands = Errands(self)
+        self.agenda = Agenda(self, self._act)
+        self._book: InSync | None = None
+        self._uncommitted = Uncommitted()
+        self._browsers: set[Event] = set()
+        self._used = True
+        self._is_streamed = False
+        self._refused_ms = 0
+        self._told_ms = host.clock.now_ms()
+        self.groups = GroupsFold()
+        found = recovered or recover(log, state_file)
+        self.lost = found.lost
+        self.install(found)
+        self.replica = self._replica_of(found, found.highest_epoch)
+
+    def __str__(self) -> str:
+        return f"partition {self.number} of topic {self.topic!r}"
+
+    # --- opening -----------------------------------------------------------------------------------------------------
+
+    def install(self, found: Recovered) -> None:
+        """Take what the log adds up to, after it was opened, cut or begun anew."""
+        self.host.cache.drop(self._cache_key)
+        found.groups.go_on_after(self.groups)
+        self.groups = found.groups
+        self.delivery.clear()
+        self.delivery.update(found.groups.delivery)
+        self.streams.clear()
+        self.streams.update(found.groups.streams)
+        found.groups.delivery = self.delivery  # those who serve groups keep hold of these dicts
+        found.groups.streams = self.streams
+        self.start = found.start
+        self.messages_next = self.log.message_count_total
+        self.readable_end = found.readable_end
+        self._uncommitted.ends.clear()
+        if found.recovered_end > found.readable_end:
+            self._uncommitted.ends.append((found.recovered_end, 0))
+        self.upkeep.forget_snapshot()
+
+    def _replica_of(self, found: Recovered, highest_epoch: int) -> PartitionReplica:
+        return PartitionReplica(
+            self.host.broker_id,
+            producers=found.producers,
+            epochs=found.epochs,
+            end_offset=self.log.end_offset,
+            high_watermark=found.high_watermark,
+            highest_epoch=highest_epoch,
+            last_timestamp_ms=self.log.last_timestamp_ms,
+            log_start_offset=found.start.offset,
+            incarnation=self.host.incarnation,
+            store_uuid=self.store_uuid,
+            lease_ms=self.host.lease_ms,
+            lag_ms=self.host.lag_ms,
+            began_ms=self.host.began_ms,
+        )
+
+    # --- the one door of the core ------------------------------------------------------------------------------------
+
+    def tell(self, event: core.Event) -> None:
+        """Tell the core, and perform what it asks for."""
+        clock = self.host.clock
+        now_ms, wall_ms = clock.now_ms(), clock.wall_ms()
+        actions = [] if now_ms - self._told_ms <= PAUSED_MS else self._after_a_pause(now_ms, wall_ms)
+        self._told_ms = now_ms
+        actions += self.replica.step(event, now_ms, wall_ms)
+        if actions:
+            self.agenda.add(actions)
+        self.following.settle()
+        if self.replica.in_sync is not self._book:
+            self._note_leadership()
+        if self._uncommitted.unsettled and self.replica.may_settle(now_ms):
+            self._uncommitted.settle()
+
+    def note_pause(self, now_ms: int) -> None:
+        """A caller wants an answer at `now_ms`. After a pause of this process there is none, reads included, before it
+        is known whether this replica still leads."""
+        if now_ms - self._told_ms > PAUSED_MS and not self.closed:
+            self.tell(Tick())
+
+    def _after_a_pause(self, now_ms: int, wall_ms: int) -> list[Action]:
+        """This process stood still, or did not get to run: others may have taken it for dead, and have elected another
+        leader. What arrived meanwhile must not be answered as if nothing had been."""
+        replica = self.replica
+        if not replica.leading or replica.state is None or replica.state.replicas == (self.host.broker_id,):
+            return []
+        log.warning("%s: nothing was heard for %d ms: does it still lead?", self, now_ms - self._told_ms)
+        return replica.step(SessionLost(), now_ms, wall_ms)
+
+    def hear(self, word: PartitionStateChanged, brokers: Mapping[int, tuple[int, str]] | None = None) -> None:
+        """The control plane's word on this partition, and on who is there."""
+        if brokers is not None:
+            self.hear_brokers(brokers)
+        if self.lost:
+            self.damaged(self.lost)
+        if self.damage:
+            return
+        self._writer.keeps_frames = len(word.replicas) > 1 or self._is_streamed
+        self.tell(LeaseRenewed(self.host.membership.answered_ms()))
+        self.tell(LeaderHeard(self.host.fetchers.heard_ms(self)))
+        self.tell(word)
+
+    def keep_frames(self) -> None:
+        """Somebody reads it as a stream: from now on batches are kept as they travel."""
+        self._is_streamed = self._writer.keeps_frames = True
+
+    def hear_brokers(self, brokers: Mapping[int, tuple[int, str]]) -> None:
+        self.tell(BrokersChanged(brokers))
+
+    def _act(self, action: Action) -> None:
+        match action:
+            case Append():
+                self._enqueue(action)
+            case HighWatermarkAdvanced():
+                self._on_high_watermark(action.high_watermark)
+            case ReplyFetch():
+                self.serving.answer(action)
+            case Replicate():
+                self._enqueue_replicated(self.following.replicated())
+            case SendFetch():
+                if not self.closed:
+                    self.following.send(action)
+            case AnswerDuplicate():
+                self._answer_duplicate(action)
+            case Refuse():
+                pending: Any = action.token
+                pending.finish(action.error)
+            case StepDown():
+                self._on_step_down(action.leader)
+            case ProposeIsr() | Refresh():
+                self.errands.send(action)
+            case Truncate():
+                self.following.truncate(action)
+            case ResetLog():
+                self.following.reset(action)
+            case Quarantine():
+                log.critical("%s is quarantined, and does nothing more: %s", self, action.reason)
+
+    @property
+    def quarantined(self) -> str:
+        return self.replica.quarantined
+
+    # --- who leads ---------------------------------------------------------------------------------------------------
+
+    def _note_leadership(self) -> None:
+        """The core began or ended to lead. The end is acted on with StepDown, in its place among the actions."""
+        self._book = self.replica.in_sync
+        if self._book is None:
+            return
+        self._begin_to_serve()
+
+    def _take_over(self) -> None:
+        """Leases and back-offs in the log are by the clocks of those who led before."""
+        now_ms = self.host.clock.now_ms()
+        for delivery in self.delivery.values():
+            delivery.take_over(now_ms)
+
+    def _begin_to_serve(self) -> None:
+        """A leader knows all that was committed before its time once the start of its epoch is committed."""
+        book = self.replica.in_sync
+        if self.serves or book is None or self.replica.high_watermark <= book.epoch_start:
+            return
+        self.serves = True
+        self._take_over()  # what the one before wrote last was perhaps still on its way to the disk at the election
+        if self.groups.purges:
+            gevent.spawn(self.upkeep.finish_purges)  # from here an append could not tell its place yet
+        gevent.spawn(self.on_leading, self)
+
+    def _on_step_down(self, leader: int | None) -> None:
+        """Whoever waits learns that the outcome is unknown. What is on its way to the disk goes on, and is folded."""
+        self.serving.end()
+        error = self.located(
+            NotLeader("the leadership moved while this was on its way", leader=leader, outcome="unknown")
+        )
+        self._uncommitted.fail(error)
+        for event in self._browsers:
+            event.set()
+        if self.serves:
+            self.serves = False
+            gevent.spawn(self.on_stepped_down, self)
+
+    def damaged(self, reason: str) -> None:
+        """Something in the files is not what was written, or is not there. It goes on with what it has, and refuses
+        what it has not, until it is rebuilt from another replica that is known to be whole."""
+        if self.flaw or self.damage or self.closed:
+            return
+        self.flaw = reason
+        log.critical("%s is damaged: %s", self, reason)
+        gevent.spawn(self.on_damaged, self)
+
+    # --- what the writer tells ---------------------------------------------------------------------------------------
+
+    def _on_refused(self, taken: list[Entry], why: Exception) -> None:
+        """None of this transaction is in the log, and nothing that was allotted after it: the core goes on from what
+        is."""
+        now_ms = self.host.clock.now_ms()
+        if now_ms - self._refused_ms > REFUSAL_LOGGED_EVERY_MS:
+            log.warning("%s: a transaction was refused: %s", self, why)
+            self._refused_ms = now_ms
+        shortage = why if isinstance(why, Shortage) else DiskFull(str(why))
+        found = self._read_again(taken)
+        refused = {entry for entry in taken if isinstance(entry, Pending)}
+        self._uncommitted.refuse(refused, refusal_of(shortage, "unknown"))
+        if found is not None:
+            self._go_on_with(found)
+        for pending in refused:
+            pending.finish(refusal_of(shortage))
+
+    def _read_again(self, taken: list[Entry]) -> Recovered | None:
+        """What the log adds up to; None when the partition is closed. While the files cannot even be opened, what comes
+        is refused as well: it stands after what is not there."""
+        while not self.closed:
+            try:
+                return recover(self.log, self.state_file, self.high_watermark)
+            except Shortage:
+                gevent.sleep(READ_AGAIN_S)
+            taken += self._writer.take_back()
+        return None
+
+    def _go_on_with(self, found: Recovered) -> None:
+        self.install(found)
+        if self.replica.leading:
+            self._take_over()
+        self.following.pause()
+        # An EPOCH_START that waits for its epoch to be remembered stood after what is gone: the core asks for it again.
+        self.agenda.drop_appends()
+        self.tell(Truncated(self.log.end_offset, found.producers))
+
+    # --- what moves when the high watermark does ---------------------------------------------------------------------
+
+    def _on_high_watermark(self, high_watermark: int) -> None:
+        self.changed = True
+        settles = self.replica.may_settle(self.host.clock.now_ms())
+        readable_end = self._uncommitted.advance(high_watermark, self.readable_end, settles=settles)
+        if self.serving.parked:
+            self.serving.high_watermark_moved()
+        if not self.serves:
+            self._begin_to_serve()
+        if self.groups.moves:
+            self.upkeep.move_log_start(self.groups.due(high_watermark))
+        if self.groups.outbox:
+            self.on_ordered()
+        if readable_end > self.readable_end:
+            self.readable_end = readable_end
+            for wake in self.on_readable:
+                wake()
+            for event in self._browsers:
+                event.set()
+
+    # --- upkeep ------------------------------------------------------------------------------------------------------
+
+    def snapshot(self) -> PartitionFold:
+        """The fold over everything that was appended. It may enter the log as STATE: it commits with its prefix."""
+        fold = PartitionFold(
+            applied=self.replica.next_offset,
+            log_start_offset=max(self.log.log_start_offset, self.groups.purged_upto),
+            epochs=list(self.replica.epochs),
+            producers=self.replica.producers.snapshot(),
+        )
+        return self.groups.snapshot_into(fold)
+
+    def save_state(self) -> None:
+        self.upkeep.save_state()
+
+    def purge(self, upto: int | None) -> None:
+        self.upkeep.purge(upto)
+
+    def retain(self, retention_ms: int | None, retention_bytes: int | None, group_expiry_ms: int) -> None:
+        self.upkeep.retain(retention_ms, retention_bytes, group_expiry_ms)
+
+    @property
+    def is_quiet(self) -> bool:
+        """It leads and all its replicas are in sync, or it follows and its fetch stands: little depends on the time."""
+        replica = self.replica
+        if replica.leading:
+            assert replica.state is not None
+            return self.serves and len(replica.state.isr) == len(replica.state.replicas)
+        return replica.fetch is not None
+
+    def rest_if_idle(self) -> None:
+        """Close the files when nothing was read or written since the last call; the next use opens them again."""
+        used, self._used, self._reader.used = self._used or self._reader.used, False, False
+        if not used and self._writer.is_idle and not self.changed and not self.agenda.performing:
+            self.host.pool.apply(self.log.park)
+            self.state_file.park()
+
+    def close(self, *, saves: bool = True) -> None:
+        """Refuse new work, write what waits, save the fold, close the files."""
+        if self.closed:
+            return
+        self.closed = True
+        self.following.close()
+        self.serving.end()
+        for event in self._browsers:
+            event.set()
+        self._writer.wait_idle()
+        if saves:
+            self.upkeep.save_state()
+        self._on_step_down(None)
+        self.host.cache.drop(self._cache_key)
+        self.host.pool.apply(self.log.close)  # it writes: a thousand partitions would hold the hub for seconds
+        self.state_file.close()

@@ -1,0 +1,202 @@
+"""What a partition can be asked for: its messages, where they stand, and which of them are committed.
+
+Nothing here changes anything. Only what is below the high watermark is readable; what was appended and is not committed
+yet is known by its ids and its times alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import gevent
+from gevent.event import Event
+
+from portalmq.broker.core.queue.lanes import spot_of
+from portalmq.broker.core.queue.records import Spot
+from portalmq.broker.core.replica.replica import PartitionReplica
+from portalmq.broker.partition.host import PartitionHost
+from portalmq.broker.partition.reader import Piece, Reader
+from portalmq.broker.partition.uncommitted import Uncommitted
+from portalmq.broker.partition.writer import Pending
+from portalmq.broker.storage.batch import Batch
+from portalmq.broker.storage.log import Log
+from portalmq.errors import OffsetOutOfRange, Unavailable
+
+# So many ids take a few milliseconds in each segment, in which nobody else reads there.
+IDS_SOUGHT_AT_ONCE = 1_000
+# Followers vouch twice a second at the least; one that does not for longer is slow, or gone.
+VOUCHED_WITHIN_MS = 1_000
+VOUCHED_EVERY_S = 0.05
+
+
+class ReadablePartition:
+    """The asking half of a Partition. Messages below `readable_end` can be read."""
+
+    host: PartitionHost
+    log: Log
+    replica: PartitionReplica
+    dedup_window_ms: int
+    serves: bool
+    readable_end: int
+    _cache_key: int
+    _reader: Reader
+    _uncommitted: Uncommitted
+    _browsers: set[Event]
+
+    # --- message ids -------------------------------------------------------------------------------------------------
+
+    def place_of_id(self, message_id: bytes) -> tuple[int, bytes | None, int] | None:
+        """(offset, body hash, timestamp) of the message that carries this id within the dedup window, if any. Raises
+        Unavailable while that cannot be told."""
+        unwritten = self._uncommitted.place_of(message_id)
+        if unwritten is not None:
+            return unwritten
+        self._check_files_tell_ids()
+        since_ms = max(self.replica.last_timestamp_ms, self.host.clock.wall_ms()) - self.dedup_window_ms
+        return self.log.find_message_id(message_id, since_ms)
+
+    def unwritten_places_of_ids(self, message_ids: Iterable[bytes]) -> dict[bytes, tuple[int, bytes | None, int]]:
+        """The same, for many, of what is on its way to the disk only."""
+        return self._uncommitted.places_of(message_ids)
+
+    def is_sought(self, message_id: bytes) -> bool:
+        """Whether somebody looks for this id in the log, and appends its message if it is not there."""
+        return self._uncommitted.is_sought(message_id)
+
+    def is_any_sought(self, message_ids: Iterable[bytes]) -> bool:
+        return self._uncommitted.is_any_sought(message_ids)
+
+    @contextmanager
+    def seeking(self, message_ids: Sequence[bytes]) -> Iterator[dict[bytes, tuple[int, bytes | None, int]]]:
+        """Which of these stand in the log, as place_of_id tells it. They are looked for on native threads; until the
+        end of the block nobody else looks for one of them to append it. Raises Unavailable when this broker has not led
+        all the while: another leader may have appended some of them, and what it did may have come here since."""
+        epoch = self.replica.leader_epoch if self.replica.leading else -1
+        self._check_files_tell_ids()
+        self._uncommitted.seek(message_ids)
+        try:
+            found = self._find_ids(message_ids)
+            if not self.replica.leading or self.replica.leader_epoch != epoch:
+                raise Unavailable("the partition's leadership is just changing", retry_after_s=0.1)
+            yield found
+        finally:
+            self._uncommitted.sought(message_ids)
+
+    def _check_files_tell_ids(self) -> None:
+        """What the leaders before sent, and is still on its way to this disk, counts as held; and it comes and is
+        written as frames, whose ids nobody looks at."""
+        book = self.replica.in_sync
+        if book is not None and self.log.end_offset < book.epoch_start:
+            raise Unavailable("this broker was elected, and has not begun to lead yet", retry_after_s=0.1)
+
+    def _find_ids(self, message_ids: Sequence[bytes]) -> dict[bytes, tuple[int, bytes | None, int]]:
+        since_ms = max(self.replica.last_timestamp_ms, self.host.clock.wall_ms()) - self.dedup_window_ms
+        found: dict[bytes, tuple[int, bytes | None, int]] = {}
+        message_ids = sorted(message_ids)  # neighbours stand side by side in the index
+        for start in range(0, len(message_ids), IDS_SOUGHT_AT_ONCE):
+            left = message_ids[start : start + IDS_SOUGHT_AT_ONCE]
+            below: int | None = None
+            while left:  # a turn on the pool for each segment: the writers take theirs in between
+                here, below = self._reader.find_ids(self.host.pool, left, since_ms, below)
+                found |= here
+                if below is None:
+                    break
+                left = [message_id for message_id in left if message_id not in here] if here else left
+        return found
+
+    def remember_ids(self, pending: Pending) -> None:
+        """Ids of messages that are allotted and not yet written."""
+        self._uncommitted.remember_ids(pending)
+
+    def wait_committed(self, offset: int) -> None:
+        """Return once `offset` is below the high watermark. Raises NotLeader when the leadership ends before."""
+        if offset >= self.replica.high_watermark:
+            self._uncommitted.wait_below(offset + 1)
+
+    def wait_settled(self, offset: int) -> None:
+        """The same, for what takes messages away from consumers: no leader before this one hands them out any more."""
+        self.wait_committed(offset)
+        if not self.replica.may_settle(self.host.clock.now_ms()):
+            self._uncommitted.wait_settled()
+
+    def wait_vouched(self, *, patient: bool = True) -> None:
+        """Return when messages may be handed out. Raises Unavailable when that takes too long; if not `patient`, at
+        once."""
+        now_ms = self.host.clock.now_ms
+        at_ms = now_ms()
+        until_ms = at_ms + (VOUCHED_WITHIN_MS if patient else 0)
+        while not self.replica.may_hand_out(at_ms):
+            if not self.replica.leading or now_ms() >= until_ms:
+                raise Unavailable("its followers do not vouch for the partition's leader just now", retry_after_s=0.2)
+            gevent.sleep(VOUCHED_EVERY_S)
+            at_ms = now_ms()
+
+    def wait_led(self, within_ms: int = VOUCHED_WITHIN_MS) -> None:
+        """Return when it is sure that nobody else had been elected when this was asked: what is not known here may be
+        denied. Raises Unavailable when that takes too long."""
+        now_ms = self.host.clock.now_ms
+        asked_ms = now_ms()
+        while not self.replica.led_at(asked_ms):
+            if not self.replica.leading or now_ms() >= asked_ms + within_ms:
+                raise Unavailable("its followers do not vouch for the partition's leader just now", retry_after_s=0.2)
+            gevent.sleep(VOUCHED_EVERY_S)
+
+    # --- reading -----------------------------------------------------------------------------------------------------
+
+    def pieces(self, start: int, end: int, limit: int) -> Iterator[Piece]:
+        """The messages in [start, end), at most `limit`, as pieces of batches. Raises Unavailable for a damaged one."""
+        return self._reader.pieces(start, end, limit)
+
+    def control_at(self, offset: int) -> Batch | None:
+        """The control record at `offset`; None when it is gone. Raises Unavailable for a damaged one."""
+        return self._reader.control_at(offset)
+
+    def spots(self, start: int, end: int) -> Iterator[Spot]:
+        """Where the messages in [start, end) stand in their lanes."""
+        for piece in self.pieces(start, end, end - start):
+            for offset, record in enumerate(piece.records(), piece.start):
+                yield spot_of(offset, record.priority, record.deliver_at_ms, piece.batch.appended_at_ms)
+
+    def readable_by_ms(self, wall_ms: int) -> int:
+        """All messages that are due by that time are readable: one that is not yet is due after it was appended."""
+        unread_ms = self._uncommitted.first_message_ms()
+        return wall_ms if unread_ms is None else min(wall_ms, unread_ms)
+
+    def forget_read(self) -> None:
+        """What was read before is not in the files any more as it was."""
+        self.host.cache.drop(self._cache_key)
+
+    def check_offset(self, offset: int, within_ms: int = VOUCHED_WITHIN_MS) -> None:
+        """Raises OffsetOutOfRange, or Unavailable when the offset may yet be (KIP-207), or may be with a successor of
+        whom this leader has not heard; it may take `within_ms` to know."""
+        if offset < self.log.log_start_offset:
+            raise OffsetOutOfRange(
+                f"offset {offset} is gone: the partition begins at {self.log.log_start_offset}",
+                log_start_offset=self.log.log_start_offset,
+                high_watermark=self.high_watermark,
+            )
+        if offset > self.replica.next_offset and self.serves:
+            self.wait_led(within_ms)
+        if offset > self.replica.next_offset and self.serves:
+            raise OffsetOutOfRange(
+                f"offset {offset} is past the end: the next to be written is {self.replica.next_offset}",
+                log_start_offset=self.log.log_start_offset,
+                high_watermark=self.high_watermark,
+            )
+        if offset > self.high_watermark:
+            raise Unavailable(f"offset {offset} is not committed yet", retry_after_s=0.1)
+
+    @property
+    def high_watermark(self) -> int:
+        return self.replica.high_watermark
+
+    def wait_readable(self, offset: int, event: Event, timeout_s: float) -> None:
+        """Wait for a message at or above `offset`, for `event`, or for the time to pass."""
+        if self.readable_end > offset:
+            return
+        self._browsers.add(event)
+        try:
+            event.wait(timeout_s)
+        finally:
+            self._browsers.discard(event)

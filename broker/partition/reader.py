@@ -1,0 +1,177 @@
+"""Reading messages of one partition, from the cache or from the files, as pieces of batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+
+import msgspec
+from gevent.threadpool import ThreadPool
+
+from portalmq.broker.partition.cache import BatchCache, payload_bytes
+from portalmq.broker.partition.shortages import refusal_of
+from portalmq.broker.storage.batch import Batch, Kind, Record
+from portalmq.broker.storage.errors import DAMAGE, OffsetPurged, Shortage, StorageError, StorageFault
+from portalmq.broker.storage.log import Log
+from portalmq.errors import Unavailable
+
+# Read ahead this much: whoever reads one message usually reads the next ones too.
+READ_MESSAGES = 1_000
+READ_BYTES = 1024 * 1024
+# After so many control records side by side the next message is sought in the file: a step of an index.
+CONTROL_RECORDS_MAX = 32
+# Of so many batches it is remembered that they were checked.
+CHECKED_MAX = 100_000
+
+
+class Piece(msgspec.Struct, gc=False, frozen=True):
+    """Messages [start, end) of one batch, without a hole between them."""
+
+    batch: Batch
+    start: int
+    end: int
+
+    def records(self) -> tuple[Record, ...]:
+        base = self.batch.base_offset
+        if self.start == base and self.end == self.batch.end_offset:
+            return self.batch.records
+        return self.batch.records[self.start - base : self.end - base]
+
+
+class Reader:
+    """`key` names the partition in the cache; `on_fault` hears of a disk that cannot be read, `on_damage` of a batch
+    or a file that is not what was written."""
+
+    def __init__(
+        self,
+        log: Log,
+        cache: BatchCache,
+        key: int,
+        on_fault: Callable[[BaseException], None],
+        on_damage: Callable[[Exception], None],
+    ) -> None:
+        self._log = log
+        self._cache = cache
+        self._key = key
+        self._on_fault = on_fault
+        self._on_damage = on_damage
+        self.used = False
+        # Base offsets of batches that were read as a whole, and so were checked.
+        self._checked: set[int] = set()
+
+    def pieces(self, start: int, end: int, limit: int) -> Iterator[Piece]:
+        """The messages in [start, end), at most `limit`, by offset. Raises Unavailable for what is damaged."""
+        offset = max(start, self._log.log_start_offset)
+        if end - start == 1 and offset == start and (piece := self._of_checked(offset)) is not None:
+            yield piece
+            return
+        passed = 0
+        while offset < end and limit > 0:
+            batch = self._cache.find(self._key, offset) or self._read(offset, end)
+            if batch is None:
+                return
+            if batch.kind == Kind.MESSAGES:
+                passed = 0
+                for first, last in batch.runs(offset, end):
+                    piece = Piece(batch, first, min(last, first + limit))
+                    limit -= piece.end - piece.start
+                    yield piece
+                    if limit <= 0:
+                        return
+            else:
+                passed += 1
+            offset = batch.end_offset
+            if passed >= CONTROL_RECORDS_MAX:
+                offset, passed = self._next_message(offset, end), 0
+
+    def find_ids(
+        self, pool: ThreadPool, message_ids: Sequence[bytes], since_ms: int, below: int | None
+    ) -> tuple[dict[bytes, tuple[int, bytes | None, int]], int | None]:
+        """As the log's find_message_ids, on a native thread. Raises Unavailable for what is damaged, StorageFull."""
+        self.used = True
+        found: tuple[dict[bytes, tuple[int, bytes | None, int]], int | None] | StorageError | Unavailable
+        found = pool.apply(_found_ids, (self._log, message_ids, since_ms, below))
+        if isinstance(found, Unavailable):
+            raise found
+        if isinstance(found, DAMAGE):
+            self._on_damage(found)
+            raise Unavailable(f"a file is damaged on this broker: {found}", outcome="not_applied") from found
+        if isinstance(found, Shortage):
+            raise refusal_of(found) from found
+        if isinstance(found, StorageError):
+            self._on_fault(found)
+            raise Unavailable("the storage failed", outcome="not_applied") from found
+        return found
+
+    def _of_checked(self, offset: int) -> Piece | None:
+        """The message at `offset` alone, when its batch was checked before and has left the cache since: who reads here
+        and there would else read a whole batch for each message, as the checksum is of that."""
+        if self._cache.find(self._key, offset) is not None:
+            return None
+        base_offset, timestamp_ms, record = self._row(offset) or (-1, 0, None)
+        if record is None or base_offset not in self._checked:
+            return None
+        batch = Batch(offset, 1, 0, Kind.MESSAGES, 0, timestamp_ms, records=(record,))
+        return Piece(batch, offset, offset + 1)
+
+    def _row(self, offset: int) -> tuple[int, int, Record] | None:
+        with self._telling_faults():
+            return self._log.lanes.message(offset)
+        return None
+
+    def control_at(self, offset: int) -> Batch | None:
+        """The control record at `offset`; None when it is gone. Raises Unavailable for a damaged one."""
+        found = self._cache.find(self._key, offset)
+        if found is not None:
+            return found
+        with self._telling_faults():
+            return next(iter(self._log.read(offset, below=offset + 1)), None)
+        return None
+
+    def _next_message(self, offset: int, end: int) -> int:
+        """Where the first message in [offset, end) stands; `end` without one. What is not on disk yet is not sought."""
+        with self._telling_faults():
+            runs = self._log.message_runs(offset, end, 1)
+            return runs[0][0] if runs else max(offset, min(end, self._log.end_offset))
+        return end
+
+    def _read(self, offset: int, end: int) -> Batch | None:
+        """The batch of the first message in [offset, end), read from disk with some that follow it."""
+        batches: list[Batch] = []
+        with self._telling_faults():
+            runs = self._log.message_runs(offset, end, 1)
+            if not runs:
+                return None
+            batches = self._log.read(runs[0][0], max_messages=READ_MESSAGES, max_bytes=READ_BYTES, below=end)
+        if len(self._checked) >= CHECKED_MAX:
+            self._checked.clear()
+        self._checked.update([batch.base_offset for batch in batches])
+        for batch in reversed(batches):
+            self._cache.put(self._key, batch, payload_bytes(batch))
+        return batches[0] if batches else None
+
+    @contextmanager
+    def _telling_faults(self) -> Iterator[None]:
+        """Raises what goes wrong with the files in the contract's terms; what was purged meanwhile is not there."""
+        self.used = True
+        try:
+            with suppress(OffsetPurged):
+                yield
+        except DAMAGE as fault:
+            self._on_damage(fault)
+            raise Unavailable(f"a batch is damaged on this broker: {fault}", outcome="not_applied") from fault
+        except Shortage as shortage:  # to open files that rested takes some room
+            raise refusal_of(shortage) from shortage
+        except StorageFault as fault:
+            self._on_fault(fault)
+            raise Unavailable("the storage failed", outcome="not_applied") from fault
+
+
+def _found_ids(
+    log: Log, message_ids: Sequence[bytes], since_ms: int, below: int | None
+) -> tuple[dict[bytes, tuple[int, bytes | None, int]], int | None] | StorageError | Unavailable:
+    """On a native thread. Errors are answered and not raised, as gevent would print them."""
+    try:
+        return log.find_message_ids(message_ids, since_ms, below)
+    except (StorageError, Unavailable) as error:
+        return error

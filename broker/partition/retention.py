@@ -1,0 +1,276 @@
+"""What a partition does beside its traffic: snapshots of the fold, purges, retention, the search for damage.
+
+A snapshot is taken of the fold as it stands, and saved when all that it holds is committed: so a partition that is
+never at rest is saved too, and nothing that a truncation could take back is. Leader and followers do this alike, each
+for its own files; only a leader writes STATE records, and nobody's log start passes the newest one that is committed.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
+
+import gevent
+import msgspec
+
+from portalmq.broker.core.fold import PartitionFold, encode_fold
+from portalmq.broker.core.queue.delivery import GroupDelivery
+from portalmq.broker.core.queue.lanes import DELAYED
+from portalmq.broker.core.queue.records import Purge
+from portalmq.broker.core.replica.age import Age
+from portalmq.broker.partition.writer import Pending
+from portalmq.broker.storage.batch import Kind
+from portalmq.broker.storage.errors import DAMAGE, OffsetPurged, Shortage
+from portalmq.broker.storage.log import Log
+from portalmq.broker.storage.reading import ReplicaStart
+from portalmq.broker.storage.state import StateFile
+from portalmq.errors import PortalMQError, Unavailable
+
+if TYPE_CHECKING:
+    from portalmq.broker.partition.partition import Partition
+
+log = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+# How long a purge waits for what the outbox has still to read.
+ORDERS_WITHIN_S = 5.0
+ORDERS_POLL_S = 0.02
+# Batches of a live segment that are checked at a time; a sealed one is checked as a whole, by its SHA-256.
+SCRUB_BYTES = 128 * 1024
+
+
+class Upkeep:
+    """Invariant: `_snapshot` is a fold that the log of this replica held as it was taken, None when there is none."""
+
+    def __init__(self, partition: Partition) -> None:
+        self._partition = partition
+        self._snapshot: PartitionFold | None = None
+        self._is_due = False
+        self._scrub_at = 0
+        self._age = Age(partition.log.last_timestamp_ms, partition.host.clock.now_ms())
+
+    # --- snapshots ---------------------------------------------------------------------------------------------------
+
+    def save_state(self) -> None:
+        """Bring state.sqlite up to the high watermark, when the partition has moved."""
+        self._save()
+        if self._partition.changed and self._snapshot is None:
+            self._is_due = True
+            self.take_snapshot_if_due()
+            self._save()
+
+    def take_snapshot_if_due(self) -> None:
+        """The core folds what it is told of, the groups' fold what is written (or, on a leader, appended): they agree
+        on a leader that serves always, on others between two transactions. One that was just elected may have records
+        of the last leader still to write."""
+        replica = self._partition.replica
+        if self._is_due and (self._partition.serves or replica.durable_end == replica.next_offset):
+            self._is_due = False
+            self._partition.changed = False
+            self._snapshot = self._partition.snapshot()
+
+    def forget_snapshot(self) -> None:
+        """The log was cut, or begun anew: what was taken before may not be in it."""
+        self._snapshot = None
+        self._partition.changed = True
+
+    def _save(self) -> None:
+        partition, fold = self._partition, self._snapshot
+        if fold is None or fold.applied > partition.high_watermark:
+            return
+        arguments = (partition.state_file, fold, partition.high_watermark, partition.log.messages_before)
+        saved = partition.host.pool.apply(_save, arguments)
+        if self._snapshot is fold:
+            self._snapshot = None
+            partition.changed = partition.changed or not saved
+
+    # --- the log start -----------------------------------------------------------------------------------------------
+
+    def write_state(self) -> Pending:
+        """Append the fold, as far as it goes, to the log."""
+        partition = self._partition
+        fold = partition.snapshot()
+        pending = partition.append_control(Kind.STATE, encode_fold(fold))
+        partition.groups.state_written(pending.base_offset, fold.log_start_offset)
+        return pending
+
+    def purge(self, upto: int | None) -> None:
+        """Everything below `upto` (all that is readable, when None) is gone, durably on return."""
+        partition = self._partition
+        upto = partition.high_watermark if upto is None else min(upto, partition.high_watermark)
+        if upto > partition.log.log_start_offset:
+            self._wait_for_orders(upto)
+            self._begin_at(upto)
+        partition.wait_settled(upto - 1)
+
+    def _begin_at(self, upto: int) -> None:
+        """Let the log begin at `upto`, on all replicas: they follow the records that say so. Durable here on return."""
+        partition = self._partition
+        purge = partition.append_control(Kind.PURGE, msgspec.msgpack.encode(Purge(upto)))
+        partition.groups.purge(purge.base_offset, upto)
+        self.write_state().wait()
+        failed = self._advance(upto)
+        if failed is not None:
+            raise failed
+
+    def _wait_for_orders(self, upto: int) -> None:
+        """What was committed to be appended elsewhere is not purged before it is. Raises Unavailable."""
+        deadline = time.monotonic() + ORDERS_WITHIN_S
+        while (ordered_from := self._partition.groups.ordered_from()) is not None and ordered_from < upto:
+            if time.monotonic() > deadline:
+                raise Unavailable(
+                    f"nothing was purged: the outputs that the record at offset {ordered_from} has ordered are still to"
+                    " be appended to their topics",
+                    retry_after_s=1,
+                )
+            gevent.sleep(ORDERS_POLL_S)
+
+    def finish_purges(self) -> None:
+        """An earlier leader ended before it could write the STATE that lets its purges move the log start. Where that
+        fails, the next purge or the next leader does it."""
+        try:
+            if self._partition.serves and self._partition.groups.purges:
+                self.write_state()
+        except PortalMQError as error:
+            log.info("%s: its purges wait: %s", self._partition, error)
+
+    def move_log_start(self, upto: int) -> None:
+        """A purge is committed, and a STATE record behind it."""
+        if upto > self._partition.log.log_start_offset and not self._partition.closed:
+            gevent.spawn(self._move_log_start, upto)
+
+    def _move_log_start(self, upto: int) -> None:
+        failed = self._advance(upto)
+        if isinstance(failed, Shortage):
+            self._partition.groups.moves.insert(0, (0, upto))  # again, when the high watermark moves next
+        elif failed is not None and not isinstance(failed, Unavailable):
+            self._partition.host.storage_failed(failed)
+
+    def _advance(self, upto: int) -> Exception | None:
+        partition = self._partition
+        if partition.closed or upto <= partition.log.log_start_offset:
+            return None
+        moved: ReplicaStart | Exception = partition.host.pool.apply(_advance, (partition.log, upto))
+        if not isinstance(moved, ReplicaStart):
+            return moved
+        self._moved(moved)
+        partition.readable_end = max(partition.readable_end, upto)
+        return None
+
+    def _moved(self, start: ReplicaStart) -> None:
+        """Followers that ask for less are told to begin there."""
+        self._partition.start = start
+        self._partition.replica.log_start_offset = start.offset
+
+    # --- retention ---------------------------------------------------------------------------------------------------
+
+    def retain(self, retention_ms: int | None, retention_bytes: int | None, group_expiry_ms: int) -> None:
+        """Seal what is rolled, and remove the segments below the log start. A leader moves that start past segments
+        that are too old or too much and that no active group still needs; its followers follow, by no clock of
+        theirs."""
+        partition = self._partition
+        clock, log_ms = partition.host.clock, partition.replica.last_timestamp_ms
+        now_ms = clock.now_ms()
+        age_ms = self._age.time_ms(log_ms, now_ms, clock.wall_ms())
+        partition.replica.producers.expire(min(age_ms, log_ms) - partition.dedup_window_ms)
+        self._on_files(partition.log.seal, partition.high_watermark)
+        if partition.serves:
+            upto = partition.log.retention_candidate(age_ms, retention_ms, retention_bytes)
+            upto = self._unneeded_below(upto, min(age_ms, now_ms) - group_expiry_ms)
+            if upto > partition.log.log_start_offset and self._would_drop(upto):
+                self._begin_at(upto)
+        start = partition.log.log_start_offset
+        if self._would_drop(start):
+            self._on_files(partition.log.drop_segments_below, start)
+            self._moved(self._on_files(partition.log.replica_start))
+
+    def _on_files(self, work: Callable[P, T], *arguments: P.args, **more: P.kwargs) -> T:
+        """Return what `work` answers on a native thread. Raises its error; a damaged file is noted, and unavailable."""
+        found: T | Exception = self._partition.host.pool.apply(_answered, (work, *arguments), more)
+        if isinstance(found, DAMAGE):
+            self._partition.damaged(str(found))
+            raise Unavailable(f"a file is damaged on this broker: {found}") from found
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def _unneeded_below(self, upto: int, active_since_ms: int) -> int:
+        """What no group that was active since then, and no order of the outbox, still needs. Groups note when they were
+        active by the steady clock, as their leases run by it."""
+        for delivery in self._partition.delivery.values():
+            if delivery.last_active_ms > active_since_ms:
+                upto = self._unfinished_from(delivery, upto)
+        ordered_from = self._partition.groups.ordered_from()
+        return upto if ordered_from is None else min(upto, ordered_from)
+
+    def _unfinished_from(self, delivery: GroupDelivery, upto: int) -> int:
+        """Where the oldest segment below `upto` begins that holds something the group has not finished."""
+        lanes, end = self._partition.log.lanes, self._partition.high_watermark
+        upto = min(upto, delivery.floor())
+        for lane in lanes.present:
+            due_ms, offset = delivery.cursors.get(lane, (0, 0))
+            if lane < DELAYED:
+                offset = max(offset, delivery.start)
+            found = lanes.first_segment_after(lane, due_ms, offset, min(upto, end), start=delivery.start)
+            upto = upto if found is None else min(upto, found)
+        return upto
+
+    def _would_drop(self, upto: int) -> bool:
+        sealed = self._partition.log.sealed_segments
+        return bool(sealed) and sealed[0].end_offset <= upto
+
+    # --- damage ------------------------------------------------------------------------------------------------------
+
+    def scrub(self) -> bool:
+        """Check the next part of the log. False when that was the last one, and it begins again."""
+        partition = self._partition
+        found = partition.host.pool.apply(_scrub, (partition.log, self._scrub_at, SCRUB_BYTES))
+        if isinstance(found, int):
+            ended, self._scrub_at = found <= self._scrub_at, found
+            return not ended
+        if isinstance(found, DAMAGE):
+            partition.damaged(str(found))
+        elif not isinstance(found, OffsetPurged | Shortage | Unavailable):  # dropped, begun anew or closed meanwhile
+            partition.host.storage_failed(found)
+        self._scrub_at = 0
+        return False
+
+
+# --- on native threads: errors are answered and not raised, as gevent would print them -------------------------------
+
+
+def _save(
+    state_file: StateFile, fold: PartitionFold, high_watermark: int, messages_before: Callable[[int], int]
+) -> bool:
+    """Whether there was room."""
+    try:
+        state_file.save(fold, high_watermark, messages_before)
+    except Shortage:
+        return False
+    return True
+
+
+def _answered(work: Callable[P, T], *arguments: P.args, **more: P.kwargs) -> T | Exception:
+    try:
+        return work(*arguments, **more)
+    except Exception as error:  # noqa: BLE001
+        return error
+
+
+def _advance(log: Log, upto: int) -> ReplicaStart | Exception:
+    try:
+        log.advance_log_start(upto)
+        return log.replica_start()
+    except Exception as error:  # noqa: BLE001
+        return error
+
+
+def _scrub(log: Log, offset: int, bytes_max: int) -> int | Exception:
+    try:
+        return log.scrub(offset, bytes_max)
+    except Exception as error:  # noqa: BLE001
+        return error

@@ -1,0 +1,163 @@
+"""The leader's half of replication on one partition: followers' fetches, answered with what is durable here.
+
+A fetch whose log matches stands until there is something to say: records that were written, a high watermark that
+moved, or the end of this leadership. Batches go out as they were encoded when they were checksummed: from memory as
+long as they are there, else read and encoded once for all followers, on a native thread.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Protocol
+
+from portalmq.broker.core.replica.events import Fetch, FetchReceived, Rejected, Reply, ReplyFetch
+from portalmq.broker.storage.batch import Frame, frame_of
+from portalmq.broker.storage.errors import DAMAGE, OffsetPurged, Shortage, StorageError
+from portalmq.broker.storage.log import Log
+from portalmq.errors import Unavailable
+
+if TYPE_CHECKING:
+    from portalmq.broker.partition.partition import Partition
+
+# What one follower gets of one partition at a time: as much as one transaction takes.
+REPLY_OFFSETS_MAX = 50_000
+COLD_READ_BYTES = 512 * 1024
+
+
+class Asking(Protocol):
+    """A follower's fetch that waits for its answer."""
+
+    @property
+    def fetch(self) -> Fetch: ...
+
+    @property
+    def said_after_ms(self) -> int | None:
+        """As FetchReceived has it."""
+        ...
+
+    @property
+    def stands(self) -> bool:
+        """False once it was answered, replaced or given up."""
+        ...
+
+    def reply(self, reply: Reply) -> None:
+        """This is the answer."""
+        ...
+
+    def has_records(self) -> None:
+        """There are records for it."""
+        ...
+
+    def high_watermark_moved(self) -> None: ...
+
+
+class Serving:
+    """`parked` are the fetches that match and wait, by broker: a follower has at most one."""
+
+    def __init__(self, partition: Partition, cache_key: int) -> None:
+        self._partition = partition
+        self._cache_key = cache_key
+        self.parked: dict[int, Asking] = {}
+
+    def received(self, ask: Asking) -> None:
+        """A follower's fetch came, or it says that it stands."""
+        self._partition.tell(FetchReceived(ask, ask.fetch, ask.said_after_ms))
+
+    def withdrawn(self, ask: Asking) -> None:
+        if self.parked.get(ask.fetch.broker_id) is ask:
+            del self.parked[ask.fetch.broker_id]
+
+    def answer(self, action: ReplyFetch) -> None:
+        ask: Asking = action.token  # type: ignore[assignment]
+        if not ask.stands:
+            return
+        if action.reply is not None:
+            self.withdrawn(ask)
+            ask.reply(action.reply)
+            return
+        replica = self._partition.replica
+        self.parked[ask.fetch.broker_id] = ask
+        if replica.durable_end > action.offset:
+            ask.has_records()
+        else:
+            ask.high_watermark_moved()
+
+    def written(self, durable_end: int) -> None:
+        for ask in self.parked.values():
+            if ask.fetch.fetch_offset < durable_end:
+                ask.has_records()
+
+    def high_watermark_moved(self) -> None:
+        for ask in self.parked.values():
+            ask.high_watermark_moved()
+
+    def end(self) -> None:
+        """Nothing is answered any more in the epoch that these fetches were made in."""
+        parked, self.parked = self.parked, {}
+        for ask in parked.values():
+            ask.reply(Rejected(self._partition.replica.highest_epoch))
+
+    def frames(
+        self, offset: int, bytes_max: int, *, end: int | None = None, turn: AbstractContextManager[object] | None = None
+    ) -> list[Frame] | None:
+        """What follows `offset` (below `end`) and is durable here: at least one batch if there is any, about
+        `bytes_max`.
+
+        May wait for the disk, and before that for the `turn` to read from it. None when it cannot be had from here:
+        then the fetch has to be looked at anew.
+        """
+        durable_end = self._partition.replica.durable_end
+        end = min(durable_end if end is None else min(end, durable_end), offset + REPLY_OFFSETS_MAX)
+        found: list[Frame] = []
+        size = 0
+        cached = self._partition.host.cache.frames
+        while offset < end and (size < bytes_max or not found):
+            hit = cached.find(self._cache_key, offset) or self._encoded(offset)
+            if hit is None:
+                break
+            frame, offset = hit
+            found.append(frame)
+            size += frame.size_bytes
+        if found or offset >= end:
+            return found
+        with turn or nullcontext():
+            return self._read(offset, end, min(bytes_max, COLD_READ_BYTES))
+
+    def _encoded(self, offset: int) -> tuple[Frame, int] | None:
+        """The frame of a batch that lies in memory as messages only: made now, and kept."""
+        cache = self._partition.host.cache
+        batch = cache.find(self._cache_key, offset)
+        if batch is None:
+            return None
+        frame = frame_of(batch)
+        cache.put_frame(self._cache_key, batch.base_offset, batch.end_offset, frame)
+        return frame, batch.end_offset
+
+    def _read(self, offset: int, end: int, bytes_max: int) -> list[Frame] | None:
+        partition = self._partition
+        epoch = partition.replica.highest_epoch
+        read = partition.host.pool.apply(_read_frames, (partition.log, offset, end, bytes_max))
+        if isinstance(read, OffsetPurged | Shortage | Unavailable):
+            return None
+        if partition.replica.highest_epoch != epoch:
+            return None  # the log may have been cut since: nothing of what was read may enter the cache
+        if isinstance(read, DAMAGE):
+            partition.damaged(str(read))
+            return None
+        if isinstance(read, Exception):
+            partition.host.storage_failed(read)
+            return None
+        for base_offset, end_offset, frame in read:
+            partition.host.cache.put_frame(self._cache_key, base_offset, end_offset, frame)
+        return [frame for _, _, frame in read]
+
+
+def _read_frames(
+    log: Log, offset: int, end: int, bytes_max: int
+) -> list[tuple[int, int, Frame]] | StorageError | Unavailable:
+    """On a native thread. Errors are answered and not raised, as gevent would print them."""
+    try:
+        batches = log.read_to_copy(offset, max_bytes=bytes_max, below=end)
+    except (StorageError, Unavailable) as error:
+        return error
+    return [(batch.base_offset, batch.end_offset, frame_of(batch)) for batch in batches]

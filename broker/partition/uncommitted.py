@@ -1,0 +1,147 @@
+"""What was appended and is not committed yet: who waits for it, what becomes readable with it, which ids it has.
+
+high watermark ....[batch]....[batch]....[batch].... next offset
+                   each with a waiter, answered in the order of the log
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Container, Iterable
+
+from portalmq.broker.partition.writer import Pending
+from portalmq.broker.storage.batch import Batch, Kind
+from portalmq.errors import PortalMQError
+
+# What takes messages away from consumers: it is not answered while an earlier leader may still hand them out.
+SETTLING = frozenset({Kind.ACK, Kind.NACK, Kind.DEAD, Kind.COMMIT, Kind.DROP, Kind.CANCEL, Kind.PURGE, Kind.GROUP_END})
+
+Place = tuple[int, bytes | None, int]
+
+
+class Uncommitted:
+    """`ends` are the ends of the message batches above the high watermark, rising, with the times at which they were
+    appended (0: not known), whoever waits for them or has given up; `bytes` what the batches that are waited for hold
+    in memory. `unsettled` are committed, and their answers wait for the lease of an earlier leader to end (rule 14)."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self.ends: deque[tuple[int, int]] = deque()
+        self.unsettled: list[Pending] = []
+        self._pending: deque[Pending] = deque()
+        self._repeats: list[tuple[int, Pending]] = []
+        self._ids: dict[bytes, Place] = {}
+        self._sought: set[bytes] = set()
+
+    @property
+    def records(self) -> int:
+        """How many batches and control records are waited for."""
+        return len(self._pending)
+
+    def add(self, pending: Pending) -> None:
+        """A batch that was allotted its offsets."""
+        self._pending.append(pending)
+        self.bytes += pending.size_bytes
+        if pending.batch.kind == Kind.MESSAGES:
+            self.ends.append((pending.batch.end_offset, pending.appended_at_ms))
+
+    def add_repeat(self, end: int, pending: Pending) -> None:
+        """Somebody waits for what somebody else has appended, up to `end`."""
+        self._repeats.append((end, pending))
+
+    def wait_below(self, end: int) -> None:
+        """Return once everything below `end` is committed. Raises as a batch's own waiter does."""
+        pending = Pending(Batch(end - 1, 1, 0, Kind.MESSAGES, 0, 0))
+        self.add_repeat(end, pending)
+        pending.wait()
+
+    def wait_settled(self) -> None:
+        """Return once what is committed may be answered. Raises NotLeader when the leadership ends before."""
+        pending = Pending(Batch(0, 1, 0, Kind.ACK, 0, 0))
+        self.unsettled.append(pending)
+        pending.wait()
+
+    def settle(self) -> None:
+        """No earlier leader hands anything out any more."""
+        unsettled, self.unsettled = self.unsettled, []
+        for pending in unsettled:
+            pending.finish()
+
+    def advance(self, high_watermark: int, readable_end: int, *, settles: bool = True) -> int:
+        """Answer everyone below the high watermark; where the readable messages end now."""
+        while self.ends and self.ends[0][0] <= high_watermark:
+            readable_end = self.ends.popleft()[0]
+        while self._pending and self._pending[0].batch.end_offset <= high_watermark:
+            pending = self._pending.popleft()
+            self.bytes -= pending.size_bytes
+            if settles or pending.batch.kind not in SETTLING:
+                pending.finish()
+            else:
+                self.unsettled.append(pending)
+        if self._repeats:
+            repeats, self._repeats = self._repeats, []
+            for end, repeat in repeats:
+                if end <= high_watermark:
+                    repeat.finish()
+                else:
+                    self._repeats.append((end, repeat))
+        return readable_end
+
+    def first_message_ms(self) -> int | None:
+        """When the oldest messages were appended that are not committed; None when all are."""
+        return self.ends[0][1] if self.ends else None
+
+    def fail(self, error: PortalMQError) -> None:
+        """Everyone who waits is told this. What they wait for may be in the log, and stay there; so the ids of what is
+        still on its way to the disk are kept, for the case that this replica leads again before it is written."""
+        pending, self._pending = self._pending, deque()
+        repeats, self._repeats = self._repeats, []
+        unsettled, self.unsettled = self.unsettled, []
+        self.bytes = 0
+        for each in (*unsettled, *pending, *(repeat for _, repeat in repeats)):
+            each.finish(error)
+
+    def refuse(self, refused: Container[Pending], error: PortalMQError) -> None:
+        """These batches are not in the log. Who repeated one of them, or waits for what is in the log, is told `error`,
+        whose outcome is unknown, and may simply ask again."""
+        self._pending = deque(pending for pending in self._pending if pending not in refused)
+        self.bytes = sum([pending.size_bytes for pending in self._pending])
+        repeats, self._repeats = self._repeats, []
+        self._ids.clear()
+        for _, pending in repeats:
+            pending.finish(error)
+
+    # --- message ids -------------------------------------------------------------------------------------------------
+
+    def remember_ids(self, pending: Pending) -> None:
+        for offset, record in enumerate(pending.batch.records, pending.base_offset):
+            if record.message_id is not None:
+                self._ids[record.message_id] = (offset, record.body_hash, pending.appended_at_ms)
+
+    def place_of(self, message_id: bytes) -> Place | None:
+        return self._ids.get(message_id)
+
+    def places_of(self, message_ids: Iterable[bytes]) -> dict[bytes, Place]:
+        """Those of these ids that are here, in their order."""
+        if not self._ids:
+            return {}
+        return {message_id: self._ids[message_id] for message_id in message_ids if message_id in self._ids}
+
+    def seek(self, message_ids: Collection[bytes]) -> None:
+        """Somebody looks for these in the log, and is going to append those that are not there: until `sought` nobody
+        else is to."""
+        self._sought.update(message_ids)
+
+    def sought(self, message_ids: Collection[bytes]) -> None:
+        self._sought.difference_update(message_ids)
+
+    def is_sought(self, message_id: bytes) -> bool:
+        return message_id in self._sought
+
+    def is_any_sought(self, message_ids: Iterable[bytes]) -> bool:
+        return not self._sought.isdisjoint(message_ids)
+
+    def written(self, end_offset: int) -> None:
+        """What stands below is found in the log from here on."""
+        if self._ids:
+            self._ids = {key: place for key, place in self._ids.items() if place[0] >= end_offset}

@@ -1,0 +1,265 @@
+"""Group commit: what waits for the disk, and the one transaction at a time that takes it there.
+
+    put -> queue -> [native thread: checksum, INSERT, COMMIT: one fsync for all that waited] -> on_written
+
+Appends that come while a transaction runs go into the next one together. What nobody waits for (a grant) does not start
+one at once: it lingers a few milliseconds for company.
+
+A follower's batches take the same way: what one fetch brought is one entry of the queue, `Replicated`, and goes into
+one transaction as it came, with the leader's checksums.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from time import perf_counter
+from typing import Protocol
+
+import gevent
+import msgspec
+from gevent.event import Event
+from gevent.threadpool import ThreadPool
+
+from portalmq.broker.core.replica.events import Stamp
+from portalmq.broker.storage.batch import BadFrame, Batch, Frame, Head, batch_of_frame, frame_of
+from portalmq.broker.storage.errors import LogClosed, Shortage, StorageError
+from portalmq.broker.storage.log import Log
+from portalmq.errors import PortalMQError, Unavailable
+from portalmq.wire import Acks
+
+COMMIT_MESSAGES_MAX = 50_000
+COMMIT_WAIT_S = 30.0
+SOFT_LINGER_S = 0.005
+REFUSED_PAUSE_S = 0.1
+
+
+class NotCommittedYet(Unavailable):
+    """It is on its way, and may be committed later; who asks here again at once would only wait as long again."""
+
+    def __init__(self, detail: str) -> None:
+        super().__init__(detail, outcome="unknown", retry_after_s=1)
+
+
+class WriterHost(Protocol):
+    """What a writer needs of the broker."""
+
+    pool: ThreadPool
+
+    def storage_failed(self, fault: BaseException) -> None:
+        """Called for a fault after which nothing can be promised: the broker ends."""
+        ...
+
+    def committed(self, seconds: float) -> None: ...
+
+
+class Pending:
+    """A batch on its way: filled in when it is on disk, or refused. `is_soft`: nobody is going to wait for it."""
+
+    __slots__ = (
+        "acks",
+        "appended_at_ms",
+        "base_offset",
+        "batch",
+        "done",
+        "error",
+        "frame",
+        "is_soft",
+        "size_bytes",
+        "stamp",
+    )
+
+    def __init__(
+        self,
+        batch: Batch,
+        size_bytes: int = 0,
+        *,
+        stamp: Stamp | None = None,
+        acks: Acks = "all",
+        is_soft: bool = False,
+    ) -> None:
+        self.batch = batch
+        self.frame: Frame | None = None
+        self.size_bytes = size_bytes
+        self.stamp = stamp
+        self.acks = acks
+        self.is_soft = is_soft
+        self.base_offset = -1
+        self.appended_at_ms = 0
+        self.error: PortalMQError | None = None
+        self.done = Event()
+
+    @property
+    def message_count(self) -> int:
+        return self.batch.count
+
+    def finish(self, error: PortalMQError | None = None) -> None:
+        """Tell whoever waits. What was told first stands."""
+        if not self.done.is_set():
+            self.error = error
+            self.done.set()
+
+    def wait(self) -> None:
+        """Until it is as safe as its acks ask. Raises its error, or NotCommittedYet when it takes too long."""
+        if not self.done.wait(COMMIT_WAIT_S):
+            raise NotCommittedYet(f"not committed within {COMMIT_WAIT_S:.0f} s")
+        if self.error is not None:
+            raise self.error
+
+
+class Replicated:
+    """Batches from the leader, as they came, whose checksums fit; `batches` when they are on disk. Nobody waits."""
+
+    __slots__ = ("batches", "frames", "heads", "size_bytes")
+
+    is_soft = False
+
+    def __init__(self, frames: Sequence[Frame], heads: Sequence[Head]) -> None:
+        self.frames = frames
+        self.heads = heads
+        self.batches: list[Batch] = []
+        self.size_bytes = sum([frame.size_bytes for frame in frames])
+
+    @property
+    def end_offset(self) -> int:
+        return self.heads[-1].end_offset
+
+    @property
+    def message_count(self) -> int:
+        return sum([head.message_count for head in self.heads])
+
+
+Entry = Pending | Replicated
+
+
+class Writer:
+    """The queue of one partition's log. `on_written` gets what a transaction committed; `on_refused` what the disk had
+    no room for, or what a leader sent and nobody can read, together with all that waited behind it.
+
+    Invariant: a greenlet runs, or lingers, exactly while something is queued or being written.
+    """
+
+    def __init__(
+        self,
+        host: WriterHost,
+        log: Log,
+        on_written: Callable[[list[Entry]], None],
+        on_refused: Callable[[list[Entry], Exception], None],
+    ) -> None:
+        self._host = host
+        self._log = log
+        self._on_written = on_written
+        self._on_refused = on_refused
+        self._queue: deque[Entry] = deque()
+        self._greenlet: gevent.Greenlet | None = None
+        self._lingers = False
+        self._idle = Event()
+        self._idle.set()
+        self.queued_bytes = 0
+        # Whether there are followers to serve what was encoded to.
+        self.keeps_frames = False
+
+    @property
+    def is_idle(self) -> bool:
+        return self._greenlet is None
+
+    def wait_idle(self) -> None:
+        """Until everything that was put is written."""
+        self._idle.wait(COMMIT_WAIT_S)
+
+    def put(self, pending: Entry) -> None:
+        """Take what follows in offsets on what was put before."""
+        self._queue.append(pending)
+        self.queued_bytes += pending.size_bytes
+        self._idle.clear()
+        if self._greenlet is None:
+            self._lingers = pending.is_soft
+            self._greenlet = gevent.spawn_later(SOFT_LINGER_S, self._run) if self._lingers else gevent.spawn(self._run)
+        elif self._lingers and not pending.is_soft:
+            self._greenlet.kill(block=False)
+            self._lingers = False
+            self._greenlet = gevent.spawn(self._run)
+
+    def _run(self) -> None:
+        self._lingers = False
+        try:
+            while self._queue or self._log.checkpoint_due:
+                if self._queue:
+                    self._write(self._next_transaction())
+                elif not self._host.pool.apply(_checkpoint, (self._log,)) and not self._queue:
+                    break
+        except Exception as fault:  # whatever it is, those who wait would wait in vain
+            self._host.storage_failed(fault)
+            raise
+        finally:
+            self._greenlet = None
+            self._idle.set()
+
+    def take_back(self) -> list[Entry]:
+        """What is queued, which is not going to be written."""
+        taken = list(self._queue)
+        self._queue.clear()
+        self.queued_bytes -= sum([entry.size_bytes for entry in taken])
+        return taken
+
+    def _next_transaction(self) -> list[Entry]:
+        taken: list[Entry] = []
+        messages = 0
+        while self._queue and messages < COMMIT_MESSAGES_MAX:
+            entry = self._queue.popleft()
+            taken.append(entry)
+            messages += entry.message_count
+        return taken
+
+    def _write(self, taken: list[Entry]) -> None:
+        written = self._host.pool.apply(_commit, (self._log, taken, self.keeps_frames))
+        self.queued_bytes -= sum([entry.size_bytes for entry in taken])
+        if isinstance(written, Shortage | BadFrame):
+            taken += self.take_back()
+            self._on_refused(taken, written)
+            gevent.sleep(REFUSED_PAUSE_S)  # a leader begins its epoch again at once, and the disk is as full as before
+        elif isinstance(written, StorageError | LogClosed):
+            failed: PortalMQError = Unavailable("the storage failed while this was written", outcome="unknown")
+            if isinstance(written, StorageError):
+                self._host.storage_failed(written)
+            else:
+                failed = written
+            for entry in taken:
+                if isinstance(entry, Pending):
+                    entry.finish(failed)
+        else:
+            self._host.committed(written)
+            self._on_written(taken)
+
+
+def _checkpoint(log: Log) -> bool:
+    """On a native thread: whether there was room. If not, the write-ahead log keeps what it has."""
+    try:
+        log.checkpoint()
+    except (Shortage, LogClosed):
+        return False
+    return True
+
+
+def _commit(log: Log, taken: list[Entry], keeps_frames: bool) -> float | StorageError | LogClosed | BadFrame:
+    """On a native thread: checksum what is ours, decode what came from a leader, and write all in one transaction.
+    Answers the seconds it took.
+
+    An error is answered and not raised, as gevent would print it.
+    """
+    batches: list[Batch] = []
+    try:
+        for entry in taken:
+            if isinstance(entry, Replicated):
+                entry.batches = [batch_of_frame(*pair) for pair in zip(entry.frames, entry.heads, strict=True)]
+                batches += entry.batches
+            else:
+                frame = frame_of(entry.batch)
+                entry.batch = msgspec.structs.replace(entry.batch, crc=frame.crc)
+                entry.frame = frame if keeps_frames else None
+                batches.append(entry.batch)
+        begin = perf_counter()
+        log.append(batches)
+    except (StorageError, LogClosed, BadFrame) as fault:
+        return fault
+    return perf_counter() - begin

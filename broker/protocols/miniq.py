@@ -1,0 +1,123 @@
+"""MiniQ over HTTP: a queue, and a message stays in it until it is confirmed.
+
+    POST /message  {"Message": ...}   200 {key, timestamp}; a body that is no such object is the message itself
+    GET  /message                     200 {message, timestamp, key}, 404 when there is none to be had
+    POST /confirm  {"Key": key}       200; 404 for a key of no message
+    GET  /messages                    the whole queue, nothing taken: {messages: [{message, timestamp, key, state}]}
+
+Who was given a message has it until the lease ends; then it is offered again. A broker that was started with
+--no-confirm (MiniQ's -c) takes a message out when it hands it out. ?queue=name is a queue of its own, that is, a topic.
+A key tells of which queue it is: one that outlived its queue confirms nothing of the next one of the name. Timestamps
+are Unix milliseconds.
+"""
+
+from __future__ import annotations
+
+import uuid
+
+import msgspec
+from flask import Response, request
+
+from portalmq import wire
+from portalmq.broker.api.client_watch import peer_of
+from portalmq.broker.api.request_context import Room, answer, query
+from portalmq.broker.partition.answer_size import first_of
+from portalmq.broker.protocols import DEFAULT
+from portalmq.broker.protocols.payload import NO_JSON, RECORD_OF, Key, finish, read_key, record_of, shown
+from portalmq.broker.storage.batch import Record
+from portalmq.errors import InvalidRequest, MessageNotFound, PartitionNotFound, PortalMQError, TopicNotFound
+
+LIST_MAX = 10_000
+
+
+class Posted(msgspec.Struct):
+    message: msgspec.Raw = msgspec.field(name="Message")
+
+
+class Confirmation(msgspec.Struct):
+    key: str = msgspec.field(name="Key")
+
+
+def post(room: Room) -> Response:
+    queue = _queue()
+    # Asked before: should the queue be deleted and made again on the way, the key is of the one that is gone.
+    mark = _mark(room, queue)
+    (produced,) = room.domain.produce(queue, [_posted(room.body())], None, acks="all")
+    if isinstance(produced, PortalMQError):
+        raise produced
+    key = Key(mark or _mark(room, queue), produced.partition, produced.offset)
+    return answer({"key": str(key), "timestamp": produced.timestamp_ms})
+
+
+def _mark(room: Room, queue: str) -> str:
+    """ "" for a queue that is not there."""
+    try:
+        return room.domain.finishing.mark(queue)
+    except TopicNotFound:
+        return ""
+
+
+def _posted(body: bytes) -> Record:
+    try:
+        return record_of(msgspec.json.decode(body, type=Posted).message)
+    except (*NO_JSON, InvalidRequest):
+        pass
+    try:
+        body.decode("utf-8")
+    except UnicodeDecodeError:
+        return Record(body, wire.BYTES)
+    return Record(body, wire.TEXT)
+
+
+def get(room: Room) -> Response:
+    parameters = query("queue", "wait_ms")
+    queue = wire.check_name(parameters.text("queue") or DEFAULT, "queue")
+    wait_ms = min(parameters.number("wait_ms") or 0, wire.WAIT_MS_MAX)
+    wanted = wire.ReceiveRequest([queue], max_messages=1, wait_ms=wait_ms, attempt_id=uuid.uuid4().hex)
+    with room.parked(wait_ms):
+        messages = room.domain.receive(DEFAULT, wanted, peer_of(request.environ), is_first=True)
+    if not messages:
+        raise MessageNotFound(f"queue {queue!r} has no message to be had now")
+    (message,) = messages
+    if room.config.no_confirm:
+        (verdict,) = room.domain.ack(DEFAULT, [message.receipt])
+        if isinstance(verdict, PortalMQError):
+            raise verdict
+    key = Key(room.domain.finishing.mark_in(message.receipt), message.partition, message.offset)
+    return answer({**shown(message.record), "timestamp": message.timestamp_ms, "key": str(key)})
+
+
+def confirm(room: Room) -> Response:
+    queue = _queue()
+    key = wire.decode_json(room.body(), Confirmation).key
+    try:
+        (verdict,) = finish(room, queue, [read_key(key)])
+    except (PartitionNotFound, TopicNotFound):
+        verdict = False
+    if isinstance(verdict, PortalMQError):
+        raise verdict
+    if not verdict:
+        raise MessageNotFound(f"queue {queue!r} has no message with the key {key[:100]!r}")
+    return answer({"confirmed": key})
+
+
+def read_all(room: Room) -> Response:
+    """All that is not confirmed yet, at most LIST_MAX, and 16 MiB; `more` says whether that is not all."""
+    queue = _queue()
+    mark = room.domain.finishing.mark(queue)
+    found, more = first_of(room.domain.unfinished.messages(DEFAULT, queue), RECORD_OF, LIST_MAX)
+    room.make_room(map(RECORD_OF, found))
+    messages = [
+        {
+            **shown(each.stored.record),
+            "timestamp": each.stored.timestamp_ms,
+            "key": str(Key(mark, each.stored.partition, each.stored.offset)),
+            "state": each.state,
+        }
+        for each in found
+    ]
+    return answer({"messages": messages, "more": more})
+
+
+def _queue() -> str:
+    return wire.check_name(query("queue").text("queue") or DEFAULT, "queue")

@@ -1,0 +1,114 @@
+"""A message as the old protocols carry it: one JSON value. Text is stored as text, and anything else as JSON, as it was
+written: a number keeps its digits. Bytes that are neither go in and come out as base64, under another name."""
+
+from __future__ import annotations
+
+import base64
+import re
+from collections.abc import Sequence
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import msgspec
+
+from portalmq import wire
+from portalmq.broker.api.request_context import Room
+from portalmq.broker.protocols import DEFAULT
+from portalmq.broker.queues.settle import Verdict
+from portalmq.broker.storage.batch import Record
+from portalmq.errors import InvalidRequest
+
+NO_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+
+# Of a message that is not finished.
+RECORD_OF = attrgetter("stored.record")
+
+_decode_any = msgspec.json.Decoder().decode
+
+
+class Carried(msgspec.Struct, kw_only=True):
+    """Of a body that brings a message, the message: `message`, or `message_base64`."""
+
+    message: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    message_base64: str | msgspec.UnsetType = msgspec.UNSET
+
+    def record(self) -> Record:
+        """Raises InvalidRequest."""
+        if isinstance(self.message, msgspec.Raw) and self.message_base64 is msgspec.UNSET:
+            return record_of(self.message)
+        if isinstance(self.message_base64, str) and self.message is msgspec.UNSET:
+            return Record(wire.decode_base64(self.message_base64, "message_base64"), wire.BYTES)
+        raise InvalidRequest("give the message as `message` (text, or any JSON) or as `message_base64`, and not both")
+
+
+def record_of(raw: msgspec.Raw) -> Record:
+    """Raises InvalidRequest for what only looks like JSON."""
+    written = bytes(raw)
+    try:
+        message = _decode_any(written)
+        return Record(message.encode(), wire.TEXT) if isinstance(message, str) else Record(written, wire.JSON)
+    except NO_JSON as fault:
+        raise InvalidRequest(f"the message is no valid JSON: {fault}") from None
+
+
+def shown(record: Record, name: str = "message") -> dict[str, Any]:
+    """The message as a member of an answer: under `name`, or under `<name>_base64`."""
+    try:
+        text = record.value.decode("utf-8")
+    except UnicodeDecodeError:
+        return {f"{name}_base64": base64.b64encode(record.value).decode("ascii")}
+    if wire.is_json_type(record.content_type):
+        try:
+            _decode_any(record.value)
+            return {name: msgspec.Raw(record.value)}
+        except NO_JSON:
+            pass  # it says that it is JSON, and is not: as text it is what was sent
+    return {name: text}
+
+
+# What a key says of its queue is as long as a topic's mark.
+_MARKED = re.compile(r"(?:([0-9a-f]{8})-)?([0-9]{1,19})-([0-9]{1,19})", re.ASCII)
+
+
+class Key(NamedTuple):
+    """`<mark>-<partition>-<offset>`: a message's place, and the mark of its topic, so that a key which outlives its
+    queue names no message of the next one of that name. `mark` is "" where a key leaves it out, as ids of other doors
+    do."""
+
+    mark: str
+    partition: int
+    offset: int
+
+    def __str__(self) -> str:
+        place = f"{self.partition}-{self.offset}"
+        return f"{self.mark}-{place}" if self.mark else place
+
+
+def read_key(text: str) -> Key:
+    """Raises InvalidRequest."""
+    found = _MARKED.fullmatch(text)
+    if found is not None:
+        mark, partition, offset = found.groups()
+        key = Key(mark or "", int(partition), int(offset))
+        if max(key.partition, key.offset) <= wire.INTEGER_MAX:
+            return key
+    raise InvalidRequest(f"{text[:100]!r} is no key of a message: show the one that came with it")
+
+
+def finish(room: Room, queue: str, keys: Sequence[Key]) -> list[Verdict]:
+    """Which messages are done for the group of the older queues. Raises TopicNotFound, PartitionNotFound."""
+    places = [(key.partition, key.offset) for key in keys]
+    return room.domain.finishing.finish(DEFAULT, queue, places, marks=[key.mark for key in keys])
+
+
+# A message as one integer: the offset itself in partition 0, where all messages of a queue with one partition are.
+_OFFSET_BITS = 40
+
+
+def number_of(partition: int, offset: int) -> int:
+    """Exact in every JSON reader: 10 bits of partition over 40 of offset are below 2^53."""
+    return (partition << _OFFSET_BITS) | offset
+
+
+def place_of_number(number: int) -> tuple[int, int]:
+    return number >> _OFFSET_BITS, number & ((1 << _OFFSET_BITS) - 1)

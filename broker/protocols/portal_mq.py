@@ -1,0 +1,181 @@
+"""Portal MQ: a producer publishes until it is told that the message is in; a consumer is shown the message whose turn
+it is with its sequence number, and only when it has it tells the broker to go on, which only one of them can.
+
+    POST /publish {name, message, id}      200 {partition, offset}. With "sequence" a repeat is recognised;
+                                           "message_base64" instead brings bytes
+    POST /read    {name, id}               200 {message, offset}, 204 when there is none; "wait_ms" waits for one; with
+                                           "first_use" a missing topic is made, where /publish would make it
+    POST /consume {name, offset}           200 when it was that message's turn, 204 when it was not
+    POST /topic/create, delete {name}      200; /topic/exists 200 or 404
+    POST /producer, /consumer ...  {id}    the same: the names that programs go by
+
+The sequence number is the message's offset (in a topic of several partitions with the partition in it). Bodies may be
+JSON; members that are not known are ignored, as ever.
+"""
+
+from __future__ import annotations
+
+from itertools import count
+from typing import Annotated
+
+import msgspec
+from flask import Response, request
+
+from portalmq import wire
+from portalmq.broker.api.client_watch import peer_of
+from portalmq.broker.api.request_context import Room, answer, no_content
+from portalmq.broker.messages.browsing import Stored
+from portalmq.broker.protocols import PORTAL_GROUP
+from portalmq.broker.protocols.payload import Carried, number_of, place_of_number, shown
+from portalmq.errors import InvalidRequest, NotFound, PartitionNotFound, PortalMQError, TopicNotFound
+
+# A reader that sleeps on a topic of several partitions looks at each of them in turn for so long.
+LOOK_MS = 500
+KEY_LENGTH_MAX = 255
+
+Name = Annotated[str, msgspec.Meta(max_length=1_000)]
+_turns = count()
+
+
+class Publish(Carried, kw_only=True):
+    name: Name
+    id: str | int | None = None
+    sequence: str | int | None = None
+
+
+class Read(msgspec.Struct):
+    name: Name
+    id: str | int | None = None
+    wait_ms: Annotated[int, msgspec.Meta(ge=0, le=wire.WAIT_MS_MAX)] = 0
+    first_use: bool = False
+
+
+class Consume(msgspec.Struct):
+    name: Name
+    offset: Annotated[int, msgspec.Meta(ge=0, le=wire.INTEGER_MAX)]
+
+
+class OfTopic(msgspec.Struct):
+    name: Name
+
+
+class OfProgram(msgspec.Struct):
+    id: str | int
+
+
+def publish(room: Room) -> Response:
+    wanted = wire.decode_json(room.body(), Publish)
+    key = None
+    if wanted.sequence is not None:
+        if wanted.id is None:
+            raise InvalidRequest("a sequence counts the messages of a producer: name it in `id`")
+        # With its length, as there may be a colon in either.
+        key = f"{PORTAL_GROUP}:{len(str(wanted.id))}:{wanted.id}:{wanted.sequence}"
+        if len(key) > KEY_LENGTH_MAX:
+            raise InvalidRequest(f"`id` and `sequence` have {len(key)} characters together, {KEY_LENGTH_MAX} at most")
+    topic = wire.check_name(wanted.name, "topic")
+    records = [wanted.record()]
+    (produced,) = room.domain.produce(topic, records, None, acks="all", idempotency_key=key)
+    if isinstance(produced, PortalMQError):
+        raise produced
+    return answer({"partition": produced.partition, "offset": number_of(produced.partition, produced.offset)})
+
+
+def read(room: Room) -> Response:
+    wanted = wire.decode_json(room.body(), Read)
+    topic = wire.check_name(wanted.name, "topic")
+    with room.parked(wanted.wait_ms):
+        partitions = room.domain.use_topic(topic) if wanted.first_use else room.domain.turns.partitions(topic)
+        stored = _front(room, topic, partitions, wanted.wait_ms)
+    if stored is None:
+        return no_content()
+    offset = number_of(stored.partition, stored.offset)
+    return answer({**shown(stored.record), "offset": offset, "timestamp_ms": stored.timestamp_ms})
+
+
+def _front(room: Room, topic: str, size: int, wait_ms: int) -> Stored | None:
+    """The first message of any of `size` partitions; another is asked first each time."""
+    turn = next(_turns)
+    while True:
+        numbers = [(turn + step) % size for step in range(size)]
+        front = room.domain.turns.first_front(PORTAL_GROUP, topic, numbers)
+        if front.message is not None:
+            return front.message
+        if wait_ms <= 0:
+            return None
+        look_ms = wait_ms if size == 1 else min(wait_ms, LOOK_MS)
+        room.domain.browse(
+            topic,
+            numbers[0],
+            offset=front.offset,
+            position=None,
+            at_ms=None,
+            limit=1,
+            wait_ms=look_ms,
+            peer=peer_of(request.environ),
+        )
+        wait_ms -= look_ms
+        turn += 1
+
+
+def consume(room: Room) -> Response:
+    wanted = wire.decode_json(room.body(), Consume)
+    partition, offset = place_of_number(wanted.offset)
+    try:
+        advanced = room.domain.turns.advance(PORTAL_GROUP, wire.check_name(wanted.name, "topic"), partition, offset)
+    except PartitionNotFound:
+        advanced = False
+    return answer({"consumed": wanted.offset}) if advanced else no_content()
+
+
+# --- topics, producers, consumers ------------------------------------------------------------------------------------
+
+
+def create_topic(room: Room) -> Response:
+    topic = _topic(room)
+    room.domain.create_topic(topic, wire.CreateTopic())
+    return answer({"name": topic})
+
+
+def delete_topic(room: Room) -> Response:
+    topic = _topic(room)
+    room.domain.delete_topic(topic)
+    return answer({"name": topic})
+
+
+def topic_exists(room: Room) -> Response:
+    topic = _topic(room)
+    try:
+        room.domain.turns.partitions(topic)
+    except TopicNotFound as error:
+        error.extra["exists"] = False
+        raise
+    return answer({"name": topic, "exists": True})
+
+
+def _topic(room: Room) -> str:
+    return wire.check_name(wire.decode_json(room.body(), OfTopic).name, "topic")
+
+
+def create_program(room: Room, kind: str) -> Response:
+    name = _program(room, kind)
+    room.domain.registry.create(kind, name)
+    return answer({"id": name})
+
+
+def delete_program(room: Room, kind: str) -> Response:
+    name = _program(room, kind)
+    if not room.domain.registry.delete(kind, name):
+        raise NotFound(f"there is no {kind} {name!r}")
+    return answer({"id": name})
+
+
+def program_exists(room: Room, kind: str) -> Response:
+    name = _program(room, kind)
+    if not room.domain.registry.has(kind, name):
+        raise NotFound(f"there is no {kind} {name!r}", exists=False)
+    return answer({"id": name, "exists": True})
+
+
+def _program(room: Room, kind: str) -> str:
+    return wire.check_name(str(wire.decode_json(room.body(), OfProgram).id), kind)

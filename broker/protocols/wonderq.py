@@ -1,0 +1,103 @@
+"""WonderQ: a consumer takes messages under its id, and they are locked for it until it deletes them, or for a time.
+
+    POST   /v1/publish {"message": ...}        200 {"id"}; "message_base64" brings bytes
+    GET    /v1/consumer?cid=7&limit=10         200 {"messages": [{id, message}]}
+    DELETE /v1/consumer?cid=7&id=12            200 true, or false when it is not locked for that consumer (any more)
+    GET    /v1/queue                           200 {counts, messages: [{id, message, state, deliveries, ...}]}
+
+Ids are integers, and while the queue stands no message's id is ever another's. The lock is the group's visibility
+timeout (30 s by default: `PUT /v1/groups/default {"visibility_timeout_ms": 5000}` changes it). Nobody waits for a lock
+to be replicated: one that was given in the last moment before a leader dies may go with it, and its message is offered
+again. What was deleted stays deleted.
+"""
+
+from __future__ import annotations
+
+import uuid
+from contextlib import suppress
+
+import msgspec
+from flask import Response, request
+
+from portalmq import wire
+from portalmq.broker.api.client_watch import peer_of
+from portalmq.broker.api.request_context import Room, answer, query
+from portalmq.broker.partition.answer_size import first_of
+from portalmq.broker.protocols import DEFAULT
+from portalmq.broker.protocols.payload import RECORD_OF, Carried, number_of, place_of_number, shown
+from portalmq.broker.queues.unfinished import Waiting
+from portalmq.broker.queues.unfinished_counts import QueueSize
+from portalmq.errors import InvalidRequest, PartitionNotFound, PortalMQError, TopicNotFound
+
+LIMIT = 10
+SHOWN_MAX = 1_000
+
+
+def publish(room: Room) -> Response:
+    wanted = wire.decode_json(room.body(), Carried)
+    (produced,) = room.domain.produce(DEFAULT, [wanted.record()], None, acks="all")
+    if isinstance(produced, PortalMQError):
+        raise produced
+    return answer({"id": number_of(produced.partition, produced.offset)})
+
+
+def consume(room: Room) -> Response:
+    parameters = query("cid", "limit", "wait_ms")
+    holder = _holder(parameters.number("cid"))
+    limit = parameters.number("limit", least=1) or LIMIT
+    if limit > wire.RECEIVE_MESSAGES_MAX:
+        raise InvalidRequest(f"limit is {limit}, but must be at most {wire.RECEIVE_MESSAGES_MAX}")
+    wait_ms = min(parameters.number("wait_ms") or 0, wire.WAIT_MS_MAX)
+    wanted = wire.ReceiveRequest(
+        [DEFAULT], max_messages=limit, wait_ms=wait_ms, attempt_id=f"{holder}:{uuid.uuid4().hex}", consumer=holder
+    )
+    with room.parked(wait_ms):
+        messages = room.domain.receive(DEFAULT, wanted, peer_of(request.environ), is_first=True)
+    return answer(
+        {"messages": [{"id": number_of(each.partition, each.offset), **shown(each.record)} for each in messages]}
+    )
+
+
+def delete(room: Room) -> Response:
+    parameters = query("cid", "id")
+    holder, number = _holder(parameters.number("cid")), parameters.number("id")
+    if number is None:
+        raise InvalidRequest("name the message that was processed: ?cid=7&id=12")
+    try:
+        (verdict,) = room.domain.finishing.finish(DEFAULT, DEFAULT, [place_of_number(number)], holder=holder)
+    except (PartitionNotFound, TopicNotFound):
+        verdict = False
+    if isinstance(verdict, PortalMQError):
+        raise verdict
+    return answer(verdict)
+
+
+def _holder(cid: int | None) -> str:
+    if cid is None:
+        raise InvalidRequest("name the consumer, an integer of its own: ?cid=7")
+    return f"wonderq-{cid}"
+
+
+def state(room: Room) -> Response:
+    """What is in the queue at this moment: the counts, and its first messages."""
+    limit = min(query("limit").number("limit", least=1) or 100, SHOWN_MAX)
+    size = QueueSize(0, 0, 0)
+    found: list[Waiting] = []
+    more = False
+    with suppress(TopicNotFound):
+        # The size first: with it the group begins, and what nobody has asked for yet is counted as well.
+        size = room.domain.sizing.size(DEFAULT, DEFAULT)
+        found, more = first_of(room.domain.unfinished.messages(DEFAULT, DEFAULT), RECORD_OF, limit)
+    room.make_room(map(RECORD_OF, found))
+    messages = [
+        {
+            "id": number_of(each.stored.partition, each.stored.offset),
+            **shown(each.stored.record),
+            "state": each.state,
+            "deliveries": each.deliveries,
+            "timestamp_ms": each.stored.timestamp_ms,
+            "available_at_ms": each.available_at_ms,
+        }
+        for each in found
+    ]
+    return answer({**msgspec.structs.asdict(size), "messages": messages, "more": more})

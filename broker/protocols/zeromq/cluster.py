@@ -1,0 +1,156 @@
+"""The brokers, as MiniQ's server uses them: the public HTTP API through the client's own producer and transport.
+
+A message goes out by the shared Producer: what comes in from many clients meanwhile is one request. All else is a call
+that any broker answers, and that survives a leader's death within its time.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from concurrent.futures import Future
+from typing import Any
+
+import msgspec
+
+from portalmq import wire
+from portalmq.broker.protocols.zeromq.protocol import DEFAULT, Received, mark_in
+from portalmq.errors import PortalMQError, Unavailable
+from portalmq.message import RecordMetadata
+from portalmq.producer import Producer
+from portalmq.transport import chance
+from portalmq.transport.transport import Bootstrap, Request, Transport, decode_answer
+
+LOOK_UP_WITHIN_S = 2.0
+GIVE_BACK_WITHIN_S = 5.0
+# Of so many queues it is known where to ask first.
+NEAR_MAX = 10_000
+
+_JSON = (("Content-Type", wire.JSON),)
+
+
+class _Received(msgspec.Struct):
+    messages: list[Received]
+
+
+class _Deleted(msgspec.Struct):
+    deleted: list[bool]
+
+
+wire.prepare(_Received, _Deleted)
+
+
+class Cluster:
+    """Thread-safe. Every call but `send` may take up to its `timeout_s`, and raises a PortalMQError."""
+
+    def __init__(
+        self,
+        bootstrap: Bootstrap,
+        *,
+        token: str | None,
+        timeout_s: float,
+        buffer_messages: int,
+        buffer_bytes: int,
+        visibility_timeout_s: float | None = None,
+    ) -> None:
+        self._transport = Transport(bootstrap, token=token, timeout_s=timeout_s)
+        self._producer = Producer(
+            bootstrap,
+            token=token,
+            # Nobody waits for others to come: what comes while a request is on its way goes with the next one.
+            linger_ms=0,
+            delivery_timeout_s=timeout_s,
+            max_block_s=timeout_s,
+            buffer_messages=buffer_messages,
+            buffer_bytes=buffer_bytes,
+        )
+        self._visibility_ms = None if visibility_timeout_s is None else round(visibility_timeout_s * 1000)
+        self._near: dict[str, tuple[str, int] | None] = {}
+
+    def check(self, timeout_s: float) -> None:
+        """Raises Unavailable when no broker is there."""
+        self._transport.metadata([], deadline=time.monotonic() + timeout_s)
+
+    # --- messages in -------------------------------------------------------------------------------------------------
+
+    def has_room_for(self, queue: str) -> bool:
+        """Whether send() returns at once."""
+        return self._producer.has_room_for(queue)
+
+    def send(self, queue: str, value: str | bytes, content_type: str | None) -> Future[RecordMetadata]:
+        try:
+            return self._producer.send(queue, value, content_type=content_type)
+        except RuntimeError as fault:
+            raise Unavailable(f"MiniQ's server ends: {fault}", retryable=True, outcome="not_applied") from None
+
+    # --- messages out ------------------------------------------------------------------------------------------------
+
+    def receive(self, queue: str, at_most: int, timeout_s: float) -> list[Received]:
+        """Lease up to so many messages, without waiting for any."""
+        wanted = wire.ReceiveRequest(
+            [queue],
+            max_messages=at_most,
+            visibility_timeout_ms=self._visibility_ms,
+            attempt_id=f"zeromq:{uuid.uuid4().hex}",
+        )
+        request = Request(
+            "POST",
+            wire.group_path(DEFAULT, "receive"),
+            msgspec.json.encode(wanted),
+            _JSON,
+            repeatable=True,
+            near=self._leader_near(queue),
+            tells_first=True,
+        )
+        messages: list[Received] = decode_answer(self._transport.call(request, timeout_s=timeout_s), _Received).messages
+        for each in messages:
+            each.id = f"{mark_in(each.receipt)}-{each.id}"
+        return messages
+
+    def give_back(self, receipts: list[str]) -> None:
+        """Nobody has seen these messages: they may go to the next one at once. If that fails, their leases end."""
+        body = msgspec.json.encode(wire.NackRequest(receipts, unseen=True))
+        request = Request("POST", wire.group_path(DEFAULT, "nack"), body, _JSON, repeatable=True)
+        self._transport.call(request, timeout_s=GIVE_BACK_WITHIN_S)
+
+    # --- commands ----------------------------------------------------------------------------------------------------
+
+    def delete(self, queue: str, partition: int, ids: list[str], timeout_s: float) -> list[bool]:
+        """Which of these messages, all of one partition, were there and are done now."""
+        told = {"type": "DELETE_MSG", "payload": {"queue": queue, "ids": ids}}
+        answer = self._command(msgspec.json.encode(told), timeout_s, near=(queue, partition))
+        deleted: list[bool] = msgspec.json.decode(answer, type=_Deleted).deleted
+        return deleted
+
+    def command(self, body: bytes, timeout_s: float) -> bytes:
+        """Any command, as the brokers answer it."""
+        return self._command(body, timeout_s)
+
+    def _command(self, body: bytes, timeout_s: float, near: tuple[str, int] | None = None) -> bytes:
+        # Every command says what is to be so: twice is once.
+        request = Request("POST", "/miniq/command", body, _JSON, repeatable=True, near=near)
+        answer = self._transport.call(request, timeout_s=timeout_s)
+        decode_answer(answer, dict[str, Any])
+        return answer.body
+
+    # --- where -------------------------------------------------------------------------------------------------------
+
+    def _leader_near(self, queue: str) -> tuple[str, int] | None:
+        """A partition of the queue whose leader to ask: any broker would do, and that one has the shortest way."""
+        if queue in self._near:
+            return self._near[queue]
+        try:
+            metadata = self._transport.metadata([queue], deadline=time.monotonic() + LOOK_UP_WITHIN_S)
+        except PortalMQError:
+            return None
+        places = [(topic.name, each.partition) for topic in metadata.topics for each in topic.partitions]
+        if not places:  # it is made by the first receive
+            return None
+        if len(self._near) >= NEAR_MAX:
+            self._near.clear()
+        place = self._near[queue] = chance.choice(places)
+        return place
+
+    def close(self, timeout_s: float) -> None:
+        self._producer.close(timeout_s)
+        self._transport.close()

@@ -1,0 +1,150 @@
+"""`portalmq zeromq`: MiniQ's three ports in front of a cluster. pyzmq is loaded only when it is to run."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from portalmq import wire
+from portalmq.broker.protocols.zeromq import COMMAND_PORT, CONSUMER_PORT, PRODUCER_PORT
+from portalmq.broker.protocols.zeromq.access import Access, access_from
+from portalmq.cli.output import show_one
+from portalmq.cli.session import Session, with_session
+from portalmq.errors import PortalMQError
+
+if TYPE_CHECKING:
+    from portalmq.broker.protocols.zeromq.cluster import Cluster
+    from portalmq.broker.protocols.zeromq.curve import Curve
+    from portalmq.broker.protocols.zeromq.server import Limits, Server
+
+EXIT_USAGE = 2
+EXIT_PORT_TAKEN = 73
+LOOK_WITHIN_S = 2.0
+CLOSE_WITHIN_S = 5.0
+
+_PORT = click.IntRange(0, 65_535)
+
+
+@click.command(short_help="Serve MiniQ over ZeroMQ, in front of a cluster.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Where to listen.")
+@click.option("--command-port", type=_PORT, default=COMMAND_PORT, show_default=True, help="Commands; 0: a free one.")
+@click.option("--producer-port", type=_PORT, default=PRODUCER_PORT, show_default=True, help="Messages in.")
+@click.option("--consumer-port", type=_PORT, default=CONSUMER_PORT, show_default=True, help="Messages out.")
+@click.option("--token", metavar="SECRET", help="The token to show to the brokers (better: --token-file).")
+@click.option(
+    "--require-token", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
+    help='Let in whoever sends a token of this file, one a line, as the member "token".',
+)  # fmt: skip
+@click.option(
+    "--curve-key-file", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
+    help="Encrypt by CURVE: this server's secret key (.key_secret, as zmq.auth.create_certificates writes it).",
+)  # fmt: skip
+@click.option(
+    "--curve-clients", type=click.Path(path_type=Path, file_okay=False), metavar="DIRECTORY",
+    help="The public keys (.key) of the clients that are let in; goes with --curve-key-file.",
+)  # fmt: skip
+@click.option("--insecure", is_flag=True, help="Let everybody in who reaches the host.")
+@click.option(
+    "--timeout", "timeout_s", type=click.FloatRange(0.1, 600), default=15.0, show_default=True, metavar="SECONDS",
+    help="By when a request is answered, if only with an error.",
+)  # fmt: skip
+@click.option(
+    "--lease", "lease_s", type=click.FloatRange(0.001, wire.VISIBILITY_TIMEOUT_MS_MAX / 1000), metavar="SECONDS",
+    help="When a message that is not deleted comes again [the group's visibility timeout, 30].",
+)  # fmt: skip
+@click.option(
+    "--max-message-bytes", type=click.IntRange(1, wire.BODY_BYTES_MAX // 2), default=wire.MESSAGE_BYTES_MAX,
+    show_default=True, help="The largest message that is taken.",
+)  # fmt: skip
+@with_session
+def zeromq(
+    session: Session,
+    host: str,
+    command_port: int,
+    producer_port: int,
+    consumer_port: int,
+    token: str | None,
+    require_token: Path | None,
+    curve_key_file: Path | None,
+    curve_clients: Path | None,
+    *,
+    insecure: bool,
+    timeout_s: float,
+    lease_s: float | None,
+    max_message_bytes: int,
+) -> None:
+    """Serve MiniQ over ZeroMQ (REQ/REP, JSON): commands, producers and consumers, each on a port.
+
+    Example: portalmq zeromq --server http://localhost:5000,http://localhost:5001
+    """
+    logging.basicConfig(stream=sys.stderr, format="portalmq: %(message)s", level=logging.WARNING)
+    try:
+        if (curve_key_file is None) != (curve_clients is None):
+            raise ValueError("--curve-key-file and --curve-clients go together: give both, or neither")
+        access = access_from(require_token, host, insecure=insecure or curve_key_file is not None)
+    except ValueError as fault:
+        raise click.UsageError(str(fault)) from None
+    try:
+        from portalmq.broker.protocols.zeromq.cluster import Cluster
+        from portalmq.broker.protocols.zeromq.curve import Curve
+        from portalmq.broker.protocols.zeromq.server import Limits, PortTaken
+    except ImportError as missing:
+        click.echo(f"portalmq: {missing.name} is not installed: `pip install 'portalmq[zeromq]'`", err=True)
+        sys.exit(EXIT_USAGE)
+    limits = Limits(timeout_s=timeout_s, message_bytes_max=max_message_bytes)
+    try:
+        cluster = Cluster(
+            session.server,
+            token=token or session.token,
+            timeout_s=timeout_s,
+            buffer_messages=limits.requests_max,
+            buffer_bytes=2 * limits.request_bytes_max,
+            visibility_timeout_s=lease_s,
+        )
+        curve = Curve(curve_key_file, curve_clients) if curve_key_file and curve_clients else None
+    except ValueError as fault:
+        raise click.UsageError(str(fault)) from None
+    try:
+        server = _server(cluster, access, host, (command_port, producer_port, consumer_port), limits, curve)
+    except PortTaken as taken:
+        click.echo(f"portalmq: {taken}. Choose others with --command-port, --producer-port, --consumer-port.", err=True)
+        sys.exit(EXIT_PORT_TAKEN)
+    try:
+        _look(cluster)
+        show_one({str(door): endpoint for door, endpoint in server.endpoints.items()}, session.output)
+        sys.stdout.flush()
+        server.run()
+    finally:
+        signal.set_wakeup_fd(-1)
+        cluster.close(CLOSE_WITHIN_S)
+
+
+def _server(
+    cluster: Cluster, access: Access, host: str, ports: tuple[int, int, int], limits: Limits, curve: Curve | None
+) -> Server:
+    from portalmq.broker.protocols.zeromq.server import DOORS, Server
+
+    numbers = dict(zip(DOORS, ports, strict=True))
+    server = Server(cluster, access, host=host, ports=numbers, limits=limits, curve=curve)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: server.stop())
+    # A signal may come to any thread, and wakes no other by itself.
+    signal.set_wakeup_fd(server.bell, warn_on_full_buffer=False)
+    return server
+
+
+def _look(cluster: Cluster) -> None:
+    """A cluster that is not there yet may come: requests are refused until it does."""
+    try:
+        cluster.check(LOOK_WITHIN_S)
+    except PortalMQError as error:
+        click.echo(f"portalmq: {error}. Until that is mended requests are answered with an error.", err=True)
+
+
+if __name__ == "__main__":
+    zeromq(prog_name="portalmq zeromq")

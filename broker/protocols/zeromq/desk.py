@@ -1,0 +1,285 @@
+"""What is asked, by queue, and the workers that ask the brokers for it.
+
+    take --> a lane for each (kind, queue) --> a worker carries out all that waits in it as one call --> answers
+
+A lane is with one worker at a time. So what comes in while a call is on its way goes with the next one, a queue without
+a leader keeps one worker and not all of them, and nobody is asked for more messages than there are consumers waiting.
+A message for a queue that is known takes no lane: the producer has batches of its own.
+
+Every request has a deadline. What a call could not do in time is refused; those in the same call with time left are
+tried again.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple, Protocol
+
+from portalmq.broker.protocols.zeromq import protocol
+from portalmq.broker.protocols.zeromq.protocol import Asked, Door, Posted, Received, Told, Way
+from portalmq.errors import MessageNotFound, PortalMQError, Unavailable
+from portalmq.message import RecordMetadata
+
+_log = logging.getLogger("portalmq.zeromq")
+
+WORKERS_MAX = 32
+RECEIVE_MAX = 32
+DELETE_MAX = 500
+# With less time left than this no call is begun.
+CALL_S_MIN = 0.05
+
+
+class Cluster(Protocol):
+    """What the desk needs of the brokers."""
+
+    def has_room_for(self, queue: str) -> bool: ...
+    def send(self, queue: str, value: str | bytes, content_type: str | None) -> Future[RecordMetadata]: ...
+    def receive(self, queue: str, at_most: int, timeout_s: float) -> list[Received]: ...
+    def give_back(self, receipts: list[str]) -> None: ...
+    def delete(self, queue: str, partition: int, ids: list[str], timeout_s: float) -> list[bool]: ...
+    def command(self, body: bytes, timeout_s: float) -> bytes: ...
+
+
+@dataclass(slots=True)
+class Job:
+    """One request: where it came in, the way back, until when (monotonic), and how many bytes it holds."""
+
+    door: Door
+    way: Way
+    deadline: float
+    size: int
+    what: Posted | Asked | Told
+
+
+class Reply(NamedTuple):
+    """`lease` is (queue, receipt) where a message is handed out: if it reaches nobody, it is given back."""
+
+    job: Job
+    body: bytes
+    lease: tuple[str, str] | None = None
+
+
+class Returned(NamedTuple):
+    """A message that reached nobody."""
+
+    receipt: str
+
+
+_Lane = tuple[str, str, int]
+_Item = Job | Returned
+
+
+class Desk:
+    """`answer` is called once for each job, by any thread. `ports` are told to those who open a door.
+
+    Invariant, under the lock: a lane is in `_lanes` while it has items or is with a worker; it is in `_ready` while it
+    has items and is with none.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        answer: Callable[[Reply], None],
+        *,
+        ports: Callable[[], dict[Door, int]],
+        clock: Callable[[], float] = time.monotonic,
+        workers_max: int = WORKERS_MAX,
+    ) -> None:
+        self._cluster = cluster
+        self._answer = answer
+        self._ports = ports
+        self._clock = clock
+        self._workers_max = workers_max
+        self._lock = threading.Lock()
+        self._work = threading.Condition(self._lock)
+        self._lanes: dict[_Lane, deque[_Item]] = {}
+        self._ready: deque[_Lane] = deque()
+        self._workers: list[threading.Thread] = []
+        self._resting = 0
+        self._closed = False
+
+    # --- in ----------------------------------------------------------------------------------------------------------
+
+    def take(self, job: Job) -> None:
+        """Never waits."""
+        what = job.what
+        if isinstance(what, Posted):
+            if self._cluster.has_room_for(what.queue):
+                self._send(job)
+            else:
+                self._put(("post", what.queue, 0), job)
+        elif isinstance(what, Asked):
+            self._put(("receive", what.queue, 0), job)
+        elif what.message_id is not None:
+            self._put(("delete", what.queue, protocol.partition_of(what.message_id)), job)
+        else:
+            self._put(("tell", what.queue, 0), job)
+
+    def give_back(self, queue: str, receipt: str) -> None:
+        """Its answer reached nobody."""
+        self._put(("give back", queue, 0), Returned(receipt))
+
+    def _put(self, lane: _Lane, item: _Item) -> None:
+        with self._lock:
+            items = self._lanes.get(lane)
+            if items is not None:
+                items.append(item)
+                return
+            self._lanes[lane] = deque([item])
+            self._ready.append(lane)
+            self._wake()
+
+    def _wake(self) -> None:
+        if self._resting:
+            # Counted here: one that is woken and has not run yet must not be taken for one that rests.
+            self._resting -= 1
+            self._work.notify()
+        elif len(self._workers) < self._workers_max:
+            worker = threading.Thread(target=self._run, name="portalmq-miniq", daemon=True)
+            self._workers.append(worker)
+            worker.start()
+
+    # --- workers -----------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                while not self._ready:
+                    if self._closed:
+                        return
+                    self._resting += 1
+                    self._work.wait()
+                lane = self._ready.popleft()
+                items = self._lanes[lane]
+                taken = [items.popleft() for _ in range(min(len(items), _at_once(lane)))]
+            left = self._serve(lane, taken)
+            with self._lock:
+                items.extendleft(reversed(left))
+                if items:
+                    self._ready.append(lane)
+                    if len(self._ready) > 1:
+                        self._wake()
+                else:
+                    del self._lanes[lane]
+
+    def _serve(self, lane: _Lane, taken: Sequence[_Item]) -> list[Job]:
+        """Those that are to be tried again."""
+        kind, queue, partition = lane
+        receipts = [item.receipt for item in taken if isinstance(item, Returned)]
+        jobs = [item for item in taken if isinstance(item, Job)]
+        now = self._clock()
+        late = [job for job in jobs if job.deadline - now < CALL_S_MIN]
+        jobs = [job for job in jobs if job.deadline - now >= CALL_S_MIN]
+        for job in late:
+            self._refuse(job, Unavailable("the brokers could not be asked in time: ask again", outcome="not_applied"))
+        timeout_s = min((job.deadline for job in jobs), default=now) - now
+        try:
+            if receipts:
+                self._cluster.give_back(receipts)
+            elif not jobs:
+                pass
+            elif kind == "post":
+                for job in jobs:
+                    self._send(job)
+            elif kind == "receive":
+                self._receive(queue, jobs, timeout_s)
+            elif kind == "delete":
+                self._delete(queue, partition, jobs, timeout_s)
+            else:
+                self._tell(jobs, timeout_s)
+        except PortalMQError as error:
+            if receipts:
+                _log.info("messages that reached nobody come again when their leases end: %s", error)
+            return self._after(error, jobs)
+        except Exception as fault:  # noqa: BLE001 - a worker outlives whatever comes up
+            _log.exception("a call for MiniQ failed")
+            return self._after(Unavailable(f"the call failed: {fault!r}", retryable=False, outcome="unknown"), jobs)
+        return []
+
+    def _after(self, error: PortalMQError, jobs: list[Job]) -> list[Job]:
+        """A call failed whose time was that of its oldest job. The others have time left, where it may help."""
+        now, again = self._clock(), []
+        for job in jobs:
+            if error.retryable and job.deadline - now >= CALL_S_MIN and not self._closed:
+                again.append(job)
+            else:
+                self._refuse(job, error)
+        return again
+
+    def _refuse(self, job: Job, error: PortalMQError) -> None:
+        self._answer(Reply(job, protocol.refusal(error)))
+
+    # --- what is asked -----------------------------------------------------------------------------------------------
+
+    def _send(self, job: Job) -> None:
+        assert isinstance(job.what, Posted)
+        try:
+            future = self._cluster.send(job.what.queue, job.what.value, job.what.content_type)
+        except PortalMQError as error:
+            self._refuse(job, error)
+            return
+        future.add_done_callback(partial(self._sent, job, job.what.queue))
+
+    def _sent(self, job: Job, queue: str, future: Future[RecordMetadata]) -> None:
+        fault = future.exception()
+        if fault is None:
+            where = future.result()
+            told = protocol.stored(where.partition, where.offset, queue, where.timestamp_ms, where.topic_id)
+            self._answer(Reply(job, told))
+            return
+        if not isinstance(fault, PortalMQError):
+            fault = Unavailable(f"sending failed: {fault!r}", outcome="unknown")
+        self._refuse(job, fault)
+
+    def _receive(self, queue: str, jobs: list[Job], timeout_s: float) -> None:
+        messages = iter(self._cluster.receive(queue, len(jobs), timeout_s))
+        for job in jobs:
+            message = next(messages, None)
+            if message is None:
+                self._answer(Reply(job, protocol.empty(queue)))
+            else:
+                self._answer(Reply(job, protocol.handed(queue, message), (queue, message.receipt)))
+
+    def _delete(self, queue: str, partition: int, jobs: list[Job], timeout_s: float) -> None:
+        ids = [job.what.message_id for job in jobs if isinstance(job.what, Told) and job.what.message_id is not None]
+        verdicts = self._cluster.delete(queue, partition, ids, timeout_s)
+        for job, message_id, was_there in zip(jobs, ids, verdicts, strict=True):
+            if was_there:
+                self._answer(Reply(job, protocol.done(queue=queue, id=message_id)))
+            else:
+                self._refuse(job, MessageNotFound(f"queue {queue!r} has no message {message_id!r} to be deleted"))
+
+    def _tell(self, jobs: list[Job], timeout_s: float) -> None:
+        (job,) = jobs
+        assert isinstance(job.what, Told)
+        answer = self._cluster.command(job.what.body, timeout_s)
+        opens: Door | None = _OPENS.get(job.what.kind)
+        if opens is not None:
+            answer = protocol.with_member(answer, "port", self._ports()[opens])
+        self._answer(Reply(job, answer))
+
+    # --- the end -----------------------------------------------------------------------------------------------------
+
+    def close(self, timeout_s: float) -> None:
+        """What is carried out is carried out; the workers end when nothing waits."""
+        with self._lock:
+            self._closed = True
+            self._work.notify_all()
+        deadline = time.monotonic() + timeout_s
+        for worker in self._workers:
+            worker.join(max(0.0, deadline - time.monotonic()))
+
+
+_OPENS: dict[str, Door] = {"PRODUCE_MSG": "producers", "CONSUME": "consumers"}
+_AT_ONCE = {"tell": 1, "receive": RECEIVE_MAX}
+
+
+def _at_once(lane: _Lane) -> int:
+    return _AT_ONCE.get(lane[0], DELETE_MAX)

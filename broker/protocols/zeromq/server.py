@@ -1,0 +1,290 @@
+"""MiniQ's three sockets. One thread reads and writes them all, and waits for nothing else.
+
+ROUTER sockets serve any number of REQ clients at a time: each request goes to the desk, and its answer finds the way
+back when it is there. What is in hand is bounded in number and bytes, and for each client; beyond that a request is
+refused, and may come again. A client that is gone, or does not read, loses its answer and holds up nobody; a message
+that was in it is given back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import zmq
+
+from portalmq import wire
+from portalmq.broker.protocols.zeromq import COMMAND_PORT, CONSUMER_PORT, PRODUCER_PORT, protocol
+from portalmq.broker.protocols.zeromq.access import Access
+from portalmq.broker.protocols.zeromq.curve import Curve
+from portalmq.broker.protocols.zeromq.desk import Cluster, Desk, Job, Reply
+from portalmq.broker.protocols.zeromq.flood import FloodGuard
+from portalmq.broker.protocols.zeromq.protocol import Asked, Door, Malformed, Posted, Told, Way
+from portalmq.errors import Backpressure, PortalMQError, Unavailable
+
+_log = logging.getLogger("portalmq.zeromq")
+
+# So many requests of one client at a time: REQ has one, a DEALER may have more.
+PIPELINE_MAX = 100
+# In libzmq, for each connection: requests that are read ahead, answers that are not taken yet. libzmq hears only after
+# half of the latter that they were taken, so that a client with all its requests answered at once needs the double.
+READ_AHEAD = 4
+UNREAD_MAX = 4 * PIPELINE_MAX
+BURST = 100
+BACKLOG = 1_024
+# A client whose machine is gone is noticed within a minute, and one that does not speak ZeroMQ is put out sooner.
+KEEPALIVE_IDLE_S = 30
+KEEPALIVE_INTERVAL_S = 10
+KEEPALIVE_PROBES = 3
+HANDSHAKE_WITHIN_S = 10
+CLOSE_LINGER_MS = 1_000
+# A message as JSON, with escapes, in its envelope.
+ENVELOPE_BYTES = 64 * 1024
+
+DOORS: tuple[Door, ...] = ("commands", "producers", "consumers")
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """`timeout_s`: by when a request is answered, if only with an error."""
+
+    timeout_s: float = 15.0
+    message_bytes_max: int = wire.MESSAGE_BYTES_MAX
+    requests_max: int = 10_000
+    request_bytes_max: int = 64 * 1024 * 1024
+
+    @property
+    def frame_bytes_max(self) -> int:
+        """libzmq closes the connection that sends more."""
+        return 2 * self.message_bytes_max + ENVELOPE_BYTES
+
+    @property
+    def unread_bytes_max(self) -> int:
+        """What a connection may bring before one of its requests is seen here."""
+        return (READ_AHEAD + 2) * self.frame_bytes_max
+
+    @property
+    def growth_bytes_max(self) -> int:
+        """For what is in hand, in answers and on its way to the brokers, and as much for what is half received."""
+        return 4 * self.request_bytes_max + 64 * 1024 * 1024
+
+
+class PortTaken(Exception):
+    """A socket cannot be bound; the text says which and why."""
+
+
+class Server:
+    """Made in one thread, run in the same. Only `stop` may be called from others, or from a signal's handler."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        access: Access,
+        *,
+        host: str = "127.0.0.1",
+        ports: dict[Door, int] | None = None,
+        limits: Limits | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        curve: Curve | None = None,
+    ) -> None:
+        """Binds the ports; 0 takes a free one. With `curve` only its clients get in. Raises PortTaken."""
+        self.limits = limits or Limits()
+        self._access = access
+        self._clock = clock
+        self._context = zmq.Context()
+        self._curve = curve
+        if curve is not None:
+            curve.start(self._context)
+        self._poller = zmq.Poller()
+        self._sockets: dict[Door, zmq.Socket[bytes]] = {}
+        self.endpoints: dict[Door, str] = {}
+        self._desk = Desk(cluster, self._answered, ports=lambda: self.ports, clock=clock)
+        # Invariant: `_in_hand` counts the jobs at the desk by (door, client), `_bytes` is the sum of their sizes.
+        self._in_hand: dict[tuple[Door, bytes], int] = {}
+        self._requests = 0
+        self._bytes = 0
+        self._outbox: deque[Reply] = deque()
+        self._bell, self._ringer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._stopping = False
+        self._poller.register(self._bell, zmq.POLLIN)
+        wanted = {"commands": COMMAND_PORT, "producers": PRODUCER_PORT, "consumers": CONSUMER_PORT, **(ports or {})}
+        try:
+            for door in DOORS:
+                self._bind(door, host, wanted[door])
+        except PortTaken:
+            self._close_sockets(linger_ms=0)
+            raise
+        self._guard = FloodGuard(
+            lambda: set(self.ports.values()), self.limits.unread_bytes_max, self.limits.growth_bytes_max
+        )
+
+    @property
+    def ports(self) -> dict[Door, int]:
+        return {door: int(endpoint.rpartition(":")[2]) for door, endpoint in self.endpoints.items()}
+
+    def _bind(self, door: Door, host: str, port: int) -> None:
+        socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
+        self._sockets[door] = socket
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        socket.setsockopt(zmq.MAXMSGSIZE, self.limits.frame_bytes_max)
+        socket.setsockopt(zmq.RCVHWM, READ_AHEAD)
+        socket.setsockopt(zmq.SNDHWM, UNREAD_MAX)
+        socket.setsockopt(zmq.BACKLOG, BACKLOG)
+        socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+        socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_IDLE_S)
+        socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, KEEPALIVE_INTERVAL_S)
+        socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, KEEPALIVE_PROBES)
+        socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_WITHIN_S * 1000)
+        if self._curve is not None:
+            self._curve.secure(socket)
+        shown = f"[{host}]" if ":" in host else host
+        if ":" in host:
+            socket.setsockopt(zmq.IPV6, 1)
+        address = f"tcp://{'127.0.0.1' if host == 'localhost' else shown}:{port or '*'}"
+        try:
+            socket.bind(address)
+        except zmq.ZMQError as fault:
+            raise PortTaken(f"cannot listen for {door} on {address}: {fault.strerror}") from None
+        self.endpoints[door] = socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._poller.register(socket, zmq.POLLIN)
+
+    # --- the loop ----------------------------------------------------------------------------------------------------
+
+    def run(self, *, drain_s: float = 5.0) -> None:
+        """Serve until stop(); then answer what is in hand, for so long at most, and close."""
+        self._guard.start()
+        try:
+            while not self._stopping:
+                self._turn(None)
+            for socket in self._sockets.values():
+                self._poller.unregister(socket)
+            deadline = self._clock() + drain_s
+            while self._requests and (left_s := deadline - self._clock()) > 0:
+                self._turn(left_s)
+        finally:
+            self._desk.close(0)
+            self._guard.close()
+            self._close_sockets(linger_ms=CLOSE_LINGER_MS)
+
+    def stop(self) -> None:
+        self._stopping = True
+        self._ring()
+
+    @property
+    def bell(self) -> int:
+        """A byte that is written to this file descriptor wakes the loop: for signal.set_wakeup_fd."""
+        return self._ringer
+
+    def _turn(self, timeout_s: float | None) -> None:
+        ready = dict(self._poller.poll(None if timeout_s is None else max(1, round(timeout_s * 1000))))
+        if self._bell in ready:
+            with contextlib.suppress(BlockingIOError):
+                os.read(self._bell, 4096)
+        for door, socket in self._sockets.items():
+            if socket in ready:
+                self._read(door, socket)
+        while self._outbox:
+            self._send_off(self._outbox.popleft())
+
+    def _read(self, door: Door, socket: zmq.Socket[bytes]) -> None:
+        for _ in range(BURST):
+            try:
+                sender = socket.recv(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            self._guard.came(_descriptor_of(sender))
+            self._take(door, [sender.bytes, *(socket.recv_multipart(zmq.NOBLOCK) if sender.more else ())])
+
+    # --- requests ----------------------------------------------------------------------------------------------------
+
+    def _take(self, door: Door, frames: Sequence[bytes]) -> None:
+        way: Way = (frames[0],)
+        try:
+            way, body = protocol.opened(frames)
+            size = sum(map(len, frames))
+            self._check_room(door, way[0], size)
+            what = self._understood(door, body)
+            self._access.check(what.token)
+        except Malformed as error:
+            self._send(door, error.way, protocol.refusal(error))
+        except PortalMQError as error:
+            self._send(door, way, protocol.refusal(error))
+        except Exception as fault:  # noqa: BLE001 - no request ends the server
+            _log.exception("a request could not be read")
+            self._send(door, way, protocol.refusal(Unavailable(f"the request failed: {fault!r}", retryable=False)))
+        else:
+            client = (door, way[0])
+            self._in_hand[client] = self._in_hand.get(client, 0) + 1
+            self._requests += 1
+            self._bytes += size
+            self._desk.take(Job(door, way, self._clock() + self.limits.timeout_s, size, what))
+
+    def _understood(self, door: Door, body: bytes) -> Posted | Asked | Told:
+        if door == "producers":
+            return protocol.read_posted(body, self.limits.message_bytes_max)
+        return protocol.read_asked(body) if door == "consumers" else protocol.read_told(body)
+
+    def _check_room(self, door: Door, client: bytes, size: int) -> None:
+        if self._in_hand.get((door, client), 0) >= PIPELINE_MAX:
+            raise Backpressure(f"{PIPELINE_MAX} requests of this client are not answered yet: wait for an answer")
+        if self._requests >= self.limits.requests_max or self._bytes + size > self.limits.request_bytes_max:
+            raise Backpressure(f"{self._requests} requests are in hand: ask again in a moment")
+
+    # --- answers -----------------------------------------------------------------------------------------------------
+
+    def _answered(self, reply: Reply) -> None:
+        """From any thread."""
+        self._outbox.append(reply)
+        self._ring()
+
+    def _ring(self) -> None:
+        # A full pipe has rung enough; one that is closed has nobody to hear.
+        with contextlib.suppress(BlockingIOError, OSError):
+            os.write(self._ringer, b"!")
+
+    def _send_off(self, reply: Reply) -> None:
+        job = reply.job
+        client = (job.door, job.way[0])
+        left = self._in_hand[client] - 1
+        if left:
+            self._in_hand[client] = left
+        else:
+            del self._in_hand[client]
+        self._requests -= 1
+        self._bytes -= job.size
+        if not self._send(job.door, job.way, reply.body) and reply.lease is not None:
+            self._desk.give_back(*reply.lease)
+
+    def _send(self, door: Door, way: Way, body: bytes) -> bool:
+        """False when the client is gone, or takes no answers."""
+        try:
+            self._sockets[door].send_multipart([*way, body], zmq.NOBLOCK)
+        except zmq.ZMQError as fault:
+            if fault.errno not in (errno.EAGAIN, errno.EHOSTUNREACH):
+                raise
+            return False
+        return True
+
+    def _close_sockets(self, *, linger_ms: int) -> None:
+        for socket in self._sockets.values():
+            socket.close(linger=linger_ms)
+        if self._curve is not None:
+            self._curve.stop()
+        self._context.term()
+        ringer, self._ringer = self._ringer, -1
+        os.close(ringer)
+        os.close(self._bell)
+
+
+def _descriptor_of(frame: zmq.Frame) -> int | None:
+    """The file descriptor of the connection that a frame came by; None for clients older than libzmq 4."""
+    try:
+        return int(frame.get(zmq.SRCFD))
+    except zmq.ZMQError:
+        return None

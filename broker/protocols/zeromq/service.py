@@ -1,0 +1,252 @@
+"""The layer between programs and MiniQ's server: producers and consumers talk to this, and never to a socket.
+
+A REQ socket that lost its answer is stuck for good. So when none comes in time the socket is thrown away, and the
+request goes out again by a new one (the "lazy pirate" of the ZeroMQ guide, chapter 4). A message whose answer was lost
+may therefore be stored twice: at least once, never not at all.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+
+from portalmq import wire
+from portalmq.broker.protocols.zeromq import COMMAND_PORT, CONSUMER_PORT, PRODUCER_PORT, protocol
+from portalmq.broker.protocols.zeromq.curve import CurveClient
+from portalmq.broker.protocols.zeromq.protocol import DEFAULT, Door
+from portalmq.closing import Closing
+from portalmq.errors import PortalMQError, Unavailable, error_from_problem
+
+# Longer than the server takes to answer, if only with an error.
+TIMEOUT_S = 20.0
+TRIES = 3
+PAUSE_FIRST_S = 0.05
+PAUSE_MAX_S = 1.0
+
+_encode = msgspec.json.Encoder().encode
+
+
+class _Answer(msgspec.Struct):
+    status: str
+
+
+wire.prepare(_Answer)
+
+
+@dataclass(frozen=True, slots=True)
+class MiniQMessage:
+    """A message that a consumer was given. It comes again unless it is deleted before its lease ends. `message` is text
+    or what JSON can say; bytes that are neither are bytes."""
+
+    id: str
+    message: Any
+    queue: str
+    timestamp: int
+    deliveries: int
+
+
+class _Line:
+    """One REQ socket to one port, for one thread at a time."""
+
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, timeout_s: float, curve: CurveClient | None
+    ) -> None:
+        self.endpoint = endpoint
+        self._curve = curve
+        self._timeout_ms = round(timeout_s * 1000)
+        self.lock = threading.Lock()
+        self._context = context
+        self._socket: zmq.Socket[bytes] | None = None
+
+    @property
+    def is_secured(self) -> bool:
+        return self._curve is not None
+
+    def ask(self, request: bytes) -> bytes | None:
+        """The answer, or None when none came in time: then the socket is a new one the next time."""
+        socket = self._socket
+        if socket is None:
+            socket = self._socket = self._context.socket(zmq.REQ)
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.SNDTIMEO, self._timeout_ms)
+            socket.setsockopt(zmq.RCVTIMEO, self._timeout_ms)
+            if self._curve is not None:
+                self._curve.secure(socket)
+            socket.connect(self.endpoint)
+        try:
+            socket.send(request)
+            return socket.recv()
+        except zmq.Again:
+            self.drop()
+            return None
+        except BaseException:
+            self.drop()  # an interrupted wait leaves it stuck too
+            raise
+
+    def drop(self) -> None:
+        if self._socket is not None:
+            self._socket.close(linger=0)
+            self._socket = None
+
+
+class MiniQService(Closing):
+    """Commands, messages in, messages out. Thread-safe: threads that use one door take turns, so give each busy thread
+    a service of its own. Close it, or use `with`.
+
+        with MiniQService() as miniq:
+            miniq.create_queue("jobs")
+            miniq.produce("jobs", {"n": 1})
+            job = miniq.consume("jobs")
+            if job is not None:
+                miniq.delete(job)
+
+    Every call raises the PortalMQError that the server answered, and Unavailable when no answer came in `tries` times
+    `timeout_s`. An error that may be repeated is repeated within the first `timeout_s`. With CURVE, `curve_key_file` is
+    this program's secret key and `curve_server_key` the server's public one, in files of `zmq.auth`.
+    """
+
+    def __init__(
+        self,
+        host: str = "127.0.0.1",
+        *,
+        command_port: int = COMMAND_PORT,
+        producer_port: int = PRODUCER_PORT,
+        consumer_port: int = CONSUMER_PORT,
+        token: str | None = None,
+        curve_key_file: str | os.PathLike[str] | None = None,
+        curve_server_key: str | os.PathLike[str] | None = None,
+        timeout_s: float = TIMEOUT_S,
+        tries: int = TRIES,
+        clock: Callable[[], float] = time.monotonic,
+        pause: Callable[[float], object] = time.sleep,
+    ) -> None:
+        if timeout_s <= 0 or tries < 1:
+            raise ValueError("timeout_s must be positive, and tries at least 1")
+        curve = None
+        if curve_key_file is not None and curve_server_key is not None:
+            curve = CurveClient(Path(curve_key_file), Path(curve_server_key))
+        elif curve_key_file is not None or curve_server_key is not None:
+            raise ValueError("curve_key_file and curve_server_key go together: give both, or neither")
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        shown = f"[{host}]" if ":" in host else host
+        if ":" in host:
+            self._context.setsockopt(zmq.IPV6, 1)
+        ports: dict[Door, int] = {"commands": command_port, "producers": producer_port, "consumers": consumer_port}
+        self._lines = {
+            door: _Line(self._context, f"tcp://{shown}:{port}", timeout_s, curve) for door, port in ports.items()
+        }
+        self._token = {} if token is None else {"token": token}
+        self._timeout_s = timeout_s
+        self._tries = tries
+        self._clock = clock
+        self._pause = pause
+        self._closed = False
+
+    # --- commands ----------------------------------------------------------------------------------------------------
+
+    def command(self, kind: str, payload: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Any command, as the command server takes it; its answer as it comes."""
+        return self._ask("commands", {"type": kind, "payload": dict(payload or {})})
+
+    def create_queue(self, queue: str = DEFAULT) -> None:
+        """One that is there is fine."""
+        self.command("CREATE_QUEUE", {"queue": queue})
+
+    def queue_size(self, queue: str = DEFAULT) -> int:
+        """How many messages are not deleted yet."""
+        size: int = self.command("QUEUE_SIZE", {"queue": queue})["size"]
+        return size
+
+    def delete(self, message: MiniQMessage | str, queue: str | None = None) -> None:
+        """The message, or the one with this id, is processed. Raises MessageNotFound when there was none."""
+        if isinstance(message, MiniQMessage):
+            payload = {"queue": message.queue, "id": message.id}
+        else:
+            payload = {"queue": queue or DEFAULT, "id": message}
+        self.command("DELETE_MSG", payload)
+
+    def open_producers(self, queue: str = DEFAULT) -> int:
+        """Tell the server that messages for the queue will come. The port they go to."""
+        port: int = self.command("PRODUCE_MSG", {"queue": queue})["port"]
+        return port
+
+    def open_consumers(self, queue: str = DEFAULT) -> int:
+        port: int = self.command("CONSUME", {"queue": queue})["port"]
+        return port
+
+    # --- messages ----------------------------------------------------------------------------------------------------
+
+    def produce(self, queue: str, message: Any) -> str:
+        """Have a message (text, or what JSON can say) stored; its id. On return it is on the disks."""
+        if isinstance(message, bytes | bytearray | memoryview):
+            raise TypeError("JSON carries no bytes: send text, or encode them as base64")
+        message_id: str = self._ask("producers", {"queue": queue, "message": message})["id"]
+        return message_id
+
+    def consume(self, queue: str = DEFAULT) -> MiniQMessage | None:
+        """The next message, or None when there is none now."""
+        answer = self._ask("consumers", {"queue": queue})
+        if answer["id"] is None:
+            return None
+        return MiniQMessage(answer["id"], protocol.message_of(answer), queue, answer["timestamp"], answer["deliveries"])
+
+    # --- one request -------------------------------------------------------------------------------------------------
+
+    def _ask(self, door: Door, members: dict[str, Any]) -> dict[str, Any]:
+        request = _encode({**members, **self._token})
+        line = self._lines[door]
+        deadline = self._clock() + self._timeout_s
+        pause_s, silent = PAUSE_FIRST_S, 0
+        with line.lock:
+            while True:
+                if self._closed:
+                    raise RuntimeError("the service is closed")
+                raw = line.ask(request)
+                if raw is None:
+                    silent += 1
+                    if silent >= self._tries:
+                        raise Unavailable(
+                            f"MiniQ's server at {line.endpoint} gave no answer, {silent} times within "
+                            f"{self._timeout_s:g} s: start it with `portalmq zeromq`, or name its host and ports"
+                            f"{' (it may also be that it does not know the key)' if line.is_secured else ''}",
+                            outcome="unknown",
+                        )
+                    continue
+                answer = _read(raw)
+                if answer.get("status") == "ok":
+                    return answer
+                error = _error_of(answer)
+                if silent:
+                    error.outcome = "unknown"  # that is so of the last try; what became of a silent one nobody knows
+                if not error.retryable or self._clock() + pause_s >= deadline:
+                    raise error
+                self._pause(pause_s)
+                pause_s = min(2 * pause_s, PAUSE_MAX_S)
+
+    def close(self) -> None:
+        """Calls that other threads are in are waited for."""
+        self._closed = True
+        for line in self._lines.values():
+            with line.lock:
+                line.drop()
+        self._context.term()
+
+
+def _read(raw: bytes) -> dict[str, Any]:
+    try:
+        answer: dict[str, Any] = msgspec.json.decode(raw, type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeDecodeError) as fault:
+        raise Unavailable(f"the answer is none of MiniQ's: {fault}", retryable=False, outcome="unknown") from fault
+    return answer
+
+
+def _error_of(answer: dict[str, Any]) -> PortalMQError:
+    return error_from_problem({name: value for name, value in answer.items() if name != "status"})

@@ -1,0 +1,1 @@
+"""Queue groups over all leaders: receive, settle, dead letters, outbox, atomic commits, counts."""

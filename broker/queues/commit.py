@@ -1,0 +1,491 @@
+"""The commit call: input done and output ordered, by one record in the log of the input's partition.
+
+    receipts (queue)            \
+    offset of a member (stream) -+-> checked here -> leader of the partition -> Commit record -> outbox.py
+    messages to publish         /
+
+Everything is checked before anything is done: the receipts' signatures, the outputs whole (names, sizes, headers,
+partitions). At the leader the input is weighed against the group's fold. A message that is done already, or that
+another has, refuses the call with nothing appended; a commit that stands in the fold already is answered again as it
+was answered first. So a call whose outcome is unknown can be repeated, at whoever leads by then.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import NamedTuple, Protocol
+
+import msgspec
+
+from portalmq import wire
+from portalmq.broker.cluster.peers import Peers
+from portalmq.broker.cluster.routing import Leaders, Outcomes
+from portalmq.broker.cluster.rpc import Place, Result, result_of
+from portalmq.broker.cluster.topics import Topic
+from portalmq.broker.core.fold import SpanFold
+from portalmq.broker.core.queue.delivery import GroupDelivery
+from portalmq.broker.core.queue.receipts import ReceiptBook
+from portalmq.broker.core.queue.records import Commit, Output, Range, Spot
+from portalmq.broker.core.stream.offsets import StreamOffsets
+from portalmq.broker.messages.produce import size_of, with_default_ttl
+from portalmq.broker.partition.clock import Clock
+from portalmq.broker.partition.partition import Partition
+from portalmq.broker.partition.yielding import give_way, in_turns
+from portalmq.broker.queues.group_delivery import GroupPartition, Shown
+from portalmq.broker.queues.outbox import Outbox, Outboxes
+from portalmq.broker.storage.batch import Kind, Record
+from portalmq.control_plane.state import GroupState
+from portalmq.errors import (
+    GroupModeMismatch,
+    IllegalGeneration,
+    InvalidRequest,
+    MessageTooLarge,
+    OffsetMoved,
+    OffsetOutOfRange,
+    PortalMQError,
+    StaleReceipt,
+    Unavailable,
+)
+
+COMMIT_TIMEOUT_S = 20.0
+OUTPUT_TOPICS_MAX = 100
+OUTPUTS_MAX = 10_000
+# So many receipts are looked at before others have their turn.
+RECEIPTS_A_TURN = 500
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode_commit = msgspec.msgpack.Decoder(Commit).decode
+
+
+class StreamPlace(msgspec.Struct, array_like=True, frozen=True):
+    """The next offset to read, committed by `member` in `generation`. `committed` is where the input begins: the
+    group's committed offset, as the member knows it. Older clients and brokers do not send it."""
+
+    member: str
+    generation: int
+    offset: int
+    committed: int | None = None
+
+
+class CommitCall(msgspec.Struct, array_like=True):
+    """A commit whose receipts and outputs were checked: of a queue group `shown`, (delivery number, leader epoch,
+    offsets) a lease; of a stream group `stream`."""
+
+    group: str
+    group_id: str
+    topic: str
+    topic_id: str
+    number: int
+    outputs: list[Output]
+    shown: list[tuple[int, int, list[int]]] = []
+    stream: StreamPlace | None = None
+
+
+class Committed(msgspec.Struct, array_like=True):
+    """How many receipts were acked and outputs ordered, by the record at `offset`."""
+
+    acked: int
+    published: int
+    offset: int
+
+
+# (delivery number, leader epoch, offsets) of a lease
+_Shown = tuple[int, int, list[int]]
+
+_decode_call = msgspec.msgpack.Decoder(CommitCall).decode
+_Results = list[Result[Committed]]
+
+
+class _Weighed(NamedTuple):
+    """What the group makes of receipts: how many do not count, what a record that does the messages says, and which of
+    them are still to be done. `spans` are those that this was told from, where it was not told at once."""
+
+    refused: int
+    ranges: tuple[Range, ...]
+    ahead: tuple[Spot, ...]
+    open: set[int]
+    spans: Sequence[SpanFold] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Publication:
+    """A message to be appended to `topic`, in `partition` if that is named."""
+
+    topic: str
+    record: Record
+    partition: int | None = None
+
+
+class Desk(Protocol):
+    """What committing needs of the groups."""
+
+    def known(self, name: str, *, mode: str = "", group_id: str = "") -> GroupState: ...
+    def book(self, group: GroupState, topic_id: str) -> ReceiptBook: ...
+    def at(self, group: GroupState, place: Place) -> GroupPartition: ...
+    def partition(self, place: Place) -> Partition: ...
+    def acked(self, topic: str, group: str, messages: int) -> None: ...
+
+
+class Receipts(Protocol):
+    def checked(self, group: GroupState, texts: list[str]) -> dict[Place, list[Shown]]:
+        """The receipts by partition. Raises InvalidRequest when one of them is not the group's."""
+        ...
+
+
+class TopicBook(Protocol):
+    def known(self, name: str) -> Topic:
+        """Raises TopicNotFound, Unavailable."""
+        ...
+
+    def get_or_create(self, name: str) -> Topic:
+        """Raises TopicNotFound where topics are not made by use."""
+        ...
+
+
+@dataclass(slots=True)
+class _Work:
+    """One commit, brought to the leader of its partition."""
+
+    call: CommitCall
+    committing: Committing
+
+    def here(self, places: Sequence[Place]) -> Outcomes[Committed]:
+        outcomes: Outcomes[Committed] = {}
+        for place in places:
+            try:
+                outcomes[place] = self.committing.apply(self.call, place)
+            except PortalMQError as error:
+                outcomes[place] = error
+        return outcomes
+
+    def there(self, broker_id: int, places: Sequence[Place]) -> Outcomes[Committed]:
+        results = self.committing.peers.call(broker_id, "commit", self.call, _Results, timeout_s=COMMIT_TIMEOUT_S)
+        return {place: result.outcome() for place, result in zip(places, results, strict=True)}
+
+
+class Committing:
+    """Commit calls of clients, and those that other brokers bring."""
+
+    def __init__(
+        self,
+        desk: Desk,
+        receipts: Receipts,
+        topics: TopicBook,
+        leaders: Leaders,
+        peers: Peers,
+        outboxes: Outboxes,
+        clock: Clock,
+    ) -> None:
+        self.peers = peers
+        self._desk = desk
+        self._receipts = receipts
+        self._topics = topics
+        self._leaders = leaders
+        # Raises IllegalGeneration for a generation that a stream group has not come to.
+        self.check_reached: Callable[[GroupState, int], None] = lambda group, generation: None
+        self._outboxes = outboxes
+        self._clock = clock
+
+    # --- the broker that is asked ------------------------------------------------------------------------------------
+
+    def commit_receipts(
+        self, name: str, receipts: list[str], publications: list[Publication], *, forward: bool
+    ) -> wire.Committed:
+        """Ack messages of one partition and order outputs. Raises InvalidRequest, GroupModeMismatch, StaleReceipt; then
+        nothing was done."""
+        group = self._of_mode(name, "queue")
+        if group.config.delivery == "at_most_once":
+            raise InvalidRequest(
+                f"group {name!r} delivers at_most_once: its messages are acked before they are handed out, so there is"
+                " nothing left to commit. Publish the outputs as such, or use another group"
+            )
+        shares = self._receipts.checked(group, receipts)
+        if len(shares) > 1:
+            raise InvalidRequest(
+                f"the receipts are of {len(shares)} partitions: a commit is one record in the log of one partition, so"
+                " send a commit for each"
+            )
+        place, shown = next(iter(shares.items()))
+        call = CommitCall(
+            name,
+            group.group_id,
+            *place,
+            self._outputs(publications),
+            [(each.delivery, each.leader_epoch, each.offsets) for each in shown],
+        )
+        return self._brought(call, place, forward)
+
+    def commit_offset(
+        self,
+        name: str,
+        topic: str,
+        number: int,
+        stream: StreamPlace,
+        publications: list[Publication],
+        *,
+        forward: bool,
+    ) -> wire.Committed:
+        """Commit a member's offset and order outputs. Raises IllegalGeneration for one that does not own the partition,
+        OffsetMoved for input that does not begin where the group is, OffsetOutOfRange for an offset that cannot be
+        committed, or is already; then nothing was done."""
+        group = self._of_mode(name, "stream")
+        self.check_reached(group, stream.generation)
+        place = self._topics.known(topic).place(number)
+        call = CommitCall(name, group.group_id, *place, self._outputs(publications), stream=stream)
+        return self._brought(call, place, forward)
+
+    def _of_mode(self, name: str, mode: str) -> GroupState:
+        group = self._desk.known(name, mode=mode)
+        if group.config.mode != mode:
+            raise GroupModeMismatch(
+                f"group {name!r} is a {group.config.mode} group: its commits have {_shape(group.config.mode)}, and no"
+                f" {_shape(mode)}"
+            )
+        return group
+
+    def _brought(self, call: CommitCall, place: Place, forward: bool) -> wire.Committed:
+        if not forward:
+            self._leaders.check_led_here([place])
+        try:
+            done = self._leaders.one(place, _Work(call, self), forward=forward, repeatable=True)
+        except (StaleReceipt, IllegalGeneration, OffsetMoved, OffsetOutOfRange) as error:
+            # Whoever leads knows all that was ever committed here. What an earlier try began, if any did, is not among
+            # it, and never will be.
+            error.outcome = "not_applied"
+            raise
+        return wire.Committed(done.acked, done.published, f"{place.number}-{done.offset}")
+
+    def _outputs(self, publications: list[Publication]) -> list[Output]:
+        """The outputs as they stand in the record. Topics that are missing are made. Raises what one of them would be
+        refused with, named by its place."""
+        if len(publications) > OUTPUTS_MAX:
+            raise MessageTooLarge(
+                f"{len(publications)} messages to publish, the limit is {OUTPUTS_MAX}: split the input"
+            )
+        names = dict.fromkeys(publication.topic for publication in publications)
+        if len(names) > OUTPUT_TOPICS_MAX:
+            raise InvalidRequest(f"outputs for {len(names)} topics in one commit, the limit is {OUTPUT_TOPICS_MAX}")
+        topics = {name: self._topics.get_or_create(name) for name in names}
+        for name, topic in topics.items():
+            size_of(topic, [publication.record for publication in publications if publication.topic == name])
+        wall_ms = self._clock.wall_ms()
+        outputs: list[Output] = []
+        for publication in publications:
+            topic = topics[publication.topic]
+            (record,) = with_default_ttl(topic, [publication.record], wall_ms)
+            outputs.append(Output(publication.topic, record, _partition_of(topic, publication)))
+        return outputs
+
+    # --- the leader --------------------------------------------------------------------------------------------------
+
+    def serve(self, body: bytes) -> bytes:
+        """A commit that another broker has checked, for a partition that this one leads."""
+        call = _decode_call(body)
+        self._group_of(call)
+        place = Place(call.topic, call.topic_id, call.number)
+        outcomes = self._leaders.run([place], _Work(call, self), forward=False)
+        return _encode([result_of(outcomes[place])])
+
+    def apply(self, call: CommitCall, place: Place) -> Committed:
+        """Append the commit, once; committed on return."""
+        if call.stream is None:
+            return self._apply_queue(call, place)
+        self._group_of(call)
+        return self._apply_stream(self._desk.partition(place), call, call.stream)
+
+    def _group_of(self, call: CommitCall) -> GroupState:
+        """Raises InvalidRequest where another group has the name by now: its receipts have the same numbers."""
+        group = self._desk.known(call.group, group_id=call.group_id)
+        if group.group_id != call.group_id:
+            raise InvalidRequest(f"the commit is of an earlier group {call.group!r}")
+        return group
+
+    def _apply_queue(self, call: CommitCall, place: Place) -> Committed:
+        shown = [
+            (delivery, epoch, sorted(set(offsets)))
+            for delivery, epoch, offsets in in_turns(call.shown, RECEIPTS_A_TURN)
+        ]
+        commit_id = _id_of("queue", sorted(shown))
+        offsets = {offset for _, _, own in shown for offset in own}
+        weighed = self._weighed_in_turns(call, place, shown) if len(offsets) > RECEIPTS_A_TURN else None
+        at = self._at(call, place)
+        first = at.delivery.commits.get(commit_id)
+        if first is not None:
+            return self._first_answer(at.partition, first, call, len(offsets))
+        if weighed is None or not at.delivery.has_still(weighed.spans):
+            weighed = _weighed(at, shown)
+        if weighed.refused:
+            self._may_refuse(at)
+            raise StaleReceipt(
+                f"{weighed.refused} of {sum([len(own) for _, _, own in shown])} leases have passed on: nothing was"
+                " acked, and nothing published"
+            )
+        if weighed.open != offsets:
+            self._may_refuse(at)
+            raise StaleReceipt(
+                f"{len(offsets - weighed.open)} of {len(offsets)} messages are done already, by an ack or another"
+                " commit: nothing was acked, and nothing published"
+            )
+        record = Commit(commit_id, self._clock.now_ms(), tuple(call.outputs), weighed.ranges, weighed.ahead)
+        offset = self._append(at.partition, call.group, record)
+        self._desk.acked(call.topic, call.group, len(offsets))
+        at.notify()
+        return Committed(len(offsets), len(call.outputs), offset)
+
+    def _weighed_in_turns(self, call: CommitCall, place: Place, shown: list[_Shown]) -> _Weighed | None:
+        """As `_weighed`, for many receipts: others have their turn in between. It holds while the spans are as they
+        were: what does not count, or is done, stays so. None where this log has never seen the grant of a message."""
+        delivery = self._at(call, place).delivery
+        refused = 0
+        ranges: list[Range] = []
+        spans: list[SpanFold] = []
+        open_now: set[int] = set()
+        for part in _parts(shown):
+            weighed = _weighed(self._at(call, place, delivery), part)
+            if weighed.ahead:
+                return None
+            refused += weighed.refused
+            ranges += weighed.ranges
+            open_now |= weighed.open
+            for _, _, own in part:
+                spans += delivery.spans_of(own)
+            give_way()
+        self._at(call, place, delivery)
+        return _Weighed(refused, tuple(sorted(ranges)), (), open_now, spans)
+
+    def _at(self, call: CommitCall, place: Place, before: GroupDelivery | None = None) -> GroupPartition:
+        """The group on the partition. Raises Unavailable when its fold is not that of before the pause."""
+        at = self._desk.at(self._group_of(call), place)
+        if before is not None and at.delivery is not before:
+            raise Unavailable("the group has changed meanwhile: repeat", retry_after_s=0.1)
+        return at
+
+    def _may_refuse(self, at: GroupPartition) -> None:
+        """Return when it is refused for good. First what it rests on, which the disk may refuse while the other is
+        waited for: an earlier try of the same commit may stand with a successor."""
+        at.wait_refused()
+        at.partition.wait_led()
+
+    def _apply_stream(self, partition: Partition, call: CommitCall, shown: StreamPlace) -> Committed:
+        stream = partition.streams.get(call.group)
+        if stream is None:
+            partition.wait_led()
+            raise IllegalGeneration(
+                f"nobody of group {call.group!r} owns partition {call.number} of topic {call.topic!r}: join the group,"
+                " and send a heartbeat to learn the assignment"
+            )
+        place = (shown.member, shown.generation, shown.offset)
+        commit_id = _id_of("stream", place if shown.committed is None else (*place, shown.committed))
+        first = stream.commits.get(commit_id)
+        if first is not None:
+            return self._first_answer(partition, first, call, 0)
+        try:
+            self._check_stream(stream, partition, shown)
+        except (IllegalGeneration, OffsetMoved, OffsetOutOfRange):
+            # It is refused for good, so what it is refused for must be; and an earlier try may stand with a successor.
+            partition.wait_committed(partition.replica.next_offset - 1)
+            partition.wait_led()
+            raise
+        record = Commit(
+            commit_id,
+            self._clock.now_ms(),
+            tuple(call.outputs),
+            offset=shown.offset,
+            member=shown.member,
+            generation=shown.generation,
+        )
+        return Committed(0, len(call.outputs), self._append(partition, call.group, record))
+
+    def _check_stream(self, stream: StreamOffsets, partition: Partition, shown: StreamPlace) -> None:
+        stream.check_owner(shown.member, shown.generation)
+        if shown.committed is not None:
+            stream.check_begin(shown.committed, partition.log.log_start_offset)
+        if not stream.check_commit(shown.member, shown.generation, shown.offset, partition.high_watermark):
+            raise OffsetOutOfRange(
+                f"offset {shown.offset} is not above the committed one, {stream.committed}: that input is done already,"
+                " and nothing was published",
+                committed=stream.committed,
+            )
+
+    def _append(self, partition: Partition, group: str, record: Commit) -> int:
+        """Where the record stands, once it is committed."""
+        size = len(_encode(record.outputs))
+        outbox: Outbox | None = None
+        if record.outputs:
+            outbox = self._outboxes.of(partition)
+            if outbox is None:
+                raise Unavailable("this broker was elected, and has not begun to lead yet", retry_after_s=0.1)
+            outbox.check_room(size)
+            partition.check_room()
+        pending = partition.append_group_record(group, record)
+        if outbox is not None:
+            outbox.ordered(pending.base_offset, size)
+        pending.wait()
+        return pending.base_offset
+
+    def _first_answer(self, partition: Partition, offset: int, call: CommitCall, acked: int) -> Committed:
+        """The answer to a commit that stands in the log: it may still be on its way to the disk."""
+        partition.wait_settled(offset)
+        stands = partition.control_at(offset)
+        published = len(call.outputs)
+        if stands is not None and stands.kind == Kind.COMMIT:
+            published = len(_decode_commit(stands.body).outputs)
+        return Committed(acked, published, offset)
+
+
+def _shape(mode: str) -> str:
+    return '"ack"' if mode == "queue" else '"member_id", "generation" and "offsets"'
+
+
+def _id_of(mode: str, shown: object) -> bytes:
+    """What names a commit: what was shown for it."""
+    return blake2b(_encode((mode, shown)), digest_size=16).digest()
+
+
+def _weighed(at: GroupPartition, shown: list[_Shown]) -> _Weighed:
+    verdicts, unfinished = at.weigh(_numbered(shown))
+    ranges, ahead = at.finished(unfinished)
+    open_now = {offset for start, end in ranges for offset in range(start, end)}
+    open_now |= {spot[2] for spot in ahead if not at.delivery.is_ahead(spot[2])}
+    return _Weighed(len(verdicts) - sum(verdicts.values()), ranges, ahead, open_now)
+
+
+def _parts(shown: list[_Shown]) -> Iterator[list[_Shown]]:
+    """What is shown, in parts of a turn."""
+    part: list[_Shown] = []
+    left = RECEIPTS_A_TURN
+    for delivery, epoch, offsets in shown:
+        first = 0
+        while first < len(offsets):
+            own = offsets[first : first + left]
+            part.append((delivery, epoch, own))
+            first += len(own)
+            left -= len(own)
+            if left == 0:
+                yield part
+                part, left = [], RECEIPTS_A_TURN
+    if part:
+        yield part
+
+
+def _numbered(shown: list[_Shown]) -> list[Shown]:
+    """The receipts with their places in a row."""
+    numbered: list[Shown] = []
+    first = 0
+    for delivery, leader_epoch, offsets in shown:
+        numbered.append(Shown(delivery, leader_epoch, list(range(first, first + len(offsets))), offsets))
+        first += len(offsets)
+    return numbered
+
+
+def _partition_of(topic: Topic, publication: Publication) -> int | None:
+    """Where the output goes: fixed here when it has a key, so that partitions that are added later move none of a
+    commit's outputs. Raises PartitionNotFound."""
+    if publication.partition is not None:
+        return topic.place(publication.partition).number
+    if publication.record.key is not None:
+        return zlib.crc32(publication.record.key) % topic.state.partitions
+    return None

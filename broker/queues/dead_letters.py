@@ -1,0 +1,480 @@
+"""Dead letters: what a group has given up on, listed, handed out again, dropped.
+
+A group's dead messages stand in its fold at the leader of each partition (core/queue/delivery.py); copies in the
+dead-letter topic are the outbox's affair (outbox.py). Here are the ones of the fold: redriven, they are ready again for
+this group alone, with their deliveries counted from zero.
+
+A redrive goes in two steps: first every leader says which of its dead letters are meant, and only when all have said so
+are they taken back, a record for each partition. So a predicate that is refused or takes too long has done nothing, and
+a rate can be shared out over the partitions. The rate is kept by the log: each message has the moment from which it is
+available in the record, so neither a fail-over nor a full disk lets them out at once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+import msgspec
+
+from portalmq import wire
+from portalmq.broker.cluster.peers import Peers
+from portalmq.broker.cluster.routing import Leaders, Outcomes, place_of
+from portalmq.broker.cluster.rpc import Place, Result, result_of
+from portalmq.broker.cluster.topics import Topic
+from portalmq.broker.core.fold import DeadFold
+from portalmq.broker.core.queue.delivery import OUTSTANDING_MAX, GroupDelivery
+from portalmq.broker.core.queue.predicate import Candidate, Predicate, parse
+from portalmq.broker.core.queue.records import Drop, Range, Redrive, ranges_of
+from portalmq.broker.messages.browsing import Stored
+from portalmq.broker.partition.clock import Clock
+from portalmq.broker.partition.partition import Partition
+from portalmq.broker.partition.writer import Pending
+from portalmq.broker.partition.yielding import Turn, give_way, in_short_turns
+from portalmq.broker.queues.group_delivery import GroupPartition
+from portalmq.broker.queues.outbox import provenance
+from portalmq.broker.storage.batch import Record
+from portalmq.control_plane.state import GroupState
+from portalmq.errors import GroupModeMismatch, InvalidRequest, PortalMQError, Unavailable
+
+ASK_TIMEOUT_S = 15.0
+PAGE_MESSAGES_MAX = 1_000
+PAGE_BYTES_MAX = 4 * 1024 * 1024
+IDS_MAX = 10_000
+# How long a leader may look for what a predicate means.
+MATCH_WITHIN_S = 5.0
+RATE_MAX = 1_000_000.0
+REDRIVE_MS_MAX = 30 * wire.DAY_MS
+RANGES_IN_A_RECORD = 1_000
+# A redriven message is outstanding until it is done: the group is left room for what is new.
+REDRIVEN_MAX = OUTSTANDING_MAX // 2
+
+T = TypeVar("T")
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class DeadShare(msgspec.Struct, array_like=True, frozen=True):
+    """What is asked of one partition. `after` and `limit` are for a list; `offsets` name single messages; `ranges` are
+    redriven or dropped, in a redrive one message each `step_ms` from `first_ms` on (counted from now)."""
+
+    number: int
+    after: int = -1
+    offsets: tuple[int, ...] | None = None
+    ranges: tuple[Range, ...] = ()
+    first_ms: float = 0.0
+    step_ms: float = 0.0
+
+
+class DeadCall(msgspec.Struct, array_like=True, frozen=True):
+    group: str
+    group_id: str
+    topic: str
+    topic_id: str
+    shares: list[DeadShare]
+    limit: int = 0
+    where: Any = None
+
+
+class DeadPage(msgspec.Struct, array_like=True):
+    """Messages as (offset, timestamp_ms, record). `complete`: there are no more of this partition."""
+
+    messages: list[tuple[int, int, Record]]
+    complete: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """`next_after` is where the next page begins, None when there is none."""
+
+    messages: list[Stored]
+    next_after: str | None
+
+
+class Desk(Protocol):
+    """What dead letters need of the groups."""
+
+    def known(self, name: str, *, mode: str = "", group_id: str = "") -> GroupState: ...
+    def partition(self, place: Place) -> Partition: ...
+    def attach(self, group: GroupState, partition: Partition, topic_id: str) -> GroupPartition: ...
+
+
+@dataclass(slots=True)
+class _Work(Generic[T]):
+    """A call with a share for each partition: done here, or asked for by name."""
+
+    name: str
+    call: DeadCall
+    kind: type[T]
+    do: Callable[[Place, DeadShare], T]
+    peers: Peers
+
+    def _shares(self, places: Sequence[Place]) -> list[DeadShare]:
+        by_number = {share.number: share for share in self.call.shares}
+        return [by_number[place.number] for place in places]
+
+    def here(self, places: Sequence[Place]) -> Outcomes[T]:
+        outcomes: Outcomes[T] = {}
+        for place, share in in_short_turns(zip(places, self._shares(places), strict=True)):
+            try:
+                outcomes[place] = self.do(place, share)
+            except PortalMQError as error:
+                outcomes[place] = error
+        return outcomes
+
+    def there(self, broker_id: int, places: Sequence[Place]) -> Outcomes[T]:
+        call = msgspec.structs.replace(self.call, shares=self._shares(places))
+        kind = list[Result[self.kind]]  # type: ignore[name-defined]
+        results = self.peers.call(broker_id, self.name, call, kind, timeout_s=ASK_TIMEOUT_S)
+        return {place: result.outcome() for place, result in zip(places, results, strict=True)}
+
+
+class DeadLetters:
+    """The dead letters of all groups, over all leaders."""
+
+    def __init__(self, desk: Desk, find: Callable[[str], Topic], leaders: Leaders, peers: Peers, clock: Clock) -> None:
+        self._desk = desk
+        self._find = find
+        self._leaders = leaders
+        self._peers = peers
+        self._clock = clock
+
+    # --- the broker that is asked ------------------------------------------------------------------------------------
+
+    def page(self, name: str, topic_name: str, *, limit: int, after: str | None, forward: bool = True) -> Listed:
+        """The dead letters of the group on a topic, by partition and offset, from behind the one with id `after`."""
+        group, topic = self._of_queue(name), self._find(topic_name)
+        first, offset = _place_of_id(after, topic) if after is not None else (0, -1)
+        shares = [
+            DeadShare(number, offset if number == first else -1) for number in range(first, topic.state.partitions)
+        ]
+        call = DeadCall(name, group.group_id, topic.name, topic.state.topic_id, shares, limit=limit)
+        outcomes = self._run("dead_letters", call, topic, DeadPage, self._listing(call), forward=forward)
+        messages: list[Stored] = []
+        for share in shares:
+            page = outcomes[share.number]
+            room = limit - len(messages)
+            messages += [
+                Stored(topic.name, share.number, offset, timestamp_ms, record)
+                for offset, timestamp_ms, record in page.messages[:room]
+            ]
+            is_last = share.number == topic.state.partitions - 1
+            if not page.complete or len(page.messages) > room or (len(messages) == limit and not is_last):
+                # A page that is cut before its first message goes on where it began.
+                last = f"{messages[-1].partition}-{messages[-1].offset}" if messages else after
+                return Listed(messages, last)
+        return Listed(messages, None)
+
+    def redrive(
+        self,
+        name: str,
+        topic_name: str,
+        *,
+        ids: Sequence[str] | None,
+        where: object,
+        rate_per_s: float | None,
+        dry_run: bool,
+        forward: bool = True,
+    ) -> tuple[int, int]:
+        """Hand dead letters out again: those with `ids`, those that `where` means, or all. How many were meant, and how
+        many are on their way: fewer, where so many would leave the group no room for what is new."""
+        if ids is not None and where is not None:
+            raise InvalidRequest("give ids or where, not both")
+        if where is not None:
+            parse(where)
+        group, topic, shares = self._meant(name, topic_name, ids, where, forward)
+        matched = sum([_count(share.ranges) for share in shares])
+        if rate_per_s is not None and matched * 1000 / rate_per_s > REDRIVE_MS_MAX:
+            raise InvalidRequest(
+                f"{matched} dead letters at {rate_per_s:g} a second would take {matched / rate_per_s / 86400:.0f} days,"
+                f" the limit is {REDRIVE_MS_MAX // wire.DAY_MS}: raise rate_per_s, or take fewer"
+            )
+        if dry_run or not shares:
+            return matched, 0
+        call = DeadCall(name, group.group_id, topic.name, topic.state.topic_id, _staggered(shares, matched, rate_per_s))
+        done = self._run("redrive", call, topic, int, self._redriving(call), forward=forward, repeatable=False)
+        return matched, sum(done.values())
+
+    def drop(self, name: str, topic_name: str, *, ids: Sequence[str] | None, forward: bool = True) -> int:
+        """Forget dead letters, those with `ids` or all; how many. Their copies in the dead-letter topic stay."""
+        group, topic, shares = self._meant(name, topic_name, ids, None, forward)
+        if not shares:
+            return 0
+        call = DeadCall(name, group.group_id, topic.name, topic.state.topic_id, shares)
+        return sum(self._run("drop_dead", call, topic, int, self._dropping(call), forward=forward).values())
+
+    def _meant(
+        self, name: str, topic_name: str, ids: Sequence[str] | None, where: object, forward: bool
+    ) -> tuple[GroupState, Topic, list[DeadShare]]:
+        """The dead letters that are meant, by partition, where there are any."""
+        group, topic = self._of_queue(name), self._find(topic_name)
+        named = _named(ids, topic) if ids is not None else dict.fromkeys(range(topic.state.partitions))
+        shares = [DeadShare(number, offsets=offsets) for number, offsets in named.items()]
+        call = DeadCall(name, group.group_id, topic.name, topic.state.topic_id, shares, where=where)
+        kind: type[tuple[Range, ...]] = tuple[Range, ...]
+        found = self._run("match_dead", call, topic, kind, self._matching(call), forward=forward) if shares else {}
+        return group, topic, [DeadShare(number, ranges=ranges) for number, ranges in sorted(found.items()) if ranges]
+
+    def _of_queue(self, name: str) -> GroupState:
+        group = self._desk.known(name, mode="queue")
+        if group.config.mode != "queue":
+            raise GroupModeMismatch(f"group {name!r} is a stream group: only queue groups give messages up")
+        return group
+
+    def _run(
+        self,
+        name: str,
+        call: DeadCall,
+        topic: Topic,
+        kind: type[T],
+        do: Callable[[Place, DeadShare], T],
+        *,
+        forward: bool,
+        repeatable: bool = True,
+    ) -> dict[int, T]:
+        """What each partition has to say, by number. Raises the first error; after a part was done, as unknown."""
+        places = [place_of(topic.state, share.number) for share in call.shares]
+        if not forward:
+            self._leaders.check_led_here(places)
+        work = _Work(name, call, kind, do, self._peers)
+        outcomes = self._leaders.run(places, work, forward=forward, repeatable=repeatable)
+        found: dict[int, T] = {}
+        errors: list[PortalMQError] = []
+        for place, outcome in outcomes.items():
+            if isinstance(outcome, PortalMQError):
+                errors.append(outcome)
+            else:
+                found[place.number] = outcome
+        if errors:
+            if found and name in {"redrive", "drop_dead"}:
+                errors[0].outcome = "unknown"
+            raise errors[0]
+        return found
+
+    # --- the leaders -------------------------------------------------------------------------------------------------
+
+    def serve_list(self, body: bytes) -> bytes:
+        return self._serve(body, DeadPage, self._listing)
+
+    def serve_match(self, body: bytes) -> bytes:
+        return self._serve(body, tuple, self._matching)
+
+    def serve_redrive(self, body: bytes) -> bytes:
+        return self._serve(body, int, self._redriving)
+
+    def serve_drop(self, body: bytes) -> bytes:
+        return self._serve(body, int, self._dropping)
+
+    def _serve(self, body: bytes, kind: type[T], task: Callable[[DeadCall], Callable[[Place, DeadShare], T]]) -> bytes:
+        call = msgspec.msgpack.decode(body, type=DeadCall)
+        places = [Place(call.topic, call.topic_id, share.number) for share in call.shares]
+        work = _Work("", call, kind, task(call), self._peers)
+        outcomes = self._leaders.run(places, work, forward=False)
+        return _encode([result_of(outcomes[place]) for place in places])
+
+    def _delivery(self, call: DeadCall, place: Place) -> tuple[Partition, GroupDelivery | None]:
+        """The partition, and the group on it if it has begun there. What was appended is committed on return."""
+        group = self._desk.known(call.group, group_id=call.group_id)
+        if group.group_id != call.group_id:
+            raise Unavailable(f"group {call.group!r} was deleted meanwhile", retry_after_s=0.1)
+        partition = self._desk.partition(place)
+        partition.wait_committed(partition.replica.next_offset - 1)
+        return partition, partition.delivery.get(call.group)
+
+    def _listing(self, call: DeadCall) -> Callable[[Place, DeadShare], DeadPage]:
+        left, size_left, is_empty = call.limit, PAGE_BYTES_MAX, True
+
+        def do(place: Place, share: DeadShare) -> DeadPage:
+            nonlocal left, size_left, is_empty
+            partition, delivery = self._delivery(call, place)
+            found: list[tuple[int, int, Record]] = []
+            for dead, offset, at_ms, record in _letters(partition, delivery, share.after + 1):
+                if left <= 0 or (size_left <= 0 and not is_empty):
+                    return DeadPage(found, complete=False)
+                is_empty = False
+                headers = provenance(
+                    call.topic, place.number, offset, call.group, dead.deliveries, dead.reason, dead.at_ms
+                )
+                shown = msgspec.structs.replace(record, headers={**(record.headers or {}), **headers})
+                found.append((offset, at_ms, shown))
+                left -= 1
+                size_left -= len(record.value)
+            return DeadPage(found, complete=True)
+
+        return do
+
+    def _matching(self, call: DeadCall) -> Callable[[Place, DeadShare], tuple[Range, ...]]:
+        predicate = parse(call.where) if call.where is not None else None
+        patience = _Patience()
+
+        def do(place: Place, share: DeadShare) -> tuple[Range, ...]:
+            partition, delivery = self._delivery(call, place)
+            if delivery is None:
+                return ()
+            if share.offsets is not None:
+                return ranges_of([offset for offset in share.offsets if _is_dead(delivery, offset)])
+            if predicate is None:
+                return tuple((dead.start, dead.end) for dead in delivery.dead)
+            return ranges_of(list(_matches(partition, delivery, predicate, patience)))
+
+        return do
+
+    def _redriving(self, call: DeadCall) -> Callable[[Place, DeadShare], int]:
+        def do(place: Place, share: DeadShare) -> int:
+            partition, delivery = self._delivery(call, place)
+            if delivery is None:
+                return 0
+            now_ms = self._clock.now_ms()
+            offsets = [
+                offset for start, end in share.ranges for offset in range(start, end) if _is_dead(delivery, offset)
+            ]
+            offsets = offsets[: max(0, REDRIVEN_MAX - delivery.outstanding)]
+            ranges = _timed(offsets, now_ms + share.first_ms, share.step_ms)
+            redriven = _written(partition, call.group, ranges, lambda part: Redrive(part, now_ms))
+            self._desk.attach(self._desk.known(call.group), partition, place.topic_id).notify()
+            return redriven
+
+        return do
+
+    def _dropping(self, call: DeadCall) -> Callable[[Place, DeadShare], int]:
+        def do(place: Place, share: DeadShare) -> int:
+            partition, delivery = self._delivery(call, place)
+            if delivery is None or not share.ranges:
+                return 0
+            now_ms = self._clock.now_ms()
+            return _written(partition, call.group, share.ranges, lambda part: Drop(part, now_ms))
+
+        return do
+
+
+def _written(
+    partition: Partition,
+    group: str,
+    ranges: Sequence[T],
+    record_of: Callable[[tuple[T, ...]], Redrive | Drop],
+) -> int:
+    """Write down what becomes of dead letters, in records that leave others their turn in between; how many were dead
+    no more by that. Raises a refusal as unknown, where a part may stand."""
+    written: list[Pending] = []
+    done = 0
+    try:
+        for first in range(0, len(ranges), RANGES_IN_A_RECORD):
+            if written:
+                give_way()
+            before = _count_dead(partition, group)
+            record = record_of(tuple(ranges[first : first + RANGES_IN_A_RECORD]))
+            written.append(partition.append_group_record(group, record))
+            done += before - _count_dead(partition, group)
+        for pending in written:
+            pending.wait()
+    except PortalMQError as error:
+        error.outcome = error.outcome if len(ranges) <= RANGES_IN_A_RECORD else "unknown"
+        raise
+    return done
+
+
+class _Patience:
+    """The time that one call may look, over all of its partitions."""
+
+    def __init__(self) -> None:
+        self._until = time.monotonic() + MATCH_WITHIN_S
+        self._turn = Turn()
+
+    def spend(self) -> None:
+        """Raises Unavailable when it is over; lets others run now and then."""
+        now = time.monotonic()
+        if now > self._until:
+            raise Unavailable(
+                f"looking for what `where` means took longer than {MATCH_WITHIN_S:g} s, and nothing was redriven: name"
+                " the dead letters by their ids, as GET …/dead-letters lists them",
+                retryable=False,
+            )
+        self._turn.pause_if_over()
+
+
+def _letters(
+    partition: Partition, delivery: GroupDelivery | None, start: int
+) -> Iterator[tuple[DeadFold, int, int, Record]]:
+    """The dead messages from `start` on that are still in the log: (dead, offset, timestamp_ms, record)."""
+    for dead in tuple(delivery.dead) if delivery is not None else ():
+        if dead.end <= start:
+            continue
+        first = max(start, dead.start)
+        for piece in partition.pieces(first, dead.end, dead.end - first):
+            for offset, record in enumerate(piece.records(), piece.start):
+                yield dead, offset, piece.batch.appended_at_ms, record
+
+
+def _matches(partition: Partition, delivery: GroupDelivery, predicate: Predicate, patience: _Patience) -> Iterator[int]:
+    for dead, offset, _, record in _letters(partition, delivery, 0):
+        patience.spend()
+        candidate = Candidate(
+            record.value,
+            wire.is_json_type(record.content_type),
+            record.headers or {},
+            record.key,
+            dead.reason,
+            dead.deliveries,
+        )
+        if predicate.matches(candidate):
+            yield offset
+
+
+def _is_dead(delivery: GroupDelivery, offset: int) -> bool:
+    return delivery.is_dead(offset)
+
+
+def _count(ranges: Sequence[Range]) -> int:
+    return sum([end - start for start, end in ranges])
+
+
+def _count_dead(partition: Partition, group: str) -> int:
+    delivery = partition.delivery.get(group)
+    return sum([dead.end - dead.start for dead in delivery.dead]) if delivery is not None else 0
+
+
+def _timed(offsets: list[int], first_ms: float, step_ms: float) -> list[tuple[int, int, int]]:
+    """(start, end, available_at_ms): one message each `step_ms`, those side by side in the same moment together."""
+    ranges: list[tuple[int, int, int]] = []
+    for rank, offset in enumerate(offsets):
+        at_ms = int(first_ms + rank * step_ms)
+        if ranges and ranges[-1][1] == offset and ranges[-1][2] == at_ms:
+            ranges[-1] = (ranges[-1][0], offset + 1, at_ms)
+        else:
+            ranges.append((offset, offset + 1, at_ms))
+    return ranges
+
+
+def _staggered(shares: list[DeadShare], total: int, rate_per_s: float | None) -> list[DeadShare]:
+    """The shares with their pace: each partition takes as long as all of them together, and they take turns."""
+    if rate_per_s is None:
+        return shares
+    whole_ms = total * 1000 / rate_per_s
+    paced: list[DeadShare] = []
+    for rank, share in enumerate(shares):
+        step_ms = whole_ms / _count(share.ranges)
+        paced.append(msgspec.structs.replace(share, first_ms=step_ms * rank / len(shares), step_ms=step_ms))
+    return paced
+
+
+# --- ids -------------------------------------------------------------------------------------------------------------
+
+
+def _place_of_id(text: str, topic: Topic) -> tuple[int, int]:
+    """(partition, offset) of a message's id. Raises InvalidRequest, PartitionNotFound."""
+    number, dash, offset = text.partition("-")
+    good = dash and all(part.isascii() and part.isdigit() and len(part) <= 16 for part in (number, offset))
+    if not good:
+        raise InvalidRequest(f"{text[:100]!r} is no id of a message: ids are <partition>-<offset>, as 0-17")
+    return topic.place(int(number)).number, int(offset)
+
+
+def _named(ids: Sequence[str], topic: Topic) -> dict[int, tuple[int, ...]]:
+    if len(ids) > IDS_MAX:
+        raise InvalidRequest(f"{len(ids)} ids, the limit is {IDS_MAX}: send them in parts")
+    named: dict[int, list[int]] = {}
+    for text in dict.fromkeys(ids):
+        number, offset = _place_of_id(text, topic)
+        named.setdefault(number, []).append(offset)
+    return {number: tuple(offsets) for number, offsets in named.items()}

@@ -1,0 +1,197 @@
+"""What a group has all over the cluster, and its end: every leader speaks for the partitions that it leads.
+
+A leader that cannot be asked leaves a gap. Whether that matters is told by the others: a group begins on all partitions
+of a topic, so where those that were asked do not know it, the one that was not does not either.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable
+from typing import TypeVar
+
+import gevent
+import msgspec
+
+from portalmq import wire
+from portalmq.broker.cluster.peers import Peers
+from portalmq.broker.cluster.routing import PATIENCE_S, PAUSE_MAX_S
+from portalmq.broker.cluster.rpc import CountGroups, EndedGroup, EndGroup, GroupCount, GroupCounts
+from portalmq.broker.partition.yielding import in_short_turns, in_turns
+from portalmq.broker.queues.groups import GROUPS_A_TURN, Groups
+from portalmq.control_plane.mirror import Mirror
+from portalmq.control_plane.state import GroupState
+from portalmq.errors import PortalMQError, Unavailable
+
+COUNT_TIMEOUT_S = 2.0
+END_TIMEOUT_S = 15.0
+
+T = TypeVar("T")
+_Where = tuple[str, int]
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class Census:
+    def __init__(
+        self, broker_id: int, groups: Groups, mirror: Mirror, peers: Peers, *, patience_s: float = PATIENCE_S
+    ) -> None:
+        self._broker_id = broker_id
+        self._groups = groups
+        self._mirror = mirror
+        self._peers = peers
+        self._patience_s = patience_s
+
+    # --- counting ----------------------------------------------------------------------------------------------------
+
+    def describe(self, name: str, *, leave_out: bool = False) -> wire.GroupDescription:
+        """The group over all its partitions. Raises GroupNotFound; Unavailable when one of them has no leader to ask
+        (unless that is to be left out), since such a lag would be taken for the whole."""
+        group = self._groups.known(name)
+        deadline = time.monotonic() + self._patience_s
+        while True:
+            answers = self._counts([name])
+            counts = _once_each(answers)
+            gaps = self._gaps(
+                {(count.topic, count.number) for count in counts}, {where for answer in answers for where in answer.led}
+            )
+            if leave_out or not gaps:
+                return _described(group, counts)
+            self._wait(gaps, deadline)
+
+    def describe_all(self) -> list[wire.GroupDescription]:
+        """All groups; what has no leader to ask is left out of the counts."""
+        counts = _once_each(self._counts([]))
+        by_group: dict[str, list[GroupCount]] = {}
+        for count in counts:
+            by_group.setdefault(count.group, []).append(count)
+        return [
+            _described(group, by_group.get(name, []))
+            for name in in_short_turns(self._groups.names())
+            if (group := self._groups.find(name)) is not None
+        ]
+
+    def _counts(self, names: list[str]) -> list[GroupCounts]:
+        call = CountGroups(names)
+        return self._everywhere(
+            lambda: self._count_here(names),
+            lambda broker_id: self._peers.call(broker_id, "groups", call, GroupCounts, timeout_s=COUNT_TIMEOUT_S),
+        )
+
+    def _count_here(self, names: list[str]) -> GroupCounts:
+        groups = self._groups
+        named = (each for name in names for each in in_turns(groups.attached(name), GROUPS_A_TURN))
+        attached = named if names else groups.all_attached()
+        counts = [
+            GroupCount(each.group, each.partition.topic, each.partition.number, **each.counts()) for each in attached
+        ]
+        return GroupCounts(counts, self._led())
+
+    def serve_groups(self, body: bytes) -> bytes:
+        return _encode(self._count_here(msgspec.msgpack.decode(body, type=CountGroups).groups))
+
+    # --- the end of a group ------------------------------------------------------------------------------------------
+
+    def delete(self, name: str) -> None:
+        """End the group at every leader, then forget it. While that goes on nobody may use it or make it anew.
+
+        Raises GroupNotFound; Unavailable when a partition where it may have begun has no leader, or the control plane
+        does not answer: then it stays, where it has not ended, and a repeat goes on from there.
+        """
+        try:
+            with self._groups.deleting(name) as group:
+                self._end_everywhere(group)
+        except Unavailable as error:
+            error.outcome = "unknown"  # where it has ended, what was acked is forgotten
+            raise
+
+    def _end_everywhere(self, group: GroupState) -> None:
+        call = EndGroup(group.name, group.group_id)
+        deadline = time.monotonic() + self._patience_s
+        ended: set[_Where] = set()
+        while True:
+            answers = self._everywhere(
+                lambda: self._end_here(group.name, group.group_id),
+                lambda other: self._peers.call(other, "end_group", call, EndedGroup, timeout_s=END_TIMEOUT_S),
+            )
+            ended |= {where for answer in answers for where in answer.ended}
+            gaps = self._gaps(ended, {where for answer in answers for where in answer.led})
+            if not gaps:
+                return
+            self._wait(gaps, deadline)
+
+    def _end_here(self, name: str, group_id: str) -> EndedGroup:
+        led = self._led()
+        return EndedGroup([(place.topic, place.number) for place in self._groups.end_here(name, group_id)], led)
+
+    def serve_end(self, body: bytes) -> bytes:
+        call = msgspec.msgpack.decode(body, type=EndGroup)
+        group: GroupState | None = self._groups.find(call.group)
+        if group is not None and group.group_id != call.group_id:
+            raise Unavailable(f"group {call.group!r} is another one by now", retry_after_s=0.1)
+        return _encode(self._end_here(call.group, call.group_id))
+
+    # --- all leaders -------------------------------------------------------------------------------------------------
+
+    def _everywhere(self, here: Callable[[], T], there: Callable[[int], T]) -> list[T]:
+        """The answers of all brokers that gave one; the others are asked at once. Raises what this one refuses with."""
+        others = [broker_id for broker_id in self._mirror.brokers if broker_id != self._broker_id]
+        asked = [gevent.spawn(_unless_refused, there, broker_id) for broker_id in others]
+        try:
+            answers = [here()]
+            answers += [answer for greenlet in asked if (answer := greenlet.get()) is not None]
+        finally:
+            gevent.killall(asked, block=False)
+        return answers
+
+    def _led(self) -> list[_Where]:
+        """At one moment: a partition that goes meanwhile would be taken for one that was asked."""
+        return [(topic.name, partition.number) for topic in self._groups.topics for partition in topic.led()]
+
+    def _gaps(self, begun: Collection[_Where], led: Collection[_Where]) -> list[_Where]:
+        """Partitions where the group may be, and nobody could say."""
+        gaps: list[_Where] = []
+        begun_topics = {topic for topic, _ in begun}
+        for topic in in_short_turns(self._groups.topics):
+            places = [(topic.name, number) for number in range(topic.state.partitions)]
+            missing = [place for place in places if place not in led and place not in begun]
+            if missing and (topic.name in begun_topics or len(missing) == len(places)):
+                gaps += missing
+        return gaps
+
+    def _wait(self, gaps: Iterable[_Where], deadline: float) -> None:
+        """A moment before the next try. Raises Unavailable when the time is over."""
+        if time.monotonic() >= deadline:
+            topic, number = next(iter(gaps))
+            raise Unavailable(
+                f"partition {number} of topic {topic!r} has no leader to ask just now: repeat in a moment",
+                retry_after_s=1,
+            )
+        gevent.sleep(PAUSE_MAX_S)
+
+
+def _unless_refused(there: Callable[[int], T], broker_id: int) -> T | None:
+    try:
+        return there(broker_id)
+    except PortalMQError:
+        return None
+
+
+def _once_each(answers: Iterable[GroupCounts]) -> list[GroupCount]:
+    """While a leader is being replaced, two may speak for a partition."""
+    counts = {(count.group, count.topic, count.number): count for answer in answers for count in answer.counts}
+    return list(counts.values())
+
+
+def _described(group: GroupState, counts: list[GroupCount]) -> wire.GroupDescription:
+    return wire.GroupDescription(
+        group=group.name,
+        mode=group.config.mode,
+        members=[],
+        ready=sum([count.ready for count in counts]),
+        in_flight=sum([count.in_flight for count in counts]),
+        scheduled=sum([count.scheduled for count in counts]),
+        dead=sum([count.dead for count in counts]),
+        lag=sum([count.lag for count in counts]),
+        oldest_unacked_ms=max([count.oldest_unacked_ms for count in counts], default=0),
+        config=group.config,
+    )

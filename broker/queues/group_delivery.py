@@ -1,0 +1,556 @@
+"""A queue group on a partition that this broker leads: receive, ack, nack, extend.
+
+Everything here runs on the hub's thread. A grant is applied before its record is on its way to the disk and before any
+payload is read, with no switch of greenlets in between, so no message is handed to two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import NamedTuple
+
+import gevent
+
+from portalmq import wire
+from portalmq.broker.core.fold import SpanFold
+from portalmq.broker.core.queue.delivery import OUTSTANDING_MAX, GroupDelivery
+from portalmq.broker.core.queue.receipts import ReceiptBook, nth_text
+from portalmq.broker.core.queue.records import Ack, Dead, Extend, Grant, GroupStart, Nack, Range, Spot, ranges_of
+from portalmq.broker.core.queue.selection import NEVER_MS, Choice, Handed, choose, note, read_keys
+from portalmq.broker.partition.answer_size import fitting, sizes_of
+from portalmq.broker.partition.clock import Clock
+from portalmq.broker.partition.long_poll import Delivered, Peer, ReceiveOptions, Waiter
+from portalmq.broker.partition.partition import Partition
+from portalmq.broker.partition.reader import Piece
+from portalmq.broker.partition.writer import Pending
+from portalmq.broker.partition.yielding import give_way
+from portalmq.broker.queues.delivery_batch import DEAD_A_RECORD, Run, backoff_ms, dead_letter_topic, parts_of, runs_of
+from portalmq.broker.queues.partition_counts import counted
+from portalmq.broker.queues.ready_messages import PartitionSupply
+from portalmq.broker.queues.wakeup import Bell
+from portalmq.errors import Backpressure, PortalMQError, Unavailable
+from portalmq.wire import GroupConfig
+
+__all__ = ["Delivered", "GroupPartition", "Peer", "Shown"]
+
+# A cursor that has passed so many places of other lanes is worth a record.
+PASSED_MAX = 10_000
+# Where messages have a priority or were delayed, each is found and read by itself: a receive takes so many at most.
+FOUND_MAX = 500
+# Messages that were done unseen are kept one by one until the cursor passes them. It is made to after so many more.
+AHEAD_STEP = 1_000
+EXHAUSTED = "max_deliveries: the last lease ended without an ack"
+
+
+class Shown(NamedTuple):
+    """Receipts of one lease: its delivery number and leader epoch, their places in the request, their offsets."""
+
+    delivery: int
+    leader_epoch: int
+    indexes: list[int]
+    offsets: list[int]
+
+
+# Whether the receipt at an index of the request counts.
+Verdicts = dict[int, bool]
+
+
+class GroupPartition:
+    """One group on one partition, as long as that is led here: its fold, and who sleeps here."""
+
+    is_remote = False
+
+    def __init__(
+        self, partition: Partition, group: str, book: ReceiptBook, clock: Clock, *, group_id: str = ""
+    ) -> None:
+        self.partition = partition
+        self.group = group
+        self.group_id = group_id
+        self._book = book
+        self._clock = clock
+        self._supply = PartitionSupply(partition)
+        self._bell = Bell(
+            partition, group, self._supply, clock, settings=lambda: self.settings(), on_ring=self._give_up_overdue
+        )
+        self._ahead_max = AHEAD_STEP
+        # The group's settings as they are now.
+        self.settings: Callable[[], GroupConfig] = GroupConfig
+        # How many messages were handed out just now, and how many of them not for the first time.
+        self.on_delivered: Callable[[int, int], None] = lambda messages, again: None
+        # How many were acked or done by their places, each counted once, when that is committed.
+        self.on_acked: Callable[[int], None] = lambda messages: None
+        # How many were given up, and how many were left out since they have expired.
+        self.on_dead: Callable[[int], None] = lambda messages: None
+        self.on_expired: Callable[[int], None] = lambda messages: None
+
+    @property
+    def delivery(self) -> GroupDelivery:
+        return self.partition.delivery[self.group]
+
+    # --- who sleeps here ---------------------------------------------------------------------------------------------
+
+    def detach(self) -> None:
+        """The group was deleted, or the partition, or it is led elsewhere: who sleeps here is to look anew."""
+        delivery = self._bell.delivery
+        if delivery is not None:  # nobody asks its book whose turn it is, and what is finished there would pile up
+            delivery.keys = None
+        self._bell.close()
+
+    def end_waits(self) -> None:
+        self._bell.end_waits()
+
+    def park(self, waiter: Waiter) -> None:
+        self._bell.park(waiter)
+
+    def leave(self, waiter: Waiter) -> None:
+        self._bell.leave(waiter)
+
+    def notify(self) -> None:
+        self._bell.notify()
+
+    def has_messages(self) -> bool:
+        return self._bell.has_messages()
+
+    # --- receive -----------------------------------------------------------------------------------------------------
+
+    def start_at(self, start: wire.GroupStart) -> Pending:
+        """Begin on this partition: the place is fixed by the group's first use. What to wait on until it is durable."""
+        offset, end = self.partition.log.log_start_offset, self.partition.high_watermark
+        # The log start moves some time after the purge; what goes then is nothing to begin with.
+        offset = max(offset, self.partition.groups.purged_upto)
+        if isinstance(start, dict):
+            offset = min(max(offset, self.partition.log.offset_for_time(start["at"])), end)
+        elif start == "latest":
+            offset = end
+        record = GroupStart(offset, self._clock.now_ms())
+        return self.partition.append_group_record(self.group, record)
+
+    def take(self, options: ReceiveOptions) -> list[Delivered]:
+        """Lease what is there: at most `max_messages` and `max_bytes`, or one larger message. With at_most_once it
+        is acked before it is handed out. The next one goes on where that is more than one turn may take."""
+        while True:
+            config = self.settings()
+            if config.ordering == "key":
+                self._read_keys()
+            self._wait_vouched(patient=options.patient)
+            if not self._bury():
+                return []
+            now_ms = self._clock.now_ms()
+            most = min(options.max_messages, FOUND_MAX) if self._supply.lanes() else options.max_messages
+            choice = self._choice(now_ms, most, options.max_bytes)
+            pieces = self._pieces(choice)
+            if self._may_exceed(pieces, options.max_bytes):
+                fit = self._fitting(choice, options.max_bytes)
+                if fit < choice.messages:  # what a choice of fewer begins with is the same
+                    choice = self._choice(now_ms, fit)
+                    pieces = self._pieces(choice)
+            runs = runs_of(pieces)
+            if runs:
+                break
+            if not self._pass_over(choice):
+                return []
+            give_way()  # much was passed over, and there may be something behind it
+            if not self.has_messages():
+                return []
+        at_most_once = config.delivery == "at_most_once"
+        deadline_ms = now_ms + options.visibility_timeout_ms
+        ranges = tuple([(run[0][0].start, run[-1][0].end, run[0][1]) for run in runs])
+        lanes = tuple([run[0][2] for run in runs]) if self.delivery.cursors or choice.cursors else ()
+        grant = Grant(
+            ranges,
+            self._supply.place(choice.next),
+            now_ms,
+            deadline_ms,
+            options.consumer,
+            options.attempt_id,
+            lanes,
+            choice.spots(),
+            tuple(choice.gone),
+            tuple(choice.held),
+            self.partition.groups.leases_above,
+        )
+        try:
+            granted = self._append_grant(grant, choice)
+        except PortalMQError:
+            gevent.spawn_later(1, self.notify)  # as in _wait_vouched
+            raise
+        self._bell.arm()
+        again = sum([end - start for start, end, deliveries in ranges if deliveries > 1])
+        self.on_delivered(sum([end - start for start, end, _ in ranges]), again)
+        delivered = self._delivered(runs, deadline_ms, granted.batch.leader_epoch)
+        if at_most_once:
+            done = tuple([(start, end) for start, end, _ in ranges])
+            self.partition.append_group_record(self.group, Ack(done, now_ms)).wait()
+        return delivered
+
+    def _wait_vouched(self, *, patient: bool = True) -> None:
+        """Raises Unavailable when that takes too long, or the group has ended here meanwhile."""
+        try:
+            self.partition.wait_vouched(patient=patient)
+        except PortalMQError:
+            gevent.spawn_later(1, self.notify)  # whoever sleeps here was woken in vain
+            raise
+        if self._bell.delivery is None:
+            raise Unavailable(f"group {self.group!r} has just ended here, or moved on", retry_after_s=0.1)
+
+    def _read_keys(self) -> None:
+        """Have the book of a group ordered by key whole, with a pause after each step, unless the group ends here
+        meanwhile."""
+        self._supply.by_key = True
+        while (delivery := self._bell.delivery) is not None:
+            if read_keys(delivery, self._supply, self._clock.now_ms()):
+                return
+            give_way()
+
+    def _choice(self, now_ms: int, max_messages: int, max_bytes: int = NEVER_MS) -> Choice:
+        config, wall_ms = self.settings(), self._clock.wall_ms()
+        self._supply.by_key = config.ordering == "key"
+        return choose(
+            self.delivery,
+            self._supply,
+            now_ms=now_ms,
+            wall_ms=wall_ms,
+            due_by_ms=self.partition.readable_by_ms(wall_ms),
+            max_messages=max_messages,
+            max_deliveries=config.max_deliveries,
+            by_key=self._supply.by_key,
+            committed=self.partition.high_watermark,
+            cancelled=self.partition.groups.cancelled,
+            max_bytes=max_bytes,
+        )
+
+    def _pieces(self, choice: Choice) -> list[tuple[Piece, int, int]]:
+        return [(piece, each.deliveries, each.lane) for each in choice.handed for piece in self._pieces_of(each)]
+
+    def _pieces_of(self, handed: Handed) -> Iterable[Piece]:
+        start, end, _, _, piece = handed
+        if piece is None:  # from another lane: known by number so far
+            return self.partition.pieces(start, end, end - start)
+        return (piece if piece.start == start and piece.end == end else Piece(piece.batch, start, end),)
+
+    def _may_exceed(self, pieces: list[tuple[Piece, int, int]], max_bytes: int) -> bool:
+        """Return whether the messages may have more bytes. Mostly their batches as a whole have not."""
+        size, last = 0, None
+        for piece, _, _ in pieces:
+            if piece.batch is not last:
+                last = piece.batch
+                size += self._supply.size_of(last)
+        return size > max_bytes
+
+    def _fitting(self, choice: Choice, max_bytes: int) -> int:
+        """Return how many of the first messages have no more bytes, or one."""
+        messages = 0
+        for handed in choice.handed:
+            for piece in self._pieces_of(handed):
+                records = piece.records()
+                size = sizes_of(records)
+                if size > max_bytes:
+                    return max(1, messages + piece.start - handed.start + fitting(records, max_bytes))
+                max_bytes -= size
+            messages += handed.end - handed.start
+        return messages
+
+    def _append_grant(self, grant: Grant, choice: Choice) -> Pending:
+        not_before_ms = choice.not_before_ms
+        pending = self.partition.append_group_record(self.group, grant, is_soft=True, not_before_ms=not_before_ms)
+        note(self.delivery, choice)
+        if choice.expired:
+            self.on_expired(choice.expired)
+        return pending
+
+    def _pass_over(self, choice: Choice) -> bool:
+        """There was nothing to hand out; whether anything was passed over. That is written down when it counts for
+        something, or is much; else it is remembered here."""
+        delivery, before = self.delivery, self._supply.place(self.delivery.next)
+        # What is held or done ahead is so by records that the disk may refuse: it is not to be forgotten here.
+        has_left_out = bool(choice.held) or delivery.has_ahead
+        if not has_left_out:
+            self._supply.note_looked(delivery.next, choice.next)
+        upto = self._supply.place(max(delivery.next, choice.next))
+        passed = upto - delivery.next
+        if (
+            choice.gone
+            or choice.held
+            or choice.cursors
+            or (passed > 0 and (choice.expired or has_left_out))
+            or passed > PASSED_MAX
+        ):
+            # The group itself was not active by this.
+            at_ms = delivery.last_active_ms
+            gone, held = tuple(choice.gone), tuple(choice.held)
+            grant = Grant((), upto, at_ms, at_ms, cursors=choice.spots(), gone=gone, held=held)
+            self._append_grant(grant, choice)
+        self._bell.arm()
+        return upto > before or bool(choice.gone or choice.held or choice.cursors)
+
+    # --- what is given up --------------------------------------------------------------------------------------------
+
+    def _give_up_overdue(self) -> None:
+        with suppress(PortalMQError):  # it is led elsewhere from now on, or the next bell is early enough
+            self._bury()
+
+    def _bury(self) -> bool:
+        """Give up what has been delivered often enough, in records that leave others their turn in between. False when
+        the group has ended here meanwhile."""
+        while True:
+            now_ms = self._clock.now_ms()
+            ranges = self.delivery.overdue(now_ms, self.settings().max_deliveries, DEAD_A_RECORD)
+            if ranges:
+                self._give_up(tuple(ranges), now_ms, EXHAUSTED)
+            if not self.delivery.may_be_overdue:
+                return True
+            give_way()
+            if self._bell.delivery is None:
+                return False
+
+    def _give_up(self, ranges: tuple[tuple[int, int, int], ...], now_ms: int, reason: str) -> Pending:
+        topic = dead_letter_topic(self.settings(), self.partition.topic)
+        pending = self.partition.append_group_record(self.group, Dead(ranges, now_ms, reason, topic))
+        self.on_dead(sum([end - start for start, end, _ in ranges]))
+        return pending
+
+    def sweep(self) -> None:
+        """Pass over what has expired before anybody asked for it, so that nobody counts it any more; and write down
+        what was looked over, so that retention need not wait for it."""
+        delivery = self.partition.delivery.get(self.group)
+        if delivery is None or self._bell.closed:
+            return
+        while self.partition.log.lanes.has_expiring and self._bell.has_fresh(delivery):
+            if not self._pass_over(self._choice(self._clock.now_ms(), 0)):
+                break
+            give_way()
+            if self._bell.closed or self.partition.delivery.get(self.group) is not delivery:
+                return
+        upto = self._supply.place(delivery.next)
+        if upto > delivery.next:
+            at_ms = delivery.last_active_ms
+            self.partition.append_group_record(self.group, Grant((), upto, at_ms, at_ms), is_soft=True)
+
+    def replay(self, attempt_id: str) -> list[Delivered] | None:
+        """What the first receive with this attempt id got and still holds; None for an unknown one."""
+        self._wait_vouched()
+        delivery = self.partition.delivery.get(self.group)
+        spans = delivery.replay(attempt_id, self._clock.now_ms()) if delivery is not None else None
+        if spans is None:
+            return None
+        return [message for span in spans for message in self._under_lease(span)]
+
+    def _under_lease(self, span: SpanFold) -> list[Delivered]:
+        pieces = self.partition.pieces(span.start, span.end, span.end - span.start)
+        runs = runs_of([(piece, span.deliveries, span.lane) for piece in pieces])
+        return self._delivered(runs, span.available_at_ms, span.leader_epoch)
+
+    def _delivered(self, runs: list[Run], deadline_ms: int, leader_epoch: int) -> list[Delivered]:
+        topic, number = self.partition.topic, self.partition.number
+        delivered: list[Delivered] = []
+        for run in runs:
+            first, deliveries = run[0][0].start, run[0][1]
+            lease = self.delivery.earlier(first) + deliveries
+            head = self._book.head(number, first, run[-1][0].end - first, lease, leader_epoch)
+            delivered += [
+                Delivered(topic, number, first + nth, at_ms, record, head + nth_text(nth), deliveries, deadline_ms)
+                for piece, _, _ in run
+                for at_ms in (piece.batch.appended_at_ms,)
+                for nth, record in enumerate(piece.records(), piece.start - first)
+            ]
+        return delivered
+
+    # --- settle ------------------------------------------------------------------------------------------------------
+
+    def ack(self, shown: list[Shown]) -> tuple[Verdicts, Callable[[], None]]:
+        """Which receipts count, and what to call to wait until their record is committed; and so what others were
+        refused for, as it stays so only then."""
+        verdicts, unfinished = self.weigh(shown)
+        done = self._finish(unfinished)
+        if all(verdicts.values()):
+            return verdicts, done
+        refused = self._wait_for_appended()
+
+        def wait_for_both() -> None:
+            done()
+            refused()
+
+        return verdicts, wait_for_both
+
+    def wait_refused(self) -> None:
+        """What is refused is so by the log as it stands, committed: on return no later copy of it can come true."""
+        self._wait_for_appended()()
+
+    def finish(self, offsets: Sequence[int], holder: str | None) -> tuple[list[bool], Callable[[], None]]:
+        """Done by their places, without receipts: which of them are or were messages of the group to be done, and what
+        to call to wait until they are. With `holder` only what is leased by an attempt of that name counts
+        (`<holder>:<anything>` is its id)."""
+        now_ms = self._clock.now_ms()
+        verdicts = [self._may_finish(offset, holder, now_ms) for offset in offsets]
+        done = [offset for offset, good in zip(offsets, verdicts, strict=True) if good]
+        self._check_ahead(done)
+        return verdicts, self._finish(done)
+
+    def _check_ahead(self, offsets: list[int]) -> None:
+        """Raises Backpressure when too many messages would be done behind one that nobody takes."""
+        if len(offsets) + self.delivery.ahead_count <= OUTSTANDING_MAX:
+            return
+        self._pass_done()
+        _, ahead = self.finished(offsets)
+        more = sum([not self.delivery.is_ahead(offset) for _, _, offset in ahead])
+        if more and more + self.delivery.ahead_count > OUTSTANDING_MAX:
+            raise Backpressure(
+                f"{self.delivery.ahead_count} messages are done already that were handed out to nobody, behind others: "
+                "receive those first",
+                retry_after_s=1,
+            )
+
+    def _may_finish(self, offset: int, holder: str | None, now_ms: int) -> bool:
+        if self.delivery.is_dead(offset) or not 0 <= offset < self.partition.high_watermark:
+            return False
+        if holder is not None and not self.delivery.is_given_to(offset, holder, now_ms):
+            return False
+        return self.delivery.has_span(offset) or any(self.partition.spots(offset, offset + 1))
+
+    def _finish(self, offsets: list[int]) -> Callable[[], None]:
+        """Append that these messages are done, as far as they are not; what to call to wait for it."""
+        ranges, ahead = self.finished(offsets)
+        if not ranges and not ahead:
+            return self._wait_for_appended()
+        messages = sum([end - start for start, end in ranges])
+        messages += sum([not self.delivery.is_ahead(offset) for _, _, offset in ahead])
+        pending = self.partition.append_group_record(self.group, Ack(ranges, self._clock.now_ms(), ahead))
+        if messages:
+            pending.done.rawlink(lambda _: self.on_acked(messages) if pending.error is None else None)
+        if ahead:
+            self._pass_ahead()
+        return self._then_others(pending)
+
+    def _pass_ahead(self) -> None:
+        """Nobody may ever receive here, where messages are read and done by their places alone: the cursor goes on."""
+        if self.delivery.ahead_count < self._ahead_max:
+            return
+        self._pass_done()
+        self._ahead_max = self.delivery.ahead_count + AHEAD_STEP
+
+    def _pass_done(self) -> None:
+        with suppress(PortalMQError):  # what is done is so in any case; the next ones try again
+            self._pass_over(self._choice(self._clock.now_ms(), 0))
+
+    def _then_others(self, pending: Pending) -> Callable[[], None]:
+        """Wait until messages are done; then it may be the turn of others of their keys."""
+        if self.delivery.keys is None:
+            return pending.wait
+
+        def wait() -> None:
+            pending.wait()
+            self.notify()
+
+        return wait
+
+    def weigh(self, shown: list[Shown]) -> tuple[Verdicts, list[int]]:
+        """Which receipts count, and the offsets of those whose message may still be unfinished."""
+        verdicts: Verdicts = {}
+        unfinished: list[int] = []
+        for each in shown:
+            good, more = self.delivery.ackable(each.offsets, each.delivery, each.leader_epoch)
+            verdicts.update(zip(each.indexes, good, strict=True))
+            unfinished += more
+        return verdicts, unfinished
+
+    def finished(self, offsets: list[int]) -> tuple[tuple[Range, ...], tuple[Spot, ...]]:
+        """The offsets that are in spans, and those that this log never saw granted: a kill took the record."""
+        held = self.delivery.with_span(offsets)
+        if len(held) == len(offsets):
+            return ranges_of(held), ()
+        unseen = sorted(set(offsets).difference(held))
+        spots = [spot for offset in unseen for spot in self.partition.spots(offset, offset + 1)]
+        return ranges_of(held), tuple(spot for spot in spots if not self.delivery.has_passed(spot))
+
+    def _wait_for_appended(self) -> Callable[[], None]:
+        """What is done already may be so by a record that is still on its way to the disk."""
+        last = self.partition.replica.next_offset - 1
+        return lambda: self.partition.wait_settled(last)
+
+    def nack(
+        self, shown: list[Shown], delay_ms: int | None, reason: str | None, config: GroupConfig
+    ) -> tuple[Verdicts, Callable[[], None]]:
+        now_ms = self._clock.now_ms()
+        verdicts, held = self._held(shown)
+        back: list[tuple[int, int, int]] = []
+        dead: list[tuple[int, int, int]] = []
+        for delivery, offsets in self._by_deliveries(held):
+            free_at_ms = now_ms + (delay_ms if delay_ms is not None else backoff_ms(config, delivery))
+            for start, end in ranges_of(offsets):
+                if delivery >= config.max_deliveries:
+                    dead.append((start, end, delivery))
+                else:
+                    back.append((start, end, free_at_ms))
+        waits: list[Callable[[], None]] = []
+        if dead:
+            for part in parts_of(dead):
+                waits.append(self._then_others(self._give_up(part, now_ms, reason or "nacked")))
+        if back:
+            pending = self.partition.append_group_record(self.group, Nack(tuple(back), now_ms, reason))
+            waits.append(pending.wait)
+            self.notify()
+        if not all(verdicts.values()):
+            waits.append(self._wait_for_appended())
+
+        def wait_for_all() -> None:
+            for wait in waits:
+                wait()
+
+        return verdicts, wait_for_all
+
+    def release(self, shown: list[Shown], delay_ms: int, reason: str | None) -> tuple[Verdicts, Callable[[], None]]:
+        """Take back what nobody has looked at: that was no delivery."""
+        now_ms = self._clock.now_ms()
+        verdicts, held = self._held(shown)
+        ranges = ranges_of([offset for _, offsets in held for offset in offsets])
+        if not ranges:
+            return verdicts, self._wait_for_appended()
+        back = tuple([(start, end, now_ms + delay_ms) for start, end in ranges])
+        pending = self.partition.append_group_record(self.group, Nack(back, now_ms, reason, unseen=True))
+        self.notify()
+        return verdicts, pending.wait
+
+    def _by_deliveries(self, held: list[tuple[int, list[int]]]) -> list[tuple[int, list[int]]]:
+        """Leased offsets by their deliveries since they were redriven."""
+        found: dict[int, list[int]] = {}
+        for _, offsets in held:
+            for offset in offsets:
+                span = self.delivery.at(offset)
+                assert span is not None
+                found.setdefault(span.deliveries, []).append(offset)
+        return list(found.items())
+
+    def extend(self, shown: list[Shown], visibility_timeout_ms: int) -> Verdicts:
+        """Leases are soft, so is their extension: it is logged, and not waited for."""
+        now_ms = self._clock.now_ms()
+        may_extend = partial(self.delivery.may_extend, now_ms=now_ms, by_key=self.settings().ordering == "key")
+        verdicts, held = self._held(shown, may_extend)
+        offsets = [offset for _, offsets in held for offset in offsets]
+        if offsets:
+            record = Extend(ranges_of(offsets), now_ms + visibility_timeout_ms, now_ms)
+            self.partition.append_group_record(self.group, record, is_soft=True)
+            self._bell.arm()
+        if not all(verdicts.values()):
+            self.wait_refused()
+        return verdicts
+
+    def _held(
+        self, shown: list[Shown], counts: Callable[..., bool] | None = None
+    ) -> tuple[Verdicts, list[tuple[int, list[int]]]]:
+        """Which receipts are of the latest lease of their message, and those offsets, by delivery number."""
+        counts = counts or self.delivery.holds
+        verdicts: Verdicts = {}
+        held: list[tuple[int, list[int]]] = []
+        for each in shown:
+            good = [counts(offset, each.delivery, leader_epoch=each.leader_epoch) for offset in each.offsets]
+            verdicts.update(zip(each.indexes, good, strict=True))
+            held.append((each.delivery, [offset for offset, holds in zip(each.offsets, good, strict=True) if holds]))
+        return verdicts, held
+
+    # --- counting ----------------------------------------------------------------------------------------------------
+
+    def counts(self) -> dict[str, int]:
+        """ready, in_flight, scheduled, dead, lag: messages; oldest_unacked_ms: the age of the oldest."""
+        return counted(self.partition, self.group, self._clock)

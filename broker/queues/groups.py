@@ -1,0 +1,526 @@
+"""All queue groups: their settings, where they have begun, and what is received and settled on whatever broker leads.
+
+A group's settings stand in the control plane; what it has received and acked stands in the log of each partition. This
+broker serves a group on the partitions that it leads, and brings what concerns others to their leaders.
+
+A group begins on a topic with its first receive: on all partitions there are, at its `start`; partitions that are added
+later are read from their beginning. A leader lets a group that starts at the earliest begin by itself. Where it starts
+at the latest it matters who is first, so it begins on partition 0 last of all: a group that is known there has begun
+on all partitions there were, and the others were added since.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from functools import partial
+
+import msgspec
+
+from portalmq import wire
+from portalmq.broker.cluster.capacity import Capacity
+from portalmq.broker.cluster.metadata_cache import Atlas
+from portalmq.broker.cluster.peers import Peers
+from portalmq.broker.cluster.routing import Leaders, Outcomes, place_of
+from portalmq.broker.cluster.rpc import Known, Place, Result, Start, result_of
+from portalmq.broker.cluster.topics import Topic, Topics
+from portalmq.broker.core.queue.receipts import ReceiptBook, topic_tag
+from portalmq.broker.partition.clock import Clock
+from portalmq.broker.partition.long_poll import ParkingLot
+from portalmq.broker.partition.partition import Partition
+from portalmq.broker.partition.writer import Pending
+from portalmq.broker.partition.yielding import in_short_turns, in_turns
+from portalmq.broker.queues.group_delivery import GroupPartition
+from portalmq.control_plane.catalog import Catalog
+from portalmq.control_plane.mirror import Changes, Mirror
+from portalmq.control_plane.state import GroupState
+from portalmq.errors import GroupModeMismatch, GroupNotFound, InvalidRequest, PortalMQError, Unavailable
+
+BEGIN_TIMEOUT_S = 10.0
+# What was written from here counts at once; by then the mirror shows it.
+OWN_WORD_S = 2.0
+# A group that is being ended is let begin nowhere again for this long, unless it is gone before.
+ENDING_S = 5.0
+UNHEARD_S = 5.0
+UNHEARD_MAX = 1_000
+# Groups may come and go for as long as a broker lives: what is kept to be quick is kept of so many.
+REMEMBERED_MAX = 10_000
+# Whoever looks at all groups lets others have their turn after so many.
+GROUPS_A_TURN = 25
+
+_Bools = list[Result[bool]]
+_encode = msgspec.msgpack.Encoder().encode
+
+
+@dataclass(slots=True)
+class _Knowing:
+    """The work of asking where a group has begun."""
+
+    groups: Groups
+    group: GroupState
+
+    def here(self, places: Sequence[Place]) -> Outcomes[bool]:
+        return self.groups.each(places, lambda place: self.group.name in self.groups.partition(place).delivery)
+
+    def there(self, broker_id: int, places: Sequence[Place]) -> Outcomes[bool]:
+        call = Known(self.group.name, places[0].topic, places[0].topic_id, [place.number for place in places])
+        return self.groups.ask(broker_id, "known", call, places)
+
+
+@dataclass(slots=True)
+class _Beginning:
+    """The work of letting a group begin; where it has begun it goes on."""
+
+    groups: Groups
+    group: GroupState
+    start: wire.GroupStart
+
+    def here(self, places: Sequence[Place]) -> Outcomes[bool]:
+        return self.groups.each(places, lambda place: self.groups.begin_here(self.group, place, self.start))
+
+    def there(self, broker_id: int, places: Sequence[Place]) -> Outcomes[bool]:
+        topic, topic_id, numbers = places[0].topic, places[0].topic_id, [place.number for place in places]
+        call = Start(self.group.name, self.group.group_id, topic, topic_id, numbers, self.start)
+        return self.groups.ask(broker_id, "start", call, places)
+
+
+class Groups:
+    """Settings and places. Receiving is in receive.py, settling in settle.py, counting and ending in group_counts.py.
+
+    Invariant: `attached` holds a group exactly on partitions that this broker leads and where it has begun.
+    """
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        mirror: Mirror,
+        topics: Topics,
+        atlas: Atlas,
+        leaders: Leaders,
+        peers: Peers,
+        clock: Clock,
+        *,
+        receipt_key: bytes,
+        parked_receives_max: int,
+    ) -> None:
+        self.capacity: Capacity | None = None
+        self.topics = topics
+        self.leaders = leaders
+        self.lot = ParkingLot(parked_receives_max)
+        self.on_acked: Callable[[str, str, int], None] = lambda topic, group, messages: None
+        self.on_delivered: Callable[[str, str, int, int], None] = lambda topic, group, messages, again: None
+        self.on_dead: Callable[[str, str, int], None] = lambda topic, group, messages: None
+        self.on_expired: Callable[[str, str, int], None] = lambda topic, group, messages: None
+        self._catalog = catalog
+        self._mirror = mirror
+        self._atlas = atlas
+        self._peers = peers
+        self._clock = clock
+        self._key = receipt_key
+        # What was written or asked for here, what the mirror showed then, and until when that may be late.
+        self._own: dict[str, tuple[GroupState | None, GroupState | None, float]] = {}
+        # Groups that are deleted from here, and the ids of those that some broker is ending (until when).
+        self._deleting: set[str] = set()
+        self._ending: dict[str, float] = {}
+        self._attached: dict[tuple[str, str, int], GroupPartition] = {}
+        self._books: dict[tuple[str, str, str], ReceiptBook] = {}
+        self._tags: dict[bytes, Topic] = {}
+        # Tags that the control plane does not know either: until when it is not asked again.
+        self._unheard: dict[bytes, float] = {}
+        self._begun: set[tuple[str, str, int]] = set()
+        self._leads: dict[tuple[str, int], tuple[int | None, int]] = {}
+
+    # --- settings ----------------------------------------------------------------------------------------------------
+
+    def put(self, name: str, patch: dict[str, object], initial: dict[str, object] | None = None) -> bool:
+        """Create the group, with the settings of `initial` too, or change those of `patch`; True when it is new."""
+        held = self._catalog.find_group(wire.check_name(name, "group"))
+        self._check_deletes_not(name)
+        self._check_stays(held)
+        check_settings(patch, held)
+        with self._making(held):
+            group, created = self._catalog.put_group(name, patch, initial)
+        self._remember(name, group)
+        return created
+
+    def _making(self, held: GroupState | None) -> AbstractContextManager[None]:
+        return nullcontext() if self.capacity is None or held is not None else self.capacity.group(self.names)
+
+    def find(self, name: str) -> GroupState | None:
+        """The group as this broker knows it: what it wrote itself, until the mirror shows something new."""
+        shown, own = self._mirror.groups.get(name), self._own.get(name)
+        if own is not None:
+            group, shown_then, until = own
+            if time.monotonic() < until and shown == shown_then:
+                return group
+            del self._own[name]
+        return shown
+
+    def find_of(self, name: str, mode: str) -> GroupState | None:
+        """The same; one of another mode may be an earlier group of the name, so it is asked for."""
+        group = self.find(name)
+        if group is None or group.config.mode == mode:
+            return group
+        group = self._catalog.group_as_it_is(name)
+        if group is not None:
+            self._remember(name, group)
+        return group
+
+    def known(self, name: str, *, mode: str = "", group_id: str = "") -> GroupState:
+        """Raises GroupNotFound, and Unavailable for one that is just being deleted. Where this broker knows none, or
+        one of another `mode` or `group_id` than the caller can use, the control plane has the last word."""
+        group = self.find(name)
+        self._check_deletes_not(name)
+        is_right = group is not None and mode in ("", group.config.mode) and group_id in ("", group.group_id)
+        if group is not None and is_right and not self.is_ending(group):
+            return group
+        wire.check_name(name, "group")
+        group = self._catalog.group_as_it_is(name)
+        if group is None:
+            raise GroupNotFound(f"there is no group {name!r}: its first receive or join creates it")
+        self._remember(name, group)
+        return group
+
+    def ensure(self, name: str) -> GroupState:
+        """The group, made now if it is missing. Raises Unavailable for one that is just being deleted."""
+        group = self.find_of(name, "queue")
+        if group is None or self.is_ending(group):
+            # It may be gone already where another broker deleted it, though the mirror shows it still.
+            wire.check_name(name, "group")
+            self._check_deletes_not(name)
+            with self._making(group):
+                group = self._catalog.ensure_group(name)
+            self._check_stays(group)
+            self._remember(name, group)
+        if group.config.mode != "queue":
+            raise GroupModeMismatch(
+                f"group {name!r} works in stream mode: join it, or take another name for a queue group"
+            )
+        return group
+
+    def check_same(self, group: GroupState) -> None:
+        """Raises Unavailable when the group was deleted since `group` was read."""
+        now = self.find(group.name)
+        if now is None or now.group_id != group.group_id or self.is_ending(now):
+            raise Unavailable(f"group {group.name!r} was deleted meanwhile: repeat, to make it anew", retry_after_s=0.1)
+
+    def names(self) -> list[str]:
+        names = self._mirror.groups.keys() | self._own.keys()
+        return sorted(name for name in names if name not in self._deleting and self.find(name) is not None)
+
+    def _remember(self, name: str, group: GroupState | None) -> None:
+        now = time.monotonic()
+        if len(self._own) >= REMEMBERED_MAX:
+            self._own = {known: own for known, own in self._own.items() if own[2] > now}
+        self._own[name] = (group, self._mirror.groups.get(name), now + OWN_WORD_S)
+
+    # --- the end of a group ------------------------------------------------------------------------------------------
+
+    def is_ending(self, group: GroupState) -> bool:
+        return group.name in self._deleting or self._ending.get(group.group_id, 0.0) > time.monotonic()
+
+    def _check_stays(self, group: GroupState | None) -> None:
+        if group is not None and self.is_ending(group):
+            raise _is_being_deleted(group.name)
+
+    def _check_deletes_not(self, name: str) -> None:
+        if name in self._deleting:
+            raise _is_being_deleted(name)
+
+    def end_here(self, name: str, group_id: str) -> list[Place]:
+        """End the group on all partitions that are led here, durably; answers on which it had begun. Nobody may use it
+        or begin it anew meanwhile. Raises what a partition refuses with: where it has not ended the group stays."""
+        now = time.monotonic()
+        self._ending = {known: until for known, until in self._ending.items() if until > now}
+        self._ending[group_id] = now + ENDING_S
+        begun = [*self._begun_on(name), *self._streamed_on(name)]
+        ends: list[Pending | None] = []
+        for partition, topic_id in in_short_turns(begun):
+            ends.append(partition.end_group(name))
+            attached = self._attached.get((name, topic_id, partition.number))
+            if attached is not None:  # nobody is to wake up where it has ended
+                attached.end_waits()
+        keys = [key for key in self._attached if key[0] == name]
+        for key in keys:
+            self._attached[key].end_waits()
+        for end in ends:
+            if end is not None:
+                end.wait()
+        for key in keys:
+            self._detach(key)
+        return [Place(partition.topic, topic_id, partition.number) for partition, topic_id in begun]
+
+    @contextmanager
+    def deleting(self, name: str) -> Iterator[GroupState]:
+        """While the group is ended everywhere, and forgotten if that succeeds, nobody finds it here or makes it anew.
+        Raises GroupNotFound."""
+        group = self.known(name)
+        self._deleting.add(name)
+        try:
+            yield group
+            self._catalog.delete_group(name)
+            self._remember(name, None)
+            self._drop(name)
+        finally:
+            self._deleting.discard(name)
+            self._ending.pop(group.group_id, None)
+
+    # --- partitions --------------------------------------------------------------------------------------------------
+
+    def partition(self, place: Place) -> Partition:
+        """The partition, when it is led here. Raises NotLeader, Unavailable."""
+        return self._atlas.partition(place)
+
+    def attached(self, name: str) -> list[GroupPartition]:
+        """The group on the partitions that are led here, where it has begun."""
+        group = self.find(name)
+        if group is None:
+            return [each for key, each in self._attached.items() if key[0] == name]
+        return [self.attach(group, partition, topic_id) for partition, topic_id in self._begun_on(name)]
+
+    def all_attached(self) -> Iterator[GroupPartition]:
+        """Every group on every partition that is led here, where it has begun; others have their turn in between. What
+        ends meanwhile may be left out, or come as it was."""
+        led = [(partition, topic.state.topic_id) for topic in self.topics for partition in topic.led()]
+        begun = [(partition, topic_id, name) for partition, topic_id in led for name in tuple(partition.delivery)]
+        for partition, topic_id, name in in_turns(begun, GROUPS_A_TURN):
+            group = self.find(name) if partition.serves and name in partition.delivery else None
+            if group is not None and name not in self._deleting:
+                yield self.attach(group, partition, topic_id)
+
+    def _begun_on(self, name: str) -> list[tuple[Partition, str]]:
+        """The partitions that are led here and know the group, with their topic's id."""
+        return [
+            (partition, topic.state.topic_id)
+            for topic in self.topics
+            for partition in topic.led()
+            if name in partition.delivery
+        ]
+
+    def _streamed_on(self, name: str) -> list[tuple[Partition, str]]:
+        """The partitions that are led here and know the stream group."""
+        return [
+            (partition, topic.state.topic_id)
+            for topic in self.topics
+            for partition in topic.led()
+            if name in partition.streams
+        ]
+
+    def at(self, group: GroupState, place: Place) -> GroupPartition:
+        """The group on a partition that is led here. Raises InvalidRequest when it has not begun there."""
+        partition = self.partition(place)
+        if group.name not in partition.delivery:
+            raise InvalidRequest(f"group {group.name!r} has ended on partition {place.number} of topic {place.topic!r}")
+        return self.attach(group, partition, place.topic_id)
+
+    def on_leading(self, topic: Topic, partition: Partition) -> None:
+        """This broker leads the partition from now on: serve the groups that its log knows."""
+        for name in tuple(partition.delivery):
+            group = self.find(name)
+            if group is not None:
+                self.attach(group, partition, topic.state.topic_id)
+        self.lot.move({topic.name})
+
+    def on_stepped_down(self, topic: Topic, partition: Partition) -> None:
+        """Another broker leads it, or will: who sleeps here looks anew."""
+        for key in [key for key in self._attached if key[1:] == (topic.state.topic_id, partition.number)]:
+            self._detach(key)
+
+    def forget_topic(self, topic: Topic) -> None:
+        """The topic was deleted: waits for it end."""
+        topic_id = topic.state.topic_id
+        for key in [key for key in self._attached if key[1] == topic_id]:
+            self._attached[key].end_waits()
+            self._detach(key)
+        self._books = {key: book for key, book in self._books.items() if key[2] != topic_id}
+        self._begun = {begun for begun in self._begun if begun[1] != topic_id}
+        self._tags.pop(topic.tag, None)
+
+    def sync(self, changes: Changes) -> None:
+        """The mirror shows something new."""
+        for name in in_short_turns(tuple(changes.groups)):
+            self._drop(name)
+        moved = set(changes.topics)
+        for key in in_short_turns(tuple(changes.partitions)):
+            held, topic = self._mirror.partitions.get(key), self._mirror.topic_by_id(key[0])
+            leads = (held.value.leader, held.value.leader_epoch) if held is not None else None
+            if topic is not None and leads != self._leads.get(key):
+                moved.add(topic.name)
+            if leads is None:
+                self._leads.pop(key, None)
+            else:
+                self._leads[key] = leads
+        if moved:
+            self.lot.move(moved)
+
+    def _drop(self, name: str) -> None:
+        """Forget what was kept of a group that is gone, or is another one of the name."""
+        group = self.find(name)
+        kept = group.group_id if group else None
+        for key in [key for key, each in self._attached.items() if key[0] == name and each.group_id != kept]:
+            self._attached[key].end_waits()
+            self._detach(key)
+        self._books = {key: book for key, book in self._books.items() if key[0] != name or key[1] == kept}
+
+    def attach(self, group: GroupState, partition: Partition, topic_id: str) -> GroupPartition:
+        """The group on a partition that is led here."""
+        key = (group.name, topic_id, partition.number)
+        attached = self._attached.get(key)
+        if attached is not None and (attached.partition is not partition or attached.group_id != group.group_id):
+            self._detach(key)
+            attached = None
+        if attached is None:
+            book = self.book(group, topic_id)
+            attached = GroupPartition(partition, group.name, book, self._clock, group_id=group.group_id)
+            attached.settings = partial(self._settings, group)
+            attached.on_delivered = partial(self._delivered, partition.topic, group.name)
+            attached.on_acked = partial(self.acked, partition.topic, group.name)
+            attached.on_dead = partial(self._given_up, partition.topic, group.name)
+            attached.on_expired = partial(self._expired, partition.topic, group.name)
+            self._attached[key] = attached
+        return attached
+
+    def _detach(self, key: tuple[str, str, int]) -> None:
+        attached = self._attached.pop(key, None)
+        if attached is not None:  # the group and its topic may be deleted at the same time
+            attached.detach()
+
+    # --- receipts ----------------------------------------------------------------------------------------------------
+
+    def book(self, group: GroupState, topic_id: str) -> ReceiptBook:
+        key = (group.name, group.group_id, topic_id)
+        book = self._books.get(key)
+        if book is None:
+            book = self._books[key] = ReceiptBook(self._key, topic_id, group.name, group.group_id)
+        return book
+
+    def by_tag(self, tag: bytes) -> Topic | None:
+        """The topic that a receipt is of. Raises Unavailable for one that this broker has not heard of yet."""
+        topic = self._tags.get(tag)
+        if topic is None or not self.topics.holds(topic):
+            self._tags = {topic.tag: topic for topic in self.topics}
+            topic = self._tags.get(tag)
+        if topic is None and self._unheard.get(tag, 0.0) < time.monotonic():
+            self._catalog.confirm()
+            if any(topic_tag(state.topic_id) == tag for state in self._catalog.topics().values()):
+                raise Unavailable("this broker does not know the topic of a receipt yet", retry_after_s=0.1)
+            self._unheard = {} if len(self._unheard) >= UNHEARD_MAX else self._unheard
+            self._unheard[tag] = time.monotonic() + UNHEARD_S
+        return topic
+
+    def sweep(self) -> None:
+        """What has expired before anybody asked for it is counted no longer."""
+        for key, attached in in_short_turns(tuple(self._attached.items())):
+            if self._attached.get(key) is attached:
+                with suppress(PortalMQError):  # another broker leads it by now, or the next sweep does it
+                    attached.sweep()
+
+    def _settings(self, group: GroupState) -> wire.GroupConfig:
+        """The settings as they are now; those of `group` where the control plane knows it no longer."""
+        now = self.find(group.name)
+        return now.config if now is not None and now.group_id == group.group_id else group.config
+
+    def _delivered(self, topic: str, group: str, messages: int, again: int) -> None:
+        self.on_delivered(topic, group, messages, again)
+
+    def _given_up(self, topic: str, group: str, messages: int) -> None:
+        self.on_dead(topic, group, messages)
+
+    def _expired(self, topic: str, group: str, messages: int) -> None:
+        self.on_expired(topic, group, messages)
+
+    def acked(self, topic: str, group: str, messages: int) -> None:
+        self.on_acked(topic, group, messages)
+
+    # --- beginning ---------------------------------------------------------------------------------------------------
+
+    def begin(self, group: GroupState, topic: Topic, *, forward: bool = True) -> None:
+        """See to it that the group has begun on all partitions of the topic, where that is not for each leader alone
+        to do. Raises Unavailable when a leader cannot be asked."""
+        state = topic.state
+        mark = (group.group_id, state.topic_id, state.partitions)
+        if group.config.start == "earliest" or mark in self._begun or not forward:
+            return
+        first, *others = [place_of(state, number) for number in range(state.partitions)]
+        has_begun = self.leaders.one(first, _Knowing(self, group), repeatable=True)
+        work = _Beginning(self, group, "earliest" if has_begun else group.config.start)
+        for places in (others, [first]):
+            outcomes = self.leaders.run(places, work, repeatable=True)
+            for outcome in outcomes.values():
+                if isinstance(outcome, PortalMQError):
+                    raise outcome
+        if len(self._begun) >= REMEMBERED_MAX:
+            self._begun.clear()  # whoever comes next asks once more
+        self._begun.add(mark)
+
+    def unbegun(self, group: GroupState, topics: Sequence[str]) -> None:
+        """A leader says that the group has not begun: an unclean election may have lost that."""
+        self._begun = {mark for mark in self._begun if mark[0] != group.group_id}
+        self.lot.move(topics)
+
+    def begin_here(self, group: GroupState, place: Place, start: wire.GroupStart) -> bool:
+        """Whether the group has begun just now; it is durable on return."""
+        partition = self.partition(place)
+        self.check_same(group)
+        if group.name in partition.delivery:
+            return False
+        self.attach(group, partition, place.topic_id).start_at(start).wait()
+        return True
+
+    def serve_known(self, body: bytes) -> bytes:
+        call = msgspec.msgpack.decode(body, type=Known)
+        return self._serve(_Knowing(self, GroupState(call.group, wire.GroupConfig())), call)
+
+    def serve_start(self, body: bytes) -> bytes:
+        call = msgspec.msgpack.decode(body, type=Start)
+        group = self.known(call.group, group_id=call.group_id)
+        if group.group_id != call.group_id:
+            raise Unavailable(f"group {call.group!r} was deleted meanwhile", retry_after_s=0.1)
+        return self._serve(_Beginning(self, group, call.start), call)
+
+    def _serve(self, work: _Knowing | _Beginning, call: Known | Start) -> bytes:
+        places = [Place(call.topic, call.topic_id, number) for number in call.numbers]
+        outcomes = self.leaders.run(places, work, forward=False)
+        return _encode([result_of(outcomes[place]) for place in places])
+
+    def each(self, places: Sequence[Place], do: Callable[[Place], bool]) -> Outcomes[bool]:
+        outcomes: Outcomes[bool] = {}
+        for place in in_short_turns(places):
+            try:
+                outcomes[place] = do(place)
+            except PortalMQError as error:
+                outcomes[place] = error
+        return outcomes
+
+    def ask(self, broker_id: int, name: str, call: msgspec.Struct, places: Sequence[Place]) -> Outcomes[bool]:
+        results = self._peers.call(broker_id, name, call, _Bools, timeout_s=BEGIN_TIMEOUT_S)
+        return {place: result.outcome() for place, result in zip(places, results, strict=True)}
+
+
+def _is_being_deleted(name: str) -> Unavailable:
+    return Unavailable(f"group {name!r} is being deleted: repeat, to make it anew", retry_after_s=0.1)
+
+
+def check_settings(patch: dict[str, object], held: GroupState | None) -> None:
+    """Raises InvalidRequest for settings of a queue group that do not go together, or that it cannot change to."""
+    start = patch.get("start")
+    if isinstance(start, dict) and set(start) != {"at"}:
+        raise InvalidRequest('start is "earliest", "latest" or {"at": a time}, and names nothing else')
+    topic = patch.get("dead_letter_topic")
+    if isinstance(topic, str) and topic:
+        if topic == "{topic}":
+            raise InvalidRequest("dead_letter_topic is the topic itself, so what is given up would come again")
+        wire.check_name(topic.replace("{topic}", "t"), "dead_letter_topic")
+        if topic.startswith("__"):
+            raise InvalidRequest("dead_letter_topic begins with __, as internal topics do: take another name")
+    ordering = patch.get("ordering", held.config.ordering if held is not None else "none")
+    mode = patch.get("mode", held.config.mode if held is not None else "queue")
+    if mode == "stream" and ordering == "key":
+        raise InvalidRequest("ordering 'key' is of queue groups: a stream group reads a partition in order anyway")
+    if held is not None and held.config.mode == mode and ordering != held.config.ordering:
+        raise InvalidRequest(
+            f"group {held.name!r} keeps its ordering {held.config.ordering!r}: what it has passed over cannot be put in"
+            " another order; delete it first, or take another name"
+        )

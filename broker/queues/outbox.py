@@ -1,0 +1,403 @@
+"""The outbox: messages that a record of one partition has ordered to be appended to others.
+
+    partition p of topic t     ... [Commit: acks, outputs] ....................... [Done]
+    topics of the outputs           `--- committed ---> [outputs, with ids] --->---'
+
+A Commit carries its outputs, a Dead the offsets of what is given up: one record, so acks and outputs stand or fall
+together. When it is committed, the partition's leader appends what it orders, in the order of the log, and writes Done.
+If it dies half way, the next leader finds the order open in its fold and begins again. What was appended already is
+found by its message id, which is a hash of where the order stands: so each is there once, within the dedup window of
+the topic it went to.
+
+What cannot be appended now (no leader, too few in sync, no room) is tried again for as long as it takes, and holds up
+what the same partition ordered after it. Only a topic that was deleted ends an order: there is nowhere to put it.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import re
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from itertools import islice
+from typing import Protocol
+
+import gevent
+import msgspec
+from gevent.lock import BoundedSemaphore
+
+from portalmq.broker.cluster.topics import Topic, Topics
+from portalmq.broker.core.queue.records import Commit, Dead, Done
+from portalmq.broker.partition.partition import Partition
+from portalmq.broker.storage.batch import Batch, Kind, Record
+from portalmq.broker.storage.errors import StorageError, StorageFault
+from portalmq.control_plane.catalog import Catalog
+from portalmq.control_plane.plane import PlaneError
+from portalmq.errors import Backpressure, InvalidRequest, PortalMQError, TopicExists, TopicNotFound, Unavailable
+from portalmq.wire import CreateTopic
+
+log = logging.getLogger(__name__)
+
+# Orders that are taken up together, and what is appended in one call.
+ORDERS_AT_ONCE = 200
+SHIPMENT_MESSAGES_MAX = 1_000
+SHIPMENT_BYTES_MAX = 1024 * 1024
+# Partitions whose orders are carried out at the same moment.
+PARTITIONS_AT_ONCE = 16
+PAUSE_FIRST_S = 0.05
+PAUSE_MAX_S = 5.0
+LOGGED_EVERY_S = 60.0
+# Commits of a partition that may be open at a time, and the bytes of their outputs; above it new ones are refused.
+OPEN_COMMITS_MAX = 1_000
+OPEN_BYTES_MAX = 64 * 1024 * 1024
+
+HEADER_SOURCE_TOPIC = "portalmq-source-topic"
+HEADER_SOURCE_PARTITION = "portalmq-source-partition"
+HEADER_SOURCE_OFFSET = "portalmq-source-offset"
+HEADER_GROUP = "portalmq-group"
+HEADER_DELIVERY_COUNT = "portalmq-delivery-count"
+HEADER_DEAD_REASON = "portalmq-dead-reason"
+HEADER_DEAD_AT_MS = "portalmq-dead-at-ms"
+
+_decode_commit = msgspec.msgpack.Decoder(Commit).decode
+_decode_dead = msgspec.msgpack.Decoder(Dead).decode
+
+
+class Destinations(Protocol):
+    """The topics that outputs go to."""
+
+    def find(self, name: str) -> Topic | None:
+        """The topic; None when it is certain that there is none. Raises Unavailable while that is not known."""
+        ...
+
+    def make(self, name: str, like: Topic) -> Topic:
+        """The dead-letter topic of this name; made with one partition when it is missing, to take what `like` takes.
+        Raises InvalidRequest for what cannot be a name."""
+        ...
+
+    def copies(self, topic: Topic, shares: dict[int, list[Record]]) -> dict[int, PortalMQError]:
+        """Append records that carry message ids, by partition; the errors of those that did not take theirs."""
+        ...
+
+
+_control_characters = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]+")
+
+
+def output_id(topic_id: str, number: int, order: Batch, index: int) -> bytes:
+    """The identity of the `index`-th message that a record orders. The leader epoch is part of it: after an unclean
+    election another record may stand at the same offset."""
+    text = f"{topic_id}\n{number}\n{order.leader_epoch}\n{order.base_offset}\n{index}"
+    return blake2b(text.encode(), digest_size=16).digest()
+
+
+def provenance(
+    topic: str, number: int, offset: int, group: str, deliveries: int, reason: str, at_ms: int
+) -> dict[str, str]:
+    """The headers that tell where a dead letter comes from. A reason of several lines, as a stack trace has, becomes
+    one: a letter that is sent again as it stands must be taken."""
+    return {
+        HEADER_SOURCE_TOPIC: topic,
+        HEADER_SOURCE_PARTITION: str(number),
+        HEADER_SOURCE_OFFSET: str(offset),
+        HEADER_GROUP: group,
+        HEADER_DELIVERY_COUNT: str(deliveries),
+        HEADER_DEAD_REASON: _control_characters.sub(" ", reason),
+        HEADER_DEAD_AT_MS: str(at_ms),
+    }
+
+
+def stable_partition(topic: Topic, record: Record, wanted: int | None) -> int:
+    """Where a message goes that names no partition, or one that the topic has no more. It depends on the number of
+    partitions that the topic was made with: so a repeat goes there too, whatever was added in between."""
+    if wanted is not None and wanted < topic.state.partitions:
+        return wanted
+    return zlib.crc32(record.key or record.message_id or b"") % topic.state.first_partitions
+
+
+@dataclass(slots=True)
+class _Shipment:
+    """Messages that are appended in one call for each topic: (wanted partition, record, offset of the order)."""
+
+    by_topic: dict[str, list[tuple[int | None, Record, int]]] = field(default_factory=dict)
+    made: dict[str, Topic] = field(default_factory=dict)
+    messages: int = 0
+    size_bytes: int = 0
+
+    def add(self, topic: str, wanted: int | None, record: Record, order: int) -> None:
+        self.by_topic.setdefault(topic, []).append((wanted, record, order))
+        self.messages += 1
+        self.size_bytes += len(record.value)
+
+    @property
+    def is_full(self) -> bool:
+        return self.messages >= SHIPMENT_MESSAGES_MAX or self.size_bytes >= SHIPMENT_BYTES_MAX
+
+
+class Outbox:
+    """The orders of one partition, as long as it is led here.
+
+    Invariant: at most one greenlet carries them out; `_sizes` are the bytes of open commits, by their offset, and
+    `_appended` the ids of what was appended of the orders that are under way: one that waits for a partition longer
+    than the dedup window of another adds nothing there again.
+    """
+
+    def __init__(self, topic: Topic, partition: Partition, destinations: Destinations, slots: BoundedSemaphore) -> None:
+        self._topic = topic
+        self._partition = partition
+        self._destinations = destinations
+        self._slots = slots
+        self._sizes: dict[int, int] = {}
+        self._appended: dict[int, set[bytes]] = {}
+        self._worker: gevent.Greenlet | None = None
+        self._ended = False
+        self._logged_at = -LOGGED_EVERY_S
+        partition.on_ordered = self.wake
+        self.wake()
+
+    def end(self) -> None:
+        """The partition is led elsewhere, or gone: whoever leads it goes on from its fold."""
+        self._ended = True
+        self._partition.on_ordered = lambda: None
+        if self._worker is not None:
+            self._worker.kill(block=False)
+
+    def wake(self) -> None:
+        """An order may be committed."""
+        if self._worker is None and not self._ended and self._orders(1):
+            self._worker = gevent.spawn(self._work)
+
+    @property
+    def open(self) -> int:
+        """Orders that are not carried out yet, those that are not committed included."""
+        return len(self._partition.groups.outbox)
+
+    # --- taking orders -----------------------------------------------------------------------------------------------
+
+    def check_room(self, size_bytes: int) -> None:
+        """Raises Backpressure when too much is open to order more."""
+        if len(self._sizes) < OPEN_COMMITS_MAX and sum(self._sizes.values()) + size_bytes <= OPEN_BYTES_MAX:
+            return
+        standing = self._partition.groups.outbox
+        self._sizes = {offset: size for offset, size in self._sizes.items() if offset in standing}
+        waiting = sum(self._sizes.values())
+        if len(self._sizes) >= OPEN_COMMITS_MAX or (self._sizes and waiting + size_bytes > OPEN_BYTES_MAX):
+            raise Backpressure(
+                f"the outputs of {len(self._sizes)} commits ({waiting} bytes) are still to be appended: repeat later",
+                retry_after_s=0.5,
+            )
+
+    def ordered(self, offset: int, size_bytes: int) -> None:
+        """A commit stands at `offset`."""
+        self._sizes[offset] = size_bytes
+
+    # --- carrying them out -------------------------------------------------------------------------------------------
+
+    def _orders(self, at_most: int) -> list[tuple[int, str]]:
+        """The first orders that are committed, (offset, group)."""
+        partition = self._partition
+        if not partition.serves:
+            return []
+        high_watermark = partition.high_watermark
+        first = islice(partition.groups.outbox.items(), at_most)
+        return [(offset, group) for offset, group in first if offset < high_watermark]
+
+    def _work(self) -> None:
+        pause_s = PAUSE_FIRST_S
+        try:
+            while orders := self._orders(ORDERS_AT_ONCE):
+                failed = self._tried(orders)
+                if failed is None:
+                    pause_s = PAUSE_FIRST_S
+                    continue
+                if isinstance(failed, StorageFault):
+                    self._partition.host.storage_failed(failed)
+                    return
+                self._note(failed)
+                asked_s = failed.retry_after_s if isinstance(failed, PortalMQError) else None
+                gevent.sleep(max(pause_s * random.uniform(0.5, 1.0), min(asked_s or 0.0, PAUSE_MAX_S)))
+                pause_s = min(2 * pause_s, PAUSE_MAX_S)
+        finally:
+            self._worker = None
+
+    def _tried(self, orders: list[tuple[int, str]]) -> PortalMQError | StorageError | None:
+        try:
+            with self._slots:
+                self._carry_out(orders)
+        except (PortalMQError, StorageError) as error:
+            return error
+        return None
+
+    def _note(self, failed: Exception) -> None:
+        """Say that it goes on, and not each time."""
+        if time.monotonic() - self._logged_at >= LOGGED_EVERY_S:
+            self._logged_at = time.monotonic()
+            log.warning("%s: %d orders of its outbox wait: %s", self._partition, self.open, failed)
+
+    def _carry_out(self, orders: list[tuple[int, str]]) -> None:
+        shipment = _Shipment()
+        finished: list[tuple[int, str]] = []
+        for offset, group in orders:
+            for topic, wanted, record in self._ordered_by(offset, group, shipment):
+                shipment.add(topic, wanted, record, offset)
+                if shipment.is_full:
+                    self._ship(shipment)
+                    shipment = _Shipment(made=shipment.made)
+                    self._done(finished)
+            finished.append((offset, group))
+        self._ship(shipment)
+        self._done(finished)
+
+    def _done(self, finished: list[tuple[int, str]]) -> None:
+        """What these orders named has been appended."""
+        for offset, group in finished:
+            if offset in self._partition.groups.outbox:
+                self._partition.append_group_record(group, Done(offset), is_soft=True)
+            self._sizes.pop(offset, None)
+            self._appended.pop(offset, None)
+        finished.clear()
+
+    def _ordered_by(self, offset: int, group: str, shipment: _Shipment) -> Iterator[tuple[str, int | None, Record]]:
+        """What the record at `offset` orders: topic, wanted partition, record with its id."""
+        order = self._partition.control_at(offset)
+        if order is not None and order.kind == Kind.COMMIT:
+            yield from self._outputs(order)
+        elif order is not None and order.kind == Kind.DEAD:
+            yield from self._copies(order, group, shipment)
+        else:
+            log.error("%s: the order at offset %d is gone, and cannot be carried out", self._partition, offset)
+
+    def _outputs(self, order: Batch) -> Iterator[tuple[str, int | None, Record]]:
+        commit = _decode_commit(order.body)
+        for index, output in enumerate(commit.outputs):
+            record = msgspec.convert(output.record, Record)
+            yield output.topic, output.partition, self._identified(record, order, index)
+
+    def _copies(self, order: Batch, group: str, shipment: _Shipment) -> Iterator[tuple[str, int | None, Record]]:
+        dead = _decode_dead(order.body)
+        topic = self._topic
+        if dead.topic not in shipment.made:
+            try:
+                shipment.made[dead.topic] = self._destinations.make(dead.topic, topic)
+            except InvalidRequest as error:
+                log.error("%s: group %r has no dead letters copied: %s", self._partition, group, error)
+                return
+        for start, end, deliveries in dead.ranges:
+            for piece in self._partition.pieces(start, end, end - start):
+                for offset, record in enumerate(piece.records(), piece.start):
+                    headers = provenance(
+                        topic.name, self._partition.number, offset, group, deliveries, dead.reason, dead.at_ms
+                    )
+                    copy = Record(record.value, record.content_type, record.key, {**(record.headers or {}), **headers})
+                    # By its own offset, and not by its place among the others: some may be compacted away meanwhile.
+                    yield dead.topic, None, self._identified(copy, order, offset)
+
+    def _identified(self, record: Record, order: Batch, index: int) -> Record:
+        message_id = output_id(self._topic.state.topic_id, self._partition.number, order, index)
+        return msgspec.structs.replace(record, message_id=message_id)
+
+    def _ship(self, shipment: _Shipment) -> None:
+        for name, messages in shipment.by_topic.items():
+            topic = self._destinations.find(name)
+            if topic is None:
+                log.warning(
+                    "%s: %d messages for topic %r are dropped: it was deleted", self._partition, len(messages), name
+                )
+                continue
+            shares: dict[int, list[Record]] = {}
+            orders: dict[int, list[tuple[int, bytes]]] = {}
+            for wanted, record, order in messages:
+                message_id = record.message_id or b""
+                if message_id not in self._appended.get(order, ()):
+                    number = stable_partition(topic, record, wanted)
+                    shares.setdefault(number, []).append(record)
+                    orders.setdefault(number, []).append((order, message_id))
+            errors = self._destinations.copies(topic, shares) if shares else {}
+            for number in shares.keys() - errors.keys():
+                for order, message_id in orders[number]:
+                    self._appended.setdefault(order, set()).add(message_id)
+            for error in errors.values():
+                raise error
+
+
+class Outboxes:
+    """The outboxes of all partitions that are led here."""
+
+    def __init__(self, destinations: Destinations) -> None:
+        self._destinations = destinations
+        self._slots = BoundedSemaphore(PARTITIONS_AT_ONCE)
+        self._by_partition: dict[Partition, Outbox] = {}
+
+    def on_leading(self, topic: Topic, partition: Partition) -> None:
+        self.on_stepped_down(partition)
+        self._by_partition[partition] = Outbox(topic, partition, self._destinations, self._slots)
+
+    def on_stepped_down(self, partition: Partition) -> None:
+        outbox = self._by_partition.pop(partition, None)
+        if outbox is not None:
+            outbox.end()
+
+    def on_removed(self, topic: Topic) -> None:
+        """The topic was deleted, and what it had ordered with it."""
+        for partition in [each for each in self._by_partition if each.topic_id == topic.state.topic_id]:
+            self.on_stepped_down(partition)
+
+    def of(self, partition: Partition) -> Outbox | None:
+        """The outbox of a partition that is led here; None while it is just beginning to be."""
+        return self._by_partition.get(partition)
+
+    @property
+    def open(self) -> int:
+        return sum(outbox.open for outbox in self._by_partition.values())
+
+
+class OutputTopics:
+    """The topics that commits publish to and that dead letters are copied to."""
+
+    def __init__(
+        self,
+        topics: Topics,
+        catalog: Catalog,
+        find: Callable[[str], Topic],
+        append: Callable[[Topic, dict[int, list[Record]]], dict[int, PortalMQError]],
+    ) -> None:
+        """`find` waits for one that another broker made just now; it raises TopicNotFound, Unavailable."""
+        self.known = find
+        self.copies = append
+        self._topics = topics
+        self._catalog = catalog
+
+    def get_or_create(self, name: str) -> Topic:
+        """The topic; made if it is missing and topics are made by use. Raises TopicNotFound."""
+        try:
+            return self.known(name)
+        except TopicNotFound:
+            return self._topics.get_or_create(name)
+
+    def find(self, name: str) -> Topic | None:
+        try:
+            return self.known(name)
+        except TopicNotFound:
+            return None if self._is_gone(name) else self.known(name)
+
+    def _is_gone(self, name: str) -> bool:
+        """Whether there is no topic of this name. An older state would not do: who ordered something for it may have
+        made it just now, through another server of the control plane."""
+        try:
+            self._catalog.plane.sync()
+            return self._catalog.find_topic(name) is None
+        except PlaneError as error:
+            raise Unavailable(f"the control plane does not answer: {error}", retry_after_s=1) from error
+
+    def make(self, name: str, like: Topic) -> Topic:
+        found = self.find(name)
+        if found is not None:
+            return found
+        config = {"max_message_bytes": like.state.config.max_message_bytes}
+        try:
+            return self._topics.create(name, CreateTopic(partitions=1, config=config))[0]
+        except TopicExists:
+            return self.known(name)

@@ -1,0 +1,209 @@
+"""What a group has on a partition, in numbers: exact over all lanes, and a look at the indexes of the files each time.
+
+lag = ready + in_flight + scheduled      what is not done
+      ready       may be handed out, or waits for an earlier message of its key
+      in_flight   leased
+      scheduled   not due yet, or in a back-off
+dead              given up, and kept for a redrive
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
+from itertools import islice
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+from portalmq.broker.core.fold import GroupFold, SpanFold
+from portalmq.broker.core.queue.delivery import HELD_MS, GroupDelivery
+from portalmq.broker.core.queue.lanes import DELAYED
+from portalmq.broker.partition.clock import Clock
+from portalmq.broker.partition.folding import GroupsFold
+from portalmq.broker.partition.partition import Partition
+from portalmq.broker.partition.yielding import in_turns
+from portalmq.broker.storage.lanes import Row
+
+NOTHING = {"ready": 0, "in_flight": 0, "scheduled": 0, "dead": 0, "lag": 0, "oldest_unacked_ms": 0}
+# Of a lane's head so many messages are looked at for the oldest one that is not done.
+HEAD_MAX = 1_000
+SKIP_MAX = 100_000
+DELAYED_SPANS_MAX = 100
+# A group that has so little before it is counted by its messages, and not by all that ever waited in the lanes.
+NEAR = 20_000
+# So many spans are added up before others have their turn.
+SPANS_A_TURN = 10_000
+
+
+def counted(partition: Partition, group: str, clock: Clock) -> dict[str, int]:
+    """The counts of one group on one partition; of one that has not begun there, nothing."""
+    delivery = partition.delivery.get(group)
+    return dict(NOTHING) if delivery is None else tallied(partition, delivery, clock)
+
+
+def kept_for(partition: Partition, group: str, clock: Clock) -> int:
+    """How many messages the group has not done, and dead ones, in one stretch: for who goes on at the same moment."""
+    delivery = partition.delivery.get(group)
+    if delivery is None:
+        return 0
+    dead = sum([each.end - each.start for each in delivery.dead])
+    return sum(_fresh(partition, delivery, clock.wall_ms())) + delivery.outstanding + dead
+
+
+def untouched(partition: Partition, group: str) -> GroupDelivery:
+    """The state of a group that has done nothing yet of all that is there."""
+    start = partition.log.log_start_offset
+    return GroupDelivery(GroupFold(group, start, start, []))
+
+
+def tallied(partition: Partition, delivery: GroupDelivery, clock: Clock) -> dict[str, int]:
+    """The counts at one moment. Adding them up takes its pauses: what changes meanwhile is not in them."""
+    now_ms, wall_ms = clock.now_ms(), clock.wall_ms()
+    ready, scheduled = _fresh(partition, delivery, wall_ms)
+    is_fresh = ready + scheduled > 0
+    lag = ready + scheduled + delivery.outstanding
+    spans, dead = delivery.spans(), tuple(delivery.dead)
+    oldest_unacked_ms = _oldest_age_ms(partition, delivery, spans, wall_ms, is_fresh=is_fresh) if lag else 0
+    in_flight = 0
+    for span in in_turns(spans, SPANS_A_TURN):
+        messages = span.end - span.start
+        if span.available_at_ms <= now_ms or span.available_at_ms >= HELD_MS:
+            ready += messages
+        elif span.leased:
+            in_flight += messages
+        else:
+            scheduled += messages
+    return {
+        "ready": ready,
+        "in_flight": in_flight,
+        "scheduled": scheduled,
+        "dead": sum(each.end - each.start for each in in_turns(dead, SPANS_A_TURN)),
+        "lag": lag,
+        "oldest_unacked_ms": oldest_unacked_ms,
+    }
+
+
+def _fresh(partition: Partition, delivery: GroupDelivery, wall_ms: int) -> tuple[int, int]:
+    """How many messages were never handed out: those that may be now, and those that are not due yet."""
+    log, lanes = partition.log, partition.log.lanes
+    end = partition.high_watermark
+    first = min(delivery.next, end)
+    # Between lane 0's cursor and the end are messages of the other lanes too, which are counted with their own.
+    ready = log.messages_before(end) - log.messages_before(first)
+    is_near = end - first <= NEAR
+    if is_near and lanes.present:
+        ready -= lanes.count_others(first, end)
+    scheduled = 0
+    for lane in lanes.present:
+        if not is_near:
+            ready -= lanes.count(lane, 0, first if lane < DELAYED else 0, end, start=first)
+        due_ms, offset = _place(delivery, lane)
+        if lane < DELAYED:
+            ready += lanes.count(lane, due_ms, offset, end)
+        else:
+            waiting = lanes.count(lane, due_ms, offset, end, start=delivery.start)
+            due = lanes.count(lane, due_ms, offset, end, start=delivery.start, until_ms=wall_ms)
+            ready += due
+            scheduled += waiting - due
+    cancelled = _cancelled_before(partition, delivery, wall_ms)
+    ahead = delivery.ahead_count
+    return max(0, ready - ahead - cancelled[0]), max(0, scheduled - cancelled[1])
+
+
+def _place(delivery: GroupDelivery, lane: int) -> tuple[int, int]:
+    due_ms, offset = delivery.cursors.get(lane, (0, 0))
+    return (due_ms, offset) if lane >= DELAYED else (0, max(offset, delivery.start))
+
+
+def _cancelled_before(partition: Partition, delivery: GroupDelivery, wall_ms: int) -> tuple[int, int]:
+    """Of what was taken back and the cursors have not passed: how many are due, and how many are not."""
+    due = waiting = 0
+    for lane, places in _taken_back(partition).items():
+        places = places[bisect_left(places, delivery.cursors.get(lane, (0, 0))) :]
+        if delivery.start > partition.log.base_offset:
+            places = [place for place in places if place[1] >= delivery.start]
+        until = bisect_right(places, wall_ms, key=_due_ms)
+        due += until
+        waiting += len(places) - until
+    return due, waiting
+
+
+class _TakenBack(NamedTuple):
+    """The places of the offsets in `known`, sorted, by lane. `cancelled` is the set that they come from."""
+
+    cancelled: set[int]
+    known: set[int]
+    places: dict[int, list[tuple[int, int]]]
+
+
+_taken_back_of: WeakKeyDictionary[GroupsFold, _TakenBack] = WeakKeyDictionary()
+
+
+def _taken_back(partition: Partition) -> dict[int, list[tuple[int, int]]]:
+    """Where the messages stand that were taken back. Each is looked up once: there may be very many."""
+    groups = partition.groups
+    found = _taken_back_of.get(groups)
+    if found is None or found.cancelled is not groups.cancelled:
+        found = _taken_back_of[groups] = _TakenBack(groups.cancelled, set(), {})
+    if len(found.known) < len(groups.cancelled):
+        for lane, due_ms, offset in partition.log.lanes.spots(groups.cancelled - found.known):
+            found.places.setdefault(lane, []).append((due_ms, offset))
+        for places in found.places.values():
+            places.sort()
+        found.known.update(groups.cancelled)
+    return found.places
+
+
+def _due_ms(place: tuple[int, int]) -> int:
+    return place[0]
+
+
+def _oldest_age_ms(
+    partition: Partition, delivery: GroupDelivery, spans: list[SpanFold], wall_ms: int, *, is_fresh: bool
+) -> int:
+    """The age of the oldest message that is not done, since it could be delivered first. Without `is_fresh` the group
+    has been given every message there is: behind its cursor there are records of other groups alone."""
+    ages = [0]
+    end = partition.high_watermark
+    for span in _oldest_spans(delivery, spans):
+        ages += [wall_ms - since_ms for since_ms in _since(partition, span.start, span.end)]
+    if not is_fresh:
+        return max(ages)
+    first = delivery.next
+    if partition.log.lanes.present:
+        first = partition.log.lanes.next_plain(first, end, SKIP_MAX)
+    for piece in partition.pieces(first, end, HEAD_MAX):
+        heads = (
+            record
+            for offset, record in enumerate(piece.records(), piece.start)
+            if not delivery.is_ahead(offset)
+            and (record.deliver_at_ms is None or record.deliver_at_ms <= piece.batch.appended_at_ms)
+        )
+        if next(heads, None) is not None:
+            ages.append(wall_ms - piece.batch.appended_at_ms)
+            break
+    for lane in partition.log.lanes.present:
+        for row in _head(partition, delivery, lane, end):
+            if lane >= DELAYED:
+                ages.append(wall_ms - row[0])
+            else:
+                ages += [wall_ms - since_ms for since_ms in _since(partition, row[1], row[1] + 1)]
+            break
+    return max(ages)
+
+
+def _oldest_spans(delivery: GroupDelivery, spans: list[SpanFold]) -> list[SpanFold]:
+    """The first span that was not delayed, and some of those that were: their age does not go by their offset."""
+    plain = next((span for span in spans if span.lane < DELAYED), None)
+    has_delayed = any(lane >= DELAYED for lane in delivery.cursors)  # else there is nothing to look for
+    delayed = islice((span for span in spans if span.lane >= DELAYED), DELAYED_SPANS_MAX) if has_delayed else ()
+    return [*([plain] if plain else []), *delayed]
+
+
+def _since(partition: Partition, start: int, end: int) -> Iterator[int]:
+    for piece in partition.pieces(start, end, 1):
+        yield max(piece.batch.appended_at_ms, piece.records()[0].deliver_at_ms or 0)
+
+
+def _head(partition: Partition, delivery: GroupDelivery, lane: int, end: int) -> Iterator[Row]:
+    return partition.log.lanes.after(lane, *_place(delivery, lane), end)

@@ -1,0 +1,151 @@
+"""A group's messages at another broker: leased there on request, and an interest left there while consumers sleep here.
+
+    sleepers here --park--> RemoteGroup ==interest, a long poll==> a sleeper at the leader
+    one is woken  <-------- RemoteGroup <========= ready =========
+        `--take: receive there, without waiting
+
+One interest stands for all sleepers of a group, and leases nothing: whoever is woken asks for messages then, and only
+if its client is still there. So a consumer that has gone away is handed nothing, and each message wakes one consumer.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import gevent
+from gevent.event import Event
+
+from portalmq.broker.cluster.peers import Peers
+from portalmq.broker.cluster.rpc import Interest, Interested, Receive, Received
+from portalmq.broker.partition.long_poll import Delivered, ReceiveOptions, Waiter
+from portalmq.control_plane.state import GroupState
+from portalmq.errors import PortalMQError
+
+INTEREST_WAIT_MS = 20_000
+# Beyond the wait itself, for the way there and back.
+ANSWER_S = 5.0
+# An interest outlives its last sleeper by this much: a consumer whose wait has ended asks again at once.
+LINGER_S = 0.2
+PAUSE_FIRST_S = 0.05
+PAUSE_MAX_S = 1.0
+# After an empty receive: somebody else was faster, or what is there is not to be had.
+EMPTY_PAUSE_S = 0.02
+
+# Makes a call that is given up when its broker is silent and leads no longer.
+Ask = Callable[[Callable[[], Received]], Received]
+
+
+class RemoteGroup:
+    """A `waiting.Source`: what one broker leads of some topics, for one group.
+
+    Invariant: a greenlet runs while someone is parked here, and LINGER_S longer.
+    """
+
+    is_remote = True
+
+    def __init__(
+        self,
+        peers: Peers,
+        broker_id: int,
+        group: GroupState,
+        topics: tuple[str, ...],
+        on_unbegun: Callable[[], None],
+        ask: Ask,
+    ) -> None:
+        self.broker_id = broker_id
+        self._peers = peers
+        self._group = group
+        self._topics = topics
+        self._on_unbegun = on_unbegun
+        self._ask = ask
+        self._sleepers: dict[Waiter, None] = {}
+        self._ready = False
+        self._was_empty = False
+        self._taken = Event()
+        self._watch: gevent.Greenlet | None = None
+
+    @property
+    def is_idle(self) -> bool:
+        return self._watch is None
+
+    # --- messages ----------------------------------------------------------------------------------------------------
+
+    def replay(self, attempt_id: str) -> list[Delivered] | None:
+        received = self._call("replay", ReceiveOptions(1, 1, "", attempt_id))
+        return received.messages if received.known else None
+
+    def has_messages(self) -> bool:
+        return self._ready
+
+    def take(self, options: ReceiveOptions) -> list[Delivered]:
+        self._ready = False
+        try:
+            received = self._call("receive", options)
+        finally:
+            self._taken.set()
+        self._was_empty = not received.messages
+        if received.unbegun:
+            self._on_unbegun()
+        return received.messages
+
+    def _call(self, name: str, options: ReceiveOptions) -> Received:
+        call = Receive(
+            self._group.name,
+            self._group.group_id,
+            list(self._topics),
+            options.max_messages,
+            options.visibility_timeout_ms,
+            options.consumer,
+            options.attempt_id,
+            options.max_bytes,
+            options.patient,
+        )
+        return self._ask(lambda: self._peers.call(self.broker_id, name, call, Received, timeout_s=ANSWER_S))
+
+    # --- sleeping and waking -----------------------------------------------------------------------------------------
+
+    def park(self, waiter: Waiter) -> None:
+        self._sleepers[waiter] = None
+        if self._watch is None or self._watch.dead:
+            self._ready = False
+            self._watch = gevent.spawn(self._run)
+
+    def leave(self, waiter: Waiter) -> None:
+        self._sleepers.pop(waiter, None)
+        if not self._sleepers:
+            self._taken.set()
+            gevent.spawn_later(LINGER_S, self._end_if_idle)
+
+    def notify(self) -> None:
+        if self._ready and self._sleepers:
+            first = next(iter(self._sleepers))
+            if not first.woken:
+                first.wake()
+
+    def _end_if_idle(self) -> None:
+        if not self._sleepers and self._watch is not None:
+            self._watch.kill(block=False)
+            self._watch = None
+
+    def _run(self) -> None:
+        pause_s = PAUSE_FIRST_S
+        call = Interest(self._group.name, self._group.group_id, list(self._topics), INTEREST_WAIT_MS)
+        while True:
+            try:
+                timeout_s = INTEREST_WAIT_MS / 1000 + ANSWER_S
+                answer = self._peers.call(self.broker_id, "interest", call, Interested, timeout_s=timeout_s)
+            except PortalMQError:  # the mirror will tell who leads instead, or it is back in a moment
+                gevent.sleep(pause_s * (0.5 + 0.5 * random.random()))
+                pause_s = min(2 * pause_s, PAUSE_MAX_S)
+                continue
+            pause_s = PAUSE_FIRST_S
+            if answer.ready:
+                self._taken.clear()
+                self._ready = True
+                self.notify()
+                while self._ready:  # until somebody has asked for it, or nobody is left to ask
+                    self._taken.wait()
+                    self._taken.clear()
+                if self._was_empty:
+                    gevent.sleep(EMPTY_PAUSE_S)

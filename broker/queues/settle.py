@@ -1,0 +1,306 @@
+"""Settling what was received: receipts are checked here, brought to the leaders of their partitions, and used there.
+
+A receipt's head says its topic and partition, and its signature is the cluster's; so any broker checks all receipts of
+a call before any of them is used. Acking and extending twice is as good as once, so both are repeated when an outcome
+is unknown; giving back twice is not, as the message may be somebody else's by then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import msgspec
+
+from portalmq.broker.cluster.peers import Peers
+from portalmq.broker.cluster.routing import Leaders, Outcomes
+from portalmq.broker.cluster.rpc import Place, Result, Settle, SettleShare, Verb, result_of
+from portalmq.broker.cluster.topics import Topic
+from portalmq.broker.core.queue.receipts import HEAD_LENGTH, Lease, ReceiptBook, offset_of, tag_of
+from portalmq.broker.partition.yielding import give_way, in_short_turns, in_turns
+from portalmq.broker.queues.group_delivery import GroupPartition, Shown, Verdicts
+from portalmq.control_plane.state import GroupState
+from portalmq.errors import GroupModeMismatch, InvalidRequest, PortalMQError, Unavailable
+
+SETTLE_TIMEOUT_S = 15.0
+# So many receipts are checked, or used by one record, before others have their turn.
+RECEIPTS_A_TURN = 500
+
+# Whether a receipt counted, or why that is not known.
+Verdict = bool | PortalMQError
+
+_decode_settle = msgspec.msgpack.Decoder(Settle).decode
+_encode = msgspec.msgpack.Encoder().encode
+_Results = list[Result[list[bool]]]
+
+
+class Desk(Protocol):
+    """What settling needs of the groups."""
+
+    def known(self, name: str, *, mode: str = "", group_id: str = "") -> GroupState:
+        """Raises GroupNotFound."""
+        ...
+
+    def check_same(self, group: GroupState) -> None:
+        """Raises Unavailable when the group was deleted since `group` was read."""
+        ...
+
+    def by_tag(self, tag: bytes) -> Topic | None: ...
+    def book(self, group: GroupState, topic_id: str) -> ReceiptBook: ...
+
+    def at(self, group: GroupState, place: Place) -> GroupPartition:
+        """The group on a partition that is led here. Raises NotLeader, Unavailable, and InvalidRequest when the group
+        has not begun there."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """What to do with the receipts. `time_ms` is the delay of a nack, or how long an extended lease is to last. A
+    release is a nack of messages that nobody has looked at."""
+
+    verb: Verb
+    time_ms: int | None = None
+    reason: str | None = None
+
+
+@dataclass(slots=True)
+class _Settling:
+    """The work of one call: receipts by partition."""
+
+    group: GroupState
+    way: Way
+    shares: dict[Place, list[Shown]]
+    desk: Desk
+    peers: Peers | None = None
+    begun: dict[Place, tuple[list[bool], Callable[[], None]]] = field(default_factory=dict)
+
+    def begin(self, places: Sequence[Place]) -> Outcomes[list[bool]]:
+        """Append what is to be done at these partitions, and wait for nothing yet; answers the refusals."""
+        refused: Outcomes[list[bool]] = {}
+        for place in in_short_turns(places):
+            try:
+                self.desk.check_same(self.group)  # one that was made anew meanwhile gives out receipts like these
+                self.begun[place] = self._apply(place)
+            except PortalMQError as error:
+                refused[place] = error
+        return refused
+
+    def finish(self) -> Outcomes[list[bool]]:
+        """Wait until what was begun is committed."""
+        outcomes: Outcomes[list[bool]] = {}
+        begun, self.begun = self.begun, {}
+        for place, (verdicts, wait) in in_short_turns(begun.items()):
+            try:
+                wait()
+            except PortalMQError as error:
+                outcomes[place] = error
+                continue
+            outcomes[place] = verdicts
+        return outcomes
+
+    def here(self, places: Sequence[Place]) -> Outcomes[list[bool]]:
+        return self.begin(places) | self.finish()
+
+    def there(self, broker_id: int, places: Sequence[Place]) -> Outcomes[list[bool]]:
+        assert self.peers is not None
+        shares = [
+            SettleShare(*place, [(each.delivery, each.leader_epoch, each.offsets) for each in self.shares[place]])
+            for place in places
+        ]
+        way = self.way
+        call = Settle(way.verb, self.group.name, self.group.group_id, shares, way.time_ms, way.reason)
+        results = self.peers.call(broker_id, "settle", call, _Results, timeout_s=SETTLE_TIMEOUT_S)
+        return {place: result.outcome() for place, result in zip(places, results, strict=True)}
+
+    def _apply(self, place: Place) -> tuple[list[bool], Callable[[], None]]:
+        """Append what is to be done, in a record for each part: others have their turn in between."""
+        shown = self.shares[place]
+        verdicts = [False] * sum([len(each.offsets) for each in shown])
+        waits: list[Callable[[], None]] = []
+        delivery = None
+        for part in _parts(shown):
+            if waits:
+                give_way()
+            try:
+                at = self.desk.at(self.group, place)
+                if waits and at.delivery is not delivery:  # as above
+                    raise Unavailable("the group has changed meanwhile: repeat", retry_after_s=0.1)
+                delivery = at.delivery
+                found, wait = self._settle(at, part)
+            except PortalMQError as error:
+                raise _doubtful(error) if waits else error from None
+            waits.append(wait)
+            for index, verdict in found.items():
+                verdicts[index] = verdict
+
+        def wait_for_all() -> None:
+            for wait in waits:
+                wait()
+
+        return verdicts, waits[0] if len(waits) == 1 else wait_for_all
+
+    def _settle(self, at: GroupPartition, shown: list[Shown]) -> tuple[Verdicts, Callable[[], None]]:
+        config = self.group.config
+        if self.way.verb == "ack":
+            return at.ack(shown)
+        if self.way.verb == "nack":
+            return at.nack(shown, self.way.time_ms, self.way.reason, config)
+        if self.way.verb == "release":
+            return at.release(shown, self.way.time_ms or 0, self.way.reason)
+        return at.extend(shown, self.way.time_ms or config.visibility_timeout_ms), _no_wait
+
+
+def _parts(shown: list[Shown]) -> Iterator[list[Shown]]:
+    """The share of a partition in parts. Its receipts are numbered by their place in it: those in the request give way
+    to them, as other brokers know no others."""
+    part: list[Shown] = []
+    size = first = 0
+    for each in shown:
+        places = range(first, first + len(each.offsets))
+        first = places.stop
+        numbered: list[tuple[int, int]] = []
+        if size + len(places) < RECEIPTS_A_TURN:  # mostly all that there is
+            part.append(each._replace(indexes=list(places)))
+            size += len(places)
+        else:
+            numbered = sorted(zip(each.offsets, places, strict=True))
+        while numbered:
+            end = min(len(numbered), RECEIPTS_A_TURN - size)
+            while end < len(numbered) and numbered[end][0] == numbered[end - 1][0]:
+                end += 1  # a receipt that is shown twice counts twice, or not at all
+            offsets, indexes = zip(*numbered[:end], strict=True)
+            part.append(each._replace(indexes=list(indexes), offsets=list(offsets)))
+            del numbered[:end]
+            size += end
+            if size >= RECEIPTS_A_TURN:
+                yield part
+                part, size = [], 0
+    if part:
+        yield part
+
+
+class Settling:
+    """Acks, nacks and extensions of clients, and those that other brokers bring."""
+
+    def __init__(self, desk: Desk, leaders: Leaders, peers: Peers) -> None:
+        self._desk = desk
+        self._leaders = leaders
+        self._peers = peers
+
+    def settle(self, name: str, receipts: list[str], way: Way, *, forward: bool = True) -> list[Verdict]:
+        """One verdict a receipt, in order. Raises when nothing was done: InvalidRequest for a receipt that is not the
+        group's, NotLeader when it is not to be forwarded, and what every partition refused with."""
+        group = self._queue_group(name)
+        work = _Settling(group, way, self.checked(group, receipts), self._desk, self._peers)
+        if not forward:
+            self._leaders.check_led_here(work.shares)
+        repeatable = way.verb in {"ack", "extend"}
+        outcomes = self._leaders.run(list(work.shares), work, forward=forward, repeatable=repeatable)
+        return _verdicts(work, outcomes, len(receipts))
+
+    def begin_acks(self, name: str, receipts: list[str], *, forward: bool) -> Callable[[], list[Verdict]]:
+        """Ack on the way to a receive: what is led here is appended on return and waits for the disk together with what
+        the receive appends; what is led elsewhere is settled on return. Call the result for the verdicts."""
+        group = self._queue_group(name)
+        work = _Settling(group, Way("ack"), self.checked(group, receipts), self._desk, self._peers)
+        if not forward:
+            self._leaders.check_led_here(work.shares)
+        here = [place for place in work.shares if self._leaders.led_here(place)]
+        elsewhere = [place for place in work.shares if place not in here]
+        outcomes = self._leaders.run(elsewhere, work, forward=forward, repeatable=True) if elsewhere else {}
+        for outcome in outcomes.values():
+            if isinstance(outcome, PortalMQError):  # told before anything is received, which a repeat would not get
+                raise _doubtful(outcome)
+        refused = work.begin(here)
+
+        def finish() -> list[Verdict]:
+            done = outcomes | refused | work.finish()
+            again = [place for place in here if isinstance(done[place], PortalMQError)]
+            if again:  # led here no more
+                done |= self._leaders.run(again, work, forward=forward, repeatable=True)
+            return _verdicts(work, done, len(receipts))
+
+        return finish
+
+    def serve(self, body: bytes) -> bytes:
+        """Receipts that another broker has checked, for partitions that this one leads."""
+        call = _decode_settle(body)
+        group = self._desk.known(call.group, group_id=call.group_id)
+        if group.group_id != call.group_id:
+            raise InvalidRequest(f"the receipts are of an earlier group {call.group!r}")
+        shares = {
+            Place(share.topic, share.topic_id, share.number): [
+                Shown(delivery, leader_epoch, [], offsets) for delivery, leader_epoch, offsets in share.shown
+            ]
+            for share in call.shares
+        }
+        work = _Settling(group, Way(call.verb, call.time_ms, call.reason), shares, self._desk)
+        outcomes = self._leaders.run(list(shares), work, forward=False)
+        return _encode([result_of(outcomes[place]) for place in shares])
+
+    def _queue_group(self, name: str) -> GroupState:
+        group = self._desk.known(name, mode="queue")
+        if group.config.mode != "queue":
+            raise GroupModeMismatch(f"group {name!r} works in stream mode: it commits offsets and has no receipts")
+        return group
+
+    # --- receipts ----------------------------------------------------------------------------------------------------
+
+    def checked(self, group: GroupState, texts: list[str]) -> dict[Place, list[Shown]]:
+        """The receipts by partition, and there by lease. Raises InvalidRequest when one of them is not the group's."""
+        by_head: dict[str, tuple[Lease, Shown]] = {}
+        by_place: dict[Place, list[Shown]] = {}
+        last_head = ""  # mostly those of a lease stand together
+        for index, text in enumerate(in_turns(texts, RECEIPTS_A_TURN)):
+            head = text[:HEAD_LENGTH]
+            if head != last_head or not index:
+                last_head = head
+                lease, shown = by_head.get(head) or self._begun(group, head, index, by_head, by_place)
+                indexes, offsets = shown.indexes, shown.offsets
+            indexes.append(index)
+            offsets.append(offset_of(text, lease))
+        return by_place
+
+    def _begun(
+        self,
+        group: GroupState,
+        head: str,
+        index: int,
+        by_head: dict[str, tuple[Lease, Shown]],
+        by_place: dict[Place, list[Shown]],
+    ) -> tuple[Lease, Shown]:
+        """The lease of a head that was not met before, checked, and where its receipts are gathered."""
+        topic = self._desk.by_tag(tag_of(head))
+        if topic is None:
+            raise InvalidRequest(f"receipt {index} belongs to no topic that group {group.name!r} received from")
+        lease = self._desk.book(group, topic.state.topic_id).check(head)
+        found = by_head[head] = (lease, Shown(lease.delivery, lease.leader_epoch, [], []))
+        place = Place(topic.name, topic.state.topic_id, lease.partition)
+        by_place.setdefault(place, []).append(found[1])
+        return found
+
+
+def _verdicts(work: _Settling, outcomes: Outcomes[list[bool]], size: int) -> list[Verdict]:
+    errors = [outcome for outcome in outcomes.values() if isinstance(outcome, PortalMQError)]
+    if errors and len(errors) == len(outcomes):
+        raise next((error for error in errors if error.outcome == "unknown"), errors[0])
+    verdicts: list[Verdict] = [False] * size
+    for place, shown in work.shares.items():
+        indexes = [index for each in shown for index in each.indexes]
+        outcome = outcomes[place]
+        own: Sequence[Verdict] = [outcome] * len(indexes) if isinstance(outcome, PortalMQError) else outcome
+        for index, verdict in zip(indexes, own, strict=True):
+            verdicts[index] = verdict
+    return verdicts
+
+
+def _doubtful(error: PortalMQError) -> PortalMQError:
+    """Some receipts of the call may have been used, even if those with this error were not."""
+    error.outcome = "unknown"
+    return error
+
+
+def _no_wait() -> None:
+    """An extension is logged, and not waited for."""

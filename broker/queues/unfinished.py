@@ -1,0 +1,173 @@
+"""The messages that a queue group has not finished, one by one, each with what is becoming of it.
+
+    ready       may be handed out now, or waits for an earlier message of its key
+    in_flight   leased: a consumer has it
+    scheduled   its time has not come, or it is held back after a nack
+
+Nothing is consumed by looking. A page is a leader's: where messages wait in lanes of their own (priorities, delays) all
+of the log may have to be looked through, in turns that let the broker's other work pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from portalmq.broker.cluster.lookup import Lookup
+from portalmq.broker.cluster.metadata_cache import Atlas
+from portalmq.broker.cluster.peers import Peers
+from portalmq.broker.cluster.routing import Leaders, place_of
+from portalmq.broker.cluster.rpc import Place
+from portalmq.broker.cluster.topics import Topic
+from portalmq.broker.core.queue.delivery import HELD_MS, GroupDelivery
+from portalmq.broker.core.queue.lanes import spot_of
+from portalmq.broker.messages.browsing import Stored
+from portalmq.broker.partition.clock import Clock
+from portalmq.broker.partition.partition import Partition
+from portalmq.broker.partition.yielding import Turn, in_short_turns
+from portalmq.broker.queues.groups import Groups
+from portalmq.broker.storage.batch import Record
+from portalmq.errors import GroupModeMismatch
+
+TIMEOUT_S = 15.0
+PAGE_BYTES = 4 * 1024 * 1024
+# An answer comes after so many messages that were looked at, found or not.
+LOOK_MAX = 100_000
+
+State = Literal["ready", "in_flight", "scheduled"]
+# (offset, timestamp_ms, record, state, deliveries, available_at_ms or 0)
+Row = tuple[int, int, Record, State, int, int]
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class ListUnfinished(msgspec.Struct, array_like=True):
+    group: str
+    topic: str
+    topic_id: str
+    number: int
+    offset: int
+    limit: int
+
+
+class UnfinishedRows(msgspec.Struct, array_like=True):
+    """`next_offset` is where to go on, None at the end."""
+
+    rows: list[Row]
+    next_offset: int | None
+
+
+class Waiting(NamedTuple):
+    """A message that is not done. `available_at_ms` is when it may be handed out (again); None where that is now, and
+    where it waits for an earlier message of its key."""
+
+    stored: Stored
+    state: State
+    deliveries: int
+    available_at_ms: int | None
+
+
+class Unfinished:
+    """`known` finds a topic by its name, and waits for one that was made a moment ago."""
+
+    def __init__(
+        self,
+        groups: Groups,
+        known: Callable[[str], Topic],
+        atlas: Atlas,
+        leaders: Leaders,
+        peers: Peers,
+        clock: Clock,
+    ) -> None:
+        self._peers = peers
+        self._groups = groups
+        self._topic = known
+        self._atlas = atlas
+        self._leaders = leaders
+        self._clock = clock
+
+    def messages(
+        self, name: str, topic_name: str, *, after: tuple[int, int] | None = None, forward: bool = True
+    ) -> Iterator[Waiting]:
+        """All that the group has not finished in the topic, partition by partition, as it is when it is looked at; read
+        as it is taken, and only behind `after` (partition, offset). A group that nobody has used yet has finished
+        nothing. Raises TopicNotFound, GroupModeMismatch, and what a leader answers."""
+        topic = self._topic(topic_name)
+        group = self._groups.find_of(name, "queue")
+        if group is not None and group.config.mode != "queue":
+            raise GroupModeMismatch(f"group {name!r} works in stream mode: its lag is all from its offset on")
+        first, behind = after or (0, -1)
+        topic.place(first)
+        for number in in_short_turns(range(first, topic.state.partitions)):
+            place = place_of(topic.state, number)
+            offset: int | None = behind + 1 if number == first else 0
+            while offset is not None:
+                call = ListUnfinished(name, *place, offset, 1_000)
+                found = self._leaders.one(place, self._lookup(call), forward=forward, repeatable=True)
+                for at, timestamp_ms, record, state, deliveries, available_at_ms in found.rows:
+                    stored = Stored(topic_name, number, at, timestamp_ms, record)
+                    yield Waiting(stored, state, deliveries, available_at_ms or None)
+                offset = found.next_offset
+
+    def here(self, place: Place, call: ListUnfinished) -> UnfinishedRows:
+        partition = self._atlas.partition(place)
+        partition.wait_vouched()
+        delivery = partition.delivery.get(call.group)
+        offset = max(call.offset, partition.log.log_start_offset)
+        if delivery is not None and not partition.log.lanes.present:
+            offset = max(offset, delivery.floor())
+        end = partition.high_watermark
+        rows: list[Row] = []
+        turn, room, looks = Turn(), PAGE_BYTES, LOOK_MAX
+        while offset < end:
+            piece = next(partition.pieces(offset, end, 1_000), None)
+            if piece is None:
+                return UnfinishedRows(rows, None)
+            for offset, record in enumerate(piece.records(), piece.start):
+                row = self._row(partition, delivery, offset, piece.batch.appended_at_ms, record)
+                if row is not None:
+                    rows.append(row)
+                    room -= len(record.value)
+                if len(rows) >= call.limit or room <= 0:
+                    return UnfinishedRows(rows, offset + 1)
+            offset = piece.end
+            looks -= piece.end - piece.start
+            if looks <= 0:
+                return UnfinishedRows(rows, offset)
+            if turn.pause_if_over():
+                delivery = self._atlas.partition(place).delivery.get(call.group)
+        return UnfinishedRows(rows, None)
+
+    def _row(
+        self, partition: Partition, delivery: GroupDelivery | None, offset: int, timestamp_ms: int, record: Record
+    ) -> Row | None:
+        """What is becoming of the message; None when it is done."""
+        if offset in partition.groups.cancelled:
+            return None
+        due_ms = record.deliver_at_ms or 0
+        fresh: tuple[State, int] = ("scheduled", due_ms) if due_ms > self._clock.wall_ms() else ("ready", 0)
+        if delivery is None:
+            return offset, timestamp_ms, record, fresh[0], 0, fresh[1]
+        span = delivery.at(offset)
+        if span is not None:
+            if span.available_at_ms <= self._clock.now_ms() or span.available_at_ms >= HELD_MS:
+                return offset, timestamp_ms, record, "ready", span.deliveries, 0
+            state: State = "in_flight" if span.leased else "scheduled"
+            return offset, timestamp_ms, record, state, span.deliveries, span.available_at_ms
+        spot = spot_of(offset, record.priority, record.deliver_at_ms, timestamp_ms)
+        if delivery.is_dead(offset) or delivery.is_ahead(offset) or delivery.has_passed(spot):
+            return None
+        if record.expires_at_ms is not None and record.expires_at_ms <= self._clock.wall_ms():
+            return None
+        return offset, timestamp_ms, record, fresh[0], 0, fresh[1]
+
+    def serve(self, body: bytes) -> bytes:
+        call = msgspec.msgpack.decode(body, type=ListUnfinished)
+        place = Place(call.topic, call.topic_id, call.number)
+        return _encode(self._leaders.one(place, self._lookup(call), forward=False))
+
+    def _lookup(self, call: ListUnfinished) -> Lookup[UnfinishedRows]:
+        return Lookup(
+            "unfinished", call, UnfinishedRows, lambda place: self.here(place, call), self._peers, timeout_s=TIMEOUT_S
+        )

@@ -1,0 +1,179 @@
+"""The bell of a queue group on a partition that is led here: who sleeps there, and what wakes him.
+
+    something is readable, comes back, or is due  -->  notify  -->  one sleeper is woken, who takes what he can
+                                                                    and notifies again if something is left
+
+A timer rings when the next lease or back-off ends, whether anybody sleeps or not: what has been delivered often enough
+is to be given up even if nobody asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+import gevent
+
+from portalmq.broker.core.queue.delivery import OUTSTANDING_MAX, GroupDelivery
+from portalmq.broker.core.queue.key_order import HELD_MAX
+from portalmq.broker.core.queue.lanes import DELAYED
+from portalmq.broker.core.queue.selection import has_turn
+from portalmq.broker.partition.clock import Clock
+from portalmq.broker.partition.long_poll import Waiter
+from portalmq.broker.partition.partition import Partition
+from portalmq.broker.queues.ready_messages import PartitionSupply
+from portalmq.wire import GroupConfig
+
+# Where nobody sleeps here, what is given up at the end of a lease waits for company this long.
+SWEEP_MS = 1_000
+# A wait for the wall clock is looked at again this often, as that clock may jump.
+LOOK_AGAIN_MS = 1_000
+SOON_MS = 20
+
+
+class Bell:
+    """`on_ring` is called when the timer rings, before anybody is woken. Invariant: no timer runs once it is closed."""
+
+    def __init__(
+        self,
+        partition: Partition,
+        group: str,
+        supply: PartitionSupply,
+        clock: Clock,
+        *,
+        settings: Callable[[], GroupConfig],
+        on_ring: Callable[[], None],
+    ) -> None:
+        self.partition = partition
+        self.group = group
+        self.settings = settings
+        self.closed = False
+        self._supply = supply
+        self._clock = clock
+        self._on_ring = on_ring
+        self._sleepers: dict[Waiter, None] = {}
+        self._timer: gevent.Greenlet | None = None
+        self._timer_at_ms = 0
+        partition.on_readable.append(self.notify)
+
+    @property
+    def delivery(self) -> GroupDelivery | None:
+        """The group's fold; None where the group has ended here."""
+        return None if self.closed else self.partition.delivery.get(self.group)
+
+    def close(self) -> None:
+        """Who sleeps here is to look anew."""
+        self.closed = True
+        self.partition.on_readable.remove(self.notify)
+        self._disarm()
+        for waiter in tuple(self._sleepers):
+            waiter.move()
+
+    def end_waits(self) -> None:
+        for waiter in tuple(self._sleepers):
+            waiter.cancel()
+
+    # --- sleeping and waking -----------------------------------------------------------------------------------------
+
+    def park(self, waiter: Waiter) -> None:
+        if self.closed:  # on the way here: nobody would wake it
+            waiter.move()
+            return
+        self._sleepers[waiter] = None
+        self.arm()
+
+    def leave(self, waiter: Waiter) -> None:
+        self._sleepers.pop(waiter, None)
+        if not self._sleepers:
+            self._disarm()
+
+    def notify(self) -> None:
+        """Something may be there to take: wake one sleeper that is not awake already."""
+        if not self._sleepers or not self.has_messages():
+            self.arm()
+            return
+        first = next(iter(self._sleepers))
+        if not first.woken:
+            first.wake()
+
+    def has_messages(self) -> bool:
+        delivery = self.delivery
+        if delivery is None:
+            return False
+        now_ms = self._clock.now_ms()
+        if self.has_fresh(delivery):
+            return True
+        if self.settings().ordering == "key":
+            return has_turn(delivery, now_ms, self.partition.high_watermark)
+        return delivery.has_returned(now_ms)
+
+    def has_fresh(self, delivery: GroupDelivery) -> bool:
+        """Whether something may be handed out for the first time."""
+        if delivery.outstanding >= OUTSTANDING_MAX or delivery.held >= HELD_MAX:
+            return False
+        end = self.partition.readable_end
+        if self._supply.place(delivery.next) < end:
+            return True
+        lanes = self._supply.lanes()
+        return bool(lanes) and self._has_in_lanes(delivery, lanes)
+
+    def _has_in_lanes(self, delivery: GroupDelivery, lanes: Collection[int]) -> bool:
+        by_key = self.settings().ordering == "key"
+        for lane in lanes:
+            if lane >= DELAYED or by_key:
+                continue
+            _, offset = delivery.cursors.get(lane, (0, 0))
+            if next(self._supply.fresh(lane, 0, max(offset, delivery.start)), None) is not None:
+                return True
+        due_ms = self._next_due_ms(delivery)
+        return due_ms is not None and due_ms <= self.partition.readable_by_ms(self._clock.wall_ms())
+
+    def _next_due_ms(self, delivery: GroupDelivery) -> int | None:
+        """When the next delayed message is due, by the wall clock."""
+        lanes = [lane for lane in self._supply.lanes() if lane >= DELAYED]
+        firsts = [next(self._supply.fresh(lane, *delivery.cursors.get(lane, (0, 0))), None) for lane in lanes]
+        return min([run.due_ms for run in firsts if run is not None], default=None)
+
+    # --- the timer ---------------------------------------------------------------------------------------------------
+
+    def arm(self) -> None:
+        """Ring when the next lease or back-off ends, and while someone sleeps, when the next delayed message is due."""
+        delivery = self.delivery
+        if delivery is None:
+            return
+        wait_ms = self._wait_ms(delivery)
+        if wait_ms is None:
+            return
+        at_ms = self._clock.now_ms() + wait_ms
+        if self._timer is not None and self._timer_at_ms <= at_ms:
+            return
+        self._disarm()
+        self._timer_at_ms = at_ms
+        self._timer = gevent.spawn_later(wait_ms / 1000, self._ring)
+
+    def _wait_ms(self, delivery: GroupDelivery) -> int | None:
+        now_ms = self._clock.now_ms()
+        waits: list[int] = []
+        ends_ms = delivery.next_wakeup_ms()
+        if ends_ms is not None:
+            waits.append(max(ends_ms - now_ms, 0 if self._sleepers else SWEEP_MS))
+        if self._sleepers:
+            if self._supply.lanes():
+                due_ms = self._next_due_ms(delivery)
+                if due_ms is not None:
+                    left_ms = due_ms - self._clock.wall_ms()
+                    waits.append(min(left_ms, LOOK_AGAIN_MS) if left_ms > 0 else LOOK_AGAIN_MS)
+            if delivery.keys is not None and not delivery.keys.is_settled:
+                waits.append(SOON_MS)
+        return min(waits, default=None)
+
+    def _disarm(self) -> None:
+        if self._timer is not None:
+            self._timer.kill(block=False)
+            self._timer = None
+
+    def _ring(self) -> None:
+        self._timer = None
+        if self.delivery is None:
+            return
+        self._on_ring()
+        self.notify()

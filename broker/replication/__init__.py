@@ -1,0 +1,1 @@
+"""Fetches between two brokers: all their partitions in one conversation."""

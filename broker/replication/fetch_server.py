@@ -1,0 +1,350 @@
+"""Serving the brokers that follow here: one session for each, one long poll at a time.
+
+    request -> new fetches to their partitions -> answered at once, or parked there
+            <- what is ready: other answers, and records, in turn over the partitions, bounded in bytes
+    parked  <- a partition that was written marks its fetch in `ready`, one whose high watermark moved in `moved`
+
+So a poll that stands on a hundred idle partitions costs nothing until one of them has something to say. Records wake
+it at once; a high watermark alone within HW_LINGER_MS, as it usually travels with the next records. All fetches of a
+session are told to their partitions again a few times a second: as long as a follower polls, they stand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+import msgspec
+from gevent.event import Event
+
+from portalmq.broker.core.replica.events import BelowStart, Diverging, Fetch, Rejected, Reply
+from portalmq.broker.core.replica.isr import NEVER_MS
+from portalmq.broker.core.replica.state import VOUCHED_FOR_MS
+from portalmq.broker.partition.clock import Clock
+from portalmq.broker.partition.partition import Partition
+from portalmq.broker.replication.fetch_protocol import (
+    AskedPartition,
+    BelowStartAnswer,
+    DivergingAnswer,
+    Echo,
+    FetchAnswer,
+    FetchRequest,
+    PartitionAnswer,
+    PartitionKey,
+    RecordsAnswer,
+    RejectedAnswer,
+    decode_request,
+    echo_of,
+    encode,
+    fetch_of,
+)
+from portalmq.errors import InvalidRequest
+
+HW_LINGER_MS = 100
+# How often standing fetches are told to their partitions again. A fetch counts as overdue after 500 ms.
+AFFIRM_EVERY_MS = 200
+WAIT_MS_MAX = 5_000
+REPLY_BYTES_MAX = 64 * 1024 * 1024
+SHARE_BYTES_MIN = 64 * 1024
+
+
+class ReplicationHost(Protocol):
+    cluster_id: str
+    clock: Clock
+
+
+class Poller(Protocol):
+    """The connection of the broker that waits."""
+
+    def gone(self) -> bool: ...
+    def watch(self, on_gone: Callable[[], None]) -> Callable[[], None]: ...
+
+
+class LocalPartitions(Protocol):
+    """The replicas that are open on this broker. `on_opened` is called with each one that is opened."""
+
+    on_opened: Callable[[Partition], None]
+
+    def local(self, topic_id: str, number: int) -> Partition | None: ...
+
+
+class Ask:
+    """A fetch in a session. It stands until it is answered, once, with `answer` or with records, or withdrawn."""
+
+    __slots__ = ("answer", "fetch", "key", "known_hw", "partition", "session", "stands")
+
+    def __init__(self, session: Session, asked: AskedPartition, fetch: Fetch, partition: Partition | None) -> None:
+        self.session = session
+        self.key = asked.key
+        self.fetch = fetch
+        self.known_hw = asked.known_hw
+        self.partition = partition
+        self.answer: Reply | None = None
+        self.stands = True
+
+    @property
+    def echo(self) -> Echo:
+        return echo_of(self.fetch)
+
+    @property
+    def said_after_ms(self) -> int | None:
+        return self.session.said_after_ms
+
+    def reply(self, reply: Reply) -> None:
+        self.answer = reply
+        self.session.is_ready(self)
+
+    def has_records(self) -> None:
+        self.session.is_ready(self)
+
+    def high_watermark_moved(self) -> None:
+        assert self.partition is not None
+        if min(self.partition.high_watermark, self.fetch.fetch_offset) > self.known_hw:
+            self.session.has_moved(self)
+
+    def withdraw(self) -> None:
+        self.stands = False
+        if self.partition is not None:
+            self.partition.serving.withdrawn(self)
+
+
+class Session:
+    """One follower's broker. `asks` are its fetches, the answered ones too, until they are replaced or left."""
+
+    def __init__(self, broker_id: int, incarnation: int, number: int, clock: Clock) -> None:
+        self.broker_id = broker_id
+        self.incarnation = incarnation
+        self.number = number
+        self.turn = 0
+        # What the last request says was said after this time; None for a broker that does not tell.
+        self.said_after_ms: int | None = NEVER_MS
+        self.asks: dict[PartitionKey, Ask] = {}
+        self.ready: dict[Ask, None] = {}
+        self.moved: dict[Ask, None] = {}
+        self.moved_ms = 0
+        self.affirmed_ms = clock.now_ms()
+        self.bell = Event()
+        self.polls = 0
+        self.ended = False
+        self._clock = clock
+
+    def is_ready(self, ask: Ask) -> None:
+        if ask.stands:
+            self.ready[ask] = None
+            self.bell.set()
+
+    def has_moved(self, ask: Ask) -> None:
+        if not ask.stands:
+            return
+        if not self.moved:
+            self.moved_ms = self._clock.now_ms()
+            self.bell.set()
+        self.moved[ask] = None
+
+    def forget(self, key: PartitionKey) -> None:
+        ask = self.asks.pop(key, None)
+        if ask is not None:
+            ask.withdraw()
+            self.ready.pop(ask, None)
+            self.moved.pop(ask, None)
+
+    def end(self) -> None:
+        self.ended = True
+        for key in tuple(self.asks):
+            self.forget(key)
+        self.bell.set()
+
+    def patience_ms(self, deadline_ms: int) -> int:
+        """How long to wait for more. A high watermark that moved is told by this poll, though that takes longer."""
+        until_ms = self.moved_ms + HW_LINGER_MS if self.moved else deadline_ms
+        return max(0, until_ms - self._clock.now_ms())
+
+
+class Replication:
+    """`fetch` is what other brokers call."""
+
+    def __init__(self, host: ReplicationHost, partitions: LocalPartitions) -> None:
+        self._host = host
+        self._partitions = partitions
+        partitions.on_opened = self.opened
+        self._sessions: dict[int, Session] = {}
+        self._closed = False
+
+    def polls(self, broker_id: int) -> bool:
+        """Whether a fetch of that broker is parked here right now: then it is neither overdue nor gone."""
+        session = self._sessions.get(broker_id)
+        return session is not None and session.polls > 0
+
+    def serve(self, body: bytes, peer: Poller | None) -> bytes:
+        """Answer one request. Raises InvalidRequest for what is none, or of another cluster."""
+        try:
+            request = decode_request(body)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise InvalidRequest(f"not a fetch: {error}") from error
+        if request.cluster_id != self._host.cluster_id:
+            raise InvalidRequest(f"this is cluster {self._host.cluster_id}, the fetch is of {request.cluster_id}")
+        if peer is not None and peer.gone():
+            return self._said(True)  # it lay here while this process stood still: what it says holds no longer
+        session = self._session_of(request)
+        if session is None:
+            return self._said(False)
+        if request.turn <= session.turn:
+            return self._said(True)
+        session.turn = request.turn
+        session.said_after_ms = request.answered_ms or (None if request.answered_ms is None else NEVER_MS)
+        session.bell.set()  # ends the poll of the turn before
+        for key in request.left:
+            session.forget(key)
+        self._affirm(session)
+        for asked in request.partitions:
+            self._ask(session, request, asked)
+        return self._poll(session, request, peer)
+
+    def _said(self, known: bool, answers: Sequence[PartitionAnswer] = ()) -> bytes:
+        return encode(FetchAnswer(known, list(answers), self._host.clock.now_ms()))
+
+    def close(self) -> None:
+        """Answer no more."""
+        self._closed = True
+        for session in self._sessions.values():
+            session.end()
+
+    def _session_of(self, request: FetchRequest) -> Session | None:
+        session = self._sessions.get(request.broker_id)
+        if session is not None and session.incarnation == request.incarnation and session.number == request.session:
+            return session
+        newer = session is None or (session.incarnation, session.number) < (request.incarnation, request.session)
+        if request.turn != 1 or not newer or self._closed:
+            return None
+        if session is not None:
+            session.end()
+        session = Session(request.broker_id, request.incarnation, request.session, self._host.clock)
+        self._sessions[request.broker_id] = session
+        return session
+
+    # --- fetches -----------------------------------------------------------------------------------------------------
+
+    def _ask(self, session: Session, request: FetchRequest, asked: AskedPartition) -> None:
+        fetch = fetch_of(request, asked)
+        before = session.asks.get(asked.key)
+        if before is not None:
+            if before.fetch == fetch:
+                return  # repeated, as the follower cannot know whether it came
+            session.forget(asked.key)
+        ask = session.asks[asked.key] = Ask(session, asked, fetch, self._partitions.local(*asked.key))
+        self._tell(ask)
+
+    def _tell(self, ask: Ask) -> None:
+        """To its partition. One that is not open here yet will be, or somebody else is elected: the fetch waits."""
+        partition = ask.partition
+        if partition is None:
+            return
+        if partition.closed or partition.damage:
+            ask.reply(Rejected(0))
+        else:
+            partition.serving.received(ask)
+
+    def opened(self, partition: Partition) -> None:
+        """Fetches may be waiting for it, or stand at the one that it takes the place of."""
+        for session in tuple(self._sessions.values()):
+            ask = session.asks.get((partition.topic_id, partition.number))
+            if ask is not None and ask.stands and ask.answer is None:
+                ask.partition = partition
+                self._tell(ask)
+
+    def _affirm(self, session: Session) -> None:
+        """As long as the follower polls, what it asked for stands."""
+        now_ms = self._host.clock.now_ms()
+        if now_ms - session.affirmed_ms < AFFIRM_EVERY_MS:
+            return
+        session.affirmed_ms = now_ms
+        for ask in tuple(session.asks.values()):
+            if ask.stands and ask.answer is None:
+                self._tell(ask)
+
+    # --- the poll ----------------------------------------------------------------------------------------------------
+
+    def _poll(self, session: Session, request: FetchRequest, peer: Poller | None) -> bytes:
+        # An answer is what followers vouch for their leader by, so it comes in time for that.
+        deadline_ms = self._host.clock.now_ms() + min(request.wait_ms, WAIT_MS_MAX, VOUCHED_FOR_MS // 2)
+        unwatch = peer.watch(session.bell.set) if peer is not None else None
+        session.polls += 1
+        try:
+            while True:
+                session.bell.clear()
+                if session.ended or session.turn != request.turn or (peer is not None and peer.gone()):
+                    return self._said(True)
+                answers = self._collect(session, request.max_bytes)
+                if answers:
+                    return self._said(True, answers)
+                patience_ms = session.patience_ms(deadline_ms)
+                if patience_ms == 0 and not session.moved:
+                    return self._said(True)
+                session.bell.wait(patience_ms / 1000)
+                if self._host.clock.now_ms() >= deadline_ms and not session.ready and not session.moved:
+                    return self._said(True)
+        finally:
+            session.polls -= 1
+            if unwatch is not None:
+                unwatch()
+
+    def _collect(self, session: Session, max_bytes: int) -> list[PartitionAnswer]:
+        """What is ready, as far as `max_bytes` go; what is left comes first next time."""
+        answers: list[PartitionAnswer] = []
+        left = min(max_bytes, REPLY_BYTES_MAX)
+        share = max(SHARE_BYTES_MIN, left // max(1, len(session.ready)))
+        for ask in tuple(session.ready):
+            if left <= 0:
+                break
+            if session.ready.pop(ask, 0) == 0:
+                continue  # another poll of this session was faster
+            answer = self._answer(ask, min(left, share))
+            if not ask.stands:
+                continue
+            self._answered(session, ask)
+            answers.append(answer)
+            if isinstance(answer, RecordsAnswer):
+                left -= sum([frame.size_bytes for frame in answer.frames])
+        if session.moved and (answers or self._host.clock.now_ms() - session.moved_ms >= HW_LINGER_MS):
+            answers += self._moved(session)
+        return answers
+
+    def _answered(self, session: Session, ask: Ask) -> None:
+        ask.withdraw()
+        session.ready.pop(ask, None)
+        session.moved.pop(ask, None)
+
+    def _moved(self, session: Session) -> Iterator[PartitionAnswer]:
+        moved, session.moved = session.moved, {}
+        for ask in moved:
+            partition = ask.partition
+            if ask.stands and ask not in session.ready and partition is not None and _still_leads(partition, ask):
+                self._answered(session, ask)
+                yield RecordsAnswer(*ask.key, ask.echo, [], partition.high_watermark)
+
+    def _answer(self, ask: Ask, max_bytes: int) -> PartitionAnswer:
+        """The answer to a fetch that is ready: the one it was given, or what there is for it."""
+        partition = ask.partition
+        if ask.answer is None and partition is not None:
+            frames = partition.serving.frames(ask.fetch.fetch_offset, max_bytes)
+            if frames is not None and _still_leads(partition, ask):
+                return RecordsAnswer(*ask.key, ask.echo, frames, partition.high_watermark)
+            if ask.answer is None and not partition.closed:
+                partition.serving.received(ask)  # it may have to go on elsewhere: at the log's start, for instance
+        match ask.answer:
+            case Diverging(epoch, end):
+                return DivergingAnswer(*ask.key, ask.echo, epoch, end)
+            case BelowStart(offset, epochs) if partition is not None:
+                start = partition.start
+                return BelowStartAnswer(
+                    *ask.key, ask.echo, offset, list(epochs), start.messages_before, start.timestamp_before_ms
+                )
+            case Rejected(leader_epoch):
+                return RejectedAnswer(*ask.key, ask.echo, leader_epoch)
+            case _:
+                return RejectedAnswer(*ask.key, ask.echo, 0)
+
+
+def _still_leads(partition: Partition, ask: Ask) -> bool:
+    replica = partition.replica
+    return replica.leading and replica.leader_epoch == ask.fetch.leader_epoch and ask.answer is None

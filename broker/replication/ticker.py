@@ -1,0 +1,163 @@
+"""The beat of all partitions: time passes, the lease is told, and followers that are overdue are looked after.
+
+One greenlet for all of them, a few of them at a time, so that hundreds cost little and hold up nobody; and those that
+are as they should be (a leader with all its replicas in sync, a follower whose fetch stands) hear of the time only in
+every third beat.
+
+A follower whose fetch is overdue is gone or slow, or cannot reach this broker: a connection to its port tells the first
+(it is asked for nothing: a refusal is all that is to be learnt), and the controller finds out about the last.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from typing import Protocol
+from urllib.parse import urlsplit
+
+import gevent
+from gevent import socket
+
+from portalmq.broker.core.replica.events import FollowerRefused, LeaseRenewed, Tick
+from portalmq.broker.partition.clock import Clock
+from portalmq.broker.partition.partition import Partition
+from portalmq.broker.partition.yielding import give_way
+from portalmq.control_plane.state import BrokerState
+
+log = logging.getLogger(__name__)
+
+TICK_S = 0.1
+PARTITIONS_AT_A_TIME = 64
+QUIET_EVERY_TICKS = 3
+PROBE_TIMEOUT_S = 0.5
+SCRUB_EVERY_S = 1.0
+
+
+class Brokers(Protocol):
+    @property
+    def brokers(self) -> Mapping[int, BrokerState]: ...
+
+
+class PulseMembership(Protocol):
+    @property
+    def mirror(self) -> Brokers: ...
+
+    def answered_ms(self) -> int: ...
+    def suspect(self, broker_id: int, incarnation: int, *, refused: bool) -> None: ...
+
+
+class PulseHost(Protocol):
+    clock: Clock
+
+    @property
+    def membership(self) -> PulseMembership: ...
+
+
+def refuses(url: str) -> bool:
+    """Whether nobody listens at the address of this broker."""
+    parts = urlsplit(url)
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    try:
+        socket.create_connection((parts.hostname, port), timeout=PROBE_TIMEOUT_S).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+class Pulse:
+    """`partitions` gives all that are open; `polls` says whether a fetch of a broker stands here right now."""
+
+    def __init__(
+        self,
+        host: PulseHost,
+        partitions: Callable[[], Iterable[Partition]],
+        *,
+        polls: Callable[[int], bool] = lambda broker_id: False,
+        refuses: Callable[[str], bool] = refuses,
+    ) -> None:
+        self.polls = polls
+        self._host = host
+        self._partitions = partitions
+        self._refuses = refuses
+        self._answered_ms = 0
+        self._ticks = 0
+        self._probing: set[int] = set()
+        self._greenlets: list[gevent.Greenlet] = []
+
+    def start(self) -> None:
+        self._greenlets = [gevent.spawn(self._beat), gevent.spawn(self._scrub)]
+
+    def close(self) -> None:
+        gevent.killall(self._greenlets)
+
+    def _beat(self) -> None:
+        while True:
+            gevent.sleep(TICK_S)
+            try:
+                self.tick()
+                if self._ticks % QUIET_EVERY_TICKS == 0:
+                    self.look_after_followers()
+            except Exception:  # the next beat has to come, whatever became of this one
+                log.exception("a beat of the partitions failed")
+
+    def tick(self) -> None:
+        self._ticks += 1
+        answered_ms = self._host.membership.answered_ms()
+        renewed = LeaseRenewed(answered_ms) if answered_ms > self._answered_ms else None
+        self._answered_ms = max(answered_ms, self._answered_ms)
+        tick = Tick()
+        told = 0
+        for index, partition in enumerate(self._partitions(), self._ticks):
+            if partition.closed:
+                continue
+            try:
+                if renewed is not None:
+                    partition.tell(renewed)
+                if index % QUIET_EVERY_TICKS == 0 or not partition.is_quiet:
+                    partition.tell(tick)
+                    told += 1
+            except Exception:  # the others need their leases, whatever became of this one
+                log.exception("%s: its beat failed", partition)
+            if told >= PARTITIONS_AT_A_TIME:
+                told = 0
+                give_way()
+
+    def look_after_followers(self) -> None:
+        """Probe each broker whose fetch is overdue on some partition, all at once."""
+        now_ms = self._host.clock.now_ms()
+        overdue: dict[int, list[Partition]] = {}
+        for partition in self._partitions():
+            book = partition.replica.in_sync
+            if book is not None:
+                for broker_id in book.overdue(now_ms):
+                    overdue.setdefault(broker_id, []).append(partition)
+        for broker_id, partitions in overdue.items():
+            if broker_id not in self._probing and not self.polls(broker_id):
+                self._probing.add(broker_id)
+                gevent.spawn(self._probe, broker_id, partitions)
+
+    def _probe(self, broker_id: int, partitions: list[Partition]) -> None:
+        membership = self._host.membership
+        try:
+            broker = membership.mirror.brokers.get(broker_id)
+            if broker is not None:  # one that has left the cluster, and does not fetch, needs no probe
+                refused = self._refuses(broker.url)
+                membership.suspect(broker_id, broker.incarnation, refused=refused)
+                if not refused:
+                    return
+            for partition in partitions:
+                if not partition.closed:
+                    partition.tell(FollowerRefused(broker_id))
+        finally:
+            self._probing.discard(broker_id)
+
+    def _scrub(self) -> None:
+        """Check a part of some log every second: damage that nobody reads is found too, while others are whole."""
+        while True:
+            for partition in tuple(self._partitions()):
+                gevent.sleep(SCRUB_EVERY_S)
+                while not partition.closed and not partition.damage and partition.upkeep.scrub():
+                    gevent.sleep(SCRUB_EVERY_S)
+            gevent.sleep(SCRUB_EVERY_S)

@@ -1,0 +1,1 @@
+"""The process of a broker: settings, start, gunicorn, secrets, metrics, logs."""

@@ -1,0 +1,350 @@
+"""Writing a lost control plane back from the brokers' data directories: what `portalmq adopt` does.
+
+ZooKeeper holds who leads, who is in sync and which topics there are; the messages are in the directories, and beside
+them stands what is needed to begin again: `identity.json` (cluster, broker, store), `brokers.json` (who else there
+was), `topic.json` in each topic's folder, and in each replica its records with their leader epochs.
+
+    in sync again = the replicas with the highest (epoch of the last record, end); leader: none, the controller elects
+
+Why nothing that was acknowledged is lost, as long as the directories of all brokers are there. Of two logs the one with
+the higher last epoch was written by a later leader, who held all that had been committed before (an election takes who
+is in sync). Within one epoch all logs are prefixes of the leader's. What is committed stands on every member of the ISR
+of that time. So the longest log of the highest epoch that anybody holds contains all of it, and so does each log that
+is equal to it. Records behind what was committed may come back to life: of those nobody was told an outcome.
+
+That argument needs every replica: one that is missing or damaged could be the longest. Hence a broker that
+`brokers.json` knows, and whose directory is not given, stops the adoption. So does a damaged replica, unless what was
+committed must be on others as well: fewer are damaged than had to hold a record before it was acknowledged, and as many
+whole ones hold the same. Only an operator who accepts the loss by name goes on.
+
+The leader epoch goes on above every one that any replica has seen, so nothing of the time before is mistaken for now.
+Producer ids go on far above those in the logs: a new producer must not be taken for an old one, and its messages for
+repeats. What is nowhere but in ZooKeeper does not come back: the settings of groups, and the names of producers.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from portalmq import wire
+from portalmq.broker.cluster.replicas import TOPIC_FILE, Files
+from portalmq.broker.server.config import EX_CANTCREAT, EX_STORAGE, StartupError
+from portalmq.broker.storage.disk import DataDirectory, DirectoryInUse, read_identity
+from portalmq.broker.storage.errors import StorageError
+from portalmq.broker.storage.files import write_atomically
+from portalmq.broker.storage.segment import SEGMENT_NAME
+from portalmq.control_plane.assignment import first_for, place
+from portalmq.control_plane.catalog import Catalog
+from portalmq.control_plane.state import PartitionState, TopicState, decode
+
+log = logging.getLogger(__name__)
+
+BROKERS_FILE = "brokers.json"
+# Ids are taken in blocks, and may be used without being in a log yet.
+PRODUCER_IDS_APART = 1_000_000
+
+
+class NotAdopted(StartupError):
+    """Nothing was written. The sentence says why, and what to do."""
+
+    def __init__(self, sentence: str, exit_code: int = EX_CANTCREAT) -> None:
+        super().__init__(sentence, exit_code)
+
+
+# --- who else there was ----------------------------------------------------------------------------------------------
+
+
+def remember_brokers(data_dir: Path, urls: Mapping[int, str]) -> None:
+    """Keep in the directory which brokers the cluster has had; those that are away stay in it."""
+    before = known_brokers(data_dir)
+    now = {**before, **urls}
+    if now != before:
+        write_atomically(data_dir / BROKERS_FILE, msgspec.json.encode(now) + b"\n")
+
+
+def known_brokers(data_dir: Path) -> dict[int, str]:
+    try:
+        return msgspec.json.decode((data_dir / BROKERS_FILE).read_bytes(), type=dict[int, str], strict=False)
+    except (FileNotFoundError, msgspec.DecodeError):
+        return {}
+
+
+# --- what is decided -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A replica on a disk. `fault` says why its log may not be all that it once was."""
+
+    broker_id: int
+    store_uuid: str = ""
+    last_epoch: int = 0
+    end: int = 0
+    highest_epoch: int = 0
+    fault: str = ""
+
+
+def adopted(found: Collection[Found]) -> PartitionState:
+    """The partition's state with these replicas; nobody is in it who is damaged. Empty ISR: none can be trusted."""
+    whole = sorted((each for each in found if not each.fault), key=lambda each: each.broker_id)
+    newest = max(((each.last_epoch, each.end) for each in whole), default=(0, 0))
+    return PartitionState(
+        leader=None,
+        leader_epoch=1 + max((each.highest_epoch for each in found), default=0),
+        isr=tuple(each.broker_id for each in whole if (each.last_epoch, each.end) == newest),
+        replicas=tuple(sorted(each.broker_id for each in found)),
+        store_uuids={each.broker_id: each.store_uuid for each in whole},
+        incarnations={},
+    )
+
+
+def topic_of(candidates: Iterable[TopicState]) -> TopicState:
+    """What the directories say of one topic: partitions are only ever added, so who knows of most knows it last."""
+    return max(candidates, key=lambda topic: topic.partitions)
+
+
+# --- what is found ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Adoption:
+    """What the directories hold together."""
+
+    cluster_id: str = ""
+    topics: dict[str, TopicState] = field(default_factory=dict)
+    replicas: dict[tuple[str, int], list[Found]] = field(default_factory=dict)
+    brokers: dict[int, str] = field(default_factory=dict)
+    missing: dict[int, str] = field(default_factory=dict)
+    groups: set[str] = field(default_factory=set)
+    next_producer_id: int = 1
+
+    def partitions(self, topic: TopicState) -> list[PartitionState]:
+        """One that no directory holds was never opened, or is lost: it begins empty."""
+        placed = place(topic.partitions, topic.replication_factor, self.brokers, first=first_for(topic.name))
+        return [
+            adopted(found) if (found := self.replicas.get((topic.topic_id, number))) else self._empty(placed[number])
+            for number in range(topic.partitions)
+        ]
+
+    def _empty(self, replicas: list[int]) -> PartitionState:
+        return PartitionState(
+            leader=None,
+            leader_epoch=1,
+            isr=tuple(replicas),
+            replicas=tuple(replicas),
+            store_uuids={broker_id: self.brokers[broker_id] for broker_id in replicas},
+            incarnations={},
+        )
+
+    def losses(self) -> list[str]:
+        """Why something that was acknowledged may be missing in it; empty when nothing can be."""
+        told = [
+            f"the data directory of broker {number} ({url}) is not among them" for number, url in self.missing.items()
+        ]
+        for (topic_id, number), found in sorted(self.replicas.items()):
+            topic = self.topics[topic_id]
+            faults = "; ".join(each.fault for each in found if each.fault)
+            if all(each.fault for each in found):
+                told.append(f"partition {number} of topic {topic.name!r} has no whole replica: {faults}")
+            elif _may_lack(found, topic):
+                told.append(
+                    f"partition {number} of topic {topic.name!r} may lack what a damaged replica alone held: {faults}"
+                )
+        return told
+
+
+def _may_lack(found: Collection[Found], topic: TopicState) -> bool:
+    """Whether a damaged replica may have held what was committed and is on no whole one. The ISR of the time is not
+    known: those that hold the same may be behind together, so there have to be enough of them to commit anything."""
+    damaged = sum(bool(each.fault) for each in found)
+    whole = [(each.last_epoch, each.end) for each in found if not each.fault]
+    replicas = max(len(found), topic.replication_factor)
+    least = min(replicas, topic.config.min_insync_replicas or replicas // 2 + 1)
+    return damaged > 0 and (damaged >= least or whole.count(max(whole)) < least)
+
+
+def look_into(directories: Iterable[Path]) -> Adoption:
+    """What stands in the data directories, which no broker may be using. Raises NotAdopted."""
+    adoption = Adoption()
+    with ExitStack() as stack:
+        opened = [_opened(path, stack) for path in directories]
+        _check_fit(opened)
+        adoption.cluster_id = opened[0].identity.cluster_id
+        known: dict[int, str] = {}
+        for directory in opened:
+            known |= known_brokers(directory.path)
+            adoption.brokers[directory.identity.broker_id] = directory.identity.store_uuid
+        adoption.missing = {number: url for number, url in sorted(known.items()) if number not in adoption.brokers}
+        folders = [(directory, folder) for directory in opened for folder in _topic_folders(directory)]
+        told: dict[str, list[TopicState]] = {}
+        for _, folder in folders:
+            topic = _topic_in(folder)
+            told.setdefault(topic.topic_id, []).append(topic)
+        adoption.topics = {topic_id: topic_of(candidates) for topic_id, candidates in told.items()}
+        for directory, folder in folders:
+            _look_into_topic(adoption, directory, folder)
+    _check_names(adoption.topics.values())
+    return adoption
+
+
+def _opened(path: Path, stack: ExitStack) -> DataDirectory:
+    if not path.is_dir() or read_identity(path) is None:
+        raise NotAdopted(f"{path} is no broker's data directory: it has no identity.json")
+    try:
+        directory = DataDirectory.open(path)
+    except DirectoryInUse as used:
+        raise NotAdopted(f"{used}") from None
+    except StorageError as fault:
+        raise NotAdopted(str(fault), EX_STORAGE) from None
+    stack.callback(directory.close)
+    return directory
+
+
+def _check_fit(opened: list[DataDirectory]) -> None:
+    by_broker: dict[int, Path] = {}
+    for directory in opened:
+        identity, first = directory.identity, opened[0]
+        if identity.cluster_id != first.identity.cluster_id:
+            raise NotAdopted(
+                f"{first.path} is of cluster {first.identity.cluster_id} and {directory.path} of cluster "
+                f"{identity.cluster_id}: adopt the directories of one cluster"
+            )
+        if identity.broker_id in by_broker:
+            raise NotAdopted(
+                f"{by_broker[identity.broker_id]} and {directory.path} are both of broker {identity.broker_id}: "
+                "name the one that was used last"
+            )
+        by_broker[identity.broker_id] = directory.path
+
+
+def _topic_folders(directory: DataDirectory) -> list[Path]:
+    root = directory.path / "partitions"
+    return sorted(folder for folder in root.iterdir() if "@" in folder.name) if root.is_dir() else []
+
+
+def _topic_in(folder: Path) -> TopicState:
+    """The topic that a folder is of; without a description, as much as its name and contents tell."""
+    try:
+        return decode((folder / TOPIC_FILE).read_bytes(), TopicState)
+    except (FileNotFoundError, msgspec.DecodeError):
+        name, _, topic_id = folder.name.rpartition("@")
+        count = 1 + max((int(place.name) for place in folder.iterdir() if place.name.isdigit()), default=0)
+        log.warning("%s has no readable %s: the topic's settings are the defaults", folder, TOPIC_FILE)
+        return TopicState(name, topic_id, count, count, 3, wire.TopicConfig())
+
+
+def _look_into_topic(adoption: Adoption, directory: DataDirectory, folder: Path) -> None:
+    topic = adoption.topics[folder.name.rpartition("@")[2]]
+    identity = directory.identity
+    files = Files(directory.path, identity.cluster_id, identity.store_uuid)
+    for replica in folder.iterdir():
+        if not replica.name.isdigit() or not any(SEGMENT_NAME.match(entry.name) for entry in replica.iterdir()):
+            continue  # it never came to hold a log
+        found = _look_into_replica(adoption, files, topic, int(replica.name), identity.broker_id)
+        adoption.replicas.setdefault((topic.topic_id, int(replica.name)), []).append(found)
+
+
+def _look_into_replica(adoption: Adoption, files: Files, topic: TopicState, number: int, broker_id: int) -> Found:
+    try:
+        replica, state_file, recovered, store_uuid = files.open(topic, number)
+    except StorageError as fault:
+        return Found(broker_id, fault=f"broker {broker_id}: {fault}")
+    try:
+        adoption.groups |= recovered.groups.delivery.keys() | recovered.groups.streams.keys()
+        ids = (producer.producer_id for producer in recovered.producers.snapshot())
+        adoption.next_producer_id = max([adoption.next_producer_id, *(each + PRODUCER_IDS_APART for each in ids)])
+        last_epoch = recovered.epochs[-1][0] if recovered.epochs else 0
+        lost = f"broker {broker_id}: {recovered.lost}" if recovered.lost else ""
+        return Found(broker_id, store_uuid, last_epoch, replica.end_offset, recovered.highest_epoch, lost)
+    finally:
+        replica.close()
+        state_file.close()
+
+
+def _check_names(topics: Iterable[TopicState]) -> None:
+    by_name: dict[str, str] = {}
+    for topic in topics:
+        other = by_name.setdefault(topic.name, topic.topic_id)
+        if other != topic.topic_id:
+            raise NotAdopted(
+                f"two topics are named {topic.name!r} (ids {other} and {topic.topic_id}): one was deleted and made "
+                "anew while a broker was away; move the older one's folder out of the data directory, and repeat"
+            )
+
+
+# --- what is written -------------------------------------------------------------------------------------------------
+
+
+def write_back(catalog: Catalog, adoption: Adoption, *, accept_loss: bool, replace_cluster: bool) -> list[str]:
+    """Write what was found into the control plane; answers sentences of what was done. What is there already stays, so
+    an adoption that broke off can be repeated. Raises NotAdopted."""
+    losses = adoption.losses()
+    if losses and not accept_loss:
+        raise NotAdopted(
+            "messages that were acknowledged may be lost:\n  "
+            + "\n  ".join(losses)
+            + "\nName all data directories; or, when there are no others, repeat with --i-accept-data-loss"
+        )
+    _check_plane(catalog, adoption, replace_cluster=replace_cluster)
+    catalog.replace_cluster_id(adoption.cluster_id)
+    catalog.reserve_producer_ids(adoption.next_producer_id)
+    for broker_id, store_uuid in sorted(adoption.brokers.items()):
+        catalog.claim_broker_id(store_uuid, broker_id)
+    written = [_written(catalog, topic, adoption) for topic in sorted(adoption.topics.values(), key=_name_of)]
+    for name in sorted(adoption.groups):
+        catalog.ensure_group(name)
+    told = [f"cluster {adoption.cluster_id}, brokers {', '.join(map(str, sorted(adoption.brokers)))}", *written]
+    if adoption.groups:
+        told.append(
+            f"groups {', '.join(sorted(adoption.groups))}: their positions are kept, their settings are defaults"
+        )
+    return told + [f"accepted: {loss}" for loss in losses]
+
+
+def _name_of(topic: TopicState) -> str:
+    return topic.name
+
+
+def _check_plane(catalog: Catalog, adoption: Adoption, *, replace_cluster: bool) -> None:
+    running = catalog.brokers()
+    if running:
+        raise NotAdopted(
+            f"brokers {', '.join(map(str, running))} are registered: stop all brokers first, or, when they have just "
+            "ended, wait for their sessions to end"
+        )
+    topics, found = catalog.topics(), catalog.find_cluster_id()
+    if found is not None and found != adoption.cluster_id:
+        if topics:
+            raise NotAdopted(
+                f"ZooKeeper holds cluster {found} with {len(topics)} topics, and the directories are of cluster "
+                f"{adoption.cluster_id}: adopt them under a chroot of their own (--zookeeper HOST:PORT/NAME), and copy"
+            )
+        if not replace_cluster:
+            raise NotAdopted(
+                f"ZooKeeper holds cluster {found}, which has no topics, and the directories are of cluster "
+                f"{adoption.cluster_id}: with --replace-cluster it becomes theirs, and directories of {found} are "
+                "refused from then on"
+            )
+    for topic in adoption.topics.values():
+        other = topics.get(topic.name)
+        if other is not None and other.topic_id != topic.topic_id:
+            raise NotAdopted(
+                f"ZooKeeper holds another topic {topic.name!r}, made since: move its messages elsewhere and delete it "
+                "first, or adopt under another chroot"
+            )
+
+
+def _written(catalog: Catalog, topic: TopicState, adoption: Adoption) -> str:
+    partitions = adoption.partitions(topic)
+    if not catalog.restore_topic(topic, partitions):
+        return f"topic {topic.name}: is there already"
+    lagging = sum(len(state.isr) < len(state.replicas) for state in partitions)
+    return f"topic {topic.name}: {topic.partitions} partitions" + (
+        f", in {lagging} of them replicas that have to catch up" if lagging else ""
+    )

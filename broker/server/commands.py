@@ -1,0 +1,99 @@
+"""`portalmq broker` and `portalmq dev`: the settings as options, and the exit code with a sentence when they are wrong.
+
+The options are made from the fields of BrokerConfig, so the two cannot differ. The server is imported only when it is
+to run: this module is loaded for every `portalmq` command.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from portalmq.broker.server.config import ENVIRONMENT_PREFIX, SETTINGS, BrokerConfig, StartupError, load_config
+
+# As programs that were written for MiniQ start it.
+SHORT = {"no_confirm": "-c"}
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+# What means nothing to a broker that is alone.
+_OF_CLUSTERS = {
+    "session_timeout_ms",
+    "broker_id",
+    "cluster_secret_file",
+    "default_replication_factor",
+    "replica_lag_ms",
+    "fetch_wait_ms",
+    "fetch_bytes_max",
+}
+
+
+def _with_settings(*left_out: str, is_alone: bool = False) -> Callable[[Command], Command]:
+    """Adds an option for every setting but those `left_out`; a broker that `is_alone` takes those of clusters as well,
+    so that it reads the same configuration, but its help does not name them."""
+
+    def add(command: Command) -> Command:
+        for name, setting in reversed(SETTINGS.items()):
+            if name in left_out or name == "port":
+                continue
+            hidden = is_alone and (name in _OF_CLUSTERS or "zookeeper" in name)
+            option = "--" + name.replace("_", "-")
+            default = setting.default
+            meaning = setting.metadata["help"] + f" [{ENVIRONMENT_PREFIX}{name.upper()}"
+            meaning += f"; default {default}]" if default not in (None, False, True) else "]"
+            if setting.type == "bool":
+                declared = option if default is False else f"{option}/--no-{option[2:]}"
+                short = [SHORT[name]] if name in SHORT else []
+                command = click.option(declared, *short, name, is_flag=True, default=None, help=meaning, hidden=hidden)(
+                    command
+                )
+            else:
+                shown = _metavar(str(setting.type))
+                command = click.option(option, name, metavar=shown, help=meaning, hidden=hidden)(command)
+        command = click.option("--config", "file", type=click.Path(path_type=Path), help="settings in TOML")(command)
+        return click.argument("port", required=False, metavar="[PORT]")(command)
+
+    return add
+
+
+def _metavar(kind: str) -> str:
+    return "FILE" if "Path" in kind else "N" if kind.startswith(("int", "float")) else "TEXT"
+
+
+@click.command(short_help="Run one broker of a cluster.")
+@_with_settings()
+def broker(file: Path | None, **options: Any) -> None:
+    """Run one broker on PORT (default 5000; 0 takes a free one).
+
+    Example: portalmq broker 5000 --zookeeper none --data-dir /var/lib/portalmq
+    """
+    _run(file, options, announce=False)
+
+
+@click.command(short_help="Run a single broker for development: no ZooKeeper, no Java.")
+@_with_settings("zookeeper", is_alone=True)
+def dev(file: Path | None, **options: Any) -> None:
+    """Run a single broker on PORT (default 5000; 0 takes a free one), with the same API, and say when it is ready.
+
+    Example: portalmq dev 5000
+    """
+    _run(file, {**options, "zookeeper": "none"}, announce=True)
+
+
+def _run(file: Path | None, options: dict[str, Any], *, announce: bool) -> None:
+    try:
+        config: BrokerConfig = load_config(options, file=file)
+        from portalmq.broker.server.composition import serve
+
+        serve(config, announce=announce)
+    except StartupError as error:
+        click.echo(f"portalmq: {error}", err=True)
+        sys.exit(error.exit_code)
+    except ImportError as missing:
+        click.echo(f"portalmq: {missing.name} is not installed: `pip install 'portalmq[broker]'`", err=True)
+        sys.exit(2)

@@ -1,0 +1,426 @@
+"""The composition root: from settings to a running broker. Nothing but the commands imports it.
+
+    serve     in the arbiter, before the fork: every check that can refuse the start, each with its exit code and a
+              sentence; then gunicorn. Imports stay light here, since the arbiter lives as long as the broker.
+    BrokerProcess   in the worker: builds the domain and the application, starts, drains and closes them.
+
+Checked before the fork, because a worker that cannot start must not leave a port that answers nothing: settings (2),
+ZooKeeper (69), the port and the data directory (73).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import resource
+import socket
+import ssl
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import gevent
+from gunicorn.app.base import BaseApplication
+
+from portalmq.broker.cluster.retry_budget import Patience
+from portalmq.broker.partition.yielding import give_way
+from portalmq.broker.server.auth import Auth, auth_from, has_open_zookeeper
+from portalmq.broker.server.config import (
+    EX_CANTCREAT,
+    EX_SOFTWARE,
+    EX_STORAGE,
+    EX_UNAVAILABLE,
+    SECRET_LENGTH_MIN,
+    BrokerConfig,
+    StartupError,
+    UsageError,
+    is_loopback,
+)
+from portalmq.broker.server.heads import LINE_BYTES_MAX
+from portalmq.broker.server.logs import ServerLogger, start_logging
+from portalmq.broker.server.preflight import Preflight, Question, tls_of
+from portalmq.broker.server.process import BrokerArbiter, BrokerWorker, post_request, pre_request
+from portalmq.broker.storage.disk import DataDirectory, DirectoryInUse, DiskGuard, StoreIdentity, WrongCluster
+from portalmq.broker.storage.errors import StorageError, StorageFault, faults_of
+from portalmq.broker.storage.files import write_atomically
+from portalmq.broker.storage.open_files import descriptor_limit
+from portalmq.control_plane.plane import ControlPlane, PlaneError, PlaneState
+from portalmq.errors import Unavailable
+
+if TYPE_CHECKING:
+    from flask import Flask
+
+    from portalmq.broker.broker import Broker
+    from portalmq.control_plane.catalog import Catalog
+
+log = logging.getLogger("portalmq.server")
+
+BACKLOG = 2048
+IN_USE_PATIENCE_S = 1.0
+IN_USE_RETRY_S = 0.05
+ANSWER_BEFORE_EXIT_S = 0.25
+# File descriptors beside the connections: segments, state files, the server's own.
+DESCRIPTORS_BESIDE = 2_000
+
+
+def serve(config: BrokerConfig, *, announce: bool = False) -> NoReturn:
+    """Run one broker until it is told to end. Does not return: the process ends with the broker's exit code.
+
+    With `announce`, one line with the URL goes to stderr when it is ready. Raises StartupError.
+    """
+    auth = auth_from(config)
+    preflight = Preflight.begin(config) if config.is_clustered else None
+    try:
+        listener = bind(config)
+        config = reachable(config.at_port(listener.getsockname()[1]))
+        start_logging(config)
+        if auth.needed and has_open_zookeeper(config):
+            log.warning(
+                "a token keeps nobody out who reaches ZooKeeper at %s, its nodes are everyone's: see --zookeeper-user",
+                config.zookeeper,
+            )
+        if config.secret is not None and len(config.secret) < SECRET_LENGTH_MIN:
+            log.warning(
+                "the secret has %d characters, and could be guessed: `openssl rand -hex 32`", len(config.secret)
+            )
+        if auth.needed and config.tls_cert is None and not is_loopback(config.host):
+            log.warning("tokens come here in plain text: give --tls-cert and --tls-key, or TLS in front")
+        config = within_limit(config)
+        directory = lock_data_directory(config, preflight)
+        if preflight is not None:
+            config = replace(config, zookeeper_wait_s=preflight.left_s)  # one limit for the whole start
+    finally:
+        if preflight is not None:
+            preflight.close()
+    BrokerArbiter(_Application(config, auth, directory, listener, announce=announce)).run()
+    sys.exit(EX_SOFTWARE)  # not reached: run() ends the process itself
+
+
+# --- what can refuse the start ---------------------------------------------------------------------------------------
+
+
+def bind(config: BrokerConfig) -> socket.socket:
+    """The listening socket. Raises StartupError when the port is taken, UsageError when the host is not ours."""
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    try:
+        return _while_in_use(lambda fault: isinstance(fault, OSError) and fault.errno == errno.EADDRINUSE)(
+            lambda: socket.create_server((config.host, config.port), family=family, backlog=BACKLOG)
+        )
+    except OSError as fault:
+        if fault.errno == errno.EADDRINUSE:
+            sentence = f"port {config.port} of {config.host} is taken: stop the other program, or choose another port"
+            raise StartupError(sentence, EX_CANTCREAT) from None
+        if fault.errno == errno.EACCES:
+            sentence = f"port {config.port} needs rights that this user lacks: choose one above 1023"
+            raise StartupError(sentence, EX_CANTCREAT) from None
+        raise UsageError(f"cannot listen on {config.host}: {fault.strerror or fault}") from None
+
+
+def reachable(config: BrokerConfig) -> BrokerConfig:
+    """The settings with a URL that clients can use when the broker listens on every address of the machine."""
+    if config.advertised_url or config.host not in {"0.0.0.0", "::"}:
+        return config
+    name = socket.gethostname()
+    try:
+        socket.getaddrinfo(name, None)
+    except OSError:
+        name = "localhost"
+    return replace(config, advertised_url=replace(config, host=name).url)
+
+
+def lock_data_directory(config: BrokerConfig, preflight: Preflight | None = None) -> DataDirectory:
+    """The data directory, ours for as long as this process lives. Raises StartupError when it cannot be.
+
+    In a cluster the `preflight` says whose it has to be; alone, a broker is whoever its directory says.
+    """
+
+    def join(held: StoreIdentity | None, store_uuid: str) -> tuple[str, int]:
+        assert preflight is not None
+        partitions = config.data_directory / "partitions"
+        holds = partitions.is_dir() and any(partitions.iterdir())
+        return preflight.join(Question(held, store_uuid, holds, config.url))
+
+    try:
+        return _while_in_use(lambda fault: isinstance(fault, DirectoryInUse))(
+            lambda: DataDirectory.open(
+                config.data_directory,
+                broker_id=config.broker_id if preflight is None else None,
+                join=None if preflight is None else join,
+            )
+        )
+    except (DirectoryInUse, WrongCluster) as fault:
+        raise StartupError(str(fault), EX_CANTCREAT) from None
+    except StorageError as fault:
+        raise StartupError(str(fault), EX_STORAGE) from None
+
+
+def _while_in_use(in_use: Callable[[Exception], bool]) -> Patience:
+    """Try for a moment longer: a broker that was killed just now lets go of its port and lock a little later."""
+    return Patience(IN_USE_PATIENCE_S, in_use, again_s=IN_USE_RETRY_S)
+
+
+def within_limit(config: BrokerConfig) -> BrokerConfig:
+    """The settings with as many connections as the limit of open files leaves room for, beside a third for logs and a
+    third for the rest. The soft limit becomes the hard one."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    limit = descriptor_limit()
+    if limit >= config.worker_connections + DESCRIPTORS_BESIDE:
+        return config
+    connections = min(config.worker_connections, max(10, limit // 3))
+    log.warning(
+        "this process may have %d files open, and %d connections with their files want %d: it takes %d connections;"
+        " raise the limit (ulimit -n)",
+        *(limit, config.worker_connections, config.worker_connections + DESCRIPTORS_BESIDE, connections),
+    )
+    parked = min(config.parked_receives_max, connections // 2)
+    return replace(config, worker_connections=connections, parked_receives_max=parked)
+
+
+# --- gunicorn --------------------------------------------------------------------------------------------------------
+
+
+class _Application(BaseApplication):  # type: ignore[misc]
+    """gunicorn, embedded: its settings come from ours and from nowhere else."""
+
+    def __init__(
+        self, config: BrokerConfig, auth: Auth, directory: DataDirectory, listener: socket.socket, *, announce: bool
+    ) -> None:
+        self.config = config
+        self._listener_fd = listener.detach()  # gunicorn takes the descriptor over, and closes it
+        self.broker_process = BrokerProcess(config, auth, directory, announce=announce)
+        super().__init__()
+
+    def load_config(self) -> None:
+        settings: dict[str, Any] = {
+            "bind": f"fd://{self._listener_fd}",
+            "workers": 1,
+            "worker_class": f"{BrokerWorker.__module__}.{BrokerWorker.__qualname__}",
+            "worker_connections": self.config.worker_connections,
+            "keepalive": self.config.keepalive_s,
+            "timeout": 0,  # a heartbeat file would have the arbiter kill a worker that waits for a slow disk
+            "graceful_timeout": int(self.config.drain_timeout_s) + 5,
+            "control_socket_disable": True,  # it would stand at one path for all brokers of a user
+            "accesslog": None,
+            "errorlog": "-",
+            "logger_class": ServerLogger,
+            "forwarded_allow_ips": "",  # no header may pretend another client or scheme
+            "http_protocols": "h1",
+            "limit_request_line": LINE_BYTES_MAX,
+            "limit_request_fields": 100,
+            "limit_request_field_size": LINE_BYTES_MAX,
+            "pre_request": pre_request,
+            "post_request": post_request,
+            "proc_name": "portalmq",
+        }
+        if self.config.tls_cert is not None:
+            settings |= {"certfile": str(self.config.tls_cert), "keyfile": str(self.config.tls_key)}
+        if self.config.tls_client_ca is not None:
+            settings |= {"ca_certs": str(self.config.tls_client_ca), "cert_reqs": ssl.CERT_REQUIRED}
+        for name, value in settings.items():
+            self.cfg.set(name, value)
+
+    def load(self) -> Flask:
+        return self.broker_process.build()
+
+
+# --- the worker ------------------------------------------------------------------------------------------------------
+
+
+class BrokerProcess:
+    """The broker inside the worker."""
+
+    def __init__(self, config: BrokerConfig, auth: Auth, directory: DataDirectory, *, announce: bool) -> None:
+        self.config = config
+        self._auth = auth
+        self._directory = directory
+        self._announce = announce
+        self._patience = Patience(config.zookeeper_wait_s if config.is_clustered else 0.0, tell=_tell_waiting)
+        self._broker: Broker
+        self._plane: ControlPlane
+
+    def build(self) -> Flask:
+        """Put the broker together. The heavy imports are here, so that the arbiter stays small."""
+        try:
+            return self._build()
+        except Exception as fault:  # noqa: BLE001 - whatever it was, the process ends with its exit code
+            self._end(fault)
+
+    def _build(self) -> Flask:
+        from portalmq.broker.api.app import create_app
+        from portalmq.broker.broker import Broker
+        from portalmq.broker.protocols.routes import SEED_ROUTES
+        from portalmq.broker.server.gauges import gauges_of
+        from portalmq.broker.server.metrics import Metrics
+        from portalmq.control_plane.catalog import Catalog
+        from portalmq.control_plane.state import BrokerState
+
+        identity = self._directory.identity
+        plane = self._started_plane()
+        catalog = Catalog(plane)
+        if self.config.is_clustered:
+            self._patience(lambda: _check_cluster(plane, identity.cluster_id))
+        else:
+            _join_cluster(plane, identity.cluster_id)
+        metrics = Metrics(version("portalmq"), broker_id=identity.broker_id)
+        disk = DiskGuard(self._directory.path, low_water_bytes=self.config.disk_low_water_bytes)
+        incarnation = self._patience(lambda: self._next_incarnation(catalog))
+        broker = self._patience(
+            lambda: Broker(
+                self.config,
+                catalog,
+                broker_id=identity.broker_id,
+                me=BrokerState(self.config.url, incarnation, identity.store_uuid),
+                disk=disk,
+                metrics=metrics,
+                on_fatal=self._on_fatal,
+            )
+        )
+        metrics.observe(lambda: gauges_of(broker, disk, connected=plane.state is PlaneState.CONNECTED))
+        if self.config.is_clustered:
+            broker.membership.on_changed.append(lambda changes: self._remember_brokers())
+        self._broker, self._plane = broker, plane
+        return create_app(broker, self.config, metrics, self._auth, more=SEED_ROUTES)
+
+    def _started_plane(self) -> ControlPlane:
+        """The cluster's ZooKeeper, or this broker's own journal."""
+        if self.config.is_clustered:
+            from portalmq.control_plane.zookeeper import ZooKeeper
+
+            zookeeper = ZooKeeper(
+                self.config.zookeeper,
+                session_timeout_s=self.config.session_timeout_ms / 1_000,
+                auth=self.config.zookeeper_auth,
+                tls=tls_of(self.config),
+                owns_root=self.config.zookeeper_own_root,
+            )
+            self._patience(zookeeper.start)
+            return zookeeper
+        from portalmq.control_plane.standalone import Standalone
+
+        standalone = Standalone(self._directory.path / "control", give_way=give_way)
+        with faults_of(self._directory.path):
+            standalone.start()
+        standalone.watch(lambda _path: self._on_journal_changed(standalone))
+        return standalone
+
+    def _next_incarnation(self, catalog: Catalog) -> int:
+        """A number above that of every earlier start: of this disk's, which a file tells, and of this broker id's."""
+        identity, file = self._directory.identity, self._directory.path / "incarnation"
+        with faults_of(file):
+            before = int(file.read_text("ascii")) if file.exists() else 0
+        incarnation = catalog.next_incarnation(identity.broker_id, identity.store_uuid, before)
+        with faults_of(file):
+            write_atomically(file, f"{incarnation}\n".encode("ascii"))
+        return incarnation
+
+    def _remember_brokers(self) -> None:
+        from portalmq.broker.server.adoption import remember_brokers
+
+        urls = {number: broker.url for number, broker in self._broker.membership.mirror.brokers.items()}
+        try:
+            remember_brokers(self._directory.path, urls)
+        except OSError as error:  # it serves an adoption alone: the cluster's changes go on
+            log.warning("which brokers the cluster has could not be noted: %s", error)
+
+    def start(self) -> None:
+        """Open what is on disk and begin to serve. Runs as a greenlet: /livez answers meanwhile."""
+        try:
+            self._broker.start(self._patience)
+        except Exception as fault:  # noqa: BLE001 - whatever it was, the process ends with its exit code
+            self._end(fault)
+        ready = f"PortalMQ broker {self._broker.broker_id} is ready at {self.config.url}"
+        if self._announce:
+            print(f"{ready} (data in {self.config.data_directory})", file=sys.stderr, flush=True)
+        else:
+            log.info("%s (data in %s)", ready, self.config.data_directory)
+
+    def drain(self) -> None:
+        """Not ready any more; waiting calls end."""
+        log.info("draining")
+        self._broker.drain()
+
+    def close(self) -> None:
+        try:
+            self._broker.close()
+            self._plane.close()
+        except Exception as fault:  # noqa: BLE001 - whatever it was, the process ends with its exit code
+            self._end(fault)
+
+    def _on_fatal(self, fault: BaseException) -> None:
+        """Nothing can be promised any more. The calls that wait for the disk are answered `unknown` first."""
+        log.critical("the broker ends: %s", fault, exc_info=fault)
+        gevent.spawn_later(ANSWER_BEFORE_EXIT_S, _exit, self._exit_code(fault))
+
+    def _on_journal_changed(self, plane: ControlPlane) -> None:
+        """The plane of one broker is lost only when its journal cannot be written."""
+        if plane.state is PlaneState.LOST:
+            self._on_fatal(StorageFault("the journal of the metadata cannot be written"))
+
+    def _end(self, fault: Exception) -> NoReturn:
+        """The broker cannot start, or cannot end well."""
+        code = self._exit_code(fault)
+        log.critical("the broker failed: %s", fault, exc_info=fault if code == EX_SOFTWARE else None)
+        _exit(code)
+
+    def _exit_code(self, fault: BaseException) -> int:
+        match fault:
+            case StartupError():
+                return fault.exit_code
+            case StorageError():
+                return EX_STORAGE
+            case PlaneError() if not self.config.is_clustered:
+                return EX_STORAGE  # the plane of one broker is a file
+            case Unavailable():
+                return EX_UNAVAILABLE
+            case PlaneError():
+                return EX_CANTCREAT  # the id is another's now, or the cluster is
+        return EX_SOFTWARE
+
+
+def _join_cluster(plane: ControlPlane, cluster_id: str) -> None:
+    """The cluster of one takes its id from the data directory. Raises StartupError when it has another already."""
+    from portalmq.control_plane.plane import Create
+    from portalmq.control_plane.state import CLUSTER_ID
+
+    held = plane.get(CLUSTER_ID)
+    if held is None:
+        plane.commit(Create(CLUSTER_ID, cluster_id.encode("ascii")))
+    elif held.data != cluster_id.encode("ascii"):
+        raise StartupError(
+            f"the data directory is of cluster {cluster_id}, the metadata in it of cluster {held.data.decode()}: "
+            "one of them was copied here from elsewhere; put back what belongs together",
+            EX_CANTCREAT,
+        )
+
+
+def _check_cluster(plane: ControlPlane, cluster_id: str) -> None:
+    """Raises StartupError when ZooKeeper has become another cluster's, or was emptied, since it was asked before the
+    fork: nothing may be written into it then."""
+    from portalmq.control_plane.state import CLUSTER_ID
+
+    plane.sync()
+    held = plane.get(CLUSTER_ID)
+    if held is None or held.data != cluster_id.encode("ascii"):
+        found = "no cluster" if held is None else f"cluster {held.data.decode()}"
+        raise StartupError(
+            f"the data directory is of cluster {cluster_id}, and ZooKeeper is of {found} now: was it wiped? "
+            "`portalmq adopt` writes back what the brokers hold",
+            EX_CANTCREAT,
+        )
+
+
+def _tell_waiting(away: Exception, left_s: float) -> None:
+    log.warning("%s. Waiting for ZooKeeper, %.0f s more (--zookeeper-wait-s)", away, left_s)
+
+
+def _exit(code: int) -> NoReturn:
+    """End this process at once: within a greenlet, sys.exit would end the greenlet alone."""
+    logging.shutdown()
+    sys.stderr.flush()
+    os._exit(code)

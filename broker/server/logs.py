@@ -1,0 +1,65 @@
+"""The broker's log on stderr: one line an event, as text for people or as JSON for machines."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from datetime import UTC, datetime
+from typing import Any
+
+from gunicorn.glogging import Logger
+
+from portalmq.broker.server.config import BrokerConfig
+
+
+class TextFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        line = f"{_time(record)} {record.levelname.lower():7} {record.getMessage()}"
+        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+
+
+class JsonFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        event: dict[str, Any] = {
+            "time": _time(record),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "pid": record.process,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            event["exception"] = self.formatException(record.exc_info)
+        return json.dumps(event, ensure_ascii=False)
+
+
+def _time(record: logging.LogRecord) -> str:
+    return datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def start_logging(config: BrokerConfig) -> None:
+    """Send what `portalmq` and gunicorn log to stderr. gunicorn's own chatter is left out below a warning."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter() if config.log_format == "json" else TextFormatter())
+    for name in ("portalmq", "gunicorn.error"):
+        logger = logging.getLogger(name)
+        logger.handlers[:] = [handler]
+        logger.propagate = False
+    logging.getLogger("portalmq").setLevel(config.log_level.upper())
+    logging.getLogger("gunicorn.error").setLevel("INFO" if config.log_level == "debug" else "WARNING")
+
+
+class ServerLogger(Logger):  # type: ignore[misc]
+    """gunicorn's logger, without handlers of its own and without an access log."""
+
+    def setup(self, cfg: Any) -> None:
+        self.cfg = cfg
+        self._access_log_enabled = False
+
+    def exception(self, msg: Any, *args: Any, **kwargs: Any) -> None:
+        """A client that does not read its answer in time is its own fault, and worth no trace."""
+        if not isinstance(sys.exc_info()[1], TimeoutError):
+            super().exception(msg, *args, **kwargs)
+
+    def access(self, *_: Any) -> None:
+        """Requests are counted in /metrics, not written."""

@@ -1,0 +1,393 @@
+"""Before the fork: is there a ZooKeeper, whose cluster is it, and which of its brokers is this?
+
+A child process asks, and ends: kazoo, its threads and its session end with it, and the arbiter stays small and clean.
+The arbiter must not touch port and data directory before ZooKeeper has answered, nor may an id be claimed before the
+directory is locked. So they talk:
+
+    arbiter                              child
+    begin ------- fork ---------------->  a session, within 5 s or --zookeeper-wait-s
+          <------ connected --------------
+    (binds the port, locks the directory)
+    join  ------- whose directory it is ->  cluster ids compared, broker id claimed
+          <------ cluster id, broker id ---
+
+Instead of either answer a refusal may come: the sentence and the exit code with which the broker does not start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from http.client import HTTPConnection, HTTPException
+from typing import TYPE_CHECKING, NoReturn
+from urllib.parse import urlsplit
+
+import msgspec
+
+from portalmq.broker.cluster.retry_budget import Patience
+from portalmq.broker.server.config import (
+    EX_CANTCREAT,
+    EX_SOFTWARE,
+    EX_UNAVAILABLE,
+    EX_USAGE,
+    BrokerConfig,
+    StartupError,
+)
+from portalmq.broker.server.process import die_with
+from portalmq.broker.storage.disk import StoreIdentity
+
+if TYPE_CHECKING:
+    from portalmq.control_plane.catalog import Catalog
+    from portalmq.control_plane.zookeeper import ZooKeeper
+    from portalmq.control_plane.zookeeper.connection import Tls
+
+CONNECT_WITHIN_S = 5.0
+# How long the arbiter waits for a child that is asked something, beside what that waits for ZooKeeper. It has bounds of
+# its own, which are shorter.
+ANSWER_WITHIN_S = 60.0
+END_WITHIN_S = 1.0
+POLL_S = 0.01
+TAKEN_POLL_S = 0.25
+PROBE_TIMEOUT_S = 1.0
+
+
+class Question(msgspec.Struct, frozen=True):
+    """Of which cluster, and which of its brokers, is this data directory? `held` is None for a new one; `url` is where
+    this broker will listen."""
+
+    held: StoreIdentity | None
+    store_uuid: str
+    holds_partitions: bool
+    url: str
+
+
+class Joined(msgspec.Struct, frozen=True, tag="joined"):
+    """`left_s`: how long the rest of the start may still wait for ZooKeeper."""
+
+    cluster_id: str
+    broker_id: int
+    left_s: float = 0.0
+
+
+class Connected(msgspec.Struct, frozen=True, tag="connected"):
+    pass
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused"):
+    sentence: str
+    exit_code: int
+
+
+Word = Connected | Joined | Refused
+
+
+class Preflight:
+    """The arbiter's end of the talk."""
+
+    def __init__(self, child: int, line: socket.socket, answer_within_s: float = ANSWER_WITHIN_S) -> None:
+        self._child = child
+        self._line = line
+        self._answer_within_s = answer_within_s
+        # How long the rest of the start may wait for ZooKeeper, once `join` has answered.
+        self.left_s = 0.0
+
+    @classmethod
+    def begin(cls, config: BrokerConfig) -> Preflight:
+        """Returns once ZooKeeper has answered. Raises StartupError when it does not within `zookeeper_wait_s`, which is
+        5 s at least."""
+        ours, theirs = socket.socketpair()
+        arbiter = os.getpid()
+        child = os.fork()
+        if child == 0:
+            ours.close()
+            _run_child(config, theirs, arbiter)
+        theirs.close()
+        preflight = cls(child, ours, ANSWER_WITHIN_S + 2 * config.zookeeper_wait_s)
+        try:
+            preflight._hear()
+        except BaseException:
+            preflight.close()
+            raise
+        return preflight
+
+    def join(self, question: Question) -> tuple[str, int]:
+        """The cluster's id and the broker's. Raises StartupError when the directory does not belong here."""
+        self._line.sendall(msgspec.json.encode(question) + b"\n")
+        word = self._hear()
+        assert isinstance(word, Joined), word
+        self.left_s = word.left_s
+        return word.cluster_id, word.broker_id
+
+    def close(self) -> None:
+        """The child has nothing more to do: it ends, and is collected."""
+        self._line.close()
+        deadline = time.monotonic() + END_WITHIN_S
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(self._child, os.WNOHANG) == (0, 0):
+                if time.monotonic() > deadline:
+                    os.kill(self._child, signal.SIGKILL)
+                    os.waitpid(self._child, 0)
+                    return
+                time.sleep(POLL_S)
+
+    def _hear(self) -> Connected | Joined:
+        self._line.settimeout(self._answer_within_s)
+        try:
+            said = _line_from(self._line)
+        except TimeoutError:
+            said = b""
+        if not said:
+            raise StartupError("the check of ZooKeeper ended without an answer", EX_SOFTWARE)
+        word: Word = msgspec.json.decode(said, type=Word)
+        if isinstance(word, Refused):
+            raise StartupError(word.sentence, word.exit_code)
+        return word
+
+
+# --- the child -------------------------------------------------------------------------------------------------------
+
+
+def _run_child(config: BrokerConfig, line: socket.socket, arbiter: int) -> NoReturn:
+    code = EX_SOFTWARE
+    try:
+        # Ctrl-C is the arbiter's to understand; the child ends with it.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        die_with(arbiter)
+        # What it meets is said in the refusal.
+        logging.disable(logging.ERROR)
+        _talk(config, line)
+        code = 0
+    except BaseException as fault:  # noqa: BLE001 - whatever it was, it must not go on as a second arbiter
+        sys.excepthook(type(fault), fault, fault.__traceback__)
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _talk(config: BrokerConfig, line: socket.socket) -> None:
+    from portalmq.control_plane.catalog import Catalog
+
+    patience = patience_of(config)
+    try:
+        plane = patience(lambda: connected(config))
+    except StartupError as refusal:
+        return _say(line, Refused(str(refusal), refusal.exit_code))
+    try:
+        if config.zookeeper_auth:
+            try:
+                patience(lambda: close_tree(plane, patience_s=2 * config.session_timeout_ms / 1_000))
+            except StartupError as refusal:
+                return _say(line, Refused(str(refusal), refusal.exit_code))
+        _say(line, Connected())
+        asked = _line_from(line)
+        if not asked:
+            return None  # the arbiter could not start for another reason
+        question = msgspec.json.decode(asked, type=Question)
+        try:
+            # This child's own session is shorter than that of the broker that may have been killed.
+            patience_s = 2 * max(plane.session_timeout_s, config.session_timeout_ms / 1_000)
+            catalog, wanted = Catalog(plane), config.broker_id
+            found = patience(lambda: joined(catalog, question, wanted, patience_s=patience_s))
+            answer: Word = msgspec.structs.replace(found, left_s=patience.left_s)
+        except StartupError as refusal:
+            answer = Refused(str(refusal), refusal.exit_code)
+        _say(line, answer)
+    finally:
+        plane.close()
+
+
+def _say(line: socket.socket, word: Word) -> None:
+    line.sendall(msgspec.json.encode(word) + b"\n")
+
+
+def _line_from(line: socket.socket) -> bytes:
+    """What the other side said; nothing when it has ended."""
+    said = b""
+    while not said.endswith(b"\n"):
+        more = line.recv(65_536)
+        if not more:
+            return b""
+        said += more
+    return said
+
+
+def patience_of(config: BrokerConfig) -> Patience:
+    """Waits while ZooKeeper is away, and says so once."""
+
+    def tell(away: Exception, left_s: float) -> None:
+        print(
+            f"portalmq: {away}. Waiting for it, {left_s:.0f} s more (--zookeeper-wait-s)", file=sys.stderr, flush=True
+        )
+
+    def is_away(fault: Exception) -> bool:
+        return isinstance(fault, StartupError) and fault.exit_code == EX_UNAVAILABLE
+
+    return Patience(config.zookeeper_wait_s, is_away, tell=tell)
+
+
+def connected(config: BrokerConfig) -> ZooKeeper:
+    """A session of its own, within 5 s. Raises StartupError with the exit code of what is wrong."""
+    try:
+        from portalmq.control_plane.plane import PlaneRefused, PlaneUnavailable
+        from portalmq.control_plane.zookeeper import ZooKeeper
+    except ImportError as missing:
+        raise StartupError(f"{missing.name} is not installed: `pip install 'portalmq[broker]'`", EX_USAGE) from None
+
+    where = config.zookeeper.partition("/")[0]
+    try:
+        # It waits for twice this time.
+        plane = ZooKeeper(
+            config.zookeeper,
+            session_timeout_s=CONNECT_WITHIN_S / 2,
+            auth=config.zookeeper_auth,
+            tls=tls_of(config),
+            owns_root=config.zookeeper_own_root,
+            closes=False,
+        )
+        plane.start()
+    except ValueError as wrong:
+        raise StartupError(str(wrong), EX_USAGE) from None
+    except PlaneRefused as refused:
+        raise StartupError(f"{refused}: see --zookeeper-user and --zookeeper-password", EX_USAGE) from None
+    except PlaneUnavailable:
+        raise StartupError(
+            f"no ZooKeeper answers at {where}: start one with `portalmq zookeeper`, or name the one you have with "
+            "--zookeeper HOST:PORT. `portalmq dev`, or `--zookeeper none`, runs one broker that needs none",
+            EX_UNAVAILABLE,
+        ) from None
+    return plane
+
+
+def tls_of(config: BrokerConfig) -> Tls | None:
+    """The files for TLS to ZooKeeper; None without any: then there is no TLS."""
+    from portalmq.control_plane.zookeeper.connection import Tls
+
+    tls = Tls(config.zookeeper_tls_ca, config.zookeeper_tls_cert, config.zookeeper_tls_key)
+    return tls if any(tls) else None
+
+
+def close_tree(plane: ZooKeeper, *, patience_s: float) -> None:
+    """Make the tree our user's alone, if it was open before, and make the secrets anew that others could read.
+
+    Raises StartupError while brokers run that have no credentials, and would be shut out: those of a tree whose
+    topmost node is open. `patience_s` is for brokers that were killed, and are registered until their sessions end.
+    """
+    from portalmq.control_plane.catalog import Catalog
+    from portalmq.control_plane.state import BROKERS, CLUSTER_SECRET, RECEIPT_KEY
+
+    deadline = time.monotonic() + patience_s
+    with _startup_errors():
+        while plane.is_open and (others := plane.children(BROKERS)):
+            if time.monotonic() > deadline:
+                raise StartupError(
+                    f"ZooKeeper's nodes are open to everyone, and would be closed to the brokers that run without "
+                    f"--zookeeper-user (ids {', '.join(others)}): stop all brokers, then start them all with it",
+                    EX_USAGE,
+                )
+            time.sleep(TAKEN_POLL_S)
+        catalog = Catalog(plane)
+        catalog.note_exposed(plane.open_to_others(RECEIPT_KEY, CLUSTER_SECRET))
+        plane.close_to_others()
+        if not catalog.renew_exposed():
+            print(
+                "portalmq: others could read the cluster's secret in ZooKeeper, and brokers that run use it: it is "
+                "made anew when a broker starts while no other one runs",
+                file=sys.stderr,
+            )
+
+
+def joined(catalog: Catalog, question: Question, wanted: int | None, *, patience_s: float) -> Joined:
+    """The cluster and the id of the broker with this data directory. Raises StartupError when it does not fit.
+
+    `patience_s` is for a broker that was killed, and is registered until its session ends.
+    """
+    with _startup_errors():
+        cluster_id = _cluster_of(catalog, question)
+        held = question.held
+        if held is not None and wanted not in (None, held.broker_id):
+            raise StartupError(
+                f"the data directory is of broker {held.broker_id}, and --broker-id says {wanted}: "
+                "leave the option away, or choose another --data-dir",
+                EX_CANTCREAT,
+            )
+        return Joined(cluster_id, _claimed(catalog, question, held.broker_id if held else wanted, patience_s))
+
+
+@contextlib.contextmanager
+def _startup_errors() -> Iterator[None]:
+    """What the control plane raises becomes a StartupError; with EX_UNAVAILABLE, and no other, it may pass."""
+    from portalmq.control_plane.plane import PlaneError, PlaneRefused
+    from portalmq.errors import Unavailable
+
+    try:
+        yield
+    except PlaneRefused as refused:
+        raise StartupError(f"{refused}: see --zookeeper-user and --zookeeper-password", EX_USAGE) from None
+    except Unavailable as away:
+        raise StartupError(f"ZooKeeper answered, and then no more: {away}", EX_UNAVAILABLE) from None
+    except PlaneError as fault:
+        raise StartupError(str(fault), EX_CANTCREAT) from None
+
+
+def _cluster_of(catalog: Catalog, question: Question) -> str:
+    """A new directory becomes one of the cluster that ZooKeeper holds, one with an id has to be of it."""
+    found, held = catalog.find_cluster_id(), question.held
+    if held is None:
+        return found or catalog.cluster_id()
+    if found is None and question.holds_partitions:
+        raise StartupError(
+            f"the data directory holds messages of cluster {held.cluster_id}, and ZooKeeper knows no cluster at all. "
+            "Was it wiped, or is it another one, or another chroot? Name the right one with --zookeeper; or, when what "
+            "it held is lost, write it back from the data directories with `portalmq adopt`",
+            EX_CANTCREAT,
+        )
+    found = found or catalog.cluster_id(held.cluster_id)
+    if found != held.cluster_id:
+        raise StartupError(
+            f"the data directory is of cluster {held.cluster_id}, and ZooKeeper of cluster {found}: name the right "
+            "ZooKeeper, choose another --data-dir, or move the data into this cluster on purpose with `portalmq adopt`",
+            EX_CANTCREAT,
+        )
+    return found
+
+
+def _claimed(catalog: Catalog, question: Question, wanted: int | None, patience_s: float) -> int:
+    from portalmq.control_plane.catalog import BrokerIdTaken
+
+    deadline = time.monotonic() + patience_s
+    waiting = False
+    while True:
+        try:
+            return catalog.claim_broker_id(question.store_uuid, wanted)
+        except BrokerIdTaken as taken:
+            # At the URL of this broker nobody else can listen.
+            if (taken.url != question.url and _answers(taken.url)) or time.monotonic() > deadline:
+                raise StartupError(
+                    f"{taken}: choose another --broker-id, or stop that broker first", EX_CANTCREAT
+                ) from None
+            if not waiting:
+                print(f"portalmq: {taken}, and does not answer: waiting for its session to end", file=sys.stderr)
+            waiting = True
+        time.sleep(TAKEN_POLL_S)
+
+
+def _answers(url: str) -> bool:
+    parts = urlsplit(url)
+    connection = HTTPConnection(parts.hostname or "", parts.port, timeout=PROBE_TIMEOUT_S)
+    try:
+        if parts.scheme == "https":
+            connection.connect()  # whoever listens there lives, as far as this matters
+        else:
+            connection.request("GET", "/livez")
+            connection.getresponse()
+    except (OSError, HTTPException):
+        return False
+    finally:
+        connection.close()
+    return True

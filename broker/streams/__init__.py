@@ -1,0 +1,1 @@
+"""Stream groups over all leaders: coordination, offsets, checkpoints, fetches of readers."""

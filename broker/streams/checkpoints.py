@@ -1,0 +1,60 @@
+"""Offsets of the stream groups that this broker coordinates, copied into the control plane: for the time when a
+leader is away, and for the topics that nobody reads any more."""
+
+from __future__ import annotations
+
+import logging
+
+from portalmq.broker.cluster.routing import place_of
+from portalmq.broker.partition.clock import Clock
+from portalmq.broker.streams.coordinator import Coordinator
+from portalmq.broker.streams.partition_groups import StreamPartitions
+from portalmq.control_plane.mirror import Mirror
+from portalmq.control_plane.stream_groups import CheckpointState, StreamGroups
+from portalmq.errors import PortalMQError
+
+log = logging.getLogger(__name__)
+
+
+class Checkpoints:
+    """`_saved` is what this broker wrote last: (group id, topic id) -> partition -> offset, high watermark, lag."""
+
+    def __init__(self, store: StreamGroups, partitions: StreamPartitions, mirror: Mirror, clock: Clock) -> None:
+        self._store = store
+        self._partitions = partitions
+        self._mirror = mirror
+        self._clock = clock
+        self._saved: dict[tuple[str, str], dict[int, tuple[int, int, int]]] = {}
+
+    def save(self, coordinator: Coordinator) -> None:
+        try:
+            self._copy(coordinator)
+        except PortalMQError as error:
+            log.info("the offsets of group %r are saved later: %s", coordinator.group.name, error)
+        except Exception:  # those of the other groups are saved, whatever became of these
+            log.exception("the offsets of group %r could not be saved", coordinator.group.name)
+
+    def _copy(self, coordinator: Coordinator) -> None:
+        """Copy the group's offsets into the control plane, for those topics where they have changed."""
+        known = coordinator.membership.known
+        if known is None or not coordinator.membership.coordinates:
+            return
+        group = coordinator.group
+        states = [topic for name in known.topic_ids if (topic := self._mirror.topics.get(name)) is not None]
+        places = [place_of(topic, number) for topic in states for number in range(topic.partitions)]
+        standings = self._partitions.standings(group.name, places, ages=False, patience_s=0.0)
+        for topic in states:
+            before = self._saved.get((group.group_id, topic.topic_id), {})
+            offsets = dict(before)
+            for number in range(topic.partitions):
+                standing = standings[place_of(topic, number)]
+                if not isinstance(standing, PortalMQError) and standing.committed >= 0:
+                    offsets[number] = (standing.committed, standing.high_watermark, standing.lag)
+            if offsets != before:
+                checkpoint = CheckpointState(topic.name, self._clock.wall_ms(), offsets)
+                self._store.save_checkpoint(group.name, group.group_id, topic.topic_id, checkpoint)
+                self._saved[group.group_id, topic.topic_id] = offsets
+
+    def forget(self, group_id: str) -> None:
+        """The group is coordinated here no more."""
+        self._saved = {key: saved for key, saved in self._saved.items() if key[0] != group_id}

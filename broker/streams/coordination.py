@@ -1,0 +1,480 @@
+"""Stream groups as any broker answers for them: it finds the group's coordinator, or becomes it.
+
+    join, heartbeat, leave, seek --> coordinated here?  --yes--> Coordinator.ask
+                                          | no
+                                          v
+                       who stands in the control plane? --lives--> that broker, one hop
+                                          | nobody, or gone, or draining, or silent
+                                          v
+                            take over by compare-and-set (whoever is first coordinates)
+
+Who was found is kept until that broker says that it is not it, or is gone. Offsets are committed without the
+coordinator (offsets.py); it only copies them into the control plane once a second (checkpoints.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from hashlib import blake2b
+from typing import TypeVar
+
+import gevent
+import msgspec
+from gevent.event import AsyncResult, Event
+
+from portalmq import stream_wire as contract
+from portalmq import wire
+from portalmq.broker.cluster.peers import NotAnswered, NotReached, Peers
+from portalmq.broker.cluster.rpc import Place
+from portalmq.broker.cluster.topics import Topic
+from portalmq.broker.core.stream import events as core
+from portalmq.broker.core.stream.membership import TICK_MS
+from portalmq.broker.partition.clock import Clock
+from portalmq.broker.partition.long_poll import Peer
+from portalmq.broker.queues.groups import Groups
+from portalmq.broker.streams.checkpoints import Checkpoints
+from portalmq.broker.streams.coordinator import Coordinator, roster_of
+from portalmq.broker.streams.partition_groups import (
+    SOUGHT,
+    ClaimShare,
+    Start,
+    StreamPartitions,
+    check_mode,
+    first_error,
+    stream_group,
+)
+from portalmq.control_plane.mirror import Changes, Mirror
+from portalmq.control_plane.plane import PlaneUnavailable
+from portalmq.control_plane.state import GroupState
+from portalmq.control_plane.stream_groups import RosterState, StreamGroups, group_id_of
+from portalmq.control_plane.tree import Versioned
+from portalmq.errors import (
+    InvalidRequest,
+    NotLeader,
+    PortalMQError,
+    Unavailable,
+)
+
+log = logging.getLogger(__name__)
+
+PATIENCE_S = 5.0
+PAUSE_S = 0.05
+CALL_TIMEOUT_S = 15.0
+# A coordinator that is silent for longer is paused, or so busy that its members suffer.
+HEARTBEAT_TIMEOUT_S = 4.0
+CHECKPOINT_EVERY_S = 1.0
+# A group that nobody is in is coordinated by nobody after this time.
+IDLE_S = 60.0
+KEPT_MAX = 10_000
+
+T = TypeVar("T")
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class Coordinate(msgspec.Struct, array_like=True):
+    """What is asked of a group's coordinator. `verb` is join, heartbeat, leave or seek."""
+
+    group: str
+    group_id: str
+    verb: str
+    member_id: str = ""
+    topics: tuple[str, ...] = ()
+    session_timeout_ms: int = 0
+    generation: int = 0
+    to: Start = ""
+    numbers: tuple[int, ...] = ()
+    seek_id: bytes = b""
+
+
+class Coordinating:
+    """`me` is (broker id, incarnation). `known` finds a topic, and waits for one that was made a moment ago; `made`
+    makes it if it is missing."""
+
+    def __init__(
+        self,
+        me: tuple[int, int],
+        store: StreamGroups,
+        groups: Groups,
+        partitions: StreamPartitions,
+        known: Callable[[str], Topic],
+        made: Callable[[str], Topic],
+        mirror: Mirror,
+        peers: Peers,
+        clock: Clock,
+    ) -> None:
+        self._me = me
+        self._store = store
+        self._groups = groups
+        self._partitions = partitions
+        self._topic = known
+        self._topic_or_new = made
+        self._mirror = mirror
+        self._peers = peers
+        self._clock = clock
+        self._own: dict[str, Coordinator] = {}
+        self._busy_s: dict[str, float] = {}
+        self._taking: set[str] = set()
+        self._elsewhere: dict[str, tuple[int, int]] = {}
+        self._doubtful: set[str] = set()
+        self._noted: set[str] = set()
+        self._checkpoints = Checkpoints(store, partitions, mirror, clock)
+        self._closing = Event()
+        self._greenlets: list[gevent.Greenlet] = []
+
+    # --- life --------------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        self._store.plane.watch(self._rang)
+        self._greenlets = [gevent.spawn(self._tick), gevent.spawn(self._checkpoint)]
+
+    def drain(self) -> None:
+        """Coordinate nothing more: others take over."""
+        self._closing.set()
+        own, self._own = self._own, {}
+        for coordinator in own.values():
+            coordinator.close()
+
+    def close(self) -> None:
+        self.drain()
+        gevent.killall(self._greenlets, block=False)
+
+    def sync(self, changes: Changes) -> None:
+        """The mirror shows something new."""
+        for name in changes.groups:
+            group = self._mirror.groups.get(name)
+            for group_id, coordinator in tuple(self._own.items()):
+                if coordinator.group.name == name and (group is None or group.group_id != group_id):
+                    self._deposed(coordinator)
+        if changes.topics:
+            for coordinator in tuple(self._own.values()):
+                coordinator.topics_changed()
+
+    def session_lost(self) -> None:
+        """Others may have taken over."""
+        for coordinator in tuple(self._own.values()):
+            coordinator.tell(core.SessionLost())
+
+    def _rang(self, path: str | None) -> None:
+        """The plane's bell: a roster was written, by us or by who has taken over."""
+        group_id = group_id_of(path) if path is not None else None
+        if group_id in self._own:
+            self._noted.add(group_id)
+
+    def _tick(self) -> None:
+        while not self._closing.wait(TICK_MS / 1000):
+            noted, self._noted = self._noted, set()
+            for group_id, coordinator in tuple(self._own.items()):
+                try:
+                    self._beat(group_id, coordinator, is_noted=group_id in noted)
+                except Exception:  # the other groups need their beats, whatever became of this one
+                    log.exception("group %r: its beat failed", coordinator.group.name)
+
+    def _beat(self, group_id: str, coordinator: Coordinator, *, is_noted: bool) -> None:
+        if is_noted:
+            coordinator.tell(core.SessionLost())
+        coordinator.tell(core.Tick())
+        if not coordinator.membership.is_idle:
+            self._busy_s[group_id] = time.monotonic()
+        elif time.monotonic() > self._busy_s.setdefault(group_id, time.monotonic()) + IDLE_S:
+            self._forget(coordinator)
+
+    def _forget(self, coordinator: Coordinator) -> None:
+        coordinator.close()
+        group_id = coordinator.group.group_id
+        if self._own.get(group_id) is coordinator:
+            del self._own[group_id]
+            self._busy_s.pop(group_id, None)
+            self._checkpoints.forget(group_id)
+
+    def roster_here(self, group_id: str) -> RosterState | None:
+        """Who is in a group that is coordinated here; None for others, and before that is known."""
+        own = self._own.get(group_id)
+        return roster_of(own.membership.known) if own is not None and own.membership.known is not None else None
+
+    def _deposed(self, coordinator: Coordinator) -> None:
+        self._elsewhere.pop(coordinator.group.group_id, None)
+        self._forget(coordinator)
+
+    # --- members -----------------------------------------------------------------------------------------------------
+
+    def join(
+        self, name: str, request: contract.JoinRequest, peer: Peer | None = None, *, forward: bool = True
+    ) -> contract.MemberAnswer:
+        """Enter the group, which is made if it is missing, and be told what to read. A copy that lay in a broker that
+        stood still would fence the member, who has come in elsewhere: so nobody joins for a client that is gone."""
+        for topic in request.topics:
+            wire.check_name(topic, "topic")
+            self._topic_or_new(topic)
+        group = self._groups.find_of(name, "stream")
+        if group is None:
+            self._groups.put(name, {"mode": "stream"})
+            group = self._groups.known(name)
+        member_id = request.member_id if request.member_id is not None else f"member-{uuid.uuid4().hex}"
+        if request.member_id is not None:
+            wire.check_name(member_id, "member")
+        topics = tuple(sorted(set(request.topics)))
+        call = Coordinate(
+            name, group.group_id, "join", member_id, topics, session_timeout_ms=request.session_timeout_ms
+        )
+        return self._coordinated(group, call, contract.MemberAnswer, forward, peer)
+
+    def heartbeat(self, name: str, member_id: str, generation: int, *, forward: bool = True) -> contract.MemberAnswer:
+        """Stay in the group. Raises IllegalGeneration for who is not in it (any more), Fenced for an older client of
+        the same member id."""
+        group = stream_group(self._groups, name)
+        call = Coordinate(name, group.group_id, "heartbeat", member_id, generation=generation)
+        return self._coordinated(group, call, contract.MemberAnswer, forward)
+
+    def leave(self, name: str, member_id: str, *, forward: bool = True) -> None:
+        """Go, at once; who is not there has left already."""
+        group = stream_group(self._groups, name)
+        self._coordinated(group, Coordinate(name, group.group_id, "leave", member_id), contract.MemberAnswer, forward)
+
+    # --- who coordinates ---------------------------------------------------------------------------------------------
+
+    def _coordinated(
+        self, group: GroupState, call: Coordinate, kind: type[T], forward: bool, peer: Peer | None = None
+    ) -> T:
+        """What the group's coordinator answers, wherever it is; it is looked for again while it is just changing."""
+        check_mode(group)
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            _check_there(peer)
+            try:
+                return self._once(group, call, kind, forward)
+            except (NotLeader, Unavailable) as error:
+                self._doubtful.add(group.group_id)
+                if not forward and isinstance(error, NotLeader):
+                    raise
+                if time.monotonic() >= deadline or self._closing.is_set() or not error.retryable:
+                    if isinstance(error, NotLeader):
+                        raise Unavailable(error.detail, outcome=error.outcome, retry_after_s=0.2) from error
+                    raise
+            gevent.sleep(PAUSE_S)
+            self._groups.check_same(group)
+
+    def _once(self, group: GroupState, call: Coordinate, kind: type[T], forward: bool) -> T:
+        own = self._own.get(group.group_id)
+        if own is None:
+            where = self._whereabouts(group)
+            if where is not None and where != self._me and self._lives(where):
+                self._keep(group, where)
+                if not forward:
+                    raise self._not_coordinator(group, where)
+                timeout_s = HEARTBEAT_TIMEOUT_S if call.verb == "heartbeat" else CALL_TIMEOUT_S
+                try:
+                    return self._peers.call(where[0], "coordinate", call, kind, timeout_s=timeout_s)
+                except (NotReached, NotAnswered) as error:
+                    # It need not be dead: whoever takes over from one that lives harms nothing.
+                    log.warning("group %r is taken over: %s", group.name, error)
+            own = self._take(group)
+        return self._ask(own, call, kind)
+
+    def _whereabouts(self, group: GroupState) -> tuple[int, int] | None:
+        """Who coordinates the group: as it is remembered, unless there is reason to doubt that."""
+        where = self._elsewhere.get(group.group_id)
+        if where is not None and self._lives(where) and group.group_id not in self._doubtful:
+            return where
+        try:
+            where = self._look_up(group)
+        except PlaneUnavailable:
+            if where is None:
+                raise
+            return where  # an outage of the control plane alone changes no coordinator
+        self._doubtful.discard(group.group_id)
+        return where
+
+    def _lives(self, where: tuple[int, int]) -> bool:
+        broker = self._mirror.brokers.get(where[0])
+        return broker is not None and broker.incarnation == where[1] and not broker.draining
+
+    def _keep(self, group: GroupState, where: tuple[int, int]) -> None:
+        if len(self._elsewhere) >= KEPT_MAX:
+            self._elsewhere.clear()
+            self._doubtful.clear()
+        self._elsewhere[group.group_id] = where
+
+    def _look_up(self, group: GroupState, *, sure: bool = False) -> tuple[int, int] | None:
+        held = self._store.roster(group.group_id, sure=sure)
+        return held.value.coordinator if held else None
+
+    def _not_coordinator(self, group: GroupState, where: tuple[int, int]) -> NotLeader:
+        return NotLeader(
+            f"broker {where[0]} coordinates group {group.name!r}",
+            leader=where[0],
+            leader_url=self._mirror.url_of(where[0]),
+        )
+
+    def _take(self, group: GroupState) -> Coordinator:
+        """Coordinate the group from here on, if nobody else is faster."""
+        if self._closing.is_set():
+            raise Unavailable("this broker is shutting down", retry_after_s=0.5)
+        self._groups.check_same(group)
+        if group.group_id in self._taking:
+            raise Unavailable(f"group {group.name!r} is just being taken up", retry_after_s=PAUSE_S)
+        self._taking.add(group.group_id)
+        try:
+            held: Versioned[RosterState] | None = self._store.roster(group.group_id, sure=True)
+        finally:
+            self._taking.discard(group.group_id)
+        own = self._own.get(group.group_id)
+        if own is None:
+            own = self._own[group.group_id] = Coordinator(
+                group, self._me, self._store, self._claims, self._mirror.topics, self._clock, self._deposed
+            )
+            log.info("group %r is coordinated here from now on", group.name)
+            own.begin(held)
+        return own
+
+    def _ask(self, own: Coordinator, call: Coordinate, kind: type[T]) -> T:
+        answer = self._seek(own, call) if call.verb == "seek" else self._member_answer(own, call)
+        assert isinstance(answer, kind)
+        return answer
+
+    def _member_answer(self, own: Coordinator, call: Coordinate) -> contract.MemberAnswer:
+        token: AsyncResult = AsyncResult()
+        match call.verb:
+            case "join":
+                for topic in call.topics:
+                    self._topic(topic)
+                event: core.Join | core.Heartbeat | core.Leave = core.Join(
+                    token, call.member_id, call.topics, call.session_timeout_ms
+                )
+            case "heartbeat":
+                event = core.Heartbeat(token, call.member_id, call.generation)
+            case "leave":
+                # Its topics may go from the roster with it: from then on the checkpoint alone tells of them.
+                self._checkpoints.save(own)
+                event = core.Leave(token, call.member_id)
+            case _:
+                raise InvalidRequest(
+                    f"a coordinator knows nothing of {call.verb[:40]!r}: is a broker of another version?"
+                )
+        answer = own.ask(event, call.topics)
+        return contract.MemberAnswer(
+            answer.member_id,
+            answer.generation,
+            [
+                contract.AssignedPartition(*assigned.partition, assigned.offset, assigned.since)
+                for assigned in answer.assignment
+            ],
+            answer.heartbeat_interval_ms,
+        )
+
+    def serve(self, body: bytes, peer: Peer | None = None) -> bytes:
+        """Another broker takes this one for the coordinator. What it asks is done here or refused."""
+        call = msgspec.msgpack.decode(body, type=Coordinate)
+        if call.verb == "join":
+            _check_there(peer)
+        group: GroupState = self._groups.known(call.group, group_id=call.group_id)
+        if group.group_id != call.group_id:
+            raise Unavailable(f"group {call.group!r} was deleted meanwhile", retry_after_s=0.1)
+        own = self._own.get(group.group_id)
+        if own is None:
+            where = self._look_up(group, sure=True)
+            if where != self._me:
+                raise Unavailable(f"broker {self._me[0]} does not coordinate group {group.name!r}", retry_after_s=0.1)
+            own = self._take(group)
+        answer = self._seek(own, call) if call.verb == "seek" else self._member_answer(own, call)
+        return _encode(answer)
+
+    def _claims(self, group: GroupState, claims: Sequence[core.Claim]) -> Mapping[core.Partition, int | PortalMQError]:
+        outcomes: dict[core.Partition, int | PortalMQError] = {}
+        shares: list[ClaimShare] = []
+        for claim in claims:
+            topic = self._mirror.topics.get(claim.partition[0])
+            if topic is None:
+                outcomes[claim.partition] = Unavailable(f"no topic {claim.partition[0]!r} is known here")
+            else:
+                shares.append(ClaimShare(topic.name, topic.topic_id, claim.partition[1], claim.member_id, claim.since))
+        for place, outcome in self._partitions.claim(group, shares).items():
+            outcomes[place.topic, place.number] = outcome
+        return outcomes
+
+    # --- seeking -----------------------------------------------------------------------------------------------------
+
+    def seek(
+        self,
+        name: str,
+        topic: str,
+        to: Start,
+        *,
+        partition: int | None,
+        dry_run: bool,
+        idempotency_key: str | None = None,
+        forward: bool = True,
+    ) -> contract.SeekAnswer:
+        """Set the group to another place in a topic. With `dry_run` nothing is done. The call of one `idempotency_key`
+        moves each partition once: a copy that arrives later finds it done. Raises OffsetOutOfRange."""
+        group = stream_group(self._groups, name)
+        known = self._topic(wire.check_name(topic, "topic"))
+        numbers = (partition,) if partition is not None else tuple(range(known.state.partitions))
+        places = [known.place(number) for number in numbers]
+        if isinstance(to, dict) and "offset" in to and len(places) > 1:
+            raise InvalidRequest(
+                f"topic {topic!r} has {len(places)} partitions: name the one of the offset in `partition`"
+            )
+        seek_id = b"" if idempotency_key is None or dry_run else _seek_id(idempotency_key, to)
+        # First for a look, so that one that cannot be sought leaves the others as they are.
+        looked = self._outcomes(group, to, 0, places, seek_id)
+        if dry_run:
+            return contract.SeekAnswer(topic, _sought(looked), dry_run=True)
+        if all(offset == SOUGHT for _, offset in looked.values()):
+            # Nobody is fenced for what is done already.
+            roster = self._store.roster(group.group_id, sure=True)
+            generation = roster.value.generation if roster is not None else 0
+            return contract.SeekAnswer(topic, _sought(looked), dry_run=False, generation=generation)
+        call = Coordinate(name, group.group_id, "seek", topics=(topic,), to=to, numbers=numbers, seek_id=seek_id)
+        return self._coordinated(group, call, contract.SeekAnswer, forward)
+
+    def _seek(self, own: Coordinator, call: Coordinate) -> contract.SeekAnswer:
+        (topic,) = call.topics
+        known = self._topic(topic)
+        places = [known.place(number) for number in call.numbers]
+        generation = own.ask(core.SeekRequested(AsyncResult(), topic)).generation
+        try:
+            sought = _sought(self._outcomes(own.group, call.to, generation, places, call.seek_id))
+        finally:
+            own.tell(core.SeekDone(topic))
+        # Its members go on in the generation after the seek's own.
+        return contract.SeekAnswer(topic, sought, dry_run=False, generation=generation + 1)
+
+    def _outcomes(
+        self, group: GroupState, to: Start, generation: int, places: Sequence[Place], seek_id: bytes
+    ) -> dict[Place, tuple[int, int]]:
+        outcomes = self._partitions.seek(group, to, generation, places, seek_id)
+        error = first_error(outcomes.values())
+        if error is not None:
+            if generation and any(not isinstance(outcome, PortalMQError) for outcome in outcomes.values()):
+                error.outcome = "unknown"  # on a part of the partitions it is done
+            raise error
+        return {place: outcome for place, outcome in outcomes.items() if not isinstance(outcome, PortalMQError)}
+
+    # --- checkpoints -------------------------------------------------------------------------------------------------
+
+    def _checkpoint(self) -> None:
+        while not self._closing.wait(CHECKPOINT_EVERY_S):
+            for coordinator in tuple(self._own.values()):
+                self._checkpoints.save(coordinator)
+
+
+def _check_there(peer: Peer | None) -> None:
+    """Raises Unavailable when who asked has gone: this broker stood still, and the client has asked another one."""
+    if peer is not None and peer.gone():
+        raise Unavailable("the client has gone")
+
+
+def _seek_id(idempotency_key: str, to: Start) -> bytes:
+    """The id of a seek: of the same key and another target it is another."""
+    return blake2b(_encode((idempotency_key, to)), digest_size=16, person=b"seek").digest()
+
+
+def _sought(outcomes: Mapping[Place, tuple[int, int]]) -> list[contract.Sought]:
+    """One entry for each partition, in their order. What was sought before stays where it is."""
+    return [
+        contract.Sought(place.number, before, before if offset == SOUGHT else offset)
+        for place, (before, offset) in sorted(outcomes.items())
+    ]

@@ -1,0 +1,289 @@
+"""The coordinator of a stream group, at work: it does what the group's membership (core/stream/membership.py) asks for.
+
+    request --> ask --> step --> Propose, Read   the control plane, a greenlet each
+                         ^  |--> Claim           the partitions' leaders, one greenlet for all claims of a step
+                         |  `--> Answer, Refuse  whoever asked
+                         `---- what became of it
+
+All on the hub's thread: a step never blocks, and what it asks for is done beside it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import gevent
+from gevent.event import AsyncResult
+
+from portalmq.broker.core.stream.events import (
+    Action,
+    Answer,
+    Answered,
+    Claim,
+    Claimed,
+    ClaimFailed,
+    ClaimRefused,
+    Deposed,
+    Event,
+    Heartbeat,
+    Join,
+    Leave,
+    Loaded,
+    Member,
+    Membership,
+    Outcome,
+    Partition,
+    Place,
+    Propose,
+    Read,
+    Refuse,
+    SeekRequested,
+    Topic,
+    TopicsChanged,
+)
+from portalmq.broker.core.stream.membership import GroupMembership
+from portalmq.broker.partition.clock import Clock
+from portalmq.control_plane.plane import Conflict, NodeMissing, OutcomeUnknown, PlaneError
+from portalmq.control_plane.state import GroupState, TopicState
+from portalmq.control_plane.stream_groups import MemberState, RosterState, StreamGroups
+from portalmq.control_plane.tree import Versioned
+from portalmq.errors import IllegalGeneration, PortalMQError, Unavailable
+
+log = logging.getLogger(__name__)
+
+# The longest that a join takes: its claims, and a compare-and-set before and after.
+ANSWER_WITHIN_S = 10.0
+READ_AGAIN_S = 0.2
+# The longest that others wait for the fencing of those who are gone.
+FENCE_WITHIN_S = 0.5
+
+Asking = Join | Heartbeat | Leave | SeekRequested
+
+
+class Claims(Protocol):
+    """What brings claims to the leaders: the offset for each partition, or why it is not claimed."""
+
+    def __call__(self, group: GroupState, claims: Sequence[Claim]) -> Mapping[Partition, int | PortalMQError]: ...
+
+
+class Coordinator:
+    """One group that this broker coordinates, or is about to. `on_deposed` hears when it does no more."""
+
+    def __init__(
+        self,
+        group: GroupState,
+        me: tuple[int, int],
+        store: StreamGroups,
+        claims: Claims,
+        topics: Mapping[str, TopicState],
+        clock: Clock,
+        on_deposed: Callable[[Coordinator], None],
+    ) -> None:
+        self.group = group
+        self.membership = GroupMembership(group.name, me)
+        self._store = store
+        self._claims = claims
+        self._topics = topics
+        self._clock = clock
+        self._on_deposed = on_deposed
+        # The topics that members read, or are about to: what the membership is told of.
+        self._wanted: set[str] = set()
+        self._told: Mapping[str, Topic] | None = None
+        self._closed = False
+        self._waiting: set[AsyncResult] = set()
+
+    def begin(self, held: Versioned[RosterState] | None) -> None:
+        """Take the group up, from what the control plane holds of it."""
+        membership = membership_of(held.value) if held else None
+        self.tell(Loaded(membership, held.version if held else -1))
+        self.topics_changed()
+
+    def ask(self, event: Asking, topics: Sequence[str] = ()) -> Answer:
+        """What the membership answers. Raises what it refuses with."""
+        result = event.token
+        assert isinstance(result, AsyncResult)
+        if topics and not self._wanted.issuperset(topics):
+            self._wanted.update(topics)
+            self.topics_changed()
+        answer: Answer | PortalMQError | None = None
+        self._waiting.add(result)
+        try:
+            self.tell(event)
+            with gevent.Timeout(ANSWER_WITHIN_S, False):
+                answer = _moved(self.group.name) if self._closed and not result.ready() else result.get()
+        finally:
+            self._waiting.discard(result)
+        if answer is None:
+            raise Unavailable(
+                f"the membership of group {self.group.name!r} could not be settled in time: repeat",
+                outcome="unknown",
+                retry_after_s=0.5,
+            )
+        if isinstance(answer, PortalMQError):
+            raise answer
+        assert isinstance(answer, Answer)
+        return answer
+
+    def topics_changed(self) -> None:
+        """Topics were made, deleted, or have grown."""
+        known = self.membership.known
+        if known is not None:
+            self._wanted.update(*(member.topics for member in known.members.values()))
+        found = {
+            name: Topic(topic.topic_id, topic.partitions)
+            for name in sorted(self._wanted)
+            if (topic := self._topics.get(name)) is not None
+        }
+        if found != self._told:
+            self._told = found
+            self.tell(TopicsChanged(found))
+
+    def tell(self, event: Event) -> None:
+        if not self._closed:
+            self._perform(self.membership.step(event, self._clock.now_ms()))
+
+    def close(self) -> None:
+        """Do nothing more: whoever takes over finds all he needs in the control plane."""
+        self._closed = True
+        for result in tuple(self._waiting):
+            result.set(_moved(self.group.name))
+
+    # --- what it asks for --------------------------------------------------------------------------------------------
+
+    def _perform(self, actions: Sequence[Action]) -> None:
+        claims: list[Claim] = []
+        for action in actions:
+            match action:
+                case Propose():
+                    gevent.spawn(self._propose, action)
+                case Read():
+                    gevent.spawn(self._read)
+                case Claim():
+                    claims.append(action)
+                case Answer():
+                    action.token.set(action)  # type: ignore[attr-defined]
+                case Refuse():
+                    action.token.set(action.error)  # type: ignore[attr-defined]
+                case Deposed():
+                    self._closed = True
+                    self._on_deposed(self)
+        if claims:
+            gevent.spawn(self._claim, claims)
+
+    def _propose(self, action: Propose) -> None:
+        known = self.membership.known
+        roster = roster_of(action.membership)
+        try:
+            version = self._store.set_roster(self.group.name, self.group.group_id, roster, action.version)
+        except NodeMissing:
+            self.close()  # the group was deleted
+            self._on_deposed(self)
+            return
+        except Conflict:
+            told = Answered(Outcome.CONFLICT)
+        except OutcomeUnknown:
+            told = Answered(Outcome.UNKNOWN)
+        except PlaneError as error:
+            log.info("group %r: its membership will be written later: %s", self.group.name, error)
+            gevent.sleep(READ_AGAIN_S)
+            told = Answered(Outcome.UNKNOWN)
+        except ValueError as fault:  # too large for a node
+            log.critical("group %r: its membership cannot be kept: %s", self.group.name, fault)
+            self.close()
+            self._on_deposed(self)
+            return
+        else:
+            told = Answered(Outcome.APPLIED, version)
+            gone = left_behind(known, action.membership) if known else []
+            if gone:
+                gevent.spawn(self._fence, gone).join(FENCE_WITHIN_S)
+        self.tell(told)
+
+    def _read(self) -> None:
+        while not self._closed:
+            try:
+                held = self._store.roster(self.group.group_id, sure=True)
+            except PlaneError as error:
+                log.info("group %r: its membership cannot be read now: %s", self.group.name, error)
+                gevent.sleep(READ_AGAIN_S)
+                continue
+            self.tell(Loaded(membership_of(held.value) if held else None, held.version if held else -1))
+            return
+
+    def _fence(self, gone: Sequence[Claim]) -> None:
+        try:
+            self._claims(self.group, gone)
+        except PortalMQError as error:  # then the claim of who comes next does it
+            log.info("group %r: members that are gone are fenced later: %s", self.group.name, error)
+
+    def _claim(self, claims: Sequence[Claim]) -> None:
+        try:
+            outcomes = self._claims(self.group, claims)
+        except PortalMQError as error:
+            outcomes = {claim.partition: error for claim in claims}
+        for claim in claims:
+            outcome = outcomes[claim.partition]
+            if not isinstance(outcome, PortalMQError):
+                self.tell(Claimed(claim.partition, claim.member_id, claim.since, outcome))
+            elif isinstance(outcome, IllegalGeneration) and isinstance(outcome.extra.get("generation"), int):
+                self.tell(ClaimRefused(claim.partition, claim.since, outcome.extra["generation"]))
+            else:
+                log.info("group %r: %s is claimed later: %s", self.group.name, claim.partition, outcome)
+                self.tell(ClaimFailed(claim.partition, claim.since))
+
+
+def _moved(group: str) -> Unavailable:
+    return Unavailable(f"the coordinator of group {group!r} is just changing", outcome="unknown", retry_after_s=0.2)
+
+
+def left_behind(before: Membership, after: Membership) -> list[Claim]:
+    """What was held by members that are gone, to be claimed for nobody: so they can commit no more, whether or not
+    somebody comes after them. A claim of `after` is of a later generation, and goes before these in any order."""
+    claims = []
+    for partition, place in before.places.items():
+        holder = place.leaving or place.owner
+        topic_id = before.topic_ids.get(partition[0])
+        if holder not in after.members and after.topic_ids.get(partition[0], topic_id) == topic_id:
+            claims.append(Claim(partition, "", place.since))
+    return claims
+
+
+def roster_of(membership: Membership) -> RosterState:
+    """The membership as it stands in the control plane."""
+    numbers = {member_id: number for number, member_id in enumerate(membership.members)}
+    numbers[""] = -1
+    places: dict[str, list[tuple[int, int, int, int]]] = {}
+    for (topic, partition), place in membership.places.items():
+        places.setdefault(topic, []).append((partition, numbers[place.owner], place.since, numbers[place.leaving]))
+    return RosterState(
+        membership.generation,
+        membership.coordinator,
+        tuple(
+            MemberState(member.member_id, member.topics, member.session_timeout_ms, member.since)
+            for member in membership.members.values()
+        ),
+        dict(membership.topic_ids),
+        {topic: tuple(held) for topic, held in places.items()},
+    )
+
+
+def membership_of(roster: RosterState) -> Membership:
+    """The other way round."""
+    ids = [member.id for member in roster.members]
+    ids.append("")  # -1 is nobody
+    return Membership(
+        roster.generation,
+        roster.coordinator,
+        {
+            member.id: Member(member.id, member.topics, member.session_timeout_ms, member.since)
+            for member in roster.members
+        },
+        {
+            (topic, partition): Place(ids[owner], since, ids[leaving])
+            for topic, held in roster.places.items()
+            for partition, owner, since, leaving in held
+        },
+        roster.topic_ids,
+    )

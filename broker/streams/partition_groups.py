@@ -1,0 +1,428 @@
+"""Stream groups at the partitions' leaders: claims, commits, seeks, and how far a group is.
+
+Each of these is one record in the partition's log, decided by its fold (core/stream/offsets.py) and answered when it is
+committed. A call names many partitions; each is brought to its leader, and at a leader all records are appended before
+the first of them is waited for, so that they share a transaction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from portalmq import wire
+from portalmq.broker.cluster.metadata_cache import Atlas
+from portalmq.broker.cluster.peers import Peers
+from portalmq.broker.cluster.routing import Leaders, Outcomes
+from portalmq.broker.cluster.rpc import Place, Result, result_of
+from portalmq.broker.core.queue.records import Claim, CommitOffset, Seek
+from portalmq.broker.partition.clock import Clock
+from portalmq.broker.partition.partition import Partition
+from portalmq.broker.partition.yielding import in_short_turns
+from portalmq.broker.queues.groups import Groups
+from portalmq.control_plane.state import GroupState
+from portalmq.errors import GroupModeMismatch, IllegalGeneration, OffsetOutOfRange, PortalMQError, Unavailable
+
+CALL_TIMEOUT_S = 10.0
+BEGUN_MAX = 10_000
+SOUGHT = -1
+
+T = TypeVar("T")
+Start = str | dict[str, int]
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.decode
+
+
+class ClaimShare(msgspec.Struct, array_like=True):
+    topic: str
+    topic_id: str
+    number: int
+    member_id: str
+    since: int
+
+    @property
+    def place(self) -> Place:
+        return Place(self.topic, self.topic_id, self.number)
+
+
+class ClaimCall(msgspec.Struct, array_like=True):
+    """`start`: where a group begins on partitions that it has never met."""
+
+    group: str
+    group_id: str
+    start: Start
+    shares: list[ClaimShare]
+
+
+class CommitShare(msgspec.Struct, array_like=True):
+    topic: str
+    topic_id: str
+    number: int
+    offset: int
+
+    @property
+    def place(self) -> Place:
+        return Place(self.topic, self.topic_id, self.number)
+
+
+class CommitCall(msgspec.Struct, array_like=True):
+    group: str
+    group_id: str
+    member_id: str
+    generation: int
+    shares: list[CommitShare]
+
+
+class SeekCall(msgspec.Struct, array_like=True):
+    """`generation` 0: only say what would be done. A partition that has done the seek of this `seek_id` answers
+    (committed, SOUGHT)."""
+
+    group: str
+    group_id: str
+    to: Start
+    generation: int
+    places: list[Place]
+    seek_id: bytes = b""
+
+
+class StandingCall(msgspec.Struct, array_like=True):
+    """`ages`: look up how old the first unread message is, which may mean to read it."""
+
+    group: str
+    places: list[Place]
+    ages: bool = True
+
+
+class Standing(msgspec.Struct, array_like=True):
+    """Where a group stands on a partition; `committed` is -1 where it has not begun."""
+
+    committed: int
+    high_watermark: int
+    lag: int
+    lag_ms: int
+
+
+@dataclass(slots=True)
+class _Work(Generic[T]):
+    """`begin` starts what is to be done at one partition that is led here, and gives what waits for it to be done."""
+
+    begin: Callable[[Place], Callable[[], T]]
+    ask: Callable[[int, Sequence[Place]], list[Result[T]]]
+
+    def here(self, places: Sequence[Place]) -> Outcomes[T]:
+        begun: dict[Place, Callable[[], T] | PortalMQError] = {}
+        for place in in_short_turns(places):
+            try:
+                begun[place] = self.begin(place)
+            except PortalMQError as error:
+                begun[place] = error
+        return {place: _finished(finish) for place, finish in in_short_turns(begun.items())}
+
+    def there(self, broker_id: int, places: Sequence[Place]) -> Outcomes[T]:
+        results = self.ask(broker_id, places)
+        return {place: result.outcome() for place, result in zip(places, results, strict=True)}
+
+
+def _finished(finish: Callable[[], T] | PortalMQError) -> T | PortalMQError:
+    if isinstance(finish, PortalMQError):
+        return finish
+    try:
+        return finish()
+    except PortalMQError as error:
+        return error
+
+
+class StreamPartitions:
+    def __init__(self, groups: Groups, atlas: Atlas, leaders: Leaders, peers: Peers, clock: Clock) -> None:
+        self._groups = groups
+        self._atlas = atlas
+        self._leaders = leaders
+        self._peers = peers
+        self._clock = clock
+        # Groups that are known to have begun on a topic: (group id, topic id).
+        self._begun: set[tuple[str, str]] = set()
+
+    # --- claims ------------------------------------------------------------------------------------------------------
+
+    def claim(self, group: GroupState, shares: Sequence[ClaimShare]) -> Outcomes[int]:
+        """Claim partitions for members; where each of them goes on.
+
+        Where a group starts at the latest, or at a time, that holds for the partitions that its topic had then; others
+        were added since, and are read from their beginning. So partition 0 is claimed last: a group that is known there
+        has begun on all that there were.
+        """
+        outcomes: Outcomes[int] = {}
+        by_topic: dict[str, list[ClaimShare]] = {}
+        for share in shares:
+            by_topic.setdefault(share.topic_id, []).append(share)
+        if group.config.start == "earliest":
+            return self._claim(group, "earliest", shares)
+        for topic_id, of_topic in by_topic.items():
+            outcomes |= self._claim_topic(group, topic_id, of_topic)
+        return outcomes
+
+    def _claim_topic(self, group: GroupState, topic_id: str, shares: Sequence[ClaimShare]) -> Outcomes[int]:
+        mark = (group.group_id, topic_id)
+        first = Place(shares[0].topic, topic_id, 0)
+        if mark not in self._begun:
+            standing = self.standings(group.name, [first])[first]
+            if isinstance(standing, PortalMQError):
+                return {share.place: standing for share in shares}
+            if standing.committed >= 0:
+                self._remember(mark)
+        if mark in self._begun:
+            return self._claim(group, "earliest", shares)
+        configured = group.config.start
+        start: Start = configured if isinstance(configured, str) else {"at": configured["at"]}
+        outcomes = self._claim(group, start, [share for share in shares if share.number])
+        failed = next((outcome for outcome in outcomes.values() if isinstance(outcome, PortalMQError)), None)
+        rest = [share for share in shares if not share.number]
+        if failed is not None:
+            return outcomes | {share.place: failed for share in rest}
+        outcomes |= self._claim(group, start, rest)
+        if rest and not isinstance(outcomes[first], PortalMQError):
+            self._remember(mark)
+        return outcomes
+
+    def _remember(self, mark: tuple[str, str]) -> None:
+        if len(self._begun) >= BEGUN_MAX:
+            self._begun.clear()  # whoever comes next asks once more
+        self._begun.add(mark)
+
+    def _claim(self, group: GroupState, start: Start, shares: Sequence[ClaimShare]) -> Outcomes[int]:
+        if not shares:
+            return {}
+        return self._leaders.run(
+            [share.place for share in shares], self._claiming(group, start, shares), repeatable=True
+        )
+
+    def _claiming(self, group: GroupState, start: Start, shares: Sequence[ClaimShare]) -> _Work[int]:
+        by_place = {share.place: share for share in shares}
+
+        def ask(broker_id: int, places: Sequence[Place]) -> list[Result[int]]:
+            call = ClaimCall(group.name, group.group_id, start, [by_place[place] for place in places])
+            return self._peers.call(broker_id, "claim", call, list[Result[int]], timeout_s=CALL_TIMEOUT_S)
+
+        return _Work(lambda place: self._claim_here(group, start, by_place[place]), ask)
+
+    def _claim_here(self, group: GroupState, start: Start, share: ClaimShare) -> Callable[[], int]:
+        partition = self._atlas.partition(share.place)
+        self._groups.check_same(group)
+        stream = partition.streams.get(group.name)
+        if stream is None:
+            record = Claim(share.member_id, share.since, target(partition, start), self._clock.now_ms())
+            pending = partition.append_group_record(group.name, record)
+        elif (stream.member, stream.generation) == (share.member_id, share.since):
+            # It stands in the log already; perhaps it is not committed yet, nor what the member committed since.
+            end = partition.replica.next_offset
+            committed = stream.committed
+            return lambda: _settled(partition, end, committed)
+        else:
+            stream.check_claim(share.since)
+            record = Claim(share.member_id, share.since, stream.committed, self._clock.now_ms())
+            pending = partition.append_group_record(group.name, record)
+        committed = partition.streams[group.name].committed
+
+        def finish() -> int:
+            pending.wait()
+            return max(committed, partition.log.log_start_offset)
+
+        return finish
+
+    def serve_claim(self, body: bytes) -> bytes:
+        call = _decode(body, type=ClaimCall)
+        group = self._group(call.group, call.group_id)
+        return self._serve([share.place for share in call.shares], self._claiming(group, call.start, call.shares))
+
+    # --- commits -----------------------------------------------------------------------------------------------------
+
+    def commit(
+        self, group: GroupState, member_id: str, generation: int, shares: Sequence[CommitShare], *, forward: bool = True
+    ) -> Outcomes[bool]:
+        """Commit offsets; whether each was news."""
+        work = self._committing(group, member_id, generation, shares)
+        return self._leaders.run([share.place for share in shares], work, forward=forward, repeatable=True)
+
+    def _committing(
+        self, group: GroupState, member_id: str, generation: int, shares: Sequence[CommitShare]
+    ) -> _Work[bool]:
+        by_place = {share.place: share for share in shares}
+
+        def ask(broker_id: int, places: Sequence[Place]) -> list[Result[bool]]:
+            call = CommitCall(group.name, group.group_id, member_id, generation, [by_place[place] for place in places])
+            return self._peers.call(broker_id, "commit_offsets", call, list[Result[bool]], timeout_s=CALL_TIMEOUT_S)
+
+        return _Work(lambda place: self._commit_here(group, member_id, generation, by_place[place]), ask)
+
+    def _commit_here(
+        self, group: GroupState, member_id: str, generation: int, share: CommitShare
+    ) -> Callable[[], bool]:
+        partition = self._atlas.partition(share.place)
+        self._groups.check_same(group)
+        stream = partition.streams.get(group.name)
+        if stream is None:
+            raise IllegalGeneration(
+                f"nobody in group {group.name!r} was given partition {share.number} of topic {share.topic!r}: join, "
+                "and commit what the assignment names"
+            )
+        if not stream.check_commit(member_id, generation, share.offset, partition.high_watermark):
+            end = partition.replica.next_offset
+            return lambda: _settled(partition, end, False)
+        record = CommitOffset(share.offset, member_id, generation, self._clock.now_ms())
+        pending = partition.append_group_record(group.name, record)
+
+        def finish() -> bool:
+            pending.wait()
+            return True
+
+        return finish
+
+    def serve_commit(self, body: bytes) -> bytes:
+        call = _decode(body, type=CommitCall)
+        work = self._committing(self._group(call.group, call.group_id), call.member_id, call.generation, call.shares)
+        return self._serve([share.place for share in call.shares], work)
+
+    # --- seeks -------------------------------------------------------------------------------------------------------
+
+    def seek(
+        self, group: GroupState, to: Start, generation: int, places: Sequence[Place], seek_id: bytes = b""
+    ) -> Outcomes[tuple[int, int]]:
+        """Set the group to another place, in `generation`, or with 0 only say which: (from, to), by partition."""
+        return self._leaders.run(places, self._seeking(group, to, generation, seek_id), repeatable=True)
+
+    def _seeking(self, group: GroupState, to: Start, generation: int, seek_id: bytes) -> _Work[tuple[int, int]]:
+        def ask(broker_id: int, places: Sequence[Place]) -> list[Result[tuple[int, int]]]:
+            call = SeekCall(group.name, group.group_id, to, generation, list(places), seek_id)
+            return self._peers.call(broker_id, "seek", call, list[Result[tuple[int, int]]], timeout_s=CALL_TIMEOUT_S)
+
+        return _Work(lambda place: self._seek_here(group, to, generation, seek_id, place), ask)
+
+    def _seek_here(
+        self, group: GroupState, to: Start, generation: int, seek_id: bytes, place: Place
+    ) -> Callable[[], tuple[int, int]]:
+        partition = self._atlas.partition(place)
+        self._groups.check_same(group)
+        stream = partition.streams.get(group.name)
+        before = max(stream.committed if stream else 0, partition.log.log_start_offset)
+        if stream is not None and seek_id in stream.commits:
+            end = partition.replica.next_offset
+            return lambda: _settled(partition, end, (before, SOUGHT))
+        offset = target(partition, to)
+        if not generation:
+            return lambda: (before, offset)
+        now_ms = self._clock.now_ms()
+        if stream is None:
+            partition.append_group_record(group.name, Claim("", generation, before, now_ms))
+        else:
+            stream.check_claim(generation)
+        pending = partition.append_group_record(group.name, Seek(offset, generation, now_ms, seek_id))
+
+        def finish() -> tuple[int, int]:
+            pending.wait()
+            return before, offset
+
+        return finish
+
+    def serve_seek(self, body: bytes) -> bytes:
+        call = _decode(body, type=SeekCall)
+        group = self._group(call.group, call.group_id)
+        return self._serve(call.places, self._seeking(group, call.to, call.generation, call.seek_id))
+
+    # --- where it stands ---------------------------------------------------------------------------------------------
+
+    def standings(
+        self, group: str, places: Sequence[Place], *, ages: bool = True, patience_s: float | None = None
+    ) -> Outcomes[Standing]:
+        """How far the group is, as the leaders know it."""
+        return self._leaders.run(places, self._standing(group, ages), repeatable=True, patience_s=patience_s)
+
+    def _standing(self, group: str, ages: bool) -> _Work[Standing]:
+        def ask(broker_id: int, places: Sequence[Place]) -> list[Result[Standing]]:
+            call = StandingCall(group, list(places), ages)
+            return self._peers.call(broker_id, "offsets", call, list[Result[Standing]], timeout_s=CALL_TIMEOUT_S)
+
+        def begin(place: Place) -> Callable[[], Standing]:
+            standing = self._standing_here(group, place, ages)
+            return lambda: standing
+
+        return _Work(begin, ask)
+
+    def _standing_here(self, group: str, place: Place, ages: bool) -> Standing:
+        partition = self._atlas.partition(place)
+        stream = partition.streams.get(group)
+        high_watermark = partition.high_watermark
+        if stream is None:
+            return Standing(-1, high_watermark, 0, 0)
+        committed = min(max(stream.committed, partition.log.log_start_offset), high_watermark)
+        log = partition.log
+        lag = max(0, log.messages_before(high_watermark) - log.messages_before(committed))
+        lag_ms = 0
+        if lag and ages:
+            first = next(partition.pieces(committed, high_watermark, 1), None)
+            lag_ms = max(0, self._clock.wall_ms() - first.batch.appended_at_ms) if first is not None else 0
+        return Standing(committed, high_watermark, lag, lag_ms)
+
+    def serve_standings(self, body: bytes) -> bytes:
+        call = _decode(body, type=StandingCall)
+        return self._serve(call.places, self._standing(call.group, call.ages))
+
+    # --- inside ------------------------------------------------------------------------------------------------------
+
+    def _group(self, name: str, group_id: str) -> GroupState:
+        group: GroupState = self._groups.known(name, group_id=group_id)
+        if group.group_id != group_id:
+            raise Unavailable(f"group {name!r} was deleted meanwhile", retry_after_s=0.1)
+        return group
+
+    def _serve(self, places: Sequence[Place], work: _Work[Any]) -> bytes:
+        outcomes: Mapping[Place, Any] = self._leaders.run(places, work, forward=False)
+        return _encode([result_of(outcomes[place]) for place in places])
+
+
+def target(partition: Partition, to: Start) -> int:
+    """The offset that `to` means on this partition. Raises OffsetOutOfRange."""
+    start, end = partition.log.log_start_offset, partition.high_watermark
+    if to == "earliest":
+        return start
+    if to == "latest":
+        return end
+    assert isinstance(to, dict), to
+    if "at" in to:
+        return min(max(partition.log.offset_for_time(to["at"]), start), end)
+    offset = to["offset"]
+    if not start <= offset <= end:
+        raise OffsetOutOfRange(
+            f"offset {offset} is not in {partition}, which can be read from {start} to {end}",
+            log_start_offset=start,
+            high_watermark=end,
+        )
+    return offset
+
+
+def _settled(partition: Partition, end: int, value: T) -> T:
+    """`value`, once everything below `end` is committed."""
+    partition.wait_committed(end - 1)
+    return value
+
+
+def stream_group(groups: Groups, name: str) -> GroupState:
+    """The group, as it is asked for. Raises GroupNotFound, GroupModeMismatch."""
+    group: GroupState = groups.known(wire.check_name(name, "group"), mode="stream")
+    check_mode(group)
+    return group
+
+
+def check_mode(group: GroupState) -> None:
+    if group.config.mode != "stream":
+        raise GroupModeMismatch(
+            f"group {group.name!r} works in queue mode: receive from it, or take another name for a stream group"
+        )
+
+
+def first_error(outcomes: Iterable[object]) -> PortalMQError | None:
+    """The error to tell of: one whose outcome is unknown before all others."""
+    errors = [outcome for outcome in outcomes if isinstance(outcome, PortalMQError)]
+    return next((error for error in errors if error.outcome == "unknown"), errors[0] if errors else None)

@@ -1,0 +1,195 @@
+"""Fetches of stream readers: stored batches as they stand, of many partitions in one long poll.
+
+A reader asks the leader of each partition. What lies in memory goes out as it was encoded when it was checksummed; what
+does not is read and encoded once. Control records are left out, and nothing above the high watermark is shown. A
+partition that this broker does not lead is answered with `not_leader`, and the rest all the same.
+
+    fetch --> frames there are? --yes--> answer
+                  | no
+                  `--> wait for a message in any of them (or a change of leader), at most wait_ms
+
+Rows are turned into frames on native threads, but by Python, which runs one of them at a time: each thread at it takes
+as much from those that write as the hub itself has. So of all that lies on disk one piece is read at a time, by turns
+between whoever asks; and an answer goes out with what it has when it has taken a while.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from time import monotonic
+from typing import NamedTuple
+
+import gevent
+import msgspec
+from gevent.event import Event
+from gevent.lock import BoundedSemaphore
+
+from portalmq import stream_wire as contract
+from portalmq.broker.cluster.routing import Leaders
+from portalmq.broker.cluster.rpc import Place
+from portalmq.broker.cluster.topics import Topic
+from portalmq.broker.partition.long_poll import ParkingLot, Peer
+from portalmq.broker.partition.partition import Partition
+from portalmq.broker.partition.yielding import in_short_turns
+from portalmq.broker.storage.batch import Frame, Head, Kind, is_hollow
+from portalmq.errors import PortalMQError
+
+SHARE_BYTES_MIN = 64 * 1024
+# By then an answer is on its way, with one piece at the least: its client waits for ten seconds.
+GATHER_S = 1.0
+
+_decode_head = msgspec.msgpack.Decoder(Head).decode
+
+
+class Fetched(msgspec.Struct, omit_defaults=True):
+    """As stream_wire.FetchedPartition, with frames as the storage has them."""
+
+    topic: str
+    partition: int
+    next_offset: int = 0
+    high_watermark: int = 0
+    log_start_offset: int = 0
+    frames: list[Frame] = []
+    error: dict[str, object] | None = None
+    topic_id: str = ""
+
+
+class _Read(NamedTuple):
+    """A partition that is led here, and from where it is read."""
+
+    place: Place
+    partition: Partition
+    offset: int
+
+
+class Fetching:
+    """`topic` finds a topic; `partition` one that is led here."""
+
+    def __init__(
+        self,
+        topic: Callable[[str], Topic],
+        partition: Callable[[Place], Partition],
+        leaders: Leaders,
+        lot: ParkingLot,
+    ) -> None:
+        self._topic = topic
+        self._partition = partition
+        self._leaders = leaders
+        self._lot = lot
+        self._parked: dict[Partition, set[Event]] = {}
+        self._turn = BoundedSemaphore()
+
+    def fetch(self, request: contract.FetchRequest, peer: Peer | None) -> list[Fetched]:
+        """One answer for each partition, in order."""
+        event = Event()
+        answers = self._answers(request)
+        if request.wait_ms and not any(answer.frames or answer.error for answer in answers):
+            self._wait(request, event, peer)
+            answers = self._answers(request)
+        return answers
+
+    def moved(self, partition: Partition) -> None:
+        """It is led elsewhere from now on: who waits for it is told."""
+        for event in self._parked.get(partition, ()):
+            event.set()
+
+    def _answers(self, request: contract.FetchRequest) -> list[Fetched]:
+        left = request.max_bytes
+        until_s = monotonic() + GATHER_S
+        share = max(SHARE_BYTES_MIN, left // len(request.partitions))
+        answers: list[Fetched] = []
+        for asked in in_short_turns(request.partitions):
+            topic_id = ""
+            try:
+                topic = self._topic(asked.topic)
+                topic_id = topic.state.topic_id
+                read = self._read(topic, asked, until_s)
+                is_over = left <= 0 or (left < request.max_bytes and monotonic() >= until_s)
+                frames, next_offset = ([], asked.offset) if is_over else self._frames(read, min(left, share), until_s)
+            except PortalMQError as error:
+                problem = msgspec.to_builtins(error.problem())
+                answers.append(Fetched(asked.topic, asked.partition, error=problem, topic_id=topic_id))
+                continue
+            left -= sum([frame.size_bytes for frame in frames])
+            answers.append(
+                Fetched(
+                    asked.topic,
+                    asked.partition,
+                    next_offset,
+                    read.partition.high_watermark,
+                    read.partition.log.log_start_offset,
+                    frames,
+                    topic_id=topic_id,
+                )
+            )
+        return answers
+
+    def _read(self, topic: Topic, asked: contract.PartitionOffset, until_s: float) -> _Read:
+        place = topic.place(asked.partition)
+        self._leaders.check_led_here([place])
+        partition = self._partition(place)
+        partition.check_offset(asked.offset, max(0, round(1_000 * (until_s - monotonic()))))
+        partition.keep_frames()
+        return _Read(place, partition, asked.offset)
+
+    def _frames(self, read: _Read, bytes_max: int, until_s: float) -> tuple[list[Frame], int]:
+        """Batches of messages from the offset on, and where to go on after them; after `until_s` no more than one
+        piece."""
+        partition, offset = read.partition, read.offset
+        found: list[Frame] = []
+        size = 0
+        while offset < partition.high_watermark and size < bytes_max:
+            if found and monotonic() >= until_s:
+                break
+            frames = partition.serving.frames(
+                offset, bytes_max - size, end=partition.high_watermark, turn=self._turn_to_read()
+            )
+            if not frames:
+                partition.check_offset(offset)  # it may have been purged, or be led elsewhere, meanwhile
+                break
+            for frame in frames:
+                head = _decode_head(frame.header)
+                offset = head.end_offset
+                if head.kind == Kind.MESSAGES and not is_hollow(frame, head):
+                    found.append(frame)
+                    size += frame.size_bytes
+        return found, offset
+
+    @contextmanager
+    def _turn_to_read(self) -> Iterator[None]:
+        with self._turn:
+            yield
+        gevent.sleep(0)  # or it would have the turn again before the next one wakes
+
+    def _wait(self, request: contract.FetchRequest, event: Event, peer: Peer | None) -> None:
+        reads: list[_Read] = []
+        for asked in in_short_turns(request.partitions):
+            try:
+                reads.append(self._read(self._topic(asked.topic), asked, monotonic()))
+            except PortalMQError:
+                return
+        unwatch = peer.watch(event.set) if peer is not None else None
+        let_go = self._lot.hold(event)
+        self._park(reads, event)
+        try:
+            if not any(read.partition.readable_end > read.offset for read in reads):
+                event.wait(request.wait_ms / 1000)
+        finally:
+            self._unpark(reads, event)
+            let_go()
+            if unwatch is not None:
+                unwatch()
+
+    def _park(self, reads: Sequence[_Read], event: Event) -> None:
+        for read in reads:
+            read.partition.on_readable.append(event.set)
+            self._parked.setdefault(read.partition, set()).add(event)
+
+    def _unpark(self, reads: Sequence[_Read], event: Event) -> None:
+        for read in reads:
+            read.partition.on_readable.remove(event.set)
+            parked = self._parked[read.partition]
+            parked.discard(event)
+            if not parked:
+                del self._parked[read.partition]

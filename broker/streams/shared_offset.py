@@ -1,0 +1,224 @@
+"""A queue with one offset that all its consumers share: everybody is shown the same message until somebody ends it.
+
+    front      the first message at or above the offset: it is its turn
+    advance    the message at this offset is done; only if it is its turn, else nothing changes
+
+The offset is a stream group's, in which nobody is a member: a claim for nobody in generation 0, and commits by nobody.
+The leader of the partition decides alone, in the order of the log, so of two who end one message one does. Who joins
+the group claims the partition for himself, and from then on nobody else moves the offset.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import msgspec
+
+from portalmq.broker.cluster.lookup import Lookup
+from portalmq.broker.cluster.metadata_cache import Atlas
+from portalmq.broker.cluster.peers import Peers
+from portalmq.broker.cluster.routing import Leaders, Outcomes
+from portalmq.broker.cluster.rpc import Place, Result, Turn, Turned, result_of
+from portalmq.broker.cluster.topics import Topic
+from portalmq.broker.core.queue.records import Claim, CommitOffset
+from portalmq.broker.messages.browsing import Stored
+from portalmq.broker.partition.clock import Clock
+from portalmq.broker.partition.partition import Partition
+from portalmq.broker.queues.groups import Groups
+from portalmq.broker.storage.batch import Record
+from portalmq.broker.streams.partition_groups import target
+from portalmq.control_plane.state import GroupState
+from portalmq.errors import GroupModeMismatch, PortalMQError, Unavailable
+
+TURN_TIMEOUT_S = 15.0
+NOBODY = ""
+
+
+class Fronts(msgspec.Struct, array_like=True):
+    """Whose turn is it on these partitions? Behind the first with a message nobody looks."""
+
+    group: str
+    group_id: str
+    topic: str
+    topic_id: str
+    numbers: list[int]
+
+
+_Fronts = list[Result[Turned]]
+_decode_turn = msgspec.msgpack.Decoder(Turn).decode
+_decode_fronts = msgspec.msgpack.Decoder(Fronts).decode
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class Front(NamedTuple):
+    """`message` is None when there is none: the next one will stand at `offset` or above."""
+
+    message: Stored | None
+    offset: int
+
+
+@dataclass(slots=True)
+class _Looking:
+    turns: Turns
+    group: GroupState
+
+    def here(self, places: Sequence[Place]) -> Outcomes[Turned]:
+        """Waits for nobody's followers: the partitions that need a wait are tried again together, within one bound,
+        and not at all once another one has a message."""
+        outcomes: Outcomes[Turned] = {}
+        for place in places:
+            try:
+                outcomes[place] = turned = self.turns.here(self.group, place, None, patient=False)
+            except PortalMQError as error:
+                outcomes[place] = error
+            else:
+                if turned.message is not None:
+                    outcomes = {each: Turned(False) for each in places}
+                    outcomes[place] = turned
+                    break
+        return outcomes
+
+    def there(self, broker_id: int, places: Sequence[Place]) -> Outcomes[Turned]:
+        numbers = [place.number for place in places]
+        call = Fronts(self.group.name, self.group.group_id, places[0].topic, places[0].topic_id, numbers)
+        results = self.turns.peers.call(broker_id, "fronts", call, _Fronts, timeout_s=TURN_TIMEOUT_S)
+        return {place: result.outcome() for place, result in zip(places, results, strict=True)}
+
+
+class Turns:
+    """`known` finds a topic by its name, and waits for one that was made a moment ago."""
+
+    def __init__(
+        self,
+        groups: Groups,
+        known: Callable[[str], Topic],
+        atlas: Atlas,
+        leaders: Leaders,
+        peers: Peers,
+        clock: Clock,
+    ) -> None:
+        self.peers = peers
+        self._groups = groups
+        self._topic = known
+        self._atlas = atlas
+        self._leaders = leaders
+        self._clock = clock
+
+    def partitions(self, topic: str) -> int:
+        """How many there are: nobody has to be asked. Raises TopicNotFound."""
+        return self._topic(topic).state.partitions
+
+    def front(self, name: str, topic: str, number: int, *, forward: bool = True) -> Front:
+        """The message whose turn it is, and the offset. Raises TopicNotFound, PartitionNotFound."""
+        turned = self._turn(name, topic, number, None, forward)
+        stored = Stored(topic, number, *turned.message) if turned.message is not None else None
+        return Front(stored, turned.offset)
+
+    def first_front(self, name: str, topic: str, numbers: Sequence[int]) -> Front:
+        """The first of these partitions' fronts that has a message, or else that of the first partition. Most often
+        that one has; only if not are the others' leaders asked, all at once, each for all that it leads."""
+        known, work = self._topic(topic), _Looking(self, self._group(name))
+        places = [known.place(number) for number in numbers]
+        outcomes: Outcomes[Turned] = {}
+        # A message of one partition does not wait for the leader of another.
+        for asked, patience_s in ((places[:1], 0.0), (places[1:], 0.0), (places, None)):
+            left = [place for place in asked if isinstance(outcomes.get(place), PortalMQError | None)]
+            if left:
+                outcomes |= self._leaders.run(left, work, repeatable=True, patience_s=patience_s)
+            for place in left:
+                outcome = outcomes[place]
+                if not isinstance(outcome, PortalMQError) and outcome.message is not None:
+                    return Front(Stored(topic, place.number, *outcome.message), outcome.offset)
+        for outcome in outcomes.values():
+            if isinstance(outcome, PortalMQError):
+                raise outcome
+        first = outcomes[places[0]]
+        assert isinstance(first, Turned)
+        return Front(None, first.offset)
+
+    def advance(self, name: str, topic: str, number: int, offset: int, *, forward: bool = True) -> bool:
+        """Whether it was the turn of the message at `offset`; it is done then, durably. Raises with the outcome unknown
+        when that is so: a repeat answers False for a message that the first call ended."""
+        return self._turn(name, topic, number, offset, forward).advanced
+
+    def _turn(self, name: str, topic: str, number: int, done: int | None, forward: bool) -> Turned:
+        place = self._topic(topic).place(number)
+        group = self._group(name)
+        call = Turn(name, group.group_id, *place, done)
+        return self._leaders.one(place, self._lookup(group, call), forward=forward, repeatable=done is None)
+
+    def _group(self, name: str) -> GroupState:
+        """The group, made now if it is missing."""
+        group = self._groups.find_of(name, "stream")
+        if group is None:
+            self._groups.put(name, {"mode": "stream"})
+            group = self._groups.known(name)
+        if group.config.mode != "stream":
+            raise GroupModeMismatch(f"group {name!r} works in queue mode: its messages are leased, and have no turns")
+        return group
+
+    def here(self, group: GroupState, place: Place, done: int | None, *, patient: bool = True) -> Turned:
+        """On a partition that is led here. Raises Unavailable while its followers do not vouch; if not `patient`, at
+        once."""
+        partition = self._atlas.partition(place)
+        partition.wait_vouched(patient=patient)
+        self._groups.check_same(group)  # it may have been deleted during the wait
+        if group.name not in partition.streams:
+            self._claim(group, partition)
+        stream = partition.streams[group.name]
+        offset = max(stream.committed, partition.log.log_start_offset)
+        message = _first_message(partition, offset)
+        if done is None:
+            return Turned(False, message, offset)
+        if message is None or message[0] != done:
+            # It may have been ended by a commit that is not committed yet: say so when it is.
+            partition.wait_settled(partition.replica.next_offset - 1)
+            return Turned(False)
+        stream.check_commit(NOBODY, stream.generation, done + 1, partition.high_watermark)
+        record = CommitOffset(done + 1, NOBODY, stream.generation, self._clock.now_ms())
+        pending = partition.append_group_record(group.name, record)
+        partition.wait_settled(pending.base_offset)
+        return Turned(True)
+
+    def _claim(self, group: GroupState, partition: Partition) -> None:
+        configured = group.config.start
+        start = target(partition, configured if isinstance(configured, str) else {"at": configured["at"]})
+        partition.append_group_record(group.name, Claim(NOBODY, 0, start, self._clock.now_ms()))
+
+    def serve_fronts(self, body: bytes) -> bytes:
+        call = _decode_fronts(body)
+        group = self._same_group(call.group, call.group_id)
+        places = [Place(call.topic, call.topic_id, number) for number in call.numbers]
+        outcomes = self._leaders.run(places, _Looking(self, group), forward=False)
+        return _encode([result_of(outcomes[place]) for place in places])
+
+    def _same_group(self, name: str, group_id: str) -> GroupState:
+        group = self._groups.known(name, group_id=group_id)
+        if group.group_id != group_id:
+            raise Unavailable(f"group {name!r} was deleted meanwhile", retry_after_s=0.1)
+        return group
+
+    def serve(self, body: bytes) -> bytes:
+        call = _decode_turn(body)
+        group = self._same_group(call.group, call.group_id)
+        place = Place(call.topic, call.topic_id, call.number)
+        return _encode(self._leaders.one(place, self._lookup(group, call), forward=False))
+
+    def _lookup(self, group: GroupState, call: Turn) -> Lookup[Turned]:
+        return Lookup(
+            "turn",
+            call,
+            Turned,
+            lambda place: self.here(group, place, call.done),
+            self.peers,
+            timeout_s=TURN_TIMEOUT_S,
+        )
+
+
+def _first_message(partition: Partition, offset: int) -> tuple[int, int, Record] | None:
+    piece = next(partition.pieces(offset, partition.high_watermark, 1), None)
+    if piece is None:
+        return None
+    return piece.start, piece.batch.appended_at_ms, piece.records()[0]

@@ -1,0 +1,298 @@
+"""The rooms of a broker, put together: nothing runs yet, and every room has what it needs of the others.
+
+    membership, mirror, peers             the cluster: who is there, how to reach them
+    topics, fetchers, replication         the replicas that stand here; whom they follow, who follows them
+    atlas, leaders                        who serves what, here or in one hop
+    producing, browsing, fetching, ...    what producers and readers ask for
+    groups, receiving, settling, ...      what consumers of queue groups ask for
+    streams, offsets                      what members of stream groups ask for
+
+Who hears of what, when the cluster or a partition here has changed, stands here as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from gevent.event import Event
+from gevent.threadpool import ThreadPool
+
+from portalmq.broker.cluster.capacity import Capacity
+from portalmq.broker.cluster.locks import Locks
+from portalmq.broker.cluster.maintenance import Housekeeping
+from portalmq.broker.cluster.membership import Membership
+from portalmq.broker.cluster.metadata_cache import Atlas
+from portalmq.broker.cluster.overview import Overview
+from portalmq.broker.cluster.peers import Peers, trusting
+from portalmq.broker.cluster.registry import Registry
+from portalmq.broker.cluster.routing import Leaders
+from portalmq.broker.cluster.timekeeping import Timekeeping
+from portalmq.broker.cluster.topics import Topic, Topics
+from portalmq.broker.cluster.unclean_election import own_standing
+from portalmq.broker.messages.browsing import Browsing
+from portalmq.broker.messages.idempotency import Repeats
+from portalmq.broker.messages.partition_growth import Growth
+from portalmq.broker.messages.produce import Gate, Producing
+from portalmq.broker.messages.producer_fencing import Fences
+from portalmq.broker.messages.scheduled import Scheduled
+from portalmq.broker.partition.cache import BatchCache
+from portalmq.broker.partition.clock import Clock
+from portalmq.broker.partition.compaction import Compacting
+from portalmq.broker.partition.partition import Partition
+from portalmq.broker.queues.backlog import Backlog
+from portalmq.broker.queues.commit import Committing
+from portalmq.broker.queues.dead_letters import DeadLetters
+from portalmq.broker.queues.finish import Finishing
+from portalmq.broker.queues.group_counts import Census
+from portalmq.broker.queues.groups import Groups
+from portalmq.broker.queues.outbox import Outboxes, OutputTopics
+from portalmq.broker.queues.receive import Receiving
+from portalmq.broker.queues.settle import Settling
+from portalmq.broker.queues.unfinished import Unfinished
+from portalmq.broker.queues.unfinished_counts import Sizing
+from portalmq.broker.replication.fetch_server import Replication
+from portalmq.broker.replication.fetcher import Fetchers
+from portalmq.broker.server.config import BrokerConfig, cluster_secret_in
+from portalmq.broker.server.metrics import Metrics
+from portalmq.broker.storage.disk import DiskGuard
+from portalmq.broker.streams.coordination import Coordinating
+from portalmq.broker.streams.offsets import Offsets
+from portalmq.broker.streams.partition_groups import StreamPartitions
+from portalmq.broker.streams.reader_fetch import Fetching
+from portalmq.broker.streams.shared_offset import Turns
+from portalmq.control_plane.catalog import Catalog
+from portalmq.control_plane.mirror import Changes
+from portalmq.control_plane.state import BrokerState
+from portalmq.control_plane.stream_groups import StreamGroups
+
+CACHE_BYTES = 32 * 1024 * 1024
+
+
+class Rooms:
+    """What a Broker is made of; also what partitions need of their host (partition/host.py). `on_fatal` is called once
+    with a fault after which the process must end."""
+
+    def __init__(
+        self,
+        config: BrokerConfig,
+        catalog: Catalog,
+        *,
+        broker_id: int,
+        me: BrokerState,
+        disk: DiskGuard,
+        metrics: Metrics,
+        on_fatal: Callable[[BaseException], None],
+        clock: Clock | None = None,
+    ) -> None:
+        self.config = config
+        self.broker_id = broker_id
+        self.incarnation = me.incarnation
+        self.store_uuid = me.store_uuid
+        self.cluster_id = catalog.cluster_id()
+        self.cluster_secret = cluster_secret_in(config) or catalog.cluster_secret()
+        self._receipt_key = catalog.receipt_key()
+        self.me = me
+        self.clock = clock or Clock()
+        self.pool = ThreadPool(config.storage_threads)
+        self.cache = BatchCache(CACHE_BYTES)
+        self.metrics = metrics
+        self.ready = False
+        self._draining = Event()
+        self._in_sync: dict[tuple[str, int], frozenset[int]] = {}
+        self._catalog = catalog
+        self._disk = disk
+        self._on_fatal = on_fatal
+        self.lag_ms = config.replica_lag_ms
+
+        self._join_cluster()
+        self._hold_replicas()
+        self._serve_groups()
+        self._take_messages()
+        self._share_streams()
+        self._commit_and_order()
+        self._oversee()
+        self._listen()
+
+    def _join_cluster(self) -> None:
+        """Who else is there, and how to reach them."""
+        self.membership = Membership(
+            self._catalog,
+            self.broker_id,
+            self.me,
+            self.clock,
+            cluster_id=self.cluster_id,
+            on_fatal=self.storage_failed,
+            has_files=self._has_files,
+            shown=self.config.shown_to_brokers,
+        )
+        self.lease_ms = self.membership.lease_ms
+        self.began_ms = self.clock.now_ms()
+        self.mirror = self.membership.mirror
+        self.peers = Peers(self.mirror, self.cluster_secret, tls=trusting(self.config))
+        self.membership.peers = self.peers
+        self.timekeeping = Timekeeping(self.clock, self.broker_id, lambda: self.mirror.brokers, self.peers)
+        self.peers.on_trouble = lambda other, incarnation, refused: self.membership.suspect(
+            other, incarnation, refused=refused
+        )
+
+    def _hold_replicas(self) -> None:
+        """The replicas that stand here; whom they follow, and who follows them."""
+        config = self.config
+        self.compacting = Compacting(self, self.metrics.compacted)
+        self.topics = Topics(
+            self,
+            self._catalog,
+            self.cluster_id,
+            config.data_directory,
+            auto_create=config.auto_create_topics,
+            default_replication_factor=config.default_replication_factor if config.is_clustered else 1,
+        )
+        self.topics.capacity = self.capacity = Capacity(config, self.mirror)
+        self.membership.standings = lambda keys: [own_standing(self.topics, *key) for key in keys]
+        self.fetchers = Fetchers(self, self.peers, wait_ms=config.fetch_wait_ms, max_bytes=config.fetch_bytes_max)
+        self.replication = Replication(self, self.topics)
+        self.topics.pulse.polls = self.replication.polls
+        self.atlas = Atlas(self.topics, self.mirror)
+        self.leaders = Leaders(self.broker_id, self.atlas)
+
+    def _serve_groups(self) -> None:
+        """What consumers of queue groups ask for."""
+        atlas, leaders, peers, clock = self.atlas, self.leaders, self.peers, self.clock
+        self.groups = groups = Groups(
+            self._catalog,
+            self.mirror,
+            self.topics,
+            atlas,
+            leaders,
+            peers,
+            clock,
+            receipt_key=self._receipt_key,
+            parked_receives_max=self.config.parked_receives_max,
+        )
+        groups.capacity = self.capacity
+        self.settling = Settling(groups, leaders, peers)
+        self.receiving = Receiving(groups, self.settling, peers)
+        self.finishing = Finishing(groups, self.topics.known, self._catalog.find_topic, leaders, peers)
+        self.sizing = Sizing(groups, self.topics.known, leaders, peers, clock)
+        self.turns = Turns(groups, self.topics.known, atlas, leaders, peers, clock)
+        self.unfinished = Unfinished(groups, self.topics.known, atlas, leaders, peers, clock)
+        self.dead_letters = DeadLetters(groups, self.topics.known, leaders, peers, clock)
+        self.census = Census(self.broker_id, groups, self.mirror, peers)
+
+    def _take_messages(self) -> None:
+        """What producers and readers ask for."""
+        atlas, leaders, peers = self.atlas, self.leaders, self.peers
+        self.fences = Fences(self.broker_id, self._catalog, self.membership, peers, self.clock)
+        self.repeats = Repeats(atlas, leaders, peers)
+        gate = Gate(self.fences.check, Backlog(self.clock).check)
+        self.producing = Producing(leaders, peers, atlas.topic, self.metrics.published, self.clock, gate, self.repeats)
+        self.browsing = Browsing(atlas, leaders, peers, self.groups.lot)
+        self.growth = Growth(self.mirror, atlas, leaders, peers)
+        self.schedule = Scheduled(atlas, leaders, peers, self.clock)
+        self.fetching = Fetching(self.topics.known, atlas.partition, leaders, self.groups.lot)
+
+    def _share_streams(self) -> None:
+        """What members of stream groups ask for."""
+        store = StreamGroups(self._catalog.plane)
+        self.streaming = StreamPartitions(self.groups, self.atlas, self.leaders, self.peers, self.clock)
+        self.streams = Coordinating(
+            (self.broker_id, self.incarnation),
+            store,
+            self.groups,
+            self.streaming,
+            self.topics.known,
+            self.topics.get_or_create,
+            self.mirror,
+            self.peers,
+            self.clock,
+        )
+        self.offsets = Offsets(
+            store, self.groups, self.streaming, self.topics.known, self.streams.roster_here, self.mirror, self.clock
+        )
+
+    def _commit_and_order(self) -> None:
+        """Acks and outputs as one; what the log orders to be appended elsewhere."""
+        outputs = OutputTopics(self.topics, self._catalog, self.topics.known, self.producing.copies)
+        self.outboxes = Outboxes(outputs)
+        self.committing = Committing(
+            self.groups, self.settling, outputs, self.leaders, self.peers, self.outboxes, self.clock
+        )
+        self.committing.check_reached = self.offsets.check_reached
+
+    def _oversee(self) -> None:
+        """What is told of the cluster as a whole, kept for all of it, or done now and again."""
+        plane, me = self._catalog.plane, (self.broker_id, self.incarnation)
+        self.overview = Overview(self.cluster_id, self.topics, self.atlas, self.leaders, self.peers, self.mirror)
+        self.registry = Registry(plane)
+        self.locks = Locks(plane, lambda: self.mirror.brokers, me, self.clock)
+        self.housekeeping = Housekeeping(self.topics, self.groups, self.compacting, self._draining, self)
+
+    # --- what partitions need of their host ---------------------------------------------------------------------------
+
+    def disk_is_full(self) -> bool:
+        return self._disk.full(self.clock.now_ms())
+
+    def release_disk(self) -> bool:
+        return self._disk.release()
+
+    def storage_failed(self, fault: BaseException) -> None:
+        """What this broker stands on has given way: it ends."""
+        self.ready = False
+        self._on_fatal(fault)
+
+    def committed(self, seconds: float) -> None:
+        self.metrics.committed(seconds)
+
+    def _has_files(self, topic_id: str) -> bool:
+        return self.topics.has_files(topic_id)
+
+    # --- what changes -------------------------------------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        """Who hears of what."""
+        self.topics.on_removed = self._topic_removed
+        self.topics.on_grown = lambda topic: self.groups.lot.move({topic.name})
+        self.topics.on_leading = self._leading
+        self.topics.on_stepped_down = self._stepped_down
+        self.groups.on_acked = self.metrics.acked
+        self.groups.on_delivered = self.metrics.delivered
+        self.groups.on_dead = self.metrics.dead
+        self.groups.on_expired = self.metrics.expired
+        self.membership.on_changed += [self.fences.hear, self.topics.sync, self.groups.sync, self._changed]
+        self.membership.on_changed.append(self.streams.sync)
+        self.membership.on_session_lost += [self.topics.session_lost, self.streams.session_lost]
+
+    def _changed(self, changes: Changes) -> None:
+        if changes.brokers:
+            self.locks.brokers_changed()
+        for key in changes.partitions:
+            self._count_in_sync(key)
+        if changes.partitions or changes.topics or changes.brokers:
+            self.leaders.changed()
+
+    def _count_in_sync(self, key: tuple[str, int]) -> None:
+        held = self.mirror.partitions.get(key)
+        if held is None or held.value.leader != self.broker_id:
+            self._in_sync.pop(key, None)
+            return
+        after = frozenset(held.value.isr)
+        before = self._in_sync.get(key, after)
+        self._in_sync[key] = after
+        self.metrics.in_sync_changed(len(before - after), len(after - before))
+
+    def _leading(self, topic: Topic, partition: Partition) -> None:
+        self.metrics.elected()
+        self.groups.on_leading(topic, partition)
+        self.outboxes.on_leading(topic, partition)
+        self.leaders.changed()
+
+    def _stepped_down(self, topic: Topic, partition: Partition) -> None:
+        self.groups.on_stepped_down(topic, partition)
+        self.fetching.moved(partition)
+        self.outboxes.on_stepped_down(partition)
+
+    def _topic_removed(self, topic: Topic) -> None:
+        self.groups.forget_topic(topic)
+        self.outboxes.on_removed(topic)
+        self.overview.forget_topic(topic)
+        self.metrics.forget_topic(topic.name)

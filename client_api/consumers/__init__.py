@@ -1,0 +1,1 @@
+"""The parts of a consumer: leases, prefetch, atomic commits."""

@@ -1,0 +1,109 @@
+"""The atomic commit of consume, transform, produce: input done and output ordered, in one call, or neither.
+
+A commit names what it is for: receipts, or a member's offset. So it is repeated when its outcome is unknown, until it
+is answered or its time is over; who shows the same again is given the first answer, and nothing is published twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from portalmq import wire
+from portalmq.message import Message
+from portalmq.producers.outgoing import pack
+from portalmq.transport.transport import Request, Transport, decode_answer
+
+Output = Mapping[str, Any]
+
+_HEADERS = (("Content-Type", wire.BATCH_MSGPACK), ("Accept", wire.BATCH_MSGPACK))
+_OPTIONS = ("partition", "delay_ms", "deliver_at_ms", "ttl_ms")
+_FIELDS = {"topic", "value", "value_base64", "key", "key_base64", "headers", "content_type", "priority", *_OPTIONS}
+
+
+def commit_receipts(
+    transport: Transport, group: str, messages: Sequence[Message], outputs: Iterable[Output]
+) -> wire.Committed:
+    """Ack messages of one partition and publish `outputs`. Raises StaleReceipt when one of them is done already or was
+    given to another consumer, and what a broker refuses an output with; then nothing was done."""
+    topic, partition = place_of(messages)
+    receipts = [message.receipt for message in messages if message.receipt is not None]
+    if len(receipts) < len(messages):
+        raise ValueError("a message without a receipt was browsed, not received: there is no lease to commit")
+    return _commit(transport, group, (topic, partition), wire.PackCommit(publish=packed(outputs), ack=receipts))
+
+
+def commit_offset(
+    transport: Transport,
+    group: str,
+    messages: Sequence[Message],
+    outputs: Iterable[Output],
+    *,
+    member_id: str,
+    generation: int,
+    committed: int,
+) -> wire.Committed:
+    """Commit a stream member's place behind these messages of one partition and publish `outputs`. `committed` is the
+    group's committed offset as the member knows it. Raises IllegalGeneration when the partition is another member's by
+    now, OffsetMoved when another offset is committed; then nothing was done."""
+    topic, partition = place_of(messages)
+    place = wire.CommitPlace(topic, partition, max(message.offset for message in messages) + 1, committed)
+    commit = wire.PackCommit(publish=packed(outputs), member_id=member_id, generation=generation, offsets=[place])
+    return _commit(transport, group, (topic, partition), commit)
+
+
+def _commit(transport: Transport, group: str, place: tuple[str, int], commit: wire.PackCommit) -> wire.Committed:
+    request = Request(
+        "POST",
+        wire.group_path(group, "commit"),
+        msgspec.msgpack.encode(commit),
+        _HEADERS,
+        repeatable=True,
+        leader_of=place,
+    )
+    return decode_answer(transport.call(request), wire.Committed)
+
+
+def place_of(messages: Sequence[Message]) -> tuple[str, int]:
+    """The topic and partition that all of them are of. Raises ValueError."""
+    if not messages:
+        raise ValueError("name at least one message to commit")
+    places = {(message.topic, message.partition) for message in messages}
+    if len(places) > 1:
+        raise ValueError(f"the messages are of {len(places)} partitions: commit those of each partition by themselves")
+    return places.pop()
+
+
+def packed(outputs: Iterable[Output]) -> list[wire.PackOutput]:
+    """The outputs as they travel. Raises ValueError, TypeError for what cannot be one."""
+    if isinstance(outputs, Mapping):
+        raise TypeError("outputs is a list of messages, each a dict such as {'topic': 't', 'value': b'…'}")
+    return [_packed(output, index) for index, output in enumerate(outputs)]
+
+
+def _packed(output: Output, index: int) -> wire.PackOutput:
+    if not isinstance(output, Mapping):
+        raise TypeError(f"output {index} is {output!r}: use a dict such as {{'topic': 't', 'value': b'…'}}")
+    unknown = set(output) - _FIELDS
+    if unknown:
+        raise ValueError(f"output {index} has {sorted(map(str, unknown))}; known: {', '.join(sorted(_FIELDS))}")
+    topic = wire.check_name(output.get("topic", ""), "topic")
+    if ("value" in output) == ("value_base64" in output):
+        raise ValueError(f"output {index} needs either value or value_base64")
+    message, _ = pack(
+        output.get("value", b""),
+        output.get("key"),
+        output.get("headers"),
+        None,
+        None,
+        None,
+        output.get("priority", 0),
+        output.get("content_type"),
+    )
+    fields = {name: getattr(message, name) for name in ("key", "headers", "content_type", "priority")}
+    fields |= {name: output[name] for name in (*_OPTIONS, "key_base64") if output.get(name) is not None}
+    if "value_base64" in output:
+        return wire.PackOutput(topic=topic, value_base64=output["value_base64"], **fields)
+    return wire.PackOutput(topic=topic, value=message.value, **fields)

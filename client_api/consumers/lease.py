@@ -1,0 +1,455 @@
+"""What one consumer holds of a queue group: leased messages, and what is to become of them.
+
+    receive --> waiting --take--> handed out --finish--> to be acked --board, flush--> acked
+                   |                  |
+                   `---- release (nack, at close) ----'
+
+Messages wait here while the ones before them are handled, and their leases run meanwhile. So a keeper thread extends
+the leases of what waits and of what is in hand, until that has taken `max_handling_s`; a consumer that is stuck for
+longer gives the waiting ones back, for others to take. Acks ride with the next receive; those that no receive takes
+along in time are sent by the keeper.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from typing import Literal
+
+import msgspec
+
+from portalmq import wire
+from portalmq.errors import LeaseLost, PortalMQError, StaleReceipt
+from portalmq.transport.transport import Request, Transport
+
+_log = logging.getLogger("portalmq.consumer")
+
+ACK_DELAY_S_MAX = 0.1
+RELEASE_TIMEOUT_S = 5.0
+LOOK_TIMEOUT_S = 1.0
+# What waits behind a message that has been in hand for so long goes to others, who may be idle.
+HOLD_BACK_S_MAX = 5.0
+CLOSED_BEFORE = "the consumer closed before it came to it"
+
+Verb = Literal["ack", "nack", "extend"]
+
+
+class Leases:
+    """Thread-safe. The lock is re-entrant because garbage collection may close a consumer in any thread."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        group: str,
+        visibility_timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        max_handling_s: float = 0.0,
+    ) -> None:
+        self._transport = transport
+        self._group = group
+        self._visibility_s = visibility_timeout_s
+        self._clock = clock
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._waiting: deque[wire.PackMessageOut] = deque()
+        # All that waits came in one answer or was extended in one call: one end of lease for all.
+        self._waiting_until = 0.0
+        self._handed: dict[str, None] = {}
+        self._handed_at = 0.0
+        # The end of the first lease in hand to end; the keeper may prolong what waits alone.
+        self._handed_until = math.inf
+        # When the latest message was handed out, or those that wait came.
+        self._busy_since = 0.0
+        self._max_handling_s = max_handling_s
+        # Of what is in hand: what the user has extended by his own word, and what others have by now.
+        self._extended: set[str] = set()
+        self._lost: set[str] = set()
+        # Whether messages of the group have leases at all; with at_most_once they are acked when they are handed out.
+        self._has_leases: bool | None = None
+        self._to_ack: list[str] = []
+        # Acks on their way with a receive: theirs to confirm, or to be sent again.
+        self._riding: list[str] = []
+        # The thread whose receive has no answer yet.
+        self._receiving_in: int | None = None
+        self._to_ack_since = 0.0
+        # Held while acks are on their way, so that flush() also waits for those the keeper has taken up.
+        self._flushing = threading.RLock()
+        self._failure: PortalMQError | None = None
+        self._keeper: threading.Thread | None = None
+        self._wakes_at = -math.inf
+        self._closed = False
+        self._hold_back_s = HOLD_BACK_S_MAX
+        # When nobody could tell whether there are leases, the last time that it mattered.
+        self._untold_at = -math.inf
+        # Whether what waited is on its way back to the broker, in the keeper's thread.
+        self._is_giving_back = False
+
+    # --- the consumer's thread ---------------------------------------------------------------------------------------
+
+    def hold(self, messages: Sequence[wire.PackMessageOut]) -> None:
+        """Keep what a receive brought. Only called while nothing waits. After the end it goes back at once."""
+        with self._lock:
+            assert not self._waiting
+            self._waiting.extend(messages)
+            now = self._busy_since = self._clock()
+            self._waiting_until = now + self._visibility_s
+            self._received()  # from here on release() finds them
+            is_late = self._closed
+            late = [message.receipt for message in self._waiting if is_late and message.receipt is not None]
+            if is_late:
+                self._waiting.clear()
+            elif messages:
+                self._start_keeper()
+                self._wake_keeper(min(self._waiting_until - self._visibility_s / 2, now + self._hold_back_s))
+        if is_late:
+            self.give_back_unseen(late, CLOSED_BEFORE)
+            self._transport.rest()
+
+    def take(self) -> wire.PackMessageOut | None:
+        """The next message in whose lease there is time left. From here on it is the user's."""
+        with self._lock:
+            now = self._clock()
+            if self._waiting and now >= self._waiting_until and self._has_leases is not False:
+                _log.warning("%d messages waited longer than their lease and go to others", len(self._waiting))
+                self._waiting.clear()
+            if not self._waiting:
+                return None
+            message = self._waiting.popleft()
+            if message.receipt is not None:
+                if not self._handed or self._handed_until > self._waiting_until:
+                    self._handed_until = self._waiting_until
+                self._handed[message.receipt] = None
+                self._handed_at = self._busy_since = now
+            return message
+
+    def finish_handed(self) -> None:
+        """What was handed out is done: ack it with the next flush. Raises LeaseLost for what others have by now; the
+        rest is acked all the same."""
+        if self._handed and self._clock() >= self._handed_until:
+            self._look_after(self._in_hand())
+        with self._lock:
+            if self._failure is not None:
+                failure, self._failure = self._failure, None
+                raise failure
+            if not self._handed:
+                return
+            lost = [receipt for receipt in self._handed if receipt in self._lost] if self._lost else []
+            for receipt in lost:
+                del self._handed[receipt]
+            if not self._to_ack:
+                self._to_ack_since = self._clock()
+                self._wake_keeper(self._to_ack_since + ACK_DELAY_S_MAX)
+            self._to_ack += self._handed
+            self._handed = {}
+            if self._extended or self._lost:
+                self._extended, self._lost = set(), set()
+        if lost:
+            raise self._lease_lost(len(lost))
+
+    def _lease_lost(self, count: int) -> LeaseLost:
+        return LeaseLost(
+            f"{count} messages were handled for longer than their lease of {self._visibility_s:g} s, and others have or"
+            " had them: raise visibility_timeout_s or max_handling_s, or fetch fewer at once",
+            messages=count,
+        )
+
+    def _look_after(self, receipts: list[str]) -> None:
+        """Their lease is over by this clock, as nobody has renewed it: prolong it where nobody else has them."""
+        try:
+            if receipts:
+                self._settle("extend", receipts, self._prolonged(), LOOK_TIMEOUT_S)
+        except StaleReceipt as error:
+            self._pass_on(_stale_among(error, receipts))
+        except PortalMQError as error:
+            _log.debug("whether %d leases still run could not be asked: %s", len(receipts), error)
+
+    def _in_hand(self) -> list[str]:
+        with self._lock:
+            return [receipt for receipt in self._handed if receipt not in self._extended]
+
+    def _pass_on(self, receipts: Collection[str]) -> None:
+        """Others have these by now, unless the group knows no leases."""
+        if not receipts or self._are_leased() is False:
+            return
+        with self._lock:
+            lost = [receipt for receipt in receipts if receipt in self._handed]
+            self._lost.update(lost)
+        self._warn_of_stale(len(lost))
+
+    def _are_leased(self) -> bool | None:
+        """None where nobody can tell now."""
+        if self._has_leases is None:
+            try:
+                group = self._transport.get(
+                    wire.group_path(self._group), wire.GroupDescription, timeout_s=LOOK_TIMEOUT_S
+                )
+            except PortalMQError:
+                return None
+            self._has_leases = group.config.delivery != "at_most_once"
+        return self._has_leases
+
+    def begin_receive(self) -> None:
+        """This thread is about to ask the brokers. Follow it by `board`, or by `missed`."""
+        self._receiving_in = threading.get_ident()
+
+    def board(self) -> list[str]:
+        """The acks that ride with the next receive. Follow it by `arrived` and `hold`, or by `missed`."""
+        with self._lock:
+            assert not self._riding
+            gathered = self._to_ack
+            self._riding, self._to_ack = gathered[: wire.RECEIVE_MESSAGES_MAX], gathered[wire.RECEIVE_MESSAGES_MAX :]
+            return self._riding
+
+    def arrived(self, stale: Sequence[str]) -> None:
+        """The receive was answered, so what rode with it is acked, but for what had gone to others."""
+        with self._lock:
+            self._riding = []
+        self._warn_of_stale(len(stale))
+
+    def missed(self) -> None:
+        """The receive failed: its acks are to be sent again. Acking twice is fine."""
+        with self._lock:
+            self._received()
+            self._to_ack, self._riding = self._riding + self._to_ack, []
+            if self._to_ack:
+                self._to_ack_since = self._clock()
+                self._wake_keeper(self._to_ack_since + ACK_DELAY_S_MAX)
+
+    def _received(self) -> None:
+        self._receiving_in = None
+        self._changed.notify_all()
+
+    def flush(self) -> None:
+        """Send the acks that have gathered. A stale one is logged: its message has gone to another consumer."""
+        with self._flushing:
+            with self._lock:
+                gathered, self._to_ack = self._to_ack, []
+            for start in range(0, len(gathered), wire.RECEIVE_MESSAGES_MAX):
+                receipts = gathered[start : start + wire.RECEIVE_MESSAGES_MAX]
+                try:
+                    self._settle("ack", receipts, {})
+                except StaleReceipt as error:
+                    self._warn_of_stale(len(_stale_among(error, receipts)))
+
+    def _warn_of_stale(self, count: int) -> None:
+        if count:
+            _log.warning(
+                "%d messages were handled longer than their lease of %g s and will be delivered again",
+                count,
+                self._visibility_s,
+            )
+
+    def settle(self, verb: Verb, receipts: list[str], options: dict[str, object]) -> None:
+        """Ack, nack or extend by the user's word. Raises StaleReceipt, with all that could be done being done."""
+        try:
+            self._settle(verb, receipts, options)
+        except StaleReceipt as error:
+            self._forget(_stale_among(error, receipts) if verb == "extend" else receipts)
+            raise
+        if verb == "extend":
+            with self._lock:
+                self._extended.update(receipt for receipt in receipts if receipt in self._handed)
+        else:
+            self._forget(receipts)
+        if self._closed:
+            self._transport.rest()
+
+    def withdraw(self, receipts: Collection[str]) -> None:
+        """The user commits these: going on does not ack them, whatever becomes of the commit."""
+        self._forget(receipts)
+
+    def _forget(self, receipts: Collection[str]) -> None:
+        with self._lock:
+            for receipt in receipts:
+                self._handed.pop(receipt, None)
+
+    def keep_only_waiting(self) -> None:
+        """The user settles what was handed out (manual_ack): closing must not give it back."""
+        with self._lock:
+            self._handed = {}
+
+    # --- the keeper --------------------------------------------------------------------------------------------------
+
+    def _start_keeper(self) -> None:
+        if self._keeper is None:
+            self._keeper = threading.Thread(target=self._keep, name="portalmq-lease-keeper", daemon=True)
+            self._keeper.start()
+
+    def _keep(self) -> None:
+        while True:
+            with self._lock:
+                if self._closed:
+                    return
+                now = self._clock()
+                acks_at = self._to_ack_since + ACK_DELAY_S_MAX if self._to_ack else math.inf
+                is_kept = bool(self._waiting) or self._may_renew(now)
+                extension_at = self._waiting_until - self._visibility_s / 2 if is_kept else math.inf
+                spare_at = self._spare_at()
+                self._wakes_at = min(acks_at, extension_at, spare_at)
+                if now < self._wakes_at:
+                    self._changed.wait(None if self._wakes_at == math.inf else self._wakes_at - now)
+                    continue
+            try:
+                if now >= acks_at:
+                    self.flush()
+                if now >= spare_at:
+                    self._spare()
+                if now >= extension_at:
+                    self._keep_waiting(now)
+            except PortalMQError as error:
+                with self._lock:
+                    if not self._closed:
+                        self._failure = error
+                    if now >= extension_at:
+                        # Not to be extended, so not to be handed out either: their leases run out.
+                        self._waiting.clear()
+                        self._extended.update(self._handed)
+
+    def _wake_keeper(self, at: float) -> None:
+        """There is something to do at the time `at`, which the keeper may not know of."""
+        if at < self._wakes_at or at == -math.inf:
+            self._changed.notify_all()
+
+    def _spare_at(self) -> float:
+        """When what waits is to go to others; later again where it could not be asked whether they would get it."""
+        return max(self._busy_since, self._untold_at) + self._hold_back_s if self._waiting else math.inf
+
+    def _spare(self) -> None:
+        """The message in hand takes long: what waits behind it goes to others."""
+        are_leased = self._are_leased()
+        if are_leased:
+            self._give_back_waiting("the consumer is busy with another")
+        elif are_leased is None:
+            with self._lock:
+                self._untold_at = self._clock()
+        else:
+            self._hold_back_s = math.inf  # acked when it was fetched: nobody else would get it
+
+    def _give_back_waiting(self, reason: str) -> None:
+        with self._lock:
+            receipts = [message.receipt for message in self._waiting if message.receipt is not None]
+            self._waiting.clear()
+            self._is_giving_back = True
+        try:
+            self.give_back_unseen(receipts, reason)
+        finally:
+            with self._lock:
+                self._is_giving_back = False
+                self._changed.notify_all()
+
+    def wait_given_back(self, within_s: float) -> bool:
+        """Whether the keeper has given back what it was about to. Before that a receive may find nothing, as what is
+        there still counts as this consumer's."""
+        with self._lock:
+            return self._changed.wait_for(lambda: not self._is_giving_back or self._closed, within_s)
+
+    def _may_renew(self, now: float) -> bool:
+        """Whether something is in hand whose lease is this thread's to renew."""
+        if now >= self._handed_at + self._max_handling_s:
+            return False
+        return any(each not in self._extended and each not in self._lost for each in self._handed)
+
+    def _keep_waiting(self, now: float) -> None:
+        with self._lock:
+            receipts = [message.receipt for message in self._waiting if message.receipt is not None]
+            stuck = bool(self._handed) and now >= self._handed_at + max(self._visibility_s, self._max_handling_s)
+            in_hand = []
+            if self._may_renew(now):
+                in_hand = [each for each in self._handed if each not in self._extended and each not in self._lost]
+                if now + self._visibility_s / 2 >= self._handed_at + self._max_handling_s:
+                    _log.warning(
+                        "a message is handled for %.0f s by now: its lease is renewed no more after max_handling_s=%g",
+                        now - self._handed_at,
+                        self._max_handling_s,
+                    )
+        if stuck:
+            _log.warning("the message in hand has taken longer than its lease: %d others are given back", len(receipts))
+            self._give_back_waiting("the consumer is stuck")
+            return
+        gone: set[str] = set()
+        receipts += in_hand
+        try:
+            self._settle("extend", receipts, self._prolonged())
+        except StaleReceipt as error:
+            gone = _stale_among(error, receipts)
+            self._pass_on(gone)
+            if self._has_leases is False:
+                gone = set()
+        with self._lock:
+            self._waiting = deque(message for message in self._waiting if message.receipt not in gone)
+            self._waiting_until = now + self._visibility_s
+            if in_hand:
+                self._handed_until = self._waiting_until
+
+    # --- the end -----------------------------------------------------------------------------------------------------
+
+    @property
+    def is_received_here(self) -> bool:
+        """Whether the receive without an answer is this very thread's, which is in a signal's handler then."""
+        return self._receiving_in == threading.get_ident()
+
+    def release(self, received_within_s: float = 0.0) -> None:
+        """Send the last acks and give back what was not done, also what a receive brings that another thread ends
+        within `received_within_s`. Failures only mean that leases run out by themselves."""
+        with self._lock:
+            self._changed.wait_for(lambda: self._receiving_in is None or self._closed, received_within_s)
+            if self._closed:
+                return
+            self._closed = True
+            self._changed.notify_all()
+            waiting = [message.receipt for message in self._waiting if message.receipt is not None]
+            handed = list(self._handed)
+            self._waiting.clear()
+            self._handed = {}
+            self._to_ack = self._riding + self._to_ack
+        # The keeper may try to send acks for much longer than an end may take: it goes on with them by itself.
+        if self._flushing.acquire(timeout=RELEASE_TIMEOUT_S):
+            try:
+                self.flush()
+            except PortalMQError as error:
+                _log.warning("the last messages could not be acked and will be delivered again: %s", error)
+            finally:
+                self._flushing.release()
+        else:
+            _log.warning("acks get no answer: the last messages may be delivered again")
+        self._give_back(handed, {"reason": "the consumer closed before it was done"})
+        self.give_back_unseen(waiting, CLOSED_BEFORE)
+
+    def give_back_unseen(self, receipts: list[str], reason: str) -> None:
+        """Give back what nobody has looked at: it does not count as delivered."""
+        self._give_back(receipts, {"reason": reason, "delay_ms": 0, "unseen": True})
+
+    def _give_back(self, receipts: list[str], options: dict[str, object]) -> None:
+        if not receipts:
+            return
+        try:
+            self._settle("nack", receipts, options)
+        except PortalMQError as error:
+            _log.debug("could not give %d messages back: %s", len(receipts), error)
+
+    def _prolonged(self) -> dict[str, object]:
+        return {"visibility_timeout_ms": round(self._visibility_s * 1000)}
+
+    def _settle(
+        self, verb: Verb, receipts: list[str], options: dict[str, object], timeout_s: float | None = None
+    ) -> None:
+        request = Request(
+            "POST",
+            wire.group_path(self._group, verb),
+            msgspec.json.encode({"receipts": receipts, **options}),
+            (("Content-Type", wire.JSON),),
+            repeatable=True,
+        )
+        self._transport.call(request, timeout_s=RELEASE_TIMEOUT_S if self._closed else timeout_s)
+
+
+def _stale_among(error: StaleReceipt, receipts: list[str]) -> set[str]:
+    """The receipts that an answer refused; all of them when it does not say."""
+    results = error.extra.get("results")
+    if not isinstance(results, list):
+        return set(receipts)
+    return {str(result.get("receipt")) for result in results if result.get("status") != "ok"}

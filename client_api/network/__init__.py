@@ -1,0 +1,1 @@
+"""Connections and their files, shared by clients and brokers."""

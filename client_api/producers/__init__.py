@@ -1,0 +1,1 @@
+"""The parts of a producer: batches, their senders, partitions."""

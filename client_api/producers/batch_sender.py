@@ -1,0 +1,208 @@
+"""Bringing one batch to its leader exactly once: the stamp, the request, and what a failure means.
+
+The next sequence number of a lane is counted on only when a request is known to be applied, and a lane has one request
+in flight. So a request that fails as "not applied" leaves no gap. One that ends unknown for good (its time is over) may
+have left one: then the producer takes a new identity, and no stamp of the old one is used again (KIP-98 and KIP-360
+describe the same for Kafka).
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from typing import Any
+
+import msgspec
+
+from portalmq import wire
+from portalmq.errors import (
+    Fenced,
+    InvalidRequest,
+    MessageTooLarge,
+    OutOfOrderSequence,
+    PortalMQError,
+    Unavailable,
+)
+from portalmq.producers.batching import Batch, Lane
+from portalmq.transport.transport import Backoff, OutOfTime, Request, Transport, decode_answer, may_repeat
+
+_log = logging.getLogger("portalmq.producer")
+
+RESTAMPS_MAX = 3
+
+_HEADERS = (
+    ("Content-Type", wire.BATCH_MSGPACK),
+    ("Accept", wire.BATCH_MSGPACK),
+    ("Prefer", "return=minimal"),
+)
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class _OutBatch(msgspec.Struct, omit_defaults=True):
+    """wire.PackBatch with messages of either form (wire.PackMessage, outgoing.Plain)."""
+
+    messages: list[Any]
+    producer: wire.ProducerStamp | None = None
+
+
+class Delivery:
+    """Sends batches, one lane at a time in any one thread. Holds the producer's identity, which all lanes share."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        acks: wire.Acks,
+        *,
+        idempotent: bool,
+        producer_name: str | None,
+        delivery_timeout_s: float,
+    ) -> None:
+        self._transport = transport
+        self._acks = acks
+        self._idempotent = idempotent
+        self._name = producer_name
+        self._delivery_timeout_s = delivery_timeout_s
+        self._identity: wire.ProducerIdentity | None = None
+        self._identity_lock = threading.Lock()
+        # A new epoch of the same instance must not fence a successor of the name.
+        self._instance = secrets.token_hex(8) if producer_name is not None else ""
+        self._had_name = False
+
+    def advance(self, lane: Lane, batch: Batch, limit_s: float | None) -> float | None:
+        """Send what is left of the batch. None when it has its outcomes, else the seconds until the next try.
+
+        `limit_s` cuts the wait for one answer; the request is then repeated by a later call. Raises no PortalMQError.
+        """
+        limit = None if limit_s is None else time.monotonic() + limit_s
+        while batch.ranges:
+            deadline = batch.deadline if limit is None else min(batch.deadline, limit)
+            try:
+                produced = self._post(lane, batch, deadline)
+            except PortalMQError as error:
+                pause_s = self._after_failure(lane, batch, error)
+                if pause_s is not None:
+                    return pause_s
+            else:
+                start, end = batch.ranges[-1]
+                batch.finish_range(produced)
+                lane.next_sequence += end - start
+                lane.backoff = None
+        return None
+
+    def give_up(self, lane: Lane, batch: Batch, fault: BaseException) -> None:
+        """Something that is no PortalMQError came up while sending: the futures must not hang on it."""
+        _log.error("sending to %s/%d failed", lane.topic, lane.partition, exc_info=fault)
+        self._drop_identity(lane)
+        while batch.ranges:
+            failure = Unavailable(f"sending failed: {fault!r}", outcome="unknown", retryable=False)
+            failure.__cause__ = fault
+            batch.finish_range(failure)
+
+    def _post(self, lane: Lane, batch: Batch, deadline: float) -> wire.ProducedRange:
+        if self._idempotent:
+            self._take_identity(lane, batch, deadline)
+        body = batch.body
+        if body is None:
+            body = batch.body = self._encode(lane, batch)
+        request = Request(
+            "POST",
+            lane.path,
+            body,
+            _HEADERS,
+            repeatable=self._idempotent,
+            leader_of=(lane.topic, lane.partition),
+        )
+        answer = self._transport.attempt(request, deadline)
+        if self._acks == "none":
+            start, end = batch.ranges[-1]
+            return wire.ProducedRange(-1, -1, end - start, 0)
+        return decode_answer(answer, wire.ProducedRange)
+
+    def _encode(self, lane: Lane, batch: Batch) -> bytes:
+        start, end = batch.ranges[-1]
+        messages = batch.messages if end - start == batch.count else batch.messages[start:end]
+        stamp = None
+        if lane.identity is not None:
+            stamp = wire.ProducerStamp(lane.identity.id, lane.identity.epoch, lane.next_sequence)
+        return _encode(_OutBatch(messages, stamp))
+
+    def _take_identity(self, lane: Lane, batch: Batch, deadline: float) -> None:
+        """Stamp with the producer's current identity. A range whose last try ended unknown keeps its stamp."""
+        if batch.unknown or (lane.identity is not None and lane.identity is self._identity):
+            return
+        with self._identity_lock:
+            if self._identity is None:
+                self._identity = self._new_identity(deadline)
+            lane.identity = self._identity
+        lane.next_sequence = 0
+        batch.body = None
+
+    def _new_identity(self, deadline: float) -> wire.ProducerIdentity:
+        named = wire.ProducerIdRequest(self._name)
+        if self._name is not None:
+            named.instance, named.renews = self._instance, self._had_name
+        body = msgspec.json.encode(named)
+        request = Request("POST", "/v1/producers", body, (("Content-Type", wire.JSON),), repeatable=True)
+        try:
+            identity = decode_answer(self._transport.attempt(request, deadline), wire.ProducerIdentity)
+            self._had_name = True
+            return identity
+        except PortalMQError as error:
+            # An identity that nobody uses does no harm: to the batch nothing has happened.
+            error.outcome = "not_applied"
+            raise
+
+    def _after_failure(self, lane: Lane, batch: Batch, error: PortalMQError) -> float | None:
+        """Decide on the topmost range. None: go on at once. Else the seconds until the next try."""
+        if isinstance(error, OutOfTime) and batch.failure is not None:
+            error = batch.failure
+        batch.failure = error
+        batch.unknown = batch.unknown or error.outcome == "unknown"
+        if not batch.unknown and self._mended(lane, batch, error):
+            return None
+        if may_repeat(error, self._idempotent):
+            lane.backoff = lane.backoff or Backoff()
+            pause_s = lane.backoff.next_s(error.retry_after_s)
+            if time.monotonic() + pause_s < self._transport.reach.limit(batch.deadline, batch.born):
+                return pause_s
+            if self._transport.reach.heard:
+                error = _late(error, self._delivery_timeout_s)
+        if batch.unknown:
+            error.outcome = "unknown"
+            self._drop_identity(lane)
+        batch.finish_range(error)
+        batch.failure = None
+        return None
+
+    def _mended(self, lane: Lane, batch: Batch, error: PortalMQError) -> bool:
+        """True when a request that was certainly not applied can be sent in another form, at once."""
+        start, end = batch.ranges[-1]
+        if isinstance(error, OutOfOrderSequence) and batch.restamps < RESTAMPS_MAX:
+            # The broker has forgotten this producer (its dedup window is over): begin anew under another identity.
+            batch.restamps += 1
+            self._drop_identity(lane)
+        elif isinstance(error, Fenced) and lane.identity is not self._identity:
+            # Fenced by ourselves: another lane has taken a newer epoch meanwhile.
+            batch.body = None
+        elif isinstance(error, InvalidRequest | MessageTooLarge) and end - start > 1:
+            # One message is at fault. Its neighbours go on without it.
+            batch.split_range()
+        else:
+            return False
+        return True
+
+    def _drop_identity(self, lane: Lane) -> None:
+        """Whether the lane's last stamp was used is not known: none of that identity may be used again."""
+        with self._identity_lock:
+            if self._identity is lane.identity:
+                self._identity = None
+        lane.identity = None
+
+
+def _late(error: PortalMQError, delivery_timeout_s: float) -> PortalMQError:
+    error.detail = f"not delivered within {delivery_timeout_s:g} s; the last try: {error.detail}"
+    error.args = (error.detail,)
+    return error

@@ -1,0 +1,251 @@
+"""What stands between `send()` and the network: batches, the futures that look into them, and one lane a partition.
+
+A batch of 1,000 messages should not cost 1,000 futures with a lock and a condition each. A `SendFuture` is therefore
+only (batch, index) until somebody asks it something; then it becomes a real `concurrent.futures.Future`, by filling in
+the state that `Future.__init__` would have made. `result()`, callbacks, `wait` and `asyncio.wrap_future` work on it
+unchanged, and a future that nobody looks at costs two attributes.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+from portalmq import wire
+from portalmq.errors import PortalMQError
+from portalmq.message import RecordMetadata
+
+if TYPE_CHECKING:
+    from portalmq.transport.transport import Backoff
+
+_log = logging.getLogger("portalmq.producer")
+
+# The attributes of concurrent.futures.Future's state, all made when the first of them is missed.
+_FUTURE_STATE = frozenset(vars(Future()))
+
+
+class SendFuture(Future[RecordMetadata]):
+    """The fate of one message. Cannot be cancelled: the message may be on its way.
+
+    `result()` does not wait for the batch to fill up: it has the batch sent at once.
+    """
+
+    def __init__(self, batch: Batch, index: int) -> None:
+        # Deliberately without super().__init__(): see the module's docstring.
+        self._batch = batch
+        self._index = index
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in _FUTURE_STATE:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        self._batch.watch(self)
+        return self.__dict__[name]
+
+    def done(self) -> bool:
+        return self._batch.settled or super().done()
+
+    def result(self, timeout: float | None = None) -> RecordMetadata:
+        """Where the message stands. Raises its PortalMQError, or TimeoutError after `timeout` seconds."""
+        batch = self._batch
+        left = timeout if batch.settled else batch.hurry(timeout)
+        if batch.settled:
+            outcome = batch.outcome(self._index)
+            if isinstance(outcome, PortalMQError):
+                raise outcome
+            return outcome
+        return super().result(left)
+
+    def hurry(self) -> None:
+        """Have its batch sent now, by another thread."""
+        if not self._batch.settled:
+            self._batch.hurry(0.0)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        batch = self._batch
+        left = timeout if batch.settled else batch.hurry(timeout)
+        if batch.settled:
+            outcome = batch.outcome(self._index)
+            return outcome if isinstance(outcome, PortalMQError) else None
+        return super().exception(left)
+
+
+class Lane:
+    """One partition of one topic: its batches go out in order, one at a time, stamped with contiguous sequences.
+
+    `open` collects messages, `queue` holds what is to be sent next. `scheduled` is true while the lane is with a
+    sender, or waits for one, or pauses until `retry_at`: so no two threads ever send for one lane.
+    `identity` and `next_sequence` are the producer's stamp here: only whoever sends for the lane changes them.
+    """
+
+    __slots__ = (
+        "backoff",
+        "identity",
+        "next_sequence",
+        "open",
+        "partition",
+        "path",
+        "queue",
+        "retry_at",
+        "scheduled",
+        "topic",
+    )
+
+    def __init__(self, topic: str, partition: int, acks: wire.Acks) -> None:
+        self.topic = topic
+        self.partition = partition
+        self.path = f"{wire.messages_path(topic)}?partition={partition}&acks={acks}"
+        self.open: Batch | None = None
+        self.queue: deque[Batch] = deque()
+        self.scheduled = False
+        self.retry_at = 0.0
+        self.backoff: Backoff | None = None
+        self.identity: wire.ProducerIdentity | None = None
+        self.next_sequence = 0
+
+
+class Batch:
+    """Messages of one lane, in order, that go out together.
+
+    `ranges` is a stack of what is still to be sent: the whole at first, halves after a broker refused a message in it
+    (so that one bad message does not fail its neighbours). `unknown` is true when a try of the topmost range ended
+    with an unknown outcome, `failure` what the last try met. Every outcome is (start, end, where it went or why not).
+    """
+
+    __slots__ = (
+        "_hurry",
+        "_lock",
+        "_outcomes",
+        "_was_seen",
+        "_watched",
+        "body",
+        "born",
+        "count",
+        "deadline",
+        "failure",
+        "lane",
+        "messages",
+        "ranges",
+        "restamps",
+        "settled",
+        "size",
+        "unknown",
+        "urgent",
+    )
+
+    def __init__(
+        self, lane: Lane, born: float, deadline: float, hurry: Callable[[Batch, float | None], float | None]
+    ) -> None:
+        self.lane = lane
+        self.born = born
+        self.deadline = deadline
+        self.messages: list[Any] = []
+        self.size = 0
+        self.count = 0
+        self.urgent = False
+        self.ranges: list[tuple[int, int]] = []
+        self.body: bytes | None = None
+        self.failure: PortalMQError | None = None
+        self.restamps = 0
+        self.unknown = False
+        self.settled = False
+        self._hurry = hurry
+        self._lock = threading.Lock()
+        self._watched: list[SendFuture] = []
+        self._was_seen = False
+        self._outcomes: list[tuple[int, int, wire.ProducedRange | PortalMQError]] = []
+
+    def seal(self) -> None:
+        """No message comes in any more."""
+        self.count = len(self.messages)
+        self.ranges = [(0, self.count)]
+
+    def finish_range(self, outcome: wire.ProducedRange | PortalMQError) -> None:
+        """The topmost range is done."""
+        start, end = self.ranges.pop()
+        if isinstance(outcome, PortalMQError):
+            # Its traceback holds the frames of the sender, and they hold this batch: a cycle.
+            outcome = outcome.with_traceback(None)
+        self._outcomes.append((start, end, outcome))
+        self.body, self.unknown = None, False
+
+    def split_range(self) -> None:
+        """Send the topmost range in two halves, the first one first."""
+        start, end = self.ranges.pop()
+        middle = (start + end) // 2
+        self.ranges += [(middle, end), (start, middle)]
+        self.body = None
+
+    def settle(self) -> None:
+        """Tell the futures, run their callbacks in this thread."""
+        assert not self.ranges
+        with self._lock:
+            self.settled = True
+            self.messages = []
+            watched, self._watched = self._watched, []
+        for future in watched:
+            outcome = self.outcome(future._index)
+            if isinstance(outcome, PortalMQError):
+                future.set_exception(outcome)
+            else:
+                future.set_result(outcome)
+
+    def leave(self, why: PortalMQError) -> None:
+        """In the child of a fork: the batch is the parent's. Who asks here is told so; callbacks run there alone."""
+        self._lock = threading.Lock()
+        if not self.settled:
+            self._outcomes = [(0, len(self.messages), why)]
+            self.ranges, self.messages, self.settled = [], [], True
+        self._was_seen = True
+        watched, self._watched = self._watched, []
+        for future in watched:
+            # Begun anew, as its own lock may be held by a thread that is not here.
+            real: Future[RecordMetadata] = Future()
+            real.set_exception(copy.copy(why))
+            future.__dict__.update(vars(real))
+
+    def outcome(self, index: int) -> RecordMetadata | PortalMQError:
+        """The fate of the message at `index`. Only once settled."""
+        self._was_seen = True
+        for start, end, what in self._outcomes:
+            if start <= index < end:
+                if isinstance(what, PortalMQError):
+                    # A copy each: a shared exception would collect the traceback of every `raise`.
+                    return copy.copy(what)
+                offset = -1 if what.base_offset < 0 else what.base_offset + index - start
+                return RecordMetadata(self.lane.topic, what.partition, offset, what.timestamp_ms, what.topic_id)
+        raise AssertionError(f"the batch has no message {index}")
+
+    def hurry(self, timeout: float | None) -> float | None:
+        """Have the batch sent now. Returns what is left of `timeout`."""
+        return self._hurry(self, timeout)
+
+    def watch(self, future: SendFuture) -> None:
+        """Make `future` a real one, and settle it now or with the batch."""
+        with self._lock:
+            if "_condition" in future.__dict__:
+                return
+            real: Future[RecordMetadata] = Future()
+            real.set_running_or_notify_cancel()
+            if self.settled:
+                outcome = self.outcome(future._index)
+                if isinstance(outcome, PortalMQError):
+                    real.set_exception(outcome)
+                else:
+                    real.set_result(outcome)
+            else:
+                self._watched.append(future)
+            # One step, so that no other thread ever sees half a state.
+            future.__dict__.update(vars(real))
+
+    def __del__(self) -> None:
+        """A failure that nobody has looked at, and nobody can any more, is at least logged."""
+        if not self._was_seen:
+            for start, end, what in self._outcomes:
+                if isinstance(what, PortalMQError):
+                    where = f"{self.lane.topic}/{self.lane.partition}"
+                    _log.error("%d messages to %s failed and nobody asked: %s", end - start, where, what)

@@ -1,0 +1,125 @@
+"""Which partitions a topic has, and which of them a message without a key goes to next."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from portalmq import wire
+from portalmq.errors import PartitionNotFound, PortalMQError, TopicExists, TopicNotFound
+from portalmq.producers.batching import Lane
+from portalmq.transport import chance
+from portalmq.transport.transport import Backoff, OutOfTime, Request, Transport, may_repeat
+
+_log = logging.getLogger("portalmq.producer")
+
+METADATA_AGE_S_MAX = 60.0
+REFRESH_TIMEOUT_S = 5.0
+
+
+class Topic:
+    """What a producer knows of a topic.
+
+    `sticky` is the lane that messages without a key go to until its batch is full; then it moves to the next one.
+    """
+
+    __slots__ = ("known_at", "lanes", "sticky")
+
+    def __init__(self, lanes: list[Lane], known_at: float) -> None:
+        self.lanes = lanes
+        # At random, or many short-lived producers would all begin with partition 0.
+        self.sticky = chance.below(len(lanes))
+        self.known_at = known_at
+
+    def move_on_from(self, lane: Lane) -> None:
+        if self.lanes[self.sticky] is lane:
+            self.sticky = (self.sticky + 1) % len(self.lanes)
+
+
+class Topics(dict[str, Topic]):
+    """The topics a producer has met. Reading is a plain look-up; what asks the broker is behind one lock."""
+
+    def __init__(self, transport: Transport, new_lane: Callable[[str, int], Lane], max_block_s: float) -> None:
+        super().__init__()
+        self._transport = transport
+        self._new_lane = new_lane
+        self._max_block_s = max_block_s
+        self._lock = threading.Lock()
+
+    def meet(self, name: str) -> Topic:
+        """The topic; made at the broker when there is none, and the cluster makes topics at their first use. Waits up
+        to `max_block_s` for a broker to tell."""
+        wire.check_name(name, "topic")
+        with self._lock:
+            topic = self.get(name)
+            if topic is None:
+                count = self._partition_count(name)
+                lanes = [self._new_lane(name, partition) for partition in range(count)]
+                topic = self[name] = Topic(lanes, time.monotonic())
+        return topic
+
+    def lane(self, name: str, partition: int) -> Lane:
+        """The lane of a partition that the caller names. Raises PartitionNotFound when the broker has none such."""
+        topic = self[name]
+        if partition >= len(topic.lanes):
+            self.refresh(name)
+        if not 0 <= partition < len(topic.lanes):
+            raise PartitionNotFound(f"topic {name} has the partitions 0 to {len(topic.lanes) - 1}, not {partition}")
+        return topic.lanes[partition]
+
+    def refresh_if_old(self, name: str) -> None:
+        if time.monotonic() - self[name].known_at > METADATA_AGE_S_MAX:
+            self.refresh(name)
+
+    def refresh(self, name: str) -> None:
+        """Take up partitions that were added. Their number never falls."""
+        with self._lock:
+            topic = self[name]
+            topic.known_at = time.monotonic()
+            try:
+                count = self._count_in_metadata(name, time.monotonic() + min(self._max_block_s, REFRESH_TIMEOUT_S))
+            except PortalMQError as error:
+                _log.debug("could not look up the partitions of %s: %s", name, error)
+                return
+            topic.lanes += [self._new_lane(name, partition) for partition in range(len(topic.lanes), count)]
+
+    def _partition_count(self, name: str) -> int:
+        began = time.monotonic()
+        deadline = began + self._max_block_s
+        backoff = Backoff()
+        failure: PortalMQError | None = None
+        while True:
+            try:
+                count = self._count_in_metadata(name, deadline)
+                if count:
+                    return count
+                self._create(name, deadline)
+                return self._count_in_metadata(name, deadline) or 1
+            except PortalMQError as error:
+                if isinstance(error, OutOfTime) and failure is not None:
+                    raise failure from None
+                failure = error
+                pause_s = backoff.next_s(error.retry_after_s)
+                give_up_at = self._transport.reach.limit(deadline, began)
+                if not may_repeat(error, True) or time.monotonic() + pause_s >= give_up_at:
+                    raise
+                self._transport.pause(pause_s)
+
+    def _count_in_metadata(self, name: str, deadline: float) -> int:
+        try:
+            metadata = self._transport.metadata([name], deadline=deadline)
+        except TopicNotFound:
+            return 0
+        return next((len(topic.partitions) for topic in metadata.topics if topic.name == name), 0)
+
+    def _create(self, name: str, deadline: float) -> None:
+        """Raises TopicNotFound where topics are not made at their first use."""
+        path = f"{wire.topic_path(name)}?first_use=true"
+        request = Request("PUT", path, b"{}", (("Content-Type", wire.JSON),), repeatable=True)
+        try:
+            self._transport.attempt(request, deadline)
+        except TopicExists:
+            # Somebody else was first, with settings of their own: that is the topic then.
+            return

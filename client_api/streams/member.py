@@ -1,0 +1,535 @@
+"""A member of a stream group: it keeps its place in the group, reads what is assigned to it, and commits.
+
+    member thread   join -> heartbeat, commit, heartbeat, ...        what the coordinator says is adopted here
+    fetch threads   see fetch_buffer.py
+    user's thread   next_message, poll: what was handed out before is finished by asking for more
+    both            commits, see commits.py
+
+The generation that a heartbeat carries says what this member has let go of. So a new assignment is adopted only when
+what it takes away is finished: no more of it is handed out, what is in hand is waited for (for a while), what is done
+is committed, and the next heartbeat says so. Partitions that stay are read on meanwhile.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from portalmq import stream_wire as contract
+from portalmq import wire
+from portalmq.consumers.commit import Output
+from portalmq.errors import (
+    Fenced,
+    GroupNotFound,
+    IllegalGeneration,
+    InvalidRequest,
+    OffsetOutOfRange,
+    PortalMQError,
+    Unavailable,
+)
+from portalmq.message import Message
+from portalmq.streams.commits import Commits
+from portalmq.streams.fetch_buffer import Feed, Feeds, Place, Taken
+from portalmq.transport.reach import FIRST_CONTACT_S, SILENT_S_MAX
+from portalmq.transport.transport import CALL_TIMEOUT_S, Request, Transport, decode_answer, may_repeat, with_query
+
+_log = logging.getLogger("portalmq.consumer")
+
+COMMIT_EVERY_S = 1.0
+# How long a partition that is taken away is held for the message in hand.
+LET_GO_WITHIN_S = 5.0
+LET_GO_POLL_S = 0.05
+AGAIN_S = 0.3
+HEARTBEAT_S_MIN = 1.0
+# While no coordinator can be reached nobody else is given this member's partitions, and one that takes over gives it a
+# session more. So it goes on for a while; after this time it is more likely the one that is cut off.
+SESSIONS_UNHEARD = 3
+CLOSE_WITHIN_S = 5.0
+WAIT_S = 1.0
+
+Delivery = Literal["at_least_once", "at_most_once", "exactly_once"]
+
+
+class StreamMember:
+    """`make` makes the message that the user gets: (topic, partition, offset, record, timestamp_ms)."""
+
+    def __init__(
+        self,
+        reading: Transport,
+        settling: Transport,
+        group: str,
+        topics: Sequence[str],
+        settings: dict[str, object],
+        *,
+        delivery: Delivery,
+        manual_ack: bool,
+        member_id: str | None,
+        session_timeout_s: float,
+        max_messages: int,
+    ) -> None:
+        self.member_id = member_id or f"python-{uuid.uuid4().hex}"
+        self.feeds = Feeds(reading, lambda: time.time_ns() // 1_000_000)
+        self._is_static = member_id is not None
+        self._reading = reading
+        self._settling = settling
+        self._group = group
+        self._topics = list(topics)
+        self._settings = settings
+        self._delivery = delivery
+        self._auto = not manual_ack
+        self._session_s = session_timeout_s
+        self._max_messages = max_messages
+        self._lock = self.feeds.lock
+        self._wake = threading.Event()
+        self._commits = Commits(settling, group, self.member_id, self.feeds, self._wake.set)
+        self._thread: threading.Thread | None = None
+        self._failure: PortalMQError | None = None
+        # What the latest turn of the member thread met.
+        self._trouble: PortalMQError | None = None
+        self._joined = False
+        self._left = False
+        self._answered_at = 0.0
+        self._revoked_at = 0.0
+        self._committed_at = 0.0
+        # Where this member was in what was taken from it; it may be given the same again.
+        self._left_at: dict[Place, tuple[int, int]] = {}
+        # Answers of generations before this one are older than what was sought.
+        self._not_before = -1
+        # The batch that is being handed out.
+        self._taken: Taken | None = None
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether it has joined the group, or tries to."""
+        return self._thread is not None
+
+    def refuse(self, why: str) -> None:
+        """Never join: whoever reads, is told why."""
+        self._failure = IllegalGeneration(why)
+
+    @property
+    def generation(self) -> int:
+        """The generation of the group in which this member reads and commits; -1 while it is not in it."""
+        return self._commits.generation
+
+    # --- handing out (the user's thread) -----------------------------------------------------------------------------
+
+    def next_message(self, timeout_s: float | None, consumer: Any) -> Message | None:
+        """The next message; the one before is finished. None after `timeout_s`, or when it is closed."""
+        with self.feeds.mutex:
+            taken = self._taken
+            if taken is not None:
+                feed = taken.feed
+                if not (feed.revoked or feed.gone or self._failure):
+                    if self._auto:
+                        feed.done = feed.handed
+                    if taken.next < len(taken.records) and feed.place not in self.feeds.paused:
+                        return self._hand_out(taken, consumer)
+        messages = self._messages(timeout_s, 1, consumer, one=True)
+        return messages[0] if messages else None
+
+    def _hand_out(self, taken: Taken, consumer: Any) -> Message:
+        offset, record = taken.records[taken.next]
+        taken.next += 1
+        feed = taken.feed
+        feed.handed = taken.end if taken.next == len(taken.records) else offset + 1
+        if self._delivery == "at_most_once":
+            feed.done = feed.committed  # committed as a whole before the first of them was handed out
+        return _message(feed.place, offset, record, taken.timestamp_ms, consumer)
+
+    def poll(self, timeout_s: float | None, at_most: int, consumer: Any) -> list[Message]:
+        if self.feeds.closed:
+            raise RuntimeError("the consumer is closed")
+        return self._messages(timeout_s, at_most, consumer, one=False)
+
+    def _messages(self, timeout_s: float | None, at_most: int, consumer: Any, *, one: bool) -> list[Message]:
+        self._start()
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            with self._lock:
+                self._finish_handed()
+                while True:
+                    if self._failure is not None:
+                        raise self._failure
+                    if self.feeds.closed:
+                        return []
+                    taken = self._rest() or self.feeds.take()
+                    if taken is not None:
+                        break
+                    left_s = WAIT_S if deadline is None else deadline - time.monotonic()
+                    self._say_silence(is_over=left_s <= 0, ends=one)
+                    if left_s <= 0 and not (one and self._must_wait(left_s)):
+                        return []
+                    left_s = left_s if left_s > 0 else LET_GO_POLL_S
+                    self._lock.wait(min(left_s, WAIT_S))
+                self._taken = taken
+            if self._delivery == "at_most_once":
+                within_s = None if one or deadline is None else max(WAIT_S, deadline - time.monotonic())
+                try:
+                    if not self._commit_first(taken, within_s):
+                        continue
+                except PortalMQError as error:
+                    if within_s is None or not may_repeat(error, True) or not self._settling.reach.may_hide():
+                        raise
+                    return []  # leaders change, and the next poll goes on with it
+            with self._lock:
+                if taken.feed.gone or taken.feed.revoked:
+                    continue
+                if one:
+                    return [self._hand_out(taken, consumer)]
+                return self._hand_out_many(taken, at_most, consumer)
+
+    def _say_silence(self, *, is_over: bool, ends: bool) -> None:
+        """Raises Unavailable when nobody answers, and that is no answer to whoever waits: its time `is_over`, or would
+        never be. `ends`: that nothing came is the end of an iteration, so it must be true."""
+        for reach in (self._settling.reach, self._reading.reach):
+            failure = reach.failure
+            if failure is None:
+                continue
+            gives_up = reach.silent_s > (CALL_TIMEOUT_S if reach.heard else FIRST_CONTACT_S)
+            if gives_up or (is_over and (reach.is_refused if ends else not reach.may_hide())):
+                raise Unavailable(failure.detail, **failure.extra)
+
+    def _must_wait(self, left_s: float) -> bool:
+        """Whether that nothing came does not mean yet that there is nothing: the group could not be asked. Raises what
+        keeps it from being asked for long."""
+        if self._answered_at and self._trouble is None:
+            return False
+        if left_s < -SILENT_S_MAX:
+            raise self._trouble or Unavailable(f"group {self._group!r} could not be joined in time")
+        return True
+
+    def _rest(self) -> Taken | None:
+        """What is left of the batch that was begun."""
+        taken = self._taken
+        if taken is None or taken.feed.gone or taken.feed.revoked or taken.next >= len(taken.records):
+            return None
+        return None if taken.feed.place in self.feeds.paused else taken
+
+    def _hand_out_many(self, taken: Taken, at_most: int, consumer: Any) -> list[Message]:
+        records = taken.records[taken.next : taken.next + at_most]
+        taken.next += len(records)
+        feed = taken.feed
+        feed.handed = taken.end if taken.next == len(taken.records) else records[-1][0] + 1
+        topic, partition = feed.place
+        timestamp_ms = taken.timestamp_ms
+        return [
+            Message(
+                topic,
+                partition,
+                offset,
+                record.key,
+                record.value,
+                record.headers or {},
+                record.content_type,
+                timestamp_ms,
+                0,
+                None,
+                0,
+                record.deliver_at_ms,
+                record.expires_at_ms,
+                record.priority,
+                consumer,
+            )
+            for offset, record in records
+        ]
+
+    def _finish_handed(self) -> None:
+        if self._auto and self._delivery != "at_most_once":
+            for feed in self.feeds.by_place.values():
+                feed.done = feed.handed
+        if self.feeds.by_place and any(feed.revoked for feed in self.feeds.by_place.values()):
+            self._wake.set()
+
+    def _commit_first(self, taken: Taken, within_s: float | None) -> bool:
+        """at_most_once: the batch is committed before the first of it is handed out. Raises what keeps it from being
+        committed in time."""
+        if taken.feed.committed >= taken.end:
+            return True
+        with self._lock:
+            taken.feed.done = taken.end
+        try:
+            self._commits.commit([taken.feed], timeout_s=within_s)
+        except (IllegalGeneration, OffsetOutOfRange):
+            self._wake.set()
+            with self._lock:
+                self._taken = None
+                self._lock.wait(LET_GO_POLL_S)  # until the heartbeat tells what has become of the partition
+            return False
+        return True
+
+    def finished(self, messages: Iterable[Message]) -> None:
+        """These are done, and all before them in their partitions; committed within a second."""
+        with self._lock:
+            for message in messages:
+                feed = self.feeds.by_place.get((message.topic, message.partition))
+                if feed is not None and message.offset < feed.handed:
+                    feed.done = max(feed.done, message.offset + 1)
+
+    # --- commits -----------------------------------------------------------------------------------------------------
+
+    def commit(self) -> None:
+        """Commit all that was handed out; durable on return. Raises IllegalGeneration for what was taken away."""
+        with self._lock:
+            feeds = [feed for feed in self.feeds.by_place.values() if not feed.gone]
+            for feed in feeds:
+                feed.done = feed.handed
+        self._commits.commit(feeds)
+
+    def commit_finished(self) -> None:
+        """Commit what is done, and not all that was handed out; durable on return. Raises IllegalGeneration."""
+        with self._lock:
+            feeds = [feed for feed in self.feeds.by_place.values() if not feed.gone]
+        self._commits.commit(feeds)
+
+    def commit_with(self, messages: Sequence[Message], outputs: Iterable[Output]) -> wire.Committed:
+        """Commit the place behind these messages and publish `outputs`, both or neither. After an error the partition
+        is read again from what is committed: going on must not commit what has no outputs."""
+        return self._commits.commit_with(messages, outputs)
+
+    # --- the user's other words --------------------------------------------------------------------------------------
+
+    def seek(self, topic: str, to: str | dict[str, int], partition: int | None) -> contract.SeekAnswer:
+        """Set the group to another place; what this member has read ahead is void."""
+        self._start()
+        request = contract.SeekRequest(topic, dict(to) if isinstance(to, dict) else to, partition)
+        answer = self._settling.send_once(wire.group_path(self._group, "seek"), request, contract.SeekAnswer)
+        with self._lock:
+            self.feeds.drop([place for place in self.feeds.by_place if place[0] == topic])
+            self._left_at.clear()
+            self._taken = None
+            self._not_before = answer.generation
+        self._wake.set()
+        return answer
+
+    def pause(self, places: Iterable[Place] | None) -> None:
+        with self._lock:
+            self.feeds.paused.update(self.feeds.by_place if places is None else places)
+
+    def resume(self, places: Iterable[Place] | None) -> None:
+        with self._lock:
+            self.feeds.paused.difference_update(list(self.feeds.paused) if places is None else list(places))
+            self._lock.notify_all()
+
+    def assignment(self) -> list[Place]:
+        with self._lock:
+            return sorted(place for place, feed in self.feeds.by_place.items() if not feed.revoked)
+
+    # --- the member's thread -----------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        if self._thread is None and self._failure is None:
+            self._thread = threading.Thread(target=self._live, name="portalmq-member", daemon=True)
+            self._thread.start()
+
+    def _live(self) -> None:
+        while not self.feeds.closed:
+            pause_s = AGAIN_S
+            try:
+                pause_s = self._turn()
+                self._trouble = None
+            except (Fenced, IllegalGeneration, GroupNotFound) as error:
+                self._lost(error)
+                # Nobody else has a name that was made up here: it was a late copy of this member's own request.
+                if isinstance(error, Fenced) and self._is_static:
+                    self._fail(error)
+                    return
+                pause_s = LET_GO_POLL_S
+            except PortalMQError as error:
+                if self.feeds.closed:
+                    return
+                self._trouble = error
+                if not error.retryable:
+                    self._fail(error)
+                    return
+                _log.debug("group %s: %s", self._group, error)
+                if self._joined and time.monotonic() > self._answered_at + SESSIONS_UNHEARD * self._session_s:
+                    self._lost(error)
+            except Exception as fault:
+                self._fail(Unavailable(f"the consumer's member thread failed: {fault!r}", retryable=False))
+                raise
+            self._wake.wait(pause_s)
+            self._wake.clear()
+
+    def _turn(self) -> float:
+        """Join or heartbeat, adopt what is answered, commit. How long to wait until the next turn."""
+        answer = self._heartbeat() if self._joined else self._join()
+        self._answered_at = time.monotonic()
+        interval_s = answer.heartbeat_interval_ms / 1000
+        adopted = self._adopt(answer)
+        if adopted is None:
+            return LET_GO_POLL_S
+        if adopted:
+            return 0.0  # say at once what was let go of
+        return min(interval_s, self._commit_done())
+
+    def _join(self) -> contract.MemberAnswer:
+        self._settle_group()
+        request = contract.JoinRequest(self._topics, self.member_id, round(self._session_s * 1000))
+        answer = self._call("POST", contract.members_path(self._group), request, self._session_s)
+        with self._lock:
+            self._joined, is_late = True, self._left
+        if is_late:
+            # close() was before the answer, and could leave nothing. Nobody would read what is assigned here.
+            if not self._is_static:
+                self._leave()
+            raise Unavailable("the consumer is closed", retryable=False)
+        _log.info("joined group %s as %s in generation %d", self._group, self.member_id, answer.generation)
+        return answer
+
+    def _settle_group(self) -> None:
+        """Make the group, with these settings, or see that it is one to read with them. Raises GroupModeMismatch,
+        InvalidRequest."""
+        path = wire.group_path(self._group)
+        body = msgspec.json.encode({"mode": "stream", **self._settings})
+        # Made with its delivery by one call: between two others could see it with another one, or a crash leave it so.
+        made = with_query(path, {"delivery": self._delivery})
+        request = Request("PUT", made, body, (("Content-Type", wire.JSON),), repeatable=True)
+        answer = self._settling.call(request, timeout_s=self._session_s)
+        delivery = decode_answer(answer, wire.GroupDescription).config.delivery
+        if delivery == self._delivery:
+            return
+        if answer.status != 201:  # else an older broker has made it, which does not know the parameter
+            raise InvalidRequest(
+                f"group {self._group!r} delivers {delivery!r}, and this consumer asks for {self._delivery!r}: change"
+                " one of them, or take another group"
+            )
+        self._settling.send_json("PUT", path, {"delivery": self._delivery}, object)
+
+    def _heartbeat(self) -> contract.MemberAnswer:
+        path = contract.member_path(self._group, self.member_id, "heartbeat")
+        # A broker that is silent is given up in time for another one to be asked within the session.
+        timeout_s = max(HEARTBEAT_S_MIN, self._session_s / 3)
+        return self._call("POST", path, contract.HeartbeatRequest(self._commits.generation), timeout_s)
+
+    def _call(self, method: str, path: str, body: msgspec.Struct, timeout_s: float) -> contract.MemberAnswer:
+        request = Request(method, path, msgspec.json.encode(body), (("Content-Type", wire.JSON),), repeatable=True)
+        return decode_answer(self._settling.call(request, timeout_s=timeout_s), contract.MemberAnswer)
+
+    def _adopt(self, answer: contract.MemberAnswer) -> bool | None:
+        """Work by this assignment from now on: True when something was let go of. None when that has to wait for the
+        message in hand; then the old generation stands."""
+        if answer.generation < max(self._commits.generation, self._not_before):
+            return False  # of a coordinator that was replaced, or from before a seek
+        named = {(each.topic, each.partition): each for each in answer.assignment}
+        with self._lock:
+            taken_away = [feed for place, feed in self.feeds.by_place.items() if place not in named]
+            if taken_away and not any(feed.revoked for feed in taken_away):
+                self._revoked_at = time.monotonic()
+            for feed in taken_away:
+                feed.revoked = True
+            in_hand = any(feed.handed > feed.done for feed in taken_away)
+            if in_hand and self._auto and time.monotonic() < self._revoked_at + LET_GO_WITHIN_S:
+                return None
+        if taken_away:
+            self._commit_last(taken_away)
+        with self._lock:
+            self._left_at |= {feed.place: (feed.since, feed.committed) for feed in taken_away}
+            self.feeds.drop([feed.place for feed in taken_away])
+            self._commits.generation = answer.generation
+            news = []
+            for place, each in named.items():
+                known = self.feeds.by_place.get(place)
+                if known is None or known.since < each.since:
+                    since, committed = self._left_at.pop(place, (-1, 0))
+                    if since == each.since and committed > each.offset:
+                        each = contract.AssignedPartition(*place, committed, since)
+                    news.append(each)
+                else:
+                    known.revoked = False
+            self.feeds.add(news)
+        if taken_away or news:
+            _log.info("group %s: generation %d, %d partitions", self._group, answer.generation, len(named))
+        return bool(taken_away)
+
+    def _commit_last(self, feeds: Sequence[Feed]) -> None:
+        try:
+            self._commits.commit(feeds, timeout_s=self._session_s / 2)
+        except PortalMQError as error:
+            _log.warning("group %s: %s; messages of what was taken away may come twice", self._group, error)
+
+    def _commit_done(self) -> float:
+        """Commit what is done, once a second; when the next time is."""
+        now = time.monotonic()
+        if now >= self._committed_at + COMMIT_EVERY_S:
+            self._committed_at = now
+            with self._lock:
+                feeds = [feed for feed in self.feeds.by_place.values() if not feed.revoked]
+            try:
+                self._commits.commit(feeds, timeout_s=max(1.0, self._session_s / 4))
+            except (IllegalGeneration, OffsetOutOfRange) as error:
+                _log.info("group %s: %s", self._group, error)
+                return 0.0
+            except PortalMQError as error:
+                _log.debug("group %s: commits are tried again: %s", self._group, error)
+        return COMMIT_EVERY_S
+
+    def _lost(self, why: PortalMQError) -> None:
+        """This member is out of the group: nothing that it has read counts any more."""
+        if not self.feeds.closed:
+            _log.warning("group %s: %s", self._group, why)
+        with self._lock:
+            self.feeds.drop(list(self.feeds.by_place))
+            self._left_at.clear()
+            self._taken = None
+            self._joined = False
+            self._commits.generation = -1
+
+    def _fail(self, error: PortalMQError) -> None:
+        with self._lock:
+            self._failure = error
+            self._lock.notify_all()
+
+    # --- the end -----------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Commit what is finished and leave; a member with an id of its own keeps its place for its session."""
+        with self._lock:
+            if self._left:
+                return
+            self._left = True
+            feeds = list(self.feeds.by_place.values())
+            joined = self._joined
+        self.feeds.close()
+        self._reading.close()
+        self._wake.set()
+        if joined:
+            try:
+                self._commits.commit(feeds, timeout_s=CLOSE_WITHIN_S)
+            except PortalMQError as error:
+                _log.warning("the last messages could not be committed and will be read again: %s", error)
+        if joined and not self._is_static:
+            self._leave()
+        self._settling.rest()
+
+    def _leave(self) -> None:
+        request = Request("DELETE", contract.member_path(self._group, self.member_id), repeatable=True)
+        try:
+            self._settling.call(request, timeout_s=CLOSE_WITHIN_S)
+        except PortalMQError as error:
+            _log.debug("could not leave group %s, its session will time out: %s", self._group, error)
+
+
+def _message(place: Place, offset: int, record: contract.FrameRecord, timestamp_ms: int, consumer: Any) -> Message:
+    return Message(
+        *place,
+        offset,
+        record.key,
+        record.value,
+        record.headers or {},
+        record.content_type,
+        timestamp_ms,
+        0,
+        None,
+        0,
+        record.deliver_at_ms,
+        record.expires_at_ms,
+        record.priority,
+        consumer,
+    )

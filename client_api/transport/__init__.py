@@ -1,0 +1,1 @@
+"""How a client reaches the cluster: metadata, retries, brokers found by ZooKeeper."""

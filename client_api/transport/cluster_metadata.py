@@ -1,0 +1,214 @@
+"""The brokers as one client knows them: where to begin, who leads what, whom to leave out for now.
+
+A broker that gives no answer is left out while others can be asked, each time for longer; one that says it cannot
+answer now, for a moment. When all are left out the one whose time is over first is asked all the same, and the times of
+all are short from then on.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable
+
+from portalmq import wire
+from portalmq.errors import Unavailable
+from portalmq.network.connection import Address, parse_address
+from portalmq.network.trust import may_be_told, warn_of_stranger
+from portalmq.transport import chance
+from portalmq.transport.zookeeper_bootstrap import CONNECT_WITHIN_S, ZooKeeperBootstrap
+from portalmq.transport.zookeeper_bootstrap import SCHEME as ZOOKEEPER
+
+DEFAULT_URL = "http://localhost:5000"
+# How long a broker that gave no answer is left out: doubled each time in a row.
+SHUN_S = 1.0
+SHUN_S_MAX = 30.0
+# How long one that said it cannot answer now is left out, at most.
+REST_S_MAX = 1.0
+# While another one says that it cannot answer now, or all are silent, nobody is left out for longer: it may be back.
+SHUN_RESTING_S = 2.0
+RESOLVE_EVERY_S = 5.0
+
+Bootstrap = str | Iterable[str] | None
+TopicPartition = tuple[str, int]
+
+
+def bootstrap_addresses(bootstrap: Bootstrap) -> list[Address]:
+    """The brokers to start from: a URL, several (a list, or commas between them), or PORTALMQ_URL when None."""
+    addresses = [parse_address(text) for text in _texts(bootstrap)]
+    if not addresses:
+        raise ValueError(f"no broker is named; write for instance {DEFAULT_URL}")
+    return list(dict.fromkeys(addresses))
+
+
+def zookeeper_of(bootstrap: Bootstrap) -> ZooKeeperBootstrap | None:
+    """The ZooKeeper to ask for brokers, when that is what is named."""
+    if bootstrap is not None and not isinstance(bootstrap, str):
+        bootstrap = list(bootstrap)
+        if len(bootstrap) != 1:
+            return None
+        bootstrap = bootstrap[0]
+    text = (bootstrap if bootstrap is not None else os.environ.get("PORTALMQ_URL", "")).strip()
+    return ZooKeeperBootstrap(text) if text.startswith(ZOOKEEPER) else None
+
+
+def _texts(bootstrap: Bootstrap) -> list[str]:
+    if bootstrap is None:
+        bootstrap = os.environ.get("PORTALMQ_URL") or DEFAULT_URL
+    texts = bootstrap.split(",") if isinstance(bootstrap, str) else list(bootstrap)
+    return [text for text in texts if text.strip()]
+
+
+class AddressBook:
+    """Thread-safe: each method is one step on dictionaries, the look-up in ZooKeeper is behind a lock."""
+
+    def __init__(
+        self, bootstrap: Bootstrap, clock: Callable[[], float], *, shows_token: bool = False, is_open: bool = False
+    ) -> None:
+        """`shows_token`: to hosts that were named, or to all that are advertised when it `is_open`."""
+        bootstrap = bootstrap if bootstrap is None or isinstance(bootstrap, str) else list(bootstrap)
+        self._clock = clock
+        self._is_wary = shows_token and not is_open
+        self._zookeeper = zookeeper_of(bootstrap)
+        self.bootstrap = [] if self._zookeeper else bootstrap_addresses(bootstrap)
+        self._known = list(self.bootstrap)
+        self._leaders: dict[TopicPartition, Address] = {}
+        self._lot = chance.fraction()
+        self._epochs: dict[TopicPartition, int] = {}
+        self._left_out: dict[Address, float] = {}
+        self._failures: dict[Address, int] = {}
+        self._resolving = threading.Lock()
+        self._resolved_at = 0.0
+        self._unresolved: Unavailable | None = None
+        self._unresolved_at = 0.0
+
+    def begin_anew(self) -> None:
+        """In the child of a fork."""
+        self._resolving = threading.Lock()
+
+    @property
+    def urls(self) -> list[str]:
+        """Where this client begins, for people."""
+        return [self._zookeeper.url] if self._zookeeper else [address.url for address in self.bootstrap]
+
+    @property
+    def known(self) -> list[Address]:
+        return self._known
+
+    # --- where -------------------------------------------------------------------------------------------------------
+
+    def leader_of(self, partition: TopicPartition) -> Address | None:
+        """The leader, when it is known and not left out."""
+        leader = self._leaders.get(partition)
+        return leader if leader is not None and not self._is_out(leader) else None
+
+    def any(self, within_s: float = CONNECT_WITHIN_S) -> Address:
+        """A broker to ask. Raises what a look-up in ZooKeeper raises, unless brokers are known from an earlier one."""
+        for address in self._known:
+            if not self._is_out(address):
+                return address
+        if self._zookeeper is not None:
+            self._resolve(self._zookeeper, within_s)
+        return min(self._known, key=lambda address: self._left_out.get(address, 0.0))
+
+    def another_than(self, address: Address) -> Address | None:
+        """Some other broker that can be asked now; of many clients each asks its own."""
+        others = [other for other in self._known if other != address and not self._is_out(other)]
+        return others[int(self._lot * len(others))] if others else None
+
+    def _is_out(self, address: Address) -> bool:
+        return self._left_out.get(address, 0.0) > self._clock()
+
+    def _resolve(self, zookeeper: ZooKeeperBootstrap, within_s: float) -> None:
+        began = self._clock()
+        with self._resolving:
+            if self._known and self._clock() < self._resolved_at + RESOLVE_EVERY_S:
+                return
+            if self._unresolved is not None and self._unresolved_at > began:
+                # Another thread has tried while this one waited: one after the other would take the time of all.
+                raise Unavailable(self._unresolved.detail, **self._unresolved.extra)
+            try:
+                urls = zookeeper.broker_urls(within_s)
+            except Unavailable as error:
+                if self._known:
+                    self._resolved_at = self._clock()  # those may be back before ZooKeeper is
+                    return
+                self._unresolved, self._unresolved_at = error, self._clock()
+                raise
+            self.bootstrap = bootstrap_addresses(urls)
+            self._known = list(self.bootstrap)
+            self._left_out.clear()
+            self._failures.clear()
+            self._resolved_at = self._clock()
+
+    # --- what is learned ---------------------------------------------------------------------------------------------
+
+    def learn(self, metadata: wire.Metadata) -> None:
+        advertised = [self._member(broker.url) for broker in metadata.brokers if broker.live]
+        self._known = list(dict.fromkeys([*self.bootstrap, *(one for one in advertised if one is not None)]))
+        for topic in metadata.topics:
+            for partition in topic.partitions:
+                leader = None if partition.leader_url is None else self._member(partition.leader_url)
+                if leader is None:
+                    self._leaders.pop((topic.name, partition.partition), None)
+                else:
+                    self._leaders[topic.name, partition.partition] = leader
+                    self._epochs[topic.name, partition.partition] = partition.leader_epoch
+
+    def epoch_of(self, partition: TopicPartition) -> int:
+        """That of the latest leader that a broker told of; -1 when none has."""
+        return self._epochs.get(partition, -1)
+
+    def has_moved(self, partition: TopicPartition, metadata: wire.Metadata) -> bool:
+        """Whether a broker knows of a later leader than this client does."""
+        return any(
+            topic.name == partition[0]
+            and each.partition == partition[1]
+            and each.leader_url is not None
+            and each.leader_epoch > self.epoch_of(partition)
+            for topic in metadata.topics
+            for each in topic.partitions
+        )
+
+    def leads(self, partition: TopicPartition, url: object) -> bool:
+        """A broker says who leads. False when that is nobody, or nobody to go to."""
+        leader = self._member(url) if isinstance(url, str) else None
+        if leader is None:
+            self._leaders.pop(partition, None)
+            return False
+        self._leaders[partition] = leader
+        return True
+
+    def _member(self, url: str) -> Address | None:
+        """The address a broker advertises; None when a token would travel less safely to it than to the bootstrap."""
+        try:
+            address = parse_address(url)
+        except ValueError:
+            return None
+        if self.bootstrap and address.scheme != self.bootstrap[0].scheme:
+            return None
+        if self._is_wary and not may_be_told(address, self.bootstrap):
+            warn_of_stranger(address)
+            return None
+        return address
+
+    def answered(self, address: Address) -> None:
+        self._failures.pop(address, None)
+        self._left_out.pop(address, None)
+
+    def gave_no_answer(self, address: Address) -> None:
+        failures = self._failures[address] = min(self._failures.get(address, 0) + 1, 10)
+        self._left_out[address] = self._clock() + min(SHUN_S * 2 ** (failures - 1), SHUN_S_MAX)
+        if all(map(self._is_out, self._known)):
+            self._leave_nobody_out_for_long()
+
+    def rests(self, address: Address, seconds: float | None) -> None:
+        """It said that it cannot answer now."""
+        self._leave_nobody_out_for_long()
+        self._left_out[address] = self._clock() + min(seconds or REST_S_MAX, REST_S_MAX)
+
+    def _leave_nobody_out_for_long(self) -> None:
+        """Nobody is known to answer: one that is left out may be back."""
+        at_most = self._clock() + SHUN_RESTING_S
+        for address, until in list(self._left_out.items()):
+            self._left_out[address] = min(until, at_most)

@@ -1,0 +1,520 @@
+"""How a client reaches the cluster: where to go, when to try again, and what a failure means.
+
+A call goes to the leader of its partition when that is known (from `/v1/metadata`, or from whoever said that it is
+another one), else to any broker, which forwards it. A broker that cannot be reached, is silent or cannot answer now is
+left out for a while, and the next try goes to another one at once.
+
+A repeat is safe when the request is repeatable (it names what it wants done, so that twice is once: reads, PUT, DELETE,
+acks, a batch with a producer's stamp) or when the failure says `not_applied`. Nothing else is repeated, and once one
+try of a call ended unknown, the whole call did, whatever the later tries say.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+from urllib.parse import urlencode
+
+import msgspec
+
+from portalmq import wire
+from portalmq.errors import (
+    ERRORS_BY_CODE,
+    NotLeader,
+    PortalMQError,
+    Unavailable,
+    error_from_problem,
+)
+from portalmq.network.connection import Address, ConnectionPool, NoAnswer, NotSent, Watch
+from portalmq.network.forking import begin_anew_in_children
+from portalmq.network.http_answer import Answer
+from portalmq.network.tls import NO_FILES, TlsFiles, context_of
+from portalmq.network.trust import advertised_allowed, warn_of_plain_text
+from portalmq.transport import chance
+from portalmq.transport.cluster_metadata import DEFAULT_URL, AddressBook, Bootstrap, bootstrap_addresses
+from portalmq.transport.reach import Reach
+from portalmq.transport.zookeeper_bootstrap import CONNECT_WITHIN_S
+
+__all__ = ["DEFAULT_URL", "Bootstrap", "Request", "Transport", "bootstrap_addresses"]
+
+# How long one try waits for its answer, beside the time that the broker itself may wait. A broker that is silent for
+# longer may be paused: then another one leads by now, and a request that may be repeated goes there.
+REQUEST_TIMEOUT_S = 15.0
+READ_TIMEOUT_S = 8.0
+TO_LEADER_TIMEOUT_S = 5.0
+METADATA_TIMEOUT_S = 2.0
+# A leader that has not answered for so long may stand still: another broker is asked who leads by now, again and again.
+ASK_OTHERS_AFTER_S = 0.5
+ASK_OTHERS_PARKED_S = 1.0
+LONG_POLL_GRACE_S = 5.0
+CALL_TIMEOUT_S = 120.0
+RETRY_AFTER_S_MAX = 30.0
+TIMEOUT_S_MIN = 0.01
+LOOK_UPS_MAX = 3
+LOOK_UP_S_MIN = 0.1
+# The wait of a long poll that does not wait: a silent broker is given up as soon as with one that does.
+WAIT_S_MIN = 0.001
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One call. `leader_of` is the (topic, partition) that it concerns alone, `near` one whose leader has less to
+    forward than others; `wait_s` is how long the broker itself may wait before it answers (a long poll)."""
+
+    method: str
+    path: str
+    body: bytes = b""
+    headers: tuple[tuple[str, str], ...] = ()
+    repeatable: bool = False
+    leader_of: tuple[str, int] | None = None
+    near: tuple[str, int] | None = None
+    wait_s: float = 0.0
+    # Have the broker know the first try from a repeat, which it has to look for an earlier one of.
+    tells_first: bool = False
+
+    @property
+    def topic(self) -> str | None:
+        """The topic whose leaders are to be known."""
+        place = self.leader_of or self.near
+        return None if place is None else place[0]
+
+    @property
+    def try_timeout_s(self) -> float:
+        """How long one try may take."""
+        if self.wait_s:
+            return self.wait_s + LONG_POLL_GRACE_S
+        if self.repeatable and self.leader_of is not None:
+            return TO_LEADER_TIMEOUT_S
+        return READ_TIMEOUT_S if self.method == "GET" else REQUEST_TIMEOUT_S
+
+
+class Exchanger(Protocol):
+    """What a transport needs from a pool of connections."""
+
+    def exchange(
+        self, address: Address, method: str, head: bytes, body: bytes, timeout_s: float, watch: Watch | None = None
+    ) -> Answer: ...
+    def rest(self) -> None: ...
+    def hang_up(self) -> None: ...
+    def close(self, answers_within_s: float = 0.0) -> None: ...
+
+
+class Backoff:
+    """Exponential pauses with jitter: 20 ms, doubled up to 100 ms for the first tries (a new leader is there soon), and
+    up to 1 s after those, each cut by up to a half (so that clients that failed together do not come back together). A
+    Retry-After is honoured up to RETRY_AFTER_S_MAX."""
+
+    FIRST_S = 0.02
+    SOON_S = 0.1
+    SOON_TRIES = 30
+    MAX_S = 1.0
+
+    def __init__(self, chance: Callable[[], float] = chance.fraction) -> None:
+        self._chance = chance
+        self._full_s = self.FIRST_S
+        self._tries = 0
+
+    def next_s(self, retry_after_s: float | None = None) -> float:
+        pause = self._full_s * (0.5 + 0.5 * self._chance())
+        self._tries += 1
+        self._full_s = min(self._full_s * 2, self.SOON_S if self._tries < self.SOON_TRIES else self.MAX_S)
+        return max(pause, min(retry_after_s or 0.0, RETRY_AFTER_S_MAX))
+
+
+class OutOfTime(Unavailable):
+    """There was no time left for a try. It says nothing of what an earlier one met."""
+
+
+class Transport:
+    """The cluster as one client sees it. Thread-safe."""
+
+    def __init__(
+        self,
+        bootstrap: Bootstrap = None,
+        *,
+        token: str | None = None,
+        timeout_s: float = CALL_TIMEOUT_S,
+        tls: TlsFiles = NO_FILES,
+        allow_advertised: bool | None = None,
+        pool: Exchanger | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        pause: Callable[[float], object] | None = None,
+        chance: Callable[[], float] = chance.fraction,
+    ) -> None:
+        """`timeout_s` bounds a call with all its retries. What `tls` does not name the
+        environment may. `allow_advertised=False`: over http show the token to named hosts only
+        (PORTALMQ_ALLOW_ADVERTISED=0). The last four are for tests."""
+        is_open = advertised_allowed(allow_advertised)
+        self._book = AddressBook(bootstrap, clock, shows_token=token is not None, is_open=is_open)
+        if token is not None:
+            warn_of_plain_text(self._book.bootstrap)
+        self._timeout_s = timeout_s
+        self.reach = Reach(clock)
+        self._pool: Exchanger = pool or ConnectionPool(tls=context_of(tls))
+        self._clock = clock
+        self._closing = threading.Event()
+        self._pause = pause
+        self._chance = chance
+        self._common_headers = _common_headers(token)
+        self._outdated: set[str] = set()
+        begin_anew_in_children(self)
+
+    def _begin_anew(self) -> None:
+        """In the child of a fork: what is known of the brokers stays known. The pool sees to its connections."""
+        was_closed, self._closing = self._closing.is_set(), threading.Event()
+        if was_closed:
+            self._closing.set()
+        self._book.begin_anew()
+
+    @property
+    def urls(self) -> list[str]:
+        """Where this client began to look for brokers."""
+        return self._book.urls
+
+    # --- one call, tried until it is settled -------------------------------------------------------------------------
+
+    def call(
+        self, request: Request, *, timeout_s: float | None = None, waits_out: bool = False, is_repeat: bool = False
+    ) -> Answer:
+        """Try until there is an answer, a failure that a repeat does not mend, or the time is over.
+
+        With `waits_out` a request that a broker took in time is waited for a while longer. `is_repeat`: an earlier call
+        has tried this request. Raises the PortalMQError of the last try.
+        """
+        began = self._clock()
+        deadline = began + (self._timeout_s if timeout_s is None else timeout_s)
+        backoff = Backoff(self._chance)
+        was_unknown = False
+        is_first = not is_repeat
+        while True:
+            try:
+                try_until = self._clock() + request.try_timeout_s if waits_out else deadline
+                return self.attempt(request, try_until, is_first=is_first)
+            except PortalMQError as error:
+                is_first = False
+                was_unknown = was_unknown or error.outcome == "unknown"
+                wait_s = backoff.next_s(error.retry_after_s)
+                give_up_at = self.reach.limit(deadline, began)
+                if may_repeat(error, request.repeatable) and self._clock() + wait_s < give_up_at:
+                    self.pause(wait_s)
+                    if self._clock() < give_up_at and not self._closing.is_set():
+                        continue
+                if was_unknown and error.outcome == "not_applied" and request.method != "GET":
+                    error.outcome = "unknown"
+                raise
+
+    def pause(self, seconds: float) -> None:
+        """Wait between two tries; close() ends it."""
+        (self._pause or self._closing.wait)(seconds)
+
+    def get(
+        self,
+        path: str,
+        kind: type[T],
+        query: Mapping[str, object] | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> T:
+        """GET `path` as a `kind`. None values are left out of the query. A try that began in time is waited for."""
+        request = Request("GET", with_query(path, query), repeatable=True)
+        return decode_answer(self.call(request, timeout_s=timeout_s, waits_out=timeout_s is not None), kind)
+
+    def send_json(self, method: str, path: str, body: object, kind: type[T], *, timeout_s: float | None = None) -> T:
+        """A call with a JSON body and a JSON answer. POST is not repeated after an unknown outcome. A try that began in
+        time is waited for."""
+        request = Request(
+            method,
+            path,
+            msgspec.json.encode(body),
+            (("Content-Type", wire.JSON),),
+            repeatable=method in {"PUT", "DELETE", "PATCH"},
+        )
+        return decode_answer(self.call(request, timeout_s=timeout_s, waits_out=timeout_s is not None), kind)
+
+    def send_once(self, path: str, body: object, kind: type[T]) -> T:
+        """A POST with a JSON body that takes effect once, however often it is repeated: it has an Idempotency-Key."""
+        headers = (("Content-Type", wire.JSON), ("Idempotency-Key", uuid.uuid4().hex))
+        return decode_answer(
+            self.call(Request("POST", path, msgspec.json.encode(body), headers, repeatable=True)), kind
+        )
+
+    # --- one try -----------------------------------------------------------------------------------------------------
+
+    def attempt(self, request: Request, deadline: float, *, is_first: bool = False) -> Answer:
+        """One try at one broker. Raises a PortalMQError whose outcome tells what is known.
+
+        A kept connection that turns out to be closed is no try: it is replaced at once, when that is safe.
+        """
+        if self._closing.is_set():
+            # Not to be repeated: nothing would pause whoever does.
+            raise Unavailable("this client is closed", retryable=False, outcome="not_applied")
+        if self._clock() >= deadline:
+            raise OutOfTime("the time for this call is over", outcome="not_applied")
+        topic = request.topic
+        if topic is not None and topic in self._outdated:
+            self._look_up_leaders(topic, deadline)
+        began = self._clock()
+        try:
+            address, is_leader = self._where(request, deadline - began)
+        except Unavailable as unresolved:
+            if not self._closing.is_set():
+                self.reach.failed(None, (), unresolved, began)
+            raise
+        began = self._clock()
+        is_first = is_first and request.tells_first
+        try:
+            answer, was_repeated = self._exchange(address, request, deadline, forward=not is_leader, is_first=is_first)
+        except (NotSent, NoAnswer) as fault:
+            self._book.gave_no_answer(address)
+            if topic is not None:
+                self._outdated.add(topic)
+            error = self._unreachable(address, fault)
+            if not self._closing.is_set():
+                # A broker that is asked to wait is not silent while it may.
+                since = min(began + request.wait_s, self._clock())
+                self.reach.failed(address, self._book.known, error, since)
+            raise error from fault
+        self._book.answered(address)
+        self.reach.answered()
+        if answer.status < 300:
+            return answer
+        refusal = error_of_answer(answer)
+        self._learn_from(refusal, address, request)
+        if was_repeated and refusal.outcome == "not_applied" and request.method != "GET":
+            # That holds for the second request. What became of the first one nobody knows.
+            refusal.outcome = "unknown"
+        raise refusal
+
+    def _learn_from(self, error: PortalMQError, address: Address, request: Request) -> None:
+        """Where the next try goes, if there is one. Another broker is asked without waiting for what this one asks."""
+        topic = request.topic
+        if isinstance(error, NotLeader) and request.leader_of is not None:
+            if not self._book.leads(request.leader_of, error.extra.get("leader_url")):
+                self._outdated.add(request.leader_of[0])
+        elif isinstance(error, Unavailable) and error.retryable:
+            if topic is not None:
+                self._outdated.add(topic)
+            self._book.rests(address, error.retry_after_s)
+            if self._book.another_than(address):
+                error.retry_after_s = None
+        elif error.status == 503 and topic is not None:
+            self._outdated.add(topic)
+
+    def _exchange(
+        self, address: Address, request: Request, deadline: float, *, forward: bool, is_first: bool
+    ) -> tuple[Answer, bool]:
+        """The answer, and whether it took a second connection to get it."""
+        stale: NoAnswer | None = None
+        while True:
+            head = self._head(address, request, forward=forward, is_first=is_first and stale is None)
+            timeout_s = min(request.try_timeout_s, max(deadline - self._clock(), TIMEOUT_S_MIN))
+            try:
+                watch = self._watch(address, request)
+                answer = self._pool.exchange(address, request.method, head, request.body, timeout_s, watch)
+                return answer, stale is not None
+            except NoAnswer as fault:
+                if not fault.stale or stale is not None or not request.repeatable or self._closing.is_set():
+                    raise
+                stale = fault
+            except NotSent:
+                if stale is not None and request.method != "GET":
+                    raise stale from None
+                raise
+
+    def _watch(self, address: Address, request: Request) -> Watch | None:
+        """What looks elsewhere while a leader does not answer. Only a request that may be repeated is left for it."""
+        place = request.leader_of or request.near
+        if place is None or not request.repeatable or self._book.leader_of(place) != address:
+            return None
+        every_s = ASK_OTHERS_AFTER_S
+        if request.wait_s:  # a broker that waits is no silent one
+            every_s = ASK_OTHERS_PARKED_S if request.wait_s > ASK_OTHERS_PARKED_S else request.wait_s + every_s
+        epoch = self._book.epoch_of(place)
+        return Watch(every_s, lambda: self._leads_elsewhere(place, address, epoch))
+
+    def _leads_elsewhere(self, place: tuple[str, int], address: Address, epoch: int) -> bool:
+        """Whether `place` has a later leader than `address` in `epoch`. Another broker knows, or this client does by
+        now: who asks for one partition learns of all of the topic."""
+        if self._book.epoch_of(place) > epoch and self._book.leader_of(place) != address:
+            return True
+        other = None if self._closing.is_set() else self._book.another_than(address)
+        if other is None:
+            return False
+        request = Request("GET", with_query("/v1/metadata", {"topics": place[0]}), repeatable=True)
+        try:
+            deadline = self._clock() + METADATA_TIMEOUT_S
+            answer, _ = self._exchange(other, request, deadline, forward=True, is_first=False)
+            metadata = decode_answer(answer, wire.Metadata) if answer.status < 300 else None
+        except (NotSent, NoAnswer):
+            self._book.gave_no_answer(other)
+            return False
+        except PortalMQError:
+            return False
+        if metadata is None or not self._book.has_moved(place, metadata):
+            return False
+        self._book.learn(metadata)
+        return self._book.leader_of(place) != address
+
+    def _head(self, address: Address, request: Request, *, forward: bool, is_first: bool) -> bytes:
+        lines = [f"{request.method} {address.prefix}{request.path} HTTP/1.1\r\nHost: {address.netloc}\r\n"]
+        if request.body or request.method not in {"GET", "DELETE"}:
+            lines.append(f"Content-Length: {len(request.body)}\r\n")
+        for name, value in request.headers:
+            if "\r" in value or "\n" in value:
+                raise ValueError(f"the header {name} must be one line")
+            lines.append(f"{name}: {value}\r\n")
+        if not forward:
+            lines.append(f"{wire.HEADER_NO_FORWARD}: 1\r\n")
+        if is_first:
+            lines.append(f"{wire.HEADER_FIRST_TRY}: 1\r\n")
+        lines.append(self._common_headers)
+        return "".join(lines).encode("latin-1")
+
+    def _unreachable(self, address: Address, fault: NotSent | NoAnswer) -> Unavailable:
+        if isinstance(fault, NoAnswer):
+            return Unavailable(f"the broker at {address.url} gave no answer: {fault}", outcome="unknown")
+        looked_at = [known.url for known in self._book.known]
+        detail = f"no PortalMQ broker could be reached at {address.url}: {fault}"
+        if not self.reach.heard:
+            detail = (
+                f"no broker answers at {', '.join(looked_at)} ({fault}). Start a cluster with `portalmq up`, a single"
+                " broker with `portalmq dev`, or name yours with bootstrap= (PORTALMQ_URL)"
+            )
+        return Unavailable(detail, outcome="not_applied", looked_at=looked_at)
+
+    # --- who leads ---------------------------------------------------------------------------------------------------
+
+    def metadata(self, topics: Iterable[str] | None = None, *, deadline: float | None = None) -> wire.Metadata:
+        """Brokers and leaders, as some broker knows them now. Topics that do not exist are left out.
+
+        With `deadline` (on this transport's clock) it is tried once, else like any call.
+        """
+        query = None if topics is None else {"topics": ",".join(topics)}
+        request = Request("GET", with_query("/v1/metadata", query), repeatable=True)
+        answer = self.call(request) if deadline is None else self.attempt(request, deadline)
+        metadata = decode_answer(answer, wire.Metadata)
+        self._book.learn(metadata)
+        return metadata
+
+    def leader_of(self, place: tuple[str, int]) -> Address | None:
+        """The leader of a (topic, partition), when it is known and answers."""
+        return self._book.leader_of(place)
+
+    def heard_leader(self, place: tuple[str, int], url: object) -> bool:
+        """A broker said who leads. False when that is nobody to go to: then it is looked up before the next try."""
+        if self._book.leads(place, url):
+            return True
+        self._outdated.add(place[0])
+        return False
+
+    def _look_up_leaders(self, topic: str, deadline: float) -> None:
+        self._outdated.discard(topic)
+        for _ in range(LOOK_UPS_MAX):
+            try:
+                self.metadata([topic], deadline=min(deadline, self._clock() + METADATA_TIMEOUT_S))
+            except PortalMQError:
+                continue  # of another broker, the next time
+            return
+        # The call itself goes on to any broker, which forwards it.
+        self._outdated.add(topic)
+
+    def _where(self, request: Request, within_s: float) -> tuple[Address, bool]:
+        """A broker, and whether it leads all that the request is about. Raises Unavailable when ZooKeeper names none in
+        time."""
+        if request.leader_of is not None:
+            leader = self._book.leader_of(request.leader_of)
+            if leader is not None:
+                return leader, True
+        near = None if request.near is None else self._book.leader_of(request.near)
+        return near or self._book.any(max(LOOK_UP_S_MIN, min(within_s, CONNECT_WITHIN_S))), False
+
+    def rest(self) -> None:
+        """Close idle connections; the next call opens one."""
+        self._pool.rest()
+
+    def hang_up(self) -> None:
+        """Begin nothing more; what has begun is answered as soon as the brokers can."""
+        self._closing.set()
+        self._pool.hang_up()
+
+    def close(self, answers_within_s: float = 0.0) -> None:
+        """End waits and retries of other threads, close the connections; those that wait for an answer may have it
+        within `answers_within_s`."""
+        self._closing.set()
+        self._pool.close(answers_within_s)
+
+
+def _common_headers(token: str | None) -> str:
+    lines = "User-Agent: portalmq-python\r\n"
+    if token is not None:
+        if not token or not token.isascii() or not token.isprintable():
+            raise ValueError("a token is one line of printable ASCII characters")
+        lines += f"Authorization: Bearer {token}\r\n"
+    return lines + "\r\n"
+
+
+def may_repeat(error: PortalMQError, repeatable: bool) -> bool:
+    """True when trying again may help and cannot do the same thing twice."""
+    return error.retryable and (repeatable or error.outcome == "not_applied")
+
+
+def with_query(path: str, query: Mapping[str, object] | None) -> str:
+    given = {name: value for name, value in (query or {}).items() if value is not None}
+    return f"{path}?{urlencode(given)}" if given else path
+
+
+def decode_answer(answer: Answer, kind: type[T]) -> T:
+    """The body of a 2xx answer as a `kind`, from MessagePack or JSON as its Content-Type says."""
+    packed = answer.headers.get("Content-Type", "").startswith(wire.BATCH_MSGPACK)
+    try:
+        if packed:
+            return msgspec.msgpack.decode(answer.body, type=kind)
+        return msgspec.json.decode(answer.body or b"null", type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as fault:
+        raise Unavailable(f"the answer is none of PortalMQ's: {fault}", retryable=False, outcome="unknown") from fault
+
+
+def error_of_answer(answer: Answer) -> PortalMQError:
+    """The error that a status of 300 or more stands for, from its problem document when it has one."""
+    retry_after_s = _seconds(answer.headers.get("Retry-After"))
+    if answer.headers.get("Content-Type", "").startswith(wire.PROBLEM):
+        try:
+            problem: dict[str, Any] = msgspec.json.decode(answer.body, type=dict[str, Any])
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            problem = {}
+        if "code" in problem:
+            return error_from_problem(problem, retry_after_s=retry_after_s)
+    return _error_of_stranger(answer, retry_after_s)
+
+
+def _error_of_stranger(answer: Answer, retry_after_s: float | None) -> PortalMQError:
+    """Something else than a broker answered, a proxy perhaps: only the status speaks."""
+    excerpt = answer.body[:200].decode("utf-8", "replace").strip()
+    detail = f"the answer was HTTP {answer.status}, and not in PortalMQ's form: {excerpt or 'an empty body'}"
+    if answer.status < 400:
+        location = answer.headers.get("Location", "elsewhere")
+        return Unavailable(
+            f"the broker redirects to {location}; redirects are not followed, name that address yourself",
+            retryable=False,
+        )
+    if answer.status >= 500:
+        return Unavailable(
+            detail, retryable=answer.status in {502, 503, 504}, outcome="unknown", retry_after_s=retry_after_s
+        )
+    by_status = {cls.status: cls for cls in reversed(list(ERRORS_BY_CODE.values()))}
+    # 404 has several classes: the general one says no more than is known.
+    cls = ERRORS_BY_CODE["not_found"] if answer.status == 404 else by_status.get(answer.status, PortalMQError)
+    return cls(detail, retryable=answer.status in {408, 429}, outcome="not_applied", retry_after_s=retry_after_s)
+
+
+def _seconds(text: str | None) -> float | None:
+    try:
+        return max(0.0, float(text)) if text else None
+    except ValueError:
+        return None

@@ -1,0 +1,124 @@
+"""Metadata takes memory for good: there is so much of it, and no more."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import gevent
+import pytest
+from support.domain import records, running
+
+from portalmq import wire
+from portalmq.broker.cluster.capacity import Capacity
+from portalmq.broker.server.config import BrokerConfig
+from portalmq.control_plane.plane import PlaneUnavailable
+from portalmq.errors import Backpressure, InvalidRequest
+
+
+@pytest.fixture
+def fixture(tmp_path):
+    with running(tmp_path) as started:
+        yield started
+
+
+def bounded(fixture, **limits):
+    """The broker's limits as a test wants them."""
+    capacity = Capacity(BrokerConfig(zookeeper="none", **limits), fixture.broker.mirror)
+    fixture.broker.topics.capacity = fixture.broker.groups.capacity = capacity
+    return fixture.broker
+
+
+def test_topics_are_as_many_as_the_cluster_may_have(fixture):
+    broker = bounded(fixture, topics_max=2)
+    broker.create_topic("a", wire.CreateTopic())
+    broker.produce("b", records("first use"), None, acks="all")
+    for make in (
+        lambda: broker.create_topic("c", wire.CreateTopic()),
+        lambda: broker.produce("c", records("x"), None, acks="all"),
+        lambda: broker.receive("g", wire.ReceiveRequest(topics=["c"]), None),
+    ):
+        with pytest.raises(Backpressure, match="topics_max") as caught:
+            make()
+        assert (caught.value.outcome, caught.value.retryable) == ("not_applied", False)
+    assert not broker.create_topic("a", wire.CreateTopic())[1], "what is there may be named again"
+    broker.delete_topic("a")
+    assert broker.create_topic("c", wire.CreateTopic())[1]
+
+
+def test_partitions_are_as_many_as_the_brokers_may_hold(fixture):
+    broker = bounded(fixture, partitions_max=5)
+    broker.create_topic("a", wire.CreateTopic(partitions=3))
+    with pytest.raises(Backpressure, match="partitions_max"):
+        broker.create_topic("b", wire.CreateTopic(partitions=3))
+    with pytest.raises(Backpressure, match="3 more"):
+        broker.alter_topic("a", wire.AlterTopic(partitions=6))
+    assert len(broker.alter_topic("a", wire.AlterTopic(partitions=5)).partitions) == 5
+    with pytest.raises(Backpressure):
+        broker.produce("c", records("x"), None, acks="all")
+
+
+def test_groups_are_as_many_as_the_cluster_may_have(fixture):
+    broker = bounded(fixture, groups_max=2)
+    broker.create_topic("t", wire.CreateTopic())
+    broker.put_group("a", {})
+    broker.receive("b", wire.ReceiveRequest(topics=["t"]), None)
+    for make in (
+        lambda: broker.put_group("c", {}),
+        lambda: broker.receive("c", wire.ReceiveRequest(topics=["t"]), None),
+    ):
+        with pytest.raises(Backpressure, match="groups_max"):
+            make()
+    broker.put_group("a", {"max_deliveries": 3})
+    broker.delete_group("a")
+    broker.put_group("c", {})
+
+
+def test_what_is_being_made_counts_before_the_mirror_shows_it():
+    mirror = SimpleNamespace(topics={}, groups={}, partitions={}, brokers={1: None, 2: None})
+    capacity = Capacity(BrokerConfig(topics_max=3, partitions_max=4), mirror)  # type: ignore[arg-type]
+
+    def make() -> bool:
+        try:
+            with capacity.topic(4):
+                gevent.sleep(0)
+                return True
+        except Backpressure:
+            return False
+
+    made = [gevent.spawn(make) for _ in range(5)]
+    gevent.joinall(made, raise_error=True)
+    assert [each.value for each in made] == [True, True, False, False, False], "two brokers hold eight replicas"
+    assert make(), "what came to nothing takes no place"
+
+
+def test_a_segment_with_very_many_content_types_is_followed_by_another(fixture, monkeypatch):
+    monkeypatch.setattr("portalmq.broker.storage.log.CONTENT_TYPES_MAX", 20)
+    for number in range(10):
+        batch = [records("x", content_type=f"text/x{number}-{each}")[0] for each in range(8)]
+        fixture.broker.produce("t", batch, None, acks="all")
+    log = fixture.broker.topics.get("t").led()[0].log
+    assert len(log._segments) >= 4
+    assert max(segment.content_types for segment in log._segments) < 20 + 8 + 10
+    found = list(fixture.broker.read_all("t", None))
+    assert [each.record.content_type for each in found] == [f"text/x{n}-{e}" for n in range(10) for e in range(8)]
+
+
+def test_an_id_that_nobody_was_given_is_no_producers(fixture):
+    made_up, given = 1 << 40, fixture.broker.new_producer(None).id
+    for call in (
+        lambda stamp: fixture.broker.produce("t", records("x"), None, acks="all", partition=0, producer=stamp),
+        lambda stamp: fixture.broker.produce_range("t", records("y"), acks="all", partition=0, producer=stamp),
+    ):
+        with pytest.raises(InvalidRequest, match="given to nobody"):
+            call(wire.ProducerStamp(made_up, 0, 0))
+    assert fixture.broker.produce(
+        "t", records("x"), None, acks="all", partition=0, producer=wire.ProducerStamp(given, 0, 0)
+    )
+
+
+def test_a_producer_is_taken_while_the_control_plane_cannot_be_asked(fixture, monkeypatch):
+    def away():
+        raise PlaneUnavailable("away")
+
+    monkeypatch.setattr(fixture.broker.fences._catalog, "producer_ids_below", away)
+    fixture.broker.fences.check_given(1 << 40)

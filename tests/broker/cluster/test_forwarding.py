@@ -1,0 +1,224 @@
+"""Work is brought to the leaders: what is tried again, what is not, and what is known at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import gevent
+import pytest
+from support.domain import FakePeer
+
+from portalmq.broker.cluster.peers import NotAnswered, NotReached
+from portalmq.broker.cluster.routing import Leaders
+from portalmq.broker.cluster.rpc import Place
+from portalmq.broker.partition.writer import NotCommittedYet
+from portalmq.errors import NotEnoughReplicas, NotLeader, PortalMQError, TopicNotFound, Unavailable
+
+A, B, C = (Place("t", "id", number) for number in range(3))
+ME = 1
+
+
+class Map:
+    """Who leads what, as a test sets it; `on_look` is called when somebody doubts it."""
+
+    def __init__(self, leaders: dict[Place, int | None]) -> None:
+        self.leaders = leaders
+        self.doubted: list[Place] = []
+        self.on_look: Callable[[], None] = lambda: None
+
+    def leader_of(self, place: Place) -> int | None:
+        if place not in self.leaders:
+            raise TopicNotFound("gone")
+        return self.leaders[place]
+
+    def url_of(self, broker_id: int) -> str | None:
+        return f"http://{broker_id}"
+
+    def look_again(self, place: Place) -> None:
+        self.doubted.append(place)
+        self.on_look()
+
+
+class Ask:
+    """Work that notes where it was done; `answers` scripts the outcomes by broker (the last one stays)."""
+
+    def __init__(self, **answers: list[PortalMQError | str]) -> None:
+        self.answers = {int(name[1:]): list(script) for name, script in answers.items()}
+        self.asked: list[tuple[int, list[Place]]] = []
+        self.hangs: set[int] = set()
+
+    def here(self, places: Sequence[Place]) -> dict[Place, str | PortalMQError]:
+        return self.there(ME, places)
+
+    def there(self, broker_id: int, places: Sequence[Place]) -> dict[Place, str | PortalMQError]:
+        self.asked.append((broker_id, list(places)))
+        if broker_id in self.hangs:
+            gevent.sleep(3_600)
+        script = self.answers.get(broker_id, [f"by {broker_id}"])
+        answer = script.pop(0) if len(script) > 1 else script[0]
+        if isinstance(answer, PortalMQError) and broker_id != ME:
+            raise answer
+        return dict.fromkeys(places, answer)
+
+
+def leaders(leads: Map, patience_s: float = 60.0) -> Leaders:
+    return Leaders(ME, leads, chance=lambda: 0.0, patience_s=patience_s)
+
+
+def test_each_share_goes_to_its_leader_in_one_call_a_broker() -> None:
+    work = Ask()
+    outcomes = leaders(Map({A: ME, B: 2, C: 2})).run([A, B, C], work)
+    assert outcomes == {A: "by 1", B: "by 2", C: "by 2"}
+    assert sorted(work.asked) == [(1, [A]), (2, [B, C])]
+
+
+def test_remote_leaders_are_asked_at_once_and_not_one_after_the_other() -> None:
+    leads = Map({A: 2, B: 3})
+
+    class Meeting(Ask):
+        """Each broker answers once both were asked."""
+
+        def there(self, broker_id: int, places: Sequence[Place]) -> dict[Place, str | PortalMQError]:
+            self.asked.append((broker_id, list(places)))
+            with gevent.Timeout(60):
+                while len(self.asked) < 2:
+                    gevent.sleep(0.001)
+            return dict.fromkeys(places, "met")
+
+    assert leaders(leads).run([A, B], Meeting()) == {A: "met", B: "met"}
+
+
+def test_one_that_leads_no_longer_is_left_for_the_one_that_does() -> None:
+    leads = Map({A: 2})
+    leads.on_look = lambda: leads.leaders.update({A: 3})
+    work = Ask(_2=[NotLeader("not me", leader=3)])
+    assert leaders(leads).one(A, work) == "by 3"
+    assert leads.doubted == [A]
+
+
+@pytest.mark.parametrize("error", [NotReached("away", refused=True), Unavailable("draining")])
+def test_a_broker_that_is_gone_is_waited_for_until_another_leads(error: PortalMQError) -> None:
+    leads = Map({A: 2})
+    work = Ask(_2=[error])
+    there = leaders(leads)
+    gevent.spawn_later(0.05, lambda: (leads.leaders.update({A: 3}), there.changed()))
+    assert there.one(A, work) == "by 3"
+
+
+def test_a_partition_without_a_leader_is_waited_for_and_then_refused_as_not_applied() -> None:
+    with pytest.raises(Unavailable, match="no leader") as refused:
+        leaders(Map({A: None}), patience_s=0.3).one(A, Ask())
+    assert (refused.value.outcome, refused.value.retryable) == ("not_applied", True)
+
+
+def test_an_unknown_outcome_is_not_tried_again() -> None:
+    work = Ask(_2=[NotAnswered("cut"), "by 2"])
+    with pytest.raises(NotAnswered):
+        leaders(Map({A: 2})).one(A, work)
+    assert len(work.asked) == 1
+
+
+def test_an_unknown_outcome_of_what_is_the_same_twice_is_tried_again() -> None:
+    assert leaders(Map({A: 2})).one(A, Ask(_2=[NotAnswered("cut"), "by 2"]), repeatable=True) == "by 2"
+
+
+def test_what_has_waited_for_its_commit_as_long_as_it_may_does_not_wait_so_long_again() -> None:
+    work = Ask(_1=[NotCommittedYet("the followers are gone"), "by 1"])
+    with pytest.raises(NotCommittedYet) as waited:
+        leaders(Map({A: ME})).one(A, work, repeatable=True)
+    assert (waited.value.outcome, waited.value.retryable) == ("unknown", True)
+    assert len(work.asked) == 1
+
+
+def test_a_refusal_after_an_unknown_try_leaves_the_outcome_unknown() -> None:
+    work = Ask(_2=[NotAnswered("cut"), NotEnoughReplicas("one is not enough")])
+    with pytest.raises(NotEnoughReplicas) as refused:
+        leaders(Map({A: 2})).one(A, work, repeatable=True)
+    assert refused.value.outcome == "unknown"
+
+
+def test_too_few_replicas_is_an_answer_and_not_a_moving_leader() -> None:
+    work = Ask(_2=[NotEnoughReplicas("one is not enough")])
+    with pytest.raises(NotEnoughReplicas):
+        leaders(Map({A: 2})).one(A, work)
+    assert len(work.asked) == 1
+
+
+def test_no_forward_names_the_leader_and_asks_nobody() -> None:
+    work = Ask()
+    outcomes = leaders(Map({A: ME, B: 2})).run([A, B], work, forward=False)
+    assert outcomes[A] == "by 1"
+    refused = outcomes[B]
+    assert isinstance(refused, NotLeader)
+    assert refused.extra == {"leader": 2, "leader_url": "http://2"}
+    assert work.asked == [(1, [A])]
+
+
+def test_no_forward_waits_for_this_broker_to_open_what_it_was_elected_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("portalmq.broker.cluster.routing.OWN_PATIENCE_S", 60.0)
+    work = Ask(_1=[NotLeader("opening", leader=ME), Unavailable("opening"), "open"])
+    assert leaders(Map({A: ME})).one(A, work, forward=False) == "open"
+
+
+def test_a_silent_leader_is_not_waited_for_once_another_is_elected() -> None:
+    leads = Map({A: 2})
+    work = Ask()
+    work.hangs = {2}
+    there = leaders(leads)
+    gevent.spawn_later(0.05, lambda: (leads.leaders.update({A: 3}), there.changed()))
+    with gevent.Timeout(50), pytest.raises(NotAnswered) as lost:
+        there.one(A, work)
+    assert lost.value.outcome == "unknown"
+    with gevent.Timeout(50):
+        leads.leaders[A] = 2
+        gevent.spawn_later(0.05, lambda: (leads.leaders.update({A: 3}), there.changed()))
+        assert there.one(A, work, repeatable=True) == "by 3"
+
+
+def test_what_is_asked_of_one_broker_alone_is_not_waited_for_once_others_lead_there() -> None:
+    leads = Map({A: 2, B: 2})
+    there = leaders(leads)
+    gevent.spawn_later(0.02, lambda: (leads.leaders.update({A: 3}), there.changed()))
+    gevent.spawn_later(0.05, lambda: (leads.leaders.update({B: ME}), there.changed()))
+    with gevent.Timeout(50), pytest.raises(NotAnswered, match="broker 2"):
+        there.ask(2, [A, B], lambda: gevent.sleep(3_600))
+
+
+def test_what_is_asked_of_one_broker_alone_answers_or_raises_as_it_does() -> None:
+    there = leaders(Map({A: 2, B: 3}))
+    assert there.ask(2, [A], lambda: "by 2") == "by 2"
+
+    def refuse() -> None:
+        raise NotReached("away", refused=True)
+
+    with pytest.raises(NotReached):
+        there.ask(2, [A], refuse)
+    asked: list[int] = []
+    with pytest.raises(Unavailable) as refused:
+        there.ask(2, [], lambda: asked.append(2))
+    assert (asked, refused.value.outcome) == ([], "not_applied")
+
+
+def test_nothing_is_begun_for_a_client_that_has_gone() -> None:
+    leads = Map({A: 2})
+    work = Ask()
+    work.hangs = {2}
+    client = FakePeer()
+    gevent.spawn_later(0.05, client.leave)
+    with gevent.Timeout(50), pytest.raises(NotAnswered):
+        leaders(leads).one(A, work, repeatable=True, waiting=client)
+    assert len(work.asked) == 1
+
+
+def test_a_topic_that_was_deleted_is_told_at_once() -> None:
+    with pytest.raises(TopicNotFound):
+        leaders(Map({})).one(A, Ask())
+
+
+def test_a_mistake_of_ours_is_not_swallowed() -> None:
+    class Broken(Ask):
+        def there(self, broker_id: int, places: Sequence[Place]) -> dict[Place, str | PortalMQError]:
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        leaders(Map({A: 2})).one(A, Broken())

@@ -1,0 +1,210 @@
+"""What a broker refuses by what it knows of the cluster: never by a view that may be older than the question."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from support.domain import Fixture, records, running
+from support.replicas import eventually
+
+from portalmq import stream_wire as contract
+from portalmq import wire
+from portalmq.broker.cluster.lookup import Lookup
+from portalmq.broker.cluster.routing import NoSuchPartition
+from portalmq.broker.cluster.rpc import Place
+from portalmq.broker.queues.commit import Publication, StreamPlace
+from portalmq.broker.streams.coordination import Coordinate
+from portalmq.control_plane.state import GroupState, TopicState
+from portalmq.errors import (
+    ERRORS_BY_CODE,
+    GroupModeMismatch,
+    GroupNotFound,
+    MessageNotFound,
+    PartitionNotFound,
+    TopicNotFound,
+    Unavailable,
+)
+
+
+@pytest.fixture
+def fixture(tmp_path: Path):
+    with running(tmp_path) as it:
+        it.broker.create_topic("t", wire.CreateTopic(partitions=2))
+        yield it
+
+
+def place(fixture: Fixture, number: int = 0) -> Place:
+    return Place("t", fixture.broker.topics.known("t").state.topic_id, number)
+
+
+def has_not_read_yet(fixture: Fixture) -> None:
+    """As a broker that has just begun, or came back after the topic was made."""
+    topics = fixture.broker.topics
+    topic = topics._topics.pop("t")
+    del topics._by_id[topic.state.topic_id]
+    for partition in topic.local.values():
+        partition.close()
+
+
+def knows_older(fixture: Fixture, **older: object) -> TopicState:
+    topic = fixture.broker.topics.known("t")
+    now = topic.state
+    topic.state = msgspec.structs.replace(now, **older)
+    return now
+
+
+def refused(error: pytest.ExceptionInfo[Unavailable]) -> tuple[bool, str]:
+    return error.value.retryable, error.value.outcome
+
+
+def brought(fixture: Fixture, at: Place) -> None:
+    """Another broker's call about a partition that this one leads."""
+    work = Lookup("known", msgspec.Struct(), bool, lambda _: True, fixture.broker.peers, 1.0)
+    fixture.broker.leaders.one(at, work, forward=False)
+
+
+def test_a_call_of_another_broker_about_a_topic_that_is_not_known_yet_is_to_be_repeated(fixture, monkeypatch):
+    monkeypatch.setattr("portalmq.broker.cluster.routing.OWN_PATIENCE_S", 0.05)
+    at = place(fixture)
+    has_not_read_yet(fixture)
+    with pytest.raises(Unavailable) as error:
+        brought(fixture, at)
+    assert refused(error) == (True, "not_applied")
+
+
+def test_a_call_about_a_partition_that_is_not_known_yet_is_to_be_repeated(fixture, monkeypatch):
+    monkeypatch.setattr("portalmq.broker.cluster.routing.OWN_PATIENCE_S", 0.05)
+    at = place(fixture, 1)
+    knows_older(fixture, partitions=1)
+    with pytest.raises(Unavailable) as error:
+        brought(fixture, at)
+    assert refused(error) == (True, "not_applied")
+
+
+def test_a_call_about_a_topic_that_was_deleted_is_refused_for_good(fixture):
+    at = place(fixture)
+    fixture.broker.delete_topic("t")
+    with pytest.raises(TopicNotFound):
+        brought(fixture, at)
+
+
+@pytest.mark.parametrize("known", [1, 2])
+def test_a_partition_is_missing_only_if_the_control_plane_has_none(fixture, known):
+    knows_older(fixture, partitions=known)
+    number = 1 if known == 1 else 2
+    broker = fixture.broker
+    for use in (
+        lambda: broker.produce("t", records("a"), None, partition=number, acks="all"),
+        lambda: broker.purge("t", partition=number, before_offset=None),
+    ):
+        with pytest.raises(PartitionNotFound) as found:
+            use()
+        assert type(broker.explain(found.value)) is (Unavailable if known == 1 else NoSuchPartition)
+    with pytest.raises(MessageNotFound if known == 2 else Unavailable):
+        broker.cancel_scheduled("t", number, 0)
+
+
+def fetched(fixture: Fixture, number: int) -> None:
+    request = contract.FetchRequest([contract.PartitionOffset("t", number, 0)])
+    (answer,) = fixture.broker.fetching.fetch(request, None)
+    assert answer.error is not None
+    raise ERRORS_BY_CODE[answer.error["code"]](answer.error["detail"])
+
+
+def committed(fixture: Fixture, number: int) -> None:
+    asked = contract.PartitionOffset("t", number, 0)
+    fixture.broker.offsets.commit("s", contract.CommitOffsetsRequest("a", 1, [asked]))
+
+
+def committed_with_outputs(fixture: Fixture, number: int) -> None:
+    fixture.broker.committing.commit_offset("s", "t", number, StreamPlace("a", 1, 0, 0), [], forward=True)
+
+
+def published_by_a_commit(fixture: Fixture, number: int) -> None:
+    published = [Publication("t", *records("a"), partition=number)]
+    fixture.broker.committing.commit_offset("s", "t", 0, StreamPlace("a", 1, 0, 0), published, forward=True)
+
+
+def coordinated(fixture: Fixture, number: int) -> None:
+    """Another broker, which knows more, takes this one for the coordinator."""
+    group = fixture.broker.groups.known("s")
+    call = Coordinate("s", group.group_id, "seek", topics=("t",), to="earliest", numbers=(number,))
+    fixture.broker.streams.serve(msgspec.msgpack.encode(call))
+
+
+@pytest.mark.parametrize("known", [1, 2])
+@pytest.mark.parametrize(
+    "use",
+    [
+        fetched,
+        committed,
+        committed_with_outputs,
+        published_by_a_commit,
+        coordinated,
+        lambda it, number: it.broker.streams.seek("s", "t", "earliest", partition=number, dry_run=False),
+        lambda it, number: it.broker.turns.front("s", "t", number),
+        lambda it, number: it.broker.turns.advance("s", "t", number, 0),
+        lambda it, number: it.broker.turns.first_front("s", "t", [0, number]),
+        lambda it, number: it.broker.finishing.finish("q", "t", [(number, 0)]),
+        lambda it, number: list(it.broker.unfinished.messages("q", "t", after=(number, 0))),
+        lambda it, number: it.broker.dead_letters.page("q", "t", limit=1, after=f"{number}-0"),
+        lambda it, number: it.broker.dead_letters.drop("q", "t", ids=[f"{number}-0"]),
+    ],
+)
+def test_a_partition_that_may_have_been_added_just_now_is_not_denied(fixture, use, known):
+    fixture.broker.put_group("s", {"mode": "stream"})
+    fixture.broker.groups.ensure("q")
+    fixture.broker.streams.join("s", contract.JoinRequest(["t"], "a"))
+    knows_older(fixture, partitions=known)
+    with pytest.raises(PartitionNotFound if known == 2 else Unavailable) as error:
+        use(fixture, known)
+    assert (error.value.retryable, error.value.outcome) == (known == 1, "not_applied")
+
+
+def test_a_topic_that_this_broker_has_not_read_of_is_looked_for_before_it_is_denied(fixture, monkeypatch):
+    """Nothing of it is known here but the control plane's word: it is there, so it is waited for, and not denied."""
+    topics = fixture.broker.topics
+    monkeypatch.setattr(topics, "_auto_create", False)
+    monkeypatch.setattr("portalmq.broker.cluster.topics.KNOWN_WITHIN_S", 60.0)
+    has_not_read_yet(fixture)
+    fixture.broker.mirror.note(None)  # everything is read again, and told
+    assert topics.get_or_create("t").name == "t"
+    with pytest.raises(TopicNotFound, match="auto_create_topics"):
+        topics.get_or_create("u")
+
+
+def test_a_group_of_another_mode_may_be_an_earlier_one_of_the_name(fixture):
+    groups, group = fixture.broker.groups, fixture.broker.groups.ensure("g")
+    earlier = GroupState("g", msgspec.structs.replace(group.config, mode="stream"), "an earlier id")
+    groups._remember("g", earlier)
+    assert groups.ensure("g") == group
+    groups._remember("g", earlier)
+    assert groups.known("g", mode="queue") == group
+    groups._remember("g", earlier)
+    assert groups.known("g", group_id=group.group_id) == group
+    fixture.broker.put_group("s", {"mode": "stream"})
+    with pytest.raises(GroupModeMismatch):
+        groups.ensure("s")
+
+
+def test_a_group_that_was_deleted_here_and_made_anew_elsewhere_is_there(fixture):
+    broker = fixture.broker
+    broker.groups.ensure("g")
+    broker.delete_group("g")
+    with pytest.raises(GroupNotFound):
+        broker.groups.known("g")
+    made, _ = broker._catalog.put_group("g", {})
+    broker.groups._remember("g", None)  # its own word is younger than what the mirror shows
+    assert broker.groups.known("g") == made
+
+
+def test_what_the_mirror_shows_later_is_newer_than_what_this_broker_wrote(fixture):
+    """The group was made here, and then deleted and made anew elsewhere: by another id, and in another mode."""
+    broker = fixture.broker
+    broker.groups.ensure("g")
+    broker._catalog.delete_group("g")
+    made, _ = broker._catalog.put_group("g", {"mode": "stream"})
+    eventually(lambda: broker.mirror.groups.get("g") == made)
+    assert broker.groups.find("g") == made

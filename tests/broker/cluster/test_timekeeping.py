@@ -1,0 +1,150 @@
+"""The time of day that brokers agree on: what one machine's wrong clock can do."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from portalmq.broker.cluster.timekeeping import Timekeeping, TimeTold, agreement
+from portalmq.broker.partition.clock import TOLERANCE_MS, Clock
+from portalmq.control_plane.state import BrokerState
+from portalmq.errors import Unavailable
+
+HOUR_MS = 3_600_000
+START_MS = 1_700_000_000_000
+
+
+class HandClock(Clock):
+    """A machine's clocks, which move when a test says so."""
+
+    def __init__(self, off_ms: int = 0) -> None:
+        self.steady_ms = START_MS + off_ms
+        self.off_ms = 0
+        super().__init__(lambda: self.steady_ms * 1_000_000, lambda: (self.steady_ms + self.off_ms) * 1_000_000)
+
+
+class Cluster:
+    """Brokers that ask each other. `slow_ms` passes before an answer comes."""
+
+    def __init__(self, **off_ms: int) -> None:
+        self.clocks = {int(name[1:]): HandClock(off_ms) for name, off_ms in off_ms.items()}
+        self.away: set[int] = set()
+        self.slow_ms = 0
+        self.keepers = {
+            broker_id: Timekeeping(clock, broker_id, self.brokers, Calls(self))
+            for broker_id, clock in self.clocks.items()
+        }
+
+    def brokers(self) -> dict[int, BrokerState]:
+        return {broker_id: BrokerState(f"http://b{broker_id}", 1, "s") for broker_id in self.clocks}
+
+    def pass_time(self, ms: int) -> None:
+        for clock in self.clocks.values():
+            clock.steady_ms += ms
+
+    def compare(self) -> None:
+        for broker_id, keeper in self.keepers.items():
+            if broker_id not in self.away:
+                keeper.compare()
+
+    def wrong_ms(self, broker_id: int) -> int:
+        """How far the broker's time of day is from the first one's steady clock, which is right."""
+        return self.clocks[broker_id].wall_ms() - self.clocks[1].steady_ms
+
+
+class Calls:
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+
+    def call(self, broker_id: int, name: str, request: msgspec.Struct, kind: type, *, timeout_s: float) -> TimeTold:
+        assert name == "time"
+        if broker_id in self.cluster.away:
+            raise Unavailable("away")
+        body = self.cluster.keepers[broker_id].serve(b"")
+        self.cluster.pass_time(self.cluster.slow_ms)
+        return msgspec.msgpack.decode(body, type=kind)
+
+
+def test_brokers_that_agree_go_by_their_machines():
+    cluster = Cluster(b1=0, b2=-900, b3=900)
+    cluster.compare()
+    assert [cluster.wrong_ms(n) for n in (1, 2, 3)] == [0, -900, 900]
+    assert not any(keeper.differs for keeper in cluster.keepers.values())
+
+
+@pytest.mark.parametrize("jump_ms", [HOUR_MS, -HOUR_MS, 8 * 24 * HOUR_MS])
+def test_a_clock_that_jumps_is_not_followed_for_a_moment(jump_ms):
+    cluster = Cluster(b1=0, b2=0, b3=0)
+    cluster.compare()
+    cluster.clocks[2].off_ms = jump_ms
+    assert cluster.wrong_ms(2) == 0, "before anybody was asked"
+    for _ in range(3):
+        cluster.pass_time(2_000)
+        cluster.compare()
+        assert cluster.wrong_ms(2) == 0
+    assert (cluster.keepers[2].differs, cluster.keepers[2].off_ms) == (True, jump_ms)
+    assert not cluster.keepers[1].differs
+    cluster.clocks[2].off_ms = 0
+    cluster.compare()
+    assert not cluster.keepers[2].differs
+
+
+def test_a_broker_that_starts_with_a_wrong_clock_goes_by_the_others():
+    cluster = Cluster(b1=0, b2=0, b3=HOUR_MS)
+    cluster.compare()
+    assert cluster.wrong_ms(3) == 0
+    assert cluster.keepers[3].differs
+
+
+def test_a_jump_that_most_confirm_is_followed_by_all():
+    cluster = Cluster(b1=0, b2=0, b3=0)
+    cluster.compare()
+    cluster.clocks[1].off_ms = HOUR_MS
+    cluster.compare()
+    assert cluster.wrong_ms(1) == 0
+    cluster.clocks[2].off_ms = HOUR_MS
+    cluster.compare()
+    assert [cluster.wrong_ms(n) for n in (1, 2, 3)] == [HOUR_MS] * 3
+
+
+def test_where_there_is_no_majority_each_goes_on_as_before_and_says_so():
+    cluster = Cluster(b1=0, b2=0)
+    cluster.compare()
+    cluster.clocks[2].off_ms = HOUR_MS
+    cluster.compare()
+    assert [cluster.wrong_ms(n) for n in (1, 2)] == [0, 0]
+    assert all(keeper.differs for keeper in cluster.keepers.values())
+
+
+def test_who_is_cut_off_goes_on_by_what_was_agreed():
+    cluster = Cluster(b1=0, b2=0, b3=0)
+    cluster.compare()
+    cluster.away = {2, 3}
+    cluster.clocks[1].off_ms = HOUR_MS
+    cluster.compare()
+    assert cluster.wrong_ms(1) == 0
+
+
+def test_a_broker_that_is_the_only_one_goes_by_its_machine():
+    cluster = Cluster(b1=0)
+    cluster.compare()
+    cluster.clocks[1].off_ms = HOUR_MS
+    cluster.compare()
+    assert cluster.wrong_ms(1) == HOUR_MS
+    assert not cluster.keepers[1].differs
+
+
+def test_an_answer_that_takes_long_makes_nobody_wrong():
+    cluster = Cluster(b1=0, b2=0, b3=0)
+    cluster.compare()
+    for cluster.slow_ms in (TOLERANCE_MS - 1, TOLERANCE_MS // 2, 10 * TOLERANCE_MS):
+        cluster.compare()
+        assert [cluster.wrong_ms(n) for n in (1, 2, 3)] == [0, 0, 0]
+        assert not any(keeper.differs for keeper in cluster.keepers.values())
+
+
+def test_of_many_the_majority_counts_and_the_own_clock_first():
+    assert agreement((0, 0), [(100, 100), (HOUR_MS, HOUR_MS)]) == 0
+    assert agreement((HOUR_MS, HOUR_MS), [(100, 100), (300, 300)]) == 100
+    assert agreement((0, 0), [(HOUR_MS, HOUR_MS)]) is None
+    assert agreement((0, 0), [(HOUR_MS, HOUR_MS), (-HOUR_MS, -HOUR_MS)]) is None

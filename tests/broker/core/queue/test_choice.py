@@ -1,0 +1,253 @@
+"""What a receive hands out, case by case. The whole of it against a model: test_delivery_model.py."""
+
+from __future__ import annotations
+
+import pytest
+from support.supply import ListSupply, Message, chosen, granted, offsets_of
+
+from portalmq.broker.core.fold import GroupFold
+from portalmq.broker.core.queue.delivery import GroupDelivery
+from portalmq.broker.core.queue.key_order import HELD_MAX, KeyBook
+from portalmq.broker.core.queue.lanes import DELAYED
+from portalmq.broker.core.queue.records import Ack, Dead, Grant, Nack, Redrive
+from portalmq.broker.core.queue.selection import KEYS_A_STEP, choose, has_turn, read_keys
+
+
+def new_group(start: int = 0) -> GroupDelivery:
+    return GroupDelivery(GroupFold("g", start, start, []))
+
+
+def receive(group: GroupDelivery, supply: ListSupply, now: int, max_messages: int = 100, **more) -> list[int]:
+    choice = chosen(group, supply, now, max_messages, **more)
+    granted(group, choice, now, now + 100)
+    return offsets_of(choice)
+
+
+def choose_now(group: GroupDelivery, supply: ListSupply, now: int):
+    """Without a look at what is unread."""
+    return choose(group, supply, now_ms=now, wall_ms=now, due_by_ms=now, max_messages=10, max_deliveries=5, by_key=True)
+
+
+def test_a_cursor_that_passes_a_time_asks_for_a_later_record():
+    group, supply = new_group(), ListSupply()
+    supply.add(deliver_at_ms=500)
+    supply.add()
+    choice = chosen(group, supply, 600)
+    assert offsets_of(choice) == [0, 1]
+    assert choice.not_before_ms == 500
+    assert choice.spots() == ((DELAYED, 500, 1),)
+
+
+def test_what_is_due_but_not_all_readable_is_left_alone():
+    """A message that is due earlier may be on its way to the disk: passing its time would lose it."""
+    group, supply = new_group(), ListSupply()
+    supply.add(deliver_at_ms=500)
+    choice = choose(
+        group, supply, now_ms=600, wall_ms=600, due_by_ms=499, max_messages=10, max_deliveries=5, by_key=False
+    )
+    assert offsets_of(choice) == []
+    assert choice.cursors == {}
+
+
+def test_a_message_on_its_last_delivery_whose_lease_has_ended_before_goes_alone():
+    group, supply = new_group(), ListSupply()
+    supply.add(3)
+    assert receive(group, supply, 0, max_deliveries=2) == [0, 1, 2]
+    assert receive(group, supply, 100, max_deliveries=2) == [0]
+    assert receive(group, supply, 101, max_deliveries=2) == [1]
+
+
+def test_what_was_delivered_often_enough_is_not_handed_out_but_overdue():
+    group, supply = new_group(), ListSupply(pieces=True)
+    supply.add(2)
+    receive(group, supply, 0, max_deliveries=1)
+    assert group.overdue(99, 1, 10) == []
+    assert receive(group, supply, 100, max_deliveries=1) == []
+    assert group.overdue(100, 1, 10) == [(0, 2, 1)]
+    assert group.overdue(100, 1, 1) == [(0, 1, 1)], "no more than asked for"
+    assert group.overdue(100, 2, 10) == [], "the group's settings were changed"
+    assert group.overdue(100, 1, 10) == [(0, 2, 1)]
+
+
+def test_what_is_gone_from_the_log_is_done():
+    group, supply = new_group(), ListSupply()
+    supply.add(4)
+    receive(group, supply, 0)
+    del supply.messages[1:3]
+    choice = chosen(group, supply, 200)
+    assert offsets_of(choice) == [0, 3]
+    assert choice.gone == [(1, 3)]
+
+
+def test_looking_moves_the_cursors_over_what_has_expired_and_hands_out_nothing():
+    group, supply = new_group(), ListSupply()
+    supply.add(2, expires_at_ms=50)
+    supply.add(priority=4, expires_at_ms=50)
+    supply.add()
+    choice = chosen(group, supply, 60, 0)
+    assert (offsets_of(choice), choice.next, choice.expired) == ([], 2, 3)
+    assert choice.cursors == {4: (0, 3)}
+
+
+def test_the_next_of_a_key_waits_until_the_end_of_the_one_before_is_committed():
+    group, supply = new_group(), ListSupply(by_key=True)
+    supply.add(3, key=1)
+    assert receive(group, supply, 0, committed=0) == [0]
+    group.apply(Ack(((0, 1),), 1), offset=7)
+    assert not has_turn(group, 1, committed=7)
+    assert receive(group, supply, 1, committed=7) == []
+    assert has_turn(group, 1, committed=8)
+    assert receive(group, supply, 1, committed=8) == [1]
+
+
+def test_a_book_that_is_built_anew_waits_for_the_same():
+    group, supply = new_group(), ListSupply(by_key=True)
+    supply.add(2, key=1)
+    receive(group, supply, 0)
+    group.apply(Ack(((0, 1),), 1), offset=7)
+    group.keys = None
+    assert receive(group, supply, 1, committed=7) == []
+    assert receive(group, supply, 1, committed=8) == [1]
+
+
+def test_after_a_purge_the_next_of_a_key_waits_until_what_finished_the_one_before_is_committed():
+    """The purge may be lost, and an ack before it: then the earlier message would come after the later one."""
+    for is_acked in (True, False):
+        group, supply = new_group(), ListSupply(by_key=True)
+        supply.add(3, key=1)
+        receive(group, supply, 0)
+        if is_acked:
+            group.apply(Ack(((0, 1),), 1), offset=8)
+        group.purge(1, 9)
+        assert receive(group, supply, 1, committed=8 if is_acked else 9) == []
+        assert receive(group, supply, 1, committed=9 if is_acked else 10) == [1]
+
+
+def test_a_leader_that_leads_again_knows_what_another_handed_out_and_held_meanwhile():
+    """Grants that came by replication are in no book of the time before."""
+    group, supply = new_group(), ListSupply(by_key=True)
+    supply.add(key=1)
+    assert receive(group, supply, 0) == [0]
+    supply.add(3, key=2)
+    group.apply(Grant(((1, 2, 1),), 3, 10, 110, held=((2, 3, 0),)), offset=20)
+    group.take_over(20)
+    assert receive(group, supply, 20) == [], "one of the key is out, and one waits for it"
+    group.apply(Ack(((1, 2),), 30), offset=21)
+    assert receive(group, supply, 30, committed=22) == [2], "what was held there is next"
+
+
+def test_a_book_is_built_a_few_messages_at_a_time():
+    """Whatever the backlog, so that others have their turn between."""
+    group, supply, steps = new_group(), ListSupply(by_key=True), [0]
+    supply.add(1_200, key=1)
+    receive(group, supply, 0)
+    group.keys = None
+    read = supply.returned
+
+    def counted(start: int, end: int):
+        steps[-1] += end - start
+        return read(start, end)
+
+    supply.returned = counted
+    while not read_keys(group, supply, 1):
+        assert offsets_of(choose_now(group, supply, 1)) == [], "it tells nobody's turn before it is whole"
+        steps.append(0)
+    assert sum(steps) == 1_200
+    assert max(steps) == KEYS_A_STEP
+    assert receive(group, supply, 1) == []
+    group.apply(Ack(((0, 1),), 1), offset=1_300)
+    assert receive(group, supply, 1) == [1]
+
+
+def test_of_large_messages_and_those_far_apart_fewer_are_read_at_a_time():
+    group, supply = new_group(), ListSupply(by_key=True)
+    supply.add(50, key=1, size=200_000)
+    supply.add(50, key=2)
+    receive(group, supply, 0)
+    group.keys = None
+    read_keys(group, supply, 1)
+    assert len(group.keys) == 6
+    spread, supply = new_group(), ListSupply(by_key=True)
+    supply.messages = [Message(number * 5_000, key=1) for number in range(20)]
+    receive(spread, supply, 0)
+    spread.keys = None
+    read_keys(spread, supply, 1)
+    assert len(spread.keys) == 6
+
+
+def test_a_span_of_very_many_messages_is_read_in_parts():
+    """Such as one that was leased before the group was ordered by key."""
+    group, supply = new_group(), ListSupply(pieces=True)
+    supply.add(1_200, key=1)
+    receive(group, supply, 0, 1_200)
+    supply.by_key = True
+    assert not read_keys(group, supply, 1)
+    assert len(group.keys) == KEYS_A_STEP
+
+
+def test_what_is_redriven_takes_its_place_in_a_book_that_is_kept():
+    group, supply = new_group(), ListSupply(by_key=True)
+    supply.add(3, key=1)
+    supply.add(600, key=2)
+    receive(group, supply, 0)
+    group.apply(Dead(((0, 1, 1),), 1, "often enough", ""), offset=610)
+    group.apply(Redrive(((0, 1, 5),), 2), offset=611)
+    assert receive(group, supply, 5, committed=610) == []
+    assert receive(group, supply, 5, committed=611) == [0], "before the later ones of its key"
+    group.apply(Ack(((0, 1),), 6), offset=612)
+    assert receive(group, supply, 6, committed=613) == [1]
+
+
+def test_no_more_are_held_than_the_window():
+    group, supply = new_group(), ListSupply(by_key=True)
+    supply.add(HELD_MAX + 50, key=1)
+    supply.add(key=2)
+    assert receive(group, supply, 0) == [0]
+    assert group.held == HELD_MAX
+    assert receive(group, supply, 0) == [], "key 2 is behind the window"
+    group.apply(Ack(((0, 1),), 1), offset=1)
+    assert receive(group, supply, 1) == [1]
+
+
+def test_a_back_off_keeps_the_key_and_not_the_others():
+    group, supply = new_group(), ListSupply(by_key=True)
+    supply.add(2, key=1)
+    supply.add(key=2)
+    assert receive(group, supply, 0) == [0, 2]
+    group.apply(Nack(((0, 1, 50), (2, 3, 10)), 5))
+    assert receive(group, supply, 20) == [2]
+    assert receive(group, supply, 50) == [0]
+
+
+def test_a_book_forgets_what_is_done():
+    book = KeyBook()
+    for offset in range(10):
+        book.add(offset, 1 + offset % 2)
+    book.done(0, 9)
+    assert len(book) == 1
+    assert not book.is_busy(1)
+    assert 9 in book.freed
+    book.done(0, 1 << 40)
+    assert len(book) == 0
+
+
+@pytest.mark.parametrize("by_key", [False, True])
+def test_what_has_no_room_in_an_answer_is_left_as_it_was(by_key):
+    """It is not read, so nothing is known of it: neither is it passed over, nor taken for gone."""
+    group, supply = new_group(), ListSupply(by_key=by_key)
+    supply.add(5, size=40)
+    assert receive(group, supply, 0, max_bytes=100) == [0, 1, 2]
+    assert receive(group, supply, 0, max_bytes=1) == [3]
+    assert receive(group, supply, 0, max_bytes=1_000) == [4]
+    group.apply(Nack(((0, 5, 10),), 10))
+    assert receive(group, supply, 10, max_bytes=100) == [0, 1, 2]
+    assert receive(group, supply, 10, max_bytes=100) == [3, 4]
+    assert group.outstanding == 5
+
+
+def test_of_a_batch_that_is_larger_than_an_answer_no_more_is_looked_for():
+    group, supply = new_group(), ListSupply(pieces=True)
+    supply.add(4, size=40)
+    supply.add(1, size=1, expires_at_ms=1_000)
+    assert receive(group, supply, 0, 2, max_bytes=100) == [0, 1]
+    assert receive(group, supply, 0, max_bytes=70) == [2, 3]

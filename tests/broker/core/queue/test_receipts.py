@@ -1,0 +1,80 @@
+"""Receipts cannot be forged, moved or misread."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from portalmq.broker.core.queue.receipts import (
+    COUNT_MAX,
+    HEAD_LENGTH,
+    TEXT_LENGTH,
+    ReceiptBook,
+    nth_text,
+    offset_of,
+    tag_of,
+    topic_tag,
+)
+from portalmq.errors import InvalidRequest
+
+KEY = bytes(range(32))
+BOOK = ReceiptBook(KEY, "topic-id", "group")
+
+
+def read(book: ReceiptBook, text: str) -> tuple[int, int, int, int]:
+    lease = book.check(text[:HEAD_LENGTH])
+    return lease.partition, offset_of(text, lease), lease.delivery, lease.leader_epoch
+
+
+@given(
+    st.integers(0, 2**16 - 1),
+    st.integers(0, 2**62),
+    st.integers(0, COUNT_MAX - 1),
+    st.integers(0, 2**32 - 1),
+    st.integers(0, 2**32 - 1),
+)
+def test_a_receipt_says_what_was_written(partition, first, nth, delivery, epoch):
+    text = BOOK.head(partition, first, nth + 1, delivery, epoch) + nth_text(nth)
+    assert len(text) == TEXT_LENGTH
+    assert read(BOOK, text) == (partition, first + nth, delivery, epoch)
+    assert tag_of(text[:HEAD_LENGTH]) == topic_tag("topic-id")
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        ReceiptBook(KEY, "topic-id", "other"),
+        ReceiptBook(KEY, "other", "group"),
+        ReceiptBook(KEY[::-1], "topic-id", "group"),
+    ],
+    ids=["another group", "another topic", "another cluster"],
+)
+def test_a_receipt_counts_only_where_it_was_given(other):
+    text = BOOK.head(0, 5, 1, 1, 1) + nth_text(0)
+    with pytest.raises(InvalidRequest):
+        read(other, text)
+
+
+@given(st.integers(0, HEAD_LENGTH - 1), st.sampled_from("AZaz09-_"))
+def test_a_changed_head_is_refused(at, letter):
+    text = BOOK.head(3, 5, 1, 1, 1) + nth_text(0)
+    changed = text[:at] + letter + text[at + 1 :]
+    if changed != text:
+        with pytest.raises(InvalidRequest):
+            read(BOOK, changed)
+
+
+def test_no_receipt_can_be_made_up_for_a_message_outside_the_lease():
+    head = BOOK.head(0, 5, 3, 1, 1)
+    assert read(BOOK, head + nth_text(2)) == (0, 7, 1, 1)
+    with pytest.raises(InvalidRequest):
+        read(BOOK, head + nth_text(3))
+
+
+@given(st.text(max_size=80))
+def test_any_other_text_is_refused_with_a_sentence(text):
+    with pytest.raises(InvalidRequest, match="not a receipt"):
+        read(BOOK, text)
+    with pytest.raises(InvalidRequest, match="not a receipt"):
+        tag_of(text[:HEAD_LENGTH])

@@ -1,0 +1,44 @@
+"""By what time messages are old: three clocks have to agree, and none makes a log old at once."""
+
+from __future__ import annotations
+
+from portalmq.broker.core.replica.age import DAYS_AN_HOUR, Age
+
+HOUR_MS = 3_600_000
+DAY_MS = 24 * HOUR_MS
+START_MS = 1_700_000_000_000
+
+
+def test_a_log_that_nothing_is_appended_to_ages_as_time_goes_by():
+    age = Age(START_MS, START_MS)
+    assert age.time_ms(START_MS, START_MS + HOUR_MS, START_MS + HOUR_MS) == START_MS + HOUR_MS
+    assert age.time_ms(START_MS, START_MS + 3 * DAY_MS, START_MS + 3 * DAY_MS) == START_MS + 3 * DAY_MS
+
+
+def test_a_time_of_day_that_jumps_ahead_makes_nothing_old():
+    age = Age(START_MS, START_MS)
+    assert age.time_ms(START_MS, START_MS + 10, START_MS + 8 * DAY_MS) == START_MS + 10
+
+
+def test_a_time_of_day_that_falls_behind_makes_nothing_old():
+    age = Age(START_MS, START_MS)
+    assert age.time_ms(START_MS, START_MS + HOUR_MS, START_MS - 5) == START_MS - 5
+
+
+def test_a_log_that_follows_a_wrong_clock_ages_by_a_day_an_hour():
+    age, wrong_ms = Age(START_MS, START_MS), START_MS + 80 * DAY_MS
+    for hours in range(1, 5):
+        assert age.time_ms(wrong_ms, START_MS + hours * HOUR_MS, wrong_ms) == START_MS + hours * DAYS_AN_HOUR * HOUR_MS
+    mended_ms = START_MS + 5 * HOUR_MS
+    assert age.time_ms(wrong_ms, mended_ms, mended_ms) == mended_ms
+
+
+def test_what_a_long_rest_kept_is_old_within_hours():
+    age, now_ms = Age(START_MS, 0), START_MS + 3 * DAY_MS
+    assert age.time_ms(now_ms, 3 * HOUR_MS, now_ms) == now_ms
+
+
+def test_an_empty_log_begins_with_its_first_append():
+    age = Age(0, 7)
+    assert age.time_ms(0, 17, START_MS) == 0
+    assert age.time_ms(START_MS, 27, START_MS) == START_MS

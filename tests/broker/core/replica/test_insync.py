@@ -1,0 +1,246 @@
+"""Who is in sync: how far the high watermark may go, and which ISR a leader proposes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+from portalmq.broker.core.replica.events import Fetch, PartitionStateChanged
+from portalmq.broker.core.replica.isr import OVERDUE_MS, InSync
+
+LAG_MS = 3_000
+STORES = {1: "a", 2: "b", 3: "c"}
+BROKERS = {1: (1, "a"), 2: (1, "b"), 3: (1, "c")}
+
+
+def word(*isr: int, least: int = 2) -> PartitionStateChanged:
+    return PartitionStateChanged(1, 5, frozenset(isr), (1, 2, 3), least, store_uuids=STORES)
+
+
+def book(*isr: int, least: int = 2, epoch_start: int = 0) -> InSync:
+    return InSync(1, word(*isr, least=least), epoch_start, now_ms=0, lag_ms=LAG_MS)
+
+
+def fetch(broker_id: int, durable: int, *, incarnation: int = 1, store: str | None = None) -> Fetch:
+    return Fetch(broker_id, incarnation, store or STORES[broker_id], 5, durable, durable, 5)
+
+
+def test_the_high_watermark_is_what_every_member_has():
+    insync = book(1, 2, 3)
+    insync.fetched(fetch(2, 8), 10, 100)
+    assert insync.committed_end(10, BROKERS, 100) == -1  # of 3 nothing is known
+    insync.fetched(fetch(3, 6), 10, 100)
+    assert insync.committed_end(10, BROKERS, 100) == 6
+    assert insync.committed_end(4, BROKERS, 100) == 4
+
+
+def test_with_too_few_members_nothing_is_committed():
+    insync = book(1, 2, least=3)
+    insync.fetched(fetch(2, 10), 10, 100)
+    assert insync.committed_end(10, BROKERS, 100) == -1
+
+
+def test_who_is_proposed_counts_and_who_is_proposed_away_does_too():
+    insync = book(1, 2)
+    insync.fetched(fetch(2, 10), 10, 100)
+    insync.fetched(fetch(3, 7), 10, 100)
+    insync.proposed = frozenset({1, 3})
+    assert insync.maximal == {1, 2, 3}
+    assert insync.committed_end(10, BROKERS, 100) == 7
+    insync.word(word(1, 2))
+    assert insync.maximal == {1, 2}
+    assert insync.committed_end(10, BROKERS, 100) == 10
+
+
+def test_a_replica_joins_with_all_that_is_committed_and_the_epochs_start():
+    insync = book(1, 2, epoch_start=4)
+    insync.fetched(fetch(2, 10), 10, 100)
+    insync.fetched(fetch(3, 4), 10, 100)
+    assert insync.wanted(3, BROKERS, 100) == {1, 2}  # it has no record of this epoch
+    insync.fetched(fetch(3, 7), 10, 100)
+    assert insync.wanted(8, BROKERS, 100) == {1, 2}  # something committed is missing
+    assert insync.wanted(7, BROKERS, 100) == {1, 2, 3}
+    assert insync.joiner(3) == (1, "c")
+
+
+def test_a_replica_joins_only_as_what_is_registered():
+    insync = book(1, 2)
+    insync.fetched(fetch(2, 10), 10, 100)
+    insync.fetched(fetch(3, 10), 10, 100)
+    for registered in ({}, {3: (2, "c")}, {3: (1, "other")}):
+        assert insync.wanted(10, {**BROKERS, 3: (0, ""), **registered}, 100) == {1, 2}
+    insync.fetched(fetch(3, 10, store="c/1"), 10, 100)  # rebuilt on the same disk
+    assert insync.wanted(10, BROKERS, 100) == {1, 2, 3}
+
+
+def test_an_earlier_life_says_nothing_about_a_later_one():
+    insync = book(1, 2)
+    assert insync.fetched(fetch(2, 0, incarnation=2), 10, 100)
+    assert not insync.fetched(fetch(2, 10, incarnation=1), 10, 100)
+    assert insync.fetched(fetch(2, 0, incarnation=2, store="b/1"), 10, 100)
+    assert not insync.fetched(fetch(2, 10, incarnation=2), 10, 100)  # before it was emptied, late on its way
+    assert insync.committed_end(10, BROKERS, 100) == 0
+
+
+def test_a_late_fetch_of_a_life_before_the_one_in_sync_does_not_make_the_member_lossy():
+    state = PartitionStateChanged(
+        1, 5, frozenset({1, 2}), (1, 2, 3), 2, store_uuids={**STORES, 2: "new"}, incarnations={1: 1, 2: 4}
+    )
+    insync = InSync(1, state, 0, now_ms=0, lag_ms=LAG_MS)
+    assert not insync.fetched(fetch(2, 10, incarnation=2), 10, 100)
+    assert insync.wanted(0, {**BROKERS, 2: (4, "new")}, 100) == {1, 2}
+
+
+def test_a_member_that_lags_leaves():
+    insync = book(1, 2, 3)
+    insync.fetched(fetch(2, 10), 10, 2_000)
+    assert insync.wanted(0, BROKERS, LAG_MS) == {1, 2, 3}
+    assert insync.wanted(0, BROKERS, LAG_MS + 1) == {1, 2}
+
+
+def test_a_member_that_fetches_and_never_arrives_leaves():
+    insync = book(1, 2, 3)
+    for now_ms in range(0, 4_000, 100):
+        insync.fetched(fetch(2, now_ms + 100), now_ms + 100, now_ms)
+        insync.fetched(fetch(3, 1), now_ms + 100, now_ms)
+    assert insync.wanted(0, BROKERS, 4_000) == {1, 2}
+
+
+def test_a_member_that_has_what_was_there_a_fetch_ago_keeps_step():
+    insync = book(1, 2, 3)
+    for now_ms in range(0, 4_000, 100):
+        insync.fetched(fetch(2, now_ms), now_ms + 100, now_ms)
+        insync.fetched(fetch(3, now_ms), now_ms + 100, now_ms)
+    assert insync.wanted(0, BROKERS, 4_000) == {1, 2, 3}
+
+
+def test_a_dead_member_at_the_floor_stays_until_another_takes_its_place():
+    insync = book(1, 2)
+    insync.fetched(fetch(3, 4), 10, LAG_MS)
+    assert insync.wanted(5, BROKERS, LAG_MS + 1) == {1, 2}
+    insync.fetched(fetch(3, 10), 10, LAG_MS)
+    assert insync.wanted(5, BROKERS, LAG_MS + 1) == {1, 3}
+
+
+def test_of_two_dead_members_the_one_heard_of_longest_ago_leaves():
+    insync = book(1, 2, 3)
+    insync.fetched(fetch(2, 10), 10, 100)
+    assert insync.wanted(0, BROKERS, LAG_MS + 200) == {1, 2}
+
+
+def test_a_member_on_another_store_leaves_below_the_floor_too():
+    insync = book(1, 2)
+    insync.fetched(fetch(2, 0, store="new"), 10, 100)
+    assert insync.wanted(0, BROKERS, 100) == {1}
+
+
+def test_a_refused_port_counts_once_the_fetch_is_overdue():
+    insync = book(1, 2, 3)
+    for member in (2, 3):
+        insync.fetched(fetch(member, 10), 10, 1_000)
+    assert insync.overdue(1_000 + OVERDUE_MS - 1) == []
+    insync.refused(2, 1_000 + OVERDUE_MS - 1)
+    assert insync.wanted(10, BROKERS, 1_500) == {1, 2, 3}
+    assert insync.overdue(1_000 + OVERDUE_MS) == [2, 3]
+    insync.refused(2, 1_000 + OVERDUE_MS)
+    assert insync.wanted(10, BROKERS, 1_500) == {1, 3}
+    insync.fetched(fetch(2, 10, incarnation=2), 10, 1_600)  # back already
+    assert insync.wanted(10, BROKERS, 1_600) == {1, 2, 3}
+
+
+def test_a_member_that_never_fetched_may_be_refused_too():
+    insync = book(1, 2, 3)
+    insync.refused(3, OVERDUE_MS)
+    assert insync.wanted(0, BROKERS, OVERDUE_MS) == {1, 2}
+
+
+def test_a_pause_of_the_leader_is_not_its_followers_lag():
+    insync = book(1, 2, 3)
+    for now_ms in (0, 100):
+        insync.ticked(now_ms)
+        insync.fetched(fetch(2, 10), 10, now_ms)
+    insync.ticked(20_100)  # stopped for twenty seconds
+    assert insync.wanted(0, BROKERS, 20_100) == {1, 2, 3}
+    assert insync.live_members(20_100) == 3
+    assert insync.heard_of_all_ms() < 0  # the lease is not fooled
+    insync.fetched(fetch(3, 10), 10, 20_200)
+    assert insync.heard_of_all_ms() == 100
+
+
+def test_who_would_leave_at_once_does_not_join():
+    """It was caught up long ago, and then it died: with the high watermark standing it would come and go for ever."""
+    insync = book(1, 2, least=1)
+    insync.fetched(fetch(2, 9), 10, 100)
+    insync.fetched(fetch(3, 9), 10, LAG_MS)
+    assert insync.wanted(9, BROKERS, LAG_MS + 200) == {1}
+    insync.word(word(1, least=1))
+    assert insync.wanted(9, BROKERS, LAG_MS + 200) == {1}
+
+
+def test_a_leader_alone_waits_for_the_replica_that_keeps_step():
+    """Its own disk is always one batch ahead of whoever fetches: without waiting nobody could ever join."""
+    insync = book(1, least=1)
+    insync.fetched(fetch(2, 1), 10, 100)
+    assert insync.committed_end(10, BROKERS, 100) == 10  # it is far behind
+    insync.fetched(fetch(2, 10), 20, 200)
+    assert insync.committed_end(20, BROKERS, 200) == 10  # it has what was there when it fetched before
+    assert insync.wanted(10, BROKERS, 200) == {1, 2}
+    assert insync.committed_end(20, BROKERS, 200 + OVERDUE_MS) == 20  # not for long
+    assert insync.committed_end(20, {}, 200) == 20  # not for one that may not join
+
+
+def test_live_members_are_those_that_fetch():
+    insync = book(1, 2, 3)
+    insync.fetched(fetch(2, 0), 10, 5_000)
+    assert insync.live_members(6_000) == 2
+
+
+def test_a_sole_member_waits_for_nobody():
+    assert book(1, least=1).heard_of_all_ms() is None
+    assert book(1, least=1).committed_end(7, {}, 0) == 7
+
+
+def test_a_member_that_has_started_anew_is_counted_anew_when_it_has_all_that_is_committed():
+    insync = book(1, 2, 3)
+    insync.state = replace(insync.state, incarnations={1: 1, 2: 1, 3: 1})
+    anew = {**BROKERS, 3: (2, "c")}
+    insync.fetched(fetch(2, 10), 10, 100)
+    assert insync.renewed(10, anew, 100) == set()
+    insync.fetched(fetch(3, 8, incarnation=2), 10, 100)
+    assert insync.renewed(10, anew, 100) == set(), "something committed is missing"
+    insync.fetched(fetch(3, 10, incarnation=2), 10, 100)
+    assert insync.renewed(10, anew, 100) == {3}
+    assert insync.renewed(10, BROKERS, 100) == set(), "only as what is registered"
+
+
+def test_an_isr_that_is_settled_at_a_glance_is_the_one_that_is_wanted():
+    chance, settled = Random(1), 0
+    for _ in range(2_000):
+        isr = [1, *(replica for replica in (2, 3) if chance.random() < 0.8)]
+        insync = book(*isr, least=chance.choice((1, 2)), epoch_start=chance.choice((0, 0, 9)))
+        insync.state = replace(insync.state, incarnations={1: 1, 2: 1, 3: chance.choice((1, 1, 2))})
+        for replica in (2, 3):
+            incarnation, store = chance.choice((1,) * 5 + (2,)), chance.choice((None,) * 5 + ("other",))
+            if chance.random() < 0.9:
+                durable, at_ms = chance.choice((5, 10)), chance.choice((100, 3_000))
+                insync.fetched(fetch(replica, durable, incarnation=incarnation, store=store), 10, at_ms)
+            if chance.random() < 0.1:
+                insync.refused(replica, 3_500)
+        now_ms = chance.choice((3_050, 3_050, 3_101, 6_200))
+        brokers = {**BROKERS, 3: (chance.choice((1, 2)), "c")}
+        if insync.is_settled(now_ms):
+            settled += 1
+            assert insync.wanted(8, brokers, now_ms) == insync.state.isr
+            assert not insync.renewed(8, brokers, now_ms)
+    assert settled > 20, settled
+
+
+def test_what_follows_from_the_word_changes_with_it():
+    insync = book(1, 2, 3)
+    for replica, durable in ((2, 8), (3, 4)):
+        insync.fetched(fetch(replica, durable), 10, 100)
+    assert insync.committed_end(10, BROKERS, 100) == 4
+    insync.word(word(1, 2))
+    assert insync.committed_end(10, BROKERS, 100) == 8
+    insync.proposed = frozenset({1, 2, 3})
+    assert insync.committed_end(10, BROKERS, 100) == 4

@@ -1,0 +1,102 @@
+"""Idempotent producers: a batch is new, known, out of order, or fenced."""
+
+from __future__ import annotations
+
+import pytest
+
+from portalmq.broker.core.replica.events import Stamp
+from portalmq.broker.core.replica.producers import BATCHES_REMEMBERED, RECENT_MS, Producers
+from portalmq.errors import Backpressure, Fenced, OutOfOrderSequence
+
+
+def with_batches(*batches: tuple[int, int]) -> Producers:
+    producers = Producers([])
+    for number, (sequence, count) in enumerate(batches):
+        producers.add(Stamp(1, 0, sequence), count, 100 + number, 1_000 + number)
+    return producers
+
+
+def test_the_first_batch_of_a_producer_begins_at_zero():
+    assert Producers([]).first_place(Stamp(1, 0, 0), 5) is None
+    with pytest.raises(OutOfOrderSequence, match="first sequence must be 0"):
+        Producers([]).first_place(Stamp(1, 0, 5), 5)
+
+
+def test_the_next_batch_continues_the_last():
+    producers = with_batches((0, 5))
+    assert producers.first_place(Stamp(1, 0, 5), 2) is None
+    with pytest.raises(OutOfOrderSequence) as caught:
+        producers.first_place(Stamp(1, 0, 6), 2)
+    assert caught.value.extra["expected_sequence"] == 5
+
+
+def test_a_repeated_batch_is_answered_with_its_first_place():
+    producers = with_batches((0, 5), (5, 5), (10, 1))
+    assert producers.first_place(Stamp(1, 0, 5), 5) == (101, 1_001)
+    assert producers.first_place(Stamp(1, 0, 0), 5) == (100, 1_000)
+
+
+def test_a_repeat_with_another_length_is_refused():
+    with pytest.raises(OutOfOrderSequence):
+        with_batches((0, 5), (5, 5)).first_place(Stamp(1, 0, 5), 4)
+
+
+def test_a_repeat_older_than_the_memory_is_refused():
+    producers = with_batches(*((n, 1) for n in range(BATCHES_REMEMBERED + 1)))
+    with pytest.raises(OutOfOrderSequence):
+        producers.first_place(Stamp(1, 0, 0), 1)
+    assert producers.first_place(Stamp(1, 0, 1), 1) is not None
+
+
+def test_a_lower_epoch_is_fenced_and_a_higher_one_begins_anew():
+    producers = with_batches((0, 5))
+    producers.add(Stamp(1, 3, 0), 1, 200, 2_000)
+    with pytest.raises(Fenced):
+        producers.first_place(Stamp(1, 2, 5), 1)
+    with pytest.raises(OutOfOrderSequence):
+        producers.first_place(Stamp(1, 4, 5), 1)
+    assert producers.first_place(Stamp(1, 4, 0), 1) is None
+
+
+def test_producers_do_not_mix():
+    assert with_batches((0, 5)).first_place(Stamp(2, 0, 0), 5) is None
+
+
+def test_idle_producers_are_forgotten_by_the_time_of_the_log():
+    producers = with_batches((0, 5))
+    producers.expire(before_ms=1_000)
+    assert producers.first_place(Stamp(1, 0, 0), 5) is not None
+    producers.expire(before_ms=1_001)
+    with pytest.raises(OutOfOrderSequence):
+        producers.first_place(Stamp(1, 0, 5), 5)
+
+
+def test_a_snapshot_restores_everything_and_shares_nothing():
+    producers = with_batches((0, 5), (5, 1))
+    twin = Producers(producers.snapshot())
+    twin.add(Stamp(1, 0, 6), 1, 300, 3_000)
+    assert producers.first_place(Stamp(1, 0, 6), 1) is None
+    assert twin.first_place(Stamp(1, 0, 6), 1) == (300, 3_000)
+
+
+def test_of_very_many_producers_those_are_forgotten_that_were_heard_of_least_lately(monkeypatch):
+    monkeypatch.setattr("portalmq.broker.core.replica.producers.PRODUCERS_MAX", 3)
+    known = Producers([])
+    for number in range(6):
+        known.add(Stamp(number, 0, 0), 1, number, number * RECENT_MS)
+    known.expire(0)
+    assert [fold.producer_id for fold in known.snapshot()] == [5, 4, 3]
+    for number in range(6, 10):
+        known.add(Stamp(number, 0, 0), 1, number, 5 * RECENT_MS + number)
+    known.expire(0)
+    assert {fold.producer_id for fold in known.snapshot()} == {5, 6, 7, 8, 9}, "a retry of theirs may still come"
+
+
+def test_a_new_producer_is_refused_where_far_too_many_are_known(monkeypatch):
+    monkeypatch.setattr("portalmq.broker.core.replica.producers.PRODUCERS_FULL", 2)
+    known = Producers([])
+    for number in range(2):
+        known.add(Stamp(number, 0, 0), 1, number, 0)
+    with pytest.raises(Backpressure):
+        known.first_place(Stamp(7, 0, 0), 1)
+    assert known.first_place(Stamp(1, 1, 0), 1) is None, "one that is known goes on, in its next epoch too"

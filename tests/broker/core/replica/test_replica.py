@@ -1,0 +1,157 @@
+"""One replica's decisions: offsets, epochs, the high watermark, and what it refuses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from portalmq.broker.core.replica.events import (
+    AnswerDuplicate,
+    Append,
+    Appended,
+    AppendRequested,
+    HighWatermarkAdvanced,
+    PartitionStateChanged,
+    Refresh,
+    Refuse,
+    RememberEpoch,
+    Stamp,
+    StepDown,
+)
+from portalmq.broker.core.replica.producers import Producers
+from portalmq.broker.core.replica.replica import PartitionReplica
+from portalmq.errors import NotEnoughReplicas, NotLeader
+
+
+def new_replica(end: int = 0, **more) -> PartitionReplica:
+    settings = {"epochs": [], "high_watermark": 0, "highest_epoch": 0, "last_timestamp_ms": 0, **more}
+    return PartitionReplica(1, producers=Producers([]), end_offset=end, **settings)
+
+
+def word(leader: int | None = 1, epoch: int = 1, isr: tuple[int, ...] = (1,), least: int = 1) -> PartitionStateChanged:
+    return PartitionStateChanged(leader, epoch, frozenset(isr), isr, least)
+
+
+def leader(end: int = 0, **more) -> PartitionReplica:
+    replica = new_replica(end, **more)
+    replica.step(word(epoch=replica.highest_epoch + 1), 10)
+    replica.step(Appended(end + 1), 10)
+    return replica
+
+
+def test_a_new_leader_first_writes_the_start_of_its_epoch():
+    replica = new_replica()
+    assert replica.step(word(), 10) == [RememberEpoch(1), Append(None, 0, 1, 10)]
+    assert replica.epochs == [(1, 0)]
+
+
+def test_nothing_is_readable_before_the_epoch_start_is_on_disk():
+    replica = new_replica(end=5)
+    replica.step(word(), 10)
+    assert replica.high_watermark == 0
+    assert replica.step(Appended(6), 10) == [HighWatermarkAdvanced(6)]
+
+
+def test_offsets_are_dense_and_in_the_order_of_the_requests():
+    replica = leader()
+    first = replica.step(AppendRequested("a", 3), 20)
+    second = replica.step(AppendRequested("b", 2), 20)
+    assert first == [Append("a", 1, 1, 20)]
+    assert second == [Append("b", 4, 1, 20)]
+    assert replica.next_offset == 6
+
+
+def test_the_high_watermark_waits_for_the_disk():
+    replica = leader()
+    replica.step(AppendRequested("a", 3), 20)
+    assert replica.high_watermark == 1
+    assert replica.step(Appended(4), 20) == [HighWatermarkAdvanced(4)]
+
+
+def test_timestamps_never_fall_when_the_clock_does():
+    replica = leader(last_timestamp_ms=500)
+    (append,) = replica.step(AppendRequested("a", 1), 100)
+    assert append.appended_at_ms == 500
+
+
+def test_who_does_not_lead_takes_nothing():
+    replica = new_replica()
+    (refusal,) = replica.step(AppendRequested("a", 1), 1)
+    assert isinstance(refusal, Refuse)
+    assert isinstance(refusal.error, NotLeader)
+    replica.step(word(leader=2), 1)
+    (refusal,) = replica.step(AppendRequested("a", 1), 1)
+    assert refusal.error.extra["leader"] == 2
+
+
+def test_with_too_few_in_sync_nothing_is_taken_but_our_own_records():
+    replica = new_replica()
+    replica.step(word(isr=(1,), least=2), 1)
+    (refusal,) = replica.step(AppendRequested("a", 1), 1)
+    assert isinstance(refusal.error, NotEnoughReplicas)
+    (append,) = replica.step(AppendRequested("a", 1, is_control=True), 1)
+    assert isinstance(append, Append)
+
+
+def test_with_too_few_in_sync_the_high_watermark_stands():
+    replica = new_replica()
+    replica.step(word(isr=(1,), least=2), 1)
+    assert replica.step(Appended(1), 1) == []
+    assert replica.high_watermark == 0
+
+
+def test_the_same_leader_elected_again_raises_its_epoch_and_steps_down_in_between():
+    replica = leader()
+    actions = replica.step(word(epoch=2), 10)
+    assert actions == [RememberEpoch(2), StepDown(1), Append(None, 1, 2, 10)]
+    assert replica.epochs == [(1, 0), (2, 1)]
+
+
+def test_a_word_repeated_in_the_same_epoch_changes_nothing():
+    replica = leader()
+    assert replica.step(word(epoch=1), 10) == []
+
+
+def test_an_older_epoch_is_not_believed():
+    replica = leader(highest_epoch=4)
+    assert replica.leader_epoch == 5
+    assert replica.step(word(leader=2, epoch=4), 10) == []
+    assert replica.leading
+
+
+def test_a_leader_that_is_replaced_steps_down():
+    replica = leader()
+    assert replica.step(word(leader=2, epoch=2), 10)[:2] == [RememberEpoch(2), StepDown(2)]
+    assert not replica.leading
+
+
+def test_a_replica_reloaded_within_its_epoch_goes_on_without_a_second_start():
+    replica = new_replica(end=5, epochs=[(3, 2)], highest_epoch=3, high_watermark=4)
+    assert replica.step(word(epoch=3), 10) == [Refresh(1)]
+    assert not replica.leading
+    synced = replace(word(epoch=3), refresh=1)
+    assert replica.step(synced, 10) == [HighWatermarkAdvanced(5)]
+
+
+def test_a_repeated_batch_is_answered_and_not_written():
+    replica = leader()
+    replica.step(AppendRequested("a", 3, Stamp(7, 0, 0)), 20)
+    assert replica.step(AppendRequested("b", 3, Stamp(7, 0, 0)), 30) == [AnswerDuplicate("b", 1, 20)]
+    assert replica.next_offset == 4
+
+
+@pytest.mark.parametrize("stamp", [Stamp(7, 0, 5), Stamp(8, 0, 1)])
+def test_a_gap_is_refused_and_nothing_is_allotted(stamp):
+    replica = leader()
+    replica.step(AppendRequested("a", 3, Stamp(7, 0, 0)), 20)
+    (refusal,) = replica.step(AppendRequested("b", 1, stamp), 20)
+    assert isinstance(refusal, Refuse)
+    assert replica.next_offset == 4
+
+
+def test_sequences_may_be_pipelined_before_anything_is_on_disk():
+    replica = leader()
+    for sequence in range(3):
+        (action,) = replica.step(AppendRequested(sequence, 1, Stamp(7, 0, sequence)), 20)
+        assert isinstance(action, Append)

@@ -1,0 +1,73 @@
+"""Reading over HTTP what lies on disk: by turns, so that it takes no more of the broker than one reader would."""
+
+from __future__ import annotations
+
+import gevent
+import pytest
+from support.domain import Fixture, running
+
+from portalmq import stream_wire as contract
+from portalmq import wire
+from portalmq.broker.partition import serving
+from portalmq.broker.storage.batch import Record
+from portalmq.broker.streams import reader_fetch as fetching
+
+PIECES = 6
+
+
+@pytest.fixture
+def cold(tmp_path, monkeypatch):
+    """A topic with two partitions of several batches, nothing of which is in memory, and one batch a read; an answer
+    may take as long as it does."""
+    monkeypatch.setattr(serving, "COLD_READ_BYTES", 1)
+    monkeypatch.setattr(fetching, "GATHER_S", 3_600)
+    with running(tmp_path) as fixture:
+        fixture.broker.create_topic("t", wire.CreateTopic(partitions=2))
+        for number in range(2 * PIECES):
+            fixture.broker.produce("t", [Record(b"%d" % number)], None, acks="all", partition=number % 2)
+        for number in range(2):
+            fixture.broker.topics.get("t").partition(number).forget_read()
+        yield fixture
+
+
+def fetch(fixture: Fixture, *partitions: int) -> list[fetching.Fetched]:
+    asked = [contract.PartitionOffset("t", partition, 0) for partition in partitions]
+    return fixture.broker.fetching.fetch(contract.FetchRequest(asked, 1 << 20, 0), None)
+
+
+def test_of_many_who_read_what_is_on_disk_one_reads_at_a_time_and_all_get_it(cold, monkeypatch):
+    at_once, most, order = 0, 0, []
+    read = serving.Serving._read
+
+    def noted(self, *arguments):
+        nonlocal at_once, most
+        at_once += 1
+        most = max(most, at_once)
+        order.append(self._partition.number)
+        try:
+            gevent.sleep(0)  # whoever else would read now does
+            self._partition.forget_read()
+            return read(self, *arguments)
+        finally:
+            at_once -= 1
+
+    monkeypatch.setattr(serving.Serving, "_read", noted)
+    readers = [gevent.spawn(fetch, cold, number % 2) for number in range(4)]
+    gevent.joinall(readers, timeout=60, raise_error=True)
+    assert all(len(reader.get()[0].frames) == PIECES for reader in readers)
+    assert most == 1
+    assert set(order[: len(readers)]) == {0, 1}, "nobody was kept waiting until another was done"
+
+
+def test_an_answer_that_takes_a_while_goes_out_with_a_piece_of_what_was_asked(cold, monkeypatch):
+    monkeypatch.setattr(fetching, "GATHER_S", 0)
+    first, second = fetch(cold, 0, 1)
+    assert len(first.frames) == 1
+    assert (second.frames, second.next_offset) == ([], 0), "it is asked for again, and is first then"
+    assert second.error is None
+
+
+def test_what_is_in_memory_waits_for_nobody_who_reads_from_disk(cold):
+    fetch(cold, 1)
+    with cold.broker.fetching._turn, gevent.Timeout(60):
+        assert len(fetch(cold, 1)[0].frames) == PIECES

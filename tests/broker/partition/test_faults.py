@@ -1,0 +1,450 @@
+"""What must hold when something else goes wrong, or on, at the same time: full disks, held disks, kills, deletions."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from _queue import SimpleQueue
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+
+import gevent
+import pytest
+from support.domain import Fixture, HandClock, records, running
+from support.replicas import eventually
+
+from portalmq import wire
+from portalmq.broker.core.replica.events import SessionLost
+from portalmq.broker.storage.errors import DiskFull, OffsetPurged, StorageFault, WrongLog
+from portalmq.broker.storage.log import Log
+from portalmq.broker.storage.segment import Segment
+from portalmq.errors import Backpressure, OffsetOutOfRange, PortalMQError, RequestInProgress, StorageFull, Unavailable
+
+
+@pytest.fixture
+def fixture(tmp_path: Path) -> Iterator[Fixture]:
+    with running(tmp_path) as it:
+        yield it
+
+
+def send(fixture: Fixture, *values: str, **more):
+    return fixture.broker.produce("t", records(*values), None, acks=more.pop("acks", "all"), **more)
+
+
+def receive(fixture: Fixture, **more):
+    return fixture.broker.receive("g", wire.ReceiveRequest(["t"], **more), None)
+
+
+def texts(messages) -> list[str]:
+    return [message.record.value.decode() for message in messages]
+
+
+@contextmanager
+def held(monkeypatch: pytest.MonkeyPatch, owner: object, method: str) -> Iterator[Callable[[], None]]:
+    """Calls of `method`, on a native thread, do not begin before the answered function is called, or the block ends."""
+    gate: SimpleQueue[None] = SimpleQueue()
+    original = getattr(owner, method)
+
+    def waiting(*args, **more):
+        gate.get()
+        gate.put(None)
+        return original(*args, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, method, waiting)
+        try:
+            yield lambda: gate.put(None)
+        finally:
+            gate.put(None)
+
+
+def refuse(patch: pytest.MonkeyPatch, fixture: Fixture, number: int) -> None:
+    """From now on partition `number` of the topic meets a full disk that the guard did not see coming."""
+
+    def refused(batches) -> None:
+        raise DiskFull("no room")
+
+    patch.setattr(fixture.broker.topics.get("t").partition(number).log, "append", refused)
+
+
+def test_a_repeated_ack_is_answered_no_earlier_than_the_first(fixture, monkeypatch):
+    send(fixture, "a")
+    (message,) = receive(fixture)
+    partition = fixture.broker.topics.get("t").partition(0)
+    partition.wait_committed(partition.replica.next_offset - 1)
+    with held(monkeypatch, partition.log, "append") as release:
+        acks = [gevent.spawn(fixture.broker.ack, "g", [message.receipt]) for _ in range(2)]
+        gevent.joinall(acks, timeout=0.1)
+        assert not any(ack.ready() for ack in acks), "nothing of it is on disk"
+        release()
+        assert [ack.get(timeout=60) for ack in acks] == [[True], [True]]
+
+
+def test_a_checkpoint_without_room_does_not_call_refused_what_is_committed(fixture, monkeypatch):
+    send(fixture, "a")
+
+    tried: list[Segment] = []
+
+    def full(segment: Segment) -> None:
+        tried.append(segment)
+        raise DiskFull("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Segment, "checkpoint", full)
+        patch.setattr("portalmq.broker.storage.log.WAL_BYTES_MAX", 1)
+        patch.setattr("portalmq.broker.storage.log.WAL_BYTES_DUE", 1)
+        send(fixture, "b")
+        eventually(lambda: tried)
+        gevent.sleep(0.05)
+    assert not fixture.faults
+    send(fixture, "c")
+    assert texts(receive(fixture, max_messages=10)) == ["a", "b", "c"]
+
+
+def test_a_saved_state_from_before_the_dropped_segments_is_not_used(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        "portalmq.broker.cluster.maintenance.RETAIN_EVERY_S", 3_600.0
+    )  # it comes when this test says so
+    clock = HandClock()
+    kept = tmp_path / "kept"
+    with running(tmp_path / "data", clock) as fixture:
+        config = {"segment_bytes": 1024 * 1024, "retention_ms": 3_600_000}
+        fixture.broker.create_topic("t", wire.CreateTopic(config=config))
+        (partition,) = fixture.broker.topics.get("t").local.values()
+        send(fixture, "first")
+        partition.save_state()
+        state_file = partition.state_file.path
+        partition.state_file.park()
+        shutil.copy(state_file, kept)
+        receive(fixture)  # the group begins in a segment that is going to be dropped
+        for _ in range(12):
+            send(fixture, *["x" * 20_000] * 20)
+        while messages := receive(fixture, max_messages=100):
+            fixture.broker.ack("g", [message.receipt for message in messages])
+        clock.advance(2 * 3_600_000)
+        send(fixture, *["x" * 20_000] * 20)
+        while messages := receive(fixture, max_messages=100):
+            fixture.broker.ack("g", [message.receipt for message in messages])
+        fixture.broker.housekeeping.retain()
+        assert partition.log.base_offset > 100
+    shutil.copy(kept, state_file)
+    with running(tmp_path / "data", clock) as after:
+        assert after.broker.describe_group("g").lag == 0
+        assert receive(after, max_messages=100) == []
+
+
+def test_a_deletion_that_the_disk_refuses_leaves_a_group_that_can_be_used_and_deleted(fixture, monkeypatch):
+    fixture.broker.create_topic("t", wire.CreateTopic(partitions=2))
+    for number in (0, 1):
+        send(fixture, f"{number}", partition=number)
+    messages = receive(fixture, max_messages=10)
+    fixture.broker.ack("g", [messages[0].receipt, messages[1].receipt])
+    for number in (0, 1):
+        send(fixture, f"{number}+", partition=number)
+    later = receive(fixture, max_messages=10)
+    with monkeypatch.context() as patch:
+        refuse(patch, fixture, 1)
+        with pytest.raises(StorageFull):
+            fixture.broker.delete_group("g")
+    for message in later:
+        try:
+            fixture.broker.ack("g", [message.receipt])
+        except PortalMQError:
+            assert message.partition == 0, "only there the group has ended"
+    fixture.broker.delete_group("g")
+    assert sorted(texts(receive(fixture, max_messages=10))) == ["0", "0+", "1", "1+"], "a new group begins anew"
+
+
+def test_a_topic_may_be_deleted_while_its_state_is_being_saved(fixture, monkeypatch):
+    send(fixture, "a")
+    (partition,) = fixture.broker.topics.get("t").local.values()
+    directory = partition.log.directory
+    with held(monkeypatch, partition.state_file, "save") as release:
+        saving = gevent.spawn(partition.save_state)
+        gevent.sleep(0.01)
+        gevent.spawn_later(0.2, release)
+        fixture.broker.delete_topic("t")
+        saving.get(timeout=60)
+    assert not directory.exists(), "a save that came too late makes no files"
+
+
+def test_leases_that_were_acked_are_not_remembered_until_they_would_have_ended(fixture):
+    for _ in range(3_000):
+        send(fixture, "a", acks="none")
+    while messages := receive(fixture, max_messages=1, visibility_timeout_ms=12 * 3_600_000):
+        fixture.broker.settling.begin_acks("g", [messages[0].receipt], forward=True)
+    assert len(fixture.broker.topics.get("t").partition(0).delivery["g"]._wakeups) < 1_500
+
+
+def test_a_receive_that_outlived_its_topic_does_not_sleep(fixture, monkeypatch):
+    send(fixture, "a")
+    (message,) = receive(fixture)
+    request = wire.ReceiveRequest(["t"], wait_ms=30_000, ack=[message.receipt])
+    log = fixture.broker.topics.get("t").partition(0).log
+    gevent.sleep(0.05)
+    with held(monkeypatch, log, "append") as release:
+        late = gevent.spawn(fixture.broker.ack_and_receive, "g", request, None)
+        gevent.sleep(0.01)
+        deleting = gevent.spawn(fixture.broker.delete_topic, "t")
+        gevent.sleep(0.01)
+        release()
+        gevent.joinall([late, deleting], timeout=20)
+    assert late.ready()
+
+
+def test_a_first_request_that_the_disk_refuses_is_in_progress_and_then_as_if_it_had_not_been(fixture, monkeypatch):
+    fixture.broker.create_topic("t", wire.CreateTopic(partitions=2))
+    log = fixture.broker.topics.get("t").partition(0).log
+    with monkeypatch.context() as patch:
+        refuse(patch, fixture, 0)
+        with held(monkeypatch, log, "append") as release:
+            first = gevent.spawn(send, fixture, "a", partition=0, idempotency_key="k")
+            gevent.sleep(0.01)
+            with pytest.raises(RequestInProgress):
+                send(fixture, "a", partition=0, idempotency_key="k")
+            release()
+            gevent.joinall([first], timeout=60)
+    assert isinstance(first.exception, StorageFull)
+    send(fixture, "a", partition=0, idempotency_key="k")
+    assert texts(receive(fixture, max_messages=10)) == ["a"]
+
+
+def test_a_start_on_a_full_disk_tries_again_at_leisure(tmp_path, monkeypatch):
+    with running(tmp_path) as before:
+        send(before, "a")
+    tries: list[float] = []
+
+    with monkeypatch.context() as patch:
+
+        def refused(log: Log, batches) -> None:
+            tries.append(time.monotonic())
+            if len(tries) == 5:
+                patch.undo()
+            raise DiskFull("no room")
+
+        patch.setattr(Log, "append", refused)
+        with running(tmp_path) as after:
+            assert len(tries) == 5
+            assert min(later - earlier for earlier, later in pairwise(tries)) > 0.05
+            assert texts(receive(after)) == ["a"]
+
+
+def test_a_fault_met_on_the_way_is_told_in_the_terms_of_the_contract(fixture, monkeypatch):
+    send(fixture, "a")
+    log = fixture.broker.topics.get("t").partition(0).log
+
+    def failing(error):
+        def fail(*_):
+            raise error
+
+        return fail
+
+    monkeypatch.setattr(log, "advance_log_start", failing(DiskFull("no room")))
+    with pytest.raises(DiskFull) as full:
+        fixture.broker.purge("t", partition=None, before_offset=None)
+    told = fixture.broker.explain(full.value)
+    assert isinstance(told, StorageFull)
+    assert told.outcome == "unknown", "its record may be in the log"
+    monkeypatch.setattr(log, "find_message_id", failing(StorageFault("I/O error")))
+    with pytest.raises(StorageFault) as fault:
+        send(fixture, "b", idempotency_key="k")
+    assert isinstance(fixture.broker.explain(fault.value), Unavailable)
+    assert len(fixture.faults) == 1, "and the broker ends"
+
+
+def test_what_storage_alone_knows_is_told_in_the_terms_of_the_contract_too(fixture):
+    purged = fixture.broker.explain(OffsetPurged(3, 7))
+    assert isinstance(purged, OffsetOutOfRange)
+    assert (purged.status, purged.outcome, purged.extra["log_start_offset"]) == (416, "unknown", 7)
+    swapped = fixture.broker.explain(WrongLog("0.sqlite belongs to another log"))
+    assert isinstance(swapped, Unavailable)
+    assert (swapped.outcome, fixture.faults) == ("unknown", [])
+
+
+def test_a_file_that_another_took_the_place_of_is_damage_and_no_mistake_of_ours(fixture, monkeypatch):
+    send(fixture, "a")
+    partition = fixture.broker.topics.get("t").partition(0)
+
+    def read(*_, **__):
+        raise WrongLog("0.sqlite belongs to another log")
+
+    monkeypatch.setattr(partition.log, "read", read)
+    partition.forget_read()
+    with pytest.raises(Unavailable, match="damaged"):
+        list(fixture.broker.read_all("t", None))
+    assert partition.flaw
+    assert fixture.faults == []
+
+
+def test_a_purge_under_a_compaction_does_not_end_the_broker(fixture, monkeypatch):
+    fixture.broker.create_topic("t", wire.CreateTopic(config={"cleanup": "compact"}))
+    fixture.broker.produce("t", records("a", key=b"k"), None, acks="all")
+    partition = fixture.broker.topics.get("t").partition(0)
+    asked: list[int] = []
+
+    def read(offset: int, **_):
+        asked.append(offset)
+        raise OffsetPurged(offset, offset + 1)
+
+    monkeypatch.setattr(partition.log, "read", read)
+    fixture.broker.housekeeping.compact()
+    assert asked
+    assert fixture.faults == []
+
+
+def test_upkeep_on_a_full_disk_makes_room_for_itself_first(fixture):
+    fixture.disk.is_full = True
+    fixture.broker.housekeeping.retain()
+    assert fixture.disk.released
+
+
+def test_a_partition_that_is_never_at_rest_is_saved_too(fixture):
+    send(fixture, "a")
+    partition = fixture.broker.topics.get("t").partition(0)
+    fixture.broker.housekeeping.save_state()
+    before = partition.state_file.load()[0].applied
+    waiting = gevent.spawn(send, fixture, "b")
+    gevent.sleep(0)  # its offset is allotted, and it is not on disk yet
+    assert partition.replica.next_offset > partition.high_watermark
+    fixture.broker.housekeeping.save_state()
+    waiting.get(timeout=60)
+    again = gevent.spawn(send, fixture, "c")
+    gevent.sleep(0)
+    fixture.broker.housekeeping.save_state()
+    assert partition.state_file.load()[0].applied > before
+    again.get(timeout=60)
+
+
+def test_what_comes_while_a_checkpoint_finds_no_room_is_written_all_the_same(fixture, monkeypatch):
+    """A follower puts nothing more before that: it would stand still for ever."""
+    send(fixture, "a")
+    log = fixture.broker.topics.get("t").partition(0).log
+    monkeypatch.setattr("portalmq.broker.storage.log.WAL_BYTES_DUE", 1)
+
+    def full() -> None:
+        raise DiskFull("no room")
+
+    monkeypatch.setattr(log, "checkpoint", full)
+    with held(monkeypatch, log, "checkpoint") as release:
+        send(fixture, "b")
+        late = gevent.spawn(send, fixture, "c")
+        gevent.sleep(0.02)
+        release()
+        assert late.get(timeout=60)
+
+
+def test_a_message_that_is_on_its_way_to_the_disk_is_known_to_whoever_repeats_it_after_a_lost_session(
+    fixture, monkeypatch
+):
+    send(fixture, "a")
+    partition = fixture.broker.topics.get("t").partition(0)
+    with held(monkeypatch, partition.log, "append") as release:
+        first = gevent.spawn(send, fixture, "b", idempotency_key="k")
+        gevent.sleep(0.02)
+        partition.tell(SessionLost())
+        eventually(lambda: partition.serves)
+        with pytest.raises(RequestInProgress):
+            send(fixture, "b", idempotency_key="k")
+        release()
+        gevent.joinall([first], timeout=60)
+    eventually(lambda: partition.high_watermark == partition.replica.next_offset)
+    assert send(fixture, "b", idempotency_key="k")[0].offset == partition.high_watermark - 1
+    assert texts(receive(fixture, max_messages=10)) == ["a", "b"]
+
+
+def test_a_delayed_message_that_nobody_waits_for_is_not_passed_over_before_it_is_committed(fixture, monkeypatch):
+    """Who leads, loses touch and leads on has told its waiters that the outcome is unknown. What they waited for still
+    comes: until then no cursor may pass the time of its append."""
+    receive(fixture)
+    partition = fixture.broker.topics.get("t").partition(0)
+    due_ms = fixture.clock.wall_ms() + 1_000
+    fixture.broker.produce("t", records("later", deliver_at_ms=due_ms), None, acks="all")
+    with held(monkeypatch, partition.log, "append") as release:
+        partition.submit(tuple(records("sooner", deliver_at_ms=due_ms - 500)), 6)
+        gevent.sleep(0.02)
+        partition.tell(SessionLost())
+        eventually(lambda: partition.serves)
+        fixture.clock.advance(2_000)
+        taken = texts(receive(fixture, max_messages=10))
+        release()
+    eventually(lambda: partition.high_watermark == partition.replica.next_offset)
+    taken += texts(receive(fixture, max_messages=10))
+    assert taken == ["sooner", "later"]
+
+
+def test_leases_that_nothing_commits_are_bounded(fixture, monkeypatch):
+    monkeypatch.setattr("portalmq.broker.partition.appending.UNCOMMITTED_RECORDS_MAX", 5)
+    receive(fixture)
+    send(fixture, "a")
+    partition = fixture.broker.topics.get("t").partition(0)
+    fixture.broker.put_group("g", {"max_deliveries": 100})
+    with held(monkeypatch, partition.log, "append") as release:
+        while partition._uncommitted.records < 5:
+            receive(fixture)
+            fixture.clock.advance(60_000)
+        with pytest.raises(Backpressure) as refused:
+            receive(fixture)
+        assert refused.value.outcome == "not_applied"
+        release()
+    eventually(lambda: partition.high_watermark == partition.replica.next_offset)
+    assert texts(receive(fixture)) == ["a"]
+
+
+def test_a_partition_that_cannot_be_cleaned_does_not_keep_the_others_from_it(fixture, monkeypatch):
+    fixture.broker.create_topic("t", wire.CreateTopic(partitions=2))
+    first, second = fixture.broker.topics.get("t").led()
+    cleaned: list[int] = []
+
+    def refuse_to(*limits) -> None:
+        raise Unavailable("not committed")
+
+    monkeypatch.setattr(first, "retain", refuse_to)
+    monkeypatch.setattr(second, "retain", lambda *limits: cleaned.append(second.number))
+    fixture.broker.housekeeping.retain()
+    assert cleaned == [1]
+
+
+def no_room(*_: object, **__: object):
+    raise DiskFull("no room")
+
+
+def test_a_partition_whose_files_rest_and_find_no_room_to_be_opened_refuses_and_goes_on_later(fixture, monkeypatch):
+    send(fixture, "before")
+    partition = fixture.broker.topics.get("t").local[0]
+    partition.save_state()
+    partition.log.park()
+    refused = [gevent.spawn(outcome_of, fixture, value) for value in ("no", "neither")]
+    with monkeypatch.context() as patch:
+        patch.setattr(Segment, "open_live", no_room)
+        eventually(lambda: partition._refused_ms > 0)
+        refused.append(gevent.spawn(outcome_of, fixture, "nor this"))
+        eventually(lambda: partition._writer.queued_bytes > 0 or refused[-1].ready())  # its turn may be over already
+    gevent.joinall(refused, raise_error=True)
+    assert [outcome.value for outcome in refused] == ["not_applied"] * 3
+    send(fixture, "after")
+    assert texts(receive(fixture, max_messages=10)) == ["before", "after"]
+    assert not fixture.faults
+
+
+def outcome_of(fixture, value: str) -> str:
+    with pytest.raises(StorageFull) as caught:
+        send(fixture, value)
+    return caught.value.outcome
+
+
+@pytest.mark.parametrize("method", ["seal", "drop_segments_below", "replica_start"])
+def test_old_messages_that_a_full_disk_does_not_let_go_go_later(fixture, monkeypatch, method):
+    send(fixture, "a")
+    partition = fixture.broker.topics.get("t").local[0]
+    partition.log.roll()
+    send(fixture, "b")
+    partition.log.seal(partition.high_watermark)
+    partition.purge(None)
+    with monkeypatch.context() as patch:
+        patch.setattr(partition.log, method, no_room)
+        fixture.broker.housekeeping.retain()
+    fixture.broker.housekeeping.retain()
+    assert partition.log.base_offset > 0
+    assert not fixture.faults

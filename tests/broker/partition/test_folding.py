@@ -1,0 +1,144 @@
+"""What a log adds up to, found again from whichever snapshot is left."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from support.log_files import IDENTITY, Writer, open_log
+
+from portalmq.broker.core.fold import GroupFold, PartitionFold, ProducerFold, encode_fold
+from portalmq.broker.core.queue.records import Ack, Commit, Dead, Done, Grant, GroupStart, Output, Purge
+from portalmq.broker.partition.folding import GroupsFold, last_message_end, recover
+from portalmq.broker.storage.batch import Kind
+from portalmq.broker.storage.state import StateFile
+
+encode = msgspec.msgpack.encode
+
+
+@pytest.fixture
+def files(tmp_path: Path):
+    return open_log(tmp_path), StateFile(tmp_path, identity=IDENTITY)
+
+
+def filled(log) -> Writer:
+    """EPOCH_START, a group that begins, five messages of a producer, and an ack of the first two."""
+    writer = Writer(log)
+    log.append(
+        [
+            writer.control_batch(Kind.EPOCH_START),
+            writer.control_batch(Kind.GROUP_START, encode(GroupStart(0, 1)), "g"),
+            writer.messages_batch([b"m"] * 5, stamp=(7, 0, 0)),
+            writer.control_batch(Kind.ACK, encode(Ack(((2, 4),), 1, ((0, 0, 2), (0, 0, 3)))), "g"),
+        ]
+    )
+    return writer
+
+
+def test_without_a_snapshot_the_whole_log_is_folded_and_nothing_is_known_to_be_committed(files):
+    log, state_file = files
+    filled(log)
+    found = recover(log, state_file)
+    assert (found.epochs, found.high_watermark, found.lost) == ([(1, 0)], 0, "")
+    assert [found.groups.delivery["g"].is_ahead(offset) for offset in (2, 3, 4)] == [True, True, False]
+    assert found.producers.snapshot() == [ProducerFold(7, 0, [(0, 5, 2, 1_000)])]
+    assert (found.readable_end, found.recovered_end) == (0, 7)
+
+
+def test_with_a_saved_fold_only_the_rest_is(files):
+    log, state_file = files
+    filled(log)
+    state_file.save(PartitionFold(7, 0, [(1, 0)], [], [GroupFold("g", 0, 3, [])]), 7)
+    found = recover(log, state_file)
+    assert found.groups.delivery["g"].is_ahead(3), "the ack stands behind the snapshot"
+    assert found.producers.snapshot() == [], "as the snapshot says"
+    assert (found.high_watermark, found.readable_end) == (7, 7)
+
+
+def test_a_state_record_that_stands_later_counts_more(files):
+    log, state_file = files
+    writer = filled(log)
+    state_file.save(PartitionFold(7, 0, [(1, 0)], [], [GroupFold("g", 0, 3, [])]), 7)
+    newer = PartitionFold(8, 0, [(1, 0)], [ProducerFold(9, 0, [(0, 1, 1, 1)])], [GroupFold("h", 0, 6, [])])
+    log.append([writer.control_batch(Kind.STATE, encode_fold(newer))])
+    found = recover(log, state_file)
+    assert list(found.groups.delivery) == ["h"]
+    assert [producer.producer_id for producer in found.producers.snapshot()] == [9]
+    assert found.high_watermark == 7, "a STATE record need not be committed"
+    assert found.groups.state_offset == 8
+
+
+def test_a_fold_that_was_saved_for_a_reset_that_did_not_come_to_pass_does_not_count(files):
+    log, state_file = files
+    filled(log)
+    state_file.save(PartitionFold(5, 5, [(3, 2)]), 5, durable=True)
+    found = recover(log, state_file)
+    assert (found.epochs, found.lost) == ([(1, 0)], "")
+    log.reset(5, 3, 1_000)
+    found = recover(log, state_file)
+    assert (found.epochs, found.high_watermark, found.lost) == ([(3, 2)], 5, "")
+
+
+def test_a_log_that_ends_below_what_was_committed_is_not_all_that_there_was(files):
+    log, state_file = files
+    filled(log)
+    state_file.save(PartitionFold(8, 0, [(1, 0)]), 8)
+    log.truncate(2)
+    assert "committed records up to 8" in recover(log, state_file).lost
+
+
+def test_a_log_that_begins_late_and_has_nothing_that_says_what_was_before_is_not_complete(files):
+    log, state_file = files
+    log.reset(100, 50, 1_000)
+    assert "begins at 100" in recover(log, state_file).lost
+
+
+def test_a_purge_moves_the_log_start_when_a_state_record_behind_it_is_committed():
+    fold = GroupsFold()
+    fold.purge(10, 4)
+    assert (fold.due(100), fold.purged_upto) == (0, 4)
+    fold.state_written(11, 4)
+    assert fold.due(11) == 0
+    assert fold.due(12) == 4
+    assert fold.due(12) == 0, "once"
+
+
+def test_a_purge_is_found_again_with_what_it_has_still_to_do(files):
+    log, state_file = files
+    writer = filled(log)
+    log.append([writer.control_batch(Kind.PURGE, encode(Purge(5)))])
+    found = recover(log, state_file)
+    assert (found.groups.purges, found.groups.delivery["g"].next) == ([(8, 5)], 5)
+    state = PartitionFold(9, 5, [(1, 0)], [], [])
+    log.append([writer.control_batch(Kind.STATE, encode_fold(state))])
+    found = recover(log, state_file)
+    assert (found.groups.purges, found.groups.due(10)) == ([], 5)
+
+
+def test_the_end_of_the_last_message_is_found_behind_control_records(files):
+    log, _ = files
+    filled(log)
+    assert [last_message_end(log, below) for below in (0, 1, 2, 3, 5, 7, 8)] == [0, 0, 0, 3, 5, 7, 7]
+
+
+def test_what_an_open_order_needs_is_known_by_its_record_and_guessed_low_from_a_snapshot():
+    groups = GroupsFold()
+    groups.apply("g", GroupStart(0, 1), 0)
+    groups.apply("g", Grant(((1, 9, 1),), 9, 1, 100), 10)
+    assert groups.ordered_from() is None
+    groups.apply("g", Dead(((1, 2, 1),), 2, "old", ""), 11)
+    assert groups.ordered_from() is None, "without a topic nothing is ordered"
+    groups.apply("g", Dead(((5, 7, 1), (8, 9, 1)), 2, "new", "t.dlq"), 12)
+    groups.apply("g", Commit(b"id", 3, (Output("out", None),), ((2, 4),)), 13)
+    assert groups.ordered_from() == 5
+    later = GroupsFold(groups.snapshot_into(PartitionFold()))
+    assert later.ordered_from() == 0
+    groups.end("g")
+    assert groups.ordered_from() == 5, "the group's orders outlive it"
+    later = GroupsFold(groups.snapshot_into(PartitionFold()))
+    assert later.ordered_from() == 0, "and the snapshot has no dead letters to tell"
+    groups.apply("g", Done(12), 14)
+    assert groups.ordered_from() == 13
+    groups.apply("g", Done(13), 15)
+    assert groups.ordered_from() is None

@@ -1,0 +1,40 @@
+"""Who waits for what was appended: answered in order, acks not before an earlier leader hands nothing out any more."""
+
+from __future__ import annotations
+
+import pytest
+
+from portalmq.broker.partition.uncommitted import SETTLING, Uncommitted
+from portalmq.broker.partition.writer import Pending
+from portalmq.broker.storage.batch import Batch, Kind
+from portalmq.errors import NotLeader
+
+
+def appended(uncommitted: Uncommitted, offset: int, kind: Kind) -> Pending:
+    pending = Pending(Batch(offset, 1, 0, kind, 1, 0))
+    pending.base_offset = offset
+    uncommitted.add(pending)
+    return pending
+
+
+@pytest.mark.parametrize("kind", sorted(SETTLING))
+def test_what_takes_messages_away_is_committed_and_answered_later(kind):
+    uncommitted = Uncommitted()
+    message, taken_away = appended(uncommitted, 0, Kind.MESSAGES), appended(uncommitted, 1, kind)
+    assert uncommitted.advance(2, 0, settles=False) == 1
+    assert message.done.is_set(), "produce does not wait"
+    assert not taken_away.done.is_set()
+    assert uncommitted.records == 0, "it holds nobody up who comes later"
+    uncommitted.settle()
+    assert taken_away.done.is_set()
+    assert taken_away.error is None
+
+
+def test_whoever_waits_when_the_leadership_ends_does_not_know():
+    uncommitted = Uncommitted()
+    ack = appended(uncommitted, 0, Kind.ACK)
+    uncommitted.advance(1, 0, settles=False)
+    uncommitted.fail(NotLeader("moved", outcome="unknown"))
+    assert ack.error is not None
+    assert ack.error.outcome == "unknown"
+    assert uncommitted.unsettled == []

@@ -1,0 +1,233 @@
+"""MiniQ's frames, in and out."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from portalmq import wire
+from portalmq.broker.core.queue.receipts import ReceiptBook, mark_in, nth_text, topic_mark
+from portalmq.broker.protocols.zeromq import protocol
+from portalmq.broker.protocols.zeromq.access import Access, access_from, is_loopback
+from portalmq.broker.protocols.zeromq.protocol import Malformed, Received, opened, read_asked, read_posted, read_told
+from portalmq.errors import Backpressure, InvalidRequest, MessageTooLarge, PortalMQError, Unauthorized
+
+MIB = 1024 * 1024
+
+
+def test_the_way_back_is_all_that_stands_before_the_body():
+    assert opened([b"me", b"", b"body"]) == ((b"me", b""), b"body")
+    assert opened([b"me", b"id-1", b"", b"body"]) == ((b"me", b"id-1", b""), b"body")
+    assert opened([b"me", b"body"]) == ((b"me",), b"body")
+    assert opened([b"me", b"", b""]) == ((b"me", b""), b""), "an empty body is a body"
+
+
+@pytest.mark.parametrize("frames", [[b"me"], [b"me", b""], [b"me", b"", b"a", b"b"], [b"me", *[b"x"] * 20, b"", b"y"]])
+def test_a_request_is_one_frame(frames: list[bytes]):
+    with pytest.raises(Malformed) as caught:
+        opened(frames)
+    assert caught.value.way[0] == b"me"
+    assert len(caught.value.way) <= 2, "nothing of a stranger's making is sent back"
+
+
+def posted(body: Any) -> tuple[str, Any, Any]:
+    found = read_posted(body if isinstance(body, bytes) else json.dumps(body).encode(), MIB)
+    return found.queue, found.value, found.content_type
+
+
+def test_text_is_stored_as_text_and_anything_else_as_the_json_that_came():
+    assert posted({"queue": "q", "message": "hello"}) == ("q", "hello", None)
+    assert posted({"queue": "q", "message": {"n": 1}}) == ("q", b'{"n": 1}', wire.JSON)
+    assert posted({"queue": "q", "message": None}) == ("q", b"null", wire.JSON)
+    assert posted({"message": "x"}) == ("default", "x", None)
+    digits = b"3.14159265358979323846264338327950288"
+    assert posted(b'{"message": ' + digits + b"}")[1] == digits
+
+
+@pytest.mark.parametrize("body", [b"hello", b"", b"[1, 2]", b'"text"', b"17", b"{not json", b'{"queue": 5', b"null"])
+def test_what_is_no_json_object_is_a_message_for_the_default_queue(body: bytes):
+    assert posted(body) == ("default", body.decode(), None)
+
+
+def test_bytes_that_are_no_text_stay_bytes():
+    assert posted(b"\xff\x00") == ("default", b"\xff\x00", None)
+    assert posted(b'{"message": "\xff"}') == ("default", b'{"message": "\xff"}', None)
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        (b"{}", "there is no message"),
+        (b'{"queue": 5, "message": 1}', "queue"),
+        (b'{"queue": "a/b", "message": 1}', "cannot name a queue"),
+        (b'{"queue": "", "message": 1}', "cannot name a queue"),
+        (b'{"message": "\\ud800"}', "not valid"),
+        (b'{"queue": "q", "message": NaN}', "not valid"),
+        # What programs send that put JSON together by hand: C's end of a string, a tab or a new line as it is, a number
+        # of too many digits, the mark some editors begin a text with.
+        (b'{"queue": "q", "message": 1}\0', "not valid"),
+        (b'{"queue": "q", "message": "1\t2\n"}', "not valid"),
+        (b'{"queue": "q", "message": ' + b"1" * 5_000 + b"}", "not valid"),
+        (b'\xef\xbb\xbf{"queue": "q", "message": 1}', "not valid"),
+        (b'{"message": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "deep"),
+        (b'{"message": 1, "token": 7}', "token"),
+    ],
+)
+def test_an_object_that_makes_no_sense_is_refused_with_a_reason(body: bytes, told: str):
+    with pytest.raises(InvalidRequest, match=told):
+        read_posted(body, MIB)
+
+
+def test_a_message_that_is_too_large_is_refused_by_its_size_and_not_by_its_escapes():
+    assert read_posted(json.dumps({"message": "\x00" * 100}).encode(), 100).value == "\x00" * 100
+    with pytest.raises(MessageTooLarge, match="101 bytes, 100 at most"):
+        read_posted(b"x" * 101, 100)
+
+
+def test_a_request_names_a_queue_or_gets_the_default_one():
+    assert read_asked(b'{"queue": "q"}').queue == "q"
+    assert read_asked(b"{}").queue == "default"
+    assert read_asked(b"next please").queue == "default"
+    with pytest.raises(InvalidRequest):
+        read_asked(b'{"queue": null}')
+
+
+@pytest.mark.parametrize("body", [b'{"queue": "q"}\0', b'\xef\xbb\xbf{"queue": "q"}'])
+def test_who_asks_for_one_queue_is_given_nothing_of_another(body: bytes):
+    with pytest.raises(InvalidRequest, match="not valid"):
+        read_asked(body)
+
+
+def test_a_command_is_passed_on_without_its_token():
+    told = read_told(b'{"type": "QUEUE_SIZE", "payload": {"queue": "q", "n": 1.50}, "token": "secret"}')
+    assert (told.kind, told.queue, told.message_id, told.token) == ("QUEUE_SIZE", "q", None, "secret")
+    assert told.body == b'{"type":"QUEUE_SIZE","payload":{"queue": "q", "n": 1.50}}'
+    assert read_told(b'{"type": "X"}').queue == "default"
+
+
+def test_only_a_plain_deletion_is_carried_out_together_with_others():
+    def message_id(**payload: Any) -> str | None:
+        return read_told(json.dumps({"type": "DELETE_MSG", "payload": payload}).encode()).message_id
+
+    assert message_id(id="3-17") == "3-17"
+    assert message_id(id="00ff00ff-3-17") == "00ff00ff-3-17"
+    assert [protocol.partition_of(each) for each in ("3-17", "00ff00ff-4-17")] == [3, 4]
+    for odd in ("x", "1-", "-1", "1-2-3", 7, None, "٣-١", "1-" + "9" * 50):
+        assert message_id(id=odd) is None, "the brokers tell what is wrong with it"
+    assert message_id(id="3-17", ids=["3-17"]) is None
+
+
+@pytest.mark.parametrize("body", [b"QUEUE_SIZE", b"[]", b"{}", b'{"type": 5}', b'{"type": "X", "payload": []}', b""])
+def test_a_command_that_is_none_is_refused(body: bytes):
+    with pytest.raises(InvalidRequest):
+        read_told(body)
+
+
+def test_ids_carry_the_mark_that_the_brokers_give_a_queue():
+    topic_id = "5f0c7c5e6a7d4b0f8f5d3d1f6c2b9a10"
+    receipt = ReceiptBook(b"k" * 32, topic_id, "default").head(3, 17, 1, 1, 1) + nth_text(0)
+    assert protocol.mark_of_topic(topic_id) == protocol.mark_in(receipt) == topic_mark(topic_id) == mark_in(receipt)
+    assert protocol.marked("", 3, 17) == "3-17"
+    assert (
+        read_told(
+            json.dumps(
+                {"type": "DELETE_MSG", "payload": {"id": protocol.marked(protocol.mark_in(receipt), 3, 17)}}
+            ).encode()
+        ).message_id
+        == f"{topic_mark(topic_id)}-3-17"
+    )
+
+
+def test_answers_say_how_it_went():
+    assert json.loads(protocol.stored(1, 7, "q", 17)) == {"id": "1-7", "queue": "q", "timestamp": 17, "status": "ok"}
+    told = json.loads(protocol.stored(1, 7, "q", 17, "topic id"))
+    assert told["id"] == f"{topic_mark('topic id')}-1-7"
+    assert json.loads(protocol.empty("q")) == {"status": "ok", "queue": "q", "id": None, "message": None}
+    text = json.loads(protocol.handed("q", Received("0-1", "r", 17, 2, protocol.msgspec.Raw(b'"a"'))))
+    assert text == {"id": "0-1", "queue": "q", "timestamp": 17, "deliveries": 2, "message": "a", "status": "ok"}
+    raw = json.loads(protocol.handed("q", Received("0-1", "r", 17, value_base64="/wA=")))
+    assert (raw["message_base64"], "message" in raw) == ("/wA=", False)
+    assert protocol.message_of(raw) == b"\xff\x00"
+    refused = json.loads(protocol.refusal(Backpressure("wait")))
+    assert (refused["status"], refused["detail"], refused["code"]) == ("error", "wait", "backpressure")
+    assert (refused["retryable"], refused["outcome"]) == (True, "not_applied")
+
+
+near_json = st.one_of(
+    st.binary(max_size=200),
+    st.recursive(
+        st.none() | st.booleans() | st.floats() | st.integers() | st.text(max_size=20),
+        lambda inner: (
+            st.lists(inner, max_size=4)
+            | st.dictionaries(
+                st.sampled_from(["queue", "message", "token", "type", "payload", "id", "ids"]), inner, max_size=4
+            )
+        ),
+        max_leaves=10,
+    ).map(lambda value: json.dumps(value).encode()),
+)
+
+
+@given(frames=st.lists(near_json, min_size=1, max_size=12))
+@settings(max_examples=500, deadline=None)
+def test_whatever_comes_is_understood_or_refused_by_an_error_of_ours(frames: list[bytes]):
+    try:
+        way, body = opened([b"me", *frames])
+    except Malformed:
+        return
+    assert way[0] == b"me"
+    for read in (lambda: read_posted(body, MIB), lambda: read_asked(body), lambda: read_told(body)):
+        with contextlib.suppress(PortalMQError):
+            found = read()
+            assert wire.check_name(found.queue, "queue")
+
+
+@given(st.recursive(st.none() | st.booleans() | st.integers() | st.text(), st.lists, max_leaves=10))
+@settings(max_examples=200, deadline=None)
+def test_a_message_comes_out_as_it_went_in(message: Any):
+    queue, value, content_type = posted({"queue": "q", "message": message})
+    assert queue == "q"
+    assert (value if content_type is None else json.loads(value)) == message
+
+
+# --- who may ask -----------------------------------------------------------------------------------------------------
+
+
+def test_a_token_lets_in_and_nothing_else():
+    access = Access(["one", "two"])
+    access.check("two")
+    for wrong in ("three", "", None, "twö"):
+        with pytest.raises(Unauthorized):
+            access.check(wrong)
+    Access().check(None)
+
+
+def test_a_file_of_tokens_has_one_a_line(tmp_path: Path):
+    file = tmp_path / "tokens"
+    file.write_text("# ours\n\n one \ntwo\n")
+    access = access_from(file, "0.0.0.0", insecure=False)
+    access.check("one")
+    with pytest.raises(Unauthorized):
+        access.check("# ours")
+    file.write_text("# none\n")
+    with pytest.raises(ValueError, match="holds no token"):
+        access_from(file, "127.0.0.1", insecure=False)
+    with pytest.raises(ValueError, match="cannot be read"):
+        access_from(tmp_path / "missing", "127.0.0.1", insecure=False)
+
+
+def test_the_network_gets_in_by_a_token_or_when_somebody_says_so():
+    assert not access_from(None, "127.0.0.1", insecure=False).needed
+    assert not access_from(None, "0.0.0.0", insecure=True).needed
+    with pytest.raises(ValueError, match="--require-token"):
+        access_from(None, "0.0.0.0", insecure=False)
+    assert [is_loopback(host) for host in ("localhost", "::1", "127.8.8.8", "10.0.0.1", "example.org")] == [
+        *(True, True, True),
+        *(False, False),
+    ]

@@ -1,0 +1,161 @@
+"""A group all over the cluster: what is summed up, what may be left out, and what may not."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from portalmq import wire
+from portalmq.broker.cluster.peers import NotReached
+from portalmq.broker.cluster.rpc import EndedGroup, GroupCount, GroupCounts
+from portalmq.broker.queues.group_counts import Census
+from portalmq.control_plane.state import GroupState
+from portalmq.errors import Unavailable
+
+GROUP = GroupState("g", wire.GroupConfig(), "id")
+
+
+def count(topic: str, number: int, lag: int = 0) -> GroupCount:
+    return GroupCount("g", topic, number, lag, 0, 0, lag, 10 * lag)
+
+
+@dataclass
+class World:
+    """Topics with their partitions' leaders (broker 1 asks; None: nobody leads), and where the group has begun."""
+
+    leaders: dict[tuple[str, int], int | None]
+    begun: dict[tuple[str, int], int] = field(default_factory=dict)
+    away: set[int] = field(default_factory=set)
+    ended: list[tuple[str, int]] = field(default_factory=list)
+    forgotten: bool = False
+
+    def led(self, broker_id: int) -> list[tuple[str, int]]:
+        return [where for where, leader in self.leaders.items() if leader == broker_id]
+
+    def counts(self, broker_id: int) -> GroupCounts:
+        led = self.led(broker_id)
+        return GroupCounts([count(*where, self.begun[where]) for where in led if where in self.begun], led)
+
+    def end(self, broker_id: int) -> EndedGroup:
+        here = [where for where in self.led(broker_id) if where in self.begun]
+        self.ended += here
+        return EndedGroup(here, self.led(broker_id))
+
+    # what the census needs of the groups, the mirror and the peers
+
+    @property
+    def topics(self) -> list[Any]:
+        sizes = {topic: sum(name == topic for name, _ in self.leaders) for topic, _ in self.leaders}
+        mine = [SimpleNamespace(number=number) for _, number in self.led(1)]
+        return [
+            SimpleNamespace(name=name, state=SimpleNamespace(partitions=size), led=lambda mine=mine: mine)
+            for name, size in sizes.items()
+        ]
+
+    @property
+    def brokers(self) -> tuple[int, ...]:
+        return (1, 2, 3)
+
+    def known(self, name: str) -> GroupState:
+        return GROUP
+
+    find = known
+
+    def names(self) -> list[str]:
+        return ["g"]
+
+    @contextmanager
+    def deleting(self, name: str) -> Any:
+        yield GROUP
+        self.forgotten = True
+
+    def call(self, broker_id: int, name: str, request: Any, kind: Any, *, timeout_s: float) -> Any:
+        if broker_id in self.away:
+            raise NotReached("away", refused=True)
+        return self.counts(broker_id) if name == "groups" else self.end(broker_id)
+
+    def census(self) -> Census:
+        """Patient as long as everybody can be asked in the end."""
+        is_whole = not self.away and None not in self.leaders.values()
+        census = Census(1, self, self, self, patience_s=60.0 if is_whole else 0.05)  # type: ignore[arg-type]
+        census._count_here = lambda names: self.counts(1)  # type: ignore[method-assign]
+        census._end_here = lambda name, group_id: self.end(1)  # type: ignore[method-assign]
+        return census
+
+
+def test_counts_are_summed_over_the_leaders() -> None:
+    world = World({("t", 0): 1, ("t", 1): 2, ("t", 2): 3}, {("t", 0): 1, ("t", 1): 2, ("t", 2): 4})
+    described = world.census().describe("g")
+    assert (described.lag, described.ready, described.oldest_unacked_ms) == (7, 7, 40)
+
+
+def test_a_lag_that_leaves_a_partition_out_is_not_given() -> None:
+    world = World({("t", 0): 1, ("t", 1): 2}, {("t", 0): 1, ("t", 1): 2}, away={2})
+    with pytest.raises(Unavailable, match="partition 1 of topic 't'") as caught:
+        world.census().describe("g")
+    assert caught.value.retryable
+    assert world.census().describe("g", leave_out=True).lag == 1
+    assert [described.lag for described in world.census().describe_all()] == [1]
+
+
+def test_a_partition_without_a_leader_matters_not_where_the_group_is_not() -> None:
+    """A group begins on all partitions of a topic: where those that can be asked do not know it, none does."""
+    world = World({("t", 0): 1, ("other", 0): 2, ("other", 1): None}, {("t", 0): 5})
+    assert world.census().describe("g").lag == 5
+
+
+def test_a_topic_that_nobody_can_be_asked_about_may_have_the_group() -> None:
+    world = World({("t", 0): 1, ("other", 0): None}, {("t", 0): 5})
+    with pytest.raises(Unavailable, match="topic 'other'"):
+        world.census().describe("g")
+
+
+def test_while_a_leader_is_replaced_two_that_speak_for_a_partition_count_once() -> None:
+    world = World({("t", 0): 2}, {("t", 0): 5})
+    world.counts = lambda broker_id: GroupCounts([count("t", 0, 5)], [("t", 0)])  # type: ignore[method-assign]
+    assert world.census().describe("g").lag == 5
+
+
+def test_a_group_ends_at_every_leader_before_it_is_forgotten() -> None:
+    world = World({("t", 0): 1, ("t", 1): 2, ("u", 0): 3}, {("t", 0): 0, ("t", 1): 0})
+    world.census().delete("g")
+    assert sorted(world.ended) == [("t", 0), ("t", 1)]
+    assert world.forgotten
+
+
+def test_a_group_stays_when_a_leader_cannot_be_asked_to_end_it() -> None:
+    world = World({("t", 0): 1, ("t", 1): 2}, {("t", 0): 0, ("t", 1): 0}, away={2})
+    with pytest.raises(Unavailable):
+        world.census().delete("g")
+    assert not world.forgotten
+    world.away = set()
+    world.census().delete("g")
+    assert world.forgotten
+
+
+def test_an_end_that_stopped_half_way_is_not_told_as_none_at_all() -> None:
+    """What was acknowledged on the partitions where it has ended is forgotten there."""
+    world = World({("t", 0): 1, ("t", 1): 2}, {("t", 0): 0, ("t", 1): 0}, away={2})
+    with pytest.raises(Unavailable) as caught:
+        world.census().delete("g")
+    assert world.ended
+    assert caught.value.outcome == "unknown"
+    assert caught.value.retryable
+
+
+def test_a_group_that_has_ended_and_could_not_be_forgotten_is_not_told_as_untouched() -> None:
+    world = World({("t", 0): 1}, {("t", 0): 0})
+
+    @contextmanager
+    def deleting(name: str) -> Any:
+        yield GROUP
+        raise Unavailable("ZooKeeper does not answer")
+
+    world.deleting = deleting  # type: ignore[method-assign]
+    with pytest.raises(Unavailable) as caught:
+        world.census().delete("g")
+    assert caught.value.outcome == "unknown"

@@ -1,0 +1,695 @@
+"""Commits: all or nothing, once, and what is refused with nothing done."""
+
+from __future__ import annotations
+
+from random import Random
+from types import SimpleNamespace
+
+import gevent
+import msgspec
+import pytest
+from support.domain import records, running
+from support.outputs import commit, outputs, partition_of, receive, send, settled, stored_in, there
+from support.replicas import eventually
+
+from portalmq import wire
+from portalmq.broker.core.queue.records import Claim, Seek
+from portalmq.broker.core.replica.replica import PartitionReplica
+from portalmq.broker.queues import commit as committing
+from portalmq.broker.queues import outbox
+from portalmq.broker.queues.commit import Publication, StreamPlace
+from portalmq.broker.storage.batch import Kind, Record
+from portalmq.broker.storage.errors import DiskFull
+from portalmq.errors import (
+    Backpressure,
+    GroupModeMismatch,
+    GroupNotFound,
+    IllegalGeneration,
+    InvalidRequest,
+    MessageTooLarge,
+    NotLeader,
+    OffsetMoved,
+    OffsetOutOfRange,
+    PartitionNotFound,
+    StaleReceipt,
+    StorageFull,
+    TopicNotFound,
+    Unavailable,
+)
+
+
+@pytest.fixture
+def fixture(tmp_path):
+    with running(tmp_path) as it:
+        yield it
+
+
+def test_input_is_done_and_output_is_there_once(fixture):
+    send(fixture, "a", "b", "c")
+    messages = receive(fixture, 2)
+    done = commit(fixture, messages, outputs("A", "B"))
+    assert (done.acked, done.published) == (2, 2)
+    settled(fixture)
+    assert there(fixture) == ["A", "B"]
+    fixture.clock.advance(60_000)
+    assert [message.record.value for message in receive(fixture)] == [b"c"], "what was committed is done"
+
+
+def test_a_repeat_of_the_same_receipts_gives_the_first_answer_and_publishes_nothing(fixture):
+    send(fixture, "a", "b")
+    messages = receive(fixture)
+    first = commit(fixture, messages, outputs("A"))
+    assert commit(fixture, messages[::-1], outputs("something", "else")) == first
+    settled(fixture)
+    assert there(fixture) == ["A"]
+
+
+def test_a_commit_that_two_send_at_once_is_done_once(fixture):
+    send(fixture, "a")
+    messages = receive(fixture)
+    tries = [gevent.spawn(commit, fixture, messages, outputs("A")) for _ in range(5)]
+    gevent.joinall(tries, raise_error=True)
+    assert len({each.value.id for each in tries}) == 1
+    settled(fixture)
+    assert there(fixture) == ["A"]
+
+
+def test_a_commit_that_was_refused_stays_so_when_it_comes_once_more(fixture):
+    """A copy of it may lie in the socket of a broker that stands still, and its sender has rolled back by then."""
+    send(fixture, "a")
+    late = receive(fixture)
+    fixture.clock.advance(60_000)
+    (held,) = receive(fixture)
+    for _ in range(2):
+        with pytest.raises(StaleReceipt) as refused:
+            commit(fixture, late, outputs("A"))
+        assert refused.value.outcome == "not_applied"
+        assert fixture.broker.ack("g", [late[0].receipt]) == [False]
+        fixture.broker.nack("g", [held.receipt], 60_000, None)  # from now on nobody has it
+    fixture.clock.advance(60_000)
+    assert [message.delivery_count for message in receive(fixture)] == [3]
+    assert there(fixture) == []
+
+
+@pytest.fixture
+def succeeded(fixture, monkeypatch):
+    """Another broker was elected, and this one has not heard of it: nobody vouches for it any more."""
+
+    def pass_by(seconds: float) -> None:
+        fixture.clock.advance(round(1_000 * seconds))
+
+    monkeypatch.setattr(fixture.broker.committing._leaders, "_patience_s", 0.0)  # a refusal is not tried again
+    monkeypatch.setattr("portalmq.broker.partition.readable.gevent", SimpleNamespace(sleep=pass_by))
+    monkeypatch.setattr(PartitionReplica, "led_at", lambda replica, then_ms: False)
+
+
+def test_a_leader_that_may_have_been_succeeded_refuses_no_receipts_for_good(fixture, request):
+    """An earlier try, whose answer was lost, may stand with the successor."""
+    send(fixture, "a")
+    messages = receive(fixture)
+    fixture.clock.advance(60_000)
+    receive(fixture)
+    request.getfixturevalue("succeeded")
+    with pytest.raises(Unavailable, match="do not vouch"):
+        commit(fixture, messages, outputs("A"))
+
+
+def test_a_leader_that_may_have_been_succeeded_refuses_no_member_for_good(stream, succeeded):
+    for offset, member in ((3, "somebody else"), (10_000, "m")):
+        with pytest.raises(Unavailable, match="do not vouch"):
+            commit_offset(stream, offset, outputs("A"), member=member)
+
+
+def test_a_lease_that_has_passed_on_refuses_the_whole_commit(fixture):
+    send(fixture, "a", "b")
+    late = receive(fixture, 1)
+    fixture.clock.advance(31_000)
+    (again,) = [message for message in receive(fixture, 1) if message.offset == late[0].offset]
+    rest = receive(fixture)
+    end = partition_of(fixture).replica.next_offset
+    with pytest.raises(StaleReceipt, match="nothing was acked") as stale:
+        commit(fixture, [*late, *rest], outputs("A"))
+    assert stale.value.outcome == "not_applied"
+    assert partition_of(fixture).replica.next_offset == end, "nothing was appended"
+    commit(fixture, [again, *rest], outputs("A"))
+    settled(fixture)
+    assert there(fixture) == ["A"]
+
+
+@pytest.mark.parametrize("how", ["ack", "commit"])
+def test_what_is_done_already_refuses_a_commit(fixture, how):
+    send(fixture, "a", "b")
+    messages = receive(fixture)
+    if how == "ack":
+        fixture.broker.ack("g", [messages[0].receipt])
+    else:
+        commit(fixture, messages[:1])
+    with pytest.raises(StaleReceipt, match="done already"):
+        commit(fixture, messages, outputs("A"))
+    settled(fixture)
+    assert there(fixture) == []
+    commit(fixture, messages[1:], outputs("B"))
+    settled(fixture)
+    assert there(fixture) == ["B"]
+
+
+def test_receipts_of_two_partitions_are_refused(fixture):
+    fixture.broker.create_topic("in", wire.CreateTopic(partitions=2))
+    send(fixture, "a", partition=0)
+    send(fixture, "b", partition=1)
+    messages = receive(fixture)
+    with pytest.raises(InvalidRequest, match="2 partitions"):
+        commit(fixture, messages)
+    assert commit(fixture, messages[:1]).acked == 1
+
+
+def test_foreign_and_forged_receipts_are_refused(fixture):
+    send(fixture, "a")
+    (message,) = receive(fixture)
+    receive(fixture, group="other")
+    with pytest.raises(InvalidRequest):
+        commit(fixture, [message], group="other")
+    forged = message.receipt[:20] + ("A" if message.receipt[20] != "A" else "B") + message.receipt[21:]
+    with pytest.raises(InvalidRequest):
+        fixture.broker.committing.commit_receipts("g", [forged], [], forward=True)
+    with pytest.raises(GroupNotFound):
+        commit(fixture, [message], group="nobody")
+
+
+def test_outputs_are_checked_whole_before_anything_is_done(fixture):
+    fixture.broker.create_topic("out", wire.CreateTopic(partitions=2, config={"max_message_bytes": 10}))
+    send(fixture, "a")
+    messages = receive(fixture)
+    end = partition_of(fixture).replica.next_offset
+    with pytest.raises(MessageTooLarge, match="message 1"):
+        commit(fixture, messages, outputs("fine", "x" * 11))
+    with pytest.raises(PartitionNotFound):
+        commit(fixture, messages, outputs("A", partition=2))
+    many = [each for number in range(101) for each in outputs("A", topic=f"t{number}")]
+    with pytest.raises(InvalidRequest, match="101 topics"):
+        commit(fixture, messages, many)
+    with pytest.raises(MessageTooLarge, match="10001 messages"):
+        commit(fixture, messages, outputs("A") * 10_001)
+    assert partition_of(fixture).replica.next_offset == end
+    commit(fixture, messages, outputs("A", partition=1))
+    settled(fixture)
+    assert [(stored.partition, stored.record.value) for stored in stored_in(fixture, "out")] == [(1, b"A")]
+
+
+def test_missing_topics_are_made_or_refused_as_the_cluster_says(fixture):
+    send(fixture, "a", "b")
+    messages = receive(fixture)
+    commit(fixture, messages[:1], outputs("A", topic="new"))
+    settled(fixture)
+    assert there(fixture, "new") == ["A"]
+    fixture.broker.topics._auto_create = False
+    with pytest.raises(TopicNotFound):
+        commit(fixture, messages[1:], outputs("A", topic="newer"))
+
+
+def test_outputs_keep_their_order_key_and_options_and_go_where_their_key_points(fixture):
+    fixture.broker.create_topic("out", wire.CreateTopic(partitions=4))
+    send(fixture, *(str(n) for n in range(20)))
+    for message in receive(fixture, 20):
+        key = b"k%d" % (message.offset % 3)
+        record = Record(b"%d" % message.offset, wire.TEXT, key, {"h": "1"}, None, None, 7)
+        commit(fixture, [message], [Publication("out", record)])
+    settled(fixture)
+    stored = stored_in(fixture, "out")
+    assert len(stored) == 20
+    for key in {each.record.key for each in stored}:
+        own = [each for each in stored if each.record.key == key]
+        assert len({each.partition for each in own}) == 1
+        values = [int(each.record.value) for each in own]
+        assert values == sorted(values)
+    produced = fixture.broker.produce("out", records("x", key=b"k1"), None, acks="all")
+    assert produced[0].partition == next(each.partition for each in stored if each.record.key == b"k1")
+    assert {(each.record.headers["h"], each.record.priority) for each in stored} == {("1", 7)}
+
+
+def test_a_commit_survives_a_restart_with_its_repeat_and_its_outputs(tmp_path):
+    with running(tmp_path) as before:
+        send(before, "a", "b")
+        messages = receive(before)
+        before.broker.outboxes._slots.acquire()  # whoever would carry the orders out waits
+        for _ in range(outbox.PARTITIONS_AT_ONCE - 1):
+            before.broker.outboxes._slots.acquire()
+        first = commit(before, messages, outputs("A", "B"))
+        assert there(before) == []
+        clock = before.clock
+    with running(tmp_path, clock) as after:
+        eventually(lambda: there(after) == ["A", "B"])
+        assert commit(after, messages, outputs("A", "B")) == first
+        settled(after)
+        assert there(after) == ["A", "B"]
+
+
+def test_outputs_that_were_appended_before_done_was_written_are_not_appended_again(tmp_path):
+    with running(tmp_path) as before:
+        send(before, "a")
+        messages = receive(before)
+        own = before.broker.outboxes.of(partition_of(before))
+        own._done = lambda finished: gevent.sleep(3_600)  # it dies between the two
+        commit(before, messages, outputs("A", "B"))
+        eventually(lambda: there(before) == ["A", "B"])
+        clock = before.clock
+    with running(tmp_path, clock) as after:
+        assert partition_of(after).groups.outbox or there(after) == ["A", "B"]
+        settled(after)
+        assert there(after) == ["A", "B"]
+
+
+def test_at_most_once_groups_have_nothing_to_commit(fixture):
+    send(fixture, "a")
+    fixture.broker.groups.put("g", {})
+    messages = receive(fixture)
+    group = fixture.broker.groups.known("g")
+    config = msgspec.structs.replace(group.config, delivery="at_most_once")
+    fixture.broker.groups._remember("g", msgspec.structs.replace(group, config=config))
+    with pytest.raises(InvalidRequest, match="at_most_once"):
+        commit(fixture, messages)
+
+
+# --- what stands in the way ------------------------------------------------------------------------------------------
+
+
+def test_too_many_open_outputs_are_refused_and_taken_later(fixture, monkeypatch):
+    monkeypatch.setattr(outbox, "OPEN_COMMITS_MAX", 3)
+    send(fixture, *"abcdefgh")
+    messages = receive(fixture)
+    real, blocked = fixture.broker.producing.copies, [True]
+
+    def copies(topic, shares):
+        if blocked:
+            raise Unavailable("no leader", retry_after_s=0.01)
+        return real(topic, shares)
+
+    fixture.broker.outboxes._destinations.copies = copies
+    for message in messages[:3]:
+        commit(fixture, [message], outputs(str(message.offset)))
+    with pytest.raises(Backpressure, match="3 commits") as refused:
+        commit(fixture, messages[3:4], outputs("3"))
+    assert refused.value.outcome == "not_applied"
+    commit(fixture, messages[4:5]), "one without outputs leaves nothing open"
+    blocked.clear()
+    settled(fixture)
+    commit(fixture, messages[3:4], outputs(str(messages[3].offset)))
+    settled(fixture)
+    assert there(fixture) == [str(message.offset) for message in messages[:4]], "in the order of the commits"
+
+
+def test_open_outputs_are_bounded_in_bytes(fixture, monkeypatch):
+    monkeypatch.setattr(outbox, "OPEN_BYTES_MAX", 1_000)
+    send(fixture, "a", "b")
+    messages = receive(fixture)
+    monkeypatch.setattr(fixture.broker.outboxes._destinations, "copies", lambda *_: gevent.sleep(3_600))
+    commit(fixture, messages[:1], outputs("x" * 900))
+    with pytest.raises(Backpressure):
+        commit(fixture, messages[1:], outputs("x" * 900))
+
+
+def test_a_full_disk_refuses_before_anything_is_done(fixture):
+    send(fixture, "a")
+    messages = receive(fixture)
+    fixture.disk.is_full = True
+    with pytest.raises(StorageFull):
+        commit(fixture, messages, outputs("A"))
+    fixture.disk.is_full = False
+    commit(fixture, messages, outputs("A"))
+    settled(fixture)
+    assert there(fixture) == ["A"]
+
+
+def test_a_commit_that_the_disk_refuses_leaves_no_trace(fixture, monkeypatch):
+    send(fixture, "a")
+    fixture.broker.create_topic("out", wire.CreateTopic())
+    messages = receive(fixture)
+    log = partition_of(fixture).log
+    real = log.append
+
+    def refused(batches) -> None:
+        if any(batch.kind == Kind.COMMIT for batch in batches):
+            monkeypatch.setattr(log, "append", real)
+            raise DiskFull("no room")
+        real(batches)
+
+    monkeypatch.setattr(log, "append", refused)
+    with pytest.raises(StorageFull):
+        commit(fixture, messages, outputs("A"))
+    assert not partition_of(fixture).groups.outbox
+    assert there(fixture) == []
+    commit(fixture, messages, outputs("A"))
+    settled(fixture)
+    assert there(fixture) == ["A"]
+
+
+def test_a_lease_whose_grant_the_disk_refused_does_not_count_for_the_one_after_it(fixture, monkeypatch):
+    send(fixture, "a")
+    partition = partition_of(fixture)
+    real = partition.log.append
+
+    def refused(batches) -> None:
+        if any(batch.kind == Kind.GRANT for batch in batches):
+            monkeypatch.setattr(partition.log, "append", real)
+            raise DiskFull("no room")
+        real(batches)
+
+    monkeypatch.setattr(partition.log, "append", refused)
+    lost = receive(fixture)
+    partition._writer.wait_idle()
+    held = receive(fixture)
+    assert [message.offset for message in held] == [message.offset for message in lost]
+    with pytest.raises(StaleReceipt):
+        commit(fixture, lost, outputs("lost"))
+    commit(fixture, held, outputs("A"))
+    settled(fixture)
+    assert there(fixture) == ["A"]
+
+
+def test_outputs_for_a_topic_that_was_deleted_are_dropped_and_hold_nothing_up(fixture):
+    send(fixture, "a", "b")
+    fixture.broker.create_topic("gone", wire.CreateTopic())
+    messages = receive(fixture)
+    for _ in range(outbox.PARTITIONS_AT_ONCE):
+        fixture.broker.outboxes._slots.acquire()
+    commit(fixture, messages[:1], outputs("A", topic="gone"))
+    commit(fixture, messages[1:], outputs("B"))
+    fixture.broker.delete_topic("gone")
+    for _ in range(outbox.PARTITIONS_AT_ONCE):
+        fixture.broker.outboxes._slots.release()
+    settled(fixture)
+    assert there(fixture) == ["B"]
+    assert "gone" not in {topic.name for topic in fixture.broker.list_topics()}
+
+
+def test_a_purge_waits_for_what_is_still_to_be_published(fixture, monkeypatch):
+    send(fixture, "a")
+    messages = receive(fixture)
+    for _ in range(outbox.PARTITIONS_AT_ONCE):
+        fixture.broker.outboxes._slots.acquire()
+    commit(fixture, messages, outputs("A"))
+    monkeypatch.setattr("portalmq.broker.partition.retention.ORDERS_WITHIN_S", 0.05)
+    with pytest.raises(Unavailable, match="nothing was purged"):
+        fixture.broker.purge("in", partition=None, before_offset=None)
+    for _ in range(outbox.PARTITIONS_AT_ONCE):
+        fixture.broker.outboxes._slots.release()
+    settled(fixture)
+    fixture.broker.purge("in", partition=None, before_offset=None)
+    assert there(fixture) == ["A"]
+
+
+def test_retention_spares_what_the_outbox_has_to_read(fixture):
+    send(fixture, "a")
+    messages = receive(fixture)
+    for _ in range(outbox.PARTITIONS_AT_ONCE):
+        fixture.broker.outboxes._slots.acquire()
+    commit(fixture, messages, outputs("A"))
+    partition = partition_of(fixture)
+    (order,) = partition.groups.outbox
+    for _ in range(3):
+        send(fixture, "x" * 1000)
+        fixture.broker.pool.apply(partition.log.roll)
+    fixture.clock.advance(30 * wire.DAY_MS)
+    partition.retain(1_000, None, 1)
+    assert partition.log.base_offset <= order
+    for _ in range(outbox.PARTITIONS_AT_ONCE):
+        fixture.broker.outboxes._slots.release()
+    settled(fixture)
+    assert there(fixture) == ["A"]
+    fixture.clock.advance(2 * wire.DAY_MS)
+    partition.retain(1_000, None, 1)
+    assert partition.log.base_offset > order
+
+
+def test_large_outputs_go_in_several_shipments(fixture, monkeypatch):
+    monkeypatch.setattr(outbox, "SHIPMENT_BYTES_MAX", 2_000)
+    send(fixture, "a", "b")
+    shipped: list[int] = []
+    real = fixture.broker.outboxes._destinations.copies
+
+    def copies(topic, shares):
+        shipped.append(sum(len(share) for share in shares.values()))
+        return real(topic, shares)
+
+    fixture.broker.outboxes._destinations.copies = copies
+    values = [f"{n}".rjust(500) for n in range(20)]
+    for message in receive(fixture):
+        commit(fixture, [message], outputs(*values))
+    settled(fixture)
+    assert there(fixture) == values * 2
+    assert max(shipped) <= 5
+
+
+def test_ids_tell_partitions_records_epochs_and_places_apart(fixture):
+    send(fixture, "a")
+    commit(fixture, receive(fixture), outputs("A", "A"))
+    settled(fixture)
+    ids = [stored.record.message_id for stored in stored_in(fixture, "out")]
+    assert len(set(ids)) == 2
+    order = next(batch for batch in partition_of(fixture).log.control_records() if batch.kind == Kind.COMMIT)
+    topic_id = partition_of(fixture).topic_id
+    assert ids == [outbox.output_id(topic_id, 0, order, index) for index in range(2)]
+    later = msgspec.structs.replace(order, leader_epoch=order.leader_epoch + 1)
+    assert outbox.output_id(topic_id, 0, later, 0) not in ids
+
+
+# --- stream groups ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def stream(fixture):
+    """A stream group whose member `m` owns partition 0 in generation 3."""
+    fixture.broker.put_group("s", {"mode": "stream"})
+    send(fixture, *"abcdef")
+    partition_of(fixture).append_group_record("s", Claim("m", 3, 0, 1)).wait()
+    return fixture
+
+
+def commit_offset(
+    fixture, offset: int, publish=(), *, member: str = "m", generation: int = 3, committed=None, group: str = "s"
+):
+    place = StreamPlace(member, generation, offset, committed)
+    return fixture.broker.committing.commit_offset(group, "in", 0, place, list(publish), forward=True)
+
+
+def test_a_stream_member_commits_its_offset_with_its_outputs(stream):
+    first = commit_offset(stream, 3, outputs("A"))
+    assert first.published == 1
+    assert partition_of(stream).streams["s"].committed == 3
+    assert commit_offset(stream, 3, outputs("A")) == first, "a repeat"
+    settled(stream)
+    assert there(stream) == ["A"]
+
+
+def test_a_zombie_member_commits_nothing(stream):
+    partition_of(stream).append_group_record("s", Claim("heir", 4, 0, 2)).wait()
+    for member, generation in (("m", 3), ("m", 4), ("heir", 3)):
+        with pytest.raises(IllegalGeneration):
+            commit_offset(stream, 3, outputs("Z"), member=member, generation=generation)
+    commit_offset(stream, 3, outputs("A"), member="heir", generation=4)
+    settled(stream)
+    assert there(stream) == ["A"]
+
+
+def test_an_offset_that_is_committed_already_publishes_nothing_again(stream):
+    commit_offset(stream, 3, outputs("A"))
+    with pytest.raises(OffsetOutOfRange, match="committed 3"):
+        commit_offset(stream, 2, outputs("B"))
+    with pytest.raises(OffsetOutOfRange, match="done already"):
+        commit_offset(stream, 3, outputs("B"), generation=4)
+    with pytest.raises(OffsetOutOfRange, match="can be read up to"):
+        commit_offset(stream, 10_000, outputs("B"))
+    settled(stream)
+    assert there(stream) == ["A"]
+
+
+def test_a_commit_that_begins_elsewhere_than_the_group_is_refused_whenever_it_comes(stream):
+    """The first commit was answered by an error; the member has read its message again, with more behind it."""
+    first = commit_offset(stream, 2, outputs("A"), committed=0)
+    for _ in range(2):
+        with pytest.raises(OffsetMoved, match="committed 2") as caught:
+            commit_offset(stream, 3, outputs("A", "B"), committed=0)
+        assert (caught.value.extra["committed"], caught.value.outcome) == (2, "not_applied")
+    assert commit_offset(stream, 2, outputs("A"), committed=0) == first, "the very same commit, repeated"
+    commit_offset(stream, 3, outputs("B"), committed=2)
+    with pytest.raises(OffsetMoved, match="committed 3"):
+        commit_offset(stream, 3, outputs("A", "B"), committed=0)
+    with pytest.raises(OffsetMoved, match="committed 3"):
+        commit_offset(stream, 5, outputs("C"), committed=4)
+    settled(stream)
+    assert there(stream) == ["A", "B"]
+
+
+def test_a_commit_is_refused_only_for_what_is_committed(stream, monkeypatch):
+    """What is appended and not committed may be lost with its leader: then the refused commit could come true."""
+    waited = []
+    partition = partition_of(stream)
+    commit_offset(stream, 2, outputs("A"), committed=0)
+    monkeypatch.setattr(partition, "wait_committed", waited.append)
+    with pytest.raises(OffsetMoved):
+        commit_offset(stream, 3, outputs("A", "B"), committed=0)
+    assert waited == [partition.replica.next_offset - 1]
+
+
+def test_where_retention_has_moved_the_group_its_members_go_on(stream):
+    partition_of(stream).purge(4)
+    eventually(lambda: partition_of(stream).streams["s"].committed == 4)
+    with pytest.raises(OffsetMoved, match="Read on from 4"):
+        commit_offset(stream, 5, outputs("A"), committed=0)
+    commit_offset(stream, 5, outputs("A"), committed=4)
+
+
+def test_after_a_seek_the_same_offset_is_committed_anew(stream):
+    commit_offset(stream, 3, outputs("A"))
+    partition_of(stream).append_group_record("s", Seek(0, 4, 2)).wait()
+    partition_of(stream).append_group_record("s", Claim("m", 5, 0, 2)).wait()
+    commit_offset(stream, 3, outputs("again"), generation=5)
+    settled(stream)
+    assert there(stream) == ["A", "again"]
+
+
+def test_a_partition_that_nobody_owns_takes_no_commit(stream):
+    stream.broker.create_topic("in", wire.CreateTopic())
+    partition_of(stream).streams.pop("s")
+    with pytest.raises(IllegalGeneration, match="join the group"):
+        commit_offset(stream, 3)
+
+
+def test_commits_of_the_other_mode_are_refused(stream):
+    messages = receive(stream)
+    with pytest.raises(GroupModeMismatch, match="member_id"):
+        commit(stream, messages, group="s")
+    with pytest.raises(GroupModeMismatch, match='"ack"'):
+        commit_offset(stream, 3, group="g")
+
+
+def test_commits_that_were_forgotten_are_refused_and_not_done_again(fixture, monkeypatch):
+    monkeypatch.setattr("portalmq.broker.core.queue.delivery.COMMITS_REMEMBERED", 2)
+    send(fixture, *"abcd")
+    messages = receive(fixture)
+    for message in messages:
+        commit(fixture, [message], outputs(str(message.offset)))
+    with pytest.raises(StaleReceipt, match="done already"):
+        commit(fixture, messages[:1], outputs("again"))
+    settled(fixture)
+    assert len(there(fixture)) == 4
+
+
+def test_a_refusal_after_an_unknown_try_is_known_to_have_done_nothing(fixture):
+    send(fixture, "a")
+    messages = receive(fixture)
+    commit(fixture, messages)
+    tries = [NotLeader("the leadership moved while this was on its way", outcome="unknown")]
+    real = fixture.broker.committing.apply
+
+    def apply(call, place):
+        if tries:
+            raise tries.pop()
+        return real(call, place)
+
+    fixture.broker.committing.apply = apply
+    partition_of(fixture).delivery["g"].commits.clear()
+    with pytest.raises(StaleReceipt) as refused:
+        commit(fixture, messages, outputs("A"))
+    assert tries == []
+    assert refused.value.outcome == "not_applied"
+
+
+def test_an_order_is_read_from_the_files_when_the_cache_has_lost_it(fixture):
+    send(fixture, "a", "b")
+    for _ in range(outbox.PARTITIONS_AT_ONCE):
+        fixture.broker.outboxes._slots.acquire()
+    for message in receive(fixture):
+        commit(fixture, [message], outputs(message.record.value.decode()))
+    partition = partition_of(fixture)
+    fixture.broker.cache.drop(partition._cache_key)
+    for _ in range(outbox.PARTITIONS_AT_ONCE):
+        fixture.broker.outboxes._slots.release()
+    settled(fixture)
+    assert there(fixture) == ["a", "b"]
+    assert partition.control_at(10_000) is None
+
+
+def test_the_calls_between_brokers_carry_all_of_a_commit(fixture):
+    send(fixture, "a")
+    messages = receive(fixture)
+    call_of: list[committing.CommitCall] = []
+    real = fixture.broker.committing._brought
+
+    def brought(call, place, forward):
+        call_of.append(msgspec.msgpack.decode(msgspec.msgpack.encode(call), type=committing.CommitCall))
+        return real(call, place, forward)
+
+    fixture.broker.committing._brought = brought
+    first = commit(fixture, messages, outputs("A", key=b"k"))
+    answer = fixture.broker.serve_peer("commit", msgspec.msgpack.encode(call_of[0]), None)
+    ((value, refused),) = msgspec.msgpack.decode(answer)
+    assert (value, refused) == ([1, 1, int(first.id.split("-")[1])], None)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_whatever_goes_wrong_on_the_way_each_output_is_there_once_and_in_order(fixture, monkeypatch, seed):
+    """Appending fails before it is done, after it, or half way, and the outbox begins anew, while commits go on."""
+    chance = Random(seed)
+    monkeypatch.setattr(outbox, "PAUSE_FIRST_S", 0.0005)
+    monkeypatch.setattr(outbox, "PAUSE_MAX_S", 0.002)
+    fixture.broker.create_topic("out", wire.CreateTopic(partitions=3))
+    real = fixture.broker.outboxes._destinations.copies
+
+    def copies(topic, shares):
+        some = {number: share for number, share in shares.items() if chance.random() < 0.7}
+        if chance.random() < 0.4:
+            if some and chance.random() < 0.7:
+                real(topic, some)
+            raise Unavailable("nobody knows", outcome="unknown", retry_after_s=0)
+        return real(topic, shares)
+
+    fixture.broker.outboxes._destinations.copies = copies
+    send(fixture, *(str(n) for n in range(60)))
+    messages = receive(fixture, 60)
+    while messages:
+        own = [messages.pop(0) for _ in range(min(len(messages), chance.randint(1, 4)))]
+        publish = [each for m in own for each in outputs(m.record.value.decode(), key=b"%d" % (m.offset % 7))]
+        while True:
+            try:
+                commit(fixture, own, publish)
+                break
+            except (StorageFull, Unavailable):
+                continue
+        if chance.random() < 0.3:  # another leader begins with the fold that the log adds up to
+            partition = partition_of(fixture)
+            topic = fixture.broker.topics.get("in")
+            fixture.broker.outboxes.on_stepped_down(partition)
+            gevent.sleep(0)
+            fixture.broker.outboxes.on_leading(topic, partition)
+        gevent.sleep(0)
+    settled(fixture)
+    stored = stored_in(fixture, "out")
+    assert sorted(int(each.record.value) for each in stored) == list(range(60))
+    for key in {each.record.key for each in stored}:
+        own = [int(each.record.value) for each in stored if each.record.key == key]
+        assert own == sorted(own)
+
+
+def test_an_order_that_waits_longer_than_the_dedup_window_is_not_appended_again_where_it_was(fixture, monkeypatch):
+    """One partition of a topic takes nothing for an hour; what the others took stands there once."""
+    monkeypatch.setattr(outbox, "PAUSE_FIRST_S", 0.001)
+    fixture.broker.create_topic("fine", wire.CreateTopic(config={"dedup_window_ms": 1_000}))
+    fixture.broker.create_topic("out", wire.CreateTopic(partitions=2, config={"dedup_window_ms": 1_000}))
+    stuck = partition_of(fixture, "out", 1)
+    real, tries = stuck.submit, [0]
+
+    def submit(*arguments, **more):
+        if tries[0] < 5:
+            tries[0] += 1
+            fixture.clock.advance(3_600_000)
+            raise Backpressure("no room", retry_after_s=0)
+        return real(*arguments, **more)
+
+    stuck.submit = submit
+    send(fixture, "a")
+    publish = [*outputs("F", topic="fine"), *outputs("A", partition=0), *outputs("B", partition=1)]
+    commit(fixture, receive(fixture), publish)
+    settled(fixture)
+    assert tries == [5]
+    assert (there(fixture, "fine"), there(fixture)) == (["F"], ["A", "B"])

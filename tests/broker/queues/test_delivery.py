@@ -1,0 +1,659 @@
+"""Queue groups over a real log: leases, receipts, sleepers, restarts."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import gevent
+import pytest
+from support.domain import FakePeer, Fixture, HandClock, records, running
+from support.replicas import eventually
+
+from portalmq import wire
+from portalmq.broker.core.queue.delivery import GroupDelivery
+from portalmq.broker.core.queue.receipts import nth_text
+from portalmq.broker.core.queue.records import Grant
+from portalmq.broker.core.replica.replica import PartitionReplica
+from portalmq.broker.partition.readable import VOUCHED_WITHIN_MS
+from portalmq.errors import Backpressure, GroupNotFound, InvalidRequest, Unavailable
+
+LEASE_MS = 30_000
+
+
+@pytest.fixture
+def fixture(tmp_path: Path):
+    with running(tmp_path) as it:
+        yield it
+
+
+def send(fixture: Fixture, *values: str, topic: str = "t", **more) -> None:
+    fixture.broker.produce(topic, records(*values), None, acks="all", **more)
+
+
+def receive(fixture: Fixture, *topics: str, group: str = "g", peer=None, **more):
+    return fixture.broker.receive(group, wire.ReceiveRequest(list(topics) or ["t"], **more), peer)
+
+
+def texts(messages) -> list[str]:
+    return [message.record.value.decode() for message in messages]
+
+
+def test_messages_come_in_order_and_only_once_while_leased(fixture):
+    send(fixture, "a", "b", "c")
+    assert texts(receive(fixture, max_messages=2)) == ["a", "b"]
+    assert texts(receive(fixture, max_messages=2)) == ["c"]
+    assert receive(fixture) == []
+
+
+def test_an_acked_message_never_comes_again(fixture):
+    send(fixture, "a", "b")
+    first, second = receive(fixture)
+    assert fixture.broker.ack("g", [first.receipt]) == [True]
+    fixture.clock.advance(LEASE_MS + 1)
+    (again,) = receive(fixture)
+    assert (again.offset, again.delivery_count) == (second.offset, 2)
+
+
+def test_a_nacked_message_comes_back_at_once_or_after_its_delay(fixture):
+    send(fixture, "a", "b")
+    first, second = receive(fixture)
+    assert fixture.broker.nack("g", [first.receipt], None, "no") == [True]
+    assert fixture.broker.nack("g", [second.receipt], 5_000, None) == [True]
+    assert texts(receive(fixture)) == ["a"]
+    fixture.clock.advance(5_000)
+    assert texts(receive(fixture)) == ["b"]
+
+
+def test_the_groups_back_off_grows_with_the_deliveries(fixture):
+    fixture.broker.put_group("g", {"retry_backoff_ms": [100, 1_000]})
+    send(fixture, "a")
+    for wait_ms in (100, 1_000, 1_000):
+        (message,) = receive(fixture)
+        fixture.broker.nack("g", [message.receipt], None, None)
+        fixture.clock.advance(wait_ms - 1)
+        assert receive(fixture) == []
+        fixture.clock.advance(1)
+
+
+def test_an_extended_lease_holds_longer(fixture):
+    send(fixture, "a")
+    (message,) = receive(fixture, visibility_timeout_ms=1_000)
+    assert fixture.broker.extend("g", [message.receipt], 10_000) == [True]
+    fixture.clock.advance(5_000)
+    assert receive(fixture) == []
+    fixture.clock.advance(5_000)
+    assert texts(receive(fixture)) == ["a"]
+
+
+def test_a_receipt_is_stale_once_someone_else_has_the_message(fixture):
+    send(fixture, "a")
+    (first,) = receive(fixture)
+    fixture.clock.advance(LEASE_MS)
+    (second,) = receive(fixture)
+    assert fixture.broker.ack("g", [first.receipt]) == [False]
+    assert fixture.broker.extend("g", [first.receipt], None) == [False]
+    assert fixture.broker.nack("g", [first.receipt], None, None) == [False]
+    assert fixture.broker.ack("g", [second.receipt]) == [True]
+    assert fixture.broker.ack("g", [first.receipt]) == [True], "done is done, whoever says so"
+
+
+def test_receipts_are_checked_before_any_is_used(fixture):
+    send(fixture, "a")
+    (message,) = receive(fixture)
+    with pytest.raises(InvalidRequest):
+        fixture.broker.ack("g", [message.receipt, "nonsense"])
+    fixture.clock.advance(LEASE_MS)
+    assert texts(receive(fixture)) == ["a"]
+
+
+def test_a_receipt_of_another_group_is_refused(fixture):
+    send(fixture, "a")
+    (message,) = receive(fixture)
+    receive(fixture, group="other")
+    with pytest.raises(InvalidRequest):
+        fixture.broker.ack("other", [message.receipt])
+    with pytest.raises(GroupNotFound):
+        fixture.broker.ack("unknown", [message.receipt])
+
+
+def test_groups_do_not_disturb_each_other(fixture):
+    send(fixture, "a")
+    assert texts(receive(fixture, group="one")) == ["a"]
+    assert texts(receive(fixture, group="two")) == ["a"]
+
+
+def test_max_messages_holds_over_partitions_and_all_are_served(fixture):
+    fixture.broker.create_topic("t", wire.CreateTopic(partitions=3))
+    for number in range(3):
+        send(fixture, *[f"{number}-{n}" for n in range(4)], partition=number)
+    first = receive(fixture, max_messages=5)
+    assert len(first) == 5
+    rest = [message for _ in range(2) for message in receive(fixture, max_messages=5)]
+    assert len(set(texts([*first, *rest]))) == 12
+
+
+def test_a_group_that_starts_at_the_latest_skips_what_was_there(fixture):
+    send(fixture, "old")
+    fixture.broker.put_group("g", {"start": "latest"})
+    assert receive(fixture) == []
+    send(fixture, "new")
+    assert texts(receive(fixture)) == ["new"]
+
+
+def test_partitions_added_later_are_read_from_their_beginning(fixture):
+    fixture.broker.put_group("g", {"start": "latest"})
+    receive(fixture)
+    fixture.broker.alter_topic("t", wire.AlterTopic(partitions=2))
+    send(fixture, "early", partition=1)
+    assert texts(receive(fixture)) == ["early"]
+
+
+def test_a_repeated_attempt_gets_the_same_messages_and_receipts(fixture):
+    send(fixture, "a", "b", "c")
+    first = receive(fixture, max_messages=2, attempt_id="x")
+    assert receive(fixture, max_messages=2, attempt_id="x") == first
+    assert texts(receive(fixture, max_messages=2, attempt_id="y")) == ["c"]
+
+
+def test_a_message_whose_consumers_vanished_twice_comes_alone(fixture):
+    send(fixture, *"abcd")
+    for _ in range(2):
+        assert len(receive(fixture)) == 4
+        fixture.clock.advance(LEASE_MS)
+    assert texts(receive(fixture)) == ["a"]
+    assert texts(receive(fixture)) == ["b"]
+
+
+def test_the_description_counts_messages(fixture):
+    send(fixture, *"abcdef")
+    fixture.clock.advance(1_000)
+    messages = receive(fixture, max_messages=3)
+    fixture.broker.ack("g", [messages[0].receipt])
+    fixture.broker.nack("g", [messages[1].receipt], 60_000, None)
+    described = fixture.broker.describe_group("g")
+    assert (described.ready, described.in_flight, described.scheduled, described.lag) == (3, 1, 1, 5)
+    assert described.oldest_unacked_ms == 1_000
+
+
+def test_a_deleted_group_begins_anew(fixture):
+    send(fixture, "a")
+    (message,) = receive(fixture)
+    fixture.broker.ack("g", [message.receipt])
+    fixture.broker.delete_group("g")
+    with pytest.raises(GroupNotFound):
+        fixture.broker.describe_group("g")
+    assert texts(receive(fixture)) == ["a"]
+
+
+def test_an_ack_that_comes_with_a_receive_counts_before_it_is_answered(fixture):
+    send(fixture, *"abcd")
+    first = receive(fixture, max_messages=2)
+    request = wire.ReceiveRequest(["t"], max_messages=2, ack=[message.receipt for message in first])
+    second, verdicts = fixture.broker.ack_and_receive("g", request, None)
+    assert (texts(second), verdicts) == (["c", "d"], [True, True])
+    assert fixture.broker.describe_group("g").lag == 2
+
+
+def test_a_stale_ack_that_comes_with_a_receive_is_told(fixture):
+    send(fixture, "a")
+    (stale,) = receive(fixture)
+    fixture.clock.advance(LEASE_MS)
+    receive(fixture)
+    request = wire.ReceiveRequest(["t"], ack=[stale.receipt])
+    assert fixture.broker.ack_and_receive("g", request, None) == ([], [False])
+
+
+def test_a_wrong_ack_that_comes_with_a_receive_refuses_both(fixture):
+    send(fixture, "a", "b")
+    (first,) = receive(fixture, max_messages=1)
+    with pytest.raises(InvalidRequest):
+        fixture.broker.ack_and_receive("g", wire.ReceiveRequest(["t"], ack=[first.receipt, "nonsense"]), None)
+    assert fixture.broker.describe_group("g").in_flight == 1
+
+
+def test_acks_count_even_where_there_is_no_room_to_wait_in(fixture):
+    send(fixture, "a")
+    (message,) = receive(fixture)
+    fixture.broker.groups.lot.parked_max = 0
+    request = wire.ReceiveRequest(["t"], wait_ms=1_000, ack=[message.receipt])
+    assert fixture.broker.ack_and_receive("g", request, None) == ([], [True])
+
+
+# --- sleeping --------------------------------------------------------------------------------------------------------
+
+
+def park(fixture: Fixture, *topics: str, **more):
+    greenlet = gevent.spawn(receive, fixture, *topics, wait_ms=60_000, **more)
+    before = len(fixture.broker.groups.lot.waiters)
+    with gevent.Timeout(60):
+        while len(fixture.broker.groups.lot.waiters) == before:
+            gevent.sleep(0.001)
+    return greenlet
+
+
+def finished(*greenlets):
+    """Those that end: the first is waited for, and whoever else is about to has time to."""
+    gevent.wait(greenlets, timeout=60, count=1)
+    gevent.joinall(greenlets, timeout=0.3)
+    return [greenlet for greenlet in greenlets if greenlet.ready()]
+
+
+def test_a_sleeper_wakes_when_a_message_comes(fixture):
+    sleeper = park(fixture)
+    send(fixture, "a")
+    assert texts(sleeper.get(timeout=50)) == ["a"]
+
+
+def test_one_message_wakes_one_sleeper(fixture):
+    sleepers = [park(fixture) for _ in range(5)]
+    send(fixture, "a")
+    (awake,) = finished(*sleepers)
+    assert texts(awake.get()) == ["a"]
+    assert len(fixture.broker.groups.lot.waiters) == 4
+
+
+def test_sleepers_are_served_in_the_order_they_came(fixture):
+    sleepers = [park(fixture, max_messages=1) for _ in range(3)]
+    send(fixture, "a", "b")
+    assert [texts(sleeper.get(timeout=50)) for sleeper in sleepers[:2]] == [["a"], ["b"]]
+    assert not sleepers[2].ready()
+
+
+def test_a_sleeper_watches_all_partitions_of_all_its_topics(fixture):
+    fixture.broker.create_topic("t", wire.CreateTopic(partitions=3))
+    sleeper = park(fixture, "u", "t")
+    send(fixture, "a", partition=2)
+    assert texts(sleeper.get(timeout=50)) == ["a"]
+
+
+def test_a_client_that_has_gone_gets_nothing(fixture):
+    peer = FakePeer()
+    gone, there = park(fixture, peer=peer), park(fixture)
+    peer.leave()
+    assert gone.get(timeout=50) == []
+    send(fixture, "a")
+    (message,) = there.get(timeout=50)
+    assert message.delivery_count == 1
+
+
+def test_a_client_that_goes_just_as_a_message_comes_gets_nothing(fixture):
+    peer = FakePeer()
+    gone, there = park(fixture, peer=peer), park(fixture)
+    peer.has_gone = True  # not noticed by the watch yet
+    send(fixture, "a")
+    (message,) = there.get(timeout=50)
+    assert (gone.get(timeout=50), message.delivery_count) == ([], 1)
+
+
+def test_a_nack_wakes_a_sleeper(fixture):
+    send(fixture, "a")
+    (message,) = receive(fixture)
+    sleeper = park(fixture)
+    fixture.broker.nack("g", [message.receipt], None, None)
+    assert texts(sleeper.get(timeout=50)) == ["a"]
+
+
+def test_a_lease_that_ends_wakes_a_sleeper(fixture):
+    send(fixture, "a")
+    receive(fixture, visibility_timeout_ms=50)
+    sleeper = park(fixture)
+    assert not sleeper.ready()
+    fixture.clock.advance(50)
+    assert texts(sleeper.get(timeout=50)) == ["a"]
+
+
+def test_a_wait_that_ends_gives_an_empty_list(fixture):
+    fixture.broker.create_topic("t", wire.CreateTopic())
+    fixture_clock_moves = gevent.spawn_later(0.02, fixture.clock.advance, 1_000)
+    assert receive(fixture, wait_ms=10) == []
+    fixture_clock_moves.join()
+    assert fixture.broker.groups.lot.waiters == {}
+
+
+def test_drain_ends_every_wait(fixture):
+    sleepers = [park(fixture) for _ in range(3)]
+    fixture.broker.drain()
+    assert [sleeper.get(timeout=50) for sleeper in sleepers] == [[], [], []]
+
+
+def test_more_sleepers_than_the_bound_are_told_to_come_back(fixture):
+    fixture.broker.groups.lot.parked_max = 1
+    park(fixture)
+    with pytest.raises(Backpressure):
+        receive(fixture, wait_ms=1_000)
+
+
+# --- restarts --------------------------------------------------------------------------------------------------------
+
+
+def test_leases_acks_and_counts_survive_a_restart(tmp_path):
+    clock = HandClock()
+    with running(tmp_path, clock) as before:
+        send(before, "a", "b", "c")
+        first, second, _ = receive(before)
+        before.broker.ack("g", [first.receipt])
+    with running(tmp_path, clock) as after:
+        assert receive(after) == [], "the leases still run"
+        assert after.broker.ack("g", [second.receipt]) == [True], "a receipt of the epoch before still counts"
+        clock.advance(LEASE_MS)
+        (again,) = receive(after)
+        assert (again.record.value, again.delivery_count) == (b"c", 2)
+
+
+def test_a_clock_set_back_by_an_hour_during_a_restart_does_not_prolong_leases(tmp_path):
+    with running(tmp_path, HandClock()) as before:
+        send(before, "a")
+        receive(before)
+    clock = HandClock()
+    clock.advance(-3_600_000)
+    with running(tmp_path, clock) as after:
+        clock.advance(LEASE_MS)
+        assert texts(receive(after)) == ["a"]
+
+
+def test_a_clock_set_back_by_an_hour_does_not_set_timestamps_back(fixture):
+    send(fixture, "a")
+    fixture.clock.day_ms -= 3_600_000
+    send(fixture, "b")
+    first, second = receive(fixture)
+    assert second.timestamp_ms >= first.timestamp_ms
+
+
+def test_an_ack_whose_grant_was_lost_in_a_kill_leaves_nothing_that_is_no_message(fixture):
+    """Control records between the messages would otherwise count as ready, and wait for ever to be handed out."""
+    send(fixture, "a")
+    (first,) = receive(fixture)
+    partition = fixture.broker.topics.get("t").partition(0)
+    assert fixture.broker.ack("g", [first.receipt]) == [True]
+    before = partition.delivery["g"].snapshot()
+    send(fixture, "left out", "b")
+    _, second = receive(fixture)
+    partition.delivery["g"] = GroupDelivery(before)  # as after a kill -9 that came before the grant was on disk
+    assert fixture.broker.ack("g", [second.receipt]) == [True]
+    assert fixture.broker.describe_group("g").ready == 1
+    (again,) = receive(fixture)
+    assert again.record.value == b"left out"
+    assert fixture.broker.ack("g", [again.receipt]) == [True]
+    assert fixture.broker.describe_group("g").lag == 0
+
+
+def test_a_receipt_is_worth_nothing_in_a_group_that_was_made_anew_under_the_same_name(fixture):
+    send(fixture, "a")
+    (old,) = receive(fixture)
+    fixture.broker.delete_group("g")
+    fixture.broker.put_group("g", {})
+    with pytest.raises(InvalidRequest):
+        fixture.broker.ack("g", [old.receipt])
+    (new,) = receive(fixture)
+    assert (new.offset, new.delivery_count) == (old.offset, 1)
+    with pytest.raises(InvalidRequest):
+        fixture.broker.ack("g", [old.receipt])
+    assert fixture.broker.ack("g", [new.receipt]) == [True]
+
+
+def test_a_receipt_is_worth_nothing_in_a_topic_that_was_made_anew_under_the_same_name(fixture):
+    send(fixture, "a")
+    (old,) = receive(fixture)
+    fixture.broker.delete_topic("t")
+    for _ in range(2):
+        with pytest.raises(InvalidRequest):
+            fixture.broker.ack("g", [old.receipt])
+        send(fixture, "b")
+    (new, _) = receive(fixture)
+    assert fixture.broker.ack("g", [new.receipt]) == [True]
+
+
+def test_a_receipt_outlives_a_restart_and_a_change_of_its_groups_settings(tmp_path):
+    with running(tmp_path) as fixture:
+        send(fixture, "a")
+        (message,) = receive(fixture)
+        fixture.broker.put_group("g", {"max_deliveries": 9})
+    with running(tmp_path) as fixture:
+        assert fixture.broker.ack("g", [message.receipt]) == [True]
+
+
+def test_a_group_may_be_deleted_by_two_at_once(fixture):
+    fixture.broker.create_topic("t", wire.CreateTopic(partitions=4))
+    send(fixture, "a")
+    receive(fixture)
+    both = [gevent.spawn(fixture.broker.delete_group, "g") for _ in range(2)]
+    gevent.joinall(both)
+    assert [type(one.exception) for one in both] == [type(None), Unavailable], "the first might yet fail"
+    with pytest.raises(GroupNotFound):
+        fixture.broker.delete_group("g")
+
+
+def test_a_group_and_its_topic_may_be_deleted_at_once(fixture):
+    fixture.broker.create_topic("t", wire.CreateTopic(partitions=4))
+    receive(fixture)
+    both = [gevent.spawn(fixture.broker.delete_group, "g"), gevent.spawn(fixture.broker.delete_topic, "t")]
+    gevent.joinall(both, raise_error=True)
+    assert fixture.broker.list_groups() == []
+    assert fixture.broker.list_topics() == []
+
+
+def test_a_group_that_is_being_deleted_is_not_made_anew_by_half(fixture):
+    fixture.broker.create_topic("t", wire.CreateTopic(partitions=4))
+    send(fixture, "a")
+    receive(fixture)
+    deleting = gevent.spawn(fixture.broker.delete_group, "g")
+    gevent.sleep(0)  # its first record is on the way
+    uses = (receive, lambda it: it.broker.put_group("g", {}), lambda it: it.broker.describe_group("g"))
+    for use in uses:
+        with pytest.raises(Unavailable):
+            use(fixture)
+    deleting.get()
+    assert texts(receive(fixture)) == ["a"]
+
+
+@pytest.mark.parametrize("delete", ["group", "topic"])
+def test_a_first_receive_that_meets_a_deletion_leaves_nothing_behind(fixture, delete):
+    fixture.broker.create_topic("t", wire.CreateTopic(partitions=4))
+    first = gevent.spawn(receive, fixture, attempt_id="a")
+    gevent.sleep(0)  # the group's beginning is on its way to four partitions
+    if delete == "group":
+        fixture.broker.delete_group("g")
+    else:
+        fixture.broker.delete_topic("t")
+    first.join()
+    assert isinstance(first.exception, Unavailable) or first.value == []
+    send(fixture, "new")
+    assert texts(receive(fixture)) == ["new"]
+    assert fixture.broker.describe_group("g").in_flight == 1
+
+
+def test_a_sleeper_does_not_oversleep_a_message_in_a_partition_that_was_added(fixture):
+    fixture.broker.create_topic("t", wire.CreateTopic())
+    asleep = park(fixture)
+    fixture.broker.alter_topic("t", wire.AlterTopic(config={"retention_ms": 5_000}))
+    assert not asleep.ready()
+    fixture.broker.alter_topic("t", wire.AlterTopic(partitions=2))
+    assert not asleep.ready()
+    send(fixture, "a", partition=1)
+    assert texts(asleep.get(timeout=50)) == ["a"]
+
+
+def older_receipt(fixture: Fixture, message, epochs_ago: int = 1) -> str:
+    """The receipt that an earlier leader gave for the same delivery of a message."""
+    group = fixture.broker.groups.known("g")
+    topic = fixture.broker.topics.get("t")
+    book = fixture.broker.groups.book(group, topic.state.topic_id)
+    epoch = topic.partition(message.partition).replica.leader_epoch
+    return book.head(message.partition, message.offset, 1, message.delivery_count, epoch - epochs_ago) + nth_text(0)
+
+
+def test_a_receipt_of_an_earlier_leader_counts_until_somebody_else_has_the_message(tmp_path):
+    """Grants are not waited for: a new leader may hand out a message under the number that the old one gave it."""
+    with running(tmp_path) as before:
+        send(before, "a", "b")
+    with running(tmp_path) as fixture:
+        first, second = receive(fixture)
+        assert fixture.broker.ack("g", [older_receipt(fixture, first)]) == [False]
+        assert fixture.broker.nack("g", [older_receipt(fixture, first)], None, None) == [False]
+        assert fixture.broker.extend("g", [older_receipt(fixture, first)], None) == [False]
+        assert fixture.broker.ack("g", [first.receipt]) == [True]
+        fixture.clock.advance(LEASE_MS + 1)
+        assert fixture.broker.ack("g", [older_receipt(fixture, second)]) == [False], "what was refused stays so"
+        assert [message.delivery_count for message in receive(fixture)] == [2]
+
+
+def test_an_older_receipt_takes_no_lease_away_after_a_second_election(tmp_path):
+    """What this leader handed out itself is not all that counts: the lease may be of the leader before."""
+    clock = HandClock()
+    with running(tmp_path, clock) as before:
+        send(before, "a")
+        (message,) = receive(before)
+        partition = before.broker.topics.get("t").partition(0)
+        eventually(lambda: partition.high_watermark == partition.replica.next_offset)  # its grant is on disk
+    with running(tmp_path, clock) as after:
+        older = older_receipt(after, message, epochs_ago=2)
+        assert after.broker.nack("g", [older], None, None) == [False]
+        assert after.broker.extend("g", [older], None) == [False]
+        assert after.broker.ack("g", [older]) == [False]
+        assert receive(after) == [], "its lease runs"
+        assert after.broker.extend("g", [message.receipt], None) == [True]
+
+
+def test_a_receipt_of_an_earlier_leader_may_be_extended_and_acked_while_its_lease_is_known(tmp_path):
+    clock = HandClock()
+    with running(tmp_path, clock) as before:
+        send(before, "a")
+        (message,) = receive(before)
+        partition = before.broker.topics.get("t").partition(0)
+        eventually(lambda: partition.high_watermark == partition.replica.next_offset)  # its grant is on disk
+    with running(tmp_path, clock) as after:
+        assert after.broker.extend("g", [message.receipt], 60_000) == [True]
+        assert after.broker.ack("g", [message.receipt]) == [True]
+        assert receive(after) == []
+
+
+def test_groups_that_came_and_went_are_not_remembered_for_ever(fixture, monkeypatch):
+    monkeypatch.setattr("portalmq.broker.queues.groups.REMEMBERED_MAX", 5)
+    monkeypatch.setattr("portalmq.broker.queues.receive.TURNS_MAX", 5)
+    monkeypatch.setattr("portalmq.broker.queues.groups.OWN_WORD_S", 0.3)
+    send(fixture, "a")
+    for number in range(20):
+        fixture.broker.put_group(f"g{number}", {"start": "latest"})
+        fixture.broker.receive(f"g{number}", wire.ReceiveRequest(["t"]), None)
+        fixture.broker.delete_group(f"g{number}")
+    newest_until = max(until for _, _, until in fixture.broker.groups._own.values())
+    eventually(lambda: time.monotonic() > newest_until)
+    fixture.broker.put_group("last", {})
+    assert len(fixture.broker.groups._own) <= 5
+    assert len(fixture.broker.groups._begun) <= 5
+    assert len(fixture.broker.receiving._turn) <= 5
+
+
+@pytest.mark.parametrize("is_by_name", [True, False])
+def test_a_group_that_another_broker_deleted_is_made_anew_at_once(fixture, is_by_name):
+    """What the control plane says counts: it is ahead of what this broker has heard."""
+    groups = fixture.broker.groups
+    send(fixture, "a")
+    receive(fixture)
+    old = groups.known("g")
+    groups.end_here("g", old.group_id)
+    with pytest.raises(Unavailable):
+        fixture.broker.put_group("g", {})
+    with pytest.raises(Unavailable):
+        receive(fixture)
+    fixture.broker._catalog.delete_group("g")
+    groups._remember("g", old)
+    if is_by_name:
+        assert fixture.broker.put_group("g", {})
+    assert texts(receive(fixture)) == ["a"]
+    assert groups.known("g").group_id != old.group_id
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_a_wait_goes_on_over_a_topic_that_is_deleted_and_made_anew(fixture, comes):
+    send(fixture, "old")
+    assert texts(receive(fixture)) == ["old"]
+    waiting = gevent.spawn(receive, fixture, wait_ms=60_000 if comes else 1_500)
+    gevent.sleep(0.1)
+    fixture.broker.delete_topic("t")
+    gevent.sleep(0.1)
+    fixture.broker.create_topic("t", wire.CreateTopic())
+    if comes:
+        send(fixture, "new")
+    assert texts(waiting.get(timeout=50)) == (["new"] if comes else [])
+
+
+# --- followers that do not vouch -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def waits(fixture, monkeypatch):
+    """A message on each of twelve partitions; a wait for followers passes by the hand clock, and is noted in ms."""
+    fixture.broker.create_topic("t", wire.CreateTopic(partitions=12))
+    for number in range(12):
+        send(fixture, "x", partition=number)
+    assert receive(fixture, group="g", max_messages=1), "the group has begun"
+    monkeypatch.setattr(fixture.broker.receiving, "_patience_s", 0.0)  # a refusal is not tried again
+    waits: list[int] = []
+
+    def pass_by(seconds: float) -> None:
+        if seconds:
+            waits.append(round(seconds * 1_000))
+            fixture.clock.advance(waits[-1])
+
+    monkeypatch.setattr("portalmq.broker.partition.readable.gevent", SimpleNamespace(sleep=pass_by))
+    return waits
+
+
+def test_a_receive_waits_once_for_followers_however_many_partitions_they_follow(fixture, waits, monkeypatch):
+    monkeypatch.setattr(PartitionReplica, "may_hand_out", lambda replica, now_ms: False)
+    with pytest.raises(Unavailable, match="do not vouch"):
+        receive(fixture)
+    assert sum(waits) == VOUCHED_WITHIN_MS
+
+
+def test_a_receive_with_messages_in_hand_waits_for_no_followers(fixture, waits, monkeypatch):
+    asked: list[PartitionReplica] = []
+
+    def first_alone(replica: PartitionReplica, now_ms: int) -> bool:
+        asked.append(replica)
+        return replica is asked[0]
+
+    monkeypatch.setattr(PartitionReplica, "may_hand_out", first_alone)
+    assert texts(receive(fixture)) == ["x"]
+    assert len({id(replica) for replica in asked}) > 1, "the others were asked too"
+    assert not waits
+
+
+def test_a_group_that_ends_while_its_followers_are_waited_for_hands_nothing_out(fixture, waits, monkeypatch):
+    """Nor does another group of its name: it would not take these receipts back."""
+    monkeypatch.setattr(PartitionReplica, "may_hand_out", lambda replica, now_ms: bool(waits))
+
+    def end(seconds: float) -> None:
+        if not waits:
+            waits.append(1)
+            fixture.broker.delete_group("g")
+            fixture.broker.put_group("g", {})
+            topic = fixture.broker.topics.known("t")
+            fixture.broker.groups.begin(fixture.broker.groups.known("g"), topic, forward=True)
+
+    monkeypatch.setattr("portalmq.broker.partition.readable.gevent", SimpleNamespace(sleep=end))
+    with pytest.raises(Unavailable, match="ended"):
+        receive(fixture)
+    monkeypatch.setattr("portalmq.broker.partition.readable.gevent", SimpleNamespace(sleep=lambda seconds: None))
+    received = receive(fixture)
+    assert fixture.broker.ack("g", [message.receipt for message in received]) == [True] * len(received)
+
+
+def test_who_was_woken_in_vain_is_woken_again(fixture, monkeypatch):
+    """The grant can be refused, too, when reading has taken longer than the followers' word holds."""
+    send(fixture, "x")
+    partition = fixture.broker.topics.known("t").local[0]
+    real, refusals = partition.append_group_record, [1, 2]
+
+    def refused(group: str, record: object, **more: object) -> object:
+        if isinstance(record, Grant) and refusals:
+            refusals.pop()
+            raise Unavailable("its followers do not vouch")
+        return real(group, record, **more)
+
+    monkeypatch.setattr(partition, "append_group_record", refused)
+    waiting = gevent.spawn(receive, fixture, wait_ms=60_000)
+    assert texts(waiting.get(timeout=50)) == ["x"]

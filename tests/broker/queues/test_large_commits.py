@@ -1,0 +1,113 @@
+"""Commits of very many receipts: weighed with pauses, and as one all the same, whatever happens in a pause."""
+
+from __future__ import annotations
+
+import pytest
+from support.domain import running
+from support.outputs import commit, outputs, receive, send, settled, there
+
+from portalmq.broker.queues import commit as committing
+from portalmq.errors import InvalidRequest, StaleReceipt
+
+
+@pytest.fixture
+def fixture(tmp_path):
+    with running(tmp_path) as it:
+        yield it
+
+
+@pytest.fixture
+def in_small_parts(monkeypatch):
+    """Commits are weighed in small parts. Say what is to happen in which pause; the pauses are noted."""
+    monkeypatch.setattr(committing, "RECEIPTS_A_TURN", 3)
+
+    def during(pause: int = -1, meanwhile=lambda: None) -> list[int]:
+        pauses: list[int] = []
+
+        def give_way() -> None:
+            pauses.append(len(pauses))
+            if len(pauses) - 1 == pause:
+                meanwhile()
+
+        monkeypatch.setattr("portalmq.broker.partition.yielding.give_way", give_way)
+        monkeypatch.setattr(committing, "give_way", give_way)
+        return pauses
+
+    return during
+
+
+def leased(fixture, at_once: int) -> list:
+    send(fixture, *map(str, range(10)))
+    return [message for _ in range(0, 10, at_once) for message in receive(fixture, at_once)]
+
+
+PAUSES = pytest.mark.parametrize("pause", [0, 3])
+
+
+@pytest.mark.parametrize("at_once", [1, 10])
+def test_a_commit_of_very_many_receipts_is_weighed_with_pauses_and_done_whole(fixture, in_small_parts, at_once):
+    messages = leased(fixture, at_once)
+    pauses = in_small_parts()
+    first = commit(fixture, messages[::2] + messages[1:2], outputs("A"))
+    assert first.acked == 6
+    assert len(pauses) >= 2
+    assert commit(fixture, messages[::2] + messages[1:2], outputs("A")) == first
+    assert commit(fixture, messages[3::2], outputs("B")).acked == 4
+    settled(fixture)
+    assert there(fixture) == ["A", "B"]
+    assert fixture.broker.describe_group("g").lag == 0
+
+
+@PAUSES
+@pytest.mark.parametrize(("at_once", "number"), [(1, 0), (1, 9), (10, 4)])
+def test_what_is_acked_while_a_commit_is_weighed_refuses_it(fixture, in_small_parts, at_once, pause, number):
+    messages = leased(fixture, at_once)
+    in_small_parts(pause, lambda: fixture.broker.ack("g", [messages[number].receipt]))
+    with pytest.raises(StaleReceipt, match="1 of 10 messages are done"):
+        commit(fixture, messages, outputs("A"))
+    settled(fixture)
+    assert there(fixture) == []
+    assert fixture.broker.describe_group("g").in_flight == 9
+
+
+@PAUSES
+def test_what_passes_on_while_a_commit_is_weighed_refuses_it(fixture, in_small_parts, pause):
+    messages = leased(fixture, 2)
+
+    def passes_on() -> None:
+        fixture.clock.advance(60_000)
+        receive(fixture, 1)
+
+    in_small_parts(pause, passes_on)
+    with pytest.raises(StaleReceipt, match="1 of 10 leases have passed on"):
+        commit(fixture, messages, outputs("A"))
+    settled(fixture)
+    assert there(fixture) == []
+    assert fixture.broker.describe_group("g").lag == 10
+
+
+@PAUSES
+def test_a_large_commit_that_two_send_at_once_is_done_once(fixture, in_small_parts, pause):
+    messages = leased(fixture, 2)
+    twins = []
+    in_small_parts(pause, lambda: twins.append(commit(fixture, messages, outputs("A"))))
+    assert [commit(fixture, messages, outputs("A"))] == twins
+    settled(fixture)
+    assert there(fixture) == ["A"]
+
+
+@PAUSES
+def test_a_large_commit_does_nothing_to_a_group_that_is_made_anew_meanwhile(fixture, in_small_parts, pause):
+    """The new group gives out receipts with the same numbers."""
+    messages = leased(fixture, 1)
+
+    def made_anew() -> None:
+        fixture.broker.delete_group("g")
+        assert len(receive(fixture)) == 10
+
+    in_small_parts(pause, made_anew)
+    with pytest.raises(InvalidRequest, match="earlier group"):
+        commit(fixture, messages, outputs("A"))
+    settled(fixture)
+    assert there(fixture) == []
+    assert fixture.broker.describe_group("g").in_flight == 10

@@ -1,0 +1,101 @@
+"""What is told of all groups costs as much as there are groups, and the broker serves others meanwhile."""
+
+from __future__ import annotations
+
+import gevent
+import pytest
+from support.domain import records, running
+
+from portalmq import wire
+from portalmq.broker.partition import reader
+from portalmq.broker.partition.cache import BatchCache
+from portalmq.broker.queues import groups as groups_module
+from portalmq.broker.server.gauges import gauges_of
+
+GROUPS = 120
+
+
+@pytest.fixture
+def broker(tmp_path):
+    with running(tmp_path) as fixture:
+        fixture.broker.create_topic("t", wire.CreateTopic(partitions=1))
+        fixture.broker.produce("t", records("first"), None, acks="all")
+        yield fixture.broker
+
+
+@pytest.fixture
+def looks(monkeypatch):
+    """How many batches were looked up, as a list that grows."""
+    seen: list[int] = []
+    find = BatchCache.find
+    monkeypatch.setattr(BatchCache, "find", lambda *args: seen.append(1) or find(*args))
+    return seen
+
+
+def receive(broker, group):
+    return broker.receive(group, wire.ReceiveRequest(topics=["t"], wait_ms=0), None)
+
+
+def with_groups(broker, count):
+    for number in range(count):
+        receive(broker, f"g{number}")
+
+
+class Disk:
+    low_water_bytes = 0
+
+    def free_bytes(self) -> int:
+        return 0
+
+
+def test_groups_that_have_all_there_is_do_not_read_each_others_records(broker, looks):
+    with_groups(broker, GROUPS)
+    looks.clear()
+    assert {each.lag for each in gauges_of(broker, Disk(), connected=True).group_lags} == {1}
+    assert len(broker.list_groups()) == GROUPS
+    assert len(looks) <= 4 * GROUPS  # the lease of each, for its age, twice
+
+
+def test_a_message_behind_the_records_of_many_groups_is_found_without_reading_them(broker, looks, monkeypatch):
+    monkeypatch.setattr(reader, "CONTROL_RECORDS_MAX", 4)
+    with_groups(broker, GROUPS)
+    broker.produce("t", records("last"), None, acks="all")
+    looks.clear()
+    assert {each.ready for each in broker.list_groups()} == {1}
+    assert len(looks) <= 10 * GROUPS
+    looks.clear()
+    assert [message.record.value for message in receive(broker, "g0")] == [b"last"]
+    assert len(looks) <= 20
+
+
+def test_the_age_of_a_message_behind_the_records_of_others_is_its_own(tmp_path):
+    with running(tmp_path) as fixture:
+        fixture.broker.produce("t", records("first"), None, acks="all")
+        for number in range(40):
+            (message,) = receive(fixture.broker, f"g{number}")
+            assert fixture.broker.ack(f"g{number}", [message.receipt]) == [True]
+        fixture.clock.advance(7_000)
+        fixture.broker.produce("t", records("last"), None, acks="all")
+        fixture.clock.advance(2_000)
+        assert {each.oldest_unacked_ms for each in fixture.broker.list_groups()} == {2_000}
+
+
+def test_others_have_their_turn_while_all_groups_are_looked_at(broker, monkeypatch):
+    monkeypatch.setattr(groups_module, "GROUPS_A_TURN", 2)
+    with_groups(broker, 12)
+    turns = []
+
+    def serve() -> None:
+        while True:
+            gevent.sleep(0)
+            turns.append(1)
+
+    other = gevent.spawn(serve)
+    gevent.sleep(0)
+    turns.clear()
+    gauges_of(broker, Disk(), connected=True)
+    assert len(turns) >= 5
+    turns.clear()
+    broker.list_groups()
+    assert len(turns) >= 5
+    other.kill()

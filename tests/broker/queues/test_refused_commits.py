@@ -1,0 +1,73 @@
+"""A commit that is refused for good rests on what is in the log for good."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import gevent
+import pytest
+from support.domain import running
+from support.outputs import commit, outputs, partition_of, receive, send
+
+from portalmq.broker.core.queue.records import Claim
+from portalmq.broker.core.replica.replica import PartitionReplica
+from portalmq.broker.queues.commit import StreamPlace
+from portalmq.broker.storage.errors import DiskFull
+from portalmq.errors import StorageFull
+
+
+@pytest.mark.parametrize("mode", ["queue", "stream"])
+def test_what_the_disk_refuses_meanwhile_refuses_no_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    """The sender would take the refusal for good, and the same commit would be done when it comes again."""
+    with running(tmp_path) as fixture:
+        send(fixture, "a", "b", "c")
+        partition, go = partition_of(fixture), threading.Event()
+        real, real_wait = partition.log.append, partition._uncommitted.wait_below
+        if mode == "queue":
+            messages = receive(fixture)
+
+            def try_it() -> Any:
+                return commit(fixture, messages, outputs("A"))
+        else:
+            fixture.broker.put_group("s", {"mode": "stream"})
+            partition.append_group_record("s", Claim("m", 3, 0, 1)).wait()
+            place = StreamPlace("m", 3, 3)
+
+            def try_it() -> Any:
+                return fixture.broker.committing.commit_offset("s", "in", 0, place, outputs("A"), forward=True)
+
+        def refused(batches: object) -> None:
+            go.wait()
+            monkeypatch.setattr(partition.log, "append", real)
+            raise DiskFull("no room")
+
+        partition._writer.wait_idle()
+        monkeypatch.setattr(partition.log, "append", refused)
+        if mode == "queue":
+            ack = gevent.spawn(fixture.broker.ack, "g", [messages[0].receipt])
+            while partition.delivery["g"].has_span(messages[0].offset):
+                gevent.sleep(0.001)
+            wait = ack.join
+        else:
+            wait = partition.append_group_record("s", Claim("n", 4, 0, 1)).done.wait
+
+        def wait_below(end: int) -> None:
+            go.set()
+            real_wait(end)
+
+        def let_it_be_refused(seconds: float) -> None:
+            go.set()
+            wait()
+
+        monkeypatch.setattr(partition._uncommitted, "wait_below", wait_below)
+        monkeypatch.setattr(PartitionReplica, "led_at", lambda replica, then_ms: partition.log.append == real)
+        monkeypatch.setattr("portalmq.broker.partition.readable.gevent", SimpleNamespace(sleep=let_it_be_refused))
+        with pytest.raises(StorageFull) as told:
+            try_it()
+        assert told.value.outcome == "unknown"
+        assert try_it().published == 1

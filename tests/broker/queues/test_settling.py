@@ -1,0 +1,104 @@
+"""Settling very many receipts in one call: others have their turn in between, and what they do is seen."""
+
+import pytest
+from support.domain import records, running
+
+from portalmq import wire
+from portalmq.broker.queues import settle as settling
+from portalmq.errors import PortalMQError
+
+PART = settling.RECEIPTS_A_TURN
+MESSAGES = 2 * PART + 100
+
+
+@pytest.fixture
+def fixture(tmp_path):
+    with running(tmp_path) as started:
+        started.broker.create_topic("t", wire.CreateTopic(partitions=1))
+        started.broker.produce("t", records(*["x"] * MESSAGES), None, acks="all")
+        yield started
+
+
+def receive(fixture, messages=MESSAGES):
+    request = wire.ReceiveRequest(topics=["t"], max_messages=messages, wait_ms=0)
+    return [message.receipt for message in fixture.broker.receive("g", request, None)]
+
+
+def leased(fixture):
+    return fixture.broker.describe_group("g").in_flight
+
+
+@pytest.fixture
+def in_between(monkeypatch):
+    """What is appended to it is called, once each, where others have their turn."""
+    work = []
+
+    def turn():
+        if work:
+            work.pop(0)()
+
+    monkeypatch.setattr(settling, "give_way", turn)
+    return work
+
+
+@pytest.mark.parametrize("verb", ["ack", "nack", "release", "extend"])
+def test_others_have_their_turn_after_each_part_of_the_receipts(fixture, in_between, verb):
+    receipts = receive(fixture)
+    records_before = next_offset(fixture)
+    seen = []
+    in_between += [lambda: seen.append(next_offset(fixture) - records_before)] * 10
+    assert settle(fixture, verb, receipts) == [True] * MESSAGES
+    assert seen == [1, 2], "a record for each part"
+    assert leased(fixture) == (MESSAGES if verb == "extend" else 0)
+
+
+def test_what_is_acked_in_between_by_another_call_is_still_acked(fixture, in_between):
+    receipts = receive(fixture)
+    in_between.append(lambda: settle(fixture, "ack", receipts[-10:]))
+    assert settle(fixture, "ack", receipts) == [True] * MESSAGES
+    assert leased(fixture) == 0
+
+
+def test_what_is_given_back_in_between_by_another_call_is_not_given_back_again(fixture, in_between):
+    receipts = receive(fixture)
+    in_between.append(lambda: settle(fixture, "nack", receipts[-10:]))
+    assert settle(fixture, "nack", receipts) == [True] * (MESSAGES - 10) + [False] * 10
+
+
+def test_verdicts_stand_in_the_order_of_the_receipts(fixture):
+    receipts = receive(fixture)
+    assert settle(fixture, "nack", receipts[:7]) == [True] * 7
+    assert settle(fixture, "nack", receipts[::-1]) == [True] * (MESSAGES - 7) + [False] * 7
+
+
+def test_a_receipt_that_is_shown_twice_counts_twice(fixture):
+    receipts = receive(fixture)
+    assert settle(fixture, "nack", [receipts[0], *receipts, *receipts[:PART]]) == [True] * (MESSAGES + 1 + PART)
+
+
+def test_a_group_that_is_made_anew_in_between_keeps_what_it_hands_out(fixture, in_between):
+    receipts = receive(fixture)
+
+    def anew():
+        fixture.broker.delete_group("g")
+        assert len(receive(fixture)) == MESSAGES
+
+    in_between.append(anew)
+    with pytest.raises(PortalMQError) as caught:
+        settle(fixture, "nack", receipts)
+    assert caught.value.outcome == "unknown", "the first part was given back"
+    assert leased(fixture) == MESSAGES
+
+
+def settle(fixture, verb, receipts):
+    broker = fixture.broker
+    if verb == "ack":
+        return broker.ack("g", receipts)
+    if verb == "extend":
+        return broker.extend("g", receipts, 60_000)
+    return broker.nack("g", receipts, 1_000, None, unseen=verb == "release")
+
+
+def next_offset(fixture):
+    [partition] = [partition for topic in fixture.broker.topics for partition in topic.led()]
+    return partition.replica.next_offset

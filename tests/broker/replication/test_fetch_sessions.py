@@ -1,0 +1,374 @@
+"""One long poll for all that a broker follows: bounded, fair, answered at once or not at all."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import gevent
+import pytest
+from support.replicas import CLUSTER, TOPIC_ID, Group, eventually, replicas, send
+
+from portalmq.broker.core.replica.events import Fetch, FetchReceived
+from portalmq.broker.core.replica.isr import NEVER_MS
+from portalmq.broker.core.replica.state import VOUCHED_FOR_MS
+from portalmq.broker.replication.fetch_protocol import (
+    AskedPartition,
+    BelowStartAnswer,
+    DivergingAnswer,
+    FetchAnswer,
+    FetchRequest,
+    RecordsAnswer,
+    RejectedAnswer,
+    decode_answer,
+    decode_request,
+    echo_of,
+    encode,
+    fetch_of,
+)
+from portalmq.broker.replication.fetcher import Fetchers
+from portalmq.errors import Backpressure, InvalidRequest
+
+# What is parked is parked for longer than a test waits: an answer by then did not come by the end of the poll.
+PARKED_MS = 60_000
+WITHIN_S = 50.0
+
+
+@pytest.fixture
+def group(tmp_path, monkeypatch) -> Iterator[Group]:
+    """The second replica exists on paper; what it says is what a test says."""
+    monkeypatch.setattr("portalmq.broker.replication.fetch_server.WAIT_MS_MAX", PARKED_MS)
+    with replicas(tmp_path, 2, least=1) as it:
+        it.hosts[2].fetchers.close()
+        eventually(lambda: it.state.isr == (1,))
+        eventually(lambda: it.leader.serves)
+        yield it
+
+
+def request(turn: int = 1, *asked: AskedPartition, wait_ms: int = 0, **more) -> bytes:
+    fields = {"cluster_id": CLUSTER, "session": 100, "max_bytes": 1 << 20, "left": [], "incarnation": 1, **more}
+    return encode(
+        FetchRequest(
+            fields["cluster_id"],
+            2,
+            fields["incarnation"],
+            "store-2",
+            fields["session"],
+            turn,
+            wait_ms,
+            fields["max_bytes"],
+            list(asked),
+            fields["left"],
+            fields.get("answered_ms"),
+        )
+    )
+
+
+def asked(offset: int, number: int = 1, *, epoch: int = 1, last: int = 1, hw: int = 0, partition: int = 0):
+    return AskedPartition(TOPIC_ID, partition, None, epoch, offset, offset, last, number, hw)
+
+
+def ask(group: Group, body: bytes) -> FetchAnswer:
+    return decode_answer(group.hosts[1].replication.serve(body, None))
+
+
+def only(answer: FetchAnswer):
+    assert answer.known
+    (each,) = answer.partitions
+    return each
+
+
+def test_records_come_at_once_and_with_the_high_watermark(group):
+    base, _ = send(group.leader, "a", "b")
+    found = only(ask(group, request(1, asked(base), wait_ms=PARKED_MS)))
+    assert isinstance(found, RecordsAnswer)
+    assert len(found.frames) == 1
+    assert found.high_watermark == base + 2
+    assert found.echo == (1, base, 1, 1)
+
+
+def test_a_poll_without_news_ends_after_its_time(group):
+    end = group.leader.replica.next_offset
+    began = time.monotonic()
+    answer = ask(group, request(1, asked(end, hw=end), wait_ms=300))
+    assert (answer.known, answer.partitions) == (True, [])
+    assert 0.25 < time.monotonic() - began < WITHIN_S
+
+
+def test_a_parked_poll_is_answered_when_something_is_written(group):
+    end = group.leader.replica.next_offset
+    poll = gevent.spawn(ask, group, request(1, asked(end, hw=end), wait_ms=PARKED_MS))
+    gevent.sleep(0.05)
+    assert not poll.ready()
+    send(group.leader, "a", acks="leader")
+    assert only(poll.get(timeout=WITHIN_S)).frames
+
+
+def test_a_high_watermark_alone_comes_within_a_moment(group):
+    end = group.leader.replica.next_offset
+    began = time.monotonic()
+    found = only(ask(group, request(1, asked(end, hw=end - 1), wait_ms=PARKED_MS)))
+    assert (found.frames, found.high_watermark) == ([], end)
+    assert time.monotonic() - began < WITHIN_S, "it is not kept until the poll ends"
+
+
+def test_a_fetch_stands_until_it_is_answered_whatever_the_number_of_polls(group):
+    end = group.leader.replica.next_offset
+    ask(group, request(1, asked(end, hw=end)))
+    ask(group, request(2))
+    send(group.leader, "a", acks="leader")
+    assert only(ask(group, request(3))).frames
+    assert ask(group, request(4)).partitions == [], "it was answered"
+
+
+def test_a_later_request_ends_the_poll_that_is_parked(group):
+    end = group.leader.replica.next_offset
+    poll = gevent.spawn(ask, group, request(1, asked(end, hw=end), wait_ms=PARKED_MS))
+    gevent.sleep(0.05)
+    ask(group, request(2))
+    assert poll.get(timeout=WITHIN_S).partitions == []
+
+
+def test_a_request_that_comes_late_says_nothing_any_more(group):
+    end = group.leader.replica.next_offset
+    ask(group, request(1))
+    ask(group, request(3, asked(end, 2, hw=end)))
+    ask(group, request(2, asked(end, 1, hw=end)))
+    send(group.leader, "a", acks="leader")
+    assert only(ask(group, request(4))).echo.number == 2
+
+
+def test_a_fetch_that_is_repeated_is_answered_once(group):
+    base, _ = send(group.leader, "a")
+    assert only(ask(group, request(1, asked(base)))).frames
+    assert ask(group, request(2, asked(base))).partitions == []
+    assert only(ask(group, request(3, asked(base, 2)))).frames
+
+
+def test_a_fetch_that_was_left_is_forgotten(group):
+    end = group.leader.replica.next_offset
+    ask(group, request(1, asked(end, hw=end)))
+    assert group.leader.serving.parked
+    ask(group, request(2, left=[(TOPIC_ID, 0)]))
+    assert not group.leader.serving.parked
+    send(group.leader, "a", acks="leader")
+    assert ask(group, request(3)).partitions == []
+
+
+def test_a_session_that_is_not_known_has_to_be_begun(group):
+    assert not ask(group, request(2)).known
+    assert ask(group, request(1)).known
+    assert ask(group, request(1, session=101)).known
+    assert not ask(group, request(2, session=100)).known, "an older one does not come back"
+    assert not ask(group, request(1, session=200, incarnation=0)).known, "nor one of an earlier life"
+    assert ask(group, request(1, session=1, incarnation=2)).known
+
+
+def test_a_new_session_ends_what_the_old_one_had_parked(group):
+    end = group.leader.replica.next_offset
+    poll = gevent.spawn(ask, group, request(1, asked(end, hw=end), wait_ms=PARKED_MS))
+    gevent.sleep(0.05)
+    ask(group, request(1, session=101))
+    assert poll.get(timeout=WITHIN_S).partitions == []
+    assert not group.leader.serving.parked
+
+
+def test_an_answer_is_bounded_and_goes_on_in_the_next(group):
+    base, _ = send(group.leader, "x" * 50_000)
+    for _ in range(9):
+        send(group.leader, "x" * 50_000)
+    sizes = []
+    offset, turn = base, 1
+    while offset < group.leader.replica.next_offset:
+        found = only(ask(group, request(turn, asked(offset, turn), max_bytes=120_000)))
+        sizes.append(len(found.frames))
+        offset, turn = offset + len(found.frames), turn + 1
+    assert sum(sizes) == 10
+    assert max(sizes) == 3, "one batch more than fits, at the most"
+    assert only(ask(group, request(turn, asked(base, turn), max_bytes=1))).frames, "at least one batch"
+
+
+def test_other_epochs_are_rejected_and_a_later_one_is_believed(group):
+    end = group.leader.replica.next_offset
+    rejected = only(ask(group, request(1, asked(end, epoch=0))))
+    assert isinstance(rejected, RejectedAnswer)
+    assert rejected.leader_epoch == 1
+    rejected = only(ask(group, request(2, asked(end, 2, epoch=2), wait_ms=PARKED_MS)))
+    assert isinstance(rejected, RejectedAnswer)
+    assert rejected.leader_epoch == 2
+    assert not group.leader.replica.leading
+    assert group.leader.state_file.highest_epoch() == 2, "it is durable before it is answered"
+
+
+def test_a_log_that_parts_is_told_where(group):
+    base, _ = send(group.leader, "a")
+    diverging = only(ask(group, request(1, asked(base + 5))))
+    assert isinstance(diverging, DivergingAnswer)
+    assert (diverging.epoch, diverging.end) == (1, base + 1)
+
+
+def test_what_is_gone_is_told_with_what_stands_before_it(group):
+    for number in range(5):
+        send(group.leader, f"m{number}")
+    group.leader.purge(4)
+    found = only(ask(group, request(1, asked(0, last=0))))
+    assert isinstance(found, BelowStartAnswer)
+    assert (found.offset, found.messages_before) == (4, 3)
+    assert found.epochs == [(1, 0)]
+
+
+def test_a_fetch_for_a_partition_that_is_not_here_waits_for_it(group):
+    host = group.hosts[1]
+    partition, host.partition = host.partition, None
+    end = partition.replica.next_offset
+    poll = gevent.spawn(ask, group, request(1, asked(end - 1, last=1), wait_ms=PARKED_MS))
+    gevent.sleep(0.05)
+    assert not poll.ready()
+    host.partition = partition
+    host.on_opened(partition)
+    assert only(poll.get(timeout=WITHIN_S)).frames
+
+
+def test_a_step_down_rejects_what_is_parked(group):
+    end = group.leader.replica.next_offset
+    poll = gevent.spawn(ask, group, request(1, asked(end, hw=end), wait_ms=PARKED_MS))
+    gevent.sleep(0.05)
+    group.elect(None, isr=(1,))
+    assert isinstance(only(poll.get(timeout=WITHIN_S)), RejectedAnswer)
+
+
+@pytest.mark.parametrize("body", [b"", b"\xc1", b"\x90", encode([1, 2, 3])])
+def test_what_is_no_fetch_is_refused(group, body):
+    with pytest.raises(InvalidRequest):
+        group.hosts[1].replication.serve(body, None)
+
+
+def test_another_cluster_is_refused(group):
+    with pytest.raises(InvalidRequest, match="cluster"):
+        ask(group, request(1, cluster_id="another"))
+
+
+def test_what_waits_for_followers_is_bounded_in_bytes(tmp_path, monkeypatch):
+    monkeypatch.setattr("portalmq.broker.partition.appending.UNCOMMITTED_BYTES_MAX", 1_000)
+    with replicas(tmp_path, 2) as group:
+        eventually(lambda: group.leader.serves and group.agree())
+        group.cut(2)
+        waiting = gevent.spawn(send, group.leader, "x" * 2_000)
+        gevent.sleep(0.05)
+        with pytest.raises(Backpressure):
+            send(group.leader, "y")
+        group.mend(2)
+        waiting.get(timeout=WITHIN_S)
+        send(group.leader, "y")
+
+
+def test_a_poll_that_ends_while_news_of_the_high_watermark_linger_does_not_spin(group, monkeypatch):
+    send(group.leader, "a")
+    looks: list[int] = []
+    collect = group.hosts[1].replication._collect
+
+    def counted(session, max_bytes):
+        looks.append(max_bytes)
+        return collect(session, max_bytes)
+
+    monkeypatch.setattr(group.hosts[1].replication, "_collect", counted)
+    end = group.leader.replica.next_offset
+    (answer,) = ask(group, request(1, asked(end), wait_ms=20)).partitions
+    assert isinstance(answer, RecordsAnswer)
+    assert answer.high_watermark == end
+    assert len(looks) <= 3
+
+
+def test_an_answer_that_one_replica_cannot_take_is_not_lost_to_the_others(tmp_path):
+    class Followed:
+        """What a fetcher needs of a partition."""
+
+        def __init__(self, number: int) -> None:
+            self.topic_id, self.number, self.high_watermark = TOPIC_ID, number, 0
+            self.following = self
+            self.replies: list[object] = []
+
+        def replied(self, answer) -> None:
+            self.replies.append(answer)
+            if self.number == 0:
+                raise RuntimeError("a bug")
+
+    class OneAnswer:
+        """A leader that answers the first request, and then has nothing to say."""
+
+        def call_bytes(self, broker_id: int, name: str, body: bytes, *, timeout_s: float) -> bytes:
+            named = decode_request(body)
+            if named.turn > 1:
+                gevent.sleep(timeout_s)
+            answers = [
+                RejectedAnswer(each.topic_id, each.partition, echo_of(fetch_of(named, each)), 1)
+                for each in named.partitions
+            ]
+            return encode(FetchAnswer(True, answers))
+
+    with replicas(tmp_path, 1) as one:
+        fetchers = Fetchers(one.hosts[1], OneAnswer())
+        both = [Followed(0), Followed(1)]
+        for partition in both:
+            fetchers.follow(partition, 2, Fetch(1, 1, "store-1", 1, 0, 0, 0, 1))
+        eventually(lambda: all(partition.replies for partition in both))
+        fetchers.close()
+
+
+# --- what a fetch vouches for ----------------------------------------------------------------------------------------
+
+
+def said_after(group: Group, monkeypatch) -> list[int | None]:
+    """The times after which the fetches that reach the leader's core were sent, as it is told."""
+    told: list[int | None] = []
+    tell = group.leader.tell
+
+    def telling(event) -> None:
+        if isinstance(event, FetchReceived):
+            told.append(event.said_after_ms)
+        tell(event)
+
+    monkeypatch.setattr(group.leader, "tell", telling)
+    return told
+
+
+def test_a_request_vouches_for_the_time_of_the_answer_before(group, monkeypatch):
+    told = said_after(group, monkeypatch)
+    end = group.leader.replica.next_offset
+    first = ask(group, request(1, asked(end, 1, hw=end), answered_ms=0))
+    assert 0 < first.answered_ms <= group.clock.now_ms()
+    ask(group, request(2, asked(end, 2, hw=end), answered_ms=first.answered_ms))
+    assert told == [NEVER_MS, first.answered_ms]
+
+
+def test_a_broker_that_does_not_send_the_time_back_counts_as_heard_now(group, monkeypatch):
+    told = said_after(group, monkeypatch)
+    end = group.leader.replica.next_offset
+    ask(group, request(1, asked(end, hw=end)))
+    assert told == [None]
+
+
+def test_followers_vouch_for_their_leader_as_long_as_they_poll(tmp_path):
+    with replicas(tmp_path, 2, lag_ms=1_000_000) as group:  # the silent one stays in the ISR: alone, a leader hands out
+        eventually(lambda: group.leader.serves)
+        eventually(lambda: group.leader.replica.may_hand_out(group.clock.now_ms()))
+        group.cut(2)
+        eventually(lambda: not group.leader.replica.may_hand_out(group.clock.now_ms()))
+        assert group.leader.replica.may_serve(group.clock.now_ms()), "by the lease of the control plane"
+        group.mend(2)
+        eventually(lambda: group.leader.replica.may_hand_out(group.clock.now_ms()))
+
+
+def test_a_successor_knows_how_long_the_leader_before_was_vouched_for(tmp_path):
+    with replicas(tmp_path, 2) as group:
+        eventually(lambda: group.leader.serves)
+        host = group.hosts[2]
+        eventually(lambda: host.fetchers.heard_ms(group.partition(2)) > 0)
+        group.cut(1)
+        gevent.sleep(0)
+        heard_ms = host.fetchers.heard_ms(group.partition(2))
+        group.elect(2)
+        eventually(lambda: group.partition(2).replica.leading)
+        replica = group.partition(2).replica
+        assert not replica.may_settle(heard_ms + VOUCHED_FOR_MS)
+        assert host.fetchers.heard_ms(group.partition(2)) >= heard_ms

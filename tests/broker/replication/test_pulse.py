@@ -1,0 +1,131 @@
+"""Time for all partitions at once: told to each, at little cost; and followers that are overdue are looked after."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import gevent
+import pytest
+from support.replicas import Group, eventually, replicas
+
+from portalmq.broker.core.replica.events import LeaseRenewed, Tick
+from portalmq.broker.replication.ticker import Pulse
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[Group]:
+    with replicas(tmp_path, 3) as it:
+        eventually(lambda: it.leader.serves and it.agree())
+        yield it
+
+
+def pulse_of(group: Group, **more) -> Pulse:
+    return Pulse(group.hosts[1], lambda: [group.partition(1)], **more)
+
+
+def heard(partition, monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    told: list[object] = []
+    original = partition.tell
+
+    def tell(event) -> None:
+        told.append(event)
+        original(event)
+
+    monkeypatch.setattr(partition, "tell", tell)
+    return told
+
+
+def test_a_quiet_partition_hears_of_the_time_in_every_third_beat(group, monkeypatch):
+    pulse = pulse_of(group)
+    eventually(lambda: group.leader.is_quiet)
+    told = heard(group.leader, monkeypatch)
+    for _ in range(9):
+        pulse.tick()
+    assert sum(isinstance(event, Tick) for event in told) == 3
+
+
+def test_a_partition_that_waits_for_something_hears_of_it_in_every_beat(group, monkeypatch):
+    pulse = pulse_of(group)
+    group.cut(3)
+    eventually(lambda: group.state.isr == (1, 2))
+    eventually(lambda: not group.leader.is_quiet)
+    told = heard(group.leader, monkeypatch)
+    for _ in range(9):
+        pulse.tick()
+    assert sum(isinstance(event, Tick) for event in told) == 9
+
+
+def test_the_lease_is_told_when_it_was_renewed_and_only_then(group, monkeypatch):
+    pulse = pulse_of(group)
+    group._beat.kill()
+    told = heard(group.leader, monkeypatch)
+    monkeypatch.setattr(group.hosts[1].membership, "answered_ms", lambda: 4_711)
+    for _ in range(3):
+        pulse.tick()
+    assert [event for event in told if isinstance(event, LeaseRenewed)] == [LeaseRenewed(4_711)]
+
+
+def test_a_follower_that_is_gone_leaves_the_isr_before_its_lag_does(group):
+    lag_ms = group.leader.replica.lag_ms
+    group.leader.replica.in_sync.lag_ms = 60_000
+    group.stop(3)
+    pulse = pulse_of(group, polls=group.hosts[1].replication.polls, refuses=lambda url: url == "http://broker-3")
+    began_ms = group.clock.now_ms()
+
+    def looked_after() -> bool:
+        pulse.look_after_followers()
+        return group.state.isr == (1, 2)
+
+    eventually(looked_after)
+    assert group.clock.now_ms() - began_ms < 10_000
+    assert (3, True) in group.hosts[1].membership.suspected
+    assert lag_ms < 60_000
+
+
+def test_a_follower_that_is_there_and_does_not_fetch_is_told_of_and_stays_in_sync(group):
+    """It may be the one that does not reach this broker: the controller asks around."""
+    pulse = pulse_of(group, polls=lambda broker_id: False, refuses=lambda url: False)
+    group.leader.replica.in_sync.began_ms -= 10_000
+    for known in group.leader.replica.in_sync._followers.values():
+        known.fetched_ms -= 10_000
+    pulse.look_after_followers()
+    eventually(lambda: (3, False) in group.hosts[1].membership.suspected)
+    assert group.state.isr == (1, 2, 3)
+
+
+def test_a_follower_whose_fetch_is_parked_is_not_asked_after(group):
+    probed: list[str] = []
+    pulse = pulse_of(group, polls=lambda broker_id: True, refuses=lambda url: bool(probed.append(url)))
+    group.leader.replica.in_sync.began_ms -= 10_000
+    for known in group.leader.replica.in_sync._followers.values():
+        known.fetched_ms -= 10_000
+    pulse.look_after_followers()
+    gevent.sleep(0)
+    assert probed == []
+
+
+def test_a_partition_that_fails_does_not_keep_the_lease_from_the_others(group, monkeypatch):
+    def fail(event) -> None:
+        raise RuntimeError("a bug")
+
+    broken, whole = group.partition(2), group.partition(1)
+    told = heard(whole, monkeypatch)
+    with monkeypatch.context() as patch:
+        patch.setattr(broken, "tell", fail)
+        Pulse(group.hosts[1], lambda: [broken, whole]).tick()
+    assert any(isinstance(event, LeaseRenewed) for event in told)
+
+
+def test_a_beat_that_fails_is_not_the_last(group, monkeypatch):
+    pulse = pulse_of(group)
+    beats: list[int] = []
+
+    def fail() -> None:
+        beats.append(1)
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(pulse, "tick", fail)
+    pulse.start()
+    eventually(lambda: len(beats) >= 3)
+    pulse.close()

@@ -1,0 +1,268 @@
+"""What is written back, from what is found: the decisions, and directories that do not fit together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.domain import records, running
+
+from portalmq import wire
+from portalmq.broker.cluster.unclean_election import NotElected, Standing, choose
+from portalmq.broker.server.adoption import (
+    BROKERS_FILE,
+    PRODUCER_IDS_APART,
+    Adoption,
+    Found,
+    NotAdopted,
+    adopted,
+    known_brokers,
+    look_into,
+    remember_brokers,
+    topic_of,
+    write_back,
+)
+from portalmq.broker.server.config import StartupError
+from portalmq.broker.storage.disk import DataDirectory
+from portalmq.control_plane.catalog import Catalog
+from portalmq.control_plane.standalone import Standalone
+from portalmq.control_plane.state import BrokerState, PartitionState, TopicState
+
+
+def found(broker_id: int, last_epoch: int = 1, end: int = 10, **fields: object) -> Found:
+    return Found(broker_id, f"store-{broker_id}", last_epoch, end, **{"highest_epoch": last_epoch, **fields})  # type: ignore[arg-type]
+
+
+class TestWhoIsInSync:
+    def test_all_that_hold_the_same_are(self) -> None:
+        state = adopted([found(2), found(1), found(3)])
+        assert state == PartitionState(None, 2, (1, 2, 3), (1, 2, 3), {n: f"store-{n}" for n in (1, 2, 3)}, {})
+
+    def test_the_later_epoch_counts_more_than_the_longer_log(self) -> None:
+        state = adopted([found(1, 3, 100), found(2, 4, 50), found(3, 4, 49)])
+        assert (state.isr, state.replicas, state.leader_epoch) == ((2,), (1, 2, 3), 5)
+
+    def test_the_epoch_goes_on_above_whatever_anybody_has_seen(self) -> None:
+        assert adopted([found(1, 3), found(2, 3, 4, highest_epoch=9)]).leader_epoch == 10
+        assert adopted([found(1, 3), found(2, fault="damaged", highest_epoch=12)]).leader_epoch == 13
+
+    def test_a_damaged_one_is_a_replica_and_nothing_more(self) -> None:
+        state = adopted([found(1, 2, 5), found(2, 9, 99, fault="broker 2: damaged")])
+        assert (state.isr, state.replicas, state.store_uuids) == ((1,), (1, 2), {1: "store-1"})
+        assert adopted([found(1, fault="x")]).isr == ()
+
+    @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5)), min_size=1, max_size=4))
+    def test_nobody_who_is_in_sync_holds_less_than_anybody(self, logs: list[tuple[int, int]]) -> None:
+        state = adopted([found(number, *log) for number, log in enumerate(logs)])
+        assert {logs[number] for number in state.isr} == {max(logs)}
+
+
+def losses(replicas: list[Found], config: wire.TopicConfig | None = None) -> list[str]:
+    topic = TopicState("t", "id", 1, 1, len(replicas), config or wire.TopicConfig())
+    return Adoption(topics={"id": topic}, replicas={("id", 0): replicas}).losses()
+
+
+class TestWhatIsMissing:
+    def test_a_broker_that_is_known_and_not_given_is_named(self) -> None:
+        adoption = Adoption(missing={2: "http://b2"})
+        assert adoption.losses() == ["the data directory of broker 2 (http://b2) is not among them"]
+
+    def test_a_partition_without_a_whole_replica_is_named(self) -> None:
+        assert losses([found(1, fault="broker 1: torn")]) == [
+            "partition 0 of topic 't' has no whole replica: broker 1: torn"
+        ]
+
+    @pytest.mark.parametrize(
+        ("replicas", "least", "is_loss"),
+        [
+            ([found(1), found(2), found(3)], None, False),
+            ([found(1), found(2), found(3, fault="torn")], None, False),
+            ([found(1), found(2), found(3, fault="torn")], 1, True),
+            ([found(1), found(2), found(3, fault="torn")], 2, False),
+            ([found(1), found(2), found(3, fault="torn")], 3, True),
+            ([found(1, end=9), found(2), found(3, fault="torn")], None, True),
+            ([found(1), found(2, fault="torn"), found(3, fault="torn")], None, True),
+            ([found(1), found(2, fault="torn")], None, True),
+        ],
+    )
+    def test_a_damaged_replica_that_may_have_held_most_is_named(self, replicas, least, is_loss) -> None:
+        told = losses(replicas, wire.TopicConfig(min_insync_replicas=least))
+        assert bool(told) == is_loss
+        assert all("may lack what a damaged replica alone held: torn" in loss for loss in told)
+
+    def test_a_partition_that_was_never_opened_begins_empty(self) -> None:
+        topic = TopicState("t", "id", 1, 1, 3, wire.TopicConfig())
+        adoption = Adoption(topics={"id": topic}, brokers={1: "a", 2: "b"})
+        (state,) = adoption.partitions(topic)
+        assert (set(state.isr), state.leader_epoch, state.store_uuids) == ({1, 2}, 1, {1: "a", 2: "b"})
+        assert adoption.losses() == []
+
+    def test_the_directory_that_knows_of_most_partitions_knows_the_topic_best(self) -> None:
+        small = TopicState("t", "id", 2, 2, 3, wire.TopicConfig())
+        assert topic_of([small, msgspec.structs.replace(small, partitions=5), small]).partitions == 5
+
+
+class TestRememberingBrokers:
+    def test_those_that_are_away_stay(self, tmp_path: Path) -> None:
+        remember_brokers(tmp_path, {1: "http://one", 2: "http://two"})
+        remember_brokers(tmp_path, {1: "http://moved"})
+        assert known_brokers(tmp_path) == {1: "http://moved", 2: "http://two"}
+
+    def test_it_is_written_only_when_it_changes(self, tmp_path: Path) -> None:
+        remember_brokers(tmp_path, {1: "http://one"})
+        before = (tmp_path / BROKERS_FILE).stat().st_mtime_ns
+        remember_brokers(tmp_path, {1: "http://one"})
+        assert (tmp_path / BROKERS_FILE).stat().st_mtime_ns == before
+
+    def test_a_directory_without_it_knows_nobody(self, tmp_path: Path) -> None:
+        assert known_brokers(tmp_path) == {}
+
+
+def directory(path: Path, cluster_id: str = "c", broker_id: int = 1) -> Path:
+    DataDirectory.open(path, cluster_id=cluster_id, broker_id=broker_id).close()
+    return path
+
+
+class TestDirectoriesThatDoNotFit:
+    def test_of_two_clusters(self, tmp_path: Path) -> None:
+        with pytest.raises(NotAdopted, match="adopt the directories of one cluster") as refused:
+            look_into([directory(tmp_path / "a"), directory(tmp_path / "b", "other", 2)])
+        assert refused.value.exit_code == 73
+
+    def test_of_one_broker(self, tmp_path: Path) -> None:
+        with pytest.raises(NotAdopted, match="are both of broker 1"):
+            look_into([directory(tmp_path / "a"), directory(tmp_path / "b")])
+
+    def test_one_that_is_in_use(self, tmp_path: Path) -> None:
+        held = DataDirectory.open(tmp_path / "a")
+        with pytest.raises(NotAdopted, match="is used by the process"):
+            look_into([tmp_path / "a"])
+        held.close()
+
+    def test_one_that_is_none(self, tmp_path: Path) -> None:
+        for path in (tmp_path, tmp_path / "nowhere"):
+            with pytest.raises(NotAdopted, match="no broker's data directory"):
+                look_into([path])
+        assert not (tmp_path / "nowhere").exists()
+
+
+class TestWritingBack:
+    @pytest.fixture
+    def catalog(self, tmp_path: Path) -> Catalog:
+        plane = Standalone(tmp_path / "plane")
+        plane.start()
+        return Catalog(plane)
+
+    @pytest.fixture
+    def adoption(self, tmp_path: Path) -> Adoption:
+        data = tmp_path / "data"
+        with running(data) as fixture:
+            cluster_id = fixture.broker.cluster_id
+            fixture.broker.create_topic("t", wire.CreateTopic(partitions=2))
+            identity = fixture.broker.new_producer(None)
+            stamp = wire.ProducerStamp(identity.id, identity.epoch, 0)
+            fixture.broker.produce_range("t", records("a", "b"), acks="all", partition=0, producer=stamp)
+            fixture.broker.receive("g", wire.ReceiveRequest(topics=["t"]), None)
+        (data / "identity.json").write_text(f'{{"cluster_id": "{cluster_id}", "broker_id": 1, "store_uuid": "store"}}')
+        return look_into([data])
+
+    def test_topics_groups_ids_and_claims_come_back(self, catalog: Catalog, adoption: Adoption) -> None:
+        told = write_back(catalog, adoption, accept_loss=False, replace_cluster=False)
+        assert told[1] == "topic t: 2 partitions"
+        assert catalog.find_cluster_id() == adoption.cluster_id
+        assert {number: held.value.store_uuid for number, held in catalog.claims().items()} == {1: "store"}
+        topic = catalog.topic("t")
+        states = [held.value for held in catalog.partitions(topic).values()]
+        assert [(state.leader, state.isr, state.store_uuids) for state in states] == [(None, (1,), {1: "store"})] * 2
+        assert all(state.leader_epoch >= 2 for state in states)
+        assert list(catalog.groups()) == ["g"]
+        assert catalog.next_producer(None).id > PRODUCER_IDS_APART
+
+    def test_a_repeat_changes_nothing(self, catalog: Catalog, adoption: Adoption) -> None:
+        write_back(catalog, adoption, accept_loss=False, replace_cluster=False)
+        before = catalog.partitions(catalog.topic("t"))
+        told = write_back(catalog, adoption, accept_loss=False, replace_cluster=False)
+        assert "topic t: is there already" in told
+        assert catalog.partitions(catalog.topic("t")) == before
+
+    def test_a_loss_has_to_be_accepted_by_name(self, catalog: Catalog, adoption: Adoption) -> None:
+        adoption.missing = {2: "http://b2"}
+        with pytest.raises(NotAdopted, match="--i-accept-data-loss"):
+            write_back(catalog, adoption, accept_loss=False, replace_cluster=False)
+        assert (catalog.find_cluster_id(), catalog.topics()) == (None, {})
+        told = write_back(catalog, adoption, accept_loss=True, replace_cluster=False)
+        assert "accepted: the data directory of broker 2 (http://b2) is not among them" in told
+
+    def test_brokers_that_run_are_in_the_way(self, catalog: Catalog, adoption: Adoption) -> None:
+        catalog.register_broker(4, BrokerState("http://b4", 1, "s"))
+        with pytest.raises(NotAdopted, match="brokers 4 are registered"):
+            write_back(catalog, adoption, accept_loss=True, replace_cluster=True)
+
+    def test_another_cluster_with_topics_is_never_replaced(self, catalog: Catalog, adoption: Adoption) -> None:
+        catalog.cluster_id("other")
+        with pytest.raises(NotAdopted, match="--replace-cluster"):
+            write_back(catalog, adoption, accept_loss=False, replace_cluster=False)
+        catalog.create_topic("u", wire.CreateTopic(), brokers={1: BrokerState("http://b1", 1, "s")})
+        with pytest.raises(NotAdopted, match="under a chroot of their own"):
+            write_back(catalog, adoption, accept_loss=True, replace_cluster=True)
+        assert catalog.find_cluster_id() == "other"
+
+    def test_another_topic_of_the_name_is_left_alone(self, catalog: Catalog, adoption: Adoption) -> None:
+        catalog.cluster_id(adoption.cluster_id)
+        other, _ = catalog.create_topic("t", wire.CreateTopic(), brokers={1: BrokerState("http://b1", 1, "s")})
+        with pytest.raises(NotAdopted, match="another topic 't'"):
+            write_back(catalog, adoption, accept_loss=True, replace_cluster=True)
+        assert catalog.topic("t") == other
+
+
+def standing(last_epoch: int, end: int, store: str = "s", fault: str = "") -> Standing:
+    return Standing(store, 1, last_epoch, end, 0, fault)
+
+
+class TestChoosingByName:
+    HELD = PartitionState(None, 5, (1,), (1, 2, 3), {1: "s1", 2: "s2", 3: "s3"}, {})
+
+    def test_who_holds_most_of_the_latest_epoch_leads(self) -> None:
+        assert choose(self.HELD, {2: standing(4, 90), 3: standing(5, 10)}) == 3
+        assert choose(self.HELD, {2: standing(5, 11), 3: standing(5, 10)}) == 2
+        assert choose(self.HELD, {2: standing(5, 10), 3: standing(5, 10)}) == 2
+
+    def test_the_one_that_is_named_leads_if_it_can(self) -> None:
+        assert choose(self.HELD, {2: standing(4, 90), 3: standing(5, 10)}, 2) == 2
+        with pytest.raises(NotElected, match="broker 1 cannot lead"):
+            choose(self.HELD, {2: standing(4, 90)}, 1)
+        with pytest.raises(NotElected, match="a page is torn"):
+            choose(self.HELD, {2: standing(4, 90, fault="a page is torn")}, 2)
+
+    def test_it_is_refused_while_one_in_sync_is_there(self) -> None:
+        with pytest.raises(NotElected, match="broker 1 is there"):
+            choose(self.HELD, {1: standing(5, 20, "s1"), 2: standing(4, 90)})
+
+    @pytest.mark.parametrize("first", [standing(5, 20, "emptied"), standing(5, 20, "s1", fault="damaged")])
+    def test_one_in_sync_on_paper_alone_is_no_hindrance(self, first: Standing) -> None:
+        assert choose(self.HELD, {1: first, 2: standing(6, 90)}) == 2
+
+    def test_an_empty_one_does_not_lead_by_itself_while_something_was_set_aside(self) -> None:
+        aside = ("/data/lost+found/t@id/0 (4,096 bytes, offsets 0 to 0 and on)",)
+        emptied = msgspec.structs.replace(standing(0, 0), set_aside=aside)
+        with pytest.raises(NotElected, match=r"broker 3: /data/lost\+found") as refused:
+            choose(self.HELD, {2: standing(0, 0), 3: emptied})
+        assert refused.value.exit_code == 73
+        assert choose(self.HELD, {2: standing(0, 0), 3: emptied}, 2) == 2
+        assert choose(self.HELD, {2: standing(1, 1), 3: emptied}) == 2
+        with pytest.raises(NotElected, match=r"none is there with a replica that is whole.*lost\+found"):
+            choose(self.HELD, {3: msgspec.structs.replace(emptied, fault="damaged")})
+
+    def test_one_that_lost_its_end_leads_when_there_is_no_better_one(self) -> None:
+        lossy = msgspec.structs.replace(standing(5, 10, "s1"), lossy="its log ends at 10")
+        assert choose(self.HELD, {1: lossy}) == 1
+        assert choose(self.HELD, {1: lossy, 2: standing(5, 11)}) == 2
+
+    def test_nobody_is_nobody(self) -> None:
+        for standings in ({}, {2: standing(1, 1, fault="damaged")}):
+            with pytest.raises(StartupError, match="none is there with a replica that is whole") as refused:
+                choose(self.HELD, standings)
+            assert refused.value.exit_code == 69

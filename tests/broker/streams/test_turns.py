@@ -1,0 +1,203 @@
+"""A queue with one offset that all its consumers share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import gevent
+import pytest
+from support.domain import Fixture, records, running
+
+from portalmq import stream_wire as contract
+from portalmq import wire
+from portalmq.broker.cluster.rpc import Place
+from portalmq.broker.core.replica.replica import PartitionReplica
+from portalmq.errors import GroupModeMismatch, IllegalGeneration, PartitionNotFound, TopicNotFound, Unavailable
+
+
+@pytest.fixture
+def fixture(tmp_path: Path) -> Iterator[Fixture]:
+    with running(tmp_path) as started:
+        started.broker.create_topic("t", wire.CreateTopic(partitions=2))
+        yield started
+
+
+def produce(fixture: Fixture, *values: str, partition: int = 0) -> list[int]:
+    produced = fixture.broker.produce("t", records(*values), None, acks="all", partition=partition)
+    return [each.offset for each in produced]  # type: ignore[union-attr]
+
+
+def front(fixture: Fixture, partition: int = 0) -> tuple[int, str] | None:
+    stored = fixture.broker.turns.front("g", "t", partition).message
+    return None if stored is None else (stored.offset, stored.record.value.decode())
+
+
+def advance(fixture: Fixture, offset: int, partition: int = 0) -> bool:
+    return fixture.broker.turns.advance("g", "t", partition, offset)
+
+
+def test_everybody_is_shown_the_same_message_until_it_is_done(fixture: Fixture) -> None:
+    first, second = produce(fixture, "a", "b")
+    assert front(fixture) == front(fixture) == (first, "a")
+    assert advance(fixture, first)
+    assert front(fixture) == (second, "b")
+    assert advance(fixture, second)
+    assert front(fixture) is None
+
+
+def test_only_the_message_whose_turn_it_is_can_be_done(fixture: Fixture) -> None:
+    first, second = produce(fixture, "a", "b")
+    assert not advance(fixture, second)
+    assert advance(fixture, first)
+    assert not advance(fixture, first), "a second time"
+    assert not advance(fixture, 999)
+    assert front(fixture) == (second, "b")
+
+
+def test_of_many_who_end_a_message_one_does(fixture: Fixture) -> None:
+    (first,) = produce(fixture, "a")
+    ends = [gevent.spawn(advance, fixture, first) for _ in range(20)]
+    gevent.joinall(ends, timeout=60, raise_error=True)
+    assert sorted(end.value for end in ends) == [False] * 19 + [True]
+
+
+def test_an_empty_partition_has_no_front(fixture: Fixture) -> None:
+    assert front(fixture) is None
+    assert front(fixture, 1) is None
+    assert not advance(fixture, 0)
+
+
+def test_control_records_are_passed_over(fixture: Fixture) -> None:
+    (first,) = produce(fixture, "a")
+    fixture.broker.receive("other", wire.ReceiveRequest(["t"], wait_ms=0), None)
+    (second,) = produce(fixture, "b")
+    assert second > first + 1
+    assert advance(fixture, first)
+    assert front(fixture) == (second, "b")
+
+
+def test_what_was_purged_has_no_turn(fixture: Fixture) -> None:
+    _, second = produce(fixture, "a", "b")
+    fixture.broker.purge("t", partition=0, before_offset=second)
+    assert front(fixture) == (second, "b")
+
+
+def test_the_offset_survives_a_restart(tmp_path: Path) -> None:
+    with running(tmp_path) as before:
+        before.broker.create_topic("t", wire.CreateTopic(partitions=1))
+        first, second = produce(before, "a", "b")
+        assert advance(before, first)
+    with running(tmp_path) as after:
+        assert front(after) == (second, "b")
+        assert not advance(after, first)
+
+
+def test_who_joins_the_group_moves_the_offset_alone(fixture: Fixture) -> None:
+    (first,) = produce(fixture, "a")
+    assert front(fixture) == (first, "a")
+    fixture.broker.streams.join("g", contract.JoinRequest(["t"], "m"))
+    with pytest.raises(IllegalGeneration):
+        advance(fixture, first)
+
+
+def test_the_first_front_with_a_message_is_found_among_many(fixture: Fixture) -> None:
+    def found(*numbers: int) -> tuple[int, int] | None:
+        stored = fixture.broker.turns.first_front("g", "t", numbers).message
+        return None if stored is None else (stored.partition, stored.offset)
+
+    assert found(0, 1) is None
+    fixture.broker.create_topic("one", wire.CreateTopic())
+    assert fixture.broker.turns.first_front("g", "one", [0]).message is None
+    (first,) = produce(fixture, "a", partition=1)
+    assert found(0, 1) == found(1, 0) == (1, first)
+    assert found(0) is None
+    (other,) = produce(fixture, "b", partition=0)
+    assert (found(0, 1), found(1, 0)) == ((0, other), (1, first))
+
+
+def test_a_message_is_found_though_another_partition_cannot_be_asked(
+    fixture: Fixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fixture.broker.create_topic("wide", wire.CreateTopic(partitions=3))
+    turns = fixture.broker.turns
+    here = turns.here
+
+    def lame(group: object, place: Place, done: int | None, **more: bool) -> object:
+        if place.number == 1:
+            raise Unavailable("no leader just now", outcome="not_applied")
+        return here(group, place, done, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(turns, "here", lame)
+    monkeypatch.setattr(turns._leaders, "_patience_s", 0.1)
+    with pytest.raises(Unavailable):
+        turns.first_front("g", "wide", [0, 1, 2])
+    monkeypatch.setattr(turns._leaders, "_patience_s", 60)
+    produced = fixture.broker.produce("wide", records("x"), None, acks="all", partition=2)
+    message = turns.first_front("g", "wide", [0, 1, 2]).message
+    assert message is not None
+    assert (message.partition, message.offset) == (2, produced[0].offset)  # type: ignore[union-attr]
+
+
+def test_partitions_whose_followers_are_silent_are_waited_for_together(
+    fixture: Fixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fixture.broker.create_topic("wide", wire.CreateTopic(partitions=6))
+    turns = fixture.broker.turns
+    assert turns.first_front("g", "wide", range(6)).message is None
+    (produced,) = fixture.broker.produce("wide", records("x"), None, acks="all", partition=3)
+    silent = set(range(6))
+    slept: list[float] = []
+
+    def may_hand_out(replica: PartitionReplica, now_ms: int) -> bool:
+        return by_replica[replica] not in silent
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        fixture.clock.advance(round(seconds * 1_000))
+
+    local = fixture.broker.topics.known("wide").local
+    by_replica = {partition.replica: number for number, partition in local.items()}
+    monkeypatch.setattr(PartitionReplica, "may_hand_out", may_hand_out)
+    monkeypatch.setattr("portalmq.broker.partition.readable.gevent", SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr(turns._leaders, "_patience_s", 0.1)
+    with pytest.raises(Unavailable, match="do not vouch"):
+        turns.first_front("g", "wide", range(6))
+    assert not slept, "nobody waits for one partition after the other"
+    silent.remove(3)
+    monkeypatch.setattr(turns._leaders, "_patience_s", 60)
+    found = turns.first_front("g", "wide", range(6))
+    assert found.message is not None
+    assert (found.message.partition, found.message.offset) == (3, produced.offset)  # type: ignore[union-attr]
+
+
+def test_bad_requests_are_told(fixture: Fixture) -> None:
+    with pytest.raises(TopicNotFound):
+        fixture.broker.turns.front("g", "nowhere", 0)
+    with pytest.raises(PartitionNotFound):
+        fixture.broker.turns.front("g", "t", 7)
+    fixture.broker.put_group("q", {})
+    with pytest.raises(GroupModeMismatch):
+        fixture.broker.turns.front("q", "t", 0)
+
+
+def test_a_group_that_is_deleted_while_followers_are_waited_for_is_not_brought_back(
+    fixture: Fixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else another group of the name would begin where that one was."""
+    produce(fixture, "a")
+    fixture.broker.put_group("g", {"mode": "stream"})
+    group = fixture.broker.groups.known("g")
+    topic = fixture.broker.topics.known("t")
+    is_deleted: list[bool] = []
+
+    def delete(seconds: float) -> None:
+        fixture.broker.delete_group("g")
+        is_deleted.append(True)
+
+    monkeypatch.setattr(PartitionReplica, "may_hand_out", lambda replica, now_ms: bool(is_deleted))
+    monkeypatch.setattr("portalmq.broker.partition.readable.gevent", SimpleNamespace(sleep=delete))
+    with pytest.raises(Unavailable, match="deleted"):
+        fixture.broker.turns.here(group, topic.place(0), None)
+    assert "g" not in topic.local[0].streams

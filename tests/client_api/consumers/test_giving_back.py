@@ -1,0 +1,82 @@
+"""What a consumer's keeper gives back is on its way for a while: a receive that comes before it finds nothing."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from support.scripted_broker import ScriptedBroker
+
+from portalmq import Consumer, Unavailable, wire
+from portalmq.consumers.lease import HOLD_BACK_S_MAX, Leases
+from portalmq.transport.transport import Request
+
+
+class Transport:
+    """Notes for each request whether what was given back still counts as on its way."""
+
+    def __init__(self, fail: Exception | None) -> None:
+        self.fail = fail
+        self.leases: Leases | None = None
+        self.on_its_way: list[bool] = []
+        self.asked = 0
+
+    def get(self, path: str, kind: type, *, timeout_s: float) -> wire.GroupDescription:
+        self.asked += 1
+        if self.fail is not None:
+            raise self.fail
+        return wire.GroupDescription("g", "queue", [], 0, 0, 0, 0, 0, 0, wire.GroupConfig())
+
+    def call(self, request: Request, timeout_s: float | None = None) -> None:
+        assert request.path.endswith("/nack")
+        assert self.leases is not None
+        self.on_its_way.append(not self.leases.wait_given_back(0.0))
+        if self.fail is not None:
+            raise self.fail
+
+
+@pytest.mark.parametrize("fail", [None, Unavailable("gone")])
+def test_what_the_keeper_gives_back_is_on_its_way_until_the_broker_has_answered(fail: Exception | None) -> None:
+    transport = Transport(fail)
+    held = transport.leases = Leases(transport, "g", 30.0, lambda: 0.0)  # type: ignore[arg-type]
+    held._keeper = threading.current_thread()
+    held._has_leases = True
+    held.hold([wire.PackMessageOut(0, offset, b"", 0, receipt=f"r{offset}") for offset in range(3)])
+    assert held.wait_given_back(0.0)
+    held._spare()
+    assert transport.on_its_way == [True]
+    assert held.wait_given_back(0.0)
+
+
+def test_what_waits_goes_to_others_later_when_it_could_not_be_asked_whether_it_is_leased() -> None:
+    now = [0.0]
+    transport = Transport(Unavailable("gone"))
+    held = transport.leases = Leases(transport, "g", 30.0, lambda: now[0])  # type: ignore[arg-type]
+    held._keeper = threading.current_thread()
+    held.hold([wire.PackMessageOut(0, offset, b"", 0, receipt=f"r{offset}") for offset in range(3)])
+    assert held.take() is not None
+    for tries in (1, 2, 3):
+        now[0] = held._spare_at()
+        held._spare()
+        assert (transport.asked, transport.on_its_way) == (tries, [])
+        assert held._spare_at() == now[0] + HOLD_BACK_S_MAX, "it asks again, and not at once"
+    transport.fail = None
+    held._spare()
+    assert (transport.on_its_way, held.take()) == ([True], None)
+
+
+def test_an_iteration_ends_only_when_what_it_gives_back_has_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
+    with ScriptedBroker() as broker, Consumer("t", bootstrap=broker.url, idle_timeout_s=0) as messages:
+        waited: list[float] = []
+
+        def arrive(within_s: float) -> bool:
+            if not waited:
+                broker.fill("t", [b"given back"])
+            waited.append(within_s)
+            return True
+
+        monkeypatch.setattr(messages._leases, "wait_given_back", arrive)
+        assert next(messages).value == b"given back"
+        assert waited == [messages._visibility_timeout_s], "for as long as it might be leased"
+        with pytest.raises(StopIteration):
+            next(messages)

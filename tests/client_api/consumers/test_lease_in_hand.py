@@ -1,0 +1,62 @@
+"""The lease of a message in hand has an end of its own, whatever becomes of those that wait behind it."""
+
+from __future__ import annotations
+
+import threading
+
+import msgspec
+import pytest
+
+from portalmq import LeaseLost, StaleReceipt, wire
+from portalmq.consumers.lease import Leases
+from portalmq.transport.transport import Request
+
+VISIBILITY_S = 30.0
+
+
+class Broker:
+    """Stands for the transport of Leases: notes what is sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[str, list[str]]] = []
+        self.fail: StaleReceipt | None = None
+
+    def call(self, request: Request, timeout_s: float | None = None) -> None:
+        self.sent.append((request.path.rpartition("/")[2], msgspec.json.decode(request.body)["receipts"]))
+        if self.fail is not None:
+            raise self.fail
+
+
+def held_at(now: list[float], broker: Broker, max_handling_s: float) -> Leases:
+    """Three messages with a lease, and no keeper but the test."""
+    held = Leases(broker, "g", VISIBILITY_S, lambda: now[0], max_handling_s)  # type: ignore[arg-type]
+    held._keeper = threading.current_thread()
+    held._has_leases = True
+    held.hold([wire.PackMessageOut(0, offset, b"", 0, receipt=f"r{offset}") for offset in range(3)])
+    return held
+
+
+def test_a_lease_that_ends_in_hand_while_what_waits_is_extended_is_looked_after() -> None:
+    now, broker = [0.0], Broker()
+    held = held_at(now, broker, max_handling_s=0.0)
+    held.take()
+    now[0] = 16.0
+    held._keep_waiting(now[0])
+    assert broker.sent == [("extend", ["r1", "r2"])]
+    now[0] = 31.0  # those that wait are leased until 46
+    broker.fail = StaleReceipt("stale")
+    with pytest.raises(LeaseLost):
+        held.finish_handed()
+    assert broker.sent[-1] == ("extend", ["r0"])
+    assert held.board() == []
+
+
+def test_a_lease_that_the_keeper_has_renewed_is_not_looked_after() -> None:
+    now, broker = [0.0], Broker()
+    held = held_at(now, broker, max_handling_s=100.0)
+    held.take()
+    now[0] = 16.0
+    held._keep_waiting(now[0])
+    now[0] = 31.0
+    held.finish_handed()
+    assert (len(broker.sent), held.board()) == (1, ["r0"])

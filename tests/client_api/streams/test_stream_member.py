@@ -1,0 +1,113 @@
+"""A member of a stream group whose turns a test decides."""
+
+from __future__ import annotations
+
+import threading
+from http.client import HTTPMessage
+from typing import Any, Literal
+
+import msgspec
+import pytest
+
+from portalmq import stream_wire, wire
+from portalmq.errors import Fenced, Unavailable
+from portalmq.network.connection import Answer
+from portalmq.streams.fetch_buffer import Feed, Taken
+from portalmq.streams.member import WAIT_S, StreamMember
+from portalmq.transport.reach import Reach
+from portalmq.transport.transport import Request
+
+
+def member(
+    member_id: str | None, transport: Any = None, delivery: Literal["at_least_once", "at_most_once"] = "at_least_once"
+) -> StreamMember:
+    return StreamMember(
+        transport,
+        transport,
+        "g",
+        ["t"],
+        {},
+        delivery=delivery,
+        manual_ack=False,
+        member_id=member_id,
+        session_timeout_s=6.0,
+        max_messages=10,
+    )
+
+
+@pytest.mark.parametrize(("member_id", "turns"), [(None, ["join", "join"]), ("mine", ["join"])])
+def test_a_member_whose_name_was_made_up_joins_again_when_a_copy_of_its_own_join_fences_it(
+    monkeypatch, member_id, turns
+):
+    it = member(member_id)
+    taken: list[str] = []
+
+    def turn() -> float:
+        taken.append("heartbeat" if it._joined else "join")
+        it._joined = True
+        if len(taken) == 1:
+            raise Fenced("another consumer joined")
+        it.feeds.closed = True
+        return 0.0
+
+    monkeypatch.setattr(it, "_turn", turn)
+    it._live()
+    assert taken == turns
+
+
+class ClosingWhileJoining:
+    """Brokers whose answer to a join comes when the consumer is closed already."""
+
+    def __init__(self) -> None:
+        self.member: StreamMember | None = None
+        self.asked: list[str] = []
+
+    def call(self, request: Request, *, timeout_s: float) -> Answer:
+        self.asked.append(request.method)
+        answer: object = wire.GroupDescription("g", "stream", [], 0, 0, 0, 0, 0, 0, wire.GroupConfig(mode="stream"))
+        if request.method == "POST":
+            assert self.member is not None
+            self.member.close()
+            answer = stream_wire.MemberAnswer(self.member.member_id, 1, [], 1000)
+        return Answer(200, HTTPMessage(), msgspec.json.encode(answer))
+
+    def rest(self) -> None: ...
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize(("member_id", "asked"), [(None, ["PUT", "POST", "DELETE"]), ("mine", ["PUT", "POST"])])
+def test_a_consumer_that_is_closed_while_it_joins_leaves_its_partitions_to_others(
+    member_id: str | None, asked: list[str]
+) -> None:
+    brokers = ClosingWhileJoining()
+    it = brokers.member = member(member_id, brokers)
+    it._live()
+    assert brokers.asked == asked
+
+
+class ChangingLeaders:
+    """Brokers that take no commit at first."""
+
+    def __init__(self) -> None:
+        self.reach = Reach(lambda: 0.0)
+        self.are_back = False
+        self.given_s: list[float | None] = []
+
+    def call(self, request: Request, *, timeout_s: float | None) -> Answer:
+        self.given_s.append(timeout_s)
+        if not self.are_back:
+            raise Unavailable("a leader is elected")
+        return Answer(204, HTTPMessage(), b"")
+
+
+def test_a_poll_whose_messages_are_committed_first_keeps_its_time_while_leaders_change() -> None:
+    brokers = ChangingLeaders()
+    it = member(None, brokers, "at_most_once")
+    it._thread = threading.current_thread()  # no turns of its own
+    feed = Feed(stream_wire.AssignedPartition("t", 0, 0, 1))
+    it.feeds.by_place[feed.place] = feed
+    it._taken = Taken(feed, [(0, stream_wire.FrameRecord(b"a", "text/plain"))], 0, 1)
+    assert it.poll(0.0, 10, None) == []
+    assert brokers.given_s == [WAIT_S]
+    brokers.are_back = True
+    assert [message.value for message in it.poll(0.0, 10, None)] == [b"a"]

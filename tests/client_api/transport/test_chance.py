@@ -1,0 +1,26 @@
+"""The module `random` is the user's: clients neither draw from it nor follow its seed."""
+
+from __future__ import annotations
+
+import random
+import time
+
+from portalmq.producers.batching import Lane
+from portalmq.producers.partitions import Topic
+from portalmq.transport.cluster_metadata import AddressBook
+from portalmq.transport.transport import Backoff
+
+
+def choices() -> list[object]:
+    lanes: list[Lane] = [object()] * 1_000_000  # type: ignore[list-item]
+    book = AddressBook("localhost:5000", time.monotonic)
+    return [Backoff().next_s(), Topic(lanes, 0.0).sticky, book._lot]
+
+
+def test_clients_leave_the_users_random_numbers_alone_and_choose_without_them() -> None:
+    random.seed(7)
+    before = random.getstate()
+    first = choices()
+    assert random.getstate() == before
+    random.seed(7)
+    assert choices() != first

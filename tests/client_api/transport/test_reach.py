@@ -1,0 +1,342 @@
+"""A client whose brokers do not answer says so, in the time that it was given, and in the log."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing
+
+import pytest
+from support.ports import kept_port, number_of
+from support.scripted_broker import ScriptedBroker, hold, lose_answer, refuse
+
+from portalmq import Admin, AsyncConsumer, AsyncProducer, Consumer, Lock, Producer, Unavailable
+from portalmq.lock import REACH_TIMEOUT_S
+from portalmq.network.connection import Address, Answer
+from portalmq.transport.reach import FIRST_CONTACT_S, SILENT_S_MAX, WARN_AFTER_S, WARN_EVERY_S, Reach
+from portalmq.transport.transport import LONG_POLL_GRACE_S, Request, Transport
+
+AN_HOUR_S = 3_600.0
+ONE, TWO = Address("http", "one", 1), Address("http", "two", 1)
+RECEIVE = "/v1/groups/g/receive"
+ACK = "/v1/groups/g/ack"
+
+
+@pytest.fixture
+def nobody() -> Iterator[str]:
+    """The URL of a port at which nobody listens."""
+    with closing(kept_port()) as place:
+        yield f"http://127.0.0.1:{number_of(place)}"
+
+
+def nobody_instead_of(broker: ScriptedBroker) -> closing[socket.socket]:
+    """While it is open no other test's server gets the port of one that has ended."""
+    return closing(kept_port(int(broker.url.rpartition(":")[2])))
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is not bounded by the time that is given takes an hour."""
+    for name in (
+        "transport.reach.FIRST_CONTACT_S", "streams.member.FIRST_CONTACT_S", "consumer.CALL_TIMEOUT_S",
+        "streams.member.CALL_TIMEOUT_S",
+        "transport.transport.CALL_TIMEOUT_S", "lock.REACH_TIMEOUT_S",
+    ):  # fmt: skip
+        monkeypatch.setattr(f"portalmq.{name}", AN_HOUR_S)
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first contact is given up at once."""
+    for name in ("transport.reach.FIRST_CONTACT_S", "streams.member.FIRST_CONTACT_S"):
+        monkeypatch.setattr(f"portalmq.{name}", 0.05)
+
+
+# --- the time that is given ------------------------------------------------------------------------------------------
+
+
+def poll(url: str, mode: str) -> object:
+    with Consumer("t", group="g", bootstrap=url, mode=mode) as consumer:  # type: ignore[arg-type]
+        return consumer.poll(0.05)
+
+
+def iterate(url: str, mode: str) -> object:
+    with Consumer("t", group="g", bootstrap=url, mode=mode, idle_timeout_s=0.05) as consumer:  # type: ignore[arg-type]
+        return list(consumer)
+
+
+def poll_async(url: str, mode: str) -> object:
+    async def use() -> object:
+        async with AsyncConsumer("t", group="g", bootstrap=url, mode=mode) as consumer:  # type: ignore[arg-type]
+            return await consumer.poll(0.05)
+
+    return asyncio.run(use())
+
+
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize("use", [poll, iterate, poll_async])
+@pytest.mark.parametrize("mode", ["queue", "stream"])
+def test_a_consumer_that_reaches_nobody_raises_in_its_time(
+    use: Callable[[str, str], object], mode: str, nobody: str
+) -> None:
+    told = None
+    while told is None:  # a member's thread may come to its first try after a short poll is over
+        try:
+            assert use(nobody, mode) == []
+        except Unavailable as error:
+            told = str(error)
+    assert "no broker answers at" in told
+
+
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize("delivery", ["at_most_once", "exactly_once"])
+def test_what_a_consumer_settles_first_is_in_its_time_too(delivery: str, nobody: str) -> None:
+    with Consumer("t", bootstrap=nobody, delivery=delivery) as consumer, pytest.raises(Unavailable):  # type: ignore[arg-type]
+        consumer.poll(0.05)
+
+
+def try_timeouts(monkeypatch: pytest.MonkeyPatch, transport: Transport) -> list[float]:
+    """How long each request of the transport may take from now on."""
+    noted: list[float] = []
+    attempt = transport.attempt
+
+    def note(request: Request, deadline: float, **options: bool) -> Answer:
+        noted.append(request.try_timeout_s)
+        return attempt(request, deadline, **options)
+
+    monkeypatch.setattr(transport, "attempt", note)
+    return noted
+
+
+def test_a_poll_that_does_not_wait_gives_a_silent_broker_no_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    with ScriptedBroker() as broker, Consumer("t", bootstrap=broker.url) as consumer:
+        consumer.poll(0.01)
+        noted = try_timeouts(monkeypatch, consumer._receiving)
+        consumer.poll(0)
+        assert round(noted[-1]) == LONG_POLL_GRACE_S
+
+
+def test_a_lock_that_does_not_wait_leaves_time_to_ask_another_broker(
+    monkeypatch: pytest.MonkeyPatch, nobody: str
+) -> None:
+    lock = Lock("a", nobody)
+    noted = try_timeouts(monkeypatch, lock._transport)
+    with pytest.raises(Unavailable):
+        lock.acquire(0)
+    assert round(noted[0]) == LONG_POLL_GRACE_S < REACH_TIMEOUT_S
+
+
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize("timeout_s", [0, 0.05])
+def test_a_lock_that_reaches_nobody_raises_in_its_time(timeout_s: float, nobody: str) -> None:
+    with closing(Lock("l", nobody)) as lock, pytest.raises(Unavailable, match="no broker answers at"):
+        lock.acquire(timeout_s)
+
+
+@pytest.mark.usefixtures("patient")
+def test_an_admin_and_a_flush_keep_their_time(nobody: str) -> None:
+    with Admin(nobody, timeout_s=0.05) as admin, pytest.raises(Unavailable):
+        admin.topics()
+    with ScriptedBroker() as broker:
+        producer = Producer([broker.url], delivery_timeout_s=AN_HOUR_S)
+        producer.send("t", b"x").result(30)
+    with nobody_instead_of(broker):
+        producer.send("t", b"y")
+        with pytest.raises(TimeoutError):
+            producer.flush(0.05)
+        producer.close(0.05)
+
+
+@pytest.mark.usefixtures("patient")
+def test_a_consumer_whose_broker_dies_later_says_so_at_the_end_of_an_iteration(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("portalmq.transport.reach.SILENT_S_MAX", AN_HOUR_S)
+    monkeypatch.setattr("portalmq.consumers.lease.ACK_DELAY_S_MAX", AN_HOUR_S)  # no thread tries on, after the test too
+    monkeypatch.setattr("portalmq.consumers.lease.RELEASE_TIMEOUT_S", 0.05)
+    with ScriptedBroker() as broker:
+        broker.fill("t", [b"1"])
+        consumer = Consumer("t", group="g", bootstrap=broker.url, idle_timeout_s=0.05)
+        assert next(consumer).value == b"1"
+    with nobody_instead_of(broker), consumer:
+        with pytest.raises(Unavailable):
+            next(consumer)
+        assert consumer.poll(0.05) == [], "a poll may be asked again, and a broker that restarts is back soon"
+
+
+@pytest.mark.usefixtures("patient")
+def test_a_poll_says_so_when_nobody_answers_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    with ScriptedBroker() as broker:
+        consumer = Consumer("t", group="g", bootstrap=broker.url)
+        assert consumer.poll(0) == []
+    monkeypatch.setattr("portalmq.transport.reach.SILENT_S_MAX", 0.01)
+    has_said = False
+    with nobody_instead_of(broker), consumer:
+        while not has_said:
+            try:
+                assert consumer.poll(0.02) == []
+            except Unavailable:
+                has_said = True
+
+
+def test_a_close_does_not_wait_for_acks_that_get_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever sends them tries for minutes, and an end has seconds."""
+    monkeypatch.setattr("portalmq.consumers.lease.RELEASE_TIMEOUT_S", 0.05)
+    answer = threading.Event()
+    with ScriptedBroker() as broker:
+        broker.fill("t", [b"1"])
+        broker.script("POST", ACK, [hold(answer)])
+        consumer = Consumer("t", group="g", bootstrap=broker.url)
+        next(consumer)
+        acking = threading.Thread(target=consumer.commit)
+        acking.start()
+        broker.wait_for(lambda: broker.calls_of("POST", ACK))
+        consumer.close()
+        assert acking.is_alive()
+        answer.set()
+        acking.join(30)
+
+
+def test_an_iteration_waits_while_a_broker_says_that_leaders_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("portalmq.consumer.SILENT_S_MAX", AN_HOUR_S)
+    with ScriptedBroker() as broker:
+        broker.fill("t", [b"1"])
+        broker.script("POST", RECEIVE, [refuse(503, "unavailable")] * 3)
+        with Consumer("t", group="g", bootstrap=broker.url, idle_timeout_s=0) as consumer:
+            assert [message.value for message in consumer] == [b"1"]
+
+
+# --- what a receive without an answer may have leased ----------------------------------------------------------------
+
+
+def test_a_receive_without_an_answer_is_asked_for_again_by_the_next_poll() -> None:
+    with ScriptedBroker() as broker:
+        broker.fill("t", [b"1"])
+        with Consumer("t", group="g", bootstrap=broker.url) as consumer:
+            assert consumer.poll(0, 1)[0].value == b"1"
+            broker.fill("t", [b"2"])
+            broker.script("POST", RECEIVE, [lose_answer, lose_answer])
+            assert consumer.poll(0, 1) == []
+            assert consumer.poll(0, 1)[0].value == b"2"
+        attempts = [call.json()["attempt_id"] for call in broker.calls_of("POST", RECEIVE)]
+        assert len(set(attempts)) == 2
+
+
+# --- the first contact -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("hasty")
+def test_a_first_contact_that_fails_is_told_with_what_to_do(nobody: str) -> None:
+    told = f"no broker answers at {nobody} .*portalmq dev.*PORTALMQ_URL"
+    with Producer(nobody) as producer, pytest.raises(Unavailable, match=told):
+        producer.send("t", b"x")
+    with Admin(nobody) as admin, pytest.raises(Unavailable, match=told):
+        admin.topics()
+    with Consumer("t", bootstrap=nobody) as consumer, pytest.raises(Unavailable, match=told):
+        next(consumer)
+    with Consumer("t", bootstrap=nobody, mode="stream") as consumer, pytest.raises(Unavailable, match=told):
+        next(consumer)
+
+    async def use() -> None:
+        async with AsyncProducer(nobody) as producer:
+            await producer.send("t", b"x")
+
+    with pytest.raises(Unavailable, match=told):
+        asyncio.run(use())
+
+
+def test_after_the_first_contact_a_send_is_tried_for_its_whole_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("portalmq.transport.reach.FIRST_CONTACT_S", 0.0)
+    with ScriptedBroker() as broker, Producer(broker.url) as producer:
+        producer.send("t", b"1").result(30)
+        broker.script("POST", "/v1/topics/t/messages", [refuse(503, "unavailable")] * 3)
+        producer.send("t", b"2").result(30)
+
+
+# --- what a closed consumer says -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["queue", "stream"])
+def test_a_closed_consumer_cannot_be_polled_and_its_iteration_is_over(mode: str, nobody: str) -> None:
+    consumer = Consumer("t", bootstrap=nobody, mode=mode)  # type: ignore[arg-type]
+    consumer.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        consumer.poll(0)
+    assert list(consumer) == []
+
+
+def test_a_closed_asynchronous_consumer_cannot_be_polled(nobody: str) -> None:
+    async def use() -> None:
+        consumer = AsyncConsumer("t", bootstrap=nobody)
+        await consumer.close()
+        with pytest.raises(RuntimeError, match="closed"):
+            await consumer.poll(0)
+
+    asyncio.run(use())
+
+
+# --- the log ---------------------------------------------------------------------------------------------------------
+
+
+class Time:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def time() -> Time:
+    return Time()
+
+
+@pytest.fixture
+def reach(time: Time) -> Reach:
+    return Reach(time)
+
+
+def refused() -> Unavailable:
+    return Unavailable("refused")
+
+
+def test_an_outage_is_logged_after_a_while_and_then_seldom(
+    reach: Reach, time: Time, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "portalmq")
+
+    def fail_until(until: float) -> int:
+        while time.now < until:
+            reach.failed(ONE, [ONE], refused(), time.now)
+            time.now += 0.5
+        return len(caplog.records)
+
+    assert fail_until(WARN_AFTER_S) == 0
+    assert fail_until(WARN_AFTER_S + 1) == 1
+    assert "waiting for a broker for 2 s" in caplog.text
+    assert fail_until(WARN_AFTER_S + WARN_EVERY_S + 1) == 2
+    reach.answered()
+    assert "a broker answers again, after 33 s" in caplog.text
+    assert reach.silent_s == 0
+
+
+def test_one_broker_that_answers_is_enough(reach: Reach, time: Time, caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(100):
+        reach.failed(ONE, [ONE, TWO], refused(), time.now)
+        reach.answered()
+        reach.failed(ONE, [ONE, TWO], refused(), time.now)
+        time.now += 1
+    assert (reach.failure, reach.silent_s, caplog.records) == (None, 0.0, [])
+
+
+def test_what_was_never_heard_of_is_given_up_soon_and_what_was_is_not(reach: Reach, time: Time) -> None:
+    assert reach.limit(100, 3) == 3 + FIRST_CONTACT_S
+    reach.failed(ONE, [ONE], refused(), 0)
+    assert not reach.may_hide()
+    reach.failed(ONE, [ONE], Unavailable("no answer", outcome="unknown"), 0)
+    assert reach.limit(100, 3) == 100, "somebody took the request"
+    assert reach.may_hide()
+    time.now = SILENT_S_MAX
+    assert not reach.may_hide()
