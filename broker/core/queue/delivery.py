@@ -42,9 +42,9 @@ from portalmq.broker.core.queue.records import (
     Range,
     Redrive,
     Spot,
+    remember_commit,
 )
 from portalmq.broker.core.queue.spans import length_of, take_out
-from portalmq.broker.core.stream.offsets import remember_commit
 
 EXPIRIES_BEFORE_ALONE = 2
 ATTEMPTS_MAX = 10_000

@@ -219,3 +219,10 @@ def ranges_of(offsets: list[int]) -> tuple[Range, ...]:
     if end > start:
         ranges.append((start, end))
     return tuple(ranges)
+
+
+def remember_commit(commits: dict[bytes, int], commit_id: bytes, offset: int, at_most: int) -> None:
+    """Keep the newest `at_most` commits."""
+    commits[commit_id] = offset
+    while len(commits) > at_most:
+        del commits[next(iter(commits))]

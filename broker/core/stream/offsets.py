@@ -8,7 +8,7 @@ zombie that was given up is fenced by the log itself, whatever he believes (DESI
 from __future__ import annotations
 
 from portalmq.broker.core.fold import StreamFold
-from portalmq.broker.core.queue.records import Claim, Commit, CommitOffset, Seek, StreamRecord
+from portalmq.broker.core.queue.records import Claim, Commit, CommitOffset, Seek, StreamRecord, remember_commit
 from portalmq.errors import IllegalGeneration, OffsetMoved, OffsetOutOfRange
 
 COMMITS_REMEMBERED = 10_000
@@ -110,13 +110,6 @@ class StreamOffsets:
                 f"generation {generation} cannot claim this partition: generation {self.generation} has",
                 generation=self.generation,
             )
-
-
-def remember_commit(commits: dict[bytes, int], commit_id: bytes, offset: int, at_most: int) -> None:
-    """Keep the newest `at_most` commits."""
-    commits[commit_id] = offset
-    while len(commits) > at_most:
-        del commits[next(iter(commits))]
 
 
 def new_stream(group: str, claim: Claim) -> StreamOffsets:
