@@ -22,10 +22,6 @@ if TYPE_CHECKING:
 
 __all__ = ["MiniQMessage", "MiniQService"]
 
-COMMAND_PORT = 5557
-PRODUCER_PORT = 5555
-CONSUMER_PORT = 5556
-
 
 def __getattr__(name: str) -> Any:
     """pyzmq is loaded when it is needed: the command line shows its help without."""

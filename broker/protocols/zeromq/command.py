@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import click
 
 from portalmq import wire
-from portalmq.broker.protocols.zeromq import COMMAND_PORT, CONSUMER_PORT, PRODUCER_PORT
 from portalmq.broker.protocols.zeromq.access import Access, access_from
+from portalmq.broker.protocols.zeromq.ports import COMMAND_PORT, CONSUMER_PORT, PRODUCER_PORT
 from portalmq.cli.output import show_one
 from portalmq.cli.session import Session, with_session
 from portalmq.errors import PortalMQError

@@ -20,11 +20,12 @@ from dataclasses import dataclass
 import zmq
 
 from portalmq import wire
-from portalmq.broker.protocols.zeromq import COMMAND_PORT, CONSUMER_PORT, PRODUCER_PORT, protocol
+from portalmq.broker.protocols.zeromq import protocol
 from portalmq.broker.protocols.zeromq.access import Access
 from portalmq.broker.protocols.zeromq.curve import Curve
 from portalmq.broker.protocols.zeromq.desk import Cluster, Desk, Job, Reply
 from portalmq.broker.protocols.zeromq.flood import FloodGuard
+from portalmq.broker.protocols.zeromq.ports import COMMAND_PORT, CONSUMER_PORT, PRODUCER_PORT
 from portalmq.broker.protocols.zeromq.protocol import Asked, Door, Malformed, Posted, Told, Way
 from portalmq.errors import Backpressure, PortalMQError, Unavailable
 

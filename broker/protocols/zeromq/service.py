@@ -19,8 +19,9 @@ import msgspec
 import zmq
 
 from portalmq import wire
-from portalmq.broker.protocols.zeromq import COMMAND_PORT, CONSUMER_PORT, PRODUCER_PORT, protocol
+from portalmq.broker.protocols.zeromq import protocol
 from portalmq.broker.protocols.zeromq.curve import CurveClient
+from portalmq.broker.protocols.zeromq.ports import COMMAND_PORT, CONSUMER_PORT, PRODUCER_PORT
 from portalmq.broker.protocols.zeromq.protocol import DEFAULT, Door
 from portalmq.closing import Closing
 from portalmq.errors import PortalMQError, Unavailable, error_from_problem
