@@ -42,11 +42,11 @@ def report(data_dirs: tuple[Path, ...], out: Path, topics: tuple[str, ...], mast
     Example: portalmq report --data-dir data/5000 --data-dir data/5001 --data-dir data/5002 --out report
     """
     try:
+        from portalmq.spark.analysis import analyse
         from portalmq.spark.errors import BadOption, NothingThere, SourceError
         from portalmq.spark.output import PAGE, OutputTaken
         from portalmq.spark.report import model
         from portalmq.spark.session import SparkMissing
-        from portalmq.spark.throughput import analyse
     except ImportError as missing:
         _end(f"{missing.name} is not installed: `pip install 'portalmq[spark]'`", 2)
     try:

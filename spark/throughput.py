@@ -1,4 +1,4 @@
-"""The throughput analysis: data directories -> OUT/report.json, OUT/report.html and OUT/parquet.
+"""The program of the throughput analysis (analysis.py), for spark-submit.
 
     portalmq report --data-dir data/5000 --out report
     spark-submit spark/throughput.py --data-dir data/5000 --out report
@@ -8,97 +8,7 @@ Both are the same command; under spark-submit its session is used, whatever clus
 
 from __future__ import annotations
 
-import re
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
-
-from portalmq.spark import errors, output
-from portalmq.spark.errors import SourceError
-from portalmq.spark.report import model
-
-
-def analyse(
-    paths: Sequence[Path], out: Path, *, topics: Sequence[str] | None = None, master: str | None = None
-) -> model.Report:
-    """Makes the report of all that is committed in the brokers' data directories.
-
-    A report that stands in `out` is replaced when the new one is whole; of several at a time the last one stays.
-
-    Raises OutputTaken, SparkMissing, SourceError.
-    """
-    from portalmq.spark.progress import Progress
-    from portalmq.spark.session import beside, session
-
-    _check(paths, topics)
-    with output.place(out) as making:
-        with session(master, name="portalmq report") as spark, Progress(spark), _told_plainly():
-            import portalmq.spark
-            from portalmq.spark import figures
-
-            def make() -> model.Report:
-                portalmq.spark.register(spark)
-                return figures.report(
-                    spark, paths, topics, making / output.PARQUET, made_at_ms=time.time_ns() // 1_000_000
-                )
-
-            report = beside(make)
-        from portalmq.spark.report import page
-
-        (making / output.JSON).write_bytes(model.to_json(report))
-        page.write(report, making / output.PAGE)
-        output.put(making, out)
-    return report
-
-
-def _check(paths: Sequence[Path], topics: Sequence[str] | None) -> None:
-    """What is wrong with the directories is said before Spark is started."""
-    from portalmq.spark.directories import Directories
-
-    Directories([str(path) for path in paths], topics).logs()
-
-
-# --- what went wrong in a worker -------------------------------------------------------------------------------------
-
-_FAULT = re.compile(r"portalmq\.spark\.errors\.(\w+): (.+)")
-# What Spark says of a machine whose Python is not the one that is meant: it lacks a package, is not there, is another.
-_FOREIGN_PYTHON = re.compile(
-    r"ModuleNotFoundError: (No module named '(?:portalmq|pyspark|pyarrow|adbc_driver\w*|numpy|msgspec)[\w.]*')"
-    r"|(Cannot run program \".+\")"
-    r"|(Python in worker has different version: \S+ than that in driver: [\d.]*\d)"
-)
-
-
-@contextmanager
-def _told_plainly() -> Iterator[None]:
-    """Our own sentence instead of Spark's pages around it."""
-    from pyspark.errors import PySparkException
-
-    from portalmq.spark.session import SparkMissing
-
-    try:
-        yield
-    except Exception as fault:  # an executor's last words may come as Py4J's
-        if not isinstance(fault, PySparkException) and not type(fault).__module__.startswith("py4j."):
-            raise
-        said = _FAULT.search(str(fault))
-        foreign = _FOREIGN_PYTHON.search(str(fault))
-        if said is None and foreign is not None:
-            raise SparkMissing(
-                f"Spark's workers do not run in a Python that has portalmq ({next(filter(None, foreign.groups()))})",
-                "Install portalmq[spark] on each of their machines, for the same version of Python as here, and set"
-                " PYSPARK_PYTHON to that Python's path, which has to be the same on all of them and here",
-            ) from fault
-        if said is None:
-            raise
-        kind: type[SourceError] = getattr(errors, said[1], SourceError)
-        told = kind.__new__(kind)
-        told.args = (said[2].strip(),)  # the sentence is whole: it is not to be made again
-        raise told from fault
-
+from portalmq.spark.commands import report
 
 if __name__ == "__main__":
-    from portalmq.spark.commands import report
-
     report()

@@ -18,7 +18,7 @@ import pytest
 from click.testing import CliRunner, Result
 from support.data_directory import numbered, written
 
-from portalmq.spark import commands, output, session, throughput
+from portalmq.spark import analysis, commands, output, session
 from portalmq.spark.errors import DamagedFile, SourceError
 from portalmq.spark.progress import Progress
 from portalmq.spark.report import model
@@ -102,10 +102,10 @@ def test_a_fault_in_a_worker_is_told_in_one_sentence() -> None:
     pages = (
         'Job aborted:\n  File "x.py"\nportalmq.spark.errors.DamagedFile: /a.sqlite: is torn. Do this\n\tat org.apache'
     )
-    with pytest.raises(SourceError, match=r"^/a.sqlite: is torn. Do this$") as told, throughput._told_plainly():
+    with pytest.raises(SourceError, match=r"^/a.sqlite: is torn. Do this$") as told, analysis._told_plainly():
         raise PySparkException(pages)
     assert isinstance(told.value, DamagedFile)
-    with pytest.raises(PySparkException, match="out of memory"), throughput._told_plainly():
+    with pytest.raises(PySparkException, match="out of memory"), analysis._told_plainly():
         raise PySparkException("out of memory")
 
 
@@ -121,7 +121,7 @@ def test_a_cluster_without_our_python_is_told_in_one_sentence(said: str) -> None
     from pyspark.errors import PySparkException
 
     refused = pytest.raises(session.SparkMissing, match=r"do not run in .*PYSPARK_PYTHON")
-    with refused as told, throughput._told_plainly():
+    with refused as told, analysis._told_plainly():
         raise PySparkException(said)
     assert "File" not in str(told.value)
     assert told.value.exit_code == 2
