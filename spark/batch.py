@@ -16,8 +16,9 @@ from pyspark.sql.datasource import DataSourceReader, Filter, InputPartition
 
 from portalmq.spark.errors import BadOption, DataLoss, NothingThere
 from portalmq.spark.filters import Bounds, bounds_of
+from portalmq.spark.opening import origin_of
 from portalmq.spark.options import EARLIEST, LATEST, Bound, Reading
-from portalmq.spark.origin import Log, Origin, origin_of, packed, rows_of, spans_of
+from portalmq.spark.origin import Log, Origin, packed, rows_of, spans_of
 
 
 class MessagesReader(DataSourceReader):

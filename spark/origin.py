@@ -13,15 +13,12 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import pyarrow as pa
 from pyspark.sql.datasource import InputPartition
 
 from portalmq.spark.errors import DataLoss
-
-if TYPE_CHECKING:
-    from portalmq.spark.options import Reading
 
 # A task reads so many offsets at most: enough to pay for its start, few enough to keep all cores busy.
 SPAN_OFFSETS = 1_000_000
@@ -108,17 +105,6 @@ class Origin(Protocol):
     def spans(self, log: Log, start: int, end: int) -> list[Span]:
         """Pieces that cover [start, end) once. The range lies within the log's."""
         ...
-
-
-def origin_of(reading: Reading) -> Origin:
-    """The door that the options name. Raises SourceError."""
-    if reading.paths:
-        from portalmq.spark.directories import Directories
-
-        return Directories(reading.paths, reading.topics, reading.span_offsets)
-    from portalmq.spark.brokers import Brokers
-
-    return Brokers(reading.bootstrap, reading.topics, reading.span_offsets, token=reading.token, tls=reading.tls)
 
 
 def rows_of(span: Span, columns: Sequence[str], fails_on_data_loss: bool) -> Iterator[pa.RecordBatch]:

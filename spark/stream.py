@@ -29,8 +29,9 @@ from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMa
 from portalmq.spark.admission import shares
 from portalmq.spark.errors import BadOption, DataLoss, NoTopic
 from portalmq.spark.lookout import LASTING, PASSING, PATIENCE_S, Lookout, Patience
+from portalmq.spark.opening import origin_of
 from portalmq.spark.options import EARLIEST, LATEST, Reading
-from portalmq.spark.origin import Log, Origin, origin_of, packed, rows_of, spans_of
+from portalmq.spark.origin import Log, Origin, packed, rows_of, spans_of
 from portalmq.spark.positions import Positions, Standing, accepted, as_sorted, standing
 from portalmq.spark.topics import is_pattern
 

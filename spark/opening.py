@@ -1,0 +1,17 @@
+"""Opens the origin that the options name: data directories, or brokers."""
+
+from __future__ import annotations
+
+from portalmq.spark.options import Reading
+from portalmq.spark.origin import Origin
+
+
+def origin_of(reading: Reading) -> Origin:
+    """The door that the options name. Raises SourceError."""
+    if reading.paths:
+        from portalmq.spark.directories import Directories
+
+        return Directories(reading.paths, reading.topics, reading.span_offsets)
+    from portalmq.spark.brokers import Brokers
+
+    return Brokers(reading.bootstrap, reading.topics, reading.span_offsets, token=reading.token, tls=reading.tls)
