@@ -20,7 +20,7 @@ from portalmq.broker.storage.batch import Batch, Kind, Record
 from portalmq.broker.storage.errors import StorageFault, WrongLog, opening
 from portalmq.broker.storage.files import opened
 from portalmq.broker.storage.holes import HOLES_DDL, insert_holes, removed_in
-from portalmq.broker.storage.lanes import LANES_DDL, lanes_of
+from portalmq.broker.storage.lane_indexes import LANES_DDL, lanes_of
 from portalmq.broker.storage.rows import ContentTypes, insert_batches, insert_messages, preset_content_types
 from portalmq.broker.storage.schema import PAGE_BYTES, SCHEMA_VERSION, SEGMENT_DDL, LogIdentity
 from portalmq.broker.storage.segment_reading import ReadableSegment

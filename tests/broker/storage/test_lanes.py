@@ -7,7 +7,8 @@ from support.log_files import Writer, open_log
 
 from portalmq.broker.core.queue.lanes import DELAYED
 from portalmq.broker.storage.batch import Record
-from portalmq.broker.storage.lanes import DELAYED_MESSAGES, PRIORITY_MESSAGES, Lanes
+from portalmq.broker.storage.lane_indexes import DELAYED_MESSAGES, PRIORITY_MESSAGES
+from portalmq.broker.storage.lanes import Lanes
 
 END = 1 << 60
 
