@@ -6,17 +6,21 @@ import base64
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import msgspec
 
 from portalmq.wire import JsonMessageShown, PackMessageOut, is_json_type
 
-if TYPE_CHECKING:
-    from portalmq.consumer import Consumer
-
-
 VALUE_BYTES_SHOWN = 40
+
+
+class Settles(Protocol):
+    """The consumer that received a message, and settles it."""
+
+    def ack(self, message: Message, /) -> object: ...
+    def nack(self, message: Message, /, *, delay_s: float | None = None, reason: str | None = None) -> object: ...
+    def extend(self, message: Message, visibility_timeout_s: float | None, /) -> object: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,14 +109,14 @@ class Message(msgspec.Struct, frozen=True, eq=False):
         """Hold the lease for `visibility_timeout_s` seconds from now (default: the consumer's)."""
         self._leased_by().extend(self, visibility_timeout_s)
 
-    def _leased_by(self) -> Consumer:
+    def _leased_by(self) -> Settles:
         if self._consumer is None:
             raise RuntimeError("this message was browsed, not received by a queue group: there is no lease to settle")
-        consumer: Consumer = self._consumer
+        consumer: Settles = self._consumer
         return consumer
 
 
-def message_from_wire(packed: PackMessageOut, topic: str, consumer: Consumer | None = None) -> Message:
+def message_from_wire(packed: PackMessageOut, topic: str, consumer: Settles | None = None) -> Message:
     """The message that an answer carries. `topic` counts when the answer names it once, beside the list."""
     return Message(
         packed.topic or topic,

@@ -131,7 +131,6 @@ UP = {
     ("portalmq.broker.partition.following", "portalmq.broker.replication.fetch_protocol"),
     ("portalmq.broker.wiring", "portalmq.broker.server.config"),
     ("portalmq.broker.wiring", "portalmq.broker.server.metrics"),
-    ("portalmq.message", "portalmq.consumer"),
 }
 
 ONLY_IN = {
