@@ -22,7 +22,7 @@ import click
 import msgspec
 
 from portalmq import Admin, Producer
-from portalmq.broker.bench import single as bench
+from portalmq.broker.bench import harness
 from portalmq.broker.ops.supervisor import ClusterRecord, read_record
 
 READY_WITHIN_S = 60.0
@@ -54,18 +54,18 @@ def _round(urls: list[str], number: int, messages: int, sends: int) -> dict[str,
             for grow, suffix in ((True, ""), (False, "_exact")):
                 topic = f"{name}{suffix}-{number}"
                 admin.create_topic(topic, replication_factor=factor)
-                rate = bench.produce_rate(urls, topic, messages, bench.BATCH_MESSAGES, grow=grow)
+                rate = harness.produce_rate(urls, topic, messages, harness.BATCH_MESSAGES, grow=grow)
                 figures[f"{name}{suffix}_per_s"] = rate
                 admin.delete_topic(topic)
         admin.create_topic(f"sends-{number}", replication_factor=3)
-    with bench.server(bench.NOTHING) as (nothing_url, _), Producer(urls) as producer:
+    with harness.server(harness.NOTHING) as (nothing_url, _), Producer(urls) as producer:
         topic = f"sends-{number}"
-        producer.send(topic, bench.VALUE).result(timeout=30)
+        producer.send(topic, harness.VALUE).result(timeout=30)
 
         def send() -> None:
-            producer.send(topic, bench.VALUE).result(timeout=30)
+            producer.send(topic, harness.VALUE).result(timeout=30)
 
-        bare, single = bench.interleaved(bench.bare_post(nothing_url), send, sends)
+        bare, single = harness.interleaved(harness.bare_post(nothing_url), send, sends)
     return figures | {"bare_post_p50_ms": bare, "send_p50_ms": single}
 
 
@@ -75,10 +75,10 @@ def _many_partitions(record: ClusterRecord, partitions: int) -> dict[str, float]
         admin.create_topic("many", partitions=partitions, replication_factor=3)
         _until_led(admin, partitions, set())
         time.sleep(2)  # what creating them costs is not the question
-        before, begin = [bench.cpu_s(broker.pid) for broker in brokers], time.perf_counter()
+        before, begin = [harness.cpu_s(broker.pid) for broker in brokers], time.perf_counter()
         time.sleep(IDLE_S)
         seconds = time.perf_counter() - begin
-        idle = [100 * (bench.cpu_s(each.pid) - was) / seconds for each, was in zip(brokers, before, strict=True)]
+        idle = [100 * (harness.cpu_s(each.pid) - was) / seconds for each, was in zip(brokers, before, strict=True)]
         victim = next(each for each in admin.describe("many").partitions if each.leader is not None).leader
         assert victim is not None
         with Admin([url for number, url in enumerate(record.urls, start=1) if number != victim]) as others:

@@ -19,7 +19,7 @@ import click
 import msgspec
 
 from portalmq import Consumer, Producer
-from portalmq.broker.bench import single as bench
+from portalmq.broker.bench import harness
 
 CONSUMERS = 4
 SCHEDULED = 1_000_000
@@ -43,11 +43,13 @@ def measured(directory: Path, messages: int, singles: int, rounds: int) -> dict[
 
 def _round(directory: Path, messages: int, singles: int) -> dict[str, float]:
     directory.mkdir(parents=True)
-    with bench.broker(directory) as (url, _):
+    with harness.broker(directory) as (url, _):
         figures = {
-            "produce_per_s": bench.produce_rate(url, "bulk", messages, bench.BATCH_MESSAGES),
-            "produce_small_per_s": bench.produce_rate(url, "small", messages // 4, bench.RECEIVE_MESSAGES, grow=False),
-            "receive_ack_per_s": bench.receive_rate(url, "small", messages // 4, consumers=CONSUMERS),
+            "produce_per_s": harness.produce_rate(url, "bulk", messages, harness.BATCH_MESSAGES),
+            "produce_small_per_s": harness.produce_rate(
+                url, "small", messages // 4, harness.RECEIVE_MESSAGES, grow=False
+            ),
+            "receive_ack_per_s": harness.receive_rate(url, "small", messages // 4, consumers=CONSUMERS),
             "fetch_per_s": _fetch_rate(url, "bulk", messages),
             "stream_consumer_per_s": _stream_rate(url, "bulk", messages),
             "ack_p50_ms": _ack_p50_ms(url, "singles", singles),
@@ -81,7 +83,7 @@ def _stream_rate(url: str, topic: str, messages: int) -> float:
         count = len(consumer.poll(timeout_s=WITHIN_S, max_messages=1))
         begin = time.perf_counter()
         while count < messages:
-            batch = consumer.poll(timeout_s=WITHIN_S, max_messages=bench.BATCH_MESSAGES)
+            batch = consumer.poll(timeout_s=WITHIN_S, max_messages=harness.BATCH_MESSAGES)
             if not batch:
                 raise click.ClickException(f"{count} of {messages} messages were read")
             count += len(batch)
@@ -91,7 +93,7 @@ def _stream_rate(url: str, topic: str, messages: int) -> float:
 def _ack_p50_ms(url: str, topic: str, times: int) -> float:
     with Producer(url) as producer:
         for _ in range(times):
-            producer.send(topic, bench.VALUE)
+            producer.send(topic, harness.VALUE)
     durations: list[float] = []
     with Consumer(topic, group="bench", bootstrap=url, manual_ack=True) as consumer:
         while len(durations) < times:
@@ -117,13 +119,13 @@ def _wake_p50_ms(url: str, topic: str, times: int) -> float:
     thread = threading.Thread(target=consume)
     durations: list[float] = []
     with Producer(url) as producer:
-        producer.send(topic, bench.VALUE).result(timeout=WITHIN_S)
+        producer.send(topic, harness.VALUE).result(timeout=WITHIN_S)
         thread.start()
         bell.acquire(timeout=WITHIN_S)
         for _ in range(times):
-            bench.until_parked(url, 1, PARKED_EVERY_S)
+            harness.until_parked(url, 1, PARKED_EVERY_S)
             begin = time.perf_counter()
-            producer.send(topic, bench.VALUE).result(timeout=WITHIN_S)
+            producer.send(topic, harness.VALUE).result(timeout=WITHIN_S)
             bell.acquire(timeout=WITHIN_S)
             durations.append(arrived[-1] - begin)
     thread.join()
@@ -132,16 +134,16 @@ def _wake_p50_ms(url: str, topic: str, times: int) -> float:
 
 def _scheduled(directory: Path) -> dict[str, float]:
     """Memory of a broker with a million messages that are due in an hour and a group that waits for them."""
-    with bench.broker(directory) as (url, pid):
-        idle_mb = bench.rss_mb(pid)
-        with Producer(url, batch_messages=bench.BATCH_MESSAGES) as producer:
+    with harness.broker(directory) as (url, pid):
+        idle_mb = harness.rss_mb(pid)
+        with Producer(url, batch_messages=harness.BATCH_MESSAGES) as producer:
             for _ in range(SCHEDULED):
-                producer.send("later", bench.VALUE, delay_s=SCHEDULED_FOR_S)
+                producer.send("later", harness.VALUE, delay_s=SCHEDULED_FOR_S)
             producer.flush(timeout=300)
         with Consumer("later", group="bench", bootstrap=url) as consumer:
             if consumer.poll(timeout_s=2):
                 raise click.ClickException("a scheduled message came before its time")
-        return {"idle_rss_mb": idle_mb, "scheduled_rss_mb": bench.rss_mb(pid)}
+        return {"idle_rss_mb": idle_mb, "scheduled_rss_mb": harness.rss_mb(pid)}
 
 
 def show(figures: dict[str, float], output: str) -> None:

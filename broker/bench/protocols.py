@@ -27,7 +27,7 @@ from urllib.parse import urlsplit
 
 import click
 
-from portalmq.broker.bench import single as bench
+from portalmq.broker.bench import harness
 
 CLIENTS = (1, 16, 64)
 PROCESSES = 4
@@ -36,7 +36,7 @@ ALONE_SECONDS = 12.0
 ALONE_CALLS = 4
 YARDSTICK = "message"
 WITHIN_S = 60.0
-TEXT = bench.VALUE.decode()
+TEXT = harness.VALUE.decode()
 
 Call = Callable[[], bool]
 
@@ -106,7 +106,7 @@ def _topics(where: Where) -> tuple[Call, Call]:
     wanted = json.dumps({"topics": [where.queue], "max_messages": 1, "wait_ms": 0}).encode()
 
     def put() -> bool:
-        return bool(http.ask("POST", f"/v1/topics/{where.queue}/messages", bench.VALUE, "text/plain"))
+        return bool(http.ask("POST", f"/v1/topics/{where.queue}/messages", harness.VALUE, "text/plain"))
 
     def take() -> bool:
         messages = http.ask("POST", "/v1/groups/default/receive", wanted)["messages"]
@@ -209,14 +209,14 @@ def measured(directory: Path, rounds: int) -> dict[str, float]:
 def _round(directory: Path) -> dict[str, float]:
     directory.mkdir(parents=True)
     figures: dict[str, float] = {}
-    with bench.broker(directory) as (url, _), _miniq(url) as ports:
+    with harness.broker(directory) as (url, _), _miniq(url) as ports:
         for verb, name in enumerate(("put", "take")):
             for clients in CLIENTS:
                 wheres = {door: Where(url, ports, f"{door}-{clients}") for door in DOORS}
                 if verb:
                     for where in wheres.values():
                         # Enough for the fastest: what is left over does not count.
-                        bench.produce_rate(url, where.queue, 40_000, bench.BATCH_MESSAGES)
+                        harness.produce_rate(url, where.queue, 40_000, harness.BATCH_MESSAGES)
                 if clients == 1:
                     taken = _measure_alone(wheres, verb)
                 else:
