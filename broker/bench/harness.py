@@ -25,7 +25,8 @@ from portalmq.producers.outgoing import MESSAGE_OVERHEAD_BYTES
 VALUE = b"x" * 100
 BATCH_MESSAGES = 1_000
 RECEIVE_MESSAGES = 100
-READY_WITHIN_S = 20.0
+READY_WITHIN_S = 30.0
+END_WITHIN_S = 30.0
 NOTHING = "nothing"
 
 
@@ -158,7 +159,7 @@ def server(*command: str) -> Iterator[tuple[str, int]]:
     finally:
         process.send_signal(signal.SIGTERM)
         try:
-            process.wait(20)
+            process.wait(END_WITHIN_S)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()

@@ -9,7 +9,7 @@ Spark session at local[2], by turns, so that whatever else runs here slows all o
 
 Medians of `--rounds` are printed, with the ratios, the peak memory of Spark's Python workers, and how many segment
 files a query for a sixtieth of the time reads. `--live` measures what reading costs a broker that is being written to:
-see bench_live; `--sink` how fast Spark writes: see bench_sink.
+see spark_live; `--sink` how fast Spark writes: see bench_sink.
 """
 
 from __future__ import annotations
@@ -19,13 +19,10 @@ import json
 import os
 import re
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -33,90 +30,17 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from portalmq import Admin, Producer
-from portalmq.broker.bench.spark_rivals import ALL, TWO, Tuples, pieces, plain_rows
+from portalmq.broker.bench.harness import broker
+from portalmq.broker.bench.spark_harness import MESSAGE_BYTES, PARTITIONS, fill, session
+from portalmq.broker.bench.spark_rivals import ALL, TWO, pieces, plain_rows
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-PARTITIONS = 4
-MESSAGE_BYTES = 100
-START_WITHIN_S = 30.0
-END_WITHIN_S = 30.0
-BATCH_MESSAGES = 5_000
 # Of each segment file, for the rival that would take minutes otherwise.
 TUPLE_OFFSETS = 250_000
 SEGMENT_BYTES = 1024 * 1024
 LARGE_BYTES = 1024 * 1024 - 1024
-
-
-@contextmanager
-def broker(directory: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """(URL, process) of a broker on a free port, stopped at the end."""
-    directory.mkdir(parents=True, exist_ok=True)
-    said = directory.with_name(f"{directory.name}.log")
-    command = [sys.executable, "-m", "portalmq.cli.main", "dev", "0", "--data-dir", str(directory)]
-    with said.open("wb") as log:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-    try:
-        yield _url(process, said), process
-    finally:
-        process.terminate()
-        try:
-            process.wait(END_WITHIN_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait(END_WITHIN_S)
-
-
-def _url(process: subprocess.Popen[bytes], said: Path) -> str:
-    deadline = time.monotonic() + START_WITHIN_S
-    while time.monotonic() < deadline and process.poll() is None:
-        found = re.search(r"is ready at (\S+)", said.read_text("utf-8", "replace"))
-        if found is not None:
-            return found[1]
-        time.sleep(0.05)
-    raise SystemExit(f"the broker did not start:\n{said.read_text('utf-8', 'replace')}")
-
-
-def fill(url: str, topic: str, values: Iterator[bytes], messages: int, **config: int) -> float:
-    """Messages a second, over HTTP, each batch to the next partition."""
-    with closing(Admin(url)) as admin:
-        admin.create_topic(topic, partitions=PARTITIONS, replication_factor=1, config=config)
-    began = time.monotonic()
-    with Producer(url, batch_messages=BATCH_MESSAGES, linger_ms=20) as producer:
-        for number, value in zip(range(messages), values, strict=False):
-            producer.send(topic, value, partition=number // BATCH_MESSAGES % PARTITIONS)
-        producer.flush(600)
-    return messages / (time.monotonic() - began)
-
-
-@contextmanager
-def session(folder: Path) -> Iterator[SparkSession]:
-    """Spark as it comes, at local[2]."""
-    from pyspark.sql import SparkSession
-
-    import portalmq.spark
-
-    os.environ.update(SPARK_LOCAL_IP="127.0.0.1", PYSPARK_PYTHON=sys.executable)
-    spark = (
-        SparkSession.builder.master("local[2]")
-        .appName("bench")
-        .config("spark.driver.bindAddress", "127.0.0.1")
-        .config("spark.driver.host", "127.0.0.1")
-        .config("spark.local.dir", str(folder))
-        .config("spark.sql.shuffle.partitions", "2")
-        .config("spark.ui.enabled", "false")
-        .config("spark.ui.showConsoleProgress", "false")
-        .getOrCreate()
-    )
-    spark.sparkContext.setLogLevel("OFF")
-    portalmq.spark.register(spark)
-    spark.dataSource.register(Tuples)
-    try:
-        yield spark
-    finally:
-        spark.stop()
 
 
 def aggregate(spark: SparkSession, name: str, columns: Sequence[str], **options: str) -> tuple[int, int]:

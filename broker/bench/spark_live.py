@@ -32,7 +32,8 @@ from pathlib import Path
 import numpy as np
 
 from portalmq import Admin, Producer
-from portalmq.broker.bench.spark import BATCH_MESSAGES, END_WITHIN_S, MESSAGE_BYTES, PARTITIONS, broker, fill
+from portalmq.broker.bench.harness import broker
+from portalmq.broker.bench.spark_harness import BATCH_MESSAGES, MESSAGE_BYTES, PARTITIONS, fill
 from portalmq.spark.brokers import Brokers
 from portalmq.spark.columns import COLUMNS
 from portalmq.spark.directories import Directories
@@ -40,6 +41,7 @@ from portalmq.spark.errors import DataLoss, NothingThere, Unreachable
 from portalmq.spark.origin import Origin
 
 TOPIC = "live"
+END_WITHIN_S = 30.0
 READERS = 2
 SEGMENT_BYTES = 32 * 1024 * 1024
 RETENTION_BYTES = 512 * 1024 * 1024
@@ -213,15 +215,15 @@ def run(rounds: int, seconds: float, folder: Path) -> dict[str, float]:
     cores = sorted(os.sched_getaffinity(0))
     half = len(cores) // 2 or 1
     other = folder / "other"
-    with broker(other) as (other_url, other_process):
+    with broker(other) as (other_url, other_pid):
         fill(other_url, TOPIC, iter(lambda: b"x" * MESSAGE_BYTES, None), OTHER_MESSAGES, segment_bytes=SEGMENT_BYTES)
         for name, writing_cores, reading_cores in (
             ("as it is", cores, cores),
             ("apart", cores[:half], cores[half:] or cores),
         ):
             data = folder / name.replace(" ", "-")
-            with broker(data) as (url, process):
-                for pid in (process.pid, other_process.pid, os.getpid()):
+            with broker(data) as (url, broker_pid):
+                for pid in (broker_pid, other_pid, os.getpid()):
                     pin(pid, writing_cores)
                 kinds = {
                     "alone": None,

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from portalmq import Admin
-from portalmq.broker.bench.spark import MESSAGE_BYTES, PARTITIONS, broker, fill, session
+from portalmq.broker.bench.harness import broker
+from portalmq.broker.bench.spark_harness import MESSAGE_BYTES, PARTITIONS, fill, session
 from portalmq.spark.brokers import Brokers
 
 if TYPE_CHECKING:
