@@ -9,16 +9,27 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
-from portalmq.broker.server.config import BrokerConfig
 from portalmq.control_plane.mirror import Mirror
 from portalmq.errors import Backpressure
+
+
+class Limits(Protocol):
+    """The settings that say how many are too many; `partitions_max` is the share of one broker."""
+
+    @property
+    def topics_max(self) -> int: ...
+    @property
+    def partitions_max(self) -> int: ...
+    @property
+    def groups_max(self) -> int: ...
 
 
 class Capacity:
     """Invariant: `_making` is what is on its way into the control plane, and not in the mirror yet."""
 
-    def __init__(self, config: BrokerConfig, mirror: Mirror) -> None:
+    def __init__(self, config: Limits, mirror: Mirror) -> None:
         self._config = config
         self._mirror = mirror
         self._making: Counter[str] = Counter()

@@ -22,7 +22,7 @@ import msgspec
 from gevent.monkey import get_original
 
 from portalmq import wire
-from portalmq.broker.server.config import BrokerConfig, UsageError
+from portalmq.broker.cluster.exits import UsageError
 from portalmq.control_plane.state import BrokerState
 from portalmq.errors import Forbidden, PortalMQError, Unauthorized, Unavailable, error_from_problem
 from portalmq.network.connection import Address, ConnectionPool, NoAnswer, NotSent, parse_address
@@ -149,7 +149,18 @@ def check_credential(authorization: str | None, secret: str) -> None:
         raise Forbidden("this path is for the cluster's brokers alone, and this is not their credential")
 
 
-def trusting(config: BrokerConfig) -> ssl.SSLContext | None:
+class TLSFiles(Protocol):
+    """The settings of TLS between brokers: certificates in PEM, and what a broker shows of its own."""
+
+    @property
+    def tls_cert(self) -> Path | None: ...
+    @property
+    def tls_peer_ca(self) -> Path | None: ...
+    @property
+    def shown_to_brokers(self) -> tuple[Path, Path] | None: ...
+
+
+def trusting(config: TLSFiles) -> ssl.SSLContext | None:
     """With TLS, brokers trust certificates of the authorities that are named for it, or those that stand in their own
     file. Of a certificate without its authority that cannot be told: then the system's authorities count, too.
 
@@ -160,7 +171,7 @@ def trusting(config: BrokerConfig) -> ssl.SSLContext | None:
     return _context(config.tls_peer_ca or config.tls_cert, config.tls_peer_ca is None, config.shown_to_brokers)
 
 
-def trusting_by_hand(config: BrokerConfig, tls_cert: Path | None = None) -> ssl.SSLContext | None:
+def trusting_by_hand(config: TLSFiles, tls_cert: Path | None = None) -> ssl.SSLContext | None:
     """The same for a command that calls brokers: by their files where its settings name them, or by their certificate
     alone, and else as clients do, whose files the environment names. Raises UsageError."""
     if tls_cert is not None:

@@ -14,8 +14,8 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
+from portalmq.broker.cluster.exits import EX_CANTCREAT, EX_UNAVAILABLE, EX_USAGE, StartupError
 from portalmq.broker.core.replica.replica import PartitionReplica
-from portalmq.broker.server.config import EX_CANTCREAT, EX_UNAVAILABLE, EX_USAGE, StartupError
 from portalmq.control_plane.catalog import Catalog
 from portalmq.control_plane.controller import elect_unclean
 from portalmq.control_plane.plane import Conflict

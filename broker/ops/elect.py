@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from portalmq.broker.server.config import EX_UNAVAILABLE, EX_USAGE, BrokerConfig, StartupError, UsageError, load_config
+from portalmq.broker.cluster.exits import EX_UNAVAILABLE, EX_USAGE, StartupError, UsageError
+from portalmq.broker.server.config import BrokerConfig, load_config
 
 if TYPE_CHECKING:
     from portalmq.control_plane.catalog import Catalog

@@ -38,7 +38,8 @@ from pathlib import Path
 
 import msgspec
 
-from portalmq.broker.server.config import EX_CANTCREAT, EX_SOFTWARE, BrokerConfig, StartupError
+from portalmq.broker.cluster.exits import EX_CANTCREAT, EX_SOFTWARE, StartupError
+from portalmq.broker.server.config import BrokerConfig
 
 READY_WITHIN_S = 60.0
 # Longer than a broker takes at most: it hands leadership over, and lets running calls end.

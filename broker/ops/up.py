@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from portalmq.broker.server.config import EX_CANTCREAT, EX_SOFTWARE, BrokerConfig, StartupError, UsageError, load_config
+from portalmq.broker.cluster.exits import EX_CANTCREAT, EX_SOFTWARE, StartupError, UsageError
+from portalmq.broker.server.config import BrokerConfig, load_config
 
 if TYPE_CHECKING:
     from portalmq.broker.ops.supervisor import ProcessRecord

@@ -33,8 +33,8 @@ from pathlib import Path
 import msgspec
 
 from portalmq import wire
+from portalmq.broker.cluster.exits import EX_CANTCREAT, EX_STORAGE, StartupError
 from portalmq.broker.cluster.replicas import TOPIC_FILE, Files
-from portalmq.broker.server.config import EX_CANTCREAT, EX_STORAGE, StartupError
 from portalmq.broker.storage.disk import DataDirectory, DirectoryInUse, read_identity
 from portalmq.broker.storage.errors import StorageError
 from portalmq.broker.storage.files import write_atomically

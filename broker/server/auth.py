@@ -10,7 +10,8 @@ import hashlib
 import hmac
 from collections.abc import Iterable
 
-from portalmq.broker.server.config import BrokerConfig, UsageError, is_loopback
+from portalmq.broker.cluster.exits import UsageError
+from portalmq.broker.server.config import BrokerConfig, is_loopback
 
 _BEARER = b"bearer "
 

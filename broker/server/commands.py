@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 
 import click
 
-from portalmq.broker.server.config import ENVIRONMENT_PREFIX, SETTINGS, BrokerConfig, StartupError, load_config
+from portalmq.broker.cluster.exits import StartupError
+from portalmq.broker.server.config import ENVIRONMENT_PREFIX, SETTINGS, BrokerConfig, load_config
 
 # As programs that were written for MiniQ start it.
 SHORT = {"no_confirm": "-c"}

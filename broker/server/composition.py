@@ -26,20 +26,18 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import gevent
 from gunicorn.app.base import BaseApplication
 
-from portalmq.broker.cluster.retry_budget import Patience
-from portalmq.broker.partition.yielding import give_way
-from portalmq.broker.server.auth import Auth, auth_from, has_open_zookeeper
-from portalmq.broker.server.config import (
+from portalmq.broker.cluster.exits import (
     EX_CANTCREAT,
     EX_SOFTWARE,
     EX_STORAGE,
     EX_UNAVAILABLE,
-    SECRET_LENGTH_MIN,
-    BrokerConfig,
     StartupError,
     UsageError,
-    is_loopback,
 )
+from portalmq.broker.cluster.retry_budget import Patience
+from portalmq.broker.partition.yielding import give_way
+from portalmq.broker.server.auth import Auth, auth_from, has_open_zookeeper
+from portalmq.broker.server.config import SECRET_LENGTH_MIN, BrokerConfig, is_loopback
 from portalmq.broker.server.heads import LINE_BYTES_MAX
 from portalmq.broker.server.logs import ServerLogger, start_logging
 from portalmq.broker.server.preflight import Preflight, Question, tls_of

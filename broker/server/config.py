@@ -18,11 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-EX_USAGE = 2
-EX_UNAVAILABLE = 69
-EX_SOFTWARE = 70
-EX_CANTCREAT = 73
-EX_STORAGE = 74
+from portalmq.broker.cluster.exits import UsageError
 
 ENVIRONMENT_PREFIX = "PORTALMQ_"
 CONFIG_FILE = "portalmq.toml"
@@ -31,21 +27,6 @@ SECRET_LENGTH_MIN = 16
 
 LogFormat = Literal["text", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
-
-
-class StartupError(Exception):
-    """The broker cannot start. The sentence says what to do, the exit code who is at fault."""
-
-    def __init__(self, sentence: str, exit_code: int) -> None:
-        super().__init__(sentence)
-        self.exit_code = exit_code
-
-
-class UsageError(StartupError):
-    """A setting is wrong (exit 2)."""
-
-    def __init__(self, sentence: str) -> None:
-        super().__init__(sentence, EX_USAGE)
 
 
 def _setting(default: Any, meaning: str, *, at_least: float | None = None, secret: bool = False) -> Any:

@@ -30,15 +30,9 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from portalmq.broker.cluster.exits import EX_CANTCREAT, EX_SOFTWARE, EX_UNAVAILABLE, EX_USAGE, StartupError
 from portalmq.broker.cluster.retry_budget import Patience
-from portalmq.broker.server.config import (
-    EX_CANTCREAT,
-    EX_SOFTWARE,
-    EX_UNAVAILABLE,
-    EX_USAGE,
-    BrokerConfig,
-    StartupError,
-)
+from portalmq.broker.server.config import BrokerConfig
 from portalmq.broker.server.process import die_with
 from portalmq.broker.storage.disk import StoreIdentity
 

@@ -33,7 +33,7 @@ from gunicorn.sock import ssl_context
 from gunicorn.workers.base_async import AsyncWorker
 from gunicorn.workers.ggevent import GeventWorker
 
-from portalmq.broker.server.config import EX_SOFTWARE
+from portalmq.broker.cluster.exits import EX_SOFTWARE
 from portalmq.broker.server.connections import Connection, Connections, hang_up
 from portalmq.broker.server.heads import BoundedRequest
 from portalmq.broker.server.responses import join_responses

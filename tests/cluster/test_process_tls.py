@@ -15,10 +15,11 @@ from support.broker_process import BrokerProcess
 from support.cluster import wait_until
 from support.tls import TlsFront, key, pem
 
+from portalmq.broker.cluster.exits import UsageError
 from portalmq.broker.cluster.failure_detector import Probe, Prober
 from portalmq.broker.cluster.peers import trusting, trusting_by_hand
 from portalmq.broker.ops import elect as rescue
-from portalmq.broker.server.config import BrokerConfig, UsageError
+from portalmq.broker.server.config import BrokerConfig
 
 WITHIN_S = 30.0
 

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 from support.ports import kept_ports
 
+from portalmq.broker.cluster.exits import StartupError
 from portalmq.broker.ops.supervisor import (
     ClusterRecord,
     Plan,
@@ -22,7 +23,7 @@ from portalmq.broker.ops.supervisor import (
     read_record,
     start_of,
 )
-from portalmq.broker.server.config import StartupError, load_config
+from portalmq.broker.server.config import load_config
 
 
 def me() -> ProcessRecord:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from support.domain import records, running
 
 from portalmq import wire
+from portalmq.broker.cluster.exits import StartupError
 from portalmq.broker.cluster.unclean_election import NotElected, Standing, choose
 from portalmq.broker.server.adoption import (
     BROKERS_FILE,
@@ -25,7 +26,6 @@ from portalmq.broker.server.adoption import (
     topic_of,
     write_back,
 )
-from portalmq.broker.server.config import StartupError
 from portalmq.broker.storage.disk import DataDirectory
 from portalmq.control_plane.catalog import Catalog
 from portalmq.control_plane.standalone import Standalone

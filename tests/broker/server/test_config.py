@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from portalmq.broker.server.config import READERS, SETTINGS, BrokerConfig, UsageError, load_config
+from portalmq.broker.cluster.exits import UsageError
+from portalmq.broker.server.config import READERS, SETTINGS, BrokerConfig, load_config
 
 
 @pytest.fixture

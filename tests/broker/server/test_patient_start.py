@@ -15,11 +15,12 @@ from support.failing_plane import FailingPlane
 from support.members import until
 
 from portalmq.broker.cluster import retry_budget as patience
+from portalmq.broker.cluster.exits import EX_CANTCREAT, EX_UNAVAILABLE, EX_USAGE, StartupError
 from portalmq.broker.cluster.retry_budget import Patience
 from portalmq.broker.server import composition as server
 from portalmq.broker.server import preflight
 from portalmq.broker.server.auth import Auth
-from portalmq.broker.server.config import EX_CANTCREAT, EX_UNAVAILABLE, EX_USAGE, BrokerConfig, StartupError
+from portalmq.broker.server.config import BrokerConfig
 from portalmq.broker.server.preflight import Question
 from portalmq.broker.storage.disk import DataDirectory
 from portalmq.control_plane import zookeeper

@@ -14,8 +14,9 @@ import pytest
 from support.zookeeper import fresh_chroot
 
 from portalmq.broker.cluster import retry_budget as patience
+from portalmq.broker.cluster.exits import StartupError
 from portalmq.broker.server import preflight
-from portalmq.broker.server.config import BrokerConfig, StartupError
+from portalmq.broker.server.config import BrokerConfig
 from portalmq.broker.server.preflight import Joined, Preflight, Question
 from portalmq.broker.storage.disk import StoreIdentity
 from portalmq.control_plane.catalog import Catalog

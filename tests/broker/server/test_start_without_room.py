@@ -10,9 +10,10 @@ from typing import NoReturn
 
 import pytest
 
+from portalmq.broker.cluster.exits import EX_STORAGE
 from portalmq.broker.server import composition as server
 from portalmq.broker.server.auth import Auth
-from portalmq.broker.server.config import EX_STORAGE, BrokerConfig
+from portalmq.broker.server.config import BrokerConfig
 from portalmq.broker.storage.disk import DataDirectory
 from portalmq.control_plane import standalone
 
