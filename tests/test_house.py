@@ -116,14 +116,6 @@ MAY_IMPORT = {
 
 # Arrows up that still stand.
 UP = {
-    ("portalmq.broker.api.app", "portalmq.broker.server.auth"),
-    ("portalmq.broker.api.app", "portalmq.broker.server.config"),
-    ("portalmq.broker.api.app", "portalmq.broker.server.metrics"),
-    ("portalmq.broker.api.cluster", "portalmq.broker.server.metrics"),
-    ("portalmq.broker.api.request_context", "portalmq.broker.server.auth"),
-    ("portalmq.broker.api.request_context", "portalmq.broker.server.config"),
-    ("portalmq.broker.api.request_context", "portalmq.broker.server.metrics"),
-    ("portalmq.broker.api.visitors", "portalmq.broker.server.config"),
     ("portalmq.broker.cluster.maintenance", "portalmq.broker.queues.groups"),
     ("portalmq.broker.partition.following", "portalmq.broker.replication.fetch_protocol"),
     ("portalmq.broker.wiring", "portalmq.broker.server.config"),

@@ -12,15 +12,12 @@ from portalmq.broker.api import problems
 from portalmq.broker.api.body import close_after_answer, leaves_bytes_unread
 from portalmq.broker.api.dispatch import Doors, check_caller, check_ready
 from portalmq.broker.api.domain import Domain
-from portalmq.broker.api.request_context import Answer, Room
+from portalmq.broker.api.request_context import Answer, Authorizer, RequestMetrics, Room, Settings
 from portalmq.broker.api.routes import ROUTES, Route
-from portalmq.broker.server.auth import Auth
-from portalmq.broker.server.config import BrokerConfig
-from portalmq.broker.server.metrics import Metrics
 
 
 def create_app(
-    broker: Domain, config: BrokerConfig, metrics: Metrics, auth: Auth, *, more: Sequence[Route] = ()
+    broker: Domain, config: Settings, metrics: RequestMetrics, auth: Authorizer, *, more: Sequence[Route] = ()
 ) -> Flask:
     """The WSGI application of one broker: the routes of the table, and those of other rooms."""
     room = Room(broker, config, metrics, auth)

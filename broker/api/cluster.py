@@ -7,7 +7,6 @@ from flask import Response, request
 from portalmq import wire
 from portalmq.broker.api.dispatch import check_caller
 from portalmq.broker.api.request_context import Room, answer, query
-from portalmq.broker.server import metrics
 from portalmq.errors import Forbidden, Unauthorized, Unavailable
 
 
@@ -55,4 +54,4 @@ def metadata(room: Room) -> Response:
 
 
 def exposition(room: Room) -> Response:
-    return Response(room.metrics.exposition(), content_type=metrics.CONTENT_TYPE)
+    return Response(room.metrics.exposition(), content_type=room.metrics.content_type)

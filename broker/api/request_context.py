@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 from flask import Response, request
@@ -15,10 +15,7 @@ from portalmq.broker.api.answers_in_flight import AnswersInFlight
 from portalmq.broker.api.body import BodiesInFlight, read_body
 from portalmq.broker.api.domain import Domain
 from portalmq.broker.api.query import Query
-from portalmq.broker.api.visitors import Visitors
-from portalmq.broker.server.auth import Auth
-from portalmq.broker.server.config import BrokerConfig
-from portalmq.broker.server.metrics import Metrics
+from portalmq.broker.api.visitors import Names, Visitors
 from portalmq.broker.storage.batch import Record
 from portalmq.errors import Backpressure
 
@@ -40,10 +37,47 @@ class Answer(NamedTuple):
         return response
 
 
+class Settings(Names, Protocol):
+    """The settings of HTTP."""
+
+    @property
+    def body_bytes_max(self) -> int: ...
+    @property
+    def body_bytes_in_flight_max(self) -> int: ...
+    @property
+    def body_timeout_s(self) -> float: ...
+    @property
+    def answer_bytes_in_flight_max(self) -> int: ...
+    @property
+    def parked_receives_max(self) -> int: ...
+    @property
+    def no_confirm(self) -> bool: ...
+
+
+class RequestMetrics(Protocol):
+    """Counts requests, and shows all that the broker counts. `waiting` tells how many calls wait."""
+
+    content_type: str
+    waiting: Callable[[], int]
+
+    def request(self, route: str, method: str, status: int, seconds: float) -> None: ...
+    def forget_topic(self, topic: str) -> None: ...
+    def forget_group(self, group: str) -> None: ...
+    def exposition(self) -> bytes: ...
+
+
+class Authorizer(Protocol):
+    """Checks the `Authorization` header, where secrets are `needed`."""
+
+    needed: bool
+
+    def allows(self, authorization: str | None) -> bool: ...
+
+
 class Room:
     """Invariant: 0 <= waiting <= config.parked_receives_max."""
 
-    def __init__(self, domain: Domain, config: BrokerConfig, metrics: Metrics, auth: Auth) -> None:
+    def __init__(self, domain: Domain, config: Settings, metrics: RequestMetrics, auth: Authorizer) -> None:
         self.domain = domain
         self.config = config
         self.metrics = metrics

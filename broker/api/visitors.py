@@ -13,10 +13,9 @@ from __future__ import annotations
 
 import ipaddress
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
-from portalmq.broker.server.config import BrokerConfig
 from portalmq.errors import Forbidden
 
 READING_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
@@ -25,10 +24,21 @@ TAKING_PATHS = frozenset({"/message", "/v1/consumer"})
 HOSTS_REMEMBERED = 256
 
 
+class Names(Protocol):
+    """The settings that name a broker."""
+
+    @property
+    def host(self) -> str: ...
+    @property
+    def url(self) -> str: ...
+    @property
+    def names_allowed(self) -> list[str]: ...
+
+
 class Visitors:
     """Refuses what a web page of another origin sends, and what comes under a name that is not the broker's."""
 
-    def __init__(self, config: BrokerConfig) -> None:
+    def __init__(self, config: Names) -> None:
         names = {config.host, urlsplit(config.url).hostname or "", *config.names_allowed}
         self._names = {_plain(name) for name in names}
         self._advertised = urlsplit(config.url).netloc.lower()

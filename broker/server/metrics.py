@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Final
 
 from gevent.lock import BoundedSemaphore
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -19,7 +18,6 @@ from prometheus_client.registry import Collector
 
 from portalmq.broker.partition.yielding import give_way, in_turns
 
-CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 REQUEST_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 SAMPLES_A_TURN = 200
 # State of so many groups and partitions is not read anew for each who asks: it is kept for a moment.
@@ -80,6 +78,8 @@ class Gauges:
 
 class Metrics:
     """The counters of one broker. The methods are called on the hot path: each is a dictionary look-up and an add."""
+
+    content_type = "text/plain; version=0.0.4; charset=utf-8"
 
     def __init__(self, version: str, *, broker_id: int | None = None) -> None:
         self.registry = CollectorRegistry()
