@@ -13,17 +13,19 @@ Who hears of what, when the cluster or a partition here has changed, stands here
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
 
 from gevent.event import Event
 from gevent.threadpool import ThreadPool
 
-from portalmq.broker.cluster.capacity import Capacity
+from portalmq.broker.cluster.capacity import Capacity, Limits
 from portalmq.broker.cluster.locks import Locks
 from portalmq.broker.cluster.maintenance import Housekeeping
 from portalmq.broker.cluster.membership import Membership
 from portalmq.broker.cluster.metadata_cache import Atlas
 from portalmq.broker.cluster.overview import Overview
-from portalmq.broker.cluster.peers import Peers, trusting
+from portalmq.broker.cluster.peers import Peers, TLSFiles, trusting
 from portalmq.broker.cluster.registry import Registry
 from portalmq.broker.cluster.routing import Leaders
 from portalmq.broker.cluster.timekeeping import Timekeeping
@@ -52,8 +54,6 @@ from portalmq.broker.queues.unfinished import Unfinished
 from portalmq.broker.queues.unfinished_counts import Sizing
 from portalmq.broker.replication.fetch_server import Replication
 from portalmq.broker.replication.fetcher import Fetchers
-from portalmq.broker.server.config import BrokerConfig, cluster_secret_in
-from portalmq.broker.server.metrics import Metrics
 from portalmq.broker.storage.disk import DiskGuard
 from portalmq.broker.streams.coordination import Coordinating
 from portalmq.broker.streams.offsets import Offsets
@@ -68,28 +68,67 @@ from portalmq.control_plane.stream_groups import StreamGroups
 CACHE_BYTES = 32 * 1024 * 1024
 
 
+class Settings(Limits, TLSFiles, Protocol):
+    """The settings of what a broker is made of."""
+
+    @property
+    def data_directory(self) -> Path: ...
+    @property
+    def is_clustered(self) -> bool: ...
+    @property
+    def auto_create_topics(self) -> bool: ...
+    @property
+    def default_replication_factor(self) -> int: ...
+    @property
+    def replica_lag_ms(self) -> int: ...
+    @property
+    def fetch_wait_ms(self) -> int: ...
+    @property
+    def fetch_bytes_max(self) -> int: ...
+    @property
+    def parked_receives_max(self) -> int: ...
+    @property
+    def storage_threads(self) -> int: ...
+
+
+class Counters(Protocol):
+    """Counts what happens in the broker."""
+
+    def published(self, topic: str, messages: int, size_bytes: int) -> None: ...
+    def delivered(self, topic: str, group: str, messages: int, redelivered: int = 0) -> None: ...
+    def acked(self, topic: str, group: str, messages: int) -> None: ...
+    def dead(self, topic: str, group: str, messages: int) -> None: ...
+    def expired(self, topic: str, group: str, messages: int) -> None: ...
+    def committed(self, seconds: float) -> None: ...
+    def compacted(self, messages: int) -> None: ...
+    def elected(self) -> None: ...
+    def in_sync_changed(self, left: int, joined: int) -> None: ...
+    def forget_topic(self, topic: str) -> None: ...
+
+
 class Rooms:
     """What a Broker is made of; also what partitions need of their host (partition/host.py). `on_fatal` is called once
     with a fault after which the process must end."""
 
     def __init__(
         self,
-        config: BrokerConfig,
+        config: Settings,
         catalog: Catalog,
         *,
         broker_id: int,
         me: BrokerState,
         disk: DiskGuard,
-        metrics: Metrics,
+        metrics: Counters,
         on_fatal: Callable[[BaseException], None],
         clock: Clock | None = None,
+        cluster_secret: str | None = None,
     ) -> None:
         self.config = config
         self.broker_id = broker_id
         self.incarnation = me.incarnation
         self.store_uuid = me.store_uuid
         self.cluster_id = catalog.cluster_id()
-        self.cluster_secret = cluster_secret_in(config) or catalog.cluster_secret()
+        self.cluster_secret = cluster_secret or catalog.cluster_secret()
         self._receipt_key = catalog.receipt_key()
         self.me = me
         self.clock = clock or Clock()
@@ -225,7 +264,7 @@ class Rooms:
         self.overview = Overview(self.cluster_id, self.topics, self.atlas, self.leaders, self.peers, self.mirror)
         self.registry = Registry(plane)
         self.locks = Locks(plane, lambda: self.mirror.brokers, me, self.clock)
-        self.housekeeping = Housekeeping(self.topics, self.groups, self.compacting, self._draining, self)
+        self.housekeeping = Housekeeping(self.topics, self.compacting, self._draining, self, sweep=self.groups.sweep)
 
     # --- what partitions need of their host ---------------------------------------------------------------------------
 

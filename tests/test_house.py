@@ -116,10 +116,7 @@ MAY_IMPORT = {
 
 # Arrows up that still stand.
 UP = {
-    ("portalmq.broker.cluster.maintenance", "portalmq.broker.queues.groups"),
     ("portalmq.broker.partition.following", "portalmq.broker.replication.fetch_protocol"),
-    ("portalmq.broker.wiring", "portalmq.broker.server.config"),
-    ("portalmq.broker.wiring", "portalmq.broker.server.metrics"),
 }
 
 ONLY_IN = {

@@ -17,7 +17,6 @@ from portalmq import wire
 from portalmq.broker.cluster.topics import Topics
 from portalmq.broker.partition.compaction import Compacting
 from portalmq.broker.partition.yielding import in_short_turns
-from portalmq.broker.queues.groups import Groups
 from portalmq.broker.storage.errors import Shortage
 from portalmq.errors import PortalMQError
 
@@ -43,18 +42,19 @@ class Keeper(Protocol):
 
 
 class Housekeeping:
-    """Ends when `draining` is set."""
+    """Ends when `draining` is set. `sweep` looks after the groups."""
 
     def __init__(
         self,
         topics: Topics,
-        groups: Groups,
         compacting: Compacting,
         draining: Event,
         keeper: Keeper,
+        *,
+        sweep: Callable[[], None],
     ) -> None:
         self._topics = topics
-        self._groups = groups
+        self._sweep = sweep
         self._compacting = compacting
         self._draining = draining
         self._keeper = keeper
@@ -64,7 +64,7 @@ class Housekeeping:
         self._greenlets = [
             gevent.spawn(self._every, SAVE_STATE_EVERY_S, self.save_state),
             gevent.spawn(self._every, RETAIN_EVERY_S, self.retain),
-            gevent.spawn(self._every, SWEEP_EVERY_S, self._groups.sweep),
+            gevent.spawn(self._every, SWEEP_EVERY_S, self._sweep),
             gevent.spawn(self._every, COMPACT_EVERY_S, self.compact),
             gevent.spawn(self._every, REST_EVERY_S, self.rest),
         ]

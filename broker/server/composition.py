@@ -37,7 +37,7 @@ from portalmq.broker.cluster.exits import (
 from portalmq.broker.cluster.retry_budget import Patience
 from portalmq.broker.partition.yielding import give_way
 from portalmq.broker.server.auth import Auth, auth_from, has_open_zookeeper
-from portalmq.broker.server.config import SECRET_LENGTH_MIN, BrokerConfig, is_loopback
+from portalmq.broker.server.config import SECRET_LENGTH_MIN, BrokerConfig, cluster_secret_in, is_loopback
 from portalmq.broker.server.heads import LINE_BYTES_MAX
 from portalmq.broker.server.logs import ServerLogger, start_logging
 from portalmq.broker.server.preflight import Preflight, Question, tls_of
@@ -277,6 +277,7 @@ class BrokerProcess:
                 disk=disk,
                 metrics=metrics,
                 on_fatal=self._on_fatal,
+                cluster_secret=cluster_secret_in(self.config),
             )
         )
         metrics.observe(lambda: gauges_of(broker, disk, connected=plane.state is PlaneState.CONNECTED))
