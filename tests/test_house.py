@@ -114,11 +114,6 @@ MAY_IMPORT = {
     "bench": {"contract", "client", "producers", "zeromq", "spark", "storage"},
 }
 
-# Arrows up that still stand.
-UP = {
-    ("portalmq.broker.partition.following", "portalmq.broker.replication.fetch_protocol"),
-}
-
 ONLY_IN = {
     "apsw": "portalmq.broker.storage",
     # Spark's reader knows SCHEMA.md and no more.
@@ -199,10 +194,6 @@ def test_there_is_a_house_to_look_at() -> None:
     assert ("portalmq.control_plane.standalone", "portalmq.control_plane.plane") in set(every_import())
 
 
-def test_every_arrow_up_that_is_excused_is_still_there() -> None:
-    assert set(every_import(types=True)) >= UP
-
-
 def may_see(room: str) -> set[str]:
     """Return the rooms that modules of `room` may import."""
     floors = TOWER[TOWER.index("partition") : TOWER.index(room)] if room in TOWER else ()
@@ -215,7 +206,7 @@ def test_imports_run_one_way() -> None:
         f"{module} ({room_of(module)}) imports {imported} ({room_of(imported)})"
         for module, imported in every_import(types=True)
         if imported.startswith("portalmq.") and room_of(imported) not in may_see(room_of(module))
-        if module != "portalmq" and (module, imported) not in UP
+        if module != "portalmq"
     ]
     assert wrong == []
 

@@ -31,9 +31,7 @@ from portalmq.broker.core.replica.events import (
     Truncate,
     Truncated,
 )
-from portalmq.broker.partition.folding import Recovered, recover
-from portalmq.broker.partition.writer import Replicated
-from portalmq.broker.replication.fetch_protocol import (
+from portalmq.broker.partition.fetch_answers import (
     BelowStartAnswer,
     DivergingAnswer,
     PartitionAnswer,
@@ -41,6 +39,8 @@ from portalmq.broker.replication.fetch_protocol import (
     batch_head,
     echo_of,
 )
+from portalmq.broker.partition.folding import Recovered, recover
+from portalmq.broker.partition.writer import Replicated
 from portalmq.broker.storage.batch import BadFrame, Frame, Head, Kind, head_of
 from portalmq.broker.storage.errors import CorruptBatch, DamagedFile, Shortage
 from portalmq.broker.storage.log import Log

@@ -18,28 +18,14 @@ for no other.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import msgspec
 
-from portalmq.broker.core.fold import ProducerFold, decode_fold
-from portalmq.broker.core.replica.events import BatchHead, Fetch, Stamp
-from portalmq.broker.storage.batch import BadFrame, Frame, Head, Kind
+from portalmq.broker.core.replica.events import Fetch
+from portalmq.broker.partition.fetch_answers import PartitionAnswer, PartitionKey
 
 FETCH = "fetch"
 FETCH_WAIT_MS = 500
 FETCH_BYTES_MAX = 4 * 1024 * 1024
-
-PartitionKey = tuple[str, int]
-
-
-class Echo(NamedTuple):
-    """What tells one fetch of a replica from every other one."""
-
-    leader_epoch: int
-    fetch_offset: int
-    last_epoch: int
-    number: int
 
 
 class AskedPartition(msgspec.Struct, array_like=True, frozen=True):
@@ -74,44 +60,6 @@ class FetchRequest(msgspec.Struct, array_like=True, frozen=True):
     answered_ms: int | None = None
 
 
-class _Answer(msgspec.Struct, array_like=True, frozen=True):
-    topic_id: str
-    partition: int
-    echo: Echo
-
-    @property
-    def key(self) -> PartitionKey:
-        return self.topic_id, self.partition
-
-
-class RecordsAnswer(_Answer, array_like=True, frozen=True, tag="records"):
-    """What follows the fetch offset, perhaps nothing, and the leader's high watermark."""
-
-    frames: list[Frame]
-    high_watermark: int
-
-
-class DivergingAnswer(_Answer, array_like=True, frozen=True, tag="diverging"):
-    epoch: int
-    end: int
-
-
-class BelowStartAnswer(_Answer, array_like=True, frozen=True, tag="below"):
-    """The log can be had from `offset` on; the rest is what an empty log that begins there has to know."""
-
-    offset: int
-    epochs: list[tuple[int, int]]
-    messages_before: int
-    timestamp_before_ms: int
-
-
-class RejectedAnswer(_Answer, array_like=True, frozen=True, tag="rejected"):
-    leader_epoch: int
-
-
-PartitionAnswer = RecordsAnswer | DivergingAnswer | BelowStartAnswer | RejectedAnswer
-
-
 class FetchAnswer(msgspec.Struct, array_like=True, frozen=True):
     known: bool
     partitions: list[PartitionAnswer]
@@ -121,10 +69,6 @@ class FetchAnswer(msgspec.Struct, array_like=True, frozen=True):
 encode = msgspec.msgpack.Encoder().encode
 decode_request = msgspec.msgpack.Decoder(FetchRequest).decode
 decode_answer = msgspec.msgpack.Decoder(FetchAnswer).decode
-
-
-def echo_of(fetch: Fetch) -> Echo:
-    return Echo(fetch.leader_epoch, fetch.fetch_offset, fetch.last_epoch, fetch.number)
 
 
 def asked_of(topic_id: str, partition: int, fetch: Fetch, store_uuid: str, known_hw: int) -> AskedPartition:
@@ -152,23 +96,4 @@ def fetch_of(request: FetchRequest, asked: AskedPartition) -> Fetch:
         asked.durable_offset,
         asked.last_epoch,
         asked.number,
-    )
-
-
-def batch_head(head: Head, frame: Frame) -> BatchHead:
-    """What the core has to know of a batch. Raises BadFrame for a STATE record that is none."""
-    producers: tuple[ProducerFold, ...] | None = None
-    if head.kind == Kind.STATE:
-        try:
-            producers = tuple(decode_fold(frame.body).producers)
-        except msgspec.MsgspecError as error:
-            raise BadFrame(f"the STATE record at {head.base_offset} is unreadable: {error}") from error
-    return BatchHead(
-        head.base_offset,
-        head.count,
-        head.leader_epoch,
-        head.appended_at_ms,
-        head.kind == Kind.EPOCH_START,
-        Stamp(head.producer_id, head.producer_epoch, head.sequence) if head.producer_id >= 0 else None,
-        producers,
     )

@@ -21,20 +21,22 @@ from portalmq.broker.core.replica.events import BelowStart, Diverging, Fetch, Re
 from portalmq.broker.core.replica.isr import NEVER_MS
 from portalmq.broker.core.replica.state import VOUCHED_FOR_MS
 from portalmq.broker.partition.clock import Clock
-from portalmq.broker.partition.partition import Partition
-from portalmq.broker.replication.fetch_protocol import (
-    AskedPartition,
+from portalmq.broker.partition.fetch_answers import (
     BelowStartAnswer,
     DivergingAnswer,
     Echo,
-    FetchAnswer,
-    FetchRequest,
     PartitionAnswer,
     PartitionKey,
     RecordsAnswer,
     RejectedAnswer,
-    decode_request,
     echo_of,
+)
+from portalmq.broker.partition.partition import Partition
+from portalmq.broker.replication.fetch_protocol import (
+    AskedPartition,
+    FetchAnswer,
+    FetchRequest,
+    decode_request,
     encode,
     fetch_of,
 )

@@ -23,6 +23,7 @@ from gevent.event import Event
 from portalmq.broker.core.replica.events import Fetch
 from portalmq.broker.core.replica.isr import NEVER_MS
 from portalmq.broker.partition.clock import Clock
+from portalmq.broker.partition.fetch_answers import PartitionKey, RecordsAnswer, echo_of
 from portalmq.broker.partition.partition import Partition
 from portalmq.broker.replication.fetch_protocol import (
     FETCH,
@@ -31,11 +32,8 @@ from portalmq.broker.replication.fetch_protocol import (
     AskedPartition,
     FetchAnswer,
     FetchRequest,
-    PartitionKey,
-    RecordsAnswer,
     asked_of,
     decode_answer,
-    echo_of,
     encode,
 )
 from portalmq.errors import PortalMQError

@@ -11,7 +11,8 @@ from support.replicas import Group, contents, eventually, replicas, send, values
 
 from portalmq.broker.cluster.unclean_election import Standing
 from portalmq.broker.core.replica.events import Stamp
-from portalmq.broker.replication.fetch_protocol import FetchAnswer, RecordsAnswer, decode_answer, encode
+from portalmq.broker.partition.fetch_answers import RecordsAnswer
+from portalmq.broker.replication.fetch_protocol import FetchAnswer, decode_answer, encode
 from portalmq.broker.storage.batch import Record
 from portalmq.broker.storage.errors import DiskFull
 from portalmq.broker.storage.state import StateFile

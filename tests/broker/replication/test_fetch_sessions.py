@@ -12,17 +12,19 @@ from support.replicas import CLUSTER, TOPIC_ID, Group, eventually, replicas, sen
 from portalmq.broker.core.replica.events import Fetch, FetchReceived
 from portalmq.broker.core.replica.isr import NEVER_MS
 from portalmq.broker.core.replica.state import VOUCHED_FOR_MS
-from portalmq.broker.replication.fetch_protocol import (
-    AskedPartition,
+from portalmq.broker.partition.fetch_answers import (
     BelowStartAnswer,
     DivergingAnswer,
-    FetchAnswer,
-    FetchRequest,
     RecordsAnswer,
     RejectedAnswer,
+    echo_of,
+)
+from portalmq.broker.replication.fetch_protocol import (
+    AskedPartition,
+    FetchAnswer,
+    FetchRequest,
     decode_answer,
     decode_request,
-    echo_of,
     encode,
     fetch_of,
 )

@@ -14,14 +14,8 @@ from portalmq.broker.cluster.topics import Topic
 from portalmq.broker.core.queue.records import Ack, Grant, GroupStart
 from portalmq.broker.core.replica.events import Stamp
 from portalmq.broker.partition import serving
-from portalmq.broker.replication.fetch_protocol import (
-    AskedPartition,
-    FetchAnswer,
-    FetchRequest,
-    RecordsAnswer,
-    decode_answer,
-    encode,
-)
+from portalmq.broker.partition.fetch_answers import RecordsAnswer
+from portalmq.broker.replication.fetch_protocol import AskedPartition, FetchAnswer, FetchRequest, decode_answer, encode
 from portalmq.control_plane.state import TopicState
 from portalmq.errors import NotEnoughReplicas, NotLeader, OffsetOutOfRange, PortalMQError, Unavailable
 from portalmq.wire import TopicConfig

@@ -1,0 +1,83 @@
+"""Answers of a leader to a follower's fetch of one partition, as they travel in the answer of /internal/v1/fetch."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import msgspec
+
+from portalmq.broker.core.fold import ProducerFold, decode_fold
+from portalmq.broker.core.replica.events import BatchHead, Fetch, Stamp
+from portalmq.broker.storage.batch import BadFrame, Frame, Head, Kind
+
+PartitionKey = tuple[str, int]
+
+
+class Echo(NamedTuple):
+    """What tells one fetch of a replica from every other one."""
+
+    leader_epoch: int
+    fetch_offset: int
+    last_epoch: int
+    number: int
+
+
+class _Answer(msgspec.Struct, array_like=True, frozen=True):
+    topic_id: str
+    partition: int
+    echo: Echo
+
+    @property
+    def key(self) -> PartitionKey:
+        return self.topic_id, self.partition
+
+
+class RecordsAnswer(_Answer, array_like=True, frozen=True, tag="records"):
+    """What follows the fetch offset, perhaps nothing, and the leader's high watermark."""
+
+    frames: list[Frame]
+    high_watermark: int
+
+
+class DivergingAnswer(_Answer, array_like=True, frozen=True, tag="diverging"):
+    epoch: int
+    end: int
+
+
+class BelowStartAnswer(_Answer, array_like=True, frozen=True, tag="below"):
+    """The log can be had from `offset` on; the rest is what an empty log that begins there has to know."""
+
+    offset: int
+    epochs: list[tuple[int, int]]
+    messages_before: int
+    timestamp_before_ms: int
+
+
+class RejectedAnswer(_Answer, array_like=True, frozen=True, tag="rejected"):
+    leader_epoch: int
+
+
+PartitionAnswer = RecordsAnswer | DivergingAnswer | BelowStartAnswer | RejectedAnswer
+
+
+def echo_of(fetch: Fetch) -> Echo:
+    return Echo(fetch.leader_epoch, fetch.fetch_offset, fetch.last_epoch, fetch.number)
+
+
+def batch_head(head: Head, frame: Frame) -> BatchHead:
+    """What the core has to know of a batch. Raises BadFrame for a STATE record that is none."""
+    producers: tuple[ProducerFold, ...] | None = None
+    if head.kind == Kind.STATE:
+        try:
+            producers = tuple(decode_fold(frame.body).producers)
+        except msgspec.MsgspecError as error:
+            raise BadFrame(f"the STATE record at {head.base_offset} is unreadable: {error}") from error
+    return BatchHead(
+        head.base_offset,
+        head.count,
+        head.leader_epoch,
+        head.appended_at_ms,
+        head.kind == Kind.EPOCH_START,
+        Stamp(head.producer_id, head.producer_epoch, head.sequence) if head.producer_id >= 0 else None,
+        producers,
+    )
