@@ -9,16 +9,13 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import gevent
 
 from portalmq.broker.core.replica.events import Action, Append, RememberEpoch
+from portalmq.broker.partition.host import Replica
 from portalmq.broker.storage.errors import Shortage, StorageError
 from portalmq.broker.storage.state import StateFile
-
-if TYPE_CHECKING:
-    from portalmq.broker.partition.partition import Partition
 
 log = logging.getLogger(__name__)
 
@@ -27,11 +24,13 @@ REMEMBER_AGAIN_S = 1.0
 
 class Agenda:
     """`act` performs one action; what it tells the core may add to the agenda, and is performed afterwards.
-    `remembering` is the epoch that is on its way to the disk."""
+    `remembering` is the epoch that is on its way to the disk, and
+    `on_remembered` is called when it is there."""
 
-    def __init__(self, partition: Partition, act: Callable[[Action], None]) -> None:
+    def __init__(self, partition: Replica, act: Callable[[Action], None], on_remembered: Callable[[], None]) -> None:
         self._partition = partition
         self._act = act
+        self._on_remembered = on_remembered
         self._actions: deque[Action] = deque()
         self.performing = False
         self.remembering: RememberEpoch | None = None
@@ -72,7 +71,7 @@ class Agenda:
             gevent.sleep(REMEMBER_AGAIN_S)
         self.remembering = None
         self._perform()
-        partition.following.settle()
+        self._on_remembered()
 
 
 def _remembered(state_file: StateFile, leader_epoch: int) -> StorageError | None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import gevent
 
@@ -40,6 +40,7 @@ from portalmq.broker.partition.fetch_answers import (
     echo_of,
 )
 from portalmq.broker.partition.folding import Recovered, recover
+from portalmq.broker.partition.host import FollowedPartition, Replica
 from portalmq.broker.partition.writer import Replicated
 from portalmq.broker.storage.batch import BadFrame, Frame, Head, Kind, head_of
 from portalmq.broker.storage.errors import CorruptBatch, DamagedFile, Shortage
@@ -47,19 +48,25 @@ from portalmq.broker.storage.log import Log
 from portalmq.broker.storage.reading import ReplicaStart
 from portalmq.broker.storage.state import StateFile
 
-if TYPE_CHECKING:
-    from portalmq.broker.partition.partition import Partition
-
 log = logging.getLogger(__name__)
 
 # How long a follower asks for nothing after its disk was full, or after an answer that it cannot use.
 PAUSE_S = 1.0
 
 
+class FollowingReplica(Replica, FollowedPartition, Protocol):
+    """A partition, as far as its follower's half needs it."""
+
+    @property
+    def messages_next(self) -> int: ...
+
+    def install(self, found: Recovered) -> None: ...
+
+
 class Following:
     """Invariant: `_asked` is the fetch that the fetchers have of this partition, None when they have none."""
 
-    def __init__(self, partition: Partition) -> None:
+    def __init__(self, partition: FollowingReplica) -> None:
         self._partition = partition
         self._asked: Fetch | None = None
         self._waiting: SendFetch | None = None

@@ -1,16 +1,17 @@
-"""What a partition needs of the broker it stands on, and of the control plane behind it."""
+"""What a partition needs of its broker and of the control plane, and what its companions need of a partition."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-from portalmq.broker.core.replica.events import Fetch, IsrAnswered, PartitionStateChanged, ProposeIsr
+from portalmq.broker.core.replica.events import Event, Fetch, IsrAnswered, PartitionStateChanged, ProposeIsr
+from portalmq.broker.core.replica.replica import PartitionReplica
 from portalmq.broker.partition.cache import BatchCache
 from portalmq.broker.partition.clock import Clock
+from portalmq.broker.partition.fetch_answers import PartitionAnswer
 from portalmq.broker.partition.writer import WriterHost
-
-if TYPE_CHECKING:
-    from portalmq.broker.partition.partition import Partition
+from portalmq.broker.storage.log import Log
+from portalmq.broker.storage.state import StateFile
 
 
 class Urls(Protocol):
@@ -38,13 +39,32 @@ class PartitionMembership(Protocol):
         ...
 
 
+class Follows(Protocol):
+    """Takes the leader's answers."""
+
+    def replied(self, answer: PartitionAnswer) -> None: ...
+
+
+class FollowedPartition(Protocol):
+    """A partition that follows a leader, as far as the fetchers see it."""
+
+    topic_id: str
+    number: int
+
+    @property
+    def high_watermark(self) -> int: ...
+
+    @property
+    def following(self) -> Follows: ...
+
+
 class Fetching(Protocol):
     """Who carries the fetches of this broker's followers."""
 
-    def follow(self, partition: Partition, leader: int, fetch: Fetch) -> None: ...
-    def unfollow(self, partition: Partition) -> None: ...
+    def follow(self, partition: FollowedPartition, leader: int, fetch: Fetch) -> None: ...
+    def unfollow(self, partition: FollowedPartition) -> None: ...
 
-    def heard_ms(self, partition: Partition) -> int:
+    def heard_ms(self, partition: FollowedPartition) -> int:
         """When a leader's broker that was followed answered last."""
         ...
 
@@ -69,3 +89,30 @@ class PartitionHost(WriterHost, Protocol):
     def fetchers(self) -> Fetching: ...
 
     def disk_is_full(self) -> bool: ...
+
+
+class Replica(Protocol):
+    """A partition, as far as those see it that work beside it: the follower's half, the leader's half, and the rest."""
+
+    topic_id: str
+    number: int
+    min_insync_replicas: int | None
+    dedup_window_ms: int
+    log: Log
+    state_file: StateFile
+    replica: PartitionReplica
+    closed: bool
+
+    @property
+    def host(self) -> PartitionHost: ...
+
+    @property
+    def high_watermark(self) -> int: ...
+
+    def tell(self, event: Event) -> None:
+        """Tell the core, and perform what it asks for."""
+        ...
+
+    def damaged(self, reason: str) -> None:
+        """A file is damaged: the replica's files are replaced, or it does nothing more."""
+        ...

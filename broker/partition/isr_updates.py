@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from typing import TYPE_CHECKING
 
 import gevent
 
 from portalmq.broker.core.replica.events import IsrAnswered, LeaseRenewed, Outcome, ProposeIsr, Refresh
-
-if TYPE_CHECKING:
-    from portalmq.broker.partition.partition import Partition
+from portalmq.broker.partition.host import Replica
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +20,7 @@ log = logging.getLogger(__name__)
 class Errands:
     """Invariant: a greenlet runs exactly while there are errands. At most one Refresh waits: the newest counts."""
 
-    def __init__(self, partition: Partition) -> None:
+    def __init__(self, partition: Replica) -> None:
         self._partition = partition
         self._waiting: deque[ProposeIsr | Refresh] = deque()
         self._greenlet: gevent.Greenlet | None = None

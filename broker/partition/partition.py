@@ -135,7 +135,7 @@ class Partition(AppendingPartition):
         self.serving = Serving(self, self._cache_key)
         self.upkeep = Upkeep(self)
         self.errands = Errands(self)
-        self.agenda = Agenda(self, self._act)
+        self.agenda = Agenda(self, self._act, self.following.settle)
         self._book: InSync | None = None
         self._uncommitted = Uncommitted()
         self._browsers: set[Event] = set()

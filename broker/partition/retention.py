@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import ParamSpec, Protocol, TypeVar
 
 import gevent
 import msgspec
@@ -20,6 +20,8 @@ from portalmq.broker.core.queue.delivery import GroupDelivery
 from portalmq.broker.core.queue.lanes import DELAYED
 from portalmq.broker.core.queue.records import Purge
 from portalmq.broker.core.replica.age import Age
+from portalmq.broker.partition.folding import GroupsFold
+from portalmq.broker.partition.host import Replica
 from portalmq.broker.partition.writer import Pending
 from portalmq.broker.storage.batch import Kind
 from portalmq.broker.storage.errors import DAMAGE, OffsetPurged, Shortage
@@ -27,9 +29,6 @@ from portalmq.broker.storage.log import Log
 from portalmq.broker.storage.reading import ReplicaStart
 from portalmq.broker.storage.state import StateFile
 from portalmq.errors import PortalMQError, Unavailable
-
-if TYPE_CHECKING:
-    from portalmq.broker.partition.partition import Partition
 
 log = logging.getLogger(__name__)
 
@@ -43,10 +42,25 @@ ORDERS_POLL_S = 0.02
 SCRUB_BYTES = 128 * 1024
 
 
+class RetainedReplica(Replica, Protocol):
+    """A partition, as far as its snapshots, purges and retention need it."""
+
+    changed: bool
+    serves: bool
+    readable_end: int
+    start: ReplicaStart
+    groups: GroupsFold
+    delivery: dict[str, GroupDelivery]
+
+    def snapshot(self) -> PartitionFold: ...
+    def append_control(self, kind: Kind, body: bytes) -> Pending: ...
+    def wait_settled(self, offset: int) -> None: ...
+
+
 class Upkeep:
     """Invariant: `_snapshot` is a fold that the log of this replica held as it was taken, None when there is none."""
 
-    def __init__(self, partition: Partition) -> None:
+    def __init__(self, partition: RetainedReplica) -> None:
         self._partition = partition
         self._snapshot: PartitionFold | None = None
         self._is_due = False

@@ -8,16 +8,14 @@ long as they are there, else read and encoded once for all followers, on a nativ
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from portalmq.broker.core.replica.events import Fetch, FetchReceived, Rejected, Reply, ReplyFetch
+from portalmq.broker.partition.host import Replica
 from portalmq.broker.storage.batch import Frame, frame_of
 from portalmq.broker.storage.errors import DAMAGE, OffsetPurged, Shortage, StorageError
 from portalmq.broker.storage.log import Log
 from portalmq.errors import Unavailable
-
-if TYPE_CHECKING:
-    from portalmq.broker.partition.partition import Partition
 
 # What one follower gets of one partition at a time: as much as one transaction takes.
 REPLY_OFFSETS_MAX = 50_000
@@ -54,7 +52,7 @@ class Asking(Protocol):
 class Serving:
     """`parked` are the fetches that match and wait, by broker: a follower has at most one."""
 
-    def __init__(self, partition: Partition, cache_key: int) -> None:
+    def __init__(self, partition: Replica, cache_key: int) -> None:
         self._partition = partition
         self._cache_key = cache_key
         self.parked: dict[int, Asking] = {}

@@ -24,7 +24,7 @@ from portalmq.broker.core.replica.events import Fetch
 from portalmq.broker.core.replica.isr import NEVER_MS
 from portalmq.broker.partition.clock import Clock
 from portalmq.broker.partition.fetch_answers import PartitionKey, RecordsAnswer, echo_of
-from portalmq.broker.partition.partition import Partition
+from portalmq.broker.partition.host import FollowedPartition
 from portalmq.broker.replication.fetch_protocol import (
     FETCH,
     FETCH_BYTES_MAX,
@@ -84,11 +84,11 @@ class Fetchers:
         self.max_bytes = max_bytes
         self.chance = chance
         self._fetchers: dict[int, Fetcher] = {}
-        self._followed: dict[Partition, Fetcher] = {}
+        self._followed: dict[FollowedPartition, Fetcher] = {}
         self._left_ms: dict[PartitionKey, int] = {}
         self._closed = False
 
-    def follow(self, partition: Partition, leader: int, fetch: Fetch) -> None:
+    def follow(self, partition: FollowedPartition, leader: int, fetch: Fetch) -> None:
         """Ask `leader` for this, until it is answered, replaced or taken back."""
         if self._closed:
             return
@@ -101,19 +101,19 @@ class Fetchers:
         self._followed[partition] = fetcher
         fetcher.ask(partition, fetch)
 
-    def unfollow(self, partition: Partition) -> None:
+    def unfollow(self, partition: FollowedPartition) -> None:
         fetcher = self._followed.pop(partition, None)
         if fetcher is not None:
             self._leave(partition, fetcher)
 
-    def _leave(self, partition: Partition, fetcher: Fetcher) -> None:
+    def _leave(self, partition: FollowedPartition, fetcher: Fetcher) -> None:
         if len(self._left_ms) >= LEFT_MAX:
             recently_ms = self.host.clock.now_ms() - LEFT_REMEMBERED_MS
             self._left_ms = {key: left_ms for key, left_ms in self._left_ms.items() if left_ms > recently_ms}
         self._left_ms[partition.topic_id, partition.number] = fetcher.heard_ms
         fetcher.drop(partition)
 
-    def heard_ms(self, partition: Partition) -> int:
+    def heard_ms(self, partition: FollowedPartition) -> int:
         """When the broker of a leader that was followed here answered last, as long as it was; later than that none of
         them was told that this replica follows."""
         fetcher = self._followed.get(partition)
@@ -134,11 +134,11 @@ class Fetcher:
     def __init__(self, fetchers: Fetchers, leader: int) -> None:
         self._fetchers = fetchers
         self._leader = leader
-        self._asked: dict[Partition, Fetch] = {}
-        self._by_key: dict[PartitionKey, Partition] = {}
-        self._unsure: dict[Partition, int] = {}
+        self._asked: dict[FollowedPartition, Fetch] = {}
+        self._by_key: dict[PartitionKey, FollowedPartition] = {}
+        self._unsure: dict[FollowedPartition, int] = {}
         self._left: dict[PartitionKey, int] = {}
-        self._writing: set[Partition] = set()
+        self._writing: set[FollowedPartition] = set()
         self._session = 1
         self._turn = 0
         self._answered_ms = 0
@@ -149,14 +149,14 @@ class Fetcher:
         self._bell = Event()
         self._greenlet = gevent.spawn(self._run)
 
-    def ask(self, partition: Partition, fetch: Fetch) -> None:
+    def ask(self, partition: FollowedPartition, fetch: Fetch) -> None:
         self._asked[partition] = fetch
         self._by_key[partition.topic_id, partition.number] = partition
         self._unsure[partition] = 0
         self._writing.discard(partition)
         self._bell.set()
 
-    def drop(self, partition: Partition) -> None:
+    def drop(self, partition: FollowedPartition) -> None:
         self._asked.pop(partition, None)
         self._unsure.pop(partition, None)
         self._writing.discard(partition)
@@ -216,7 +216,7 @@ class Fetcher:
         self._polls += 1
         gevent.spawn(self._poll, self._session, self._turn, encode(request))
 
-    def _asked_partition(self, partition: Partition) -> AskedPartition:
+    def _asked_partition(self, partition: FollowedPartition) -> AskedPartition:
         fetch = self._asked[partition]
         return asked_of(
             partition.topic_id, partition.number, fetch, self._fetchers.host.store_uuid, partition.high_watermark
