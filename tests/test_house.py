@@ -358,8 +358,23 @@ def test_every_route_is_in_the_table_of_routes() -> None:
     assert listed == {(route.method, route.path.replace("<", "{").replace(">", "}")) for route in ROUTES}
 
 
-def test_a_first_look_is_short() -> None:
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 200
+@pytest.mark.parametrize(("document", "lines"), [("README.md", 200)])
+def test_a_first_look_is_short(document: str, lines: int) -> None:
+    assert len((ROOT / document).read_text().splitlines()) <= lines
+
+
+@pytest.mark.parametrize("document", ["CONTRIBUTING.md"])
+def test_each_file_that_a_document_of_the_code_names_exists(document: str) -> None:
+    named = re.findall(r"`((?:[\w.]+/)+(?:[\w.]+\.(?:py|md|csv|yml|conf))?)[:`]", (ROOT / document).read_text())
+    assert len(named) > 5
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+def test_the_map_of_changes_names_a_place_for_each() -> None:
+    table = (ROOT / "CONTRIBUTING.md").read_text().partition("## To change X, go to Y")[2].partition("\n## ")[0]
+    rows = [line.split(" | ") for line in table.splitlines() if line.startswith("| ")][2:]
+    assert len(rows) > 10
+    assert [row[0] for row in rows if not re.search(r"`[\w/]+\.py`", row[1])] == []
 
 
 @pytest.mark.parametrize("document", ["docs/PROOF.md", "docs/SEEDS.md", "docs/NOTES.md"])
