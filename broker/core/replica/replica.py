@@ -13,7 +13,7 @@ the leader epoch alone: a leader commits what every member of its maximal ISR ho
 epoch, and a member that has seen a higher epoch says nothing any more in a lower one. Clocks decide only when to stop
 serving early, whom to propose for removal, and what to stamp messages with.
 
-The rules, with their numbers, are those of ARCHITECTURE.md, "Replication".
+The rules, with their numbers, are those of broker/core/DESIGN.md.
 """
 
 from __future__ import annotations
