@@ -50,6 +50,7 @@ ROOM_OF = {
     "portalmq.message": "contract",
     "portalmq.closing": "contract",
     "portalmq.java": "contract",  # for what runs on Java: the ZooKeeper of development, and Spark
+    "portalmq.system": "contract",  # what differs between POSIX systems
     "portalmq.network": "network",  # connections, TLS files, forks: for clients and for brokers that call brokers
     "portalmq.transport": "transport",
     "portalmq.producers": "producers",
