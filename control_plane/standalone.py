@@ -47,6 +47,7 @@ from portalmq.control_plane.plane import (
     clock_s,
     parent_of,
 )
+from portalmq.system import sync, sync_data
 
 _MAGIC = b"PMQ1"
 _HEADER = struct.Struct(">4sII")
@@ -206,7 +207,7 @@ class Standalone:
         record = _record(changes)
         try:
             _write_all(self._journal, record)
-            os.fdatasync(self._journal)
+            sync_data(self._journal)
         except OSError as fault:
             # After a failed fsync the kernel may have dropped the pages: only a new start, which reads the file, knows.
             self._lose()
@@ -229,7 +230,7 @@ class Standalone:
                 record = _record(batch)
                 _write_all(fresh, record)
                 size += len(record)
-            os.fsync(fresh)
+            sync(fresh)
             os.rename(fresh_path, self._path)
         except OSError:
             if fresh != -1:
@@ -264,7 +265,7 @@ class Standalone:
         if end < len(data):
             os.ftruncate(self._journal, end)
         # The tail that was read may have been written but not fsynced by a process that was killed.
-        os.fsync(self._journal)
+        sync(self._journal)
         _sync_directory(self._directory)
         _sync_directory(self._directory.parent)
         self._journal_bytes = end
@@ -388,7 +389,7 @@ def _write_all(descriptor: int, data: bytes) -> None:
 def _sync_directory(directory: Path) -> None:
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        os.fsync(descriptor)
+        sync(descriptor)
     finally:
         os.close(descriptor)
 

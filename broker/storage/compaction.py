@@ -47,6 +47,7 @@ from portalmq.broker.storage.rows import BATCH_COLUMNS, MESSAGE_COLUMNS, batch_o
 from portalmq.broker.storage.schema import PAGE_BYTES
 from portalmq.broker.storage.segment import KEYS_NAME
 from portalmq.broker.storage.turn import Turn
+from portalmq.system import sync
 
 STEP_BYTES = 512 * 1024
 STEP_OFFSETS_MIN, STEP_OFFSETS_MAX = 16, 5_000
@@ -252,14 +253,14 @@ class Compaction:
             try:
                 for number, _ in enumerate(self._copy(connection, entry), 1):
                     if number % STEPS_A_SYNC == 0:
-                        os.fsync(descriptor)
+                        sync(descriptor)
                     yield True
                 for kind in ("index", "view"):
                     for _, sql in _schema_of(connection, kind):
                         connection.execute(sql)
                         yield True
                 connection.close()
-                os.fsync(descriptor)
+                sync(descriptor)
             finally:
                 os.close(descriptor)
 

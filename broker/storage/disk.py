@@ -20,6 +20,7 @@ import msgspec
 
 from portalmq.broker.storage.errors import StorageError, StorageFault, faults_of
 from portalmq.broker.storage.files import make_directory, sync_directory, write_atomically
+from portalmq.system import allocate
 
 LOW_WATER_BYTES = 512 * 1024 * 1024
 BALLAST_BYTES = 16 * 1024 * 1024
@@ -53,7 +54,7 @@ class DiskGuard:
         try:
             descriptor = os.open(self.ballast_path, os.O_RDWR | os.O_CREAT, 0o640)
             try:
-                os.posix_fallocate(descriptor, 0, size)
+                allocate(descriptor, size)
                 os.ftruncate(descriptor, size)
             finally:
                 os.close(descriptor)

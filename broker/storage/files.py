@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 
+from portalmq.system import sync
+
 _drafts = count()
 
 
@@ -24,7 +26,7 @@ def opened(directory: Path) -> Iterator[int]:
 
 def sync_directory(directory: Path) -> None:
     with opened(directory) as descriptor:
-        os.fsync(descriptor)
+        sync(descriptor)
 
 
 def write_atomically(path: Path, content: bytes) -> None:
@@ -34,7 +36,7 @@ def write_atomically(path: Path, content: bytes) -> None:
         with open(draft, "wb") as file:
             file.write(content)
             file.flush()
-            os.fsync(file.fileno())
+            sync(file.fileno())
         os.replace(draft, path)
     except OSError:
         with contextlib.suppress(OSError):  # a full disk has no room for drafts

@@ -24,7 +24,8 @@ from portalmq.broker.storage.lane_indexes import LANES_DDL, lanes_of
 from portalmq.broker.storage.rows import ContentTypes, insert_batches, insert_messages, preset_content_types
 from portalmq.broker.storage.schema import PAGE_BYTES, SCHEMA_VERSION, SEGMENT_DDL, LogIdentity
 from portalmq.broker.storage.segment_reading import ReadableSegment
-from portalmq.broker.storage.wal import BUSY_TIMEOUT_MS, make_durable, sync_wal
+from portalmq.broker.storage.wal import BUSY_TIMEOUT_MS, make_durable, set_full_sync, sync_wal
+from portalmq.system import sync
 
 SEGMENT_NAME = re.compile(r"\d{20}\.sqlite\Z")
 CREATING = ".creating"
@@ -44,7 +45,7 @@ def _take_back(creating: Path, path: Path, folder: int) -> None:
         creating.unlink(missing_ok=True)
         for suffix in SUFFIXES:
             Path(f"{path}{suffix}").unlink(missing_ok=True)
-        os.fsync(folder)
+        sync(folder)
     except OSError as error:
         raise StorageFault(f"{path} cannot be taken back: {error}") from error
 
@@ -118,9 +119,9 @@ class Segment(ReadableSegment):
                 with open(creating, "wb", opener=lambda name, flags: os.open(name, flags, 0o640)) as file:
                     file.write(image)
                     file.flush()
-                    os.fsync(file.fileno())
+                    sync(file.fileno())
                 os.rename(creating, path)
-                os.fsync(folder)
+                sync(folder)
                 segment = cls(path, identity)
                 segment.open_live()
             except BaseException:
@@ -146,6 +147,7 @@ class Segment(ReadableSegment):
             writer.set_busy_timeout(BUSY_TIMEOUT_MS)
             mode = writer.execute("PRAGMA journal_mode = WAL").get
             writer.execute("PRAGMA synchronous = FULL")
+            set_full_sync(writer)
             writer.execute("PRAGMA wal_autocheckpoint = 0")
             writer.execute(f"PRAGMA cache_size = -{CACHE_KIB}")
             writer.execute("PRAGMA trusted_schema = OFF")

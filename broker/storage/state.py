@@ -47,7 +47,7 @@ from portalmq.broker.storage.fold_tables import STATE_DDL, FoldTables, hash_of_b
 from portalmq.broker.storage.open_files import OpenFiles, uses
 from portalmq.broker.storage.schema import LogIdentity
 from portalmq.broker.storage.turn import Turn
-from portalmq.broker.storage.wal import BUSY_TIMEOUT_MS, make_durable
+from portalmq.broker.storage.wal import BUSY_TIMEOUT_MS, make_durable, set_full_sync
 
 STATE_NAME = "state.sqlite"
 STATE_SCHEMA_VERSION = 5
@@ -225,6 +225,7 @@ class StateFile:
             with opening():
                 connection.execute("PRAGMA journal_mode = WAL")
             connection.execute("PRAGMA trusted_schema = OFF")
+            set_full_sync(connection)
             if connection.execute("SELECT count(*) FROM sqlite_schema").get == 0:
                 self._create_tables(connection)
             meta = dict(connection.execute("SELECT key, value FROM meta"))

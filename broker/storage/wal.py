@@ -9,6 +9,11 @@ BUSY_TIMEOUT_MS = 5_000
 FOREIGN_READER_WAIT_MS = 200
 
 
+def set_full_sync(connection: apsw.Connection) -> None:
+    """Let SQLite sync past the cache of the drive, where that takes another call than fsync (macOS)."""
+    connection.execute("PRAGMA fullfsync = ON")
+
+
 def make_durable(connection: apsw.Connection) -> None:
     """Put everything on disk that can be read by `connection`, which has synchronous=FULL.
 

@@ -118,6 +118,13 @@ def test_the_ballast_takes_room_until_it_is_released(tmp_path):
     assert not guard.release()
 
 
+def test_the_ballast_takes_room_where_the_system_cannot_reserve_it(tmp_path, monkeypatch):
+    monkeypatch.delattr(os, "posix_fallocate")
+    guard = DiskGuard(tmp_path, low_water_bytes=0, ballast_bytes=2_500_000)
+    assert guard.ballast_path.stat().st_blocks * 512 >= 2_500_000
+    assert guard.ballast_path.stat().st_size == 2_500_000
+
+
 def test_a_disk_without_room_for_ballast_stays_without(tmp_path, monkeypatch):
     def no_room(*arguments):
         raise OSError(28, "No space left on device")

@@ -38,8 +38,8 @@ def test_what_was_appended_is_there_after_reopening(tmp_path):
 def test_the_writer_syncs_every_commit(tmp_path):
     log = open_log(tmp_path)
     writer = log._segments[-1].writer
-    pragmas = [writer.execute(f"PRAGMA {name}").get for name in ("journal_mode", "synchronous", "wal_autocheckpoint")]
-    assert pragmas == ["wal", 2, 0]
+    names = ("journal_mode", "synchronous", "fullfsync", "wal_autocheckpoint")
+    assert [writer.execute(f"PRAGMA {name}").get for name in names] == ["wal", 2, 1, 0]
 
 
 def test_appending_nothing_changes_nothing(tmp_path):

@@ -320,6 +320,7 @@ def test_the_epoch_is_fsynced_and_the_fold_is_not(tmp_path):
     state = StateFile(tmp_path, identity=IDENTITY)
     state.save_highest_epoch(1)
     assert state._connection.execute("PRAGMA synchronous").get == 2
+    assert state._connection.execute("PRAGMA fullfsync").get == 1
     state.save(fold_of_two_groups(), 95)
     assert state._connection.execute("PRAGMA synchronous").get == 1
 
