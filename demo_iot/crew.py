@@ -1,12 +1,11 @@
 """Processes of the demo, started and ended by their ids.
 
 Each is in a process group of its own, so that Ctrl-C reaches the conductor alone, which ends them in order; and each
-is told by the kernel to die with the conductor (PR_SET_PDEATHSIG), so that even a killed demo leaves none behind.
+dies with the conductor (system.py), so that even a killed demo leaves none behind.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
 import signal
@@ -23,6 +22,8 @@ from types import TracebackType
 from typing import Self
 from urllib.request import urlopen
 
+from portalmq.system import dies_with_this_process
+
 READY_WITHIN_S = 30.0
 END_WITHIN_S = 30.0
 POLL_S = 0.05
@@ -30,8 +31,6 @@ LOG_TAIL_LINES = 15
 
 # What the shell calls `portalmq`, wherever it is installed.
 PORTALMQ = ("-m", "portalmq.cli.main")
-
-_PR_SET_PDEATHSIG = 1
 
 
 class DemoFailed(Exception):
@@ -52,7 +51,7 @@ class Worker:
                 stdout=output,
                 stderr=talk,
                 process_group=0,
-                preexec_fn=_die_with(os.getpid()),
+                preexec_fn=dies_with_this_process(),
             )
 
     @property
@@ -241,15 +240,3 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def _die_with(parent: int) -> Callable[[], None]:
-    """For between fork and exec: the kernel kills this process when its parent ends."""
-    libc = ctypes.CDLL(None)
-
-    def prepare() -> None:
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it ended in between
-            os._exit(1)
-
-    return prepare

@@ -12,14 +12,13 @@ an orchestrator does that better.
     <data>/zookeeper.password   of the user whom the nodes of its own ZooKeeper belong to, so that no other user of the
                           machine reads the cluster's secret there
 
-The processes die with the supervisor (PR_SET_PDEATHSIG), even with one that is killed; each is in a group of its own,
+The processes die with the supervisor (system.py), even with one that is killed; each is in a group of its own,
 so that Ctrl-C reaches the supervisor alone, which ends brokers first and ZooKeeper last.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import fcntl
 import http.client
 import os
@@ -40,6 +39,7 @@ import msgspec
 
 from portalmq.broker.cluster.exits import EX_CANTCREAT, EX_SOFTWARE, StartupError
 from portalmq.broker.server.config import BrokerConfig
+from portalmq.system import boot_id, dies_with_this_process, start_of
 
 READY_WITHIN_S = 60.0
 # Longer than a broker takes at most: it hands leadership over, and lets running calls end.
@@ -50,7 +50,6 @@ POLL_S = 0.05
 LOG_TAIL_LINES = 15
 ZOOKEEPER_USER = "portalmq"
 
-_PR_SET_PDEATHSIG = 1
 _SERVES_AT = re.compile(r"ZooKeeper serves at (\S+)")
 
 Tell = Callable[[str], None]
@@ -60,7 +59,7 @@ Tell = Callable[[str], None]
 
 
 class ProcessRecord(msgspec.Struct, frozen=True):
-    """A process, told from any later one with the same pid by when it started (clock ticks since boot)."""
+    """A process, told from any later one with the same pid by when it started (system.start_of)."""
 
     name: str
     pid: int
@@ -89,20 +88,6 @@ class ClusterRecord(msgspec.Struct, frozen=True):
         return [process for process in [self.supervisor, *self.processes] if process.is_there]
 
 
-def boot_id() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
-
-
-def start_of(pid: int) -> int | None:
-    """When the process started, in clock ticks since boot; None when there is none, or only its exit code is left."""
-    try:
-        # The name stands in parentheses and may hold any character; the fields that count are behind it.
-        fields = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in {"Z", "X"} else int(fields[19])
-
-
 def read_record(data_dir: Path) -> ClusterRecord | None:
     """What the latest supervisor of this directory wrote; None without one."""
     try:
@@ -122,7 +107,6 @@ class Supervised:
         self.arguments = arguments
         self.log = log
         self._log_start = log.stat().st_size if log.exists() else 0
-        parent = os.getpid()
         with log.open("ab") as output:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "portalmq.cli.main", *arguments],
@@ -131,7 +115,7 @@ class Supervised:
                 stderr=output,
                 env=environment,
                 process_group=0,
-                preexec_fn=lambda: _die_with(parent),
+                preexec_fn=dies_with_this_process(),
             )
         self.record = ProcessRecord(name, self._process.pid, start_of(self._process.pid) or 0, str(log))
 
@@ -169,13 +153,6 @@ class Supervised:
 
 def _how(code: int) -> str:
     return f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
-
-
-def _die_with(parent: int) -> None:
-    """Between fork and exec: the kernel kills this process when its parent ends, however that is."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it ended before the kernel knew
-        os._exit(1)
 
 
 # --- all of them -----------------------------------------------------------------------------------------------------

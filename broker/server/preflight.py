@@ -33,8 +33,8 @@ import msgspec
 from portalmq.broker.cluster.exits import EX_CANTCREAT, EX_SOFTWARE, EX_UNAVAILABLE, EX_USAGE, StartupError
 from portalmq.broker.cluster.retry_budget import Patience
 from portalmq.broker.server.config import BrokerConfig
-from portalmq.broker.server.process import die_with
 from portalmq.broker.storage.disk import StoreIdentity
+from portalmq.system import die_with
 
 if TYPE_CHECKING:
     from portalmq.control_plane.catalog import Catalog

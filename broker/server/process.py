@@ -4,12 +4,11 @@ gunicorn is made for many equal workers that may be replaced at any time. A brok
 broker, so it is never respawned, and neither process outlives the other.
 
     arbiter  checks, binds, locks, forks; passes SIGTERM on; ends with the worker's exit code
-    worker   gevent: all requests are greenlets of one thread; dies with the arbiter (PR_SET_PDEATHSIG)
+    worker   gevent: all requests are greenlets of one thread; dies with the arbiter (system.die_with)
 """
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import logging
 import os
@@ -38,10 +37,10 @@ from portalmq.broker.server.connections import Connection, Connections, hang_up
 from portalmq.broker.server.heads import BoundedRequest
 from portalmq.broker.server.responses import join_responses
 from portalmq.errors import PROBLEM_TYPE_BASE
+from portalmq.system import die_with
 
 log = logging.getLogger("portalmq.process")
 
-PR_SET_PDEATHSIG = 1
 PARENT_CHECK_S = 1.0
 # A client that still sends when it is refused is given this long to read why, before the connection is cut.
 LINGER_S = 2.0
@@ -130,7 +129,8 @@ class BrokerWorker(GeventWorker):  # type: ignore[misc]
         self._ending: Event | None = None
 
     def init_process(self) -> None:
-        die_with(self.ppid)
+        if not die_with(self.ppid):
+            log.info("the system does not end this worker with its arbiter: it looks for that itself")
         RequestParser.mesg_class = BoundedRequest
         join_responses()
         sys.setswitchinterval(SWITCH_INTERVAL_S)
@@ -298,14 +298,6 @@ def fix_settings(cfg: Any) -> None:
     """Make each setting an attribute: none changes any more. A request reads some 25 of them, which gunicorn would look
     up each time by a method of its own."""
     vars(cfg).update({name: setting.get() for name, setting in cfg.settings.items()})
-
-
-def die_with(parent: int) -> None:
-    """Let the kernel kill this process when its parent ends, however that ends."""
-    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-        log.warning("the worker cannot be tied to its parent: errno %d", ctypes.get_errno())
-    if os.getppid() != parent:  # it ended before the kernel knew
-        os._exit(EX_SOFTWARE)
 
 
 # --- gunicorn's hooks around a request -------------------------------------------------------------------------------
