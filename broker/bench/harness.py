@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import socket
 import subprocess
@@ -21,6 +20,7 @@ import click
 
 from portalmq import Consumer, Producer
 from portalmq.producers.outgoing import MESSAGE_OVERHEAD_BYTES
+from portalmq.system import Usage, children_of, usage_of
 
 VALUE = b"x" * 100
 BATCH_MESSAGES = 1_000
@@ -109,24 +109,18 @@ def until_parked(url: str, parked: int, every_s: float = 0.05) -> None:
     raise click.ClickException(f"{parked} receives did not park within {READY_WITHIN_S:.0f} s")
 
 
-def _family(pid: int) -> list[int]:
-    """The process and its children."""
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [pid, *map(int, children)]
+def _usage_of_family(pid: int) -> list[Usage]:
+    """Of the process and its children."""
+    return [usage_of(each) for each in (pid, *children_of(pid))]
 
 
 def rss_mb(pid: int) -> float:
     """Resident megabytes of the broker's processes together; what they share counts in each."""
-    pages = sum(int(Path(f"/proc/{each}/statm").read_text().split()[1]) for each in _family(pid))
-    return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
+    return sum(usage.resident_bytes for usage in _usage_of_family(pid)) / 1e6
 
 
 def cpu_s(pid: int) -> float:
-    ticks = 0
-    for each in _family(pid):
-        fields = Path(f"/proc/{each}/stat").read_text().rpartition(")")[2].split()
-        ticks += int(fields[11]) + int(fields[12])
-    return ticks / os.sysconf("SC_CLK_TCK")
+    return sum(usage.processor_s for usage in _usage_of_family(pid))
 
 
 # --- servers to measure ----------------------------------------------------------------------------------------------

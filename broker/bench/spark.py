@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import statistics
 import tempfile
 import time
@@ -33,6 +32,7 @@ from typing import TYPE_CHECKING
 from portalmq.broker.bench.harness import broker
 from portalmq.broker.bench.spark_harness import MESSAGE_BYTES, PARTITIONS, fill, session
 from portalmq.broker.bench.spark_rivals import ALL, TWO, pieces, plain_rows
+from portalmq.system import children_of, cores, peak_resident_bytes
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -91,15 +91,13 @@ def workers_peak_mb(spark: SparkSession) -> float:
 
 
 def _descendants(pid: int) -> Iterator[int]:
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in map(int, task.read_text().split()):
-            yield child
-            yield from _descendants(child)
+    for child in children_of(pid):
+        yield child
+        yield from _descendants(child)
 
 
 def _peak_mb(pid: int) -> float:
-    found = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
-    return int(found[1]) / 1024 if found is not None else 0.0
+    return (peak_resident_bytes(pid) or 0) / 1024**2
 
 
 @dataclass(frozen=True)
@@ -208,7 +206,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             figures = bench_sink.run(asked.messages or 1_000_000, asked.rounds, Path(folder))
         else:
             figures = run(asked.messages or 10_000_000, asked.rounds, Path(folder))
-    figures["cores"] = len(os.sched_getaffinity(0))
+    figures["cores"] = len(cores())
     figures["load average before and after"] = load
     print(f"\n{began:%Y-%m-%d %H:%M} UTC, load average {load:.1f} before, {os.getloadavg()[0]:.1f} after")
     for name, value in figures.items():

@@ -31,7 +31,7 @@ from pathlib import Path
 
 import numpy as np
 
-from portalmq import Admin, Producer
+from portalmq import Admin, Producer, system
 from portalmq.broker.bench.harness import broker
 from portalmq.broker.bench.spark_harness import BATCH_MESSAGES, MESSAGE_BYTES, PARTITIONS, fill
 from portalmq.spark.brokers import Brokers
@@ -175,7 +175,7 @@ class Reading:
                     subprocess.Popen([*command, str(share)], stdin=subprocess.DEVNULL, stdout=told, stderr=told)
                 )
         for process in self.processes:
-            os.sched_setaffinity(process.pid, cores)
+            system.pin(process.pid, cores)
 
     def rows(self) -> int:
         """How many messages they have read so far, about."""
@@ -204,15 +204,15 @@ def reading(where: str | None, cores: Sequence[int], said: Path) -> Iterator[Cal
 
 def pin(pid: int, cores: Sequence[int]) -> None:
     """The process, all its threads, and its children."""
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        os.sched_setaffinity(int(task.name), cores)
-        for child in map(int, (task / "children").read_text().split()):
-            pin(child, cores)
+    for thread in system.threads_of(pid):
+        system.pin(thread, cores)
+    for child in system.children_of(pid):
+        pin(child, cores)
 
 
 def run(rounds: int, seconds: float, folder: Path) -> dict[str, float]:
     figures: dict[str, float] = {}
-    cores = sorted(os.sched_getaffinity(0))
+    cores = system.cores()
     half = len(cores) // 2 or 1
     other = folder / "other"
     with broker(other) as (other_url, other_pid):

@@ -10,11 +10,9 @@ ZooKeeper (69), the port and the data directory (73).
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import logging
 import os
-import resource
 import socket
 import ssl
 import sys
@@ -48,6 +46,7 @@ from portalmq.broker.storage.files import write_atomically
 from portalmq.broker.storage.open_files import descriptor_limit
 from portalmq.control_plane.plane import ControlPlane, PlaneError, PlaneState
 from portalmq.errors import Unavailable
+from portalmq.system import raise_open_files_limit
 
 if TYPE_CHECKING:
     from flask import Flask
@@ -164,9 +163,7 @@ def _while_in_use(in_use: Callable[[Exception], bool]) -> Patience:
 def within_limit(config: BrokerConfig) -> BrokerConfig:
     """The settings with as many connections as the limit of open files leaves room for, beside a third for logs and a
     third for the rest. The soft limit becomes the hard one."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    raise_open_files_limit()
     limit = descriptor_limit()
     if limit >= config.worker_connections + DESCRIPTORS_BESIDE:
         return config

@@ -5,10 +5,10 @@ from __future__ import annotations
 from time import process_time
 
 from portalmq.broker.broker import Broker, is_under_replicated
-from portalmq.broker.server import memory
 from portalmq.broker.server.metrics import Gauges, GroupLag, PartitionGauge
 from portalmq.broker.storage.disk import DiskGuard
 from portalmq.broker.storage.errors import StorageError
+from portalmq.system import memory_limit_bytes, resident_bytes
 
 
 def gauges_of(broker: Broker, disk: DiskGuard, *, connected: bool) -> Gauges:
@@ -43,8 +43,8 @@ def gauges_of(broker: Broker, disk: DiskGuard, *, connected: bool) -> Gauges:
         open_orders=broker.outboxes.open,
         clock_off_ms=broker.timekeeping.off_ms if broker.timekeeping.differs else 0,
         clocks_differ=broker.timekeeping.differs,
-        memory_bytes=memory.resident_bytes(),
-        memory_limit_bytes=memory.limit_bytes(),
+        memory_bytes=resident_bytes(),
+        memory_limit_bytes=memory_limit_bytes(),
         disk_free_bytes=_free_bytes(disk),
         disk_low_water_bytes=disk.low_water_bytes,
         cpu_seconds=process_time(),

@@ -22,7 +22,8 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
+
+from portalmq.system import resident_bytes
 
 _log = logging.getLogger("portalmq.zeromq")
 
@@ -34,7 +35,6 @@ KERNEL_BYTES = 8 * 1024 * 1024
 HELD_BYTES_LEAST = 256 * 1024
 TCP_INFO_BYTES = 256
 TCP_INFO_RECEIVED_AT = 128  # tcpi_bytes_received, Linux 4.1
-PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclass(slots=True)
@@ -158,10 +158,7 @@ class FloodGuard:
 
 def memory_bytes() -> int:
     """What this process holds in memory; 0 where the system does not tell."""
-    try:
-        return int(Path("/proc/self/statm").read_text("ascii").split()[1]) * PAGE_BYTES
-    except OSError:
-        return 0
+    return resident_bytes() or 0
 
 
 def _received_bytes(connection: socket.socket) -> int:

@@ -111,7 +111,9 @@ class Server:
         self._requests = 0
         self._bytes = 0
         self._outbox: deque[Reply] = deque()
-        self._bell, self._ringer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._bell, self._ringer = os.pipe()
+        os.set_blocking(self._bell, False)
+        os.set_blocking(self._ringer, False)
         self._stopping = False
         self._poller.register(self._bell, zmq.POLLIN)
         wanted = {"commands": COMMAND_PORT, "producers": PRODUCER_PORT, "consumers": CONSUMER_PORT, **(ports or {})}

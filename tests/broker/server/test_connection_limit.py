@@ -10,6 +10,7 @@ import pytest
 from portalmq.broker.server import composition as server
 from portalmq.broker.server.composition import DESCRIPTORS_BESIDE, within_limit
 from portalmq.broker.server.config import BrokerConfig
+from portalmq.system import OPEN_FILES_MAX
 
 CONFIG = BrokerConfig(worker_connections=10_000, parked_receives_max=5_000)
 ENOUGH = CONFIG.worker_connections + DESCRIPTORS_BESIDE
@@ -50,6 +51,20 @@ def test_settings_below_the_cap_stay_and_a_tiny_limit_leaves_ten(limits: list[in
     assert within_limit(small) == small, "300 would be left"
     limits[:] = [12, 12]
     assert within_limit(small) == replace(small, worker_connections=10, parked_receives_max=5)
+
+
+def test_a_system_that_allows_no_unlimited_number_raises_it_as_far_as_it_can(
+    limits: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse_endless(which: int, pair: tuple[int, int]) -> None:
+        if pair[0] == resource.RLIM_INFINITY:
+            raise ValueError("not allowed to raise maximum limit")
+        limits[:] = pair
+
+    limits[1] = resource.RLIM_INFINITY
+    monkeypatch.setattr(resource, "setrlimit", refuse_endless)
+    assert within_limit(CONFIG).worker_connections == OPEN_FILES_MAX // 3
+    assert limits == [OPEN_FILES_MAX, resource.RLIM_INFINITY]
 
 
 def test_a_limit_that_cannot_be_raised_is_kept_to(limits: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
