@@ -29,6 +29,7 @@ from portalmq import wire
 from portalmq.errors import Fenced, LockHeld, LockNotFound, PortalMQError
 from portalmq.network.forking import begin_anew_in_children
 from portalmq.network.tls import TlsFiles
+from portalmq.system import steady_s
 from portalmq.transport.transport import (
     WAIT_S_MIN,
     Backoff,
@@ -51,12 +52,6 @@ RELEASE_TIMEOUT_S = 10.0
 RENEWALS_PER_TTL = 3
 JOIN_TIMEOUT_S = 1.0
 OWNER_CHARACTERS_MAX = 190
-
-
-def clock_s() -> float:
-    """Seconds that never jump, and where the system can tell, go on while the machine is suspended."""
-    which = getattr(time, "CLOCK_BOOTTIME", None)
-    return time.monotonic() if which is None else time.clock_gettime(which)
 
 
 class Lock:
@@ -82,7 +77,7 @@ class Lock:
         acquire_timeout_s: float | None = None,
         on_lost: Callable[[Fenced], object] | None = None,
         token: str | None = None,
-        clock: Callable[[], float] = clock_s,
+        clock: Callable[[], float] = steady_s,
         tls_ca: str | None = None,
         tls_client_cert: str | None = None,
         tls_client_key: str | None = None,

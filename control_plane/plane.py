@@ -19,13 +19,13 @@ made again; whoever hears the bell reads what it needs afresh.
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol, assert_never
 
 from portalmq.errors import Unavailable
+from portalmq.system import steady_s
 
 DATA_BYTES_MAX = 64 * 1024
 # ZooKeeper refuses packets above 1 MB (jute.maxbuffer), a whole commit with its paths included.
@@ -254,7 +254,7 @@ def check_commit(ops: tuple[Op, ...]) -> None:
 
 def clock_s() -> float:
     """The clock of `last_answered`: seconds that never jump, and that go on while the machine is suspended."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME)
+    return steady_s()
 
 
 def parent_of(path: str) -> str:

@@ -1,12 +1,14 @@
 """The client's end of the connection, watched while the client waits.
 
 A poll for POLLRDHUP tells a closed peer apart from one that has sent its next request already (pipelining), which
-reading with MSG_PEEK cannot do once such bytes lie in the way.
+reading with MSG_PEEK cannot do once such bytes lie in the way. Where the system has no POLLRDHUP, MSG_PEEK has to do.
 """
 
 from __future__ import annotations
 
+import os
 import select
+import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +17,9 @@ from gevent.monkey import get_original
 
 # The worker's monkey patch replaces select.poll by one that knows no POLLRDHUP. This one never waits.
 _poll: Any = get_original("select", "poll")
-_GONE = select.POLLRDHUP | select.POLLHUP | select.POLLERR | select.POLLNVAL
+_Socket: Any = get_original("socket", "socket")
+_ERRORS = select.POLLHUP | select.POLLERR | select.POLLNVAL
+_HALF_CLOSED: int = getattr(select, "POLLRDHUP", 0)  # of Linux alone
 _READ = 1  # libev's EV_READ
 
 
@@ -28,8 +32,8 @@ class SocketPeer:
     def gone(self) -> bool:
         try:
             poll = _poll()
-            poll.register(self._connection.fileno(), _GONE)
-            return bool(poll.poll(0))
+            poll.register(self._connection.fileno(), _ERRORS | _HALF_CLOSED)
+            return bool(poll.poll(0)) or (not _HALF_CLOSED and _has_ended(self._connection.fileno()))
         except (OSError, ValueError):  # closed on our side
             return True
 
@@ -53,6 +57,15 @@ class SocketPeer:
 
         watcher.start(readable)
         return stop
+
+
+def _has_ended(descriptor: int) -> bool:
+    """Return whether the client has closed the connection, which reading shows unless pipelined requests come first."""
+    with _Socket(fileno=os.dup(descriptor)) as connection:
+        try:
+            return not connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
 
 
 def peer_of(environ: dict[str, Any]) -> SocketPeer | None:

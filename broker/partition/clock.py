@@ -1,9 +1,9 @@
 """Two clocks, so that a jump of the wall clock breaks nothing.
 
-`now_ms` times leases, back-offs and waits: Unix time as it was when the broker started, carried on by CLOCK_BOOTTIME,
-which neither jumps nor stops in a suspended machine. `wall_ms` is the time of day, and stamps messages (the core keeps
-those stamps from falling). In a cluster the time of day is what the brokers agree on (cluster/timekeeping.py): where
-the machine's leaves that, the agreed one is carried on, like the other clock.
+`now_ms` times leases, back-offs and waits: Unix time as it was when the broker started, carried on by a clock
+that does not jump, nor stop in a suspended machine (system.py). `wall_ms` is the time of day, and stamps messages (the
+core keeps those stamps from falling). In a cluster the time of day is what the brokers agree on
+(cluster/timekeeping.py): where the machine's leaves that, the agreed one is carried on, like the other clock.
 """
 
 from __future__ import annotations
@@ -12,16 +12,18 @@ import time
 from collections.abc import Callable
 from functools import partial
 
+from portalmq.system import steady_clock
+
 # So far apart may two brokers be. What is due, old or a duplicate by the one is so by the other within that.
 TOLERANCE_MS = 2_000
 
-_boottime_ns = partial(time.clock_gettime_ns, time.CLOCK_BOOTTIME)
+_steady_ns = partial(time.clock_gettime_ns, steady_clock())
 
 
 class Clock:
     """Each time is asked for several times a request, so it is worked out in one step from its sources."""
 
-    def __init__(self, steady_ns: Callable[[], int] = _boottime_ns, time_ns: Callable[[], int] = time.time_ns) -> None:
+    def __init__(self, steady_ns: Callable[[], int] = _steady_ns, time_ns: Callable[[], int] = time.time_ns) -> None:
         self._steady_ns = steady_ns
         self._time_ns = time_ns
         self._anchor_ns = time_ns() - steady_ns()

@@ -7,6 +7,7 @@ import pytest
 from gevent import socket
 from gevent.event import Event
 
+from portalmq.broker.api import client_watch
 from portalmq.broker.api.client_watch import SocketPeer, peer_of
 
 
@@ -32,6 +33,17 @@ def test_a_client_that_pipelined_is_there_until_it_closes(pair):
     theirs.sendall(b"GET / HTTP/1.1\r\n")
     assert not SocketPeer(ours).gone()
     theirs.close()
+    assert SocketPeer(ours).gone()
+
+
+def test_without_pollrdhup_a_client_that_closed_is_gone_once_its_requests_are_read(pair, monkeypatch):
+    monkeypatch.setattr(client_watch, "_HALF_CLOSED", 0)
+    ours, theirs = pair
+    assert not SocketPeer(ours).gone()
+    theirs.sendall(b"GET")
+    theirs.shutdown(socket.SHUT_WR)
+    assert not SocketPeer(ours).gone()
+    assert ours.recv(3) == b"GET"
     assert SocketPeer(ours).gone()
 
 
