@@ -27,7 +27,8 @@ def create_app(
     app.url_map.strict_slashes = False
     app.url_map.merge_slashes = False
     open_endpoints, early_endpoints = set(), set()
-    for route in (*ROUTES, *more):
+    routes = (*ROUTES, *more)
+    for route in routes:
         endpoint = f"{route.method} {route.path}"
         app.add_url_rule(route.path, endpoint, partial(_respond, route, room), methods=[route.method])
         if route.is_open:
@@ -59,7 +60,8 @@ def create_app(
     app.before_request(guard)
     app.after_request(count)
     problems.install(app, broker)
-    app.wsgi_app = Doors(app, room)  # type: ignore[method-assign]
+    traffic = {route.path: route.view for route in routes if route.is_traffic}
+    app.wsgi_app = Doors(app, room, traffic)  # type: ignore[method-assign]
     return app
 
 

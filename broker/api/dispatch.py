@@ -1,48 +1,31 @@
 """The doors in front of Flask: for the calls that carry the traffic, and for those of the other brokers.
 
-Flask's context, routing and response cost as much as the rest of a small call together. So the five calls of traffic.py
-are recognised by their path and served right here, with the same guard, the same count and the same problem documents
-as every other route; all else goes through to Flask.
+Flask's context, routing and response cost as much as the rest of a small call together. The routes of the table
+that are marked as traffic, with paths like /v1/<first>/<name>/<last>, are served right here, with the same guard, the
+same count and the same problem documents as every other route. All else goes through to Flask.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from http import HTTPStatus
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 from flask import Flask
 
 from portalmq import wire
-from portalmq.broker.api import commits, internal, problems, traffic
+from portalmq.broker.api import internal, problems
 from portalmq.broker.api.body import close_after_answer, leaves_bytes_unread
 from portalmq.broker.api.request_context import Answer, Room
 from portalmq.errors import Unauthorized, Unavailable
 
 Environ = dict[str, Any]
 StartResponse = Any  # PEP 3333's
+View = Callable[..., Any]  # gives an Answer from the room, the environment and the name
 
 _STATUS_LINES = {status.value: f"{status.value} {status.phrase}" for status in HTTPStatus}
-
-
-class Call(NamedTuple):
-    """A call that needs no Flask: its route, for the count, and its view."""
-
-    route: str
-    view: Callable[[Room, Environ, str], Answer]
-
-
-# (first part, last part) of /v1/<first>/<name>/<last>
-TRAFFIC = {
-    ("topics", "messages"): Call("/v1/topics/<topic>/messages", traffic.produce),
-    ("groups", "receive"): Call("/v1/groups/<group>/receive", traffic.receive),
-    ("groups", "ack"): Call("/v1/groups/<group>/ack", traffic.ack),
-    ("groups", "nack"): Call("/v1/groups/<group>/nack", traffic.nack),
-    ("groups", "extend"): Call("/v1/groups/<group>/extend", traffic.extend),
-    ("groups", "commit"): Call("/v1/groups/<group>/commit", commits.commit),
-}
 
 
 def check_caller(room: Room, environ: Environ) -> None:
@@ -68,9 +51,15 @@ def check_ready(room: Room) -> None:
 class Doors:
     """The WSGI application of the broker: traffic and the other brokers' calls here, the rest by Flask."""
 
-    def __init__(self, app: Flask, room: Room) -> None:
+    def __init__(self, app: Flask, room: Room, traffic: Mapping[str, View]) -> None:
+        """`traffic` has the views by the paths of their routes, each for POST."""
         self._flask = app.wsgi_app
         self._room = room
+        self._views: dict[tuple[str, str], tuple[str, View]] = {}
+        for path, view in traffic.items():
+            match path.split("/"):
+                case ["", "v1", first, _, last]:
+                    self._views[first, last] = (path, view)
 
     def __call__(self, environ: Environ, start_response: StartResponse) -> Iterable[bytes]:
         path = environ["PATH_INFO"]
@@ -78,10 +67,11 @@ class Doors:
             if environ["REQUEST_METHOD"] == "POST":
                 parts = path.split("/")
                 if len(parts) == 5 and parts[1] == "v1" and parts[3]:
-                    call = TRAFFIC.get((parts[2], parts[4]))
-                    if call is not None:
-                        view = partial(self._traffic, call, parts[3], environ)
-                        return self._answer(call.route, environ, start_response, view)
+                    found = self._views.get((parts[2], parts[4]))
+                    if found is not None:
+                        route, view = found
+                        answer = partial(self._traffic, view, parts[3], environ)
+                        return self._answer(route, environ, start_response, answer)
             if path.startswith(wire.INTERNAL_PATH):
                 name = path.removeprefix(wire.INTERNAL_PATH)
                 route = path if name in self._room.domain.calls else f"{wire.INTERNAL_PATH}<name>"
@@ -90,10 +80,11 @@ class Doors:
         finally:
             self._room.bodies.release(environ)
 
-    def _traffic(self, call: Call, name: str, environ: Environ) -> Answer:
+    def _traffic(self, view: View, name: str, environ: Environ) -> Answer:
         check_caller(self._room, environ)
         check_ready(self._room)
-        return call.view(self._room, environ, _text(name))
+        answer: Answer = view(self._room, environ, _text(name))
+        return answer
 
     def _answer(
         self, route: str, environ: Environ, start_response: StartResponse, view: Callable[[], Answer]

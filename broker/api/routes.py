@@ -14,7 +14,8 @@ from portalmq.broker.api.request_context import Answer
 @dataclass(frozen=True, slots=True)
 class Route:
     """A door. `is_open` lets everyone in; `while_starting` serves before the broker is ready and while it drains;
-    `is_traffic` marks a view that gives an Answer from the WSGI environment, and is served in front of Flask too."""
+    `is_traffic` marks a POST whose view gives an Answer from the WSGI environment. Doors serves it in front of Flask if
+    its path has the form /v1/<first>/<name>/<last>."""
 
     method: str
     path: str

@@ -1,0 +1,59 @@
+"""The routes that carry the traffic are served in front of Flask, as the route table marks them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flask
+import pytest
+from support.fake_broker import FakeBroker
+
+from portalmq.broker.api.app import create_app
+from portalmq.broker.api.request_context import Answer, Room
+from portalmq.broker.api.routes import ROUTES, Route
+from portalmq.broker.server.auth import Auth
+from portalmq.broker.server.config import BrokerConfig
+from portalmq.broker.server.metrics import Metrics
+
+METRICS = Metrics("0")
+
+
+def whether_flask_serves(_room: Room, _environ: dict[str, Any], thing: str) -> Answer:
+    return Answer(f"{thing} {flask.has_request_context()}".encode())
+
+
+@pytest.fixture
+def client(domain: FakeBroker) -> Any:
+    routes = [Route("POST", "/v1/things/<thing>/poke", whether_flask_serves, is_traffic=True)]
+    return create_app(domain, BrokerConfig(), METRICS, Auth(), more=routes).test_client()
+
+
+def test_a_route_that_is_marked_needs_no_other_table(client: Any) -> None:
+    assert client.post("/v1/things/lamp/poke").data == b"lamp False"
+
+
+@pytest.mark.parametrize("path", ["/v1/things//poke", "/v1/things/lamp/prod", "/v2/things/lamp/poke"])
+def test_another_path_is_unknown(client: Any, path: str) -> None:
+    assert client.post(path).status_code == 404
+
+
+def test_another_method_is_not_allowed(client: Any) -> None:
+    assert client.get("/v1/things/lamp/poke").status_code == 405
+
+
+def test_traffic_is_posted() -> None:
+    assert {route.method for route in ROUTES if route.is_traffic} == {"POST"}
+
+
+def test_calls_with_a_name_are_served_in_front_of_flask(domain: FakeBroker, monkeypatch: pytest.MonkeyPatch) -> None:
+    app = create_app(domain, BrokerConfig(), METRICS, Auth())
+    monkeypatch.setattr(app, "full_dispatch_request", lambda: flask.Response(status=599))
+    served = {
+        route.path
+        for route in ROUTES
+        if app.test_client().open(route.path.replace("<", "").replace(">", ""), method=route.method).status_code != 599
+    }
+    assert served == {
+        "/v1/topics/<topic>/messages",
+        *(f"/v1/groups/<group>/{last}" for last in ("receive", "ack", "nack", "extend", "commit")),
+    }
