@@ -13,7 +13,7 @@ available in the record, so neither a fail-over nor a full disk lets them out at
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -32,7 +32,7 @@ from portalmq.broker.messages.browsing import Stored
 from portalmq.broker.partition.clock import Clock
 from portalmq.broker.partition.partition import Partition
 from portalmq.broker.partition.writer import Pending
-from portalmq.broker.partition.yielding import Turn, give_way, in_short_turns
+from portalmq.broker.partition.yielding import Turn, give_way, in_short_turns, in_turns
 from portalmq.broker.queues.group_delivery import GroupPartition
 from portalmq.broker.queues.outbox import provenance
 from portalmq.broker.storage.batch import Record
@@ -48,6 +48,8 @@ MATCH_WITHIN_S = 5.0
 RATE_MAX = 1_000_000.0
 REDRIVE_MS_MAX = 30 * wire.DAY_MS
 RANGES_IN_A_RECORD = 1_000
+# Offsets, ids or ranges that are handled before others have their turn.
+OFFSETS_A_TURN = 1_000
 # A redriven message is outstanding until it is done: the group is left room for what is new.
 REDRIVEN_MAX = OUTSTANDING_MAX // 2
 
@@ -313,10 +315,13 @@ class DeadLetters:
             if delivery is None:
                 return ()
             if share.offsets is not None:
-                return ranges_of([offset for offset in share.offsets if _is_dead(delivery, offset)])
-            if predicate is None:
-                return tuple((dead.start, dead.end) for dead in delivery.dead)
-            return ranges_of(list(_matches(partition, delivery, predicate, patience)))
+                ranges = ranges_of(_still_dead(delivery, share.offsets))
+            elif predicate is None:
+                ranges = tuple([(dead.start, dead.end) for dead in in_turns(tuple(delivery.dead), OFFSETS_A_TURN)])
+            else:
+                ranges = ranges_of(list(_matches(partition, delivery, predicate, patience)))
+            _check_same(partition, call.group, delivery)
+            return ranges
 
         return do
 
@@ -326,11 +331,10 @@ class DeadLetters:
             if delivery is None:
                 return 0
             now_ms = self._clock.now_ms()
-            offsets = [
-                offset for start, end in share.ranges for offset in range(start, end) if _is_dead(delivery, offset)
-            ]
+            offsets = _still_dead(delivery, (offset for start, end in share.ranges for offset in range(start, end)))
             offsets = offsets[: max(0, REDRIVEN_MAX - delivery.outstanding)]
             ranges = _timed(offsets, now_ms + share.first_ms, share.step_ms)
+            _check_same(partition, call.group, delivery)
             redriven = _written(partition, call.group, ranges, lambda part: Redrive(part, now_ms))
             self._desk.attach(self._desk.known(call.group), partition, place.topic_id).notify()
             return redriven
@@ -357,15 +361,17 @@ def _written(
     """Write down what becomes of dead letters, in records that leave others their turn in between; how many were dead
     no more by that. Raises a refusal as unknown, where a part may stand."""
     written: list[Pending] = []
+    delivery = partition.delivery[group]
     done = 0
     try:
         for first in range(0, len(ranges), RANGES_IN_A_RECORD):
             if written:
                 give_way()
-            before = _count_dead(partition, group)
+                _check_same(partition, group, delivery)
             record = record_of(tuple(ranges[first : first + RANGES_IN_A_RECORD]))
+            dead = sum([delivery.count_dead(start, end) for start, end, *_ in record.ranges])
             written.append(partition.append_group_record(group, record))
-            done += before - _count_dead(partition, group)
+            done += dead
         for pending in written:
             pending.wait()
     except PortalMQError as error:
@@ -421,23 +427,24 @@ def _matches(partition: Partition, delivery: GroupDelivery, predicate: Predicate
             yield offset
 
 
-def _is_dead(delivery: GroupDelivery, offset: int) -> bool:
-    return delivery.is_dead(offset)
+def _still_dead(delivery: GroupDelivery, offsets: Iterable[int]) -> list[int]:
+    return [offset for offset in in_turns(offsets, OFFSETS_A_TURN) if delivery.is_dead(offset)]
+
+
+def _check_same(partition: Partition, group: str, delivery: GroupDelivery) -> None:
+    """Raise Unavailable where the group's fold was replaced in a pause: it was deleted, or led elsewhere."""
+    if partition.delivery.get(group) is not delivery:
+        raise Unavailable("the group has changed meanwhile: repeat", retry_after_s=0.1)
 
 
 def _count(ranges: Sequence[Range]) -> int:
     return sum([end - start for start, end in ranges])
 
 
-def _count_dead(partition: Partition, group: str) -> int:
-    delivery = partition.delivery.get(group)
-    return sum([dead.end - dead.start for dead in delivery.dead]) if delivery is not None else 0
-
-
 def _timed(offsets: list[int], first_ms: float, step_ms: float) -> list[tuple[int, int, int]]:
     """(start, end, available_at_ms): one message each `step_ms`, those side by side in the same moment together."""
     ranges: list[tuple[int, int, int]] = []
-    for rank, offset in enumerate(offsets):
+    for rank, offset in enumerate(in_turns(offsets, OFFSETS_A_TURN)):
         at_ms = int(first_ms + rank * step_ms)
         if ranges and ranges[-1][1] == offset and ranges[-1][2] == at_ms:
             ranges[-1] = (ranges[-1][0], offset + 1, at_ms)
@@ -474,7 +481,7 @@ def _named(ids: Sequence[str], topic: Topic) -> dict[int, tuple[int, ...]]:
     if len(ids) > IDS_MAX:
         raise InvalidRequest(f"{len(ids)} ids, the limit is {IDS_MAX}: send them in parts")
     named: dict[int, list[int]] = {}
-    for text in dict.fromkeys(ids):
+    for text in in_turns(dict.fromkeys(ids), OFFSETS_A_TURN):
         number, offset = _place_of_id(text, topic)
         named.setdefault(number, []).append(offset)
     return {number: tuple(offsets) for number, offsets in named.items()}

@@ -373,10 +373,7 @@ class GroupDelivery:
 
     def _cut_dead(self, start: int, end: int) -> list[DeadFold]:
         """Take [start, end) out of the dead and return the parts taken."""
-        first = bisect_right(self.dead, start, key=_start_of) - 1
-        if first < 0 or self.dead[first].end <= start:
-            first += 1
-        last = bisect_left(self.dead, end, key=_start_of)
+        first, last = self._dead_within(start, end)
         touched = self.dead[first:last]
         if not touched:
             return []
@@ -387,6 +384,13 @@ class GroupDelivery:
             kept.append(msgspec.structs.replace(touched[-1], start=end))
         self.dead[first:last] = kept
         return [msgspec.structs.replace(each, start=max(start, each.start), end=min(end, each.end)) for each in touched]
+
+    def _dead_within(self, start: int, end: int) -> tuple[int, int]:
+        """Return the first and the last index, exclusive, of the dead that overlap [start, end)."""
+        first = bisect_right(self.dead, start, key=_start_of) - 1
+        if first < 0 or self.dead[first].end <= start:
+            first += 1
+        return first, bisect_left(self.dead, end, key=_start_of)
 
     def take_over(self, now_ms: int) -> None:
         """A new leader's clock may differ from the one that granted: no lease lasts longer from now than it was
@@ -493,6 +497,11 @@ class GroupDelivery:
     def is_dead(self, offset: int) -> bool:
         at = bisect_right(self.dead, offset, key=_start_of) - 1
         return at >= 0 and offset < self.dead[at].end
+
+    def count_dead(self, start: int, end: int) -> int:
+        """Return how many messages of [start, end) are dead."""
+        first, last = self._dead_within(start, end)
+        return sum([min(end, dead.end) - max(start, dead.start) for dead in self.dead[first:last]])
 
     def has_span(self, offset: int) -> bool:
         """Whether the message was handed out, as far as this log knows, and is not done."""

@@ -20,6 +20,7 @@ from support.outputs import (
 from support.replicas import eventually
 
 from portalmq import wire
+from portalmq.broker.core.queue.delivery import GroupDelivery
 from portalmq.broker.core.queue.records import Drop
 from portalmq.broker.queues import dead_letters, outbox
 from portalmq.broker.queues.settle import Way
@@ -432,6 +433,69 @@ def test_many_dead_letters_are_redriven_and_dropped_while_others_have_their_turn
     finally:
         greenlet.kill()
     assert ids(listed(fixture)) == []
+
+
+@pytest.fixture
+def pauses(monkeypatch):
+    """The pauses of the test's own greenlet, ten offsets a turn; the first one has `meanwhile` done."""
+    monkeypatch.setattr(dead_letters, "OFFSETS_A_TURN", 10)
+    monkeypatch.setattr("portalmq.broker.partition.yielding.perf_counter", lambda: 0.0)
+    me, seen = gevent.getcurrent(), []
+
+    def let_go(meanwhile=lambda: None) -> list[None]:
+        def give_way() -> None:
+            if gevent.getcurrent() is me:
+                seen.append(None)
+                if len(seen) == 1:
+                    meanwhile()
+
+        monkeypatch.setattr("portalmq.broker.partition.yielding.give_way", give_way)
+        monkeypatch.setattr(dead_letters, "give_way", give_way)
+        return seen
+
+    return let_go
+
+
+def scattered(fixture, count: int) -> list[str]:
+    """The ids of dead letters of which no two lie side by side."""
+    send(fixture, *(str(number) for number in range(2 * count)))
+    messages = receive(fixture, 2 * count)[::2]
+    give_up(fixture, messages, topic="")
+    return [f"0-{message.offset}" for message in messages]
+
+
+def test_a_redrive_pauses_while_it_reads_looks_and_times(fixture, pauses):
+    letters = scattered(fixture, 50)
+    seen = pauses()
+    assert redrive(fixture, ids=letters[:30], rate_per_s=1_000) == (30, 30)
+    assert len(seen) == 4 * 2  # the ids, the match, the redrive, the times
+    seen.clear()
+    assert redrive(fixture) == (20, 20)
+    assert len(seen) == 3 * 1
+    assert ids(listed(fixture)) == []
+
+
+@pytest.mark.parametrize("step", ["match", "redrive", "write"])
+def test_a_pause_after_which_the_group_has_another_fold_refuses_the_call(fixture, pauses, monkeypatch, step):
+    monkeypatch.setattr(dead_letters, "RANGES_IN_A_RECORD", 10)
+    offsets = tuple(int(each.partition("-")[2]) for each in scattered(fixture, 20))
+    ranges = tuple((offset, offset + 1) for offset in offsets)
+    partition, group, topic = partition_of(fixture), fixture.broker.groups.known("g"), fixture.broker.topics.known("in")
+    call = dead_letters.DeadCall("g", group.group_id, "in", topic.state.topic_id, [])
+
+    def anew() -> None:
+        partition.delivery["g"] = GroupDelivery(partition.delivery["g"].snapshot())
+
+    letters, place = fixture.broker.dead_letters, topic.place(0)
+    do = {
+        "match": lambda: letters._matching(call)(place, dead_letters.DeadShare(0, offsets=offsets)),
+        "redrive": lambda: letters._redriving(call)(place, dead_letters.DeadShare(0, ranges=ranges)),
+        "write": lambda: dead_letters._written(partition, "g", ranges, lambda part: Drop(part, 0)),
+    }[step]
+    pauses(anew)
+    with pytest.raises(Unavailable, match="changed meanwhile"):
+        do()
+    assert len(partition.delivery["g"].dead) == (10 if step == "write" else 20)
 
 
 def test_a_redrive_whose_second_record_is_refused_is_of_unknown_outcome(fixture, monkeypatch):

@@ -616,3 +616,12 @@ def test_of_very_many_leases_that_end_at_once_a_question_notes_a_few(monkeypatch
     assert found == set(range(15, 100, 2))
     assert [span.start for span in group.available(100)] == list(range(16, 100, 2))
     assert looks >= 10
+
+
+@given(st.sets(st.integers(0, 30)), st.integers(0, 31), st.integers(0, 31))
+def test_the_dead_of_a_range_are_counted_one_by_one(offsets: set[int], one: int, other: int):
+    group = new_group()
+    grant(group, (0, 31, 1))
+    group.apply(Dead(tuple((start, end, 1) for start, end in ranges_of(list(offsets))), 0))
+    start, end = sorted((one, other))
+    assert group.count_dead(start, end) == sum(map(group.is_dead, range(start, end)))
