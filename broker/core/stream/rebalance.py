@@ -7,7 +7,6 @@ not change keeps its Place, and with it the generation from which it stands.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import replace
 
 from portalmq.broker.core.stream.assignment import share
 from portalmq.broker.core.stream.events import Member, Membership, Partition, Place, Topic
@@ -41,9 +40,6 @@ class Draft:
     def join(self, member: Member) -> None:
         self._members[member.member_id] = member
         self._fresh.add(member.member_id)
-        for partition, place in self._places.items():
-            if place.owner == member.member_id and not place.leaving:
-                self._places[partition] = replace(place, since=self.generation)
 
     def renew(self, partitions: Iterable[Partition]) -> None:
         """All that is under way in these is void: who is to have them has them from now on."""
@@ -53,12 +49,15 @@ class Draft:
                 self._places[partition] = Place(place.owner, self.generation)
 
     def release(self, heard: Mapping[str, int]) -> None:
-        """Partitions whose last owner has let go, or is gone, or is another client by now."""
+        """Renew what a client holds that joined just now, and partitions whose last owner has let go, or is gone, or is
+        another client by now."""
         for partition, place in self._places.items():
             leaving = place.leaving
-            if leaving and (
-                leaving not in self._members or leaving in self._fresh or heard.get(leaving, 0) >= place.since
-            ):
+            if leaving:
+                is_free = leaving not in self._members or leaving in self._fresh or heard.get(leaving, 0) >= place.since
+            else:
+                is_free = place.owner in self._fresh
+            if is_free:
                 self._places[partition] = Place(place.owner, self.generation)
 
     def share(self) -> None:

@@ -25,9 +25,11 @@ from portalmq.broker.core.stream.events import (
     Join,
     Leave,
     Loaded,
+    Member,
     Membership,
     Outcome,
     Partition,
+    Place,
     Propose,
     Read,
     Refuse,
@@ -39,6 +41,7 @@ from portalmq.broker.core.stream.events import (
     TopicsChanged,
 )
 from portalmq.broker.core.stream.membership import GroupMembership
+from portalmq.broker.core.stream.rebalance import Draft
 from portalmq.errors import Backpressure, Fenced, IllegalGeneration
 
 SESSION_MS = 10_000
@@ -538,3 +541,25 @@ def test_through_lost_answers_and_rival_coordinators_each_partition_has_one_owne
     for member_id, client in town.clients.items():
         for partition in client.holds:
             assert town.leaders.may_commit(partition, member_id, client.generation)
+
+
+class Counted(dict[Partition, Place]):
+    """Places that count how often they are walked through."""
+
+    walks = 0
+
+    def items(self):
+        self.walks += 1
+        return super().items()
+
+
+def test_many_who_join_again_are_found_in_one_pass_over_the_places():
+    members = {name: Member(name, ("t",), SESSION_MS, 1) for name in ("a", "b", "c", "d")}
+    places = {("t", number): Place(name, 1) for number, name in enumerate(members)}
+    draft = Draft(Membership(1, (1, 1), members, places, {"t": "id"}), 2, {"t": Topic("id", 4)})
+    draft._places = counted = Counted(draft._places)
+    for name in ("a", "b", "c"):
+        draft.join(Member(name, ("t",), SESSION_MS, 2))
+    draft.release({})
+    assert counted.walks == 1
+    assert [place.since for place in counted.values()] == [2, 2, 2, 1]
