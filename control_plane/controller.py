@@ -18,8 +18,9 @@ receipts, producers and followers of the time before are told apart from those a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
@@ -38,6 +39,8 @@ TOMBSTONE_MS = 7 * 24 * 3_600_000
 Reach = Mapping[int, Mapping[int, bool]]
 # How far a replica's log goes: (epoch of its last record, end). None: it is damaged, or lacks what it knew committed.
 LogEnd = tuple[int, int] | None
+# Passes on what it is given, and may let others run in between: the view must not change meanwhile.
+Paced = Callable[[Iterable[Any]], Iterable[Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +57,14 @@ class View:
     reach: Reach = field(default_factory=dict)
 
 
-def plan(view: View) -> list[PartitionChange]:
+def plan(view: View, *, paced: Paced = iter) -> list[PartitionChange]:
     """The partitions that have to change. Empty when all is as it should be, and while nobody is live."""
     topics = {topic.topic_id: topic for topic in view.topics.values()}
     partitions = {key: held for key, held in view.partitions.items() if key[0] in topics}
     added = _added(topics, partitions, view.live)
-    led = Counter(held.value.leader for held in partitions.values() if _leads(held.value, view.live))
+    led = Counter(held.value.leader for held in paced(partitions.values()) if _leads(held.value, view.live))
     changes: list[PartitionChange] = []
-    for (topic_id, number), held in partitions.items():
+    for (topic_id, number), held in paced(partitions.items()):
         if (topic_id, number) in view.waiting:
             continue
         wanted = decide(
@@ -80,11 +83,13 @@ def plan(view: View) -> list[PartitionChange]:
     return changes
 
 
-def cold_elections(view: View) -> dict[PartitionKey, PartitionState]:
+def cold_elections(view: View, *, paced: Paced = iter) -> dict[PartitionKey, PartitionState]:
     """The partitions of the view that need a leader, and whose replicas are to be asked first how far they go."""
     topics = {topic.topic_id for topic in view.topics.values()}
     return {
-        key: held.value for key, held in view.partitions.items() if key[0] in topics and is_cold(held.value, view.live)
+        key: held.value
+        for key, held in paced(view.partitions.items())
+        if key[0] in topics and is_cold(held.value, view.live)
     }
 
 

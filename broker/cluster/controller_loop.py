@@ -28,6 +28,7 @@ from gevent.event import Event
 from portalmq.broker.cluster.cold_elections import Ask, ColdElections
 from portalmq.broker.cluster.failure_detector import Vigil
 from portalmq.broker.partition.clock import Clock
+from portalmq.broker.partition.yielding import give_way, in_short_turns
 from portalmq.control_plane.catalog import Catalog, Deposed, PartitionChange, Versioned
 from portalmq.control_plane.controller import (
     Reach,
@@ -200,9 +201,10 @@ class Office:
         self._check_held()
         if self.held is None and not self._is_elected():
             return
-        assert self.held is not None
-        self._elect_leaders(self.held)
-        self._replace_cut_off(self.held)
+        held = self.held
+        assert held is not None
+        self._elect_leaders(held)
+        self._replace_cut_off(held)
         if self._clock.now_ms() >= self._upkeep_at_ms:
             self._upkeep_at_ms = self._clock.now_ms() + UPKEEP_EVERY_MS
             self._keep_up()
@@ -276,9 +278,11 @@ class Office:
     # --- the work ----------------------------------------------------------------------------------------------------
 
     def _elect_leaders(self, held: Versioned[ControllerState]) -> None:
-        view = View(self._mirror.topics, self._mirror.partitions, self.live())
-        cold = cold_elections(view)
-        self._commit(held, plan(dataclasses.replace(view, waiting=cold.keys())))
+        # A copy: the mirror goes on in the pauses, and a commit of what has changed meanwhile does not fit.
+        view = View(dict(self._mirror.topics), dict(self._mirror.partitions), self.live())
+        cold = cold_elections(view, paced=in_short_turns)
+        give_way()
+        self._commit(held, plan(dataclasses.replace(view, waiting=cold.keys()), paced=in_short_turns))
         log_ends = self._cold.log_ends(cold, view.live)
         if log_ends:
             partitions = {key: view.partitions[key] for key in log_ends}

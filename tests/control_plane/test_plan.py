@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -18,6 +18,7 @@ from portalmq.control_plane.controller import (
     TOMBSTONE_MS,
     Reach,
     View,
+    cold_elections,
     decide,
     departures,
     elect,
@@ -197,6 +198,24 @@ class TestElections:
 
     def test_partitions_of_no_topic_are_left_alone(self) -> None:
         assert plan(View({}, {("stray", 0): Versioned(partition(), 0)}, live(2, 3))) == []
+
+    def test_every_partition_is_a_step_between_which_others_may_run(self) -> None:
+        steps = 0
+
+        def paced(items: Iterable[Any]) -> Iterator[Any]:
+            nonlocal steps
+            for item in items:
+                steps += 1
+                yield item
+
+        of = topic(partitions=5)
+        view = View(
+            {of.name: of}, {(of.topic_id, number): Versioned(partition(), 0) for number in range(5)}, live(2, 3)
+        )
+        assert cold_elections(view, paced=paced) == {}
+        assert steps == 5
+        assert plan(view, paced=paced) == plan(view)
+        assert steps == 5 + 2 * 5
 
 
 class TestDraining:
