@@ -404,7 +404,7 @@ class Groups:
             topic = self._tags.get(tag)
         if topic is None and self._unheard.get(tag, 0.0) < time.monotonic():
             self._catalog.confirm()
-            if any(topic_tag(state.topic_id) == tag for state in self._catalog.topics().values()):
+            if any(topic_tag(topic_id) == tag for topic_id in in_short_turns(self._catalog.topic_ids())):
                 raise Unavailable("this broker does not know the topic of a receipt yet", retry_after_s=0.1)
             self._unheard = {} if len(self._unheard) >= UNHEARD_MAX else self._unheard
             self._unheard[tag] = time.monotonic() + UNHEARD_S

@@ -191,6 +191,7 @@ LISTS: dict[str, Callable[[Fixture], object]] = {
     "groups": lambda fixture: fixture.broker.list_groups(),
     "locks": lambda fixture: fixture.broker.locks.list_all(),
     "a group": lambda fixture: fixture.broker.census.describe("a"),
+    "the topic of a receipt": lambda fixture: fixture.broker.groups.by_tag(b"no topic"),
     "locks, swept": lambda fixture: fixture.broker.locks._sweep(),
     "locks, read anew": lambda fixture: (fixture.broker.locks.note(None), fixture.broker.locks._read_noted()),
     "topics, heard of anew": lambda fixture: fixture.broker.topics.sync(Changes(everything=True)),
