@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from portalmq import wire
-from portalmq.broker.api.incoming import MESSAGES_A_TURN, record_of_json, record_of_pack
+from portalmq.broker.api.incoming import a_turn, record_of_json, record_of_pack
 from portalmq.broker.api.request_context import Answer, Room
 from portalmq.broker.api.traffic import may_forward
 from portalmq.broker.partition.yielding import in_turns
@@ -35,14 +35,14 @@ def commit(room: Room, environ: Environ, group: str) -> Answer:
         wanted = packed
         publications = [
             _publication(each, record_of_pack(each, _where(index), now_ms))
-            for index, each in enumerate(in_turns(packed.publish, MESSAGES_A_TURN))
+            for index, each in enumerate(in_turns(packed.publish, a_turn(packed.publish, len(body))))
         ]
     else:
         plain = wire.decode_json(body, wire.JsonCommit)
         wanted = plain
         publications = [
             _publication(each, record_of_json(each, _where(index), now_ms))
-            for index, each in enumerate(in_turns(plain.publish, MESSAGES_A_TURN))
+            for index, each in enumerate(in_turns(plain.publish, a_turn(plain.publish, len(body))))
         ]
     committed = _committed(room, group, wanted, publications, forward=may_forward(environ))
     if wire.BATCH_MSGPACK in environ.get("HTTP_ACCEPT", "").lower():

@@ -35,7 +35,7 @@ MESSAGES_A_TURN = 1_000
 BYTES_A_TURN = 128 * 1024
 # A body of so many bytes is decoded message by message, which takes longer, and lets others have their turn.
 LARGE_BYTES = 1024 * 1024
-# What a value of so many bytes becomes as objects may be a million of them, which takes a while by itself.
+# The same, where values become objects: of so many bytes may be as many.
 DENSE_BYTES = 256 * 1024
 
 # Headers that become message headers under their own name: trace context (W3C) and binary CloudEvents.
@@ -173,7 +173,7 @@ def _from_msgpack(body: bytes, now_ms: int) -> Incoming:
             Record(
                 message.value, message.content_type, message.key, _checked_headers(message.headers, f"message {index}")
             )
-            for index, message in enumerate(in_turns(messages, _a_turn(messages, len(body))))
+            for index, message in enumerate(in_turns(messages, a_turn(messages, len(body))))
         ]
     else:
         records = [Record(message.value, message.content_type, message.key) for message in messages]
@@ -186,8 +186,8 @@ def _from_msgpack(body: bytes, now_ms: int) -> Incoming:
 def _from_any_msgpack(body: bytes, now_ms: int) -> Incoming:
     _pause_in(body)
     _check_few(body, _count_pack)
-    if len(body) < LARGE_BYTES:
-        batch = _without_collector(_decode_pack_batch, body)
+    if len(body) < DENSE_BYTES:
+        batch = wire.decode_msgpack(body, wire.PackBatch)
         return _from_batch(batch.messages, batch.producer, len(body), record_of_pack, now_ms)
     messages, producer = _in_parts(body, _split_pack, _decode_pack_message, "MessagePack")
     return _from_batch(messages, producer, len(body), record_of_pack, now_ms)
@@ -214,15 +214,15 @@ def _in_parts(
         batch = split(body)
         _pause_in(body)
         inside = "`$.messages[...]"
-        paced = in_turns(batch.messages, _a_turn(batch.messages, len(body)))
+        paced = in_turns(batch.messages, a_turn(batch.messages, len(body)))
         return [_without_collector(decode, raw) for raw in paced], batch.producer
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as fault:
         raise InvalidRequest(f"the {what} body is not valid: {str(fault).replace('`$', inside)}") from None
 
 
-def _without_collector(decode: Callable[[Any], T], raw: bytes | msgspec.Raw) -> T:
+def _without_collector(decode: Callable[[msgspec.Raw], T], raw: msgspec.Raw) -> T:
     """What is decoded holds no cycles. Looking for them while it grows takes many times as long as the decoding."""
-    if len(raw) < DENSE_BYTES or not gc.isenabled():
+    if not gc.isenabled():
         return decode(raw)
     gc.disable()
     try:
@@ -231,16 +231,12 @@ def _without_collector(decode: Callable[[Any], T], raw: bytes | msgspec.Raw) -> 
         gc.enable()
 
 
-def _decode_pack_batch(body: bytes) -> wire.PackBatch:
-    return wire.decode_msgpack(body, wire.PackBatch)
-
-
 def _pause_in(body: bytes) -> None:
     if len(body) >= LARGE_BYTES:
         give_way()
 
 
-def _a_turn(messages: Sequence[Any], size: int) -> int:
+def a_turn(messages: Sequence[Any], size: int) -> int:
     """How many messages of a body of that size are looked at in a turn."""
     return max(1, min(MESSAGES_A_TURN, len(messages) * BYTES_A_TURN // max(1, size)))
 
@@ -255,7 +251,7 @@ def _from_batch(
     _check_count(len(messages))
     if size >= DENSE_BYTES:
         give_way()
-    paced = in_turns(messages, _a_turn(messages, size))
+    paced = in_turns(messages, a_turn(messages, size))
     records = [record_of(message, f"message {index}", now_ms) for index, message in enumerate(paced)]
     return Incoming(records, _partitions(messages), producer, keys=_keys(messages))
 
@@ -272,6 +268,7 @@ def record_of_pack(message: wire.PackMessage, where: str, now_ms: int) -> Record
         value, kind = message.value.encode("utf-8"), wire.TEXT
     else:
         value, kind = _as_json(message.value, where), wire.JSON
+        message.value = msgspec.UNSET  # many objects go in this turn, and not with those of the others
     return _record(message, value, kind, where, now_ms)
 
 

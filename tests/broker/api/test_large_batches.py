@@ -104,6 +104,7 @@ def test_a_large_body_is_decoded_in_parts_and_is_the_same(monkeypatch, name):
     in_parts = decode_messages(kind, body, {}, 0)
     assert len(turns) >= 2 * (len(body) // incoming.BYTES_A_TURN - 1)
     monkeypatch.setattr("portalmq.broker.api.incoming.LARGE_BYTES", 1 << 40)
+    monkeypatch.setattr("portalmq.broker.api.incoming.DENSE_BYTES", 1 << 40)
     assert decode_messages(kind, body, {}, 0) == in_parts
 
 
@@ -124,6 +125,25 @@ def test_a_dense_value_is_decoded_without_looking_for_cycles_and_encoded_in_a_tu
     with pytest.raises(InvalidRequest, match="not valid"):
         decode_messages(wire.BATCH_MSGPACK, body[:-1], {}, 0)
     assert gc.isenabled()
+
+
+def test_several_dense_values_are_decoded_and_encoded_and_let_go_of_one_a_turn(monkeypatch):
+    steps: list[str] = []
+
+    def noted(what: str, do):
+        return lambda *args: (do(*args), steps.append(what))[0]
+
+    monkeypatch.setattr("portalmq.broker.partition.yielding.give_way", lambda: steps.append("pause"))
+    monkeypatch.setattr(incoming, "give_way", lambda: steps.append("pause"))
+    monkeypatch.setattr(incoming, "_decode_pack_message", noted("decode", incoming._decode_pack_message))
+    monkeypatch.setattr(incoming, "_as_json", noted("encode", incoming._as_json))
+    body = msgspec.msgpack.encode({"messages": [{"value": [[]] * 100_000}] * 3})
+    assert incoming.DENSE_BYTES < len(body) < incoming.LARGE_BYTES
+    assert len(decode_messages(wire.BATCH_MSGPACK, body, {}, 0).records) == 3
+    assert steps == ["decode", "pause"] * 3 + ["encode", "pause"] * 2 + ["encode"]
+    message = wire.PackMessage(value=[[]])
+    assert incoming.record_of_pack(message, "a message", 0).value == b"[[]]"
+    assert message.value is msgspec.UNSET
 
 
 @both
