@@ -55,6 +55,8 @@ OUTPUT_TOPICS_MAX = 100
 OUTPUTS_MAX = 10_000
 # So many receipts are looked at before others have their turn.
 RECEIPTS_A_TURN = 500
+# And so many outputs.
+OUTPUTS_A_TURN = 1_000
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode_commit = msgspec.msgpack.Decoder(Commit).decode
@@ -265,15 +267,17 @@ class Committing:
             raise MessageTooLarge(
                 f"{len(publications)} messages to publish, the limit is {OUTPUTS_MAX}: split the input"
             )
-        names = dict.fromkeys(publication.topic for publication in publications)
-        if len(names) > OUTPUT_TOPICS_MAX:
-            raise InvalidRequest(f"outputs for {len(names)} topics in one commit, the limit is {OUTPUT_TOPICS_MAX}")
-        topics = {name: self._topics.get_or_create(name) for name in names}
+        records: dict[str, list[Record]] = {}
+        for publication in in_turns(publications, OUTPUTS_A_TURN):
+            records.setdefault(publication.topic, []).append(publication.record)
+        if len(records) > OUTPUT_TOPICS_MAX:
+            raise InvalidRequest(f"outputs for {len(records)} topics in one commit, the limit is {OUTPUT_TOPICS_MAX}")
+        topics = {name: self._topics.get_or_create(name) for name in records}
         for name, topic in topics.items():
-            size_of(topic, [publication.record for publication in publications if publication.topic == name])
+            size_of(topic, records[name])
         wall_ms = self._clock.wall_ms()
         outputs: list[Output] = []
-        for publication in publications:
+        for publication in in_turns(publications, OUTPUTS_A_TURN):
             topic = topics[publication.topic]
             (record,) = with_default_ttl(topic, [publication.record], wall_ms)
             outputs.append(Output(publication.topic, record, _partition_of(topic, publication)))

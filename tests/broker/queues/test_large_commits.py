@@ -6,8 +6,10 @@ import pytest
 from support.domain import running
 from support.outputs import commit, outputs, receive, send, settled, there
 
+from portalmq import wire
 from portalmq.broker.queues import commit as committing
-from portalmq.errors import InvalidRequest, StaleReceipt
+from portalmq.broker.queues.commit import Publication
+from portalmq.errors import InvalidRequest, MessageTooLarge, StaleReceipt
 
 
 @pytest.fixture
@@ -111,3 +113,30 @@ def test_a_large_commit_does_nothing_to_a_group_that_is_made_anew_meanwhile(fixt
     settled(fixture)
     assert there(fixture) == []
     assert fixture.broker.describe_group("g").in_flight == 10
+
+
+class Walked(list[Publication]):
+    """Publications that count how often they are walked through."""
+
+    walks = 0
+
+    def __iter__(self):
+        self.walks += 1
+        return super().__iter__()
+
+
+def test_outputs_for_many_topics_are_walked_through_twice_with_pauses(fixture, in_small_parts, monkeypatch):
+    monkeypatch.setattr(committing, "OUTPUTS_A_TURN", 3)
+    publications = Walked([each for name in "abcdef" for each in outputs(name, topic=f"out-{name}")])
+    fixture.broker.committing._outputs(publications)  # the topics are there from here on
+    publications.walks, pauses = 0, in_small_parts()
+    made = fixture.broker.committing._outputs(publications)
+    assert [(each.topic, each.record.value) for each in made] == [(f"out-{name}", name.encode()) for name in "abcdef"]
+    assert (publications.walks, len(pauses)) == (2, 2)
+
+
+def test_an_output_that_its_topic_does_not_take_is_named_by_its_place_among_those_of_the_topic(fixture):
+    fixture.broker.create_topic("small", wire.CreateTopic(config={"max_message_bytes": 1_024}))
+    publications = [*outputs("a", "b"), *outputs("c", "x" * 2_000, topic="small")]
+    with pytest.raises(MessageTooLarge, match="message 1 has 2000 bytes, topic 'small'"):
+        fixture.broker.committing._outputs(publications)
