@@ -291,7 +291,7 @@ class DeadLetters:
             nonlocal left, size_left, is_empty
             partition, delivery = self._delivery(call, place)
             found: list[tuple[int, int, Record]] = []
-            for dead, offset, at_ms, record in _letters(partition, delivery, share.after + 1):
+            for dead, offset, at_ms, record in in_short_turns(_letters(partition, delivery, share.after + 1)):
                 if left <= 0 or (size_left <= 0 and not is_empty):
                     return DeadPage(found, complete=False)
                 is_empty = False
@@ -403,9 +403,7 @@ def _letters(
     partition: Partition, delivery: GroupDelivery | None, start: int
 ) -> Iterator[tuple[DeadFold, int, int, Record]]:
     """The dead messages from `start` on that are still in the log: (dead, offset, timestamp_ms, record)."""
-    for dead in tuple(delivery.dead) if delivery is not None else ():
-        if dead.end <= start:
-            continue
+    for dead in delivery.dead_from(start) if delivery is not None else ():
         first = max(start, dead.start)
         for piece in partition.pieces(first, dead.end, dead.end - first):
             for offset, record in enumerate(piece.records(), piece.start):

@@ -498,6 +498,10 @@ class GroupDelivery:
         at = bisect_right(self.dead, offset, key=_start_of) - 1
         return at >= 0 and offset < self.dead[at].end
 
+    def dead_from(self, start: int) -> list[DeadFold]:
+        """Return the dead that hold `start` or lie behind it."""
+        return self.dead[self._dead_within(start, start)[0] :]
+
     def count_dead(self, start: int, end: int) -> int:
         """Return how many messages of [start, end) are dead."""
         first, last = self._dead_within(start, end)

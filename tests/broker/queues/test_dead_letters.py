@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import count
+
 import gevent
 import msgspec
 import pytest
@@ -454,6 +456,14 @@ def pauses(monkeypatch):
         return seen
 
     return let_go
+
+
+def test_a_list_is_read_in_turns(fixture, pauses, monkeypatch):
+    letters = scattered(fixture, 5)
+    seen, seconds = pauses(), count()
+    monkeypatch.setattr("portalmq.broker.partition.yielding.perf_counter", lambda: next(seconds))
+    assert ids(listed(fixture, after=letters[0])) == letters[1:]
+    assert len(seen) >= 4
 
 
 def scattered(fixture, count: int) -> list[str]:

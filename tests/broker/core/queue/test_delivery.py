@@ -625,3 +625,4 @@ def test_the_dead_of_a_range_are_counted_one_by_one(offsets: set[int], one: int,
     group.apply(Dead(tuple((start, end, 1) for start, end in ranges_of(list(offsets))), 0))
     start, end = sorted((one, other))
     assert group.count_dead(start, end) == sum(map(group.is_dead, range(start, end)))
+    assert group.dead_from(start) == [dead for dead in group.dead if dead.end > start]
