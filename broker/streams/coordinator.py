@@ -5,7 +5,8 @@
                          |  `--> Answer, Refuse  whoever asked
                          `---- what became of it
 
-All on the hub's thread: a step never blocks, and what it asks for is done beside it.
+All on the hub's thread: a step never blocks, and what it asks for is done beside it. Others have their turn between
+what becomes of many claims; each is an event by itself, as if it had come later.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ from portalmq.broker.core.stream.events import (
 )
 from portalmq.broker.core.stream.membership import GroupMembership
 from portalmq.broker.partition.clock import Clock
+from portalmq.broker.partition.yielding import in_short_turns
 from portalmq.control_plane.plane import Conflict, NodeMissing, OutcomeUnknown, PlaneError
 from portalmq.control_plane.state import GroupState, TopicState
 from portalmq.control_plane.stream_groups import MemberState, RosterState, StreamGroups
@@ -223,7 +225,7 @@ class Coordinator:
             outcomes = self._claims(self.group, claims)
         except PortalMQError as error:
             outcomes = {claim.partition: error for claim in claims}
-        for claim in claims:
+        for claim in in_short_turns(claims):
             outcome = outcomes[claim.partition]
             if not isinstance(outcome, PortalMQError):
                 self.tell(Claimed(claim.partition, claim.member_id, claim.since, outcome))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import count
 from pathlib import Path
 
 import gevent
@@ -75,6 +76,38 @@ def coordinator(plane: Flaky, group: GroupState, number: int = 1, claims: Claims
 
 def join(of: Coordinator, member_id: str = "a", session_timeout_ms: int = 10_000) -> Answer:
     return of.ask(Join(AsyncResult(), member_id, ("t",), session_timeout_ms), ("t",))
+
+
+@pytest.fixture
+def between_claims(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]], None]:
+    """Has something done before each of a call's claims is told."""
+
+    def arrange(do: Callable[[], object]) -> None:
+        seconds = count()
+        monkeypatch.setattr("portalmq.broker.partition.yielding.perf_counter", lambda: next(seconds))
+        monkeypatch.setattr("portalmq.broker.partition.yielding.give_way", do)
+
+    return arrange
+
+
+def test_others_have_their_turn_between_what_becomes_of_the_claims(
+    plane: Flaky, group: GroupState, between_claims: Callable[[Callable[[], object]], None]
+) -> None:
+    at = coordinator(plane, group)
+    left: list[int] = []
+    between_claims(lambda: left.append(len(at.membership._unclaimed)))
+    assert len(join(at).assignment) == 2
+    assert left == [2, 1]
+
+
+def test_a_coordinator_that_closes_between_two_claims_does_nothing_more(
+    plane: Flaky, group: GroupState, between_claims: Callable[[Callable[[], object]], None]
+) -> None:
+    at = coordinator(plane, group)
+    between_claims(lambda: at.close() if len(at.membership._unclaimed) == 1 else None)
+    with pytest.raises(Unavailable, match="just changing"):
+        join(at)
+    assert len(at.membership._unclaimed) == 1
 
 
 @pytest.mark.parametrize("first", FATES)
