@@ -3,7 +3,7 @@
 Broker -> wiring.py                what it is made of, and who hears of what
        -> cluster/maintenance.py   what it does beside its traffic, now and again
        -> peer_dispatch.py         what other brokers may ask of it
-       -> Producing, Browsing, Receiving, Settling, Census, Overview, ...   one for each kind of call
+       -> Producing, Browsing, Receiving, Settlement, GroupCounter, Overview, ...   one for each kind of call
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 
 from portalmq import wire
-from portalmq.broker.cluster.retry_budget import AT_ONCE, Patience
+from portalmq.broker.cluster.retry_budget import AT_ONCE, RetryBudget
 from portalmq.broker.cluster.routing import NoSuchPartition
 from portalmq.broker.messages.browsing import Page, Stored
 from portalmq.broker.messages.idempotency import Keyed
 from portalmq.broker.messages.scheduled import BEGINNING, Due, SchedulePage
-from portalmq.broker.partition.long_poll import Delivered, Peer, Portion
+from portalmq.broker.partition.long_poll import LeasedMessage, Peer, Portion
 from portalmq.broker.partition.partition import Partition
 from portalmq.broker.partition.shortages import refusal_of
 from portalmq.broker.partition.yielding import in_short_turns
 from portalmq.broker.peer_dispatch import PeerCall, peer_calls
-from portalmq.broker.queues.settle import Verdict, Way
+from portalmq.broker.queues.settle import SettleRequest, Verdict
 from portalmq.broker.storage.batch import Record
 from portalmq.broker.storage.errors import CorruptBatch, OffsetPurged, Shortage, StorageFault, WrongLog
-from portalmq.broker.wiring import Rooms
+from portalmq.broker.wiring import Wiring
 from portalmq.errors import MessageNotFound, NotFound, OffsetOutOfRange, PortalMQError, TopicNotFound, Unavailable
 
 log = logging.getLogger(__name__)
@@ -36,12 +36,12 @@ log = logging.getLogger(__name__)
 OPEN_WITHIN_S = 30.0
 
 
-class Broker(Rooms):
+class Broker(Wiring):
     """One broker, at work."""
 
     # --- life --------------------------------------------------------------------------------------------------------
 
-    def start(self, patience: Patience = AT_ONCE) -> None:
+    def start(self, patience: RetryBudget = AT_ONCE) -> None:
         """Become a member of the cluster, open what this broker holds, and begin to serve."""
         wire.prepare()  # from here on native threads decode too
         self.membership.start(patience)
@@ -50,7 +50,7 @@ class Broker(Rooms):
         self.topics.start()
         if not self.topics.wait_settled(OPEN_WITHIN_S):
             log.warning("not all replicas are open after %.0f s: the broker serves without them", OPEN_WITHIN_S)
-        self.housekeeping.start()
+        self.maintenance.start()
         self.streams.start()
         self.ready = True
 
@@ -67,10 +67,10 @@ class Broker(Rooms):
         """Write what waits, save the folds, close the files, leave the cluster."""
         if not self._draining.is_set():
             self.drain()
-        self.housekeeping.close()
+        self.maintenance.close()
         self.timekeeping.close()
         self.streams.close()
-        self.fences.close()
+        self.producer_fencing.close()
         self.locks.close()
         self.fetchers.close()
         self.replication.close()
@@ -203,7 +203,7 @@ class Broker(Rooms):
         no leader takes an older one."""
         if name is None:
             return self._catalog.next_producer(None)
-        return self.fences.take_over(name, instance, renews=renews)
+        return self.producer_fencing.take_over(name, instance, renews=renews)
 
     def browse(
         self,
@@ -253,21 +253,21 @@ class Broker(Rooms):
         self, name: str, patch: dict[str, object], initial: dict[str, object] | None = None
     ) -> tuple[wire.GroupDescription, bool]:
         created = self.groups.put(name, patch, initial)
-        counted = self.census.describe(name, leave_out=True)
+        counted = self.group_counter.describe(name, leave_out=True)
         return self.offsets.describe_or(counted) if counted.mode == "stream" else counted, created
 
     def describe_group(self, name: str) -> wire.GroupDescription:
         is_stream = self.groups.known(name).config.mode == "stream"
-        return self.offsets.describe(name) if is_stream else self.census.describe(name)
+        return self.offsets.describe(name) if is_stream else self.group_counter.describe(name)
 
     def list_groups(self) -> list[wire.GroupDescription]:
         return [
             self.offsets.describe_or(each) if each.mode == "stream" else each
-            for each in in_short_turns(self.census.describe_all())
+            for each in in_short_turns(self.group_counter.describe_all())
         ]
 
     def delete_group(self, name: str) -> None:
-        self.census.delete(name)
+        self.group_counter.delete(name)
 
     def receive(
         self,
@@ -278,7 +278,7 @@ class Broker(Rooms):
         forward: bool = True,
         is_first: bool = False,
         portion: Portion | None = None,
-    ) -> list[Delivered]:
+    ) -> list[LeasedMessage]:
         """Lease messages, waiting for the first one up to the request's `wait_ms`."""
         self._check_open()
         return self.receiving.receive(group, request, peer, forward=forward, is_first=is_first, portion=portion)
@@ -292,7 +292,7 @@ class Broker(Rooms):
         forward: bool = True,
         is_first: bool = False,
         portion: Portion | None = None,
-    ) -> tuple[list[Delivered], list[Verdict]]:
+    ) -> tuple[list[LeasedMessage], list[Verdict]]:
         """Ack the request's receipts, then receive; also answers which receipts counted."""
         self._check_open()
         return self.receiving.ack_and_receive(group, request, peer, forward=forward, is_first=is_first, portion=portion)
@@ -300,7 +300,7 @@ class Broker(Rooms):
     def ack(self, group: str, receipts: list[str], *, forward: bool = True) -> list[Verdict]:
         """Which receipts count (done, durably); False for a stale one, an error for one whose leader cannot be asked.
         Raises InvalidRequest for a foreign one."""
-        return self.settling.settle(group, receipts, Way("ack"), forward=forward)
+        return self.settlement.settle(group, receipts, SettleRequest("ack"), forward=forward)
 
     def nack(
         self,
@@ -312,13 +312,13 @@ class Broker(Rooms):
         unseen: bool = False,
         forward: bool = True,
     ) -> list[Verdict]:
-        way = Way("release" if unseen else "nack", delay_ms, reason)
-        return self.settling.settle(group, receipts, way, forward=forward)
+        settle_request = SettleRequest("release" if unseen else "nack", delay_ms, reason)
+        return self.settlement.settle(group, receipts, settle_request, forward=forward)
 
     def extend(
         self, group: str, receipts: list[str], visibility_timeout_ms: int | None, *, forward: bool = True
     ) -> list[Verdict]:
-        return self.settling.settle(group, receipts, Way("extend", visibility_timeout_ms), forward=forward)
+        return self.settlement.settle(group, receipts, SettleRequest("extend", visibility_timeout_ms), forward=forward)
 
     # --- cluster -----------------------------------------------------------------------------------------------------
 
@@ -369,7 +369,7 @@ class Broker(Rooms):
     def _check_producer(self, producer: wire.ProducerStamp | None) -> None:
         self._check_open()
         if producer is not None:
-            self.fences.check_given(producer.id)
+            self.producer_fencing.check_given(producer.id)
 
     def _check_open(self) -> None:
         if self._draining.is_set():

@@ -8,50 +8,50 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from portalmq.broker.cluster.unclean_election import serve_standing
+from portalmq.broker.cluster.unclean_election import serve_log_end
 from portalmq.broker.partition.long_poll import Peer
-from portalmq.broker.wiring import Rooms
+from portalmq.broker.wiring import Wiring
 
 PeerCall = Callable[[bytes, Peer | None], bytes]
 
 
-def peer_calls(rooms: Rooms) -> dict[str, PeerCall]:
+def peer_calls(wiring: Wiring) -> dict[str, PeerCall]:
     """Name -> (body, the asking broker's connection) -> answer."""
     return {
-        "fetch": rooms.replication.serve,
-        "produce": lambda body, peer: rooms.producing.serve(body),
-        "first": lambda body, peer: rooms.repeats.serve(body),
-        "fence": lambda body, peer: rooms.fences.serve(body),
-        "browse": rooms.browsing.serve_browse,
-        "purge": lambda body, peer: rooms.browsing.serve_purge(body),
-        "scheduled": lambda body, peer: rooms.schedule.serve_list(body),
-        "cancel": lambda body, peer: rooms.schedule.serve_cancel(body),
-        "partitions": lambda body, peer: rooms.overview.serve_partitions(body),
-        "known": lambda body, peer: rooms.groups.serve_known(body),
-        "start": lambda body, peer: rooms.groups.serve_start(body),
-        "receive": rooms.receiving.serve_receive,
-        "replay": lambda body, peer: rooms.receiving.serve_replay(body),
-        "interest": rooms.receiving.serve_interest,
-        "settle": lambda body, peer: rooms.settling.serve(body),
-        "finish": lambda body, peer: rooms.finishing.serve(body),
-        "turn": lambda body, peer: rooms.turns.serve(body),
-        "fronts": lambda body, peer: rooms.turns.serve_fronts(body),
-        "unfinished": lambda body, peer: rooms.unfinished.serve(body),
-        "sizes": lambda body, peer: rooms.sizing.serve(body),
-        "look": lambda body, peer: rooms.sizing.serve_look(body),
-        "commit": lambda body, peer: rooms.committing.serve(body),
-        "dead_letters": lambda body, peer: rooms.dead_letters.serve_list(body),
-        "match_dead": lambda body, peer: rooms.dead_letters.serve_match(body),
-        "redrive": lambda body, peer: rooms.dead_letters.serve_redrive(body),
-        "drop_dead": lambda body, peer: rooms.dead_letters.serve_drop(body),
-        "groups": lambda body, peer: rooms.census.serve_groups(body),
-        "end_group": lambda body, peer: rooms.census.serve_end(body),
-        "coordinate": rooms.streams.serve,
-        "claim": lambda body, peer: rooms.streaming.serve_claim(body),
-        "commit_offsets": lambda body, peer: rooms.streaming.serve_commit(body),
-        "seek": lambda body, peer: rooms.streaming.serve_seek(body),
-        "offsets": lambda body, peer: rooms.streaming.serve_standings(body),
-        "standing": lambda body, peer: serve_standing(rooms.topics, body),
-        "time": lambda body, peer: rooms.timekeeping.serve(body),
-        **rooms.membership.calls,
+        "fetch": wiring.replication.serve,
+        "produce": lambda body, peer: wiring.producing.serve(body),
+        "first": lambda body, peer: wiring.repeats.serve(body),
+        "fence": lambda body, peer: wiring.producer_fencing.serve(body),
+        "browse": wiring.browsing.serve_browse,
+        "purge": lambda body, peer: wiring.browsing.serve_purge(body),
+        "scheduled": lambda body, peer: wiring.schedule.serve_list(body),
+        "cancel": lambda body, peer: wiring.schedule.serve_cancel(body),
+        "partitions": lambda body, peer: wiring.overview.serve_partitions(body),
+        "known": lambda body, peer: wiring.groups.serve_known(body),
+        "start": lambda body, peer: wiring.groups.serve_start(body),
+        "receive": wiring.receiving.serve_receive,
+        "replay": lambda body, peer: wiring.receiving.serve_replay(body),
+        "interest": wiring.receiving.serve_interest,
+        "settle": lambda body, peer: wiring.settlement.serve(body),
+        "finish": lambda body, peer: wiring.completion.serve(body),
+        "turn": lambda body, peer: wiring.shared_offsets.serve(body),
+        "fronts": lambda body, peer: wiring.shared_offsets.serve_fronts(body),
+        "unfinished": lambda body, peer: wiring.unfinished.serve(body),
+        "sizes": lambda body, peer: wiring.sizing.serve(body),
+        "look": lambda body, peer: wiring.sizing.serve_look(body),
+        "commit": lambda body, peer: wiring.group_commits.serve(body),
+        "dead_letters": lambda body, peer: wiring.dead_letters.serve_list(body),
+        "match_dead": lambda body, peer: wiring.dead_letters.serve_match(body),
+        "redrive": lambda body, peer: wiring.dead_letters.serve_redrive(body),
+        "drop_dead": lambda body, peer: wiring.dead_letters.serve_drop(body),
+        "groups": lambda body, peer: wiring.group_counter.serve_groups(body),
+        "end_group": lambda body, peer: wiring.group_counter.serve_end(body),
+        "coordinate": wiring.streams.serve,
+        "claim": lambda body, peer: wiring.streaming.serve_claim(body),
+        "commit_offsets": lambda body, peer: wiring.streaming.serve_commit(body),
+        "seek": lambda body, peer: wiring.streaming.serve_seek(body),
+        "offsets": lambda body, peer: wiring.streaming.serve_positions(body),
+        "standing": lambda body, peer: serve_log_end(wiring.topics, body),
+        "time": lambda body, peer: wiring.timekeeping.serve(body),
+        **wiring.membership.calls,
     }

@@ -21,36 +21,36 @@ from gevent.threadpool import ThreadPool
 
 from portalmq.broker.cluster.capacity import Capacity, Limits
 from portalmq.broker.cluster.locks import Locks
-from portalmq.broker.cluster.maintenance import Housekeeping
+from portalmq.broker.cluster.maintenance import Maintenance
 from portalmq.broker.cluster.membership import Membership
-from portalmq.broker.cluster.metadata_cache import Atlas
+from portalmq.broker.cluster.metadata_cache import MetadataCache
 from portalmq.broker.cluster.overview import Overview
 from portalmq.broker.cluster.peers import Peers, TLSFiles, trusting
 from portalmq.broker.cluster.registry import Registry
-from portalmq.broker.cluster.routing import Leaders
+from portalmq.broker.cluster.routing import LeaderRouter
 from portalmq.broker.cluster.timekeeping import Timekeeping
 from portalmq.broker.cluster.topics import Topic, Topics
-from portalmq.broker.cluster.unclean_election import own_standing
+from portalmq.broker.cluster.unclean_election import own_log_end
 from portalmq.broker.messages.browsing import Browsing
 from portalmq.broker.messages.idempotency import Repeats
 from portalmq.broker.messages.partition_growth import Growth
 from portalmq.broker.messages.produce import Gate, Producing
-from portalmq.broker.messages.producer_fencing import Fences
+from portalmq.broker.messages.producer_fencing import ProducerFencing
 from portalmq.broker.messages.scheduled import Scheduled
 from portalmq.broker.partition.cache import BatchCache
 from portalmq.broker.partition.clock import Clock
 from portalmq.broker.partition.compaction import Compacting
 from portalmq.broker.partition.partition import Partition
 from portalmq.broker.queues.backlog import Backlog
-from portalmq.broker.queues.commit import Committing
+from portalmq.broker.queues.commit import GroupCommits
 from portalmq.broker.queues.dead_letters import DeadLetters
-from portalmq.broker.queues.finish import Finishing
-from portalmq.broker.queues.group_counts import Census
+from portalmq.broker.queues.finish import Completion
+from portalmq.broker.queues.group_counts import GroupCounter
 from portalmq.broker.queues.groups import Groups
 from portalmq.broker.queues.outbox import Outboxes, OutputTopics
 from portalmq.broker.queues.receive import Receiving
-from portalmq.broker.queues.settle import Settling
-from portalmq.broker.queues.unfinished import Unfinished
+from portalmq.broker.queues.settle import Settlement
+from portalmq.broker.queues.unfinished import UnfinishedMessages
 from portalmq.broker.queues.unfinished_counts import Sizing
 from portalmq.broker.replication.fetch_server import Replication
 from portalmq.broker.replication.fetcher import Fetchers
@@ -58,8 +58,8 @@ from portalmq.broker.storage.disk import DiskGuard
 from portalmq.broker.streams.coordination import Coordinating
 from portalmq.broker.streams.offsets import Offsets
 from portalmq.broker.streams.partition_groups import StreamPartitions
-from portalmq.broker.streams.reader_fetch import Fetching
-from portalmq.broker.streams.shared_offset import Turns
+from portalmq.broker.streams.reader_fetch import ReaderFetch
+from portalmq.broker.streams.shared_offset import SharedOffsets
 from portalmq.control_plane.catalog import Catalog
 from portalmq.control_plane.mirror import Changes
 from portalmq.control_plane.state import BrokerState
@@ -68,7 +68,7 @@ from portalmq.control_plane.stream_groups import StreamGroups
 CACHE_BYTES = 32 * 1024 * 1024
 
 
-class Settings(Limits, TLSFiles, Protocol):
+class BrokerSettings(Limits, TLSFiles, Protocol):
     """The settings of what a broker is made of."""
 
     @property
@@ -106,13 +106,13 @@ class Counters(Protocol):
     def forget_topic(self, topic: str) -> None: ...
 
 
-class Rooms:
+class Wiring:
     """What a Broker is made of; also what partitions need of their host (partition/host.py). `on_fatal` is called once
     with a fault after which the process must end."""
 
     def __init__(
         self,
-        config: Settings,
+        config: BrokerSettings,
         catalog: Catalog,
         *,
         broker_id: int,
@@ -187,21 +187,21 @@ class Rooms:
             default_replication_factor=config.default_replication_factor if config.is_clustered else 1,
         )
         self.topics.capacity = self.capacity = Capacity(config, self.mirror)
-        self.membership.standings = lambda keys: [own_standing(self.topics, *key) for key in keys]
+        self.membership.standings = lambda keys: [own_log_end(self.topics, *key) for key in keys]
         self.fetchers = Fetchers(self, self.peers, wait_ms=config.fetch_wait_ms, max_bytes=config.fetch_bytes_max)
         self.replication = Replication(self, self.topics)
-        self.topics.pulse.polls = self.replication.polls
-        self.atlas = Atlas(self.topics, self.mirror)
-        self.leaders = Leaders(self.broker_id, self.atlas)
+        self.topics.ticker.polls = self.replication.polls
+        self.metadata_cache = MetadataCache(self.topics, self.mirror)
+        self.leaders = LeaderRouter(self.broker_id, self.metadata_cache)
 
     def _serve_groups(self) -> None:
         """What consumers of queue groups ask for."""
-        atlas, leaders, peers, clock = self.atlas, self.leaders, self.peers, self.clock
+        metadata_cache, leaders, peers, clock = self.metadata_cache, self.leaders, self.peers, self.clock
         self.groups = groups = Groups(
             self._catalog,
             self.mirror,
             self.topics,
-            atlas,
+            metadata_cache,
             leaders,
             peers,
             clock,
@@ -209,31 +209,33 @@ class Rooms:
             parked_receives_max=self.config.parked_receives_max,
         )
         groups.capacity = self.capacity
-        self.settling = Settling(groups, leaders, peers)
-        self.receiving = Receiving(groups, self.settling, peers)
-        self.finishing = Finishing(groups, self.topics.known, self._catalog.find_topic, leaders, peers)
+        self.settlement = Settlement(groups, leaders, peers)
+        self.receiving = Receiving(groups, self.settlement, peers)
+        self.completion = Completion(groups, self.topics.known, self._catalog.find_topic, leaders, peers)
         self.sizing = Sizing(groups, self.topics.known, leaders, peers, clock)
-        self.turns = Turns(groups, self.topics.known, atlas, leaders, peers, clock)
-        self.unfinished = Unfinished(groups, self.topics.known, atlas, leaders, peers, clock)
+        self.shared_offsets = SharedOffsets(groups, self.topics.known, metadata_cache, leaders, peers, clock)
+        self.unfinished = UnfinishedMessages(groups, self.topics.known, metadata_cache, leaders, peers, clock)
         self.dead_letters = DeadLetters(groups, self.topics.known, leaders, peers, clock)
-        self.census = Census(self.broker_id, groups, self.mirror, peers)
+        self.group_counter = GroupCounter(self.broker_id, groups, self.mirror, peers)
 
     def _take_messages(self) -> None:
         """What producers and readers ask for."""
-        atlas, leaders, peers = self.atlas, self.leaders, self.peers
-        self.fences = Fences(self.broker_id, self._catalog, self.membership, peers, self.clock)
-        self.repeats = Repeats(atlas, leaders, peers)
-        gate = Gate(self.fences.check, Backlog(self.clock).check)
-        self.producing = Producing(leaders, peers, atlas.topic, self.metrics.published, self.clock, gate, self.repeats)
-        self.browsing = Browsing(atlas, leaders, peers, self.groups.lot)
-        self.growth = Growth(self.mirror, atlas, leaders, peers)
-        self.schedule = Scheduled(atlas, leaders, peers, self.clock)
-        self.fetching = Fetching(self.topics.known, atlas.partition, leaders, self.groups.lot)
+        metadata_cache, leaders, peers = self.metadata_cache, self.leaders, self.peers
+        self.producer_fencing = ProducerFencing(self.broker_id, self._catalog, self.membership, peers, self.clock)
+        self.repeats = Repeats(metadata_cache, leaders, peers)
+        gate = Gate(self.producer_fencing.check, Backlog(self.clock).check)
+        self.producing = Producing(
+            leaders, peers, metadata_cache.topic, self.metrics.published, self.clock, gate, self.repeats
+        )
+        self.browsing = Browsing(metadata_cache, leaders, peers, self.groups.lot)
+        self.growth = Growth(self.mirror, metadata_cache, leaders, peers)
+        self.schedule = Scheduled(metadata_cache, leaders, peers, self.clock)
+        self.fetching = ReaderFetch(self.topics.known, metadata_cache.partition, leaders, self.groups.lot)
 
     def _share_streams(self) -> None:
         """What members of stream groups ask for."""
         store = StreamGroups(self._catalog.plane)
-        self.streaming = StreamPartitions(self.groups, self.atlas, self.leaders, self.peers, self.clock)
+        self.streaming = StreamPartitions(self.groups, self.metadata_cache, self.leaders, self.peers, self.clock)
         self.streams = Coordinating(
             (self.broker_id, self.incarnation),
             store,
@@ -253,18 +255,20 @@ class Rooms:
         """Acks and outputs as one; what the log orders to be appended elsewhere."""
         outputs = OutputTopics(self.topics, self._catalog, self.topics.known, self.producing.copies)
         self.outboxes = Outboxes(outputs)
-        self.committing = Committing(
-            self.groups, self.settling, outputs, self.leaders, self.peers, self.outboxes, self.clock
+        self.group_commits = GroupCommits(
+            self.groups, self.settlement, outputs, self.leaders, self.peers, self.outboxes, self.clock
         )
-        self.committing.check_reached = self.offsets.check_reached
+        self.group_commits.check_reached = self.offsets.check_reached
 
     def _oversee(self) -> None:
         """What is told of the cluster as a whole, kept for all of it, or done now and again."""
         plane, me = self._catalog.plane, (self.broker_id, self.incarnation)
-        self.overview = Overview(self.cluster_id, self.topics, self.atlas, self.leaders, self.peers, self.mirror)
+        self.overview = Overview(
+            self.cluster_id, self.topics, self.metadata_cache, self.leaders, self.peers, self.mirror
+        )
         self.registry = Registry(plane)
         self.locks = Locks(plane, lambda: self.mirror.brokers, me, self.clock)
-        self.housekeeping = Housekeeping(self.topics, self.compacting, self._draining, self, sweep=self.groups.sweep)
+        self.maintenance = Maintenance(self.topics, self.compacting, self._draining, self, sweep=self.groups.sweep)
 
     # --- what partitions need of their host ---------------------------------------------------------------------------
 
@@ -297,7 +301,12 @@ class Rooms:
         self.groups.on_delivered = self.metrics.delivered
         self.groups.on_dead = self.metrics.dead
         self.groups.on_expired = self.metrics.expired
-        self.membership.on_changed += [self.fences.hear, self.topics.sync, self.groups.sync, self._changed]
+        self.membership.on_changed += [
+            self.producer_fencing.on_cluster_changed,
+            self.topics.sync,
+            self.groups.sync,
+            self._changed,
+        ]
         self.membership.on_changed.append(self.streams.sync)
         self.membership.on_session_lost += [self.topics.session_lost, self.streams.session_lost]
 

@@ -134,7 +134,7 @@ class Consumer(Closing):
         # Two transports: close() cuts a waiting receive off, and still has to ack and nack.
         tls = TlsFiles(tls_ca, tls_client_cert, tls_client_key)
         self._receiving = Transport(bootstrap, token=token, tls=tls, allow_advertised=allow_advertised)
-        self._settling = Transport(bootstrap, token=token, tls=tls, allow_advertised=allow_advertised)
+        self._settle_transport = Transport(bootstrap, token=token, tls=tls, allow_advertised=allow_advertised)
         self._closed = threading.Event()
         self._begin()
         begin_anew_in_children(self)
@@ -154,13 +154,13 @@ class Consumer(Closing):
         self._is_prepared = False
         self._near: tuple[str, int] | None = None
         self._leases = Leases(
-            self._settling, self.group, self._visibility_timeout_s, max_handling_s=self._max_handling_s
+            self._settle_transport, self.group, self._visibility_timeout_s, max_handling_s=self._max_handling_s
         )
         self._stream: StreamMember | None = None
         if self._mode == "stream":
             self._stream = StreamMember(
                 self._receiving,
-                self._settling,
+                self._settle_transport,
                 self.group,
                 self.topics,
                 self._settings,
@@ -171,7 +171,7 @@ class Consumer(Closing):
                 max_messages=self._max_messages,
             )
         self._shut_down = weakref.finalize(
-            self, _shut_down, self._closed, self._receiving, self._settling, self._leases, self._stream
+            self, _shut_down, self._closed, self._receiving, self._settle_transport, self._leases, self._stream
         )
 
     def _begin_anew(self) -> None:
@@ -187,7 +187,7 @@ class Consumer(Closing):
         if was_closed:
             self._closed.set()
             if self._stream is not None:
-                self._stream.feeds.closed = True
+                self._stream.buffers.closed = True
 
     # --- receiving ---------------------------------------------------------------------------------------------------
 
@@ -396,7 +396,7 @@ class Consumer(Closing):
             return self._stream.commit_with(given, outputs)
         # Before anything can fail: going on after an error must not ack what has no outputs.
         self._leases.withdraw([message.receipt for message in given if message.receipt is not None])
-        return commit_receipts(self._settling, self.group, given, outputs)
+        return commit_receipts(self._settle_transport, self.group, given, outputs)
 
     def _settle(self, verb: Verb, messages: Message | Iterable[Message], options: dict[str, object]) -> None:
         given = [messages] if isinstance(messages, Message) else list(messages)
@@ -497,7 +497,11 @@ def _unix_ms(moment: datetime) -> int:
 
 
 def _shut_down(
-    closed: threading.Event, receiving: Transport, settling: Transport, leases: Leases, stream: StreamMember | None
+    closed: threading.Event,
+    receiving: Transport,
+    settle_transport: Transport,
+    leases: Leases,
+    stream: StreamMember | None,
 ) -> None:
     """Runs once: at close(), when the consumer is collected, or when the interpreter ends."""
     closed.set()
@@ -515,4 +519,4 @@ def _shut_down(
         receiving.close(LAST_ANSWER_S)
         leases.release(LAST_ANSWER_S)
     # Not closed: with manual_ack, other threads may still have messages in hand to ack.
-    settling.rest()
+    settle_transport.rest()

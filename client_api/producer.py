@@ -26,9 +26,9 @@ from portalmq.errors import Backpressure, MessageTooLarge, Unavailable
 from portalmq.network.forking import begin_anew_in_children
 from portalmq.network.tls import TlsFiles
 from portalmq.producers.batch_sender import Delivery
-from portalmq.producers.batching import Batch, Lane, SendFuture
+from portalmq.producers.batching import Lane, ProducerBatch, SendFuture
 from portalmq.producers.outgoing import MESSAGE_OVERHEAD_BYTES, Plain, pack
-from portalmq.producers.partitions import Topic, Topics
+from portalmq.producers.partitions import ProducerTopic, ProducerTopics
 from portalmq.transport.transport import Bootstrap, Transport
 
 _log = logging.getLogger("portalmq.producer")
@@ -138,13 +138,15 @@ class Producer(Closing):
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
         self._room = threading.Condition(self._lock)
-        self._topics = Topics(self._transport, lambda topic, partition: Lane(topic, partition, acks), self._max_block_s)
+        self._topics = ProducerTopics(
+            self._transport, lambda topic, partition: Lane(topic, partition, acks), self._max_block_s
+        )
         # Invariants, under the lock: a lane is in `_open` while lane.open is a batch; in one of `_ready`, `_paused` or
         # a sender's hands while lane.scheduled; `_unsettled` holds every batch that has a message and no outcome.
         self._open: dict[Lane, None] = {}
         self._ready: deque[Lane] = deque()
         self._paused: list[Lane] = []
-        self._unsettled: set[Batch] = set()
+        self._unsettled: set[ProducerBatch] = set()
         self._buffered_messages = 0
         self._buffered_bytes = 0
         self._senders: list[threading.Thread] = []
@@ -243,14 +245,14 @@ class Producer(Closing):
             and self._buffered_bytes < self._buffer_bytes
         )
 
-    def _meet(self, name: str) -> Topic:
+    def _meet(self, name: str) -> ProducerTopic:
         if self._closed:
             raise RuntimeError("the producer is closed")
         return self._topics.meet(name)
 
-    def _open_batch(self, lane: Lane) -> Batch:
+    def _open_batch(self, lane: Lane) -> ProducerBatch:
         now = time.monotonic()
-        batch = Batch(lane, now, now + self._delivery_timeout_s, self._hurry)
+        batch = ProducerBatch(lane, now, now + self._delivery_timeout_s, self._hurry)
         lane.open = batch
         self._open[lane] = None
         self._unsettled.add(batch)
@@ -258,7 +260,7 @@ class Producer(Closing):
             self._wake()
         return batch
 
-    def _filled(self, topic: Topic, lane: Lane, batch: Batch) -> None:
+    def _filled(self, topic: ProducerTopic, lane: Lane, batch: ProducerBatch) -> None:
         """The batch may leave. While one before it is on its way it can take more, up to its bytes: under load the
         requests grow, and a broker that pays for a request (with an fsync) carries two to three times as much."""
         if batch.size >= self._batch_bytes or len(batch.messages) >= wire.BATCH_MESSAGES_MAX or not lane.scheduled:
@@ -266,7 +268,7 @@ class Producer(Closing):
         else:
             topic.move_on_from(lane)
 
-    def _seal(self, lane: Lane, batch: Batch) -> None:
+    def _seal(self, lane: Lane, batch: ProducerBatch) -> None:
         """Close the lane's open batch and put it in line."""
         self._close_batch(lane, batch)
         lane.queue.append(batch)
@@ -275,7 +277,7 @@ class Producer(Closing):
             self._ready.append(lane)
             self._wake()
 
-    def _close_batch(self, lane: Lane, batch: Batch) -> None:
+    def _close_batch(self, lane: Lane, batch: ProducerBatch) -> None:
         batch.seal()
         lane.open = None
         del self._open[lane]
@@ -383,7 +385,7 @@ class Producer(Closing):
                 until = left if until is None else min(until, left)
         return until
 
-    def _hurry(self, batch: Batch, timeout: float | None) -> float | None:
+    def _hurry(self, batch: ProducerBatch, timeout: float | None) -> float | None:
         """Send `batch` now, in this thread when its lane is free. Returns what is left of `timeout`."""
         lane = batch.lane
         may_help = timeout is None or timeout >= HELP_TIMEOUT_S_MIN
@@ -405,7 +407,7 @@ class Producer(Closing):
         self._serve(lane, batch, timeout)
         return None if timeout is None else max(0.0, timeout - (time.monotonic() - started))
 
-    def _serve(self, lane: Lane, batch: Batch, limit_s: float | None) -> None:
+    def _serve(self, lane: Lane, batch: ProducerBatch, limit_s: float | None) -> None:
         """Try to send the batch; leave the lane to whoever is to go on with it."""
         try:
             pause_s = self._delivery.advance(lane, batch, limit_s)
@@ -417,7 +419,7 @@ class Producer(Closing):
                 raise
         self._release(lane, batch, pause_s)
 
-    def _release(self, lane: Lane, batch: Batch, pause_s: float | None) -> None:
+    def _release(self, lane: Lane, batch: ProducerBatch, pause_s: float | None) -> None:
         if pause_s is None:
             batch.settle()
         with self._lock:

@@ -34,7 +34,7 @@ from portalmq.closing import Closing
 from portalmq.consumer import Consumer
 from portalmq.errors import NotFound, PortalMQError, TopicNotFound
 from portalmq.message import Message, RecordMetadata
-from portalmq.network.http_answer import Answer
+from portalmq.network.http_answer import HttpAnswer
 from portalmq.producer import Producer
 from portalmq.transport.transport import Bootstrap, Request, Transport, decode_answer
 
@@ -181,7 +181,7 @@ class PortalClient(Closing):
         """End waits and retries of other threads. Closing twice is fine."""
         self._transport.close()
 
-    def _post(self, path: str, body: dict[str, object], topic: str | None = None, *, wait_s: float = 0.0) -> Answer:
+    def _post(self, path: str, body: dict[str, object], topic: str | None = None, *, wait_s: float = 0.0) -> HttpAnswer:
         """Each of these calls may be repeated: it names what is to be so. (`publish` by its sequence; `consume` by the
         offset, which is passed once.)"""
         request = Request(

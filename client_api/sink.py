@@ -82,7 +82,7 @@ class Cursor(Protocol):
     def close(self) -> Any: ...
 
 
-class Connection(Protocol):
+class DatabaseConnection(Protocol):
     def cursor(self) -> Any: ...
     def commit(self) -> Any: ...
     def rollback(self) -> Any: ...
@@ -94,7 +94,7 @@ class TransactionalSink:
 
     def __init__(
         self,
-        connection: Connection,
+        connection: DatabaseConnection,
         *,
         group: str = "default",
         mode: Literal["queue", "stream"] = "queue",
@@ -210,7 +210,7 @@ class _Statement:
         return self._text, values
 
 
-def _paramstyle_of(connection: Connection) -> ParamStyle:
+def _paramstyle_of(connection: DatabaseConnection) -> ParamStyle:
     """The paramstyle that the connection's driver says it has."""
     module = type(connection).__module__
     while module:

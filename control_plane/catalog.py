@@ -14,7 +14,7 @@ import msgspec
 from portalmq import wire
 from portalmq.control_plane import state
 from portalmq.control_plane.assignment import first_for, place
-from portalmq.control_plane.cluster import BrokerIdTaken, Cluster, Deposed, PartitionChange
+from portalmq.control_plane.cluster import BrokerIdTaken, ClusterNodes, ControllerFenced, PartitionChange
 from portalmq.control_plane.plane import (
     COMMIT_OPS_MAX,
     Check,
@@ -38,12 +38,12 @@ from portalmq.errors import (
     Unavailable,
 )
 
-__all__ = ["ATTEMPTS", "BrokerIdTaken", "Catalog", "Deposed", "PartitionChange", "Versioned"]
+__all__ = ["ATTEMPTS", "BrokerIdTaken", "Catalog", "ControllerFenced", "PartitionChange", "Versioned"]
 
 PRODUCER_ID_BLOCK = 1_000
 
 
-class Catalog(Cluster):
+class Catalog(ClusterNodes):
     """`random_bytes` makes ids and keys; a simulation passes its own."""
 
     def __init__(self, plane: ControlPlane, *, random_bytes: Callable[[int], bytes] = os.urandom) -> None:

@@ -41,7 +41,7 @@ class BrokerIdTaken(PlaneError):
         self.url = url
 
 
-class Deposed(PlaneError):
+class ControllerFenced(PlaneError):
     """Another controller was elected since: what this one wants does not count any more. Nothing was applied."""
 
 
@@ -59,7 +59,7 @@ class PartitionChange:
         return state.partition_path(self.topic_id, self.number)
 
 
-class Cluster(Tree):
+class ClusterNodes(Tree):
     """What concerns the whole cluster, and no topic."""
 
     # --- the cluster and its brokers ---
@@ -245,15 +245,15 @@ class Cluster(Tree):
                 self.plane.commit(Create(state.CONTROLLER_EPOCH))
                 counter = self.plane.get(state.CONTROLLER_EPOCH)
                 assert counter is not None
-            office = self.plane.get(state.CONTROLLER)
+            current = self.plane.get(state.CONTROLLER)
             before: list[Op] = []
-            if office is not None:
-                held = Versioned(state.decode(office.data, ControllerState), office.version)
+            if current is not None:
+                held = Versioned(state.decode(current.data, ControllerState), current.version)
                 if held.value.broker_id != broker_id:
                     return None
-                if (held.value.incarnation, office.owner) == (incarnation, self.plane.session_id):
+                if (held.value.incarnation, current.owner) == (incarnation, self.plane.session_id):
                     return held  # an attempt whose outcome was unknown went through
-                before = [Delete(state.CONTROLLER, office.version)]
+                before = [Delete(state.CONTROLLER, current.version)]
             elected = ControllerState(broker_id, incarnation, counter.version + 1)
             self.plane.commit(
                 *before,
@@ -304,7 +304,7 @@ class Cluster(Tree):
                 return self._applied(part)
             except Conflict as conflict:
                 if any(conflict.path == check.path for check in guard):
-                    raise Deposed(f"another controller was elected: {conflict}") from None
+                    raise ControllerFenced(f"another controller was elected: {conflict}") from None
                 # One read finds all that do not fit, where the commit names only the first.
                 found = self.plane.get_many([change.path for change in part])
                 part = [

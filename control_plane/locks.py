@@ -53,7 +53,7 @@ PATIENCE_MS = 1_000
 Mark = tuple[int, int, bool]
 
 
-class Place(msgspec.Struct, frozen=True, array_like=True):
+class LockTicket(msgspec.Struct, frozen=True, array_like=True):
     """Somebody's place in the queue: who (see `digest_of`), and the broker, in its incarnation, where he waits."""
 
     who: str
@@ -71,13 +71,13 @@ class LockState(msgspec.Struct, frozen=True):
     owner: str | None
     ttl_ms: int
     beat: int = 0
-    queue: tuple[Place, ...] = ()
+    queue: tuple[LockTicket, ...] = ()
 
     @property
     def mark(self) -> Mark:
         return (self.token, self.beat, self.owner is not None)
 
-    def place_of(self, who: str) -> Place | None:
+    def place_of(self, who: str) -> LockTicket | None:
         return next((place for place in self.queue if place.who == who), None)
 
 
@@ -103,7 +103,7 @@ def digest_of(owner: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class LockOutcome:
     """What is to become of a lock that somebody asks for: he holds it, or not yet."""
 
     state: LockState
@@ -130,7 +130,9 @@ def turn_ms(lock: LockState, who: str, age_ms: int, live: Mapping[int, int]) -> 
     return max(0, PATIENCE_MS * len(answering) - free_for_ms)
 
 
-def asked(lock: LockState, owner: str, ttl_ms: int, age_ms: int, live: Mapping[int, int], place: Place | None) -> Asked:
+def asked(
+    lock: LockState, owner: str, ttl_ms: int, age_ms: int, live: Mapping[int, int], place: LockTicket | None
+) -> LockOutcome:
     """`owner` asks for the lock. With a `place` he waits for his turn when it is not now; it stands where his earlier
     one stood, wherever that waited. The holder who asks again (the answer was lost) keeps his token.
 
@@ -138,21 +140,21 @@ def asked(lock: LockState, owner: str, ttl_ms: int, age_ms: int, live: Mapping[i
     """
     who = digest_of(owner)
     if lock.owner == owner and lasts_ms(lock, age_ms) > 0:
-        return Asked(msgspec.structs.replace(lock, ttl_ms=ttl_ms, beat=lock.beat + 1), granted=True)
+        return LockOutcome(msgspec.structs.replace(lock, ttl_ms=ttl_ms, beat=lock.beat + 1), granted=True)
     if turn_ms(lock, who, age_ms, live) == 0:
-        return Asked(LockState(lock.token + 1, owner, ttl_ms, 0, _behind(lock, who)), granted=True)
+        return LockOutcome(LockState(lock.token + 1, owner, ttl_ms, 0, _behind(lock, who)), granted=True)
     if place is None:
-        return Asked(lock, granted=False)
+        return LockOutcome(lock, granted=False)
     if lock.place_of(who) is None:
         if len(lock.queue) >= QUEUE_MAX:
             raise Backpressure(f"{QUEUE_MAX} wait for this lock already: ask again later", retry_after_s=1)
         queue = (*lock.queue, place)
     else:
         queue = tuple(place if held.who == who else held for held in lock.queue)
-    return Asked(msgspec.structs.replace(lock, queue=queue), granted=False)
+    return LockOutcome(msgspec.structs.replace(lock, queue=queue), granted=False)
 
 
-def _behind(lock: LockState, who: str) -> tuple[Place, ...]:
+def _behind(lock: LockState, who: str) -> tuple[LockTicket, ...]:
     """The queue behind somebody's place. Those before it had their turn and did not take it: they are gone."""
     for index, place in enumerate(lock.queue):
         if place.who == who:
@@ -224,12 +226,12 @@ class LockTable(Tree):
         witness: Witness,
         live: Mapping[int, int],
         *,
-        place: Place | None = None,
+        place: LockTicket | None = None,
         may_make: bool = True,
-    ) -> Asked:
+    ) -> LockOutcome:
         """As `asked`, and made so. Without `may_make` a lock that is not there raises Backpressure."""
 
-        def attempt() -> Asked:
+        def attempt() -> LockOutcome:
             floor_version = self._floor_version()
             held = self.read(name)
             age_ms = witness(name, held)
@@ -242,7 +244,7 @@ class LockTable(Tree):
                 made = LockState(floor.value.token + 1, owner, ttl_ms)
                 self.plane.commit(Check(LOCK_FLOOR, floor.version), Create(lock_path(name), state.encode(made)))
                 witness(name, Versioned(made, 0))
-                return Asked(made, granted=True)
+                return LockOutcome(made, granted=True)
             outcome = asked(held.value, owner, ttl_ms, age_ms, live, place)
             self._set(name, held, outcome.state, witness, floor_version)
             return outcome
@@ -287,7 +289,7 @@ class LockTable(Tree):
 
         self._until_fitting(f"lock {name!r}", attempt)
 
-    def leave(self, name: str, places: AbstractSet[Place], witness: Witness) -> None:
+    def leave(self, name: str, places: AbstractSet[LockTicket], witness: Witness) -> None:
         """Give up these very places in the queue, those that are still there."""
 
         def attempt() -> None:

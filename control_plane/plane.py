@@ -140,7 +140,7 @@ class Check:
 
 
 Op = Create | Set | Delete | Check
-Bell = Callable[[str | None], None]
+ChangeCallback = Callable[[str | None], None]
 
 
 class ControlPlane(Protocol):
@@ -208,7 +208,7 @@ class ControlPlane(Protocol):
         """What was committed anywhere before this call is seen by the reads after it."""
         ...
 
-    def watch(self, callback: Bell) -> None:
+    def watch(self, callback: ChangeCallback) -> None:
         """Call `callback` with the path of each node that may have been made, set or deleted, by anyone.
 
         None means that anything may have changed, the state of the session included. Changes of a time without

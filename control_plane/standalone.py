@@ -27,7 +27,7 @@ import msgspec
 
 from portalmq.control_plane.plane import (
     COMMIT_BYTES_MAX,
-    Bell,
+    ChangeCallback,
     Check,
     Create,
     Delete,
@@ -84,7 +84,7 @@ class Standalone:
         self._path = directory / "journal"
         self._nodes: dict[str, Node] = {}
         self._children: dict[str, set[str]] = {}
-        self._callbacks: list[Bell] = []
+        self._callbacks: list[ChangeCallback] = []
         self._state = PlaneState.LOST
         self._lock = -1
         self._journal = -1
@@ -151,7 +151,7 @@ class Standalone:
     def sync(self) -> None:
         self._check_connected()
 
-    def watch(self, callback: Bell) -> None:
+    def watch(self, callback: ChangeCallback) -> None:
         self._callbacks.append(callback)
 
     def commit(self, *ops: Op) -> list[int]:

@@ -121,7 +121,7 @@ def broker_name(number: int) -> str:
     return f"broker-{number}"
 
 
-class Broker:
+class DemoBroker:
     """One broker on a port and a data directory that stay the same over its lives. `arguments` are `portalmq`'s, with
     the port behind the first."""
 
@@ -168,7 +168,7 @@ class Broker:
         self._worker.end_well()
 
 
-class Cluster:
+class DemoCluster:
     """A ZooKeeper, unless PORTALMQ_ZOOKEEPER names one, and brokers 1, 2, 3, …"""
 
     def __init__(self, crew: Crew, brokers: int) -> None:
@@ -180,7 +180,7 @@ class Cluster:
         else:
             self.zookeeper = self._start_zookeeper(crew)
         self.brokers = {
-            number: Broker(
+            number: DemoBroker(
                 crew, broker_name(number), "broker", "--broker-id", str(number), "--zookeeper", self.zookeeper
             )
             for number in range(1, brokers + 1)

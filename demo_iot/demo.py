@@ -26,8 +26,8 @@ import click
 from portalmq import Admin, PortalMQError
 from portalmq.demo_iot import ledger, report
 from portalmq.demo_iot.controller import verdict
-from portalmq.demo_iot.crew import Cluster, Crew, DemoFailed, Worker, broker_name, wait_for
-from portalmq.demo_iot.ledger import Comparison, Entry, Tally
+from portalmq.demo_iot.crew import Crew, DemoCluster, DemoFailed, Worker, broker_name, wait_for
+from portalmq.demo_iot.ledger import Comparison, Entry, EntryCount
 from portalmq.demo_iot.readings import KINDS, STATIONS, topic_of, year
 
 GROUP = "controllers"
@@ -92,13 +92,13 @@ class Demo:
         self._seconds = seconds
         self._books = Books(crew.directory)
         self._total = sum(counts.values())
-        self._sent = Tally(self._books.all_sent)
-        self._delivered = Tally(self._books.all_delivered)
+        self._sent = EntryCount(self._books.all_sent)
+        self._delivered = EntryCount(self._books.all_delivered)
         self._began = self._told_at = time.monotonic()
 
     def run(self) -> Outage:
         """All of it, up to a clean end of every process."""
-        cluster = Cluster(self._crew, BROKERS)
+        cluster = DemoCluster(self._crew, BROKERS)
         cluster.wait_until_ready()
         self._tell(f"ZooKeeper serves at {cluster.zookeeper}, data and logs are in {self._crew.directory}")
         with Admin(cluster.urls) as admin:
@@ -114,7 +114,7 @@ class Demo:
             killed, outage = self._kill_a_leader(cluster)
             cluster.brokers[killed].start_again()
             self._tell(f"broker {killed} is started again, on what it has")
-            in_sync = InSync(admin, self._topics, killed)
+            in_sync = InSyncCheck(admin, self._topics, killed)
             self._wait(in_sync, crew, f"broker {killed} did not catch up", IN_SYNC_WITHIN_S)
             self._tell(f"broker {killed} has caught up: every topic is on {BROKERS} brokers again")
 
@@ -138,14 +138,14 @@ class Demo:
     def _topics(self) -> list[str]:
         return [topic_of(kind, number) for kind, number in self._counts]
 
-    def _tell_who_leads(self, cluster: Cluster, admin: Admin) -> None:
+    def _tell_who_leads(self, cluster: DemoCluster, admin: Admin) -> None:
         controller = admin.cluster().controller
         leads = led_by(admin, self._topics)
         for number, broker in cluster.brokers.items():
             elects = ", and is the controller" if number == controller else ""
             self._tell(f"broker {number} at {broker.url} leads {', '.join(leads.get(number, [])) or 'nothing'}{elects}")
 
-    def _kill_a_leader(self, cluster: Cluster) -> tuple[int, Outage]:
+    def _kill_a_leader(self, cluster: DemoCluster) -> tuple[int, Outage]:
         """SIGKILL for the broker that leads most; returns when each of its topics has another leader."""
         with Admin(cluster.urls) as admin:
             leads = led_by(admin, self._topics)
@@ -224,7 +224,7 @@ class Drained:
     not come, when the group has had nothing left for longer than a lease: then something is lost, and comparing tells
     what."""
 
-    def __init__(self, admin: Admin, delivered: Tally, total: int) -> None:
+    def __init__(self, admin: Admin, delivered: EntryCount, total: int) -> None:
         self._admin = admin
         self._delivered = delivered
         self._total = total
@@ -239,7 +239,7 @@ class Drained:
         return self._delivered.count() >= self._total or now - self._empty_since > 2 * LEASE_S
 
 
-class InSync:
+class InSyncCheck:
     """True when a broker is in sync on each of its topics. Asks now and then only: the brokers have other work."""
 
     def __init__(self, admin: Admin, topics: Sequence[str], broker: int) -> None:

@@ -62,7 +62,7 @@ def read(paths: Iterable[Path]) -> Iterator[Entry]:
                     yield Entry(**json.loads(line))
 
 
-class Tally:
+class EntryCount:
     """How many entries some ledgers have, while they grow: each byte is looked at once."""
 
     def __init__(self, paths: Iterable[Path]) -> None:

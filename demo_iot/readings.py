@@ -19,7 +19,7 @@ GAPS = {"", "NA"}
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class SensorKind:
     """A kind of sensor: its column, and the band of values that needs nobody's attention."""
 
     column: str
@@ -29,10 +29,10 @@ class Kind:
 
 
 KINDS = {
-    "temp": Kind("temperature_f", "F", low=20.0, high=95.0),
-    "humidity": Kind("relative_humidity_pct", "%", low=20.0, high=95.0),
-    "pressure": Kind("pressure_hpa", "hPa", low=995.0, high=1035.0),
-    "wind": Kind("wind_speed_mph", "mph", low=0.0, high=30.0),
+    "temp": SensorKind("temperature_f", "F", low=20.0, high=95.0),
+    "humidity": SensorKind("relative_humidity_pct", "%", low=20.0, high=95.0),
+    "pressure": SensorKind("pressure_hpa", "hPa", low=995.0, high=1035.0),
+    "wind": SensorKind("wind_speed_mph", "mph", low=0.0, high=30.0),
 }
 
 

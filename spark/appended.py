@@ -15,7 +15,7 @@ from portalmq.spark.distribution import coarse, power_from, power_to, quantiles
 
 
 @dataclass(frozen=True)
-class Appended:
+class AppendedFigures:
     """`logs`: topic, partition, start_offset, end_offset, for partitions without a message too. `batches` has the
     table's columns, and the append time as `at_ms`. Both frames below are persisted by whoever makes this."""
 
@@ -26,7 +26,7 @@ class Appended:
     bucket_ms: int
 
 
-def appended(logs: DataFrame, batches: DataFrame, bucket_ms: int) -> Appended:
+def appended(logs: DataFrame, batches: DataFrame, bucket_ms: int) -> AppendedFigures:
     messages = batches.where("kind = 'messages' AND messages > 0")
     volume = (
         messages.groupBy("topic", "partition", "producer_id", _bucket(bucket_ms).alias("bucket_ms"))
@@ -46,7 +46,7 @@ def appended(logs: DataFrame, batches: DataFrame, bucket_ms: int) -> Appended:
         .coalesce(1)  # few rows: what is computed of them needs no shuffle
         .persist()
     )
-    return Appended(logs, batches, volume, sizes, bucket_ms)
+    return AppendedFigures(logs, batches, volume, sizes, bucket_ms)
 
 
 def _times() -> Column:
@@ -71,7 +71,7 @@ def _sums() -> list[Column]:
     ]
 
 
-def totals(found: Appended) -> DataFrame:
+def totals(found: AppendedFigures) -> DataFrame:
     """One row."""
     peak = found.volume.groupBy("bucket_ms").agg(f.sum("messages").alias("messages"))
     # One row each, laid over each other: they meet without a join.
@@ -96,7 +96,7 @@ def totals(found: Appended) -> DataFrame:
     )
 
 
-def _by_partition(found: Appended) -> DataFrame:
+def _by_partition(found: AppendedFigures) -> DataFrame:
     """Those without a message too. Both sides are one partition each: they are merged, and no one is sent about."""
     volume = found.volume.groupBy("topic", "partition").agg(*_sums())
     return found.logs.join(volume.hint("merge"), ["topic", "partition"], "left").fillna(
@@ -104,7 +104,7 @@ def _by_partition(found: Appended) -> DataFrame:
     )
 
 
-def topics(found: Appended) -> DataFrame:
+def topics(found: AppendedFigures) -> DataFrame:
     peaks = (
         found.volume.groupBy("topic", "bucket_ms")
         .agg(f.sum("messages").alias("messages"))
@@ -140,25 +140,25 @@ def topics(found: Appended) -> DataFrame:
     )
 
 
-def partitions(found: Appended) -> DataFrame:
+def partitions(found: AppendedFigures) -> DataFrame:
     of_topic = f.sum("messages").over(Window.partitionBy("topic"))
     share = f.coalesce(f.try_divide("messages", of_topic), f.lit(0.0)).alias("share")
     return _by_partition(found).select("topic", "partition", "messages", "bytes", "start_offset", "end_offset", share)
 
 
-def throughput(found: Appended) -> DataFrame:
+def throughput(found: AppendedFigures) -> DataFrame:
     return found.volume.groupBy("topic", f.col("bucket_ms").alias("at_ms")).agg(
         f.sum("messages").alias("messages"), f.sum("bytes").alias("bytes")
     )
 
 
-def partition_throughput(found: Appended) -> DataFrame:
+def partition_throughput(found: AppendedFigures) -> DataFrame:
     return found.volume.groupBy("topic", "partition", f.col("bucket_ms").alias("at_ms")).agg(
         f.sum("messages").alias("messages")
     )
 
 
-def sizes(found: Appended) -> DataFrame:
+def sizes(found: AppendedFigures) -> DataFrame:
     return (
         found.sizes.groupBy("topic", "from_bytes")
         .agg(f.sum("messages").alias("messages"))
@@ -166,7 +166,7 @@ def sizes(found: Appended) -> DataFrame:
     )
 
 
-def producers(found: Appended) -> DataFrame:
+def producers(found: AppendedFigures) -> DataFrame:
     return found.volume.groupBy("producer_id").agg(
         *(f.sum(name).alias(name) for name in ("messages", "bytes", "batches")),
         f.count_distinct("topic").alias("topics"),
@@ -175,7 +175,7 @@ def producers(found: Appended) -> DataFrame:
     )
 
 
-def fail_overs(found: Appended) -> DataFrame:
+def fail_overs(found: AppendedFigures) -> DataFrame:
     """The gap is between the last message of the epochs before and the first one of this epoch, or of those after."""
     is_start, is_messages = f.col("kind") == "epoch", f.col("kind") == "messages"
     epochs = found.batches.groupBy("topic", "partition", "leader_epoch").agg(

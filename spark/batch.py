@@ -17,12 +17,12 @@ from pyspark.sql.datasource import DataSourceReader, Filter, InputPartition
 from portalmq.spark.errors import BadOption, DataLoss, NothingThere
 from portalmq.spark.filters import Bounds, bounds_of
 from portalmq.spark.opening import origin_of
-from portalmq.spark.options import EARLIEST, LATEST, Bound, Reading
-from portalmq.spark.origin import Log, Origin, packed, rows_of, spans_of
+from portalmq.spark.options import EARLIEST, LATEST, Bound, ReadOptions
+from portalmq.spark.origin import Origin, PartitionLog, packed, rows_of, spans_of
 
 
 class MessagesReader(DataSourceReader):
-    def __init__(self, reading: Reading, columns: Sequence[str]) -> None:
+    def __init__(self, reading: ReadOptions, columns: Sequence[str]) -> None:
         self.reading = reading
         self.columns = tuple(columns)
         self.bounds = Bounds()
@@ -33,7 +33,7 @@ class MessagesReader(DataSourceReader):
         spans = [span for log, start, end in self.ranges(origin) for span in origin.spans(log, start, end)]
         return packed(spans, self.reading.span_offsets)
 
-    def ranges(self, origin: Origin) -> Iterator[tuple[Log, int, int]]:
+    def ranges(self, origin: Origin) -> Iterator[tuple[PartitionLog, int, int]]:
         """What is to be read, as ranges of offsets."""
         logs = origin.logs()
         check_named("startingOffsets", self.reading.starting, logs)
@@ -42,7 +42,7 @@ class MessagesReader(DataSourceReader):
             if not self.bounds.wants(log):
                 continue
 
-            def offset_at(timestamp_ms: int, log: Log = log) -> int:
+            def offset_at(timestamp_ms: int, log: PartitionLog = log) -> int:
                 return origin.offset_at(log, timestamp_ms)
 
             start, end = range_of(self.reading, log, offset_at)
@@ -62,7 +62,7 @@ class FilteringReader(MessagesReader):
         return left
 
 
-def check_named(option: str, bound: Bound, logs: Sequence[Log]) -> None:
+def check_named(option: str, bound: Bound, logs: Sequence[PartitionLog]) -> None:
     """Raises NothingThere for a partition that the option names and that is not read."""
     read = {(log.topic, log.partition) for log in logs}
     for topic, partitions in bound.offsets.items():
@@ -73,7 +73,7 @@ def check_named(option: str, bound: Bound, logs: Sequence[Log]) -> None:
                 raise NothingThere(f"{option} names partition {number} of {topic!r}: {has}")
 
 
-def range_of(reading: Reading, log: Log, offset_at: Callable[[int], int]) -> tuple[int, int]:
+def range_of(reading: ReadOptions, log: PartitionLog, offset_at: Callable[[int], int]) -> tuple[int, int]:
     """The offsets [start, end) of a log that a batch read asks for; start == end when there are none. Raises BadOption
     for those beyond its end, DataLoss for those that are there no more."""
     start, end = _start(reading, log, offset_at), _end(reading, log, offset_at)
@@ -93,7 +93,7 @@ def range_of(reading: Reading, log: Log, offset_at: Callable[[int], int]) -> tup
     return min(start, end), end
 
 
-def _start(reading: Reading, log: Log, offset_at: Callable[[int], int]) -> int:
+def _start(reading: ReadOptions, log: PartitionLog, offset_at: Callable[[int], int]) -> int:
     bound = reading.starting
     if bound.timestamp_ms is not None:
         return offset_at(bound.timestamp_ms)
@@ -103,7 +103,7 @@ def _start(reading: Reading, log: Log, offset_at: Callable[[int], int]) -> int:
     return log.end_offset if asked == LATEST else _checked("startingOffsets", asked, log)
 
 
-def _end(reading: Reading, log: Log, offset_at: Callable[[int], int]) -> int:
+def _end(reading: ReadOptions, log: PartitionLog, offset_at: Callable[[int], int]) -> int:
     bound = reading.ending
     if bound.timestamp_ms is not None:
         return offset_at(bound.timestamp_ms)
@@ -111,7 +111,7 @@ def _end(reading: Reading, log: Log, offset_at: Callable[[int], int]) -> int:
     return log.end_offset if asked == LATEST else _checked("endingOffsets", asked, log)
 
 
-def _checked(option: str, asked: int, log: Log) -> int:
+def _checked(option: str, asked: int, log: PartitionLog) -> int:
     """The offset, when it is not beyond the log's end."""
     if asked > log.end_offset:
         raise BadOption(

@@ -28,7 +28,7 @@ from pyspark.sql.datasource import DataSourceReader, InputPartition
 from pyspark.sql.types import IntegerType, LongType, MapType, StringType, StructType, TimestampType
 
 from portalmq.spark.errors import DamagedFile
-from portalmq.spark.options import Reading
+from portalmq.spark.options import ReadOptions
 from portalmq.spark.segment import arrow_cursor, is_at_rest, told_of
 from portalmq.spark.table import CHUNK_OFFSETS, Piece, Table, Task, directories_of, packed, pieces_of
 
@@ -60,12 +60,12 @@ def schema_of(columns: Sequence[str] | None) -> StructType:
     return TABLE.schema_of(columns)
 
 
-def reader(reading: Reading, schema: StructType) -> DataSourceReader:
+def reader(reading: ReadOptions, schema: StructType) -> DataSourceReader:
     return BatchesReader(reading, schema)
 
 
 class BatchesReader(DataSourceReader):
-    def __init__(self, reading: Reading, schema: StructType) -> None:
+    def __init__(self, reading: ReadOptions, schema: StructType) -> None:
         self.columns = TABLE.columns_of(schema)
         self.reading = reading
 

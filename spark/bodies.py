@@ -14,7 +14,7 @@ import msgspec
 Range = tuple[int, int]
 
 
-class Kind(IntEnum):
+class RecordKind(IntEnum):
     GROUP_START = 10
     GRANT = 11
     ACK = 12
@@ -30,15 +30,15 @@ class Kind(IntEnum):
     SEEK = 23
 
 
-class GroupStart(msgspec.Struct, array_like=True):
+class GroupStartBody(msgspec.Struct, array_like=True):
     start: int
 
 
-class GroupEnd(msgspec.Struct, array_like=True):
+class GroupEndBody(msgspec.Struct, array_like=True):
     pass
 
 
-class Grant(msgspec.Struct, array_like=True):
+class GrantBody(msgspec.Struct, array_like=True):
     """`ranges` are (start, end, delivery number); `lanes` is empty, or has a lane for each of them; `gone` are messages
     that were handed out before and have expired since, or were compacted away."""
 
@@ -53,7 +53,7 @@ class Grant(msgspec.Struct, array_like=True):
     gone: tuple[Range, ...] = ()
 
 
-class Ack(msgspec.Struct, array_like=True):
+class AckBody(msgspec.Struct, array_like=True):
     """`ahead` are (lane, _, offset), and in none of the ranges: done by who was handed them by a leader that died
     before its grant was in the log."""
 
@@ -62,7 +62,7 @@ class Ack(msgspec.Struct, array_like=True):
     ahead: tuple[tuple[int, int, int], ...] = ()
 
 
-class Nack(msgspec.Struct, array_like=True):
+class NackBody(msgspec.Struct, array_like=True):
     """`ranges` are (start, end, free again from this time on)."""
 
     ranges: tuple[tuple[int, int, int], ...]
@@ -71,11 +71,11 @@ class Nack(msgspec.Struct, array_like=True):
     unseen: bool = False
 
 
-class Extend(msgspec.Struct, array_like=True):
+class ExtendBody(msgspec.Struct, array_like=True):
     ranges: tuple[Range, ...]
 
 
-class Dead(msgspec.Struct, array_like=True):
+class DeadBody(msgspec.Struct, array_like=True):
     """`ranges` are (start, end, deliveries)."""
 
     ranges: tuple[tuple[int, int, int], ...]
@@ -83,17 +83,17 @@ class Dead(msgspec.Struct, array_like=True):
     reason: str = ""
 
 
-class Redrive(msgspec.Struct, array_like=True):
+class RedriveBody(msgspec.Struct, array_like=True):
     """`ranges` are (start, end, free again from this time on)."""
 
     ranges: tuple[tuple[int, int, int], ...]
 
 
-class Drop(msgspec.Struct, array_like=True):
+class DropBody(msgspec.Struct, array_like=True):
     ranges: tuple[Range, ...]
 
 
-class Commit(msgspec.Struct, array_like=True):
+class CommitBody(msgspec.Struct, array_like=True):
     """Of a queue group with `ranges`; of a stream group with an `offset` of 0 or more."""
 
     commit_id: bytes
@@ -105,45 +105,57 @@ class Commit(msgspec.Struct, array_like=True):
     member: str = ""
 
 
-class Claim(msgspec.Struct, array_like=True):
+class ClaimBody(msgspec.Struct, array_like=True):
     member: str
     generation: int
     start: int
 
 
-class CommitOffset(msgspec.Struct, array_like=True):
+class CommitOffsetBody(msgspec.Struct, array_like=True):
     offset: int
     member: str
 
 
-class Seek(msgspec.Struct, array_like=True):
+class SeekBody(msgspec.Struct, array_like=True):
     offset: int
 
 
 Body = (
-    GroupStart | GroupEnd | Grant | Ack | Nack | Extend | Dead | Redrive | Drop | Commit | Claim | CommitOffset | Seek
+    GroupStartBody
+    | GroupEndBody
+    | GrantBody
+    | AckBody
+    | NackBody
+    | ExtendBody
+    | DeadBody
+    | RedriveBody
+    | DropBody
+    | CommitBody
+    | ClaimBody
+    | CommitOffsetBody
+    | SeekBody
 )
 
 _DECODERS: dict[int, msgspec.msgpack.Decoder[Body]] = {
-    Kind.GROUP_START: msgspec.msgpack.Decoder(GroupStart),
-    Kind.GRANT: msgspec.msgpack.Decoder(Grant),
-    Kind.ACK: msgspec.msgpack.Decoder(Ack),
-    Kind.NACK: msgspec.msgpack.Decoder(Nack),
-    Kind.EXTEND: msgspec.msgpack.Decoder(Extend),
-    Kind.DEAD: msgspec.msgpack.Decoder(Dead),
-    Kind.REDRIVE: msgspec.msgpack.Decoder(Redrive),
-    Kind.DROP: msgspec.msgpack.Decoder(Drop),
-    Kind.COMMIT: msgspec.msgpack.Decoder(Commit),
-    Kind.CLAIM: msgspec.msgpack.Decoder(Claim),
-    Kind.COMMIT_OFFSET: msgspec.msgpack.Decoder(CommitOffset),
-    Kind.SEEK: msgspec.msgpack.Decoder(Seek),
+    RecordKind.GROUP_START: msgspec.msgpack.Decoder(GroupStartBody),
+    RecordKind.GRANT: msgspec.msgpack.Decoder(GrantBody),
+    RecordKind.ACK: msgspec.msgpack.Decoder(AckBody),
+    RecordKind.NACK: msgspec.msgpack.Decoder(NackBody),
+    RecordKind.EXTEND: msgspec.msgpack.Decoder(ExtendBody),
+    RecordKind.DEAD: msgspec.msgpack.Decoder(DeadBody),
+    RecordKind.REDRIVE: msgspec.msgpack.Decoder(RedriveBody),
+    RecordKind.DROP: msgspec.msgpack.Decoder(DropBody),
+    RecordKind.COMMIT: msgspec.msgpack.Decoder(CommitBody),
+    RecordKind.CLAIM: msgspec.msgpack.Decoder(ClaimBody),
+    RecordKind.COMMIT_OFFSET: msgspec.msgpack.Decoder(CommitOffsetBody),
+    RecordKind.SEEK: msgspec.msgpack.Decoder(SeekBody),
 }
-STREAM_KINDS = (Kind.COMMIT, Kind.CLAIM, Kind.COMMIT_OFFSET, Kind.SEEK)
+STREAM_KINDS = (RecordKind.COMMIT, RecordKind.CLAIM, RecordKind.COMMIT_OFFSET, RecordKind.SEEK)
 
 
 def decoded(kind: int, body: bytes) -> Body | None:
     """None for a kind that this room does not know. Raises msgspec.MsgspecError."""
-    if kind == Kind.GROUP_END:
-        return GroupEnd()  # its body is empty: not even an array
+    if kind == RecordKind.GROUP_END:
+        return GroupEndBody()  # its body is empty: not even an array
     decoder = _DECODERS.get(kind)
     return None if decoder is None else decoder.decode(body)

@@ -37,7 +37,7 @@ from portalmq.network.connection import Address
 from portalmq.network.tls import NO_FILES, TlsFiles
 from portalmq.spark.errors import BadOption, DataLoss, NoTopic, SourceError, Unreachable
 from portalmq.spark.frames import batches_of
-from portalmq.spark.origin import SPAN_OFFSETS, Log, Span
+from portalmq.spark.origin import SPAN_OFFSETS, PartitionLog, Span
 from portalmq.spark.topics import is_pattern, is_wanted, not_found
 from portalmq.transport.transport import (
     LONG_POLL_GRACE_S,
@@ -64,7 +64,7 @@ _decode_answer = msgspec.msgpack.Decoder(contract.FetchAnswer).decode
 
 
 @dataclass(frozen=True, slots=True)
-class Access:
+class BrokerAccess:
     """How the brokers are reached. Travels to the workers by pickle."""
 
     bootstrap: str
@@ -73,10 +73,10 @@ class Access:
     tls: TlsFiles = NO_FILES
 
 
-class Cluster:
+class ClusterApi:
     """The brokers, as this room asks them: each question bounded, each refusal a sentence of ours. Thread-safe."""
 
-    def __init__(self, access: Access) -> None:
+    def __init__(self, access: BrokerAccess) -> None:
         """Raises BadOption for what is no address or token, and files for TLS that cannot be used."""
         self.access = access
         self._met = False
@@ -183,27 +183,27 @@ class Brokers:
         tls: TlsFiles = NO_FILES,
     ) -> None:
         """`topics`: see topics.py."""
-        self._access = Access(",".join(bootstrap), token, patience_s, tls)
+        self._access = BrokerAccess(",".join(bootstrap), token, patience_s, tls)
         self._topics = None if topics is None else tuple(topics)
         self._span_offsets = span_offsets
-        self._open: Cluster | None = Cluster(self._access)
+        self._open: ClusterApi | None = ClusterApi(self._access)
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_open": None}
 
     @property
-    def _cluster(self) -> Cluster:
+    def _cluster(self) -> ClusterApi:
         if self._open is None:
-            self._open = Cluster(self._access)
+            self._open = ClusterApi(self._access)
         return self._open
 
-    def logs(self) -> list[Log]:
+    def logs(self) -> list[PartitionLog]:
         ends = _Ends(self._cluster, self._access.patience_s)
         logs = ends.of(self._places())
         self._check_found({log.topic for log in logs})
         return sorted(logs, key=lambda log: (log.topic, log.topic_id, log.partition))
 
-    def offset_at(self, log: Log, timestamp_ms: int) -> int:
+    def offset_at(self, log: PartitionLog, timestamp_ms: int) -> int:
         if timestamp_ms <= 0:
             return log.start_offset
         try:
@@ -219,7 +219,7 @@ class Brokers:
         offset = page.messages[0]["offset"] if page.messages else log.end_offset
         return min(max(offset, log.start_offset), log.end_offset)
 
-    def spans(self, log: Log, start: int, end: int) -> list[Span]:
+    def spans(self, log: PartitionLog, start: int, end: int) -> list[Span]:
         return [
             BrokerSpan(log, low, min(low + self._span_offsets, end), self._access)
             for low in range(start, end, self._span_offsets)
@@ -250,14 +250,14 @@ class Brokers:
 class _Ends:
     """Where logs begin and end, as their leaders know it: asked of all leaders, until each has answered."""
 
-    def __init__(self, cluster: Cluster, patience_s: float) -> None:
+    def __init__(self, cluster: ClusterApi, patience_s: float) -> None:
         self._cluster = cluster
         self._patience_s = patience_s
-        self._found: dict[Place, Log] = {}
+        self._found: dict[Place, PartitionLog] = {}
         self._deleted: set[str] = set()
         self._said = ""
 
-    def of(self, places: Sequence[Place]) -> list[Log]:
+    def of(self, places: Sequence[Place]) -> list[PartitionLog]:
         """Those of topics that were deleted meanwhile are left out. Raises SourceError."""
         deadline = time.monotonic() + self._patience_s
         backoff = Backoff()
@@ -301,7 +301,7 @@ class _Ends:
         code = problem.get("code")
         if code == OffsetOutOfRange.code:
             start, end = problem["log_start_offset"], problem["high_watermark"]
-            self._found[place] = Log(answer.topic, answer.topic_id, answer.partition, min(start, end), end)
+            self._found[place] = PartitionLog(answer.topic, answer.topic_id, answer.partition, min(start, end), end)
         elif code == "not_leader":
             self._cluster.transport.heard_leader(place, problem.get("leader_url"))
         elif code == TopicNotFound.code:
@@ -329,12 +329,12 @@ class _Ends:
 class BrokerSpan(Span):
     """Offsets that are fetched from whoever leads the partition."""
 
-    def __init__(self, log: Log, start: int, end: int, access: Access) -> None:
+    def __init__(self, log: PartitionLog, start: int, end: int, access: BrokerAccess) -> None:
         super().__init__(log, start, end)
         self.access = access
 
     def batches(self, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
-        with closing(Cluster(self.access)) as cluster, ThreadPoolExecutor(1) as ahead:
+        with closing(ClusterApi(self.access)) as cluster, ThreadPoolExecutor(1) as ahead:
             fetching = _Fetching(cluster, self.log, self.end)
             try:
                 position = self.start
@@ -352,7 +352,7 @@ class BrokerSpan(Span):
 class _Fetching:
     """Fetches of one partition, each with progress or an end."""
 
-    def __init__(self, cluster: Cluster, log: Log, end: int) -> None:
+    def __init__(self, cluster: ClusterApi, log: PartitionLog, end: int) -> None:
         self._cluster = cluster
         self._log = log
         self._end = end

@@ -37,27 +37,27 @@ from pyspark.sql.types import IntegerType, LongType, StringType, StructType, Tim
 
 from portalmq.spark.bodies import (
     STREAM_KINDS,
-    Ack,
+    AckBody,
     Body,
-    Claim,
-    Commit,
-    CommitOffset,
-    Dead,
-    Drop,
-    Extend,
-    Grant,
-    GroupEnd,
-    GroupStart,
-    Kind,
-    Nack,
-    Redrive,
-    Seek,
+    ClaimBody,
+    CommitBody,
+    CommitOffsetBody,
+    DeadBody,
+    DropBody,
+    ExtendBody,
+    GrantBody,
+    GroupEndBody,
+    GroupStartBody,
+    NackBody,
+    RecordKind,
+    RedriveBody,
+    SeekBody,
     decoded,
 )
 from portalmq.spark.errors import DamagedFile
 from portalmq.spark.moments import Moments
-from portalmq.spark.options import Reading
-from portalmq.spark.origin import Log
+from portalmq.spark.options import ReadOptions
+from portalmq.spark.origin import PartitionLog
 from portalmq.spark.segment import opened
 from portalmq.spark.table import Piece, Table, Task, directories_of, packed, pieces_of
 
@@ -89,7 +89,7 @@ def schema_of(columns: Sequence[str] | None) -> StructType:
     return TABLE.schema_of(columns)
 
 
-def reader(reading: Reading, schema: StructType) -> DataSourceReader:
+def reader(reading: ReadOptions, schema: StructType) -> DataSourceReader:
     return DeliveriesReader(reading, schema)
 
 
@@ -103,7 +103,7 @@ class Walk(Task):
 
 
 class DeliveriesReader(DataSourceReader):
-    def __init__(self, reading: Reading, schema: StructType) -> None:
+    def __init__(self, reading: ReadOptions, schema: StructType) -> None:
         self.columns = TABLE.columns_of(schema)
         self.reading = reading
 
@@ -123,14 +123,14 @@ class DeliveriesReader(DataSourceReader):
 
     def _rows(self, walk: Walk) -> Iterator[_Row]:
         moments: Moments | None = None
-        log: Log | None = None
+        log: PartitionLog | None = None
         for piece in walk.pieces:
             if moments is None or piece.log != log:
                 moments, log = Moments([piece.path.parent, *piece.elsewhere]), piece.log
             for chunk in piece.chunks(CHUNK_OFFSETS):
                 for record in _records(chunk, _QUEUE_SQL):
                     for row in _queue_rows(piece.log, record, moments):
-                        if row.messages or isinstance(record.body, GroupStart | GroupEnd):
+                        if row.messages or isinstance(record.body, GroupStartBody | GroupEndBody):
                             yield row
         for pieces in walk.streams:
             yield from _stream_rows(pieces)
@@ -201,7 +201,7 @@ def _records(chunk: Piece, query: str) -> list[_Record]:
 # --- queue groups ----------------------------------------------------------------------------------------------------
 
 
-def _queue_rows(log: Log, record: _Record, moments: Moments) -> Iterator[_Row]:
+def _queue_rows(log: PartitionLog, record: _Record, moments: Moments) -> Iterator[_Row]:
     body = record.body
 
     def row(event: str, start: int | None, end: int, mode: str | None = "queue", **more: Any) -> _Row:
@@ -211,11 +211,11 @@ def _queue_rows(log: Log, record: _Record, moments: Moments) -> Iterator[_Row]:
         return _Row(*where, start, 0 if start is None else end - start, **more)
 
     match body:
-        case GroupStart():
+        case GroupStartBody():
             yield row("started", body.start, body.start)
-        case GroupEnd():
+        case GroupEndBody():
             yield row("ended", None, 0, None)
-        case Grant():
+        case GrantBody():
             for index, (start, end, delivery) in enumerate(body.ranges):
                 lane = body.lanes[index] if body.lanes else 0
                 for run in moments.granted(start, end, lane):
@@ -229,20 +229,20 @@ def _queue_rows(log: Log, record: _Record, moments: Moments) -> Iterator[_Row]:
                     )
             for start, end in body.gone:
                 yield row("expired", start, end)
-        case Ack() | Commit():
+        case AckBody() | CommitBody():
             yield from (row("acked", start, end) for start, end in body.ranges)
             yield from (row("acked", offset, offset + 1, delivery=0) for *_, offset in body.ahead)
-        case Nack():
+        case NackBody():
             event = "returned" if body.unseen else "nacked"
             yield from (row(event, start, end, reason=body.reason) for start, end, _ in body.ranges)
-        case Extend():
+        case ExtendBody():
             yield from (row("extended", start, end) for start, end in body.ranges)
-        case Dead():
+        case DeadBody():
             for start, end, deliveries in body.ranges:
                 yield row("dead", start, end, delivery=deliveries, reason=body.reason)
-        case Redrive():
+        case RedriveBody():
             yield from (row("redriven", start, end) for start, end, _ in body.ranges)
-        case Drop():
+        case DropBody():
             yield from (row("dropped", start, end) for start, end in body.ranges)
 
 
@@ -308,27 +308,27 @@ def _blanks(path: Path, low: int, high: int) -> list[int]:
 
 
 def _one_stream(
-    log: Log, record: _Record, readers: dict[str, _Reader], moments: Moments, is_compacted: bool
+    log: PartitionLog, record: _Record, readers: dict[str, _Reader], moments: Moments, is_compacted: bool
 ) -> Iterator[_Row]:
     where = (log.topic, log.partition, record.group, "stream")
     when = (record.at_ms, record.offset)
     body = record.body
-    if isinstance(body, GroupEnd):
+    if isinstance(body, GroupEndBody):
         readers.pop(record.group, None)
         return
-    if record.group not in readers and not (isinstance(body, Commit) and body.offset < 0):
+    if record.group not in readers and not (isinstance(body, CommitBody) and body.offset < 0):
         # A claim says where the group stands. Before any other record some are missing: what retention has removed
         # spoke of messages before it, which are gone too; what compaction has emptied may have spoken of any.
-        begins = max(log.start_offset, body.start) if isinstance(body, Claim) else log.start_offset
-        is_known = isinstance(body, Claim) or not is_compacted
+        begins = max(log.start_offset, body.start) if isinstance(body, ClaimBody) else log.start_offset
+        is_known = isinstance(body, ClaimBody) or not is_compacted
         readers[record.group] = _Reader(begins if is_known else None)
     match body:
-        case Claim():
+        case ClaimBody():
             yield _Row(*where, "claimed", *when, body.start, 0, consumer=body.member)
-        case Seek():
+        case SeekBody():
             readers[record.group].seek(body.offset)
             yield _Row(*where, "sought", *when, body.offset, 0)
-        case CommitOffset() | Commit() if body.offset >= 0:
+        case CommitOffsetBody() | CommitBody() if body.offset >= 0:
             for start, end, delivery in readers[record.group].commit(body.offset):
                 for run in moments.committed(max(start, log.start_offset), end):
                     yield _Row(
@@ -351,5 +351,5 @@ WHERE r.offset >= ? AND r.offset < ? AND {kinds} ORDER BY r.offset"""
 
 
 _STREAM_KINDS = ", ".join(str(int(kind)) for kind in STREAM_KINDS)
-_STREAM_SQL = _select(f"r.kind IN ({_STREAM_KINDS}, {int(Kind.GROUP_END)})")
+_STREAM_SQL = _select(f"r.kind IN ({_STREAM_KINDS}, {int(RecordKind.GROUP_END)})")
 _QUEUE_SQL = _select("r.kind BETWEEN 10 AND 19")

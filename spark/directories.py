@@ -20,8 +20,8 @@ import msgspec
 import pyarrow as pa
 
 from portalmq.spark.errors import DamagedFile, DataLoss, NothingThere, NoTopic, NotReadable, SourceError
-from portalmq.spark.origin import SPAN_OFFSETS, Log, Span
-from portalmq.spark.replica import Replica, Segment, first_at
+from portalmq.spark.origin import SPAN_OFFSETS, PartitionLog, Span
+from portalmq.spark.replica import DirectoryReplica, SegmentFile, first_at
 from portalmq.spark.segment import SegmentRows
 from portalmq.spark.topics import is_wanted, not_found
 
@@ -39,7 +39,7 @@ class _TopicFile(msgspec.Struct):
 class FileSpan(Span):
     """Offsets that lie in one file. `elsewhere` are other replicas' directories of the partition."""
 
-    def __init__(self, log: Log, start: int, end: int, path: Path, elsewhere: tuple[Path, ...]) -> None:
+    def __init__(self, log: PartitionLog, start: int, end: int, path: Path, elsewhere: tuple[Path, ...]) -> None:
         super().__init__(log, start, end)
         self.path = path
         self.elsewhere = elsewhere
@@ -56,7 +56,7 @@ class FileSpan(Span):
             fault = error
         for directory in self.elsewhere:
             try:
-                segments = Replica(directory).segments(reached, self.end)
+                segments = DirectoryReplica(directory).segments(reached, self.end)
                 for segment in segments:
                     low, high = max(reached, segment.base_offset), min(self.end, segment.end_offset)
                     for batch in SegmentRows(segment.path, self.log, wanted).batches(low, high):
@@ -70,7 +70,7 @@ class FileSpan(Span):
         raise fault
 
 
-def not_there(path: Path, log: Log, start: int, end: int) -> SourceError:
+def not_there(path: Path, log: PartitionLog, start: int, end: int) -> SourceError:
     """Why a file that was planned is not there when its offsets are read: its messages were removed. Or this machine of
     a Spark cluster does not see the data directory at all, which is no loss that may be passed over."""
     root = path.parents[3]
@@ -95,16 +95,16 @@ class Directories:
         self._span_offsets = span_offsets
         self._roots = [Path(path).absolute() for path in paths]
         self._topics = None if topics is None else tuple(topics)
-        self._seen: dict[str, tuple[Log, list[Replica]]] = {}
+        self._seen: dict[str, tuple[PartitionLog, list[DirectoryReplica]]] = {}
 
-    def logs(self) -> list[Log]:
+    def logs(self) -> list[PartitionLog]:
         try:
             self._seen = {log.name: (log, replicas) for log, replicas in self._found()}
         except PermissionError as error:
             raise NotReadable(error.filename) from error
         return [log for log, _ in self._seen.values()]
 
-    def offset_at(self, log: Log, timestamp_ms: int) -> int:
+    def offset_at(self, log: PartitionLog, timestamp_ms: int) -> int:
         """Only files are opened whose times the manifest does not settle."""
         reached = log.start_offset
         for replica, segment, upto in self._pieces(log, log.start_offset, log.end_offset):
@@ -116,7 +116,13 @@ class Directories:
         return log.end_offset
 
     def _first_in(
-        self, log: Log, replica: Replica, segment: Segment, start: int, end: int, timestamp_ms: int
+        self,
+        log: PartitionLog,
+        replica: DirectoryReplica,
+        segment: SegmentFile,
+        start: int,
+        end: int,
+        timestamp_ms: int,
     ) -> int | None:
         """As `_first_at`, by another replica's files where this one's cannot be read."""
         try:
@@ -136,11 +142,11 @@ class Directories:
                 raise DataLoss(f"{segment.path} is gone: it was removed while the query was planned") from fault
             raise
 
-    def _others(self, log: Log, replica: Replica, end: int) -> list[Replica]:
+    def _others(self, log: PartitionLog, replica: DirectoryReplica, end: int) -> list[DirectoryReplica]:
         """Who else knows all below `end` to be committed."""
         return [other for other in self._replicas_of(log) if other is not replica and other.high_watermark >= end]
 
-    def spans(self, log: Log, start: int, end: int) -> list[Span]:
+    def spans(self, log: PartitionLog, start: int, end: int) -> list[Span]:
         found: list[Span] = []
         reached = start
         for replica, segment, upto in self._pieces(log, start, end):
@@ -153,7 +159,7 @@ class Directories:
             reached = upto
         return found
 
-    def _pieces(self, log: Log, start: int, end: int) -> Iterator[tuple[Replica, Segment, int]]:
+    def _pieces(self, log: PartitionLog, start: int, end: int) -> Iterator[tuple[DirectoryReplica, SegmentFile, int]]:
         """[start, end) by files: each with the replica it is of, and the offset up to which it is to be read. A file
         that the best replica lacks is taken from another one that knows it to be committed."""
         replicas = self._replicas_of(log)
@@ -179,11 +185,11 @@ class Directories:
             yield replica, segment, upto
             reached = upto
 
-    def homes(self, log: Log) -> list[Path]:
+    def homes(self, log: PartitionLog) -> list[Path]:
         """Where the partition stands, the best copy first."""
         return [replica.directory for replica in self._replicas_of(log)]
 
-    def _replicas_of(self, log: Log) -> list[Replica]:
+    def _replicas_of(self, log: PartitionLog) -> list[DirectoryReplica]:
         """Best first."""
         if log.name not in self._seen:
             self.logs()
@@ -195,8 +201,8 @@ class Directories:
     def _where(self) -> str:
         return ", ".join(map(str, self._roots))
 
-    def _found(self) -> list[tuple[Log, list[Replica]]]:
-        places: dict[tuple[str, str, int], list[Replica]] = {}
+    def _found(self) -> list[tuple[PartitionLog, list[DirectoryReplica]]]:
+        places: dict[tuple[str, str, int], list[DirectoryReplica]] = {}
         sizes: dict[tuple[str, str], int] = {}
         for root in self._checked_roots():
             for directory in sorted((root / "partitions").iterdir()):
@@ -210,7 +216,7 @@ class Directories:
                 name = (match["topic"], match["topic_id"])
                 sizes[name] = max(sizes.get(name, 0), _size_of(directory))
                 for place in found:
-                    places.setdefault((*name, int(place.name)), []).append(Replica(place))
+                    places.setdefault((*name, int(place.name)), []).append(DirectoryReplica(place))
         self._check_topics(sizes)
         self._check_complete(sizes, places)
         logs = []
@@ -218,7 +224,7 @@ class Directories:
             readable, fault = _readable(replicas)
             if readable:
                 start = _start_of(readable)
-                logs.append((Log(*key, start, max(start, readable[0].high_watermark)), readable))
+                logs.append((PartitionLog(*key, start, max(start, readable[0].high_watermark)), readable))
             elif fault is not None:
                 raise fault
         return logs
@@ -264,7 +270,7 @@ class Directories:
                 )
 
     def _check_complete(
-        self, sizes: dict[tuple[str, str], int], places: dict[tuple[str, str, int], list[Replica]]
+        self, sizes: dict[tuple[str, str], int], places: dict[tuple[str, str, int], list[DirectoryReplica]]
     ) -> None:
         for (topic, topic_id), size in sizes.items():
             missing = [number for number in range(size) if (topic, topic_id, number) not in places]
@@ -286,10 +292,10 @@ def _size_of(directory: Path) -> int:
         raise DamagedFile(path, f"describes no topic ({error})") from error
 
 
-def _readable(replicas: Sequence[Replica]) -> tuple[list[Replica], DamagedFile | None]:
+def _readable(replicas: Sequence[DirectoryReplica]) -> tuple[list[DirectoryReplica], DamagedFile | None]:
     """Those that tell what is committed, best first, and why another one does not. None when all went away with their
     topic."""
-    found: list[tuple[int, Replica]] = []
+    found: list[tuple[int, DirectoryReplica]] = []
     fault: DamagedFile | None = None
     for replica in replicas:
         try:
@@ -302,7 +308,7 @@ def _readable(replicas: Sequence[Replica]) -> tuple[list[Replica], DamagedFile |
     return [replica for _, replica in found], fault
 
 
-def _start_of(replicas: Sequence[Replica]) -> int:
+def _start_of(replicas: Sequence[DirectoryReplica]) -> int:
     """Where the log begins, by the best replica that can tell. Raises DamagedFile."""
     fault: DamagedFile | None = None
     for replica in replicas:

@@ -21,7 +21,7 @@ from pyspark.sql import DataFrame
 from pyspark.sql import functions as f
 
 from portalmq.spark import appended, delivered, lists
-from portalmq.spark.appended import Appended
+from portalmq.spark.appended import AppendedFigures
 from portalmq.spark.delivered import Delivered
 from portalmq.spark.directories import Directories
 from portalmq.spark.lists import Series, Top
@@ -31,7 +31,7 @@ from portalmq.spark.report.model import Report
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-    from portalmq.spark.origin import Log
+    from portalmq.spark.origin import PartitionLog
 
 VERSION = 1
 _S, _MIN, _H = 1_000, 60_000, 3_600_000
@@ -122,7 +122,7 @@ def _read(spark: SparkSession, table: str, paths: Sequence[str], topics: Sequenc
     return reader.load(list(paths)).select(*columns, *as_ms).persist()
 
 
-def _logs(spark: SparkSession, logs: Sequence[Log]) -> DataFrame:
+def _logs(spark: SparkSession, logs: Sequence[PartitionLog]) -> DataFrame:
     columns = ("topic", "partition", "start_offset", "end_offset")
     types = (pa.string(), pa.int32(), pa.int64(), pa.int64())
     table = pa.table(
@@ -169,7 +169,7 @@ def _by_time(each: model.FailOver) -> tuple[int, str, int]:
     return each.at_ms, each.topic, each.partition
 
 
-def _tops(put_in: Appended, taken_out: Delivered) -> list[Top]:
+def _tops(put_in: AppendedFigures, taken_out: Delivered) -> list[Top]:
     most = f.desc("messages")
     topic, partition, group = f.asc("topic"), f.asc("partition"), f.asc("group")
     return [
@@ -215,7 +215,7 @@ def _tops(put_in: Appended, taken_out: Delivered) -> list[Top]:
     ]
 
 
-def _series(put_in: Appended, taken_out: Delivered) -> list[Series]:
+def _series(put_in: AppendedFigures, taken_out: Delivered) -> list[Series]:
     return [
         Series(
             "throughput", appended.throughput(put_in), model.Throughput, ("at_ms", "topic"), "topics", has_others=True

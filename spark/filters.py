@@ -38,7 +38,7 @@ from pyspark.sql.datasource import (
     StringStartsWith,
 )
 
-from portalmq.spark.origin import Log
+from portalmq.spark.origin import PartitionLog
 
 RANGES_MAX: Final = 16
 _BEGIN, _END = -(1 << 80), 1 << 80
@@ -109,7 +109,7 @@ class Bounds:
         """No row of any log can pass."""
         return not self.offsets or not self.times_ms
 
-    def wants(self, log: Log) -> bool:
+    def wants(self, log: PartitionLog) -> bool:
         return not self.nothing and all(
             _is_true(each, log.topic if _column(each) == "topic" else log.partition) for each in self.logs
         )

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from portalmq.spark.columns import arrow_schema
-from portalmq.spark.origin import Log
+from portalmq.spark.origin import PartitionLog
 from portalmq.stream_wire import Frame, FrameHead, FrameRecord
 
 BATCH_ROWS = 65_536
@@ -29,7 +29,7 @@ _decode_records_with_holes = msgspec.msgpack.Decoder(list[FrameRecord | None]).d
 
 
 def batches_of(
-    frames: Iterable[Frame], log: Log, start: int, end: int, columns: Sequence[str]
+    frames: Iterable[Frame], log: PartitionLog, start: int, end: int, columns: Sequence[str]
 ) -> Iterator[pa.RecordBatch]:
     """The messages of the frames at offsets [start, end), in order. Raises msgspec.MsgspecError for bytes that are no
     frame's: their checksums are to be looked at before."""
@@ -45,7 +45,7 @@ def batches_of(
 class _Rows:
     """What is to become the next Arrow batch. `heads` and `counts` are of the frames that the records came in."""
 
-    def __init__(self, log: Log, columns: Sequence[str]) -> None:
+    def __init__(self, log: PartitionLog, columns: Sequence[str]) -> None:
         self._log = log
         self._schema = arrow_schema(columns)
         self._empty()

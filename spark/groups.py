@@ -28,8 +28,8 @@ from pyspark.sql.types import IntegerType, LongType, StringType, StructType, Tim
 from portalmq.spark.directories import not_there
 from portalmq.spark.errors import DamagedFile, NothingThere
 from portalmq.spark.moments import DELAYED, Moments
-from portalmq.spark.options import Reading
-from portalmq.spark.origin import Log
+from portalmq.spark.options import ReadOptions
+from portalmq.spark.origin import PartitionLog
 from portalmq.spark.replica import STATE_NAME
 from portalmq.spark.segment import opened
 from portalmq.spark.table import Piece, Table, directories_of, pieces_of
@@ -63,33 +63,35 @@ def schema_of(columns: Sequence[str] | None) -> StructType:
     return TABLE.schema_of(columns)
 
 
-def reader(reading: Reading, schema: StructType) -> DataSourceReader:
+def reader(reading: ReadOptions, schema: StructType) -> DataSourceReader:
     return GroupsReader(reading, schema)
 
 
-class Census(InputPartition):
+class GroupsInputPartition(InputPartition):
     """Logs whose groups one task looks at: the log, its files, and its replicas' directories, the best first."""
 
-    def __init__(self, logs: Sequence[tuple[Log, tuple[Piece, ...], tuple[Path, ...]]]) -> None:
+    def __init__(self, logs: Sequence[tuple[PartitionLog, tuple[Piece, ...], tuple[Path, ...]]]) -> None:
         super().__init__(None)
         self.logs = tuple(logs)
 
 
 class GroupsReader(DataSourceReader):
-    def __init__(self, reading: Reading, schema: StructType) -> None:
+    def __init__(self, reading: ReadOptions, schema: StructType) -> None:
         self.columns = TABLE.columns_of(schema)
         self.reading = reading
 
     def partitions(self) -> Sequence[InputPartition]:
         origin = directories_of(self.reading, TABLE.name)
         logs = [(log, tuple(pieces_of(origin, log)), tuple(origin.homes(log))) for log in origin.logs()]
-        return [Census(logs[at : at + LOGS_IN_A_TASK]) for at in range(0, len(logs), LOGS_IN_A_TASK)] or [Census(())]
+        return [GroupsInputPartition(logs[at : at + LOGS_IN_A_TASK]) for at in range(0, len(logs), LOGS_IN_A_TASK)] or [
+            GroupsInputPartition(())
+        ]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        assert isinstance(partition, Census)
+        assert isinstance(partition, GroupsInputPartition)
         schema = TABLE.arrow_schema(self.columns)
         for log, pieces, homes in partition.logs:
-            rows = [standing.row() for standing in _standings(log, pieces, homes)]
+            rows = [position.row() for position in _standings(log, pieces, homes)]
             if rows:
                 yield pa.RecordBatch.from_pylist([{name: row[name] for name in self.columns} for row in rows], schema)
 
@@ -101,10 +103,10 @@ class _Span(NamedTuple):
 
 
 @dataclass
-class _Standing:
+class _GroupPosition:
     """One group on one log. `cursors` are those of the lanes other than 0; `ahead` is done before they have come."""
 
-    log: Log
+    log: PartitionLog
     group: str
     mode: str
     start: int
@@ -148,24 +150,24 @@ class _Standing:
             self.oldest_ms = since_ms
 
 
-def _standings(log: Log, pieces: Sequence[Piece], homes: Sequence[Path]) -> list[_Standing]:
+def _standings(log: PartitionLog, pieces: Sequence[Piece], homes: Sequence[Path]) -> list[_GroupPosition]:
     standings, cancelled = _saved(log, homes)
     if not standings:
         return []
     for path, pieces_of_it in _by_file(pieces).items():
         low, high = pieces_of_it[0].start, pieces_of_it[-1].end
 
-        def read(path: Path, low: int, high: int) -> list[tuple[int, _Waiting]]:
+        def read(path: Path, low: int, high: int) -> list[tuple[int, _PendingMessages]]:
             with opened(path) as connection:
                 file = _File(connection, low, high, cancelled)
-                return [(index, file.waiting(standing)) for index, standing in enumerate(standings)]
+                return [(index, file.waiting(position)) for index, position in enumerate(standings)]
 
         for index, waiting in Piece(log, low, high, path, pieces_of_it[0].elsewhere).read(read):
             standings[index].fresh += waiting.messages
             standings[index].note(waiting.since_ms)
     moments = Moments(homes)
-    for standing in standings:
-        _note_spans(standing, moments)
+    for position in standings:
+        _note_spans(position, moments)
     return standings
 
 
@@ -176,19 +178,19 @@ def _by_file(pieces: Sequence[Piece]) -> dict[Path, list[Piece]]:
     return files
 
 
-def _note_spans(standing: _Standing, moments: Moments) -> None:
+def _note_spans(position: _GroupPosition, moments: Moments) -> None:
     """Of plain messages the first is the oldest; those that were sent for later are not in the order of their times."""
-    plain = [span for span in standing.spans if span.lane < DELAYED][:1]
-    delayed = [span for span in standing.spans if span.lane >= DELAYED][:LOOK_MAX]
+    plain = [span for span in position.spans if span.lane < DELAYED][:1]
+    delayed = [span for span in position.spans if span.lane >= DELAYED][:LOOK_MAX]
     for start, end, lane in (*((span.start, span.start + 1, span.lane) for span in plain), *delayed):
         for run in moments.granted(start, end, lane):
-            standing.note(run.available_ms)
+            position.note(run.available_ms)
 
 
 # --- what state.sqlite holds -----------------------------------------------------------------------------------------
 
 
-def _saved(log: Log, homes: Sequence[Path]) -> tuple[list[_Standing], list[tuple[int, int]]]:
+def _saved(log: PartitionLog, homes: Sequence[Path]) -> tuple[list[_GroupPosition], list[tuple[int, int]]]:
     """The groups, and the ranges of messages that were taken back, from the best replica that has saved them."""
     fault: DamagedFile | None = None
     for home in homes:
@@ -207,7 +209,7 @@ def _saved(log: Log, homes: Sequence[Path]) -> tuple[list[_Standing], list[tuple
     return [], []
 
 
-def _queues(connection: sqlite3.Connection, log: Log) -> Iterator[_Standing]:
+def _queues(connection: sqlite3.Connection, log: PartitionLog) -> Iterator[_GroupPosition]:
     for group, start, next_offset in connection.execute("SELECT group_name, start_offset, next_offset FROM groups"):
         mine = (group,)
         cursors = connection.execute("SELECT lane, due_ms, offset FROM cursors WHERE group_name = ?", mine)
@@ -218,7 +220,7 @@ def _queues(connection: sqlite3.Connection, log: Log) -> Iterator[_Standing]:
         dead = connection.execute(
             "SELECT coalesce(sum(end_offset - start_offset), 0) FROM dead_ranges WHERE group_name = ?", mine
         ).fetchone()[0]
-        yield _Standing(
+        yield _GroupPosition(
             log,
             group,
             "queue",
@@ -231,17 +233,17 @@ def _queues(connection: sqlite3.Connection, log: Log) -> Iterator[_Standing]:
         )
 
 
-def _streams(connection: sqlite3.Connection, log: Log) -> Iterator[_Standing]:
+def _streams(connection: sqlite3.Connection, log: PartitionLog) -> Iterator[_GroupPosition]:
     for group, committed, member in connection.execute(
         "SELECT group_name, committed_offset, member FROM stream_offsets"
     ):
-        yield _Standing(log, group, "stream", committed, committed, member=member or None)
+        yield _GroupPosition(log, group, "stream", committed, committed, member=member or None)
 
 
 # --- what stands in a segment file -----------------------------------------------------------------------------------
 
 
-class _Waiting(NamedTuple):
+class _PendingMessages(NamedTuple):
     """Some messages, and from when on the oldest of them could be delivered."""
 
     messages: int
@@ -266,21 +268,21 @@ class _File:
     def _one(self, query: str, *values: Any) -> Any:
         return self._ask(query, values).fetchone()[0]
 
-    def waiting(self, standing: _Standing) -> _Waiting:
+    def waiting(self, position: _GroupPosition) -> _PendingMessages:
         """What of this file was never handed out to the group, and is to be."""
-        low = max(self._low, standing.next)
-        is_queue = standing.mode == "queue"
+        low = max(self._low, position.next)
+        is_queue = position.mode == "queue"
         messages = 0
         moments: list[int | None] = []
         if low < self._high:
             messages += self._messages(low)
             if is_queue:
                 messages -= sum(self._in_lane(lane, low) for lane in self._lanes)
-            moments.append(self._first_plain(standing, low))
+            moments.append(self._first_plain(position, low))
         if is_queue:
-            messages += sum(self._beyond(standing, lane) for lane in self._lanes) - self._taken_back(standing)
-            moments += [self._head(standing, lane) for lane in self._lanes]
-        return _Waiting(messages, min((moment for moment in moments if moment is not None), default=None))
+            messages += sum(self._beyond(position, lane) for lane in self._lanes) - self._taken_back(position)
+            moments += [self._head(position, lane) for lane in self._lanes]
+        return _PendingMessages(messages, min((moment for moment in moments if moment is not None), default=None))
 
     def _messages(self, low: int) -> int:
         """How many messages are in [low, high)."""
@@ -307,27 +309,27 @@ class _File:
             )
         )
 
-    def _beyond(self, standing: _Standing, lane: int) -> int:
-        due_ms, offset = standing.place(lane)
+    def _beyond(self, position: _GroupPosition, lane: int) -> int:
+        due_ms, offset = position.place(lane)
         query = f"SELECT count(*) FROM messages {_of(lane)} AND priority = ? AND offset >= ? AND offset < ?"
-        low = max(self._low, standing.start)
+        low = max(self._low, position.start)
         if lane < DELAYED:
             return int(self._one(query, lane, max(low, offset), self._high))
         query += " AND (deliver_at_ms, offset) >= (?, ?)"
         return int(self._one(query, lane % DELAYED, low, self._high, due_ms, offset))
 
-    def _first_plain(self, standing: _Standing, low: int) -> int | None:
-        plain = "" if standing.mode == "stream" else f"AND priority = 0 AND coalesce(NOT ({_DELAYED}), 1)"
+    def _first_plain(self, position: _GroupPosition, low: int) -> int | None:
+        plain = "" if position.mode == "stream" else f"AND priority = 0 AND coalesce(NOT ({_DELAYED}), 1)"
         rows = self._ask(
             f"SELECT offset, timestamp_ms FROM messages WHERE offset >= ? AND offset < ? {plain} ORDER BY offset"
             " LIMIT ?",
-            (low, self._high, min(LOOK_MAX, len(standing.ahead) + 1)),
+            (low, self._high, min(LOOK_MAX, len(position.ahead) + 1)),
         )
-        return next((moment for offset, moment in rows if offset not in standing.ahead), None)
+        return next((moment for offset, moment in rows if offset not in position.ahead), None)
 
-    def _head(self, standing: _Standing, lane: int) -> int | None:
-        due_ms, offset = standing.place(lane)
-        low = max(self._low, standing.start)
+    def _head(self, position: _GroupPosition, lane: int) -> int | None:
+        due_ms, offset = position.place(lane)
+        low = max(self._low, position.start)
         if lane < DELAYED:
             rows = self._ask(
                 f"SELECT offset, timestamp_ms FROM messages {_of(lane)} AND priority = ? AND offset >= ? AND offset < ?"
@@ -342,14 +344,14 @@ class _File:
                 (lane % DELAYED, due_ms, offset, low, self._high, LOOK_MAX),
             )
         return next(
-            (moment for at, moment in rows if at not in standing.ahead and not self._is_cancelled(at)),
+            (moment for at, moment in rows if at not in position.ahead and not self._is_cancelled(at)),
             None,
         )
 
     def _is_cancelled(self, offset: int) -> bool:
         return any(start <= offset < end for start, end in self._cancelled)
 
-    def _taken_back(self, standing: _Standing) -> int:
+    def _taken_back(self, position: _GroupPosition) -> int:
         """How many of the messages that were counted as waiting are given to nobody."""
         found = 0
         for start, end in self._cancelled:
@@ -357,7 +359,7 @@ class _File:
                 f"SELECT offset, priority, deliver_at_ms FROM messages WHERE offset >= ? AND offset < ? AND {_DELAYED}",
                 (max(start, self._low), min(end, self._high)),
             ):
-                found += standing.is_waiting(DELAYED + priority, due_ms, offset)
+                found += position.is_waiting(DELAYED + priority, due_ms, offset)
         return found
 
 

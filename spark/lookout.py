@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from portalmq.errors import PortalMQError
 from portalmq.spark.errors import BadOption, DataLoss, NothingThere, SourceError
-from portalmq.spark.origin import Log
+from portalmq.spark.origin import PartitionLog
 
 PATIENCE_S = 20.0
 _REST_MIN_S, _REST_MAX_S = 0.05, 5.0
@@ -24,7 +24,7 @@ PASSING = (SourceError, PortalMQError, OSError, sqlite3.Error)
 LASTING = (BadOption, DataLoss)
 
 
-class Patience:
+class FaultDuration:
     """How long something has been wrong without a break."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, patience_s: float = PATIENCE_S) -> None:
@@ -44,15 +44,15 @@ class Patience:
 
 
 class Lookout:
-    def __init__(self, look: Callable[[], list[Log]], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, look: Callable[[], list[PartitionLog]], clock: Callable[[], float] = time.monotonic) -> None:
         self._look = look
         self._clock = clock
-        self._patience = Patience(clock)
-        self._seen: list[Log] | None = None
+        self._patience = FaultDuration(clock)
+        self._seen: list[PartitionLog] | None = None
         self._has_seen = False
         self._rests_until_s = float("-inf")
 
-    def logs(self, *, fresh: bool = False) -> list[Log] | None:
+    def logs(self, *, fresh: bool = False) -> list[PartitionLog] | None:
         """As they stand now or stood a moment ago (`fresh`: now); None while they cannot be seen.
 
         Raises SourceError when they could not be seen for PATIENCE_S, BadOption and DataLoss at once, and at the first
@@ -79,5 +79,5 @@ class Lookout:
         return self._seen
 
     @property
-    def last_seen(self) -> list[Log] | None:
+    def last_seen(self) -> list[PartitionLog] | None:
         return self._seen

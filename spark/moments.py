@@ -21,7 +21,7 @@ BLOCKS_KEPT = 16
 DELAYED = 32  # lanes from here on are of messages that were sent for later
 
 
-class Run(NamedTuple):
+class AvailableRun(NamedTuple):
     """`messages` messages from `first` on that could be delivered from `available_ms` on; None: their file is gone."""
 
     first: int
@@ -46,25 +46,25 @@ class Moments:
         self._block = lru_cache(BLOCKS_KEPT)(self._load)
         self._delays = lru_cache(BLOCKS_KEPT)(self._load_delays)
 
-    def granted(self, start: int, end: int, lane: int) -> list[Run]:
+    def granted(self, start: int, end: int, lane: int) -> list[AvailableRun]:
         """The runs of messages that were handed out: the range holds messages only, perhaps compacted since."""
         if lane < DELAYED:
             return _merged(self._plain(start, end))
         return _merged(
-            Run(run.first + at, 1, _later(run.available_ms, self._due_ms(run.first + at)))
+            AvailableRun(run.first + at, 1, _later(run.available_ms, self._due_ms(run.first + at)))
             for run in self._plain(start, end)
             for at in range(run.messages)
         )
 
-    def committed(self, start: int, end: int) -> list[Run]:
+    def committed(self, start: int, end: int) -> list[AvailableRun]:
         """The runs of messages in a range that holds control records too. What is gone is not known, and left out."""
         return _merged(
-            Run(run.first, self._present(run), run.available_ms)
+            AvailableRun(run.first, self._present(run), run.available_ms)
             for run in self._plain(start, end)
             if run.available_ms is not None
         )
 
-    def _plain(self, start: int, end: int) -> Iterator[Run]:
+    def _plain(self, start: int, end: int) -> Iterator[AvailableRun]:
         """[start, end) by batches; what lies in none of them comes with `available_ms` None."""
         at = start
         while at < end:
@@ -74,10 +74,10 @@ class Moments:
             while at < stop:
                 if index >= 0 and at < block.end[index]:
                     upto = min(stop, block.end[index])
-                    yield Run(at, upto - at, block.appended_ms[index])
+                    yield AvailableRun(at, upto - at, block.appended_ms[index])
                 else:
                     upto = min(stop, block.base[index + 1]) if index + 1 < len(block.base) else stop
-                    yield Run(at, upto - at, None)
+                    yield AvailableRun(at, upto - at, None)
                 at = upto
                 if index + 1 < len(block.base) and at >= block.base[index + 1]:
                     index += 1
@@ -85,7 +85,7 @@ class Moments:
     def _due_ms(self, offset: int) -> int:
         return self._delays(offset // BLOCK_OFFSETS).get(offset, 0)
 
-    def _present(self, run: Run) -> int:
+    def _present(self, run: AvailableRun) -> int:
         """How many messages of a run compaction has left."""
         block = self._block(run.first // BLOCK_OFFSETS)
         if block.base[bisect_right(block.base, run.first) - 1] not in block.holes:
@@ -144,15 +144,15 @@ def _later(appended_ms: int | None, due_ms: int) -> int | None:
     return None if appended_ms is None else max(appended_ms, due_ms)
 
 
-def _merged(runs: Iterator[Run]) -> list[Run]:
+def _merged(runs: Iterator[AvailableRun]) -> list[AvailableRun]:
     """Neighbours of one moment are one run."""
-    found: list[Run] = []
+    found: list[AvailableRun] = []
     for run in runs:
         if not run.messages:
             continue
         last = found[-1] if found else None
         if last is not None and last.available_ms == run.available_ms and last.first + last.messages == run.first:
-            found[-1] = Run(last.first, last.messages + run.messages, run.available_ms)
+            found[-1] = AvailableRun(last.first, last.messages + run.messages, run.available_ms)
         else:
             found.append(run)
     return found

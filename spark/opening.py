@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from portalmq.spark.options import Reading
+from portalmq.spark.options import ReadOptions
 from portalmq.spark.origin import Origin
 
 
-def origin_of(reading: Reading) -> Origin:
+def origin_of(reading: ReadOptions) -> Origin:
     """The door that the options name. Raises SourceError."""
     if reading.paths:
         from portalmq.spark.directories import Directories

@@ -17,7 +17,7 @@ import msgspec
 
 from portalmq.network.tls import NO_FILES, TLS_NAMES, TlsFiles
 from portalmq.spark.errors import BadOption
-from portalmq.spark.origin import SPAN_OFFSETS, Log
+from portalmq.spark.origin import SPAN_OFFSETS, PartitionLog
 
 EARLIEST: Final = -2  # as Kafka writes it in its JSON
 LATEST: Final = -1
@@ -58,13 +58,13 @@ class Bound:
     offsets: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
     timestamp_ms: int | None = None
 
-    def of(self, log: Log) -> int:
+    def of(self, log: PartitionLog) -> int:
         """The offset asked for in this log, EARLIEST, or LATEST. Does not know of `timestamp_ms`."""
         return self.offsets.get(log.topic, {}).get(log.partition, self.otherwise)
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class ReadOptions:
     """What is read. Exactly one of `paths` and `bootstrap` is not empty; `topics` None means all but internal ones."""
 
     paths: tuple[str, ...]
@@ -93,17 +93,17 @@ class Writing:
     tls: TlsFiles = NO_FILES
 
 
-def described(options: Mapping[str, str]) -> Reading:
+def described(options: Mapping[str, str]) -> ReadOptions:
     """What a schema depends on: asked before it is known whether a batch or a stream is read. Raises BadOption."""
     return _reading(_Options(options, (*_BATCH, "maxRowsPerTrigger"), "reading"), Bound(EARLIEST))
 
 
-def batch_reading(options: Mapping[str, str]) -> Reading:
+def batch_reading(options: Mapping[str, str]) -> ReadOptions:
     """Raises BadOption."""
     return _reading(_Options(options, _BATCH, "a batch read"), Bound(EARLIEST))
 
 
-def stream_reading(options: Mapping[str, str]) -> Reading:
+def stream_reading(options: Mapping[str, str]) -> ReadOptions:
     """Raises BadOption."""
     return _reading(_Options(options, _STREAM, "a stream that is read"), Bound(LATEST))
 
@@ -188,7 +188,7 @@ def _unknown(given: str, known: tuple[str, ...], operation: str) -> str:
     return f"{what}: {hint}The options of {operation} are {', '.join(shown)}"
 
 
-def _reading(given: _Options, starting: Bound) -> Reading:
+def _reading(given: _Options, starting: Bound) -> ReadOptions:
     paths, bootstrap = given.paths(), given.names("bootstrap")
     if bool(paths) == bool(bootstrap):
         raise BadOption(
@@ -203,7 +203,7 @@ def _reading(given: _Options, starting: Bound) -> Reading:
     table = given.text("table") or "messages"
     if table not in TABLES:
         raise BadOption(f"there is no table {table!r}: the tables are {', '.join(TABLES)}")
-    return Reading(
+    return ReadOptions(
         paths=paths,
         bootstrap=bootstrap,
         token=given.text("token"),

@@ -29,7 +29,7 @@ PACKED_OFFSETS = 65_536
 
 
 @dataclass(frozen=True, slots=True)
-class Log:
+class PartitionLog:
     """One partition of one topic. Readable offsets are [start_offset, end_offset)."""
 
     topic: str
@@ -47,7 +47,7 @@ class Log:
 class Span(InputPartition):
     """Offsets [start, end) of one log, read by one task. Travels to the worker by pickle."""
 
-    def __init__(self, log: Log, start: int, end: int) -> None:
+    def __init__(self, log: PartitionLog, start: int, end: int) -> None:
         super().__init__(None)
         self.log = log
         self.start = start
@@ -94,15 +94,15 @@ def spans_of(task: InputPartition) -> tuple[Span, ...]:
 class Origin(Protocol):
     """Data directories, or brokers. Cheap to make. `logs` looks anew; the others may go by what it saw last."""
 
-    def logs(self) -> list[Log]:
+    def logs(self) -> list[PartitionLog]:
         """The partitions of the topics that were asked for, sorted. Raises NothingThere, SourceError."""
         ...
 
-    def offset_at(self, log: Log, timestamp_ms: int) -> int:
+    def offset_at(self, log: PartitionLog, timestamp_ms: int) -> int:
         """The first offset appended at that time (Unix ms) or later; `log.end_offset` when there is none."""
         ...
 
-    def spans(self, log: Log, start: int, end: int) -> list[Span]:
+    def spans(self, log: PartitionLog, start: int, end: int) -> list[Span]:
         """Pieces that cover [start, end) once. The range lies within the log's."""
         ...
 

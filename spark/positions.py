@@ -20,13 +20,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from portalmq.spark.origin import Log
+from portalmq.spark.origin import PartitionLog
 
 Positions = dict[str, int]
 
 
 @dataclass
-class Standing:
+class LogPositions:
     """What one look at the logs says of the positions."""
 
     floors: Positions = field(default_factory=dict)  # where reading goes on: the position, or higher after a loss
@@ -39,10 +39,10 @@ class Standing:
         return {name: end - self.floors[name] for name, end in self.ends.items()}
 
 
-def standing(positions: Mapping[str, int], logs: Iterable[Log]) -> Standing:
+def standing(positions: Mapping[str, int], logs: Iterable[PartitionLog]) -> LogPositions:
     found = {log.name: log for log in logs}
     ids = {log.topic: log.topic_id for log in found.values()}
-    now = Standing()
+    now = LogPositions()
     for name, position in positions.items():
         log = found.get(name)
         if log is not None:
@@ -66,7 +66,7 @@ def standing(positions: Mapping[str, int], logs: Iterable[Log]) -> Standing:
     return now
 
 
-def _judge(now: Standing, log: Log, position: int) -> None:
+def _judge(now: LogPositions, log: PartitionLog, position: int) -> None:
     if log.start_offset > position:
         now.losses.append(
             f"offsets {position} to {log.start_offset - 1} of {log.name} were removed before they were read"
@@ -81,7 +81,7 @@ def _judge(now: Standing, log: Log, position: int) -> None:
     now.ends[log.name] = max(now.floors[log.name], log.end_offset)
 
 
-def accepted(now: Standing, gone: Iterable[str], logs: Iterable[Log]) -> None:
+def accepted(now: LogPositions, gone: Iterable[str], logs: Iterable[PartitionLog]) -> None:
     """Those doubts have not passed, and the user wants to go on: without what is missing, and at the end of what ends
     below its position. Never further back than that: what was read is not read again."""
     found = {log.name: log for log in logs}

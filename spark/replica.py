@@ -34,12 +34,12 @@ class _Sealed(msgspec.Struct):
     last_timestamp_ms: int
 
 
-class _Manifest(msgspec.Struct):
+class _SegmentManifest(msgspec.Struct):
     segments: list[_Sealed] = []
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class SegmentFile:
     """One file. `last_ms`, the Unix time of its last batch, is None while it is not sealed; the last one then ends at
     OFFSET_END."""
 
@@ -49,7 +49,7 @@ class Segment:
     last_ms: int | None
 
 
-class Replica:
+class DirectoryReplica:
     """One broker's copy of a partition, as it stood when it was first asked. Its directory may go meanwhile, with its
     topic: all of it raises FileNotFoundError then."""
 
@@ -82,7 +82,7 @@ class Replica:
     def _sealed(self) -> dict[int, _Sealed]:
         path = self.directory / "manifest.json"
         try:
-            manifest = msgspec.json.decode(path.read_bytes(), type=_Manifest)
+            manifest = msgspec.json.decode(path.read_bytes(), type=_SegmentManifest)
         except FileNotFoundError:
             return {}
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -131,7 +131,7 @@ class Replica:
             )
         return start
 
-    def segment_at(self, offset: int) -> Segment | None:
+    def segment_at(self, offset: int) -> SegmentFile | None:
         """The file that holds the offset; None when it is missing. Only the manifest tells where a file ends that is
         not the last: of others it is found out by reading."""
         index = bisect_right(self._bases, offset) - 1
@@ -141,14 +141,16 @@ class Replica:
         sealed = self._sealed.get(base)
         if sealed is not None:
             return (
-                Segment(path, base, sealed.end_offset, sealed.last_timestamp_ms) if offset < sealed.end_offset else None
+                SegmentFile(path, base, sealed.end_offset, sealed.last_timestamp_ms)
+                if offset < sealed.end_offset
+                else None
             )
         following = self._bases[index + 1] if index + 1 < len(self._bases) else OFFSET_END
-        return Segment(path, base, following, None)
+        return SegmentFile(path, base, following, None)
 
-    def segments(self, start: int, end: int) -> list[Segment]:
+    def segments(self, start: int, end: int) -> list[SegmentFile]:
         """The files that hold [start, end). Raises DamagedFile when one of them is missing."""
-        found: list[Segment] = []
+        found: list[SegmentFile] = []
         reached = start
         while reached < end:
             segment = self.segment_at(reached)
@@ -159,7 +161,7 @@ class Replica:
         return found
 
 
-def first_at(segment: Segment, start: int, end: int, timestamp_ms: int) -> int | None:
+def first_at(segment: SegmentFile, start: int, end: int, timestamp_ms: int) -> int | None:
     """The first offset of [start, end), all of it in the file, of a batch that was appended at that time or later.
     Times never fall: bisect."""
 

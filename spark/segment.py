@@ -37,7 +37,7 @@ import pyarrow as pa
 
 from portalmq.spark.columns import arrow_schema
 from portalmq.spark.errors import DamagedFile, NotReadable, SourceError
-from portalmq.spark.origin import Log
+from portalmq.spark.origin import PartitionLog
 
 CHUNK_OFFSETS = 65_536
 CHUNK_BYTES = 16 * 1024 * 1024
@@ -214,7 +214,7 @@ def _times(microseconds: Any) -> pa.Array:
 class SegmentRows:
     """Reads rows of one file: of `log`, with these columns in this order."""
 
-    def __init__(self, path: Path, log: Log, columns: Sequence[str]) -> None:
+    def __init__(self, path: Path, log: PartitionLog, columns: Sequence[str]) -> None:
         self._path = path
         self._log = log
         self._schema = arrow_schema(columns)

@@ -45,7 +45,7 @@ class Written(WriterCommitMessage):
         self.rows = rows
 
 
-class _Rows:
+class _RowWriter:
     """What both writers do in a task."""
 
     def __init__(self, writing: Writing, schema: StructType, overwrite: bool) -> None:
@@ -97,7 +97,7 @@ def _rows_at_once(batch: pa.RecordBatch) -> int:
     return max(1, min(ROWS_AT_ONCE, BYTES_AT_ONCE // row_bytes))
 
 
-class BatchWriter(_Rows, DataSourceArrowWriter):
+class BatchWriter(_RowWriter, DataSourceArrowWriter):
     """`df.write.format("portalmq")`."""
 
     def __init__(self, writing: Writing, schema: StructType, overwrite: bool) -> None:
@@ -113,7 +113,7 @@ class BatchWriter(_Rows, DataSourceArrowWriter):
         return self._write(iterator, self._query, "")
 
 
-class StreamWriter(_Rows, DataSourceStreamArrowWriter):
+class StreamWriter(_RowWriter, DataSourceStreamArrowWriter):
     """`df.writeStream.format("portalmq")`."""
 
     def __init__(self, writing: Writing, schema: StructType, overwrite: bool) -> None:

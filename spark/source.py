@@ -20,7 +20,7 @@ from pyspark.sql.types import StructType
 from portalmq.spark import options
 
 if TYPE_CHECKING:
-    from portalmq.spark.options import Reading
+    from portalmq.spark.options import ReadOptions
 
 
 class PortalMQ(DataSource):
@@ -64,7 +64,7 @@ class PortalMQ(DataSource):
         return StreamWriter(options.writing(self.options), schema, overwrite)
 
 
-def _table(reading: Reading) -> Any:
+def _table(reading: ReadOptions) -> Any:
     """The module of a table other than `messages`, by the option `table`: it has
 
     schema_of(columns: Sequence[str] | None) -> StructType

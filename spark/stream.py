@@ -28,11 +28,11 @@ from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMa
 
 from portalmq.spark.admission import shares
 from portalmq.spark.errors import BadOption, DataLoss, NoTopic
-from portalmq.spark.lookout import LASTING, PASSING, PATIENCE_S, Lookout, Patience
+from portalmq.spark.lookout import LASTING, PASSING, PATIENCE_S, FaultDuration, Lookout
 from portalmq.spark.opening import origin_of
-from portalmq.spark.options import EARLIEST, LATEST, Reading
-from portalmq.spark.origin import Log, Origin, packed, rows_of, spans_of
-from portalmq.spark.positions import Positions, Standing, accepted, as_sorted, standing
+from portalmq.spark.options import EARLIEST, LATEST, ReadOptions
+from portalmq.spark.origin import Origin, PartitionLog, packed, rows_of, spans_of
+from portalmq.spark.positions import LogPositions, Positions, accepted, as_sorted, standing
 from portalmq.spark.topics import is_pattern
 
 POLL_S = 0.25
@@ -45,7 +45,7 @@ Found = TypeVar("Found")
 class MessagesStream(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def __init__(
         self,
-        reading: Reading,
+        reading: ReadOptions,
         columns: Sequence[str],
         *,
         clock: Callable[[], float] = time.monotonic,
@@ -78,7 +78,7 @@ class MessagesStream(DataSourceStreamReader, SupportsTriggerAvailableNow):
                 self._to_be_written = self._initial
         return self._initial
 
-    def _first_logs(self) -> list[Log]:
+    def _first_logs(self) -> list[PartitionLog]:
         try:
             logs = self._logs_of(self.reading.topics)
         except NoTopic:
@@ -92,7 +92,7 @@ class MessagesStream(DataSourceStreamReader, SupportsTriggerAvailableNow):
             raise BadOption(f"startingOffsets names partition {number} of {topic!r}, which is not read here")
         return logs
 
-    def _beginning(self, log: Log) -> tuple[int, bool]:
+    def _beginning(self, log: PartitionLog) -> tuple[int, bool]:
         """The offset, and whether the same options will lead to it again when the log has grown."""
         bound = self.reading.starting
         if bound.timestamp_ms is not None:
@@ -128,7 +128,7 @@ class MessagesStream(DataSourceStreamReader, SupportsTriggerAvailableNow):
         if to_be_written is not None and start == to_be_written:
             return start
         if self._target is None:
-            now = self._standing(start, fresh=False)
+            now = self._position(start, fresh=False)
         else:  # "nothing new" would end the query: what passes is waited for here
             now = self._patiently(lambda: self._without_doubts(start))
             _cut(now, start, self._target)
@@ -137,11 +137,11 @@ class MessagesStream(DataSourceStreamReader, SupportsTriggerAvailableNow):
         end = as_sorted(self._admitted(now, limit))
         return start if end == start else end
 
-    def _without_doubts(self, start: Positions) -> Standing | None:
-        now = self._standing(start, fresh=True)
+    def _without_doubts(self, start: Positions) -> LogPositions | None:
+        now = self._position(start, fresh=True)
         return None if now is None or now.doubts else now
 
-    def _standing(self, start: Positions, *, fresh: bool) -> Standing | None:
+    def _position(self, start: Positions, *, fresh: bool) -> LogPositions | None:
         """None while the logs cannot be seen. Raises DataLoss."""
         logs = self._lookout.logs(fresh=fresh)
         if logs is None:
@@ -153,7 +153,7 @@ class MessagesStream(DataSourceStreamReader, SupportsTriggerAvailableNow):
         accepted(now, lasting, logs)
         return now
 
-    def _admitted(self, now: Standing, limit: ReadLimit) -> Positions:
+    def _admitted(self, now: LogPositions, limit: ReadLimit) -> Positions:
         if not isinstance(limit, ReadMaxRows):
             return now.ends
         waiting = now.waiting
@@ -174,7 +174,7 @@ class MessagesStream(DataSourceStreamReader, SupportsTriggerAvailableNow):
         wanted = {name: (start.get(name, high), high) for name, high in end.items() if start.get(name, high) < high}
         if not wanted:
             return []
-        patience = Patience(self._clock)
+        patience = FaultDuration(self._clock)
         while True:
             ranges, began = self._ranges(wanted), self._clock()
             try:
@@ -188,11 +188,11 @@ class MessagesStream(DataSourceStreamReader, SupportsTriggerAvailableNow):
                     raise final from fault
             self._sleep(POLL_S)
 
-    def _ranges(self, wanted: Mapping[str, tuple[int, int]]) -> list[tuple[Log, int, int]]:
+    def _ranges(self, wanted: Mapping[str, tuple[int, int]]) -> list[tuple[PartitionLog, int, int]]:
         """What there is of what is wanted. Raises DataLoss, SourceError."""
         logs = self._patiently(lambda: self._reaching(wanted))
         losses: list[str] = []
-        ranges: list[tuple[Log, int, int]] = []
+        ranges: list[tuple[PartitionLog, int, int]] = []
         for name, (low, high) in wanted.items():
             log = logs.get(name)
             if log is None:
@@ -209,7 +209,7 @@ class MessagesStream(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._report(losses)
         return [(log, low, high) for log, low, high in ranges if low < high]
 
-    def _reaching(self, wanted: Mapping[str, tuple[int, int]]) -> dict[str, Log] | None:
+    def _reaching(self, wanted: Mapping[str, tuple[int, int]]) -> dict[str, PartitionLog] | None:
         """The logs, once each of those wanted is there and known to be committed as far as it was when the batch was
         made; None before. They are given as they are when that has not come about in time."""
         seen = self._lookout.logs(fresh=True)
@@ -235,19 +235,19 @@ class MessagesStream(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     # --- looking -----------------------------------------------------------------------------------------------------
 
-    def _look(self) -> list[Log]:
+    def _look(self) -> list[PartitionLog]:
         """The logs of those topics that are there: of the others `standing` says that they are missing."""
         topics = self.reading.topics
         try:
             return self._logs_of(topics)
         except NoTopic:
-            found: dict[str, Log] = {}  # by name: patterns may overlap
+            found: dict[str, PartitionLog] = {}  # by name: patterns may overlap
             for topic in topics if topics and len(topics) > 1 else ():
                 with contextlib.suppress(NoTopic):
                     found |= {log.name: log for log in self._logs_of((topic,))}
             return list(found.values())
 
-    def _logs_of(self, topics: tuple[str, ...] | None) -> list[Log]:
+    def _logs_of(self, topics: tuple[str, ...] | None) -> list[PartitionLog]:
         if topics not in self._origins:
             self._origins[topics] = origin_of(replace(self.reading, topics=topics))
         origin = self._origins[topics]
@@ -274,7 +274,7 @@ class MessagesStream(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._told = set(losses)
 
 
-def _cut(now: Standing, start: Positions, target: Positions) -> None:
+def _cut(now: LogPositions, start: Positions, target: Positions) -> None:
     """No further than the target, and nothing of logs that came after it."""
     for name in list(now.ends):
         if name not in target and name not in start:

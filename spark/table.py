@@ -18,9 +18,9 @@ from pyspark.sql.types import DataType, StructField, StructType
 
 from portalmq.spark.directories import Directories, FileSpan, not_there
 from portalmq.spark.errors import BadOption, DamagedFile
-from portalmq.spark.options import EARLIEST, LATEST, Bound, Reading
-from portalmq.spark.origin import Log
-from portalmq.spark.replica import Replica
+from portalmq.spark.options import EARLIEST, LATEST, Bound, ReadOptions
+from portalmq.spark.origin import PartitionLog
+from portalmq.spark.replica import DirectoryReplica
 from portalmq.spark.segment import is_at_rest
 
 CHUNK_OFFSETS = 65_536
@@ -66,7 +66,7 @@ class Table:
 class Piece:
     """Offsets [start, end) of a log, all of them in the file `path`. `elsewhere` are other replicas' directories."""
 
-    log: Log
+    log: PartitionLog
     start: int
     end: int
     path: Path
@@ -89,7 +89,7 @@ class Piece:
         for directory in self.elsewhere:
             found: list[T] = []
             try:
-                for segment in Replica(directory).segments(self.start, self.end):
+                for segment in DirectoryReplica(directory).segments(self.start, self.end):
                     low, high = max(self.start, segment.base_offset), min(self.end, segment.end_offset)
                     found += _read_quietly(segment.path, low, high, read)
             except (FileNotFoundError, DamagedFile):
@@ -112,7 +112,7 @@ def _read_quietly(path: Path, low: int, high: int, read: Callable[[Path, int, in
     return found if not was_at_rest or is_at_rest(path) else read(path, low, high)
 
 
-def directories_of(reading: Reading, table: str) -> Directories:
+def directories_of(reading: ReadOptions, table: str) -> Directories:
     """Raises BadOption for what only the table of messages can do."""
     if reading.bootstrap:
         raise BadOption(f"table {table} stands in the brokers' files alone: name their data directories as path")
@@ -121,7 +121,7 @@ def directories_of(reading: Reading, table: str) -> Directories:
     return Directories(reading.paths, reading.topics, reading.span_offsets)
 
 
-def pieces_of(origin: Directories, log: Log) -> list[Piece]:
+def pieces_of(origin: Directories, log: PartitionLog) -> list[Piece]:
     spans = origin.spans(log, log.start_offset, log.end_offset)
     return [Piece(log, span.start, span.end, span.path, span.elsewhere) for span in spans if isinstance(span, FileSpan)]
 

@@ -208,6 +208,66 @@ def may_see(room: str) -> set[str]:
     return {room, *MAY_IMPORT[room], *floors}
 
 
+# Words that were ours alone, as identifiers, with or without a leading underscore. Words that mean something else in
+# places are held where they were ours: by their capital.
+PRIVATE_WORDS = {
+    *(
+        "Office",
+        "Vigil",
+        "Atlas",
+        "Errands",
+        "Agenda",
+        "InSync",
+        "Bell",
+        "ParkingLot",
+        "Pulse",
+        "Upkeep",
+        "Housekeeping",
+    ),
+    *("Fences", "Turns", "Tally", "Census", "Committing", "Settling", "Finishing", "Supply", "Desk", "Way", "Standing"),
+    *("Heard", "Room", "Rooms", "Doors", "Door", "AddressBook", "Feed", "Feeds", "Told", "Deposed"),
+    *("office", "vigil", "atlas", "errand", "errands", "agenda", "insync", "bell", "bells", "pulse", "upkeep"),
+    *("housekeeping", "fences", "tally", "census", "handing", "supply", "settling", "finishing", "committing"),
+    *("hear", "way", "door", "doors", "feed", "feeds", "rooms", "deposed"),
+}
+# A protocol and its one implementation, which share a name.
+SHARED_NAMES = {"ClusterClient", "Portion"}
+
+
+def identifiers_of(file: Path) -> Iterator[str]:
+    """Yield the names that a file defines or uses, those of modules apart."""
+    for node in ast.walk(ast.parse(file.read_text(), str(file))):
+        if isinstance(node, ast.Name):
+            yield node.id
+        elif isinstance(node, ast.Attribute):
+            yield node.attr
+        elif isinstance(node, ast.arg):
+            yield node.arg
+        elif isinstance(node, ast.keyword):
+            yield node.arg or ""
+        elif isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node.name
+
+
+def test_the_words_are_the_fields() -> None:
+    wrong = {
+        f"{module}: {name}"
+        for module, file in modules().items()
+        for name in identifiers_of(file)
+        if name.removeprefix("_") in PRIVATE_WORDS
+    }
+    assert wrong == set()
+
+
+def test_no_two_classes_share_a_name() -> None:
+    homes: dict[str, list[str]] = {}
+    for module, file in modules().items():
+        for node in ast.walk(ast.parse(file.read_text(), str(file))):
+            if isinstance(node, ast.ClassDef):
+                homes.setdefault(node.name, []).append(module)
+    assert {name: found for name, found in homes.items() if len(found) > 1 and name not in SHARED_NAMES} == {}
+
+
 def test_imports_run_one_way() -> None:
     # `portalmq` itself is the shop window: it opens a client module only when one of its names is asked for.
     wrong = [

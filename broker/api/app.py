@@ -10,18 +10,18 @@ from flask import Flask, Response, g, request
 
 from portalmq.broker.api import problems
 from portalmq.broker.api.body import close_after_answer, leaves_bytes_unread
-from portalmq.broker.api.dispatch import Doors, check_caller, check_ready
+from portalmq.broker.api.dispatch import Dispatcher, check_caller, check_ready
 from portalmq.broker.api.domain import Domain
-from portalmq.broker.api.request_context import Answer, Authorizer, RequestMetrics, Room, Settings
+from portalmq.broker.api.request_context import Authorizer, HttpSettings, RequestContext, RequestMetrics, ResponseParts
 from portalmq.broker.api.routes import ROUTES, Route
 
 
 def create_app(
-    broker: Domain, config: Settings, metrics: RequestMetrics, auth: Authorizer, *, more: Sequence[Route] = ()
+    broker: Domain, config: HttpSettings, metrics: RequestMetrics, auth: Authorizer, *, more: Sequence[Route] = ()
 ) -> Flask:
     """The WSGI application of one broker: the routes of the table, and those of other rooms."""
-    room = Room(broker, config, metrics, auth)
-    metrics.waiting = lambda: room.waiting
+    context = RequestContext(broker, config, metrics, auth)
+    metrics.waiting = lambda: context.waiting
     app = Flask(__name__, static_folder=None)
     # Both would answer a misspelt path with a redirect, and a redirected POST loses its body in many clients.
     app.url_map.strict_slashes = False
@@ -30,7 +30,7 @@ def create_app(
     routes = (*ROUTES, *more)
     for route in routes:
         endpoint = f"{route.method} {route.path}"
-        app.add_url_rule(route.path, endpoint, partial(_respond, route, room), methods=[route.method])
+        app.add_url_rule(route.path, endpoint, partial(_respond, route, context), methods=[route.method])
         if route.is_open:
             open_endpoints.add(endpoint)
         if route.while_starting:
@@ -40,14 +40,14 @@ def create_app(
         g.started = perf_counter()
         endpoint = request.endpoint
         if endpoint not in open_endpoints:
-            check_caller(room, request.environ)
+            check_caller(context, request.environ)
         if endpoint is not None and endpoint not in early_endpoints:
-            check_ready(room)
+            check_ready(context)
 
     def count(response: Response) -> Response:
         if leaves_bytes_unread(request.environ):
             close_after_answer(request.environ)
-        room.answers.send(request.environ, response)
+        context.answers.send(request.environ, response)
         rule = request.url_rule
         metrics.request(
             rule.rule if rule is not None else "unknown",
@@ -61,10 +61,10 @@ def create_app(
     app.after_request(count)
     problems.install(app, broker)
     traffic = {route.path: route.view for route in routes if route.is_traffic}
-    app.wsgi_app = Doors(app, room, traffic)  # type: ignore[method-assign]
+    app.wsgi_app = Dispatcher(app, context, traffic)  # type: ignore[method-assign]
     return app
 
 
-def _respond(route: Route, room: Room, **names: str) -> Response:
-    answer = route.view(room, request.environ, *names.values()) if route.is_traffic else route.view(room, **names)
-    return answer.response() if isinstance(answer, Answer) else answer
+def _respond(route: Route, context: RequestContext, **names: str) -> Response:
+    answer = route.view(context, request.environ, *names.values()) if route.is_traffic else route.view(context, **names)
+    return answer.response() if isinstance(answer, ResponseParts) else answer

@@ -13,7 +13,7 @@ import msgspec
 
 from portalmq import wire
 from portalmq.broker.api.incoming import a_turn, record_of_json, record_of_pack
-from portalmq.broker.api.request_context import Answer, Room
+from portalmq.broker.api.request_context import RequestContext, ResponseParts
 from portalmq.broker.api.traffic import may_forward
 from portalmq.broker.partition.yielding import in_turns
 from portalmq.broker.queues.commit import Publication, StreamPlace
@@ -25,10 +25,10 @@ _encode_json = msgspec.json.Encoder().encode
 _encode_pack = msgspec.msgpack.Encoder().encode
 
 
-def commit(room: Room, environ: Environ, group: str) -> Answer:
+def commit(context: RequestContext, environ: Environ, group: str) -> ResponseParts:
     wire.check_name(group, "group")
     essence = environ.get("CONTENT_TYPE", "").partition(";")[0].strip().lower()
-    body, now_ms = room.body_of(environ), room.domain.wall_ms()
+    body, now_ms = context.body_of(environ), context.domain.wall_ms()
     wanted: wire.JsonCommit | wire.PackCommit
     if essence == wire.BATCH_MSGPACK:
         packed = wire.decode_msgpack(body, wire.PackCommit)
@@ -44,10 +44,10 @@ def commit(room: Room, environ: Environ, group: str) -> Answer:
             _publication(each, record_of_json(each, _where(index), now_ms))
             for index, each in enumerate(in_turns(plain.publish, a_turn(plain.publish, len(body))))
         ]
-    committed = _committed(room, group, wanted, publications, forward=may_forward(environ))
+    committed = _committed(context, group, wanted, publications, forward=may_forward(environ))
     if wire.BATCH_MSGPACK in environ.get("HTTP_ACCEPT", "").lower():
-        return Answer(_encode_pack(committed), 200, wire.BATCH_MSGPACK)
-    return Answer(_encode_json(committed) + b"\n")
+        return ResponseParts(_encode_pack(committed), 200, wire.BATCH_MSGPACK)
+    return ResponseParts(_encode_json(committed) + b"\n")
 
 
 def _where(index: int) -> str:
@@ -61,7 +61,7 @@ def _publication(message: wire.JsonOutput | wire.PackOutput, record: Any) -> Pub
 
 
 def _committed(
-    room: Room,
+    context: RequestContext,
     group: str,
     wanted: wire.JsonCommit | wire.PackCommit,
     publications: list[Publication],
@@ -72,7 +72,7 @@ def _committed(
     if wanted.ack is not None:
         if any(each is not None for each in stream):
             raise InvalidRequest("a commit has `ack` (queue groups), or member_id, generation and offsets (streams)")
-        return room.domain.committing.commit_receipts(group, wanted.ack, publications, forward=forward)
+        return context.domain.group_commits.commit_receipts(group, wanted.ack, publications, forward=forward)
     if wanted.member_id is None or wanted.generation is None or wanted.offsets is None:
         raise InvalidRequest(
             "a commit needs what is done: `ack` with receipts, or, in a stream group, member_id, generation and offsets"
@@ -80,6 +80,6 @@ def _committed(
     place = wanted.offsets[0]
     wire.check_name(place.topic, "topic")
     shown = StreamPlace(wanted.member_id, wanted.generation, place.offset, place.committed)
-    return room.domain.committing.commit_offset(
+    return context.domain.group_commits.commit_offset(
         group, place.topic, place.partition, shown, publications, forward=forward
     )

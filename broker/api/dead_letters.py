@@ -7,7 +7,7 @@ from flask import Response, request
 from portalmq import wire
 from portalmq.broker.api.outgoing import json_message
 from portalmq.broker.api.query import Query
-from portalmq.broker.api.request_context import Room, answer, query
+from portalmq.broker.api.request_context import RequestContext, answer, query
 from portalmq.broker.api.traffic import may_forward
 from portalmq.errors import InvalidRequest
 
@@ -15,26 +15,26 @@ LIMIT = 100
 LIMIT_MAX = 1_000
 
 
-def list_some(room: Room, group: str) -> Response:
+def list_some(context: RequestContext, group: str) -> Response:
     wire.check_name(group, "group")
     parameters = query("topic", "limit", "after")
     limit = parameters.number("limit", least=1)
-    listed = room.domain.dead_letters.page(
+    listed = context.domain.dead_letters.page(
         group,
         _topic(parameters),
         limit=min(LIMIT if limit is None else limit, LIMIT_MAX),
         after=parameters.text("after"),
         forward=may_forward(request.environ),
     )
-    room.make_room([stored.record for stored in listed.messages])
+    context.make_room([stored.record for stored in listed.messages])
     return answer({"messages": [json_message(stored) for stored in listed.messages], "next_after": listed.next_after})
 
 
-def redrive(room: Room, group: str) -> Response:
+def redrive(context: RequestContext, group: str) -> Response:
     wire.check_name(group, "group")
-    wanted = wire.decode_json(room.body(), wire.RedriveRequest)
+    wanted = wire.decode_json(context.body(), wire.RedriveRequest)
     wire.check_name(wanted.topic, "topic")
-    matched, redriven = room.domain.dead_letters.redrive(
+    matched, redriven = context.domain.dead_letters.redrive(
         group,
         wanted.topic,
         ids=wanted.ids,
@@ -46,7 +46,7 @@ def redrive(room: Room, group: str) -> Response:
     return answer(wire.Redriven(matched, redriven))
 
 
-def drop(room: Room, group: str) -> Response:
+def drop(context: RequestContext, group: str) -> Response:
     """Those with the ids, separated by commas; all of the topic without."""
     wire.check_name(group, "group")
     parameters = query("topic", "ids")
@@ -55,7 +55,7 @@ def drop(room: Room, group: str) -> Response:
     if ids == []:
         raise InvalidRequest("ids is empty: name dead letters as 0-17,0-18, or leave ids out to drop all")
     topic = _topic(parameters)
-    dropped = room.domain.dead_letters.drop(group, topic, ids=ids, forward=may_forward(request.environ))
+    dropped = context.domain.dead_letters.drop(group, topic, ids=ids, forward=may_forward(request.environ))
     return answer({"dropped": dropped})
 
 

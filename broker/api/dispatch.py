@@ -18,7 +18,7 @@ from flask import Flask
 from portalmq import wire
 from portalmq.broker.api import internal, problems
 from portalmq.broker.api.body import close_after_answer, leaves_bytes_unread
-from portalmq.broker.api.request_context import Answer, Room
+from portalmq.broker.api.request_context import RequestContext, ResponseParts
 from portalmq.errors import Unauthorized, Unavailable
 
 Environ = dict[str, Any]
@@ -28,33 +28,33 @@ View = Callable[..., Any]  # gives an Answer from the room, the environment and 
 _STATUS_LINES = {status.value: f"{status.value} {status.phrase}" for status in HTTPStatus}
 
 
-def check_caller(room: Room, environ: Environ) -> None:
+def check_caller(context: RequestContext, environ: Environ) -> None:
     """Raises Unauthorized without a token where one is needed, Forbidden with the brokers' credential and, where no
     token is needed, for what a web page of another origin sends."""
     authorization = environ.get("HTTP_AUTHORIZATION")
     internal.check_no_peer(authorization)
-    if not room.auth.needed:
-        room.visitors.check(environ)
-    elif not room.auth.allows(authorization):
+    if not context.auth.needed:
+        context.visitors.check(environ)
+    elif not context.auth.allows(authorization):
         raise Unauthorized(
             "one of the broker's tokens is needed: `Authorization: Bearer <token>` in HTTP, token= in Python, "
             "--token-file with commands"
         )
 
 
-def check_ready(room: Room) -> None:
+def check_ready(context: RequestContext) -> None:
     """Raises Unavailable while the broker starts or drains."""
-    if not room.domain.ready:
+    if not context.domain.ready:
         raise Unavailable("the broker is starting or draining: use another, or repeat", retry_after_s=1)
 
 
-class Doors:
+class Dispatcher:
     """The WSGI application of the broker: traffic and the other brokers' calls here, the rest by Flask."""
 
-    def __init__(self, app: Flask, room: Room, traffic: Mapping[str, View]) -> None:
+    def __init__(self, app: Flask, context: RequestContext, traffic: Mapping[str, View]) -> None:
         """`traffic` has the views by the paths of their routes, each for POST."""
         self._flask = app.wsgi_app
-        self._room = room
+        self._room = context
         self._views: dict[tuple[str, str], tuple[str, View]] = {}
         for path, view in traffic.items():
             match path.split("/"):
@@ -80,14 +80,14 @@ class Doors:
         finally:
             self._room.bodies.release(environ)
 
-    def _traffic(self, view: View, name: str, environ: Environ) -> Answer:
+    def _traffic(self, view: View, name: str, environ: Environ) -> ResponseParts:
         check_caller(self._room, environ)
         check_ready(self._room)
-        answer: Answer = view(self._room, environ, _text(name))
+        answer: ResponseParts = view(self._room, environ, _text(name))
         return answer
 
     def _answer(
-        self, route: str, environ: Environ, start_response: StartResponse, view: Callable[[], Answer]
+        self, route: str, environ: Environ, start_response: StartResponse, view: Callable[[], ResponseParts]
     ) -> Iterable[bytes]:
         started = perf_counter()
         method = environ["REQUEST_METHOD"]

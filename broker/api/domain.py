@@ -12,21 +12,21 @@ from portalmq.broker.cluster.registry import Registry
 from portalmq.broker.messages.browsing import Page, Stored
 from portalmq.broker.messages.idempotency import Keyed
 from portalmq.broker.messages.scheduled import Due, SchedulePage
-from portalmq.broker.partition.long_poll import Delivered, Peer, Portion
-from portalmq.broker.queues.commit import Committing
+from portalmq.broker.partition.long_poll import LeasedMessage, Peer, Portion
+from portalmq.broker.queues.commit import GroupCommits
 from portalmq.broker.queues.dead_letters import DeadLetters
-from portalmq.broker.queues.finish import Finishing
+from portalmq.broker.queues.finish import Completion
 from portalmq.broker.queues.settle import Verdict
-from portalmq.broker.queues.unfinished import Unfinished
+from portalmq.broker.queues.unfinished import UnfinishedMessages
 from portalmq.broker.queues.unfinished_counts import Sizing
 from portalmq.broker.storage.batch import Record
 from portalmq.broker.streams.coordination import Coordinating
 from portalmq.broker.streams.offsets import Offsets
-from portalmq.broker.streams.reader_fetch import Fetching
-from portalmq.broker.streams.shared_offset import Turns
+from portalmq.broker.streams.reader_fetch import ReaderFetch
+from portalmq.broker.streams.shared_offset import SharedOffsets
 from portalmq.errors import PortalMQError
 
-__all__ = ["Delivered", "Domain", "Page", "Peer", "Stored", "Verdict"]
+__all__ = ["Domain", "LeasedMessage", "Page", "Peer", "Stored", "Verdict"]
 
 
 class Domain(Protocol):
@@ -120,7 +120,7 @@ class Domain(Protocol):
         forward: bool = True,
         is_first: bool = False,
         portion: Portion | None = None,
-    ) -> Sequence[Delivered]: ...
+    ) -> Sequence[LeasedMessage]: ...
     def ack_and_receive(
         self,
         group: str,
@@ -130,7 +130,7 @@ class Domain(Protocol):
         forward: bool = True,
         is_first: bool = False,
         portion: Portion | None = None,
-    ) -> tuple[Sequence[Delivered], Sequence[Verdict]]: ...
+    ) -> tuple[Sequence[LeasedMessage], Sequence[Verdict]]: ...
     def ack(self, group: str, receipts: list[str], *, forward: bool = True) -> Sequence[Verdict]: ...
     def nack(
         self,
@@ -146,17 +146,17 @@ class Domain(Protocol):
         self, group: str, receipts: list[str], visibility_timeout_ms: int | None, *, forward: bool = True
     ) -> Sequence[Verdict]: ...
     @property
-    def finishing(self) -> Finishing: ...
+    def completion(self) -> Completion: ...
     @property
     def sizing(self) -> Sizing: ...
     @property
-    def turns(self) -> Turns: ...
+    def shared_offsets(self) -> SharedOffsets: ...
     @property
     def registry(self) -> Registry: ...
     @property
-    def unfinished(self) -> Unfinished: ...
+    def unfinished(self) -> UnfinishedMessages: ...
     @property
-    def committing(self) -> Committing: ...
+    def group_commits(self) -> GroupCommits: ...
     @property
     def dead_letters(self) -> DeadLetters: ...
 
@@ -169,7 +169,7 @@ class Domain(Protocol):
     def offsets(self) -> Offsets: ...
 
     @property
-    def fetching(self) -> Fetching: ...
+    def fetching(self) -> ReaderFetch: ...
 
     def cluster(self) -> wire.ClusterDescription: ...
     def metadata(self, topics: list[str] | None) -> wire.Metadata: ...

@@ -11,7 +11,7 @@ from flask import Response, request
 from portalmq import wire
 from portalmq.broker.api.outgoing import json_message
 from portalmq.broker.api.query import instant_ms, whole_number
-from portalmq.broker.api.request_context import Room, answer, no_content, query
+from portalmq.broker.api.request_context import RequestContext, answer, no_content, query
 from portalmq.broker.api.traffic import may_forward
 from portalmq.broker.partition.answer_size import first_of
 from portalmq.errors import InvalidRequest
@@ -20,27 +20,27 @@ UNFINISHED = 100
 UNFINISHED_MAX = 1_000
 
 
-def list_all(room: Room) -> Response:
-    return answer({"groups": room.domain.list_groups()})
+def list_all(context: RequestContext) -> Response:
+    return answer({"groups": context.domain.list_groups()})
 
 
-def put(room: Room, group: str) -> Response:
+def put(context: RequestContext, group: str) -> Response:
     """`?delivery=` is the delivery of a group that is made by this call; one that exists keeps its own."""
     wire.check_name(group, "group")
-    patch = wire.decode_json(room.body(), dict[str, Any])
+    patch = wire.decode_json(context.body(), dict[str, Any])
     start = patch.get("start")
     if isinstance(start, dict) and isinstance(start.get("at"), str):
         patch["start"] = {**start, "at": instant_ms(start["at"], "start.at")}
     delivery = request.args.get("delivery")
-    description, created = room.domain.put_group(group, patch, {} if delivery is None else {"delivery": delivery})
+    description, created = context.domain.put_group(group, patch, {} if delivery is None else {"delivery": delivery})
     return answer(description, 201 if created else 200)
 
 
-def show(room: Room, group: str) -> Response:
-    return answer(room.domain.describe_group(wire.check_name(group, "group")))
+def show(context: RequestContext, group: str) -> Response:
+    return answer(context.domain.describe_group(wire.check_name(group, "group")))
 
 
-def list_unfinished(room: Room, group: str) -> Response:
+def list_unfinished(context: RequestContext, group: str) -> Response:
     """What the group has not done in a topic: counted (on the first page), and each message with its state.
     `next`, when there is more, is the `after` of the next page. Nothing changes by looking."""
     wire.check_name(group, "group")
@@ -51,10 +51,10 @@ def list_unfinished(room: Room, group: str) -> Response:
     wire.check_name(topic, "topic")
     limit = min(parameters.number("limit", least=1) or UNFINISHED, UNFINISHED_MAX)
     after, forward = _place(parameters.text("after")), may_forward(request.environ)
-    counts = room.domain.sizing.look(group, topic, forward=forward) if after is None else None
-    found = room.domain.unfinished.messages(group, topic, after=after, forward=forward)
+    counts = context.domain.sizing.look(group, topic, forward=forward) if after is None else None
+    found = context.domain.unfinished.messages(group, topic, after=after, forward=forward)
     first, more = first_of(found, attrgetter("stored.record"), limit)
-    room.make_room([each.stored.record for each in first])
+    context.make_room([each.stored.record for each in first])
     messages = [
         wire.UnfinishedOut(
             **msgspec.structs.asdict(json_message(each.stored)) | {"delivery_count": each.deliveries},
@@ -80,7 +80,7 @@ def _place(after: str | None) -> tuple[int, int] | None:
     return whole_number(partition, "the partition of after"), whole_number(offset, "the offset of after")
 
 
-def delete(room: Room, group: str) -> Response:
-    room.domain.delete_group(wire.check_name(group, "group"))
-    room.metrics.forget_group(group)
+def delete(context: RequestContext, group: str) -> Response:
+    context.domain.delete_group(wire.check_name(group, "group"))
+    context.metrics.forget_group(group)
     return no_content()

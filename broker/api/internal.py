@@ -14,7 +14,7 @@ from portalmq import wire
 from portalmq.broker.api import problems
 from portalmq.broker.api.body import note_peer, read_body
 from portalmq.broker.api.client_watch import peer_of
-from portalmq.broker.api.request_context import Answer, Room
+from portalmq.broker.api.request_context import RequestContext, ResponseParts
 from portalmq.broker.cluster.peers import CREDENTIAL_SCHEME, check_credential
 from portalmq.errors import Forbidden, InvalidRequest, MethodNotAllowed
 
@@ -22,15 +22,15 @@ from portalmq.errors import Forbidden, InvalidRequest, MethodNotAllowed
 BODY_BYTES_MAX = 64 * 1024 * 1024
 
 
-def serve(room: Room, environ: dict[str, Any], name: str) -> Answer:
-    check_credential(environ.get("HTTP_AUTHORIZATION"), room.domain.cluster_secret)
+def serve(context: RequestContext, environ: dict[str, Any], name: str) -> ResponseParts:
+    check_credential(environ.get("HTTP_AUTHORIZATION"), context.domain.cluster_secret)
     note_peer(environ)
     if environ["REQUEST_METHOD"] != "POST":
         refused = problems.of(MethodNotAllowed(f"{environ['REQUEST_METHOD'][:20]} is not supported here"))
         return refused._replace(headers=(("Allow", "POST"),))
-    body = read_body(environ, BODY_BYTES_MAX, pause_s=room.config.body_timeout_s)
+    body = read_body(environ, BODY_BYTES_MAX, pause_s=context.config.body_timeout_s)
     try:
-        return Answer(room.domain.serve_peer(name, body, peer_of(environ)), 200, wire.MSGPACK)
+        return ResponseParts(context.domain.serve_peer(name, body, peer_of(environ)), 200, wire.MSGPACK)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as fault:
         if not _is_broken(body):
             raise  # it is not the body that could not be read

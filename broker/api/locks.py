@@ -8,36 +8,36 @@ from portalmq import wire
 from portalmq.broker.api.body import leaves_bytes_unread
 from portalmq.broker.api.client_watch import peer_of
 from portalmq.broker.api.query import whole_number
-from portalmq.broker.api.request_context import Room, answer, no_content, query
+from portalmq.broker.api.request_context import RequestContext, answer, no_content, query
 from portalmq.errors import InvalidRequest
 
 
-def list_all(room: Room) -> Response:
-    return answer({"locks": room.domain.locks.list_all()})
+def list_all(context: RequestContext) -> Response:
+    return answer({"locks": context.domain.locks.list_all()})
 
 
-def show(room: Room, lock: str) -> Response:
-    return answer(room.domain.locks.describe(wire.check_name(lock, "lock")))
+def show(context: RequestContext, lock: str) -> Response:
+    return answer(context.domain.locks.describe(wire.check_name(lock, "lock")))
 
 
-def acquire(room: Room, lock: str) -> Response:
+def acquire(context: RequestContext, lock: str) -> Response:
     wire.check_name(lock, "lock")
-    wanted = wire.decode_json(room.body(), wire.LockRequest)
-    with room.parked(wanted.wait_ms):
-        return answer(room.domain.locks.acquire(lock, wanted, peer_of(request.environ)))
+    wanted = wire.decode_json(context.body(), wire.LockRequest)
+    with context.parked(wanted.wait_ms):
+        return answer(context.domain.locks.acquire(lock, wanted, peer_of(request.environ)))
 
 
-def renew(room: Room, lock: str) -> Response:
+def renew(context: RequestContext, lock: str) -> Response:
     wire.check_name(lock, "lock")
-    return answer(room.domain.locks.renew(lock, wire.decode_json(room.body(), wire.LockRenewal)))
+    return answer(context.domain.locks.renew(lock, wire.decode_json(context.body(), wire.LockRenewal)))
 
 
-def release(room: Room, lock: str) -> Response:
+def release(context: RequestContext, lock: str) -> Response:
     """Owner and token stand in the query, or in a JSON body (which some clients and proxies drop from a DELETE)."""
     wire.check_name(lock, "lock")
     parameters = query("owner", "fencing_token")
     owner, token = parameters.text("owner"), parameters.text("fencing_token")
-    if leaves_bytes_unread(request.environ) and (body := room.body()):
+    if leaves_bytes_unread(request.environ) and (body := context.body()):
         if owner is not None or token is not None:
             raise InvalidRequest("give owner and fencing_token in the query, or in the body, and not in both")
         wanted = wire.decode_json(body, wire.LockRelease)
@@ -47,5 +47,5 @@ def release(room: Room, lock: str) -> Response:
         if len(owner) > 190:
             raise InvalidRequest("owner has at most 190 characters")
         wanted = wire.LockRelease(owner, whole_number(token, "fencing_token"))
-    room.domain.locks.release(lock, wanted)
+    context.domain.locks.release(lock, wanted)
     return no_content()

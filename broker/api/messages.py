@@ -15,7 +15,7 @@ from portalmq import wire
 from portalmq.broker.api import outgoing
 from portalmq.broker.api.client_watch import peer_of
 from portalmq.broker.api.query import whole_number
-from portalmq.broker.api.request_context import Room, accepts, answer, answer_packed, no_content, query
+from portalmq.broker.api.request_context import RequestContext, accepts, answer, answer_packed, no_content, query
 from portalmq.broker.api.traffic import may_forward
 from portalmq.broker.messages.scheduled import BEGINNING, Due
 from portalmq.broker.partition.answer_size import blocks_of, first_of
@@ -33,7 +33,7 @@ _encode_pack = msgspec.msgpack.Encoder().encode
 # --- browse ----------------------------------------------------------------------------------------------------------
 
 
-def browse(room: Room, topic: str, partition: str) -> Response:
+def browse(context: RequestContext, topic: str, partition: str) -> Response:
     wire.check_name(topic, "topic")
     number = whole_number(partition, "the partition")
     parameters = query("offset", "at", "limit", "wait_ms")
@@ -48,11 +48,11 @@ def browse(room: Room, topic: str, partition: str) -> Response:
     forward = may_forward(request.environ)
     start: dict[str, Any] = {"offset": offset, "position": position, "at_ms": at_ms}
     if accepts(wire.EVENT_STREAM):
-        return _tail(room, topic, number, start, forward)
-    with room.parked(wait_ms):
+        return _tail(context, topic, number, start, forward)
+    with context.parked(wait_ms):
         peer = peer_of(request.environ)
-        page = room.domain.browse(topic, number, **start, limit=limit, wait_ms=wait_ms, peer=peer, forward=forward)
-    room.make_room(map(_record_of, page.messages))
+        page = context.domain.browse(topic, number, **start, limit=limit, wait_ms=wait_ms, peer=peer, forward=forward)
+    context.make_room(map(_record_of, page.messages))
     if accepts(wire.NDJSON):
         response = Response(b"".join(map(outgoing.json_line, page.messages)), content_type=wire.NDJSON)
         response.headers["PortalMQ-Next-Offset"] = str(page.next_offset)
@@ -69,26 +69,28 @@ def _start(text: str | None) -> tuple[int | None, str | None]:
     return whole_number(text, "offset (a number, earliest or latest)"), None
 
 
-def _tail(room: Room, topic: str, partition: int, start: dict[str, Any], forward: bool) -> Response:
+def _tail(context: RequestContext, topic: str, partition: int, start: dict[str, Any], forward: bool) -> Response:
     """The partition as server-sent events, until the client goes or the broker drains."""
     last_id = request.environ.get("HTTP_LAST_EVENT_ID")
     if last_id:
         start = {"offset": whole_number(last_id, "Last-Event-ID") + 1, "position": None, "at_ms": None}
     peer = peer_of(request.environ)
     # The first page is read here, so that a wrong topic or offset is still answered with a problem.
-    page = room.domain.browse(topic, partition, **start, limit=BROWSE_MESSAGES, wait_ms=0, peer=peer, forward=forward)
+    page = context.domain.browse(
+        topic, partition, **start, limit=BROWSE_MESSAGES, wait_ms=0, peer=peer, forward=forward
+    )
 
     def events(page: Any) -> Iterator[bytes]:
         yield b"retry: %d\n\n" % TAIL_RETRY_MS
         while True:
             if page.messages:
                 yield b"".join(map(outgoing.server_sent_event, page.messages))
-            elif not room.domain.ready or (peer is not None and peer.gone()):
+            elif not context.domain.ready or (peer is not None and peer.gone()):
                 return
             else:
                 yield b": still here\n\n"
             try:
-                page = room.domain.browse(
+                page = context.domain.browse(
                     topic,
                     partition,
                     offset=page.next_offset,
@@ -100,7 +102,7 @@ def _tail(room: Room, topic: str, partition: int, start: dict[str, Any], forward
                     forward=forward,
                 )
             except Exception as fault:
-                error = room.domain.explain(fault)
+                error = context.domain.explain(fault)
                 if error is None:
                     raise
                 if not isinstance(error, Unavailable):  # else draining: the client resumes from its last event's id
@@ -112,23 +114,23 @@ def _tail(room: Room, topic: str, partition: int, start: dict[str, Any], forward
         return Response(b"", content_type=wire.EVENT_STREAM, headers=headers)
     # The place is taken before the answer begins, as a refusal can only be told then, and held until it is over.
     place = ExitStack()
-    place.enter_context(room.parked(TAIL_COMMENT_MS))
+    place.enter_context(context.parked(TAIL_COMMENT_MS))
     response = Response(events(page), content_type=wire.EVENT_STREAM, headers=headers)
     response.call_on_close(place.close)
     return response
 
 
-def read_all(room: Room, topic: str) -> Response:
+def read_all(context: RequestContext, topic: str) -> Response:
     """Every message of the topic: streamed as NDJSON, or a page of at most 1,000 with `more`."""
     wire.check_name(topic, "topic")
     limit = query("limit").number("limit", least=1)
     forward = may_forward(request.environ)
     if accepts(wire.NDJSON):
-        lines = _lines(room.domain.read_all(topic, limit, forward=forward))
-        return Response(b"" if request.method == "HEAD" else room.streamed(lines), content_type=wire.NDJSON)
+        lines = _lines(context.domain.read_all(topic, limit, forward=forward))
+        return Response(b"" if request.method == "HEAD" else context.streamed(lines), content_type=wire.NDJSON)
     size = min(limit or wire.BROWSE_MESSAGES_MAX, wire.BROWSE_MESSAGES_MAX)
-    stored, more = first_of(room.domain.read_all(topic, size + 1, forward=forward), _record_of, size)
-    room.make_room(map(_record_of, stored))
+    stored, more = first_of(context.domain.read_all(topic, size + 1, forward=forward), _record_of, size)
+    context.make_room(map(_record_of, stored))
     return answer({"messages": [outgoing.json_message(each) for each in stored], "more": more})
 
 
@@ -143,14 +145,14 @@ def _lines(messages: Iterator[Any]) -> Iterator[bytes]:
 # --- scheduled -------------------------------------------------------------------------------------------------------
 
 
-def list_scheduled(room: Room, topic: str) -> Response:
+def list_scheduled(context: RequestContext, topic: str) -> Response:
     """A page of what is still to come, the next due first; `next`, when there is more, is the `after` of the next."""
     wire.check_name(topic, "topic")
     parameters = query("limit", "after")
     limit = min(parameters.number("limit", least=1) or BROWSE_MESSAGES, wire.BROWSE_MESSAGES_MAX)
     after = _due(parameters.text("after"))
-    page = room.domain.scheduled(topic, after=after, limit=limit, forward=may_forward(request.environ))
-    room.make_room(map(_record_of, page.messages))
+    page = context.domain.scheduled(topic, after=after, limit=limit, forward=may_forward(request.environ))
+    context.make_room(map(_record_of, page.messages))
     shown: dict[str, Any] = {"messages": [outgoing.json_message(stored) for stored in page.messages]}
     if page.after is not None:
         shown["next"] = str(page.after)
@@ -166,11 +168,11 @@ def _due(text: str | None) -> Due:
     return Due(*[whole_number(part, "each number of after") for part in parts])
 
 
-def cancel_scheduled(room: Room, topic: str, message_id: str) -> Response:
+def cancel_scheduled(context: RequestContext, topic: str, message_id: str) -> Response:
     wire.check_name(topic, "topic")
     query()
     number, _, offset = message_id.partition("-")
-    room.domain.cancel_scheduled(
+    context.domain.cancel_scheduled(
         topic,
         whole_number(number, "the partition of a message's id (<partition>-<offset>)"),
         whole_number(offset, "the offset of a message's id (<partition>-<offset>)"),
@@ -182,10 +184,10 @@ def cancel_scheduled(room: Room, topic: str, message_id: str) -> Response:
 # --- producers -------------------------------------------------------------------------------------------------------
 
 
-def new_producer(room: Room) -> Response:
-    named = wire.decode_json(room.body(), wire.ProducerIdRequest)
+def new_producer(context: RequestContext) -> Response:
+    named = wire.decode_json(context.body(), wire.ProducerIdRequest)
     if named.name is not None:
         wire.check_name(named.name, "producer")
     elif named.instance or named.renews:
         raise InvalidRequest("instance and renews belong to a named producer: give its name")
-    return answer(room.domain.new_producer(named.name, instance=named.instance, renews=named.renews))
+    return answer(context.domain.new_producer(named.name, instance=named.instance, renews=named.renews))

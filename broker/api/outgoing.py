@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import msgspec
 
 from portalmq import wire
-from portalmq.broker.api.domain import Delivered, Page, Stored
+from portalmq.broker.api.domain import LeasedMessage, Page, Stored
 from portalmq.broker.partition.yielding import in_turns
 from portalmq.broker.storage.batch import Record
 
@@ -26,7 +26,7 @@ _LARGE = (b"e000", b"e+000", b"0" * 100)
 _decode_json = msgspec.json.Decoder().decode
 
 
-def json_message(stored: Stored | Delivered) -> wire.JsonMessageOut:
+def json_message(stored: Stored | LeasedMessage) -> wire.JsonMessageOut:
     """The message as JSON answers show it."""
     record = stored.record
     message = wire.JsonMessageOut(
@@ -51,7 +51,7 @@ def json_message(stored: Stored | Delivered) -> wire.JsonMessageOut:
     return message
 
 
-def json_delivered(delivered: Delivered) -> wire.JsonMessageOut:
+def json_delivered(delivered: LeasedMessage) -> wire.JsonMessageOut:
     message = json_message(delivered)
     message.receipt = delivered.receipt
     message.delivery_count = delivered.delivery_count
@@ -117,7 +117,7 @@ def pack_page_messages(messages: Iterable[Stored]) -> list[wire.PackMessageOut]:
     return out
 
 
-def pack_delivered(messages: Iterable[Delivered]) -> list[wire.PackMessageOut]:
+def pack_delivered(messages: Iterable[LeasedMessage]) -> list[wire.PackMessageOut]:
     shown = wire.PackMessageOut
     return [
         shown(
@@ -141,7 +141,7 @@ def pack_delivered(messages: Iterable[Delivered]) -> list[wire.PackMessageOut]:
     ]
 
 
-def encode_received(messages: Iterable[Delivered], stale_receipts: list[str], *, packed: bool) -> bytes:
+def encode_received(messages: Iterable[LeasedMessage], stale_receipts: list[str], *, packed: bool) -> bytes:
     if packed:
         return _pack.encode(wire.PackReceived(pack_delivered(messages), stale_receipts))
     shown = [json_delivered(delivered) for delivered in in_turns(messages, MESSAGES_A_TURN)]

@@ -15,7 +15,7 @@ from werkzeug.routing import RequestRedirect
 from portalmq import wire
 from portalmq.broker.api.body import close_after_answer
 from portalmq.broker.api.domain import Domain
-from portalmq.broker.api.request_context import Answer
+from portalmq.broker.api.request_context import ResponseParts
 from portalmq.errors import (
     PROBLEM_TYPE_BASE,
     InvalidRequest,
@@ -66,7 +66,7 @@ def answer(error: PortalMQError) -> Response:
     return of(error).response()
 
 
-def of(error: PortalMQError) -> Answer:
+def of(error: PortalMQError) -> ResponseParts:
     """The answer that tells of `error`."""
     headers: tuple[tuple[str, str], ...] = ()
     if error.status in RETRY_AFTER_STATUSES or error.retry_after_s is not None:
@@ -77,7 +77,7 @@ def of(error: PortalMQError) -> Answer:
     problem = error.problem()
     if len(error.detail) > DETAIL_LENGTH_MAX:
         problem["detail"] = error.detail[:DETAIL_LENGTH_MAX] + "…"
-    return Answer(msgspec.json.encode(problem) + b"\n", error.status, wire.PROBLEM, headers)
+    return ResponseParts(msgspec.json.encode(problem) + b"\n", error.status, wire.PROBLEM, headers)
 
 
 def answer_http(fault: HTTPException) -> Response:
@@ -96,7 +96,7 @@ def answer_http(fault: HTTPException) -> Response:
     return response
 
 
-def of_fault(domain: Domain, fault: Exception, call: str, environ: dict[str, Any]) -> Answer:
+def of_fault(domain: Domain, fault: Exception, call: str, environ: dict[str, Any]) -> ResponseParts:
     """The answer to a call that raised `fault`. Of a mistake of ours the log gets the trace, the client none of it."""
     error = domain.explain(fault)
     if error is not None:

@@ -23,7 +23,7 @@ _NOTHING: MultiDict[str, str] = MultiDict()
 _encode = msgspec.json.Encoder().encode
 
 
-class Answer(NamedTuple):
+class ResponseParts(NamedTuple):
     """What a call answers, before it is anyone's response object."""
 
     body: bytes
@@ -37,7 +37,7 @@ class Answer(NamedTuple):
         return response
 
 
-class Settings(Names, Protocol):
+class HttpSettings(Names, Protocol):
     """The settings of HTTP."""
 
     @property
@@ -74,10 +74,10 @@ class Authorizer(Protocol):
     def allows(self, authorization: str | None) -> bool: ...
 
 
-class Room:
+class RequestContext:
     """Invariant: 0 <= waiting <= config.parked_receives_max."""
 
-    def __init__(self, domain: Domain, config: Settings, metrics: RequestMetrics, auth: Authorizer) -> None:
+    def __init__(self, domain: Domain, config: HttpSettings, metrics: RequestMetrics, auth: Authorizer) -> None:
         self.domain = domain
         self.config = config
         self.metrics = metrics

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from flask import Response
 
 from portalmq.broker.api import cluster, commits, dead_letters, fetch, groups, locks, messages, streams, topics, traffic
-from portalmq.broker.api.request_context import Answer
+from portalmq.broker.api.request_context import ResponseParts
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,7 @@ class Route:
 
     method: str
     path: str
-    view: Callable[..., Response | Answer]
+    view: Callable[..., Response | ResponseParts]
     is_open: bool = False
     while_starting: bool = False
     is_traffic: bool = False

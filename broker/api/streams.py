@@ -9,41 +9,41 @@ from portalmq import wire
 from portalmq.broker.api.client_watch import peer_of
 from portalmq.broker.api.incoming import idempotency_key_of
 from portalmq.broker.api.query import instant_ms
-from portalmq.broker.api.request_context import Room, answer, no_content
+from portalmq.broker.api.request_context import RequestContext, answer, no_content
 from portalmq.broker.api.traffic import may_forward
 from portalmq.errors import InvalidRequest
 
 
-def join(room: Room, group: str) -> Response:
+def join(context: RequestContext, group: str) -> Response:
     wire.check_name(group, "group")
-    wanted = wire.decode_json(room.body(), contract.JoinRequest)
+    wanted = wire.decode_json(context.body(), contract.JoinRequest)
     peer, forward = peer_of(request.environ), may_forward(request.environ)
-    return answer(room.domain.streams.join(group, wanted, peer, forward=forward))
+    return answer(context.domain.streams.join(group, wanted, peer, forward=forward))
 
 
-def heartbeat(room: Room, group: str, member: str) -> Response:
-    wanted = wire.decode_json(room.body(), contract.HeartbeatRequest)
+def heartbeat(context: RequestContext, group: str, member: str) -> Response:
+    wanted = wire.decode_json(context.body(), contract.HeartbeatRequest)
     forward = may_forward(request.environ)
-    return answer(room.domain.streams.heartbeat(group, member, wanted.generation, forward=forward))
+    return answer(context.domain.streams.heartbeat(group, member, wanted.generation, forward=forward))
 
 
-def leave(room: Room, group: str, member: str) -> Response:
-    room.domain.streams.leave(group, member, forward=may_forward(request.environ))
+def leave(context: RequestContext, group: str, member: str) -> Response:
+    context.domain.streams.leave(group, member, forward=may_forward(request.environ))
     return no_content()
 
 
-def commit(room: Room, group: str) -> Response:
-    wanted = wire.decode_json(room.body(), contract.CommitOffsetsRequest)
-    return answer(room.domain.offsets.commit(group, wanted, forward=may_forward(request.environ)))
+def commit(context: RequestContext, group: str) -> Response:
+    wanted = wire.decode_json(context.body(), contract.CommitOffsetsRequest)
+    return answer(context.domain.offsets.commit(group, wanted, forward=may_forward(request.environ)))
 
 
-def offsets(room: Room, group: str) -> Response:
-    return answer(room.domain.offsets.of(group))
+def offsets(context: RequestContext, group: str) -> Response:
+    return answer(context.domain.offsets.of(group))
 
 
-def seek(room: Room, group: str) -> Response:
-    wanted = wire.decode_json(room.body(), contract.SeekRequest)
-    sought = room.domain.streams.seek(
+def seek(context: RequestContext, group: str) -> Response:
+    wanted = wire.decode_json(context.body(), contract.SeekRequest)
+    sought = context.domain.streams.seek(
         group,
         wanted.topic,
         target_of(wanted.to),

@@ -20,7 +20,7 @@ from portalmq.broker.api.client_watch import peer_of
 from portalmq.broker.api.domain import Verdict
 from portalmq.broker.api.incoming import Incoming, decode_messages
 from portalmq.broker.api.query import Query
-from portalmq.broker.api.request_context import Answer, Room
+from portalmq.broker.api.request_context import RequestContext, ResponseParts
 from portalmq.errors import InvalidRequest, PortalMQError, StaleReceipt, Unavailable
 
 Environ = dict[str, Any]
@@ -31,19 +31,19 @@ _NOTHING: MultiDict[str, str] = MultiDict()
 _MINIMAL = (("Preference-Applied", "return=minimal"),)
 
 
-def produce(room: Room, environ: Environ, topic: str) -> Answer:
+def produce(context: RequestContext, environ: Environ, topic: str) -> ResponseParts:
     wire.check_name(topic, "topic")
     text = environ.get("QUERY_STRING")
     parameters = Query(MultiDict(parse_qsl(text, keep_blank_values=True)) if text else _NOTHING, "partition", "acks")
     partition = parameters.number("partition")
     acks: wire.Acks = parameters.choice("acks", "all", "all", "leader", "none")
-    incoming = decode_messages(environ.get("CONTENT_TYPE"), room.body_of(environ), environ, room.domain.wall_ms())
+    incoming = decode_messages(environ.get("CONTENT_TYPE"), context.body_of(environ), environ, context.domain.wall_ms())
     packed = _accepts_packed(environ)
     if not incoming.records:
         return _answer({"results": []}, packed=False, status=202 if acks == "none" else 200)
     partition = _one_partition(incoming, partition)
     if _wants_minimal(environ) and partition is not None and not incoming.single and incoming.keys is None:
-        produced = room.domain.produce_range(
+        produced = context.domain.produce_range(
             topic,
             incoming.records,
             acks=acks,
@@ -52,7 +52,7 @@ def produce(room: Room, environ: Environ, topic: str) -> Answer:
             forward=may_forward(environ),
         )
         return _answer(produced, packed=packed, status=202 if acks == "none" else 200)._replace(headers=_MINIMAL)
-    results = room.domain.produce(
+    results = context.domain.produce(
         topic,
         incoming.records,
         incoming.partitions,
@@ -81,7 +81,7 @@ def _wants_minimal(environ: Environ) -> bool:
     return "return=minimal" in environ.get("HTTP_PREFER", "").replace(" ", "").lower()
 
 
-def _single_answer(topic: str, result: wire.Produced | PortalMQError) -> Answer:
+def _single_answer(topic: str, result: wire.Produced | PortalMQError) -> ResponseParts:
     if isinstance(result, PortalMQError):
         raise result
     if result.offset < 0:
@@ -96,7 +96,7 @@ def _single_answer(topic: str, result: wire.Produced | PortalMQError) -> Answer:
     return _answer(answer, packed=False)
 
 
-def _batch_answer(results: Sequence[wire.Produced | PortalMQError], acks: wire.Acks, *, packed: bool) -> Answer:
+def _batch_answer(results: Sequence[wire.Produced | PortalMQError], acks: wire.Acks, *, packed: bool) -> ResponseParts:
     if acks == "none":
         return _answer({"results": [_unknown_place(result) for result in results]}, packed=packed, status=202)
     if any(isinstance(result, PortalMQError) for result in results):
@@ -112,10 +112,10 @@ def _unknown_place(result: wire.Produced | PortalMQError) -> Any:
     return {"error": result.problem()} if isinstance(result, PortalMQError) else {}
 
 
-def _answer(value: Any, *, packed: bool, status: int = 200) -> Answer:
+def _answer(value: Any, *, packed: bool, status: int = 200) -> ResponseParts:
     if packed:
-        return Answer(_encode_pack(value), status, wire.BATCH_MSGPACK)
-    return Answer(_encode_json(value) + b"\n", status, wire.JSON)
+        return ResponseParts(_encode_pack(value), status, wire.BATCH_MSGPACK)
+    return ResponseParts(_encode_json(value) + b"\n", status, wire.JSON)
 
 
 def may_forward(environ: Environ) -> bool:
@@ -130,14 +130,14 @@ def _accepts_packed(environ: Environ) -> bool:
 # --- receive and settle ----------------------------------------------------------------------------------------------
 
 
-def receive(room: Room, environ: Environ, group: str) -> Answer:
+def receive(context: RequestContext, environ: Environ, group: str) -> ResponseParts:
     wire.check_name(group, "group")
-    wanted = wire.decode_json(room.body_of(environ), wire.ReceiveRequest)
+    wanted = wire.decode_json(context.body_of(environ), wire.ReceiveRequest)
     for topic in wanted.topics:
         wire.check_name(topic, "topic")
     stale: list[str] = []
-    room.answers.check()
-    portion = Portion(room.answers)
+    context.answers.check()
+    portion = Portion(context.answers)
     how: dict[str, Any] = {
         "forward": may_forward(environ),
         "is_first": environ.get("HTTP_PORTALMQ_FIRST_TRY") == "1",
@@ -145,31 +145,31 @@ def receive(room: Room, environ: Environ, group: str) -> Answer:
     }
     packed = _accepts_packed(environ)
     try:
-        with room.parked(wanted.wait_ms):
+        with context.parked(wanted.wait_ms):
             if wanted.ack:
-                delivered, verdicts = room.domain.ack_and_receive(group, wanted, peer_of(environ), **how)
+                delivered, verdicts = context.domain.ack_and_receive(group, wanted, peer_of(environ), **how)
                 _check_settled(wanted.ack, verdicts)
                 if not all(verdicts):
                     stale = [receipt for receipt, ok in zip(wanted.ack, verdicts, strict=True) if not ok]
             else:
-                delivered = room.domain.receive(group, wanted, peer_of(environ), **how)
+                delivered = context.domain.receive(group, wanted, peer_of(environ), **how)
         body = outgoing.encode_received(delivered, stale, packed=packed)
-        room.answers.note(environ, len(body))
+        context.answers.note(environ, len(body))
     finally:
         portion.end()
-    return Answer(body, 200, wire.BATCH_MSGPACK if packed else wire.JSON)
+    return ResponseParts(body, 200, wire.BATCH_MSGPACK if packed else wire.JSON)
 
 
-def ack(room: Room, environ: Environ, group: str) -> Answer:
+def ack(context: RequestContext, environ: Environ, group: str) -> ResponseParts:
     wire.check_name(group, "group")
-    wanted = wire.decode_json(room.body_of(environ), wire.AckRequest)
-    return _settled(wanted.receipts, room.domain.ack(group, wanted.receipts, forward=may_forward(environ)))
+    wanted = wire.decode_json(context.body_of(environ), wire.AckRequest)
+    return _settled(wanted.receipts, context.domain.ack(group, wanted.receipts, forward=may_forward(environ)))
 
 
-def nack(room: Room, environ: Environ, group: str) -> Answer:
+def nack(context: RequestContext, environ: Environ, group: str) -> ResponseParts:
     wire.check_name(group, "group")
-    wanted = wire.decode_json(room.body_of(environ), wire.NackRequest)
-    verdicts = room.domain.nack(
+    wanted = wire.decode_json(context.body_of(environ), wire.NackRequest)
+    verdicts = context.domain.nack(
         group,
         wanted.receipts,
         wanted.delay_ms,
@@ -180,14 +180,14 @@ def nack(room: Room, environ: Environ, group: str) -> Answer:
     return _settled(wanted.receipts, verdicts)
 
 
-def extend(room: Room, environ: Environ, group: str) -> Answer:
+def extend(context: RequestContext, environ: Environ, group: str) -> ResponseParts:
     wire.check_name(group, "group")
-    wanted = wire.decode_json(room.body_of(environ), wire.ExtendRequest)
-    verdicts = room.domain.extend(group, wanted.receipts, wanted.visibility_timeout_ms, forward=may_forward(environ))
+    wanted = wire.decode_json(context.body_of(environ), wire.ExtendRequest)
+    verdicts = context.domain.extend(group, wanted.receipts, wanted.visibility_timeout_ms, forward=may_forward(environ))
     return _settled(wanted.receipts, verdicts)
 
 
-def _settled(receipts: list[str], verdicts: Sequence[Verdict]) -> Answer:
+def _settled(receipts: list[str], verdicts: Sequence[Verdict]) -> ResponseParts:
     _check_settled(receipts, verdicts)
     results = _results(receipts, verdicts)
     if not all(verdicts):

@@ -107,26 +107,26 @@ def _ack_p50_ms(url: str, topic: str, times: int) -> float:
 def _wake_p50_ms(url: str, topic: str, times: int) -> float:
     """The consumer is parked before each send: the broker says so."""
     arrived: list[float] = []
-    bell = threading.Semaphore(0)
+    wakeup = threading.Semaphore(0)
 
     def consume() -> None:
         with Consumer(topic, group="bench", bootstrap=url) as consumer:
             for _ in range(times + 1):
                 consumer.poll(timeout_s=WITHIN_S, max_messages=1)
                 arrived.append(time.perf_counter())
-                bell.release()
+                wakeup.release()
 
     thread = threading.Thread(target=consume)
     durations: list[float] = []
     with Producer(url) as producer:
         producer.send(topic, harness.VALUE).result(timeout=WITHIN_S)
         thread.start()
-        bell.acquire(timeout=WITHIN_S)
+        wakeup.acquire(timeout=WITHIN_S)
         for _ in range(times):
             harness.until_parked(url, 1, PARKED_EVERY_S)
             begin = time.perf_counter()
             producer.send(topic, harness.VALUE).result(timeout=WITHIN_S)
-            bell.acquire(timeout=WITHIN_S)
+            wakeup.acquire(timeout=WITHIN_S)
             durations.append(arrived[-1] - begin)
     thread.join()
     return median(durations) * 1000

@@ -123,7 +123,7 @@ DOORS: dict[str, Callable[[Where], tuple[Call, Call]]] = {"zeromq": _zeromq, "me
 # --- clients ---------------------------------------------------------------------------------------------------------
 
 
-def _clients(door: str, where: Where, verb: int, threads: int, ready: Any, results: Any) -> None:
+def _clients(role: str, where: Where, verb: int, threads: int, ready: Any, results: Any) -> None:
     """One process: each thread calls until the time is over. Only calls that moved a message count."""
     durations: list[float] = []
     faults: list[str] = []
@@ -131,7 +131,7 @@ def _clients(door: str, where: Where, verb: int, threads: int, ready: Any, resul
 
     def work() -> None:
         try:
-            call = DOORS[door](where)[verb]
+            call = DOORS[role](where)[verb]
             call()
             together.wait(WITHIN_S)
             end = time.perf_counter() + SECONDS
@@ -155,13 +155,13 @@ def _clients(door: str, where: Where, verb: int, threads: int, ready: Any, resul
     results.put((durations, faults))
 
 
-def _measure(door: str, where: Where, verb: int, clients: int) -> tuple[float, float]:
+def _measure(role: str, where: Where, verb: int, clients: int) -> tuple[float, float]:
     """(calls a second, median milliseconds of one)."""
     context = multiprocessing.get_context("spawn")
     processes = min(clients, PROCESSES)
     ready, results = context.Barrier(processes), context.Queue()
     running = [
-        context.Process(target=_clients, args=(door, where, verb, clients // processes, ready, results), daemon=True)
+        context.Process(target=_clients, args=(role, where, verb, clients // processes, ready, results), daemon=True)
         for _ in range(processes)
     ]
     for process in running:
@@ -170,31 +170,31 @@ def _measure(door: str, where: Where, verb: int, clients: int) -> tuple[float, f
     for _ in running:
         took, faults = results.get(timeout=2 * WITHIN_S)
         if faults:
-            raise click.ClickException(f"{door} with {clients} clients: {faults[0]}")
+            raise click.ClickException(f"{role} with {clients} clients: {faults[0]}")
         durations += took
     for process in running:
         process.join(WITHIN_S)
     if not durations:
-        raise click.ClickException(f"{door} with {clients} clients: nothing was done")
+        raise click.ClickException(f"{role} with {clients} clients: nothing was done")
     return len(durations) / SECONDS, median(durations) * 1000
 
 
 def _measure_alone(wheres: dict[str, Where], verb: int) -> dict[str, tuple[float, float]]:
     """The same for one client at each door, by turns."""
-    calls = {door: DOORS[door](where)[verb] for door, where in wheres.items()}
-    durations: dict[str, list[float]] = {door: [] for door in calls}
+    calls = {role: DOORS[role](where)[verb] for role, where in wheres.items()}
+    durations: dict[str, list[float]] = {role: [] for role in calls}
     for call in calls.values():
         call()
     end = time.perf_counter() + ALONE_SECONDS
     while time.perf_counter() < end:
-        for door, call in calls.items():
+        for role, call in calls.items():
             for _ in range(ALONE_CALLS):
                 begin = time.perf_counter()
                 if call():
-                    durations[door].append(time.perf_counter() - begin)
+                    durations[role].append(time.perf_counter() - begin)
     if not all(durations.values()):
         raise click.ClickException("one client alone: at one of the doors nothing was done")
-    return {door: (len(took) / sum(took), median(took) * 1000) for door, took in durations.items()}
+    return {role: (len(took) / sum(took), median(took) * 1000) for role, took in durations.items()}
 
 
 # --- the run ---------------------------------------------------------------------------------------------------------
@@ -212,7 +212,7 @@ def _round(directory: Path) -> dict[str, float]:
     with harness.broker(directory) as (url, _), _miniq(url) as ports:
         for verb, name in enumerate(("put", "take")):
             for clients in CLIENTS:
-                wheres = {door: Where(url, ports, f"{door}-{clients}") for door in DOORS}
+                wheres = {role: Where(url, ports, f"{role}-{clients}") for role in DOORS}
                 if verb:
                     for where in wheres.values():
                         # Enough for the fastest: what is left over does not count.
@@ -220,11 +220,11 @@ def _round(directory: Path) -> dict[str, float]:
                 if clients == 1:
                     taken = _measure_alone(wheres, verb)
                 else:
-                    taken = {door: _measure(door, where, verb, clients) for door, where in wheres.items()}
-                for door, (per_s, p50_ms) in taken.items():
-                    figures[f"{name}_{door}_{clients}_per_s"] = per_s
-                    figures[f"{name}_{door}_{clients}_p50_ms"] = p50_ms
-                    figures[f"{name}_{door}_{clients}_to_{YARDSTICK}"] = p50_ms / taken[YARDSTICK][1]
+                    taken = {role: _measure(role, where, verb, clients) for role, where in wheres.items()}
+                for role, (per_s, p50_ms) in taken.items():
+                    figures[f"{name}_{role}_{clients}_per_s"] = per_s
+                    figures[f"{name}_{role}_{clients}_p50_ms"] = p50_ms
+                    figures[f"{name}_{role}_{clients}_to_{YARDSTICK}"] = p50_ms / taken[YARDSTICK][1]
     return figures
 
 
@@ -238,7 +238,7 @@ def _miniq(url: str) -> Iterator[tuple[int, int, int]]:
         said = process.stdout.readline()
         if not said:
             raise click.ClickException("portalmq zeromq did not start")
-        at = {door: int(endpoint.rpartition(":")[2]) for door, endpoint in json.loads(said).items()}
+        at = {role: int(endpoint.rpartition(":")[2]) for role, endpoint in json.loads(said).items()}
         yield at["commands"], at["producers"], at["consumers"]
     finally:
         process.terminate()
@@ -255,13 +255,13 @@ def show(figures: dict[str, float], output: str) -> None:
         return
     titles = {"put": "a message in, stored", "take": "a message out, and done"}
     for name, title in titles.items():
-        click.echo(f"{title:<26}" + "".join(f"{door:>30}" for door in DOORS))
+        click.echo(f"{title:<26}" + "".join(f"{role:>30}" for role in DOORS))
         for clients in CLIENTS:
             cells = [
-                f"{figures[f'{name}_{door}_{clients}_per_s']:>9,.0f}/s"
-                f"{figures[f'{name}_{door}_{clients}_p50_ms']:>8.2f} ms"
-                f" x{figures[f'{name}_{door}_{clients}_to_{YARDSTICK}']:.2f}"
-                for door in DOORS
+                f"{figures[f'{name}_{role}_{clients}_per_s']:>9,.0f}/s"
+                f"{figures[f'{name}_{role}_{clients}_p50_ms']:>8.2f} ms"
+                f" x{figures[f'{name}_{role}_{clients}_to_{YARDSTICK}']:.2f}"
+                for role in DOORS
             ]
             click.echo(f"  {clients:>3} clients{'':<13}" + "".join(f"{cell:>30}" for cell in cells))
     click.echo(f"Rate, the median of one call, and that median as a multiple of {YARDSTICK}'s in the same round.")

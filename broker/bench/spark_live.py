@@ -78,7 +78,7 @@ class Load:
         self._thread.join(60)
 
 
-class Watch:
+class FileWatch:
     """Looks at the files, in a thread: how long the longest write-ahead log gets, and how long a full segment waits."""
 
     def __init__(self, directory: Path) -> None:
@@ -162,7 +162,7 @@ def passed(where: str, share: int, readers: int) -> Iterator[int]:
                 yield len(offsets)
 
 
-class Reading:
+class LiveReaders:
     """Readers at work on these cores, each telling into a file of its own."""
 
     def __init__(self, where: str, cores: Sequence[int], said: Path) -> None:
@@ -189,7 +189,7 @@ def reading(where: str | None, cores: Sequence[int], said: Path) -> Iterator[Cal
     if where is None:
         yield lambda: 0
         return
-    readers = Reading(where, cores, said)
+    readers = LiveReaders(where, cores, said)
     processes = readers.processes
     try:
         yield readers.rows
@@ -250,7 +250,7 @@ def windows(
     read: dict[str, list[float]] = {kind: [] for kind in kinds}
     wal: dict[str, int] = dict.fromkeys(kinds, 0)
     waits: dict[str, float] = dict.fromkeys(kinds, 0.0)
-    load, watch = Load(url), Watch(data)
+    load, watch = Load(url), FileWatch(data)
     try:
         time.sleep(seconds)  # the first segments, and what a start costs
         for _ in range(rounds):
@@ -269,15 +269,17 @@ def windows(
     rate = {kind: statistics.median(measured) for kind, measured in rates.items()}
     figures: dict[str, float] = {f"messages/s, {kind}": round(rate[kind]) for kind in kinds}
     figures |= {f"rows/s read, {kind}": round(statistics.median(read[kind])) for kind in kinds if kinds[kind]}
-    for door in ("files", "HTTP"):
-        if door in kinds:
-            figures[f"loss by reading, {door}, %"] = round(100 * (1 - rate[door] / rate["alone"]), 1)
-            figures[f"loss besides the CPU, {door}, %"] = round(100 * (1 - rate[door] / rate[f"other {door}"]), 1)
+    for source_kind in ("files", "HTTP"):
+        if source_kind in kinds:
+            figures[f"loss by reading, {source_kind}, %"] = round(100 * (1 - rate[source_kind] / rate["alone"]), 1)
+            figures[f"loss besides the CPU, {source_kind}, %"] = round(
+                100 * (1 - rate[source_kind] / rate[f"other {source_kind}"]), 1
+            )
     figures |= {f"longest WAL, {kind}, MB": round(wal[kind] / 1e6) for kind in kinds}
     return figures | {f"longest wait to be sealed, {kind}, s": round(waits[kind], 1) for kind in kinds}
 
 
-def _rate(load: Load, watch: Watch, seconds: float) -> float:
+def _rate(load: Load, watch: FileWatch, seconds: float) -> float:
     watch.take()
     before, began = load.acknowledged, time.monotonic()
     time.sleep(seconds)

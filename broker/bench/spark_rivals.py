@@ -35,7 +35,7 @@ _PLAIN = {
 }
 
 
-class Piece(InputPartition):
+class FilePiece(InputPartition):
     """Offsets [start, end) of a file."""
 
     def __init__(self, path: str, start: int, end: int) -> None:
@@ -43,7 +43,7 @@ class Piece(InputPartition):
         self.path, self.start, self.end = path, start, end
 
 
-def pieces(directory: Path, offsets_max: int | None = None) -> list[Piece]:
+def pieces(directory: Path, offsets_max: int | None = None) -> list[FilePiece]:
     """All segment files below a data directory, in pieces; of each file `offsets_max` offsets at most."""
     found = []
     for path in sorted(directory.glob("partitions/*/*/0*.sqlite")):
@@ -52,7 +52,9 @@ def pieces(directory: Path, offsets_max: int | None = None) -> list[Piece]:
         if low is None:
             continue
         high = high if offsets_max is None else min(high, low + offsets_max)
-        found += [Piece(str(path), start, min(start + SPAN_OFFSETS, high)) for start in range(low, high, SPAN_OFFSETS)]
+        found += [
+            FilePiece(str(path), start, min(start + SPAN_OFFSETS, high)) for start in range(low, high, SPAN_OFFSETS)
+        ]
     return found
 
 
@@ -79,7 +81,7 @@ class _TuplesReader(DataSourceReader):
         return list(pieces(self.directory, self.offsets_max))
 
     def read(self, partition: InputPartition) -> Iterator[tuple[Any, ...]]:
-        assert isinstance(partition, Piece)
+        assert isinstance(partition, FilePiece)
         with closing(sqlite3.connect(f"file:{partition.path}?mode=ro&immutable=1", uri=True)) as connection:
             where = (partition.start, partition.end)
             if self.columns == TWO:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import gevent
 
-from portalmq.broker.cluster.unclean_election import Standing
+from portalmq.broker.cluster.unclean_election import ReplicaLogEnd
 from portalmq.broker.partition.clock import Clock
 from portalmq.control_plane.controller import LogEnd
 from portalmq.control_plane.mirror import PartitionKey
@@ -28,7 +28,7 @@ WAIT_FOR_ABSENT_MS = 10_000
 ASKED_AT_ONCE = 500
 
 # Ask a broker for its standing in these partitions; None for what is not open there yet. Raises PortalMQError.
-Ask = Callable[[int, Sequence[PartitionKey]], Sequence[Standing | None]]
+Ask = Callable[[int, Sequence[PartitionKey]], Sequence[ReplicaLogEnd | None]]
 
 
 class ColdElections:
@@ -59,10 +59,10 @@ class ColdElections:
                 if broker_id in live:
                     asked.setdefault(broker_id, []).append(key)
         told: dict[PartitionKey, dict[int, LogEnd]] = {key: {} for key in cold}
-        gevent.joinall([gevent.spawn(self._hear, broker_id, keys, cold, told) for broker_id, keys in asked.items()])
+        gevent.joinall([gevent.spawn(self._ask_one, broker_id, keys, cold, told) for broker_id, keys in asked.items()])
         return {key: ends for key, ends in told.items() if self._is_decided(key, cold[key], ends, now_ms)}
 
-    def _hear(
+    def _ask_one(
         self,
         broker_id: int,
         keys: list[PartitionKey],
@@ -72,10 +72,10 @@ class ColdElections:
         try:
             for start in range(0, len(keys), ASKED_AT_ONCE):
                 part = keys[start : start + ASKED_AT_ONCE]
-                for key, standing in zip(part, self._ask(broker_id, part), strict=True):
-                    if standing is not None:
-                        is_whole = standing.is_whole(cold[key], broker_id)
-                        told[key][broker_id] = (standing.last_epoch, standing.end) if is_whole else None
+                for key, log_end in zip(part, self._ask(broker_id, part), strict=True):
+                    if log_end is not None:
+                        is_whole = log_end.is_whole(cold[key], broker_id)
+                        told[key][broker_id] = (log_end.last_epoch, log_end.end) if is_whole else None
         except (PortalMQError, ValueError) as error:
             log.info("broker %d does not say yet how far its logs go: %s", broker_id, error)
 

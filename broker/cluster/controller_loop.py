@@ -1,6 +1,6 @@
 """The controller: the one broker that decides, elected by compare-and-set, and what it does while in office.
 
-Every broker has an Office and runs its loop; one at a time holds it. What is to be done is decided in
+Every broker has a ControllerLoop and runs it; one at a time holds it. What is to be done is decided in
 control_plane/controller.py, over what the mirror shows and the vigil found; here it is applied, in commits that check
 /controller_epoch, so that nothing of an older controller fits any more once a newer one is elected. For that reason
 losing the office unnoticed, or two who believe to hold it, cost time and never a message.
@@ -26,10 +26,10 @@ import gevent
 from gevent.event import Event
 
 from portalmq.broker.cluster.cold_elections import Ask, ColdElections
-from portalmq.broker.cluster.failure_detector import Vigil
+from portalmq.broker.cluster.failure_detector import FailureDetector
 from portalmq.broker.partition.clock import Clock
 from portalmq.broker.partition.yielding import give_way, in_short_turns
-from portalmq.control_plane.catalog import Catalog, Deposed, PartitionChange, Versioned
+from portalmq.control_plane.catalog import Catalog, ControllerFenced, PartitionChange, Versioned
 from portalmq.control_plane.controller import (
     Reach,
     View,
@@ -47,7 +47,7 @@ from portalmq.control_plane.state import BrokerState, ControllerState
 log = logging.getLogger(__name__)
 
 JITTER_S = 0.5
-UPKEEP_EVERY_MS = 30_000
+MAINTENANCE_EVERY_MS = 30_000
 # Changes that come one by one are decided on together.
 PASS_PAUSE_S = 0.02
 PASS_PAUSE_MIN_S = 0.2
@@ -68,7 +68,7 @@ CUT_OFF_MIN = 3
 TOLD_MAX = 20
 
 
-class Holder(Protocol):
+class ControllerHost(Protocol):
     """The broker whose office it is."""
 
     broker_id: int
@@ -90,15 +90,15 @@ class Holder(Protocol):
         ...
 
 
-class Office:
+class ControllerLoop:
     """Invariant: `held`, while it is not None, is what this broker was elected to in the present session."""
 
     def __init__(
         self,
-        holder: Holder,
+        holder: ControllerHost,
         catalog: Catalog,
         mirror: Mirror,
-        vigil: Vigil,
+        failure_detector: FailureDetector,
         clock: Clock,
         chance: Callable[[], float],
         ask: Ask,
@@ -108,15 +108,15 @@ class Office:
         self._holder = holder
         self._catalog = catalog
         self._mirror = mirror
-        self._vigil = vigil
+        self._failure_detector = failure_detector
         self._clock = clock
         self._chance = chance
         self._known: dict[int, BrokerState] = {}
         self._grace_until_ms = 0
-        self._upkeep_at_ms = 0
+        self._maintenance_at_ms = 0
         self._ask_others_ms = 0
         # Who was deposed by this broker's word alone, and when.
-        self._deposed_alone = (-1, 0)
+        self._resignation_forced = (-1, 0)
         # (broker id, incarnation): when another broker had no answer of it last.
         self._doubted_ms: dict[tuple[int, int], int] = {}
         self._ask_reach_ms = 0
@@ -130,7 +130,7 @@ class Office:
 
     def live(self) -> dict[int, BrokerState]:
         """The brokers that count as there, as far as this one can tell."""
-        return live_brokers(self._mirror.brokers, self._known, self._vigil.gone(), in_grace=self._in_grace())
+        return live_brokers(self._mirror.brokers, self._known, self._failure_detector.gone(), in_grace=self._in_grace())
 
     def begin_grace(self, session_timeout_s: float) -> None:
         """The plane is back after it was away. Who was known before keeps counting as there for one session."""
@@ -143,9 +143,9 @@ class Office:
         others = {number: broker for number, broker in self._known.items() if number != self._holder.broker_id}
         controller = self._mirror.controller
         if self.held is not None:
-            self._vigil.watch(others, others.keys())
+            self._failure_detector.watch(others, others.keys())
         else:
-            self._vigil.watch(others, {controller.value.broker_id} if controller else ())
+            self._failure_detector.watch(others, {controller.value.broker_id} if controller else ())
 
     def _in_grace(self) -> bool:
         return self._clock.now_ms() < self._grace_until_ms
@@ -164,8 +164,8 @@ class Office:
         try:
             self.attend()
             return PASS_PAUSE_S
-        except Deposed as deposed:
-            log.warning("%s", deposed)
+        except ControllerFenced as fenced:
+            log.warning("%s", fenced)
             self.lose()
         except (PlaneUnavailable, OutcomeUnknown) as away:
             log.warning("the controller's work waits: %s", away)
@@ -178,7 +178,7 @@ class Office:
 
     def _until_next_s(self) -> float:
         now_ms = self._clock.now_ms()
-        due_ms = [self._upkeep_at_ms if self.held else now_ms + UPKEEP_EVERY_MS]
+        due_ms = [self._maintenance_at_ms if self.held else now_ms + MAINTENANCE_EVERY_MS]
         if self._in_grace():
             due_ms.append(self._grace_until_ms)
         if self.held and self._cold.is_waiting:
@@ -205,8 +205,8 @@ class Office:
         assert held is not None
         self._elect_leaders(held)
         self._replace_cut_off(held)
-        if self._clock.now_ms() >= self._upkeep_at_ms:
-            self._upkeep_at_ms = self._clock.now_ms() + UPKEEP_EVERY_MS
+        if self._clock.now_ms() >= self._maintenance_at_ms:
+            self._maintenance_at_ms = self._clock.now_ms() + MAINTENANCE_EVERY_MS
             self._keep_up()
 
     def lose(self) -> None:
@@ -250,7 +250,7 @@ class Office:
         if self.held is None:
             return False
         self._tell("broker %d is controller, epoch %d", self._holder.broker_id, self.held.value.epoch)
-        self._upkeep_at_ms = self._clock.now_ms() + UPKEEP_EVERY_MS
+        self._maintenance_at_ms = self._clock.now_ms() + MAINTENANCE_EVERY_MS
         self.look_around()
         return True
 
@@ -261,7 +261,9 @@ class Office:
         registered = self._mirror.brokers.get(controller.broker_id)
         if registered is not None and registered.incarnation > controller.incarnation:
             return True  # it has started anew: the session that holds the office is of its earlier life
-        if (controller.broker_id, controller.incarnation) not in self._vigil.gone(refusals=REFUSALS_OF_A_CONTROLLER):
+        if (controller.broker_id, controller.incarnation) not in self._failure_detector.gone(
+            refusals=REFUSALS_OF_A_CONTROLLER
+        ):
             return False
         now_ms = self._clock.now_ms()
         if self._mirror.brokers.keys() - {self._holder.broker_id, controller.broker_id}:
@@ -269,10 +271,10 @@ class Office:
                 return False
             self._ask_others_ms = now_ms + ASK_OTHERS_AGAIN_MS
             return not self._holder.others_reach(controller.broker_id, controller.incarnation)
-        deposed, since_ms = self._deposed_alone
-        if deposed == controller.broker_id and now_ms < since_ms + DEPOSE_AGAIN_MS:
+        fenced, since_ms = self._resignation_forced
+        if fenced == controller.broker_id and now_ms < since_ms + DEPOSE_AGAIN_MS:
             return False  # its session decides
-        self._deposed_alone = (controller.broker_id, now_ms)
+        self._resignation_forced = (controller.broker_id, now_ms)
         return True
 
     # --- the work ----------------------------------------------------------------------------------------------------

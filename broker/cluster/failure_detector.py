@@ -1,8 +1,8 @@
 """Watching over brokers: who answers, who refuses, who is silent.
 
 A session with ZooKeeper outlives its broker by seconds. So the controller asks each broker for /livez, twice a second
-over a kept connection, and the others ask the controller. What is concluded from the answers is decided by `Pulse` and
-`gone`; that it is safe to be wrong here is the business of leader epochs, and of the controller's.
+over a kept connection, and the others ask the controller. What is concluded from the answers is decided by
+`ProbeHistory` and `gone`; that it is safe to be wrong here is the business of leader epochs, and of the controller's.
 
     refused    nobody listens at the port any more: the process has ended
     silent     it takes connections (the kernel does that) and does not answer within a second: paused, or cut off. Two
@@ -56,14 +56,14 @@ class Probe(Enum):
 
 
 @dataclass(slots=True)
-class Pulse:
+class ProbeHistory:
     """What the probes of one incarnation of a broker found since it answered last."""
 
     incarnation: int
     refused: int = 0
     silent: int = 0
 
-    def told(self, probe: Probe) -> None:
+    def record(self, probe: Probe) -> None:
         match probe:
             case Probe.ANSWERED:
                 self.refused = self.silent = 0
@@ -75,24 +75,26 @@ class Pulse:
                 pass
 
 
-def gone(pulses: Mapping[int, Pulse], *, refusals: int) -> set[BrokerKey]:
+def gone(histories: Mapping[int, ProbeHistory], *, refusals: int) -> set[BrokerKey]:
     """(id, incarnation) of those that do not live: their port refused that many times, or they were silent twice."""
     found = {
-        broker_id for broker_id, pulse in pulses.items() if pulse.refused >= refusals or pulse.silent >= SILENT_MAX
+        broker_id
+        for broker_id, history in histories.items()
+        if history.refused >= refusals or history.silent >= SILENT_MAX
     }
-    if len(found) >= 2 and len(found) == len(pulses):
+    if len(found) >= 2 and len(found) == len(histories):
         return set()
-    return {(broker_id, pulses[broker_id].incarnation) for broker_id in found}
+    return {(broker_id, histories[broker_id].incarnation) for broker_id in found}
 
 
-class Vigil:
+class FailureDetector:
     """A greenlet for each broker that is probed. `on_news` is called when a probe changed what is known of one."""
 
     def __init__(self, probe: Callable[[str], Probe], on_news: Callable[[], None]) -> None:
         self._probe = probe
         self._on_news = on_news
         self._known: dict[int, BrokerState] = {}
-        self._pulses: dict[int, Pulse] = {}
+        self._histories: dict[int, ProbeHistory] = {}
         self._probed: frozenset[int] = frozenset()
         self._rounds: dict[int, gevent.Greenlet] = {}
         self._hurry: dict[int, Event] = {}
@@ -102,12 +104,12 @@ class Vigil:
         another incarnation."""
         self._known = dict(known)
         self._probed = frozenset(probed) & known.keys()
-        for broker_id in self._pulses.keys() - known.keys():
-            del self._pulses[broker_id]
+        for broker_id in self._histories.keys() - known.keys():
+            del self._histories[broker_id]
         for broker_id, broker in known.items():
-            pulse = self._pulses.get(broker_id)
-            if pulse is None or pulse.incarnation != broker.incarnation:
-                self._pulses[broker_id] = Pulse(broker.incarnation)
+            history = self._histories.get(broker_id)
+            if history is None or history.incarnation != broker.incarnation:
+                self._histories[broker_id] = ProbeHistory(broker.incarnation)
         for broker_id in self._probed - self._rounds.keys():
             self._hurry[broker_id] = Event()
             self._rounds[broker_id] = gevent.spawn(self._ask_on, broker_id)
@@ -119,12 +121,12 @@ class Vigil:
             event.set()
 
     def gone(self, *, refusals: int = 1) -> set[BrokerKey]:
-        return gone(self._pulses, refusals=refusals)
+        return gone(self._histories, refusals=refusals)
 
     def misses(self, broker_id: int) -> bool:
         """It is probed from here, and did not answer the last time."""
-        pulse = self._pulses.get(broker_id)
-        return broker_id in self._probed and pulse is not None and pulse.refused + pulse.silent > 0
+        history = self._histories.get(broker_id)
+        return broker_id in self._probed and history is not None and history.refused + history.silent > 0
 
     def close(self) -> None:
         self._probed = frozenset()
@@ -146,33 +148,33 @@ class Vigil:
             del self._rounds[broker_id]
 
     def _is_undecided(self, broker_id: int) -> bool:
-        pulse = self._pulses.get(broker_id)
-        return pulse is not None and pulse.refused < 2
+        history = self._histories.get(broker_id)
+        return history is not None and history.refused < 2
 
     def _tell(self, broker_id: int, incarnation: int, probe: Probe) -> None:
-        pulse = self._pulses.get(broker_id)
-        if pulse is None or pulse.incarnation != incarnation:
+        history = self._histories.get(broker_id)
+        if history is None or history.incarnation != incarnation:
             return
-        before = (pulse.refused, pulse.silent)
-        pulse.told(probe)
-        if (pulse.refused, pulse.silent) == before:
+        before = (history.refused, history.silent)
+        history.record(probe)
+        if (history.refused, history.silent) == before:
             return
         if probe is Probe.ANSWERED:
             log.info("broker %d answers again", broker_id)
-        elif pulse.refused + pulse.silent <= SILENT_MAX:
+        elif history.refused + history.silent <= SILENT_MAX:
             log.warning("broker %d at %s: a probe was %s", broker_id, self._known[broker_id].url, probe.value)
         self._on_news()
 
 
 # A certificate and its key, for brokers that ask their clients for one.
-Shown = tuple[Path, Path]
+CertificatePaths = tuple[Path, Path]
 
 
 class Prober:
     """Asks brokers for /livez over kept connections; one question at a time to each. Works on greenlets in any process:
     its sockets are gevent's own."""
 
-    def __init__(self, timeout_s: float = PROBE_TIMEOUT_S, shown: Shown | None = None) -> None:
+    def __init__(self, timeout_s: float = PROBE_TIMEOUT_S, shown: CertificatePaths | None = None) -> None:
         self._timeout_s = timeout_s
         self._shown = shown
         self._connections: dict[str, HTTPConnection] = {}
@@ -239,7 +241,7 @@ class Prober:
             connection.close()
 
 
-def probe_once(url: str, shown: Shown | None = None) -> Probe:
+def probe_once(url: str, shown: CertificatePaths | None = None) -> Probe:
     """One question, beside those of a Prober. Its time is that of whoever waits for the answer."""
     prober = Prober(PROBE_TIMEOUT_S / 2, shown)
     try:
@@ -248,7 +250,7 @@ def probe_once(url: str, shown: Shown | None = None) -> Probe:
         prober.close()
 
 
-def _connection_to(url: str, timeout_s: float, shown: Shown | None) -> HTTPConnection:
+def _connection_to(url: str, timeout_s: float, shown: CertificatePaths | None) -> HTTPConnection:
     parts = urlsplit(url)
     host = parts.hostname or ""
     connection: HTTPConnection

@@ -25,15 +25,15 @@ from gevent.lock import Semaphore
 from portalmq import wire
 from portalmq.broker.partition.clock import Clock
 from portalmq.broker.partition.long_poll import Peer
-from portalmq.broker.partition.yielding import Turn, in_short_turns
+from portalmq.broker.partition.yielding import TimeSlice, in_short_turns
 from portalmq.control_plane.locks import (
     REMOVE_AT_ONCE_MAX,
-    Asked,
     Held,
+    LockOutcome,
     LockState,
     LockTable,
+    LockTicket,
     Mark,
-    Place,
     digest_of,
     lasts_ms,
     name_of,
@@ -70,13 +70,13 @@ class Sighting:
         return (self.state.token, self.version)
 
 
-class Waiter:
+class LockWaiter:
     """A client that waits here. `joined`: its place is in the queue. `away`: its wait is over, its place is kept for
     the moment. `displaced`: the same owner waits elsewhere now."""
 
     __slots__ = ("away", "displaced", "event", "gone", "joined", "place")
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: LockTicket) -> None:
         self.place = place
         self.event = Event()
         self.joined = False
@@ -109,13 +109,13 @@ class Locks:
         self._me = me
         self._clock = clock
         self._sightings: dict[str, Sighting] = {}
-        self._waiters: dict[str, dict[str, Waiter]] = {}
+        self._waiters: dict[str, dict[str, LockWaiter]] = {}
         # When, on the clock, a lock with waiters is to be looked at again if nothing changes.
         self._due: dict[str, int] = {}
         # Places that are to be given up, while somebody is doing so.
-        self._leaving: dict[str, set[Place]] = {}
+        self._leaving: dict[str, set[LockTicket]] = {}
         self._noted: set[str | None] = {None}
-        self._bell = Event()
+        self._wakeup = Event()
         self._gates: dict[str, tuple[Semaphore, int]] = {}
         self._sweep_at_ms = 0
         self._closed = False
@@ -125,7 +125,7 @@ class Locks:
 
     def start(self) -> None:
         self._plane.watch(self.note)
-        self._bell.set()
+        self._wakeup.set()
         self._keeper = gevent.spawn(self._keep)
 
     def drain(self) -> None:
@@ -149,13 +149,13 @@ class Locks:
             self._noted = {None}
         elif None not in self._noted:
             self._noted.add(name)
-        self._bell.set()
+        self._wakeup.set()
 
     def brokers_changed(self) -> None:
         """Places of brokers that are gone count no more."""
         for name in self._waiters:
             self._due[name] = 0
-        self._bell.set()
+        self._wakeup.set()
 
     # --- calls -------------------------------------------------------------------------------------------------------
 
@@ -220,7 +220,7 @@ class Locks:
 
     # --- waiting -----------------------------------------------------------------------------------------------------
 
-    def _ask(self, name: str, request: wire.LockRequest, place: Place | None) -> Asked:
+    def _ask(self, name: str, request: wire.LockRequest, place: LockTicket | None) -> LockOutcome:
         may_make = len(self._sightings) < LOCKS_MAX
         with self._gate(name):
             return self._table.ask(
@@ -228,7 +228,7 @@ class Locks:
             )
 
     def _wait(self, name: str, request: wire.LockRequest, peer: Peer | None) -> wire.LockGrant:
-        waiter = Waiter(Place(digest_of(request.owner), *self._me))
+        waiter = LockWaiter(LockTicket(digest_of(request.owner), *self._me))
         self._register(name, waiter)
         unwatch = peer.watch(waiter.leave) if peer is not None else lambda: None
         deadline = time.monotonic() + request.wait_ms / 1_000
@@ -256,14 +256,14 @@ class Locks:
             unwatch()
             self._part(name, waiter, request.keep_place_ms if keeps_place else 0)
 
-    def _register(self, name: str, waiter: Waiter) -> None:
+    def _register(self, name: str, waiter: LockWaiter) -> None:
         here = self._waiters.setdefault(name, {})
         earlier = here.get(waiter.place.who)
         if earlier is not None:
             earlier.displace()
         here[waiter.place.who] = waiter
 
-    def _part(self, name: str, waiter: Waiter, keep_ms: int) -> None:
+    def _part(self, name: str, waiter: LockWaiter, keep_ms: int) -> None:
         """The wait is over: its place is given up, at once or after `keep_ms`, unless the owner waits anew by then."""
         if self._waiters.get(name, {}).get(waiter.place.who) is not waiter:
             return
@@ -276,7 +276,7 @@ class Locks:
         if not self._closed and (seen is None or waiter.place in seen.state.queue):
             self._leave(name, waiter.place)
 
-    def _leave(self, name: str, place: Place) -> None:
+    def _leave(self, name: str, place: LockTicket) -> None:
         """Give up a place, together with all that are given up meanwhile: a thousand clients may go at once, and one
         commit for each would stand in the way of all others."""
         leaving = self._leaving.get(name)
@@ -297,7 +297,7 @@ class Locks:
         finally:
             del self._leaving[name]
 
-    def _forget(self, name: str, waiter: Waiter) -> None:
+    def _forget(self, name: str, waiter: LockWaiter) -> None:
         here = self._waiters.get(name, {})
         if here.get(waiter.place.who) is waiter:
             del here[waiter.place.who]
@@ -351,7 +351,7 @@ class Locks:
 
     def _look_again(self, name: str) -> None:
         self._due[name] = 0
-        self._bell.set()
+        self._wakeup.set()
 
     # --- the keeper --------------------------------------------------------------------------------------------------
 
@@ -359,8 +359,8 @@ class Locks:
         while not self._closed:
             now_ms = self._clock.now_ms()
             next_ms = min(self._due.values(), default=now_ms + round(SWEEP_EVERY_S * 1_000)) - now_ms
-            self._bell.wait(max(0.0, min(next_ms / 1_000, SWEEP_EVERY_S)))
-            self._bell.clear()
+            self._wakeup.wait(max(0.0, min(next_ms / 1_000, SWEEP_EVERY_S)))
+            self._wakeup.clear()
             try:
                 self._read_noted()
                 now_ms = self._clock.now_ms()
@@ -370,7 +370,7 @@ class Locks:
             except PortalMQError as error:
                 log.info("locks will be looked at again: %s", error)
                 gevent.sleep(AGAIN_S)
-                self._bell.set()
+                self._wakeup.set()
             except Exception:  # a node that cannot be decoded, say: the other locks go on
                 log.exception("the keeper of the locks failed, and goes on")
                 gevent.sleep(AGAIN_S)
@@ -384,7 +384,7 @@ class Locks:
                 names = sorted({*self._table.names(), *self._sightings})
             else:
                 names = [name for name in noted if name is not None]
-            turn = Turn()
+            turn = TimeSlice()
             for first in range(0, len(names), LOCKS_A_READ):
                 turn.pause_if_over()
                 # Nobody has his turn in between: what was read is older then than what he does.

@@ -10,7 +10,7 @@ import msgspec
 
 from portalmq.broker.cluster.peers import Peers
 from portalmq.broker.cluster.routing import Outcomes
-from portalmq.broker.cluster.rpc import Place
+from portalmq.broker.cluster.rpc import TopicPartition
 from portalmq.errors import PortalMQError
 
 T = TypeVar("T")
@@ -24,17 +24,17 @@ class Lookup(Generic[T]):
     name: str
     call: msgspec.Struct
     kind: type[T]
-    answer: Callable[[Place], T]
+    answer: Callable[[TopicPartition], T]
     peers: Peers
     timeout_s: float
 
-    def here(self, places: Sequence[Place]) -> Outcomes[T]:
+    def here(self, places: Sequence[TopicPartition]) -> Outcomes[T]:
         (place,) = places
         try:
             return {place: self.answer(place)}
         except PortalMQError as error:
             return {place: error}
 
-    def there(self, broker_id: int, places: Sequence[Place]) -> Outcomes[T]:
+    def there(self, broker_id: int, places: Sequence[TopicPartition]) -> Outcomes[T]:
         (place,) = places
         return {place: self.peers.call(broker_id, self.name, self.call, self.kind, timeout_s=self.timeout_s)}

@@ -41,7 +41,7 @@ class Keeper(Protocol):
     def storage_failed(self, fault: BaseException) -> None: ...
 
 
-class Housekeeping:
+class Maintenance:
     """Ends when `draining` is set. `sweep` looks after the groups."""
 
     def __init__(

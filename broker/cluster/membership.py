@@ -27,13 +27,13 @@ import gevent
 import msgspec
 from gevent.event import Event
 
-from portalmq.broker.cluster.controller_loop import Office
-from portalmq.broker.cluster.failure_detector import Probe, Prober, Shown, Vigil, probe_once
-from portalmq.broker.cluster.retry_budget import AT_ONCE, Patience
-from portalmq.broker.cluster.unclean_election import Standing, StandingOf, Standings, StandingsOf
+from portalmq.broker.cluster.controller_loop import ControllerLoop
+from portalmq.broker.cluster.failure_detector import CertificatePaths, FailureDetector, Probe, Prober, probe_once
+from portalmq.broker.cluster.retry_budget import AT_ONCE, RetryBudget
+from portalmq.broker.cluster.unclean_election import LogEndRequest, LogEndsRequest, ReplicaLogEnd, ReplicaLogEnds
 from portalmq.broker.core.replica.events import IsrAnswered, Outcome, PartitionStateChanged, ProposeIsr
 from portalmq.broker.partition.clock import Clock
-from portalmq.broker.partition.partition_state import word_of
+from portalmq.broker.partition.partition_state import partition_state_of
 from portalmq.broker.partition.yielding import in_short_turns
 from portalmq.control_plane.catalog import BrokerIdTaken, Catalog, Versioned
 from portalmq.control_plane.controller import View, departures, elect
@@ -77,11 +77,11 @@ class Suspicion(msgspec.Struct, frozen=True):
     refused: bool
 
 
-class Heard(msgspec.Struct, frozen=True):
+class SuspicionNoted(msgspec.Struct, frozen=True):
     """The controller will look for itself."""
 
 
-class Reach(msgspec.Struct, frozen=True):
+class ReachRequest(msgspec.Struct, frozen=True):
     """What a broker asks the others before it deposes a controller, or a leader that they may miss: do you reach it?"""
 
     broker_id: int
@@ -115,7 +115,7 @@ class Membership:
         has_files: Callable[[str], bool] | None = None,
         probe: Callable[[str], Probe] | None = None,
         chance: Callable[[], float] = random.random,
-        shown: Shown | None = None,
+        shown: CertificatePaths | None = None,
     ) -> None:
         self.broker_id = broker_id
         self.me = me
@@ -124,11 +124,13 @@ class Membership:
         self.on_session_lost: list[Callable[[], None]] = []
         self.peers: PeerCalls | None = None
         # The standing of this broker's own replicas.
-        self.standings: Callable[[Sequence[PartitionKey]], Sequence[Standing | None]] = lambda keys: [None] * len(keys)
+        self.standings: Callable[[Sequence[PartitionKey]], Sequence[ReplicaLogEnd | None]] = lambda keys: (
+            [None] * len(keys)
+        )
         self.calls: dict[str, Callable[[bytes, object], bytes]] = {
             "suspect": self._serve_suspect,
             "reach": self._serve_reach,
-            "standings": self._serve_standings,
+            "standings": self._serve_log_ends,
         }
         self._catalog = catalog
         self._plane = catalog.plane
@@ -142,8 +144,10 @@ class Membership:
         self._prober = Prober(shown=shown)
         self._probe = probe or self._prober.probe
         self._probe_once = probe or partial(probe_once, shown=shown)
-        self.vigil = Vigil(self._probe, self._wake_office)
-        self.office = Office(self, catalog, self.mirror, self.vigil, clock, chance, self._ask_standings)
+        self.failure_detector = FailureDetector(self._probe, self._wake_controller_loop)
+        self.controller_loop = ControllerLoop(
+            self, catalog, self.mirror, self.failure_detector, clock, chance, self._ask_log_ends
+        )
         self._cluster_id = cluster_id
         # The session that this broker is registered in; 0 while it is in none.
         self._session = 0
@@ -159,7 +163,7 @@ class Membership:
 
     @property
     def is_controller(self) -> bool:
-        return self.office.held is not None
+        return self.controller_loop.held is not None
 
     @property
     def registered(self) -> bool:
@@ -172,7 +176,7 @@ class Membership:
 
     # --- life --------------------------------------------------------------------------------------------------------
 
-    def start(self, patience: Patience = AT_ONCE) -> None:
+    def start(self, patience: RetryBudget = AT_ONCE) -> None:
         """Register, read everything, look after the controller, and tell the subscribers. While the plane is away it is
         waited for.
 
@@ -181,18 +185,20 @@ class Membership:
         self._cluster_id = self._cluster_id or patience(self._catalog.cluster_id)
         self._plane.watch(self._ring)
         patience(self._enter)
-        self._greenlets = [gevent.spawn(work) for work in (self._run_mirror, self._run_sessions, self.office.run)]
+        self._greenlets = [
+            gevent.spawn(work) for work in (self._run_mirror, self._run_sessions, self.controller_loop.run)
+        ]
         self._tell_subscribers()
         self._greenlets.append(gevent.spawn(self._run_subscribers))
-        self._wake_office()
+        self._wake_controller_loop()
 
     def _enter(self) -> None:
         """Register, and read everything. What an attempt that broke off has done is found done."""
         self._register_patiently()
         self._untold.add(self.mirror.refresh())
-        self.office.look_around()
+        self.controller_loop.look_around()
         if self.mirror.brokers.keys() <= {self.broker_id}:
-            self.office.attend_safely()
+            self.controller_loop.attend_safely()
             self._untold.add(self.mirror.refresh())
 
     def drain(self) -> None:
@@ -205,7 +211,7 @@ class Membership:
             deadline = clock_s() + DRAIN_WITHIN_S
             while self._could_hand_over() and clock_s() < deadline:
                 gevent.sleep(POLL_S)
-            self.office.resign()
+            self.controller_loop.resign()
         except (PlaneError, Unavailable) as fault:
             log.warning("leadership is not handed over: %s", fault)
 
@@ -213,14 +219,14 @@ class Membership:
         """Leave the cluster, once nothing is fetched here any more. What is led still is for the controller to give to
         others."""
         self._closing.set()
-        self.office.close()
-        self.vigil.close()
+        self.controller_loop.close()
+        self.failure_detector.close()
         gevent.killall(self._greenlets)
         self._prober.close()
         if not self.registered:
             return
         try:
-            self.office.resign()
+            self.controller_loop.resign()
             # In this order: nobody lets in again who is not registered.
             self._catalog.unregister_broker(self.broker_id)
             view = View(self.mirror.topics, self.mirror.partitions, {})
@@ -231,7 +237,7 @@ class Membership:
 
     def _could_hand_over(self) -> bool:
         """Whether a partition is led here that another broker can lead."""
-        others = {number: broker for number, broker in self.office.live().items() if not broker.draining}
+        others = {number: broker for number, broker in self.controller_loop.live().items() if not broker.draining}
         others.pop(self.broker_id, None)
         return any(
             held.value.leader == self.broker_id and elect(held.value, others).leader is not None
@@ -299,7 +305,7 @@ class Membership:
         self._session = 0
         self._away = True
         log.warning("the session with the control plane is lost")
-        self.office.lose()
+        self.controller_loop.lose()
         for lost in self.on_session_lost:
             _safely(lost)
 
@@ -349,11 +355,11 @@ class Membership:
             self._register()  # somebody took the entry away, or it is about to be read
         if self._away:
             self._away = False
-            self.office.begin_grace(self._plane.session_timeout_s)
-        self.office.look_around()
+            self.controller_loop.begin_grace(self._plane.session_timeout_s)
+        self.controller_loop.look_around()
         if changes:
             self._news.set()
-            self._wake_office()
+            self._wake_controller_loop()
         self._confirm_removed()
 
     def _run_subscribers(self) -> None:
@@ -382,8 +388,8 @@ class Membership:
                 self._catalog.confirm_removed(topic_id, self.broker_id)
                 self._confirmed.add(topic_id)
 
-    def _wake_office(self) -> None:
-        self.office.wake.set()
+    def _wake_controller_loop(self) -> None:
+        self.controller_loop.wake.set()
 
     # --- suspicions --------------------------------------------------------------------------------------------------
 
@@ -398,8 +404,8 @@ class Membership:
         self._suspected_ms[(broker_id, incarnation)] = now_ms
         controller = self.mirror.controller
         if self.is_controller or (controller is not None and controller.value.broker_id == broker_id):
-            self.vigil.hurry(broker_id)
-            self.office.doubt(self.broker_id, self.incarnation)
+            self.failure_detector.hurry(broker_id)
+            self.controller_loop.doubt(self.broker_id, self.incarnation)
         elif controller is not None and self.peers is not None and broker_id not in self._telling:
             self._telling.add(broker_id)
             gevent.spawn(self._tell_controller, controller.value.broker_id, Suspicion(broker_id, incarnation, refused))
@@ -407,42 +413,42 @@ class Membership:
     def _tell_controller(self, controller: int, suspicion: Suspicion) -> None:
         assert self.peers is not None
         try:
-            self.peers.call(controller, "suspect", suspicion, Heard, timeout_s=TELL_TIMEOUT_S)
+            self.peers.call(controller, "suspect", suspicion, SuspicionNoted, timeout_s=TELL_TIMEOUT_S)
         except PortalMQError as fault:
             log.info("the controller could not be told of broker %d: %s", suspicion.broker_id, fault)
         finally:
             self._telling.discard(suspicion.broker_id)
 
-    def _ask_standings(self, broker_id: int, keys: Sequence[PartitionKey]) -> Sequence[Standing | None]:
+    def _ask_log_ends(self, broker_id: int, keys: Sequence[PartitionKey]) -> Sequence[ReplicaLogEnd | None]:
         """How far the logs of these partitions go on a broker. Raises PortalMQError."""
         if broker_id == self.broker_id:
             return self.standings(keys)
         if self.peers is None:
             raise Unavailable("other brokers cannot be asked yet")
-        asked = StandingsOf([StandingOf(*key) for key in keys])
+        asked = LogEndsRequest([LogEndRequest(*key) for key in keys])
         try:
-            return self.peers.call(broker_id, "standings", asked, Standings, timeout_s=TELL_TIMEOUT_S).standings
+            return self.peers.call(broker_id, "standings", asked, ReplicaLogEnds, timeout_s=TELL_TIMEOUT_S).standings
         except NotFound:  # a broker of the version before tells of one at a time
-            return [self._ask_standing(broker_id, each) for each in asked.partitions]
+            return [self._ask_log_end(broker_id, each) for each in asked.partitions]
 
-    def _ask_standing(self, broker_id: int, asked: StandingOf) -> Standing | None:
+    def _ask_log_end(self, broker_id: int, asked: LogEndRequest) -> ReplicaLogEnd | None:
         assert self.peers is not None
         try:
-            return self.peers.call(broker_id, "standing", asked, Standing, timeout_s=TELL_TIMEOUT_S)
+            return self.peers.call(broker_id, "standing", asked, ReplicaLogEnd, timeout_s=TELL_TIMEOUT_S)
         except PartitionNotFound:
             return None
 
-    def _serve_standings(self, body: bytes, peer: object) -> bytes:
-        asked = msgspec.msgpack.decode(body, type=StandingsOf)
+    def _serve_log_ends(self, body: bytes, peer: object) -> bytes:
+        asked = msgspec.msgpack.decode(body, type=LogEndsRequest)
         found = self.standings([(each.topic_id, each.number) for each in asked.partitions])
-        return msgspec.msgpack.encode(Standings(list(found)))
+        return msgspec.msgpack.encode(ReplicaLogEnds(list(found)))
 
     def _serve_suspect(self, body: bytes, peer: object) -> bytes:
         suspicion = msgspec.msgpack.decode(body, type=Suspicion)
         if self.is_controller:
-            self.vigil.hurry(suspicion.broker_id)
-            self.office.doubt(suspicion.broker_id, suspicion.incarnation)
-        return msgspec.msgpack.encode(Heard())
+            self.failure_detector.hurry(suspicion.broker_id)
+            self.controller_loop.doubt(suspicion.broker_id, suspicion.incarnation)
+        return msgspec.msgpack.encode(SuspicionNoted())
 
     def others_reach(self, broker_id: int, incarnation: int) -> bool:
         """Whether another broker has an answer of this one, or none is there to be asked, though some are registered:
@@ -458,18 +464,18 @@ class Membership:
         gevent.joinall(list(asked.values()))
         reach = {id: each.get() for id, each in asked.items()}
         for id in reach.keys() - {self.broker_id}:
-            reach[id][self.broker_id] = not self.vigil.misses(id)
+            reach[id][self.broker_id] = not self.failure_detector.misses(id)
         return reach
 
     def _votes(self, broker_id: int, incarnation: int, *, of_older: bool | None = None) -> dict[int, bool]:
         """Whether each of the others that can be asked has an answer of this one. `of_older` counts for brokers of the
         version before, which do not know the question; None: they are left out as well."""
         others = self.mirror.brokers.keys() - {self.broker_id, broker_id}
-        asked = {id: gevent.spawn(self._ask_reach, id, Reach(broker_id, incarnation), of_older) for id in others}
+        asked = {id: gevent.spawn(self._ask_reach, id, ReachRequest(broker_id, incarnation), of_older) for id in others}
         gevent.joinall(list(asked.values()))
         return {id: vote for id, each in asked.items() if (vote := each.value) is not None}
 
-    def _ask_reach(self, other: int, reach: Reach, of_older: bool | None) -> bool | None:
+    def _ask_reach(self, other: int, reach: ReachRequest, of_older: bool | None) -> bool | None:
         assert self.peers is not None
         try:
             return self.peers.call(other, "reach", reach, Reached, timeout_s=TELL_TIMEOUT_S).answers
@@ -479,9 +485,9 @@ class Membership:
             return of_older
 
     def _serve_reach(self, body: bytes, peer: object) -> bytes:
-        reach = msgspec.msgpack.decode(body, type=Reach)
+        reach = msgspec.msgpack.decode(body, type=ReachRequest)
         broker = self.mirror.brokers.get(reach.broker_id)
-        if broker is None or broker.incarnation != reach.incarnation or self.vigil.misses(reach.broker_id):
+        if broker is None or broker.incarnation != reach.incarnation or self.failure_detector.misses(reach.broker_id):
             return msgspec.msgpack.encode(Reached(False))
         found = self._probe_once(broker.url)
         if found is Probe.UNSURE:
@@ -530,7 +536,9 @@ class Membership:
             resigning=self.broker_id if proposal.resigns else None,
         )
         version = self._catalog.set_partition(topic_id, number, wanted, held.version)
-        return IsrAnswered(proposal.version, Outcome.APPLIED, word_of(wanted, version, configured_min_insync))
+        return IsrAnswered(
+            proposal.version, Outcome.APPLIED, partition_state_of(wanted, version, configured_min_insync)
+        )
 
     def reread(
         self, topic_id: str, number: int, refresh: int, configured_min_insync: int | None
@@ -543,7 +551,11 @@ class Membership:
             if not isinstance(fault, Unavailable):
                 log.exception("%s/%d could not be read again", topic_id, number)
             return None
-        return None if held is None else word_of(held.value, held.version, configured_min_insync, refresh=refresh)
+        return (
+            None
+            if held is None
+            else partition_state_of(held.value, held.version, configured_min_insync, refresh=refresh)
+        )
 
 
 def _safely(call: Callable[[], None]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from portalmq.broker.cluster.rpc import Place
+from portalmq.broker.cluster.rpc import TopicPartition
 from portalmq.broker.cluster.topics import Topic, Topics
 from portalmq.broker.partition.partition import Partition
 from portalmq.control_plane.mirror import Mirror
@@ -10,7 +10,7 @@ from portalmq.control_plane.state import partition_path, topic_path
 from portalmq.errors import TopicNotFound, Unavailable
 
 
-class Atlas:
+class MetadataCache:
     """What `forwarding.Leaders` goes by, and what other brokers' calls are looked up in."""
 
     def __init__(self, topics: Topics, mirror: Mirror) -> None:
@@ -24,18 +24,18 @@ class Atlas:
             raise Unavailable(f"this broker does not know this topic {name!r} yet, or any more", retry_after_s=0.1)
         return topic
 
-    def partition(self, place: Place) -> Partition:
+    def partition(self, place: TopicPartition) -> Partition:
         """The partition, when it is led here. Raises NotLeader, Unavailable."""
         return self._topic_with(place).partition(place.number)
 
-    def leader_of(self, place: Place) -> int | None:
+    def leader_of(self, place: TopicPartition) -> int | None:
         """Who leads, as far as this broker knows. Raises Unavailable where it knows less than whoever made the place,
         and TopicNotFound by the authority of a tombstone alone."""
         if place.topic_id in self._mirror.tombstones:
             raise TopicNotFound(f"topic {place.topic!r} was deleted while this was on its way")
         return self._topic_with(place).leader_of(place.number)
 
-    def _topic_with(self, place: Place) -> Topic:
+    def _topic_with(self, place: TopicPartition) -> Topic:
         topic = self.topic(place.topic, place.topic_id)
         if place.number >= topic.state.partitions:  # it only grows
             self._mirror.note(topic_path(place.topic))
@@ -47,5 +47,5 @@ class Atlas:
     def url_of(self, broker_id: int) -> str | None:
         return self._mirror.url_of(broker_id)
 
-    def look_again(self, place: Place) -> None:
+    def look_again(self, place: TopicPartition) -> None:
         self._mirror.note(partition_path(place.topic_id, place.number))

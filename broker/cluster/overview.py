@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import msgspec
 
 from portalmq import wire
-from portalmq.broker.cluster.metadata_cache import Atlas
+from portalmq.broker.cluster.metadata_cache import MetadataCache
 from portalmq.broker.cluster.peers import Peers
-from portalmq.broker.cluster.routing import Leaders, Outcomes, place_of
-from portalmq.broker.cluster.rpc import Partitions, PartitionSize, Place, Result, result_of
+from portalmq.broker.cluster.routing import LeaderRouter, Outcomes, place_of
+from portalmq.broker.cluster.rpc import Partitions, PartitionSize, Result, TopicPartition, result_of
 from portalmq.broker.cluster.topics import Topic, Topics
 from portalmq.broker.partition.yielding import in_short_turns
 from portalmq.control_plane.mirror import Mirror
@@ -30,17 +30,17 @@ _Sizes = list[Result[PartitionSize]]
 
 
 @dataclass(slots=True)
-class _Sizing:
+class _SizeRequest:
     """The work of asking the leaders for offsets and sizes."""
 
-    atlas: Atlas
+    metadata_cache: MetadataCache
     peers: Peers
 
-    def here(self, places: Sequence[Place]) -> Outcomes[PartitionSize]:
+    def here(self, places: Sequence[TopicPartition]) -> Outcomes[PartitionSize]:
         outcomes: Outcomes[PartitionSize] = {}
         for place in in_short_turns(places):
             try:
-                partition = self.atlas.partition(place)
+                partition = self.metadata_cache.partition(place)
             except PortalMQError as error:
                 outcomes[place] = error
             else:
@@ -48,7 +48,7 @@ class _Sizing:
                 outcomes[place] = PartitionSize(log.log_start_offset, partition.high_watermark, log.size_bytes)
         return outcomes
 
-    def there(self, broker_id: int, places: Sequence[Place]) -> Outcomes[PartitionSize]:
+    def there(self, broker_id: int, places: Sequence[TopicPartition]) -> Outcomes[PartitionSize]:
         call = Partitions(places[0].topic, places[0].topic_id, [place.number for place in places])
         results = self.peers.call(broker_id, "partitions", call, _Sizes, timeout_s=SIZE_TIMEOUT_S)
         return {place: result.outcome() for place, result in zip(places, results, strict=True)}
@@ -56,14 +56,20 @@ class _Sizing:
 
 class Overview:
     def __init__(
-        self, cluster_id: str, topics: Topics, atlas: Atlas, leaders: Leaders, peers: Peers, mirror: Mirror
+        self,
+        cluster_id: str,
+        topics: Topics,
+        metadata_cache: MetadataCache,
+        leaders: LeaderRouter,
+        peers: Peers,
+        mirror: Mirror,
     ) -> None:
         self._cluster_id = cluster_id
         self._topics = topics
         self._leaders = leaders
         self._mirror = mirror
-        self._sizing = _Sizing(atlas, peers)
-        self._sizes: dict[Place, PartitionSize] = {}
+        self._sizing = _SizeRequest(metadata_cache, peers)
+        self._sizes: dict[TopicPartition, PartitionSize] = {}
         self._urls: dict[int, str] = {}
 
     # --- topics ------------------------------------------------------------------------------------------------------
@@ -82,7 +88,7 @@ class Overview:
             replication_factor=state.replication_factor,
         )
 
-    def _described(self, topic: TopicState, place: Place) -> wire.PartitionDescription:
+    def _described(self, topic: TopicState, place: TopicPartition) -> wire.PartitionDescription:
         held = self._partition(topic, place.number)
         size = self._sizes.get(place, UNKNOWN)
         return wire.PartitionDescription(
@@ -98,7 +104,7 @@ class Overview:
 
     def serve_partitions(self, body: bytes) -> bytes:
         call = msgspec.msgpack.decode(body, type=Partitions)
-        places = [Place(call.topic, call.topic_id, number) for number in call.numbers]
+        places = [TopicPartition(call.topic, call.topic_id, number) for number in call.numbers]
         outcomes = self._sizing.here(places)
         return _encode([result_of(outcomes[place]) for place in places])
 

@@ -26,7 +26,7 @@ from portalmq.broker.cluster.exits import UsageError
 from portalmq.control_plane.state import BrokerState
 from portalmq.errors import Forbidden, PortalMQError, Unauthorized, Unavailable, error_from_problem
 from portalmq.network.connection import Address, ConnectionPool, NoAnswer, NotSent, parse_address
-from portalmq.network.http_answer import Answer
+from portalmq.network.http_answer import HttpAnswer
 from portalmq.network.tls import NO_FILES, context_of
 
 CREDENTIAL_SCHEME = "PortalMQ-Broker"
@@ -53,17 +53,17 @@ class NotAnswered(Unavailable):
         super().__init__(detail, outcome="unknown", retry_after_s=0.1)
 
 
-class Registry(Protocol):
+class BrokerAddresses(Protocol):
     """Where the brokers are: the mirror of the control plane."""
 
     @property
     def brokers(self) -> Mapping[int, BrokerState]: ...
 
 
-class Exchanger(Protocol):
+class PeerConnections(Protocol):
     """What is needed of a pool of connections."""
 
-    def exchange(self, address: Address, method: str, head: bytes, body: bytes, timeout_s: float) -> Answer: ...
+    def exchange(self, address: Address, method: str, head: bytes, body: bytes, timeout_s: float) -> HttpAnswer: ...
     def rest(self) -> None: ...
     def close(self) -> None: ...
 
@@ -74,15 +74,15 @@ class Peers:
 
     def __init__(
         self,
-        registry: Registry,
+        registry: BrokerAddresses,
         secret: str,
         *,
         tls: ssl.SSLContext | None = None,
-        pool: Exchanger | None = None,
+        pool: PeerConnections | None = None,
     ) -> None:
         self._registry = registry
         self._credential = credential(secret)
-        self._pool: Exchanger = pool or ConnectionPool(
+        self._pool: PeerConnections = pool or ConnectionPool(
             tls=tls,
             connections_per_host_max=CONNECTIONS_PER_BROKER_MAX,
             connect_timeout_s=CONNECT_TIMEOUT_S,
@@ -197,7 +197,7 @@ def _context(authorities: Path, may_lack_some: bool, shown: tuple[Path, Path] | 
     return context
 
 
-def _error_of(answer: Answer, broker_id: int, name: str) -> PortalMQError:
+def _error_of(answer: HttpAnswer, broker_id: int, name: str) -> PortalMQError:
     if answer.headers.get("Content-Type", "").startswith(wire.PROBLEM):
         try:
             problem = msgspec.json.decode(answer.body, type=dict[str, object])

@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TypeVar
 
-from portalmq.broker.cluster.unclean_election import Standing
+from portalmq.broker.cluster.unclean_election import ReplicaLogEnd
 from portalmq.broker.partition.folding import Recovered, recover
 from portalmq.broker.partition.host import PartitionHost
 from portalmq.broker.partition.partition import Partition
-from portalmq.broker.storage.errors import CorruptBatch, DamagedFile, Shortage, faults_of
+from portalmq.broker.storage.errors import CorruptBatch, CorruptFile, Shortage, faults_of
 from portalmq.broker.storage.files import make_directory, sync_directory, write_atomically
 from portalmq.broker.storage.log import Log
 from portalmq.broker.storage.open_files import OpenFiles
@@ -168,7 +168,7 @@ class Replicas:
 
     def open(
         self, topic: TopicState, number: int, is_whole_elsewhere: Callable[[], bool | None]
-    ) -> Partition | Standing | None:
+    ) -> Partition | ReplicaLogEnd | None:
         """The replica, made when there is none; None while the disk has no room for it.
 
         One whose files are damaged, or that lacks what it knew to be committed, is set aside and begins anew when
@@ -209,16 +209,18 @@ class Replicas:
             recovered=recovered,
         )
 
-    def _unusable(self, opened: Opened | Exception) -> Standing | None:
+    def _unusable(self, opened: Opened | Exception) -> ReplicaLogEnd | None:
         """The standing of a replica that is not to take part; None of one that is."""
         incarnation = self._host.incarnation
-        if isinstance(opened, CorruptBatch | DamagedFile):
-            return Standing("", incarnation, 0, 0, 0, fault=str(opened))
+        if isinstance(opened, CorruptBatch | CorruptFile):
+            return ReplicaLogEnd("", incarnation, 0, 0, 0, fault=str(opened))
         if isinstance(opened, Exception) or not opened[2].lost:
             return None
         files, _, found, store_uuid = opened
         last_epoch = found.epochs[-1][0] if found.epochs else 0
-        return Standing(store_uuid, incarnation, last_epoch, files.end_offset, found.high_watermark, lossy=found.lost)
+        return ReplicaLogEnd(
+            store_uuid, incarnation, last_epoch, files.end_offset, found.high_watermark, lossy=found.lost
+        )
 
     def _close(self, opened: Opened | Exception) -> None:
         if not isinstance(opened, Exception):

@@ -22,7 +22,7 @@ def passes(fault: Exception) -> bool:
     return isinstance(fault, Unavailable) and fault.retryable
 
 
-class Patience:
+class RetryBudget:
     """Repeats attempts while they fail with faults that pass, for `limit_s` in all. `tell` hears of the first one, and
     of the seconds that are left."""
 
@@ -59,4 +59,4 @@ class Patience:
 
 
 # Never waits.
-AT_ONCE = Patience(0.0)
+AT_ONCE = RetryBudget(0.0)

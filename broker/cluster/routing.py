@@ -23,7 +23,7 @@ import gevent
 from gevent.event import Event
 
 from portalmq.broker.cluster.peers import NotAnswered
-from portalmq.broker.cluster.rpc import Place
+from portalmq.broker.cluster.rpc import TopicPartition
 from portalmq.broker.partition.writer import NotCommittedYet
 from portalmq.control_plane.state import TopicState
 from portalmq.errors import NotLeader, PartitionNotFound, PortalMQError, Unavailable
@@ -37,7 +37,7 @@ PAUSE_MAX_S = 0.2
 ABANDON_AFTER_S = 0.3
 
 T = TypeVar("T")
-Outcomes = dict[Place, T | PortalMQError]
+Outcomes = dict[TopicPartition, T | PortalMQError]
 
 
 class NoSuchPartition(PartitionNotFound):
@@ -48,40 +48,40 @@ class NoSuchPartition(PartitionNotFound):
         self.topic = topic
 
 
-def place_of(topic: TopicState, number: int) -> Place:
+def place_of(topic: TopicState, number: int) -> TopicPartition:
     """Raises NoSuchPartition."""
     if not 0 <= number < topic.partitions:
         raise NoSuchPartition(topic, number)
-    return Place(topic.name, topic.topic_id, number)
+    return TopicPartition(topic.name, topic.topic_id, number)
 
 
 class Work(Protocol[T]):
     """A call with a share at each of several partitions. Both halves answer for every place they are given."""
 
-    def here(self, places: Sequence[Place]) -> dict[Place, T | PortalMQError]:
+    def here(self, places: Sequence[TopicPartition]) -> dict[TopicPartition, T | PortalMQError]:
         """Do the shares of partitions that this broker leads."""
         ...
 
-    def there(self, broker_id: int, places: Sequence[Place]) -> dict[Place, T | PortalMQError]:
+    def there(self, broker_id: int, places: Sequence[TopicPartition]) -> dict[TopicPartition, T | PortalMQError]:
         """Have another broker do the shares of partitions that it leads. May raise for all of them at once."""
         ...
 
 
-class Map(Protocol):
+class LeaderLookup(Protocol):
     """Who leads what, as this broker knows it now."""
 
-    def leader_of(self, place: Place) -> int | None:
+    def leader_of(self, place: TopicPartition) -> int | None:
         """None while nobody leads. Raises TopicNotFound, PartitionNotFound."""
         ...
 
     def url_of(self, broker_id: int) -> str | None: ...
 
-    def look_again(self, place: Place) -> None:
+    def look_again(self, place: TopicPartition) -> None:
         """What is known of this partition may be old: have it read again. Does not block."""
         ...
 
 
-class Waiting(Protocol):
+class WaitingClient(Protocol):
     """The client behind a call."""
 
     def gone(self) -> bool: ...
@@ -93,36 +93,41 @@ class _Asked(Generic[T]):
     """A broker that was asked, for what, and the greenlet that waits for its answer."""
 
     broker_id: int
-    places: Sequence[Place]
+    places: Sequence[TopicPartition]
     greenlet: gevent.Greenlet
 
     def unanswered(self, why: str) -> str:
         return f"broker {self.broker_id} gave no answer yet, and {why}"
 
 
-class Leaders:
+class LeaderRouter:
     """Brings work to the leaders. `changed` is to be called when the leadership of anything has moved."""
 
     def __init__(
-        self, broker_id: int, leads: Map, *, chance: Callable[[], float] = random.random, patience_s: float = PATIENCE_S
+        self,
+        broker_id: int,
+        leads: LeaderLookup,
+        *,
+        chance: Callable[[], float] = random.random,
+        patience_s: float = PATIENCE_S,
     ) -> None:
         self.broker_id = broker_id
         self._map = leads
         self._chance = chance
         self._patience_s = patience_s
-        self._bells: set[Event] = set()
+        self._wakeups: set[Event] = set()
 
     def changed(self) -> None:
-        for bell in tuple(self._bells):
-            bell.set()
+        for wakeup in tuple(self._wakeups):
+            wakeup.set()
 
-    def leader_of(self, place: Place) -> int | None:
+    def leader_of(self, place: TopicPartition) -> int | None:
         return self._map.leader_of(place)
 
-    def led_here(self, place: Place) -> bool:
+    def led_here(self, place: TopicPartition) -> bool:
         return self._map.leader_of(place) == self.broker_id
 
-    def not_leader(self, place: Place, leader: int) -> NotLeader:
+    def not_leader(self, place: TopicPartition, leader: int) -> NotLeader:
         """The error that tells a client where to go."""
         return NotLeader(
             f"broker {leader} leads partition {place.number} of topic {place.topic!r}",
@@ -130,7 +135,7 @@ class Leaders:
             leader_url=self._map.url_of(leader),
         )
 
-    def check_led_here(self, places: Iterable[Place]) -> None:
+    def check_led_here(self, places: Iterable[TopicPartition]) -> None:
         """What is not to be forwarded is done whole or not at all: raises NotLeader for what another broker leads."""
         for place in places:
             leader = self._map.leader_of(place)
@@ -139,12 +144,12 @@ class Leaders:
 
     def one(
         self,
-        place: Place,
+        place: TopicPartition,
         work: Work[T],
         *,
         forward: bool = True,
         repeatable: bool = False,
-        waiting: Waiting | None = None,
+        waiting: WaitingClient | None = None,
     ) -> T:
         """The outcome at a single partition. Raises its error."""
         outcome = self.run([place], work, forward=forward, repeatable=repeatable, waiting=waiting)[place]
@@ -152,7 +157,7 @@ class Leaders:
             raise outcome
         return outcome
 
-    def ask(self, broker_id: int, places: Sequence[Place], call: Callable[[], T]) -> T:
+    def ask(self, broker_id: int, places: Sequence[TopicPartition], call: Callable[[], T]) -> T:
         """What `call` has of another broker that leads these partitions; it is not waited for once others lead all of
         them. Raises what `call` raises, NotAnswered, and Unavailable when there is nothing to ask it for."""
         if not places:
@@ -171,38 +176,38 @@ class Leaders:
 
     def run(
         self,
-        places: Sequence[Place],
+        places: Sequence[TopicPartition],
         work: Work[T],
         *,
         forward: bool = True,
         repeatable: bool = False,
         patience_s: float | None = None,
-        waiting: Waiting | None = None,
+        waiting: WaitingClient | None = None,
     ) -> Outcomes[T]:
         """The outcome at each partition, a value or an error; tried for `patience_s` where the leadership is moving.
 
         `waiting`: the client that all this is for; once it has gone nothing more is begun.
         """
         outcomes: Outcomes[T] = {}
-        doubtful: set[Place] = set()
+        doubtful: set[TopicPartition] = set()
         pending = list(places)
-        bell: Event | None = None
+        wakeup: Event | None = None
         deadline = pause_s = 0.0
         try:
             while True:
-                if bell is not None:
-                    bell.clear()
+                if wakeup is not None:
+                    wakeup.clear()
                 found: Outcomes[T] = self._once(pending, work, forward, waiting)
-                if bell is None and not any(isinstance(outcome, PortalMQError) for outcome in found.values()):
+                if wakeup is None and not any(isinstance(outcome, PortalMQError) for outcome in found.values()):
                     return found
                 outcomes |= found
                 doubtful |= {place for place in pending if _is_unknown(outcomes[place])}
                 pending = [place for place in pending if self._may_mend(outcomes[place], forward, repeatable)]
                 if not pending or (waiting is not None and waiting.gone()):
                     break
-                if bell is None:  # patience counts from the first failure: some work waits
-                    bell = Event()
-                    self._bells.add(bell)
+                if wakeup is None:  # patience counts from the first failure: some work waits
+                    wakeup = Event()
+                    self._wakeups.add(wakeup)
                     if patience_s is None:
                         patience_s = self._patience_s if forward else min(self._patience_s, OWN_PATIENCE_S)
                     deadline, pause_s = time.monotonic() + patience_s, PAUSE_FIRST_S
@@ -211,17 +216,19 @@ class Leaders:
                     break
                 for place in pending:
                     self._map.look_again(place)
-                bell.wait(min(left_s, pause_s * (0.5 + 0.5 * self._chance())))
+                wakeup.wait(min(left_s, pause_s * (0.5 + 0.5 * self._chance())))
                 pause_s = min(2 * pause_s, PAUSE_MAX_S)
         finally:
-            if bell is not None:
-                self._bells.discard(bell)
+            if wakeup is not None:
+                self._wakeups.discard(wakeup)
         for place in doubtful:
             outcome = outcomes[place]
             if isinstance(outcome, PortalMQError):  # the last try was refused; what became of an earlier one, who knows
                 outcome.outcome = "unknown"
         if forward:
-            outcomes |= {place: told(error) for place, error in outcomes.items() if isinstance(error, NotLeader)}
+            outcomes |= {
+                place: as_unavailable(error) for place, error in outcomes.items() if isinstance(error, NotLeader)
+            }
         return outcomes
 
     def _may_mend(self, outcome: object, forward: bool, repeatable: bool) -> bool:
@@ -233,10 +240,12 @@ class Leaders:
             return False
         return forward or not isinstance(outcome, NotLeader) or outcome.extra.get("leader") in {None, self.broker_id}
 
-    def _once(self, places: Sequence[Place], work: Work[T], forward: bool, waiting: Waiting | None) -> Outcomes[T]:
+    def _once(
+        self, places: Sequence[TopicPartition], work: Work[T], forward: bool, waiting: WaitingClient | None
+    ) -> Outcomes[T]:
         outcomes: Outcomes[T] = {}
-        here: list[Place] = []
-        there: dict[int, list[Place]] = {}
+        here: list[TopicPartition] = []
+        there: dict[int, list[TopicPartition]] = {}
         for place in places:
             try:
                 leader = self._map.leader_of(place)
@@ -269,27 +278,27 @@ class Leaders:
             gevent.killall([each.greenlet for each in asked], block=False)
         return outcomes
 
-    def _answer_of(self, asked: _Asked[T], waiting: Waiting | None) -> Outcomes[T]:
+    def _answer_of(self, asked: _Asked[T], waiting: WaitingClient | None) -> Outcomes[T]:
         why = self._why_left(asked, waiting)
         if why:
             return {place: NotAnswered(asked.unanswered(why)) for place in asked.places}
         outcomes: Outcomes[T] = asked.greenlet.get()
         return outcomes
 
-    def _why_left(self, asked: _Asked[T], waiting: Waiting | None) -> str:
+    def _why_left(self, asked: _Asked[T], waiting: WaitingClient | None) -> str:
         """Wait for the answer; why that is given up, or nothing when it is there."""
-        bell = Event()
-        self._bells.add(bell)
-        asked.greenlet.link(lambda _: bell.set())
-        unwatch = waiting.watch(bell.set) if waiting is not None else None
+        wakeup = Event()
+        self._wakeups.add(wakeup)
+        asked.greenlet.link(lambda _: wakeup.set())
+        unwatch = waiting.watch(wakeup.set) if waiting is not None else None
         abandon_at = 0.0
         try:
             while not asked.greenlet.ready():
                 if abandon_at:
-                    bell.wait(max(0.0, abandon_at - time.monotonic()))
+                    wakeup.wait(max(0.0, abandon_at - time.monotonic()))
                 else:
-                    bell.wait()
-                bell.clear()
+                    wakeup.wait()
+                wakeup.clear()
                 if asked.greenlet.ready():
                     break
                 if waiting is not None and waiting.gone():
@@ -299,7 +308,7 @@ class Leaders:
                 elif abandon_at and time.monotonic() >= abandon_at:
                     return "another broker leads meanwhile"
         finally:
-            self._bells.discard(bell)
+            self._wakeups.discard(wakeup)
             if unwatch is not None:
                 unwatch()
         return ""
@@ -312,7 +321,7 @@ class Leaders:
             return True
 
 
-def _ask(work: Work[T], broker_id: int, places: Sequence[Place]) -> Outcomes[T]:
+def _ask(work: Work[T], broker_id: int, places: Sequence[TopicPartition]) -> Outcomes[T]:
     try:
         return work.there(broker_id, places)
     except PortalMQError as error:
@@ -326,7 +335,7 @@ def _tried(call: Callable[[], T]) -> T | PortalMQError:
         return error
 
 
-def told(error: PortalMQError) -> PortalMQError:
+def as_unavailable(error: PortalMQError) -> PortalMQError:
     """To whoever leaves it to us to find the leader, `not_leader` would say nothing."""
     if not isinstance(error, NotLeader):
         return error

@@ -21,7 +21,7 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar
 import msgspec
 
 from portalmq.broker.partition.answer_size import ANSWER_BYTES_MAX
-from portalmq.broker.partition.long_poll import Delivered
+from portalmq.broker.partition.long_poll import LeasedMessage
 from portalmq.broker.storage.batch import Record
 from portalmq.errors import PortalMQError, error_from_problem
 from portalmq.wire import Acks, GroupStart, ProducerStamp
@@ -30,7 +30,7 @@ T = TypeVar("T")
 Verb = Literal["ack", "nack", "extend", "release"]
 
 
-class Place(NamedTuple):
+class TopicPartition(NamedTuple):
     """A partition, wherever it is led."""
 
     topic: str
@@ -89,7 +89,7 @@ class Produce(msgspec.Struct, array_like=True):
     is_copies: bool = False
 
 
-class Appended(msgspec.Struct, array_like=True):
+class AppendResult(msgspec.Struct, array_like=True):
     """Where a share stands: one after another from `base_offset`, or each in its own of `places` (offset, timestamp)
     when some were in the log already."""
 
@@ -118,7 +118,7 @@ class Browsed(msgspec.Struct, array_like=True):
     high_watermark: int
 
 
-class Purge(msgspec.Struct, array_like=True):
+class PurgeCall(msgspec.Struct, array_like=True):
     topic: str
     topic_id: str
     numbers: list[int]
@@ -178,7 +178,7 @@ class Finish(msgspec.Struct, array_like=True):
     holder: str | None = None
 
 
-class Turn(msgspec.Struct, array_like=True):
+class SharedOffsetCall(msgspec.Struct, array_like=True):
     """Whose turn is it in a queue with one shared offset? With `done`, an offset, that message's is over, if it was."""
 
     group: str
@@ -213,11 +213,11 @@ class Receive(msgspec.Struct, array_like=True):
     patient: bool = True
 
 
-class Received(msgspec.Struct, array_like=True):
+class ReceiveResult(msgspec.Struct, array_like=True):
     """`unbegun`: there is a partition where the group has not begun, and where it begins is for the asking broker to
     say. `known`: of a replay, whether the attempt is known here."""
 
-    messages: list[Delivered]
+    messages: list[LeasedMessage]
     unbegun: bool = False
     known: bool = False
 
@@ -246,7 +246,7 @@ class Start(msgspec.Struct, array_like=True):
     start: GroupStart
 
 
-class Known(msgspec.Struct, array_like=True):
+class GroupBegunCall(msgspec.Struct, array_like=True):
     """Has the group begun on these partitions?"""
 
     group: str

@@ -45,7 +45,7 @@ class TimeTold(msgspec.Struct, frozen=True):
     machine_ms: int
 
 
-class Peers(Protocol):
+class PeerClocks(Protocol):
     def call(self, broker_id: int, name: str, request: msgspec.Struct, kind: type[T], *, timeout_s: float) -> T: ...
 
 
@@ -68,7 +68,7 @@ class Timekeeping:
     """`off_ms` is how far the machine's time of day is ahead of the agreed one; `differs` that brokers do not agree."""
 
     def __init__(
-        self, clock: Clock, broker_id: int, brokers: Callable[[], Mapping[int, BrokerState]], peers: Peers
+        self, clock: Clock, broker_id: int, brokers: Callable[[], Mapping[int, BrokerState]], peers: PeerClocks
     ) -> None:
         self.off_ms = 0
         self.differs = False

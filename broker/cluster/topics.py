@@ -28,15 +28,15 @@ from portalmq import wire
 from portalmq.broker.cluster.capacity import Capacity
 from portalmq.broker.cluster.replicas import Files, Replicas
 from portalmq.broker.cluster.routing import NoSuchPartition, place_of
-from portalmq.broker.cluster.rpc import Place
-from portalmq.broker.cluster.unclean_election import PeerCalls, Standing, StandingOf, is_whole_elsewhere
+from portalmq.broker.cluster.rpc import TopicPartition
+from portalmq.broker.cluster.unclean_election import ElectionPeers, LogEndRequest, ReplicaLogEnd, is_whole_elsewhere
 from portalmq.broker.core.queue.receipts import topic_tag
 from portalmq.broker.core.replica.events import PartitionStateChanged, SessionLost
 from portalmq.broker.partition.host import PartitionHost, PartitionMembership
 from portalmq.broker.partition.partition import Partition
-from portalmq.broker.partition.partition_state import word_of
+from portalmq.broker.partition.partition_state import partition_state_of
 from portalmq.broker.partition.yielding import in_short_turns
-from portalmq.broker.replication.ticker import Pulse
+from portalmq.broker.replication.ticker import Ticker
 from portalmq.control_plane.catalog import Catalog, Versioned
 from portalmq.control_plane.mirror import Changes, Mirror
 from portalmq.control_plane.plane import PlaneError
@@ -76,7 +76,7 @@ class TopicsHost(PartitionHost, Protocol):
     def membership(self) -> TopicsMembership: ...
 
     @property
-    def peers(self) -> PeerCalls: ...
+    def peers(self) -> ElectionPeers: ...
 
 
 class Topic:
@@ -94,7 +94,7 @@ class Topic:
     def name(self) -> str:
         return self.state.name
 
-    def place(self, number: int) -> Place:
+    def place(self, number: int) -> TopicPartition:
         """The place of a partition that a caller names. Raises PartitionNotFound only if the control plane has none
         such; Unavailable where the topic has grown, and this broker has not heard of it."""
         try:
@@ -127,10 +127,10 @@ class Topic:
     def _check_serves(self, partition: Partition, now_ms: int) -> None:
         if not partition.replica.may_serve(now_ms):
             raise Unavailable("this broker cannot know whether it still leads the partition", retry_after_s=0.2)
-        book = partition.replica.in_sync
-        if partition.serves or book is None:
+        isr_tracker = partition.replica.in_sync
+        if partition.serves or isr_tracker is None:
             return
-        live, needed = book.live_members(now_ms), book.state.min_insync_replicas
+        live, needed = isr_tracker.live_members(now_ms), isr_tracker.state.min_insync_replicas
         if live < needed:
             raise NotEnoughReplicas(f"{live} replicas are in sync, {needed} are needed", retry_after_s=1.0)
         raise Unavailable("this broker was elected, and has not begun to lead yet", retry_after_s=0.1)
@@ -179,7 +179,7 @@ class Topics:
         self._replicas = Replicas(host, Files(data_dir, cluster_id, host.store_uuid))
         self._opening: set[tuple[str, int]] = set()
         # Replicas that stay closed: their files are damaged, and no other is known to be whole.
-        self._unusable: dict[tuple[str, int], Standing] = {}
+        self._unusable: dict[tuple[str, int], ReplicaLogEnd] = {}
         self._ending: set[str] = set()
         self._removing: set[str] = set()
         self._open_slots = BoundedSemaphore(OPENING_AT_A_TIME)
@@ -188,7 +188,7 @@ class Topics:
         self._describing = BoundedSemaphore()
         self._moved = Event()
         self._closed = False
-        self.pulse = Pulse(host, self.partitions)
+        self.ticker = Ticker(host, self.partitions)
         self.on_removed: Callable[[Topic], None] = lambda topic: None
         self.on_grown: Callable[[Topic], None] = lambda topic: None
         self.on_opened: Callable[[Partition], None] = lambda partition: None
@@ -206,7 +206,7 @@ class Topics:
         topic = self._by_id.get(topic_id)
         return topic.local.get(number) if topic is not None else None
 
-    def closed_standing(self, topic_id: str, number: int) -> Standing | None:
+    def closed_log_end(self, topic_id: str, number: int) -> ReplicaLogEnd | None:
         """Of a replica that stays closed because its files are damaged."""
         return self._unusable.get((topic_id, number))
 
@@ -243,7 +243,7 @@ class Topics:
     def _hear_brokers(self, brokers: Mapping[int, BrokerState]) -> None:
         self._brokers = {number: (broker.incarnation, broker.store_uuid) for number, broker in brokers.items()}
         for partition in in_short_turns(self.partitions()):
-            partition.hear_brokers(self._brokers)
+            partition.on_brokers_changed(self._brokers)
 
     def _sync_topic(self, name: str, state: TopicState | None) -> None:
         topic = self._topics.get(name)
@@ -280,7 +280,7 @@ class Topics:
             return
         partition = topic.local.get(number)
         if partition is not None:
-            partition.hear(_word(held, topic.state))
+            partition.on_partition_state(_partition_state_of(held, topic.state))
         elif self._host.broker_id in held.value.replicas:
             self._open_soon(topic, number)
 
@@ -371,10 +371,10 @@ class Topics:
             return False
         if held is None:
             return False
-        question, peers = StandingOf(*key), self._host.peers
+        question, peers = LogEndRequest(*key), self._host.peers
 
-        def ask(broker_id: int) -> Standing:
-            return peers.call(broker_id, "standing", question, Standing, timeout_s=ASK_WITHIN_S)
+        def ask(broker_id: int) -> ReplicaLogEnd:
+            return peers.call(broker_id, "standing", question, ReplicaLogEnd, timeout_s=ASK_WITHIN_S)
 
         return is_whole_elsewhere(held.value, self._host.broker_id, ask)
 
@@ -389,7 +389,7 @@ class Topics:
         topic.local[partition.number] = partition
         held = self._host.membership.mirror.partitions.get((topic.state.topic_id, partition.number))
         if held is not None:
-            partition.hear(_word(held, topic.state), self._brokers)
+            partition.on_partition_state(_partition_state_of(held, topic.state), self._brokers)
         self.on_opened(partition)
 
     def _leading(self, topic: Topic, partition: Partition) -> None:
@@ -456,7 +456,7 @@ class Topics:
     def start(self) -> None:
         """Begin to keep time. What is on disk and in no topic is looked at once, as soon as the control plane
         can be read."""
-        self.pulse.start()
+        self.ticker.start()
         gevent.spawn(self._tidy)
 
     def has_files(self, topic_id: str) -> bool:
@@ -615,12 +615,12 @@ class Topics:
     def close(self) -> None:
         """Write what waits, save the folds, close the files."""
         self._closed = True
-        self.pulse.close()
+        self.ticker.close()
         gevent.joinall([gevent.spawn(partition.close) for partition in self.partitions()])
 
 
-def _word(held: Versioned[PartitionState], state: TopicState) -> PartitionStateChanged:
-    return word_of(held.value, held.version, state.config.min_insync_replicas)
+def _partition_state_of(held: Versioned[PartitionState], state: TopicState) -> PartitionStateChanged:
+    return partition_state_of(held.value, held.version, state.config.min_insync_replicas)
 
 
 def _configure(partition: Partition, state: TopicState) -> None:

@@ -1,7 +1,7 @@
 """An unclean election: what an operator asks for by name when no replica that is in sync will come back.
 
 The replica that holds most leads with what it has; what only the others had is lost. The controller never does this by
-itself, and no setting makes it. Each broker that has a replica is asked for its standing (`standing` among the calls
+itself, and no setting makes it. Each broker that has a replica is asked for its standing (`log_end` among the calls
 between brokers); who leads is the one with the highest (epoch of the last record, end), or the one that is named. The
 new epoch is marked as unclean, which allows the others to cut back even what they knew to be committed.
 """
@@ -28,20 +28,20 @@ ATTEMPTS = 5
 T = TypeVar("T")
 
 
-class StandingOf(msgspec.Struct, frozen=True):
+class LogEndRequest(msgspec.Struct, frozen=True):
     """What is your replica's standing?"""
 
     topic_id: str
     number: int
 
 
-class StandingsOf(msgspec.Struct, frozen=True):
+class LogEndsRequest(msgspec.Struct, frozen=True):
     """The same of many partitions."""
 
-    partitions: list[StandingOf]
+    partitions: list[LogEndRequest]
 
 
-class Standing(msgspec.Struct, frozen=True):
+class ReplicaLogEnd(msgspec.Struct, frozen=True):
     """The records that a replica holds: up to `end`, the last of them of `last_epoch`.
 
     `fault`: it is damaged. `lossy`: it can be read, and lacks records that it knew to be committed. `set_aside` names
@@ -63,10 +63,10 @@ class Standing(msgspec.Struct, frozen=True):
         return counted and not self.fault and not self.lossy
 
 
-class Standings(msgspec.Struct, frozen=True):
+class ReplicaLogEnds(msgspec.Struct, frozen=True):
     """In the order of the question; None for a replica that is not open yet."""
 
-    standings: list[Standing | None]
+    standings: list[ReplicaLogEnd | None]
 
 
 class LocalPartition(Protocol):
@@ -81,33 +81,33 @@ class LocalTopics(Protocol):
     """The replicas on this broker: open, or kept closed; and what lies in lost+found."""
 
     def local(self, topic_id: str, number: int) -> LocalPartition | None: ...
-    def closed_standing(self, topic_id: str, number: int) -> Standing | None: ...
+    def closed_log_end(self, topic_id: str, number: int) -> ReplicaLogEnd | None: ...
     def set_aside(self, topic_id: str, number: int) -> tuple[str, ...]: ...
 
 
-class PeerCalls(Protocol):
+class ElectionPeers(Protocol):
     def call(self, broker_id: int, name: str, request: msgspec.Struct, kind: type[T], *, timeout_s: float) -> T: ...
 
 
-def serve_standing(topics: LocalTopics, body: bytes) -> bytes:
+def serve_log_end(topics: LocalTopics, body: bytes) -> bytes:
     """The broker's side of the question."""
-    asked = msgspec.msgpack.decode(body, type=StandingOf)
-    standing = own_standing(topics, asked.topic_id, asked.number)
-    if standing is None:
+    asked = msgspec.msgpack.decode(body, type=LogEndRequest)
+    log_end = own_log_end(topics, asked.topic_id, asked.number)
+    if log_end is None:
         raise PartitionNotFound("no replica of this partition is open here")
     aside = topics.set_aside(asked.topic_id, asked.number)
-    return msgspec.msgpack.encode(msgspec.structs.replace(standing, set_aside=aside))
+    return msgspec.msgpack.encode(msgspec.structs.replace(log_end, set_aside=aside))
 
 
-def own_standing(topics: LocalTopics, topic_id: str, number: int) -> Standing | None:
+def own_log_end(topics: LocalTopics, topic_id: str, number: int) -> ReplicaLogEnd | None:
     """Of this broker's replica; None while it is not open."""
     partition = topics.local(topic_id, number)
-    return standing_of(partition) if partition is not None else topics.closed_standing(topic_id, number)
+    return log_end_of(partition) if partition is not None else topics.closed_log_end(topic_id, number)
 
 
-def standing_of(partition: LocalPartition) -> Standing:
+def log_end_of(partition: LocalPartition) -> ReplicaLogEnd:
     replica = partition.replica
-    return Standing(
+    return ReplicaLogEnd(
         replica.store_uuid,
         replica.incarnation,
         replica.last_epoch,
@@ -118,7 +118,7 @@ def standing_of(partition: LocalPartition) -> Standing:
     )
 
 
-def is_whole_elsewhere(held: PartitionState, broker_id: int, ask: Callable[[int], Standing]) -> bool | None:
+def is_whole_elsewhere(held: PartitionState, broker_id: int, ask: Callable[[int], ReplicaLogEnd]) -> bool | None:
     """Whether another member of the ISR has just said that its replica is whole; None when there is no other member.
     That the ISR names it is not enough: the same cause may have damaged them all."""
     others = [member for member in held.isr if member != broker_id]
@@ -141,21 +141,21 @@ class Elected:
 
     broker_id: int
     leader_epoch: int
-    standings: Mapping[int, Standing]
+    standings: Mapping[int, ReplicaLogEnd]
     silent: Mapping[int, str]
 
 
-def choose(held: PartitionState, standings: Mapping[int, Standing], wanted: int | None = None) -> int:
+def choose(held: PartitionState, standings: Mapping[int, ReplicaLogEnd], wanted: int | None = None) -> int:
     """Who is to lead. Raises NotElected when an ordinary election will do, or nobody can."""
     for broker_id in held.isr:
-        standing = standings.get(broker_id)
-        if standing is not None and standing.is_whole(held, broker_id):
+        log_end = standings.get(broker_id)
+        if log_end is not None and log_end.is_whole(held, broker_id):
             raise NotElected(
                 f"broker {broker_id} is there, and holds all that was acknowledged: the controller elects it, and "
                 "nothing needs to be lost. If it does not, look into the controller's log",
                 EX_CANTCREAT,
             )
-    usable = {broker_id: standing for broker_id, standing in standings.items() if not standing.fault}
+    usable = {broker_id: log_end for broker_id, log_end in standings.items() if not log_end.fault}
     if wanted is not None:
         if wanted not in usable:
             fault = standings[wanted].fault if wanted in standings else "it does not answer, or has no replica of it"
@@ -177,7 +177,7 @@ def choose(held: PartitionState, standings: Mapping[int, Standing], wanted: int 
     return chosen
 
 
-def _aside_of(standings: Mapping[int, Standing]) -> str:
+def _aside_of(standings: Mapping[int, ReplicaLogEnd]) -> str:
     """Where records lie that no replica may hold."""
     places = [
         f"broker {broker_id}: {place}" for broker_id, held in sorted(standings.items()) for place in held.set_aside
@@ -185,7 +185,7 @@ def _aside_of(standings: Mapping[int, Standing]) -> str:
     return "; set aside before, and perhaps of use, are " + ", ".join(places) if places else ""
 
 
-def elect(catalog: Catalog, peers: PeerCalls, topic: str, number: int, *, wanted: int | None = None) -> Elected:
+def elect(catalog: Catalog, peers: ElectionPeers, topic: str, number: int, *, wanted: int | None = None) -> Elected:
     """Hold the election. Raises NotElected, TopicNotFound."""
     state = catalog.topic(topic)
     for _ in range(ATTEMPTS):
@@ -193,10 +193,10 @@ def elect(catalog: Catalog, peers: PeerCalls, topic: str, number: int, *, wanted
         held = catalog.partition(state.topic_id, number)
         if held is None:
             raise NotElected(f"topic {topic!r} has partitions 0 to {state.partitions - 1}, no {number}", EX_USAGE)
-        standings, silent = _ask(held.value, catalog.brokers(), peers, StandingOf(state.topic_id, number))
+        standings, silent = _ask(held.value, catalog.brokers(), peers, LogEndRequest(state.topic_id, number))
         chosen = choose(held.value, standings, wanted)
-        standing = standings[chosen]
-        elected = elect_unclean(held.value, chosen, standing.incarnation, standing.store_uuid)
+        log_end = standings[chosen]
+        elected = elect_unclean(held.value, chosen, log_end.incarnation, log_end.store_uuid)
         try:
             catalog.set_partition(state.topic_id, number, elected, held.version)
         except Conflict:
@@ -206,16 +206,16 @@ def elect(catalog: Catalog, peers: PeerCalls, topic: str, number: int, *, wanted
 
 
 def _ask(
-    held: PartitionState, brokers: Mapping[int, BrokerState], peers: PeerCalls, question: StandingOf
-) -> tuple[dict[int, Standing], dict[int, str]]:
-    standings: dict[int, Standing] = {}
+    held: PartitionState, brokers: Mapping[int, BrokerState], peers: ElectionPeers, question: LogEndRequest
+) -> tuple[dict[int, ReplicaLogEnd], dict[int, str]]:
+    standings: dict[int, ReplicaLogEnd] = {}
     silent: dict[int, str] = {}
     for broker_id in held.replicas:
         if broker_id not in brokers:
             silent[broker_id] = "is not registered"
             continue
         try:
-            standings[broker_id] = peers.call(broker_id, "standing", question, Standing, timeout_s=ASK_WITHIN_S)
+            standings[broker_id] = peers.call(broker_id, "standing", question, ReplicaLogEnd, timeout_s=ASK_WITHIN_S)
         except PortalMQError as fault:
             silent[broker_id] = str(fault)
     return standings, silent

@@ -10,13 +10,13 @@ from typing import NamedTuple
 import msgspec
 from gevent.event import Event
 
-from portalmq.broker.cluster.metadata_cache import Atlas
+from portalmq.broker.cluster.metadata_cache import MetadataCache
 from portalmq.broker.cluster.peers import Peers
-from portalmq.broker.cluster.routing import Leaders, Outcomes, place_of
-from portalmq.broker.cluster.rpc import Browse, Browsed, Place, Purge, Result, result_of
+from portalmq.broker.cluster.routing import LeaderRouter, Outcomes, place_of
+from portalmq.broker.cluster.rpc import Browse, Browsed, PurgeCall, Result, TopicPartition, result_of
 from portalmq.broker.cluster.topics import Topic
 from portalmq.broker.partition.answer_size import first_of
-from portalmq.broker.partition.long_poll import ParkingLot, Peer
+from portalmq.broker.partition.long_poll import LongPolls, Peer
 from portalmq.broker.partition.partition import Partition
 from portalmq.broker.partition.yielding import in_short_turns
 from portalmq.broker.storage.batch import Record
@@ -56,7 +56,7 @@ _record_of: Callable[[tuple[int, int, Record]], Record] = itemgetter(2)
 class _Client:
     """The client of a call and the broker's end, as one thing to wait with: whichever comes first ends the wait."""
 
-    def __init__(self, peer: Peer | None, lot: ParkingLot) -> None:
+    def __init__(self, peer: Peer | None, lot: LongPolls) -> None:
         self._peer = peer
         self._lot = lot
 
@@ -84,14 +84,14 @@ class _Browsing:
     call: Browse
     peer: Peer | None
 
-    def here(self, places: Sequence[Place]) -> Outcomes[Browsed]:
+    def here(self, places: Sequence[TopicPartition]) -> Outcomes[Browsed]:
         (place,) = places
         try:
             return {place: self.browsing.page_here(place, self.call, self.peer)}
         except PortalMQError as error:
             return {place: error}
 
-    def there(self, broker_id: int, places: Sequence[Place]) -> Outcomes[Browsed]:
+    def there(self, broker_id: int, places: Sequence[TopicPartition]) -> Outcomes[Browsed]:
         (place,) = places
         return {place: self.browsing.page_there(broker_id, self.call)}
 
@@ -100,29 +100,29 @@ class _Browsing:
 class _Purging:
     """The work of a purge."""
 
-    atlas: Atlas
+    metadata_cache: MetadataCache
     peers: Peers
     before_offset: int | None
 
-    def here(self, places: Sequence[Place]) -> Outcomes[bool]:
+    def here(self, places: Sequence[TopicPartition]) -> Outcomes[bool]:
         outcomes: Outcomes[bool] = {}
         for place in places:
             try:
-                self.atlas.partition(place).purge(self.before_offset)
+                self.metadata_cache.partition(place).purge(self.before_offset)
                 outcomes[place] = True
             except PortalMQError as error:
                 outcomes[place] = error
         return outcomes
 
-    def there(self, broker_id: int, places: Sequence[Place]) -> Outcomes[bool]:
-        call = Purge(places[0].topic, places[0].topic_id, [place.number for place in places], self.before_offset)
+    def there(self, broker_id: int, places: Sequence[TopicPartition]) -> Outcomes[bool]:
+        call = PurgeCall(places[0].topic, places[0].topic_id, [place.number for place in places], self.before_offset)
         results = self.peers.call(broker_id, "purge", call, _Bools, timeout_s=PURGE_TIMEOUT_S)
         return {place: result.outcome() for place, result in zip(places, results, strict=True)}
 
 
 class Browsing:
-    def __init__(self, atlas: Atlas, leaders: Leaders, peers: Peers, lot: ParkingLot) -> None:
-        self._atlas = atlas
+    def __init__(self, metadata_cache: MetadataCache, leaders: LeaderRouter, peers: Peers, lot: LongPolls) -> None:
+        self._metadata_cache = metadata_cache
         self._leaders = leaders
         self._peers = peers
         self._lot = lot
@@ -151,12 +151,12 @@ class Browsing:
         messages = [Stored(place.topic, number, *message) for message in browsed.messages]
         return Page(messages, browsed.next_offset, browsed.log_start_offset, browsed.high_watermark)
 
-    def page_here(self, place: Place, call: Browse, peer: Peer | None) -> Browsed:
-        partition = self._atlas.partition(place)
+    def page_here(self, place: TopicPartition, call: Browse, peer: Peer | None) -> Browsed:
+        partition = self._metadata_cache.partition(place)
         start = self._start(partition, call)
         if call.wait_ms:
             self._wait_readable(partition, start, call.wait_ms, peer)
-            partition = self._atlas.partition(place)  # it may have been deleted, or led elsewhere, meanwhile
+            partition = self._metadata_cache.partition(place)  # it may have been deleted, or led elsewhere, meanwhile
         there = (
             (at, piece.batch.appended_at_ms, record)
             for piece in partition.pieces(start, partition.high_watermark, call.limit)
@@ -196,7 +196,7 @@ class Browsing:
 
     def serve_browse(self, body: bytes, peer: Peer | None) -> bytes:
         call = _decode_browse(body)
-        place = Place(call.topic, call.topic_id, call.number)
+        place = TopicPartition(call.topic, call.topic_id, call.number)
         return _encode(self._leaders.one(place, _Browsing(self, call, peer), forward=False))
 
     # --- the whole queue ---------------------------------------------------------------------------------------------
@@ -250,7 +250,7 @@ class Browsing:
         places = [place_of(topic.state, number) for number in numbers]
         if not forward:
             self._leaders.check_led_here(places)
-        work = _Purging(self._atlas, self._peers, before_offset)
+        work = _Purging(self._metadata_cache, self._peers, before_offset)
         outcomes = self._leaders.run(places, work, forward=forward, repeatable=before_offset is not None)
         errors = [outcome for outcome in outcomes.values() if isinstance(outcome, PortalMQError)]
         if errors:
@@ -260,8 +260,8 @@ class Browsing:
             raise error
 
     def serve_purge(self, body: bytes) -> bytes:
-        call = msgspec.msgpack.decode(body, type=Purge)
-        places = [Place(call.topic, call.topic_id, number) for number in call.numbers]
-        work = _Purging(self._atlas, self._peers, call.before_offset)
+        call = msgspec.msgpack.decode(body, type=PurgeCall)
+        places = [TopicPartition(call.topic, call.topic_id, number) for number in call.numbers]
+        work = _Purging(self._metadata_cache, self._peers, call.before_offset)
         outcomes = self._leaders.run(places, work, forward=False)
         return _encode([result_of(outcomes[place]) for place in places])

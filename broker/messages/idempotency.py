@@ -21,10 +21,10 @@ from hashlib import blake2b
 
 import msgspec
 
-from portalmq.broker.cluster.metadata_cache import Atlas
+from portalmq.broker.cluster.metadata_cache import MetadataCache
 from portalmq.broker.cluster.peers import Peers
-from portalmq.broker.cluster.routing import Leaders, Outcomes, place_of
-from portalmq.broker.cluster.rpc import Place, Result, result_of
+from portalmq.broker.cluster.routing import LeaderRouter, Outcomes, place_of
+from portalmq.broker.cluster.rpc import Result, TopicPartition, result_of
 from portalmq.broker.cluster.topics import Topic
 from portalmq.broker.partition.partition import Partition
 from portalmq.broker.partition.yielding import give_way, in_short_turns
@@ -215,11 +215,11 @@ class _Finding:
     record: Record
     acks: Acks
 
-    def here(self, places: Sequence[Place]) -> Outcomes[list[int]]:
+    def here(self, places: Sequence[TopicPartition]) -> Outcomes[list[int]]:
         outcomes: Outcomes[list[int]] = {}
         for place in in_short_turns(places):
             try:
-                partition = self.repeats.atlas.partition(place)
+                partition = self.repeats.metadata_cache.partition(place)
                 found = first_in(partition, self.record.message_id or b"", self.record.body_hash)
                 if found is not None:
                     check_done(partition, found[0], self.acks)
@@ -228,7 +228,7 @@ class _Finding:
                 outcomes[place] = error
         return outcomes
 
-    def there(self, broker_id: int, places: Sequence[Place]) -> Outcomes[list[int]]:
+    def there(self, broker_id: int, places: Sequence[TopicPartition]) -> Outcomes[list[int]]:
         call = FindFirst(
             places[0].topic,
             places[0].topic_id,
@@ -244,8 +244,8 @@ class _Finding:
 class Repeats:
     """Finds the first of a key on every partition of its topic."""
 
-    def __init__(self, atlas: Atlas, leaders: Leaders, peers: Peers) -> None:
-        self.atlas = atlas
+    def __init__(self, metadata_cache: MetadataCache, leaders: LeaderRouter, peers: Peers) -> None:
+        self.metadata_cache = metadata_cache
         self.peers = peers
         self._leaders = leaders
 
@@ -272,6 +272,6 @@ class Repeats:
     def serve(self, body: bytes) -> bytes:
         call = msgspec.msgpack.decode(body, type=FindFirst)
         record = Record(b"", message_id=call.message_id, body_hash=call.body_hash)
-        places = [Place(call.topic, call.topic_id, number) for number in call.numbers]
+        places = [TopicPartition(call.topic, call.topic_id, number) for number in call.numbers]
         outcomes = self._leaders.run(places, _Finding(self, record, call.acks), forward=False)
         return _encode([result_of(outcomes[place]) for place in places])

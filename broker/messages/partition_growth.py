@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from portalmq.broker.cluster.metadata_cache import Atlas
+from portalmq.broker.cluster.metadata_cache import MetadataCache
 from portalmq.broker.cluster.peers import Peers
-from portalmq.broker.cluster.routing import Leaders, Outcomes, place_of
-from portalmq.broker.cluster.rpc import Known, Place, Result
+from portalmq.broker.cluster.routing import LeaderRouter, Outcomes, place_of
+from portalmq.broker.cluster.rpc import GroupBegunCall, Result, TopicPartition
 from portalmq.broker.cluster.topics import Topic
 from portalmq.control_plane.mirror import Mirror
 from portalmq.errors import KeyOrder, PortalMQError
@@ -30,25 +30,25 @@ class _Reading:
     growth: Growth
     group: str
 
-    def here(self, places: Sequence[Place]) -> Outcomes[bool]:
+    def here(self, places: Sequence[TopicPartition]) -> Outcomes[bool]:
         outcomes: Outcomes[bool] = {}
         for place in places:
             try:
-                outcomes[place] = self.group in self.growth.atlas.partition(place).delivery
+                outcomes[place] = self.group in self.growth.metadata_cache.partition(place).delivery
             except PortalMQError as error:
                 outcomes[place] = error
         return outcomes
 
-    def there(self, broker_id: int, places: Sequence[Place]) -> Outcomes[bool]:
-        call = Known(self.group, places[0].topic, places[0].topic_id, [place.number for place in places])
+    def there(self, broker_id: int, places: Sequence[TopicPartition]) -> Outcomes[bool]:
+        call = GroupBegunCall(self.group, places[0].topic, places[0].topic_id, [place.number for place in places])
         results = self.growth.peers.call(broker_id, "known", call, _Bools, timeout_s=KNOWN_TIMEOUT_S)
         return {place: result.outcome() for place, result in zip(places, results, strict=True)}
 
 
 class Growth:
-    def __init__(self, mirror: Mirror, atlas: Atlas, leaders: Leaders, peers: Peers) -> None:
+    def __init__(self, mirror: Mirror, metadata_cache: MetadataCache, leaders: LeaderRouter, peers: Peers) -> None:
         self._mirror = mirror
-        self.atlas = atlas
+        self.metadata_cache = metadata_cache
         self.peers = peers
         self._leaders = leaders
 

@@ -16,8 +16,8 @@ from typing import Protocol
 import msgspec
 
 from portalmq.broker.cluster.peers import Peers
-from portalmq.broker.cluster.routing import Leaders, place_of, told
-from portalmq.broker.cluster.rpc import Appended, Place, Produce, Result, Share, result_of
+from portalmq.broker.cluster.routing import LeaderRouter, as_unavailable, place_of
+from portalmq.broker.cluster.rpc import AppendResult, Produce, Result, Share, TopicPartition, result_of
 from portalmq.broker.cluster.topics import Topic
 from portalmq.broker.core.replica.events import Stamp
 from portalmq.broker.messages.idempotency import AsSent, Keyed, Repeats, are_many, each_once, identified, known_in
@@ -34,7 +34,7 @@ PRODUCE_TIMEOUT_S = 20.0
 _turns = count()
 _decode_produce = msgspec.msgpack.Decoder(Produce).decode
 _encode = msgspec.msgpack.Encoder().encode
-_Results = list[Result[Appended]]
+_Results = list[Result[AppendResult]]
 
 
 class Finder(Protocol):
@@ -143,18 +143,18 @@ def _entered(
     return entry
 
 
-def _appended(entry: _Entry, order: _Order) -> Appended:
+def _appended(entry: _Entry, order: _Order) -> AppendResult:
     """Wait until the share is as safe as its acks ask. Raises its error."""
     for _, offset, _ in entry.known if order.is_copies else ():
         entry.partition.wait_committed(offset)  # any other repeat was refused while its first was on its way
     base_offset, timestamp_ms = entry.partition.outcome(entry.pending) if entry.pending is not None else (-1, 0)
     if not entry.known:
-        return Appended(base_offset, timestamp_ms)
+        return AppendResult(base_offset, timestamp_ms)
     if order.acks == "none":
-        return Appended(-1, 0)
+        return AppendResult(-1, 0)
     places = {rank: (base_offset + nth, timestamp_ms) for nth, rank in enumerate(entry.ranks)}
     places |= {rank: (offset, known_ms) for rank, offset, known_ms in entry.known}
-    return Appended(-1, 0, [places[rank] for rank in sorted(places)])
+    return AppendResult(-1, 0, [places[rank] for rank in sorted(places)])
 
 
 # --- appending anywhere ----------------------------------------------------------------------------------------------
@@ -172,9 +172,9 @@ class _Producing:
     published: int = 0
     published_bytes: int = 0
 
-    def here(self, places: Sequence[Place]) -> dict[Place, Appended | PortalMQError]:
-        entries: dict[Place, _Entry] = {}
-        outcomes: dict[Place, Appended | PortalMQError] = {}
+    def here(self, places: Sequence[TopicPartition]) -> dict[TopicPartition, AppendResult | PortalMQError]:
+        entries: dict[TopicPartition, _Entry] = {}
+        outcomes: dict[TopicPartition, AppendResult | PortalMQError] = {}
         shares = [self.shares[place.number] for place in places]
         are_many_keyed = are_many(shares)
         for place, share in in_short_turns(zip(places, shares, strict=True)):
@@ -195,7 +195,9 @@ class _Producing:
                 self.published_bytes += sum([len(record.value) for record in entry.records])
         return outcomes
 
-    def there(self, broker_id: int, places: Sequence[Place]) -> dict[Place, Appended | PortalMQError]:
+    def there(
+        self, broker_id: int, places: Sequence[TopicPartition]
+    ) -> dict[TopicPartition, AppendResult | PortalMQError]:
         assert self.peers is not None
         shares = [Share(place.number, self.shares[place.number]) for place in places]
         stamp = self.order.stamp
@@ -216,7 +218,7 @@ class Producing:
 
     def __init__(
         self,
-        leaders: Leaders,
+        leaders: LeaderRouter,
         peers: Peers,
         find: Finder,
         published: Published,
@@ -258,7 +260,7 @@ class Producing:
             except (NotLeader, Unavailable) as error:
                 is_doubtful = error.outcome != "not_applied"
                 if is_doubtful and (producer is None or isinstance(error, NotCommittedYet)):
-                    raise (told(error) if forward else error) from None
+                    raise (as_unavailable(error) if forward else error) from None
             else:
                 self._published(topic.name, len(records), size)
                 return ProducedRange(number, base_offset, len(records), timestamp_ms, topic.state.topic_id)
@@ -345,7 +347,7 @@ class Producing:
         topic = self._find(call.topic, call.topic_id)
         order = _Order(_stamp(call.stamp), call.acks, call.is_copies)
         work = _Producing(topic, {share.number: share.records for share in call.shares}, order, self._gate)
-        places = [Place(call.topic, call.topic_id, share.number) for share in call.shares]
+        places = [TopicPartition(call.topic, call.topic_id, share.number) for share in call.shares]
         outcomes = self._leaders.run(places, work, forward=False)
         self._count(work)
         return _encode([result_of(outcomes[place]) for place in places])
@@ -365,7 +367,7 @@ class Published(Protocol):
     def __call__(self, topic: str, messages: int, size_bytes: int) -> None: ...
 
 
-def _produced(number: int, size: int, outcome: Appended | PortalMQError) -> list[Produced | PortalMQError]:
+def _produced(number: int, size: int, outcome: AppendResult | PortalMQError) -> list[Produced | PortalMQError]:
     if isinstance(outcome, PortalMQError):
         return [outcome] * size
     if outcome.places is not None:

@@ -52,15 +52,15 @@ class Fence(msgspec.Struct, array_like=True, frozen=True):
     epoch: int
 
 
-class Heard(msgspec.Struct, array_like=True, frozen=True):
+class FencingConfirmed(msgspec.Struct, array_like=True, frozen=True):
     """No older epoch is taken here any more."""
 
 
 _decode = msgspec.msgpack.Decoder(Fence).decode
-_HEARD = msgspec.msgpack.encode(Heard())
+_HEARD = msgspec.msgpack.encode(FencingConfirmed())
 
 
-class FencesMembership(Protocol):
+class FencingMembership(Protocol):
     """What is needed of broker/cluster/membership.py."""
 
     @property
@@ -70,7 +70,7 @@ class FencesMembership(Protocol):
     def answered_ms(self) -> int: ...
 
 
-class Fences:
+class ProducerFencing:
     """The newest epoch of every named producer, as far as this broker has to know it.
 
     Invariant: once all was read in the session that goes on, an epoch is known here before `take_over` anywhere answers
@@ -78,7 +78,7 @@ class Fences:
     """
 
     def __init__(
-        self, broker_id: int, catalog: Catalog, membership: FencesMembership, peers: Peers, clock: Clock
+        self, broker_id: int, catalog: Catalog, membership: FencingMembership, peers: Peers, clock: Clock
     ) -> None:
         self._broker_id = broker_id
         self._catalog = catalog
@@ -141,7 +141,7 @@ class Fences:
 
     # --- knowing -----------------------------------------------------------------------------------------------------
 
-    def hear(self, _: object = None) -> None:
+    def on_cluster_changed(self, _: object = None) -> None:
         """The control plane shows something new. In a new session all is read before anybody leads in it."""
         if self._read_in == self._catalog.plane.session_id:
             return
@@ -230,7 +230,7 @@ class Fences:
 
     def _tell(self, broker_id: int, fence: Fence) -> bool:
         try:
-            self._peers.call(broker_id, "fence", fence, Heard, timeout_s=FENCE_TIMEOUT_S)
+            self._peers.call(broker_id, "fence", fence, FencingConfirmed, timeout_s=FENCE_TIMEOUT_S)
         except PortalMQError as error:
             log.info("broker %d does not hear of a fence yet: %s", broker_id, error)
             return False

@@ -19,18 +19,18 @@ from typing import NamedTuple
 
 import msgspec
 
-from portalmq.broker.cluster.metadata_cache import Atlas
+from portalmq.broker.cluster.metadata_cache import MetadataCache
 from portalmq.broker.cluster.peers import Peers
-from portalmq.broker.cluster.routing import Leaders, Outcomes, place_of
-from portalmq.broker.cluster.rpc import Place, Result, result_of
+from portalmq.broker.cluster.routing import LeaderRouter, Outcomes, place_of
+from portalmq.broker.cluster.rpc import Result, TopicPartition, result_of
 from portalmq.broker.cluster.topics import Topic
 from portalmq.broker.core.queue.lanes import DELAYED
 from portalmq.broker.core.queue.records import Cancel
 from portalmq.broker.messages.browsing import Stored
 from portalmq.broker.partition.clock import Clock
 from portalmq.broker.partition.partition import Partition
-from portalmq.broker.partition.yielding import Turn, in_short_turns
-from portalmq.broker.storage.batch import Kind, Record
+from portalmq.broker.partition.yielding import TimeSlice, in_short_turns
+from portalmq.broker.storage.batch import BatchKind, Record
 from portalmq.errors import MessageNotFound, PortalMQError
 
 SCHEDULED_TIMEOUT_S = 10.0
@@ -100,18 +100,18 @@ class _Listing:
     after: Due
     limit: int
 
-    def here(self, places: Sequence[Place]) -> Outcomes[Rows]:
+    def here(self, places: Sequence[TopicPartition]) -> Outcomes[Rows]:
         outcomes: Outcomes[Rows] = {}
-        partitions: dict[Place, Partition] = {}
-        pages: dict[Place, Rows] = {}
+        partitions: dict[TopicPartition, Partition] = {}
+        pages: dict[TopicPartition, Rows] = {}
         for place in in_short_turns(places):
             try:
-                partitions[place] = self.scheduled.atlas.partition(place)
+                partitions[place] = self.scheduled.metadata_cache.partition(place)
                 outcomes[place] = pages[place] = Rows([])
             except PortalMQError as error:
                 outcomes[place] = error
         streams = [self._to_come(place, partition) for place, partition in partitions.items()]
-        turn, room = Turn(), PAGE_BYTES
+        turn, room = TimeSlice(), PAGE_BYTES
         for due, place in islice(merge(*streams), self.limit):
             for timestamp_ms, record in _read(partitions[place], due.offset):
                 pages[place].rows.append((due.due_ms, due.offset, timestamp_ms, record))
@@ -123,7 +123,7 @@ class _Listing:
             turn.pause_if_over()  # they may stand far apart, and each costs a read then
         return outcomes
 
-    def _to_come(self, place: Place, partition: Partition) -> Iterator[tuple[Due, Place]]:
+    def _to_come(self, place: TopicPartition, partition: Partition) -> Iterator[tuple[Due, TopicPartition]]:
         """What is to come on the partition, in the order of the list."""
         number = place.number
         since_ms = self.scheduled.due_by_ms(partition) + 1
@@ -137,7 +137,7 @@ class _Listing:
             if row[1] >= start and row[1] not in cancelled:
                 yield Due(row[0], number, row[1]), place
 
-    def there(self, broker_id: int, places: Sequence[Place]) -> Outcomes[Rows]:
+    def there(self, broker_id: int, places: Sequence[TopicPartition]) -> Outcomes[Rows]:
         numbers = [place.number for place in places]
         call = ListScheduled(places[0].topic, places[0].topic_id, numbers, self.after, self.limit)
         results = self.scheduled.peers.call(broker_id, "scheduled", call, _Pages, timeout_s=SCHEDULED_TIMEOUT_S)
@@ -149,15 +149,15 @@ class _Cancelling:
     scheduled: Scheduled
     offset: int
 
-    def here(self, places: Sequence[Place]) -> Outcomes[bool]:
+    def here(self, places: Sequence[TopicPartition]) -> Outcomes[bool]:
         (place,) = places
         try:
-            self.scheduled.cancel_here(self.scheduled.atlas.partition(place), self.offset)
+            self.scheduled.cancel_here(self.scheduled.metadata_cache.partition(place), self.offset)
         except PortalMQError as error:
             return {place: error}
         return {place: True}
 
-    def there(self, broker_id: int, places: Sequence[Place]) -> Outcomes[bool]:
+    def there(self, broker_id: int, places: Sequence[TopicPartition]) -> Outcomes[bool]:
         (place,) = places
         call = CancelScheduled(*place, self.offset)
         result = self.scheduled.peers.call(broker_id, "cancel", call, Result[bool], timeout_s=CANCEL_TIMEOUT_S)
@@ -165,8 +165,8 @@ class _Cancelling:
 
 
 class Scheduled:
-    def __init__(self, atlas: Atlas, leaders: Leaders, peers: Peers, clock: Clock) -> None:
-        self.atlas = atlas
+    def __init__(self, metadata_cache: MetadataCache, leaders: LeaderRouter, peers: Peers, clock: Clock) -> None:
+        self.metadata_cache = metadata_cache
         self.peers = peers
         self._leaders = leaders
         self._clock = clock
@@ -198,7 +198,7 @@ class Scheduled:
 
     def serve_list(self, body: bytes) -> bytes:
         call = msgspec.msgpack.decode(body, type=ListScheduled)
-        places = [Place(call.topic, call.topic_id, number) for number in call.numbers]
+        places = [TopicPartition(call.topic, call.topic_id, number) for number in call.numbers]
         outcomes = self._leaders.run(places, _Listing(self, call.after, call.limit), forward=False)
         return _encode([result_of(outcomes[place]) for place in places])
 
@@ -223,13 +223,13 @@ class Scheduled:
             partition.wait_settled(partition.replica.next_offset - 1)
             raise MessageNotFound(f"message {partition.number}-{offset} was taken back already")
         cancel = Cancel(((offset, offset + 1),))
-        pending = partition.append_control(Kind.CANCEL, _encode(cancel))
+        pending = partition.append_control(BatchKind.CANCEL, _encode(cancel))
         groups.cancel(cancel)
         pending.wait()
 
     def serve_cancel(self, body: bytes) -> bytes:
         call = msgspec.msgpack.decode(body, type=CancelScheduled)
-        place = Place(call.topic, call.topic_id, call.number)
+        place = TopicPartition(call.topic, call.topic_id, call.number)
         outcomes = self._leaders.run([place], _Cancelling(self, call.offset), forward=False)
         return _encode(result_of(outcomes[place]))
 

@@ -88,9 +88,9 @@ def _elect(
         elected = elect_unclean(catalog, peers, topic, partition, wanted=broker)
     finally:
         peers.close()
-    for broker_id, standing in sorted(elected.standings.items()):
-        whole = f"damaged: {standing.fault}" if standing.fault else f"records up to {standing.end}"
-        click.echo(f"broker {broker_id}: {whole}, the last of epoch {standing.last_epoch}", err=True)
+    for broker_id, log_end in sorted(elected.standings.items()):
+        whole = f"damaged: {log_end.fault}" if log_end.fault else f"records up to {log_end.end}"
+        click.echo(f"broker {broker_id}: {whole}, the last of epoch {log_end.last_epoch}", err=True)
     for broker_id, why in sorted(elected.silent.items()):
         click.echo(f"broker {broker_id}: {why}", err=True)
     click.echo(

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 REMEMBER_AGAIN_S = 1.0
 
 
-class Agenda:
+class ActionQueue:
     """`act` performs one action; what it tells the core may add to the agenda, and is performed afterwards.
     `remembering` is the epoch that is on its way to the disk, and
     `on_remembered` is called when it is there."""

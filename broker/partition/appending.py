@@ -19,13 +19,13 @@ from portalmq.broker.core.queue.records import Grant, GroupRecord, StreamRecord
 from portalmq.broker.core.replica import events as core
 from portalmq.broker.core.replica.events import AnswerDuplicate, Append, Appended, AppendRequested, Stamp
 from portalmq.broker.core.stream.offsets import StreamOffsets
-from portalmq.broker.partition.action_queue import Agenda
+from portalmq.broker.partition.action_queue import ActionQueue
 from portalmq.broker.partition.folding import KIND_OF, GroupsFold
 from portalmq.broker.partition.readable import ReadablePartition
-from portalmq.broker.partition.retention import Upkeep
+from portalmq.broker.partition.retention import Retention
 from portalmq.broker.partition.serving import Serving
 from portalmq.broker.partition.writer import Entry, Pending, Replicated, Writer
-from portalmq.broker.storage.batch import Batch, Kind, Record
+from portalmq.broker.storage.batch import Batch, BatchKind, Record
 from portalmq.errors import Backpressure, NotLeader, PortalMQError, StorageFull, Unavailable
 from portalmq.wire import Acks
 
@@ -40,12 +40,12 @@ _encode = msgspec.msgpack.encode
 class AppendingPartition(ReadablePartition, ABC):
     """The appending half of a Partition. `changed`: the fold that is saved is older than this log."""
 
-    agenda: Agenda
+    action_queue: ActionQueue
     groups: GroupsFold
     delivery: dict[str, GroupDelivery]
     streams: dict[str, StreamOffsets]
     serving: Serving
-    upkeep: Upkeep
+    retention: Retention
     messages_next: int
     changed: bool
     closed: bool
@@ -73,7 +73,7 @@ class AppendingPartition(ReadablePartition, ABC):
     ) -> Pending:
         """The first half of append: offsets are allotted on return."""
         self.check_room()
-        batch = Batch(0, len(records), 0, Kind.MESSAGES, 0, 0, records=records)
+        batch = Batch(0, len(records), 0, BatchKind.MESSAGES, 0, 0, records=records)
         return self._submit(Pending(batch, size_bytes, stamp=stamp, acks=acks), len(records), is_control=False)
 
     def check_room(self) -> None:
@@ -94,7 +94,7 @@ class AppendingPartition(ReadablePartition, ABC):
 
     def append_control(
         self,
-        kind: Kind,
+        kind: BatchKind,
         body: bytes,
         group: str = "",
         *,
@@ -130,7 +130,7 @@ class AppendingPartition(ReadablePartition, ABC):
         """Forget a group; what to wait on until that is committed."""
         if self.closed or (group not in self.delivery and group not in self.streams):
             return None
-        pending = self.append_control(Kind.GROUP_END, b"", group)
+        pending = self.append_control(BatchKind.GROUP_END, b"", group)
         self.groups.end(group)
         return pending
 
@@ -139,7 +139,7 @@ class AppendingPartition(ReadablePartition, ABC):
     ) -> Pending:
         if self.closed:
             raise Unavailable("the partition is being closed", retry_after_s=0.5)
-        if self.agenda.remembering is not None:
+        if self.action_queue.remembering is not None:
             raise Unavailable("the partition's leadership is just changing", retry_after_s=0.1)
         self.tell(AppendRequested(pending, size, pending.stamp, is_control, not_before_ms, hands_out))
         if pending.error is not None:
@@ -162,7 +162,7 @@ class AppendingPartition(ReadablePartition, ABC):
     def _enqueue(self, action: Append) -> None:
         pending: Any = action.token
         if pending is None:
-            pending = Pending(Batch(0, 1, 0, Kind.EPOCH_START, 0, 0))
+            pending = Pending(Batch(0, 1, 0, BatchKind.EPOCH_START, 0, 0))
         if self.closed:
             pending.finish(Unavailable("the partition is being closed", retry_after_s=0.5))
             return
@@ -191,7 +191,7 @@ class AppendingPartition(ReadablePartition, ABC):
         if self.closed:
             return
         for head in entry.heads:
-            if head.kind == Kind.MESSAGES:
+            if head.kind == BatchKind.MESSAGES:
                 self.messages_next += head.count
                 self._uncommitted.ends.append((head.end_offset, head.appended_at_ms))
         self.changed = self._used = True
@@ -215,7 +215,7 @@ class AppendingPartition(ReadablePartition, ABC):
             if isinstance(entry, Replicated):
                 end_offset = entry.end_offset
                 for batch in entry.batches:
-                    if batch.kind != Kind.MESSAGES:
+                    if batch.kind != BatchKind.MESSAGES:
                         self.groups.take(batch)
                 continue
             end_offset = entry.batch.end_offset
@@ -226,7 +226,7 @@ class AppendingPartition(ReadablePartition, ABC):
         self._uncommitted.written(end_offset)
         self.tell(Appended(end_offset))
         self.serving.written(end_offset)
-        self.upkeep.take_snapshot_if_due()
+        self.retention.take_snapshot_if_due()
         leads = self.replica.leading
         for entry in taken:
             if isinstance(entry, Pending) and entry.acks == "leader" and leads:

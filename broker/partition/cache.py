@@ -13,7 +13,7 @@ from bisect import bisect_right, insort
 from collections import OrderedDict
 from typing import Generic, TypeVar
 
-from portalmq.broker.storage.batch import Batch, Frame, Kind
+from portalmq.broker.storage.batch import Batch, BatchFrame, BatchKind
 
 BATCH_COST_BYTES = 400
 RECORD_COST_BYTES = 250
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 def cost_bytes(batch: Batch, payload_bytes: int) -> int:
     """About what the batch holds in memory."""
-    if batch.kind != Kind.MESSAGES:
+    if batch.kind != BatchKind.MESSAGES:
         return BATCH_COST_BYTES + payload_bytes
     return BATCH_COST_BYTES + payload_bytes + batch.count * RECORD_COST_BYTES
 
@@ -100,13 +100,13 @@ class BatchCache(RangeCache[Batch]):
 
     def __init__(self, bytes_max: int, frame_bytes_max: int = FRAME_BYTES_MAX) -> None:
         super().__init__(bytes_max)
-        self.frames: RangeCache[tuple[Frame, int]] = RangeCache(frame_bytes_max)
+        self.frames: RangeCache[tuple[BatchFrame, int]] = RangeCache(frame_bytes_max)
 
     def put(self, partition: int, batch: Batch, size_bytes: int) -> None:
         """Keep a batch whose payloads have `size_bytes` together."""
         self.keep(partition, batch.base_offset, batch.end_offset, batch, cost_bytes(batch, size_bytes))
 
-    def put_frame(self, partition: int, base_offset: int, end_offset: int, frame: Frame) -> None:
+    def put_frame(self, partition: int, base_offset: int, end_offset: int, frame: BatchFrame) -> None:
         """Keep a batch as it travels; it is found together with its end offset."""
         cost = FRAME_COST_BYTES + frame.size_bytes
         self.frames.keep(partition, base_offset, end_offset, (frame, end_offset), cost)

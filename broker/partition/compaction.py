@@ -31,7 +31,7 @@ import msgspec
 from portalmq.broker.core.queue.records import Compact, ranges_of
 from portalmq.broker.partition.clock import Clock
 from portalmq.broker.partition.partition import Partition
-from portalmq.broker.storage.batch import Kind
+from portalmq.broker.storage.batch import BatchKind
 from portalmq.broker.storage.compaction import Compaction, Order
 from portalmq.broker.storage.errors import DAMAGE, OffsetPurged, Shortage
 from portalmq.broker.storage.log import Log
@@ -128,8 +128,8 @@ class Compacting:
         before_ms = self._done(partition, _tombstones_before_ms, partition.log, kept_ms)
         if not isinstance(before_ms, int) or not partition.serves:
             return
-        partition.upkeep.write_state()
-        pending = partition.append_control(Kind.COMPACT, msgspec.msgpack.encode(Compact(upto, before_ms)))
+        partition.retention.write_state()
+        pending = partition.append_control(BatchKind.COMPACT, msgspec.msgpack.encode(Compact(upto, before_ms)))
         partition.groups.compacted = max(partition.groups.compacted, upto)
         pending.wait()
 
@@ -248,22 +248,22 @@ def _first_message_ms(files: Log, offset: int) -> int | None:
 
 
 def _newest_order(files: Log, high_watermark: int, taken_back: tuple[tuple[int, int], ...]) -> Order | None:
-    record = files.newest_control(Kind.COMPACT, high_watermark)
+    record = files.newest_control(BatchKind.COMPACT, high_watermark)
     if record is None:
         return None
     compact = _decode(record.body)
-    state = files.newest_control(Kind.STATE, record.base_offset)
+    state = files.newest_control(BatchKind.STATE, record.base_offset)
     blanks = state is not None and state.base_offset >= compact.upto
     return Order(compact.upto, compact.tombstones_before_ms, record.appended_at_ms, taken_back, blanks)
 
 
 def _tombstones_before_ms(files: Log, kept_ms: int) -> int:
     """Tombstones of before that time were seen by a compaction that was ordered `kept_ms` ago or earlier."""
-    last = files.newest_control(Kind.COMPACT)
+    last = files.newest_control(BatchKind.COMPACT)
     if last is None:
         return 0
     at_least = _decode(last.body).tombstones_before_ms
-    seen = files.newest_control(Kind.COMPACT, files.offset_for_time(files.last_timestamp_ms - kept_ms + 1))
+    seen = files.newest_control(BatchKind.COMPACT, files.offset_for_time(files.last_timestamp_ms - kept_ms + 1))
     if seen is None:
         return at_least
     return max(at_least, files.time_before(max(_decode(seen.body).upto, files.log_start_offset)))

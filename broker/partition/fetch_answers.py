@@ -8,7 +8,7 @@ import msgspec
 
 from portalmq.broker.core.fold import ProducerFold, decode_fold
 from portalmq.broker.core.replica.events import BatchHead, Fetch, Stamp
-from portalmq.broker.storage.batch import BadFrame, Frame, Head, Kind
+from portalmq.broker.storage.batch import BadFrame, BatchFrame, BatchKind, Head
 
 PartitionKey = tuple[str, int]
 
@@ -22,7 +22,7 @@ class Echo(NamedTuple):
     number: int
 
 
-class _Answer(msgspec.Struct, array_like=True, frozen=True):
+class _FollowerAnswer(msgspec.Struct, array_like=True, frozen=True):
     topic_id: str
     partition: int
     echo: Echo
@@ -32,19 +32,19 @@ class _Answer(msgspec.Struct, array_like=True, frozen=True):
         return self.topic_id, self.partition
 
 
-class RecordsAnswer(_Answer, array_like=True, frozen=True, tag="records"):
+class RecordsAnswer(_FollowerAnswer, array_like=True, frozen=True, tag="records"):
     """What follows the fetch offset, perhaps nothing, and the leader's high watermark."""
 
-    frames: list[Frame]
+    frames: list[BatchFrame]
     high_watermark: int
 
 
-class DivergingAnswer(_Answer, array_like=True, frozen=True, tag="diverging"):
+class DivergingAnswer(_FollowerAnswer, array_like=True, frozen=True, tag="diverging"):
     epoch: int
     end: int
 
 
-class BelowStartAnswer(_Answer, array_like=True, frozen=True, tag="below"):
+class BelowStartAnswer(_FollowerAnswer, array_like=True, frozen=True, tag="below"):
     """The log can be had from `offset` on; the rest is what an empty log that begins there has to know."""
 
     offset: int
@@ -53,7 +53,7 @@ class BelowStartAnswer(_Answer, array_like=True, frozen=True, tag="below"):
     timestamp_before_ms: int
 
 
-class RejectedAnswer(_Answer, array_like=True, frozen=True, tag="rejected"):
+class RejectedAnswer(_FollowerAnswer, array_like=True, frozen=True, tag="rejected"):
     leader_epoch: int
 
 
@@ -64,10 +64,10 @@ def echo_of(fetch: Fetch) -> Echo:
     return Echo(fetch.leader_epoch, fetch.fetch_offset, fetch.last_epoch, fetch.number)
 
 
-def batch_head(head: Head, frame: Frame) -> BatchHead:
+def batch_head(head: Head, frame: BatchFrame) -> BatchHead:
     """What the core has to know of a batch. Raises BadFrame for a STATE record that is none."""
     producers: tuple[ProducerFold, ...] | None = None
-    if head.kind == Kind.STATE:
+    if head.kind == BatchKind.STATE:
         try:
             producers = tuple(decode_fold(frame.body).producers)
         except msgspec.MsgspecError as error:
@@ -77,7 +77,7 @@ def batch_head(head: Head, frame: Frame) -> BatchHead:
         head.count,
         head.leader_epoch,
         head.appended_at_ms,
-        head.kind == Kind.EPOCH_START,
+        head.kind == BatchKind.EPOCH_START,
         Stamp(head.producer_id, head.producer_epoch, head.sequence) if head.producer_id >= 0 else None,
         producers,
     )

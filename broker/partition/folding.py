@@ -44,27 +44,27 @@ from portalmq.broker.core.queue.records import (
 from portalmq.broker.core.replica.events import Stamp
 from portalmq.broker.core.replica.producers import Producers
 from portalmq.broker.core.stream.offsets import StreamOffsets, new_stream
-from portalmq.broker.storage.batch import Batch, Kind
+from portalmq.broker.storage.batch import Batch, BatchKind
 from portalmq.broker.storage.log import Log
 from portalmq.broker.storage.reading import ReplicaStart
 from portalmq.broker.storage.state import StateFile
 
 _RECORD_TYPES: dict[int, type[GroupRecord | StreamRecord]] = {
-    Kind.GROUP_START: GroupStart,
-    Kind.GRANT: Grant,
-    Kind.ACK: Ack,
-    Kind.NACK: Nack,
-    Kind.EXTEND: Extend,
-    Kind.DEAD: Dead,
-    Kind.REDRIVE: Redrive,
-    Kind.DROP: Drop,
-    Kind.COMMIT: Commit,
-    Kind.DONE: Done,
-    Kind.CLAIM: Claim,
-    Kind.COMMIT_OFFSET: CommitOffset,
-    Kind.SEEK: Seek,
+    BatchKind.GROUP_START: GroupStart,
+    BatchKind.GRANT: Grant,
+    BatchKind.ACK: Ack,
+    BatchKind.NACK: Nack,
+    BatchKind.EXTEND: Extend,
+    BatchKind.DEAD: Dead,
+    BatchKind.REDRIVE: Redrive,
+    BatchKind.DROP: Drop,
+    BatchKind.COMMIT: Commit,
+    BatchKind.DONE: Done,
+    BatchKind.CLAIM: Claim,
+    BatchKind.COMMIT_OFFSET: CommitOffset,
+    BatchKind.SEEK: Seek,
 }
-KIND_OF = {record_type: Kind(kind) for kind, record_type in _RECORD_TYPES.items()}
+KIND_OF = {record_type: BatchKind(kind) for kind, record_type in _RECORD_TYPES.items()}
 
 
 class GroupsFold:
@@ -111,15 +111,15 @@ class GroupsFold:
 
     def take(self, batch: Batch) -> None:
         """Fold a control record that came by replication, or that was found in the log."""
-        if batch.kind == Kind.STATE:
+        if batch.kind == BatchKind.STATE:
             self.take_state(batch.base_offset, decode_fold(batch.body))
-        elif batch.kind == Kind.PURGE:
+        elif batch.kind == BatchKind.PURGE:
             self.purge(batch.base_offset, msgspec.msgpack.decode(batch.body, type=Purge).upto)
-        elif batch.kind == Kind.CANCEL:
+        elif batch.kind == BatchKind.CANCEL:
             self.cancel(msgspec.msgpack.decode(batch.body, type=Cancel))
-        elif batch.kind == Kind.COMPACT:
+        elif batch.kind == BatchKind.COMPACT:
             self.compacted = max(self.compacted, msgspec.msgpack.decode(batch.body, type=Compact).upto)
-        elif batch.kind == Kind.GROUP_END:
+        elif batch.kind == BatchKind.GROUP_END:
             self.end(batch.group)
         elif batch.kind in _RECORD_TYPES:
             record = msgspec.msgpack.decode(batch.body, type=_RECORD_TYPES[batch.kind])
@@ -245,7 +245,7 @@ def recover(log: Log, state_file: StateFile, known_high_watermark: int = 0) -> R
         groups.state_written(newest.base_offset, decode_fold(newest.body).log_start_offset)
     epochs = list(fold.epochs)
     for batch in log.control_records(fold.applied):
-        if batch.kind == Kind.EPOCH_START:
+        if batch.kind == BatchKind.EPOCH_START:
             epochs.append((batch.leader_epoch, batch.base_offset))
         else:
             groups.take(batch)

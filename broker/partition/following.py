@@ -42,8 +42,8 @@ from portalmq.broker.partition.fetch_answers import (
 from portalmq.broker.partition.folding import Recovered, recover
 from portalmq.broker.partition.host import FollowedPartition, Replica
 from portalmq.broker.partition.writer import Replicated
-from portalmq.broker.storage.batch import BadFrame, Frame, Head, Kind, head_of
-from portalmq.broker.storage.errors import CorruptBatch, DamagedFile, Shortage
+from portalmq.broker.storage.batch import BadFrame, BatchFrame, BatchKind, Head, head_of
+from portalmq.broker.storage.errors import CorruptBatch, CorruptFile, Shortage
 from portalmq.broker.storage.log import Log
 from portalmq.broker.storage.reading import ReplicaStart
 from portalmq.broker.storage.state import StateFile
@@ -54,7 +54,7 @@ log = logging.getLogger(__name__)
 PAUSE_S = 1.0
 
 
-class FollowingReplica(Replica, FollowedPartition, Protocol):
+class FollowingPartition(Replica, FollowedPartition, Protocol):
     """A partition, as far as its follower's half needs it."""
 
     @property
@@ -66,12 +66,12 @@ class FollowingReplica(Replica, FollowedPartition, Protocol):
 class Following:
     """Invariant: `_asked` is the fetch that the fetchers have of this partition, None when they have none."""
 
-    def __init__(self, partition: FollowingReplica) -> None:
+    def __init__(self, partition: FollowingPartition) -> None:
         self._partition = partition
         self._asked: Fetch | None = None
         self._waiting: SendFetch | None = None
         self._pause: gevent.Greenlet | None = None
-        self._received: tuple[Sequence[Frame], Sequence[Head]] = ((), ())
+        self._received: tuple[Sequence[BatchFrame], Sequence[Head]] = ((), ())
         self._start = ReplicaStart(0, 0, 0)
 
     # --- asking ------------------------------------------------------------------------------------------------------
@@ -146,7 +146,7 @@ class Following:
             case _:
                 return Rejected(answer.leader_epoch)
 
-    def _checked(self, fetch: Fetch, frames: Sequence[Frame]) -> list[Head]:
+    def _checked(self, fetch: Fetch, frames: Sequence[BatchFrame]) -> list[Head]:
         """The heads of frames whose checksums fit and that carry this log on. Raises BadFrame."""
         partition = self._partition
         offset, messages, at_ms = fetch.fetch_offset, partition.messages_next, partition.log.last_timestamp_ms
@@ -154,7 +154,7 @@ class Following:
         heads: list[Head] = []
         for frame in frames:
             head = head_of(frame)
-            if head.kind == Kind.EPOCH_START and epoch < head.leader_epoch <= fetch.leader_epoch:
+            if head.kind == BatchKind.EPOCH_START and epoch < head.leader_epoch <= fetch.leader_epoch:
                 epoch = head.leader_epoch
             if (head.base_offset, head.messages_before, head.leader_epoch) != (offset, messages, epoch):
                 raise BadFrame(
@@ -204,7 +204,7 @@ class Following:
             if not isinstance(found, Shortage):
                 break
             gevent.sleep(PAUSE_S)
-        if isinstance(found, CorruptBatch | DamagedFile | ValueError):
+        if isinstance(found, CorruptBatch | CorruptFile | ValueError):
             partition.damaged(str(found))
         elif isinstance(found, Exception):
             partition.host.storage_failed(found)

@@ -17,7 +17,7 @@ from portalmq.broker.partition.host import Replica
 log = logging.getLogger(__name__)
 
 
-class Errands:
+class IsrUpdates:
     """Invariant: a greenlet runs exactly while there are errands. At most one Refresh waits: the newest counts."""
 
     def __init__(self, partition: Replica) -> None:
@@ -25,40 +25,42 @@ class Errands:
         self._waiting: deque[ProposeIsr | Refresh] = deque()
         self._greenlet: gevent.Greenlet | None = None
 
-    def send(self, errand: ProposeIsr | Refresh) -> None:
-        if isinstance(errand, Refresh):
+    def send(self, update: ProposeIsr | Refresh) -> None:
+        if isinstance(update, Refresh):
             self._waiting = deque(each for each in self._waiting if not isinstance(each, Refresh))
-        self._waiting.append(errand)
+        self._waiting.append(update)
         if self._greenlet is None and not self._partition.closed:
             self._greenlet = gevent.spawn(self._run)
 
     def _run(self) -> None:
         try:
             while self._waiting and not self._partition.closed:
-                errand = self._waiting.popleft()
-                if isinstance(errand, Refresh):
-                    self._refresh(errand)
+                update = self._waiting.popleft()
+                if isinstance(update, Refresh):
+                    self._refresh(update)
                 else:
-                    self._propose(errand)
+                    self._propose(update)
         finally:
             self._greenlet = None
 
-    def _refresh(self, errand: Refresh) -> None:
+    def _refresh(self, update: Refresh) -> None:
         partition = self._partition
         membership = partition.host.membership
-        word = membership.reread(partition.topic_id, partition.number, errand.number, partition.min_insync_replicas)
-        if word is not None and not partition.closed:
+        partition_state = membership.reread(
+            partition.topic_id, partition.number, update.number, partition.min_insync_replicas
+        )
+        if partition_state is not None and not partition.closed:
             partition.tell(LeaseRenewed(membership.answered_ms()))
-            partition.tell(word)
+            partition.tell(partition_state)
 
-    def _propose(self, errand: ProposeIsr) -> None:
+    def _propose(self, update: ProposeIsr) -> None:
         partition = self._partition
         try:
             answer = partition.host.membership.change_isr(
-                partition.topic_id, partition.number, errand, partition.min_insync_replicas
+                partition.topic_id, partition.number, update, partition.min_insync_replicas
             )
         except Exception:  # a bug must not leave the core waiting: what came of it has to be read
             log.exception("%s: its change of the ISR failed", partition)
-            answer = IsrAnswered(errand.version, Outcome.UNKNOWN)
+            answer = IsrAnswered(update.version, Outcome.UNKNOWN)
         if not partition.closed:
             partition.tell(answer)

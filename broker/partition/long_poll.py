@@ -34,7 +34,7 @@ class Peer(Protocol):
         ...
 
 
-class Delivered(msgspec.Struct, gc=False, frozen=True, array_like=True):
+class LeasedMessage(msgspec.Struct, gc=False, frozen=True, array_like=True):
     """A message under a lease."""
 
     topic: str
@@ -115,7 +115,7 @@ class Source(Protocol):
         """Whether asking takes a round trip."""
         ...
 
-    def replay(self, attempt_id: str) -> list[Delivered] | None:
+    def replay(self, attempt_id: str) -> list[LeasedMessage] | None:
         """What the first receive with this attempt id got and still holds; None for an unknown one."""
         ...
 
@@ -123,7 +123,7 @@ class Source(Protocol):
         """Whether something is known to be there to take. Of another broker that is known while someone is parked."""
         ...
 
-    def take(self, options: ReceiveOptions) -> list[Delivered]: ...
+    def take(self, options: ReceiveOptions) -> list[LeasedMessage]: ...
 
     def park(self, waiter: Waiter) -> None:
         """Wake `waiter` when something is there, in turn with the others that are parked."""
@@ -136,7 +136,7 @@ class Source(Protocol):
         ...
 
 
-class ParkingLot:
+class LongPolls:
     """How many receives may sleep on this broker at once; the surplus is told to come back."""
 
     def __init__(self, parked_max: int) -> None:
@@ -186,8 +186,8 @@ def receive(
     options: ReceiveOptions,
     wait_s: float,
     peer: Peer | None,
-    lot: ParkingLot,
-) -> list[Delivered]:
+    lot: LongPolls,
+) -> list[LeasedMessage]:
     """Messages from any of the sources that `plan` names, in its order; waits for the first one up to `wait_s`.
 
     Raises what a source refuses with, when nothing was found and there is no time to wait; Backpressure.
@@ -245,7 +245,7 @@ def _park(sources: Sequence[Source], waiter: Waiter) -> None:
 
 def take(
     sources: Sequence[Source], options: ReceiveOptions, *, ask: bool = False, insist: bool = False
-) -> list[Delivered]:
+) -> list[LeasedMessage]:
     """What is there, as many as the options say; with `ask`, remote sources are asked that nothing is known of.
 
     A source that refuses is passed over; with `insist` an empty answer is one that all sources gave, and a refusal is
@@ -255,7 +255,7 @@ def take(
     portion = options.portion
     if portion is None:
         return _take(sources, options, options.max_bytes, ask=ask, insist=insist)
-    taken: list[Delivered] = []
+    taken: list[LeasedMessage] = []
     try:
         taken = _take(sources, options, min(options.max_bytes, portion.begin()), ask=ask, insist=insist)
     finally:
@@ -266,8 +266,8 @@ def take(
 
 def _take(
     sources: Sequence[Source], options: ReceiveOptions, left_bytes: int, *, ask: bool, insist: bool
-) -> list[Delivered]:
-    taken: list[Delivered] = []
+) -> list[LeasedMessage]:
+    taken: list[LeasedMessage] = []
     refused: list[PortalMQError] = []
     for source in in_short_turns(sources):
         left = options.max_messages - len(taken)
@@ -287,7 +287,7 @@ def _take(
     return taken
 
 
-def _replayed(sources: Sequence[Source], attempt_id: str) -> list[Delivered] | None:
+def _replayed(sources: Sequence[Source], attempt_id: str) -> list[LeasedMessage] | None:
     """What a repeated receive gets, from all sources; None when the attempt is new to them. The remote ones are asked
     at once; of one that gives no answer nobody knows, and what it leased comes again when that ends."""
     remote = [gevent.spawn(_replay, source, attempt_id) for source in sources if source.is_remote]
@@ -297,7 +297,7 @@ def _replayed(sources: Sequence[Source], attempt_id: str) -> list[Delivered] | N
     return [message for messages in known for message in messages] if known else None
 
 
-def _replay(source: Source, attempt_id: str) -> list[Delivered] | None:
+def _replay(source: Source, attempt_id: str) -> list[LeasedMessage] | None:
     try:
         return source.replay(attempt_id)
     except PortalMQError:

@@ -49,17 +49,17 @@ from portalmq.broker.core.replica.events import (
     Truncate,
     Truncated,
 )
-from portalmq.broker.core.replica.isr import InSync
+from portalmq.broker.core.replica.isr import IsrTracker
 from portalmq.broker.core.replica.replica import PartitionReplica
 from portalmq.broker.core.stream.offsets import StreamOffsets
-from portalmq.broker.partition.action_queue import Agenda
+from portalmq.broker.partition.action_queue import ActionQueue
 from portalmq.broker.partition.appending import AppendingPartition
 from portalmq.broker.partition.folding import GroupsFold, Recovered, recover
 from portalmq.broker.partition.following import Following
 from portalmq.broker.partition.host import PartitionHost
-from portalmq.broker.partition.isr_updates import Errands
+from portalmq.broker.partition.isr_updates import IsrUpdates
 from portalmq.broker.partition.reader import Reader
-from portalmq.broker.partition.retention import Upkeep
+from portalmq.broker.partition.retention import Retention
 from portalmq.broker.partition.serving import Serving
 from portalmq.broker.partition.shortages import refusal_of
 from portalmq.broker.partition.uncommitted import Uncommitted
@@ -133,10 +133,10 @@ class Partition(AppendingPartition):
         )
         self.following = Following(self)
         self.serving = Serving(self, self._cache_key)
-        self.upkeep = Upkeep(self)
-        self.errands = Errands(self)
-        self.agenda = Agenda(self, self._act, self.following.settle)
-        self._book: InSync | None = None
+        self.retention = Retention(self)
+        self.isr_updates = IsrUpdates(self)
+        self.action_queue = ActionQueue(self, self._act, self.following.settle)
+        self._isr_tracker: IsrTracker | None = None
         self._uncommitted = Uncommitted()
         self._browsers: set[Event] = set()
         self._used = True
@@ -171,7 +171,7 @@ class Partition(AppendingPartition):
         self._uncommitted.ends.clear()
         if found.recovered_end > found.readable_end:
             self._uncommitted.ends.append((found.recovered_end, 0))
-        self.upkeep.forget_snapshot()
+        self.retention.forget_snapshot()
 
     def _replica_of(self, found: Recovered, highest_epoch: int) -> PartitionReplica:
         return PartitionReplica(
@@ -200,9 +200,9 @@ class Partition(AppendingPartition):
         self._told_ms = now_ms
         actions += self.replica.step(event, now_ms, wall_ms)
         if actions:
-            self.agenda.add(actions)
+            self.action_queue.add(actions)
         self.following.settle()
-        if self.replica.in_sync is not self._book:
+        if self.replica.in_sync is not self._isr_tracker:
             self._note_leadership()
         if self._uncommitted.unsettled and self.replica.may_settle(now_ms):
             self._uncommitted.settle()
@@ -222,24 +222,26 @@ class Partition(AppendingPartition):
         log.warning("%s: nothing was heard for %d ms: does it still lead?", self, now_ms - self._told_ms)
         return replica.step(SessionLost(), now_ms, wall_ms)
 
-    def hear(self, word: PartitionStateChanged, brokers: Mapping[int, tuple[int, str]] | None = None) -> None:
+    def on_partition_state(
+        self, partition_state: PartitionStateChanged, brokers: Mapping[int, tuple[int, str]] | None = None
+    ) -> None:
         """The control plane's word on this partition, and on who is there."""
         if brokers is not None:
-            self.hear_brokers(brokers)
+            self.on_brokers_changed(brokers)
         if self.lost:
             self.damaged(self.lost)
         if self.damage:
             return
-        self._writer.keeps_frames = len(word.replicas) > 1 or self._is_streamed
+        self._writer.keeps_frames = len(partition_state.replicas) > 1 or self._is_streamed
         self.tell(LeaseRenewed(self.host.membership.answered_ms()))
         self.tell(LeaderHeard(self.host.fetchers.heard_ms(self)))
-        self.tell(word)
+        self.tell(partition_state)
 
     def keep_frames(self) -> None:
         """Somebody reads it as a stream: from now on batches are kept as they travel."""
         self._is_streamed = self._writer.keeps_frames = True
 
-    def hear_brokers(self, brokers: Mapping[int, tuple[int, str]]) -> None:
+    def on_brokers_changed(self, brokers: Mapping[int, tuple[int, str]]) -> None:
         self.tell(BrokersChanged(brokers))
 
     def _act(self, action: Action) -> None:
@@ -263,7 +265,7 @@ class Partition(AppendingPartition):
             case StepDown():
                 self._on_step_down(action.leader)
             case ProposeIsr() | Refresh():
-                self.errands.send(action)
+                self.isr_updates.send(action)
             case Truncate():
                 self.following.truncate(action)
             case ResetLog():
@@ -279,8 +281,8 @@ class Partition(AppendingPartition):
 
     def _note_leadership(self) -> None:
         """The core began or ended to lead. The end is acted on with StepDown, in its place among the actions."""
-        self._book = self.replica.in_sync
-        if self._book is None:
+        self._isr_tracker = self.replica.in_sync
+        if self._isr_tracker is None:
             return
         self._begin_to_serve()
 
@@ -292,13 +294,13 @@ class Partition(AppendingPartition):
 
     def _begin_to_serve(self) -> None:
         """A leader knows all that was committed before its time once the start of its epoch is committed."""
-        book = self.replica.in_sync
-        if self.serves or book is None or self.replica.high_watermark <= book.epoch_start:
+        isr_tracker = self.replica.in_sync
+        if self.serves or isr_tracker is None or self.replica.high_watermark <= isr_tracker.epoch_start:
             return
         self.serves = True
         self._take_over()  # what the one before wrote last was perhaps still on its way to the disk at the election
         if self.groups.purges:
-            gevent.spawn(self.upkeep.finish_purges)  # from here an append could not tell its place yet
+            gevent.spawn(self.retention.finish_purges)  # from here an append could not tell its place yet
         gevent.spawn(self.on_leading, self)
 
     def _on_step_down(self, leader: int | None) -> None:
@@ -358,7 +360,7 @@ class Partition(AppendingPartition):
             self._take_over()
         self.following.pause()
         # An EPOCH_START that waits for its epoch to be remembered stood after what is gone: the core asks for it again.
-        self.agenda.drop_appends()
+        self.action_queue.drop_appends()
         self.tell(Truncated(self.log.end_offset, found.producers))
 
     # --- what moves when the high watermark does ---------------------------------------------------------------------
@@ -372,7 +374,7 @@ class Partition(AppendingPartition):
         if not self.serves:
             self._begin_to_serve()
         if self.groups.moves:
-            self.upkeep.move_log_start(self.groups.due(high_watermark))
+            self.retention.move_log_start(self.groups.due(high_watermark))
         if self.groups.outbox:
             self.on_ordered()
         if readable_end > self.readable_end:
@@ -395,13 +397,13 @@ class Partition(AppendingPartition):
         return self.groups.snapshot_into(fold)
 
     def save_state(self) -> None:
-        self.upkeep.save_state()
+        self.retention.save_state()
 
     def purge(self, upto: int | None) -> None:
-        self.upkeep.purge(upto)
+        self.retention.purge(upto)
 
     def retain(self, retention_ms: int | None, retention_bytes: int | None, group_expiry_ms: int) -> None:
-        self.upkeep.retain(retention_ms, retention_bytes, group_expiry_ms)
+        self.retention.retain(retention_ms, retention_bytes, group_expiry_ms)
 
     @property
     def is_quiet(self) -> bool:
@@ -415,7 +417,7 @@ class Partition(AppendingPartition):
     def rest_if_idle(self) -> None:
         """Close the files when nothing was read or written since the last call; the next use opens them again."""
         used, self._used, self._reader.used = self._used or self._reader.used, False, False
-        if not used and self._writer.is_idle and not self.changed and not self.agenda.performing:
+        if not used and self._writer.is_idle and not self.changed and not self.action_queue.performing:
             self.host.pool.apply(self.log.park)
             self.state_file.park()
 
@@ -430,7 +432,7 @@ class Partition(AppendingPartition):
             event.set()
         self._writer.wait_idle()
         if saves:
-            self.upkeep.save_state()
+            self.retention.save_state()
         self._on_step_down(None)
         self.host.cache.drop(self._cache_key)
         self.host.pool.apply(self.log.close)  # it writes: a thousand partitions would hold the hub for seconds

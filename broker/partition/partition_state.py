@@ -6,7 +6,7 @@ from portalmq.broker.core.replica.events import PartitionStateChanged
 from portalmq.control_plane.state import PartitionState, min_insync
 
 
-def word_of(
+def partition_state_of(
     held: PartitionState, version: int, configured_min_insync: int | None, *, refresh: int = 0
 ) -> PartitionStateChanged:
     """What stands in the partition's node at `version`; `refresh` as in the event."""

@@ -16,7 +16,7 @@ from portalmq.broker.core.queue.lanes import spot_of
 from portalmq.broker.core.queue.records import Spot
 from portalmq.broker.core.replica.replica import PartitionReplica
 from portalmq.broker.partition.host import PartitionHost
-from portalmq.broker.partition.reader import Piece, Reader
+from portalmq.broker.partition.reader import BatchSlice, Reader
 from portalmq.broker.partition.uncommitted import Uncommitted
 from portalmq.broker.partition.writer import Pending
 from portalmq.broker.storage.batch import Batch
@@ -86,8 +86,8 @@ class ReadablePartition:
     def _check_files_tell_ids(self) -> None:
         """What the leaders before sent, and is still on its way to this disk, counts as held; and it comes and is
         written as frames, whose ids nobody looks at."""
-        book = self.replica.in_sync
-        if book is not None and self.log.end_offset < book.epoch_start:
+        isr_tracker = self.replica.in_sync
+        if isr_tracker is not None and self.log.end_offset < isr_tracker.epoch_start:
             raise Unavailable("this broker was elected, and has not begun to lead yet", retry_after_s=0.1)
 
     def _find_ids(self, message_ids: Sequence[bytes]) -> dict[bytes, tuple[int, bytes | None, int]]:
@@ -144,7 +144,7 @@ class ReadablePartition:
 
     # --- reading -----------------------------------------------------------------------------------------------------
 
-    def pieces(self, start: int, end: int, limit: int) -> Iterator[Piece]:
+    def pieces(self, start: int, end: int, limit: int) -> Iterator[BatchSlice]:
         """The messages in [start, end), at most `limit`, as pieces of batches. Raises Unavailable for a damaged one."""
         return self._reader.pieces(start, end, limit)
 

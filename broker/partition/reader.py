@@ -10,7 +10,7 @@ from gevent.threadpool import ThreadPool
 
 from portalmq.broker.partition.cache import BatchCache, payload_bytes
 from portalmq.broker.partition.shortages import refusal_of
-from portalmq.broker.storage.batch import Batch, Kind, Record
+from portalmq.broker.storage.batch import Batch, BatchKind, Record
 from portalmq.broker.storage.errors import DAMAGE, OffsetPurged, Shortage, StorageError, StorageFault
 from portalmq.broker.storage.log import Log
 from portalmq.errors import Unavailable
@@ -24,7 +24,7 @@ CONTROL_RECORDS_MAX = 32
 CHECKED_MAX = 100_000
 
 
-class Piece(msgspec.Struct, gc=False, frozen=True):
+class BatchSlice(msgspec.Struct, gc=False, frozen=True):
     """Messages [start, end) of one batch, without a hole between them."""
 
     batch: Batch
@@ -59,7 +59,7 @@ class Reader:
         # Base offsets of batches that were read as a whole, and so were checked.
         self._checked: set[int] = set()
 
-    def pieces(self, start: int, end: int, limit: int) -> Iterator[Piece]:
+    def pieces(self, start: int, end: int, limit: int) -> Iterator[BatchSlice]:
         """The messages in [start, end), at most `limit`, by offset. Raises Unavailable for what is damaged."""
         offset = max(start, self._log.log_start_offset)
         if end - start == 1 and offset == start and (piece := self._of_checked(offset)) is not None:
@@ -70,10 +70,10 @@ class Reader:
             batch = self._cache.find(self._key, offset) or self._read(offset, end)
             if batch is None:
                 return
-            if batch.kind == Kind.MESSAGES:
+            if batch.kind == BatchKind.MESSAGES:
                 passed = 0
                 for first, last in batch.runs(offset, end):
-                    piece = Piece(batch, first, min(last, first + limit))
+                    piece = BatchSlice(batch, first, min(last, first + limit))
                     limit -= piece.end - piece.start
                     yield piece
                     if limit <= 0:
@@ -103,7 +103,7 @@ class Reader:
             raise Unavailable("the storage failed", outcome="not_applied") from found
         return found
 
-    def _of_checked(self, offset: int) -> Piece | None:
+    def _of_checked(self, offset: int) -> BatchSlice | None:
         """The message at `offset` alone, when its batch was checked before and has left the cache since: who reads here
         and there would else read a whole batch for each message, as the checksum is of that."""
         if self._cache.find(self._key, offset) is not None:
@@ -111,8 +111,8 @@ class Reader:
         base_offset, timestamp_ms, record = self._row(offset) or (-1, 0, None)
         if record is None or base_offset not in self._checked:
             return None
-        batch = Batch(offset, 1, 0, Kind.MESSAGES, 0, timestamp_ms, records=(record,))
-        return Piece(batch, offset, offset + 1)
+        batch = Batch(offset, 1, 0, BatchKind.MESSAGES, 0, timestamp_ms, records=(record,))
+        return BatchSlice(batch, offset, offset + 1)
 
     def _row(self, offset: int) -> tuple[int, int, Record] | None:
         with self._telling_faults():

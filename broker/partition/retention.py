@@ -23,7 +23,7 @@ from portalmq.broker.core.replica.age import Age
 from portalmq.broker.partition.folding import GroupsFold
 from portalmq.broker.partition.host import Replica
 from portalmq.broker.partition.writer import Pending
-from portalmq.broker.storage.batch import Kind
+from portalmq.broker.storage.batch import BatchKind
 from portalmq.broker.storage.errors import DAMAGE, OffsetPurged, Shortage
 from portalmq.broker.storage.log import Log
 from portalmq.broker.storage.reading import ReplicaStart
@@ -53,11 +53,11 @@ class RetainedReplica(Replica, Protocol):
     delivery: dict[str, GroupDelivery]
 
     def snapshot(self) -> PartitionFold: ...
-    def append_control(self, kind: Kind, body: bytes) -> Pending: ...
+    def append_control(self, kind: BatchKind, body: bytes) -> Pending: ...
     def wait_settled(self, offset: int) -> None: ...
 
 
-class Upkeep:
+class Retention:
     """Invariant: `_snapshot` is a fold that the log of this replica held as it was taken, None when there is none."""
 
     def __init__(self, partition: RetainedReplica) -> None:
@@ -108,7 +108,7 @@ class Upkeep:
         """Append the fold, as far as it goes, to the log."""
         partition = self._partition
         fold = partition.snapshot()
-        pending = partition.append_control(Kind.STATE, encode_fold(fold))
+        pending = partition.append_control(BatchKind.STATE, encode_fold(fold))
         partition.groups.state_written(pending.base_offset, fold.log_start_offset)
         return pending
 
@@ -124,7 +124,7 @@ class Upkeep:
     def _begin_at(self, upto: int) -> None:
         """Let the log begin at `upto`, on all replicas: they follow the records that say so. Durable here on return."""
         partition = self._partition
-        purge = partition.append_control(Kind.PURGE, msgspec.msgpack.encode(Purge(upto)))
+        purge = partition.append_control(BatchKind.PURGE, msgspec.msgpack.encode(Purge(upto)))
         partition.groups.purge(purge.base_offset, upto)
         self.write_state().wait()
         failed = self._advance(upto)

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from portalmq.broker.core.replica.events import Fetch, FetchReceived, Rejected, Reply, ReplyFetch
 from portalmq.broker.partition.host import Replica
-from portalmq.broker.storage.batch import Frame, frame_of
+from portalmq.broker.storage.batch import BatchFrame, frame_of
 from portalmq.broker.storage.errors import DAMAGE, OffsetPurged, Shortage, StorageError
 from portalmq.broker.storage.log import Log
 from portalmq.errors import Unavailable
@@ -97,7 +97,7 @@ class Serving:
 
     def frames(
         self, offset: int, bytes_max: int, *, end: int | None = None, turn: AbstractContextManager[object] | None = None
-    ) -> list[Frame] | None:
+    ) -> list[BatchFrame] | None:
         """What follows `offset` (below `end`) and is durable here: at least one batch if there is any, about
         `bytes_max`.
 
@@ -106,7 +106,7 @@ class Serving:
         """
         durable_end = self._partition.replica.durable_end
         end = min(durable_end if end is None else min(end, durable_end), offset + REPLY_OFFSETS_MAX)
-        found: list[Frame] = []
+        found: list[BatchFrame] = []
         size = 0
         cached = self._partition.host.cache.frames
         while offset < end and (size < bytes_max or not found):
@@ -121,7 +121,7 @@ class Serving:
         with turn or nullcontext():
             return self._read(offset, end, min(bytes_max, COLD_READ_BYTES))
 
-    def _encoded(self, offset: int) -> tuple[Frame, int] | None:
+    def _encoded(self, offset: int) -> tuple[BatchFrame, int] | None:
         """The frame of a batch that lies in memory as messages only: made now, and kept."""
         cache = self._partition.host.cache
         batch = cache.find(self._cache_key, offset)
@@ -131,7 +131,7 @@ class Serving:
         cache.put_frame(self._cache_key, batch.base_offset, batch.end_offset, frame)
         return frame, batch.end_offset
 
-    def _read(self, offset: int, end: int, bytes_max: int) -> list[Frame] | None:
+    def _read(self, offset: int, end: int, bytes_max: int) -> list[BatchFrame] | None:
         partition = self._partition
         epoch = partition.replica.highest_epoch
         read = partition.host.pool.apply(_read_frames, (partition.log, offset, end, bytes_max))
@@ -152,7 +152,7 @@ class Serving:
 
 def _read_frames(
     log: Log, offset: int, end: int, bytes_max: int
-) -> list[tuple[int, int, Frame]] | StorageError | Unavailable:
+) -> list[tuple[int, int, BatchFrame]] | StorageError | Unavailable:
     """On a native thread. Errors are answered and not raised, as gevent would print them."""
     try:
         batches = log.read_to_copy(offset, max_bytes=bytes_max, below=end)

@@ -10,11 +10,22 @@ from collections import deque
 from collections.abc import Collection, Container, Iterable
 
 from portalmq.broker.partition.writer import Pending
-from portalmq.broker.storage.batch import Batch, Kind
+from portalmq.broker.storage.batch import Batch, BatchKind
 from portalmq.errors import PortalMQError
 
 # What takes messages away from consumers: it is not answered while an earlier leader may still hand them out.
-SETTLING = frozenset({Kind.ACK, Kind.NACK, Kind.DEAD, Kind.COMMIT, Kind.DROP, Kind.CANCEL, Kind.PURGE, Kind.GROUP_END})
+SETTLEMENT_KINDS = frozenset(
+    {
+        BatchKind.ACK,
+        BatchKind.NACK,
+        BatchKind.DEAD,
+        BatchKind.COMMIT,
+        BatchKind.DROP,
+        BatchKind.CANCEL,
+        BatchKind.PURGE,
+        BatchKind.GROUP_END,
+    }
+)
 
 Place = tuple[int, bytes | None, int]
 
@@ -42,7 +53,7 @@ class Uncommitted:
         """A batch that was allotted its offsets."""
         self._pending.append(pending)
         self.bytes += pending.size_bytes
-        if pending.batch.kind == Kind.MESSAGES:
+        if pending.batch.kind == BatchKind.MESSAGES:
             self.ends.append((pending.batch.end_offset, pending.appended_at_ms))
 
     def add_repeat(self, end: int, pending: Pending) -> None:
@@ -51,13 +62,13 @@ class Uncommitted:
 
     def wait_below(self, end: int) -> None:
         """Return once everything below `end` is committed. Raises as a batch's own waiter does."""
-        pending = Pending(Batch(end - 1, 1, 0, Kind.MESSAGES, 0, 0))
+        pending = Pending(Batch(end - 1, 1, 0, BatchKind.MESSAGES, 0, 0))
         self.add_repeat(end, pending)
         pending.wait()
 
     def wait_settled(self) -> None:
         """Return once what is committed may be answered. Raises NotLeader when the leadership ends before."""
-        pending = Pending(Batch(0, 1, 0, Kind.ACK, 0, 0))
+        pending = Pending(Batch(0, 1, 0, BatchKind.ACK, 0, 0))
         self.unsettled.append(pending)
         pending.wait()
 
@@ -74,7 +85,7 @@ class Uncommitted:
         while self._pending and self._pending[0].batch.end_offset <= high_watermark:
             pending = self._pending.popleft()
             self.bytes -= pending.size_bytes
-            if settles or pending.batch.kind not in SETTLING:
+            if settles or pending.batch.kind not in SETTLEMENT_KINDS:
                 pending.finish()
             else:
                 self.unsettled.append(pending)

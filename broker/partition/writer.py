@@ -22,7 +22,7 @@ from gevent.event import Event
 from gevent.threadpool import ThreadPool
 
 from portalmq.broker.core.replica.events import Stamp
-from portalmq.broker.storage.batch import BadFrame, Batch, Frame, Head, batch_of_frame, frame_of
+from portalmq.broker.storage.batch import BadFrame, Batch, BatchFrame, Head, batch_of_frame, frame_of
 from portalmq.broker.storage.errors import LogClosed, Shortage, StorageError
 from portalmq.broker.storage.log import Log
 from portalmq.errors import PortalMQError, Unavailable
@@ -79,7 +79,7 @@ class Pending:
         is_soft: bool = False,
     ) -> None:
         self.batch = batch
-        self.frame: Frame | None = None
+        self.frame: BatchFrame | None = None
         self.size_bytes = size_bytes
         self.stamp = stamp
         self.acks = acks
@@ -114,7 +114,7 @@ class Replicated:
 
     is_soft = False
 
-    def __init__(self, frames: Sequence[Frame], heads: Sequence[Head]) -> None:
+    def __init__(self, frames: Sequence[BatchFrame], heads: Sequence[Head]) -> None:
         self.frames = frames
         self.heads = heads
         self.batches: list[Batch] = []

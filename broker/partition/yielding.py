@@ -26,7 +26,7 @@ def give_way() -> None:
     gevent.sleep(_MOMENT_S)
 
 
-class Turn:
+class TimeSlice:
     """The turn of a greenlet, by the clock: for work whose parts do not cost alike."""
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class Turn:
 
 def in_short_turns(items: Iterable[T]) -> Iterator[T]:
     """The items; others have their turn before the next one when these have taken a while."""
-    turn = Turn()
+    turn = TimeSlice()
     for item in items:
         turn.pause_if_over()
         yield item

@@ -20,7 +20,7 @@ from flask import Response, request
 
 from portalmq import wire
 from portalmq.broker.api.client_watch import peer_of
-from portalmq.broker.api.request_context import Room, answer, query
+from portalmq.broker.api.request_context import RequestContext, answer, query
 from portalmq.broker.partition.answer_size import first_of
 from portalmq.broker.protocols import DEFAULT
 from portalmq.broker.protocols.payload import NO_JSON, RECORD_OF, Key, finish, read_key, record_of, shown
@@ -38,21 +38,21 @@ class Confirmation(msgspec.Struct):
     key: str = msgspec.field(name="Key")
 
 
-def post(room: Room) -> Response:
+def post(context: RequestContext) -> Response:
     queue = _queue()
     # Asked before: should the queue be deleted and made again on the way, the key is of the one that is gone.
-    mark = _mark(room, queue)
-    (produced,) = room.domain.produce(queue, [_posted(room.body())], None, acks="all")
+    mark = _mark(context, queue)
+    (produced,) = context.domain.produce(queue, [_posted(context.body())], None, acks="all")
     if isinstance(produced, PortalMQError):
         raise produced
-    key = Key(mark or _mark(room, queue), produced.partition, produced.offset)
+    key = Key(mark or _mark(context, queue), produced.partition, produced.offset)
     return answer({"key": str(key), "timestamp": produced.timestamp_ms})
 
 
-def _mark(room: Room, queue: str) -> str:
+def _mark(context: RequestContext, queue: str) -> str:
     """ "" for a queue that is not there."""
     try:
-        return room.domain.finishing.mark(queue)
+        return context.domain.completion.mark(queue)
     except TopicNotFound:
         return ""
 
@@ -69,29 +69,29 @@ def _posted(body: bytes) -> Record:
     return Record(body, wire.TEXT)
 
 
-def get(room: Room) -> Response:
+def get(context: RequestContext) -> Response:
     parameters = query("queue", "wait_ms")
     queue = wire.check_name(parameters.text("queue") or DEFAULT, "queue")
     wait_ms = min(parameters.number("wait_ms") or 0, wire.WAIT_MS_MAX)
     wanted = wire.ReceiveRequest([queue], max_messages=1, wait_ms=wait_ms, attempt_id=uuid.uuid4().hex)
-    with room.parked(wait_ms):
-        messages = room.domain.receive(DEFAULT, wanted, peer_of(request.environ), is_first=True)
+    with context.parked(wait_ms):
+        messages = context.domain.receive(DEFAULT, wanted, peer_of(request.environ), is_first=True)
     if not messages:
         raise MessageNotFound(f"queue {queue!r} has no message to be had now")
     (message,) = messages
-    if room.config.no_confirm:
-        (verdict,) = room.domain.ack(DEFAULT, [message.receipt])
+    if context.config.no_confirm:
+        (verdict,) = context.domain.ack(DEFAULT, [message.receipt])
         if isinstance(verdict, PortalMQError):
             raise verdict
-    key = Key(room.domain.finishing.mark_in(message.receipt), message.partition, message.offset)
+    key = Key(context.domain.completion.mark_in(message.receipt), message.partition, message.offset)
     return answer({**shown(message.record), "timestamp": message.timestamp_ms, "key": str(key)})
 
 
-def confirm(room: Room) -> Response:
+def confirm(context: RequestContext) -> Response:
     queue = _queue()
-    key = wire.decode_json(room.body(), Confirmation).key
+    key = wire.decode_json(context.body(), Confirmation).key
     try:
-        (verdict,) = finish(room, queue, [read_key(key)])
+        (verdict,) = finish(context, queue, [read_key(key)])
     except (PartitionNotFound, TopicNotFound):
         verdict = False
     if isinstance(verdict, PortalMQError):
@@ -101,12 +101,12 @@ def confirm(room: Room) -> Response:
     return answer({"confirmed": key})
 
 
-def read_all(room: Room) -> Response:
+def read_all(context: RequestContext) -> Response:
     """All that is not confirmed yet, at most LIST_MAX, and 16 MiB; `more` says whether that is not all."""
     queue = _queue()
-    mark = room.domain.finishing.mark(queue)
-    found, more = first_of(room.domain.unfinished.messages(DEFAULT, queue), RECORD_OF, LIST_MAX)
-    room.make_room(map(RECORD_OF, found))
+    mark = context.domain.completion.mark(queue)
+    found, more = first_of(context.domain.unfinished.messages(DEFAULT, queue), RECORD_OF, LIST_MAX)
+    context.make_room(map(RECORD_OF, found))
     messages = [
         {
             **shown(each.stored.record),

@@ -19,7 +19,7 @@ import msgspec
 from flask import Response
 
 from portalmq import wire
-from portalmq.broker.api.request_context import Room, answer
+from portalmq.broker.api.request_context import RequestContext, answer
 from portalmq.broker.protocols import DEFAULT
 from portalmq.broker.protocols.payload import Key, finish, read_key
 from portalmq.errors import InvalidRequest, MessageNotFound, PartitionNotFound, PortalMQError, TopicNotFound
@@ -39,14 +39,14 @@ class Command(msgspec.Struct):
     payload: Payload = msgspec.field(default_factory=Payload)
 
 
-def command(room: Room) -> Response:
-    given = wire.decode_json(room.body(), Command)
+def command(context: RequestContext) -> Response:
+    given = wire.decode_json(context.body(), Command)
     carry_out = COMMANDS.get(given.type)
     if carry_out is None:
         raise InvalidRequest(f"there is no command {given.type[:100]!r}; known: {', '.join(COMMANDS)}")
     queue = wire.check_name(given.payload.queue, "queue")
     try:
-        done = carry_out(room, queue, given.payload)
+        done = carry_out(context, queue, given.payload)
     except TopicNotFound as error:
         # In the words of who sends commands: he may have no other way in.
         told = f"there is no queue {queue!r}: make it with CREATE_QUEUE"
@@ -54,39 +54,39 @@ def command(room: Room) -> Response:
     return answer({"status": "ok", "queue": queue, **done})
 
 
-def _create(room: Room, queue: str, payload: Payload) -> dict[str, Any]:
-    _, created = room.domain.create_topic(queue, wire.CreateTopic())
+def _create(context: RequestContext, queue: str, payload: Payload) -> dict[str, Any]:
+    _, created = context.domain.create_topic(queue, wire.CreateTopic())
     return {"created": created}
 
 
-def _size(room: Room, queue: str, payload: Payload) -> dict[str, Any]:
-    size = room.domain.sizing.size(DEFAULT, queue)
+def _size(context: RequestContext, queue: str, payload: Payload) -> dict[str, Any]:
+    size = context.domain.sizing.size(DEFAULT, queue)
     return {"size": size.size, "ready": size.ready, "in_flight": size.in_flight, "scheduled": size.scheduled}
 
 
-def _delete(room: Room, queue: str, payload: Payload) -> dict[str, Any]:
+def _delete(context: RequestContext, queue: str, payload: Payload) -> dict[str, Any]:
     if payload.ids is not None:
         if len(payload.ids) > IDS_MAX:
             raise InvalidRequest(f"{len(payload.ids)} ids at once, {IDS_MAX} at most")
-        return {"ids": payload.ids, "deleted": _finished(room, queue, [read_key(each) for each in payload.ids])}
+        return {"ids": payload.ids, "deleted": _finished(context, queue, [read_key(each) for each in payload.ids])}
     if payload.id is None:
         raise InvalidRequest("name the message to be deleted: the `id` that came with it")
-    (deleted,) = _finished(room, queue, [read_key(payload.id)])
+    (deleted,) = _finished(context, queue, [read_key(payload.id)])
     if not deleted:
         raise MessageNotFound(f"queue {queue!r} has no message {payload.id!r} to be deleted")
     return {"id": payload.id}
 
 
-def _finished(room: Room, queue: str, keys: list[Key]) -> list[bool]:
+def _finished(context: RequestContext, queue: str, keys: list[Key]) -> list[bool]:
     """Which of them are done now. Raises what is not known of one: a repeat does no harm to the others."""
     if not keys:
         return []
     try:
-        verdicts = finish(room, queue, keys)
+        verdicts = finish(context, queue, keys)
     except PartitionNotFound:
         if len(keys) == 1:
             return [False]
-        return [_finished(room, queue, [key])[0] for key in keys]
+        return [_finished(context, queue, [key])[0] for key in keys]
     done: list[bool] = []
     for verdict in verdicts:
         if isinstance(verdict, PortalMQError):
@@ -95,15 +95,15 @@ def _finished(room: Room, queue: str, keys: list[Key]) -> list[bool]:
     return done
 
 
-def _open(room: Room, queue: str, payload: Payload) -> dict[str, Any]:
+def _open(context: RequestContext, queue: str, payload: Payload) -> dict[str, Any]:
     if payload.message is not msgspec.UNSET:
         # To drop it in silence would be to lose it.
         raise InvalidRequest("this command opens the queue's door; the message itself goes to the producers' port")
-    room.domain.use_topic(queue)
+    context.domain.use_topic(queue)
     return {}
 
 
-COMMANDS: dict[str, Callable[[Room, str, Payload], dict[str, Any]]] = {
+COMMANDS: dict[str, Callable[[RequestContext, str, Payload], dict[str, Any]]] = {
     "CREATE_QUEUE": _create,
     "QUEUE_SIZE": _size,
     "DELETE_MSG": _delete,

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from portalmq import wire
-from portalmq.broker.api.request_context import Room
+from portalmq.broker.api.request_context import RequestContext
 from portalmq.broker.protocols import DEFAULT
 from portalmq.broker.queues.settle import Verdict
 from portalmq.broker.storage.batch import Record
@@ -95,10 +95,10 @@ def read_key(text: str) -> Key:
     raise InvalidRequest(f"{text[:100]!r} is no key of a message: show the one that came with it")
 
 
-def finish(room: Room, queue: str, keys: Sequence[Key]) -> list[Verdict]:
+def finish(context: RequestContext, queue: str, keys: Sequence[Key]) -> list[Verdict]:
     """Which messages are done for the group of the older queues. Raises TopicNotFound, PartitionNotFound."""
     places = [(key.partition, key.offset) for key in keys]
-    return room.domain.finishing.finish(DEFAULT, queue, places, marks=[key.mark for key in keys])
+    return context.domain.completion.finish(DEFAULT, queue, places, marks=[key.mark for key in keys])
 
 
 # A message as one integer: the offset itself in partition 0, where all messages of a queue with one partition are.

@@ -23,7 +23,7 @@ from flask import Response, request
 
 from portalmq import wire
 from portalmq.broker.api.client_watch import peer_of
-from portalmq.broker.api.request_context import Room, answer, no_content
+from portalmq.broker.api.request_context import RequestContext, answer, no_content
 from portalmq.broker.messages.browsing import Stored
 from portalmq.broker.protocols import PORTAL_GROUP
 from portalmq.broker.protocols.payload import Carried, number_of, place_of_number, shown
@@ -43,7 +43,7 @@ class Publish(Carried, kw_only=True):
     sequence: str | int | None = None
 
 
-class Read(msgspec.Struct):
+class ReadRequest(msgspec.Struct):
     name: Name
     id: str | int | None = None
     wait_ms: Annotated[int, msgspec.Meta(ge=0, le=wire.WAIT_MS_MAX)] = 0
@@ -63,8 +63,8 @@ class OfProgram(msgspec.Struct):
     id: str | int
 
 
-def publish(room: Room) -> Response:
-    wanted = wire.decode_json(room.body(), Publish)
+def publish(context: RequestContext) -> Response:
+    wanted = wire.decode_json(context.body(), Publish)
     key = None
     if wanted.sequence is not None:
         if wanted.id is None:
@@ -75,36 +75,38 @@ def publish(room: Room) -> Response:
             raise InvalidRequest(f"`id` and `sequence` have {len(key)} characters together, {KEY_LENGTH_MAX} at most")
     topic = wire.check_name(wanted.name, "topic")
     records = [wanted.record()]
-    (produced,) = room.domain.produce(topic, records, None, acks="all", idempotency_key=key)
+    (produced,) = context.domain.produce(topic, records, None, acks="all", idempotency_key=key)
     if isinstance(produced, PortalMQError):
         raise produced
     return answer({"partition": produced.partition, "offset": number_of(produced.partition, produced.offset)})
 
 
-def read(room: Room) -> Response:
-    wanted = wire.decode_json(room.body(), Read)
+def read(context: RequestContext) -> Response:
+    wanted = wire.decode_json(context.body(), ReadRequest)
     topic = wire.check_name(wanted.name, "topic")
-    with room.parked(wanted.wait_ms):
-        partitions = room.domain.use_topic(topic) if wanted.first_use else room.domain.turns.partitions(topic)
-        stored = _front(room, topic, partitions, wanted.wait_ms)
+    with context.parked(wanted.wait_ms):
+        partitions = (
+            context.domain.use_topic(topic) if wanted.first_use else context.domain.shared_offsets.partitions(topic)
+        )
+        stored = _front(context, topic, partitions, wanted.wait_ms)
     if stored is None:
         return no_content()
     offset = number_of(stored.partition, stored.offset)
     return answer({**shown(stored.record), "offset": offset, "timestamp_ms": stored.timestamp_ms})
 
 
-def _front(room: Room, topic: str, size: int, wait_ms: int) -> Stored | None:
+def _front(context: RequestContext, topic: str, size: int, wait_ms: int) -> Stored | None:
     """The first message of any of `size` partitions; another is asked first each time."""
     turn = next(_turns)
     while True:
         numbers = [(turn + step) % size for step in range(size)]
-        front = room.domain.turns.first_front(PORTAL_GROUP, topic, numbers)
+        front = context.domain.shared_offsets.first_front(PORTAL_GROUP, topic, numbers)
         if front.message is not None:
             return front.message
         if wait_ms <= 0:
             return None
         look_ms = wait_ms if size == 1 else min(wait_ms, LOOK_MS)
-        room.domain.browse(
+        context.domain.browse(
             topic,
             numbers[0],
             offset=front.offset,
@@ -118,11 +120,13 @@ def _front(room: Room, topic: str, size: int, wait_ms: int) -> Stored | None:
         turn += 1
 
 
-def consume(room: Room) -> Response:
-    wanted = wire.decode_json(room.body(), Consume)
+def consume(context: RequestContext) -> Response:
+    wanted = wire.decode_json(context.body(), Consume)
     partition, offset = place_of_number(wanted.offset)
     try:
-        advanced = room.domain.turns.advance(PORTAL_GROUP, wire.check_name(wanted.name, "topic"), partition, offset)
+        advanced = context.domain.shared_offsets.advance(
+            PORTAL_GROUP, wire.check_name(wanted.name, "topic"), partition, offset
+        )
     except PartitionNotFound:
         advanced = False
     return answer({"consumed": wanted.offset}) if advanced else no_content()
@@ -131,51 +135,51 @@ def consume(room: Room) -> Response:
 # --- topics, producers, consumers ------------------------------------------------------------------------------------
 
 
-def create_topic(room: Room) -> Response:
-    topic = _topic(room)
-    room.domain.create_topic(topic, wire.CreateTopic())
+def create_topic(context: RequestContext) -> Response:
+    topic = _topic(context)
+    context.domain.create_topic(topic, wire.CreateTopic())
     return answer({"name": topic})
 
 
-def delete_topic(room: Room) -> Response:
-    topic = _topic(room)
-    room.domain.delete_topic(topic)
+def delete_topic(context: RequestContext) -> Response:
+    topic = _topic(context)
+    context.domain.delete_topic(topic)
     return answer({"name": topic})
 
 
-def topic_exists(room: Room) -> Response:
-    topic = _topic(room)
+def topic_exists(context: RequestContext) -> Response:
+    topic = _topic(context)
     try:
-        room.domain.turns.partitions(topic)
+        context.domain.shared_offsets.partitions(topic)
     except TopicNotFound as error:
         error.extra["exists"] = False
         raise
     return answer({"name": topic, "exists": True})
 
 
-def _topic(room: Room) -> str:
-    return wire.check_name(wire.decode_json(room.body(), OfTopic).name, "topic")
+def _topic(context: RequestContext) -> str:
+    return wire.check_name(wire.decode_json(context.body(), OfTopic).name, "topic")
 
 
-def create_program(room: Room, kind: str) -> Response:
-    name = _program(room, kind)
-    room.domain.registry.create(kind, name)
+def create_program(context: RequestContext, kind: str) -> Response:
+    name = _program(context, kind)
+    context.domain.registry.create(kind, name)
     return answer({"id": name})
 
 
-def delete_program(room: Room, kind: str) -> Response:
-    name = _program(room, kind)
-    if not room.domain.registry.delete(kind, name):
+def delete_program(context: RequestContext, kind: str) -> Response:
+    name = _program(context, kind)
+    if not context.domain.registry.delete(kind, name):
         raise NotFound(f"there is no {kind} {name!r}")
     return answer({"id": name})
 
 
-def program_exists(room: Room, kind: str) -> Response:
-    name = _program(room, kind)
-    if not room.domain.registry.has(kind, name):
+def program_exists(context: RequestContext, kind: str) -> Response:
+    name = _program(context, kind)
+    if not context.domain.registry.has(kind, name):
         raise NotFound(f"there is no {kind} {name!r}", exists=False)
     return answer({"id": name, "exists": True})
 
 
-def _program(room: Room, kind: str) -> str:
-    return wire.check_name(str(wire.decode_json(room.body(), OfProgram).id), kind)
+def _program(context: RequestContext, kind: str) -> str:
+    return wire.check_name(str(wire.decode_json(context.body(), OfProgram).id), kind)

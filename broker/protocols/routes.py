@@ -8,21 +8,21 @@ from functools import partial
 from flask import Response, request
 from werkzeug.exceptions import MethodNotAllowed
 
-from portalmq.broker.api.request_context import Room
+from portalmq.broker.api.request_context import RequestContext
 from portalmq.broker.api.routes import Route
 from portalmq.broker.protocols import miniq, wonderq
 from portalmq.broker.protocols import miniq_commands as commands
 from portalmq.broker.protocols import portal_mq as portal
 
 
-def _taking(view: Callable[[Room], Response], other: str) -> Callable[[Room], Response]:
+def _taking(view: Callable[[RequestContext], Response], other: str) -> Callable[[RequestContext], Response]:
     """A view that takes by GET, as the old protocols do. Flask lets HEAD in as well, whose answer could not bring what
     was taken. `other` is the path's other method."""
 
-    def taken(room: Room) -> Response:
+    def taken(context: RequestContext) -> Response:
         if request.method != "GET":
             raise MethodNotAllowed(valid_methods=["GET", other])
-        return view(room)
+        return view(context)
 
     return taken
 

@@ -21,11 +21,11 @@ from flask import Response, request
 
 from portalmq import wire
 from portalmq.broker.api.client_watch import peer_of
-from portalmq.broker.api.request_context import Room, answer, query
+from portalmq.broker.api.request_context import RequestContext, answer, query
 from portalmq.broker.partition.answer_size import first_of
 from portalmq.broker.protocols import DEFAULT
 from portalmq.broker.protocols.payload import RECORD_OF, Carried, number_of, place_of_number, shown
-from portalmq.broker.queues.unfinished import Waiting
+from portalmq.broker.queues.unfinished import PendingMessage
 from portalmq.broker.queues.unfinished_counts import QueueSize
 from portalmq.errors import InvalidRequest, PartitionNotFound, PortalMQError, TopicNotFound
 
@@ -33,15 +33,15 @@ LIMIT = 10
 SHOWN_MAX = 1_000
 
 
-def publish(room: Room) -> Response:
-    wanted = wire.decode_json(room.body(), Carried)
-    (produced,) = room.domain.produce(DEFAULT, [wanted.record()], None, acks="all")
+def publish(context: RequestContext) -> Response:
+    wanted = wire.decode_json(context.body(), Carried)
+    (produced,) = context.domain.produce(DEFAULT, [wanted.record()], None, acks="all")
     if isinstance(produced, PortalMQError):
         raise produced
     return answer({"id": number_of(produced.partition, produced.offset)})
 
 
-def consume(room: Room) -> Response:
+def consume(context: RequestContext) -> Response:
     parameters = query("cid", "limit", "wait_ms")
     holder = _holder(parameters.number("cid"))
     limit = parameters.number("limit", least=1) or LIMIT
@@ -51,20 +51,20 @@ def consume(room: Room) -> Response:
     wanted = wire.ReceiveRequest(
         [DEFAULT], max_messages=limit, wait_ms=wait_ms, attempt_id=f"{holder}:{uuid.uuid4().hex}", consumer=holder
     )
-    with room.parked(wait_ms):
-        messages = room.domain.receive(DEFAULT, wanted, peer_of(request.environ), is_first=True)
+    with context.parked(wait_ms):
+        messages = context.domain.receive(DEFAULT, wanted, peer_of(request.environ), is_first=True)
     return answer(
         {"messages": [{"id": number_of(each.partition, each.offset), **shown(each.record)} for each in messages]}
     )
 
 
-def delete(room: Room) -> Response:
+def delete(context: RequestContext) -> Response:
     parameters = query("cid", "id")
     holder, number = _holder(parameters.number("cid")), parameters.number("id")
     if number is None:
         raise InvalidRequest("name the message that was processed: ?cid=7&id=12")
     try:
-        (verdict,) = room.domain.finishing.finish(DEFAULT, DEFAULT, [place_of_number(number)], holder=holder)
+        (verdict,) = context.domain.completion.finish(DEFAULT, DEFAULT, [place_of_number(number)], holder=holder)
     except (PartitionNotFound, TopicNotFound):
         verdict = False
     if isinstance(verdict, PortalMQError):
@@ -78,17 +78,17 @@ def _holder(cid: int | None) -> str:
     return f"wonderq-{cid}"
 
 
-def state(room: Room) -> Response:
+def state(context: RequestContext) -> Response:
     """What is in the queue at this moment: the counts, and its first messages."""
     limit = min(query("limit").number("limit", least=1) or 100, SHOWN_MAX)
     size = QueueSize(0, 0, 0)
-    found: list[Waiting] = []
+    found: list[PendingMessage] = []
     more = False
     with suppress(TopicNotFound):
         # The size first: with it the group begins, and what nobody has asked for yet is counted as well.
-        size = room.domain.sizing.size(DEFAULT, DEFAULT)
-        found, more = first_of(room.domain.unfinished.messages(DEFAULT, DEFAULT), RECORD_OF, limit)
-    room.make_room(map(RECORD_OF, found))
+        size = context.domain.sizing.size(DEFAULT, DEFAULT)
+        found, more = first_of(context.domain.unfinished.messages(DEFAULT, DEFAULT), RECORD_OF, limit)
+    context.make_room(map(RECORD_OF, found))
     messages = [
         {
             "id": number_of(each.stored.partition, each.stored.offset),

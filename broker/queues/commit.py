@@ -22,8 +22,8 @@ import msgspec
 
 from portalmq import wire
 from portalmq.broker.cluster.peers import Peers
-from portalmq.broker.cluster.routing import Leaders, Outcomes
-from portalmq.broker.cluster.rpc import Place, Result, result_of
+from portalmq.broker.cluster.routing import LeaderRouter, Outcomes
+from portalmq.broker.cluster.rpc import Result, TopicPartition, result_of
 from portalmq.broker.cluster.topics import Topic
 from portalmq.broker.core.fold import SpanFold
 from portalmq.broker.core.queue.delivery import GroupDelivery
@@ -34,9 +34,9 @@ from portalmq.broker.messages.produce import size_of, with_default_ttl
 from portalmq.broker.partition.clock import Clock
 from portalmq.broker.partition.partition import Partition
 from portalmq.broker.partition.yielding import give_way, in_turns
-from portalmq.broker.queues.group_delivery import GroupPartition, Shown
+from portalmq.broker.queues.group_delivery import GroupPartition, ReceiptSpan
 from portalmq.broker.queues.outbox import Outbox, Outboxes
-from portalmq.broker.storage.batch import Kind, Record
+from portalmq.broker.storage.batch import BatchKind, Record
 from portalmq.control_plane.state import GroupState
 from portalmq.errors import (
     GroupModeMismatch,
@@ -86,7 +86,7 @@ class CommitCall(msgspec.Struct, array_like=True):
     stream: StreamPlace | None = None
 
 
-class Committed(msgspec.Struct, array_like=True):
+class CommitResult(msgspec.Struct, array_like=True):
     """How many receipts were acked and outputs ordered, by the record at `offset`."""
 
     acked: int
@@ -98,7 +98,7 @@ class Committed(msgspec.Struct, array_like=True):
 _Shown = tuple[int, int, list[int]]
 
 _decode_call = msgspec.msgpack.Decoder(CommitCall).decode
-_Results = list[Result[Committed]]
+_Results = list[Result[CommitResult]]
 
 
 class _Weighed(NamedTuple):
@@ -121,18 +121,18 @@ class Publication:
     partition: int | None = None
 
 
-class Desk(Protocol):
+class CommitGroupLookup(Protocol):
     """What committing needs of the groups."""
 
     def known(self, name: str, *, mode: str = "", group_id: str = "") -> GroupState: ...
     def book(self, group: GroupState, topic_id: str) -> ReceiptBook: ...
-    def at(self, group: GroupState, place: Place) -> GroupPartition: ...
-    def partition(self, place: Place) -> Partition: ...
+    def at(self, group: GroupState, place: TopicPartition) -> GroupPartition: ...
+    def partition(self, place: TopicPartition) -> Partition: ...
     def acked(self, topic: str, group: str, messages: int) -> None: ...
 
 
 class Receipts(Protocol):
-    def checked(self, group: GroupState, texts: list[str]) -> dict[Place, list[Shown]]:
+    def checked(self, group: GroupState, texts: list[str]) -> dict[TopicPartition, list[ReceiptSpan]]:
         """The receipts by partition. Raises InvalidRequest when one of them is not the group's."""
         ...
 
@@ -148,41 +148,41 @@ class TopicBook(Protocol):
 
 
 @dataclass(slots=True)
-class _Work:
+class _CommitWork:
     """One commit, brought to the leader of its partition."""
 
     call: CommitCall
-    committing: Committing
+    group_commits: GroupCommits
 
-    def here(self, places: Sequence[Place]) -> Outcomes[Committed]:
-        outcomes: Outcomes[Committed] = {}
+    def here(self, places: Sequence[TopicPartition]) -> Outcomes[CommitResult]:
+        outcomes: Outcomes[CommitResult] = {}
         for place in places:
             try:
-                outcomes[place] = self.committing.apply(self.call, place)
+                outcomes[place] = self.group_commits.apply(self.call, place)
             except PortalMQError as error:
                 outcomes[place] = error
         return outcomes
 
-    def there(self, broker_id: int, places: Sequence[Place]) -> Outcomes[Committed]:
-        results = self.committing.peers.call(broker_id, "commit", self.call, _Results, timeout_s=COMMIT_TIMEOUT_S)
+    def there(self, broker_id: int, places: Sequence[TopicPartition]) -> Outcomes[CommitResult]:
+        results = self.group_commits.peers.call(broker_id, "commit", self.call, _Results, timeout_s=COMMIT_TIMEOUT_S)
         return {place: result.outcome() for place, result in zip(places, results, strict=True)}
 
 
-class Committing:
+class GroupCommits:
     """Commit calls of clients, and those that other brokers bring."""
 
     def __init__(
         self,
-        desk: Desk,
+        groups: CommitGroupLookup,
         receipts: Receipts,
         topics: TopicBook,
-        leaders: Leaders,
+        leaders: LeaderRouter,
         peers: Peers,
         outboxes: Outboxes,
         clock: Clock,
     ) -> None:
         self.peers = peers
-        self._desk = desk
+        self._groups = groups
         self._receipts = receipts
         self._topics = topics
         self._leaders = leaders
@@ -240,7 +240,7 @@ class Committing:
         return self._brought(call, place, forward)
 
     def _of_mode(self, name: str, mode: str) -> GroupState:
-        group = self._desk.known(name, mode=mode)
+        group = self._groups.known(name, mode=mode)
         if group.config.mode != mode:
             raise GroupModeMismatch(
                 f"group {name!r} is a {group.config.mode} group: its commits have {_shape(group.config.mode)}, and no"
@@ -248,11 +248,11 @@ class Committing:
             )
         return group
 
-    def _brought(self, call: CommitCall, place: Place, forward: bool) -> wire.Committed:
+    def _brought(self, call: CommitCall, place: TopicPartition, forward: bool) -> wire.Committed:
         if not forward:
             self._leaders.check_led_here([place])
         try:
-            done = self._leaders.one(place, _Work(call, self), forward=forward, repeatable=True)
+            done = self._leaders.one(place, _CommitWork(call, self), forward=forward, repeatable=True)
         except (StaleReceipt, IllegalGeneration, OffsetMoved, OffsetOutOfRange) as error:
             # Whoever leads knows all that was ever committed here. What an earlier try began, if any did, is not among
             # it, and never will be.
@@ -289,25 +289,25 @@ class Committing:
         """A commit that another broker has checked, for a partition that this one leads."""
         call = _decode_call(body)
         self._group_of(call)
-        place = Place(call.topic, call.topic_id, call.number)
-        outcomes = self._leaders.run([place], _Work(call, self), forward=False)
+        place = TopicPartition(call.topic, call.topic_id, call.number)
+        outcomes = self._leaders.run([place], _CommitWork(call, self), forward=False)
         return _encode([result_of(outcomes[place])])
 
-    def apply(self, call: CommitCall, place: Place) -> Committed:
+    def apply(self, call: CommitCall, place: TopicPartition) -> CommitResult:
         """Append the commit, once; committed on return."""
         if call.stream is None:
             return self._apply_queue(call, place)
         self._group_of(call)
-        return self._apply_stream(self._desk.partition(place), call, call.stream)
+        return self._apply_stream(self._groups.partition(place), call, call.stream)
 
     def _group_of(self, call: CommitCall) -> GroupState:
         """Raises InvalidRequest where another group has the name by now: its receipts have the same numbers."""
-        group = self._desk.known(call.group, group_id=call.group_id)
+        group = self._groups.known(call.group, group_id=call.group_id)
         if group.group_id != call.group_id:
             raise InvalidRequest(f"the commit is of an earlier group {call.group!r}")
         return group
 
-    def _apply_queue(self, call: CommitCall, place: Place) -> Committed:
+    def _apply_queue(self, call: CommitCall, place: TopicPartition) -> CommitResult:
         shown = [
             (delivery, epoch, sorted(set(offsets)))
             for delivery, epoch, offsets in in_turns(call.shown, RECEIPTS_A_TURN)
@@ -335,11 +335,11 @@ class Committing:
             )
         record = Commit(commit_id, self._clock.now_ms(), tuple(call.outputs), weighed.ranges, weighed.ahead)
         offset = self._append(at.partition, call.group, record)
-        self._desk.acked(call.topic, call.group, len(offsets))
+        self._groups.acked(call.topic, call.group, len(offsets))
         at.notify()
-        return Committed(len(offsets), len(call.outputs), offset)
+        return CommitResult(len(offsets), len(call.outputs), offset)
 
-    def _weighed_in_turns(self, call: CommitCall, place: Place, shown: list[_Shown]) -> _Weighed | None:
+    def _weighed_in_turns(self, call: CommitCall, place: TopicPartition, shown: list[_Shown]) -> _Weighed | None:
         """As `_weighed`, for many receipts: others have their turn in between. It holds while the spans are as they
         were: what does not count, or is done, stays so. None where this log has never seen the grant of a message."""
         delivery = self._at(call, place).delivery
@@ -360,9 +360,9 @@ class Committing:
         self._at(call, place, delivery)
         return _Weighed(refused, tuple(sorted(ranges)), (), open_now, spans)
 
-    def _at(self, call: CommitCall, place: Place, before: GroupDelivery | None = None) -> GroupPartition:
+    def _at(self, call: CommitCall, place: TopicPartition, before: GroupDelivery | None = None) -> GroupPartition:
         """The group on the partition. Raises Unavailable when its fold is not that of before the pause."""
-        at = self._desk.at(self._group_of(call), place)
+        at = self._groups.at(self._group_of(call), place)
         if before is not None and at.delivery is not before:
             raise Unavailable("the group has changed meanwhile: repeat", retry_after_s=0.1)
         return at
@@ -373,7 +373,7 @@ class Committing:
         at.wait_refused()
         at.partition.wait_led()
 
-    def _apply_stream(self, partition: Partition, call: CommitCall, shown: StreamPlace) -> Committed:
+    def _apply_stream(self, partition: Partition, call: CommitCall, shown: StreamPlace) -> CommitResult:
         stream = partition.streams.get(call.group)
         if stream is None:
             partition.wait_led()
@@ -401,7 +401,7 @@ class Committing:
             member=shown.member,
             generation=shown.generation,
         )
-        return Committed(0, len(call.outputs), self._append(partition, call.group, record))
+        return CommitResult(0, len(call.outputs), self._append(partition, call.group, record))
 
     def _check_stream(self, stream: StreamOffsets, partition: Partition, shown: StreamPlace) -> None:
         stream.check_owner(shown.member, shown.generation)
@@ -430,14 +430,14 @@ class Committing:
         pending.wait()
         return pending.base_offset
 
-    def _first_answer(self, partition: Partition, offset: int, call: CommitCall, acked: int) -> Committed:
+    def _first_answer(self, partition: Partition, offset: int, call: CommitCall, acked: int) -> CommitResult:
         """The answer to a commit that stands in the log: it may still be on its way to the disk."""
         partition.wait_settled(offset)
         stands = partition.control_at(offset)
         published = len(call.outputs)
-        if stands is not None and stands.kind == Kind.COMMIT:
+        if stands is not None and stands.kind == BatchKind.COMMIT:
             published = len(_decode_commit(stands.body).outputs)
-        return Committed(acked, published, offset)
+        return CommitResult(acked, published, offset)
 
 
 def _shape(mode: str) -> str:
@@ -475,12 +475,12 @@ def _parts(shown: list[_Shown]) -> Iterator[list[_Shown]]:
         yield part
 
 
-def _numbered(shown: list[_Shown]) -> list[Shown]:
+def _numbered(shown: list[_Shown]) -> list[ReceiptSpan]:
     """The receipts with their places in a row."""
-    numbered: list[Shown] = []
+    numbered: list[ReceiptSpan] = []
     first = 0
     for delivery, leader_epoch, offsets in shown:
-        numbered.append(Shown(delivery, leader_epoch, list(range(first, first + len(offsets))), offsets))
+        numbered.append(ReceiptSpan(delivery, leader_epoch, list(range(first, first + len(offsets))), offsets))
         first += len(offsets)
     return numbered
 

@@ -21,8 +21,8 @@ import msgspec
 
 from portalmq import wire
 from portalmq.broker.cluster.peers import Peers
-from portalmq.broker.cluster.routing import Leaders, Outcomes, place_of
-from portalmq.broker.cluster.rpc import Place, Result, result_of
+from portalmq.broker.cluster.routing import LeaderRouter, Outcomes, place_of
+from portalmq.broker.cluster.rpc import Result, TopicPartition, result_of
 from portalmq.broker.cluster.topics import Topic
 from portalmq.broker.core.fold import DeadFold
 from portalmq.broker.core.queue.delivery import OUTSTANDING_MAX, GroupDelivery
@@ -32,7 +32,7 @@ from portalmq.broker.messages.browsing import Stored
 from portalmq.broker.partition.clock import Clock
 from portalmq.broker.partition.partition import Partition
 from portalmq.broker.partition.writer import Pending
-from portalmq.broker.partition.yielding import Turn, give_way, in_short_turns, in_turns
+from portalmq.broker.partition.yielding import TimeSlice, give_way, in_short_turns, in_turns
 from portalmq.broker.queues.group_delivery import GroupPartition
 from portalmq.broker.queues.outbox import provenance
 from portalmq.broker.storage.batch import Record
@@ -94,29 +94,29 @@ class Listed:
     next_after: str | None
 
 
-class Desk(Protocol):
+class DeadLetterGroupLookup(Protocol):
     """What dead letters need of the groups."""
 
     def known(self, name: str, *, mode: str = "", group_id: str = "") -> GroupState: ...
-    def partition(self, place: Place) -> Partition: ...
+    def partition(self, place: TopicPartition) -> Partition: ...
     def attach(self, group: GroupState, partition: Partition, topic_id: str) -> GroupPartition: ...
 
 
 @dataclass(slots=True)
-class _Work(Generic[T]):
+class _DeadLetterWork(Generic[T]):
     """A call with a share for each partition: done here, or asked for by name."""
 
     name: str
     call: DeadCall
     kind: type[T]
-    do: Callable[[Place, DeadShare], T]
+    do: Callable[[TopicPartition, DeadShare], T]
     peers: Peers
 
-    def _shares(self, places: Sequence[Place]) -> list[DeadShare]:
+    def _shares(self, places: Sequence[TopicPartition]) -> list[DeadShare]:
         by_number = {share.number: share for share in self.call.shares}
         return [by_number[place.number] for place in places]
 
-    def here(self, places: Sequence[Place]) -> Outcomes[T]:
+    def here(self, places: Sequence[TopicPartition]) -> Outcomes[T]:
         outcomes: Outcomes[T] = {}
         for place, share in in_short_turns(zip(places, self._shares(places), strict=True)):
             try:
@@ -125,7 +125,7 @@ class _Work(Generic[T]):
                 outcomes[place] = error
         return outcomes
 
-    def there(self, broker_id: int, places: Sequence[Place]) -> Outcomes[T]:
+    def there(self, broker_id: int, places: Sequence[TopicPartition]) -> Outcomes[T]:
         call = msgspec.structs.replace(self.call, shares=self._shares(places))
         kind = list[Result[self.kind]]  # type: ignore[name-defined]
         results = self.peers.call(broker_id, self.name, call, kind, timeout_s=ASK_TIMEOUT_S)
@@ -135,8 +135,15 @@ class _Work(Generic[T]):
 class DeadLetters:
     """The dead letters of all groups, over all leaders."""
 
-    def __init__(self, desk: Desk, find: Callable[[str], Topic], leaders: Leaders, peers: Peers, clock: Clock) -> None:
-        self._desk = desk
+    def __init__(
+        self,
+        groups: DeadLetterGroupLookup,
+        find: Callable[[str], Topic],
+        leaders: LeaderRouter,
+        peers: Peers,
+        clock: Clock,
+    ) -> None:
+        self._groups = groups
         self._find = find
         self._leaders = leaders
         self._peers = peers
@@ -219,7 +226,7 @@ class DeadLetters:
         return group, topic, [DeadShare(number, ranges=ranges) for number, ranges in sorted(found.items()) if ranges]
 
     def _of_queue(self, name: str) -> GroupState:
-        group = self._desk.known(name, mode="queue")
+        group = self._groups.known(name, mode="queue")
         if group.config.mode != "queue":
             raise GroupModeMismatch(f"group {name!r} is a stream group: only queue groups give messages up")
         return group
@@ -230,7 +237,7 @@ class DeadLetters:
         call: DeadCall,
         topic: Topic,
         kind: type[T],
-        do: Callable[[Place, DeadShare], T],
+        do: Callable[[TopicPartition, DeadShare], T],
         *,
         forward: bool,
         repeatable: bool = True,
@@ -239,7 +246,7 @@ class DeadLetters:
         places = [place_of(topic.state, share.number) for share in call.shares]
         if not forward:
             self._leaders.check_led_here(places)
-        work = _Work(name, call, kind, do, self._peers)
+        work = _DeadLetterWork(name, call, kind, do, self._peers)
         outcomes = self._leaders.run(places, work, forward=forward, repeatable=repeatable)
         found: dict[int, T] = {}
         errors: list[PortalMQError] = []
@@ -268,26 +275,28 @@ class DeadLetters:
     def serve_drop(self, body: bytes) -> bytes:
         return self._serve(body, int, self._dropping)
 
-    def _serve(self, body: bytes, kind: type[T], task: Callable[[DeadCall], Callable[[Place, DeadShare], T]]) -> bytes:
+    def _serve(
+        self, body: bytes, kind: type[T], task: Callable[[DeadCall], Callable[[TopicPartition, DeadShare], T]]
+    ) -> bytes:
         call = msgspec.msgpack.decode(body, type=DeadCall)
-        places = [Place(call.topic, call.topic_id, share.number) for share in call.shares]
-        work = _Work("", call, kind, task(call), self._peers)
+        places = [TopicPartition(call.topic, call.topic_id, share.number) for share in call.shares]
+        work = _DeadLetterWork("", call, kind, task(call), self._peers)
         outcomes = self._leaders.run(places, work, forward=False)
         return _encode([result_of(outcomes[place]) for place in places])
 
-    def _delivery(self, call: DeadCall, place: Place) -> tuple[Partition, GroupDelivery | None]:
+    def _delivery(self, call: DeadCall, place: TopicPartition) -> tuple[Partition, GroupDelivery | None]:
         """The partition, and the group on it if it has begun there. What was appended is committed on return."""
-        group = self._desk.known(call.group, group_id=call.group_id)
+        group = self._groups.known(call.group, group_id=call.group_id)
         if group.group_id != call.group_id:
             raise Unavailable(f"group {call.group!r} was deleted meanwhile", retry_after_s=0.1)
-        partition = self._desk.partition(place)
+        partition = self._groups.partition(place)
         partition.wait_committed(partition.replica.next_offset - 1)
         return partition, partition.delivery.get(call.group)
 
-    def _listing(self, call: DeadCall) -> Callable[[Place, DeadShare], DeadPage]:
+    def _listing(self, call: DeadCall) -> Callable[[TopicPartition, DeadShare], DeadPage]:
         left, size_left, is_empty = call.limit, PAGE_BYTES_MAX, True
 
-        def do(place: Place, share: DeadShare) -> DeadPage:
+        def do(place: TopicPartition, share: DeadShare) -> DeadPage:
             nonlocal left, size_left, is_empty
             partition, delivery = self._delivery(call, place)
             found: list[tuple[int, int, Record]] = []
@@ -306,11 +315,11 @@ class DeadLetters:
 
         return do
 
-    def _matching(self, call: DeadCall) -> Callable[[Place, DeadShare], tuple[Range, ...]]:
+    def _matching(self, call: DeadCall) -> Callable[[TopicPartition, DeadShare], tuple[Range, ...]]:
         predicate = parse(call.where) if call.where is not None else None
         patience = _Patience()
 
-        def do(place: Place, share: DeadShare) -> tuple[Range, ...]:
+        def do(place: TopicPartition, share: DeadShare) -> tuple[Range, ...]:
             partition, delivery = self._delivery(call, place)
             if delivery is None:
                 return ()
@@ -325,8 +334,8 @@ class DeadLetters:
 
         return do
 
-    def _redriving(self, call: DeadCall) -> Callable[[Place, DeadShare], int]:
-        def do(place: Place, share: DeadShare) -> int:
+    def _redriving(self, call: DeadCall) -> Callable[[TopicPartition, DeadShare], int]:
+        def do(place: TopicPartition, share: DeadShare) -> int:
             partition, delivery = self._delivery(call, place)
             if delivery is None:
                 return 0
@@ -336,13 +345,13 @@ class DeadLetters:
             ranges = _timed(offsets, now_ms + share.first_ms, share.step_ms)
             _check_same(partition, call.group, delivery)
             redriven = _written(partition, call.group, ranges, lambda part: Redrive(part, now_ms))
-            self._desk.attach(self._desk.known(call.group), partition, place.topic_id).notify()
+            self._groups.attach(self._groups.known(call.group), partition, place.topic_id).notify()
             return redriven
 
         return do
 
-    def _dropping(self, call: DeadCall) -> Callable[[Place, DeadShare], int]:
-        def do(place: Place, share: DeadShare) -> int:
+    def _dropping(self, call: DeadCall) -> Callable[[TopicPartition, DeadShare], int]:
+        def do(place: TopicPartition, share: DeadShare) -> int:
             partition, delivery = self._delivery(call, place)
             if delivery is None or not share.ranges:
                 return 0
@@ -385,7 +394,7 @@ class _Patience:
 
     def __init__(self) -> None:
         self._until = time.monotonic() + MATCH_WITHIN_S
-        self._turn = Turn()
+        self._turn = TimeSlice()
 
     def spend(self) -> None:
         """Raises Unavailable when it is over; lets others run now and then."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from portalmq.broker.partition.reader import Piece
+from portalmq.broker.partition.reader import BatchSlice
 from portalmq.wire import GroupConfig
 
 # Messages that are given up by one record.
@@ -11,10 +11,10 @@ NAMES_MAX = 190
 
 # Neighbouring pieces with their delivery number and lane, the same in all of a run: they share a range and a receipt's
 # head.
-Run = list[tuple[Piece, int, int]]
+Run = list[tuple[BatchSlice, int, int]]
 
 
-def runs_of(pieces: list[tuple[Piece, int, int]]) -> list[Run]:
+def runs_of(pieces: list[tuple[BatchSlice, int, int]]) -> list[Run]:
     runs: list[Run] = []
     end, last, last_lane = -1, 0, 0
     for each in pieces:

@@ -15,8 +15,8 @@ from itertools import compress, repeat
 import msgspec
 
 from portalmq.broker.cluster.peers import Peers
-from portalmq.broker.cluster.routing import Leaders, Outcomes, place_of
-from portalmq.broker.cluster.rpc import Finish, FinishShare, Place, Result, result_of
+from portalmq.broker.cluster.routing import LeaderRouter, Outcomes, place_of
+from portalmq.broker.cluster.rpc import Finish, FinishShare, Result, TopicPartition, result_of
 from portalmq.broker.cluster.topics import Topic
 from portalmq.broker.core.queue.receipts import mark_in, topic_mark
 from portalmq.broker.queues.groups import Groups
@@ -32,17 +32,17 @@ _Results = list[Result[list[bool]]]
 
 
 @dataclass(slots=True)
-class _Finishing:
+class _CompletionWork:
     """The work of one call: offsets by partition."""
 
     groups: Groups
     group: GroupState
-    shares: dict[Place, list[int]]
+    shares: dict[TopicPartition, list[int]]
     holder: str | None
     peers: Peers | None = None
 
-    def here(self, places: Sequence[Place]) -> Outcomes[list[bool]]:
-        begun: dict[Place, tuple[list[bool], Callable[[], None]]] = {}
+    def here(self, places: Sequence[TopicPartition]) -> Outcomes[list[bool]]:
+        begun: dict[TopicPartition, tuple[list[bool], Callable[[], None]]] = {}
         outcomes: Outcomes[list[bool]] = {}
         for place in places:
             try:
@@ -60,7 +60,7 @@ class _Finishing:
                 outcomes[place] = verdicts
         return outcomes
 
-    def there(self, broker_id: int, places: Sequence[Place]) -> Outcomes[list[bool]]:
+    def there(self, broker_id: int, places: Sequence[TopicPartition]) -> Outcomes[list[bool]]:
         assert self.peers is not None
         shares = [FinishShare(*place, self.shares[place]) for place in places]
         call = Finish(self.group.name, self.group.group_id, shares, self.holder)
@@ -68,7 +68,7 @@ class _Finishing:
         return {place: result.outcome() for place, result in zip(places, results, strict=True)}
 
 
-class Finishing:
+class Completion:
     """`known` finds a topic by its name, and waits for one that was made a moment ago; `stands` is what the control
     plane says of a name."""
 
@@ -77,7 +77,7 @@ class Finishing:
         groups: Groups,
         known: Callable[[str], Topic],
         stands: Callable[[str], TopicState | None],
-        leaders: Leaders,
+        leaders: LeaderRouter,
         peers: Peers,
     ) -> None:
         self._groups = groups
@@ -133,16 +133,16 @@ class Finishing:
         if not places:
             return []
         group = self._groups.ensure(name)
-        shares: dict[Place, list[int]] = {}
+        shares: dict[TopicPartition, list[int]] = {}
         for number, offset in places:
             shares.setdefault(topic.place(number), []).append(offset)
         self._groups.begin(group, topic, forward=forward)
-        work = _Finishing(self._groups, group, shares, holder, self._peers)
+        work = _CompletionWork(self._groups, group, shares, holder, self._peers)
         outcomes = self._leaders.run(list(shares), work, forward=forward, repeatable=True)
         errors = [outcome for outcome in outcomes.values() if isinstance(outcome, PortalMQError)]
         if errors and len(errors) == len(outcomes):
             raise next((error for error in errors if error.outcome == "unknown"), errors[0])
-        left: dict[Place, Iterator[Verdict]] = {
+        left: dict[TopicPartition, Iterator[Verdict]] = {
             place: repeat(outcome) if isinstance(outcome, PortalMQError) else iter(outcome)
             for place, outcome in outcomes.items()
         }
@@ -155,7 +155,7 @@ class Finishing:
             raise InvalidRequest(f"this was asked of an earlier group {call.group!r}")
         if group.config.mode != "queue":
             raise GroupModeMismatch(f"group {call.group!r} works in stream mode: it commits offsets")
-        shares = {Place(share.topic, share.topic_id, share.number): share.offsets for share in call.shares}
-        work = _Finishing(self._groups, group, shares, call.holder)
+        shares = {TopicPartition(share.topic, share.topic_id, share.number): share.offsets for share in call.shares}
+        work = _CompletionWork(self._groups, group, shares, call.holder)
         outcomes = self._leaders.run(list(shares), work, forward=False)
         return _encode([result_of(outcomes[place]) for place in shares])

@@ -31,7 +31,7 @@ _Where = tuple[str, int]
 _encode = msgspec.msgpack.Encoder().encode
 
 
-class Census:
+class GroupCounter:
     def __init__(
         self, broker_id: int, groups: Groups, mirror: Mirror, peers: Peers, *, patience_s: float = PATIENCE_S
     ) -> None:

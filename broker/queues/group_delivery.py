@@ -18,22 +18,22 @@ from portalmq.broker.core.fold import SpanFold
 from portalmq.broker.core.queue.delivery import OUTSTANDING_MAX, GroupDelivery
 from portalmq.broker.core.queue.receipts import ReceiptBook, nth_text
 from portalmq.broker.core.queue.records import Ack, Dead, Extend, Grant, GroupStart, Nack, Range, Spot, ranges_of
-from portalmq.broker.core.queue.selection import NEVER_MS, Choice, Handed, choose, note, read_keys
+from portalmq.broker.core.queue.selection import NEVER_MS, DeliveryRange, Selection, choose, note, read_keys
 from portalmq.broker.partition.answer_size import fitting, sizes_of
 from portalmq.broker.partition.clock import Clock
-from portalmq.broker.partition.long_poll import Delivered, Peer, ReceiveOptions, Waiter
+from portalmq.broker.partition.long_poll import LeasedMessage, Peer, ReceiveOptions, Waiter
 from portalmq.broker.partition.partition import Partition
-from portalmq.broker.partition.reader import Piece
+from portalmq.broker.partition.reader import BatchSlice
 from portalmq.broker.partition.writer import Pending
 from portalmq.broker.partition.yielding import give_way
 from portalmq.broker.queues.delivery_batch import DEAD_A_RECORD, Run, backoff_ms, dead_letter_topic, parts_of, runs_of
 from portalmq.broker.queues.partition_counts import counted
-from portalmq.broker.queues.ready_messages import PartitionSupply
-from portalmq.broker.queues.wakeup import Bell
+from portalmq.broker.queues.ready_messages import ReadyMessages
+from portalmq.broker.queues.wakeup import Wakeup
 from portalmq.errors import Backpressure, PortalMQError, Unavailable
 from portalmq.wire import GroupConfig
 
-__all__ = ["Delivered", "GroupPartition", "Peer", "Shown"]
+__all__ = ["GroupPartition", "LeasedMessage", "Peer", "ReceiptSpan"]
 
 # A cursor that has passed so many places of other lanes is worth a record.
 PASSED_MAX = 10_000
@@ -44,7 +44,7 @@ AHEAD_STEP = 1_000
 EXHAUSTED = "max_deliveries: the last lease ended without an ack"
 
 
-class Shown(NamedTuple):
+class ReceiptSpan(NamedTuple):
     """Receipts of one lease: its delivery number and leader epoch, their places in the request, their offsets."""
 
     delivery: int
@@ -70,9 +70,14 @@ class GroupPartition:
         self.group_id = group_id
         self._book = book
         self._clock = clock
-        self._supply = PartitionSupply(partition)
-        self._bell = Bell(
-            partition, group, self._supply, clock, settings=lambda: self.settings(), on_ring=self._give_up_overdue
+        self._ready_messages = ReadyMessages(partition)
+        self._wakeup = Wakeup(
+            partition,
+            group,
+            self._ready_messages,
+            clock,
+            settings=lambda: self.settings(),
+            on_ring=self._give_up_overdue,
         )
         self._ahead_max = AHEAD_STEP
         # The group's settings as they are now.
@@ -93,25 +98,25 @@ class GroupPartition:
 
     def detach(self) -> None:
         """The group was deleted, or the partition, or it is led elsewhere: who sleeps here is to look anew."""
-        delivery = self._bell.delivery
+        delivery = self._wakeup.delivery
         if delivery is not None:  # nobody asks its book whose turn it is, and what is finished there would pile up
             delivery.keys = None
-        self._bell.close()
+        self._wakeup.close()
 
     def end_waits(self) -> None:
-        self._bell.end_waits()
+        self._wakeup.end_waits()
 
     def park(self, waiter: Waiter) -> None:
-        self._bell.park(waiter)
+        self._wakeup.park(waiter)
 
     def leave(self, waiter: Waiter) -> None:
-        self._bell.leave(waiter)
+        self._wakeup.leave(waiter)
 
     def notify(self) -> None:
-        self._bell.notify()
+        self._wakeup.notify()
 
     def has_messages(self) -> bool:
-        return self._bell.has_messages()
+        return self._wakeup.has_messages()
 
     # --- receive -----------------------------------------------------------------------------------------------------
 
@@ -127,7 +132,7 @@ class GroupPartition:
         record = GroupStart(offset, self._clock.now_ms())
         return self.partition.append_group_record(self.group, record)
 
-    def take(self, options: ReceiveOptions) -> list[Delivered]:
+    def take(self, options: ReceiveOptions) -> list[LeasedMessage]:
         """Lease what is there: at most `max_messages` and `max_bytes`, or one larger message. With at_most_once it
         is acked before it is handed out. The next one goes on where that is more than one turn may take."""
         while True:
@@ -138,18 +143,18 @@ class GroupPartition:
             if not self._bury():
                 return []
             now_ms = self._clock.now_ms()
-            most = min(options.max_messages, FOUND_MAX) if self._supply.lanes() else options.max_messages
-            choice = self._choice(now_ms, most, options.max_bytes)
-            pieces = self._pieces(choice)
+            most = min(options.max_messages, FOUND_MAX) if self._ready_messages.lanes() else options.max_messages
+            selection = self._select(now_ms, most, options.max_bytes)
+            pieces = self._pieces(selection)
             if self._may_exceed(pieces, options.max_bytes):
-                fit = self._fitting(choice, options.max_bytes)
-                if fit < choice.messages:  # what a choice of fewer begins with is the same
-                    choice = self._choice(now_ms, fit)
-                    pieces = self._pieces(choice)
+                fit = self._fitting(selection, options.max_bytes)
+                if fit < selection.messages:  # what a choice of fewer begins with is the same
+                    selection = self._select(now_ms, fit)
+                    pieces = self._pieces(selection)
             runs = runs_of(pieces)
             if runs:
                 break
-            if not self._pass_over(choice):
+            if not self._pass_over(selection):
                 return []
             give_way()  # much was passed over, and there may be something behind it
             if not self.has_messages():
@@ -157,26 +162,26 @@ class GroupPartition:
         at_most_once = config.delivery == "at_most_once"
         deadline_ms = now_ms + options.visibility_timeout_ms
         ranges = tuple([(run[0][0].start, run[-1][0].end, run[0][1]) for run in runs])
-        lanes = tuple([run[0][2] for run in runs]) if self.delivery.cursors or choice.cursors else ()
+        lanes = tuple([run[0][2] for run in runs]) if self.delivery.cursors or selection.cursors else ()
         grant = Grant(
             ranges,
-            self._supply.place(choice.next),
+            self._ready_messages.place(selection.next),
             now_ms,
             deadline_ms,
             options.consumer,
             options.attempt_id,
             lanes,
-            choice.spots(),
-            tuple(choice.gone),
-            tuple(choice.held),
+            selection.spots(),
+            tuple(selection.gone),
+            tuple(selection.held),
             self.partition.groups.leases_above,
         )
         try:
-            granted = self._append_grant(grant, choice)
+            granted = self._append_grant(grant, selection)
         except PortalMQError:
             gevent.spawn_later(1, self.notify)  # as in _wait_vouched
             raise
-        self._bell.arm()
+        self._wakeup.arm()
         again = sum([end - start for start, end, deliveries in ranges if deliveries > 1])
         self.on_delivered(sum([end - start for start, end, _ in ranges]), again)
         delivered = self._delivered(runs, deadline_ms, granted.batch.leader_epoch)
@@ -192,57 +197,57 @@ class GroupPartition:
         except PortalMQError:
             gevent.spawn_later(1, self.notify)  # whoever sleeps here was woken in vain
             raise
-        if self._bell.delivery is None:
+        if self._wakeup.delivery is None:
             raise Unavailable(f"group {self.group!r} has just ended here, or moved on", retry_after_s=0.1)
 
     def _read_keys(self) -> None:
         """Have the book of a group ordered by key whole, with a pause after each step, unless the group ends here
         meanwhile."""
-        self._supply.by_key = True
-        while (delivery := self._bell.delivery) is not None:
-            if read_keys(delivery, self._supply, self._clock.now_ms()):
+        self._ready_messages.by_key = True
+        while (delivery := self._wakeup.delivery) is not None:
+            if read_keys(delivery, self._ready_messages, self._clock.now_ms()):
                 return
             give_way()
 
-    def _choice(self, now_ms: int, max_messages: int, max_bytes: int = NEVER_MS) -> Choice:
+    def _select(self, now_ms: int, max_messages: int, max_bytes: int = NEVER_MS) -> Selection:
         config, wall_ms = self.settings(), self._clock.wall_ms()
-        self._supply.by_key = config.ordering == "key"
+        self._ready_messages.by_key = config.ordering == "key"
         return choose(
             self.delivery,
-            self._supply,
+            self._ready_messages,
             now_ms=now_ms,
             wall_ms=wall_ms,
             due_by_ms=self.partition.readable_by_ms(wall_ms),
             max_messages=max_messages,
             max_deliveries=config.max_deliveries,
-            by_key=self._supply.by_key,
+            by_key=self._ready_messages.by_key,
             committed=self.partition.high_watermark,
             cancelled=self.partition.groups.cancelled,
             max_bytes=max_bytes,
         )
 
-    def _pieces(self, choice: Choice) -> list[tuple[Piece, int, int]]:
-        return [(piece, each.deliveries, each.lane) for each in choice.handed for piece in self._pieces_of(each)]
+    def _pieces(self, selection: Selection) -> list[tuple[BatchSlice, int, int]]:
+        return [(piece, each.deliveries, each.lane) for each in selection.handed for piece in self._pieces_of(each)]
 
-    def _pieces_of(self, handed: Handed) -> Iterable[Piece]:
+    def _pieces_of(self, handed: DeliveryRange) -> Iterable[BatchSlice]:
         start, end, _, _, piece = handed
         if piece is None:  # from another lane: known by number so far
             return self.partition.pieces(start, end, end - start)
-        return (piece if piece.start == start and piece.end == end else Piece(piece.batch, start, end),)
+        return (piece if piece.start == start and piece.end == end else BatchSlice(piece.batch, start, end),)
 
-    def _may_exceed(self, pieces: list[tuple[Piece, int, int]], max_bytes: int) -> bool:
+    def _may_exceed(self, pieces: list[tuple[BatchSlice, int, int]], max_bytes: int) -> bool:
         """Return whether the messages may have more bytes. Mostly their batches as a whole have not."""
         size, last = 0, None
         for piece, _, _ in pieces:
             if piece.batch is not last:
                 last = piece.batch
-                size += self._supply.size_of(last)
+                size += self._ready_messages.size_of(last)
         return size > max_bytes
 
-    def _fitting(self, choice: Choice, max_bytes: int) -> int:
+    def _fitting(self, selection: Selection, max_bytes: int) -> int:
         """Return how many of the first messages have no more bytes, or one."""
         messages = 0
-        for handed in choice.handed:
+        for handed in selection.handed:
             for piece in self._pieces_of(handed):
                 records = piece.records()
                 size = sizes_of(records)
@@ -252,38 +257,38 @@ class GroupPartition:
             messages += handed.end - handed.start
         return messages
 
-    def _append_grant(self, grant: Grant, choice: Choice) -> Pending:
-        not_before_ms = choice.not_before_ms
+    def _append_grant(self, grant: Grant, selection: Selection) -> Pending:
+        not_before_ms = selection.not_before_ms
         pending = self.partition.append_group_record(self.group, grant, is_soft=True, not_before_ms=not_before_ms)
-        note(self.delivery, choice)
-        if choice.expired:
-            self.on_expired(choice.expired)
+        note(self.delivery, selection)
+        if selection.expired:
+            self.on_expired(selection.expired)
         return pending
 
-    def _pass_over(self, choice: Choice) -> bool:
+    def _pass_over(self, selection: Selection) -> bool:
         """There was nothing to hand out; whether anything was passed over. That is written down when it counts for
         something, or is much; else it is remembered here."""
-        delivery, before = self.delivery, self._supply.place(self.delivery.next)
+        delivery, before = self.delivery, self._ready_messages.place(self.delivery.next)
         # What is held or done ahead is so by records that the disk may refuse: it is not to be forgotten here.
-        has_left_out = bool(choice.held) or delivery.has_ahead
+        has_left_out = bool(selection.held) or delivery.has_ahead
         if not has_left_out:
-            self._supply.note_looked(delivery.next, choice.next)
-        upto = self._supply.place(max(delivery.next, choice.next))
+            self._ready_messages.note_looked(delivery.next, selection.next)
+        upto = self._ready_messages.place(max(delivery.next, selection.next))
         passed = upto - delivery.next
         if (
-            choice.gone
-            or choice.held
-            or choice.cursors
-            or (passed > 0 and (choice.expired or has_left_out))
+            selection.gone
+            or selection.held
+            or selection.cursors
+            or (passed > 0 and (selection.expired or has_left_out))
             or passed > PASSED_MAX
         ):
             # The group itself was not active by this.
             at_ms = delivery.last_active_ms
-            gone, held = tuple(choice.gone), tuple(choice.held)
-            grant = Grant((), upto, at_ms, at_ms, cursors=choice.spots(), gone=gone, held=held)
-            self._append_grant(grant, choice)
-        self._bell.arm()
-        return upto > before or bool(choice.gone or choice.held or choice.cursors)
+            gone, held = tuple(selection.gone), tuple(selection.held)
+            grant = Grant((), upto, at_ms, at_ms, cursors=selection.spots(), gone=gone, held=held)
+            self._append_grant(grant, selection)
+        self._wakeup.arm()
+        return upto > before or bool(selection.gone or selection.held or selection.cursors)
 
     # --- what is given up --------------------------------------------------------------------------------------------
 
@@ -302,7 +307,7 @@ class GroupPartition:
             if not self.delivery.may_be_overdue:
                 return True
             give_way()
-            if self._bell.delivery is None:
+            if self._wakeup.delivery is None:
                 return False
 
     def _give_up(self, ranges: tuple[tuple[int, int, int], ...], now_ms: int, reason: str) -> Pending:
@@ -315,20 +320,20 @@ class GroupPartition:
         """Pass over what has expired before anybody asked for it, so that nobody counts it any more; and write down
         what was looked over, so that retention need not wait for it."""
         delivery = self.partition.delivery.get(self.group)
-        if delivery is None or self._bell.closed:
+        if delivery is None or self._wakeup.closed:
             return
-        while self.partition.log.lanes.has_expiring and self._bell.has_fresh(delivery):
-            if not self._pass_over(self._choice(self._clock.now_ms(), 0)):
+        while self.partition.log.lanes.has_expiring and self._wakeup.has_fresh(delivery):
+            if not self._pass_over(self._select(self._clock.now_ms(), 0)):
                 break
             give_way()
-            if self._bell.closed or self.partition.delivery.get(self.group) is not delivery:
+            if self._wakeup.closed or self.partition.delivery.get(self.group) is not delivery:
                 return
-        upto = self._supply.place(delivery.next)
+        upto = self._ready_messages.place(delivery.next)
         if upto > delivery.next:
             at_ms = delivery.last_active_ms
             self.partition.append_group_record(self.group, Grant((), upto, at_ms, at_ms), is_soft=True)
 
-    def replay(self, attempt_id: str) -> list[Delivered] | None:
+    def replay(self, attempt_id: str) -> list[LeasedMessage] | None:
         """What the first receive with this attempt id got and still holds; None for an unknown one."""
         self._wait_vouched()
         delivery = self.partition.delivery.get(self.group)
@@ -337,20 +342,20 @@ class GroupPartition:
             return None
         return [message for span in spans for message in self._under_lease(span)]
 
-    def _under_lease(self, span: SpanFold) -> list[Delivered]:
+    def _under_lease(self, span: SpanFold) -> list[LeasedMessage]:
         pieces = self.partition.pieces(span.start, span.end, span.end - span.start)
         runs = runs_of([(piece, span.deliveries, span.lane) for piece in pieces])
         return self._delivered(runs, span.available_at_ms, span.leader_epoch)
 
-    def _delivered(self, runs: list[Run], deadline_ms: int, leader_epoch: int) -> list[Delivered]:
+    def _delivered(self, runs: list[Run], deadline_ms: int, leader_epoch: int) -> list[LeasedMessage]:
         topic, number = self.partition.topic, self.partition.number
-        delivered: list[Delivered] = []
+        delivered: list[LeasedMessage] = []
         for run in runs:
             first, deliveries = run[0][0].start, run[0][1]
             lease = self.delivery.earlier(first) + deliveries
             head = self._book.head(number, first, run[-1][0].end - first, lease, leader_epoch)
             delivered += [
-                Delivered(topic, number, first + nth, at_ms, record, head + nth_text(nth), deliveries, deadline_ms)
+                LeasedMessage(topic, number, first + nth, at_ms, record, head + nth_text(nth), deliveries, deadline_ms)
                 for piece, _, _ in run
                 for at_ms in (piece.batch.appended_at_ms,)
                 for nth, record in enumerate(piece.records(), piece.start - first)
@@ -359,7 +364,7 @@ class GroupPartition:
 
     # --- settle ------------------------------------------------------------------------------------------------------
 
-    def ack(self, shown: list[Shown]) -> tuple[Verdicts, Callable[[], None]]:
+    def ack(self, shown: list[ReceiptSpan]) -> tuple[Verdicts, Callable[[], None]]:
         """Which receipts count, and what to call to wait until their record is committed; and so what others were
         refused for, as it stays so only then."""
         verdicts, unfinished = self.weigh(shown)
@@ -432,7 +437,7 @@ class GroupPartition:
 
     def _pass_done(self) -> None:
         with suppress(PortalMQError):  # what is done is so in any case; the next ones try again
-            self._pass_over(self._choice(self._clock.now_ms(), 0))
+            self._pass_over(self._select(self._clock.now_ms(), 0))
 
     def _then_others(self, pending: Pending) -> Callable[[], None]:
         """Wait until messages are done; then it may be the turn of others of their keys."""
@@ -445,7 +450,7 @@ class GroupPartition:
 
         return wait
 
-    def weigh(self, shown: list[Shown]) -> tuple[Verdicts, list[int]]:
+    def weigh(self, shown: list[ReceiptSpan]) -> tuple[Verdicts, list[int]]:
         """Which receipts count, and the offsets of those whose message may still be unfinished."""
         verdicts: Verdicts = {}
         unfinished: list[int] = []
@@ -470,7 +475,7 @@ class GroupPartition:
         return lambda: self.partition.wait_settled(last)
 
     def nack(
-        self, shown: list[Shown], delay_ms: int | None, reason: str | None, config: GroupConfig
+        self, shown: list[ReceiptSpan], delay_ms: int | None, reason: str | None, config: GroupConfig
     ) -> tuple[Verdicts, Callable[[], None]]:
         now_ms = self._clock.now_ms()
         verdicts, held = self._held(shown)
@@ -500,7 +505,9 @@ class GroupPartition:
 
         return verdicts, wait_for_all
 
-    def release(self, shown: list[Shown], delay_ms: int, reason: str | None) -> tuple[Verdicts, Callable[[], None]]:
+    def release(
+        self, shown: list[ReceiptSpan], delay_ms: int, reason: str | None
+    ) -> tuple[Verdicts, Callable[[], None]]:
         """Take back what nobody has looked at: that was no delivery."""
         now_ms = self._clock.now_ms()
         verdicts, held = self._held(shown)
@@ -522,7 +529,7 @@ class GroupPartition:
                 found.setdefault(span.deliveries, []).append(offset)
         return list(found.items())
 
-    def extend(self, shown: list[Shown], visibility_timeout_ms: int) -> Verdicts:
+    def extend(self, shown: list[ReceiptSpan], visibility_timeout_ms: int) -> Verdicts:
         """Leases are soft, so is their extension: it is logged, and not waited for."""
         now_ms = self._clock.now_ms()
         may_extend = partial(self.delivery.may_extend, now_ms=now_ms, by_key=self.settings().ordering == "key")
@@ -531,13 +538,13 @@ class GroupPartition:
         if offsets:
             record = Extend(ranges_of(offsets), now_ms + visibility_timeout_ms, now_ms)
             self.partition.append_group_record(self.group, record, is_soft=True)
-            self._bell.arm()
+            self._wakeup.arm()
         if not all(verdicts.values()):
             self.wait_refused()
         return verdicts
 
     def _held(
-        self, shown: list[Shown], counts: Callable[..., bool] | None = None
+        self, shown: list[ReceiptSpan], counts: Callable[..., bool] | None = None
     ) -> tuple[Verdicts, list[tuple[int, list[int]]]]:
         """Which receipts are of the latest lease of their message, and those offsets, by delivery number."""
         counts = counts or self.delivery.holds

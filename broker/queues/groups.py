@@ -21,14 +21,14 @@ import msgspec
 
 from portalmq import wire
 from portalmq.broker.cluster.capacity import Capacity
-from portalmq.broker.cluster.metadata_cache import Atlas
+from portalmq.broker.cluster.metadata_cache import MetadataCache
 from portalmq.broker.cluster.peers import Peers
-from portalmq.broker.cluster.routing import Leaders, Outcomes, place_of
-from portalmq.broker.cluster.rpc import Known, Place, Result, Start, result_of
+from portalmq.broker.cluster.routing import LeaderRouter, Outcomes, place_of
+from portalmq.broker.cluster.rpc import GroupBegunCall, Result, Start, TopicPartition, result_of
 from portalmq.broker.cluster.topics import Topic, Topics
 from portalmq.broker.core.queue.receipts import ReceiptBook, topic_tag
 from portalmq.broker.partition.clock import Clock
-from portalmq.broker.partition.long_poll import ParkingLot
+from portalmq.broker.partition.long_poll import LongPolls
 from portalmq.broker.partition.partition import Partition
 from portalmq.broker.partition.writer import Pending
 from portalmq.broker.partition.yielding import in_short_turns, in_turns
@@ -61,11 +61,11 @@ class _Knowing:
     groups: Groups
     group: GroupState
 
-    def here(self, places: Sequence[Place]) -> Outcomes[bool]:
+    def here(self, places: Sequence[TopicPartition]) -> Outcomes[bool]:
         return self.groups.each(places, lambda place: self.group.name in self.groups.partition(place).delivery)
 
-    def there(self, broker_id: int, places: Sequence[Place]) -> Outcomes[bool]:
-        call = Known(self.group.name, places[0].topic, places[0].topic_id, [place.number for place in places])
+    def there(self, broker_id: int, places: Sequence[TopicPartition]) -> Outcomes[bool]:
+        call = GroupBegunCall(self.group.name, places[0].topic, places[0].topic_id, [place.number for place in places])
         return self.groups.ask(broker_id, "known", call, places)
 
 
@@ -77,10 +77,10 @@ class _Beginning:
     group: GroupState
     start: wire.GroupStart
 
-    def here(self, places: Sequence[Place]) -> Outcomes[bool]:
+    def here(self, places: Sequence[TopicPartition]) -> Outcomes[bool]:
         return self.groups.each(places, lambda place: self.groups.begin_here(self.group, place, self.start))
 
-    def there(self, broker_id: int, places: Sequence[Place]) -> Outcomes[bool]:
+    def there(self, broker_id: int, places: Sequence[TopicPartition]) -> Outcomes[bool]:
         topic, topic_id, numbers = places[0].topic, places[0].topic_id, [place.number for place in places]
         call = Start(self.group.name, self.group.group_id, topic, topic_id, numbers, self.start)
         return self.groups.ask(broker_id, "start", call, places)
@@ -97,8 +97,8 @@ class Groups:
         catalog: Catalog,
         mirror: Mirror,
         topics: Topics,
-        atlas: Atlas,
-        leaders: Leaders,
+        metadata_cache: MetadataCache,
+        leaders: LeaderRouter,
         peers: Peers,
         clock: Clock,
         *,
@@ -108,14 +108,14 @@ class Groups:
         self.capacity: Capacity | None = None
         self.topics = topics
         self.leaders = leaders
-        self.lot = ParkingLot(parked_receives_max)
+        self.lot = LongPolls(parked_receives_max)
         self.on_acked: Callable[[str, str, int], None] = lambda topic, group, messages: None
         self.on_delivered: Callable[[str, str, int, int], None] = lambda topic, group, messages, again: None
         self.on_dead: Callable[[str, str, int], None] = lambda topic, group, messages: None
         self.on_expired: Callable[[str, str, int], None] = lambda topic, group, messages: None
         self._catalog = catalog
         self._mirror = mirror
-        self._atlas = atlas
+        self._metadata_cache = metadata_cache
         self._peers = peers
         self._clock = clock
         self._key = receipt_key
@@ -229,7 +229,7 @@ class Groups:
         if name in self._deleting:
             raise _is_being_deleted(name)
 
-    def end_here(self, name: str, group_id: str) -> list[Place]:
+    def end_here(self, name: str, group_id: str) -> list[TopicPartition]:
         """End the group on all partitions that are led here, durably; answers on which it had begun. Nobody may use it
         or begin it anew meanwhile. Raises what a partition refuses with: where it has not ended the group stays."""
         now = time.monotonic()
@@ -250,7 +250,7 @@ class Groups:
                 end.wait()
         for key in keys:
             self._detach(key)
-        return [Place(partition.topic, topic_id, partition.number) for partition, topic_id in begun]
+        return [TopicPartition(partition.topic, topic_id, partition.number) for partition, topic_id in begun]
 
     @contextmanager
     def deleting(self, name: str) -> Iterator[GroupState]:
@@ -269,9 +269,9 @@ class Groups:
 
     # --- partitions --------------------------------------------------------------------------------------------------
 
-    def partition(self, place: Place) -> Partition:
+    def partition(self, place: TopicPartition) -> Partition:
         """The partition, when it is led here. Raises NotLeader, Unavailable."""
-        return self._atlas.partition(place)
+        return self._metadata_cache.partition(place)
 
     def attached(self, name: str) -> list[GroupPartition]:
         """The group on the partitions that are led here, where it has begun."""
@@ -308,7 +308,7 @@ class Groups:
             if name in partition.streams
         ]
 
-    def at(self, group: GroupState, place: Place) -> GroupPartition:
+    def at(self, group: GroupState, place: TopicPartition) -> GroupPartition:
         """The group on a partition that is led here. Raises InvalidRequest when it has not begun there."""
         partition = self.partition(place)
         if group.name not in partition.delivery:
@@ -460,7 +460,7 @@ class Groups:
         self._begun = {mark for mark in self._begun if mark[0] != group.group_id}
         self.lot.move(topics)
 
-    def begin_here(self, group: GroupState, place: Place, start: wire.GroupStart) -> bool:
+    def begin_here(self, group: GroupState, place: TopicPartition, start: wire.GroupStart) -> bool:
         """Whether the group has begun just now; it is durable on return."""
         partition = self.partition(place)
         self.check_same(group)
@@ -470,7 +470,7 @@ class Groups:
         return True
 
     def serve_known(self, body: bytes) -> bytes:
-        call = msgspec.msgpack.decode(body, type=Known)
+        call = msgspec.msgpack.decode(body, type=GroupBegunCall)
         return self._serve(_Knowing(self, GroupState(call.group, wire.GroupConfig())), call)
 
     def serve_start(self, body: bytes) -> bytes:
@@ -480,12 +480,12 @@ class Groups:
             raise Unavailable(f"group {call.group!r} was deleted meanwhile", retry_after_s=0.1)
         return self._serve(_Beginning(self, group, call.start), call)
 
-    def _serve(self, work: _Knowing | _Beginning, call: Known | Start) -> bytes:
-        places = [Place(call.topic, call.topic_id, number) for number in call.numbers]
+    def _serve(self, work: _Knowing | _Beginning, call: GroupBegunCall | Start) -> bytes:
+        places = [TopicPartition(call.topic, call.topic_id, number) for number in call.numbers]
         outcomes = self.leaders.run(places, work, forward=False)
         return _encode([result_of(outcomes[place]) for place in places])
 
-    def each(self, places: Sequence[Place], do: Callable[[Place], bool]) -> Outcomes[bool]:
+    def each(self, places: Sequence[TopicPartition], do: Callable[[TopicPartition], bool]) -> Outcomes[bool]:
         outcomes: Outcomes[bool] = {}
         for place in in_short_turns(places):
             try:
@@ -494,7 +494,7 @@ class Groups:
                 outcomes[place] = error
         return outcomes
 
-    def ask(self, broker_id: int, name: str, call: msgspec.Struct, places: Sequence[Place]) -> Outcomes[bool]:
+    def ask(self, broker_id: int, name: str, call: msgspec.Struct, places: Sequence[TopicPartition]) -> Outcomes[bool]:
         results = self._peers.call(broker_id, name, call, _Bools, timeout_s=BEGIN_TIMEOUT_S)
         return {place: result.outcome() for place, result in zip(places, results, strict=True)}
 

@@ -33,7 +33,7 @@ from gevent.lock import BoundedSemaphore
 from portalmq.broker.cluster.topics import Topic, Topics
 from portalmq.broker.core.queue.records import Commit, Dead, Done
 from portalmq.broker.partition.partition import Partition
-from portalmq.broker.storage.batch import Batch, Kind, Record
+from portalmq.broker.storage.batch import Batch, BatchKind, Record
 from portalmq.broker.storage.errors import StorageError, StorageFault
 from portalmq.control_plane.catalog import Catalog
 from portalmq.control_plane.plane import PlaneError
@@ -181,8 +181,8 @@ class Outbox:
         """Raises Backpressure when too much is open to order more."""
         if len(self._sizes) < OPEN_COMMITS_MAX and sum(self._sizes.values()) + size_bytes <= OPEN_BYTES_MAX:
             return
-        standing = self._partition.groups.outbox
-        self._sizes = {offset: size for offset, size in self._sizes.items() if offset in standing}
+        ordered = self._partition.groups.outbox
+        self._sizes = {offset: size for offset, size in self._sizes.items() if offset in ordered}
         waiting = sum(self._sizes.values())
         if len(self._sizes) >= OPEN_COMMITS_MAX or (self._sizes and waiting + size_bytes > OPEN_BYTES_MAX):
             raise Backpressure(
@@ -263,9 +263,9 @@ class Outbox:
     def _ordered_by(self, offset: int, group: str, shipment: _Shipment) -> Iterator[tuple[str, int | None, Record]]:
         """What the record at `offset` orders: topic, wanted partition, record with its id."""
         order = self._partition.control_at(offset)
-        if order is not None and order.kind == Kind.COMMIT:
+        if order is not None and order.kind == BatchKind.COMMIT:
             yield from self._outputs(order)
-        elif order is not None and order.kind == Kind.DEAD:
+        elif order is not None and order.kind == BatchKind.DEAD:
             yield from self._copies(order, group, shipment)
         else:
             log.error("%s: the order at offset %d is gone, and cannot be carried out", self._partition, offset)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from portalmq.broker.core.queue.selection import NEVER_MS, Run
 from portalmq.broker.partition.answer_size import size_of, sizes_of
 from portalmq.broker.partition.partition import Partition
-from portalmq.broker.partition.reader import Piece
+from portalmq.broker.partition.reader import BatchSlice
 from portalmq.broker.storage.batch import Batch, Record
 
 # How many messages of lane 0 a turn looks at, to find some that it may hand out.
@@ -28,14 +28,14 @@ SKIP_COST = 5_000
 KNOWN_MAX = 10_000
 
 
-class Known(NamedTuple):
+class BatchSummary(NamedTuple):
     """What a look at all messages of a batch tells: whether nothing tells them apart, and their bytes."""
 
     is_plain: bool
     size: int
 
 
-class PartitionSupply:
+class ReadyMessages:
     """Invariant: from `_looked_from` to `_looked` lane 0 holds nothing that could be handed out.
 
     That is known here alone, and costs a new leader no more than looking again. It says nothing of what stands before:
@@ -47,7 +47,7 @@ class PartitionSupply:
         self.by_key = False
         self._looked_from = self._looked = 0
         # What is known of a batch, by its base offset and epoch.
-        self._known: dict[tuple[int, int], Known] = {}
+        self._known: dict[tuple[int, int], BatchSummary] = {}
 
     def place(self, offset: int) -> int:
         """Where lane 0 goes on from `offset`, as far as that is known."""
@@ -95,20 +95,20 @@ class PartitionSupply:
             left -= SKIP_COST
             yield Run(offset, offset)
 
-    def _within(self, piece: Piece, left: int) -> tuple[Piece, int]:
+    def _within(self, piece: BatchSlice, left: int) -> tuple[BatchSlice, int]:
         """What may be looked at of a piece for its keys, and what that costs."""
         size = piece.end - piece.start
         if self._known_of(piece.batch).is_plain:
             return piece, size
         if size * BY_KEY <= left:
             return piece, size * BY_KEY
-        return Piece(piece.batch, piece.start, min(piece.end, piece.start + max(1, left // BY_KEY))), left
+        return BatchSlice(piece.batch, piece.start, min(piece.end, piece.start + max(1, left // BY_KEY))), left
 
     def returned(self, start: int, end: int) -> Iterator[Run]:
         for piece in self._partition.pieces(start, end, end - start):
             yield from self._runs(piece, None)
 
-    def _runs(self, piece: Piece, lane: int | None) -> Iterator[Run]:
+    def _runs(self, piece: BatchSlice, lane: int | None) -> Iterator[Run]:
         """The messages of a piece, of lane 0 alone where that is asked for; neighbours that are alike together."""
         known = self._known_of(piece.batch)
         if known.is_plain:
@@ -147,7 +147,7 @@ class PartitionSupply:
         """The bytes of all its messages."""
         return self._known_of(batch).size
 
-    def _known_of(self, batch: Batch) -> Known:
+    def _known_of(self, batch: Batch) -> BatchSummary:
         mark = (batch.base_offset, batch.leader_epoch)
         known = self._known.get(mark)
         if known is None:
@@ -159,7 +159,7 @@ class PartitionSupply:
                 plain = plain and all(record.key is None for record in batch.records)
             if len(self._known) >= KNOWN_MAX:
                 self._known.clear()
-            known = self._known[mark] = Known(plain, sizes_of(batch.records))
+            known = self._known[mark] = BatchSummary(plain, sizes_of(batch.records))
         return known
 
 

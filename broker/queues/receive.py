@@ -16,13 +16,22 @@ import msgspec
 from portalmq import wire
 from portalmq.broker.cluster.peers import Peers
 from portalmq.broker.cluster.routing import PATIENCE_S, PAUSE_FIRST_S, PAUSE_MAX_S, place_of
-from portalmq.broker.cluster.rpc import Interest, Interested, Receive, Received
+from portalmq.broker.cluster.rpc import Interest, Interested, Receive, ReceiveResult
 from portalmq.broker.cluster.topics import Topic
-from portalmq.broker.partition.long_poll import Delivered, Peer, Portion, ReceiveOptions, Source, Waiter, receive, take
+from portalmq.broker.partition.long_poll import (
+    LeasedMessage,
+    Peer,
+    Portion,
+    ReceiveOptions,
+    Source,
+    Waiter,
+    receive,
+    take,
+)
 from portalmq.broker.queues.group_delivery import GroupPartition
 from portalmq.broker.queues.groups import Groups
 from portalmq.broker.queues.remote_interest import RemoteGroup
-from portalmq.broker.queues.settle import Settling, Verdict
+from portalmq.broker.queues.settle import Settlement, Verdict
 from portalmq.control_plane.state import GroupState
 from portalmq.errors import Backpressure, NotLeader, PortalMQError, Unavailable
 
@@ -39,9 +48,9 @@ _encode = msgspec.msgpack.Encoder().encode
 class Receiving:
     """Receives of clients, and those that other brokers ask for."""
 
-    def __init__(self, groups: Groups, settling: Settling, peers: Peers, *, patience_s: float = PATIENCE_S) -> None:
+    def __init__(self, groups: Groups, settlement: Settlement, peers: Peers, *, patience_s: float = PATIENCE_S) -> None:
         self._groups = groups
-        self._settling = settling
+        self._settlement = settlement
         self._peers = peers
         self._patience_s = patience_s
         self._turn: dict[str, int] = {}
@@ -59,7 +68,7 @@ class Receiving:
         forward: bool,
         is_first: bool = False,
         portion: Portion | None = None,
-    ) -> list[Delivered]:
+    ) -> list[LeasedMessage]:
         """Lease messages, waiting for the first one up to the request's `wait_ms`.
 
         An empty answer to a request that does not wait is one that every partition's leader gave; so is one at the end
@@ -98,7 +107,7 @@ class Receiving:
         forward: bool,
         is_first: bool = False,
         portion: Portion | None = None,
-    ) -> tuple[list[Delivered], list[Verdict]]:
+    ) -> tuple[list[LeasedMessage], list[Verdict]]:
         """Ack `request.ack`, then receive: both records go to the disk together. Returns the receipts' verdicts too.
 
         Once the acks are on their way nothing raises that would call them not applied: with nothing to be had, or no
@@ -108,9 +117,9 @@ class Receiving:
         if not forward:
             self._check_leads_some(topics)
         self._begin(group, topics, forward)
-        finish = self._settling.begin_acks(name, request.ack, forward=forward)
+        finish = self._settlement.begin_acks(name, request.ack, forward=forward)
         plan = partial(self._plan, group, [topic.name for topic in topics], forward)
-        messages: list[Delivered] = []
+        messages: list[LeasedMessage] = []
         try:
             messages = receive(plan, request.topics, options, 0, peer, self._groups.lot)
         except PortalMQError as error:
@@ -235,7 +244,7 @@ class Receiving:
             source = self._remote[key] = RemoteGroup(self._peers, broker_id, group, topics, on_unbegun, ask)
         return source
 
-    def _ask(self, broker_id: int, names: Sequence[str], call: Callable[[], Received]) -> Received:
+    def _ask(self, broker_id: int, names: Sequence[str], call: Callable[[], ReceiveResult]) -> ReceiveResult:
         topics = [topic for name in names if (topic := self._find(name)) is not None]
         places = [
             place_of(topic.state, number)
@@ -259,8 +268,8 @@ class Receiving:
         )
         sources, has_begun = self._asked(call)
         if peer is not None and peer.gone():
-            return _encode(Received([]))
-        return _encode(Received(take(sources, options, insist=True), not has_begun))
+            return _encode(ReceiveResult([]))
+        return _encode(ReceiveResult(take(sources, options, insist=True), not has_begun))
 
     def serve_replay(self, body: bytes) -> bytes:
         call = _decode_receive(body)
@@ -268,7 +277,7 @@ class Receiving:
         sources, _ = self._asked(call)
         found = [source.replay(call.attempt_id) for source in sources]
         known = [messages for messages in found if messages is not None]
-        return _encode(Received([message for messages in known for message in messages], known=bool(known)))
+        return _encode(ReceiveResult([message for messages in known for message in messages], known=bool(known)))
 
     def serve_interest(self, body: bytes, peer: Peer | None) -> bytes:
         """Wait until something is there. It is not leased: whoever asked comes for it, or does not."""

@@ -17,8 +17,8 @@ import gevent
 from gevent.event import Event
 
 from portalmq.broker.cluster.peers import Peers
-from portalmq.broker.cluster.rpc import Interest, Interested, Receive, Received
-from portalmq.broker.partition.long_poll import Delivered, ReceiveOptions, Waiter
+from portalmq.broker.cluster.rpc import Interest, Interested, Receive, ReceiveResult
+from portalmq.broker.partition.long_poll import LeasedMessage, ReceiveOptions, Waiter
 from portalmq.control_plane.state import GroupState
 from portalmq.errors import PortalMQError
 
@@ -33,7 +33,7 @@ PAUSE_MAX_S = 1.0
 EMPTY_PAUSE_S = 0.02
 
 # Makes a call that is given up when its broker is silent and leads no longer.
-Ask = Callable[[Callable[[], Received]], Received]
+Ask = Callable[[Callable[[], ReceiveResult]], ReceiveResult]
 
 
 class RemoteGroup:
@@ -71,14 +71,14 @@ class RemoteGroup:
 
     # --- messages ----------------------------------------------------------------------------------------------------
 
-    def replay(self, attempt_id: str) -> list[Delivered] | None:
+    def replay(self, attempt_id: str) -> list[LeasedMessage] | None:
         received = self._call("replay", ReceiveOptions(1, 1, "", attempt_id))
         return received.messages if received.known else None
 
     def has_messages(self) -> bool:
         return self._ready
 
-    def take(self, options: ReceiveOptions) -> list[Delivered]:
+    def take(self, options: ReceiveOptions) -> list[LeasedMessage]:
         self._ready = False
         try:
             received = self._call("receive", options)
@@ -89,7 +89,7 @@ class RemoteGroup:
             self._on_unbegun()
         return received.messages
 
-    def _call(self, name: str, options: ReceiveOptions) -> Received:
+    def _call(self, name: str, options: ReceiveOptions) -> ReceiveResult:
         call = Receive(
             self._group.name,
             self._group.group_id,
@@ -101,7 +101,7 @@ class RemoteGroup:
             options.max_bytes,
             options.patient,
         )
-        return self._ask(lambda: self._peers.call(self.broker_id, name, call, Received, timeout_s=ANSWER_S))
+        return self._ask(lambda: self._peers.call(self.broker_id, name, call, ReceiveResult, timeout_s=ANSWER_S))
 
     # --- sleeping and waking -----------------------------------------------------------------------------------------
 

@@ -14,12 +14,12 @@ from typing import Protocol
 import msgspec
 
 from portalmq.broker.cluster.peers import Peers
-from portalmq.broker.cluster.routing import Leaders, Outcomes
-from portalmq.broker.cluster.rpc import Place, Result, Settle, SettleShare, Verb, result_of
+from portalmq.broker.cluster.routing import LeaderRouter, Outcomes
+from portalmq.broker.cluster.rpc import Result, Settle, SettleShare, TopicPartition, Verb, result_of
 from portalmq.broker.cluster.topics import Topic
 from portalmq.broker.core.queue.receipts import HEAD_LENGTH, Lease, ReceiptBook, offset_of, tag_of
 from portalmq.broker.partition.yielding import give_way, in_short_turns, in_turns
-from portalmq.broker.queues.group_delivery import GroupPartition, Shown, Verdicts
+from portalmq.broker.queues.group_delivery import GroupPartition, ReceiptSpan, Verdicts
 from portalmq.control_plane.state import GroupState
 from portalmq.errors import GroupModeMismatch, InvalidRequest, PortalMQError, Unavailable
 
@@ -35,7 +35,7 @@ _encode = msgspec.msgpack.Encoder().encode
 _Results = list[Result[list[bool]]]
 
 
-class Desk(Protocol):
+class SettleGroupLookup(Protocol):
     """What settling needs of the groups."""
 
     def known(self, name: str, *, mode: str = "", group_id: str = "") -> GroupState:
@@ -49,14 +49,14 @@ class Desk(Protocol):
     def by_tag(self, tag: bytes) -> Topic | None: ...
     def book(self, group: GroupState, topic_id: str) -> ReceiptBook: ...
 
-    def at(self, group: GroupState, place: Place) -> GroupPartition:
+    def at(self, group: GroupState, place: TopicPartition) -> GroupPartition:
         """The group on a partition that is led here. Raises NotLeader, Unavailable, and InvalidRequest when the group
         has not begun there."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class SettleRequest:
     """What to do with the receipts. `time_ms` is the delay of a nack, or how long an extended lease is to last. A
     release is a nack of messages that nobody has looked at."""
 
@@ -66,22 +66,22 @@ class Way:
 
 
 @dataclass(slots=True)
-class _Settling:
+class _SettleWork:
     """The work of one call: receipts by partition."""
 
     group: GroupState
-    way: Way
-    shares: dict[Place, list[Shown]]
-    desk: Desk
+    settle_request: SettleRequest
+    shares: dict[TopicPartition, list[ReceiptSpan]]
+    groups: SettleGroupLookup
     peers: Peers | None = None
-    begun: dict[Place, tuple[list[bool], Callable[[], None]]] = field(default_factory=dict)
+    begun: dict[TopicPartition, tuple[list[bool], Callable[[], None]]] = field(default_factory=dict)
 
-    def begin(self, places: Sequence[Place]) -> Outcomes[list[bool]]:
+    def begin(self, places: Sequence[TopicPartition]) -> Outcomes[list[bool]]:
         """Append what is to be done at these partitions, and wait for nothing yet; answers the refusals."""
         refused: Outcomes[list[bool]] = {}
         for place in in_short_turns(places):
             try:
-                self.desk.check_same(self.group)  # one that was made anew meanwhile gives out receipts like these
+                self.groups.check_same(self.group)  # one that was made anew meanwhile gives out receipts like these
                 self.begun[place] = self._apply(place)
             except PortalMQError as error:
                 refused[place] = error
@@ -100,21 +100,28 @@ class _Settling:
             outcomes[place] = verdicts
         return outcomes
 
-    def here(self, places: Sequence[Place]) -> Outcomes[list[bool]]:
+    def here(self, places: Sequence[TopicPartition]) -> Outcomes[list[bool]]:
         return self.begin(places) | self.finish()
 
-    def there(self, broker_id: int, places: Sequence[Place]) -> Outcomes[list[bool]]:
+    def there(self, broker_id: int, places: Sequence[TopicPartition]) -> Outcomes[list[bool]]:
         assert self.peers is not None
         shares = [
             SettleShare(*place, [(each.delivery, each.leader_epoch, each.offsets) for each in self.shares[place]])
             for place in places
         ]
-        way = self.way
-        call = Settle(way.verb, self.group.name, self.group.group_id, shares, way.time_ms, way.reason)
+        settle_request = self.settle_request
+        call = Settle(
+            settle_request.verb,
+            self.group.name,
+            self.group.group_id,
+            shares,
+            settle_request.time_ms,
+            settle_request.reason,
+        )
         results = self.peers.call(broker_id, "settle", call, _Results, timeout_s=SETTLE_TIMEOUT_S)
         return {place: result.outcome() for place, result in zip(places, results, strict=True)}
 
-    def _apply(self, place: Place) -> tuple[list[bool], Callable[[], None]]:
+    def _apply(self, place: TopicPartition) -> tuple[list[bool], Callable[[], None]]:
         """Append what is to be done, in a record for each part: others have their turn in between."""
         shown = self.shares[place]
         verdicts = [False] * sum([len(each.offsets) for each in shown])
@@ -124,7 +131,7 @@ class _Settling:
             if waits:
                 give_way()
             try:
-                at = self.desk.at(self.group, place)
+                at = self.groups.at(self.group, place)
                 if waits and at.delivery is not delivery:  # as above
                     raise Unavailable("the group has changed meanwhile: repeat", retry_after_s=0.1)
                 delivery = at.delivery
@@ -141,21 +148,21 @@ class _Settling:
 
         return verdicts, waits[0] if len(waits) == 1 else wait_for_all
 
-    def _settle(self, at: GroupPartition, shown: list[Shown]) -> tuple[Verdicts, Callable[[], None]]:
+    def _settle(self, at: GroupPartition, shown: list[ReceiptSpan]) -> tuple[Verdicts, Callable[[], None]]:
         config = self.group.config
-        if self.way.verb == "ack":
+        if self.settle_request.verb == "ack":
             return at.ack(shown)
-        if self.way.verb == "nack":
-            return at.nack(shown, self.way.time_ms, self.way.reason, config)
-        if self.way.verb == "release":
-            return at.release(shown, self.way.time_ms or 0, self.way.reason)
-        return at.extend(shown, self.way.time_ms or config.visibility_timeout_ms), _no_wait
+        if self.settle_request.verb == "nack":
+            return at.nack(shown, self.settle_request.time_ms, self.settle_request.reason, config)
+        if self.settle_request.verb == "release":
+            return at.release(shown, self.settle_request.time_ms or 0, self.settle_request.reason)
+        return at.extend(shown, self.settle_request.time_ms or config.visibility_timeout_ms), _no_wait
 
 
-def _parts(shown: list[Shown]) -> Iterator[list[Shown]]:
+def _parts(shown: list[ReceiptSpan]) -> Iterator[list[ReceiptSpan]]:
     """The share of a partition in parts. Its receipts are numbered by their place in it: those in the request give way
     to them, as other brokers know no others."""
-    part: list[Shown] = []
+    part: list[ReceiptSpan] = []
     size = first = 0
     for each in shown:
         places = range(first, first + len(each.offsets))
@@ -181,22 +188,24 @@ def _parts(shown: list[Shown]) -> Iterator[list[Shown]]:
         yield part
 
 
-class Settling:
+class Settlement:
     """Acks, nacks and extensions of clients, and those that other brokers bring."""
 
-    def __init__(self, desk: Desk, leaders: Leaders, peers: Peers) -> None:
-        self._desk = desk
+    def __init__(self, groups: SettleGroupLookup, leaders: LeaderRouter, peers: Peers) -> None:
+        self._groups = groups
         self._leaders = leaders
         self._peers = peers
 
-    def settle(self, name: str, receipts: list[str], way: Way, *, forward: bool = True) -> list[Verdict]:
+    def settle(
+        self, name: str, receipts: list[str], settle_request: SettleRequest, *, forward: bool = True
+    ) -> list[Verdict]:
         """One verdict a receipt, in order. Raises when nothing was done: InvalidRequest for a receipt that is not the
         group's, NotLeader when it is not to be forwarded, and what every partition refused with."""
         group = self._queue_group(name)
-        work = _Settling(group, way, self.checked(group, receipts), self._desk, self._peers)
+        work = _SettleWork(group, settle_request, self.checked(group, receipts), self._groups, self._peers)
         if not forward:
             self._leaders.check_led_here(work.shares)
-        repeatable = way.verb in {"ack", "extend"}
+        repeatable = settle_request.verb in {"ack", "extend"}
         outcomes = self._leaders.run(list(work.shares), work, forward=forward, repeatable=repeatable)
         return _verdicts(work, outcomes, len(receipts))
 
@@ -204,7 +213,7 @@ class Settling:
         """Ack on the way to a receive: what is led here is appended on return and waits for the disk together with what
         the receive appends; what is led elsewhere is settled on return. Call the result for the verdicts."""
         group = self._queue_group(name)
-        work = _Settling(group, Way("ack"), self.checked(group, receipts), self._desk, self._peers)
+        work = _SettleWork(group, SettleRequest("ack"), self.checked(group, receipts), self._groups, self._peers)
         if not forward:
             self._leaders.check_led_here(work.shares)
         here = [place for place in work.shares if self._leaders.led_here(place)]
@@ -227,31 +236,31 @@ class Settling:
     def serve(self, body: bytes) -> bytes:
         """Receipts that another broker has checked, for partitions that this one leads."""
         call = _decode_settle(body)
-        group = self._desk.known(call.group, group_id=call.group_id)
+        group = self._groups.known(call.group, group_id=call.group_id)
         if group.group_id != call.group_id:
             raise InvalidRequest(f"the receipts are of an earlier group {call.group!r}")
         shares = {
-            Place(share.topic, share.topic_id, share.number): [
-                Shown(delivery, leader_epoch, [], offsets) for delivery, leader_epoch, offsets in share.shown
+            TopicPartition(share.topic, share.topic_id, share.number): [
+                ReceiptSpan(delivery, leader_epoch, [], offsets) for delivery, leader_epoch, offsets in share.shown
             ]
             for share in call.shares
         }
-        work = _Settling(group, Way(call.verb, call.time_ms, call.reason), shares, self._desk)
+        work = _SettleWork(group, SettleRequest(call.verb, call.time_ms, call.reason), shares, self._groups)
         outcomes = self._leaders.run(list(shares), work, forward=False)
         return _encode([result_of(outcomes[place]) for place in shares])
 
     def _queue_group(self, name: str) -> GroupState:
-        group = self._desk.known(name, mode="queue")
+        group = self._groups.known(name, mode="queue")
         if group.config.mode != "queue":
             raise GroupModeMismatch(f"group {name!r} works in stream mode: it commits offsets and has no receipts")
         return group
 
     # --- receipts ----------------------------------------------------------------------------------------------------
 
-    def checked(self, group: GroupState, texts: list[str]) -> dict[Place, list[Shown]]:
+    def checked(self, group: GroupState, texts: list[str]) -> dict[TopicPartition, list[ReceiptSpan]]:
         """The receipts by partition, and there by lease. Raises InvalidRequest when one of them is not the group's."""
-        by_head: dict[str, tuple[Lease, Shown]] = {}
-        by_place: dict[Place, list[Shown]] = {}
+        by_head: dict[str, tuple[Lease, ReceiptSpan]] = {}
+        by_place: dict[TopicPartition, list[ReceiptSpan]] = {}
         last_head = ""  # mostly those of a lease stand together
         for index, text in enumerate(in_turns(texts, RECEIPTS_A_TURN)):
             head = text[:HEAD_LENGTH]
@@ -268,21 +277,21 @@ class Settling:
         group: GroupState,
         head: str,
         index: int,
-        by_head: dict[str, tuple[Lease, Shown]],
-        by_place: dict[Place, list[Shown]],
-    ) -> tuple[Lease, Shown]:
+        by_head: dict[str, tuple[Lease, ReceiptSpan]],
+        by_place: dict[TopicPartition, list[ReceiptSpan]],
+    ) -> tuple[Lease, ReceiptSpan]:
         """The lease of a head that was not met before, checked, and where its receipts are gathered."""
-        topic = self._desk.by_tag(tag_of(head))
+        topic = self._groups.by_tag(tag_of(head))
         if topic is None:
             raise InvalidRequest(f"receipt {index} belongs to no topic that group {group.name!r} received from")
-        lease = self._desk.book(group, topic.state.topic_id).check(head)
-        found = by_head[head] = (lease, Shown(lease.delivery, lease.leader_epoch, [], []))
-        place = Place(topic.name, topic.state.topic_id, lease.partition)
+        lease = self._groups.book(group, topic.state.topic_id).check(head)
+        found = by_head[head] = (lease, ReceiptSpan(lease.delivery, lease.leader_epoch, [], []))
+        place = TopicPartition(topic.name, topic.state.topic_id, lease.partition)
         by_place.setdefault(place, []).append(found[1])
         return found
 
 
-def _verdicts(work: _Settling, outcomes: Outcomes[list[bool]], size: int) -> list[Verdict]:
+def _verdicts(work: _SettleWork, outcomes: Outcomes[list[bool]], size: int) -> list[Verdict]:
     errors = [outcome for outcome in outcomes.values() if isinstance(outcome, PortalMQError)]
     if errors and len(errors) == len(outcomes):
         raise next((error for error in errors if error.outcome == "unknown"), errors[0])

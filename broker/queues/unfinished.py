@@ -16,17 +16,17 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from portalmq.broker.cluster.lookup import Lookup
-from portalmq.broker.cluster.metadata_cache import Atlas
+from portalmq.broker.cluster.metadata_cache import MetadataCache
 from portalmq.broker.cluster.peers import Peers
-from portalmq.broker.cluster.routing import Leaders, place_of
-from portalmq.broker.cluster.rpc import Place
+from portalmq.broker.cluster.routing import LeaderRouter, place_of
+from portalmq.broker.cluster.rpc import TopicPartition
 from portalmq.broker.cluster.topics import Topic
 from portalmq.broker.core.queue.delivery import HELD_MS, GroupDelivery
 from portalmq.broker.core.queue.lanes import spot_of
 from portalmq.broker.messages.browsing import Stored
 from portalmq.broker.partition.clock import Clock
 from portalmq.broker.partition.partition import Partition
-from portalmq.broker.partition.yielding import Turn, in_short_turns
+from portalmq.broker.partition.yielding import TimeSlice, in_short_turns
 from portalmq.broker.queues.groups import Groups
 from portalmq.broker.storage.batch import Record
 from portalmq.errors import GroupModeMismatch
@@ -58,7 +58,7 @@ class UnfinishedRows(msgspec.Struct, array_like=True):
     next_offset: int | None
 
 
-class Waiting(NamedTuple):
+class PendingMessage(NamedTuple):
     """A message that is not done. `available_at_ms` is when it may be handed out (again); None where that is now, and
     where it waits for an earlier message of its key."""
 
@@ -68,28 +68,28 @@ class Waiting(NamedTuple):
     available_at_ms: int | None
 
 
-class Unfinished:
+class UnfinishedMessages:
     """`known` finds a topic by its name, and waits for one that was made a moment ago."""
 
     def __init__(
         self,
         groups: Groups,
         known: Callable[[str], Topic],
-        atlas: Atlas,
-        leaders: Leaders,
+        metadata_cache: MetadataCache,
+        leaders: LeaderRouter,
         peers: Peers,
         clock: Clock,
     ) -> None:
         self._peers = peers
         self._groups = groups
         self._topic = known
-        self._atlas = atlas
+        self._metadata_cache = metadata_cache
         self._leaders = leaders
         self._clock = clock
 
     def messages(
         self, name: str, topic_name: str, *, after: tuple[int, int] | None = None, forward: bool = True
-    ) -> Iterator[Waiting]:
+    ) -> Iterator[PendingMessage]:
         """All that the group has not finished in the topic, partition by partition, as it is when it is looked at; read
         as it is taken, and only behind `after` (partition, offset). A group that nobody has used yet has finished
         nothing. Raises TopicNotFound, GroupModeMismatch, and what a leader answers."""
@@ -107,11 +107,11 @@ class Unfinished:
                 found = self._leaders.one(place, self._lookup(call), forward=forward, repeatable=True)
                 for at, timestamp_ms, record, state, deliveries, available_at_ms in found.rows:
                     stored = Stored(topic_name, number, at, timestamp_ms, record)
-                    yield Waiting(stored, state, deliveries, available_at_ms or None)
+                    yield PendingMessage(stored, state, deliveries, available_at_ms or None)
                 offset = found.next_offset
 
-    def here(self, place: Place, call: ListUnfinished) -> UnfinishedRows:
-        partition = self._atlas.partition(place)
+    def here(self, place: TopicPartition, call: ListUnfinished) -> UnfinishedRows:
+        partition = self._metadata_cache.partition(place)
         partition.wait_vouched()
         delivery = partition.delivery.get(call.group)
         offset = max(call.offset, partition.log.log_start_offset)
@@ -119,7 +119,7 @@ class Unfinished:
             offset = max(offset, delivery.floor())
         end = partition.high_watermark
         rows: list[Row] = []
-        turn, room, looks = Turn(), PAGE_BYTES, LOOK_MAX
+        turn, room, looks = TimeSlice(), PAGE_BYTES, LOOK_MAX
         while offset < end:
             piece = next(partition.pieces(offset, end, 1_000), None)
             if piece is None:
@@ -136,7 +136,7 @@ class Unfinished:
             if looks <= 0:
                 return UnfinishedRows(rows, offset)
             if turn.pause_if_over():
-                delivery = self._atlas.partition(place).delivery.get(call.group)
+                delivery = self._metadata_cache.partition(place).delivery.get(call.group)
         return UnfinishedRows(rows, None)
 
     def _row(
@@ -164,7 +164,7 @@ class Unfinished:
 
     def serve(self, body: bytes) -> bytes:
         call = msgspec.msgpack.decode(body, type=ListUnfinished)
-        place = Place(call.topic, call.topic_id, call.number)
+        place = TopicPartition(call.topic, call.topic_id, call.number)
         return _encode(self._leaders.one(place, self._lookup(call), forward=False))
 
     def _lookup(self, call: ListUnfinished) -> Lookup[UnfinishedRows]:

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import msgspec
 
 from portalmq.broker.cluster.peers import Peers
-from portalmq.broker.cluster.routing import Leaders, Outcomes, place_of
-from portalmq.broker.cluster.rpc import Place, Result, result_of
+from portalmq.broker.cluster.routing import LeaderRouter, Outcomes, place_of
+from portalmq.broker.cluster.rpc import Result, TopicPartition, result_of
 from portalmq.broker.cluster.topics import Topic
 from portalmq.broker.partition.clock import Clock
 from portalmq.broker.partition.yielding import in_short_turns
@@ -70,7 +70,7 @@ class _Sizing:
     group: GroupState
     peers: Peers | None = None
 
-    def here(self, places: Sequence[Place]) -> Outcomes[QueueSize]:
+    def here(self, places: Sequence[TopicPartition]) -> Outcomes[QueueSize]:
         outcomes: Outcomes[QueueSize] = {}
         for place in in_short_turns(places):
             try:
@@ -83,7 +83,7 @@ class _Sizing:
                 outcomes[place] = QueueSize(**{name: counts[name] for name in QueueSize.__struct_fields__})
         return outcomes
 
-    def there(self, broker_id: int, places: Sequence[Place]) -> Outcomes[QueueSize]:
+    def there(self, broker_id: int, places: Sequence[TopicPartition]) -> Outcomes[QueueSize]:
         assert self.peers is not None
         call = SizeOf(
             self.group.name,
@@ -97,11 +97,11 @@ class _Sizing:
 
 
 @dataclass(slots=True)
-class _Looking:
+class _CountScan:
     sizing: Sizing
     group: str
 
-    def here(self, places: Sequence[Place]) -> Outcomes[QueueSize]:
+    def here(self, places: Sequence[TopicPartition]) -> Outcomes[QueueSize]:
         outcomes: Outcomes[QueueSize] = {}
         for place in in_short_turns(places):
             try:
@@ -110,7 +110,7 @@ class _Looking:
                 outcomes[place] = error
         return outcomes
 
-    def there(self, broker_id: int, places: Sequence[Place]) -> Outcomes[QueueSize]:
+    def there(self, broker_id: int, places: Sequence[TopicPartition]) -> Outcomes[QueueSize]:
         call = LookAt(self.group, places[0].topic, places[0].topic_id, [place.number for place in places])
         results = self.sizing.peers.call(broker_id, "look", call, _Sizes, timeout_s=TIMEOUT_S)
         return {place: result.outcome() for place, result in zip(places, results, strict=True)}
@@ -120,7 +120,7 @@ class Sizing:
     """`known` finds a topic by its name, and waits for one that was made a moment ago."""
 
     def __init__(
-        self, groups: Groups, known: Callable[[str], Topic], leaders: Leaders, peers: Peers, clock: Clock
+        self, groups: Groups, known: Callable[[str], Topic], leaders: LeaderRouter, peers: Peers, clock: Clock
     ) -> None:
         self.peers = peers
         self._groups = groups
@@ -145,9 +145,9 @@ class Sizing:
         if group is not None and group.config.mode != "queue":
             raise GroupModeMismatch(f"group {name!r} works in stream mode: its lag is all from its offset on")
         places = [place_of(topic.state, number) for number in range(topic.state.partitions)]
-        return _sum(self._leaders.run(places, _Looking(self, name), forward=forward, repeatable=True))
+        return _sum(self._leaders.run(places, _CountScan(self, name), forward=forward, repeatable=True))
 
-    def look_here(self, name: str, place: Place) -> QueueSize:
+    def look_here(self, name: str, place: TopicPartition) -> QueueSize:
         """On a partition that is led here."""
         partition = self._groups.partition(place)
         delivery = partition.delivery.get(name) or untouched(partition, name)
@@ -156,8 +156,8 @@ class Sizing:
 
     def serve_look(self, body: bytes) -> bytes:
         call = msgspec.msgpack.decode(body, type=LookAt)
-        places = [Place(call.topic, call.topic_id, number) for number in call.numbers]
-        outcomes = self._leaders.run(places, _Looking(self, call.group), forward=False)
+        places = [TopicPartition(call.topic, call.topic_id, number) for number in call.numbers]
+        outcomes = self._leaders.run(places, _CountScan(self, call.group), forward=False)
         return _encode([result_of(outcomes[place]) for place in places])
 
     def serve(self, body: bytes) -> bytes:
@@ -165,7 +165,7 @@ class Sizing:
         group = self._groups.known(call.group, group_id=call.group_id)
         if group.group_id != call.group_id:
             raise InvalidRequest(f"this was asked of an earlier group {call.group!r}")
-        places = [Place(call.topic, call.topic_id, number) for number in call.numbers]
+        places = [TopicPartition(call.topic, call.topic_id, number) for number in call.numbers]
         outcomes = self._leaders.run(places, _Sizing(self._groups, group), forward=False)
         return _encode([result_of(outcomes[place]) for place in places])
 

@@ -20,7 +20,7 @@ from portalmq.broker.core.queue.selection import has_turn
 from portalmq.broker.partition.clock import Clock
 from portalmq.broker.partition.long_poll import Waiter
 from portalmq.broker.partition.partition import Partition
-from portalmq.broker.queues.ready_messages import PartitionSupply
+from portalmq.broker.queues.ready_messages import ReadyMessages
 from portalmq.wire import GroupConfig
 
 # Where nobody sleeps here, what is given up at the end of a lease waits for company this long.
@@ -30,14 +30,14 @@ LOOK_AGAIN_MS = 1_000
 SOON_MS = 20
 
 
-class Bell:
+class Wakeup:
     """`on_ring` is called when the timer rings, before anybody is woken. Invariant: no timer runs once it is closed."""
 
     def __init__(
         self,
         partition: Partition,
         group: str,
-        supply: PartitionSupply,
+        ready_messages: ReadyMessages,
         clock: Clock,
         *,
         settings: Callable[[], GroupConfig],
@@ -47,7 +47,7 @@ class Bell:
         self.group = group
         self.settings = settings
         self.closed = False
-        self._supply = supply
+        self._ready_messages = ready_messages
         self._clock = clock
         self._on_ring = on_ring
         self._sleepers: dict[Waiter, None] = {}
@@ -111,9 +111,9 @@ class Bell:
         if delivery.outstanding >= OUTSTANDING_MAX or delivery.held >= HELD_MAX:
             return False
         end = self.partition.readable_end
-        if self._supply.place(delivery.next) < end:
+        if self._ready_messages.place(delivery.next) < end:
             return True
-        lanes = self._supply.lanes()
+        lanes = self._ready_messages.lanes()
         return bool(lanes) and self._has_in_lanes(delivery, lanes)
 
     def _has_in_lanes(self, delivery: GroupDelivery, lanes: Collection[int]) -> bool:
@@ -122,15 +122,15 @@ class Bell:
             if lane >= DELAYED or by_key:
                 continue
             _, offset = delivery.cursors.get(lane, (0, 0))
-            if next(self._supply.fresh(lane, 0, max(offset, delivery.start)), None) is not None:
+            if next(self._ready_messages.fresh(lane, 0, max(offset, delivery.start)), None) is not None:
                 return True
         due_ms = self._next_due_ms(delivery)
         return due_ms is not None and due_ms <= self.partition.readable_by_ms(self._clock.wall_ms())
 
     def _next_due_ms(self, delivery: GroupDelivery) -> int | None:
         """When the next delayed message is due, by the wall clock."""
-        lanes = [lane for lane in self._supply.lanes() if lane >= DELAYED]
-        firsts = [next(self._supply.fresh(lane, *delivery.cursors.get(lane, (0, 0))), None) for lane in lanes]
+        lanes = [lane for lane in self._ready_messages.lanes() if lane >= DELAYED]
+        firsts = [next(self._ready_messages.fresh(lane, *delivery.cursors.get(lane, (0, 0))), None) for lane in lanes]
         return min([run.due_ms for run in firsts if run is not None], default=None)
 
     # --- the timer ---------------------------------------------------------------------------------------------------
@@ -157,7 +157,7 @@ class Bell:
         if ends_ms is not None:
             waits.append(max(ends_ms - now_ms, 0 if self._sleepers else SWEEP_MS))
         if self._sleepers:
-            if self._supply.lanes():
+            if self._ready_messages.lanes():
                 due_ms = self._next_due_ms(delivery)
                 if due_ms is not None:
                     left_ms = due_ms - self._clock.wall_ms()

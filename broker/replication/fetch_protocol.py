@@ -46,7 +46,7 @@ class AskedPartition(msgspec.Struct, array_like=True, frozen=True):
         return self.topic_id, self.partition
 
 
-class FetchRequest(msgspec.Struct, array_like=True, frozen=True):
+class ReplicaFetchRequest(msgspec.Struct, array_like=True, frozen=True):
     cluster_id: str
     broker_id: int
     incarnation: int
@@ -60,15 +60,15 @@ class FetchRequest(msgspec.Struct, array_like=True, frozen=True):
     answered_ms: int | None = None
 
 
-class FetchAnswer(msgspec.Struct, array_like=True, frozen=True):
+class ReplicaFetchAnswer(msgspec.Struct, array_like=True, frozen=True):
     known: bool
     partitions: list[PartitionAnswer]
     answered_ms: int = 0
 
 
 encode = msgspec.msgpack.Encoder().encode
-decode_request = msgspec.msgpack.Decoder(FetchRequest).decode
-decode_answer = msgspec.msgpack.Decoder(FetchAnswer).decode
+decode_request = msgspec.msgpack.Decoder(ReplicaFetchRequest).decode
+decode_answer = msgspec.msgpack.Decoder(ReplicaFetchAnswer).decode
 
 
 def asked_of(topic_id: str, partition: int, fetch: Fetch, store_uuid: str, known_hw: int) -> AskedPartition:
@@ -86,7 +86,7 @@ def asked_of(topic_id: str, partition: int, fetch: Fetch, store_uuid: str, known
     )
 
 
-def fetch_of(request: FetchRequest, asked: AskedPartition) -> Fetch:
+def fetch_of(request: ReplicaFetchRequest, asked: AskedPartition) -> Fetch:
     return Fetch(
         request.broker_id,
         request.incarnation,

@@ -34,8 +34,8 @@ from portalmq.broker.partition.fetch_answers import (
 from portalmq.broker.partition.partition import Partition
 from portalmq.broker.replication.fetch_protocol import (
     AskedPartition,
-    FetchAnswer,
-    FetchRequest,
+    ReplicaFetchAnswer,
+    ReplicaFetchRequest,
     decode_request,
     encode,
     fetch_of,
@@ -75,7 +75,7 @@ class Ask:
 
     __slots__ = ("answer", "fetch", "key", "known_hw", "partition", "session", "stands")
 
-    def __init__(self, session: Session, asked: AskedPartition, fetch: Fetch, partition: Partition | None) -> None:
+    def __init__(self, session: FetchSession, asked: AskedPartition, fetch: Fetch, partition: Partition | None) -> None:
         self.session = session
         self.key = asked.key
         self.fetch = fetch
@@ -110,7 +110,7 @@ class Ask:
             self.partition.serving.withdrawn(self)
 
 
-class Session:
+class FetchSession:
     """One follower's broker. `asks` are its fetches, the answered ones too, until they are replaced or left."""
 
     def __init__(self, broker_id: int, incarnation: int, number: int, clock: Clock) -> None:
@@ -125,7 +125,7 @@ class Session:
         self.moved: dict[Ask, None] = {}
         self.moved_ms = 0
         self.affirmed_ms = clock.now_ms()
-        self.bell = Event()
+        self.wakeup = Event()
         self.polls = 0
         self.ended = False
         self._clock = clock
@@ -133,14 +133,14 @@ class Session:
     def is_ready(self, ask: Ask) -> None:
         if ask.stands:
             self.ready[ask] = None
-            self.bell.set()
+            self.wakeup.set()
 
     def has_moved(self, ask: Ask) -> None:
         if not ask.stands:
             return
         if not self.moved:
             self.moved_ms = self._clock.now_ms()
-            self.bell.set()
+            self.wakeup.set()
         self.moved[ask] = None
 
     def forget(self, key: PartitionKey) -> None:
@@ -154,7 +154,7 @@ class Session:
         self.ended = True
         for key in tuple(self.asks):
             self.forget(key)
-        self.bell.set()
+        self.wakeup.set()
 
     def patience_ms(self, deadline_ms: int) -> int:
         """How long to wait for more. A high watermark that moved is told by this poll, though that takes longer."""
@@ -169,7 +169,7 @@ class Replication:
         self._host = host
         self._partitions = partitions
         partitions.on_opened = self.opened
-        self._sessions: dict[int, Session] = {}
+        self._sessions: dict[int, FetchSession] = {}
         self._closed = False
 
     def polls(self, broker_id: int) -> bool:
@@ -194,7 +194,7 @@ class Replication:
             return self._said(True)
         session.turn = request.turn
         session.said_after_ms = request.answered_ms or (None if request.answered_ms is None else NEVER_MS)
-        session.bell.set()  # ends the poll of the turn before
+        session.wakeup.set()  # ends the poll of the turn before
         for key in request.left:
             session.forget(key)
         self._affirm(session)
@@ -203,7 +203,7 @@ class Replication:
         return self._poll(session, request, peer)
 
     def _said(self, known: bool, answers: Sequence[PartitionAnswer] = ()) -> bytes:
-        return encode(FetchAnswer(known, list(answers), self._host.clock.now_ms()))
+        return encode(ReplicaFetchAnswer(known, list(answers), self._host.clock.now_ms()))
 
     def close(self) -> None:
         """Answer no more."""
@@ -211,7 +211,7 @@ class Replication:
         for session in self._sessions.values():
             session.end()
 
-    def _session_of(self, request: FetchRequest) -> Session | None:
+    def _session_of(self, request: ReplicaFetchRequest) -> FetchSession | None:
         session = self._sessions.get(request.broker_id)
         if session is not None and session.incarnation == request.incarnation and session.number == request.session:
             return session
@@ -220,13 +220,13 @@ class Replication:
             return None
         if session is not None:
             session.end()
-        session = Session(request.broker_id, request.incarnation, request.session, self._host.clock)
+        session = FetchSession(request.broker_id, request.incarnation, request.session, self._host.clock)
         self._sessions[request.broker_id] = session
         return session
 
     # --- fetches -----------------------------------------------------------------------------------------------------
 
-    def _ask(self, session: Session, request: FetchRequest, asked: AskedPartition) -> None:
+    def _ask(self, session: FetchSession, request: ReplicaFetchRequest, asked: AskedPartition) -> None:
         fetch = fetch_of(request, asked)
         before = session.asks.get(asked.key)
         if before is not None:
@@ -254,7 +254,7 @@ class Replication:
                 ask.partition = partition
                 self._tell(ask)
 
-    def _affirm(self, session: Session) -> None:
+    def _affirm(self, session: FetchSession) -> None:
         """As long as the follower polls, what it asked for stands."""
         now_ms = self._host.clock.now_ms()
         if now_ms - session.affirmed_ms < AFFIRM_EVERY_MS:
@@ -266,14 +266,14 @@ class Replication:
 
     # --- the poll ----------------------------------------------------------------------------------------------------
 
-    def _poll(self, session: Session, request: FetchRequest, peer: Poller | None) -> bytes:
+    def _poll(self, session: FetchSession, request: ReplicaFetchRequest, peer: Poller | None) -> bytes:
         # An answer is what followers vouch for their leader by, so it comes in time for that.
         deadline_ms = self._host.clock.now_ms() + min(request.wait_ms, WAIT_MS_MAX, VOUCHED_FOR_MS // 2)
-        unwatch = peer.watch(session.bell.set) if peer is not None else None
+        unwatch = peer.watch(session.wakeup.set) if peer is not None else None
         session.polls += 1
         try:
             while True:
-                session.bell.clear()
+                session.wakeup.clear()
                 if session.ended or session.turn != request.turn or (peer is not None and peer.gone()):
                     return self._said(True)
                 answers = self._collect(session, request.max_bytes)
@@ -282,7 +282,7 @@ class Replication:
                 patience_ms = session.patience_ms(deadline_ms)
                 if patience_ms == 0 and not session.moved:
                     return self._said(True)
-                session.bell.wait(patience_ms / 1000)
+                session.wakeup.wait(patience_ms / 1000)
                 if self._host.clock.now_ms() >= deadline_ms and not session.ready and not session.moved:
                     return self._said(True)
         finally:
@@ -290,7 +290,7 @@ class Replication:
             if unwatch is not None:
                 unwatch()
 
-    def _collect(self, session: Session, max_bytes: int) -> list[PartitionAnswer]:
+    def _collect(self, session: FetchSession, max_bytes: int) -> list[PartitionAnswer]:
         """What is ready, as far as `max_bytes` go; what is left comes first next time."""
         answers: list[PartitionAnswer] = []
         left = min(max_bytes, REPLY_BYTES_MAX)
@@ -311,12 +311,12 @@ class Replication:
             answers += self._moved(session)
         return answers
 
-    def _answered(self, session: Session, ask: Ask) -> None:
+    def _answered(self, session: FetchSession, ask: Ask) -> None:
         ask.withdraw()
         session.ready.pop(ask, None)
         session.moved.pop(ask, None)
 
-    def _moved(self, session: Session) -> Iterator[PartitionAnswer]:
+    def _moved(self, session: FetchSession) -> Iterator[PartitionAnswer]:
         moved, session.moved = session.moved, {}
         for ask in moved:
             partition = ask.partition

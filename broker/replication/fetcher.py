@@ -30,8 +30,8 @@ from portalmq.broker.replication.fetch_protocol import (
     FETCH_BYTES_MAX,
     FETCH_WAIT_MS,
     AskedPartition,
-    FetchAnswer,
-    FetchRequest,
+    ReplicaFetchAnswer,
+    ReplicaFetchRequest,
     asked_of,
     decode_answer,
     encode,
@@ -146,7 +146,7 @@ class Fetcher:
         self._polls = 0
         self._failures = 0
         self._failed = False
-        self._bell = Event()
+        self._wakeup = Event()
         self._greenlet = gevent.spawn(self._run)
 
     def ask(self, partition: FollowedPartition, fetch: Fetch) -> None:
@@ -154,7 +154,7 @@ class Fetcher:
         self._by_key[partition.topic_id, partition.number] = partition
         self._unsure[partition] = 0
         self._writing.discard(partition)
-        self._bell.set()
+        self._wakeup.set()
 
     def drop(self, partition: FollowedPartition) -> None:
         self._asked.pop(partition, None)
@@ -164,7 +164,7 @@ class Fetcher:
         if self._by_key.get(key) is partition:
             del self._by_key[key]
             self._left[key] = 0
-            self._bell.set()
+            self._wakeup.set()
 
     def close(self) -> None:
         self._greenlet.kill(block=False)
@@ -173,7 +173,7 @@ class Fetcher:
 
     def _run(self) -> None:
         while True:
-            self._bell.clear()
+            self._wakeup.clear()
             if self._failed:
                 self._failed = False
                 pause_s = min(PAUSE_MAX_S, PAUSE_FIRST_S * 2 ** min(self._failures, 10))
@@ -184,10 +184,10 @@ class Fetcher:
                 self._send()
             elif self._asked and self._polls == 0:
                 # What was received is being written: its acknowledgement is worth a moment.
-                if not (self._writing and self._bell.wait(WRITE_LINGER_S)):
+                if not (self._writing and self._wakeup.wait(WRITE_LINGER_S)):
                     self._send()
             else:
-                self._bell.wait()
+                self._wakeup.wait()
 
     def _has_news(self) -> bool:
         return 0 in self._unsure.values() or (bool(self._asked) and 0 in self._left.values())
@@ -200,7 +200,7 @@ class Fetcher:
                     unsure[key] = self._turn  # type: ignore[index]
         self._writing.clear()
         host = self._fetchers.host
-        request = FetchRequest(
+        request = ReplicaFetchRequest(
             host.cluster_id,
             host.broker_id,
             host.incarnation,
@@ -238,7 +238,7 @@ class Fetcher:
                 self._take(turn, answer)
         finally:
             self._polls -= 1
-            self._bell.set()
+            self._wakeup.set()
 
     def _begin_anew(self) -> None:
         """Nobody knows what the leader's broker has heard: name everything again, in a new session, after a pause."""
@@ -250,7 +250,7 @@ class Fetcher:
         self._failures += 1
         self._failed = True
 
-    def _take(self, turn: int, answer: FetchAnswer) -> None:
+    def _take(self, turn: int, answer: ReplicaFetchAnswer) -> None:
         if not answer.known:
             self._begin_anew()
             return

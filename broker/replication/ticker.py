@@ -33,24 +33,24 @@ PROBE_TIMEOUT_S = 0.5
 SCRUB_EVERY_S = 1.0
 
 
-class Brokers(Protocol):
+class LiveBrokers(Protocol):
     @property
     def brokers(self) -> Mapping[int, BrokerState]: ...
 
 
-class PulseMembership(Protocol):
+class TickerMembership(Protocol):
     @property
-    def mirror(self) -> Brokers: ...
+    def mirror(self) -> LiveBrokers: ...
 
     def answered_ms(self) -> int: ...
     def suspect(self, broker_id: int, incarnation: int, *, refused: bool) -> None: ...
 
 
-class PulseHost(Protocol):
+class TickerHost(Protocol):
     clock: Clock
 
     @property
-    def membership(self) -> PulseMembership: ...
+    def membership(self) -> TickerMembership: ...
 
 
 def refuses(url: str) -> bool:
@@ -66,12 +66,12 @@ def refuses(url: str) -> bool:
     return False
 
 
-class Pulse:
+class Ticker:
     """`partitions` gives all that are open; `polls` says whether a fetch of a broker stands here right now."""
 
     def __init__(
         self,
-        host: PulseHost,
+        host: TickerHost,
         partitions: Callable[[], Iterable[Partition]],
         *,
         polls: Callable[[int], bool] = lambda broker_id: False,
@@ -129,9 +129,9 @@ class Pulse:
         now_ms = self._host.clock.now_ms()
         overdue: dict[int, list[Partition]] = {}
         for partition in self._partitions():
-            book = partition.replica.in_sync
-            if book is not None:
-                for broker_id in book.overdue(now_ms):
+            isr_tracker = partition.replica.in_sync
+            if isr_tracker is not None:
+                for broker_id in isr_tracker.overdue(now_ms):
                     overdue.setdefault(broker_id, []).append(partition)
         for broker_id, partitions in overdue.items():
             if broker_id not in self._probing and not self.polls(broker_id):
@@ -158,6 +158,6 @@ class Pulse:
         while True:
             for partition in tuple(self._partitions()):
                 gevent.sleep(SCRUB_EVERY_S)
-                while not partition.closed and not partition.damage and partition.upkeep.scrub():
+                while not partition.closed and not partition.damage and partition.retention.scrub():
                     gevent.sleep(SCRUB_EVERY_S)
             gevent.sleep(SCRUB_EVERY_S)

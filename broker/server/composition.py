@@ -32,7 +32,7 @@ from portalmq.broker.cluster.exits import (
     StartupError,
     UsageError,
 )
-from portalmq.broker.cluster.retry_budget import Patience
+from portalmq.broker.cluster.retry_budget import RetryBudget
 from portalmq.broker.partition.yielding import give_way
 from portalmq.broker.server.auth import Auth, auth_from, has_open_zookeeper
 from portalmq.broker.server.config import SECRET_LENGTH_MIN, BrokerConfig, cluster_secret_in, is_loopback
@@ -155,9 +155,9 @@ def lock_data_directory(config: BrokerConfig, preflight: Preflight | None = None
         raise StartupError(str(fault), EX_STORAGE) from None
 
 
-def _while_in_use(in_use: Callable[[Exception], bool]) -> Patience:
+def _while_in_use(in_use: Callable[[Exception], bool]) -> RetryBudget:
     """Try for a moment longer: a broker that was killed just now lets go of its port and lock a little later."""
-    return Patience(IN_USE_PATIENCE_S, in_use, again_s=IN_USE_RETRY_S)
+    return RetryBudget(IN_USE_PATIENCE_S, in_use, again_s=IN_USE_RETRY_S)
 
 
 def within_limit(config: BrokerConfig) -> BrokerConfig:
@@ -235,7 +235,7 @@ class BrokerProcess:
         self._auth = auth
         self._directory = directory
         self._announce = announce
-        self._patience = Patience(config.zookeeper_wait_s if config.is_clustered else 0.0, tell=_tell_waiting)
+        self._patience = RetryBudget(config.zookeeper_wait_s if config.is_clustered else 0.0, tell=_tell_waiting)
         self._broker: Broker
         self._plane: ControlPlane
 

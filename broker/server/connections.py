@@ -21,7 +21,7 @@ from portalmq.broker.server.config import is_loopback
 RESERVE = 100
 
 
-class Connection:
+class ClientConnection:
     """One connection of a client. `hang_up` ends it when it has nothing more to be read."""
 
     __slots__ = ("address", "counts", "hang_up", "home", "is_open")
@@ -43,7 +43,7 @@ class _Home:
 
     def __init__(self) -> None:
         self.open = self.bounded = 0
-        self.idle: OrderedDict[Connection, None] = OrderedDict()
+        self.idle: OrderedDict[ClientConnection, None] = OrderedDict()
 
 
 class Connections:
@@ -62,7 +62,7 @@ class Connections:
     def __len__(self) -> int:
         return self._open
 
-    def enter(self, connection: Connection) -> bool:
+    def enter(self, connection: ClientConnection) -> bool:
         """Whether the connection is taken. It is idle then."""
         address = connection.address
         if self._is_bounded(address):
@@ -80,7 +80,7 @@ class Connections:
         self.idle(connection)
         return True
 
-    def leave(self, connection: Connection) -> None:
+    def leave(self, connection: ClientConnection) -> None:
         if not connection.is_open:
             return
         self.busy(connection)
@@ -91,14 +91,14 @@ class Connections:
         if not connection.home.open:
             del self._homes[connection.address]
 
-    def idle(self, connection: Connection) -> None:
+    def idle(self, connection: ClientConnection) -> None:
         if connection.is_open:
             connection.home.idle[connection] = None
 
-    def busy(self, connection: Connection) -> None:
+    def busy(self, connection: ClientConnection) -> None:
         connection.home.idle.pop(connection, None)
 
-    def trust(self, connection: Connection) -> None:
+    def trust(self, connection: ClientConnection) -> None:
         """It is another broker's, which needs as many as it makes."""
         connection.home.bounded -= connection.counts
         connection.counts = False

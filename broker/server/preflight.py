@@ -31,7 +31,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from portalmq.broker.cluster.exits import EX_CANTCREAT, EX_SOFTWARE, EX_UNAVAILABLE, EX_USAGE, StartupError
-from portalmq.broker.cluster.retry_budget import Patience
+from portalmq.broker.cluster.retry_budget import RetryBudget
 from portalmq.broker.server.config import BrokerConfig
 from portalmq.broker.storage.disk import StoreIdentity
 from portalmq.system import die_with
@@ -104,7 +104,7 @@ class Preflight:
         theirs.close()
         preflight = cls(child, ours, ANSWER_WITHIN_S + 2 * config.zookeeper_wait_s)
         try:
-            preflight._hear()
+            preflight._read_line()
         except BaseException:
             preflight.close()
             raise
@@ -113,7 +113,7 @@ class Preflight:
     def join(self, question: Question) -> tuple[str, int]:
         """The cluster's id and the broker's. Raises StartupError when the directory does not belong here."""
         self._line.sendall(msgspec.json.encode(question) + b"\n")
-        word = self._hear()
+        word = self._read_line()
         assert isinstance(word, Joined), word
         self.left_s = word.left_s
         return word.cluster_id, word.broker_id
@@ -130,7 +130,7 @@ class Preflight:
                     return
                 time.sleep(POLL_S)
 
-    def _hear(self) -> Connected | Joined:
+    def _read_line(self) -> Connected | Joined:
         self._line.settimeout(self._answer_within_s)
         try:
             said = _line_from(self._line)
@@ -211,7 +211,7 @@ def _line_from(line: socket.socket) -> bytes:
     return said
 
 
-def patience_of(config: BrokerConfig) -> Patience:
+def patience_of(config: BrokerConfig) -> RetryBudget:
     """Waits while ZooKeeper is away, and says so once."""
 
     def tell(away: Exception, left_s: float) -> None:
@@ -222,7 +222,7 @@ def patience_of(config: BrokerConfig) -> Patience:
     def is_away(fault: Exception) -> bool:
         return isinstance(fault, StartupError) and fault.exit_code == EX_UNAVAILABLE
 
-    return Patience(config.zookeeper_wait_s, is_away, tell=tell)
+    return RetryBudget(config.zookeeper_wait_s, is_away, tell=tell)
 
 
 def connected(config: BrokerConfig) -> ZooKeeper:

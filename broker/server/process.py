@@ -33,7 +33,7 @@ from gunicorn.workers.base_async import AsyncWorker
 from gunicorn.workers.ggevent import GeventWorker
 
 from portalmq.broker.cluster.exits import EX_SOFTWARE
-from portalmq.broker.server.connections import Connection, Connections, hang_up
+from portalmq.broker.server.connections import ClientConnection, Connections, hang_up
 from portalmq.broker.server.heads import BoundedRequest
 from portalmq.broker.server.responses import join_responses
 from portalmq.errors import PROBLEM_TYPE_BASE
@@ -144,7 +144,7 @@ class BrokerWorker(GeventWorker):  # type: ignore[misc]
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
     def handle_exit(self, sig: int, frame: Any) -> None:
-        self.alive = False  # from here on answers say `Connection: close`
+        self.alive = False  # from here on answers say `ClientConnection: close`
         if self._ending is None:
             os._exit(0)  # it may still wait for ZooKeeper; nothing is promised yet
         self._ending.set()
@@ -175,7 +175,7 @@ class BrokerWorker(GeventWorker):  # type: ignore[misc]
         return server
 
     def handle(self, listener: Any, client: Any, addr: Any) -> None:
-        connection = Connection(addr[0], partial(hang_up, client))
+        connection = ClientConnection(addr[0], partial(hang_up, client))
         if not self.connections.enter(connection):
             log.debug("%s has as many connections as it may", addr[0])
             client.close()

@@ -25,7 +25,7 @@ from enum import IntEnum
 import msgspec
 
 
-class Kind(IntEnum):
+class BatchKind(IntEnum):
     """What a batch is. The numbers stand in the files: never change one, only add. BLANK is what compaction leaves of a
     control record that a STATE record behind it makes superfluous."""
 
@@ -115,10 +115,10 @@ class Batch(msgspec.Struct, gc=False, frozen=True):
 
     @property
     def message_count(self) -> int:
-        return self.count if self.kind == Kind.MESSAGES else 0
+        return self.count if self.kind == BatchKind.MESSAGES else 0
 
 
-class Frame(msgspec.Struct, array_like=True, gc=False, frozen=True):
+class BatchFrame(msgspec.Struct, array_like=True, gc=False, frozen=True):
     """A batch as it travels between brokers: the bytes that its checksum covers, and the checksum."""
 
     header: bytes
@@ -150,7 +150,7 @@ class Head(msgspec.Struct, array_like=True, gc=False, frozen=True):
 
     @property
     def message_count(self) -> int:
-        return self.count if self.kind == Kind.MESSAGES else 0
+        return self.count if self.kind == BatchKind.MESSAGES else 0
 
 
 class BadFrame(ValueError):
@@ -163,7 +163,7 @@ _decode_records = msgspec.msgpack.Decoder(tuple[Record, ...]).decode
 _decode_records_with_holes = msgspec.msgpack.Decoder(tuple[Record | None, ...]).decode
 
 
-def frame_of(batch: Batch) -> Frame:
+def frame_of(batch: Batch) -> BatchFrame:
     """The batch as it travels, with its checksum."""
     header = _encode(
         (
@@ -180,13 +180,13 @@ def frame_of(batch: Batch) -> Frame:
         )
     )
     body = batch.body
-    if batch.kind == Kind.MESSAGES:
+    if batch.kind == BatchKind.MESSAGES:
         records = [None if record is HOLE else record for record in batch.records] if batch.holes else batch.records
         body = _encode(records)
-    return Frame(header, zlib.crc32(body, zlib.crc32(header)), body)
+    return BatchFrame(header, zlib.crc32(body, zlib.crc32(header)), body)
 
 
-def head_of(frame: Frame) -> Head:
+def head_of(frame: BatchFrame) -> Head:
     """The header of a frame whose checksum fits. Raises BadFrame for any other."""
     found = zlib.crc32(frame.body, zlib.crc32(frame.header))
     if found != frame.crc:
@@ -195,22 +195,22 @@ def head_of(frame: Frame) -> Head:
         head = _decode_head(frame.header)
     except msgspec.MsgspecError as error:
         raise BadFrame(f"unreadable header: {error}") from error
-    if head.count < 1 or (head.kind != Kind.MESSAGES and head.count != 1):
+    if head.count < 1 or (head.kind != BatchKind.MESSAGES and head.count != 1):
         raise BadFrame(f"a batch of kind {head.kind} with {head.count} records")
     return head
 
 
-def is_hollow(frame: Frame, head: Head) -> bool:
+def is_hollow(frame: BatchFrame, head: Head) -> bool:
     """Whether compaction has left nothing of a batch of messages: a list takes 5 bytes at the most, and one for each
     nil; a message takes more."""
-    return head.kind == Kind.MESSAGES and len(frame.body) <= head.count + 5
+    return head.kind == BatchKind.MESSAGES and len(frame.body) <= head.count + 5
 
 
-def batch_of_frame(frame: Frame, head: Head) -> Batch:
+def batch_of_frame(frame: BatchFrame, head: Head) -> Batch:
     """The batch of a frame that was checked. Raises BadFrame."""
     records: tuple[Record, ...] = ()
     holes = 0
-    if head.kind == Kind.MESSAGES:
+    if head.kind == BatchKind.MESSAGES:
         try:
             records, holes = _records_of(frame.body)
         except msgspec.MsgspecError as error:
@@ -229,7 +229,7 @@ def batch_of_frame(frame: Frame, head: Head) -> Batch:
         head.sequence,
         head.group,
         records,
-        frame.body if head.kind != Kind.MESSAGES else b"",
+        frame.body if head.kind != BatchKind.MESSAGES else b"",
         frame.crc,
         holes,
     )

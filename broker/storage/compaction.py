@@ -37,7 +37,7 @@ from urllib.parse import quote
 import apsw
 import msgspec
 
-from portalmq.broker.storage.batch import HOLE, Batch, Kind, Record, checksum
+from portalmq.broker.storage.batch import HOLE, Batch, BatchKind, Record, checksum
 from portalmq.broker.storage.errors import CorruptBatch, StorageFault, faults_of
 from portalmq.broker.storage.files import sha256_of
 from portalmq.broker.storage.holes import HOLES_DDL, insert_holes
@@ -46,7 +46,7 @@ from portalmq.broker.storage.manifest import SealedSegment
 from portalmq.broker.storage.rows import BATCH_COLUMNS, MESSAGE_COLUMNS, batch_of, record_of
 from portalmq.broker.storage.schema import PAGE_BYTES
 from portalmq.broker.storage.segment import KEYS_NAME
-from portalmq.broker.storage.turn import Turn
+from portalmq.broker.storage.turn import FairLock
 from portalmq.system import sync
 
 STEP_BYTES = 512 * 1024
@@ -81,7 +81,9 @@ _JUDGE = (
 
 
 # Epochs stay, since they are compared one by one, and so do the orders of compactions, for the age of tombstones.
-_SUPERFLUOUS = f"(kind IN ({Kind.STATE:d}, {Kind.PURGE:d}, {Kind.CANCEL:d}) OR kind >= {Kind.GROUP_START:d})"
+_SUPERFLUOUS = (
+    f"(kind IN ({BatchKind.STATE:d}, {BatchKind.PURGE:d}, {BatchKind.CANCEL:d}) OR kind >= {BatchKind.GROUP_START:d})"
+)
 
 
 class Order(msgspec.Struct, frozen=True):
@@ -105,7 +107,7 @@ class Compaction:
         self._log = log
         self._order = order
         self._keys = log.directory / KEYS_NAME
-        self._turn = Turn()
+        self._turn = FairLock()
         self._entries: list[SealedSegment] = []
         self._work = self._run()
 
@@ -351,7 +353,8 @@ def _blanked(connection: apsw.Connection, start: int, end: int) -> list[tuple[in
         (start, end),
     )
     return [
-        (Kind.BLANK, checksum(batch_of((*row[:3], int(Kind.BLANK), *row[4:9]), 0)), row[0]) for row in rows.fetchall()
+        (BatchKind.BLANK, checksum(batch_of((*row[:3], int(BatchKind.BLANK), *row[4:9]), 0)), row[0])
+        for row in rows.fetchall()
     ]
 
 

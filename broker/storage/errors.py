@@ -2,7 +2,7 @@
 
     StorageError
     |-- StorageFault    an I/O error or a damaged file: the outcome is unknown; answer so, and end the process
-    |   `-- DamagedFile     SQLite finds the file malformed: another replica may make it whole again
+    |   `-- CorruptFile     SQLite finds the file malformed: another replica may make it whole again
     |-- Shortage        rolled back, definitely not applied, the log goes on
     |   |-- DiskFull          there was no room
     |   `-- TooManyOpenFiles  the process, or the machine, had no file descriptor left
@@ -44,7 +44,7 @@ class StorageFault(StorageError):
     """The disk or a file failed. What was being written may be there or not; the process should end and restart."""
 
 
-class DamagedFile(StorageFault):
+class CorruptFile(StorageFault):
     """The file is not what SQLite wrote. Reading it was harmless; writing to it would not be."""
 
 
@@ -84,7 +84,7 @@ class WrongLog(StorageError):
 
 
 # Of a file that was whole when the log was opened: it is not any more, or another has taken its place.
-DAMAGE = (CorruptBatch, DamagedFile, WrongLog)
+DAMAGE = (CorruptBatch, CorruptFile, WrongLog)
 
 
 class LogClosed(Unavailable):
@@ -102,7 +102,7 @@ def faults_of(path: Path) -> Iterator[None]:
     except apsw.FullError as error:
         raise DiskFull(f"{path}: {error}; {MAKE_ROOM}") from error
     except (apsw.CorruptError, apsw.NotADBError) as error:
-        raise DamagedFile(f"{path}: {type(error).__name__}: {error}") from error
+        raise CorruptFile(f"{path}: {type(error).__name__}: {error}") from error
     except apsw.Error as error:
         if isinstance(error, apsw.CantOpenError):  # SQLite does not say why
             if no_descriptor_is_left():

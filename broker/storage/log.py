@@ -28,7 +28,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from portalmq.broker.storage.batch import Batch, Kind
+from portalmq.broker.storage.batch import Batch, BatchKind
 from portalmq.broker.storage.errors import CorruptBatch, LogClosed, Shortage, StorageError, StorageFault, faults_of
 from portalmq.broker.storage.files import make_directory, sha256_of, sync_directory
 from portalmq.broker.storage.manifest import SealedSegment, entry_of, write_manifest
@@ -37,7 +37,7 @@ from portalmq.broker.storage.reading import ReadableLog
 from portalmq.broker.storage.recovery import open_log_files
 from portalmq.broker.storage.schema import PAGE_BYTES, LogIdentity
 from portalmq.broker.storage.segment import COMPACTING, Segment
-from portalmq.broker.storage.turn import Turn
+from portalmq.broker.storage.turn import FairLock
 
 SEGMENT_BYTES = 256 * 1024 * 1024
 # A segment that has so many content types is followed by one that has none yet: their names are kept in memory.
@@ -75,7 +75,7 @@ class Log(ReadableLog):
         self._interrupted = False
         self._closed = False
         # Taken in this order, where more than one is.
-        self._sealing, self._writing, self._reading = Turn(), Turn(), Turn()
+        self._sealing, self._writing, self._reading = FairLock(), FairLock(), FairLock()
 
     # --- opening ------------------------------------------------------------------------------------------------
 
@@ -166,7 +166,7 @@ class Log(ReadableLog):
                     f"the log goes on at offset {end_offset} after {messages} messages, the batch at"
                     f" {batch.base_offset} after {batch.messages_before}"
                 )
-            if batch.count != (len(batch.records) if batch.kind == Kind.MESSAGES else 1) or batch.count < 1:
+            if batch.count != (len(batch.records) if batch.kind == BatchKind.MESSAGES else 1) or batch.count < 1:
                 raise ValueError(f"the batch at {batch.base_offset} says {batch.count} records and has another number")
             if batch.appended_at_ms < timestamp_ms:
                 raise ValueError(

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from portalmq.broker.storage.errors import DamagedFile, WrongLog
+from portalmq.broker.storage.errors import CorruptFile, WrongLog
 from portalmq.broker.storage.files import sha256_of, write_atomically
 from portalmq.broker.storage.schema import LogIdentity
 from portalmq.broker.storage.segment import Segment
@@ -62,7 +62,7 @@ def read_manifest(directory: Path, identity: LogIdentity) -> dict[int, SealedSeg
     except FileNotFoundError:
         return {}
     except msgspec.DecodeError as error:
-        raise DamagedFile(f"{path} is damaged: {error}; delete it and the segments will be sealed anew") from error
+        raise CorruptFile(f"{path} is damaged: {error}; delete it and the segments will be sealed anew") from error
     found = LogIdentity(manifest.cluster_id, manifest.topic, manifest.topic_id, manifest.partition)
     if found != identity:
         raise WrongLog(f"{path} belongs to {found}, expected {identity}")

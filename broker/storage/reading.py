@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing
 from typing import NamedTuple
 
-from portalmq.broker.storage.batch import Batch, Kind
+from portalmq.broker.storage.batch import Batch, BatchKind
 from portalmq.broker.storage.errors import OffsetPurged
 from portalmq.broker.storage.lanes import Lanes
 from portalmq.broker.storage.segment import Segment
@@ -275,9 +275,9 @@ class ReadableLog(ABC):
 
     def newest_state(self, below: int | None = None) -> Batch | None:
         """The newest STATE record (below `below`), checked."""
-        return self.newest_control(Kind.STATE, below)
+        return self.newest_control(BatchKind.STATE, below)
 
-    def newest_control(self, kind: Kind, below: int | None = None) -> Batch | None:
+    def newest_control(self, kind: BatchKind, below: int | None = None) -> Batch | None:
         """The newest control record of that kind (below `below`), checked."""
         below = self.end_offset if below is None else below
         with self._read():

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from portalmq.broker.storage.errors import DamagedFile
+from portalmq.broker.storage.errors import CorruptFile
 from portalmq.broker.storage.files import sync_directory
 from portalmq.broker.storage.manifest import MANIFEST_NAME, SealedSegment, read_manifest
 from portalmq.broker.storage.schema import LogIdentity
@@ -41,7 +41,7 @@ def open_segments(directory: Path, identity: LogIdentity, sealed: dict[int, Seal
     names = sorted(entry.name for entry in os.scandir(directory) if SEGMENT_NAME.match(entry.name))
     if not names:
         if sealed:
-            raise DamagedFile(f"{directory} has a manifest and no segment: its files were taken away; put them back")
+            raise CorruptFile(f"{directory} has a manifest and no segment: its files were taken away; put them back")
         return [
             Segment.create(
                 directory, identity, base_offset=0, messages_before=0, timestamp_before_ms=0, log_start_offset=0
@@ -49,7 +49,7 @@ def open_segments(directory: Path, identity: LogIdentity, sealed: dict[int, Seal
         ]
     last_base_offset = int(names[-1][:20])
     if sealed and max(sealed) >= last_base_offset:  # the active segment is never sealed
-        raise DamagedFile(
+        raise CorruptFile(
             f"{directory} has no segment after {names[-1]}, but the manifest knows of more: put the files back"
         )
     segments: list[Segment] = []
@@ -80,7 +80,7 @@ def _open_segment(
             segment.close()
         return segment
     if path.stat().st_size != entry.bytes:
-        raise DamagedFile(f"{path} has {path.stat().st_size} bytes, the manifest says {entry.bytes}: restore the file")
+        raise CorruptFile(f"{path} has {path.stat().st_size} bytes, the manifest says {entry.bytes}: restore the file")
     segment.settled = True
     segment.end_offset = entry.end_offset
     segment.messages_before, segment.messages_end = entry.messages_before, entry.messages_end
@@ -107,7 +107,7 @@ def _contiguous_end(directory: Path, segments: list[Segment]) -> list[Segment]:
         if before.end_offset == after.base_offset and before.messages_end == after.messages_before:
             continue
         if after.base_offset > segments[-1].log_start_offset:
-            raise DamagedFile(
+            raise CorruptFile(
                 f"{directory}: {before.path.name} ends at offset {before.end_offset} and {after.path.name} follows;"
                 " a segment is missing: put it back"
             )

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import apsw
 import msgspec
 
-from portalmq.broker.storage.batch import Batch, Kind, Record
+from portalmq.broker.storage.batch import Batch, BatchKind, Record
 from portalmq.broker.storage.schema import PRESET_CONTENT_TYPES
 
 # The row counts of the prepared VALUES lists. At 100 rows the longest statement is below the 16 KiB that apsw caches.
@@ -235,7 +235,9 @@ def insert_batches(connection: apsw.Connection, batches: Sequence[Batch]) -> Non
         lambda done: (),
     )
     controls = [
-        (batch.base_offset, batch.kind, batch.group, batch.body) for batch in batches if batch.kind != Kind.MESSAGES
+        (batch.base_offset, batch.kind, batch.group, batch.body)
+        for batch in batches
+        if batch.kind != BatchKind.MESSAGES
     ]
     if controls:
         _execute_in_chunks(

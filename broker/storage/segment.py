@@ -16,7 +16,7 @@ from urllib.parse import quote
 
 import apsw
 
-from portalmq.broker.storage.batch import Batch, Kind, Record
+from portalmq.broker.storage.batch import Batch, BatchKind, Record
 from portalmq.broker.storage.errors import StorageFault, WrongLog, opening
 from portalmq.broker.storage.files import opened
 from portalmq.broker.storage.holes import HOLES_DDL, insert_holes, removed_in
@@ -376,7 +376,7 @@ def _neighbours(batches: Sequence[Batch]) -> Iterator[tuple[int, int, Sequence[R
     offset, timestamp_ms = -1, -1
     records: list[Record] = []
     for batch in batches:
-        if batch.kind != Kind.MESSAGES:
+        if batch.kind != BatchKind.MESSAGES:
             continue
         if batch.holes:
             if records:

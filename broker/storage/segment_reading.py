@@ -12,7 +12,7 @@ from typing import Any
 import apsw
 import msgspec
 
-from portalmq.broker.storage.batch import HOLE, Batch, Kind, Record, checksum
+from portalmq.broker.storage.batch import HOLE, Batch, BatchKind, Record, checksum
 from portalmq.broker.storage.errors import CorruptBatch
 from portalmq.broker.storage.holes import removed_below
 from portalmq.broker.storage.rows import BATCH_COLUMNS, MESSAGE_COLUMNS, batch_of, record_of
@@ -46,7 +46,7 @@ class ReadableSegment(ABC):
             headers = cursors.enter_context(contextlib.closing(self._headers(offset, below)))
             messages: Iterator[Any] | None = None
             for row in headers:
-                if row[3] != Kind.MESSAGES:
+                if row[3] != BatchKind.MESSAGES:
                     yield self._control_batch(row)
                     continue
                 if messages is None:
@@ -71,7 +71,7 @@ class ReadableSegment(ABC):
         )
 
     def _control_batch(self, row: Sequence[Any]) -> Batch:
-        if row[3] == Kind.BLANK:
+        if row[3] == BatchKind.BLANK:
             return self._checked(batch_of(row[:9], row[9]))
         record = self.reader.execute("SELECT group_name, body FROM records WHERE offset = ?", (row[0],)).fetchone()
         if record is None:
@@ -193,7 +193,7 @@ class ReadableSegment(ABC):
         if row is None:
             return self.messages_before
         base_offset, count, messages_before, kind = row
-        return int(messages_before) + (min(offset - base_offset, count) if kind == Kind.MESSAGES else 0)
+        return int(messages_before) + (min(offset - base_offset, count) if kind == BatchKind.MESSAGES else 0)
 
     def batch_start(self, offset: int) -> tuple[int, int, int]:
         """(base offset, messages before, time of the batch before) of the batch that holds `offset`, or would."""

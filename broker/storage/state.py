@@ -46,7 +46,7 @@ from portalmq.broker.storage.files import make_directory, sync_directory
 from portalmq.broker.storage.fold_tables import STATE_DDL, FoldTables, hash_of_bytes, read_fold
 from portalmq.broker.storage.open_files import OpenFiles, uses
 from portalmq.broker.storage.schema import LogIdentity
-from portalmq.broker.storage.turn import Turn
+from portalmq.broker.storage.turn import FairLock
 from portalmq.broker.storage.wal import BUSY_TIMEOUT_MS, make_durable, set_full_sync
 
 STATE_NAME = "state.sqlite"
@@ -71,7 +71,7 @@ class StateFile:
         self.path = directory / STATE_NAME
         self.identity = identity
         self._connection: apsw.Connection | None = None
-        self._turn = Turn()
+        self._turn = FairLock()
         self._closed = False
         self._tables = FoldTables()
         # What this process has read of the epoch, or saved, whatever becomes of the file.

@@ -13,28 +13,28 @@ from __future__ import annotations
 from _queue import Empty, SimpleQueue
 
 
-class Turn:
+class FairLock:
     """A native, non-reentrant, fair lock: `with turn: ...`."""
 
-    __slots__ = ("_door", "_token")
+    __slots__ = ("_entry", "_token")
 
     def __init__(self) -> None:
-        self._door: SimpleQueue[None] = SimpleQueue()
+        self._entry: SimpleQueue[None] = SimpleQueue()
         self._token: SimpleQueue[None] = SimpleQueue()
-        self._door.put(None)
+        self._entry.put(None)
         self._token.put(None)
 
     def __enter__(self) -> None:
-        self._door.get()
+        self._entry.get()
         try:
             self._token.get()
         finally:
-            self._door.put(None)
+            self._entry.put(None)
 
     def enter_at_once(self) -> bool:
         """Take the turn if nobody has it, or waits for it. Who was answered True calls `__exit__`."""
         try:
-            self._door.get_nowait()
+            self._entry.get_nowait()
         except Empty:
             return False
         try:
@@ -42,7 +42,7 @@ class Turn:
         except Empty:
             return False
         finally:
-            self._door.put(None)
+            self._entry.put(None)
         return True
 
     def __exit__(self, *exc_info: object) -> None:

@@ -42,14 +42,14 @@ class Checkpoints:
         group = coordinator.group
         states = [topic for name in known.topic_ids if (topic := self._mirror.topics.get(name)) is not None]
         places = [place_of(topic, number) for topic in states for number in range(topic.partitions)]
-        standings = self._partitions.standings(group.name, places, ages=False, patience_s=0.0)
+        positions = self._partitions.positions(group.name, places, ages=False, patience_s=0.0)
         for topic in states:
             before = self._saved.get((group.group_id, topic.topic_id), {})
             offsets = dict(before)
             for number in range(topic.partitions):
-                standing = standings[place_of(topic, number)]
-                if not isinstance(standing, PortalMQError) and standing.committed >= 0:
-                    offsets[number] = (standing.committed, standing.high_watermark, standing.lag)
+                position = positions[place_of(topic, number)]
+                if not isinstance(position, PortalMQError) and position.committed >= 0:
+                    offsets[number] = (position.committed, position.high_watermark, position.lag)
             if offsets != before:
                 checkpoint = CheckpointState(topic.name, self._clock.wall_ms(), offsets)
                 self._store.save_checkpoint(group.name, group.group_id, topic.topic_id, checkpoint)

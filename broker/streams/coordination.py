@@ -28,7 +28,7 @@ from gevent.event import AsyncResult, Event
 from portalmq import stream_wire as contract
 from portalmq import wire
 from portalmq.broker.cluster.peers import NotAnswered, NotReached, Peers
-from portalmq.broker.cluster.rpc import Place
+from portalmq.broker.cluster.rpc import TopicPartition
 from portalmq.broker.cluster.topics import Topic
 from portalmq.broker.core.stream import events as core
 from portalmq.broker.core.stream.membership import TICK_MS
@@ -147,7 +147,7 @@ class Coordinating:
             group = self._mirror.groups.get(name)
             for group_id, coordinator in tuple(self._own.items()):
                 if coordinator.group.name == name and (group is None or group.group_id != group_id):
-                    self._deposed(coordinator)
+                    self._on_resigned(coordinator)
         if changes.topics:
             for coordinator in tuple(self._own.values()):
                 coordinator.topics_changed()
@@ -194,7 +194,7 @@ class Coordinating:
         own = self._own.get(group_id)
         return roster_of(own.membership.known) if own is not None and own.membership.known is not None else None
 
-    def _deposed(self, coordinator: Coordinator) -> None:
+    def _on_resigned(self, coordinator: Coordinator) -> None:
         self._elsewhere.pop(coordinator.group.group_id, None)
         self._forget(coordinator)
 
@@ -323,7 +323,7 @@ class Coordinating:
         own = self._own.get(group.group_id)
         if own is None:
             own = self._own[group.group_id] = Coordinator(
-                group, self._me, self._store, self._claims, self._mirror.topics, self._clock, self._deposed
+                group, self._me, self._store, self._claims, self._mirror.topics, self._clock, self._on_resigned
             )
             log.info("group %r is coordinated here from now on", group.name)
             own.begin(held)
@@ -381,7 +381,9 @@ class Coordinating:
         answer = self._seek(own, call) if call.verb == "seek" else self._member_answer(own, call)
         return _encode(answer)
 
-    def _claims(self, group: GroupState, claims: Sequence[core.Claim]) -> Mapping[core.Partition, int | PortalMQError]:
+    def _claims(
+        self, group: GroupState, claims: Sequence[core.ClaimPartition]
+    ) -> Mapping[core.Partition, int | PortalMQError]:
         outcomes: dict[core.Partition, int | PortalMQError] = {}
         shares: list[ClaimShare] = []
         for claim in claims:
@@ -443,8 +445,8 @@ class Coordinating:
         return contract.SeekAnswer(topic, sought, dry_run=False, generation=generation + 1)
 
     def _outcomes(
-        self, group: GroupState, to: Start, generation: int, places: Sequence[Place], seek_id: bytes
-    ) -> dict[Place, tuple[int, int]]:
+        self, group: GroupState, to: Start, generation: int, places: Sequence[TopicPartition], seek_id: bytes
+    ) -> dict[TopicPartition, tuple[int, int]]:
         outcomes = self._partitions.seek(group, to, generation, places, seek_id)
         error = first_error(outcomes.values())
         if error is not None:
@@ -472,7 +474,7 @@ def _seek_id(idempotency_key: str, to: Start) -> bytes:
     return blake2b(_encode((idempotency_key, to)), digest_size=16, person=b"seek").digest()
 
 
-def _sought(outcomes: Mapping[Place, tuple[int, int]]) -> list[contract.Sought]:
+def _sought(outcomes: Mapping[TopicPartition, tuple[int, int]]) -> list[contract.Sought]:
     """One entry for each partition, in their order. What was sought before stays where it is."""
     return [
         contract.Sought(place.number, before, before if offset == SOUGHT else offset)

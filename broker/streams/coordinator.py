@@ -20,28 +20,28 @@ from gevent.event import AsyncResult
 
 from portalmq.broker.core.stream.events import (
     Action,
-    Answer,
     Answered,
-    Claim,
+    AnswerMember,
     Claimed,
     ClaimFailed,
+    ClaimPartition,
     ClaimRefused,
-    Deposed,
     Event,
+    GroupMembers,
     Heartbeat,
     Join,
     Leave,
     Loaded,
     Member,
-    Membership,
     Outcome,
     Partition,
-    Place,
+    PartitionOwner,
     Propose,
-    Read,
-    Refuse,
+    ReadState,
+    RefuseMember,
+    Resigned,
     SeekRequested,
-    Topic,
+    SubscribedTopic,
     TopicsChanged,
 )
 from portalmq.broker.core.stream.membership import GroupMembership
@@ -67,11 +67,13 @@ Asking = Join | Heartbeat | Leave | SeekRequested
 class Claims(Protocol):
     """What brings claims to the leaders: the offset for each partition, or why it is not claimed."""
 
-    def __call__(self, group: GroupState, claims: Sequence[Claim]) -> Mapping[Partition, int | PortalMQError]: ...
+    def __call__(
+        self, group: GroupState, claims: Sequence[ClaimPartition]
+    ) -> Mapping[Partition, int | PortalMQError]: ...
 
 
 class Coordinator:
-    """One group that this broker coordinates, or is about to. `on_deposed` hears when it does no more."""
+    """One group that this broker coordinates, or is about to. `on_resigned` hears when it does no more."""
 
     def __init__(
         self,
@@ -81,7 +83,7 @@ class Coordinator:
         claims: Claims,
         topics: Mapping[str, TopicState],
         clock: Clock,
-        on_deposed: Callable[[Coordinator], None],
+        on_resigned: Callable[[Coordinator], None],
     ) -> None:
         self.group = group
         self.membership = GroupMembership(group.name, me)
@@ -89,10 +91,10 @@ class Coordinator:
         self._claims = claims
         self._topics = topics
         self._clock = clock
-        self._on_deposed = on_deposed
+        self._on_resigned = on_resigned
         # The topics that members read, or are about to: what the membership is told of.
         self._wanted: set[str] = set()
-        self._told: Mapping[str, Topic] | None = None
+        self._told: Mapping[str, SubscribedTopic] | None = None
         self._closed = False
         self._waiting: set[AsyncResult] = set()
 
@@ -102,14 +104,14 @@ class Coordinator:
         self.tell(Loaded(membership, held.version if held else -1))
         self.topics_changed()
 
-    def ask(self, event: Asking, topics: Sequence[str] = ()) -> Answer:
+    def ask(self, event: Asking, topics: Sequence[str] = ()) -> AnswerMember:
         """What the membership answers. Raises what it refuses with."""
         result = event.token
         assert isinstance(result, AsyncResult)
         if topics and not self._wanted.issuperset(topics):
             self._wanted.update(topics)
             self.topics_changed()
-        answer: Answer | PortalMQError | None = None
+        answer: AnswerMember | PortalMQError | None = None
         self._waiting.add(result)
         try:
             self.tell(event)
@@ -125,7 +127,7 @@ class Coordinator:
             )
         if isinstance(answer, PortalMQError):
             raise answer
-        assert isinstance(answer, Answer)
+        assert isinstance(answer, AnswerMember)
         return answer
 
     def topics_changed(self) -> None:
@@ -134,7 +136,7 @@ class Coordinator:
         if known is not None:
             self._wanted.update(*(member.topics for member in known.members.values()))
         found = {
-            name: Topic(topic.topic_id, topic.partitions)
+            name: SubscribedTopic(topic.topic_id, topic.partitions)
             for name in sorted(self._wanted)
             if (topic := self._topics.get(name)) is not None
         }
@@ -155,22 +157,22 @@ class Coordinator:
     # --- what it asks for --------------------------------------------------------------------------------------------
 
     def _perform(self, actions: Sequence[Action]) -> None:
-        claims: list[Claim] = []
+        claims: list[ClaimPartition] = []
         for action in actions:
             match action:
                 case Propose():
                     gevent.spawn(self._propose, action)
-                case Read():
+                case ReadState():
                     gevent.spawn(self._read)
-                case Claim():
+                case ClaimPartition():
                     claims.append(action)
-                case Answer():
+                case AnswerMember():
                     action.token.set(action)  # type: ignore[attr-defined]
-                case Refuse():
+                case RefuseMember():
                     action.token.set(action.error)  # type: ignore[attr-defined]
-                case Deposed():
+                case Resigned():
                     self._closed = True
-                    self._on_deposed(self)
+                    self._on_resigned(self)
         if claims:
             gevent.spawn(self._claim, claims)
 
@@ -181,7 +183,7 @@ class Coordinator:
             version = self._store.set_roster(self.group.name, self.group.group_id, roster, action.version)
         except NodeMissing:
             self.close()  # the group was deleted
-            self._on_deposed(self)
+            self._on_resigned(self)
             return
         except Conflict:
             told = Answered(Outcome.CONFLICT)
@@ -194,7 +196,7 @@ class Coordinator:
         except ValueError as fault:  # too large for a node
             log.critical("group %r: its membership cannot be kept: %s", self.group.name, fault)
             self.close()
-            self._on_deposed(self)
+            self._on_resigned(self)
             return
         else:
             told = Answered(Outcome.APPLIED, version)
@@ -214,13 +216,13 @@ class Coordinator:
             self.tell(Loaded(membership_of(held.value) if held else None, held.version if held else -1))
             return
 
-    def _fence(self, gone: Sequence[Claim]) -> None:
+    def _fence(self, gone: Sequence[ClaimPartition]) -> None:
         try:
             self._claims(self.group, gone)
         except PortalMQError as error:  # then the claim of who comes next does it
             log.info("group %r: members that are gone are fenced later: %s", self.group.name, error)
 
-    def _claim(self, claims: Sequence[Claim]) -> None:
+    def _claim(self, claims: Sequence[ClaimPartition]) -> None:
         try:
             outcomes = self._claims(self.group, claims)
         except PortalMQError as error:
@@ -240,7 +242,7 @@ def _moved(group: str) -> Unavailable:
     return Unavailable(f"the coordinator of group {group!r} is just changing", outcome="unknown", retry_after_s=0.2)
 
 
-def left_behind(before: Membership, after: Membership) -> list[Claim]:
+def left_behind(before: GroupMembers, after: GroupMembers) -> list[ClaimPartition]:
     """What was held by members that are gone, to be claimed for nobody: so they can commit no more, whether or not
     somebody comes after them. A claim of `after` is of a later generation, and goes before these in any order."""
     claims = []
@@ -248,11 +250,11 @@ def left_behind(before: Membership, after: Membership) -> list[Claim]:
         holder = place.leaving or place.owner
         topic_id = before.topic_ids.get(partition[0])
         if holder not in after.members and after.topic_ids.get(partition[0], topic_id) == topic_id:
-            claims.append(Claim(partition, "", place.since))
+            claims.append(ClaimPartition(partition, "", place.since))
     return claims
 
 
-def roster_of(membership: Membership) -> RosterState:
+def roster_of(membership: GroupMembers) -> RosterState:
     """The membership as it stands in the control plane."""
     numbers = {member_id: number for number, member_id in enumerate(membership.members)}
     numbers[""] = -1
@@ -271,11 +273,11 @@ def roster_of(membership: Membership) -> RosterState:
     )
 
 
-def membership_of(roster: RosterState) -> Membership:
+def membership_of(roster: RosterState) -> GroupMembers:
     """The other way round."""
     ids = [member.id for member in roster.members]
     ids.append("")  # -1 is nobody
-    return Membership(
+    return GroupMembers(
         roster.generation,
         roster.coordinator,
         {
@@ -283,7 +285,7 @@ def membership_of(roster: RosterState) -> Membership:
             for member in roster.members
         },
         {
-            (topic, partition): Place(ids[owner], since, ids[leaving])
+            (topic, partition): PartitionOwner(ids[owner], since, ids[leaving])
             for topic, held in roster.places.items()
             for partition, owner, since, leaving in held
         },

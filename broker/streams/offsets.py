@@ -13,11 +13,17 @@ import msgspec
 from portalmq import stream_wire as contract
 from portalmq import wire
 from portalmq.broker.cluster.routing import place_of
-from portalmq.broker.cluster.rpc import Place
+from portalmq.broker.cluster.rpc import TopicPartition
 from portalmq.broker.cluster.topics import Topic
 from portalmq.broker.partition.clock import Clock
 from portalmq.broker.queues.groups import Groups
-from portalmq.broker.streams.partition_groups import CommitShare, Standing, StreamPartitions, first_error, stream_group
+from portalmq.broker.streams.partition_groups import (
+    CommitShare,
+    GroupPosition,
+    StreamPartitions,
+    first_error,
+    stream_group,
+)
 from portalmq.control_plane.mirror import Mirror
 from portalmq.control_plane.plane import PlaneState, PlaneUnavailable
 from portalmq.control_plane.state import GroupState
@@ -25,7 +31,7 @@ from portalmq.control_plane.stream_groups import CheckpointState, RosterState, S
 from portalmq.errors import IllegalGeneration, InvalidRequest, PortalMQError
 
 # An offset that is answered without its leader is waited for no longer than this.
-STANDING_WITHIN_S = 2.0
+POSITIONS_WITHIN_S = 2.0
 KEPT_MAX = 10_000
 
 
@@ -137,22 +143,22 @@ class Offsets:
         self, group: GroupState, roster: RosterState | None, checkpoints: Mapping[str, CheckpointState]
     ) -> contract.GroupOffsets:
         places = self._places(roster, checkpoints)
-        standings = self._partitions.standings(group.name, places, patience_s=STANDING_WITHIN_S)
+        positions = self._partitions.positions(group.name, places, patience_s=POSITIONS_WITHIN_S)
         offsets = []
         for place in places:
-            found = standings[place]
+            found = positions[place]
             if isinstance(found, PortalMQError):
                 kept = checkpoints.get(place.topic_id)
                 committed, high_watermark, lag = kept.offsets.get(place.number, (0, 0, 0)) if kept else (0, 0, 0)
                 age_ms = max(0, self._clock.wall_ms() - kept.at_ms) if kept and lag else 0
-                found = Standing(committed, high_watermark, lag, age_ms)
+                found = GroupPosition(committed, high_watermark, lag, age_ms)
             offset = contract.GroupOffset(
                 place.topic, place.number, max(found.committed, 0), found.high_watermark, found.lag, found.lag_ms
             )
             offsets.append(offset)
         return contract.GroupOffsets(offsets)
 
-    def _places(self, roster: RosterState | None, checkpoints: Mapping[str, CheckpointState]) -> list[Place]:
+    def _places(self, roster: RosterState | None, checkpoints: Mapping[str, CheckpointState]) -> list[TopicPartition]:
         """The partitions of all topics that the group reads, or has read."""
         names = {topic for member in roster.members for topic in member.topics} if roster else set()
         topics = {topic.name: topic for name in names if (topic := self._mirror.topics.get(name)) is not None}

@@ -14,10 +14,10 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from portalmq import wire
-from portalmq.broker.cluster.metadata_cache import Atlas
+from portalmq.broker.cluster.metadata_cache import MetadataCache
 from portalmq.broker.cluster.peers import Peers
-from portalmq.broker.cluster.routing import Leaders, Outcomes
-from portalmq.broker.cluster.rpc import Place, Result, result_of
+from portalmq.broker.cluster.routing import LeaderRouter, Outcomes
+from portalmq.broker.cluster.rpc import Result, TopicPartition, result_of
 from portalmq.broker.core.queue.records import Claim, CommitOffset, Seek
 from portalmq.broker.partition.clock import Clock
 from portalmq.broker.partition.partition import Partition
@@ -44,8 +44,8 @@ class ClaimShare(msgspec.Struct, array_like=True):
     since: int
 
     @property
-    def place(self) -> Place:
-        return Place(self.topic, self.topic_id, self.number)
+    def place(self) -> TopicPartition:
+        return TopicPartition(self.topic, self.topic_id, self.number)
 
 
 class ClaimCall(msgspec.Struct, array_like=True):
@@ -64,11 +64,11 @@ class CommitShare(msgspec.Struct, array_like=True):
     offset: int
 
     @property
-    def place(self) -> Place:
-        return Place(self.topic, self.topic_id, self.number)
+    def place(self) -> TopicPartition:
+        return TopicPartition(self.topic, self.topic_id, self.number)
 
 
-class CommitCall(msgspec.Struct, array_like=True):
+class StreamCommitCall(msgspec.Struct, array_like=True):
     group: str
     group_id: str
     member_id: str
@@ -84,19 +84,19 @@ class SeekCall(msgspec.Struct, array_like=True):
     group_id: str
     to: Start
     generation: int
-    places: list[Place]
+    places: list[TopicPartition]
     seek_id: bytes = b""
 
 
-class StandingCall(msgspec.Struct, array_like=True):
+class GroupPositionsCall(msgspec.Struct, array_like=True):
     """`ages`: look up how old the first unread message is, which may mean to read it."""
 
     group: str
-    places: list[Place]
+    places: list[TopicPartition]
     ages: bool = True
 
 
-class Standing(msgspec.Struct, array_like=True):
+class GroupPosition(msgspec.Struct, array_like=True):
     """Where a group stands on a partition; `committed` is -1 where it has not begun."""
 
     committed: int
@@ -106,14 +106,14 @@ class Standing(msgspec.Struct, array_like=True):
 
 
 @dataclass(slots=True)
-class _Work(Generic[T]):
+class _StreamWork(Generic[T]):
     """`begin` starts what is to be done at one partition that is led here, and gives what waits for it to be done."""
 
-    begin: Callable[[Place], Callable[[], T]]
-    ask: Callable[[int, Sequence[Place]], list[Result[T]]]
+    begin: Callable[[TopicPartition], Callable[[], T]]
+    ask: Callable[[int, Sequence[TopicPartition]], list[Result[T]]]
 
-    def here(self, places: Sequence[Place]) -> Outcomes[T]:
-        begun: dict[Place, Callable[[], T] | PortalMQError] = {}
+    def here(self, places: Sequence[TopicPartition]) -> Outcomes[T]:
+        begun: dict[TopicPartition, Callable[[], T] | PortalMQError] = {}
         for place in in_short_turns(places):
             try:
                 begun[place] = self.begin(place)
@@ -121,7 +121,7 @@ class _Work(Generic[T]):
                 begun[place] = error
         return {place: _finished(finish) for place, finish in in_short_turns(begun.items())}
 
-    def there(self, broker_id: int, places: Sequence[Place]) -> Outcomes[T]:
+    def there(self, broker_id: int, places: Sequence[TopicPartition]) -> Outcomes[T]:
         results = self.ask(broker_id, places)
         return {place: result.outcome() for place, result in zip(places, results, strict=True)}
 
@@ -136,9 +136,11 @@ def _finished(finish: Callable[[], T] | PortalMQError) -> T | PortalMQError:
 
 
 class StreamPartitions:
-    def __init__(self, groups: Groups, atlas: Atlas, leaders: Leaders, peers: Peers, clock: Clock) -> None:
+    def __init__(
+        self, groups: Groups, metadata_cache: MetadataCache, leaders: LeaderRouter, peers: Peers, clock: Clock
+    ) -> None:
         self._groups = groups
-        self._atlas = atlas
+        self._metadata_cache = metadata_cache
         self._leaders = leaders
         self._peers = peers
         self._clock = clock
@@ -166,12 +168,12 @@ class StreamPartitions:
 
     def _claim_topic(self, group: GroupState, topic_id: str, shares: Sequence[ClaimShare]) -> Outcomes[int]:
         mark = (group.group_id, topic_id)
-        first = Place(shares[0].topic, topic_id, 0)
+        first = TopicPartition(shares[0].topic, topic_id, 0)
         if mark not in self._begun:
-            standing = self.standings(group.name, [first])[first]
-            if isinstance(standing, PortalMQError):
-                return {share.place: standing for share in shares}
-            if standing.committed >= 0:
+            position = self.positions(group.name, [first])[first]
+            if isinstance(position, PortalMQError):
+                return {share.place: position for share in shares}
+            if position.committed >= 0:
                 self._remember(mark)
         if mark in self._begun:
             return self._claim(group, "earliest", shares)
@@ -199,17 +201,17 @@ class StreamPartitions:
             [share.place for share in shares], self._claiming(group, start, shares), repeatable=True
         )
 
-    def _claiming(self, group: GroupState, start: Start, shares: Sequence[ClaimShare]) -> _Work[int]:
+    def _claiming(self, group: GroupState, start: Start, shares: Sequence[ClaimShare]) -> _StreamWork[int]:
         by_place = {share.place: share for share in shares}
 
-        def ask(broker_id: int, places: Sequence[Place]) -> list[Result[int]]:
+        def ask(broker_id: int, places: Sequence[TopicPartition]) -> list[Result[int]]:
             call = ClaimCall(group.name, group.group_id, start, [by_place[place] for place in places])
             return self._peers.call(broker_id, "claim", call, list[Result[int]], timeout_s=CALL_TIMEOUT_S)
 
-        return _Work(lambda place: self._claim_here(group, start, by_place[place]), ask)
+        return _StreamWork(lambda place: self._claim_here(group, start, by_place[place]), ask)
 
     def _claim_here(self, group: GroupState, start: Start, share: ClaimShare) -> Callable[[], int]:
-        partition = self._atlas.partition(share.place)
+        partition = self._metadata_cache.partition(share.place)
         self._groups.check_same(group)
         stream = partition.streams.get(group.name)
         if stream is None:
@@ -243,24 +245,26 @@ class StreamPartitions:
         self, group: GroupState, member_id: str, generation: int, shares: Sequence[CommitShare], *, forward: bool = True
     ) -> Outcomes[bool]:
         """Commit offsets; whether each was news."""
-        work = self._committing(group, member_id, generation, shares)
+        work = self._commit_work(group, member_id, generation, shares)
         return self._leaders.run([share.place for share in shares], work, forward=forward, repeatable=True)
 
-    def _committing(
+    def _commit_work(
         self, group: GroupState, member_id: str, generation: int, shares: Sequence[CommitShare]
-    ) -> _Work[bool]:
+    ) -> _StreamWork[bool]:
         by_place = {share.place: share for share in shares}
 
-        def ask(broker_id: int, places: Sequence[Place]) -> list[Result[bool]]:
-            call = CommitCall(group.name, group.group_id, member_id, generation, [by_place[place] for place in places])
+        def ask(broker_id: int, places: Sequence[TopicPartition]) -> list[Result[bool]]:
+            call = StreamCommitCall(
+                group.name, group.group_id, member_id, generation, [by_place[place] for place in places]
+            )
             return self._peers.call(broker_id, "commit_offsets", call, list[Result[bool]], timeout_s=CALL_TIMEOUT_S)
 
-        return _Work(lambda place: self._commit_here(group, member_id, generation, by_place[place]), ask)
+        return _StreamWork(lambda place: self._commit_here(group, member_id, generation, by_place[place]), ask)
 
     def _commit_here(
         self, group: GroupState, member_id: str, generation: int, share: CommitShare
     ) -> Callable[[], bool]:
-        partition = self._atlas.partition(share.place)
+        partition = self._metadata_cache.partition(share.place)
         self._groups.check_same(group)
         stream = partition.streams.get(group.name)
         if stream is None:
@@ -281,29 +285,29 @@ class StreamPartitions:
         return finish
 
     def serve_commit(self, body: bytes) -> bytes:
-        call = _decode(body, type=CommitCall)
-        work = self._committing(self._group(call.group, call.group_id), call.member_id, call.generation, call.shares)
+        call = _decode(body, type=StreamCommitCall)
+        work = self._commit_work(self._group(call.group, call.group_id), call.member_id, call.generation, call.shares)
         return self._serve([share.place for share in call.shares], work)
 
     # --- seeks -------------------------------------------------------------------------------------------------------
 
     def seek(
-        self, group: GroupState, to: Start, generation: int, places: Sequence[Place], seek_id: bytes = b""
+        self, group: GroupState, to: Start, generation: int, places: Sequence[TopicPartition], seek_id: bytes = b""
     ) -> Outcomes[tuple[int, int]]:
         """Set the group to another place, in `generation`, or with 0 only say which: (from, to), by partition."""
         return self._leaders.run(places, self._seeking(group, to, generation, seek_id), repeatable=True)
 
-    def _seeking(self, group: GroupState, to: Start, generation: int, seek_id: bytes) -> _Work[tuple[int, int]]:
-        def ask(broker_id: int, places: Sequence[Place]) -> list[Result[tuple[int, int]]]:
+    def _seeking(self, group: GroupState, to: Start, generation: int, seek_id: bytes) -> _StreamWork[tuple[int, int]]:
+        def ask(broker_id: int, places: Sequence[TopicPartition]) -> list[Result[tuple[int, int]]]:
             call = SeekCall(group.name, group.group_id, to, generation, list(places), seek_id)
             return self._peers.call(broker_id, "seek", call, list[Result[tuple[int, int]]], timeout_s=CALL_TIMEOUT_S)
 
-        return _Work(lambda place: self._seek_here(group, to, generation, seek_id, place), ask)
+        return _StreamWork(lambda place: self._seek_here(group, to, generation, seek_id, place), ask)
 
     def _seek_here(
-        self, group: GroupState, to: Start, generation: int, seek_id: bytes, place: Place
+        self, group: GroupState, to: Start, generation: int, seek_id: bytes, place: TopicPartition
     ) -> Callable[[], tuple[int, int]]:
-        partition = self._atlas.partition(place)
+        partition = self._metadata_cache.partition(place)
         self._groups.check_same(group)
         stream = partition.streams.get(group.name)
         before = max(stream.committed if stream else 0, partition.log.log_start_offset)
@@ -333,29 +337,29 @@ class StreamPartitions:
 
     # --- where it stands ---------------------------------------------------------------------------------------------
 
-    def standings(
-        self, group: str, places: Sequence[Place], *, ages: bool = True, patience_s: float | None = None
-    ) -> Outcomes[Standing]:
+    def positions(
+        self, group: str, places: Sequence[TopicPartition], *, ages: bool = True, patience_s: float | None = None
+    ) -> Outcomes[GroupPosition]:
         """How far the group is, as the leaders know it."""
-        return self._leaders.run(places, self._standing(group, ages), repeatable=True, patience_s=patience_s)
+        return self._leaders.run(places, self._position(group, ages), repeatable=True, patience_s=patience_s)
 
-    def _standing(self, group: str, ages: bool) -> _Work[Standing]:
-        def ask(broker_id: int, places: Sequence[Place]) -> list[Result[Standing]]:
-            call = StandingCall(group, list(places), ages)
-            return self._peers.call(broker_id, "offsets", call, list[Result[Standing]], timeout_s=CALL_TIMEOUT_S)
+    def _position(self, group: str, ages: bool) -> _StreamWork[GroupPosition]:
+        def ask(broker_id: int, places: Sequence[TopicPartition]) -> list[Result[GroupPosition]]:
+            call = GroupPositionsCall(group, list(places), ages)
+            return self._peers.call(broker_id, "offsets", call, list[Result[GroupPosition]], timeout_s=CALL_TIMEOUT_S)
 
-        def begin(place: Place) -> Callable[[], Standing]:
-            standing = self._standing_here(group, place, ages)
-            return lambda: standing
+        def begin(place: TopicPartition) -> Callable[[], GroupPosition]:
+            position = self._position_here(group, place, ages)
+            return lambda: position
 
-        return _Work(begin, ask)
+        return _StreamWork(begin, ask)
 
-    def _standing_here(self, group: str, place: Place, ages: bool) -> Standing:
-        partition = self._atlas.partition(place)
+    def _position_here(self, group: str, place: TopicPartition, ages: bool) -> GroupPosition:
+        partition = self._metadata_cache.partition(place)
         stream = partition.streams.get(group)
         high_watermark = partition.high_watermark
         if stream is None:
-            return Standing(-1, high_watermark, 0, 0)
+            return GroupPosition(-1, high_watermark, 0, 0)
         committed = min(max(stream.committed, partition.log.log_start_offset), high_watermark)
         log = partition.log
         lag = max(0, log.messages_before(high_watermark) - log.messages_before(committed))
@@ -363,11 +367,11 @@ class StreamPartitions:
         if lag and ages:
             first = next(partition.pieces(committed, high_watermark, 1), None)
             lag_ms = max(0, self._clock.wall_ms() - first.batch.appended_at_ms) if first is not None else 0
-        return Standing(committed, high_watermark, lag, lag_ms)
+        return GroupPosition(committed, high_watermark, lag, lag_ms)
 
-    def serve_standings(self, body: bytes) -> bytes:
-        call = _decode(body, type=StandingCall)
-        return self._serve(call.places, self._standing(call.group, call.ages))
+    def serve_positions(self, body: bytes) -> bytes:
+        call = _decode(body, type=GroupPositionsCall)
+        return self._serve(call.places, self._position(call.group, call.ages))
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
@@ -377,8 +381,8 @@ class StreamPartitions:
             raise Unavailable(f"group {name!r} was deleted meanwhile", retry_after_s=0.1)
         return group
 
-    def _serve(self, places: Sequence[Place], work: _Work[Any]) -> bytes:
-        outcomes: Mapping[Place, Any] = self._leaders.run(places, work, forward=False)
+    def _serve(self, places: Sequence[TopicPartition], work: _StreamWork[Any]) -> bytes:
+        outcomes: Mapping[TopicPartition, Any] = self._leaders.run(places, work, forward=False)
         return _encode([result_of(outcomes[place]) for place in places])
 
 

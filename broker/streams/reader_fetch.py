@@ -26,13 +26,13 @@ from gevent.event import Event
 from gevent.lock import BoundedSemaphore
 
 from portalmq import stream_wire as contract
-from portalmq.broker.cluster.routing import Leaders
-from portalmq.broker.cluster.rpc import Place
+from portalmq.broker.cluster.routing import LeaderRouter
+from portalmq.broker.cluster.rpc import TopicPartition
 from portalmq.broker.cluster.topics import Topic
-from portalmq.broker.partition.long_poll import ParkingLot, Peer
+from portalmq.broker.partition.long_poll import LongPolls, Peer
 from portalmq.broker.partition.partition import Partition
 from portalmq.broker.partition.yielding import in_short_turns
-from portalmq.broker.storage.batch import Frame, Head, Kind, is_hollow
+from portalmq.broker.storage.batch import BatchFrame, BatchKind, Head, is_hollow
 from portalmq.errors import PortalMQError
 
 SHARE_BYTES_MIN = 64 * 1024
@@ -50,7 +50,7 @@ class Fetched(msgspec.Struct, omit_defaults=True):
     next_offset: int = 0
     high_watermark: int = 0
     log_start_offset: int = 0
-    frames: list[Frame] = []
+    frames: list[BatchFrame] = []
     error: dict[str, object] | None = None
     topic_id: str = ""
 
@@ -58,20 +58,20 @@ class Fetched(msgspec.Struct, omit_defaults=True):
 class _Read(NamedTuple):
     """A partition that is led here, and from where it is read."""
 
-    place: Place
+    place: TopicPartition
     partition: Partition
     offset: int
 
 
-class Fetching:
+class ReaderFetch:
     """`topic` finds a topic; `partition` one that is led here."""
 
     def __init__(
         self,
         topic: Callable[[str], Topic],
-        partition: Callable[[Place], Partition],
-        leaders: Leaders,
-        lot: ParkingLot,
+        partition: Callable[[TopicPartition], Partition],
+        leaders: LeaderRouter,
+        lot: LongPolls,
     ) -> None:
         self._topic = topic
         self._partition = partition
@@ -133,11 +133,11 @@ class Fetching:
         partition.keep_frames()
         return _Read(place, partition, asked.offset)
 
-    def _frames(self, read: _Read, bytes_max: int, until_s: float) -> tuple[list[Frame], int]:
+    def _frames(self, read: _Read, bytes_max: int, until_s: float) -> tuple[list[BatchFrame], int]:
         """Batches of messages from the offset on, and where to go on after them; after `until_s` no more than one
         piece."""
         partition, offset = read.partition, read.offset
-        found: list[Frame] = []
+        found: list[BatchFrame] = []
         size = 0
         while offset < partition.high_watermark and size < bytes_max:
             if found and monotonic() >= until_s:
@@ -151,7 +151,7 @@ class Fetching:
             for frame in frames:
                 head = _decode_head(frame.header)
                 offset = head.end_offset
-                if head.kind == Kind.MESSAGES and not is_hollow(frame, head):
+                if head.kind == BatchKind.MESSAGES and not is_hollow(frame, head):
                     found.append(frame)
                     size += frame.size_bytes
         return found, offset

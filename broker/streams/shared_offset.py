@@ -17,10 +17,10 @@ from typing import NamedTuple
 import msgspec
 
 from portalmq.broker.cluster.lookup import Lookup
-from portalmq.broker.cluster.metadata_cache import Atlas
+from portalmq.broker.cluster.metadata_cache import MetadataCache
 from portalmq.broker.cluster.peers import Peers
-from portalmq.broker.cluster.routing import Leaders, Outcomes
-from portalmq.broker.cluster.rpc import Place, Result, Turn, Turned, result_of
+from portalmq.broker.cluster.routing import LeaderRouter, Outcomes
+from portalmq.broker.cluster.rpc import Result, SharedOffsetCall, TopicPartition, Turned, result_of
 from portalmq.broker.cluster.topics import Topic
 from portalmq.broker.core.queue.records import Claim, CommitOffset
 from portalmq.broker.messages.browsing import Stored
@@ -47,7 +47,7 @@ class Fronts(msgspec.Struct, array_like=True):
 
 
 _Fronts = list[Result[Turned]]
-_decode_turn = msgspec.msgpack.Decoder(Turn).decode
+_decode_turn = msgspec.msgpack.Decoder(SharedOffsetCall).decode
 _decode_fronts = msgspec.msgpack.Decoder(Fronts).decode
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -61,16 +61,16 @@ class Front(NamedTuple):
 
 @dataclass(slots=True)
 class _Looking:
-    turns: Turns
+    shared_offsets: SharedOffsets
     group: GroupState
 
-    def here(self, places: Sequence[Place]) -> Outcomes[Turned]:
+    def here(self, places: Sequence[TopicPartition]) -> Outcomes[Turned]:
         """Waits for nobody's followers: the partitions that need a wait are tried again together, within one bound,
         and not at all once another one has a message."""
         outcomes: Outcomes[Turned] = {}
         for place in places:
             try:
-                outcomes[place] = turned = self.turns.here(self.group, place, None, patient=False)
+                outcomes[place] = turned = self.shared_offsets.here(self.group, place, None, patient=False)
             except PortalMQError as error:
                 outcomes[place] = error
             else:
@@ -80,29 +80,29 @@ class _Looking:
                     break
         return outcomes
 
-    def there(self, broker_id: int, places: Sequence[Place]) -> Outcomes[Turned]:
+    def there(self, broker_id: int, places: Sequence[TopicPartition]) -> Outcomes[Turned]:
         numbers = [place.number for place in places]
         call = Fronts(self.group.name, self.group.group_id, places[0].topic, places[0].topic_id, numbers)
-        results = self.turns.peers.call(broker_id, "fronts", call, _Fronts, timeout_s=TURN_TIMEOUT_S)
+        results = self.shared_offsets.peers.call(broker_id, "fronts", call, _Fronts, timeout_s=TURN_TIMEOUT_S)
         return {place: result.outcome() for place, result in zip(places, results, strict=True)}
 
 
-class Turns:
+class SharedOffsets:
     """`known` finds a topic by its name, and waits for one that was made a moment ago."""
 
     def __init__(
         self,
         groups: Groups,
         known: Callable[[str], Topic],
-        atlas: Atlas,
-        leaders: Leaders,
+        metadata_cache: MetadataCache,
+        leaders: LeaderRouter,
         peers: Peers,
         clock: Clock,
     ) -> None:
         self.peers = peers
         self._groups = groups
         self._topic = known
-        self._atlas = atlas
+        self._metadata_cache = metadata_cache
         self._leaders = leaders
         self._clock = clock
 
@@ -146,7 +146,7 @@ class Turns:
     def _turn(self, name: str, topic: str, number: int, done: int | None, forward: bool) -> Turned:
         place = self._topic(topic).place(number)
         group = self._group(name)
-        call = Turn(name, group.group_id, *place, done)
+        call = SharedOffsetCall(name, group.group_id, *place, done)
         return self._leaders.one(place, self._lookup(group, call), forward=forward, repeatable=done is None)
 
     def _group(self, name: str) -> GroupState:
@@ -159,10 +159,10 @@ class Turns:
             raise GroupModeMismatch(f"group {name!r} works in queue mode: its messages are leased, and have no turns")
         return group
 
-    def here(self, group: GroupState, place: Place, done: int | None, *, patient: bool = True) -> Turned:
+    def here(self, group: GroupState, place: TopicPartition, done: int | None, *, patient: bool = True) -> Turned:
         """On a partition that is led here. Raises Unavailable while its followers do not vouch; if not `patient`, at
         once."""
-        partition = self._atlas.partition(place)
+        partition = self._metadata_cache.partition(place)
         partition.wait_vouched(patient=patient)
         self._groups.check_same(group)  # it may have been deleted during the wait
         if group.name not in partition.streams:
@@ -190,7 +190,7 @@ class Turns:
     def serve_fronts(self, body: bytes) -> bytes:
         call = _decode_fronts(body)
         group = self._same_group(call.group, call.group_id)
-        places = [Place(call.topic, call.topic_id, number) for number in call.numbers]
+        places = [TopicPartition(call.topic, call.topic_id, number) for number in call.numbers]
         outcomes = self._leaders.run(places, _Looking(self, group), forward=False)
         return _encode([result_of(outcomes[place]) for place in places])
 
@@ -203,10 +203,10 @@ class Turns:
     def serve(self, body: bytes) -> bytes:
         call = _decode_turn(body)
         group = self._same_group(call.group, call.group_id)
-        place = Place(call.topic, call.topic_id, call.number)
+        place = TopicPartition(call.topic, call.topic_id, call.number)
         return _encode(self._leaders.one(place, self._lookup(group, call), forward=False))
 
-    def _lookup(self, group: GroupState, call: Turn) -> Lookup[Turned]:
+    def _lookup(self, group: GroupState, call: SharedOffsetCall) -> Lookup[Turned]:
         return Lookup(
             "turn",
             call,

@@ -80,7 +80,7 @@ def produce(
         raise click.UsageError("give --delay, or --at, and not both")
     session.admin().close()
     started = time.monotonic()
-    tally = _Tally()
+    counts = _Counts()
     is_interrupted = False
     with Producer(session.server, token=session.token, acks=acks) as producer:
         try:
@@ -88,7 +88,7 @@ def produce(
                 try:
                     value, content_type = _value_of(line.rstrip(b"\r\n"), ndjson)
                 except ValueError as fault:
-                    tally.refuse(f"line {number}: {fault}")
+                    counts.refuse(f"line {number}: {fault}")
                     continue
                 sent = producer.send(
                     topic,
@@ -102,17 +102,17 @@ def produce(
                     priority=priority,
                     content_type=content_type,
                 )
-                tally.expect(sent)
+                counts.expect(sent)
         except KeyboardInterrupt:  # what was read until now is sent, and counted; a second one ends it at once
             is_interrupted = True
         producer.flush()
-        tally.settle(0)
+        counts.settle(0)
     seconds = time.monotonic() - started
-    click.echo(f"sent {_messages(tally.sent)} to {topic} in {seconds:.2f} s", err=True)
+    click.echo(f"sent {_messages(counts.sent)} to {topic} in {seconds:.2f} s", err=True)
     if is_interrupted:
         raise KeyboardInterrupt
-    if tally.failed:
-        raise click.ClickException(f"{_messages(tally.failed)} not sent; the first: {tally.first_failure}")
+    if counts.failed:
+        raise click.ClickException(f"{_messages(counts.failed)} not sent; the first: {counts.first_failure}")
 
 
 def _lines() -> Iterator[bytes]:
@@ -136,7 +136,7 @@ def _messages(number: int) -> str:
     return f"{number} message{'' if number == 1 else 's'}"
 
 
-class _Tally:
+class _Counts:
     """What became of the sends. At most UNCONFIRMED_MAX futures are kept."""
 
     def __init__(self) -> None:

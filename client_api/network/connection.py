@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from portalmq.network.forking import begin_anew_in_children
-from portalmq.network.http_answer import PIECE_BYTES, Answer, read_answer
+from portalmq.network.http_answer import PIECE_BYTES, HttpAnswer, read_answer
 
 DEFAULT_PORT = 5000
 CONNECTIONS_PER_HOST_MAX = 64
@@ -119,7 +119,9 @@ class Connection:
         """False when the broker has closed it (an idle connection has nothing to read), or it is idle for long."""
         return now - self.idle_since < IDLE_S_MAX and not self._poll.poll(0)
 
-    def exchange(self, method: str, head: bytes, body: bytes, timeout_s: float, watch: Watch | None = None) -> Answer:
+    def exchange(
+        self, method: str, head: bytes, body: bytes, timeout_s: float, watch: Watch | None = None
+    ) -> HttpAnswer:
         """Send one request, read its answer. Each wait for the network ends after `timeout_s`."""
         was_used, self.used, self.reusable = self.used, True, False
         cut_off = None
@@ -235,7 +237,7 @@ class ConnectionPool:
 
     def exchange(
         self, address: Address, method: str, head: bytes, body: bytes, timeout_s: float, watch: Watch | None = None
-    ) -> Answer:
+    ) -> HttpAnswer:
         """One request over a kept or a new connection. Raises NotSent or NoAnswer."""
         host = self._host(address)
         if not host.places.acquire(timeout=timeout_s):

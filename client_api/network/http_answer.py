@@ -27,7 +27,7 @@ class Fields(dict[str, str]):
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class HttpAnswer:
     """A whole HTTP answer: its body is read, its connection is free again."""
 
     status: int
@@ -44,7 +44,7 @@ class _Head(NamedTuple):
     body_bytes: int
 
 
-def read_answer(connection: socket.socket, method: str, piece: bytes) -> tuple[Answer, bool]:
+def read_answer(connection: socket.socket, method: str, piece: bytes) -> tuple[HttpAnswer, bool]:
     """Return the answer that begins with `piece`, the bytes that came first, and whether its connection can be used
     again. Raises OSError, HTTPException or ValueError for what is no whole answer."""
     if not piece:
@@ -59,7 +59,7 @@ def read_answer(connection: socket.socket, method: str, piece: bytes) -> tuple[A
             raise IncompleteRead(body, head.body_bytes - len(body))
         body += more
     is_reusable = len(body) == head.body_bytes and "close" not in head.fields.get("connection", "").lower()
-    return Answer(head.status, head.fields, body[: head.body_bytes]), is_reusable
+    return HttpAnswer(head.status, head.fields, body[: head.body_bytes]), is_reusable
 
 
 def _ordinary(piece: bytes) -> _Head | None:
@@ -88,14 +88,14 @@ def _ordinary(piece: bytes) -> _Head | None:
     return _Head(int(status), fields, end + 4, int(length))
 
 
-def _read_by_library(connection: socket.socket, method: str, piece: bytes) -> tuple[Answer, bool]:
+def _read_by_library(connection: socket.socket, method: str, piece: bytes) -> tuple[HttpAnswer, bool]:
     response = HTTPResponse(cast(socket.socket, _Begun(connection, piece)), method=method)
     try:
         response.begin()
         fields = Fields()
         for name, value in response.msg.items():
             fields.setdefault(name.lower(), value)
-        answer = Answer(response.status, fields, response.read())
+        answer = HttpAnswer(response.status, fields, response.read())
     finally:
         response.close()
     return answer, not response.will_close

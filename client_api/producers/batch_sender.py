@@ -25,7 +25,7 @@ from portalmq.errors import (
     PortalMQError,
     Unavailable,
 )
-from portalmq.producers.batching import Batch, Lane
+from portalmq.producers.batching import Lane, ProducerBatch
 from portalmq.transport.transport import Backoff, OutOfTime, Request, Transport, decode_answer, may_repeat
 
 _log = logging.getLogger("portalmq.producer")
@@ -71,7 +71,7 @@ class Delivery:
         self._instance = secrets.token_hex(8) if producer_name is not None else ""
         self._had_name = False
 
-    def advance(self, lane: Lane, batch: Batch, limit_s: float | None) -> float | None:
+    def advance(self, lane: Lane, batch: ProducerBatch, limit_s: float | None) -> float | None:
         """Send what is left of the batch. None when it has its outcomes, else the seconds until the next try.
 
         `limit_s` cuts the wait for one answer; the request is then repeated by a later call. Raises no PortalMQError.
@@ -92,7 +92,7 @@ class Delivery:
                 lane.backoff = None
         return None
 
-    def give_up(self, lane: Lane, batch: Batch, fault: BaseException) -> None:
+    def give_up(self, lane: Lane, batch: ProducerBatch, fault: BaseException) -> None:
         """Something that is no PortalMQError came up while sending: the futures must not hang on it."""
         _log.error("sending to %s/%d failed", lane.topic, lane.partition, exc_info=fault)
         self._drop_identity(lane)
@@ -101,7 +101,7 @@ class Delivery:
             failure.__cause__ = fault
             batch.finish_range(failure)
 
-    def _post(self, lane: Lane, batch: Batch, deadline: float) -> wire.ProducedRange:
+    def _post(self, lane: Lane, batch: ProducerBatch, deadline: float) -> wire.ProducedRange:
         if self._idempotent:
             self._take_identity(lane, batch, deadline)
         body = batch.body
@@ -121,7 +121,7 @@ class Delivery:
             return wire.ProducedRange(-1, -1, end - start, 0)
         return decode_answer(answer, wire.ProducedRange)
 
-    def _encode(self, lane: Lane, batch: Batch) -> bytes:
+    def _encode(self, lane: Lane, batch: ProducerBatch) -> bytes:
         start, end = batch.ranges[-1]
         messages = batch.messages if end - start == batch.count else batch.messages[start:end]
         stamp = None
@@ -129,7 +129,7 @@ class Delivery:
             stamp = wire.ProducerStamp(lane.identity.id, lane.identity.epoch, lane.next_sequence)
         return _encode(_OutBatch(messages, stamp))
 
-    def _take_identity(self, lane: Lane, batch: Batch, deadline: float) -> None:
+    def _take_identity(self, lane: Lane, batch: ProducerBatch, deadline: float) -> None:
         """Stamp with the producer's current identity. A range whose last try ended unknown keeps its stamp."""
         if batch.unknown or (lane.identity is not None and lane.identity is self._identity):
             return
@@ -155,7 +155,7 @@ class Delivery:
             error.outcome = "not_applied"
             raise
 
-    def _after_failure(self, lane: Lane, batch: Batch, error: PortalMQError) -> float | None:
+    def _after_failure(self, lane: Lane, batch: ProducerBatch, error: PortalMQError) -> float | None:
         """Decide on the topmost range. None: go on at once. Else the seconds until the next try."""
         if isinstance(error, OutOfTime) and batch.failure is not None:
             error = batch.failure
@@ -177,7 +177,7 @@ class Delivery:
         batch.failure = None
         return None
 
-    def _mended(self, lane: Lane, batch: Batch, error: PortalMQError) -> bool:
+    def _mended(self, lane: Lane, batch: ProducerBatch, error: PortalMQError) -> bool:
         """True when a request that was certainly not applied can be sent in another form, at once."""
         start, end = batch.ranges[-1]
         if isinstance(error, OutOfOrderSequence) and batch.restamps < RESTAMPS_MAX:

@@ -35,7 +35,7 @@ class SendFuture(Future[RecordMetadata]):
     `result()` does not wait for the batch to fill up: it has the batch sent at once.
     """
 
-    def __init__(self, batch: Batch, index: int) -> None:
+    def __init__(self, batch: ProducerBatch, index: int) -> None:
         # Deliberately without super().__init__(): see the module's docstring.
         self._batch = batch
         self._index = index
@@ -99,8 +99,8 @@ class Lane:
         self.topic = topic
         self.partition = partition
         self.path = f"{wire.messages_path(topic)}?partition={partition}&acks={acks}"
-        self.open: Batch | None = None
-        self.queue: deque[Batch] = deque()
+        self.open: ProducerBatch | None = None
+        self.queue: deque[ProducerBatch] = deque()
         self.scheduled = False
         self.retry_at = 0.0
         self.backoff: Backoff | None = None
@@ -108,7 +108,7 @@ class Lane:
         self.next_sequence = 0
 
 
-class Batch:
+class ProducerBatch:
     """Messages of one lane, in order, that go out together.
 
     `ranges` is a stack of what is still to be sent: the whole at first, halves after a broker refused a message in it
@@ -138,7 +138,7 @@ class Batch:
     )
 
     def __init__(
-        self, lane: Lane, born: float, deadline: float, hurry: Callable[[Batch, float | None], float | None]
+        self, lane: Lane, born: float, deadline: float, hurry: Callable[[ProducerBatch, float | None], float | None]
     ) -> None:
         self.lane = lane
         self.born = born

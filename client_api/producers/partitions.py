@@ -19,7 +19,7 @@ METADATA_AGE_S_MAX = 60.0
 REFRESH_TIMEOUT_S = 5.0
 
 
-class Topic:
+class ProducerTopic:
     """What a producer knows of a topic.
 
     `sticky` is the lane that messages without a key go to until its batch is full; then it moves to the next one.
@@ -38,7 +38,7 @@ class Topic:
             self.sticky = (self.sticky + 1) % len(self.lanes)
 
 
-class Topics(dict[str, Topic]):
+class ProducerTopics(dict[str, ProducerTopic]):
     """The topics a producer has met. Reading is a plain look-up; what asks the broker is behind one lock."""
 
     def __init__(self, transport: Transport, new_lane: Callable[[str, int], Lane], max_block_s: float) -> None:
@@ -48,7 +48,7 @@ class Topics(dict[str, Topic]):
         self._max_block_s = max_block_s
         self._lock = threading.Lock()
 
-    def meet(self, name: str) -> Topic:
+    def meet(self, name: str) -> ProducerTopic:
         """The topic; made at the broker when there is none, and the cluster makes topics at their first use. Waits up
         to `max_block_s` for a broker to tell."""
         wire.check_name(name, "topic")
@@ -57,7 +57,7 @@ class Topics(dict[str, Topic]):
             if topic is None:
                 count = self._partition_count(name)
                 lanes = [self._new_lane(name, partition) for partition in range(count)]
-                topic = self[name] = Topic(lanes, time.monotonic())
+                topic = self[name] = ProducerTopic(lanes, time.monotonic())
         return topic
 
     def lane(self, name: str, partition: int) -> Lane:

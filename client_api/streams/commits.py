@@ -16,27 +16,27 @@ from portalmq import wire
 from portalmq.consumers.commit import Output, commit_offset, place_of
 from portalmq.errors import IllegalGeneration, OffsetMoved, OffsetOutOfRange, PortalMQError, Unavailable
 from portalmq.message import Message
-from portalmq.streams.fetch_buffer import Feed, Feeds, Place
+from portalmq.streams.fetch_buffer import FetchBuffer, PartitionBuffer, Place
 from portalmq.transport.transport import Request, Transport
 
 
 class Commits:
-    """Thread-safe; `feeds.lock` guards `generation` too. `on_refused` is called when a leader knows something that this
-    member does not: the coordinator is to be asked at once."""
+    """Thread-safe; `buffers.lock` guards `generation` too. `on_refused` is called when a leader knows something that
+    this member does not: the coordinator is to be asked at once."""
 
     def __init__(
-        self, transport: Transport, group: str, member_id: str, feeds: Feeds, on_refused: Callable[[], None]
+        self, transport: Transport, group: str, member_id: str, buffers: FetchBuffer, on_refused: Callable[[], None]
     ) -> None:
         self.generation = -1
         self._transport = transport
         self._group = group
         self._member_id = member_id
-        self._feeds = feeds
+        self._buffers = buffers
         self._on_refused = on_refused
         # One at a time.
         self._turn = threading.RLock()
 
-    def commit(self, feeds: Sequence[Feed], timeout_s: float | None = None) -> None:
+    def commit(self, buffers: Sequence[PartitionBuffer], timeout_s: float | None = None) -> None:
         """Bring what is done to the leaders; durable on return. Raises IllegalGeneration for what was taken away.
 
         With a `timeout_s` no other commit is waited for any longer: the member's thread has heartbeats to send.
@@ -44,16 +44,20 @@ class Commits:
         if not self._turn.acquire(timeout=-1 if timeout_s is None else timeout_s):
             raise Unavailable("another commit is on its way")
         try:
-            with self._feeds.lock:
-                news = [(feed, feed.done) for feed in feeds if feed.done > feed.committed and not feed.gone]
+            with self._buffers.lock:
+                news = [
+                    (buffer, buffer.done) for buffer in buffers if buffer.done > buffer.committed and not buffer.gone
+                ]
                 generation = self.generation
             if news:
                 self._put_offsets(news, generation, timeout_s)
         finally:
             self._turn.release()
 
-    def _put_offsets(self, news: Sequence[tuple[Feed, int]], generation: int, timeout_s: float | None) -> None:
-        offsets = [contract.PartitionOffset(*feed.place, done) for feed, done in news]
+    def _put_offsets(
+        self, news: Sequence[tuple[PartitionBuffer, int]], generation: int, timeout_s: float | None
+    ) -> None:
+        offsets = [contract.PartitionOffset(*buffer.place, done) for buffer, done in news]
         request = Request(
             "PUT",
             wire.group_path(self._group, "offsets"),
@@ -67,26 +71,26 @@ class Commits:
         except PortalMQError as error:
             results = error.extra.get("results") or []
             ok = {(each["topic"], each["partition"]) for each in results if each.get("status") == "ok"}
-            self._committed([(feed, done) for feed, done in news if feed.place in ok])
+            self._committed([(buffer, done) for buffer, done in news if buffer.place in ok])
             if isinstance(error, OffsetOutOfRange) and len(news) > 1:
-                for feed, done in news:  # which of them it is of, each is asked for itself
-                    if feed.place not in ok:
-                        self._put_offsets([(feed, done)], generation, timeout_s)
+                for buffer, done in news:  # which of them it is of, each is asked for itself
+                    if buffer.place not in ok:
+                        self._put_offsets([(buffer, done)], generation, timeout_s)
                 return
             committed = error.extra.get("committed")
             if isinstance(error, OffsetOutOfRange) and isinstance(committed, int):
                 # A purge or retention has taken the group past what was done here, and what is below is done.
-                self._committed([(feed, committed) for feed, _ in news])
+                self._committed([(buffer, committed) for buffer, _ in news])
                 return
             if isinstance(error, IllegalGeneration | OffsetOutOfRange):
                 self._on_refused()
             raise
         self._committed(news)
 
-    def _committed(self, news: Iterable[tuple[Feed, int]]) -> None:
-        with self._feeds.lock:
-            for feed, done in news:
-                feed.committed = max(feed.committed, done)
+    def _committed(self, news: Iterable[tuple[PartitionBuffer, int]]) -> None:
+        with self._buffers.lock:
+            for buffer, done in news:
+                buffer.committed = max(buffer.committed, done)
 
     def commit_with(self, messages: Sequence[Message], outputs: Iterable[Output]) -> wire.Committed:
         """Both or neither. After an error the partition is read again from what is committed: going on must not commit
@@ -108,33 +112,33 @@ class Commits:
             except BaseException as error:
                 self._read_again(place, error)
                 raise
-            with self._feeds.lock:
-                feed = self._feeds.by_place.get(place)
-                if feed is not None:
+            with self._buffers.lock:
+                buffer = self._buffers.by_place.get(place)
+                if buffer is not None:
                     end = max(message.offset for message in messages) + 1
-                    feed.committed = max(feed.committed, end)
-                    feed.done = max(feed.done, end)
+                    buffer.committed = max(buffer.committed, end)
+                    buffer.done = max(buffer.done, end)
         return answer
 
     def _owning(self, place: Place, messages: Sequence[Message]) -> tuple[int, int]:
         """The generation in which these messages are this member's, and what is committed as far as it knows. Messages
         of a partition that was somebody else's in between are not committed: he has published for them."""
         offsets = [message.offset for message in messages]
-        with self._feeds.lock:
-            feed = self._feeds.by_place.get(place)
-            if feed is None or min(offsets) < feed.committed or max(offsets) >= feed.handed:
+        with self._buffers.lock:
+            buffer = self._buffers.by_place.get(place)
+            if buffer is None or min(offsets) < buffer.committed or max(offsets) >= buffer.handed:
                 raise IllegalGeneration(
                     f"partition {place[1]} of topic {place[0]!r} was taken away, or is read again, since these messages"
                     " were handed out: what is not committed of them comes again"
                 )
-            return self.generation, feed.committed
+            return self.generation, buffer.committed
 
     def _read_again(self, place: Place, error: BaseException) -> None:
-        with self._feeds.lock:
-            feed = self._feeds.by_place.get(place)
-            if feed is not None:
+        with self._buffers.lock:
+            buffer = self._buffers.by_place.get(place)
+            if buffer is not None:
                 # The leader knows: an earlier try, whose outcome nobody knew, has done it.
                 committed = error.extra.get("committed") if isinstance(error, OffsetMoved | OffsetOutOfRange) else None
-                offset = committed if isinstance(committed, int) else feed.committed
-                self._feeds.add([contract.AssignedPartition(*place, offset, feed.since)])
+                offset = committed if isinstance(committed, int) else buffer.committed
+                self._buffers.add([contract.AssignedPartition(*place, offset, buffer.since)])
         self._on_refused()

@@ -1,9 +1,10 @@
 """What a stream consumer reads ahead: for each partition that is assigned to it, the batches that were fetched.
 
-    fetch threads --frames--> Feed: position ... buffered ... --take--> handed out --finish--> done --> committed
+    fetch threads --frames--> PartitionBuffer:
+        position .. buffered .. --take--> handed out --finish--> done --> committed
 
-A feed stands for one partition and one `since`: when the partition is taken away, or the group is set to another place,
-the feed is `gone`, and what it had buffered with it. Batches are kept as they came, and decoded when they are taken.
+A buffer belongs to one partition and one `since`: when the partition is taken away, or the group is set to another
+place, the buffer is `gone` with its content. Batches are kept as they came, and decoded when they are taken.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from portalmq.transport.transport import Request, Transport
 _log = logging.getLogger("portalmq.consumer")
 
 PREFETCH_BYTES = 16 * 1024 * 1024
-FEED_BYTES_MIN = 256 * 1024
+BUFFER_BYTES_MIN = 256 * 1024
 FETCH_WAIT_S = 1.0
 FETCH_TIMEOUT_S = 10.0
 FETCHERS_MAX = 8
@@ -41,7 +42,7 @@ _decode_records_with_holes = msgspec.msgpack.Decoder(tuple[contract.FrameRecord 
 _decode_answer = msgspec.msgpack.Decoder(contract.FetchAnswer).decode
 
 
-class Feed:
+class PartitionBuffer:
     """One assigned partition. `position` is fetched next; everything below `handed` was handed out, below `done` is
     finished, below `committed` committed.
 
@@ -82,12 +83,12 @@ class Taken:
     """The messages of one batch, (offset, record) in order, of which those from index `next` on are still to be handed
     out. `end` is where the batch ends."""
 
-    __slots__ = ("end", "feed", "next", "records", "timestamp_ms")
+    __slots__ = ("buffer", "end", "next", "records", "timestamp_ms")
 
     def __init__(
-        self, feed: Feed, records: list[tuple[int, contract.FrameRecord]], timestamp_ms: int, end: int
+        self, buffer: PartitionBuffer, records: list[tuple[int, contract.FrameRecord]], timestamp_ms: int, end: int
     ) -> None:
-        self.feed = feed
+        self.buffer = buffer
         self.records = records
         self.timestamp_ms = timestamp_ms
         self.end = end
@@ -104,20 +105,20 @@ def _numbered(body: bytes, skipped: int, base_offset: int) -> list[tuple[int, co
     return list(enumerate(records[skipped:] if skipped else records, base_offset + skipped))
 
 
-class Feeds:
+class FetchBuffer:
     """Thread-safe; `lock` guards everything, and is notified when something has arrived or has changed. `mutex` is the
     lock in it, which costs a third to take."""
 
     def __init__(self, transport: Transport, wall_ms: Callable[[], int], prefetch_bytes: int = PREFETCH_BYTES) -> None:
         self.mutex = threading.RLock()
         self.lock = threading.Condition(self.mutex)
-        self.by_place: dict[Place, Feed] = {}
+        self.by_place: dict[Place, PartitionBuffer] = {}
         self.paused: set[Place] = set()
         self.closed = False
         self._transport = transport
         self._wall_ms = wall_ms
         self._prefetch_bytes = prefetch_bytes
-        self._turn: deque[Feed] = deque()
+        self._turn: deque[PartitionBuffer] = deque()
         self._fetchers = 0
         self._idle = 0
 
@@ -127,10 +128,10 @@ class Feeds:
         """Read these too. One that is known is another one from here on, when its `since` is."""
         with self.lock:
             for each in assigned:
-                feed = Feed(each)
-                self._drop(feed.place)
-                self.by_place[feed.place] = feed
-                self._turn.append(feed)
+                buffer = PartitionBuffer(each)
+                self._drop(buffer.place)
+                self.by_place[buffer.place] = buffer
+                self._turn.append(buffer)
             self._wake()
 
     def drop(self, places: Iterable[Place]) -> None:
@@ -140,12 +141,12 @@ class Feeds:
             self.lock.notify_all()
 
     def _drop(self, place: Place) -> None:
-        feed = self.by_place.pop(place, None)
-        if feed is not None:
-            feed.gone = True
-            feed.frames.clear()
-            feed.current = None
-            self._turn.remove(feed)
+        buffer = self.by_place.pop(place, None)
+        if buffer is not None:
+            buffer.gone = True
+            buffer.frames.clear()
+            buffer.current = None
+            self._turn.remove(buffer)
 
     def close(self) -> None:
         with self.lock:
@@ -157,27 +158,27 @@ class Feeds:
     def take(self) -> Taken | None:
         """The next batch of which something is to be handed out, the partitions in turn. The caller holds the lock."""
         for _ in range(len(self._turn)):
-            feed = self._turn[0]
+            buffer = self._turn[0]
             self._turn.rotate(-1)
-            if feed.revoked or feed.place in self.paused:
+            if buffer.revoked or buffer.place in self.paused:
                 continue
-            if feed.current is not None and feed.current.next < len(feed.current.records):
-                return feed.current
-            while feed.frames:
-                feed.current = self._decoded(feed)
-                if feed.current is not None:
-                    return feed.current
+            if buffer.current is not None and buffer.current.next < len(buffer.current.records):
+                return buffer.current
+            while buffer.frames:
+                buffer.current = self._decoded(buffer)
+                if buffer.current is not None:
+                    return buffer.current
         return None
 
-    def _decoded(self, feed: Feed) -> Taken | None:
+    def _decoded(self, buffer: PartitionBuffer) -> Taken | None:
         """The next batch of the feed; None when none of its messages is to be shown."""
-        frame = feed.frames.popleft()
-        was_full = feed.buffered_bytes >= self._feed_bytes()
-        feed.buffered_bytes -= len(frame.body)
+        frame = buffer.frames.popleft()
+        was_full = buffer.buffered_bytes >= self._feed_bytes()
+        buffer.buffered_bytes -= len(frame.body)
         if was_full:
             self._wake()
         head = _decode_head(frame.header)
-        skipped = max(0, feed.handed - head.base_offset)
+        skipped = max(0, buffer.handed - head.base_offset)
         numbered = _numbered(frame.body, skipped, head.base_offset)
         if any(record.expires_at_ms is not None for _, record in numbered):
             now_ms = self._wall_ms()
@@ -188,16 +189,16 @@ class Feeds:
             ]
         end = head.base_offset + head.count
         if numbered:
-            return Taken(feed, numbered, head.appended_at_ms, end)
-        if feed.done == feed.handed:
-            feed.done = max(feed.done, end)
-        feed.handed = max(feed.handed, end)
+            return Taken(buffer, numbered, head.appended_at_ms, end)
+        if buffer.done == buffer.handed:
+            buffer.done = max(buffer.done, end)
+        buffer.handed = max(buffer.handed, end)
         return None
 
     # --- fetching ----------------------------------------------------------------------------------------------------
 
     def _feed_bytes(self) -> int:
-        return max(FEED_BYTES_MIN, self._prefetch_bytes // max(1, len(self.by_place)))
+        return max(BUFFER_BYTES_MIN, self._prefetch_bytes // max(1, len(self.by_place)))
 
     def _wake(self) -> None:
         """There may be something to fetch."""
@@ -206,29 +207,29 @@ class Feeds:
             self._fetchers += 1
             threading.Thread(target=self._fetch, name="portalmq-fetcher", daemon=True).start()
 
-    def _wanted(self, now: float) -> list[Feed]:
+    def _wanted(self, now: float) -> list[PartitionBuffer]:
         """What is to be fetched next: feeds with room whose partitions have one leader."""
         full = self._feed_bytes()
-        found: list[Feed] = []
+        found: list[PartitionBuffer] = []
         leader: Address | None = None
-        for feed in self._turn:
-            if feed.in_flight or feed.revoked or feed.buffered_bytes >= full or feed.again_at > now:
+        for buffer in self._turn:
+            if buffer.in_flight or buffer.revoked or buffer.buffered_bytes >= full or buffer.again_at > now:
                 continue
-            if feed.place in self.paused:
+            if buffer.place in self.paused:
                 continue
-            of_feed = self._transport.leader_of(feed.place)
+            of_buffer = self._transport.leader_of(buffer.place)
             if not found:
-                leader = of_feed
-            if of_feed == leader and len(found) < contract.FETCH_PARTITIONS_MAX:
-                found.append(feed)
+                leader = of_buffer
+            if of_buffer == leader and len(found) < contract.FETCH_PARTITIONS_MAX:
+                found.append(buffer)
         return found
 
     def _fetch(self) -> None:
         """A fetcher's life: as long as there are partitions to read."""
         while True:
             with self.lock:
-                feeds = self._wanted(time.monotonic())
-                if not feeds:
+                buffers = self._wanted(time.monotonic())
+                if not buffers:
                     if self.closed or not self.by_place:
                         self._fetchers -= 1
                         return
@@ -236,15 +237,15 @@ class Feeds:
                     self.lock.wait(AGAIN_S)
                     self._idle -= 1
                     continue
-                for feed in feeds:
-                    feed.in_flight = True
+                for buffer in buffers:
+                    buffer.in_flight = True
                 if self._wanted(time.monotonic()):
                     self._wake()  # others are led elsewhere
-                asked = [contract.PartitionOffset(*feed.place, feed.position) for feed in feeds]
-                max_bytes = min(contract.FETCH_BYTES, self._feed_bytes() * len(feeds))
-            self._ask(feeds, asked, max_bytes)
+                asked = [contract.PartitionOffset(*buffer.place, buffer.position) for buffer in buffers]
+                max_bytes = min(contract.FETCH_BYTES, self._feed_bytes() * len(buffers))
+            self._ask(buffers, asked, max_bytes)
 
-    def _ask(self, feeds: list[Feed], asked: list[contract.PartitionOffset], max_bytes: int) -> None:
+    def _ask(self, buffers: list[PartitionBuffer], asked: list[contract.PartitionOffset], max_bytes: int) -> None:
         request = contract.FetchRequest(asked, max_bytes, round(FETCH_WAIT_S * 1000))
         call = Request(
             "POST",
@@ -252,7 +253,7 @@ class Feeds:
             msgspec.json.encode(request),
             (("Content-Type", wire.JSON), ("Accept", contract.FRAMES_MSGPACK)),
             repeatable=True,
-            leader_of=feeds[0].place,
+            leader_of=buffers[0].place,
             wait_s=FETCH_WAIT_S,
         )
         try:
@@ -260,51 +261,51 @@ class Feeds:
         except (PortalMQError, msgspec.DecodeError) as error:
             if not self.closed:
                 _log.debug("a fetch is tried again: %s", error)
-            self._failed(feeds, AGAIN_S)
+            self._failed(buffers, AGAIN_S)
             return
         with self.lock:
             by_place = {(each.topic, each.partition): each for each in answer.partitions}
-            for feed in feeds:
-                feed.in_flight = False
-                fetched = by_place.get(feed.place)
-                if fetched is not None and not feed.gone:
-                    self._arrived(feed, fetched)
+            for buffer in buffers:
+                buffer.in_flight = False
+                fetched = by_place.get(buffer.place)
+                if fetched is not None and not buffer.gone:
+                    self._arrived(buffer, fetched)
             self.lock.notify_all()
 
-    def _failed(self, feeds: Iterable[Feed], seconds: float) -> None:
+    def _failed(self, buffers: Iterable[PartitionBuffer], seconds: float) -> None:
         with self.lock:
-            for feed in feeds:
-                feed.in_flight = False
-                feed.again_at = time.monotonic() + seconds
+            for buffer in buffers:
+                buffer.in_flight = False
+                buffer.again_at = time.monotonic() + seconds
 
-    def _arrived(self, feed: Feed, fetched: contract.FetchedPartition) -> None:
+    def _arrived(self, buffer: PartitionBuffer, fetched: contract.FetchedPartition) -> None:
         if fetched.error is not None:
-            self._refused(feed, fetched.error)
+            self._refused(buffer, fetched.error)
             return
         for frame in fetched.frames:
             if zlib.crc32(frame.body, zlib.crc32(frame.header)) != frame.crc:
-                _log.warning("a batch of %s came with a wrong checksum, and is fetched again", feed.place)
-                feed.again_at = time.monotonic() + AGAIN_S
+                _log.warning("a batch of %s came with a wrong checksum, and is fetched again", buffer.place)
+                buffer.again_at = time.monotonic() + AGAIN_S
                 return
-            feed.frames.append(frame)
-            feed.buffered_bytes += len(frame.body)
+            buffer.frames.append(frame)
+            buffer.buffered_bytes += len(frame.body)
             head = _decode_head(frame.header)
-            feed.position = head.base_offset + head.count
-        feed.position = max(feed.position, fetched.next_offset)
+            buffer.position = head.base_offset + head.count
+        buffer.position = max(buffer.position, fetched.next_offset)
 
-    def _refused(self, feed: Feed, problem: dict[str, object]) -> None:
+    def _refused(self, buffer: PartitionBuffer, problem: dict[str, object]) -> None:
         code = problem.get("code")
         start, end = problem.get("log_start_offset"), problem.get("high_watermark")
         pause_s = AGAIN_S
         if code == "not_leader":
-            if self._transport.heard_leader(feed.place, problem.get("leader_url")):
+            if self._transport.heard_leader(buffer.place, problem.get("leader_url")):
                 pause_s = 0.0
         elif code == "offset_out_of_range" and isinstance(start, int) and isinstance(end, int):
-            goes_on = start if feed.position < start else min(feed.position, end)
+            goes_on = start if buffer.position < start else min(buffer.position, end)
             _log.warning(
-                "%s-%d: offset %d is not there any more, reading goes on at %d", *feed.place, feed.position, goes_on
+                "%s-%d: offset %d is not there any more, reading goes on at %d", *buffer.place, buffer.position, goes_on
             )
-            feed.position = goes_on
+            buffer.position = goes_on
         elif problem.get("status") != 503:
             pause_s = GONE_AGAIN_S  # the topic was deleted, for instance: the assignment will tell
-        feed.again_at = time.monotonic() + pause_s
+        buffer.again_at = time.monotonic() + pause_s

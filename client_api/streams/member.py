@@ -35,7 +35,7 @@ from portalmq.errors import (
 )
 from portalmq.message import Message
 from portalmq.streams.commits import Commits
-from portalmq.streams.fetch_buffer import Feed, Feeds, Place, Taken
+from portalmq.streams.fetch_buffer import FetchBuffer, PartitionBuffer, Place, Taken
 from portalmq.transport.reach import FIRST_CONTACT_S, SILENT_S_MAX
 from portalmq.transport.transport import CALL_TIMEOUT_S, Request, Transport, decode_answer, may_repeat, with_query
 
@@ -62,7 +62,7 @@ class StreamMember:
     def __init__(
         self,
         reading: Transport,
-        settling: Transport,
+        settle_transport: Transport,
         group: str,
         topics: Sequence[str],
         settings: dict[str, object],
@@ -74,10 +74,10 @@ class StreamMember:
         max_messages: int,
     ) -> None:
         self.member_id = member_id or f"python-{uuid.uuid4().hex}"
-        self.feeds = Feeds(reading, lambda: time.time_ns() // 1_000_000)
+        self.buffers = FetchBuffer(reading, lambda: time.time_ns() // 1_000_000)
         self._is_static = member_id is not None
         self._reading = reading
-        self._settling = settling
+        self._settle_transport = settle_transport
         self._group = group
         self._topics = list(topics)
         self._settings = settings
@@ -85,9 +85,9 @@ class StreamMember:
         self._auto = not manual_ack
         self._session_s = session_timeout_s
         self._max_messages = max_messages
-        self._lock = self.feeds.lock
+        self._lock = self.buffers.lock
         self._wake = threading.Event()
-        self._commits = Commits(settling, group, self.member_id, self.feeds, self._wake.set)
+        self._commits = Commits(settle_transport, group, self.member_id, self.buffers, self._wake.set)
         self._thread: threading.Thread | None = None
         self._failure: PortalMQError | None = None
         # What the latest turn of the member thread met.
@@ -122,14 +122,14 @@ class StreamMember:
 
     def next_message(self, timeout_s: float | None, consumer: Any) -> Message | None:
         """The next message; the one before is finished. None after `timeout_s`, or when it is closed."""
-        with self.feeds.mutex:
+        with self.buffers.mutex:
             taken = self._taken
             if taken is not None:
-                feed = taken.feed
-                if not (feed.revoked or feed.gone or self._failure):
+                buffer = taken.buffer
+                if not (buffer.revoked or buffer.gone or self._failure):
                     if self._auto:
-                        feed.done = feed.handed
-                    if taken.next < len(taken.records) and feed.place not in self.feeds.paused:
+                        buffer.done = buffer.handed
+                    if taken.next < len(taken.records) and buffer.place not in self.buffers.paused:
                         return self._hand_out(taken, consumer)
         messages = self._messages(timeout_s, 1, consumer, one=True)
         return messages[0] if messages else None
@@ -137,14 +137,14 @@ class StreamMember:
     def _hand_out(self, taken: Taken, consumer: Any) -> Message:
         offset, record = taken.records[taken.next]
         taken.next += 1
-        feed = taken.feed
-        feed.handed = taken.end if taken.next == len(taken.records) else offset + 1
+        buffer = taken.buffer
+        buffer.handed = taken.end if taken.next == len(taken.records) else offset + 1
         if self._delivery == "at_most_once":
-            feed.done = feed.committed  # committed as a whole before the first of them was handed out
-        return _message(feed.place, offset, record, taken.timestamp_ms, consumer)
+            buffer.done = buffer.committed  # committed as a whole before the first of them was handed out
+        return _message(buffer.place, offset, record, taken.timestamp_ms, consumer)
 
     def poll(self, timeout_s: float | None, at_most: int, consumer: Any) -> list[Message]:
-        if self.feeds.closed:
+        if self.buffers.closed:
             raise RuntimeError("the consumer is closed")
         return self._messages(timeout_s, at_most, consumer, one=False)
 
@@ -157,9 +157,9 @@ class StreamMember:
                 while True:
                     if self._failure is not None:
                         raise self._failure
-                    if self.feeds.closed:
+                    if self.buffers.closed:
                         return []
-                    taken = self._rest() or self.feeds.take()
+                    taken = self._rest() or self.buffers.take()
                     if taken is not None:
                         break
                     left_s = WAIT_S if deadline is None else deadline - time.monotonic()
@@ -175,11 +175,11 @@ class StreamMember:
                     if not self._commit_first(taken, within_s):
                         continue
                 except PortalMQError as error:
-                    if within_s is None or not may_repeat(error, True) or not self._settling.reach.may_hide():
+                    if within_s is None or not may_repeat(error, True) or not self._settle_transport.reach.may_hide():
                         raise
                     return []  # leaders change, and the next poll goes on with it
             with self._lock:
-                if taken.feed.gone or taken.feed.revoked:
+                if taken.buffer.gone or taken.buffer.revoked:
                     continue
                 if one:
                     return [self._hand_out(taken, consumer)]
@@ -188,7 +188,7 @@ class StreamMember:
     def _say_silence(self, *, is_over: bool, ends: bool) -> None:
         """Raises Unavailable when nobody answers, and that is no answer to whoever waits: its time `is_over`, or would
         never be. `ends`: that nothing came is the end of an iteration, so it must be true."""
-        for reach in (self._settling.reach, self._reading.reach):
+        for reach in (self._settle_transport.reach, self._reading.reach):
             failure = reach.failure
             if failure is None:
                 continue
@@ -208,16 +208,16 @@ class StreamMember:
     def _rest(self) -> Taken | None:
         """What is left of the batch that was begun."""
         taken = self._taken
-        if taken is None or taken.feed.gone or taken.feed.revoked or taken.next >= len(taken.records):
+        if taken is None or taken.buffer.gone or taken.buffer.revoked or taken.next >= len(taken.records):
             return None
-        return None if taken.feed.place in self.feeds.paused else taken
+        return None if taken.buffer.place in self.buffers.paused else taken
 
     def _hand_out_many(self, taken: Taken, at_most: int, consumer: Any) -> list[Message]:
         records = taken.records[taken.next : taken.next + at_most]
         taken.next += len(records)
-        feed = taken.feed
-        feed.handed = taken.end if taken.next == len(taken.records) else records[-1][0] + 1
-        topic, partition = feed.place
+        buffer = taken.buffer
+        buffer.handed = taken.end if taken.next == len(taken.records) else records[-1][0] + 1
+        topic, partition = buffer.place
         timestamp_ms = taken.timestamp_ms
         return [
             Message(
@@ -242,20 +242,20 @@ class StreamMember:
 
     def _finish_handed(self) -> None:
         if self._auto and self._delivery != "at_most_once":
-            for feed in self.feeds.by_place.values():
-                feed.done = feed.handed
-        if self.feeds.by_place and any(feed.revoked for feed in self.feeds.by_place.values()):
+            for buffer in self.buffers.by_place.values():
+                buffer.done = buffer.handed
+        if self.buffers.by_place and any(buffer.revoked for buffer in self.buffers.by_place.values()):
             self._wake.set()
 
     def _commit_first(self, taken: Taken, within_s: float | None) -> bool:
         """at_most_once: the batch is committed before the first of it is handed out. Raises what keeps it from being
         committed in time."""
-        if taken.feed.committed >= taken.end:
+        if taken.buffer.committed >= taken.end:
             return True
         with self._lock:
-            taken.feed.done = taken.end
+            taken.buffer.done = taken.end
         try:
-            self._commits.commit([taken.feed], timeout_s=within_s)
+            self._commits.commit([taken.buffer], timeout_s=within_s)
         except (IllegalGeneration, OffsetOutOfRange):
             self._wake.set()
             with self._lock:
@@ -268,25 +268,25 @@ class StreamMember:
         """These are done, and all before them in their partitions; committed within a second."""
         with self._lock:
             for message in messages:
-                feed = self.feeds.by_place.get((message.topic, message.partition))
-                if feed is not None and message.offset < feed.handed:
-                    feed.done = max(feed.done, message.offset + 1)
+                buffer = self.buffers.by_place.get((message.topic, message.partition))
+                if buffer is not None and message.offset < buffer.handed:
+                    buffer.done = max(buffer.done, message.offset + 1)
 
     # --- commits -----------------------------------------------------------------------------------------------------
 
     def commit(self) -> None:
         """Commit all that was handed out; durable on return. Raises IllegalGeneration for what was taken away."""
         with self._lock:
-            feeds = [feed for feed in self.feeds.by_place.values() if not feed.gone]
-            for feed in feeds:
-                feed.done = feed.handed
-        self._commits.commit(feeds)
+            buffers = [buffer for buffer in self.buffers.by_place.values() if not buffer.gone]
+            for buffer in buffers:
+                buffer.done = buffer.handed
+        self._commits.commit(buffers)
 
     def commit_finished(self) -> None:
         """Commit what is done, and not all that was handed out; durable on return. Raises IllegalGeneration."""
         with self._lock:
-            feeds = [feed for feed in self.feeds.by_place.values() if not feed.gone]
-        self._commits.commit(feeds)
+            buffers = [buffer for buffer in self.buffers.by_place.values() if not buffer.gone]
+        self._commits.commit(buffers)
 
     def commit_with(self, messages: Sequence[Message], outputs: Iterable[Output]) -> wire.Committed:
         """Commit the place behind these messages and publish `outputs`, both or neither. After an error the partition
@@ -299,9 +299,9 @@ class StreamMember:
         """Set the group to another place; what this member has read ahead is void."""
         self._start()
         request = contract.SeekRequest(topic, dict(to) if isinstance(to, dict) else to, partition)
-        answer = self._settling.send_once(wire.group_path(self._group, "seek"), request, contract.SeekAnswer)
+        answer = self._settle_transport.send_once(wire.group_path(self._group, "seek"), request, contract.SeekAnswer)
         with self._lock:
-            self.feeds.drop([place for place in self.feeds.by_place if place[0] == topic])
+            self.buffers.drop([place for place in self.buffers.by_place if place[0] == topic])
             self._left_at.clear()
             self._taken = None
             self._not_before = answer.generation
@@ -310,16 +310,16 @@ class StreamMember:
 
     def pause(self, places: Iterable[Place] | None) -> None:
         with self._lock:
-            self.feeds.paused.update(self.feeds.by_place if places is None else places)
+            self.buffers.paused.update(self.buffers.by_place if places is None else places)
 
     def resume(self, places: Iterable[Place] | None) -> None:
         with self._lock:
-            self.feeds.paused.difference_update(list(self.feeds.paused) if places is None else list(places))
+            self.buffers.paused.difference_update(list(self.buffers.paused) if places is None else list(places))
             self._lock.notify_all()
 
     def assignment(self) -> list[Place]:
         with self._lock:
-            return sorted(place for place, feed in self.feeds.by_place.items() if not feed.revoked)
+            return sorted(place for place, buffer in self.buffers.by_place.items() if not buffer.revoked)
 
     # --- the member's thread -----------------------------------------------------------------------------------------
 
@@ -329,7 +329,7 @@ class StreamMember:
             self._thread.start()
 
     def _live(self) -> None:
-        while not self.feeds.closed:
+        while not self.buffers.closed:
             pause_s = AGAIN_S
             try:
                 pause_s = self._turn()
@@ -342,7 +342,7 @@ class StreamMember:
                     return
                 pause_s = LET_GO_POLL_S
             except PortalMQError as error:
-                if self.feeds.closed:
+                if self.buffers.closed:
                     return
                 self._trouble = error
                 if not error.retryable:
@@ -391,7 +391,7 @@ class StreamMember:
         # Made with its delivery by one call: between two others could see it with another one, or a crash leave it so.
         made = with_query(path, {"delivery": self._delivery})
         request = Request("PUT", made, body, (("Content-Type", wire.JSON),), repeatable=True)
-        answer = self._settling.call(request, timeout_s=self._session_s)
+        answer = self._settle_transport.call(request, timeout_s=self._session_s)
         delivery = decode_answer(answer, wire.GroupDescription).config.delivery
         if delivery == self._delivery:
             return
@@ -400,7 +400,7 @@ class StreamMember:
                 f"group {self._group!r} delivers {delivery!r}, and this consumer asks for {self._delivery!r}: change"
                 " one of them, or take another group"
             )
-        self._settling.send_json("PUT", path, {"delivery": self._delivery}, object)
+        self._settle_transport.send_json("PUT", path, {"delivery": self._delivery}, object)
 
     def _heartbeat(self) -> contract.MemberAnswer:
         path = contract.member_path(self._group, self.member_id, "heartbeat")
@@ -410,7 +410,7 @@ class StreamMember:
 
     def _call(self, method: str, path: str, body: msgspec.Struct, timeout_s: float) -> contract.MemberAnswer:
         request = Request(method, path, msgspec.json.encode(body), (("Content-Type", wire.JSON),), repeatable=True)
-        return decode_answer(self._settling.call(request, timeout_s=timeout_s), contract.MemberAnswer)
+        return decode_answer(self._settle_transport.call(request, timeout_s=timeout_s), contract.MemberAnswer)
 
     def _adopt(self, answer: contract.MemberAnswer) -> bool | None:
         """Work by this assignment from now on: True when something was let go of. None when that has to wait for the
@@ -419,23 +419,23 @@ class StreamMember:
             return False  # of a coordinator that was replaced, or from before a seek
         named = {(each.topic, each.partition): each for each in answer.assignment}
         with self._lock:
-            taken_away = [feed for place, feed in self.feeds.by_place.items() if place not in named]
-            if taken_away and not any(feed.revoked for feed in taken_away):
+            taken_away = [buffer for place, buffer in self.buffers.by_place.items() if place not in named]
+            if taken_away and not any(buffer.revoked for buffer in taken_away):
                 self._revoked_at = time.monotonic()
-            for feed in taken_away:
-                feed.revoked = True
-            in_hand = any(feed.handed > feed.done for feed in taken_away)
+            for buffer in taken_away:
+                buffer.revoked = True
+            in_hand = any(buffer.handed > buffer.done for buffer in taken_away)
             if in_hand and self._auto and time.monotonic() < self._revoked_at + LET_GO_WITHIN_S:
                 return None
         if taken_away:
             self._commit_last(taken_away)
         with self._lock:
-            self._left_at |= {feed.place: (feed.since, feed.committed) for feed in taken_away}
-            self.feeds.drop([feed.place for feed in taken_away])
+            self._left_at |= {buffer.place: (buffer.since, buffer.committed) for buffer in taken_away}
+            self.buffers.drop([buffer.place for buffer in taken_away])
             self._commits.generation = answer.generation
             news = []
             for place, each in named.items():
-                known = self.feeds.by_place.get(place)
+                known = self.buffers.by_place.get(place)
                 if known is None or known.since < each.since:
                     since, committed = self._left_at.pop(place, (-1, 0))
                     if since == each.since and committed > each.offset:
@@ -443,14 +443,14 @@ class StreamMember:
                     news.append(each)
                 else:
                     known.revoked = False
-            self.feeds.add(news)
+            self.buffers.add(news)
         if taken_away or news:
             _log.info("group %s: generation %d, %d partitions", self._group, answer.generation, len(named))
         return bool(taken_away)
 
-    def _commit_last(self, feeds: Sequence[Feed]) -> None:
+    def _commit_last(self, buffers: Sequence[PartitionBuffer]) -> None:
         try:
-            self._commits.commit(feeds, timeout_s=self._session_s / 2)
+            self._commits.commit(buffers, timeout_s=self._session_s / 2)
         except PortalMQError as error:
             _log.warning("group %s: %s; messages of what was taken away may come twice", self._group, error)
 
@@ -460,9 +460,9 @@ class StreamMember:
         if now >= self._committed_at + COMMIT_EVERY_S:
             self._committed_at = now
             with self._lock:
-                feeds = [feed for feed in self.feeds.by_place.values() if not feed.revoked]
+                buffers = [buffer for buffer in self.buffers.by_place.values() if not buffer.revoked]
             try:
-                self._commits.commit(feeds, timeout_s=max(1.0, self._session_s / 4))
+                self._commits.commit(buffers, timeout_s=max(1.0, self._session_s / 4))
             except (IllegalGeneration, OffsetOutOfRange) as error:
                 _log.info("group %s: %s", self._group, error)
                 return 0.0
@@ -472,10 +472,10 @@ class StreamMember:
 
     def _lost(self, why: PortalMQError) -> None:
         """This member is out of the group: nothing that it has read counts any more."""
-        if not self.feeds.closed:
+        if not self.buffers.closed:
             _log.warning("group %s: %s", self._group, why)
         with self._lock:
-            self.feeds.drop(list(self.feeds.by_place))
+            self.buffers.drop(list(self.buffers.by_place))
             self._left_at.clear()
             self._taken = None
             self._joined = False
@@ -494,24 +494,24 @@ class StreamMember:
             if self._left:
                 return
             self._left = True
-            feeds = list(self.feeds.by_place.values())
+            buffers = list(self.buffers.by_place.values())
             joined = self._joined
-        self.feeds.close()
+        self.buffers.close()
         self._reading.close()
         self._wake.set()
         if joined:
             try:
-                self._commits.commit(feeds, timeout_s=CLOSE_WITHIN_S)
+                self._commits.commit(buffers, timeout_s=CLOSE_WITHIN_S)
             except PortalMQError as error:
                 _log.warning("the last messages could not be committed and will be read again: %s", error)
         if joined and not self._is_static:
             self._leave()
-        self._settling.rest()
+        self._settle_transport.rest()
 
     def _leave(self) -> None:
         request = Request("DELETE", contract.member_path(self._group, self.member_id), repeatable=True)
         try:
-            self._settling.call(request, timeout_s=CLOSE_WITHIN_S)
+            self._settle_transport.call(request, timeout_s=CLOSE_WITHIN_S)
         except PortalMQError as error:
             _log.debug("could not leave group %s, its session will time out: %s", self._group, error)
 

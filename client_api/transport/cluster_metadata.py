@@ -59,7 +59,7 @@ def _texts(bootstrap: Bootstrap) -> list[str]:
     return [text for text in texts if text.strip()]
 
 
-class AddressBook:
+class ClusterMetadata:
     """Thread-safe: each method is one step on dictionaries, the look-up in ZooKeeper is behind a lock."""
 
     def __init__(

@@ -31,11 +31,11 @@ from portalmq.errors import (
 )
 from portalmq.network.connection import Address, ConnectionPool, NoAnswer, NotSent, Watch
 from portalmq.network.forking import begin_anew_in_children
-from portalmq.network.http_answer import Answer
+from portalmq.network.http_answer import HttpAnswer
 from portalmq.network.tls import NO_FILES, TlsFiles, context_of
 from portalmq.network.trust import advertised_allowed, warn_of_plain_text
 from portalmq.transport import chance
-from portalmq.transport.cluster_metadata import DEFAULT_URL, AddressBook, Bootstrap, bootstrap_addresses
+from portalmq.transport.cluster_metadata import DEFAULT_URL, Bootstrap, ClusterMetadata, bootstrap_addresses
 from portalmq.transport.reach import Reach
 from portalmq.transport.zookeeper_bootstrap import CONNECT_WITHIN_S
 
@@ -99,7 +99,7 @@ class Exchanger(Protocol):
 
     def exchange(
         self, address: Address, method: str, head: bytes, body: bytes, timeout_s: float, watch: Watch | None = None
-    ) -> Answer: ...
+    ) -> HttpAnswer: ...
     def rest(self) -> None: ...
     def hang_up(self) -> None: ...
     def close(self, answers_within_s: float = 0.0) -> None: ...
@@ -151,9 +151,9 @@ class Transport:
         environment may. `allow_advertised=False`: over http show the token to named hosts only
         (PORTALMQ_ALLOW_ADVERTISED=0). The last four are for tests."""
         is_open = advertised_allowed(allow_advertised)
-        self._book = AddressBook(bootstrap, clock, shows_token=token is not None, is_open=is_open)
+        self._cluster_metadata = ClusterMetadata(bootstrap, clock, shows_token=token is not None, is_open=is_open)
         if token is not None:
-            warn_of_plain_text(self._book.bootstrap)
+            warn_of_plain_text(self._cluster_metadata.bootstrap)
         self._timeout_s = timeout_s
         self.reach = Reach(clock)
         self._pool: Exchanger = pool or ConnectionPool(tls=context_of(tls))
@@ -170,18 +170,18 @@ class Transport:
         was_closed, self._closing = self._closing.is_set(), threading.Event()
         if was_closed:
             self._closing.set()
-        self._book.begin_anew()
+        self._cluster_metadata.begin_anew()
 
     @property
     def urls(self) -> list[str]:
         """Where this client began to look for brokers."""
-        return self._book.urls
+        return self._cluster_metadata.urls
 
     # --- one call, tried until it is settled -------------------------------------------------------------------------
 
     def call(
         self, request: Request, *, timeout_s: float | None = None, waits_out: bool = False, is_repeat: bool = False
-    ) -> Answer:
+    ) -> HttpAnswer:
         """Try until there is an answer, a failure that a repeat does not mend, or the time is over.
 
         With `waits_out` a request that a broker took in time is waited for a while longer. `is_repeat`: an earlier call
@@ -246,7 +246,7 @@ class Transport:
 
     # --- one try -----------------------------------------------------------------------------------------------------
 
-    def attempt(self, request: Request, deadline: float, *, is_first: bool = False) -> Answer:
+    def attempt(self, request: Request, deadline: float, *, is_first: bool = False) -> HttpAnswer:
         """One try at one broker. Raises a PortalMQError whose outcome tells what is known.
 
         A kept connection that turns out to be closed is no try: it is replaced at once, when that is safe.
@@ -271,16 +271,16 @@ class Transport:
         try:
             answer, was_repeated = self._exchange(address, request, deadline, forward=not is_leader, is_first=is_first)
         except (NotSent, NoAnswer) as fault:
-            self._book.gave_no_answer(address)
+            self._cluster_metadata.gave_no_answer(address)
             if topic is not None:
                 self._outdated.add(topic)
             error = self._unreachable(address, fault)
             if not self._closing.is_set():
                 # A broker that is asked to wait is not silent while it may.
                 since = min(began + request.wait_s, self._clock())
-                self.reach.failed(address, self._book.known, error, since)
+                self.reach.failed(address, self._cluster_metadata.known, error, since)
             raise error from fault
-        self._book.answered(address)
+        self._cluster_metadata.answered(address)
         self.reach.answered()
         if answer.status < 300:
             return answer
@@ -295,20 +295,20 @@ class Transport:
         """Where the next try goes, if there is one. Another broker is asked without waiting for what this one asks."""
         topic = request.topic
         if isinstance(error, NotLeader) and request.leader_of is not None:
-            if not self._book.leads(request.leader_of, error.extra.get("leader_url")):
+            if not self._cluster_metadata.leads(request.leader_of, error.extra.get("leader_url")):
                 self._outdated.add(request.leader_of[0])
         elif isinstance(error, Unavailable) and error.retryable:
             if topic is not None:
                 self._outdated.add(topic)
-            self._book.rests(address, error.retry_after_s)
-            if self._book.another_than(address):
+            self._cluster_metadata.rests(address, error.retry_after_s)
+            if self._cluster_metadata.another_than(address):
                 error.retry_after_s = None
         elif error.status == 503 and topic is not None:
             self._outdated.add(topic)
 
     def _exchange(
         self, address: Address, request: Request, deadline: float, *, forward: bool, is_first: bool
-    ) -> tuple[Answer, bool]:
+    ) -> tuple[HttpAnswer, bool]:
         """The answer, and whether it took a second connection to get it."""
         stale: NoAnswer | None = None
         while True:
@@ -330,20 +330,20 @@ class Transport:
     def _watch(self, address: Address, request: Request) -> Watch | None:
         """What looks elsewhere while a leader does not answer. Only a request that may be repeated is left for it."""
         place = request.leader_of or request.near
-        if place is None or not request.repeatable or self._book.leader_of(place) != address:
+        if place is None or not request.repeatable or self._cluster_metadata.leader_of(place) != address:
             return None
         every_s = ASK_OTHERS_AFTER_S
         if request.wait_s:  # a broker that waits is no silent one
             every_s = ASK_OTHERS_PARKED_S if request.wait_s > ASK_OTHERS_PARKED_S else request.wait_s + every_s
-        epoch = self._book.epoch_of(place)
+        epoch = self._cluster_metadata.epoch_of(place)
         return Watch(every_s, lambda: self._leads_elsewhere(place, address, epoch))
 
     def _leads_elsewhere(self, place: tuple[str, int], address: Address, epoch: int) -> bool:
         """Whether `place` has a later leader than `address` in `epoch`. Another broker knows, or this client does by
         now: who asks for one partition learns of all of the topic."""
-        if self._book.epoch_of(place) > epoch and self._book.leader_of(place) != address:
+        if self._cluster_metadata.epoch_of(place) > epoch and self._cluster_metadata.leader_of(place) != address:
             return True
-        other = None if self._closing.is_set() else self._book.another_than(address)
+        other = None if self._closing.is_set() else self._cluster_metadata.another_than(address)
         if other is None:
             return False
         request = Request("GET", with_query("/v1/metadata", {"topics": place[0]}), repeatable=True)
@@ -352,14 +352,14 @@ class Transport:
             answer, _ = self._exchange(other, request, deadline, forward=True, is_first=False)
             metadata = decode_answer(answer, wire.Metadata) if answer.status < 300 else None
         except (NotSent, NoAnswer):
-            self._book.gave_no_answer(other)
+            self._cluster_metadata.gave_no_answer(other)
             return False
         except PortalMQError:
             return False
-        if metadata is None or not self._book.has_moved(place, metadata):
+        if metadata is None or not self._cluster_metadata.has_moved(place, metadata):
             return False
-        self._book.learn(metadata)
-        return self._book.leader_of(place) != address
+        self._cluster_metadata.learn(metadata)
+        return self._cluster_metadata.leader_of(place) != address
 
     def _head(self, address: Address, request: Request, *, forward: bool, is_first: bool) -> bytes:
         lines = [f"{request.method} {address.prefix}{request.path} HTTP/1.1\r\nHost: {address.netloc}\r\n"]
@@ -379,7 +379,7 @@ class Transport:
     def _unreachable(self, address: Address, fault: NotSent | NoAnswer) -> Unavailable:
         if isinstance(fault, NoAnswer):
             return Unavailable(f"the broker at {address.url} gave no answer: {fault}", outcome="unknown")
-        looked_at = [known.url for known in self._book.known]
+        looked_at = [known.url for known in self._cluster_metadata.known]
         detail = f"no PortalMQ broker could be reached at {address.url}: {fault}"
         if not self.reach.heard:
             detail = (
@@ -399,16 +399,16 @@ class Transport:
         request = Request("GET", with_query("/v1/metadata", query), repeatable=True)
         answer = self.call(request) if deadline is None else self.attempt(request, deadline)
         metadata = decode_answer(answer, wire.Metadata)
-        self._book.learn(metadata)
+        self._cluster_metadata.learn(metadata)
         return metadata
 
     def leader_of(self, place: tuple[str, int]) -> Address | None:
         """The leader of a (topic, partition), when it is known and answers."""
-        return self._book.leader_of(place)
+        return self._cluster_metadata.leader_of(place)
 
     def heard_leader(self, place: tuple[str, int], url: object) -> bool:
         """A broker said who leads. False when that is nobody to go to: then it is looked up before the next try."""
-        if self._book.leads(place, url):
+        if self._cluster_metadata.leads(place, url):
             return True
         self._outdated.add(place[0])
         return False
@@ -428,11 +428,11 @@ class Transport:
         """A broker, and whether it leads all that the request is about. Raises Unavailable when ZooKeeper names none in
         time."""
         if request.leader_of is not None:
-            leader = self._book.leader_of(request.leader_of)
+            leader = self._cluster_metadata.leader_of(request.leader_of)
             if leader is not None:
                 return leader, True
-        near = None if request.near is None else self._book.leader_of(request.near)
-        return near or self._book.any(max(LOOK_UP_S_MIN, min(within_s, CONNECT_WITHIN_S))), False
+        near = None if request.near is None else self._cluster_metadata.leader_of(request.near)
+        return near or self._cluster_metadata.any(max(LOOK_UP_S_MIN, min(within_s, CONNECT_WITHIN_S))), False
 
     def rest(self) -> None:
         """Close idle connections; the next call opens one."""
@@ -469,7 +469,7 @@ def with_query(path: str, query: Mapping[str, object] | None) -> str:
     return f"{path}?{urlencode(given)}" if given else path
 
 
-def decode_answer(answer: Answer, kind: type[T]) -> T:
+def decode_answer(answer: HttpAnswer, kind: type[T]) -> T:
     """The body of a 2xx answer as a `kind`, from MessagePack or JSON as its Content-Type says."""
     packed = answer.headers.get("Content-Type", "").startswith(wire.BATCH_MSGPACK)
     try:
@@ -480,7 +480,7 @@ def decode_answer(answer: Answer, kind: type[T]) -> T:
         raise Unavailable(f"the answer is none of PortalMQ's: {fault}", retryable=False, outcome="unknown") from fault
 
 
-def error_of_answer(answer: Answer) -> PortalMQError:
+def error_of_answer(answer: HttpAnswer) -> PortalMQError:
     """The error that a status of 300 or more stands for, from its problem document when it has one."""
     retry_after_s = _seconds(answer.headers.get("Retry-After"))
     if answer.headers.get("Content-Type", "").startswith(wire.PROBLEM):
@@ -493,7 +493,7 @@ def error_of_answer(answer: Answer) -> PortalMQError:
     return _error_of_stranger(answer, retry_after_s)
 
 
-def _error_of_stranger(answer: Answer, retry_after_s: float | None) -> PortalMQError:
+def _error_of_stranger(answer: HttpAnswer, retry_after_s: float | None) -> PortalMQError:
     """Something else than a broker answered, a proxy perhaps: only the status speaks."""
     excerpt = answer.body[:200].decode("utf-8", "replace").strip()
     detail = f"the answer was HTTP {answer.status}, and not in PortalMQ's form: {excerpt or 'an empty body'}"

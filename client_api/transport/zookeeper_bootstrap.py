@@ -92,7 +92,7 @@ class ZooKeeperBootstrap:
             ) from fault
         except (KazooTimeoutError, KazooException) as fault:
             raise Unavailable(
-                f"no ZooKeeper answers at {self.url} {self._way}: {str(fault) or type(fault).__name__}",
+                f"no ZooKeeper answers at {self.url} {self._transport_text}: {str(fault) or type(fault).__name__}",
                 zookeeper=self.url,
             ) from fault
         finally:
@@ -100,7 +100,7 @@ class ZooKeeperBootstrap:
             client.close()
 
     @property
-    def _way(self) -> str:
+    def _transport_text(self) -> str:
         if self._tls is not None:
             return "by TLS (is it a secureClientPort, and are the certificates the right ones?)"
         return f"without TLS (for a secureClientPort name its authority: PORTALMQ_{TLS[0].upper()}, or ?{TLS[0]}=FILE)"

@@ -61,7 +61,7 @@ from kazoo.protocol.states import Callback, KazooState, KeeperState, ZnodeStat
 from kazoo.security import OPEN_ACL_UNSAFE, make_acl, make_digest_acl
 
 from portalmq.control_plane.plane import (
-    Bell,
+    ChangeCallback,
     Check,
     Create,
     Delete,
@@ -87,7 +87,7 @@ from portalmq.control_plane.zookeeper.connection import (
     Handler,
     NotSentError,
     ReadMany,
-    Request,
+    SessionRequest,
     Tls,
     make_client,
 )
@@ -146,7 +146,7 @@ class ZooKeeper:
         self._acl = [make_digest_acl(*auth, all=True)] if auth else OPEN_ACL_UNSAFE
         self._acl_of_brokers = [*self._acl, make_acl("world", "anyone", read=True)] if auth else OPEN_ACL_UNSAFE
         self._asked_timeout_s = session_timeout_s
-        self._bells: list[Bell] = []
+        self._callbacks: list[ChangeCallback] = []
         self._lock = threading.Lock()
         self._forget()
 
@@ -181,8 +181,8 @@ class ZooKeeper:
     def set_back(self) -> bool:
         return self._set_back
 
-    def watch(self, callback: Bell) -> None:
-        self._bells.append(callback)
+    def watch(self, callback: ChangeCallback) -> None:
+        self._callbacks.append(callback)
 
     # --- the session ---
 
@@ -362,7 +362,7 @@ class ZooKeeper:
         self._await_connection(self._deadline())
         results = [client.handler.async_result() for _ in paths]
         for path, result in zip(paths, results, strict=True):
-            client._call(Request(make(path), 0), result)
+            client._call(SessionRequest(make(path), 0), result)
         deadline = self._deadline()
         answers = []
         for path, result in zip(paths, results, strict=True):
@@ -418,9 +418,9 @@ class ZooKeeper:
         with self._lock:
             noted, self._noted = self._noted, set()
         for path in noted:
-            for bell in self._bells:
+            for callback in self._callbacks:
                 try:
-                    bell(path)
+                    callback(path)
                 except Exception:
                     log.exception("a bell of the control plane failed")
 
@@ -585,7 +585,7 @@ class ZooKeeper:
         client = self._client
         if client is None:
             raise NotSentError
-        request = Request(inner, session_id)
+        request = SessionRequest(inner, session_id)
         result = client.handler.async_result()
         client._call(request, result)
         result.wait(max(0.0, deadline - clock_s()))

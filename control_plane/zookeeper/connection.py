@@ -104,11 +104,11 @@ def make_client(
         connection_retry=pauses,
         logger=_kazoo_log,
     )
-    client._connection = Connection(client, client._conn_retry.copy(), owner)
+    client._connection = SessionConnection(client, client._conn_retry.copy(), owner)
     return client
 
 
-class Request:
+class SessionRequest:
     """A request as kazoo's connection wants it, sent in one session only (0: in any).
 
     Whoever claims it first has it: the connection to send it, or the caller to take it back.
@@ -175,7 +175,7 @@ class ReadMany:
                 yield jute.EXCEPTIONS[code]()
 
 
-class Connection(ConnectionHandler):  # type: ignore[misc]  # kazoo has no types
+class SessionConnection(ConnectionHandler):  # type: ignore[misc]  # kazoo has no types
     """kazoo's connection routine, which tells `owner` what it hears and sends no request in a session not its own.
 
     A server closes the connection on a client that has seen a transaction beyond its own: for a moment when it lags,
@@ -253,14 +253,14 @@ class Connection(ConnectionHandler):  # type: ignore[misc]  # kazoo has no types
 
     def _send_request(self, read_timeout: float, connect_timeout: float) -> None:
         queue = self.client._queue
-        if queue and isinstance(queue[0][0], Request) and not self._may_send(queue[0][0]):
+        if queue and isinstance(queue[0][0], SessionRequest) and not self._may_send(queue[0][0]):
             _, result = queue.popleft()
             self._read_sock.recv(1)
             result.set_exception(NotSentError())
             return
         super()._send_request(read_timeout, connect_timeout)
 
-    def _may_send(self, request: Request) -> bool:
+    def _may_send(self, request: SessionRequest) -> bool:
         return request.session_id in (0, self.client._session_id) and request.claim()
 
     def _send_ping(self, connect_timeout: float) -> None:
@@ -275,7 +275,7 @@ class Connection(ConnectionHandler):  # type: ignore[misc]  # kazoo has no types
 
     def _read_response(self, header: Any, buffer: bytes, offset: int) -> Any:
         request = self.client._pending[0][0]
-        if isinstance(request, Request):
+        if isinstance(request, SessionRequest):
             self._owner.on_answered(request.began)
         return super()._read_response(header, buffer, offset)
 

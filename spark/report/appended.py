@@ -6,11 +6,11 @@ from collections import defaultdict
 from collections.abc import Callable
 
 from portalmq.spark.report import plots, words
-from portalmq.spark.report.axes import Tick, Times
+from portalmq.spark.report.axes import AxisTick, Times
 from portalmq.spark.report.markup import Markup, join
 from portalmq.spark.report.model import OTHERS, PartitionFigures, Throughput, TopicFigures
-from portalmq.spark.report.plots import Series
-from portalmq.spark.report.view import Column, View, figure, framed, named, note, nothing, section, table
+from portalmq.spark.report.plots import PlotSeries
+from portalmq.spark.report.view import Column, ReportView, figure, framed, named, note, nothing, section, table
 
 HEAT_ROWS_MAX = 60
 # What a point of the throughput counts, and how a figure is told.
@@ -21,7 +21,7 @@ _Words = Callable[[float], str]
 UNEVEN = 1.25
 
 
-def throughput(view: View) -> Markup:
+def throughput(view: ReportView) -> Markup:
     if view.times is None:
         return section(
             "throughput", "Throughput", nothing("No message has been stored yet, so there is no rate to show.")
@@ -64,7 +64,7 @@ def throughput(view: View) -> Markup:
     )
 
 
-def _by_topic(view: View, times: Times, value_of: _Value) -> list[Series]:
+def _by_topic(view: ReportView, times: Times, value_of: _Value) -> list[PlotSeries]:
     """A second's worth of each column, by topic; topics without a colour of their own are one series."""
     values: dict[str | None, list[float | None]] = {topic: [0.0] * times.columns for topic in view.topics}
     # Behind OTHERS stand those that the report itself has left out.
@@ -80,12 +80,12 @@ def _by_topic(view: View, times: Times, value_of: _Value) -> list[Series]:
         row[column] = (row[column] or 0.0) + value_of(point) / times.seconds
     others = len(rest) if OTHERS not in rest else len(rest) - 1 + view.report.left_out.get("topics", 1)
     return [
-        Series(words.plural(others, "other") if name is None else name, row, view.colour_of_topic(name or ""))
+        PlotSeries(words.plural(others, "other") if name is None else name, row, view.colour_of_topic(name or ""))
         for name, row in values.items()
     ]
 
 
-def _peak(series: list[Series], times: Times, rate: _Words, what: str) -> str:
+def _peak(series: list[PlotSeries], times: Times, rate: _Words, what: str) -> str:
     totals = [sum(one.values[column] or 0 for one in series) for column in range(times.columns)]
     best = max(range(times.columns), key=totals.__getitem__)
     if times.columns == 1:
@@ -93,7 +93,7 @@ def _peak(series: list[Series], times: Times, rate: _Words, what: str) -> str:
     return f"{what.capitalize()} peaked at {rate(totals[best])}, at {times.label(best)}"
 
 
-def _over_time(series: list[Series], times: Times, say: _Words, caption: str) -> Markup:
+def _over_time(series: list[PlotSeries], times: Times, say: _Words, caption: str) -> Markup:
     columns = [Column("UTC", is_text=True), Column("All"), *(Column(one.name) for one in series if len(series) > 1)]
     rows = (
         [times.label(at), say(sum(one.values[at] or 0 for one in series))]
@@ -103,7 +103,7 @@ def _over_time(series: list[Series], times: Times, say: _Words, caption: str) ->
     return table(columns, rows, caption)
 
 
-def _topics(view: View, times: Times) -> Markup:
+def _topics(view: ReportView, times: Times) -> Markup:
     courses: dict[str, list[float | None]] = defaultdict(lambda: [0.0] * times.columns)
     for point in view.report.throughput:
         if (column := times.column(point.at_ms)) is not None:
@@ -126,7 +126,7 @@ def _topics(view: View, times: Times) -> Markup:
     return figure(title, what, framed(table(columns, rows, "Topics")), view.left_out("topics", "topic"))
 
 
-def _topic_row(view: View, topic: TopicFigures, course: list[float | None], most: float) -> list[str | Markup]:
+def _topic_row(view: ReportView, topic: TopicFigures, course: list[float | None], most: float) -> list[str | Markup]:
     colour = view.colour_of_topic(topic.topic)
     return [
         named(colour, topic.topic),
@@ -142,7 +142,7 @@ def _topic_row(view: View, topic: TopicFigures, course: list[float | None], most
     ]
 
 
-def partitions(view: View) -> Markup:
+def partitions(view: ReportView) -> Markup:
     found = sorted(view.report.partitions, key=lambda one: (one.topic, one.partition))
     if not found:
         return section("partitions", "Partitions", nothing("No topic has a partition with messages yet."))
@@ -184,7 +184,7 @@ def _skew(topics: list[TopicFigures], found: list[PartitionFigures]) -> str:
     return f"{where or worst.topic + ' is uneven: '}{words.brief(worst.skew)} times the mean of its partitions"
 
 
-def _heat(view: View, found: list[PartitionFigures]) -> Markup:
+def _heat(view: ReportView, found: list[PartitionFigures]) -> Markup:
     if view.times is None or not view.report.partition_throughput:
         return nothing("No message has been stored yet, so there is nothing to colour.")
     busiest = sorted(found, key=lambda one: -one.messages)[:HEAT_ROWS_MAX]
@@ -210,7 +210,7 @@ def _heat(view: View, found: list[PartitionFigures]) -> Markup:
     )
 
 
-def sizes(view: View) -> Markup:
+def sizes(view: ReportView) -> Markup:
     by_class: dict[tuple[int, int], int] = defaultdict(int)
     by_topic: dict[str, dict[int, int]] = defaultdict(dict)
     for one in view.report.sizes:
@@ -267,7 +267,7 @@ def _sizes_by_topic(
     ]
     columns = [Column("Topic", is_text=True), *(Column(name) for name in names)]
     rows = ([topic, *(words.share(part) for part in row)] for topic, row in zip(topics, shares, strict=True))
-    ticks = [Tick(100 * at / len(classes), words.size_border(low)) for at, (low, _) in enumerate(classes)]
+    ticks = [AxisTick(100 * at / len(classes), words.size_border(low)) for at, (low, _) in enumerate(classes)]
     return figure(
         "The same by topic",
         "How a topic's messages spread over the sizes: the stronger the colour, the greater the share.",
@@ -284,7 +284,7 @@ def _sizes_by_topic(
     )
 
 
-def producers(view: View) -> Markup:
+def producers(view: ReportView) -> Markup:
     found = sorted(view.report.producers, key=lambda one: -one.messages)
     if not found:
         return section("producers", "Producers", nothing("Nobody has produced yet."))

@@ -22,7 +22,7 @@ COLUMNS_MAX = 480
 
 
 @dataclass(frozen=True, slots=True)
-class Tick:
+class AxisTick:
     """`percent` from the left, or from the bottom."""
 
     percent: float
@@ -74,11 +74,11 @@ class Times:
         return self.start_ms // _D != (self.start_ms + self.span_ms - 1) // _D
 
     @property
-    def ticks(self) -> list[Tick]:
+    def ticks(self) -> list[AxisTick]:
         step = next((step for step in _STEPS_MS if self.span_ms / step <= TICKS_MAX), _STEPS_MS[-1])
         first = -(-self.start_ms // step) * step
         moments = range(first, self.start_ms + self.span_ms + 1, step)
-        return [Tick(self.percent(at), words.clock(at, step)) for at in moments]
+        return [AxisTick(self.percent(at), words.clock(at, step)) for at in moments]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class Linear:
     """From 0 to `top`, which is a round number."""
 
     top: float
-    ticks: tuple[Tick, ...]
+    ticks: tuple[AxisTick, ...]
 
     @classmethod
     def up_to(cls, most: float, label: Callable[[float], str] = words.brief, ticks: int = 4) -> Linear:
@@ -94,7 +94,7 @@ class Linear:
         step = _round_up(most / ticks)
         top = step * math.ceil(most / step - 1e-9)
         values = [step * n for n in range(round(top / step) + 1)]
-        return cls(top, tuple(Tick(100 * value / top, label(value)) for value in values))
+        return cls(top, tuple(AxisTick(100 * value / top, label(value)) for value in values))
 
     def percent(self, value: float) -> float:
         return 100 * min(max(value, 0.0), self.top) / self.top
@@ -106,7 +106,7 @@ class Logarithmic:
 
     bottom: float
     top: float
-    ticks: tuple[Tick, ...]
+    ticks: tuple[AxisTick, ...]
 
     @classmethod
     def around(cls, values: Iterable[float], label: Callable[[float], str], least: float = 1.0) -> Logarithmic:
@@ -115,7 +115,7 @@ class Logarithmic:
         low = math.floor(math.log10(min(found)) + 1e-9)
         high = max(math.ceil(math.log10(max(found)) - 1e-9), low + 1)
         every = -(-(high - low) // 6)
-        ticks = tuple(Tick(100 * (n - low) / (high - low), label(10.0**n)) for n in range(low, high + 1, every))
+        ticks = tuple(AxisTick(100 * (n - low) / (high - low), label(10.0**n)) for n in range(low, high + 1, every))
         return cls(10.0**low, 10.0**high, ticks)
 
     def percent(self, value: float) -> float:

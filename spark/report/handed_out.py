@@ -10,14 +10,25 @@ from portalmq.spark.report import plots, words
 from portalmq.spark.report.axes import Times
 from portalmq.spark.report.markup import Markup, element
 from portalmq.spark.report.model import FailOver, GroupFigures, LagFigures, LatencyBucket, Report
-from portalmq.spark.report.plots import Series
-from portalmq.spark.report.view import ROWS_MAX, Column, View, figure, framed, named, note, nothing, section, table
+from portalmq.spark.report.plots import PlotSeries
+from portalmq.spark.report.view import (
+    ROWS_MAX,
+    Column,
+    ReportView,
+    figure,
+    framed,
+    named,
+    note,
+    nothing,
+    section,
+    table,
+)
 
 # Later deliveries than this one are one column.
 ATTEMPTS_SHOWN = 24
 
 
-def latency(view: View) -> Markup:
+def latency(view: ReportView) -> Markup:
     by_group: dict[str, list[LatencyBucket]] = defaultdict(list)
     for bucket in view.report.latencies:
         by_group[bucket.group].append(bucket)
@@ -88,7 +99,7 @@ def _within(buckets: Sequence[LatencyBucket], part: float) -> int:
     return ordered[-1].to_ms
 
 
-def _distribution(view: View, group: str, buckets: list[LatencyBucket], low: int, high: int) -> Markup:
+def _distribution(view: ReportView, group: str, buckets: list[LatencyBucket], low: int, high: int) -> Markup:
     """All groups over the same classes, so that they compare."""
     borders = [low]
     while borders[-1] < high:
@@ -128,7 +139,7 @@ def _distribution_table(by_group: dict[str, list[LatencyBucket]]) -> Markup:
     return table(columns, rows, "Deliveries by latency")
 
 
-def _over_time(view: View) -> Markup | None:
+def _over_time(view: ReportView) -> Markup | None:
     times = view.times
     points = [point for point in view.report.latency_over_time if point.group in view.groups]
     if times is None or not points:
@@ -142,7 +153,7 @@ def _over_time(view: View) -> Markup | None:
             p50[point.group][column] = max(point.p50_ms, p50[point.group][column] or 0)
             p99[point.group][column] = max(point.p99_ms, p99[point.group][column] or 0)
     series = [
-        Series(f"{group} {name}", values[group], view.colour_of_group(group))
+        PlotSeries(f"{group} {name}", values[group], view.colour_of_group(group))
         for group in groups
         for name, values in (("p50", p50), ("p99", p99))
     ]
@@ -151,7 +162,7 @@ def _over_time(view: View) -> Markup | None:
         f"The slowest hundredth took {words.duration(worst.p99_ms)} at worst, at {_label(times, worst.at_ms)}",
         "Latency of what was first delivered in each column of time: the strong line is p99, the quiet one the median.",
         plots.legend(
-            [Series(group, [], view.colour_of_group(group)) for group in groups], thin="strong p99, quiet p50"
+            [PlotSeries(group, [], view.colour_of_group(group)) for group in groups], thin="strong p99, quiet p50"
         ),
         plots.lines(
             series,
@@ -181,7 +192,7 @@ def _label(times: Times, at_ms: int) -> str:
     return words.moment(at_ms) if column is None else times.label(column)
 
 
-def _quantiles(view: View) -> Markup | None:
+def _quantiles(view: ReportView) -> Markup | None:
     measured = [group for group in view.report.groups if group.latency_ms]
     if not measured:
         return None
@@ -215,7 +226,7 @@ def _ordered(groups: list[GroupFigures]) -> list[GroupFigures]:
     return sorted(groups, key=lambda one: (-one.delivered if len(groups) > ROWS_MAX else 0, one.group, one.topic))
 
 
-def redeliveries(view: View) -> Markup:
+def redeliveries(view: ReportView) -> Markup:
     """Only queue groups deliver again: a stream is read where its offset stands."""
     groups = [group for group in view.report.groups if group.mode == "queue"]
     if not groups:
@@ -259,13 +270,13 @@ def redeliveries(view: View) -> Markup:
     )
 
 
-def _bar(view: View, one: GroupFigures, most: float) -> Markup | None:
+def _bar(view: ReportView, one: GroupFigures, most: float) -> Markup | None:
     if not one.redeliveries or not one.delivered:
         return None
     return plots.bar(one.redeliveries / one.delivered / most, view.colour_of_group(one.group))
 
 
-def _attempts(view: View) -> Markup | None:
+def _attempts(view: ReportView) -> Markup | None:
     """How often messages were handed out a second, a third, an n-th time."""
     attempts: dict[int, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     queues = {(group.group, group.topic) for group in view.report.groups if group.mode == "queue"}
@@ -304,7 +315,7 @@ def _attempts(view: View) -> Markup | None:
     )
 
 
-def lag(view: View) -> Markup:
+def lag(view: ReportView) -> Markup:
     if not view.report.lag:
         return section("lag", "Lag", nothing("No group has read yet, so nothing waits for one."))
     by_group: dict[tuple[str, str], list[LagFigures]] = defaultdict(list)
@@ -348,7 +359,7 @@ def _oldest(found: list[LagFigures]) -> str:
     return words.duration(max(ages)) if ages else words.NONE
 
 
-def _lag_table(view: View) -> Markup:
+def _lag_table(view: ReportView) -> Markup:
     columns = [
         Column("Group", is_text=True),
         Column("Partition", is_text=True),
@@ -362,7 +373,7 @@ def _lag_table(view: View) -> Markup:
     return table(columns, rows, "Lag by partition")
 
 
-def leaders(view: View) -> Markup:
+def leaders(view: ReportView) -> Markup:
     if not view.changes:
         told = "No partition changed its leader in what is stored here."
         return section("leaders", "Fail-overs", nothing(told))

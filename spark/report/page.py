@@ -17,9 +17,9 @@ from pathlib import Path
 from portalmq.spark.report import appended, handed_out, words
 from portalmq.spark.report.markup import Markup, element, join
 from portalmq.spark.report.model import Report
-from portalmq.spark.report.view import View
+from portalmq.spark.report.view import ReportView
 
-_SECTIONS: tuple[tuple[str, str, Callable[[View], Markup]], ...] = (
+_SECTIONS: tuple[tuple[str, str, Callable[[ReportView], Markup]], ...] = (
     ("throughput", "Throughput", appended.throughput),
     ("partitions", "Partitions", appended.partitions),
     ("sizes", "Sizes", appended.sizes),
@@ -46,7 +46,7 @@ def write(report: Report, path: Path) -> None:
 
 
 def html(report: Report) -> str:
-    view = View.of(report)
+    view = ReportView.of(report)
     script, style = _shipped("page.js"), _shipped("page.css")
     trusted = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{trusted}'"
@@ -114,7 +114,7 @@ def _when(report: Report) -> str:
     return f"{first} to {last}. Made {words.moment(report.made_at_ms)}."
 
 
-def _tiles(view: View) -> Markup | None:
+def _tiles(view: ReportView) -> Markup | None:
     report, totals = view.report, view.report.totals
     if not totals.messages:
         return None
@@ -135,7 +135,7 @@ def _tile(name: str, figure: str, more: str) -> Markup:
     return element("div", element("dt", name), element("dd", element("b", figure), element("span", more)))
 
 
-def _latency_tile(view: View) -> Markup:
+def _latency_tile(view: ReportView) -> Markup:
     if not any(bucket.messages for bucket in view.report.latencies):
         return _tile("Half delivered within", words.NONE, "no group has read yet")
     group, half, most = handed_out.usual(view.report)
@@ -143,7 +143,7 @@ def _latency_tile(view: View) -> Markup:
     return _tile("Half delivered within", words.duration(half), f"99 % within {words.duration(most)}{whose}")
 
 
-def _redelivery_tile(view: View) -> Markup:
+def _redelivery_tile(view: ReportView) -> Markup:
     groups = [group for group in view.report.groups if group.mode == "queue"]
     delivered, again = sum(group.delivered for group in groups), sum(group.redelivered for group in groups)
     if not delivered:
@@ -151,7 +151,7 @@ def _redelivery_tile(view: View) -> Markup:
     return _tile("Redelivered", words.share(again / delivered), f"{words.count(again)} of {words.count(delivered)}")
 
 
-def _change_tile(view: View) -> Markup:
+def _change_tile(view: ReportView) -> Markup:
     pauses = [change.gap_ms for change in view.changes if change.gap_ms is not None]
     more = f"longest pause {words.duration(max(pauses))}" if pauses else "no pause"
     return _tile("Fail-overs", words.count(len(view.changes)), more if view.changes else "every leader stayed")

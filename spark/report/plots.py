@@ -20,7 +20,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from portalmq.spark.report.axes import Linear, Logarithmic, Tick, Times
+from portalmq.spark.report.axes import AxisTick, Linear, Logarithmic, Times
 from portalmq.spark.report.markup import Markup, element, join
 
 # Above so many columns there is no room for a gap between bars.
@@ -52,7 +52,7 @@ class Colour:
 
 
 @dataclass(frozen=True, slots=True)
-class Series:
+class PlotSeries:
     """One thing in a plot; a value a column, None where there is none."""
 
     name: str
@@ -80,7 +80,7 @@ def colours(number: int, first_hue: float = 268.0) -> list[Colour]:
 
 
 def stacked(
-    series: Sequence[Series],
+    series: Sequence[PlotSeries],
     times: Times,
     *,
     unit: str,
@@ -123,7 +123,7 @@ def _usual_top(totals: Sequence[float]) -> float:
 
 
 def lines(
-    series: Sequence[Series],
+    series: Sequence[PlotSeries],
     times: Times,
     *,
     unit: str,
@@ -181,8 +181,10 @@ def histogram(
     ]
     shape = element("path", d="".join(path), class_=colour.css("fill"), style=colour.style)
     every = -(-len(borders) // (5 if short else 9))  # several short ones stand beside one another
-    ticks = [Tick(100 * (at + between / 2) / len(values), text) for at, text in enumerate(borders) if at % every == 0]
-    hover = _hover(labels, [Series("", values, colour)], unit)
+    ticks = [
+        AxisTick(100 * (at + between / 2) / len(values), text) for at, text in enumerate(borders) if at % every == 0
+    ]
+    hover = _hover(labels, [PlotSeries("", values, colour)], unit)
     drawing = _svg(f"0 0 {max(len(values), 1)} 100", shape)
     # Two or three columns would be blocks rather than bars.
     style = f"max-width:{60 + 150 * len(values)}px" if len(values) < _COLUMNS_TO_FILL else None
@@ -194,7 +196,7 @@ def heat_map(
     names: Sequence[str],
     rows: Sequence[Sequence[float]],
     labels: Sequence[str],
-    ticks: Sequence[Tick],
+    ticks: Sequence[AxisTick],
     *,
     unit: str,
     label: Callable[[float], str],
@@ -211,7 +213,7 @@ def heat_map(
     ]
     drawing = _svg(f"0 0 {columns} {len(rows)}", *shapes)
     every = -(-len(names) // 40)
-    beside = [Tick(100 - 100 * (n + 0.5) / len(names), name) for n, name in enumerate(names) if n % every == 0]
+    beside = [AxisTick(100 - 100 * (n + 0.5) / len(names), name) for n, name in enumerate(names) if n % every == 0]
     hover = {"at": list(labels), "rows": list(names), "values": [[_r(v) for v in row] for row in rows], "unit": unit}
     scale = element(
         "p",
@@ -268,7 +270,7 @@ def bar(part: float, colour: Colour) -> Markup:
     return element("span", inner, class_="track", aria_hidden="true")
 
 
-def legend(series: Iterable[Series], thin: str = "") -> Markup:
+def legend(series: Iterable[PlotSeries], thin: str = "") -> Markup:
     items = [
         element("li", element("i", class_=one.colour.css("dot"), style=one.colour.style), one.name) for one in series
     ]
@@ -288,8 +290,8 @@ def joined(marks: Iterable[tuple[float, str]], several: Callable[[int], str]) ->
 
 def chart(
     drawing: Markup,
-    ordinate: Iterable[Tick],
-    abscissa: Iterable[Tick],
+    ordinate: Iterable[AxisTick],
+    abscissa: Iterable[AxisTick],
     *,
     describe: str,
     hover: dict[str, object],
@@ -334,7 +336,7 @@ def chart(
     )
 
 
-def _hover(labels: Sequence[str], series: Sequence[Series], unit: str, *, total: bool = False) -> dict[str, object]:
+def _hover(labels: Sequence[str], series: Sequence[PlotSeries], unit: str, *, total: bool = False) -> dict[str, object]:
     listed = [
         {
             "name": one.name,

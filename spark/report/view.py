@@ -19,7 +19,7 @@ ROWS_MAX = 250
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class ReportView:
     """`times` is None when there is no message. `topics` and `groups` are the ones with a colour of their own, in the
     order in which they are shown."""
 
@@ -31,7 +31,7 @@ class View:
     marks: list[Mark]
 
     @classmethod
-    def of(cls, report: Report) -> View:
+    def of(cls, report: Report) -> ReportView:
         moments = [point.at_ms for point in report.throughput]
         moments += [point.at_ms for point in report.partition_throughput]
         moments += [point.at_ms for point in report.latency_over_time]

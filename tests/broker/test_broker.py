@@ -359,11 +359,11 @@ def test_old_segments_go_when_no_active_group_needs_them(tmp_path):
         assert fixture.broker.receive("g", wire.ReceiveRequest(["t"], max_messages=1), None)
         clock.advance(2 * 3_600_000)
         fill(fixture, 1)
-        fixture.broker.housekeeping.retain()
+        fixture.broker.maintenance.retain()
         assert unread.log.log_start_offset <= 1, "the group has not done its first message"
         while messages := fixture.broker.receive("g", wire.ReceiveRequest(["t"], max_messages=100), None):
             fixture.broker.ack("g", [message.receipt for message in messages])
-        fixture.broker.housekeeping.retain()
+        fixture.broker.maintenance.retain()
         start = unread.log.log_start_offset
         assert start > 100
         first = page(fixture, limit=1).messages[0]
@@ -457,9 +457,9 @@ def test_a_storage_fault_is_answered_unknown_and_ends_the_broker(fixture, monkey
 
 def test_an_idle_partition_closes_its_files_and_opens_them_again(fixture):
     send(fixture, "a")
-    fixture.broker.housekeeping.save_state()
-    fixture.broker.housekeeping.rest()
-    fixture.broker.housekeeping.rest()
+    fixture.broker.maintenance.save_state()
+    fixture.broker.maintenance.rest()
+    fixture.broker.maintenance.rest()
     assert texts(page(fixture).messages) == ["a"]
     send(fixture, "b")
     assert texts(page(fixture).messages) == ["a", "b"]

@@ -31,7 +31,7 @@ from portalmq import (
     Unavailable,
     wire,
 )
-from portalmq.network.http_answer import Answer
+from portalmq.network.http_answer import HttpAnswer
 from portalmq.transport.transport import OutOfTime, Request
 
 PRODUCE = "/v1/topics/t/messages"
@@ -295,7 +295,7 @@ def test_a_send_whose_time_ends_between_two_tries_tells_what_the_last_one_met(mo
         producer = Producer(broker.url, idempotent=False, delivery_timeout_s=1)
         as_it_is = producer._transport.attempt
 
-        def attempt(request: Request, deadline: float, **how: bool) -> Answer:
+        def attempt(request: Request, deadline: float, **how: bool) -> HttpAnswer:
             if PRODUCE not in request.path:
                 return as_it_is(request, deadline, **how)
             raise next(tries)
@@ -408,7 +408,7 @@ def test_a_look_up_whose_time_ends_between_two_tries_tells_what_the_last_one_met
 ) -> None:
     tries = chain([Unavailable("nobody there")], repeat(OutOfTime("the time for this call is over")))
 
-    def attempt(request: Request, deadline: float, **how: bool) -> Answer:
+    def attempt(request: Request, deadline: float, **how: bool) -> HttpAnswer:
         raise next(tries)
 
     producer = Producer("http://127.0.0.1:1")

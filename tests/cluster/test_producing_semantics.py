@@ -17,7 +17,7 @@ import pytest
 from support.cluster import Cluster, wait_until
 
 from portalmq import wire
-from portalmq.network.http_answer import Answer
+from portalmq.network.http_answer import HttpAnswer
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
@@ -31,12 +31,12 @@ CUTS = (50, 77)
 FENCE_FAULTS = int(os.environ.get("PORTALMQ_FENCE_FAULTS", "2"))
 
 
-def post(cluster: Cluster, broker_id: int, path: str, body: bytes, headers: dict[str, str] | None = None) -> Answer:
+def post(cluster: Cluster, broker_id: int, path: str, body: bytes, headers: dict[str, str] | None = None) -> HttpAnswer:
     headers = {"Content-Type": "text/plain", **(headers or {})}
     return cluster.brokers[broker_id].request("POST", path, body, headers, timeout_s=60)
 
 
-def patiently(ask, accepted: tuple[int, ...] = (200,)) -> Answer:
+def patiently(ask, accepted: tuple[int, ...] = (200,)) -> HttpAnswer:
     """Repeat while the answer says that a repeat may help, as a client does."""
     deadline = time.monotonic() + ATTEMPTS_WITHIN_S
     while True:
@@ -59,7 +59,7 @@ def values(cluster: Cluster, topic: str) -> list[str]:
 
 def stamped(
     cluster: Cluster, broker_id: int, topic: str, partition: int, identity, sequence: int, value: str
-) -> Answer:
+) -> HttpAnswer:
     batch = {"messages": [{"value": value.encode()}], "producer": {**identity, "sequence": sequence}}
     path = f"/v1/topics/{topic}/messages?partition={partition}"
     return post(cluster, broker_id, path, msgspec.msgpack.encode(batch), {"Content-Type": wire.BATCH_MSGPACK})
@@ -108,7 +108,7 @@ def test_a_key_that_many_send_at_once_to_all_brokers_while_the_leader_dies_is_on
         key = keys[number % len(keys)]
         tries = iter(range(number, number + 10_000))
 
-        def one_of_them() -> Answer:
+        def one_of_them() -> HttpAnswer:
             running = cluster.running
             return post(cluster, running[next(tries) % len(running)], path, key.encode(), {"Idempotency-Key": key})
 

@@ -65,8 +65,8 @@ class Reader:
         assert member is not None
         try:
             for message in self.consumer:
-                with member.feeds.lock:
-                    feed = member.feeds.by_place.get((message.topic, message.partition))
+                with member.buffers.lock:
+                    feed = member.buffers.by_place.get((message.topic, message.partition))
                     generation, since = member.generation, feed.since if feed else -1
                 self.sights.append(
                     Sight(time.monotonic(), message.partition, message.text, member.member_id, generation, since)
@@ -87,9 +87,9 @@ class Reader:
         member = self.consumer._stream
         assert member is not None
         member._left = True
-        member.feeds.close()
+        member.buffers.close()
         self.consumer._receiving.close()
-        member._settling.close()
+        member._settle_transport.close()
         self.thread.join(10)
 
 
@@ -134,8 +134,8 @@ class Group:
         for reader in self.live:
             member = reader.consumer._stream
             assert member is not None
-            with member.feeds.lock:
-                for place, feed in member.feeds.by_place.items():
+            with member.buffers.lock:
+                for place, feed in member.buffers.by_place.items():
                     owned[place[1]] = (member.member_id, feed.since)
         return owned
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from support.zookeeper import fresh_chroot
 
-from portalmq.control_plane.locks import Held, LockTable, Place, digest_of
+from portalmq.control_plane.locks import Held, LockTable, LockTicket, digest_of
 from portalmq.control_plane.plane import ControlPlane
 from portalmq.control_plane.standalone import Standalone
 from portalmq.control_plane.zookeeper import ZooKeeper
@@ -44,8 +44,8 @@ def long_ago(name: str, held: Held | None) -> int:
     return TTL
 
 
-def place(owner: str) -> Place:
-    return Place(digest_of(owner), 1, 1)
+def place(owner: str) -> LockTicket:
+    return LockTicket(digest_of(owner), 1, 1)
 
 
 def test_one_holds_the_next_waits_and_follows(plane: ControlPlane) -> None:

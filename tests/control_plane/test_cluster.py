@@ -8,7 +8,7 @@ from support.interrupted import Interrupted
 
 from portalmq import wire
 from portalmq.control_plane import state
-from portalmq.control_plane.catalog import BrokerIdTaken, Catalog, Deposed, PartitionChange, Versioned
+from portalmq.control_plane.catalog import BrokerIdTaken, Catalog, ControllerFenced, PartitionChange, Versioned
 from portalmq.control_plane.plane import Create, Delete, PlaneUnavailable, Set
 from portalmq.control_plane.state import BrokerState, ControllerState, StoreState
 
@@ -211,7 +211,7 @@ class TestCommittingAsController:
     ) -> None:
         catalog.depose(held)
         catalog.elect_controller(2, 1)
-        with pytest.raises(Deposed):
+        with pytest.raises(ControllerFenced):
             catalog.commit_as_controller(held, self.raised(catalog, topic))
         assert {each.value.leader_epoch for each in catalog.partitions(topic).values()} == {1}
 
@@ -220,7 +220,7 @@ class TestCommittingAsController:
     ) -> None:
         other = Catalog(plane)
         plane.meanwhile = [lambda: None, lambda: (other.depose(held), other.elect_controller(2, 1))]
-        with pytest.raises(Deposed):
+        with pytest.raises(ControllerFenced):
             catalog.commit_as_controller(held, self.raised(catalog, topic))
         epochs = [each.value.leader_epoch for each in catalog.partitions(topic).values()]
         assert epochs.count(9) == 99

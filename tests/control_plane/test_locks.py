@@ -12,11 +12,11 @@ from portalmq.control_plane.locks import (
     LOCK_FLOOR,
     PATIENCE_MS,
     QUEUE_MAX,
-    Asked,
     Held,
+    LockOutcome,
     LockState,
     LockTable,
-    Place,
+    LockTicket,
     asked,
     digest_of,
     lasts_ms,
@@ -33,18 +33,18 @@ LIVE = {1: 10, 2: 20, 3: 30}
 TTL = 5_000
 
 
-def place(owner: str, broker_id: int = 1) -> Place:
-    return Place(digest_of(owner), broker_id, broker_id * 10)
+def place(owner: str, broker_id: int = 1) -> LockTicket:
+    return LockTicket(digest_of(owner), broker_id, broker_id * 10)
 
 
-def held_by(owner: str | None, *queue: Place, token: int = 7) -> LockState:
+def held_by(owner: str | None, *queue: LockTicket, token: int = 7) -> LockState:
     return LockState(token, owner, TTL, 0, queue)
 
 
 class TestWhoGetsIt:
     def test_a_free_lock_goes_to_who_asks_under_the_next_token(self) -> None:
         outcome = asked(held_by(None), "a", TTL, 0, LIVE, None)
-        assert outcome == Asked(LockState(8, "a", TTL), granted=True)
+        assert outcome == LockOutcome(LockState(8, "a", TTL), granted=True)
 
     def test_a_held_lock_is_not_given(self) -> None:
         assert not asked(held_by("a"), "b", TTL, TTL - 1, LIVE, None).granted
@@ -79,7 +79,7 @@ class TestWhoGetsIt:
         assert asked(lock, "w5", TTL, 0, LIVE, place("w5", 2)).state.queue[5] == place("w5", 2)
 
     def test_a_full_queue_fits_into_a_node(self) -> None:
-        queue = [Place(digest_of(str(number)), 2**31, 2**31) for number in range(QUEUE_MAX)]
+        queue = [LockTicket(digest_of(str(number)), 2**31, 2**31) for number in range(QUEUE_MAX)]
         assert len(encode(LockState(2**53, "\x00" * 190, 2**31, 2**31, tuple(queue)))) < DATA_BYTES_MAX
 
 
@@ -93,7 +93,7 @@ class TestTurns:
         assert not asked(held_by(None, place("a", 2)), "new", TTL, 0, LIVE, None).granted
 
     def test_places_of_brokers_that_are_gone_or_were_started_anew_do_not_count(self) -> None:
-        gone, older = Place(digest_of("x"), 9, 1), Place(digest_of("y"), 2, 19)
+        gone, older = LockTicket(digest_of("x"), 9, 1), LockTicket(digest_of("y"), 2, 19)
         lock = held_by(None, gone, older, place("b", 3))
         outcome = asked(lock, "b", TTL, 0, LIVE, place("b", 3))
         assert outcome.granted

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from portalmq.demo_iot import readings, report
-from portalmq.demo_iot.crew import Broker, Crew, DemoFailed, wait_for
+from portalmq.demo_iot.crew import Crew, DemoBroker, DemoFailed, wait_for
 from portalmq.demo_iot.ledger import read
 
 pytestmark = pytest.mark.cluster
@@ -28,7 +28,7 @@ FOLDER = Path(readings.__file__).parent
 @pytest.fixture
 def url(tmp_path: Path) -> Iterator[str]:
     with Crew(tmp_path) as crew:
-        broker = Broker(crew, "broker", "dev")
+        broker = DemoBroker(crew, "broker", "dev")
         broker.wait_until_ready()
         yield broker.url
 
@@ -101,7 +101,7 @@ def test_the_demo_kills_a_leader_loses_nothing_and_reports(tmp_path: Path) -> No
 def data_directory(tmp_path: Path) -> Path:
     """A broker's that has ended: 20 messages."""
     with Crew(tmp_path) as crew:
-        broker = Broker(crew, "data", "dev")
+        broker = DemoBroker(crew, "data", "dev")
         broker.wait_until_ready()
         run("-m", "portalmq.demo_iot.sensor", "wind", "2", "0", "--count", "20", "--server", broker.url, cwd=tmp_path)
         broker.end_well()

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from portalmq.demo_iot.ledger import Entry, Ledger, Tally, compare, longest_gap_ms, read
+from portalmq.demo_iot.ledger import Entry, EntryCount, Ledger, compare, longest_gap_ms, read
 
 
 def entry(n: int, *, at: float = 0.0, offset: int | None = None, topic: str = "temp_1") -> Entry:
@@ -34,7 +34,7 @@ class TestLedgers:
 
     def test_a_tally_counts_while_ledgers_grow(self, tmp_path: Path) -> None:
         paths = [tmp_path / "one", tmp_path / "two"]
-        tally = Tally(paths)
+        tally = EntryCount(paths)
         assert tally.count() == 0
         for number in range(1, 4):
             with Ledger(paths[number % 2]) as ledger:

@@ -65,7 +65,7 @@ class Coordinating:
 
     def request(self, verb: str, content: tuple[Any, ...], back: Answer) -> None:
         tree = self.node.membership.tree
-        if self.core is None or self.core.deposed:
+        if self.core is None or self.core.resigned:
             if tree is None:
                 back(Unavailable("nothing is known yet"))
                 return
@@ -97,7 +97,7 @@ class Coordinating:
         self.world.count("coordinator")
         self.world.note(self.node.id, "begins to coordinate")
         self.core = GroupMembership("stream", self._me)
-        self._step(core.TopicsChanged({TOPIC: core.Topic("id", self.world.groups.streams)}))
+        self._step(core.TopicsChanged({TOPIC: core.SubscribedTopic("id", self.world.groups.streams)}))
         self._read(self.core)
 
     def rang(self, tree: Tree) -> None:
@@ -123,13 +123,13 @@ class Coordinating:
             match action:
                 case core.Propose():
                     self._propose(of, action)
-                case core.Read():
+                case core.ReadState():
                     self._read(of)
-                case core.Claim():
+                case core.ClaimPartition():
                     self._claim(of, action)
-                case core.Answer():
+                case core.AnswerMember():
                     self._answer(of, action)
-                case core.Refuse():
+                case core.RefuseMember():
                     if not isinstance(action.token, Seeking):
                         self._send(action.token, action.error)
 
@@ -173,7 +173,7 @@ class Coordinating:
         else:
             self.world.zookeeper.read(session, done, synced=True)
 
-    def _claim(self, of: GroupMembership, claim: core.Claim) -> None:
+    def _claim(self, of: GroupMembership, claim: core.ClaimPartition) -> None:
         def done(result: Any) -> None:
             event: core.Event = core.ClaimFailed(claim.partition, claim.since)
             if isinstance(result, Behind):
@@ -184,7 +184,7 @@ class Coordinating:
 
         self._call("stream.claim", (name_of(claim.partition), claim.member_id, claim.since), done)
 
-    def _answer(self, of: GroupMembership, answer: core.Answer) -> None:
+    def _answer(self, of: GroupMembership, answer: core.AnswerMember) -> None:
         if isinstance(answer.token, Seeking):
             self._seek(of, answer.token, answer.generation)
             return
@@ -235,12 +235,12 @@ def _told(action: core.Action) -> str:
                 for partition, place in action.membership.places.items()
             )
             return f"propose g{action.membership.generation} at v{action.version}: {places}"
-        case core.Claim():
+        case core.ClaimPartition():
             return f"claim {name_of(action.partition)} for {action.member_id} in g{action.since}"
-        case core.Answer():
+        case core.AnswerMember():
             held = " ".join(f"{name_of(each.partition)}@{each.since}+{each.offset}" for each in action.assignment)
             return f"answer {action.member_id or 'seek'} g{action.generation}: {held}"
-        case core.Refuse():
+        case core.RefuseMember():
             return f"refuse ({action.error.code})"
         case _:
             return type(action).__name__

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from simulation.disk import Batch
     from simulation.queue_desk import Receipt
 
-    from portalmq.broker.core.stream.events import Membership
+    from portalmq.broker.core.stream.events import GroupMembers
 
 # (end of the lease, its receipt)
 Held = tuple[int, "Receipt"]
@@ -267,7 +267,7 @@ class GroupChecker:
             self.fail("I11", "{} is named to {}, for whom it was not claimed in generation {}", stream, member,
                       generation)  # fmt: skip
 
-    def group_written(self, before: Membership | None, after: Membership) -> None:
+    def group_written(self, before: GroupMembers | None, after: GroupMembers) -> None:
         """The state of the stream group in ZooKeeper was changed."""
         if before is not None and after.generation <= before.generation:
             self.fail("I11", "generation {} is written over {}", after.generation, before.generation)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from simulation.zookeeper import Conflict, Failure, Session, Tree
 
 from portalmq.broker.core.replica.events import IsrAnswered, Outcome, PartitionStateChanged, ProposeIsr
-from portalmq.broker.partition.partition_state import word_of
+from portalmq.broker.partition.partition_state import partition_state_of
 from portalmq.control_plane import controller
 from portalmq.control_plane.state import BrokerState, ControllerState, PartitionState, with_isr
 
@@ -160,9 +160,9 @@ class Membership:
                     self.refused.discard(broker_id)
             self.node.brokers_changed({id: (b.incarnation, b.store_uuid) for id, (b, _) in tree.brokers.items()})
         if before is None or before.version != tree.version or self.world.chance(0.05):
-            self.node.told(word_of(tree.partition, tree.version, self.world.options.min_insync))
+            self.node.told(partition_state_of(tree.partition, tree.version, self.world.options.min_insync))
         if self.world.chance(self.world.options.stale_words):
-            older = word_of(tree.partition, tree.version, self.world.options.min_insync)
+            older = partition_state_of(tree.partition, tree.version, self.world.options.min_insync)
             self.node.soon(self.world.random.randint(1, 500), self._tell_late, older)
         if self.world.options.groups is not None:
             self.node.coordinating.rang(tree)
@@ -176,7 +176,7 @@ class Membership:
 
     def tell_again(self) -> None:
         if self.tree is not None:
-            self.node.told(word_of(self.tree.partition, self.tree.version, self.world.options.min_insync))
+            self.node.told(partition_state_of(self.tree.partition, self.tree.version, self.world.options.min_insync))
 
     # --- the partition's requests ------------------------------------------------------------------------------------
 
@@ -202,7 +202,7 @@ class Membership:
         me = self.node.id
 
         def answered(outcome: Outcome, now: Tree | None = None) -> None:
-            word = word_of(now.partition, now.version, configured) if now is not None else None
+            word = partition_state_of(now.partition, now.version, configured) if now is not None else None
             shell.tell_if_current(IsrAnswered(proposal.version, outcome, word))
             self._next()
 
@@ -241,7 +241,7 @@ class Membership:
                 assert isinstance(answer, Tree)
                 self._hold(answer)
                 shell.tell_if_current(
-                    word_of(answer.partition, answer.version, self.world.options.min_insync, refresh=number)
+                    partition_state_of(answer.partition, answer.version, self.world.options.min_insync, refresh=number)
                 )
             self._next()
 

@@ -19,7 +19,7 @@ from simulation.world import World
 
 from portalmq.broker.core.replica import events as core
 from portalmq.broker.core.replica.follower import FollowingReplica
-from portalmq.broker.core.replica.isr import InSync
+from portalmq.broker.core.replica.isr import IsrTracker
 from portalmq.broker.core.replica.leader import LeadingReplica
 from portalmq.broker.core.replica.producers import Producers
 from portalmq.broker.core.replica.replica import PartitionReplica
@@ -179,17 +179,17 @@ def _(original: Any, self: Any, now_ms: int) -> Any:
     return actions
 
 
-@mutant("counts a removal before it stands", 0, (InSync, "maximal"))
+@mutant("counts a removal before it stands", 0, (IsrTracker, "maximal"))
 def _(original: Any, self: Any) -> Any:
     return self.state.isr if self.proposed is None else self.proposed
 
 
-@mutant("counts a joiner only when it stands", 0, (InSync, "maximal"))
+@mutant("counts a joiner only when it stands", 0, (IsrTracker, "maximal"))
 def _(original: Any, self: Any) -> Any:
     return self.state.isr
 
 
-@mutant("commits with too few in sync", 11, (InSync, "committed_end"))
+@mutant("commits with too few in sync", 11, (IsrTracker, "committed_end"))
 def _(original: Any, self: Any, *more: Any) -> int:
     state = self.state
     self.state = replace(state, min_insync_replicas=0)
@@ -198,7 +198,7 @@ def _(original: Any, self: Any, *more: Any) -> int:
     return end
 
 
-@mutant("commits with all but one", 4, (InSync, "committed_end"))
+@mutant("commits with all but one", 4, (IsrTracker, "committed_end"))
 def _(original: Any, self: Any, *more: Any) -> int:
     others = sorted(self.maximal - {self.broker_id})
     if len(others) < 2:
@@ -213,7 +213,7 @@ def _(original: Any, self: Any, *more: Any) -> int:
 @mutant(
     "lets a replica join without the epoch's start",
     0,
-    (InSync, "_may_join"),
+    (IsrTracker, "_may_join"),
     (LeadingReplica, "_holds_epoch_start"),
 )
 def _(original: Any, self: Any, *more: Any) -> bool:
@@ -225,12 +225,12 @@ def _(original: Any, self: Any, *more: Any) -> bool:
     return may
 
 
-@mutant("lets a replica join below the high watermark", 16, (InSync, "_may_join"))
+@mutant("lets a replica join below the high watermark", 16, (IsrTracker, "_may_join"))
 def _(original: Any, self: Any, replica: int, high_watermark: int, *more: Any) -> bool:
     return original(self, replica, 0, *more)
 
 
-@mutant("lets a replica join that would leave at once", 5, (InSync, "_may_join"))
+@mutant("lets a replica join that would leave at once", 5, (IsrTracker, "_may_join"))
 def _(original: Any, self: Any, replica: int, high_watermark: int, brokers: Any, now_ms: int) -> bool:
     known = self._followers.get(replica)
     caught_up_ms = known.caught_up_ms if known else 0
@@ -242,14 +242,14 @@ def _(original: Any, self: Any, replica: int, high_watermark: int, brokers: Any,
     return may
 
 
-@mutant("lets any life of a replica join", 4, (InSync, "_may_join"))
+@mutant("lets any life of a replica join", 4, (IsrTracker, "_may_join"))
 def _(original: Any, self: Any, replica: int, high_watermark: int, brokers: Any, now_ms: int) -> bool:
     known = self._followers.get(replica)
     believed = {replica: (known.incarnation, known.store_uuid.partition("/")[0])} if known else {}
     return original(self, replica, high_watermark, believed, now_ms)
 
 
-@mutant("counts what an earlier life of a replica had", 17, (InSync, "fetched"))
+@mutant("counts what an earlier life of a replica had", 17, (IsrTracker, "fetched"))
 def _(original: Any, self: Any, fetch: core.Fetch, leader_end: int, now_ms: int) -> bool:
     known = self._followers.get(fetch.broker_id)
     fetch = replace(fetch, incarnation=max(fetch.incarnation, known.incarnation) if known else fetch.incarnation)
@@ -259,7 +259,7 @@ def _(original: Any, self: Any, fetch: core.Fetch, leader_end: int, now_ms: int)
     return original(self, fetch, leader_end, now_ms)
 
 
-@mutant("shrinks the ISR below the floor", 1, (InSync, "wanted"))
+@mutant("shrinks the ISR below the floor", 1, (IsrTracker, "wanted"))
 def _(original: Any, self: Any, *more: Any) -> Any:
     state = self.state
     self.state = replace(state, min_insync_replicas=1)
@@ -297,7 +297,7 @@ def _(original: Any, self: Any, now_ms: int) -> bool:
     return self.may_serve(now_ms)
 
 
-@mutant("takes a fetch that lay on the way for news", 9115, (InSync, "fetched"), has_groups=True)
+@mutant("takes a fetch that lay on the way for news", 9115, (IsrTracker, "fetched"), has_groups=True)
 def _(original: Any, self: Any, fetch: core.Fetch, leader_end: int, now_ms: int, said_after_ms: Any = None) -> bool:
     return original(self, fetch, leader_end, now_ms, now_ms)
 

@@ -28,7 +28,7 @@ from portalmq.broker.core.queue.records import (
     Spot,
     ranges_of,
 )
-from portalmq.broker.core.queue.selection import NEVER_MS, Choice, Run, choose, note, read_keys
+from portalmq.broker.core.queue.selection import NEVER_MS, Run, Selection, choose, note, read_keys
 from portalmq.errors import InvalidRequest, PortalMQError, StaleReceipt, Unavailable
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ class QueueDesk:
         else:
             back(receipts)
 
-    def _chosen(self, group: str, max_messages: int) -> Choice:
+    def _chosen(self, group: str, max_messages: int) -> Selection:
         config = self.world.queue_groups[group]
         wall_ms = self.node.wall_ms
         shelf = Shelf(self.desk, by_key=config.by_key)
@@ -177,7 +177,7 @@ class QueueDesk:
             cancelled=self.desk.groups.cancelled,
         )
 
-    def _grant(self, group: str, choice: Choice, deadline_ms: int, attempt: str | None = None) -> None:
+    def _grant(self, group: str, choice: Selection, deadline_ms: int, attempt: str | None = None) -> None:
         ranges = tuple((handed.start, handed.end, handed.deliveries) for handed in choice.handed)
         lanes = tuple(handed.lane for handed in choice.handed)
         record = Grant(

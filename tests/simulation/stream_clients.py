@@ -16,7 +16,7 @@ from portalmq.errors import Fenced, IllegalGeneration, OffsetMoved, OffsetOutOfR
 if TYPE_CHECKING:
     from simulation.world import World
 
-    from portalmq.broker.core.stream.events import Answer
+    from portalmq.broker.core.stream.events import AnswerMember
 
 
 @dataclass(slots=True, eq=False)
@@ -98,7 +98,7 @@ class Member(Caller):
 
         self.call(self._coordinator, f"coordinator.{verb}", content, answered)
 
-    def _assigned(self, answer: Answer) -> None:
+    def _assigned(self, answer: AnswerMember) -> None:
         if answer.generation < self.generation:
             return  # an answer that was overtaken
         self.generation = answer.generation

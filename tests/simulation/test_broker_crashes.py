@@ -57,7 +57,7 @@ class Run:
                 self.nack,
                 self.extend,
                 self.wait,
-                self.upkeep,
+                self.retention,
                 self.purge,
                 self.crash,
             ],
@@ -119,9 +119,9 @@ class Run:
     def wait(self) -> None:
         self.clock.advance(self.random.choice([100, 3_000, LEASE_MS]))
 
-    def upkeep(self) -> None:
-        self.fixture.broker.housekeeping.save_state()
-        self.fixture.broker.housekeeping.retain()
+    def retention(self) -> None:
+        self.fixture.broker.maintenance.save_state()
+        self.fixture.broker.maintenance.retain()
 
     def purge(self) -> None:
         self.fixture.broker.purge(TOPIC, partition=None, before_offset=None)

@@ -19,7 +19,7 @@ def _event(event: core.Event) -> str:
         case core.PartitionStateChanged():
             return _word(event)
         case core.IsrAnswered():
-            word = f": {_word(event.word)}" if event.word else ""
+            word = f": {_word(event.partition_state)}" if event.partition_state else ""
             return f"isr change at v{event.version} {event.outcome.value}{word}"
         case core.AppendRequested():
             return f"{event.token} x{event.count}{_stamp(event.stamp)} wanted"

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from simulation.network import ZOOKEEPER
 
-from portalmq.broker.core.stream.events import Membership as Group
+from portalmq.broker.core.stream.events import GroupMembers as Group
 from portalmq.control_plane.state import BrokerState, ControllerState, PartitionState
 
 if TYPE_CHECKING:

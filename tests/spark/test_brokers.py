@@ -21,16 +21,16 @@ from support.cluster import Cluster, wait_until
 
 from portalmq import Admin, Producer, errors, wire
 from portalmq import stream_wire as contract
-from portalmq.network.http_answer import Answer
+from portalmq.network.http_answer import HttpAnswer
 from portalmq.spark import brokers as brokers_module
-from portalmq.spark.brokers import Access, Brokers, BrokerSpan
+from portalmq.spark.brokers import BrokerAccess, Brokers, BrokerSpan
 from portalmq.spark.columns import COLUMNS
 from portalmq.spark.directories import Directories
 from portalmq.spark.errors import BadOption, DataLoss, NoTopic, SourceError, Unreachable
-from portalmq.spark.origin import Log, Origin, Span, rows_of
+from portalmq.spark.origin import Origin, PartitionLog, Span, rows_of
 from portalmq.transport.transport import OutOfTime
 
-LOG = Log("t", "id-1", 0, 0, 6)
+LOG = PartitionLog("t", "id-1", 0, 0, 6)
 PLACE = ("t", 0)
 
 Step = Callable[[int], "contract.FetchedPartition | Exception"]
@@ -73,7 +73,7 @@ class Leaders:
         self.heard: list[object] = []
         self.urls = ["http://scripted:1"]
 
-    def attempt(self, request: Any, deadline: float) -> Answer:
+    def attempt(self, request: Any, deadline: float) -> HttpAnswer:
         asked = msgspec.json.decode(request.body, type=contract.FetchRequest)
         offset = asked.partitions[0].offset
         self.asked.append(offset)
@@ -81,7 +81,7 @@ class Leaders:
         told = step(offset)
         if isinstance(told, Exception):
             raise told
-        return Answer(200, {}, msgspec.msgpack.encode(contract.FetchAnswer([told])))  # type: ignore[arg-type]
+        return HttpAnswer(200, {}, msgspec.msgpack.encode(contract.FetchAnswer([told])))  # type: ignore[arg-type]
 
     def heard_leader(self, place: object, url: object) -> bool:
         self.heard.append((place, url))
@@ -107,7 +107,7 @@ def leaders(monkeypatch: pytest.MonkeyPatch) -> Leaders:
 
 
 def span(start: int = 0, end: int = 6, patience_s: float = 5.0) -> BrokerSpan:
-    return BrokerSpan(LOG, start, end, Access("http://scripted:1", None, patience_s))
+    return BrokerSpan(LOG, start, end, BrokerAccess("http://scripted:1", None, patience_s))
 
 
 def values(of: Span) -> list[bytes]:
@@ -230,7 +230,7 @@ class Planned(Leaders):
     def leader_of(self, place: object) -> None:
         return None
 
-    def attempt(self, request: Any, deadline: float) -> Answer:
+    def attempt(self, request: Any, deadline: float) -> HttpAnswer:
         told: list[contract.FetchedPartition] = []
         for asked in msgspec.json.decode(request.body, type=contract.FetchRequest).partitions:
             steps = self.topics[asked.topic]
@@ -241,7 +241,7 @@ class Planned(Leaders):
             assert isinstance(answer, contract.FetchedPartition)
             answer.topic = asked.topic
             told.append(answer)
-        return Answer(200, {}, msgspec.msgpack.encode(contract.FetchAnswer(told)))  # type: ignore[arg-type]
+        return HttpAnswer(200, {}, msgspec.msgpack.encode(contract.FetchAnswer(told)))  # type: ignore[arg-type]
 
 
 def ends_at(start: int, end: int, topic_id: str = "id-1") -> Step:
@@ -258,7 +258,7 @@ def test_planning_asks_again_until_every_leader_has_told(monkeypatch: pytest.Mon
     electing = refused(errors.Unavailable("a leader is being elected"))
     made = planned(monkeypatch, {"a": [ends_at(0, 5)], "b": [electing, electing, ends_at(3, 9, "id-2")]})
     logs = Brokers(["http://scripted:1"]).logs()
-    assert logs == [Log("a", "id-1", 0, 0, 5), Log("b", "id-2", 0, 3, 9)]
+    assert logs == [PartitionLog("a", "id-1", 0, 0, 5), PartitionLog("b", "id-2", 0, 3, 9)]
     assert made.looks == 3
 
 
@@ -375,7 +375,7 @@ def produced(broker: BrokerProcess, topic: str, partitions: int = 3) -> None:
     assert broker.request("POST", path, batch, {"Content-Type": "application/vnd.portalmq.batch+json"}).status == 200
 
 
-def until_the_files_tell(files: Directories, http: Brokers) -> list[Log]:
+def until_the_files_tell(files: Directories, http: Brokers) -> list[PartitionLog]:
     """What is committed stands in the files up to a second later."""
     return wait_until(lambda: (logs := http.logs()) == files.logs() and logs, "both doors show the same logs")
 

@@ -22,7 +22,7 @@ from portalmq.spark import analysis, commands, output, session
 from portalmq.spark.errors import DamagedFile, SourceError
 from portalmq.spark.progress import Progress
 from portalmq.spark.report import model
-from portalmq.spark.report.view import View
+from portalmq.spark.report.view import ReportView
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -139,7 +139,7 @@ def test_the_summary_counts_the_fail_overs_that_the_page_shows() -> None:
     epochs = [model.FailOver("t", 0, epoch, 10 * epoch, gap) for epoch, gap in [(1, None), (2, 7), (3, None)]]
     made = model.Report(1, 1, ["x"], 1_000, nothing, fail_overs=epochs)
     assert commands.summary(made)[4] == "fail-overs  2, at most 7 ms without an append"
-    assert len(View.of(made).changes) == 2
+    assert len(ReportView.of(made).changes) == 2
 
 
 # --- progress --------------------------------------------------------------------------------------------------------

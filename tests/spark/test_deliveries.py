@@ -20,7 +20,7 @@ from support.story import busy
 
 from portalmq import stream_wire, wire
 from portalmq.broker.core.queue import records as written_bodies
-from portalmq.broker.storage.batch import Kind, Record
+from portalmq.broker.storage.batch import BatchKind, Record
 from portalmq.spark import batches, bodies, deliveries, groups, options, segment
 from portalmq.spark.errors import BadOption, DamagedFile, NothingThere, SourceError
 from portalmq.spark.moments import Moments
@@ -149,9 +149,9 @@ def test_the_bodies_are_read_as_the_broker_writes_them(name: str) -> None:
 
 
 def test_every_kind_of_group_record_that_speaks_of_messages_is_known() -> None:
-    left_out = {Kind.DONE}
-    assert {kind.value: kind.name for kind in Kind if kind >= 10 and kind not in left_out} == {
-        kind.value: kind.name for kind in bodies.Kind
+    left_out = {BatchKind.DONE}
+    assert {kind.value: kind.name for kind in BatchKind if kind >= 10 and kind not in left_out} == {
+        kind.value: kind.name for kind in bodies.RecordKind
     }
 
 

@@ -25,7 +25,7 @@ from pyspark.sql.datasource import (
 )
 
 from portalmq.spark.filters import ALL, NONE, RANGES_MAX, Bounds, both, bounds_of, union, without
-from portalmq.spark.origin import Log
+from portalmq.spark.origin import PartitionLog
 
 OFFSET, TIME, TOPIC, PARTITION = ("offset",), ("timestamp",), ("topic",), ("partition",)
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
@@ -74,7 +74,7 @@ def test_comparisons_with_an_offset_are_ranges(asked, ranges):
 def test_filters_that_contradict_each_other_leave_nothing():
     bounds, _ = bounds_of([GreaterThan(OFFSET, 5), LessThan(OFFSET, 3)])
     assert bounds.nothing
-    assert not bounds.wants(Log("t", "id", 0, 0, 10))
+    assert not bounds.wants(PartitionLog("t", "id", 0, 0, 10))
 
 
 @pytest.mark.parametrize(
@@ -135,13 +135,13 @@ def test_both_time_columns_are_one():
 def test_a_topic_is_decided_for_each_log(asked, topics):
     bounds, left = bounds_of([asked])
     assert left == []
-    assert [name for name in ("a", "b", "c", "bc") if bounds.wants(Log(name, "id", 0, 0, 9))] == topics.split()
+    assert [name for name in ("a", "b", "c", "bc") if bounds.wants(PartitionLog(name, "id", 0, 0, 9))] == topics.split()
 
 
 def test_a_partition_is_decided_for_each_log():
     bounds, left = bounds_of([In(PARTITION, [1, 2]), Not(EqualTo(PARTITION, 2)), IsNotNull(PARTITION)])
     assert left == []
-    assert [number for number in range(4) if bounds.wants(Log("t", "id", number, 0, 9))] == [1]
+    assert [number for number in range(4) if bounds.wants(PartitionLog("t", "id", number, 0, 9))] == [1]
 
 
 @pytest.mark.parametrize(
@@ -235,7 +235,7 @@ def test_the_ranges_and_what_is_left_let_through_what_sql_does(filters, start, s
     def offset_at(ms):
         return next((start + index for index, own in enumerate(times_ms) if own >= ms), end)
 
-    for log in (Log("a", "id", 0, start, end), Log("b", "id", 2, start, end)):
+    for log in (PartitionLog("a", "id", 0, start, end), PartitionLog("b", "id", 2, start, end)):
         rows = [
             {"topic": log.topic, "partition": log.partition, "offset": offset}
             | dict.fromkeys(("timestamp", "appended_at"), at(1000 * times_ms[offset - start]))

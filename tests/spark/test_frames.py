@@ -18,9 +18,9 @@ from portalmq.spark import frames as frames_module
 from portalmq.spark.columns import COLUMNS, arrow_schema
 from portalmq.spark.directories import Directories
 from portalmq.spark.frames import batches_of
-from portalmq.spark.origin import Log
+from portalmq.spark.origin import PartitionLog
 
-LOG = Log("t", "id", 3, 0, 1_000_000)
+LOG = PartitionLog("t", "id", 3, 0, 1_000_000)
 
 
 def frame(base: int, *records: contract.FrameRecord | None, kind: int = 0, sequence: int = -1) -> contract.Frame:
@@ -88,7 +88,7 @@ def test_frames_and_files_give_the_same_rows(tmp_path: Path, monkeypatch: pytest
         for topic, config in (("t", {}), ("compacted", {"cleanup": "compact"})):
             data.topic(topic, **config)
             _all_kinds_of_messages(data, topic)
-        broker.housekeeping.compact()
+        broker.maintenance.compact()
         fetched = {topic: _by_frames(data, topic) for topic in ("t", "compacted")}
     origin = Directories([str(tmp_path / "data")])
     for log in origin.logs():
@@ -131,7 +131,7 @@ def _all_kinds_of_messages(data: DataDirectory, topic: str) -> None:
 
 
 def _by_frames(data: DataDirectory, topic: str) -> list[dict[str, object]]:
-    log = Log(topic, "", 0, 0, data.partition(topic).high_watermark)
+    log = PartitionLog(topic, "", 0, 0, data.partition(topic).high_watermark)
     found: list[pa.RecordBatch] = []
     position = 0
     while position < log.end_offset:

@@ -11,7 +11,7 @@ from portalmq.network.tls import TlsFiles
 from portalmq.spark import options
 from portalmq.spark.errors import BadOption
 from portalmq.spark.options import EARLIEST, LATEST, Bound, batch_reading, described, stream_reading, writing
-from portalmq.spark.origin import SPAN_OFFSETS, Log
+from portalmq.spark.origin import SPAN_OFFSETS, PartitionLog
 
 PATH = {"path": "/data/1"}
 
@@ -44,7 +44,7 @@ def test_offsets_of_single_partitions_leave_the_others_whole():
     )
 
     def of(number: int) -> tuple[int, int]:
-        log = Log("t", "id", number, 0, 100)
+        log = PartitionLog("t", "id", number, 0, 100)
         return reading.starting.of(log), reading.ending.of(log)
 
     assert [of(0), of(1), of(2)] == [(23, 40), (LATEST, LATEST), (EARLIEST, LATEST)]

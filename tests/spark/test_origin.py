@@ -12,14 +12,14 @@ from support.data_directory import numbered, written
 from portalmq.spark.batch import MessagesReader
 from portalmq.spark.columns import COLUMNS
 from portalmq.spark.options import batch_reading, stream_reading
-from portalmq.spark.origin import PACKED_OFFSETS, TASKS_FEW, Log, Packed, Span, packed, spans_of
+from portalmq.spark.origin import PACKED_OFFSETS, TASKS_FEW, Packed, PartitionLog, Span, packed, spans_of
 from portalmq.spark.stream import MessagesStream
 
 SEGMENTS = TASKS_FEW + 22
 
 
 def spans(*sizes: int) -> list[Span]:
-    log, found, start = Log("t", "id", 0, 0, sum(sizes)), [], 0
+    log, found, start = PartitionLog("t", "id", 0, 0, sum(sizes)), [], 0
     for size in sizes:
         found.append(Span(log, start, start + size))
         start += size

@@ -334,7 +334,7 @@ class TestWhatIsSeen:
 class TestBursts:
     def drawn(self, values: list[float | None]) -> str:
         times = Times(0, 1_000, len(values))
-        series = [plots.Series("t", values)]
+        series = [plots.PlotSeries("t", values)]
         return str(plots.stacked(series, times, unit="/s", label=words.brief, describe="Columns"))
 
     def test_one_burst_does_not_flatten_the_rest_and_its_height_is_told(self) -> None:

@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 from support.data_directory import locked_by_another
 from support.log_files import IDENTITY, Writer, everything, numbered, open_log
 
-from portalmq.broker.storage.batch import HOLE, Kind, Record
+from portalmq.broker.storage.batch import HOLE, BatchKind, Record
 from portalmq.broker.storage.compaction import Compaction, Order
 from portalmq.broker.storage.log import Log as BrokerLog
 from portalmq.spark import segment
 from portalmq.spark.columns import COLUMNS, arrow_schema
 from portalmq.spark.errors import DamagedFile, SourceError
-from portalmq.spark.origin import Log
+from portalmq.spark.origin import PartitionLog
 from portalmq.spark.segment import SegmentRows
 
 NOTHING = st.none()
@@ -49,8 +49,8 @@ BATCHES = st.tuples(
 STEPS = st.lists(BATCHES | st.just("control") | st.just("roll"), min_size=1, max_size=12)
 
 
-def log_of(log: BrokerLog) -> Log:
-    return Log(IDENTITY.topic, IDENTITY.topic_id, IDENTITY.partition, log.log_start_offset, log.end_offset)
+def log_of(log: BrokerLog) -> PartitionLog:
+    return PartitionLog(IDENTITY.topic, IDENTITY.topic_id, IDENTITY.partition, log.log_start_offset, log.end_offset)
 
 
 def moment(ms: int | None) -> int | None:
@@ -97,7 +97,7 @@ def rows_of(batches: list[pa.RecordBatch]) -> list[dict[str, Any]]:
     return rows
 
 
-def read_back(directory: Path, log: Log, columns: list[str], start: int, end: int) -> list[dict[str, Any]]:
+def read_back(directory: Path, log: PartitionLog, columns: list[str], start: int, end: int) -> list[dict[str, Any]]:
     """Through every file of the directory that holds a part of [start, end)."""
     paths = sorted(directory.glob("0*.sqlite"))
     bases = [int(path.name[:20]) for path in paths]
@@ -129,7 +129,7 @@ def test_any_columns_of_any_range_are_what_the_broker_reads(steps, compacted, co
         for step in steps:
             writer.at_ms += 3
             if step == "control":
-                writer.put_control(Kind.ACK, b"body", "g")
+                writer.put_control(BatchKind.ACK, b"body", "g")
             elif step == "roll":
                 log.roll()
             else:
@@ -150,7 +150,7 @@ def test_any_columns_of_any_range_are_what_the_broker_reads(steps, compacted, co
         ]
 
 
-def one_file(directory: Path, *batches: list[Record | bytes], seal: bool = False) -> tuple[Path, Log]:
+def one_file(directory: Path, *batches: list[Record | bytes], seal: bool = False) -> tuple[Path, PartitionLog]:
     log = open_log(directory)
     writer = Writer(log)
     for records in batches:
@@ -162,7 +162,7 @@ def one_file(directory: Path, *batches: list[Record | bytes], seal: bool = False
     return directory / f"{0:020d}.sqlite", log_of(log)
 
 
-def values(path: Path, log: Log) -> list[bytes]:
+def values(path: Path, log: PartitionLog) -> list[bytes]:
     return [
         value.as_py()
         for batch in SegmentRows(path, log, ["offset", "value"]).batches(log.start_offset, log.end_offset)
@@ -194,7 +194,7 @@ def test_light_messages_travel_by_the_chunk(tmp_path):
 def test_a_chunk_without_messages_is_no_batch(tmp_path):
     log = open_log(tmp_path)
     for _ in range(10):
-        Writer(log).put_control(Kind.ACK, b"body", "g")
+        Writer(log).put_control(BatchKind.ACK, b"body", "g")
     log.close()
     path = tmp_path / f"{0:020d}.sqlite"
     assert list(SegmentRows(path, log_of(log), ["offset"]).batches(0, 10)) == []
@@ -267,7 +267,7 @@ def test_a_foreign_file_says_so(tmp_path):
     path = tmp_path / "00000000000000000000.sqlite"
     path.write_bytes(b"no database" * 1000)
     with pytest.raises(DamagedFile, match="not a file of PortalMQ"):
-        values(path, Log("t", "id", 0, 0, 10))
+        values(path, PartitionLog("t", "id", 0, 0, 10))
 
 
 def test_a_file_that_is_gone_is_not_called_damaged(tmp_path):

@@ -12,7 +12,7 @@ from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxRows
 
 from portalmq.spark import options, stream
 from portalmq.spark.errors import BadOption, DataLoss, NothingThere, NoTopic, SourceError
-from portalmq.spark.origin import Log, Span
+from portalmq.spark.origin import PartitionLog, Span
 from portalmq.spark.stream import MessagesStream
 
 ALL = ReadAllAvailable()
@@ -39,32 +39,32 @@ class Clock:
 class Pretended:
     """An origin whose logs a test sets."""
 
-    def __init__(self, *logs: Log) -> None:
-        self.found: list[Log] = list(logs)
+    def __init__(self, *logs: PartitionLog) -> None:
+        self.found: list[PartitionLog] = list(logs)
         self.fault: Exception | None = None
         self.faults_of_spans: list[Exception] = []
         self.looks = 0
 
-    def logs(self) -> list[Log]:
+    def logs(self) -> list[PartitionLog]:
         self.looks += 1
         if self.fault is not None:
             raise self.fault
         return list(self.found)
 
-    def offset_at(self, log: Log, timestamp_ms: int) -> int:
+    def offset_at(self, log: PartitionLog, timestamp_ms: int) -> int:
         return min(max(timestamp_ms, log.start_offset), log.end_offset)
 
-    def spans(self, log: Log, start: int, end: int) -> list[Span]:
+    def spans(self, log: PartitionLog, start: int, end: int) -> list[Span]:
         if self.faults_of_spans:
             raise self.faults_of_spans.pop(0)
         assert log.start_offset <= start < end <= log.end_offset
         return [Span(log, start, end)]
 
 
-def log(name: str, end: int, start: int = 0) -> Log:
+def log(name: str, end: int, start: int = 0) -> PartitionLog:
     topic, rest = name.split("@")
     topic_id, partition = rest.split("/")
-    return Log(topic, topic_id, int(partition), start, end)
+    return PartitionLog(topic, topic_id, int(partition), start, end)
 
 
 @pytest.fixture
@@ -230,7 +230,7 @@ def test_looking_costs_a_fifth_of_a_core_at_most(pretended, monkeypatch):
     assert 80 <= pretended.looks - looks <= 101
 
 
-def _count(pretended: Pretended) -> list[Log]:
+def _count(pretended: Pretended) -> list[PartitionLog]:
     pretended.looks += 1
     return pretended.found
 

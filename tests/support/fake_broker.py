@@ -8,7 +8,7 @@ from typing import Any
 from portalmq import wire
 from portalmq.broker.messages.browsing import Page, Stored
 from portalmq.broker.messages.scheduled import Due, SchedulePage
-from portalmq.broker.partition.long_poll import Delivered
+from portalmq.broker.partition.long_poll import LeasedMessage
 from portalmq.errors import (
     GroupNotFound,
     NotFound,
@@ -199,14 +199,14 @@ class FakeBroker:
         forward: bool = True,
         is_first: bool = False,
         portion: Any = None,
-    ) -> list[Delivered]:
+    ) -> list[LeasedMessage]:
         self._called("receive", group=group, request=request, peer=peer, is_first=is_first)
         delivered = []
         for topic in request.topics:
             for record in self.logs.get(topic, [[]])[0][self.taken[group, topic] :][: request.max_messages]:
                 at = self.taken[group, topic]
                 self.taken[group, topic] += 1
-                delivered.append(Delivered(topic, 0, at, NOW_MS, record, f"r{at}", 1, NOW_MS + 30_000))
+                delivered.append(LeasedMessage(topic, 0, at, NOW_MS, record, f"r{at}", 1, NOW_MS + 30_000))
         return delivered
 
     def ack(self, group: str, receipts: list[str], *, forward: bool = True) -> list[bool]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import apsw
 import msgspec
 
-from portalmq.broker.storage.batch import Batch, Kind, Record, checksum
+from portalmq.broker.storage.batch import Batch, BatchKind, Record, checksum
 from portalmq.broker.storage.log import Log
 from portalmq.broker.storage.schema import LogIdentity
 
@@ -31,17 +31,17 @@ class Writer:
 
     def messages_batch(self, records: Iterable[Record | bytes], *, stamp: tuple[int, int, int] = (-1, -1, -1)) -> Batch:
         rows = tuple(record if isinstance(record, Record) else Record(record) for record in records)
-        batch = self._sealed(len(rows), Kind.MESSAGES, stamp=stamp, records=rows)
+        batch = self._sealed(len(rows), BatchKind.MESSAGES, stamp=stamp, records=rows)
         self.messages += len(rows)
         return batch
 
-    def control_batch(self, kind: Kind, body: bytes = b"", group: str = "") -> Batch:
+    def control_batch(self, kind: BatchKind, body: bytes = b"", group: str = "") -> Batch:
         return self._sealed(1, kind, body=body, group=group)
 
     def _sealed(
         self,
         count: int,
-        kind: Kind,
+        kind: BatchKind,
         *,
         stamp: tuple[int, int, int] = (-1, -1, -1),
         records: tuple[Record, ...] = (),
@@ -58,7 +58,7 @@ class Writer:
         self.log.append([batch])
         return batch
 
-    def put_control(self, kind: Kind, body: bytes = b"", group: str = "") -> Batch:
+    def put_control(self, kind: BatchKind, body: bytes = b"", group: str = "") -> Batch:
         batch = self.control_batch(kind, body, group)
         self.log.append([batch])
         return batch

@@ -140,9 +140,9 @@ class Members:
         """Its greenlets end and its port refuses; its session stays until it has run out."""
         member = self.members.pop(broker_id)
         self.killed[broker_id] = member
-        member.membership.office.close()
+        member.membership.controller_loop.close()
         gevent.killall(member.membership._greenlets)
-        member.membership.vigil.close()
+        member.membership.failure_detector.close()
         self.probes[url_of(broker_id)] = Probe.REFUSED
 
     def expire(self, broker_id: int) -> None:

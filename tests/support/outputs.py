@@ -24,7 +24,7 @@ def receive(fixture: Fixture, count: int = 10, topic: str = "in", group: str = "
 
 def commit(fixture: Fixture, messages, publish: Sequence[Publication] = (), group: str = "g") -> wire.Committed:
     receipts = [message.receipt for message in messages]
-    return fixture.broker.committing.commit_receipts(group, receipts, list(publish), forward=True)
+    return fixture.broker.group_commits.commit_receipts(group, receipts, list(publish), forward=True)
 
 
 def outputs(*values: str, topic: str = "out", partition: int | None = None, **more: object) -> list[Publication]:

@@ -18,7 +18,7 @@ import msgspec
 from gevent.threadpool import ThreadPool
 
 from portalmq.broker.cluster.replicas import Files, Replicas
-from portalmq.broker.cluster.unclean_election import Standing, is_whole_elsewhere, standing_of
+from portalmq.broker.cluster.unclean_election import ReplicaLogEnd, is_whole_elsewhere, log_end_of
 from portalmq.broker.core.replica.events import (
     IsrAnswered,
     LeaseRenewed,
@@ -30,7 +30,7 @@ from portalmq.broker.core.replica.events import (
 from portalmq.broker.partition.cache import BatchCache
 from portalmq.broker.partition.clock import Clock
 from portalmq.broker.partition.partition import Partition
-from portalmq.broker.partition.partition_state import word_of
+from portalmq.broker.partition.partition_state import partition_state_of
 from portalmq.broker.replication.fetch_server import Replication
 from portalmq.broker.replication.fetcher import Fetchers
 from portalmq.broker.storage.batch import Record
@@ -136,11 +136,13 @@ class Membership:
         group.version += 1
         group.proposals.append(proposal)
         gevent.spawn(group.announce)
-        return IsrAnswered(proposal.version, Outcome.APPLIED, word_of(group.state, group.version, group.least))
+        return IsrAnswered(
+            proposal.version, Outcome.APPLIED, partition_state_of(group.state, group.version, group.least)
+        )
 
     def reread(self, topic_id: str, number: int, refresh: int, least: int | None) -> PartitionStateChanged | None:
         gevent.sleep(0)
-        return word_of(self._group.state, self._group.version, self._group.least, refresh=refresh)
+        return partition_state_of(self._group.state, self._group.version, self._group.least, refresh=refresh)
 
 
 class Host:
@@ -200,7 +202,7 @@ class Group:
         self.proposals: list[ProposeIsr] = []
         self.stepped_down: list[int] = []
         self.led: list[int] = []
-        self.unusable: dict[int, Standing] = {}
+        self.unusable: dict[int, ReplicaLogEnd] = {}
         ids = tuple(range(1, brokers + 1))
         self.version = 0
         self.state = PartitionState(1, 1, ids, ids, {n: f"store-{n}" for n in ids}, dict.fromkeys(ids, 1))
@@ -218,7 +220,7 @@ class Group:
     def open(self, host: Host) -> Partition | None:
         files = Files(self.root / str(host.broker_id), CLUSTER, host.store_uuid)
         partition = Replicas(host, files).open(self.topic, 0, lambda: self._is_whole_elsewhere(host))
-        if isinstance(partition, Standing):
+        if isinstance(partition, ReplicaLogEnd):
             self.unusable[host.broker_id] = partition
             host.partition = None
             return None
@@ -232,11 +234,11 @@ class Group:
         return partition
 
     def _is_whole_elsewhere(self, host: Host) -> bool | None:
-        def ask(broker_id: int) -> Standing:
+        def ask(broker_id: int) -> ReplicaLogEnd:
             if broker_id in self.severed or broker_id not in self.hosts:
                 raise Unreached("cut")
             partition = self.hosts[broker_id].partition
-            return standing_of(partition) if partition is not None else self.unusable[broker_id]
+            return log_end_of(partition) if partition is not None else self.unusable[broker_id]
 
         return is_whole_elsewhere(self.state, host.broker_id, ask)
 
@@ -275,12 +277,12 @@ class Group:
                 for number, (incarnation, store) in known.items()
             }
             if host.partition is not None and not host.partition.closed:
-                host.partition.hear_brokers(known)
+                host.partition.on_brokers_changed(known)
 
     def tell(self, host: Host) -> None:
         if host.partition is not None and not host.partition.closed:
             known = {each.broker_id: (each.incarnation, each.store_uuid) for each in self.hosts.values()}
-            host.partition.hear(word_of(self.state, self.version, self.least), known)
+            host.partition.on_partition_state(partition_state_of(self.state, self.version, self.least), known)
 
     def announce(self) -> None:
         for host in tuple(self.hosts.values()):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from portalmq.broker.core.queue.delivery import GroupDelivery
 from portalmq.broker.core.queue.lanes import DELAYED, spot_of
 from portalmq.broker.core.queue.records import Grant
-from portalmq.broker.core.queue.selection import NEVER_MS, Choice, Run, choose, note, read_keys
+from portalmq.broker.core.queue.selection import NEVER_MS, Run, Selection, choose, note, read_keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ def _joined(runs: list[Run]) -> list[Run]:
     return joined
 
 
-def offsets_of(choice: Choice) -> list[int]:
+def offsets_of(choice: Selection) -> list[int]:
     return [offset for handed in choice.handed for offset in range(handed.start, handed.end)]
 
 
@@ -97,7 +97,7 @@ def chosen(
     committed: int = 1 << 60,
     cancelled: frozenset[int] = frozenset(),
     max_bytes: int = NEVER_MS,
-) -> Choice:
+) -> Selection:
     """One clock for leases and for the time of day."""
     while supply.by_key and not read_keys(group, supply, now_ms):
         pass
@@ -116,7 +116,7 @@ def chosen(
     )
 
 
-def granted(group: GroupDelivery, choice: Choice, now_ms: int, deadline_ms: int) -> None:
+def granted(group: GroupDelivery, choice: Selection, now_ms: int, deadline_ms: int) -> None:
     """Apply the choice as the shell does."""
     group.apply(
         Grant(

@@ -18,10 +18,10 @@ from typing import Any
 import msgspec
 import zmq
 
-from portalmq.broker.protocols.zeromq.access import Access
+from portalmq.broker.protocols.zeromq.access import TokenAccess
 from portalmq.broker.protocols.zeromq.curve import Curve
-from portalmq.broker.protocols.zeromq.protocol import Door, Received
-from portalmq.broker.protocols.zeromq.server import Limits, Server
+from portalmq.broker.protocols.zeromq.protocol import PortRole, ReceivedMessage
+from portalmq.broker.protocols.zeromq.server import Server, ServerLimits
 from portalmq.broker.protocols.zeromq.service import MiniQService
 from portalmq.errors import PortalMQError
 from portalmq.message import RecordMetadata
@@ -34,8 +34,8 @@ class Queues:
     """A cluster in memory. Every call first goes through `trouble`, which may raise or wait."""
 
     def __init__(self) -> None:
-        self.waiting: dict[str, deque[Received]] = defaultdict(deque)
-        self.leased: dict[str, tuple[str, Received]] = {}
+        self.waiting: dict[str, deque[ReceivedMessage]] = defaultdict(deque)
+        self.leased: dict[str, tuple[str, ReceivedMessage]] = {}
         self.calls: list[tuple[Any, ...]] = []
         self.trouble: Callable[[tuple[Any, ...]], None] = lambda call: None
         self.known = True
@@ -57,11 +57,11 @@ class Queues:
             offset = self._offsets[queue]
             self._offsets[queue] += 1
             raw = value if isinstance(value, bytes) else msgspec.json.encode(value)
-            self.waiting[queue].append(Received(f"0-{offset}", f"{queue}/{offset}", 17, 1, msgspec.Raw(raw)))
+            self.waiting[queue].append(ReceivedMessage(f"0-{offset}", f"{queue}/{offset}", 17, 1, msgspec.Raw(raw)))
         future.set_result(RecordMetadata(queue, 0, offset, 17))
         return future
 
-    def receive(self, queue: str, at_most: int, timeout_s: float) -> list[Received]:
+    def receive(self, queue: str, at_most: int, timeout_s: float) -> list[ReceivedMessage]:
         self._called("receive", queue, at_most)
         with self._lock:
             line = self.waiting[queue]
@@ -91,8 +91,8 @@ class Queues:
 def serving(
     queues: Queues,
     *tokens: str,
-    limits: Limits | None = None,
-    ports: dict[Door, int] | None = None,
+    limits: ServerLimits | None = None,
+    ports: dict[PortRole, int] | None = None,
     curve: Curve | None = None,
 ) -> Iterator[Server]:
     """A server on free ports, in a thread of its own; ended at the end."""
@@ -100,8 +100,8 @@ def serving(
 
     def run() -> None:
         try:
-            free: dict[Door, int] = {"commands": 0, "producers": 0, "consumers": 0}
-            server = Server(queues, Access(tokens), ports=ports or free, limits=limits, curve=curve)
+            free: dict[PortRole, int] = {"commands": 0, "producers": 0, "consumers": 0}
+            server = Server(queues, TokenAccess(tokens), ports=ports or free, limits=limits, curve=curve)
         except BaseException as fault:  # noqa: BLE001 - for whoever waits
             made.set_exception(fault)
             return
@@ -121,7 +121,7 @@ def serving(
         assert not thread.is_alive()
 
 
-def service_at(ports: dict[Door, int], **options: Any) -> MiniQService:
+def service_at(ports: dict[PortRole, int], **options: Any) -> MiniQService:
     return MiniQService(
         command_port=ports["commands"],
         producer_port=ports["producers"],
@@ -164,7 +164,7 @@ class ZeroMQProcess:
         self._options = options
         self._process: subprocess.Popen[str] | None = None
         self._starts = 0
-        self.ports: dict[Door, int] = {"commands": 0, "producers": 0, "consumers": 0}
+        self.ports: dict[PortRole, int] = {"commands": 0, "producers": 0, "consumers": 0}
 
     def __enter__(self) -> ZeroMQProcess:
         self.start()

@@ -25,7 +25,7 @@ class KeyBook:
     """The unfinished messages of a group by their key.
 
     Invariants: a key's queue is sorted and not empty; `_keys` has exactly the offsets of all queues; while anything is
-    unread, nothing is in `_finishing`.
+    unread, nothing is in `_finishes`.
     """
 
     def __init__(self, unread: Iterable[Range] = (), finished_at: int = -1) -> None:
@@ -36,7 +36,7 @@ class KeyBook:
         self._freed: list[int] = []  # sorted offsets whose turn came when an earlier message was done
         # What is finished by records that are not committed yet, oldest first: (record, start, end). The next of a key
         # must not go before that: if the record were lost, the earlier message would come after the later one.
-        self._finishing: deque[tuple[int, int, int]] = deque()
+        self._finishes: deque[tuple[int, int, int]] = deque()
         # Where messages may be unfinished that are not in the book yet.
         self._unread: deque[Range] = deque(unread)
         # The last record that finished messages which the book did not know: it cannot say what waits for them, so
@@ -68,7 +68,7 @@ class KeyBook:
             self.finish_unseen(record)
             self.done(start, end)
         else:
-            self._finishing.append((record, start, end))
+            self._finishes.append((record, start, end))
 
     def finish_unseen(self, record: int) -> None:
         """Messages that are in no queue were finished by the record at that offset."""
@@ -76,15 +76,15 @@ class KeyBook:
 
     def settle(self, committed: int) -> None:
         """All records below `committed` are final."""
-        while self._finishing and self._finishing[0][0] < committed:
-            _, start, end = self._finishing.popleft()
+        while self._finishes and self._finishes[0][0] < committed:
+            _, start, end = self._finishes.popleft()
             self.done(start, end)
         if self._unseen < committed:
             self._unseen = -1
 
     @property
     def is_settled(self) -> bool:
-        return not self._finishing and self._unseen < 0
+        return not self._finishes and self._unseen < 0
 
     @property
     def knows_turns(self) -> bool:
@@ -105,8 +105,8 @@ class KeyBook:
     def read_later(self, start: int, end: int) -> None:
         """Messages of [start, end) that were done are unfinished again. They are not in the book until they are read:
         so what was being finished leaves it now, and not them later."""
-        while self._finishing:
-            record, first, last = self._finishing.popleft()
+        while self._finishes:
+            record, first, last = self._finishes.popleft()
             self.finish_unseen(record)
             self.done(first, last)
         self._unread.append((start, end))

@@ -14,7 +14,7 @@ of a key that is busy is held; its turn comes when the earlier ones are done.
 
 `choose` reads and decides. The shell makes a Grant of the choice, applies and appends it, and calls `note`, without any
 pause between. Of a group ordered by key it calls `read_keys` before, until that is done, with a pause after each call.
-Messages are numbers here; `Supply` is where the shell keeps them.
+Messages are numbers here; `MessageSource` is where the shell keeps them.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Run(msgspec.Struct, frozen=True, gc=False):
     size: int = 0
 
 
-class Supply(Protocol):
+class MessageSource(Protocol):
     """The messages of a partition that are readable."""
 
     def lanes(self) -> Collection[int]:
@@ -76,7 +76,7 @@ class Supply(Protocol):
         ...
 
 
-class Handed(NamedTuple):
+class DeliveryRange(NamedTuple):
     """Messages [start, end) of `token` that are handed out, for the `deliveries`-th time."""
 
     start: int
@@ -86,11 +86,11 @@ class Handed(NamedTuple):
     token: Any
 
 
-class Choice(msgspec.Struct):
+class Selection(msgspec.Struct):
     """`next` and `cursors` are where the lanes go on, those that moved. `expired` counts what was left out for its age,
     `keys` are those of what is handed out or held, where the group is ordered by key."""
 
-    handed: list[Handed]
+    handed: list[DeliveryRange]
     next: int
     cursors: dict[int, tuple[int, int]]
     gone: list[Range]
@@ -115,7 +115,7 @@ class Choice(msgspec.Struct):
 
 def choose(
     delivery: GroupDelivery,
-    supply: Supply,
+    source: MessageSource,
     *,
     now_ms: int,
     wall_ms: int,
@@ -126,7 +126,7 @@ def choose(
     committed: int = 0,
     cancelled: Container[int] = (),
     max_bytes: int = NEVER_MS,
-) -> Choice:
+) -> Selection:
     """At most `max_messages`; with 0 of them, only what the cursors may pass over. No more are looked for once those
     that are handed out have `max_bytes`.
 
@@ -136,23 +136,23 @@ def choose(
     nothing is handed out before `read_keys` has read all.
     """
     kind = _ChoosingByKey if by_key else _Choosing
-    choosing = kind(delivery, supply, now_ms, wall_ms, due_by_ms, max_messages, max_deliveries, cancelled, max_bytes)
+    choosing = kind(delivery, source, now_ms, wall_ms, due_by_ms, max_messages, max_deliveries, cancelled, max_bytes)
     if not by_key or max_messages == 0 or _knows_turns(delivery, committed):
         choosing.run()
-    return choosing.choice
+    return choosing.selection
 
 
-def note(delivery: GroupDelivery, choice: Choice) -> None:
+def note(delivery: GroupDelivery, selection: Selection) -> None:
     """The Grant of a choice was applied: whose turn it is has changed."""
     if delivery.keys is not None:
-        for offset, key in choice.keys:
+        for offset, key in selection.keys:
             delivery.keys.add(offset, key)
-        for start, end, _, _, _ in choice.handed:
+        for start, end, _, _, _ in selection.handed:
             for offset in range(start, end):
                 delivery.keys.handed_out(offset)
 
 
-def read_keys(delivery: GroupDelivery, supply: Supply, now_ms: int, at_most: int = KEYS_A_STEP) -> bool:
+def read_keys(delivery: GroupDelivery, source: MessageSource, now_ms: int, at_most: int = KEYS_A_STEP) -> bool:
     """Of a group ordered by key: read the keys of some messages that are unfinished and not in its book; whether all
     are in it now. What changes between two calls finds its way into it."""
     if delivery.keys is None:
@@ -166,7 +166,7 @@ def read_keys(delivery: GroupDelivery, supply: Supply, now_ms: int, at_most: int
                 upto = start
                 break
             at_most -= FAR_AS_MESSAGES if start - last > FAR_APART else 0
-            last, worth = _read(book, supply, span, start, part_end, now_ms, max(1, at_most))
+            last, worth = _read(book, source, span, start, part_end, now_ms, max(1, at_most))
             at_most -= worth
             if last < part_end:
                 upto = last
@@ -176,13 +176,13 @@ def read_keys(delivery: GroupDelivery, supply: Supply, now_ms: int, at_most: int
 
 
 def _read(
-    book: KeyBook, supply: Supply, span: SpanFold, start: int, end: int, now_ms: int, at_most: int
+    book: KeyBook, source: MessageSource, span: SpanFold, start: int, end: int, now_ms: int, at_most: int
 ) -> tuple[int, int]:
     """Put what a span has in [start, end) into the book; up to where that was done, and how many messages it was worth:
     at least one, and no more than `at_most` but for the last one's size."""
     end = min(end, start + at_most)
     worth = 0
-    for run in supply.returned(start, end):
+    for run in source.returned(start, end):
         worth += run.end - run.start + run.size // BYTES_AS_A_MESSAGE
         for offset in range(run.start, run.end) if run.key else ():
             book.add(offset, run.key)
@@ -254,7 +254,7 @@ class _Choosing:
     def __init__(
         self,
         delivery: GroupDelivery,
-        supply: Supply,
+        source: MessageSource,
         now_ms: int,
         wall_ms: int,
         due_by_ms: int,
@@ -264,7 +264,7 @@ class _Choosing:
         max_bytes: int,
     ) -> None:
         self.delivery = delivery
-        self.supply = supply
+        self.source = source
         self.now_ms = now_ms
         self.wall_ms = wall_ms
         self.due_by_ms = due_by_ms
@@ -275,10 +275,10 @@ class _Choosing:
         self.bytes_left = max_bytes
         self.spans_left = SPANS_A_CHOICE
         self.room = OUTSTANDING_MAX - delivery.outstanding
-        self.choice = Choice([], delivery.next, {}, [], [], [])
+        self.selection = Selection([], delivery.next, {}, [], [], [])
 
     def run(self) -> None:
-        lanes = self.supply.lanes()
+        lanes = self.source.lanes()
         for priority in self._priorities(lanes):
             if not self.looks_only:
                 self._take_returned(self.delivery.available(self.now_ms, priority))
@@ -299,7 +299,7 @@ class _Choosing:
 
     def _take_returned(self, spans: Iterable[SpanFold]) -> None:
         for span in spans:
-            if self.spans_left <= 0 and self.choice.handed:
+            if self.spans_left <= 0 and self.selection.handed:
                 self.left = 0
             if self.left <= 0:
                 return
@@ -307,11 +307,11 @@ class _Choosing:
             if span.deliveries >= self.max_deliveries:
                 continue  # its turn is to be given up
             if self._is_suspect(span):
-                if self.choice.handed:
+                if self.selection.handed:
                     continue
                 self._hand_again(span, span.start, span.start + 1)
-                if self.choice.handed:
-                    self.left, self.choice.alone = 0, True
+                if self.selection.handed:
+                    self.left, self.selection.alone = 0, True
                     return
                 continue  # it has expired: one a turn
             self._hand_again(span, span.start, min(span.end, span.start + self.left))
@@ -323,14 +323,14 @@ class _Choosing:
 
     def _hand_again(self, span: SpanFold, start: int, end: int) -> None:
         at = start
-        for run in self.supply.returned(start, end):
+        for run in self.source.returned(start, end):
             if self.left <= 0:  # of what the answer has no room for nothing is known
                 return
             if run.start > at:
                 self._gone(at, run.start)
             at = run.end
             if run.expires_at_ms <= self.wall_ms:
-                self.choice.expired += run.end - run.start
+                self.selection.expired += run.end - run.start
                 self._gone(run.start, run.end)
             else:
                 self._hand(run, run.start, run.end, span.deliveries + 1, span.lane)
@@ -338,10 +338,10 @@ class _Choosing:
             self._gone(at, end)
 
     def _gone(self, start: int, end: int) -> None:
-        if self.choice.gone and self.choice.gone[-1][1] == start:
-            self.choice.gone[-1] = (self.choice.gone[-1][0], end)
+        if self.selection.gone and self.selection.gone[-1][1] == start:
+            self.selection.gone[-1] = (self.selection.gone[-1][0], end)
         else:
-            self.choice.gone.append((start, end))
+            self.selection.gone.append((start, end))
 
     # --- what was never handed out -----------------------------------------------------------------------------------
 
@@ -350,7 +350,7 @@ class _Choosing:
         if limit <= 0 and not self.looks_only:
             return
         due_ms, offset = self._place(lane)
-        for run in self.supply.fresh(lane, due_ms, offset):
+        for run in self.source.fresh(lane, due_ms, offset):
             if run.due_ms > self.due_by_ms:
                 return
             if run.start == run.end:
@@ -372,7 +372,7 @@ class _Choosing:
     def _parts(self, run: Run) -> Iterator[tuple[int, int, bool]]:
         """The run in parts, and whether they are to be passed over."""
         if run.expires_at_ms <= self.wall_ms:
-            self.choice.expired += run.end - run.start
+            self.selection.expired += run.end - run.start
             yield run.start, run.end, True
             return
         if not self.delivery.has_ahead and run.due_ms == 0:
@@ -400,7 +400,7 @@ class _Choosing:
         return self.left > 0 and self.room > 0
 
     def _hand(self, run: Run, start: int, end: int, deliveries: int, lane: int) -> None:
-        self.choice.handed.append(Handed(start, end, deliveries, lane, run.token))
+        self.selection.handed.append(DeliveryRange(start, end, deliveries, lane, run.token))
         self.left -= end - start
         self.bytes_left -= run.size * (end - start) // (run.end - run.start)
         if self.bytes_left <= 0:
@@ -408,16 +408,18 @@ class _Choosing:
 
     def _move(self, lane: int, due_ms: int, offset: int) -> None:
         if lane == 0:
-            self.choice.next = max(self.choice.next, offset)
+            self.selection.next = max(self.selection.next, offset)
         else:
-            self.choice.cursors[lane] = max(self._place(lane), self.choice.cursors.get(lane, (0, 0)), (due_ms, offset))
+            self.selection.cursors[lane] = max(
+                self._place(lane), self.selection.cursors.get(lane, (0, 0)), (due_ms, offset)
+            )
 
 
 class _ChoosingByKey(_Choosing):
     """As above, but of a key one message at a time. Runs of messages with keys are of one message each."""
 
     def run(self) -> None:
-        lanes = self.supply.lanes()
+        lanes = self.source.lanes()
         # Where nothing is handed out nobody asks it.
         self.book = KeyBook() if self.delivery.keys is None else self.delivery.keys
         self.chosen: set[int] = set()  # keys that this choice hands out a message of
@@ -428,19 +430,19 @@ class _ChoosingByKey(_Choosing):
         for lane in (*delayed, 0):
             if self.left > 0 or self.looks_only:
                 self._take_fresh(lane)
-        if self.choice.next > self.delivery.next:
+        if self.selection.next > self.delivery.next:
             # What has a priority is read in lane 0 here, and so passed with it.
             for lane in lanes:
                 if lane < DELAYED:
-                    self._move(lane, 0, self.choice.next)
+                    self._move(lane, 0, self.selection.next)
 
     def _take_turns(self) -> None:
         for span in _turns(self.delivery, self.book, self.now_ms):
             if self.left <= 0:
                 return
-            before = len(self.choice.handed)
+            before = len(self.selection.handed)
             self._take_returned([span])
-            if len(self.choice.handed) > before:
+            if len(self.selection.handed) > before:
                 self.chosen.add(self.book.key_of(span.start))
 
     def _give(self, run: Run, start: int, end: int, lane: int) -> bool:
@@ -451,18 +453,18 @@ class _ChoosingByKey(_Choosing):
         if run.key in self.chosen or self.book.is_busy(run.key):
             if self.delivery.held + self.held >= HELD_MAX:
                 return False
-            held = self.choice.held
+            held = self.selection.held
             if held and held[-1][1] == start and held[-1][2] == lane:
                 held[-1] = (held[-1][0], end, lane)
             else:
                 held.append((start, end, lane))
-            self.choice.keys.append((start, run.key))
+            self.selection.keys.append((start, run.key))
             self.held += 1
             self.room -= 1
             self._move(lane, run.due_ms, end)
             return True
         self.chosen.add(run.key)
-        self.choice.keys.append((start, run.key))
+        self.selection.keys.append((start, run.key))
         return super()._give(run, start, end, lane)
 
 

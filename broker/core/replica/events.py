@@ -217,11 +217,11 @@ class Outcome(Enum):
 
 @dataclass(frozen=True, slots=True)
 class IsrAnswered:
-    """The answer to a ProposeIsr against `version`; with APPLIED the `word` as it stands now."""
+    """The answer to a ProposeIsr against `version`; with APPLIED the `partition_state` as it stands now."""
 
     version: int
     outcome: Outcome
-    word: PartitionStateChanged | None = None
+    partition_state: PartitionStateChanged | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -130,20 +130,23 @@ class FollowingReplica(ReplicaState):
         """Whether an operator began an epoch that this log does not hold with a replica that was not in sync."""
         return self.state is not None and any(epoch > self._epochs.last for epoch in self.state.unclean_epochs)
 
-    def _may_forget(self, word: PartitionStateChanged) -> bool:
-        return any(epoch > self._epochs.last for epoch in word.unclean_epochs)
+    def _may_forget(self, partition_state: PartitionStateChanged) -> bool:
+        return any(epoch > self._epochs.last for epoch in partition_state.unclean_epochs)
 
-    def _must_resign(self, word: PartitionStateChanged) -> bool:
+    def _must_resign(self, partition_state: PartitionStateChanged) -> bool:
         """In sync on paper, and not the store that was counted, or in contradiction to what others hold (rule 6)."""
-        if self.broker_id not in word.isr:
+        if self.broker_id not in partition_state.isr:
             return False
         return (
-            bool(self.quarantined) or (word.store_uuids or {}).get(self.broker_id, self.store_uuid) != self.store_uuid
+            bool(self.quarantined)
+            or (partition_state.store_uuids or {}).get(self.broker_id, self.store_uuid) != self.store_uuid
         )
 
-    def _resign(self, word: PartitionStateChanged) -> list[Action]:
+    def _resign(self, partition_state: PartitionStateChanged) -> list[Action]:
         if self._proposal is not None:
             return self._next_fetch()
-        self._proposal = ProposeIsr(word.isr - {self.broker_id}, word.version, {}, {}, resigns=True)
+        self._proposal = ProposeIsr(
+            partition_state.isr - {self.broker_id}, partition_state.version, {}, {}, resigns=True
+        )
         self._proposal_unknown = False
         return [self._proposal, *self._next_fetch()]

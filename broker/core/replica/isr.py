@@ -67,7 +67,7 @@ class _Sides:
     outside: tuple[int, ...]
 
 
-class InSync:
+class IsrTracker:
     """The leader's side. Invariant: the leader itself is in every ISR it proposes."""
 
     def __init__(
@@ -85,7 +85,7 @@ class InSync:
 
     # --- what is told ------------------------------------------------------------------------------------------------
 
-    def word(self, state: PartitionStateChanged) -> None:
+    def on_partition_state(self, state: PartitionStateChanged) -> None:
         """The control plane's word at a later version, or after a compare-and-set that was resolved: it stands."""
         self.state = state
         self.proposed = None

@@ -21,7 +21,7 @@ from portalmq.broker.core.replica.events import (
     Rejected,
     ReplyFetch,
 )
-from portalmq.broker.core.replica.isr import InSync
+from portalmq.broker.core.replica.isr import IsrTracker
 from portalmq.broker.core.replica.state import SUCCESSOR_WAITS_MS, ReplicaState
 from portalmq.errors import NotEnoughReplicas, NotLeader, OutOfOrderSequence, PortalMQError, Unavailable
 
@@ -33,20 +33,20 @@ class LeadingReplica(ReplicaState):
 
     # --- an epoch begins ---------------------------------------------------------------------------------------------
 
-    def _begin_leading(self, word: PartitionStateChanged, now_ms: int, wall_ms: int) -> list[Action]:
+    def _begin_leading(self, partition_state: PartitionStateChanged, now_ms: int, wall_ms: int) -> list[Action]:
         """A leader first writes EPOCH_START. It is in the log already when this replica goes on within its epoch: after
         a session that was lost and nobody else elected, or when its log was opened anew."""
-        if (word.incarnations or {}).get(self.broker_id, self.incarnation) != self.incarnation:
+        if (partition_state.incarnations or {}).get(self.broker_id, self.incarnation) != self.incarnation:
             return []  # what an earlier life of this broker was elected to: the controller elects anew
-        if self._deposed:
+        if self._resigned:
             return [] if self._refresh_wanted else self._ask_again(now_ms)
         if self._reshaping:
             return []  # the end of the truncation that is under way comes first
-        start = self._epochs.start_of(word.leader_epoch)
+        start = self._epochs.start_of(partition_state.leader_epoch)
         epoch_start = self.next_offset if start is None else start
-        self._leading = InSync(self.broker_id, word, epoch_start, now_ms, self.lag_ms)
+        self._leading = IsrTracker(self.broker_id, partition_state, epoch_start, now_ms, self.lag_ms)
         heard_ms = self._heard_leader_ms
-        if len(word.replicas) > 1:
+        if len(partition_state.replicas) > 1:
             heard_ms = max(heard_ms, self._began_ms)  # an earlier life of this broker may have vouched until then
         self._settles_from_ms = heard_ms + SUCCESSOR_WAITS_MS
         return self._advance_high_watermark(now_ms) if start is not None else [self._start_epoch(wall_ms)]
@@ -169,5 +169,5 @@ class LeadingReplica(ReplicaState):
         leading.proposed = wanted
         return [self._proposal]
 
-    def _holds_epoch_start(self, leading: InSync) -> bool:
+    def _holds_epoch_start(self, leading: IsrTracker) -> bool:
         return self.durable_end > leading.epoch_start

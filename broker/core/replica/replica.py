@@ -85,7 +85,7 @@ class PartitionReplica(LeadingReplica, FollowingReplica):
                 actions = self._propose(now_ms)
             case SessionLost():
                 self._answered_ms = NEVER_MS
-                self._deposed = True
+                self._resigned = True
                 actions = [*self._step_down(None), *self._ask_again(now_ms)]
             case Truncated():
                 actions = self._on_truncated(event, now_ms, wall_ms)
@@ -96,45 +96,50 @@ class PartitionReplica(LeadingReplica, FollowingReplica):
 
     # --- who leads ---------------------------------------------------------------------------------------------------
 
-    def _on_state_changed(self, word: PartitionStateChanged, now_ms: int, wall_ms: int) -> list[Action]:
-        if word.leader_epoch < self.highest_epoch or (self.state is not None and word.version < self.state.version):
+    def _on_state_changed(self, partition_state: PartitionStateChanged, now_ms: int, wall_ms: int) -> list[Action]:
+        if partition_state.leader_epoch < self.highest_epoch or (
+            self.state is not None and partition_state.version < self.state.version
+        ):
             return []  # an old word: a newer one is known here
-        is_synced = 0 < self._refresh_wanted <= word.refresh
+        is_synced = 0 < self._refresh_wanted <= partition_state.refresh
         if is_synced:
             self._refresh_wanted = 0
-        before, self.state = self.state, word
+        before, self.state = self.state, partition_state
         if self._proposal is not None:
-            if word.version > self._proposal.version or (self._proposal_unknown and is_synced):
+            if partition_state.version > self._proposal.version or (self._proposal_unknown and is_synced):
                 self._proposal = None
             elif self._leading is not None:
                 return []  # the compare-and-set is still on its way: what it finds is not known
         actions: list[Action] = []
-        newer = word.leader_epoch > self.highest_epoch
+        newer = partition_state.leader_epoch > self.highest_epoch
         if newer:
-            actions += self._learn_epoch(word.leader_epoch)
+            actions += self._learn_epoch(partition_state.leader_epoch)
         if newer or is_synced:
-            self._deposed = False
-        if self.quarantined and self._may_forget(word):
+            self._resigned = False
+        if self.quarantined and self._may_forget(partition_state):
             self.quarantined = ""
-        if self._leading is not None and not newer and word.leader == self.broker_id:
-            self._leading.word(word)
+        if self._leading is not None and not newer and partition_state.leader == self.broker_id:
+            self._leading.on_partition_state(partition_state)
             return [*actions, *self._advance_high_watermark(now_ms), *self._propose(now_ms)]
         if self._leading is not None:
-            actions += self._step_down(word.leader)
-        if before is None or (before.leader, before.leader_epoch) != (word.leader, word.leader_epoch):
+            actions += self._step_down(partition_state.leader)
+        if before is None or (before.leader, before.leader_epoch) != (
+            partition_state.leader,
+            partition_state.leader_epoch,
+        ):
             self.fetch = None
             self._rejected = False
-        if self._must_resign(word):
-            return [*actions, *self._resign(word)]
-        if word.leader == self.broker_id:
-            return [*actions, *self._begin_leading(word, now_ms, wall_ms)]
+        if self._must_resign(partition_state):
+            return [*actions, *self._resign(partition_state)]
+        if partition_state.leader == self.broker_id:
+            return [*actions, *self._begin_leading(partition_state, now_ms, wall_ms)]
         return [*actions, *self._next_fetch()]
 
     def _on_isr_answered(self, event: IsrAnswered, now_ms: int, wall_ms: int) -> list[Action]:
         if self._proposal is None or event.version != self._proposal.version:
             return []
-        if event.outcome is Outcome.APPLIED and event.word is not None:
-            return self._on_state_changed(event.word, now_ms, wall_ms)
+        if event.outcome is Outcome.APPLIED and event.partition_state is not None:
+            return self._on_state_changed(event.partition_state, now_ms, wall_ms)
         # Somebody else was faster, or nobody knows. Until a word settles it the maximal ISR stands.
         self._proposal_unknown = True
         return self._ask_again(now_ms)
@@ -177,9 +182,13 @@ class PartitionReplica(LeadingReplica, FollowingReplica):
 
     def _go_on(self, now_ms: int, wall_ms: int) -> list[Action]:
         """The log is what it will be for now: lead, when elected meanwhile, or ask for more."""
-        word = self.state
-        if word is not None and word.leader == self.broker_id and word.leader_epoch == self.highest_epoch:
-            return [] if self._must_resign(word) else self._begin_leading(word, now_ms, wall_ms)
+        partition_state = self.state
+        if (
+            partition_state is not None
+            and partition_state.leader == self.broker_id
+            and partition_state.leader_epoch == self.highest_epoch
+        ):
+            return [] if self._must_resign(partition_state) else self._begin_leading(partition_state, now_ms, wall_ms)
         return self._next_fetch()
 
     def _on_log_reset(self, event: LogReset, now_ms: int, wall_ms: int) -> list[Action]:

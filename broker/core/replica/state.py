@@ -21,7 +21,7 @@ from portalmq.broker.core.replica.events import (
     RememberEpoch,
     StepDown,
 )
-from portalmq.broker.core.replica.isr import NEVER_MS, InSync
+from portalmq.broker.core.replica.isr import NEVER_MS, IsrTracker
 from portalmq.broker.core.replica.producers import Producers
 
 REFRESH_PAUSE_MS = 300
@@ -69,7 +69,7 @@ class ReplicaState:
         self.quarantined = ""
         self.fetch: Fetch | None = None
         self._epochs = Epochs(epochs)
-        self._leading: InSync | None = None
+        self._leading: IsrTracker | None = None
         self._brokers: Mapping[int, tuple[int, str]] = {}
         self._answered_ms = NEVER_MS
         self._began_ms = began_ms
@@ -81,7 +81,7 @@ class ReplicaState:
         self._refresh_wanted = 0
         self._refreshed_ms = NEVER_MS
         # Who opens a log knows nothing of what was proposed in its epoch before: a synced word comes first.
-        self._deposed = True
+        self._resigned = True
         self._reshaping = False
         self._rejected = False
         self._leader_high_watermark = 0
@@ -106,7 +106,7 @@ class ReplicaState:
         return self._epochs.last
 
     @property
-    def in_sync(self) -> InSync | None:
+    def in_sync(self) -> IsrTracker | None:
         """The book on the followers, while this replica leads."""
         return self._leading
 

@@ -25,7 +25,7 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class PartitionOwner:
     """`owner` has the partition from generation `since` on; or is to have it when `leaving`, who has it still, has
     heartbeaten in a generation of at least `since`."""
 
@@ -35,7 +35,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Topic:
+class SubscribedTopic:
     """A topic as it is known: one that is deleted and made anew has another id."""
 
     topic_id: str
@@ -43,7 +43,7 @@ class Topic:
 
 
 @dataclass(frozen=True, slots=True)
-class Membership:
+class GroupMembers:
     """What stands in the control plane. `coordinator` is (broker id, incarnation).
 
     Invariant: the owner and the leaving member of each place are in `members`.
@@ -52,7 +52,7 @@ class Membership:
     generation: int
     coordinator: tuple[int, int]
     members: Mapping[str, Member] = field(default_factory=dict)
-    places: Mapping[Partition, Place] = field(default_factory=dict)
+    places: Mapping[Partition, PartitionOwner] = field(default_factory=dict)
     topic_ids: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -74,7 +74,7 @@ class Membership:
 class Loaded:
     """What the control plane holds, read after a sync: the answer to Read. None when the group is gone."""
 
-    membership: Membership | None
+    membership: GroupMembers | None
     version: int
 
 
@@ -115,7 +115,7 @@ class Leave:
 class TopicsChanged:
     """The topics that there are, as far as members read them."""
 
-    topics: Mapping[str, Topic]
+    topics: Mapping[str, SubscribedTopic]
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,17 +184,17 @@ Event = (
 class Propose:
     """Compare-and-set the state at `version` (-1: make it), and tell Answered."""
 
-    membership: Membership
+    membership: GroupMembers
     version: int
 
 
 @dataclass(frozen=True, slots=True)
-class Read:
+class ReadState:
     """Read the state after a sync, and tell Loaded."""
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
+class ClaimPartition:
     """Claim the partition for the member at its leader, and tell what became of it."""
 
     partition: Partition
@@ -212,7 +212,7 @@ class Assigned:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class AnswerMember:
     """The member's assignment, and when it should come again. Of a Leave or SeekRequested the generation counts."""
 
     token: object
@@ -223,17 +223,17 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Refuse:
+class RefuseMember:
     token: object
     error: PortalMQError
 
 
 @dataclass(frozen=True, slots=True)
-class Deposed:
+class Resigned:
     """This broker does not coordinate the group any more: nothing will be asked or answered from here on."""
 
     coordinator: tuple[int, int] | None
 
 
-Action = Propose | Read | Claim | Answer | Refuse | Deposed
+Action = Propose | ReadState | ClaimPartition | AnswerMember | RefuseMember | Resigned
 Intent = Join | Leave | SeekRequested

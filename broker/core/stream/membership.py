@@ -35,33 +35,33 @@ from dataclasses import dataclass
 from portalmq.broker.core.stream.events import (
     HEARTBEAT_MS_MAX,
     Action,
-    Answer,
     Answered,
+    AnswerMember,
     Assigned,
-    Claim,
     Claimed,
     ClaimFailed,
+    ClaimPartition,
     ClaimRefused,
-    Deposed,
     Event,
+    GroupMembers,
     Heartbeat,
     Intent,
     Join,
     Leave,
     Loaded,
     Member,
-    Membership,
     Outcome,
     Partition,
-    Place,
+    PartitionOwner,
     Propose,
-    Read,
-    Refuse,
+    ReadState,
+    RefuseMember,
+    Resigned,
     SeekDone,
     SeekRequested,
     SessionLost,
+    SubscribedTopic,
     Tick,
-    Topic,
     TopicsChanged,
 )
 from portalmq.broker.core.stream.rebalance import Draft
@@ -79,7 +79,7 @@ CLAIM_AGAIN_MS = 500
 
 
 @dataclass(slots=True)
-class _Waiting:
+class _WaitingCall:
     """A join that waits for its claims; or the heartbeat of a member whose partitions this broker has taken over, and
     has not claimed yet: an answer that does not name them would have it let go of them."""
 
@@ -99,17 +99,17 @@ class GroupMembership:
     def __init__(self, group: str, me: tuple[int, int]) -> None:
         self.group = group
         self.me = me
-        self.known: Membership | None = None
+        self.known: GroupMembers | None = None
         self.version = -1
-        self.deposed = False
+        self.resigned = False
         self._loaded = False
-        self._topics: Mapping[str, Topic] | None = None
-        self._proposed: Membership | None = None
+        self._topics: Mapping[str, SubscribedTopic] | None = None
+        self._proposed: GroupMembers | None = None
         self._reading = False
         self._intents: list[Intent] = []
         # How many of them, from the first on, the proposal holds.
         self._included = 0
-        self._waiting: list[_Waiting] = []
+        self._waiting: list[_WaitingCall] = []
         self._doubted: list[Heartbeat] = []
         self._deadlines: dict[str, int] = {}
         self._heard: dict[str, int] = {}
@@ -124,11 +124,11 @@ class GroupMembership:
         self._is_dirty = False
         # Derived from `known`: the places of each member, those that give something up, and what is not claimed yet,
         # with how much of that each member waits for.
-        self._places_of: dict[str, list[tuple[Partition, Place]]] = {}
+        self._places_of: dict[str, list[tuple[Partition, PartitionOwner]]] = {}
         self._leaving: set[str] = set()
-        self._unclaimed: dict[Partition, Place] = {}
+        self._unclaimed: dict[Partition, PartitionOwner] = {}
         # Those of them that an older coordinator had given out.
-        self._inherited: dict[Partition, Place] = {}
+        self._inherited: dict[Partition, PartitionOwner] = {}
         self._waited_for: Counter[str] = Counter()
         # Whether something may be claimed now.
         self._claims_due = False
@@ -137,7 +137,7 @@ class GroupMembership:
     @property
     def coordinates(self) -> bool:
         """Whether this broker is known to be the coordinator."""
-        return not self.deposed and self.known is not None and self.known.coordinator == self.me
+        return not self.resigned and self.known is not None and self.known.coordinator == self.me
 
     @property
     def is_idle(self) -> bool:
@@ -147,11 +147,11 @@ class GroupMembership:
 
     def step(self, event: Event, now_ms: int) -> list[Action]:
         """Everything that happens to the group comes through here."""
-        if not self.deposed:
+        if not self.resigned:
             self._take(event, now_ms)
         elif isinstance(event, Join | Heartbeat | Leave | SeekRequested):
-            self._actions.append(Refuse(event.token, _moved(self.group)))
-        if not self.deposed:
+            self._actions.append(RefuseMember(event.token, _moved(self.group)))
+        if not self.resigned:
             self._propose(now_ms)
             self._claim(now_ms)
             self._answer_waiting(now_ms)
@@ -231,7 +231,7 @@ class GroupMembership:
     def _read(self) -> None:
         if not self._reading:
             self._reading = True
-            self._actions.append(Read())
+            self._actions.append(ReadState())
 
     def _settle_doubts(self, now_ms: int) -> None:
         """What the control plane holds is known for sure now."""
@@ -241,14 +241,14 @@ class GroupMembership:
                 self._take_heartbeat(heartbeat, now_ms, is_sure=True)
 
     def _depose(self, coordinator: tuple[int, int] | None) -> None:
-        self.deposed = True
+        self.resigned = True
         moved = _moved(self.group)
         waiting = [*self._intents, *self._waiting, *self._doubted]
-        self._actions += [Refuse(waiter.token, moved) for waiter in waiting]
-        self._actions.append(Deposed(coordinator))
+        self._actions += [RefuseMember(waiter.token, moved) for waiter in waiting]
+        self._actions.append(Resigned(coordinator))
         self._intents, self._waiting, self._doubted = [], [], []
 
-    def _confirm(self, membership: Membership, version: int, now_ms: int) -> None:
+    def _confirm(self, membership: GroupMembers, version: int, now_ms: int) -> None:
         """The control plane holds `membership` as we proposed it."""
         before = self.known
         began = before is None or before.coordinator != self.me
@@ -270,14 +270,14 @@ class GroupMembership:
                         self._deadlines[intent.member_id] = now_ms + intent.session_timeout_ms
                         self._heard[intent.member_id] = membership.generation
                     until_ms = now_ms + _patience_ms(intent.session_timeout_ms)
-                    self._waiting.append(_Waiting(intent.token, intent.member_id, until_ms, is_join=True))
+                    self._waiting.append(_WaitingCall(intent.token, intent.member_id, until_ms, is_join=True))
                 case Leave():
-                    self._actions.append(Answer(intent.token, intent.member_id, membership.generation))
+                    self._actions.append(AnswerMember(intent.token, intent.member_id, membership.generation))
                 case SeekRequested():
                     self._seeking[intent.topic] = self._seeking.get(intent.topic, 0) + 1
                     # The claims after it have a generation of their own: a copy of the seek that comes after them late
                     # is refused.
-                    self._actions.append(Answer(intent.token, "", membership.generation - 1))
+                    self._actions.append(AnswerMember(intent.token, "", membership.generation - 1))
         for known in (self._deadlines, self._heard):
             for member_id in [member_id for member_id in known if member_id not in membership.members]:
                 del known[member_id]
@@ -290,7 +290,7 @@ class GroupMembership:
             if partition in membership.places and membership.places[partition].since <= generation
         }
 
-    def _know(self, membership: Membership | None, version: int) -> None:
+    def _know(self, membership: GroupMembers | None, version: int) -> None:
         """This is what the control plane holds."""
         self.known, self.version, self._is_dirty = membership, version, True
         self._places_of, self._leaving, self._unclaimed, self._claims_due = {}, set(), {}, True
@@ -319,14 +319,14 @@ class GroupMembership:
         there = self.known.members.keys() if self.known else ()
         if join.member_id not in there and len(coming | set(there) | {join.member_id}) > MEMBERS_MAX:
             full = f"group {self.group!r} has {MEMBERS_MAX} members, as many as a group can: let one of them leave"
-            self._actions.append(Refuse(join.token, Backpressure(full, retry_after_s=5)))
+            self._actions.append(RefuseMember(join.token, Backpressure(full, retry_after_s=5)))
             return
         self._intents.append(join)
 
     def _take_leave(self, leave: Leave) -> None:
         joins = any(isinstance(intent, Join) and intent.member_id == leave.member_id for intent in self._intents)
         if self.coordinates and not joins and self.known is not None and leave.member_id not in self.known.members:
-            self._actions.append(Answer(leave.token, leave.member_id, self.known.generation))
+            self._actions.append(AnswerMember(leave.token, leave.member_id, self.known.generation))
         else:
             self._intents.append(leave)
 
@@ -346,22 +346,22 @@ class GroupMembership:
                 f"group {self.group!r} is in generation {self.known.generation} and does not know member "
                 f"{heartbeat.member_id!r} of generation {heartbeat.generation}: its session timed out, or it left. Join"
             )
-            self._actions.append(Refuse(heartbeat.token, error))
+            self._actions.append(RefuseMember(heartbeat.token, error))
         elif heartbeat.generation < member.since:
             error = Fenced(
                 f"another consumer joined group {self.group!r} as {heartbeat.member_id!r}, in generation {member.since}"
                 f"; this one knows {heartbeat.generation}. Give each consumer a member id of its own"
             )
-            self._actions.append(Refuse(heartbeat.token, error))
+            self._actions.append(RefuseMember(heartbeat.token, error))
         else:
             self._deadlines[member.member_id] = now_ms + member.session_timeout_ms
             if heartbeat.generation > self._heard.get(member.member_id, 0):
                 self._heard[member.member_id] = heartbeat.generation
                 self._is_dirty = self._is_dirty or member.member_id in self._leaving
             until_ms = now_ms + _patience_ms(member.session_timeout_ms)
-            self._waiting.append(_Waiting(heartbeat.token, member.member_id, until_ms, is_join=False))
+            self._waiting.append(_WaitingCall(heartbeat.token, member.member_id, until_ms, is_join=False))
 
-    def _assignment(self, token: object, member: Member) -> Answer:
+    def _assignment(self, token: object, member: Member) -> AnswerMember:
         assert self.known is not None
         held: list[Assigned] = []
         is_moving = False
@@ -374,25 +374,25 @@ class GroupMembership:
         if is_moving:
             interval_ms = min(interval_ms, HEARTBEAT_SOON_MS)
         held.sort(key=lambda assigned: assigned.partition)
-        return Answer(token, member.member_id, self.known.generation, tuple(held), interval_ms)
+        return AnswerMember(token, member.member_id, self.known.generation, tuple(held), interval_ms)
 
     def _answer_waiting(self, now_ms: int) -> None:
         if not self._waiting or not self.coordinates:
             return
         assert self.known is not None
-        still: list[_Waiting] = []
+        still: list[_WaitingCall] = []
         for waiting in self._waiting:
             member = self.known.members.get(waiting.member_id)
             if member is None:
                 gone = f"member {waiting.member_id!r} left group {self.group!r} while it waited to be answered"
-                self._actions.append(Refuse(waiting.token, IllegalGeneration(gone)))
+                self._actions.append(RefuseMember(waiting.token, IllegalGeneration(gone)))
             elif now_ms >= waiting.until_ms or not self._waits(waiting):
                 self._actions.append(self._assignment(waiting.token, member))
             else:
                 still.append(waiting)
         self._waiting = still
 
-    def _waits(self, waiting: _Waiting) -> bool:
+    def _waits(self, waiting: _WaitingCall) -> bool:
         if waiting.is_join:
             return self._waited_for[waiting.member_id] > 0
         if not self._inherited:
@@ -426,9 +426,9 @@ class GroupMembership:
             self._proposed = wanted
             self._actions.append(Propose(wanted, self.version))
 
-    def _wanted(self, now_ms: int) -> Membership | None:
+    def _wanted(self, now_ms: int) -> GroupMembers | None:
         """The state as it should be, in the next generation; None when it is so."""
-        known = self.known or Membership(0, (-1, -1))
+        known = self.known or GroupMembers(0, (-1, -1))
         steps = 2 if any(isinstance(intent, SeekRequested) for intent in self._intents) else 1
         draft = Draft(known, max(known.generation, *self._refused.values(), 0) + steps, self._topics or {})
         if self.coordinates:
@@ -460,7 +460,7 @@ class GroupMembership:
                 continue
             if now_ms >= self._claim_again_ms.get(partition, 0):
                 self._claiming[partition] = wanted
-                self._actions.append(Claim(partition, place.owner, place.since))
+                self._actions.append(ClaimPartition(partition, place.owner, place.since))
 
     def _take_unclaimed(self, event: ClaimRefused | ClaimFailed, now_ms: int) -> None:
         wanted = self._claiming.get(event.partition)

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 
 from portalmq.broker.core.stream.assignment import share
-from portalmq.broker.core.stream.events import Member, Membership, Partition, Place, Topic
+from portalmq.broker.core.stream.events import GroupMembers, Member, Partition, PartitionOwner, SubscribedTopic
 
 
 class Draft:
     """Tell it of members first, then renew, release and share, in this order."""
 
-    def __init__(self, known: Membership, generation: int, topics: Mapping[str, Topic]) -> None:
+    def __init__(self, known: GroupMembers, generation: int, topics: Mapping[str, SubscribedTopic]) -> None:
         self.generation = generation
         self._known = known
         self._topics = topics
@@ -46,7 +46,7 @@ class Draft:
         for partition in partitions:
             place = self._places.get(partition)
             if place is not None:
-                self._places[partition] = Place(place.owner, self.generation)
+                self._places[partition] = PartitionOwner(place.owner, self.generation)
 
     def release(self, heard: Mapping[str, int]) -> None:
         """Renew what a client holds that joined just now, and partitions whose last owner has let go, or is gone, or is
@@ -58,7 +58,7 @@ class Draft:
             else:
                 is_free = place.owner in self._fresh
             if is_free:
-                self._places[partition] = Place(place.owner, self.generation)
+                self._places[partition] = PartitionOwner(place.owner, self.generation)
 
     def share(self) -> None:
         current = {
@@ -73,21 +73,21 @@ class Draft:
         )
         self._places = {partition: self._place(partition, owner) for partition, owner in sorted(shares.items())}
 
-    def _place(self, partition: Partition, owner: str) -> Place:
+    def _place(self, partition: Partition, owner: str) -> PartitionOwner:
         place = self._places.get(partition)
         if place is None:
-            return Place(owner, self.generation)
+            return PartitionOwner(owner, self.generation)
         if place.owner == owner:
             return place
         holder = place.leaving or place.owner
         if holder == owner or holder not in self._members or holder in self._fresh:
-            return Place(owner, self.generation)
-        return Place(owner, place.since if place.leaving else self.generation, holder)
+            return PartitionOwner(owner, self.generation)
+        return PartitionOwner(owner, place.since if place.leaving else self.generation, holder)
 
     def changed_nothing(self) -> bool:
         return self._members == self._known.members and self._places == self._known.places
 
-    def membership(self, coordinator: tuple[int, int]) -> Membership:
+    def membership(self, coordinator: tuple[int, int]) -> GroupMembers:
         read = {topic for topic, _ in self._places}
         topic_ids = {name: self._topics[name].topic_id for name in sorted(read)}
-        return Membership(self.generation, coordinator, self._members, self._places, topic_ids)
+        return GroupMembers(self.generation, coordinator, self._members, self._places, topic_ids)

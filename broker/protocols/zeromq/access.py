@@ -11,7 +11,7 @@ from pathlib import Path
 from portalmq.errors import Unauthorized
 
 
-class Access:
+class TokenAccess:
     """Without any token everyone is let in."""
 
     def __init__(self, tokens: Iterable[str] = ()) -> None:
@@ -38,7 +38,7 @@ def _digest(token: str) -> bytes:
     return hashlib.sha256(token.encode("utf-8", "replace")).digest()
 
 
-def access_from(file: Path | None, host: str, *, insecure: bool) -> Access:
+def access_from(file: Path | None, host: str, *, insecure: bool) -> TokenAccess:
     """The check that the options ask for. Raises ValueError when the file cannot be read or holds no token, and when
     ports that the network can reach would be open to everyone."""
     tokens: list[str] = []
@@ -55,7 +55,7 @@ def access_from(file: Path | None, host: str, *, insecure: bool) -> Access:
             f"without a token MiniQ listens on this machine only, and {host} is reachable from others: give "
             "--require-token FILE, or --insecure if everyone who reaches it may do everything"
         )
-    return Access(tokens)
+    return TokenAccess(tokens)
 
 
 def is_loopback(host: str) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from portalmq import wire
-from portalmq.broker.protocols.zeromq.protocol import DEFAULT, Received, mark_in
+from portalmq.broker.protocols.zeromq.protocol import DEFAULT, ReceivedMessage, mark_in
 from portalmq.errors import PortalMQError, Unavailable
 from portalmq.message import RecordMetadata
 from portalmq.producer import Producer
@@ -30,7 +30,7 @@ _JSON = (("Content-Type", wire.JSON),)
 
 
 class _Received(msgspec.Struct):
-    messages: list[Received]
+    messages: list[ReceivedMessage]
 
 
 class _Deleted(msgspec.Struct):
@@ -40,7 +40,7 @@ class _Deleted(msgspec.Struct):
 wire.prepare(_Received, _Deleted)
 
 
-class Cluster:
+class ClusterClient:
     """Thread-safe. Every call but `send` may take up to its `timeout_s`, and raises a PortalMQError."""
 
     def __init__(
@@ -85,7 +85,7 @@ class Cluster:
 
     # --- messages out ------------------------------------------------------------------------------------------------
 
-    def receive(self, queue: str, at_most: int, timeout_s: float) -> list[Received]:
+    def receive(self, queue: str, at_most: int, timeout_s: float) -> list[ReceivedMessage]:
         """Lease up to so many messages, without waiting for any."""
         wanted = wire.ReceiveRequest(
             [queue],
@@ -102,7 +102,9 @@ class Cluster:
             near=self._leader_near(queue),
             tells_first=True,
         )
-        messages: list[Received] = decode_answer(self._transport.call(request, timeout_s=timeout_s), _Received).messages
+        messages: list[ReceivedMessage] = decode_answer(
+            self._transport.call(request, timeout_s=timeout_s), _Received
+        ).messages
         for each in messages:
             each.id = f"{mark_in(each.receipt)}-{each.id}"
         return messages

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING
 import click
 
 from portalmq import wire
-from portalmq.broker.protocols.zeromq.access import Access, access_from
+from portalmq.broker.protocols.zeromq.access import TokenAccess, access_from
 from portalmq.broker.protocols.zeromq.ports import COMMAND_PORT, CONSUMER_PORT, PRODUCER_PORT
 from portalmq.cli.output import show_one
 from portalmq.cli.session import Session, with_session
 from portalmq.errors import PortalMQError
 
 if TYPE_CHECKING:
-    from portalmq.broker.protocols.zeromq.cluster import Cluster
+    from portalmq.broker.protocols.zeromq.cluster import ClusterClient
     from portalmq.broker.protocols.zeromq.curve import Curve
-    from portalmq.broker.protocols.zeromq.server import Limits, Server
+    from portalmq.broker.protocols.zeromq.server import Server, ServerLimits
 
 EXIT_USAGE = 2
 EXIT_PORT_TAKEN = 73
@@ -90,15 +90,15 @@ def zeromq(
     except ValueError as fault:
         raise click.UsageError(str(fault)) from None
     try:
-        from portalmq.broker.protocols.zeromq.cluster import Cluster
+        from portalmq.broker.protocols.zeromq.cluster import ClusterClient
         from portalmq.broker.protocols.zeromq.curve import Curve
-        from portalmq.broker.protocols.zeromq.server import Limits, PortTaken
+        from portalmq.broker.protocols.zeromq.server import PortTaken, ServerLimits
     except ImportError as missing:
         click.echo(f"portalmq: {missing.name} is not installed: `pip install 'portalmq[zeromq]'`", err=True)
         sys.exit(EXIT_USAGE)
-    limits = Limits(timeout_s=timeout_s, message_bytes_max=max_message_bytes)
+    limits = ServerLimits(timeout_s=timeout_s, message_bytes_max=max_message_bytes)
     try:
-        cluster = Cluster(
+        cluster = ClusterClient(
             session.server,
             token=token or session.token,
             timeout_s=timeout_s,
@@ -116,7 +116,7 @@ def zeromq(
         sys.exit(EXIT_PORT_TAKEN)
     try:
         _look(cluster)
-        show_one({str(door): endpoint for door, endpoint in server.endpoints.items()}, session.output)
+        show_one({str(role): endpoint for role, endpoint in server.endpoints.items()}, session.output)
         sys.stdout.flush()
         server.run()
     finally:
@@ -125,20 +125,25 @@ def zeromq(
 
 
 def _server(
-    cluster: Cluster, access: Access, host: str, ports: tuple[int, int, int], limits: Limits, curve: Curve | None
+    cluster: ClusterClient,
+    access: TokenAccess,
+    host: str,
+    ports: tuple[int, int, int],
+    limits: ServerLimits,
+    curve: Curve | None,
 ) -> Server:
-    from portalmq.broker.protocols.zeromq.server import DOORS, Server
+    from portalmq.broker.protocols.zeromq.server import PORT_ROLES, Server
 
-    numbers = dict(zip(DOORS, ports, strict=True))
+    numbers = dict(zip(PORT_ROLES, ports, strict=True))
     server = Server(cluster, access, host=host, ports=numbers, limits=limits, curve=curve)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: server.stop())
     # A signal may come to any thread, and wakes no other by itself.
-    signal.set_wakeup_fd(server.bell, warn_on_full_buffer=False)
+    signal.set_wakeup_fd(server.wakeup, warn_on_full_buffer=False)
     return server
 
 
-def _look(cluster: Cluster) -> None:
+def _look(cluster: ClusterClient) -> None:
     """A cluster that is not there yet may come: requests are refused until it does."""
     try:
         cluster.check(LOOK_WITHIN_S)

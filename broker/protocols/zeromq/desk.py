@@ -23,7 +23,14 @@ from functools import partial
 from typing import NamedTuple, Protocol
 
 from portalmq.broker.protocols.zeromq import protocol
-from portalmq.broker.protocols.zeromq.protocol import Asked, Door, Posted, Received, Told, Way
+from portalmq.broker.protocols.zeromq.protocol import (
+    CommandRequest,
+    Envelope,
+    MessageRequest,
+    PortRole,
+    ReceivedMessage,
+    SendRequest,
+)
 from portalmq.errors import MessageNotFound, PortalMQError, Unavailable
 from portalmq.message import RecordMetadata
 
@@ -36,12 +43,12 @@ DELETE_MAX = 500
 CALL_S_MIN = 0.05
 
 
-class Cluster(Protocol):
+class ClusterClient(Protocol):
     """What the desk needs of the brokers."""
 
     def has_room_for(self, queue: str) -> bool: ...
     def send(self, queue: str, value: str | bytes, content_type: str | None) -> Future[RecordMetadata]: ...
-    def receive(self, queue: str, at_most: int, timeout_s: float) -> list[Received]: ...
+    def receive(self, queue: str, at_most: int, timeout_s: float) -> list[ReceivedMessage]: ...
     def give_back(self, receipts: list[str]) -> None: ...
     def delete(self, queue: str, partition: int, ids: list[str], timeout_s: float) -> list[bool]: ...
     def command(self, body: bytes, timeout_s: float) -> bytes: ...
@@ -51,11 +58,11 @@ class Cluster(Protocol):
 class Job:
     """One request: where it came in, the way back, until when (monotonic), and how many bytes it holds."""
 
-    door: Door
-    way: Way
+    role: PortRole
+    envelope: Envelope
     deadline: float
     size: int
-    what: Posted | Asked | Told
+    what: SendRequest | MessageRequest | CommandRequest
 
 
 class Reply(NamedTuple):
@@ -76,7 +83,7 @@ _Lane = tuple[str, str, int]
 _Item = Job | Returned
 
 
-class Desk:
+class RequestDispatcher:
     """`answer` is called once for each job, by any thread. `ports` are told to those who open a door.
 
     Invariant, under the lock: a lane is in `_lanes` while it has items or is with a worker; it is in `_ready` while it
@@ -85,10 +92,10 @@ class Desk:
 
     def __init__(
         self,
-        cluster: Cluster,
+        cluster: ClusterClient,
         answer: Callable[[Reply], None],
         *,
-        ports: Callable[[], dict[Door, int]],
+        ports: Callable[[], dict[PortRole, int]],
         clock: Callable[[], float] = time.monotonic,
         workers_max: int = WORKERS_MAX,
     ) -> None:
@@ -110,12 +117,12 @@ class Desk:
     def take(self, job: Job) -> None:
         """Never waits."""
         what = job.what
-        if isinstance(what, Posted):
+        if isinstance(what, SendRequest):
             if self._cluster.has_room_for(what.queue):
                 self._send(job)
             else:
                 self._put(("post", what.queue, 0), job)
-        elif isinstance(what, Asked):
+        elif isinstance(what, MessageRequest):
             self._put(("receive", what.queue, 0), job)
         elif what.message_id is not None:
             self._put(("delete", what.queue, protocol.partition_of(what.message_id)), job)
@@ -219,7 +226,7 @@ class Desk:
     # --- what is asked -----------------------------------------------------------------------------------------------
 
     def _send(self, job: Job) -> None:
-        assert isinstance(job.what, Posted)
+        assert isinstance(job.what, SendRequest)
         try:
             future = self._cluster.send(job.what.queue, job.what.value, job.what.content_type)
         except PortalMQError as error:
@@ -248,7 +255,11 @@ class Desk:
                 self._answer(Reply(job, protocol.handed(queue, message), (queue, message.receipt)))
 
     def _delete(self, queue: str, partition: int, jobs: list[Job], timeout_s: float) -> None:
-        ids = [job.what.message_id for job in jobs if isinstance(job.what, Told) and job.what.message_id is not None]
+        ids = [
+            job.what.message_id
+            for job in jobs
+            if isinstance(job.what, CommandRequest) and job.what.message_id is not None
+        ]
         verdicts = self._cluster.delete(queue, partition, ids, timeout_s)
         for job, message_id, was_there in zip(jobs, ids, verdicts, strict=True):
             if was_there:
@@ -258,9 +269,9 @@ class Desk:
 
     def _tell(self, jobs: list[Job], timeout_s: float) -> None:
         (job,) = jobs
-        assert isinstance(job.what, Told)
+        assert isinstance(job.what, CommandRequest)
         answer = self._cluster.command(job.what.body, timeout_s)
-        opens: Door | None = _OPENS.get(job.what.kind)
+        opens: PortRole | None = _OPENS.get(job.what.kind)
         if opens is not None:
             answer = protocol.with_member(answer, "port", self._ports()[opens])
         self._answer(Reply(job, answer))
@@ -277,7 +288,7 @@ class Desk:
             worker.join(max(0.0, deadline - time.monotonic()))
 
 
-_OPENS: dict[str, Door] = {"PRODUCE_MSG": "producers", "CONSUME": "consumers"}
+_OPENS: dict[str, PortRole] = {"PRODUCE_MSG": "producers", "CONSUME": "consumers"}
 _AT_ONCE = {"tell": 1, "receive": RECEIVE_MAX}
 
 

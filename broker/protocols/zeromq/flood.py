@@ -38,7 +38,7 @@ TCP_INFO_RECEIVED_AT = 128  # tcpi_bytes_received, Linux 4.1
 
 
 @dataclass(slots=True)
-class _Seen:
+class _ConnectionLook:
     """A connection at the last look: who, how many requests of it had come, and how many bytes by then."""
 
     peer: object
@@ -59,7 +59,7 @@ class FloodGuard:
         self._memory_max = memory_bytes() + growth_bytes_max
         self._requests: dict[int, int] = {}
         self._unnamed = self._unnamed_then = 0
-        self._seen: dict[int, _Seen] = {}
+        self._seen: dict[int, _ConnectionLook] = {}
         self._looked_at = memory_bytes()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="flood guard", daemon=True)
@@ -99,7 +99,7 @@ class FloodGuard:
         self._looked_at = min(self._looked_at, memory)
 
     def _look_at_connections(self, *, is_over: bool) -> None:
-        seen: dict[int, _Seen] = {}
+        seen: dict[int, _ConnectionLook] = {}
         held: dict[int, int] = {}
         # Above the bound nobody is spared for what may have been another's request.
         unnamed_came = self._unnamed != self._unnamed_then and not is_over
@@ -114,9 +114,9 @@ class FloodGuard:
                 requests, before = self._requests.get(descriptor, 0), self._seen.get(descriptor)
                 if before is None or before.peer != peer or before.bytes_then > received:
                     # Of one that is new here: all it ever brought, unless some of that was complete.
-                    before = _Seen(peer, requests, received if requests or unnamed_came else 0)
+                    before = _ConnectionLook(peer, requests, received if requests or unnamed_came else 0)
                 elif before.requests != requests or (unnamed_came and not requests):
-                    before = _Seen(peer, requests, received)
+                    before = _ConnectionLook(peer, requests, received)
                 seen[descriptor] = before
                 held[descriptor] = received - before.bytes_then
                 if held[descriptor] > self._held_max:

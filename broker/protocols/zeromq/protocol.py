@@ -28,8 +28,8 @@ DEFAULT = "default"
 HOPS_MAX = 8
 ID_LENGTH_MAX = 50
 
-Door = Literal["commands", "producers", "consumers"]
-Way = tuple[bytes, ...]
+PortRole = Literal["commands", "producers", "consumers"]
+Envelope = tuple[bytes, ...]
 
 _encode = msgspec.json.Encoder().encode
 _decode_any = msgspec.json.Decoder().decode
@@ -39,27 +39,27 @@ _lenient = json.JSONDecoder(strict=False, parse_int=str)
 
 
 class Malformed(InvalidRequest):
-    """`way` is where to say so."""
+    """`envelope` is where to say so."""
 
-    def __init__(self, detail: str, way: Way) -> None:
+    def __init__(self, detail: str, envelope: Envelope) -> None:
         super().__init__(detail)
-        self.way = way
+        self.envelope = envelope
 
 
-def opened(frames: Sequence[bytes]) -> tuple[Way, bytes]:
+def opened(frames: Sequence[bytes]) -> tuple[Envelope, bytes]:
     """The way back, and the body. Raises Malformed."""
     head = frames[1 : HOPS_MAX + 1]
     delimiter = next((index for index, frame in enumerate(head, 1) if not frame), 0)
-    way, bodies = tuple(frames[: delimiter + 1]), frames[delimiter + 1 :]
+    envelope, bodies = tuple(frames[: delimiter + 1]), frames[delimiter + 1 :]
     if len(bodies) != 1:
-        raise Malformed(f"a request is one frame, and this one has {len(bodies)}", way)
-    return way, bodies[0]
+        raise Malformed(f"a request is one frame, and this one has {len(bodies)}", envelope)
+    return envelope, bodies[0]
 
 
 # --- requests --------------------------------------------------------------------------------------------------------
 
 
-class Posted(NamedTuple):
+class SendRequest(NamedTuple):
     """A message for a queue. Text travels as text, bytes are JSON when `content_type` says so."""
 
     queue: str
@@ -68,14 +68,14 @@ class Posted(NamedTuple):
     token: str | None
 
 
-class Asked(NamedTuple):
+class MessageRequest(NamedTuple):
     """Somebody asks for a message of a queue."""
 
     queue: str
     token: str | None
 
 
-class Told(NamedTuple):
+class CommandRequest(NamedTuple):
     """A command. `message_id` is that of a DELETE_MSG of one message, which may be carried out together with others;
     `body` is what a broker is told, without the token."""
 
@@ -97,7 +97,7 @@ class _AskedIn(msgspec.Struct):
     token: str | None = None
 
 
-class _ToldIn(msgspec.Struct):
+class _CommandIn(msgspec.Struct):
     type: str
     payload: msgspec.Raw = msgspec.Raw(b"{}")
     token: str | None = None
@@ -109,19 +109,19 @@ class _Payload(msgspec.Struct):
     ids: Any = None
 
 
-class _ToldOut(msgspec.Struct):
+class _CommandOut(msgspec.Struct):
     type: str
     payload: msgspec.Raw
 
 
-wire.prepare(_PostedIn, _AskedIn, _ToldIn, _Payload)
+wire.prepare(_PostedIn, _AskedIn, _CommandIn, _Payload)
 _decode_posted = msgspec.json.Decoder(_PostedIn).decode
 _decode_asked = msgspec.json.Decoder(_AskedIn).decode
-_decode_told = msgspec.json.Decoder(_ToldIn).decode
+_decode_told = msgspec.json.Decoder(_CommandIn).decode
 _decode_payload = msgspec.json.Decoder(_Payload).decode
 
 
-def read_posted(body: bytes, message_bytes_max: int) -> Posted:
+def read_posted(body: bytes, message_bytes_max: int) -> SendRequest:
     """Raises InvalidRequest, MessageTooLarge."""
     posted = _object(_decode_posted, body)
     if posted is not None:
@@ -129,9 +129,9 @@ def read_posted(body: bytes, message_bytes_max: int) -> Posted:
             raise InvalidRequest('there is no message: send {"queue": "q", "message": ...}')
         queue = wire.check_name(posted.queue, "queue")
         value, content_type = _value_of(bytes(posted.message))
-        found = Posted(queue, value, content_type, posted.token)
+        found = SendRequest(queue, value, content_type, posted.token)
     else:
-        found = Posted(DEFAULT, _text_or_bytes(body), None, None)
+        found = SendRequest(DEFAULT, _text_or_bytes(body), None, None)
     size = len(found.value.encode()) if isinstance(found.value, str) else len(found.value)
     if size > message_bytes_max:
         raise MessageTooLarge(f"the message has {size} bytes, {message_bytes_max} at most")
@@ -156,15 +156,15 @@ def _text_or_bytes(body: bytes) -> str | bytes:
         return body
 
 
-def read_asked(body: bytes) -> Asked:
+def read_asked(body: bytes) -> MessageRequest:
     """Raises InvalidRequest."""
     asked = _object(_decode_asked, body)
     if asked is None:
-        return Asked(DEFAULT, None)
-    return Asked(wire.check_name(asked.queue, "queue"), asked.token)
+        return MessageRequest(DEFAULT, None)
+    return MessageRequest(wire.check_name(asked.queue, "queue"), asked.token)
 
 
-def read_told(body: bytes) -> Told:
+def read_told(body: bytes) -> CommandRequest:
     """Raises InvalidRequest. What a command means is the brokers' to judge."""
     told = _object(_decode_told, body)
     if told is None:
@@ -172,8 +172,8 @@ def read_told(body: bytes) -> Told:
     payload = _read(_decode_payload, bytes(told.payload))
     queue = wire.check_name(payload.queue, "queue")
     single = told.type == "DELETE_MSG" and payload.ids is None and _is_id(payload.id)
-    rest = _encode(_ToldOut(told.type, told.payload))
-    return Told(told.type, queue, payload.id if single else None, rest, told.token)
+    rest = _encode(_CommandOut(told.type, told.payload))
+    return CommandRequest(told.type, queue, payload.id if single else None, rest, told.token)
 
 
 def _is_id(given: Any) -> bool:
@@ -245,7 +245,7 @@ def _read(decode: Any, body: bytes) -> Any:
 # --- answers ---------------------------------------------------------------------------------------------------------
 
 
-class Stored(msgspec.Struct):
+class StoredAnswer(msgspec.Struct):
     """The answer to a message that is stored."""
 
     id: str
@@ -254,7 +254,7 @@ class Stored(msgspec.Struct):
     status: Literal["ok"] = "ok"
 
 
-class Received(msgspec.Struct, omit_defaults=True):
+class ReceivedMessage(msgspec.Struct, omit_defaults=True):
     """A message as a broker hands it out. `value` is its JSON text."""
 
     id: str
@@ -265,7 +265,7 @@ class Received(msgspec.Struct, omit_defaults=True):
     value_base64: str | msgspec.UnsetType = msgspec.UNSET
 
 
-class Handed(msgspec.Struct):
+class MessageAnswer(msgspec.Struct):
     """The answer with a message; bytes that are no text stand in `message_base64`."""
 
     id: str
@@ -277,16 +277,18 @@ class Handed(msgspec.Struct):
     status: Literal["ok"] = "ok"
 
 
-wire.prepare(Received)
+wire.prepare(ReceivedMessage)
 
 
 def stored(partition: int, offset: int, queue: str, timestamp_ms: int, topic_id: str = "") -> bytes:
-    return _encode(Stored(marked(mark_of_topic(topic_id), partition, offset), queue, timestamp_ms))
+    return _encode(StoredAnswer(marked(mark_of_topic(topic_id), partition, offset), queue, timestamp_ms))
 
 
-def handed(queue: str, message: Received) -> bytes:
+def handed(queue: str, message: ReceivedMessage) -> bytes:
     return _encode(
-        Handed(message.id, queue, message.timestamp_ms, message.delivery_count, message.value, message.value_base64)
+        MessageAnswer(
+            message.id, queue, message.timestamp_ms, message.delivery_count, message.value, message.value_base64
+        )
     )
 
 

@@ -21,12 +21,19 @@ import zmq
 
 from portalmq import wire
 from portalmq.broker.protocols.zeromq import protocol
-from portalmq.broker.protocols.zeromq.access import Access
+from portalmq.broker.protocols.zeromq.access import TokenAccess
 from portalmq.broker.protocols.zeromq.curve import Curve
-from portalmq.broker.protocols.zeromq.desk import Cluster, Desk, Job, Reply
+from portalmq.broker.protocols.zeromq.desk import ClusterClient, Job, Reply, RequestDispatcher
 from portalmq.broker.protocols.zeromq.flood import FloodGuard
 from portalmq.broker.protocols.zeromq.ports import COMMAND_PORT, CONSUMER_PORT, PRODUCER_PORT
-from portalmq.broker.protocols.zeromq.protocol import Asked, Door, Malformed, Posted, Told, Way
+from portalmq.broker.protocols.zeromq.protocol import (
+    CommandRequest,
+    Envelope,
+    Malformed,
+    MessageRequest,
+    PortRole,
+    SendRequest,
+)
 from portalmq.errors import Backpressure, PortalMQError, Unavailable
 
 _log = logging.getLogger("portalmq.zeromq")
@@ -48,11 +55,11 @@ CLOSE_LINGER_MS = 1_000
 # A message as JSON, with escapes, in its envelope.
 ENVELOPE_BYTES = 64 * 1024
 
-DOORS: tuple[Door, ...] = ("commands", "producers", "consumers")
+PORT_ROLES: tuple[PortRole, ...] = ("commands", "producers", "consumers")
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ServerLimits:
     """`timeout_s`: by when a request is answered, if only with an error."""
 
     timeout_s: float = 15.0
@@ -85,17 +92,17 @@ class Server:
 
     def __init__(
         self,
-        cluster: Cluster,
-        access: Access,
+        cluster: ClusterClient,
+        access: TokenAccess,
         *,
         host: str = "127.0.0.1",
-        ports: dict[Door, int] | None = None,
-        limits: Limits | None = None,
+        ports: dict[PortRole, int] | None = None,
+        limits: ServerLimits | None = None,
         clock: Callable[[], float] = time.monotonic,
         curve: Curve | None = None,
     ) -> None:
         """Binds the ports; 0 takes a free one. With `curve` only its clients get in. Raises PortTaken."""
-        self.limits = limits or Limits()
+        self.limits = limits or ServerLimits()
         self._access = access
         self._clock = clock
         self._context = zmq.Context()
@@ -103,23 +110,23 @@ class Server:
         if curve is not None:
             curve.start(self._context)
         self._poller = zmq.Poller()
-        self._sockets: dict[Door, zmq.Socket[bytes]] = {}
-        self.endpoints: dict[Door, str] = {}
-        self._desk = Desk(cluster, self._answered, ports=lambda: self.ports, clock=clock)
+        self._sockets: dict[PortRole, zmq.Socket[bytes]] = {}
+        self.endpoints: dict[PortRole, str] = {}
+        self._dispatcher = RequestDispatcher(cluster, self._answered, ports=lambda: self.ports, clock=clock)
         # Invariant: `_in_hand` counts the jobs at the desk by (door, client), `_bytes` is the sum of their sizes.
-        self._in_hand: dict[tuple[Door, bytes], int] = {}
+        self._in_hand: dict[tuple[PortRole, bytes], int] = {}
         self._requests = 0
         self._bytes = 0
         self._outbox: deque[Reply] = deque()
-        self._bell, self._ringer = os.pipe()
-        os.set_blocking(self._bell, False)
+        self._wakeup, self._ringer = os.pipe()
+        os.set_blocking(self._wakeup, False)
         os.set_blocking(self._ringer, False)
         self._stopping = False
-        self._poller.register(self._bell, zmq.POLLIN)
+        self._poller.register(self._wakeup, zmq.POLLIN)
         wanted = {"commands": COMMAND_PORT, "producers": PRODUCER_PORT, "consumers": CONSUMER_PORT, **(ports or {})}
         try:
-            for door in DOORS:
-                self._bind(door, host, wanted[door])
+            for role in PORT_ROLES:
+                self._bind(role, host, wanted[role])
         except PortTaken:
             self._close_sockets(linger_ms=0)
             raise
@@ -128,12 +135,12 @@ class Server:
         )
 
     @property
-    def ports(self) -> dict[Door, int]:
-        return {door: int(endpoint.rpartition(":")[2]) for door, endpoint in self.endpoints.items()}
+    def ports(self) -> dict[PortRole, int]:
+        return {role: int(endpoint.rpartition(":")[2]) for role, endpoint in self.endpoints.items()}
 
-    def _bind(self, door: Door, host: str, port: int) -> None:
+    def _bind(self, role: PortRole, host: str, port: int) -> None:
         socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
-        self._sockets[door] = socket
+        self._sockets[role] = socket
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         socket.setsockopt(zmq.MAXMSGSIZE, self.limits.frame_bytes_max)
         socket.setsockopt(zmq.RCVHWM, READ_AHEAD)
@@ -153,8 +160,8 @@ class Server:
         try:
             socket.bind(address)
         except zmq.ZMQError as fault:
-            raise PortTaken(f"cannot listen for {door} on {address}: {fault.strerror}") from None
-        self.endpoints[door] = socket.getsockopt_string(zmq.LAST_ENDPOINT)
+            raise PortTaken(f"cannot listen for {role} on {address}: {fault.strerror}") from None
+        self.endpoints[role] = socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._poller.register(socket, zmq.POLLIN)
 
     # --- the loop ----------------------------------------------------------------------------------------------------
@@ -171,7 +178,7 @@ class Server:
             while self._requests and (left_s := deadline - self._clock()) > 0:
                 self._turn(left_s)
         finally:
-            self._desk.close(0)
+            self._dispatcher.close(0)
             self._guard.close()
             self._close_sockets(linger_ms=CLOSE_LINGER_MS)
 
@@ -180,61 +187,61 @@ class Server:
         self._ring()
 
     @property
-    def bell(self) -> int:
+    def wakeup(self) -> int:
         """A byte that is written to this file descriptor wakes the loop: for signal.set_wakeup_fd."""
         return self._ringer
 
     def _turn(self, timeout_s: float | None) -> None:
         ready = dict(self._poller.poll(None if timeout_s is None else max(1, round(timeout_s * 1000))))
-        if self._bell in ready:
+        if self._wakeup in ready:
             with contextlib.suppress(BlockingIOError):
-                os.read(self._bell, 4096)
-        for door, socket in self._sockets.items():
+                os.read(self._wakeup, 4096)
+        for role, socket in self._sockets.items():
             if socket in ready:
-                self._read(door, socket)
+                self._read(role, socket)
         while self._outbox:
             self._send_off(self._outbox.popleft())
 
-    def _read(self, door: Door, socket: zmq.Socket[bytes]) -> None:
+    def _read(self, role: PortRole, socket: zmq.Socket[bytes]) -> None:
         for _ in range(BURST):
             try:
                 sender = socket.recv(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
             self._guard.came(_descriptor_of(sender))
-            self._take(door, [sender.bytes, *(socket.recv_multipart(zmq.NOBLOCK) if sender.more else ())])
+            self._take(role, [sender.bytes, *(socket.recv_multipart(zmq.NOBLOCK) if sender.more else ())])
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
-    def _take(self, door: Door, frames: Sequence[bytes]) -> None:
-        way: Way = (frames[0],)
+    def _take(self, role: PortRole, frames: Sequence[bytes]) -> None:
+        envelope: Envelope = (frames[0],)
         try:
-            way, body = protocol.opened(frames)
+            envelope, body = protocol.opened(frames)
             size = sum(map(len, frames))
-            self._check_room(door, way[0], size)
-            what = self._understood(door, body)
+            self._check_room(role, envelope[0], size)
+            what = self._understood(role, body)
             self._access.check(what.token)
         except Malformed as error:
-            self._send(door, error.way, protocol.refusal(error))
+            self._send(role, error.envelope, protocol.refusal(error))
         except PortalMQError as error:
-            self._send(door, way, protocol.refusal(error))
+            self._send(role, envelope, protocol.refusal(error))
         except Exception as fault:  # noqa: BLE001 - no request ends the server
             _log.exception("a request could not be read")
-            self._send(door, way, protocol.refusal(Unavailable(f"the request failed: {fault!r}", retryable=False)))
+            self._send(role, envelope, protocol.refusal(Unavailable(f"the request failed: {fault!r}", retryable=False)))
         else:
-            client = (door, way[0])
+            client = (role, envelope[0])
             self._in_hand[client] = self._in_hand.get(client, 0) + 1
             self._requests += 1
             self._bytes += size
-            self._desk.take(Job(door, way, self._clock() + self.limits.timeout_s, size, what))
+            self._dispatcher.take(Job(role, envelope, self._clock() + self.limits.timeout_s, size, what))
 
-    def _understood(self, door: Door, body: bytes) -> Posted | Asked | Told:
-        if door == "producers":
+    def _understood(self, role: PortRole, body: bytes) -> SendRequest | MessageRequest | CommandRequest:
+        if role == "producers":
             return protocol.read_posted(body, self.limits.message_bytes_max)
-        return protocol.read_asked(body) if door == "consumers" else protocol.read_told(body)
+        return protocol.read_asked(body) if role == "consumers" else protocol.read_told(body)
 
-    def _check_room(self, door: Door, client: bytes, size: int) -> None:
-        if self._in_hand.get((door, client), 0) >= PIPELINE_MAX:
+    def _check_room(self, role: PortRole, client: bytes, size: int) -> None:
+        if self._in_hand.get((role, client), 0) >= PIPELINE_MAX:
             raise Backpressure(f"{PIPELINE_MAX} requests of this client are not answered yet: wait for an answer")
         if self._requests >= self.limits.requests_max or self._bytes + size > self.limits.request_bytes_max:
             raise Backpressure(f"{self._requests} requests are in hand: ask again in a moment")
@@ -253,7 +260,7 @@ class Server:
 
     def _send_off(self, reply: Reply) -> None:
         job = reply.job
-        client = (job.door, job.way[0])
+        client = (job.role, job.envelope[0])
         left = self._in_hand[client] - 1
         if left:
             self._in_hand[client] = left
@@ -261,13 +268,13 @@ class Server:
             del self._in_hand[client]
         self._requests -= 1
         self._bytes -= job.size
-        if not self._send(job.door, job.way, reply.body) and reply.lease is not None:
-            self._desk.give_back(*reply.lease)
+        if not self._send(job.role, job.envelope, reply.body) and reply.lease is not None:
+            self._dispatcher.give_back(*reply.lease)
 
-    def _send(self, door: Door, way: Way, body: bytes) -> bool:
+    def _send(self, role: PortRole, envelope: Envelope, body: bytes) -> bool:
         """False when the client is gone, or takes no answers."""
         try:
-            self._sockets[door].send_multipart([*way, body], zmq.NOBLOCK)
+            self._sockets[role].send_multipart([*envelope, body], zmq.NOBLOCK)
         except zmq.ZMQError as fault:
             if fault.errno not in (errno.EAGAIN, errno.EHOSTUNREACH):
                 raise
@@ -282,7 +289,7 @@ class Server:
         self._context.term()
         ringer, self._ringer = self._ringer, -1
         os.close(ringer)
-        os.close(self._bell)
+        os.close(self._wakeup)
 
 
 def _descriptor_of(frame: zmq.Frame) -> int | None:

@@ -22,7 +22,7 @@ from portalmq import wire
 from portalmq.broker.protocols.zeromq import protocol
 from portalmq.broker.protocols.zeromq.curve import CurveClient
 from portalmq.broker.protocols.zeromq.ports import COMMAND_PORT, CONSUMER_PORT, PRODUCER_PORT
-from portalmq.broker.protocols.zeromq.protocol import DEFAULT, Door
+from portalmq.broker.protocols.zeromq.protocol import DEFAULT, PortRole
 from portalmq.closing import Closing
 from portalmq.errors import PortalMQError, Unavailable, error_from_problem
 
@@ -140,9 +140,9 @@ class MiniQService(Closing):
         shown = f"[{host}]" if ":" in host else host
         if ":" in host:
             self._context.setsockopt(zmq.IPV6, 1)
-        ports: dict[Door, int] = {"commands": command_port, "producers": producer_port, "consumers": consumer_port}
+        ports: dict[PortRole, int] = {"commands": command_port, "producers": producer_port, "consumers": consumer_port}
         self._lines = {
-            door: _Line(self._context, f"tcp://{shown}:{port}", timeout_s, curve) for door, port in ports.items()
+            role: _Line(self._context, f"tcp://{shown}:{port}", timeout_s, curve) for role, port in ports.items()
         }
         self._token = {} if token is None else {"token": token}
         self._timeout_s = timeout_s
@@ -201,9 +201,9 @@ class MiniQService(Closing):
 
     # --- one request -------------------------------------------------------------------------------------------------
 
-    def _ask(self, door: Door, members: dict[str, Any]) -> dict[str, Any]:
+    def _ask(self, role: PortRole, members: dict[str, Any]) -> dict[str, Any]:
         request = _encode({**members, **self._token})
-        line = self._lines[door]
+        line = self._lines[role]
         deadline = self._clock() + self._timeout_s
         pause_s, silent = PAUSE_FIRST_S, 0
         with line.lock:

@@ -9,7 +9,7 @@ import pytest
 from support.fake_broker import FakeBroker
 
 from portalmq.broker.api.app import create_app
-from portalmq.broker.api.request_context import Answer, Room
+from portalmq.broker.api.request_context import RequestContext, ResponseParts
 from portalmq.broker.api.routes import ROUTES, Route
 from portalmq.broker.server.auth import Auth
 from portalmq.broker.server.config import BrokerConfig
@@ -18,8 +18,8 @@ from portalmq.broker.server.metrics import Metrics
 METRICS = Metrics("0")
 
 
-def whether_flask_serves(_room: Room, _environ: dict[str, Any], thing: str) -> Answer:
-    return Answer(f"{thing} {flask.has_request_context()}".encode())
+def whether_flask_serves(_room: RequestContext, _environ: dict[str, Any], thing: str) -> ResponseParts:
+    return ResponseParts(f"{thing} {flask.has_request_context()}".encode())
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from portalmq import wire
 from portalmq.broker.api import incoming, outgoing
 from portalmq.broker.api.incoming import decode_messages
 from portalmq.broker.messages.browsing import Page, Stored
-from portalmq.broker.partition.long_poll import Delivered
+from portalmq.broker.partition.long_poll import LeasedMessage
 from portalmq.broker.storage.batch import Record
 from portalmq.errors import InvalidRequest, MessageTooLarge
 
@@ -75,7 +75,7 @@ def test_others_have_their_turn_while_very_many_messages_are_shown(monkeypatch):
     turns: list[None] = []
     monkeypatch.setattr("portalmq.broker.partition.yielding.give_way", lambda: turns.append(None))
     record = Record(b"{}", wire.JSON)
-    delivered = [Delivered("t", 0, offset, 1, record, "receipt", 1, 2) for offset in range(MAX)]
+    delivered = [LeasedMessage("t", 0, offset, 1, record, "receipt", 1, 2) for offset in range(MAX)]
     answer = msgspec.json.decode(outgoing.encode_received(delivered, [], packed=False))
     assert [each["offset"] for each in answer["messages"]] == list(range(MAX))
     assert len(turns) >= MAX // outgoing.MESSAGES_A_TURN - 1

@@ -120,5 +120,5 @@ def test_a_producer_is_taken_while_the_control_plane_cannot_be_asked(fixture, mo
     def away():
         raise PlaneUnavailable("away")
 
-    monkeypatch.setattr(fixture.broker.fences._catalog, "producer_ids_below", away)
-    fixture.broker.fences.check_given(1 << 40)
+    monkeypatch.setattr(fixture.broker.producer_fencing._catalog, "producer_ids_below", away)
+    fixture.broker.producer_fencing.check_given(1 << 40)

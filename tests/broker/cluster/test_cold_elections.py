@@ -8,7 +8,7 @@ import msgspec
 from support.domain import HandClock
 
 from portalmq.broker.cluster.cold_elections import ASKED_AT_ONCE, WAIT_FOR_ABSENT_MS, ColdElections
-from portalmq.broker.cluster.unclean_election import Standing
+from portalmq.broker.cluster.unclean_election import ReplicaLogEnd
 from portalmq.control_plane.state import BrokerState, PartitionState
 from portalmq.errors import Unavailable
 
@@ -22,11 +22,11 @@ class Brokers:
 
     def __init__(self, **ends: tuple[int, int] | None) -> None:
         self.standings = {
-            int(name[1:]): Standing(f"s{name[1:]}", 2, *end, 0) if end else None for name, end in ends.items()
+            int(name[1:]): ReplicaLogEnd(f"s{name[1:]}", 2, *end, 0) if end else None for name, end in ends.items()
         }
         self.asked: list[int] = []
 
-    def __call__(self, broker_id: int, keys: Sequence[tuple[str, int]]) -> list[Standing | None]:
+    def __call__(self, broker_id: int, keys: Sequence[tuple[str, int]]) -> list[ReplicaLogEnd | None]:
         self.asked.append(len(keys))
         if broker_id not in self.standings:
             raise Unavailable("cut off")

@@ -44,9 +44,9 @@ def test_a_partition_that_changes_in_a_pause_is_left_for_the_next_pass(
     assert held is not None
     with monkeypatch.context() as patched:
         patched.setattr("portalmq.broker.cluster.controller_loop.give_way", meanwhile)
-        alone.office._elect_leaders(held)
+        alone.controller_loop._elect_leaders(held)
     assert epochs() == [1, 2]
     alone.mirror.refresh()
-    alone.office._elect_leaders(held)
+    alone.controller_loop._elect_leaders(held)
     assert epochs() == [2, 2]
     plane.close()

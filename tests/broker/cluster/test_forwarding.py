@@ -9,24 +9,24 @@ import pytest
 from support.domain import FakePeer
 
 from portalmq.broker.cluster.peers import NotAnswered, NotReached
-from portalmq.broker.cluster.routing import Leaders
-from portalmq.broker.cluster.rpc import Place
+from portalmq.broker.cluster.routing import LeaderRouter
+from portalmq.broker.cluster.rpc import TopicPartition
 from portalmq.broker.partition.writer import NotCommittedYet
 from portalmq.errors import NotEnoughReplicas, NotLeader, PortalMQError, TopicNotFound, Unavailable
 
-A, B, C = (Place("t", "id", number) for number in range(3))
+A, B, C = (TopicPartition("t", "id", number) for number in range(3))
 ME = 1
 
 
 class Map:
     """Who leads what, as a test sets it; `on_look` is called when somebody doubts it."""
 
-    def __init__(self, leaders: dict[Place, int | None]) -> None:
+    def __init__(self, leaders: dict[TopicPartition, int | None]) -> None:
         self.leaders = leaders
-        self.doubted: list[Place] = []
+        self.doubted: list[TopicPartition] = []
         self.on_look: Callable[[], None] = lambda: None
 
-    def leader_of(self, place: Place) -> int | None:
+    def leader_of(self, place: TopicPartition) -> int | None:
         if place not in self.leaders:
             raise TopicNotFound("gone")
         return self.leaders[place]
@@ -34,7 +34,7 @@ class Map:
     def url_of(self, broker_id: int) -> str | None:
         return f"http://{broker_id}"
 
-    def look_again(self, place: Place) -> None:
+    def look_again(self, place: TopicPartition) -> None:
         self.doubted.append(place)
         self.on_look()
 
@@ -44,13 +44,13 @@ class Ask:
 
     def __init__(self, **answers: list[PortalMQError | str]) -> None:
         self.answers = {int(name[1:]): list(script) for name, script in answers.items()}
-        self.asked: list[tuple[int, list[Place]]] = []
+        self.asked: list[tuple[int, list[TopicPartition]]] = []
         self.hangs: set[int] = set()
 
-    def here(self, places: Sequence[Place]) -> dict[Place, str | PortalMQError]:
+    def here(self, places: Sequence[TopicPartition]) -> dict[TopicPartition, str | PortalMQError]:
         return self.there(ME, places)
 
-    def there(self, broker_id: int, places: Sequence[Place]) -> dict[Place, str | PortalMQError]:
+    def there(self, broker_id: int, places: Sequence[TopicPartition]) -> dict[TopicPartition, str | PortalMQError]:
         self.asked.append((broker_id, list(places)))
         if broker_id in self.hangs:
             gevent.sleep(3_600)
@@ -61,8 +61,8 @@ class Ask:
         return dict.fromkeys(places, answer)
 
 
-def leaders(leads: Map, patience_s: float = 60.0) -> Leaders:
-    return Leaders(ME, leads, chance=lambda: 0.0, patience_s=patience_s)
+def leaders(leads: Map, patience_s: float = 60.0) -> LeaderRouter:
+    return LeaderRouter(ME, leads, chance=lambda: 0.0, patience_s=patience_s)
 
 
 def test_each_share_goes_to_its_leader_in_one_call_a_broker() -> None:
@@ -78,7 +78,7 @@ def test_remote_leaders_are_asked_at_once_and_not_one_after_the_other() -> None:
     class Meeting(Ask):
         """Each broker answers once both were asked."""
 
-        def there(self, broker_id: int, places: Sequence[Place]) -> dict[Place, str | PortalMQError]:
+        def there(self, broker_id: int, places: Sequence[TopicPartition]) -> dict[TopicPartition, str | PortalMQError]:
             self.asked.append((broker_id, list(places)))
             with gevent.Timeout(60):
                 while len(self.asked) < 2:
@@ -217,7 +217,7 @@ def test_a_topic_that_was_deleted_is_told_at_once() -> None:
 
 def test_a_mistake_of_ours_is_not_swallowed() -> None:
     class Broken(Ask):
-        def there(self, broker_id: int, places: Sequence[Place]) -> dict[Place, str | PortalMQError]:
+        def there(self, broker_id: int, places: Sequence[TopicPartition]) -> dict[TopicPartition, str | PortalMQError]:
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):

@@ -16,11 +16,11 @@ from support.zookeeper import Wire, fresh_chroot
 from portalmq import wire
 from portalmq.broker.cluster.failure_detector import Probe
 from portalmq.broker.cluster.membership import ClusterGone, Membership, Suspicion
-from portalmq.broker.cluster.unclean_election import Standing, StandingOf
+from portalmq.broker.cluster.unclean_election import LogEndRequest, ReplicaLogEnd
 from portalmq.broker.core.replica.events import IsrAnswered, Outcome, ProposeIsr
 from portalmq.broker.partition.clock import Clock
 from portalmq.control_plane import state
-from portalmq.control_plane.catalog import BrokerIdTaken, Catalog, Deposed, PartitionChange
+from portalmq.control_plane.catalog import BrokerIdTaken, Catalog, ControllerFenced, PartitionChange
 from portalmq.control_plane.embedded import EmbeddedZooKeeper
 from portalmq.control_plane.plane import Delete, Op, OutcomeUnknown, PlaneState, PlaneUnavailable, Set
 from portalmq.control_plane.standalone import Standalone
@@ -209,7 +209,7 @@ class TestTheController:
         cluster.probes[url_of(3)] = Probe.SILENT
         until(lambda: all(first.partition(topic, n).value.leader in (1, 2) for n in range(3)))
         cluster.probes[url_of(3)] = Probe.ANSWERED
-        until(lambda: 3 in first.membership.office.live())
+        until(lambda: 3 in first.membership.controller_loop.live())
         assert all(first.partition(topic, n).value.leader in (1, 2) for n in range(3))
 
     def test_one_silence_is_not_enough(self, cluster: Members) -> None:
@@ -223,8 +223,8 @@ class TestTheController:
             return found
 
         cluster.probe = slow  # type: ignore[method-assign]
-        until(lambda: seen.count(Probe.SILENT) >= 2 and 3 in first.membership.office.live())
-        assert first.membership.vigil.gone() == set()
+        until(lambda: seen.count(Probe.SILENT) >= 2 and 3 in first.membership.controller_loop.live())
+        assert first.membership.failure_detector.gone() == set()
 
     @pytest.mark.parametrize("found", [Probe.REFUSED, Probe.SILENT])
     def test_a_controller_that_is_gone_is_deposed_and_its_partitions_led_on(
@@ -296,7 +296,7 @@ class TestTheController:
     def test_two_who_believe_to_be_controller_are_fenced_by_the_epoch(self, cluster: Members) -> None:
         first, second = cluster.start_all(1, 2)
         topic = cluster.create_topic()
-        old = first.membership.office.held
+        old = first.membership.controller_loop.held
         assert old is not None
         assert second.catalog.depose(old)
         assert not second.catalog.depose(old), "a term ends once"
@@ -307,7 +307,7 @@ class TestTheController:
         assert held is not None
         raised = msgspec.structs.replace(held.value, leader_epoch=99)
         change = PartitionChange(topic.topic_id, 0, raised, held.version)
-        with pytest.raises(Deposed):
+        with pytest.raises(ControllerFenced):
             first.catalog.commit_as_controller(old, [change])
         assert second.catalog.partition(topic.topic_id, 0) == held
         until(lambda: not first.is_controller, "the first learns of it")
@@ -361,12 +361,12 @@ class TestTheController:
         topic = cluster.create_topic()
         first.catalog.delete_topic("t", now_ms=0)
         until(lambda: first.catalog.confirmations(topic.topic_id) == {2})
-        first.membership.office._keep_up()
+        first.membership.controller_loop._keep_up()
         assert list(first.catalog.tombstones()) == [topic.topic_id]
         files["kept"] = False
         first.membership.mirror.note(None)
         until(lambda: first.catalog.confirmations(topic.topic_id) == {1, 2})
-        first.membership.office._keep_up()
+        first.membership.controller_loop._keep_up()
         assert first.catalog.tombstones() == {}
 
 
@@ -411,7 +411,7 @@ class TestALeaderWhomItsFollowersDoNotReach:
 
     def doubt_on(self, cluster: Members, leader: int) -> None:
         """Doubted on, for more rounds of asking than a decision takes."""
-        office = cluster.members[4].membership.office
+        office = cluster.members[4].membership.controller_loop
         rounds = {office._ask_reach_ms}
 
         def asked_again() -> bool:
@@ -491,7 +491,7 @@ class TestTheReturnOfThePlane:
         until(lambda: len(first.membership.mirror.partitions) == 2)
         led = next(n for n in range(2) if first.partition(topic, n).value.leader == 2)
         began = time.monotonic()
-        office = first.membership.office
+        office = first.membership.controller_loop
         office.begin_grace(2.0)
         cluster.kill(2)
         cluster.probes.clear()  # its port answers: only the registration is gone
@@ -505,7 +505,7 @@ class TestTheReturnOfThePlane:
         first, _ = cluster.start_all(1, 2)
         topic = cluster.create_topic(partitions=2)
         until(lambda: len(first.membership.mirror.partitions) == 2)
-        first.membership.office.begin_grace(60.0)
+        first.membership.controller_loop.begin_grace(60.0)
         cluster.kill(2)
         cluster.expire(2)
         until(lambda: all(first.partition(topic, n).value.leader == 1 for n in range(2)))
@@ -584,17 +584,17 @@ class TestAlone:
 class OldBrokers:
     """Of a version that tells the standing of one partition at a time; number 1 is not open there."""
 
-    def call(self, broker_id: int, name: str, asked: StandingOf, kind: object, *, timeout_s: float) -> Standing:
+    def call(self, broker_id: int, name: str, asked: LogEndRequest, kind: object, *, timeout_s: float) -> ReplicaLogEnd:
         if name != "standing":
             raise NotFound(f"brokers do not ask each other for {name!r}")
         if asked.number == 1:
             raise PartitionNotFound("no replica of this partition is open here")
-        return Standing("s2", 1, 7, asked.number, 0)
+        return ReplicaLogEnd("s2", 1, 7, asked.number, 0)
 
 
 def test_a_broker_of_the_version_before_tells_how_far_its_logs_go(alone: Membership) -> None:
     alone.peers = OldBrokers()  # type: ignore[assignment]
-    told = alone._ask_standings(2, [("id", 0), ("id", 1), ("id", 2)])
+    told = alone._ask_log_ends(2, [("id", 0), ("id", 1), ("id", 2)])
     assert [standing and standing.end for standing in told] == [0, None, 2]
 
 
@@ -616,8 +616,8 @@ class TestChangingTheIsr:
         alone.start()
         answered = self.propose(alone, topic, store_uuids={1: "store/1"}, incarnations={1: 9})
         assert (answered.outcome, answered.version) == (Outcome.APPLIED, 1)
-        assert answered.word is not None
-        assert (answered.word.version, answered.word.store_uuids) == (2, {1: "store/1"})
+        assert answered.partition_state is not None
+        assert (answered.partition_state.version, answered.partition_state.store_uuids) == (2, {1: "store/1"})
         held = Catalog(plane).partition(topic.topic_id, 0)
         assert held is not None
         assert (held.version, held.value.incarnations) == (2, {1: 9})
@@ -661,8 +661,8 @@ class TestChangingTheIsr:
         topic = make_topic(plane)
         alone.start()
         answered = self.propose(alone, topic, isr=frozenset(), resigns=True)
-        assert answered.word is not None
-        assert (answered.word.leader, answered.word.isr) == (None, frozenset())
+        assert answered.partition_state is not None
+        assert (answered.partition_state.leader, answered.partition_state.isr) == (None, frozenset())
 
 
 class TestReadingAgain:

@@ -10,7 +10,7 @@ from support.ports import kept_ports
 from support.scripted_broker import Call, Reply, ScriptedBroker, hang_up, hold, problem
 
 from portalmq.broker.cluster.peers import NotAnswered, NotReached, Peers, credential
-from portalmq.broker.cluster.rpc import EndGroup, Known
+from portalmq.broker.cluster.rpc import EndGroup, GroupBegunCall
 from portalmq.control_plane.state import BrokerState
 from portalmq.errors import NotLeader
 
@@ -52,7 +52,7 @@ def test_a_refused_connection_was_not_applied_and_is_told_as_refused() -> None:
         trouble: list[tuple[int, int, bool]] = []
         peers = peers_of(f"http://127.0.0.1:{port}", trouble)
         with pytest.raises(NotReached) as caught:
-            peers.call(2, "known", ASK, Known, timeout_s=60)
+            peers.call(2, "known", ASK, GroupBegunCall, timeout_s=60)
     assert (caught.value.outcome, caught.value.refused) == ("not_applied", True)
     assert trouble == [(2, 7, True)]
 
@@ -60,7 +60,7 @@ def test_a_refused_connection_was_not_applied_and_is_told_as_refused() -> None:
 def test_a_broker_that_is_not_registered_is_not_reached() -> None:
     trouble: list[tuple[int, int, bool]] = []
     with pytest.raises(NotReached):
-        peers_of("http://127.0.0.1:1", trouble).call(9, "known", ASK, Known, timeout_s=60)
+        peers_of("http://127.0.0.1:1", trouble).call(9, "known", ASK, GroupBegunCall, timeout_s=60)
     assert trouble == [], "that it is gone is known"
 
 
@@ -69,7 +69,7 @@ def test_an_answer_that_is_lost_leaves_the_outcome_unknown() -> None:
     with ScriptedBroker() as broker:
         broker.script("POST", PATH, [hang_up])
         with pytest.raises(NotAnswered) as caught:
-            peers_of(broker.url, trouble).call(2, "known", ASK, Known, timeout_s=60)
+            peers_of(broker.url, trouble).call(2, "known", ASK, GroupBegunCall, timeout_s=60)
     assert caught.value.outcome == "unknown"
     assert trouble == [(2, 7, False)]
 
@@ -82,7 +82,7 @@ def test_a_silent_broker_is_waited_for_no_longer_than_asked() -> None:
         peers = peers_of(broker.url, trouble)
         peers.call(2, "known", ASK, EndGroup, timeout_s=60)  # connected: there is nothing to wait for but the answer
         with pytest.raises(NotAnswered):
-            peers.call(2, "known", ASK, Known, timeout_s=0.2)
+            peers.call(2, "known", ASK, GroupBegunCall, timeout_s=0.2)
         answered.set()
     assert trouble == [(2, 7, False)]
 
@@ -92,7 +92,7 @@ def test_what_the_other_broker_refuses_with_is_raised_here() -> None:
     with ScriptedBroker() as broker:
         broker.script("POST", PATH, [lambda broker, call: problem(error)])
         with pytest.raises(NotLeader) as caught:
-            peers_of(broker.url).call(2, "known", ASK, Known, timeout_s=60)
+            peers_of(broker.url).call(2, "known", ASK, GroupBegunCall, timeout_s=60)
     assert (caught.value.outcome, caught.value.retry_after_s) == ("not_applied", 0.25)
     assert caught.value.extra == {"leader": 3, "leader_url": "http://three"}
 
@@ -101,4 +101,4 @@ def test_an_answer_in_another_form_is_no_answer() -> None:
     with ScriptedBroker() as broker:
         broker.script("POST", PATH, [lambda broker, call: Reply(200, msgspec.json.encode("hello"))])
         with pytest.raises(NotAnswered):
-            peers_of(broker.url).call(2, "known", ASK, Known, timeout_s=60)
+            peers_of(broker.url).call(2, "known", ASK, GroupBegunCall, timeout_s=60)

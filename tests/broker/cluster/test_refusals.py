@@ -13,7 +13,7 @@ from portalmq import stream_wire as contract
 from portalmq import wire
 from portalmq.broker.cluster.lookup import Lookup
 from portalmq.broker.cluster.routing import NoSuchPartition
-from portalmq.broker.cluster.rpc import Place
+from portalmq.broker.cluster.rpc import TopicPartition
 from portalmq.broker.queues.commit import Publication, StreamPlace
 from portalmq.broker.streams.coordination import Coordinate
 from portalmq.control_plane.state import GroupState, TopicState
@@ -35,8 +35,8 @@ def fixture(tmp_path: Path):
         yield it
 
 
-def place(fixture: Fixture, number: int = 0) -> Place:
-    return Place("t", fixture.broker.topics.known("t").state.topic_id, number)
+def place(fixture: Fixture, number: int = 0) -> TopicPartition:
+    return TopicPartition("t", fixture.broker.topics.known("t").state.topic_id, number)
 
 
 def has_not_read_yet(fixture: Fixture) -> None:
@@ -59,7 +59,7 @@ def refused(error: pytest.ExceptionInfo[Unavailable]) -> tuple[bool, str]:
     return error.value.retryable, error.value.outcome
 
 
-def brought(fixture: Fixture, at: Place) -> None:
+def brought(fixture: Fixture, at: TopicPartition) -> None:
     """Another broker's call about a partition that this one leads."""
     work = Lookup("known", msgspec.Struct(), bool, lambda _: True, fixture.broker.peers, 1.0)
     fixture.broker.leaders.one(at, work, forward=False)
@@ -119,12 +119,12 @@ def committed(fixture: Fixture, number: int) -> None:
 
 
 def committed_with_outputs(fixture: Fixture, number: int) -> None:
-    fixture.broker.committing.commit_offset("s", "t", number, StreamPlace("a", 1, 0, 0), [], forward=True)
+    fixture.broker.group_commits.commit_offset("s", "t", number, StreamPlace("a", 1, 0, 0), [], forward=True)
 
 
 def published_by_a_commit(fixture: Fixture, number: int) -> None:
     published = [Publication("t", *records("a"), partition=number)]
-    fixture.broker.committing.commit_offset("s", "t", 0, StreamPlace("a", 1, 0, 0), published, forward=True)
+    fixture.broker.group_commits.commit_offset("s", "t", 0, StreamPlace("a", 1, 0, 0), published, forward=True)
 
 
 def coordinated(fixture: Fixture, number: int) -> None:
@@ -144,10 +144,10 @@ def coordinated(fixture: Fixture, number: int) -> None:
         published_by_a_commit,
         coordinated,
         lambda it, number: it.broker.streams.seek("s", "t", "earliest", partition=number, dry_run=False),
-        lambda it, number: it.broker.turns.front("s", "t", number),
-        lambda it, number: it.broker.turns.advance("s", "t", number, 0),
-        lambda it, number: it.broker.turns.first_front("s", "t", [0, number]),
-        lambda it, number: it.broker.finishing.finish("q", "t", [(number, 0)]),
+        lambda it, number: it.broker.shared_offsets.front("s", "t", number),
+        lambda it, number: it.broker.shared_offsets.advance("s", "t", number, 0),
+        lambda it, number: it.broker.shared_offsets.first_front("s", "t", [0, number]),
+        lambda it, number: it.broker.completion.finish("q", "t", [(number, 0)]),
         lambda it, number: list(it.broker.unfinished.messages("q", "t", after=(number, 0))),
         lambda it, number: it.broker.dead_letters.page("q", "t", limit=1, after=f"{number}-0"),
         lambda it, number: it.broker.dead_letters.drop("q", "t", ids=[f"{number}-0"]),

@@ -14,7 +14,7 @@ from support.replicas import eventually
 
 from portalmq import wire
 from portalmq.broker.cluster.replicas import Files
-from portalmq.broker.cluster.unclean_election import Standing, StandingOf, serve_standing
+from portalmq.broker.cluster.unclean_election import LogEndRequest, ReplicaLogEnd, serve_log_end
 from portalmq.broker.storage.log import Log
 from portalmq.control_plane import state
 from portalmq.control_plane.catalog import Versioned
@@ -254,13 +254,13 @@ def test_a_damaged_partition_without_another_replica_is_kept_closed_and_the_othe
     file.write_bytes(b"nothing" * 1_000)
     with running(tmp_path) as damaged:
         topics = damaged.broker.topics
-        eventually(lambda: topics.closed_standing(topic_id, 0) is not None)
+        eventually(lambda: topics.closed_log_end(topic_id, 0) is not None)
         assert topics.is_settled
         send(damaged, "b", topic="u")
         with pytest.raises(Unavailable):
             send(damaged, "b")
-        question = msgspec.msgpack.encode(StandingOf(topic_id, 0))
-        standing = msgspec.msgpack.decode(serve_standing(topics, question), type=Standing)
+        question = msgspec.msgpack.encode(LogEndRequest(topic_id, 0))
+        standing = msgspec.msgpack.decode(serve_log_end(topics, question), type=ReplicaLogEnd)
         assert (standing.end, bool(standing.fault), standing.set_aside) == (0, True, ())
         assert not damaged.faults
         assert not (tmp_path / "lost+found").exists()

@@ -15,31 +15,31 @@ from gevent.server import StreamServer
 from support.members import until
 from support.ports import kept_ports
 
-from portalmq.broker.cluster.failure_detector import Probe, Prober, Pulse, Vigil, gone
+from portalmq.broker.cluster.failure_detector import FailureDetector, Probe, ProbeHistory, Prober, gone
 from portalmq.control_plane.state import BrokerState
 
 AN_HOUR_S = 3_600.0  # "and not at the next turn"
 ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
 
 
-def pulses(**found: Pulse) -> dict[int, Pulse]:
+def pulses(**found: ProbeHistory) -> dict[int, ProbeHistory]:
     return {int(name[1:]): pulse for name, pulse in found.items()}
 
 
 class TestConcluding:
     def test_nobody_is_gone_without_a_reason(self) -> None:
-        assert gone(pulses(b1=Pulse(1), b2=Pulse(1, silent=1)), refusals=1) == set()
+        assert gone(pulses(b1=ProbeHistory(1), b2=ProbeHistory(1, silent=1)), refusals=1) == set()
 
     def test_one_refusal_is_enough_for_a_controller_and_two_against_one(self) -> None:
-        found = pulses(b1=Pulse(4, refused=1), b2=Pulse(1))
+        found = pulses(b1=ProbeHistory(4, refused=1), b2=ProbeHistory(1))
         assert gone(found, refusals=1) == {(1, 4)}
         assert gone(found, refusals=2) == set()
-        found[1].told(Probe.REFUSED)
+        found[1].record(Probe.REFUSED)
         assert gone(found, refusals=2) == {(1, 4)}
 
     def test_two_silences_in_a_row_count(self) -> None:
-        pulse = Pulse(1)
-        found = {1: pulse, 2: Pulse(1)}
+        pulse = ProbeHistory(1)
+        found = {1: pulse, 2: ProbeHistory(1)}
         for probe, expected in [
             (Probe.SILENT, False),
             (Probe.ANSWERED, False),
@@ -49,20 +49,22 @@ class TestConcluding:
             (Probe.UNSURE, True),
             (Probe.ANSWERED, False),
         ]:
-            pulse.told(probe)
+            pulse.record(probe)
             assert bool(gone(found, refusals=1)) is expected, probe
 
     def test_when_none_of_several_answers_nothing_counts(self) -> None:
-        assert gone(pulses(b1=Pulse(1, silent=3), b2=Pulse(1, silent=2)), refusals=1) == set()
-        assert gone(pulses(b1=Pulse(1, silent=3)), refusals=1) == {(1, 1)}
-        assert gone(pulses(b1=Pulse(1, silent=3), b2=Pulse(1, refused=1)), refusals=1) == set()
-        assert gone(pulses(b1=Pulse(1, refused=3), b2=Pulse(1, refused=1)), refusals=1) == set()
-        assert gone(pulses(b1=Pulse(1, silent=3), b2=Pulse(1, silent=2), b3=Pulse(1)), refusals=1) == {(1, 1), (2, 1)}
+        assert gone(pulses(b1=ProbeHistory(1, silent=3), b2=ProbeHistory(1, silent=2)), refusals=1) == set()
+        assert gone(pulses(b1=ProbeHistory(1, silent=3)), refusals=1) == {(1, 1)}
+        assert gone(pulses(b1=ProbeHistory(1, silent=3), b2=ProbeHistory(1, refused=1)), refusals=1) == set()
+        assert gone(pulses(b1=ProbeHistory(1, refused=3), b2=ProbeHistory(1, refused=1)), refusals=1) == set()
+        assert gone(
+            pulses(b1=ProbeHistory(1, silent=3), b2=ProbeHistory(1, silent=2), b3=ProbeHistory(1)), refusals=1
+        ) == {(1, 1), (2, 1)}
 
 
 class TestWatching:
     @pytest.fixture
-    def watching(self) -> Iterator[tuple[Vigil, dict[str, Probe], list[str]]]:
+    def watching(self) -> Iterator[tuple[FailureDetector, dict[str, Probe], list[str]]]:
         answers: dict[str, Probe] = {}
         asked: list[str] = []
 
@@ -70,11 +72,13 @@ class TestWatching:
             asked.append(url)
             return answers.get(url, Probe.ANSWERED)
 
-        vigil = Vigil(probe, lambda: None)
+        vigil = FailureDetector(probe, lambda: None)
         yield vigil, answers, asked
         vigil.close()
 
-    def test_only_those_that_are_to_be_probed_are(self, watching: tuple[Vigil, dict[str, Probe], list[str]]) -> None:
+    def test_only_those_that_are_to_be_probed_are(
+        self, watching: tuple[FailureDetector, dict[str, Probe], list[str]]
+    ) -> None:
         vigil, _, asked = watching
         known = {number: BrokerState(f"http://b{number}", 1, "s") for number in (1, 2)}
         vigil.watch(known, {2})
@@ -87,7 +91,7 @@ class TestWatching:
         assert asked == []
 
     def test_who_is_gone_stays_gone_until_it_answers_or_starts_anew(
-        self, watching: tuple[Vigil, dict[str, Probe], list[str]]
+        self, watching: tuple[FailureDetector, dict[str, Probe], list[str]]
     ) -> None:
         vigil, answers, _asked = watching
         answers["http://b1"] = Probe.REFUSED
@@ -103,7 +107,7 @@ class TestWatching:
         until(lambda: vigil.gone() == set())
 
     def test_who_is_suspected_is_asked_at_once(
-        self, watching: tuple[Vigil, dict[str, Probe], list[str]], monkeypatch: pytest.MonkeyPatch
+        self, watching: tuple[FailureDetector, dict[str, Probe], list[str]], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("portalmq.broker.cluster.failure_detector.PROBE_EVERY_S", AN_HOUR_S)
         vigil, _, asked = watching
@@ -115,7 +119,7 @@ class TestWatching:
         vigil.hurry(7)  # nobody knows it
 
     def test_a_second_question_follows_a_refusal_soon(
-        self, watching: tuple[Vigil, dict[str, Probe], list[str]], monkeypatch: pytest.MonkeyPatch
+        self, watching: tuple[FailureDetector, dict[str, Probe], list[str]], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("portalmq.broker.cluster.failure_detector.PROBE_EVERY_S", AN_HOUR_S)
         vigil, answers, _asked = watching

@@ -14,7 +14,7 @@ from support.domain import HandClock, records, running
 from portalmq import wire
 from portalmq.broker.cluster.peers import NotAnswered
 from portalmq.broker.core.replica.stamp import Stamp
-from portalmq.broker.messages.producer_fencing import ASK_AGAIN_MS, Fence, Fences
+from portalmq.broker.messages.producer_fencing import ASK_AGAIN_MS, Fence, ProducerFencing
 from portalmq.control_plane.catalog import Catalog
 from portalmq.control_plane.plane import PlaneState, PlaneUnavailable
 from portalmq.control_plane.standalone import Standalone
@@ -38,7 +38,7 @@ class Wires:
     """Calls between the brokers of one test: straight into the other's `serve`, unless they are cut."""
 
     def __init__(self) -> None:
-        self.fences: dict[int, Fences] = {}
+        self.producer_fencing: dict[int, ProducerFencing] = {}
         self.cut: set[int] = set()
         self.on_cut: Callable[[int], None] = lambda broker_id: None
 
@@ -47,7 +47,9 @@ class Wires:
         if broker_id in self.cut:
             self.on_cut(broker_id)
             raise NotAnswered("cut")
-        return msgspec.msgpack.decode(self.fences[broker_id].serve(msgspec.msgpack.encode(request)), type=kind)
+        return msgspec.msgpack.decode(
+            self.producer_fencing[broker_id].serve(msgspec.msgpack.encode(request)), type=kind
+        )
 
 
 class Brokers:
@@ -58,12 +60,12 @@ class Brokers:
         self.wires = Wires()
         self.memberships: dict[int, FakeMembership] = {}
 
-    def start(self, broker_id: int, incarnation: int = 1) -> Fences:
+    def start(self, broker_id: int, incarnation: int = 1) -> ProducerFencing:
         self.catalog.register_broker(broker_id, BrokerState(f"http://b{broker_id}", incarnation, f"store-{broker_id}"))
         self.memberships[broker_id] = FakeMembership(self.clock)
-        fences = Fences(broker_id, self.catalog, self.memberships[broker_id], self.wires, self.clock)
-        self.wires.fences[broker_id] = fences
-        fences.hear()
+        fences = ProducerFencing(broker_id, self.catalog, self.memberships[broker_id], self.wires, self.clock)
+        self.wires.producer_fencing[broker_id] = fences
+        fences.on_cluster_changed()
         return fences
 
 
@@ -100,7 +102,7 @@ def test_a_broker_that_comes_later_reads_who_was_fenced(brokers):
 
 
 def test_a_broker_that_has_not_read_takes_no_stamped_batch(brokers):
-    fences = Fences(1, brokers.catalog, FakeMembership(brokers.clock), brokers.wires, brokers.clock)
+    fences = ProducerFencing(1, brokers.catalog, FakeMembership(brokers.clock), brokers.wires, brokers.clock)
     with pytest.raises(Unavailable) as refused:
         fences.check(Stamp(1, 0, 0))
     assert refused.value.outcome == "not_applied"
@@ -164,7 +166,7 @@ class AskedCatalog:
 @pytest.mark.parametrize("state", [PlaneState.SUSPENDED, PlaneState.LOST])
 def test_nobody_waits_to_hear_of_an_id_from_a_plane_that_is_not_connected(brokers, state):
     catalog = AskedCatalog(state)
-    fences = Fences(1, catalog, FakeMembership(brokers.clock), brokers.wires, brokers.clock)
+    fences = ProducerFencing(1, catalog, FakeMembership(brokers.clock), brokers.wires, brokers.clock)
     fences.check_given(1 << 40)
     assert catalog.asked == 0
     catalog.plane.state = PlaneState.CONNECTED
@@ -175,7 +177,7 @@ def test_nobody_waits_to_hear_of_an_id_from_a_plane_that_is_not_connected(broker
 def test_a_plane_that_gave_no_answer_is_not_asked_again_for_each_batch(brokers):
     catalog = AskedCatalog(PlaneState.CONNECTED)
     catalog.away = True
-    fences = Fences(1, catalog, FakeMembership(brokers.clock), brokers.wires, brokers.clock)
+    fences = ProducerFencing(1, catalog, FakeMembership(brokers.clock), brokers.wires, brokers.clock)
     for _ in range(3):
         fences.check_given(1 << 40)
     assert catalog.asked == 1

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from portalmq.broker.partition.cache import BATCH_COST_BYTES, RECORD_COST_BYTES, BatchCache, cost_bytes, payload_bytes
-from portalmq.broker.storage.batch import Batch, Kind, Record
+from portalmq.broker.storage.batch import Batch, BatchKind, Record
 
 
 def batch(base: int, count: int = 2, value: bytes = b"x" * 100) -> Batch:
-    return Batch(base, count, base, Kind.MESSAGES, 1, 1, records=tuple(Record(value) for _ in range(count)))
+    return Batch(base, count, base, BatchKind.MESSAGES, 1, 1, records=tuple(Record(value) for _ in range(count)))
 
 
 def put(cache: BatchCache, partition: int, it: Batch) -> None:

@@ -14,7 +14,7 @@ from portalmq import wire
 from portalmq.broker.core.queue.records import Ack, Grant, GroupStart
 from portalmq.broker.partition import compaction as compaction_module
 from portalmq.broker.partition.compaction import Compacting
-from portalmq.broker.storage.batch import HOLE, Kind, Record, frame_of, head_of
+from portalmq.broker.storage.batch import HOLE, BatchKind, Record, frame_of, head_of
 from portalmq.errors import Unavailable
 from portalmq.streams.fetch_buffer import _numbered
 
@@ -246,7 +246,7 @@ def partition_of(fixture, topic="t"):
 
 
 def compact(fixture):
-    fixture.broker.housekeeping.compact()
+    fixture.broker.maintenance.compact()
 
 
 def test_a_topic_that_deletes_is_not_compacted(fixture):
@@ -269,7 +269,7 @@ def test_nothing_goes_for_its_age_unless_that_was_asked_for(fixture, clock):
         clock.advance(24 * 30 * HOUR_MS)
         put(partition, (b"new", b"1"))
         partition.log.roll()
-        broker.housekeeping.retain()
+        broker.maintenance.retain()
         assert len(there(partition)) == left + 1, name
     broker.topics.alter("t", wire.AlterTopic(config={"cleanup": "delete"}))
     assert broker.topics.get("t").state.config.retention_ms == wire.TopicConfig().retention_ms
@@ -407,7 +407,7 @@ def test_a_stream_reader_is_given_what_is_left(fixture):
     put(partition, (b"a", b"1"), (b"b", b"1"), (b"c", b"1"))
     put(partition, (b"a", b"2"), (b"c", b"2"))
     compact(fixture)
-    frames = [frame_of(batch) for batch in partition.log.read(0) if batch.kind == Kind.MESSAGES]
+    frames = [frame_of(batch) for batch in partition.log.read(0) if batch.kind == BatchKind.MESSAGES]
     bases = [head_of(frame).base_offset for frame in frames]
     read = [_numbered(frame.body, 0, base) for frame, base in zip(frames, bases, strict=True)]
     assert [[(offset - bases[0], record.key) for offset, record in batch] for batch in read] == [
@@ -453,8 +453,8 @@ def test_what_groups_have_done_outlives_the_records_of_it(tmp_path, clock):
         before = fold_of(partition)
         compact(fixture)
         kinds = [batch.kind for batch in partition.log.read(0)]
-        assert kinds.count(Kind.BLANK) > 10
-        assert Kind.ACK not in kinds[: kinds.index(Kind.STATE)]
+        assert kinds.count(BatchKind.BLANK) > 10
+        assert BatchKind.ACK not in kinds[: kinds.index(BatchKind.STATE)]
         reached = partition.groups.compacted
         assert fold_of(partition) == msgspec.structs.replace(before, compacted=reached)
     next((tmp_path / "partitions").rglob("state.sqlite")).unlink()
@@ -523,7 +523,7 @@ def test_the_record_of_an_order_says_how_far(fixture):
     partition = partition_of(fixture)
     rounds(partition)
     compact(fixture)
-    record = partition.log.newest_control(Kind.COMPACT)
+    record = partition.log.newest_control(BatchKind.COMPACT)
     assert compaction_module._decode(record.body).upto == partition.groups.compacted <= record.base_offset
 
 

@@ -137,12 +137,12 @@ CALLS: dict[str, Callable[[Fixture], object]] = {
     "count what is unfinished": lambda fixture: fixture.broker.sizing.look("g", "t"),
     "count a queue": lambda fixture: fixture.broker.sizing.size("g", "t"),
     "look for dead letters": redriven,
-    "tell offsets": lambda fixture: fixture.broker.streaming.standings(
+    "tell offsets": lambda fixture: fixture.broker.streaming.positions(
         "s", [fixture.broker.topics.known("t").place(number) for number in range(PARTITIONS)]
     ),
     "health": lambda fixture: fixture.broker.health(),
-    "save the folds": lambda fixture: fixture.broker.housekeeping.save_state(),
-    "retain": lambda fixture: fixture.broker.housekeeping.retain(),
+    "save the folds": lambda fixture: fixture.broker.maintenance.save_state(),
+    "retain": lambda fixture: fixture.broker.maintenance.retain(),
     "sweep": lambda fixture: fixture.broker.groups.sweep(),
     "end a group": lambda fixture: fixture.broker.delete_group("g"),
 }
@@ -190,7 +190,7 @@ LISTS: dict[str, Callable[[Fixture], object]] = {
     "metadata": lambda fixture: fixture.broker.metadata(None),
     "groups": lambda fixture: fixture.broker.list_groups(),
     "locks": lambda fixture: fixture.broker.locks.list_all(),
-    "a group": lambda fixture: fixture.broker.census.describe("a"),
+    "a group": lambda fixture: fixture.broker.group_counter.describe("a"),
     "the topic of a receipt": lambda fixture: fixture.broker.groups.by_tag(b"no topic"),
     "locks, swept": lambda fixture: fixture.broker.locks._sweep(),
     "locks, read anew": lambda fixture: (fixture.broker.locks.note(None), fixture.broker.locks._read_noted()),
@@ -239,7 +239,7 @@ def test_a_message_that_comes_while_a_consumer_parks_wakes_it(spread, meanwhile)
 
 def test_a_consumer_that_ends_while_it_parks_sleeps_nowhere(spread, monkeypatch):
     def sleepers() -> list[object]:
-        return [sleeper for source in spread.sources for sleeper in source._bell._sleepers]
+        return [sleeper for source in spread.sources for sleeper in source._wakeup._sleepers]
 
     def end() -> None:
         if sleepers() and gevent.getcurrent() is consumer:

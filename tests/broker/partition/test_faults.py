@@ -127,7 +127,7 @@ def test_a_saved_state_from_before_the_dropped_segments_is_not_used(tmp_path, mo
         send(fixture, *["x" * 20_000] * 20)
         while messages := receive(fixture, max_messages=100):
             fixture.broker.ack("g", [message.receipt for message in messages])
-        fixture.broker.housekeeping.retain()
+        fixture.broker.maintenance.retain()
         assert partition.log.base_offset > 100
     shutil.copy(kept, state_file)
     with running(tmp_path / "data", clock) as after:
@@ -174,7 +174,7 @@ def test_leases_that_were_acked_are_not_remembered_until_they_would_have_ended(f
     for _ in range(3_000):
         send(fixture, "a", acks="none")
     while messages := receive(fixture, max_messages=1, visibility_timeout_ms=12 * 3_600_000):
-        fixture.broker.settling.begin_acks("g", [messages[0].receipt], forward=True)
+        fixture.broker.settlement.begin_acks("g", [messages[0].receipt], forward=True)
     assert len(fixture.broker.topics.get("t").partition(0).delivery["g"]._wakeups) < 1_500
 
 
@@ -289,30 +289,30 @@ def test_a_purge_under_a_compaction_does_not_end_the_broker(fixture, monkeypatch
         raise OffsetPurged(offset, offset + 1)
 
     monkeypatch.setattr(partition.log, "read", read)
-    fixture.broker.housekeeping.compact()
+    fixture.broker.maintenance.compact()
     assert asked
     assert fixture.faults == []
 
 
 def test_upkeep_on_a_full_disk_makes_room_for_itself_first(fixture):
     fixture.disk.is_full = True
-    fixture.broker.housekeeping.retain()
+    fixture.broker.maintenance.retain()
     assert fixture.disk.released
 
 
 def test_a_partition_that_is_never_at_rest_is_saved_too(fixture):
     send(fixture, "a")
     partition = fixture.broker.topics.get("t").partition(0)
-    fixture.broker.housekeeping.save_state()
+    fixture.broker.maintenance.save_state()
     before = partition.state_file.load()[0].applied
     waiting = gevent.spawn(send, fixture, "b")
     gevent.sleep(0)  # its offset is allotted, and it is not on disk yet
     assert partition.replica.next_offset > partition.high_watermark
-    fixture.broker.housekeeping.save_state()
+    fixture.broker.maintenance.save_state()
     waiting.get(timeout=60)
     again = gevent.spawn(send, fixture, "c")
     gevent.sleep(0)
-    fixture.broker.housekeeping.save_state()
+    fixture.broker.maintenance.save_state()
     assert partition.state_file.load()[0].applied > before
     again.get(timeout=60)
 
@@ -402,7 +402,7 @@ def test_a_partition_that_cannot_be_cleaned_does_not_keep_the_others_from_it(fix
 
     monkeypatch.setattr(first, "retain", refuse_to)
     monkeypatch.setattr(second, "retain", lambda *limits: cleaned.append(second.number))
-    fixture.broker.housekeeping.retain()
+    fixture.broker.maintenance.retain()
     assert cleaned == [1]
 
 
@@ -444,7 +444,7 @@ def test_old_messages_that_a_full_disk_does_not_let_go_go_later(fixture, monkeyp
     partition.purge(None)
     with monkeypatch.context() as patch:
         patch.setattr(partition.log, method, no_room)
-        fixture.broker.housekeeping.retain()
-    fixture.broker.housekeeping.retain()
+        fixture.broker.maintenance.retain()
+    fixture.broker.maintenance.retain()
     assert partition.log.base_offset > 0
     assert not fixture.faults

@@ -11,7 +11,7 @@ from support.log_files import IDENTITY, Writer, open_log
 from portalmq.broker.core.fold import GroupFold, PartitionFold, ProducerFold, encode_fold
 from portalmq.broker.core.queue.records import Ack, Commit, Dead, Done, Grant, GroupStart, Output, Purge
 from portalmq.broker.partition.folding import GroupsFold, last_message_end, recover
-from portalmq.broker.storage.batch import Kind
+from portalmq.broker.storage.batch import BatchKind
 from portalmq.broker.storage.state import StateFile
 
 encode = msgspec.msgpack.encode
@@ -27,10 +27,10 @@ def filled(log) -> Writer:
     writer = Writer(log)
     log.append(
         [
-            writer.control_batch(Kind.EPOCH_START),
-            writer.control_batch(Kind.GROUP_START, encode(GroupStart(0, 1)), "g"),
+            writer.control_batch(BatchKind.EPOCH_START),
+            writer.control_batch(BatchKind.GROUP_START, encode(GroupStart(0, 1)), "g"),
             writer.messages_batch([b"m"] * 5, stamp=(7, 0, 0)),
-            writer.control_batch(Kind.ACK, encode(Ack(((2, 4),), 1, ((0, 0, 2), (0, 0, 3)))), "g"),
+            writer.control_batch(BatchKind.ACK, encode(Ack(((2, 4),), 1, ((0, 0, 2), (0, 0, 3)))), "g"),
         ]
     )
     return writer
@@ -61,7 +61,7 @@ def test_a_state_record_that_stands_later_counts_more(files):
     writer = filled(log)
     state_file.save(PartitionFold(7, 0, [(1, 0)], [], [GroupFold("g", 0, 3, [])]), 7)
     newer = PartitionFold(8, 0, [(1, 0)], [ProducerFold(9, 0, [(0, 1, 1, 1)])], [GroupFold("h", 0, 6, [])])
-    log.append([writer.control_batch(Kind.STATE, encode_fold(newer))])
+    log.append([writer.control_batch(BatchKind.STATE, encode_fold(newer))])
     found = recover(log, state_file)
     assert list(found.groups.delivery) == ["h"]
     assert [producer.producer_id for producer in found.producers.snapshot()] == [9]
@@ -107,11 +107,11 @@ def test_a_purge_moves_the_log_start_when_a_state_record_behind_it_is_committed(
 def test_a_purge_is_found_again_with_what_it_has_still_to_do(files):
     log, state_file = files
     writer = filled(log)
-    log.append([writer.control_batch(Kind.PURGE, encode(Purge(5)))])
+    log.append([writer.control_batch(BatchKind.PURGE, encode(Purge(5)))])
     found = recover(log, state_file)
     assert (found.groups.purges, found.groups.delivery["g"].next) == ([(8, 5)], 5)
     state = PartitionFold(9, 5, [(1, 0)], [], [])
-    log.append([writer.control_batch(Kind.STATE, encode_fold(state))])
+    log.append([writer.control_batch(BatchKind.STATE, encode_fold(state))])
     found = recover(log, state_file)
     assert (found.groups.purges, found.groups.due(10)) == ([], 5)
 

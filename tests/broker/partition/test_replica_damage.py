@@ -9,10 +9,10 @@ import gevent
 import pytest
 from support.replicas import Group, contents, eventually, replicas, send, values
 
-from portalmq.broker.cluster.unclean_election import Standing
+from portalmq.broker.cluster.unclean_election import ReplicaLogEnd
 from portalmq.broker.core.replica.events import Stamp
 from portalmq.broker.partition.fetch_answers import RecordsAnswer
-from portalmq.broker.replication.fetch_protocol import FetchAnswer, decode_answer, encode
+from portalmq.broker.replication.fetch_protocol import ReplicaFetchAnswer, decode_answer, encode
 from portalmq.broker.storage.batch import Record
 from portalmq.broker.storage.errors import DiskFull
 from portalmq.broker.storage.state import StateFile
@@ -48,7 +48,7 @@ def test_a_follower_with_a_damaged_batch_is_rebuilt_from_the_leader(tmp_path):
         send(group.leader, "a", "b", "c")
         settle(group)
         spoil(group, 3)
-        while group.partition(3).upkeep.scrub():
+        while group.partition(3).retention.scrub():
             pass
         eventually(lambda: group.partition(3).store_uuid == "store-3/1")
         eventually(lambda: group.state.isr == (1, 2, 3) and group.state.store_uuids[3] == "store-3/1")
@@ -87,7 +87,7 @@ def test_a_log_that_is_begun_anew_under_the_search_for_damage_is_not_a_fault(tmp
             return read(offset, max_bytes=max_bytes, below=below)
 
         monkeypatch.setattr(log, "read_to_copy", begun_anew)
-        assert not group.leader.upkeep.scrub()
+        assert not group.leader.retention.scrub()
         assert not group.hosts[1].faults
         assert not group.leader.flaw
 
@@ -165,7 +165,7 @@ def test_replicas_that_are_all_damaged_are_all_kept(tmp_path):
             files.append((file, file.read_bytes()))
             file.write_bytes(b"nothing" * 1_000)
         for broker_id in (1, 2, 3):
-            group.unusable[broker_id] = Standing("", 1, 0, 0, 0, fault="not opened yet")
+            group.unusable[broker_id] = ReplicaLogEnd("", 1, 0, 0, 0, fault="not opened yet")
             assert group.start(broker_id, incarnation=2) is None
         assert [lost(tmp_path, broker_id) for broker_id in (1, 2, 3)] == [[], [], []]
         assert group.state.isr == (1, 2, 3)
@@ -252,7 +252,7 @@ def test_a_leader_that_sends_nonsense_is_not_believed(tmp_path):
         def repeat(answer: bytes) -> bytes:
             read = decode_answer(answer)
             return encode(
-                FetchAnswer(
+                ReplicaFetchAnswer(
                     read.known,
                     [
                         RecordsAnswer(*each.key, each.echo, [*each.frames, *each.frames], each.high_watermark)
@@ -341,7 +341,9 @@ def test_a_leader_that_cannot_begin_its_epoch_for_want_of_room_begins_it_later(t
         with monkeypatch.context() as patch:
             refuse(patch, group, 2)
             group.elect(2)
-            eventually(lambda: group.partition(2).replica.leading and group.partition(2).agenda.remembering is None)
+            eventually(
+                lambda: group.partition(2).replica.leading and group.partition(2).action_queue.remembering is None
+            )
             with pytest.raises(StorageFull):
                 send(group.partition(2), "refused")
             assert not group.partition(2).serves
@@ -364,11 +366,11 @@ def test_the_start_of_an_epoch_that_waits_behind_a_refused_transaction_is_writte
             patch.setattr(StateFile, "save_highest_epoch", full)
             pending = partition.submit((Record(b"refused"),), 7)
             group.elect(1)
-            assert partition.agenda.remembering is not None
+            assert partition.action_queue.remembering is not None
             with pytest.raises(PortalMQError):
                 partition.outcome(pending)
             eventually(lambda: partition._writer.is_idle)
-        eventually(lambda: partition.agenda.remembering is None and partition.serves)
+        eventually(lambda: partition.action_queue.remembering is None and partition.serves)
         send(partition, "b")
         settle(group)
         assert values(partition) == ["b"]

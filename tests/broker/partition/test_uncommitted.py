@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import pytest
 
-from portalmq.broker.partition.uncommitted import SETTLING, Uncommitted
+from portalmq.broker.partition.uncommitted import SETTLEMENT_KINDS, Uncommitted
 from portalmq.broker.partition.writer import Pending
-from portalmq.broker.storage.batch import Batch, Kind
+from portalmq.broker.storage.batch import Batch, BatchKind
 from portalmq.errors import NotLeader
 
 
-def appended(uncommitted: Uncommitted, offset: int, kind: Kind) -> Pending:
+def appended(uncommitted: Uncommitted, offset: int, kind: BatchKind) -> Pending:
     pending = Pending(Batch(offset, 1, 0, kind, 1, 0))
     pending.base_offset = offset
     uncommitted.add(pending)
     return pending
 
 
-@pytest.mark.parametrize("kind", sorted(SETTLING))
+@pytest.mark.parametrize("kind", sorted(SETTLEMENT_KINDS))
 def test_what_takes_messages_away_is_committed_and_answered_later(kind):
     uncommitted = Uncommitted()
-    message, taken_away = appended(uncommitted, 0, Kind.MESSAGES), appended(uncommitted, 1, kind)
+    message, taken_away = appended(uncommitted, 0, BatchKind.MESSAGES), appended(uncommitted, 1, kind)
     assert uncommitted.advance(2, 0, settles=False) == 1
     assert message.done.is_set(), "produce does not wait"
     assert not taken_away.done.is_set()
@@ -32,7 +32,7 @@ def test_what_takes_messages_away_is_committed_and_answered_later(kind):
 
 def test_whoever_waits_when_the_leadership_ends_does_not_know():
     uncommitted = Uncommitted()
-    ack = appended(uncommitted, 0, Kind.ACK)
+    ack = appended(uncommitted, 0, BatchKind.ACK)
     uncommitted.advance(1, 0, settles=False)
     uncommitted.fail(NotLeader("moved", outcome="unknown"))
     assert ack.error is not None

@@ -18,7 +18,7 @@ from portalmq.broker.core.replica.replica import PartitionReplica
 from portalmq.broker.queues import commit as committing
 from portalmq.broker.queues import outbox
 from portalmq.broker.queues.commit import Publication, StreamPlace
-from portalmq.broker.storage.batch import Kind, Record
+from portalmq.broker.storage.batch import BatchKind, Record
 from portalmq.broker.storage.errors import DiskFull
 from portalmq.errors import (
     Backpressure,
@@ -98,7 +98,7 @@ def succeeded(fixture, monkeypatch):
     def pass_by(seconds: float) -> None:
         fixture.clock.advance(round(1_000 * seconds))
 
-    monkeypatch.setattr(fixture.broker.committing._leaders, "_patience_s", 0.0)  # a refusal is not tried again
+    monkeypatch.setattr(fixture.broker.group_commits._leaders, "_patience_s", 0.0)  # a refusal is not tried again
     monkeypatch.setattr("portalmq.broker.partition.readable.gevent", SimpleNamespace(sleep=pass_by))
     monkeypatch.setattr(PartitionReplica, "led_at", lambda replica, then_ms: False)
 
@@ -171,7 +171,7 @@ def test_foreign_and_forged_receipts_are_refused(fixture):
         commit(fixture, [message], group="other")
     forged = message.receipt[:20] + ("A" if message.receipt[20] != "A" else "B") + message.receipt[21:]
     with pytest.raises(InvalidRequest):
-        fixture.broker.committing.commit_receipts("g", [forged], [], forward=True)
+        fixture.broker.group_commits.commit_receipts("g", [forged], [], forward=True)
     with pytest.raises(GroupNotFound):
         commit(fixture, [message], group="nobody")
 
@@ -328,7 +328,7 @@ def test_a_commit_that_the_disk_refuses_leaves_no_trace(fixture, monkeypatch):
     real = log.append
 
     def refused(batches) -> None:
-        if any(batch.kind == Kind.COMMIT for batch in batches):
+        if any(batch.kind == BatchKind.COMMIT for batch in batches):
             monkeypatch.setattr(log, "append", real)
             raise DiskFull("no room")
         real(batches)
@@ -349,7 +349,7 @@ def test_a_lease_whose_grant_the_disk_refused_does_not_count_for_the_one_after_i
     real = partition.log.append
 
     def refused(batches) -> None:
-        if any(batch.kind == Kind.GRANT for batch in batches):
+        if any(batch.kind == BatchKind.GRANT for batch in batches):
             monkeypatch.setattr(partition.log, "append", real)
             raise DiskFull("no room")
         real(batches)
@@ -446,7 +446,7 @@ def test_ids_tell_partitions_records_epochs_and_places_apart(fixture):
     settled(fixture)
     ids = [stored.record.message_id for stored in stored_in(fixture, "out")]
     assert len(set(ids)) == 2
-    order = next(batch for batch in partition_of(fixture).log.control_records() if batch.kind == Kind.COMMIT)
+    order = next(batch for batch in partition_of(fixture).log.control_records() if batch.kind == BatchKind.COMMIT)
     topic_id = partition_of(fixture).topic_id
     assert ids == [outbox.output_id(topic_id, 0, order, index) for index in range(2)]
     later = msgspec.structs.replace(order, leader_epoch=order.leader_epoch + 1)
@@ -469,7 +469,7 @@ def commit_offset(
     fixture, offset: int, publish=(), *, member: str = "m", generation: int = 3, committed=None, group: str = "s"
 ):
     place = StreamPlace(member, generation, offset, committed)
-    return fixture.broker.committing.commit_offset(group, "in", 0, place, list(publish), forward=True)
+    return fixture.broker.group_commits.commit_offset(group, "in", 0, place, list(publish), forward=True)
 
 
 def test_a_stream_member_commits_its_offset_with_its_outputs(stream):
@@ -580,14 +580,14 @@ def test_a_refusal_after_an_unknown_try_is_known_to_have_done_nothing(fixture):
     messages = receive(fixture)
     commit(fixture, messages)
     tries = [NotLeader("the leadership moved while this was on its way", outcome="unknown")]
-    real = fixture.broker.committing.apply
+    real = fixture.broker.group_commits.apply
 
     def apply(call, place):
         if tries:
             raise tries.pop()
         return real(call, place)
 
-    fixture.broker.committing.apply = apply
+    fixture.broker.group_commits.apply = apply
     partition_of(fixture).delivery["g"].commits.clear()
     with pytest.raises(StaleReceipt) as refused:
         commit(fixture, messages, outputs("A"))
@@ -614,13 +614,13 @@ def test_the_calls_between_brokers_carry_all_of_a_commit(fixture):
     send(fixture, "a")
     messages = receive(fixture)
     call_of: list[committing.CommitCall] = []
-    real = fixture.broker.committing._brought
+    real = fixture.broker.group_commits._brought
 
     def brought(call, place, forward):
         call_of.append(msgspec.msgpack.decode(msgspec.msgpack.encode(call), type=committing.CommitCall))
         return real(call, place, forward)
 
-    fixture.broker.committing._brought = brought
+    fixture.broker.group_commits._brought = brought
     first = commit(fixture, messages, outputs("A", key=b"k"))
     answer = fixture.broker.serve_peer("commit", msgspec.msgpack.encode(call_of[0]), None)
     ((value, refused),) = msgspec.msgpack.decode(answer)

@@ -25,7 +25,7 @@ from portalmq import wire
 from portalmq.broker.core.queue.delivery import GroupDelivery
 from portalmq.broker.core.queue.records import Drop
 from portalmq.broker.queues import dead_letters, outbox
-from portalmq.broker.queues.settle import Way
+from portalmq.broker.queues.settle import SettleRequest
 from portalmq.broker.storage.batch import Record
 from portalmq.errors import GroupModeMismatch, GroupNotFound, InvalidRequest, NotLeader, TopicNotFound, Unavailable
 
@@ -49,8 +49,8 @@ def redrive(fixture, *, ids=None, where=None, rate_per_s=None, dry_run=False):
     return fixture.broker.dead_letters.redrive("g", "in", ids=ids, where=where, rate_per_s=rate_per_s, dry_run=dry_run)
 
 
-def settle(fixture, messages, way: Way) -> list[bool]:
-    return fixture.broker.settling.settle("g", [message.receipt for message in messages], way)
+def settle(fixture, messages, way: SettleRequest) -> list[bool]:
+    return fixture.broker.settlement.settle("g", [message.receipt for message in messages], way)
 
 
 def drop(fixture, ids=None) -> int:
@@ -91,9 +91,9 @@ def test_the_copy_carries_the_message_and_where_it_comes_from(fixture):
 def test_a_reason_of_several_lines_becomes_a_header_of_one(fixture):
     """What a consumer gives as the reason is a stack trace, often; a header takes no line breaks."""
     send(fixture, "a")
-    settle(fixture, receive(fixture), Way("nack", 0, "Traceback:\n  File\r\n\tValueError\0"))
+    settle(fixture, receive(fixture), SettleRequest("nack", 0, "Traceback:\n  File\r\n\tValueError\0"))
     fixture.broker.groups.put("g", {"max_deliveries": 2})
-    settle(fixture, receive(fixture), Way("nack", None, "Traceback:\n  File\r\n\tValueError\0"))
+    settle(fixture, receive(fixture), SettleRequest("nack", None, "Traceback:\n  File\r\n\tValueError\0"))
     settled(fixture)
     (copy,) = stored_in(fixture, "in.dlq")
     (letter,) = listed(fixture).messages
@@ -247,23 +247,23 @@ def test_receipts_from_before_a_redrive_are_stale(tmp_path):
         before.broker.groups.put("g", {"max_deliveries": 1})
         send(before, "a", "b")
         earlier = receive(before, 2)
-        settle(before, earlier[:1], Way("nack"))
-        settle(before, earlier[1:], Way("nack"))
+        settle(before, earlier[:1], SettleRequest("nack"))
+        settle(before, earlier[1:], SettleRequest("nack"))
         assert redrive(before) == (2, 2)
         later = receive(before, 2)
         assert [message.delivery_count for message in later] == [1, 1]
         clock = before.clock
-        for way in (Way("ack"), Way("nack"), Way("extend", 1_000)):
+        for way in (SettleRequest("ack"), SettleRequest("nack"), SettleRequest("extend", 1_000)):
             assert settle(before, earlier, way) == [False, False]
     with running(tmp_path, clock) as after:
-        for way in (Way("ack"), Way("nack"), Way("extend", 1_000)):
+        for way in (SettleRequest("ack"), SettleRequest("nack"), SettleRequest("extend", 1_000)):
             assert settle(after, earlier, way) == [False, False]
         # A nack counts what was delivered since the redrive.
         after.broker.groups.put("g", {"max_deliveries": 2})
-        assert settle(after, later[:1], Way("nack")) == [True]
+        assert settle(after, later[:1], SettleRequest("nack")) == [True]
         (again,) = receive(after, 2)
         assert (again.offset, again.delivery_count) == (later[0].offset, 2)
-        assert settle(after, [again, later[1]], Way("ack")) == [True, True]
+        assert settle(after, [again, later[1]], SettleRequest("ack")) == [True, True]
 
 
 def test_a_redrive_wakes_a_consumer_that_sleeps(fixture):

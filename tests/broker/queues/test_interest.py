@@ -12,8 +12,8 @@ from support.domain import FakePeer
 
 from portalmq import wire
 from portalmq.broker.cluster.peers import NotAnswered, NotReached
-from portalmq.broker.cluster.rpc import Interested, Received
-from portalmq.broker.partition.long_poll import Delivered, ParkingLot, ReceiveOptions, receive, take
+from portalmq.broker.cluster.rpc import Interested, ReceiveResult
+from portalmq.broker.partition.long_poll import LeasedMessage, LongPolls, ReceiveOptions, receive, take
 from portalmq.broker.queues import remote_interest as interest
 from portalmq.broker.queues.remote_interest import Ask, RemoteGroup
 from portalmq.broker.storage.batch import Record
@@ -27,7 +27,7 @@ class Leader:
     """Another broker, which leads everything: `arrive` brings it a message."""
 
     def __init__(self) -> None:
-        self.messages: list[Delivered] = []
+        self.messages: list[LeasedMessage] = []
         self.calls: list[str] = []
         self.parked = 0
         self.trouble: PortalMQError | None = None
@@ -36,7 +36,7 @@ class Leader:
         self._arrived = Event()
 
     def arrive(self, value: bytes) -> None:
-        self.messages.append(Delivered("t", 0, len(self.calls), 0, Record(value), "r", 1, 0))
+        self.messages.append(LeasedMessage("t", 0, len(self.calls), 0, Record(value), "r", 1, 0))
         self._arrived.set()
 
     def call(self, broker_id: int, name: str, request: Any, kind: Any, *, timeout_s: float) -> Any:
@@ -52,12 +52,12 @@ class Leader:
                 self.parked -= 1
             return Interested(bool(self.messages))
         if name == "replay":
-            return Received([], known=False)
+            return ReceiveResult([], known=False)
         self.patient.append(request.patient)
         taken, self.messages = self.messages[: request.max_messages], self.messages[request.max_messages :]
         if not self.messages:
             self._arrived.clear()
-        return Received(taken, self.unbegun)
+        return ReceiveResult(taken, self.unbegun)
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def source_at(
 
 
 def asleep(source: RemoteGroup, peer: FakePeer | None = None, wait_s: float = 60.0, **options: Any) -> gevent.Greenlet:
-    return gevent.spawn(receive, lambda: [source], ["t"], OPTIONS._replace(**options), wait_s, peer, ParkingLot(100))
+    return gevent.spawn(receive, lambda: [source], ["t"], OPTIONS._replace(**options), wait_s, peer, LongPolls(100))
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -82,7 +82,7 @@ def until(condition: Callable[[], bool]) -> None:
             gevent.sleep(0.002)
 
 
-def texts(messages: list[Delivered]) -> list[bytes]:
+def texts(messages: list[LeasedMessage]) -> list[bytes]:
     return [message.record.value for message in messages]
 
 
@@ -93,7 +93,7 @@ def test_what_is_there_already_is_fetched_at_once_and_nobody_is_parked(leader: L
 
 
 def test_a_broker_that_is_silent_and_leads_no_longer_is_left(leader: Leader) -> None:
-    def left(call: Callable[[], Received]) -> Received:
+    def left(call: Callable[[], ReceiveResult]) -> ReceiveResult:
         raise NotAnswered("another broker leads meanwhile")
 
     leader.arrive(b"a")
@@ -180,7 +180,7 @@ def test_a_leader_is_asked_to_wait_for_its_followers_only_while_nothing_is_in_ha
 
 
 def test_one_leader_that_refuses_is_enough_to_wait_for(leader: Leader) -> None:
-    def refused(call: Callable[[], Received]) -> Received:
+    def refused(call: Callable[[], ReceiveResult]) -> ReceiveResult:
         raise Unavailable("its followers do not vouch")
 
     leader.arrive(b"a")

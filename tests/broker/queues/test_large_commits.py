@@ -128,9 +128,9 @@ class Walked(list[Publication]):
 def test_outputs_for_many_topics_are_walked_through_twice_with_pauses(fixture, in_small_parts, monkeypatch):
     monkeypatch.setattr(committing, "OUTPUTS_A_TURN", 3)
     publications = Walked([each for name in "abcdef" for each in outputs(name, topic=f"out-{name}")])
-    fixture.broker.committing._outputs(publications)  # the topics are there from here on
+    fixture.broker.group_commits._outputs(publications)  # the topics are there from here on
     publications.walks, pauses = 0, in_small_parts()
-    made = fixture.broker.committing._outputs(publications)
+    made = fixture.broker.group_commits._outputs(publications)
     assert [(each.topic, each.record.value) for each in made] == [(f"out-{name}", name.encode()) for name in "abcdef"]
     assert (publications.walks, len(pauses)) == (2, 2)
 
@@ -139,4 +139,4 @@ def test_an_output_that_its_topic_does_not_take_is_named_by_its_place_among_thos
     fixture.broker.create_topic("small", wire.CreateTopic(config={"max_message_bytes": 1_024}))
     publications = [*outputs("a", "b"), *outputs("c", "x" * 2_000, topic="small")]
     with pytest.raises(MessageTooLarge, match="message 1 has 2000 bytes, topic 'small'"):
-        fixture.broker.committing._outputs(publications)
+        fixture.broker.group_commits._outputs(publications)

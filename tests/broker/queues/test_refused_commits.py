@@ -39,7 +39,7 @@ def test_what_the_disk_refuses_meanwhile_refuses_no_commit(
             place = StreamPlace("m", 3, 3)
 
             def try_it() -> Any:
-                return fixture.broker.committing.commit_offset("s", "in", 0, place, outputs("A"), forward=True)
+                return fixture.broker.group_commits.commit_offset("s", "in", 0, place, outputs("A"), forward=True)
 
         def refused(batches: object) -> None:
             go.wait()

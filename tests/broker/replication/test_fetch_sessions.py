@@ -21,8 +21,8 @@ from portalmq.broker.partition.fetch_answers import (
 )
 from portalmq.broker.replication.fetch_protocol import (
     AskedPartition,
-    FetchAnswer,
-    FetchRequest,
+    ReplicaFetchAnswer,
+    ReplicaFetchRequest,
     decode_answer,
     decode_request,
     encode,
@@ -50,7 +50,7 @@ def group(tmp_path, monkeypatch) -> Iterator[Group]:
 def request(turn: int = 1, *asked: AskedPartition, wait_ms: int = 0, **more) -> bytes:
     fields = {"cluster_id": CLUSTER, "session": 100, "max_bytes": 1 << 20, "left": [], "incarnation": 1, **more}
     return encode(
-        FetchRequest(
+        ReplicaFetchRequest(
             fields["cluster_id"],
             2,
             fields["incarnation"],
@@ -70,11 +70,11 @@ def asked(offset: int, number: int = 1, *, epoch: int = 1, last: int = 1, hw: in
     return AskedPartition(TOPIC_ID, partition, None, epoch, offset, offset, last, number, hw)
 
 
-def ask(group: Group, body: bytes) -> FetchAnswer:
+def ask(group: Group, body: bytes) -> ReplicaFetchAnswer:
     return decode_answer(group.hosts[1].replication.serve(body, None))
 
 
-def only(answer: FetchAnswer):
+def only(answer: ReplicaFetchAnswer):
     assert answer.known
     (each,) = answer.partitions
     return each
@@ -306,7 +306,7 @@ def test_an_answer_that_one_replica_cannot_take_is_not_lost_to_the_others(tmp_pa
                 RejectedAnswer(each.topic_id, each.partition, echo_of(fetch_of(named, each)), 1)
                 for each in named.partitions
             ]
-            return encode(FetchAnswer(True, answers))
+            return encode(ReplicaFetchAnswer(True, answers))
 
     with replicas(tmp_path, 1) as one:
         fetchers = Fetchers(one.hosts[1], OneAnswer())

@@ -10,7 +10,7 @@ import pytest
 from support.replicas import Group, eventually, replicas
 
 from portalmq.broker.core.replica.events import LeaseRenewed, Tick
-from portalmq.broker.replication.ticker import Pulse
+from portalmq.broker.replication.ticker import Ticker
 
 
 @pytest.fixture
@@ -20,8 +20,8 @@ def group(tmp_path: Path) -> Iterator[Group]:
         yield it
 
 
-def pulse_of(group: Group, **more) -> Pulse:
-    return Pulse(group.hosts[1], lambda: [group.partition(1)], **more)
+def pulse_of(group: Group, **more) -> Ticker:
+    return Ticker(group.hosts[1], lambda: [group.partition(1)], **more)
 
 
 def heard(partition, monkeypatch: pytest.MonkeyPatch) -> list[object]:
@@ -113,7 +113,7 @@ def test_a_partition_that_fails_does_not_keep_the_lease_from_the_others(group, m
     told = heard(whole, monkeypatch)
     with monkeypatch.context() as patch:
         patch.setattr(broken, "tell", fail)
-        Pulse(group.hosts[1], lambda: [broken, whole]).tick()
+        Ticker(group.hosts[1], lambda: [broken, whole]).tick()
     assert any(isinstance(event, LeaseRenewed) for event in told)
 
 

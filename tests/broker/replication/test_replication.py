@@ -15,7 +15,13 @@ from portalmq.broker.core.queue.records import Ack, Grant, GroupStart
 from portalmq.broker.core.replica.events import Stamp
 from portalmq.broker.partition import serving
 from portalmq.broker.partition.fetch_answers import RecordsAnswer
-from portalmq.broker.replication.fetch_protocol import AskedPartition, FetchAnswer, FetchRequest, decode_answer, encode
+from portalmq.broker.replication.fetch_protocol import (
+    AskedPartition,
+    ReplicaFetchAnswer,
+    ReplicaFetchRequest,
+    decode_answer,
+    encode,
+)
 from portalmq.control_plane.state import TopicState
 from portalmq.errors import NotEnoughReplicas, NotLeader, OffsetOutOfRange, PortalMQError, Unavailable
 from portalmq.wire import TopicConfig
@@ -330,7 +336,9 @@ def test_a_follower_that_began_anew_and_ends_before_it_has_the_fold_begins_there
 
 def _only_the_first_frames_are_withheld(answer: bytes) -> bytes:
     read = decode_answer(answer)
-    return encode(FetchAnswer(read.known, [each for each in read.partitions if not isinstance(each, RecordsAnswer)]))
+    return encode(
+        ReplicaFetchAnswer(read.known, [each for each in read.partitions if not isinstance(each, RecordsAnswer)])
+    )
 
 
 def test_a_purge_on_the_leader_moves_the_log_start_of_followers_too(tmp_path):
@@ -500,7 +508,7 @@ def test_a_fetch_whose_sender_has_gone_says_nothing(tmp_path):
         settle(group)
         host = group.hosts[1]
         book = group.leader.replica.in_sync
-        request = FetchRequest(
+        request = ReplicaFetchRequest(
             CLUSTER, 2, 9, "store-2", 1, 1, 0, 1, [AskedPartition(TOPIC_ID, 0, None, 1, 1, 1, 1, 1, 0)], []
         )
         host.replication.serve(encode(request), Caller())
@@ -553,7 +561,7 @@ def test_a_snapshot_has_what_a_new_leader_had_still_to_write_down(tmp_path, monk
         second.save_state()
         gate.put(None)
         eventually(lambda: second.serves)
-        second.upkeep._save()  # the broker may be killed right after it
+        second.retention._save()  # the broker may be killed right after it
         if (saved := second.state_file.load()) is not None and saved[0].applied >= second.replica.next_offset:
             assert [each.group for each in saved[0].groups] == ["g"]
         second.save_state()

@@ -12,7 +12,7 @@ from support.domain import records, running
 
 from portalmq import wire
 from portalmq.broker.cluster.exits import StartupError
-from portalmq.broker.cluster.unclean_election import NotElected, Standing, choose
+from portalmq.broker.cluster.unclean_election import NotElected, ReplicaLogEnd, choose
 from portalmq.broker.server.adoption import (
     BROKERS_FILE,
     PRODUCER_IDS_APART,
@@ -218,8 +218,8 @@ class TestWritingBack:
         assert catalog.topic("t") == other
 
 
-def standing(last_epoch: int, end: int, store: str = "s", fault: str = "") -> Standing:
-    return Standing(store, 1, last_epoch, end, 0, fault)
+def standing(last_epoch: int, end: int, store: str = "s", fault: str = "") -> ReplicaLogEnd:
+    return ReplicaLogEnd(store, 1, last_epoch, end, 0, fault)
 
 
 class TestChoosingByName:
@@ -242,7 +242,7 @@ class TestChoosingByName:
             choose(self.HELD, {1: standing(5, 20, "s1"), 2: standing(4, 90)})
 
     @pytest.mark.parametrize("first", [standing(5, 20, "emptied"), standing(5, 20, "s1", fault="damaged")])
-    def test_one_in_sync_on_paper_alone_is_no_hindrance(self, first: Standing) -> None:
+    def test_one_in_sync_on_paper_alone_is_no_hindrance(self, first: ReplicaLogEnd) -> None:
         assert choose(self.HELD, {1: first, 2: standing(6, 90)}) == 2
 
     def test_an_empty_one_does_not_lead_by_itself_while_something_was_set_aside(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from portalmq.broker.server.connections import Connection, Connections
+from portalmq.broker.server.connections import ClientConnection, Connections
 
 
 class House:
@@ -13,10 +13,10 @@ class House:
     def __init__(self, at_most: int = 1_000, per_address_max: int = 3, **more: bool) -> None:
         self.connections = Connections(at_most, per_address_max, **more)
         self.ended: list[str] = []
-        self.held: dict[str, Connection] = {}
+        self.held: dict[str, ClientConnection] = {}
 
     def enter(self, name: str, address: str = "192.0.2.1") -> bool:
-        connection = self.held[name] = Connection(address, lambda: self.ended.append(name))
+        connection = self.held[name] = ClientConnection(address, lambda: self.ended.append(name))
         return self.connections.enter(connection)
 
     def busy(self, *names: str) -> None:

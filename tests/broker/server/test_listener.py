@@ -13,7 +13,7 @@ from gevent.server import StreamServer
 from gunicorn.config import Config
 
 from portalmq.broker.server import process
-from portalmq.broker.server.connections import Connection, Connections
+from portalmq.broker.server.connections import ClientConnection, Connections
 
 FULL = OSError(errno.EMFILE, "Too many open files")
 
@@ -42,7 +42,7 @@ def test_a_shortage_of_descriptors_is_waited_out_and_said_once(listener, monkeyp
 
     monkeypatch.setattr(StreamServer, "do_read", short)
     hung_up = []
-    listener.connections.enter(Connection("192.0.2.1", lambda: hung_up.append(1)))
+    listener.connections.enter(ClientConnection("192.0.2.1", lambda: hung_up.append(1)))
     with socket.create_connection(listener.address) as client:
         client.sendall(b"hello")
         with gevent.Timeout(50):

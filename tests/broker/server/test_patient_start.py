@@ -16,7 +16,7 @@ from support.members import until
 
 from portalmq.broker.cluster import retry_budget as patience
 from portalmq.broker.cluster.exits import EX_CANTCREAT, EX_UNAVAILABLE, EX_USAGE, StartupError
-from portalmq.broker.cluster.retry_budget import Patience
+from portalmq.broker.cluster.retry_budget import RetryBudget
 from portalmq.broker.server import composition as server
 from portalmq.broker.server import preflight
 from portalmq.broker.server.auth import Auth
@@ -224,9 +224,9 @@ class TestPatience:
 
         monkeypatch.setattr(patience, "time", SimpleNamespace(monotonic=lambda: self.now_s, sleep=sleep))
 
-    def patience(self, limit_s: float) -> Patience:
+    def patience(self, limit_s: float) -> RetryBudget:
         self.told: list[float] = []
-        return Patience(limit_s, tell=lambda fault, left_s: self.told.append(left_s), again_s=1.0)
+        return RetryBudget(limit_s, tell=lambda fault, left_s: self.told.append(left_s), again_s=1.0)
 
     @pytest.mark.parametrize(
         "fault", [PlaneUnavailable("away"), OutcomeUnknown("lost"), Unavailable("others changed it 16 times")]

@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from support.log_files import Writer, open_log
 
-from portalmq.broker.storage.batch import Kind, Record
+from portalmq.broker.storage.batch import BatchKind, Record
 
 
 def main(directory: Path, seed: int) -> None:
@@ -35,7 +35,7 @@ def main(directory: Path, seed: int) -> None:
                         for n in range(chance.choice([1, 3, 40]))
                     )
                 )
-                batches.append(writer.control_batch(Kind.ACK, b"body", "g"))
+                batches.append(writer.control_batch(BatchKind.ACK, b"body", "g"))
             log.append(batches)
         elif action < 0.85:
             log.roll()

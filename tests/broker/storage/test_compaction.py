@@ -17,9 +17,18 @@ from support.killer import Killed, Killer
 from support.log_files import IDENTITY, Writer, everything, numbered, open_log
 
 from portalmq.broker.storage import compaction as compaction_module
-from portalmq.broker.storage.batch import HOLE, Kind, Record, batch_of_frame, checksum, frame_of, head_of, is_hollow
+from portalmq.broker.storage.batch import (
+    HOLE,
+    BatchKind,
+    Record,
+    batch_of_frame,
+    checksum,
+    frame_of,
+    head_of,
+    is_hollow,
+)
 from portalmq.broker.storage.compaction import Compaction, Order
-from portalmq.broker.storage.errors import CorruptBatch, DamagedFile, DiskFull, LogClosed
+from portalmq.broker.storage.errors import CorruptBatch, CorruptFile, DiskFull, LogClosed
 from portalmq.broker.storage.log import Log
 
 NOW_MS = 1_000_000
@@ -66,7 +75,7 @@ def three_values(directory) -> Log:
     """Two segments to be sealed, and an active one: a and b in the first, a again in the second, b in the third."""
     log = open_log(directory)
     put(log, (b"a", b"1"), (b"b", b"2"), (b"c", b"3"))
-    Writer(log).put_control(Kind.ACK, b"body", "g")
+    Writer(log).put_control(BatchKind.ACK, b"body", "g")
     put(log, (b"a", b"4"), (None, b"keyless"))
     log.roll()
     put(log, (b"a", b"5"), (b"d", b"6"))
@@ -183,10 +192,18 @@ def test_text_and_bytes_are_one_key(tmp_path):
 def test_records_of_groups_lose_their_content_and_keep_their_offsets(tmp_path):
     log = open_log(tmp_path)
     writer = Writer(log)
-    kinds = [Kind.EPOCH_START, Kind.GROUP_START, Kind.STATE, Kind.GRANT, Kind.CANCEL, Kind.COMPACT, Kind.DEAD]
+    kinds = [
+        BatchKind.EPOCH_START,
+        BatchKind.GROUP_START,
+        BatchKind.STATE,
+        BatchKind.GRANT,
+        BatchKind.CANCEL,
+        BatchKind.COMPACT,
+        BatchKind.DEAD,
+    ]
     log.append([writer.control_batch(kind, b"x" * 1_000, "g") for kind in kinds])
     put(log, (b"a", b"1"))
-    Writer(log).put_control(Kind.ACK, b"body", "g")
+    Writer(log).put_control(BatchKind.ACK, b"body", "g")
     log.roll()
     copy = open_log(tmp_path / "copy")
     copy.append(log.read(0))
@@ -194,9 +211,21 @@ def test_records_of_groups_lose_their_content_and_keep_their_offsets(tmp_path):
     wanted = msgspec.structs.replace(order(8), blanks=True)
     for each in (log, copy):
         compact(each, wanted)
-        kept = [Kind.EPOCH_START, Kind.BLANK, Kind.BLANK, Kind.BLANK, Kind.BLANK, Kind.COMPACT, Kind.BLANK]
-        assert [batch.kind for batch in everything(each)] == [*kept, Kind.MESSAGES, Kind.ACK]
-        assert [batch.kind for batch in each.control_records()] == [Kind.EPOCH_START, Kind.COMPACT, Kind.ACK]
+        kept = [
+            BatchKind.EPOCH_START,
+            BatchKind.BLANK,
+            BatchKind.BLANK,
+            BatchKind.BLANK,
+            BatchKind.BLANK,
+            BatchKind.COMPACT,
+            BatchKind.BLANK,
+        ]
+        assert [batch.kind for batch in everything(each)] == [*kept, BatchKind.MESSAGES, BatchKind.ACK]
+        assert [batch.kind for batch in each.control_records()] == [
+            BatchKind.EPOCH_START,
+            BatchKind.COMPACT,
+            BatchKind.ACK,
+        ]
         assert each.newest_state() is None
     frames = [frame_of(batch) for batch in everything(log)]
     assert [batch_of_frame(frame, head_of(frame)) for frame in frames] == everything(copy)
@@ -408,7 +437,7 @@ def test_a_damaged_file_is_not_given_a_new_checksum(tmp_path):
     content[-10] ^= 1
     path.write_bytes(content)
     work = Compaction(log, order(8))
-    with pytest.raises((CorruptBatch, DamagedFile), match="SHA-256"):
+    with pytest.raises((CorruptBatch, CorruptFile), match="SHA-256"):
         run(work)
     work.close()
     assert path.read_bytes() == content

@@ -11,8 +11,8 @@ from support.log_files import Writer, everything, open_log
 from portalmq.broker.storage.batch import (
     BadFrame,
     Batch,
-    Frame,
-    Kind,
+    BatchFrame,
+    BatchKind,
     Record,
     batch_of_frame,
     checksum,
@@ -33,8 +33,8 @@ def batches(tmp_path):
     writer = Writer(log)
     built = [
         writer.messages_batch(RECORDS, stamp=(7, 1, 3)),
-        writer.control_batch(Kind.GRANT, b"body", "group"),
-        writer.control_batch(Kind.EPOCH_START),
+        writer.control_batch(BatchKind.GRANT, b"body", "group"),
+        writer.control_batch(BatchKind.EPOCH_START),
     ]
     log.append(built)
     return log, built
@@ -70,19 +70,19 @@ def test_a_frame_with_any_bit_flipped_is_refused(tmp_path):
 )
 def test_a_frame_that_fits_its_checksum_and_says_nothing_is_refused(header):
     with pytest.raises(BadFrame):
-        head_of(Frame(header, zlib.crc32(b"", zlib.crc32(header)), b""))
+        head_of(BatchFrame(header, zlib.crc32(b"", zlib.crc32(header)), b""))
 
 
 def test_records_that_are_not_what_the_header_counts_are_refused():
     body = frame_of(_batch(1)).body
     frame = frame_of(_batch(2))
-    wrong = Frame(frame.header, zlib.crc32(body, zlib.crc32(frame.header)), body)
+    wrong = BatchFrame(frame.header, zlib.crc32(body, zlib.crc32(frame.header)), body)
     with pytest.raises(BadFrame, match="1 records"):
         batch_of_frame(wrong, head_of(wrong))
-    garbage = Frame(frame.header, zlib.crc32(b"\xc1", zlib.crc32(frame.header)), b"\xc1")
+    garbage = BatchFrame(frame.header, zlib.crc32(b"\xc1", zlib.crc32(frame.header)), b"\xc1")
     with pytest.raises(BadFrame):
         batch_of_frame(garbage, head_of(garbage))
 
 
 def _batch(count: int):
-    return Batch(0, count, 0, Kind.MESSAGES, 1, 1, records=tuple(Record(b"x") for _ in range(count)))
+    return Batch(0, count, 0, BatchKind.MESSAGES, 1, 1, records=tuple(Record(b"x") for _ in range(count)))

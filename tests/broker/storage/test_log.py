@@ -7,7 +7,7 @@ import apsw
 import pytest
 from support.log_files import Writer, everything, numbered, open_log, three_segments
 
-from portalmq.broker.storage.batch import Kind, Record
+from portalmq.broker.storage.batch import BatchKind, Record
 from portalmq.broker.storage.errors import CorruptBatch, DiskFull, LogClosed, OffsetPurged, StorageFault
 
 
@@ -57,7 +57,7 @@ def test_a_batch_that_does_not_carry_on_is_refused_whole(tmp_path, wrong):
     writer.offset += {"hole": 1, "overlap": -1}.get(wrong, 0)
     writer.messages += wrong == "messages"
     writer.at_ms -= wrong == "time"
-    bad = writer.messages_batch(numbered(2)) if wrong != "count" else writer._sealed(2, Kind.GRANT)
+    bad = writer.messages_batch(numbered(2)) if wrong != "count" else writer._sealed(2, BatchKind.GRANT)
     with pytest.raises(ValueError):
         log.append([good, bad])
     assert log.end_offset == 5
@@ -200,11 +200,11 @@ def test_control_records_are_read_between_the_messages(tmp_path):
     log = open_log(tmp_path)
     writer = Writer(log)
     sent = [
-        writer.put_control(Kind.EPOCH_START),
+        writer.put_control(BatchKind.EPOCH_START),
         writer.put(*numbered(2)),
-        writer.put_control(Kind.GRANT, b"\x00\xffbody", "gruppe-ü"),
+        writer.put_control(BatchKind.GRANT, b"\x00\xffbody", "gruppe-ü"),
         writer.put(*numbered(2)),
-        writer.put_control(Kind.STATE, b""),
+        writer.put_control(BatchKind.STATE, b""),
     ]
     assert everything(log) == sent
     assert log.message_count_total == 4
@@ -246,7 +246,7 @@ def test_damage_to_any_part_of_a_batch_is_found(tmp_path, damage):
     log = open_log(tmp_path)
     writer = Writer(log)
     writer.put(*numbered(5))
-    writer.put_control(Kind.ACK, b"body", "g")
+    writer.put_control(BatchKind.ACK, b"body", "g")
     log.close()
     connection = sqlite3.connect(tmp_path / f"{0:020d}.sqlite")
     with connection:
@@ -296,14 +296,14 @@ def log_with_controls(directory):
     """Offsets: 0 control, 1-3 messages, 4-5 controls, 6-7 messages, 8-9 messages | 10 control, 11 message."""
     log = open_log(directory)
     writer = Writer(log)
-    writer.put_control(Kind.EPOCH_START)
+    writer.put_control(BatchKind.EPOCH_START)
     writer.put(*numbered(3))
-    writer.put_control(Kind.STATE, b"state 4")
-    writer.put_control(Kind.GRANT, b"grant", "g")
+    writer.put_control(BatchKind.STATE, b"state 4")
+    writer.put_control(BatchKind.GRANT, b"grant", "g")
     writer.put(*numbered(2))
     writer.put(*numbered(2))
     log.roll()
-    writer.put_control(Kind.STATE, b"state 10")
+    writer.put_control(BatchKind.STATE, b"state 10")
     writer.put(b"last")
     return log
 
@@ -332,7 +332,7 @@ def test_control_records_come_in_order_from_any_offset(tmp_path):
     assert offsets(log.control_records(5)) == [5, 10]
     assert offsets(log.control_records(11)) == []
     assert [(batch.kind, batch.group, batch.body) for batch in log.control_records(5)] == [
-        (Kind.GRANT, "g", b"grant"), (Kind.STATE, "", b"state 10"),
+        (BatchKind.GRANT, "g", b"grant"), (BatchKind.STATE, "", b"state 10"),
     ]  # fmt: skip
 
 
@@ -344,7 +344,7 @@ def test_a_long_scan_goes_on_over_its_steps_and_over_segments(tmp_path, monkeypa
         if number in (6, 7, 13):
             log.roll()
         log.append(
-            [writer.control_batch(Kind.ACK, b"%d" % number), writer.messages_batch([b"m"], stamp=(1, 0, number))]
+            [writer.control_batch(BatchKind.ACK, b"%d" % number), writer.messages_batch([b"m"], stamp=(1, 0, number))]
         )
     assert [int(batch.body) for batch in log.control_records(0)] == list(range(20))
     assert [batch.sequence for batch in log.producer_batches(0)] == list(range(20))

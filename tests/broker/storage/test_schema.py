@@ -12,7 +12,7 @@ from support.log_files import IDENTITY, Writer, open_log
 
 import portalmq.broker.storage.schema as schema_module
 from portalmq.broker.core.fold import PartitionFold
-from portalmq.broker.storage.batch import Kind, Record
+from portalmq.broker.storage.batch import BatchKind, Record
 from portalmq.broker.storage.fold_tables import STATE_DDL
 from portalmq.broker.storage.holes import HOLES_DDL
 from portalmq.broker.storage.schema import SEGMENT_DDL
@@ -44,7 +44,7 @@ def test_a_live_file_is_read_with_nothing_but_pythons_sqlite3(tmp_path):
     """In another process, as users do: two SQLite libraries in one process would break each other's locks."""
     log = open_log(tmp_path)
     writer = Writer(log, at_ms=1_700_000_000_000)
-    writer.put_control(Kind.EPOCH_START)
+    writer.put_control(BatchKind.EPOCH_START)
     writer.put(Record(b'{"t": 21.5}', "application/json", b"sensor", {"site": "roof"}))
     log.append([writer.messages_batch([b"\0\1", Record(b"hi", "text/csv")], stamp=(7, 1, 40))])
     code = """

@@ -11,7 +11,7 @@ import apsw
 import pytest
 from support.log_files import Writer, everything, numbered, open_log, reading_from, three_segments
 
-from portalmq.broker.storage.batch import Kind, Record
+from portalmq.broker.storage.batch import BatchKind, Record
 from portalmq.broker.storage.errors import DiskFull, OffsetPurged, StorageFault, faults_of
 
 
@@ -166,8 +166,8 @@ def test_the_log_start_survives_a_truncation_that_takes_its_segment(tmp_path):
 def test_control_records_go_with_a_truncation(tmp_path):
     log = open_log(tmp_path)
     writer = Writer(log)
-    writer.put_control(Kind.STATE, b"1")
-    writer.put_control(Kind.STATE, b"2")
+    writer.put_control(BatchKind.STATE, b"1")
+    writer.put_control(BatchKind.STATE, b"2")
     log.truncate(1)
     assert [batch.body for batch in log.control_records()] == [b"1"]
     assert log.newest_state().body == b"1"

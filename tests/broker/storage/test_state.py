@@ -21,7 +21,7 @@ from portalmq.broker.core.fold import (
     encode_fold,
 )
 from portalmq.broker.core.queue.delivery import HELD_MS
-from portalmq.broker.storage.batch import Kind
+from portalmq.broker.storage.batch import BatchKind
 from portalmq.broker.storage.errors import DiskFull
 from portalmq.broker.storage.schema import LogIdentity
 from portalmq.broker.storage.state import StateFile
@@ -380,7 +380,7 @@ def test_the_lag_counts_messages_and_not_offsets(tmp_path):
     writer = Writer(log)
     for _ in range(10):
         writer.put(*numbered(4))
-        writer.put_control(Kind.ACK)
+        writer.put_control(BatchKind.ACK)
     fold = PartitionFold(applied=50, groups=[GroupFold("g", 0, 20, [SpanFold(6, 9, 1, 0, True, 0, LATER_MS)])])
     state = StateFile(tmp_path, identity=IDENTITY)
     state.save(fold, 50)
@@ -396,7 +396,7 @@ def test_the_view_of_streams_tells_their_lag_in_messages(tmp_path):
     writer = Writer(log)
     for _ in range(10):
         writer.put(*numbered(4))
-        writer.put_control(Kind.CLAIM)
+        writer.put_control(BatchKind.CLAIM)
     state = StateFile(tmp_path, identity=IDENTITY)
     state.save(PartitionFold(applied=50, streams=[StreamFold("readers", 20, 3, "one", 0)]), 50, log.messages_before)
     assert view(tmp_path, "streams") == [{

@@ -4,11 +4,11 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
-from portalmq.broker.storage.turn import Turn
+from portalmq.broker.storage.turn import FairLock
 
 
 def test_only_one_thread_has_the_turn():
-    turn, counts = Turn(), [0]
+    turn, counts = FairLock(), [0]
 
     def add():
         for _ in range(2_000):
@@ -23,7 +23,7 @@ def test_only_one_thread_has_the_turn():
 
 
 def test_the_turn_is_given_back_after_an_error():
-    turn = Turn()
+    turn = FairLock()
     for _ in range(2):
         try:
             with turn:
@@ -59,7 +59,7 @@ with turn:
 
 
 def test_a_thread_that_wants_the_turn_again_and_again_lets_others_in():
-    turn, stop = Turn(), []
+    turn, stop = FairLock(), []
 
     def hog():
         while not stop:

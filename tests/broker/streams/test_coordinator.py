@@ -11,7 +11,7 @@ import pytest
 from gevent.event import AsyncResult
 from support.domain import HandClock
 
-from portalmq.broker.core.stream.events import Answer, Claim, Heartbeat, Join, Partition, Tick
+from portalmq.broker.core.stream.events import AnswerMember, ClaimPartition, Heartbeat, Join, Partition, Tick
 from portalmq.broker.streams.coordinator import Coordinator
 from portalmq.control_plane.catalog import Catalog
 from portalmq.control_plane.plane import Op, OutcomeUnknown, PlaneUnavailable
@@ -58,10 +58,10 @@ def group(plane: Flaky) -> GroupState:
     return Catalog(plane).put_group("g", {"mode": "stream"})[0]  # type: ignore[arg-type]
 
 
-Claims = Callable[[GroupState, Sequence[Claim]], Mapping[Partition, int | PortalMQError]]
+Claims = Callable[[GroupState, Sequence[ClaimPartition]], Mapping[Partition, int | PortalMQError]]
 
 
-def claimed(group: GroupState, claims: Sequence[Claim]) -> Mapping[Partition, int | PortalMQError]:
+def claimed(group: GroupState, claims: Sequence[ClaimPartition]) -> Mapping[Partition, int | PortalMQError]:
     return {claim.partition: 7 for claim in claims}
 
 
@@ -74,7 +74,7 @@ def coordinator(plane: Flaky, group: GroupState, number: int = 1, claims: Claims
     return made
 
 
-def join(of: Coordinator, member_id: str = "a", session_timeout_ms: int = 10_000) -> Answer:
+def join(of: Coordinator, member_id: str = "a", session_timeout_ms: int = 10_000) -> AnswerMember:
     return of.ask(Join(AsyncResult(), member_id, ("t",), session_timeout_ms), ("t",))
 
 
@@ -150,7 +150,7 @@ def test_a_coordinator_that_is_closed_lets_nobody_wait(plane: Flaky, group: Grou
 def test_a_claim_whose_leader_is_away_is_made_when_it_is_back(plane: Flaky, group: GroupState) -> None:
     away = [True]
 
-    def claims(_: GroupState, asked: Sequence[Claim]) -> Mapping[Partition, int | PortalMQError]:
+    def claims(_: GroupState, asked: Sequence[ClaimPartition]) -> Mapping[Partition, int | PortalMQError]:
         return {each.partition: Unavailable("no leader") if away[0] and each.partition[1] else 7 for each in asked}
 
     made = coordinator(plane, group, claims=claims)

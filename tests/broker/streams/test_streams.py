@@ -13,7 +13,7 @@ from support.domain import FakePeer, Fixture, HandClock, records, running
 
 from portalmq import stream_wire as contract
 from portalmq import wire
-from portalmq.broker.cluster.rpc import Place
+from portalmq.broker.cluster.rpc import TopicPartition
 from portalmq.broker.storage.batch import Record, head_of
 from portalmq.broker.streams.checkpoints import Checkpoints
 from portalmq.broker.streams.coordination import Coordinate
@@ -195,7 +195,7 @@ def test_a_seek_moves_members_and_fences_what_is_under_way(fixture: Fixture) -> 
     assert [(each.offset, each.since) for each in again.assignment] == [(0, sought.generation)] * 2
     commit(fixture, again, 0, 2)
     group = fixture.broker.groups.known("g")
-    place = Place("t", fixture.broker.topics.get("t").state.topic_id, 0)
+    place = TopicPartition("t", fixture.broker.topics.get("t").state.topic_id, 0)
     late = fixture.broker.streams._partitions.seek(group, "earliest", sought.generation - 1, [place])
     assert all(isinstance(refused, IllegalGeneration) for refused in late.values()), "a late copy of the seek"
     assert standing(fixture).committed == 2

@@ -12,7 +12,7 @@ from support.domain import Fixture, records, running
 
 from portalmq import stream_wire as contract
 from portalmq import wire
-from portalmq.broker.cluster.rpc import Place
+from portalmq.broker.cluster.rpc import TopicPartition
 from portalmq.broker.core.replica.replica import PartitionReplica
 from portalmq.errors import GroupModeMismatch, IllegalGeneration, PartitionNotFound, TopicNotFound, Unavailable
 
@@ -30,12 +30,12 @@ def produce(fixture: Fixture, *values: str, partition: int = 0) -> list[int]:
 
 
 def front(fixture: Fixture, partition: int = 0) -> tuple[int, str] | None:
-    stored = fixture.broker.turns.front("g", "t", partition).message
+    stored = fixture.broker.shared_offsets.front("g", "t", partition).message
     return None if stored is None else (stored.offset, stored.record.value.decode())
 
 
 def advance(fixture: Fixture, offset: int, partition: int = 0) -> bool:
-    return fixture.broker.turns.advance("g", "t", partition, offset)
+    return fixture.broker.shared_offsets.advance("g", "t", partition, offset)
 
 
 def test_everybody_is_shown_the_same_message_until_it_is_done(fixture: Fixture) -> None:
@@ -104,12 +104,12 @@ def test_who_joins_the_group_moves_the_offset_alone(fixture: Fixture) -> None:
 
 def test_the_first_front_with_a_message_is_found_among_many(fixture: Fixture) -> None:
     def found(*numbers: int) -> tuple[int, int] | None:
-        stored = fixture.broker.turns.first_front("g", "t", numbers).message
+        stored = fixture.broker.shared_offsets.first_front("g", "t", numbers).message
         return None if stored is None else (stored.partition, stored.offset)
 
     assert found(0, 1) is None
     fixture.broker.create_topic("one", wire.CreateTopic())
-    assert fixture.broker.turns.first_front("g", "one", [0]).message is None
+    assert fixture.broker.shared_offsets.first_front("g", "one", [0]).message is None
     (first,) = produce(fixture, "a", partition=1)
     assert found(0, 1) == found(1, 0) == (1, first)
     assert found(0) is None
@@ -121,10 +121,10 @@ def test_a_message_is_found_though_another_partition_cannot_be_asked(
     fixture: Fixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fixture.broker.create_topic("wide", wire.CreateTopic(partitions=3))
-    turns = fixture.broker.turns
+    turns = fixture.broker.shared_offsets
     here = turns.here
 
-    def lame(group: object, place: Place, done: int | None, **more: bool) -> object:
+    def lame(group: object, place: TopicPartition, done: int | None, **more: bool) -> object:
         if place.number == 1:
             raise Unavailable("no leader just now", outcome="not_applied")
         return here(group, place, done, **more)  # type: ignore[arg-type]
@@ -144,7 +144,7 @@ def test_partitions_whose_followers_are_silent_are_waited_for_together(
     fixture: Fixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fixture.broker.create_topic("wide", wire.CreateTopic(partitions=6))
-    turns = fixture.broker.turns
+    turns = fixture.broker.shared_offsets
     assert turns.first_front("g", "wide", range(6)).message is None
     (produced,) = fixture.broker.produce("wide", records("x"), None, acks="all", partition=3)
     silent = set(range(6))
@@ -174,12 +174,12 @@ def test_partitions_whose_followers_are_silent_are_waited_for_together(
 
 def test_bad_requests_are_told(fixture: Fixture) -> None:
     with pytest.raises(TopicNotFound):
-        fixture.broker.turns.front("g", "nowhere", 0)
+        fixture.broker.shared_offsets.front("g", "nowhere", 0)
     with pytest.raises(PartitionNotFound):
-        fixture.broker.turns.front("g", "t", 7)
+        fixture.broker.shared_offsets.front("g", "t", 7)
     fixture.broker.put_group("q", {})
     with pytest.raises(GroupModeMismatch):
-        fixture.broker.turns.front("q", "t", 0)
+        fixture.broker.shared_offsets.front("q", "t", 0)
 
 
 def test_a_group_that_is_deleted_while_followers_are_waited_for_is_not_brought_back(
@@ -199,5 +199,5 @@ def test_a_group_that_is_deleted_while_followers_are_waited_for_is_not_brought_b
     monkeypatch.setattr(PartitionReplica, "may_hand_out", lambda replica, now_ms: bool(is_deleted))
     monkeypatch.setattr("portalmq.broker.partition.readable.gevent", SimpleNamespace(sleep=delete))
     with pytest.raises(Unavailable, match="deleted"):
-        fixture.broker.turns.here(group, topic.place(0), None)
+        fixture.broker.shared_offsets.here(group, topic.place(0), None)
     assert "g" not in topic.local[0].streams

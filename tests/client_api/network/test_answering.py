@@ -10,13 +10,13 @@ from http.client import HTTPException, IncompleteRead, RemoteDisconnected
 import pytest
 
 from portalmq.network import http_answer as answering
-from portalmq.network.http_answer import PIECE_BYTES, Answer, read_answer
+from portalmq.network.http_answer import PIECE_BYTES, HttpAnswer, read_answer
 
 PLAIN = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 4\r\nConnection: keep-alive\r\n\r\nbody"
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
-def read(sent: bytes, method: str = "POST", first_bytes: int = PIECE_BYTES) -> tuple[Answer, bool]:
+def read(sent: bytes, method: str = "POST", first_bytes: int = PIECE_BYTES) -> tuple[HttpAnswer, bool]:
     """What is read when all of this is sent, and the first piece of it has no more than so many bytes."""
     here, there = socket.socketpair()
     with here, there:
@@ -38,9 +38,9 @@ def read(sent: bytes, method: str = "POST", first_bytes: int = PIECE_BYTES) -> t
 def by_library(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     """The first pieces of what was left to http.client."""
     left: list[bytes] = []
-    read_by_library: Callable[..., tuple[Answer, bool]] = answering._read_by_library
+    read_by_library: Callable[..., tuple[HttpAnswer, bool]] = answering._read_by_library
 
-    def note(connection: socket.socket, method: str, piece: bytes) -> tuple[Answer, bool]:
+    def note(connection: socket.socket, method: str, piece: bytes) -> tuple[HttpAnswer, bool]:
         left.append(piece)
         return read_by_library(connection, method, piece)
 

@@ -13,8 +13,8 @@ from support.cluster import WITHIN_S, wait_until
 from portalmq import stream_wire as contract
 from portalmq.errors import Unavailable
 from portalmq.network.connection import Address, parse_address
-from portalmq.network.http_answer import Answer, Fields
-from portalmq.streams.fetch_buffer import Feeds, Place
+from portalmq.network.http_answer import Fields, HttpAnswer
+from portalmq.streams.fetch_buffer import FetchBuffer, Place
 from portalmq.transport.transport import Request
 
 NOW_MS = 1_000_000
@@ -45,7 +45,7 @@ class Leader:
         self.leaders[place] = parse_address(str(url))
         return True
 
-    def call(self, request: Request, *, timeout_s: float) -> Answer:
+    def call(self, request: Request, *, timeout_s: float) -> HttpAnswer:
         asked = msgspec.json.decode(request.body, type=contract.FetchRequest)
         self.asked.append(asked)
         if not self.script:
@@ -54,7 +54,7 @@ class Leader:
             raise Unavailable("nothing more")
         answer = self.script.pop(0)
         fetched = contract.FetchAnswer([answer(each) for each in asked.partitions])
-        return Answer(200, Fields(), msgspec.msgpack.encode(fetched))
+        return HttpAnswer(200, Fields(), msgspec.msgpack.encode(fetched))
 
 
 @pytest.fixture
@@ -65,8 +65,8 @@ def leader() -> Iterator[Leader]:
 
 
 @pytest.fixture
-def feeds(leader: Leader) -> Iterator[Feeds]:
-    made = Feeds(leader, lambda: NOW_MS)  # type: ignore[arg-type]
+def feeds(leader: Leader) -> Iterator[FetchBuffer]:
+    made = FetchBuffer(leader, lambda: NOW_MS)  # type: ignore[arg-type]
     yield made
     made.close()
 
@@ -79,11 +79,11 @@ def refuses(**problem: object) -> Callable[[contract.PartitionOffset], contract.
     return lambda asked: contract.FetchedPartition(asked.topic, asked.partition, error=problem)
 
 
-def begin(feeds: Feeds, offset: int = 0, since: int = 1) -> None:
+def begin(feeds: FetchBuffer, offset: int = 0, since: int = 1) -> None:
     feeds.add([contract.AssignedPartition(*PLACE, offset, since)])
 
 
-def taken(feeds: Feeds) -> list[str]:
+def taken(feeds: FetchBuffer) -> list[str]:
     """The next batch, as soon as there is one; all of it handed out."""
 
     def one() -> list[str]:
@@ -92,13 +92,13 @@ def taken(feeds: Feeds) -> list[str]:
             if found is None:
                 return []
             found.next = len(found.records)
-            found.feed.handed = found.end
+            found.buffer.handed = found.end
             return [f"{offset}:{record.value.decode()}" for offset, record in found.records]
 
     return wait_until(one, "a batch")
 
 
-def test_batches_come_in_order_from_the_offset_on(leader: Leader, feeds: Feeds) -> None:
+def test_batches_come_in_order_from_the_offset_on(leader: Leader, feeds: FetchBuffer) -> None:
     leader.script = [brings(frame(0, "a", "b", "c"), end=3), brings(frame(5, "d"), end=9)]
     begin(feeds, offset=1)
     assert taken(feeds) == ["1:b", "2:c"]
@@ -107,35 +107,35 @@ def test_batches_come_in_order_from_the_offset_on(leader: Leader, feeds: Feeds) 
     assert [asked.partitions[0].offset for asked in leader.asked] == [1, 3, 9]
 
 
-def test_what_has_expired_is_passed_over(leader: Leader, feeds: Feeds) -> None:
+def test_what_has_expired_is_passed_over(leader: Leader, feeds: FetchBuffer) -> None:
     leader.script = [brings(frame(0, "gone", expires_at_ms=NOW_MS), frame(1, "there"), end=2)]
     begin(feeds)
     assert taken(feeds) == ["1:there"]
     assert feeds.by_place[PLACE].done == 1
 
 
-def test_a_wrong_checksum_is_fetched_again(leader: Leader, feeds: Feeds) -> None:
+def test_a_wrong_checksum_is_fetched_again(leader: Leader, feeds: FetchBuffer) -> None:
     good = frame(0, "a")
     leader.script = [brings(contract.Frame(good.header, good.crc ^ 1, good.body), end=1), brings(good, end=1)]
     begin(feeds)
     assert taken(feeds) == ["0:a"]
 
 
-def test_who_leads_is_learned_from_who_does_not(leader: Leader, feeds: Feeds) -> None:
+def test_who_leads_is_learned_from_who_does_not(leader: Leader, feeds: FetchBuffer) -> None:
     leader.script = [refuses(code="not_leader", leader_url="http://other:5000"), brings(frame(0, "a"), end=1)]
     begin(feeds)
     assert taken(feeds) == ["0:a"]
     assert leader.leaders[PLACE].host == "other"
 
 
-def test_below_the_beginning_of_the_log_reading_goes_on_there(leader: Leader, feeds: Feeds) -> None:
+def test_below_the_beginning_of_the_log_reading_goes_on_there(leader: Leader, feeds: FetchBuffer) -> None:
     gone = refuses(code="offset_out_of_range", status=416, log_start_offset=7, high_watermark=9)
     leader.script = [gone, brings(frame(7, "a"), end=8)]
     begin(feeds, offset=2)
     assert taken(feeds) == ["7:a"]
 
 
-def test_a_paused_partition_keeps_what_is_left_of_its_batch(leader: Leader, feeds: Feeds) -> None:
+def test_a_paused_partition_keeps_what_is_left_of_its_batch(leader: Leader, feeds: FetchBuffer) -> None:
     leader.script = [brings(frame(0, "a", "b"), end=2)]
     begin(feeds)
     first = wait_until(lambda: _locked(feeds), "a batch")
@@ -146,12 +146,12 @@ def test_a_paused_partition_keeps_what_is_left_of_its_batch(leader: Leader, feed
     assert _locked(feeds) is first
 
 
-def _locked(feeds: Feeds) -> object:
+def _locked(feeds: FetchBuffer) -> object:
     with feeds.lock:
         return feeds.take()
 
 
-def test_what_is_taken_away_is_void(leader: Leader, feeds: Feeds) -> None:
+def test_what_is_taken_away_is_void(leader: Leader, feeds: FetchBuffer) -> None:
     leader.script = [brings(frame(0, "old"), end=1)]
     begin(feeds)
     assert leader.waits.wait(WITHIN_S), "the next is asked for"
@@ -165,7 +165,7 @@ def test_what_is_taken_away_is_void(leader: Leader, feeds: Feeds) -> None:
 
 
 def test_no_more_is_read_ahead_than_there_is_room_for(leader: Leader) -> None:
-    feeds = Feeds(leader, lambda: NOW_MS, prefetch_bytes=1)  # type: ignore[arg-type]
+    feeds = FetchBuffer(leader, lambda: NOW_MS, prefetch_bytes=1)  # type: ignore[arg-type]
     large = "x" * 300_000
     leader.script = [brings(frame(number, large), end=number + 1) for number in range(10)]
     begin(feeds)

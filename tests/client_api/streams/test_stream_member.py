@@ -11,8 +11,8 @@ import pytest
 
 from portalmq import stream_wire, wire
 from portalmq.errors import Fenced, Unavailable
-from portalmq.network.connection import Answer
-from portalmq.streams.fetch_buffer import Feed, Taken
+from portalmq.network.connection import HttpAnswer
+from portalmq.streams.fetch_buffer import PartitionBuffer, Taken
 from portalmq.streams.member import WAIT_S, StreamMember
 from portalmq.transport.reach import Reach
 from portalmq.transport.transport import Request
@@ -47,7 +47,7 @@ def test_a_member_whose_name_was_made_up_joins_again_when_a_copy_of_its_own_join
         it._joined = True
         if len(taken) == 1:
             raise Fenced("another consumer joined")
-        it.feeds.closed = True
+        it.buffers.closed = True
         return 0.0
 
     monkeypatch.setattr(it, "_turn", turn)
@@ -62,14 +62,14 @@ class ClosingWhileJoining:
         self.member: StreamMember | None = None
         self.asked: list[str] = []
 
-    def call(self, request: Request, *, timeout_s: float) -> Answer:
+    def call(self, request: Request, *, timeout_s: float) -> HttpAnswer:
         self.asked.append(request.method)
         answer: object = wire.GroupDescription("g", "stream", [], 0, 0, 0, 0, 0, 0, wire.GroupConfig(mode="stream"))
         if request.method == "POST":
             assert self.member is not None
             self.member.close()
             answer = stream_wire.MemberAnswer(self.member.member_id, 1, [], 1000)
-        return Answer(200, HTTPMessage(), msgspec.json.encode(answer))
+        return HttpAnswer(200, HTTPMessage(), msgspec.json.encode(answer))
 
     def rest(self) -> None: ...
     def close(self) -> None: ...
@@ -93,19 +93,19 @@ class ChangingLeaders:
         self.are_back = False
         self.given_s: list[float | None] = []
 
-    def call(self, request: Request, *, timeout_s: float | None) -> Answer:
+    def call(self, request: Request, *, timeout_s: float | None) -> HttpAnswer:
         self.given_s.append(timeout_s)
         if not self.are_back:
             raise Unavailable("a leader is elected")
-        return Answer(204, HTTPMessage(), b"")
+        return HttpAnswer(204, HTTPMessage(), b"")
 
 
 def test_a_poll_whose_messages_are_committed_first_keeps_its_time_while_leaders_change() -> None:
     brokers = ChangingLeaders()
     it = member(None, brokers, "at_most_once")
     it._thread = threading.current_thread()  # no turns of its own
-    feed = Feed(stream_wire.AssignedPartition("t", 0, 0, 1))
-    it.feeds.by_place[feed.place] = feed
+    feed = PartitionBuffer(stream_wire.AssignedPartition("t", 0, 0, 1))
+    it.buffers.by_place[feed.place] = feed
     it._taken = Taken(feed, [(0, stream_wire.FrameRecord(b"a", "text/plain"))], 0, 1)
     assert it.poll(0.0, 10, None) == []
     assert brokers.given_s == [WAIT_S]

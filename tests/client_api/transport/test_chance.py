@@ -6,15 +6,15 @@ import random
 import time
 
 from portalmq.producers.batching import Lane
-from portalmq.producers.partitions import Topic
-from portalmq.transport.cluster_metadata import AddressBook
+from portalmq.producers.partitions import ProducerTopic
+from portalmq.transport.cluster_metadata import ClusterMetadata
 from portalmq.transport.transport import Backoff
 
 
 def choices() -> list[object]:
     lanes: list[Lane] = [object()] * 1_000_000  # type: ignore[list-item]
-    book = AddressBook("localhost:5000", time.monotonic)
-    return [Backoff().next_s(), Topic(lanes, 0.0).sticky, book._lot]
+    book = ClusterMetadata("localhost:5000", time.monotonic)
+    return [Backoff().next_s(), ProducerTopic(lanes, 0.0).sticky, book._lot]
 
 
 def test_clients_leave_the_users_random_numbers_alone_and_choose_without_them() -> None:

@@ -15,7 +15,7 @@ from support.scripted_broker import ScriptedBroker, hold, lose_answer, refuse
 
 from portalmq import Admin, AsyncConsumer, AsyncProducer, Consumer, Lock, Producer, Unavailable
 from portalmq.lock import REACH_TIMEOUT_S
-from portalmq.network.connection import Address, Answer
+from portalmq.network.connection import Address, HttpAnswer
 from portalmq.transport.reach import FIRST_CONTACT_S, SILENT_S_MAX, WARN_AFTER_S, WARN_EVERY_S, Reach
 from portalmq.transport.transport import LONG_POLL_GRACE_S, Request, Transport
 
@@ -103,7 +103,7 @@ def try_timeouts(monkeypatch: pytest.MonkeyPatch, transport: Transport) -> list[
     noted: list[float] = []
     attempt = transport.attempt
 
-    def note(request: Request, deadline: float, **options: bool) -> Answer:
+    def note(request: Request, deadline: float, **options: bool) -> HttpAnswer:
         noted.append(request.try_timeout_s)
         return attempt(request, deadline, **options)
 

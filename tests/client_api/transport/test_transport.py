@@ -13,8 +13,8 @@ from support.scripted_broker import Call, Reply, ScriptedBroker, hang_up, hold, 
 
 from portalmq import Consumer, Producer, errors, wire
 from portalmq.network.connection import Address, Connection, ConnectionPool, NoAnswer, NotSent, Watch, parse_address
-from portalmq.network.http_answer import Answer, Fields
-from portalmq.transport.cluster_metadata import AddressBook
+from portalmq.network.http_answer import Fields, HttpAnswer
+from portalmq.transport.cluster_metadata import ClusterMetadata
 from portalmq.transport.transport import Backoff, Request, Transport, bootstrap_addresses
 
 GET = Request("GET", "/v1/metadata", repeatable=True)
@@ -24,7 +24,7 @@ ONCE = Request("POST", "/v1/producers", b"{}")
 class Network:
     """Answers from a list instead of a network; time passes only when the transport pauses."""
 
-    def __init__(self, *outcomes: Answer | Exception) -> None:
+    def __init__(self, *outcomes: HttpAnswer | Exception) -> None:
         self.outcomes = list(outcomes)
         self.asked: list[tuple[str, bytes]] = []
         self.now = 0.0
@@ -32,7 +32,7 @@ class Network:
 
     def exchange(
         self, address: Address, method: str, head: bytes, body: bytes, timeout_s: float, watch: Watch | None = None
-    ) -> Answer:
+    ) -> HttpAnswer:
         self.asked.append((address.url, head))
         outcome = self.outcomes.pop(0) if len(self.outcomes) > 1 else self.outcomes[0]
         if isinstance(outcome, Exception):
@@ -56,11 +56,11 @@ class Network:
         return Transport(bootstrap, pool=self, clock=lambda: self.now, pause=self.pause, chance=lambda: 1.0, **options)
 
 
-def answer(status: int = 200, body: bytes = b"{}", **headers: str) -> Answer:
-    return Answer(status, Fields({name.replace("_", "-").lower(): value for name, value in headers.items()}), body)
+def answer(status: int = 200, body: bytes = b"{}", **headers: str) -> HttpAnswer:
+    return HttpAnswer(status, Fields({name.replace("_", "-").lower(): value for name, value in headers.items()}), body)
 
 
-def failure(code: str, **members: object) -> Answer:
+def failure(code: str, **members: object) -> HttpAnswer:
     error = errors.ERRORS_BY_CODE[code]("scripted", **members)  # type: ignore[arg-type]
     headers = {"Content_Type": wire.PROBLEM}
     if error.retry_after_s is not None:
@@ -208,7 +208,7 @@ def test_the_token_goes_as_a_bearer_and_must_be_one_line() -> None:
 # --- leaders ---------------------------------------------------------------------------------------------------------
 
 
-def metadata(leader: str, epoch: int = 1) -> Answer:
+def metadata(leader: str, epoch: int = 1) -> HttpAnswer:
     document = wire.Metadata(
         [wire.BrokerDescription(1, "http://one:1", True), wire.BrokerDescription(2, "http://two:2", True)],
         [wire.TopicMetadata("t", [wire.PartitionLeader(0, 1, epoch, leader)])],
@@ -525,7 +525,7 @@ def test_a_receive_that_is_parked_at_a_leader_that_stands_still_goes_on_at_the_n
 class Watched(Network):
     """The first broker answers nothing, until whoever watches gives that up; meanwhile the client learns of leaders."""
 
-    def __init__(self, *learned: Answer) -> None:
+    def __init__(self, *learned: HttpAnswer) -> None:
         super().__init__(answer())
         self.learned = list(learned)
         self.watches = 0
@@ -533,7 +533,7 @@ class Watched(Network):
 
     def exchange(
         self, address: Address, method: str, head: bytes, body: bytes, timeout_s: float, watch: Watch | None = None
-    ) -> Answer:
+    ) -> HttpAnswer:
         if method == "POST" and watch is not None and address.url == "http://one:1":
             for told in self.learned:
                 self.outcomes = [told]
@@ -561,7 +561,7 @@ def test_who_waits_for_a_leader_goes_on_when_the_client_learns_of_the_next_one_b
 
 def test_nobody_is_left_out_for_long_while_another_only_says_that_it_starts() -> None:
     now = [0.0]
-    book = AddressBook(["http://starting:1", "http://back:1"], lambda: now[0])
+    book = ClusterMetadata(["http://starting:1", "http://back:1"], lambda: now[0])
     starting, back = book.known
     for _ in range(9):
         book.gave_no_answer(back)
@@ -576,7 +576,7 @@ def test_nobody_is_left_out_for_long_while_another_only_says_that_it_starts() ->
 
 def test_nobody_is_left_out_for_long_while_nobody_answers() -> None:
     now = [0.0]
-    book = AddressBook(["http://ending:1", "http://back:1"], lambda: now[0])
+    book = ClusterMetadata(["http://ending:1", "http://back:1"], lambda: now[0])
     ending, back = book.known
     for _ in range(9):
         book.gave_no_answer(back)

@@ -13,7 +13,7 @@ from support.tls import pem
 
 from portalmq import Consumer, Producer, errors
 from portalmq.cli.main import EXIT_UNREACHABLE, main
-from portalmq.transport.cluster_metadata import RESOLVE_EVERY_S, AddressBook
+from portalmq.transport.cluster_metadata import RESOLVE_EVERY_S, ClusterMetadata
 from portalmq.transport.zookeeper_bootstrap import ZooKeeperBootstrap
 
 
@@ -97,8 +97,8 @@ def test_a_zookeeper_that_is_not_there_is_unavailable_and_named() -> None:
     assert caught.value.retryable
 
 
-def book_of(zookeeper: ZooKeeperBootstrap, now: list[float]) -> AddressBook:
-    book = AddressBook("zk://fake", lambda: now[0])
+def book_of(zookeeper: ZooKeeperBootstrap, now: list[float]) -> ClusterMetadata:
+    book = ClusterMetadata("zk://fake", lambda: now[0])
     book._zookeeper = zookeeper
     return book
 
@@ -185,4 +185,4 @@ def no_zookeeper(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_people_are_shown_the_zookeeper() -> None:
-    assert AddressBook("zk://u:secret@a:1/mq", lambda: 0.0).urls == ["zk://a:1/mq"]
+    assert ClusterMetadata("zk://u:secret@a:1/mq", lambda: 0.0).urls == ["zk://a:1/mq"]

@@ -6,7 +6,7 @@ from dataclasses import replace
 from random import Random
 
 from portalmq.broker.core.replica.events import Fetch, PartitionStateChanged
-from portalmq.broker.core.replica.isr import OVERDUE_MS, InSync
+from portalmq.broker.core.replica.isr import OVERDUE_MS, IsrTracker
 
 LAG_MS = 3_000
 STORES = {1: "a", 2: "b", 3: "c"}
@@ -17,8 +17,8 @@ def word(*isr: int, least: int = 2) -> PartitionStateChanged:
     return PartitionStateChanged(1, 5, frozenset(isr), (1, 2, 3), least, store_uuids=STORES)
 
 
-def book(*isr: int, least: int = 2, epoch_start: int = 0) -> InSync:
-    return InSync(1, word(*isr, least=least), epoch_start, now_ms=0, lag_ms=LAG_MS)
+def book(*isr: int, least: int = 2, epoch_start: int = 0) -> IsrTracker:
+    return IsrTracker(1, word(*isr, least=least), epoch_start, now_ms=0, lag_ms=LAG_MS)
 
 
 def fetch(broker_id: int, durable: int, *, incarnation: int = 1, store: str | None = None) -> Fetch:
@@ -47,7 +47,7 @@ def test_who_is_proposed_counts_and_who_is_proposed_away_does_too():
     insync.proposed = frozenset({1, 3})
     assert insync.maximal == {1, 2, 3}
     assert insync.committed_end(10, BROKERS, 100) == 7
-    insync.word(word(1, 2))
+    insync.on_partition_state(word(1, 2))
     assert insync.maximal == {1, 2}
     assert insync.committed_end(10, BROKERS, 100) == 10
 
@@ -86,7 +86,7 @@ def test_a_late_fetch_of_a_life_before_the_one_in_sync_does_not_make_the_member_
     state = PartitionStateChanged(
         1, 5, frozenset({1, 2}), (1, 2, 3), 2, store_uuids={**STORES, 2: "new"}, incarnations={1: 1, 2: 4}
     )
-    insync = InSync(1, state, 0, now_ms=0, lag_ms=LAG_MS)
+    insync = IsrTracker(1, state, 0, now_ms=0, lag_ms=LAG_MS)
     assert not insync.fetched(fetch(2, 10, incarnation=2), 10, 100)
     assert insync.wanted(0, {**BROKERS, 2: (4, "new")}, 100) == {1, 2}
 
@@ -173,7 +173,7 @@ def test_who_would_leave_at_once_does_not_join():
     insync.fetched(fetch(2, 9), 10, 100)
     insync.fetched(fetch(3, 9), 10, LAG_MS)
     assert insync.wanted(9, BROKERS, LAG_MS + 200) == {1}
-    insync.word(word(1, least=1))
+    insync.on_partition_state(word(1, least=1))
     assert insync.wanted(9, BROKERS, LAG_MS + 200) == {1}
 
 
@@ -240,7 +240,7 @@ def test_what_follows_from_the_word_changes_with_it():
     for replica, durable in ((2, 8), (3, 4)):
         insync.fetched(fetch(replica, durable), 10, 100)
     assert insync.committed_end(10, BROKERS, 100) == 4
-    insync.word(word(1, 2))
+    insync.on_partition_state(word(1, 2))
     assert insync.committed_end(10, BROKERS, 100) == 8
     insync.proposed = frozenset({1, 2, 3})
     assert insync.committed_end(10, BROKERS, 100) == 4

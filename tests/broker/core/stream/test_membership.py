@@ -12,32 +12,32 @@ from hypothesis import strategies as st
 
 from portalmq.broker.core.stream.events import (
     Action,
-    Answer,
     Answered,
+    AnswerMember,
     Assigned,
-    Claim,
     Claimed,
     ClaimFailed,
+    ClaimPartition,
     ClaimRefused,
-    Deposed,
     Event,
+    GroupMembers,
     Heartbeat,
     Join,
     Leave,
     Loaded,
     Member,
-    Membership,
     Outcome,
     Partition,
-    Place,
+    PartitionOwner,
     Propose,
-    Read,
-    Refuse,
+    ReadState,
+    RefuseMember,
+    Resigned,
     SeekDone,
     SeekRequested,
     SessionLost,
+    SubscribedTopic,
     Tick,
-    Topic,
     TopicsChanged,
 )
 from portalmq.broker.core.stream.membership import GroupMembership
@@ -51,10 +51,10 @@ SESSION_MS = 10_000
 class Plane:
     """The group's node in the control plane."""
 
-    held: Membership | None = None
+    held: GroupMembers | None = None
     version: int = -1
 
-    def set(self, membership: Membership, version: int) -> Outcome:
+    def set(self, membership: GroupMembers, version: int) -> Outcome:
         if version != self.version:
             return Outcome.CONFLICT
         assert membership.generation > (self.held.generation if self.held else 0)
@@ -69,7 +69,7 @@ class Leaders:
     claims: dict[Partition, tuple[str, int]] = field(default_factory=dict)
     committed: dict[Partition, int] = field(default_factory=dict)
 
-    def claim(self, action: Claim) -> Event:
+    def claim(self, action: ClaimPartition) -> Event:
         member, generation = self.claims.get(action.partition, ("", 0))
         if generation > action.since or (generation == action.since and member not in ("", action.member_id)):
             return ClaimRefused(action.partition, action.since, generation)
@@ -88,13 +88,13 @@ class Coordinator:
     def __init__(self, plane: Plane, leaders: Leaders, number: int, topics: Mapping[str, int], now_ms: int = 0) -> None:
         self.plane, self.leaders = plane, leaders
         self.core = GroupMembership("g", (number, 1))
-        self.answers: dict[object, Answer | Refuse] = {}
-        self.deposed = False
+        self.answers: dict[object, AnswerMember | RefuseMember] = {}
+        self.resigned = False
         self.tell(Loaded(plane.held, plane.version), now_ms)
         self.topics(topics, now_ms)
 
     def topics(self, topics: Mapping[str, int], now_ms: int = 0) -> None:
-        self.tell(TopicsChanged({name: Topic(f"id-{name}", count) for name, count in topics.items()}), now_ms)
+        self.tell(TopicsChanged({name: SubscribedTopic(f"id-{name}", count) for name, count in topics.items()}), now_ms)
 
     def tell(self, event: Event, now_ms: int) -> None:
         todo: list[Action] = self.core.step(event, now_ms)
@@ -105,34 +105,34 @@ class Coordinator:
                     outcome = self.plane.set(action.membership, action.version)
                     version = self.plane.version if outcome == Outcome.APPLIED else -1
                     todo += self.core.step(Answered(outcome, version), now_ms)
-                case Read():
+                case ReadState():
                     todo += self.core.step(Loaded(self.plane.held, self.plane.version), now_ms)
-                case Claim():
+                case ClaimPartition():
                     todo += self.core.step(self.leaders.claim(action), now_ms)
-                case Answer() | Refuse():
+                case AnswerMember() | RefuseMember():
                     assert action.token not in self.answers
                     self.answers[action.token] = action
-                case Deposed():
-                    self.deposed = True
+                case Resigned():
+                    self.resigned = True
 
-    def ask(self, event: Event, now_ms: int = 0) -> Answer:
+    def ask(self, event: Event, now_ms: int = 0) -> AnswerMember:
         answer = self.answer(event, now_ms)
-        if isinstance(answer, Refuse):
+        if isinstance(answer, RefuseMember):
             raise answer.error
         return answer
 
-    def answer(self, event: Event, now_ms: int = 0) -> Answer | Refuse:
+    def answer(self, event: Event, now_ms: int = 0) -> AnswerMember | RefuseMember:
         self.tell(event, now_ms)
         return self.answers.pop(event.token)  # type: ignore[union-attr]
 
-    def join(self, member: str, now_ms: int = 0, topics: tuple[str, ...] = ("t",)) -> Answer:
+    def join(self, member: str, now_ms: int = 0, topics: tuple[str, ...] = ("t",)) -> AnswerMember:
         return self.ask(Join(object(), member, topics, SESSION_MS), now_ms)
 
-    def beat(self, member: str, generation: int, now_ms: int = 0) -> Answer:
+    def beat(self, member: str, generation: int, now_ms: int = 0) -> AnswerMember:
         return self.ask(Heartbeat(object(), member, generation), now_ms)
 
 
-def numbers(answer: Answer) -> list[int]:
+def numbers(answer: AnswerMember) -> list[int]:
     return [assigned.partition[1] for assigned in answer.assignment]
 
 
@@ -227,7 +227,7 @@ def test_new_partitions_of_a_topic_are_given_to_members(group: Coordinator) -> N
 
 def test_a_topic_that_was_made_anew_is_claimed_anew(group: Coordinator) -> None:
     before = group.join("a")
-    group.tell(TopicsChanged({"t": Topic("another", 4)}), 0)
+    group.tell(TopicsChanged({"t": SubscribedTopic("another", 4)}), 0)
     after = group.beat("a", before.generation)
     assert {assigned.since for assigned in after.assignment} == {after.generation}
     assert after.generation > before.generation
@@ -247,15 +247,15 @@ def test_a_member_is_not_made_to_let_go_while_a_new_coordinator_claims_what_it_h
     before = group.join("a")
     core = GroupMembership("g", (2, 1))
     core.step(Loaded(group.plane.held, group.plane.version), 0)
-    (took,) = core.step(TopicsChanged({"t": Topic("id-t", 4)}), 0)
+    (took,) = core.step(TopicsChanged({"t": SubscribedTopic("id-t", 4)}), 0)
     assert isinstance(took, Propose)
     claims = core.step(Answered(Outcome.APPLIED, took.version + 1), 0)
-    assert [type(claim) for claim in claims] == [Claim] * 4
+    assert [type(claim) for claim in claims] == [ClaimPartition] * 4
     assert core.step(Heartbeat("beat", "a", before.generation), 0) == []
     for number in range(3):
         assert core.step(Claimed(("t", number), "a", before.generation, 0), 0) == []
     (answer,) = core.step(Claimed(("t", 3), "a", before.generation, 0), 0)
-    assert isinstance(answer, Answer)
+    assert isinstance(answer, AnswerMember)
     assert answer.assignment == before.assignment
 
 
@@ -263,18 +263,18 @@ def test_a_coordinator_that_was_replaced_can_change_nothing_and_says_so(group: C
     group.join("a")
     Coordinator(group.plane, group.leaders, 2, {"t": 4})
     refused = group.answer(Join(object(), "b", ("t",), SESSION_MS))
-    assert isinstance(refused, Refuse)
+    assert isinstance(refused, RefuseMember)
     assert refused.error.retryable
-    assert group.deposed
+    assert group.resigned
 
 
 def test_a_coordinator_that_lost_its_session_looks_whether_it_still_is_one(group: Coordinator) -> None:
     group.join("a")
     group.tell(SessionLost(), 0)
-    assert not group.deposed
+    assert not group.resigned
     Coordinator(group.plane, group.leaders, 2, {"t": 4})
     group.tell(SessionLost(), 0)
-    assert group.deposed
+    assert group.resigned
 
 
 def test_a_heartbeat_from_the_future_makes_the_coordinator_look_again(group: Coordinator) -> None:
@@ -283,16 +283,16 @@ def test_a_heartbeat_from_the_future_makes_the_coordinator_look_again(group: Coo
         group.beat("a", answer.generation + 1)
     other = Coordinator(group.plane, group.leaders, 2, {"t": 4})
     generation = other.beat("a", answer.generation).generation
-    assert isinstance(group.answer(Heartbeat(object(), "a", generation)), Refuse)
-    assert group.deposed
+    assert isinstance(group.answer(Heartbeat(object(), "a", generation)), RefuseMember)
+    assert group.resigned
 
 
 def test_an_unknown_outcome_that_had_been_applied_is_recognised() -> None:
     core = GroupMembership("g", (1, 1))
     core.step(Loaded(None, -1), 0)
-    (proposed,) = core.step(TopicsChanged({"t": Topic("i", 1)}), 0)
+    (proposed,) = core.step(TopicsChanged({"t": SubscribedTopic("i", 1)}), 0)
     assert isinstance(proposed, Propose)
-    assert core.step(Answered(Outcome.UNKNOWN), 0) == [Read()]
+    assert core.step(Answered(Outcome.UNKNOWN), 0) == [ReadState()]
     assert core.step(Loaded(proposed.membership, 0), 0) == []
     assert core.coordinates
 
@@ -300,13 +300,13 @@ def test_an_unknown_outcome_that_had_been_applied_is_recognised() -> None:
 def test_an_unknown_outcome_that_comes_to_pass_late_is_built_upon() -> None:
     core = GroupMembership("g", (1, 1))
     core.step(Loaded(None, -1), 0)
-    (first,) = core.step(TopicsChanged({"t": Topic("i", 1)}), 0)
+    (first,) = core.step(TopicsChanged({"t": SubscribedTopic("i", 1)}), 0)
     assert isinstance(first, Propose)
     core.step(Answered(Outcome.UNKNOWN), 0)
     (again,) = core.step(Loaded(None, -1), 0)
     assert isinstance(again, Propose)
     core.step(Join("token", "a", ("t",), SESSION_MS), 0)
-    assert core.step(Answered(Outcome.CONFLICT), 0) == [Read()]
+    assert core.step(Answered(Outcome.CONFLICT), 0) == [ReadState()]
     (third,) = core.step(Loaded(first.membership, 0), 0)
     assert isinstance(third, Propose)
     assert third.version == 0
@@ -340,22 +340,22 @@ def test_a_leader_that_has_seen_a_higher_generation_makes_the_group_pass_it(grou
 def test_a_claim_that_fails_is_tried_again_and_the_join_does_not_wait_for_it_for_ever() -> None:
     core = GroupMembership("g", (1, 1))
     core.step(Loaded(None, -1), 0)
-    core.step(TopicsChanged({"t": Topic("i", 2)}), 0)
+    core.step(TopicsChanged({"t": SubscribedTopic("i", 2)}), 0)
     core.step(Answered(Outcome.APPLIED, 0), 0)
     core.step(Join("token", "a", ("t",), SESSION_MS), 0)
     claims = core.step(Answered(Outcome.APPLIED, 1), 0)
-    assert [type(claim) for claim in claims] == [Claim, Claim]
+    assert [type(claim) for claim in claims] == [ClaimPartition, ClaimPartition]
     core.step(Claimed(("t", 0), "a", 2, 5), 0)
     assert core.step(ClaimFailed(("t", 1), 2), 0) == []
-    assert core.step(Tick(), 500) == [Claim(("t", 1), "a", 2)]
+    assert core.step(Tick(), 500) == [ClaimPartition(("t", 1), "a", 2)]
     for now_ms in range(750, SESSION_MS // 4, 250):
-        assert not any(isinstance(action, Answer) for action in core.step(Tick(), now_ms))
+        assert not any(isinstance(action, AnswerMember) for action in core.step(Tick(), now_ms))
     (answer,) = core.step(Tick(), SESSION_MS // 4)
-    assert isinstance(answer, Answer)
+    assert isinstance(answer, AnswerMember)
     assert answer.assignment == (Assigned(("t", 0), 2, 5),)
     core.step(Claimed(("t", 1), "a", 2, 9), 3_000)
     (answer,) = core.step(Heartbeat("beat", "a", 2), 3_000)
-    assert isinstance(answer, Answer)
+    assert isinstance(answer, AnswerMember)
     assert numbers(answer) == [0, 1]
 
 
@@ -364,9 +364,11 @@ def test_a_group_takes_so_many_members_and_no_more() -> None:
     core = group.core
     core.step(SeekRequested("blocks the plane", "t"), 0)
     for number in range(1_000):
-        assert not any(isinstance(action, Refuse) for action in core.step(Join(number, f"m{number}", ("t",), 100), 0))
+        assert not any(
+            isinstance(action, RefuseMember) for action in core.step(Join(number, f"m{number}", ("t",), 100), 0)
+        )
     (refused,) = core.step(Join("one more", "x", ("t",), 100), 0)
-    assert isinstance(refused, Refuse)
+    assert isinstance(refused, RefuseMember)
     assert isinstance(refused.error, Backpressure)
 
 
@@ -375,7 +377,7 @@ def test_a_coordinator_that_stood_still_looks_whether_it_still_is_one(group: Coo
     group.tell(Tick(), 0)
     Coordinator(group.plane, group.leaders, 2, {"t": 4})
     group.tell(Tick(), 5_000)
-    assert group.deposed
+    assert group.resigned
 
 
 def test_time_in_which_this_process_stood_still_is_not_the_members_silence(group: Coordinator) -> None:
@@ -412,18 +414,18 @@ class Town:
     def tell(self, core: GroupMembership, event: Event) -> None:
         before = core.known.generation if core.known else 0
         for action in core.step(event, self.now_ms):
-            if isinstance(action, Answer) and action.token == "seek":
+            if isinstance(action, AnswerMember) and action.token == "seek":
                 self.tell(core, SeekDone("t"))
-            elif isinstance(action, Answer):
+            elif isinstance(action, AnswerMember):
                 self.heard(action)
-            elif not isinstance(action, Refuse | Deposed):
+            elif not isinstance(action, RefuseMember | Resigned):
                 self.pending.append((core, action))
         assert (core.known.generation if core.known else 0) >= before
         if core.coordinates and self.plane.held is not None and core.known == self.plane.held:
             for partition, holder in core.known.holders().items():
                 assert self.owners.setdefault((partition, core.known.generation), holder) == holder
 
-    def heard(self, answer: Answer) -> None:
+    def heard(self, answer: AnswerMember) -> None:
         member_id, client = self.tokens.pop(answer.token, ("", Client()))
         if not member_id or self.clients.get(member_id) is not client or answer.generation < client.generation:
             return
@@ -445,9 +447,9 @@ class Town:
                 if fate < 0.2:
                     outcome = Outcome.UNKNOWN
                 self.tell(core, Answered(outcome, self.plane.version))
-            case Read():
+            case ReadState():
                 self.tell(core, Loaded(self.plane.held, self.plane.version))
-            case Claim():
+            case ClaimPartition():
                 fate = self.rng.random() if lossy else 1.0
                 told = self.leaders.claim(action) if fate > 0.1 else None
                 self.tell(core, told if told and fate > 0.2 else ClaimFailed(action.partition, action.since))
@@ -457,14 +459,14 @@ class Town:
         self.perform(core, action, lossy=lossy)
 
     def coordinator(self) -> GroupMembership:
-        live = [core for core in self.cores if not core.deposed]
+        live = [core for core in self.cores if not core.resigned]
         return self.rng.choice(live) if live else self.elect()
 
     def elect(self) -> GroupMembership:
         core = GroupMembership("g", (len(self.cores) + 1, 1))
         self.cores.append(core)
         self.tell(core, Loaded(self.plane.held, self.plane.version))
-        self.tell(core, TopicsChanged({name: Topic(name, count) for name, count in self.partitions.items()}))
+        self.tell(core, TopicsChanged({name: SubscribedTopic(name, count) for name, count in self.partitions.items()}))
         return core
 
     def request(self, core: GroupMembership, member_id: str, event: str) -> None:
@@ -495,7 +497,7 @@ class Town:
         elif choice < 0.31:
             self.partitions["t"] = min(8, self.partitions["t"] + 1)
             for core in self.cores:
-                self.tell(core, TopicsChanged({name: Topic(name, n) for name, n in self.partitions.items()}))
+                self.tell(core, TopicsChanged({name: SubscribedTopic(name, n) for name, n in self.partitions.items()}))
         elif choice < 0.34:
             self.tell(self.coordinator(), SeekRequested("seek", "t"))
         elif choice < 0.4:
@@ -510,7 +512,7 @@ class Town:
         for round_number in range(60):
             while self.pending:
                 self.act(lossy=False)
-            if core.deposed:  # an older one was about to take over, and was faster
+            if core.resigned:  # an older one was about to take over, and was faster
                 core = self.elect()
             self.now_ms += 250
             self.tell(core, Tick())
@@ -543,7 +545,7 @@ def test_through_lost_answers_and_rival_coordinators_each_partition_has_one_owne
             assert town.leaders.may_commit(partition, member_id, client.generation)
 
 
-class Counted(dict[Partition, Place]):
+class Counted(dict[Partition, PartitionOwner]):
     """Places that count how often they are walked through."""
 
     walks = 0
@@ -555,8 +557,8 @@ class Counted(dict[Partition, Place]):
 
 def test_many_who_join_again_are_found_in_one_pass_over_the_places():
     members = {name: Member(name, ("t",), SESSION_MS, 1) for name in ("a", "b", "c", "d")}
-    places = {("t", number): Place(name, 1) for number, name in enumerate(members)}
-    draft = Draft(Membership(1, (1, 1), members, places, {"t": "id"}), 2, {"t": Topic("id", 4)})
+    places = {("t", number): PartitionOwner(name, 1) for number, name in enumerate(members)}
+    draft = Draft(GroupMembers(1, (1, 1), members, places, {"t": "id"}), 2, {"t": SubscribedTopic("id", 4)})
     draft._places = counted = Counted(draft._places)
     for name in ("a", "b", "c"):
         draft.join(Member(name, ("t",), SESSION_MS, 2))

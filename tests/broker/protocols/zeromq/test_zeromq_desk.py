@@ -9,8 +9,8 @@ from typing import Any
 from support.cluster import wait_until
 from support.zeromq import Queues, failing
 
-from portalmq.broker.protocols.zeromq.desk import Desk, Job, Reply
-from portalmq.broker.protocols.zeromq.protocol import Asked, Posted, Told
+from portalmq.broker.protocols.zeromq.desk import Job, Reply, RequestDispatcher
+from portalmq.broker.protocols.zeromq.protocol import CommandRequest, MessageRequest, SendRequest
 from portalmq.errors import Backpressure, NotEnoughReplicas, TopicNotFound, Unavailable
 
 WITHIN_S = 20.0
@@ -37,24 +37,24 @@ class Time:
         return self.now
 
 
-def desk_at(queues: Queues, answers: Answers, **options: Any) -> Desk:
-    return Desk(queues, answers, ports=lambda: {"commands": 1, "producers": 2, "consumers": 3}, **options)
+def desk_at(queues: Queues, answers: Answers, **options: Any) -> RequestDispatcher:
+    return RequestDispatcher(queues, answers, ports=lambda: {"commands": 1, "producers": 2, "consumers": 3}, **options)
 
 
-def job(what: Posted | Asked | Told, deadline: float = 1e12) -> Job:
+def job(what: SendRequest | MessageRequest | CommandRequest, deadline: float = 1e12) -> Job:
     return Job("commands", (b"me", b""), deadline, 10, what)
 
 
 def post(queue: str, value: str, **options: Any) -> Job:
-    return job(Posted(queue, value, None, None), **options)
+    return job(SendRequest(queue, value, None, None), **options)
 
 
 def ask(queue: str, **options: Any) -> Job:
-    return job(Asked(queue, None), **options)
+    return job(MessageRequest(queue, None), **options)
 
 
 def delete(queue: str, message_id: str) -> Job:
-    return job(Told("DELETE_MSG", queue, message_id, b"", None))
+    return job(CommandRequest("DELETE_MSG", queue, message_id, b"", None))
 
 
 class Gate:
@@ -148,7 +148,7 @@ def test_what_is_refused_is_told_to_whoever_asked():
     (told,) = answers.wait(1)
     assert (told["status"], told["code"], told["outcome"]) == ("error", "not_enough_replicas", "unknown")
     queues.trouble = failing(TopicNotFound("no such queue"), "command")
-    desk.take(job(Told("QUEUE_SIZE", "q", None, b"{}", None)))
+    desk.take(job(CommandRequest("QUEUE_SIZE", "q", None, b"{}", None)))
     assert answers.wait(2)[1]["detail"] == "no such queue"
     desk.close(WITHIN_S)
 
@@ -157,7 +157,7 @@ def test_a_door_that_is_opened_is_told_with_its_port():
     queues, answers = Queues(), Answers()
     desk = desk_at(queues, answers)
     for kind in ("PRODUCE_MSG", "CONSUME", "CREATE_QUEUE"):
-        desk.take(job(Told(kind, "q", None, json.dumps({"type": kind}).encode(), None)))
+        desk.take(job(CommandRequest(kind, "q", None, json.dumps({"type": kind}).encode(), None)))
     told = {each["told"]["type"]: each.get("port") for each in answers.wait(3)}
     assert told == {"PRODUCE_MSG": 2, "CONSUME": 3, "CREATE_QUEUE": None}
     desk.close(WITHIN_S)

@@ -14,8 +14,15 @@ from hypothesis import strategies as st
 from portalmq import wire
 from portalmq.broker.core.queue.receipts import ReceiptBook, mark_in, nth_text, topic_mark
 from portalmq.broker.protocols.zeromq import protocol
-from portalmq.broker.protocols.zeromq.access import Access, access_from, is_loopback
-from portalmq.broker.protocols.zeromq.protocol import Malformed, Received, opened, read_asked, read_posted, read_told
+from portalmq.broker.protocols.zeromq.access import TokenAccess, access_from, is_loopback
+from portalmq.broker.protocols.zeromq.protocol import (
+    Malformed,
+    ReceivedMessage,
+    opened,
+    read_asked,
+    read_posted,
+    read_told,
+)
 from portalmq.errors import Backpressure, InvalidRequest, MessageTooLarge, PortalMQError, Unauthorized
 
 MIB = 1024 * 1024
@@ -32,8 +39,8 @@ def test_the_way_back_is_all_that_stands_before_the_body():
 def test_a_request_is_one_frame(frames: list[bytes]):
     with pytest.raises(Malformed) as caught:
         opened(frames)
-    assert caught.value.way[0] == b"me"
-    assert len(caught.value.way) <= 2, "nothing of a stranger's making is sent back"
+    assert caught.value.envelope[0] == b"me"
+    assert len(caught.value.envelope) <= 2, "nothing of a stranger's making is sent back"
 
 
 def posted(body: Any) -> tuple[str, Any, Any]:
@@ -149,9 +156,9 @@ def test_answers_say_how_it_went():
     told = json.loads(protocol.stored(1, 7, "q", 17, "topic id"))
     assert told["id"] == f"{topic_mark('topic id')}-1-7"
     assert json.loads(protocol.empty("q")) == {"status": "ok", "queue": "q", "id": None, "message": None}
-    text = json.loads(protocol.handed("q", Received("0-1", "r", 17, 2, protocol.msgspec.Raw(b'"a"'))))
+    text = json.loads(protocol.handed("q", ReceivedMessage("0-1", "r", 17, 2, protocol.msgspec.Raw(b'"a"'))))
     assert text == {"id": "0-1", "queue": "q", "timestamp": 17, "deliveries": 2, "message": "a", "status": "ok"}
-    raw = json.loads(protocol.handed("q", Received("0-1", "r", 17, value_base64="/wA=")))
+    raw = json.loads(protocol.handed("q", ReceivedMessage("0-1", "r", 17, value_base64="/wA=")))
     assert (raw["message_base64"], "message" in raw) == ("/wA=", False)
     assert protocol.message_of(raw) == b"\xff\x00"
     refused = json.loads(protocol.refusal(Backpressure("wait")))
@@ -200,12 +207,12 @@ def test_a_message_comes_out_as_it_went_in(message: Any):
 
 
 def test_a_token_lets_in_and_nothing_else():
-    access = Access(["one", "two"])
+    access = TokenAccess(["one", "two"])
     access.check("two")
     for wrong in ("three", "", None, "twö"):
         with pytest.raises(Unauthorized):
             access.check(wrong)
-    Access().check(None)
+    TokenAccess().check(None)
 
 
 def test_a_file_of_tokens_has_one_a_line(tmp_path: Path):

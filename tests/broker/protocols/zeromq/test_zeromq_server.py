@@ -13,8 +13,8 @@ import zmq
 from support.cluster import wait_until
 from support.zeromq import Queues, ask, failing, service_at, serving, socket_to
 
-from portalmq.broker.protocols.zeromq.access import Access
-from portalmq.broker.protocols.zeromq.server import PIPELINE_MAX, Limits, PortTaken, Server
+from portalmq.broker.protocols.zeromq.access import TokenAccess
+from portalmq.broker.protocols.zeromq.server import PIPELINE_MAX, PortTaken, Server, ServerLimits
 from portalmq.errors import (
     InvalidRequest,
     MessageNotFound,
@@ -100,7 +100,7 @@ def test_what_is_in_hand_is_bounded_in_number_and_bytes():
 
     queues.trouble = trouble
     with (
-        serving(queues, limits=Limits(requests_max=2, request_bytes_max=1_000)) as server,
+        serving(queues, limits=ServerLimits(requests_max=2, request_bytes_max=1_000)) as server,
         socket_to(server.ports["consumers"]) as first,
         socket_to(server.ports["consumers"]) as second,
         socket_to(server.ports["consumers"]) as third,
@@ -127,7 +127,7 @@ def first_with_an_answer(*sockets: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
 
 
 def test_a_message_that_is_too_large_is_told_so():
-    with serving(Queues(), limits=Limits(message_bytes_max=1_000)) as server, service_at(server.ports) as miniq:
+    with serving(Queues(), limits=ServerLimits(message_bytes_max=1_000)) as server, service_at(server.ports) as miniq:
         with pytest.raises(MessageTooLarge, match="1000 at most"):
             miniq.produce("q", "x" * 1_001)
         assert miniq.produce("q", "x" * 1_000) == "0-0"
@@ -135,7 +135,7 @@ def test_a_message_that_is_too_large_is_told_so():
 
 def test_a_frame_far_beyond_the_limit_cuts_its_own_connection_and_no_other():
     with (
-        serving(Queues(), limits=Limits(message_bytes_max=1_000)) as server,
+        serving(Queues(), limits=ServerLimits(message_bytes_max=1_000)) as server,
         socket_to(server.ports["producers"], RCVTIMEO=300) as flood,
         socket_to(server.ports["producers"]) as other,
     ):
@@ -148,7 +148,7 @@ def test_a_frame_far_beyond_the_limit_cuts_its_own_connection_and_no_other():
 def test_a_message_for_a_client_that_is_gone_is_given_back():
     queues = Queues()
     queues.send("q", "precious", None)
-    server = Server(queues, Access(), ports={"commands": 0, "producers": 0, "consumers": 0})
+    server = Server(queues, TokenAccess(), ports={"commands": 0, "producers": 0, "consumers": 0})
     # As a client asks that has left before it is answered; when its going is noticed is libzmq's affair.
     server._take("consumers", [b"gone", b"", b'{"queue": "q"}'])
     server.stop()
