@@ -432,7 +432,7 @@ class Partition(AppendingPartition):
             event.set()
         self._writer.wait_idle()
         if saves:
-            self.retention.save_state()
+            self.retention.save_last()
         self._on_step_down(None)
         self.host.cache.drop(self._cache_key)
         self.host.pool.apply(self.log.close)  # it writes: a thousand partitions would hold the hub for seconds

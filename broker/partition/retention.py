@@ -7,6 +7,7 @@ for its own files; only a leader writes STATE records, and nobody's log start pa
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -76,6 +77,15 @@ class Retention:
             self._is_due = True
             self.take_snapshot_if_due()
             self._save()
+
+    def save_last(self) -> None:
+        """Save the state before the files are closed. A fold that goes further than what is known to be committed is
+        not saved: then the high watermark alone, so that readers of the files miss nothing of what was acknowledged."""
+        self.save_state()
+        partition = self._partition
+        if partition.changed or self._snapshot is not None:
+            known = partition.high_watermark, partition.log.messages_before
+            partition.host.pool.apply(_save_high_watermark, (partition.state_file, *known))
 
     def take_snapshot_if_due(self) -> None:
         """The core folds what it is told of, the groups' fold what is written (or, on a leader, appended): they agree
@@ -266,6 +276,11 @@ def _save(
     except Shortage:
         return False
     return True
+
+
+def _save_high_watermark(state_file: StateFile, high_watermark: int, messages_before: Callable[[int], int]) -> None:
+    with contextlib.suppress(Shortage):
+        state_file.save_high_watermark(high_watermark, messages_before)
 
 
 def _answered(work: Callable[P, T], *arguments: P.args, **more: P.kwargs) -> T | Exception:

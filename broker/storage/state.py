@@ -109,6 +109,20 @@ class StateFile:
             if not self._closed:  # the topic was deleted, or the broker ends, while this waited for a thread
                 self._transaction(write, durable=durable)
 
+    def save_high_watermark(self, high_watermark: int, messages_before: Callable[[int], int]) -> None:
+        """Raise the high watermark of the fold that was saved last; nothing happens where there is none, or a higher
+        one. That fold stays as it is: it goes up to an offset below in any case."""
+
+        def write(connection: apsw.Connection) -> None:
+            known = dict(connection.execute("SELECT key, value FROM meta WHERE key = 'high_watermark'"))
+            if known and known["high_watermark"] < high_watermark:
+                before = messages_before(high_watermark)
+                self._put_meta(connection, high_watermark=high_watermark, high_watermark_messages_before=before)
+
+        with self._turn:
+            if not self._closed:
+                self._transaction(write)
+
     def load(self) -> tuple[PartitionFold, int] | None:
         """The fold and the high watermark as last saved. None when there is none, or it is damaged or another log's.
 

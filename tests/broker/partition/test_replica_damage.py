@@ -206,6 +206,26 @@ def test_a_replica_that_lost_its_end_is_kept_while_nobody_else_says_that_it_has_
         assert values(group.partition(1)) == list("abcdef")
 
 
+def test_a_replica_that_ends_with_more_than_is_committed_says_all_the_same_what_was(tmp_path):
+    with replicas(tmp_path, 2) as group:
+        settle(group)
+        send(group.leader, *"abc")
+        partition = group.partition(1)
+        partition.save_state()
+        send(partition, *"def")
+        acknowledged = partition.high_watermark
+        group.stop(2)
+        waiting = gevent.spawn(send, partition, "g")
+        eventually(lambda: partition.log.end_offset > acknowledged)
+        assert partition.high_watermark == acknowledged
+        files = partition.state_file.path
+        group.stop(1)
+        waiting.kill()
+    connection = apsw.Connection(str(files))
+    assert connection.execute("SELECT value FROM meta WHERE key = 'high_watermark'").get == acknowledged
+    connection.close()
+
+
 def test_a_log_that_lost_its_end_is_rebuilt_and_not_trusted(tmp_path):
     with replicas(tmp_path, 3) as group:
         settle(group)

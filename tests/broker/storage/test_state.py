@@ -391,6 +391,24 @@ def test_the_lag_counts_messages_and_not_offsets(tmp_path):
     }]  # fmt: skip
 
 
+def test_the_high_watermark_rises_without_a_new_fold_and_never_falls(tmp_path):
+    log = open_log(tmp_path)
+    writer = Writer(log)
+    for _ in range(10):
+        writer.put(*numbered(4))
+        writer.put_control(BatchKind.ACK)
+    fold = PartitionFold(applied=20, groups=[GroupFold("g", 0, 20, [])])
+    state = StateFile(tmp_path, identity=IDENTITY)
+    state.save_high_watermark(30, log.messages_before)
+    assert state.load() is None
+    state.save(fold, 20, log.messages_before)
+    for high_watermark in (30, 50, 40):
+        state.save_high_watermark(high_watermark, log.messages_before)
+    assert state.load() == (fold, 50)
+    (lag,) = view(tmp_path, "lag")
+    assert (lag["high_watermark"], lag["never_delivered"]) == (50, 24)
+
+
 def test_the_view_of_streams_tells_their_lag_in_messages(tmp_path):
     log = open_log(tmp_path)
     writer = Writer(log)
