@@ -1,7 +1,7 @@
 """An unclean election: what an operator asks for by name when no replica that is in sync will come back.
 
 The replica that holds most leads with what it has; what only the others had is lost. The controller never does this by
-itself, and no setting makes it. Each broker that has a replica is asked for its standing (`log_end` among the calls
+itself, and no setting makes it. Each broker with a replica is asked how far its log goes (`standing` among the calls
 between brokers); who leads is the one with the highest (epoch of the last record, end), or the one that is named. The
 new epoch is marked as unclean, which allows the others to cut back even what they knew to be committed.
 """
