@@ -278,7 +278,7 @@ def _(original: Any, self: Any, event: core.IsrAnswered, now_ms: int, wall_ms: i
 
 @mutant("leads on without a synced word", 59, (LeadingReplica, "_begin_leading"))
 def _(original: Any, self: Any, word: core.PartitionStateChanged, now_ms: int, wall_ms: int) -> Any:
-    self._deposed = False
+    self._resigned = False
     return original(self, word, now_ms, wall_ms)
 
 

@@ -37,9 +37,9 @@ def test_waiting_for_a_turn_runs_no_other_greenlet():
 from gevent import monkey
 monkey.patch_all()
 import gevent, gevent.threadpool, time
-from portalmq.broker.storage.turn import Turn
+from portalmq.broker.storage.turn import FairLock
 native_sleep = monkey.get_original("time", "sleep")
-turn, ran = Turn(), []
+turn, ran = FairLock(), []
 held = gevent.threadpool.ThreadPool(1)
 
 def hold():
