@@ -143,7 +143,7 @@ def test_a_locked_file_is_waited_for_and_not_called_damaged(
     "name", ["GroupStart", "Grant", "Ack", "Nack", "Extend", "Dead", "Redrive", "Drop", "Commit", "Claim", "Seek"]
 )
 def test_the_bodies_are_read_as_the_broker_writes_them(name: str) -> None:
-    ours, theirs = getattr(bodies, name), getattr(written_bodies, name)
+    ours, theirs = getattr(bodies, f"{name}Body"), getattr(written_bodies, name)
     names = [field.name for field in msgspec.structs.fields(ours)]
     assert names == [field.name for field in msgspec.structs.fields(theirs)][: len(names)]
 
