@@ -7,7 +7,7 @@ The tree lives in memory. `<directory>/journal` holds each commit as one record,
 So a commit is on disk whole or not at all. kill -9 can tear only the last record, which was then never answered; it
 is dropped at the next start. A damaged record with a whole one behind it is no torn tail but a damaged disk: then the
 start is refused, because going on would forget answered commits. When the journal has outgrown the tree, it is written
-anew (the tree as records) beside the old one and renamed over it.
+anew (the tree as records, then the commits of that time) beside the old one and renamed over it.
 
 Ephemeral nodes are not written, since they end with the process. Rejected: SQLite (apsw belongs to the storage room,
 and this tree is small), and a new snapshot for each commit (a thousand topics would cost a thousand times their size).
@@ -75,7 +75,7 @@ class Standalone:
     """A `ControlPlane` for one broker; `directory` is made when it is missing.
 
     It belongs to one thread: every method does its work without yielding, a commit's fsync included. After a long
-    commit it calls `give_way`, which may let others run.
+    commit, and between the parts of a rewrite of the journal, it calls `give_way`, which may let others run.
     """
 
     def __init__(self, directory: Path, *, give_way: Callable[[], None] = lambda: None) -> None:
@@ -91,6 +91,8 @@ class Standalone:
         # Invariant: the journal's file is this long, and all of it is fsynced.
         self._journal_bytes = 0
         self._compact_at_bytes = _COMPACT_BYTES_MIN
+        # The records that were appended since the rewrite under way began; None without one.
+        self._since: list[bytes] | None = None
 
     @property
     def state(self) -> PlaneState:
@@ -170,9 +172,9 @@ class Standalone:
         if lasting:
             self._append(lasting)
         self._install(draft.changed)
-        if self._journal_bytes > self._compact_at_bytes:
-            self._compact()
         self._ring(*draft.changed)
+        if self._journal_bytes > self._compact_at_bytes and self._since is None:
+            self._compact()
         if len(ops) >= _LONG_OPS:
             self._give_way()
         return versions
@@ -215,29 +217,40 @@ class Standalone:
                 f"cannot write {self._path}: {fault}; mend the disk and start the broker again"
             ) from fault
         self._journal_bytes += len(record)
+        if self._since is not None:
+            self._since.append(record)
 
     def _compact(self) -> None:
         """Write the journal anew, from the tree. Failing at that is no harm: the old journal stands, and grows on."""
+        # As it is now: what others commit between two parts follows.
         lasting: Iterator[Change] = (
-            (path, node.data, node.version) for path, node in self._nodes.items() if not node.ephemeral
+            (node.path, node.data, node.version) for node in list(self._nodes.values()) if not node.ephemeral
         )
-        size = 0
+        self._since = []
         fresh_path = self._path.with_suffix(".new")
         fresh = -1
+        replaced = False
         try:
             fresh = os.open(fresh_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            size = 0
             for batch in _batched(lasting):
-                record = _record(batch)
-                _write_all(fresh, record)
-                size += len(record)
+                size += _write_all(fresh, _record(batch))
+                self._give_way()
+            if self._state is not PlaneState.CONNECTED:
+                return
+            size += _write_all(fresh, b"".join(self._since))
             sync(fresh)
             os.rename(fresh_path, self._path)
+            replaced = True
         except OSError:
-            if fresh != -1:
-                os.close(fresh)
-            fresh_path.unlink(missing_ok=True)
             self._compact_at_bytes = 2 * self._journal_bytes
             return
+        finally:
+            self._since = None
+            if not replaced:
+                if fresh != -1:
+                    os.close(fresh)
+                fresh_path.unlink(missing_ok=True)
         os.close(self._journal)
         self._journal, self._journal_bytes = fresh, size
         self._compact_at_bytes = max(_COMPACT_BYTES_MIN, 2 * size)
@@ -380,10 +393,12 @@ def _batched(changes: Iterator[Change]) -> Iterator[list[Change]]:
         yield batch
 
 
-def _write_all(descriptor: int, data: bytes) -> None:
+def _write_all(descriptor: int, data: bytes) -> int:
+    """Return how many bytes were written: all of them."""
     view = memoryview(data)
     while view:
         view = view[os.write(descriptor, view) :]
+    return len(data)
 
 
 def _sync_directory(directory: Path) -> None:

@@ -123,6 +123,41 @@ def test_the_journal_is_rewritten_before_it_outgrows_the_tree(tmp_path: Path, mo
     plane.close()
 
 
+def test_others_may_run_between_the_parts_of_a_rewrite_and_lose_no_commit(tmp_path: Path) -> None:
+    plane = Standalone(tmp_path, give_way=lambda: others())
+    plane.start()
+    parts: list[int] = []
+
+    def others() -> None:
+        number = len(parts)
+        parts.append(number)
+        plane.commit(Set("/n/0", b"%d" % number, number), Create(f"/later/{number}"), Delete(f"/n/{9 - number}", 0))
+
+    data = b"x" * (standalone.COMMIT_BYTES_MAX // 12)
+    for number in range(30):  # more than one megabyte: the rewrite begins by itself, in the last of these commits
+        if not parts:
+            plane.commit(Create(f"/n/{number}", data if number else b""))
+    assert len(parts) >= 2, "the rewrite was done in one part"
+    assert (tmp_path / "journal").stat().st_size == plane._journal_bytes
+    expected = tree(plane), tree(plane, "/later")
+    assert [len(parts)] * 2 == [expected[0]["/n/0"][1], len(expected[1])]
+    plane.close()
+    plane = opened(tmp_path)
+    assert (tree(plane), tree(plane, "/later")) == expected
+    plane.close()
+
+
+def test_a_close_during_a_rewrite_leaves_the_old_journal_in_use(tmp_path: Path) -> None:
+    plane = Standalone(tmp_path, give_way=lambda: plane.close())
+    plane.start()
+    plane._compact_at_bytes = 0
+    plane.commit(Create("/n/a", b"1"))
+    assert not (tmp_path / "journal.new").exists()
+    plane = opened(tmp_path)
+    assert tree(plane) == {"/n/a": (b"1", 0)}
+    plane.close()
+
+
 def test_a_failed_rewrite_leaves_the_old_journal_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(standalone, "_COMPACT_BYTES_MIN", 200)
     plane = opened(tmp_path)
