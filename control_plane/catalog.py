@@ -1,6 +1,6 @@
-"""Typed operations over any control plane: what the brokers share, each change by compare-and-set (see `tree`).
+"""Typed operations on the shared state in the control plane, each change by compare-and-set (see `tree`).
 
-Nothing is cached: whoever needs speed keeps what it read (see `mirror`), and reads again when the plane's bell rings.
+Nothing is cached. Callers that need speed keep a copy (see `mirror`), and read again after a change notification.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ PRODUCER_ID_BLOCK = 1_000
 
 
 class Catalog(ClusterNodes):
-    """`random_bytes` makes ids and keys; a simulation passes its own."""
+    """Topics, partitions, groups and producers. `random_bytes` makes ids and keys; a simulation passes its own."""
 
     def __init__(self, plane: ControlPlane, *, random_bytes: Callable[[int], bytes] = os.urandom) -> None:
         super().__init__(plane, random_bytes=random_bytes)
-        # Ids of the block this process took, not yet given away. What is left at its end is never used.
+        # Unused ids of the block that this process took. Those left when it ends are never used.
         self._producer_ids = range(0)
 
     # --- topics ---
@@ -57,12 +57,12 @@ class Catalog(ClusterNodes):
         return self._all(state.TOPICS, TopicState)
 
     def find_topic(self, name: str) -> TopicState | None:
-        """None is said only after a sync."""
+        """Return the topic; None only after a sync."""
         held = self._confirmed(state.topic_path(wire.check_name(name, "topic")), TopicState)
         return held.value if held else None
 
     def topic(self, name: str) -> TopicState:
-        """Raises TopicNotFound."""
+        """Return the topic. Raises TopicNotFound."""
         topic = self.find_topic(name)
         if topic is None:
             raise TopicNotFound(f"there is no topic {name!r}")
@@ -76,11 +76,12 @@ class Catalog(ClusterNodes):
         brokers: Mapping[int, BrokerState],
         default_replication_factor: int = 3,
     ) -> tuple[TopicState, bool]:
-        """Make the topic on the live `brokers`; answers it, and whether it was made now.
+        """Create the topic on the live `brokers`. Return it, and True when this call created it.
 
-        With fewer brokers than the default factor it starts on those there are, and the controller adds replicas as
-        brokers join. One that exists alike in the fields given is answered as it is. Raises TopicExists when a field
-        differs, and InvalidRequest for wrong settings or for more replicas, asked for by name, than there are brokers.
+        With fewer brokers than the default replication factor it starts on all of them, and the controller adds
+        replicas as brokers join. A topic that exists with equal values of the given fields is returned. Raises
+        TopicExists when a field differs, InvalidRequest for wrong settings or for a given replication factor above the
+        number of brokers.
         """
         wire.check_name(name, "topic")
         config = _topic_config(wire.TopicConfig(), request.config)
@@ -97,8 +98,8 @@ class Catalog(ClusterNodes):
             factor = _replication_factor(request, config, len(brokers), default_replication_factor)
             topic = TopicState(name, self._unique(), partitions, partitions, factor, config)
             tried.add(topic.topic_id)
-            # The topic's own node comes last: until then nobody sees its partitions, and `sweep` may remove them.
-            # Version 1 tells the home made here from one that a later commit would make implicitly, after a sweep.
+            # The topic's own node comes last: until then the partitions are invisible, and `sweep` may remove them.
+            # Version 1 tells the home created here from one that a later commit would create implicitly after a sweep.
             home = state.topic_partitions_path(topic.topic_id)
             self._commit_in_parts(
                 [Create(home), Set(home, name.encode(), 0), *self._new_partitions(topic, brokers, since=0)],
@@ -110,9 +111,9 @@ class Catalog(ClusterNodes):
         return self._until_fitting(f"topic {name!r}", create)
 
     def restore_topic(self, topic: TopicState, partitions: Sequence[PartitionState]) -> bool:
-        """Write a topic back as it was, with the partitions as they are to be; False when it is there already.
+        """Write a topic back as it was, with these partitions. Return False when it exists already.
 
-        Raises TopicExists when another one has its name.
+        Raises TopicExists when another topic has its name.
         """
 
         def restore() -> bool:
@@ -121,7 +122,7 @@ class Catalog(ClusterNodes):
                 if existing.topic_id != topic.topic_id:
                     raise TopicExists(f"another topic is named {topic.name!r}")
                 return False
-            self._remove_partitions(topic.topic_id)  # what an attempt that broke off has left
+            self._remove_partitions(topic.topic_id)  # left by an interrupted attempt
             self._commit_in_parts(
                 [
                     Create(state.topic_partitions_path(topic.topic_id), topic.name.encode()),
@@ -164,7 +165,7 @@ class Catalog(ClusterNodes):
         return self._until_fitting(f"topic {name!r}", alter)
 
     def delete_topic(self, name: str, *, now_ms: int) -> TopicState:
-        """Remove the topic and leave a tombstone, the authority to remove its files. Raises TopicNotFound."""
+        """Remove the topic and leave a tombstone, the permission to remove its files. Raises TopicNotFound."""
         doomed: TopicState | None = None
 
         def delete() -> TopicState:
@@ -187,22 +188,22 @@ class Catalog(ClusterNodes):
         return topic
 
     def tombstones(self) -> dict[str, Tombstone]:
-        """The deleted topics whose files may still be somewhere, by topic id."""
+        """Return the deleted topics whose files may still exist, by topic id."""
         return self._all(state.DELETED, Tombstone)
 
     def confirm_removed(self, topic_id: str, broker_id: int) -> None:
-        """Nothing of the deleted topic is on this broker's disk any more."""
+        """Record that this broker's disk holds nothing of the deleted topic."""
         try:
             self.plane.commit(Create(state.removed_path(topic_id, broker_id)))
         except NodeExists:
             return
 
     def confirmations(self, topic_id: str) -> frozenset[int]:
-        """The brokers that have removed the deleted topic's files."""
+        """Return the brokers that have removed the deleted topic's files."""
         return frozenset(int(name) for name in self.plane.children(state.tombstone_path(topic_id)) if name.isdigit())
 
     def forget_tombstone(self, topic_id: str) -> None:
-        """Every broker has removed the topic's files."""
+        """Remove the tombstone, after every broker has removed the topic's files."""
         path = state.tombstone_path(topic_id)
 
         def forget() -> None:
@@ -212,19 +213,19 @@ class Catalog(ClusterNodes):
         self._until_fitting(f"tombstone {topic_id}", forget)
 
     def strays(self) -> set[str]:
-        """Topic ids whose partitions no topic owns: a creation that is under way, or what a crash left."""
+        """Return ids whose partitions no topic owns: a creation in progress, or what a crash left."""
         homes = set(self.plane.children(state.PARTITIONS))
         return homes - self.topic_ids() if homes else homes
 
     def sweep(self, strays: Iterable[str] | None = None) -> int:
-        """Remove partitions that no topic owns (of those in `strays`, when given); answers of how many topics.
+        """Remove partitions that no topic owns (of those in `strays`, when given). Return the number of topics.
 
-        A creation that is still going on does not go through any more, and is begun anew by who makes it.
+        A creation in progress fails at its last commit, and its caller starts it again.
         """
         found = self.strays()
         strays = sorted(found if strays is None else found.intersection(strays))
         for topic_id in strays:
-            # A creation still going on checks this version in its last commit: from here on it cannot go through.
+            # A creation in progress checks this version in its last commit, which now fails.
             held = self.plane.get(state.topic_partitions_path(topic_id))
             if held is not None:
                 self.plane.commit(Set(held.path, held.data, held.version))
@@ -239,7 +240,7 @@ class Catalog(ClusterNodes):
         return self._read(state.partition_path(topic_id, partition), PartitionState)
 
     def partitions(self, topic: TopicState) -> dict[int, Versioned[PartitionState]]:
-        """The state of each partition; one that is just being removed is left out."""
+        """Return the state of each partition; one that is being removed is left out."""
         found = self.plane.get_many(
             [state.partition_path(topic.topic_id, number) for number in range(topic.partitions)]
         )
@@ -250,7 +251,7 @@ class Catalog(ClusterNodes):
         }
 
     def set_partition(self, topic_id: str, partition: int, value: PartitionState, version: int) -> int:
-        """Compare-and-set; answers the new version. Raises Conflict when it does not fit, OutcomeUnknown."""
+        """Compare-and-set the partition. Return the new version. Raises Conflict, OutcomeUnknown."""
         return self.plane.commit(Set(state.partition_path(topic_id, partition), state.encode(value), version))[0]
 
     # --- groups ---
@@ -259,32 +260,32 @@ class Catalog(ClusterNodes):
         return self._all(state.GROUPS, GroupState)
 
     def find_group(self, name: str) -> GroupState | None:
-        """None is said only after a sync."""
+        """Return the group; None only after a sync."""
         held = self._confirmed(state.group_path(wire.check_name(name, "group")), GroupState)
         return held.value if held else None
 
     def group_as_it_is(self, name: str) -> GroupState | None:
-        """The group as it stands now, after a sync."""
+        """Return the group's current state, read after a sync."""
         self.confirm()
         held = self._read(state.group_path(wire.check_name(name, "group")), GroupState)
         return held.value if held else None
 
     def group(self, name: str) -> GroupState:
-        """Raises GroupNotFound."""
+        """Return the group. Raises GroupNotFound."""
         group = self.find_group(name)
         if group is None:
             raise GroupNotFound(f"there is no group {name!r}")
         return group
 
     def ensure_group(self, name: str) -> GroupState:
-        """The group, made with the default settings when it is missing."""
+        """Return the group, created with the default settings when it is missing."""
         return self.find_group(name) or self.put_group(name, {})[0]
 
     def put_group(
         self, name: str, patch: dict[str, Any], initial: dict[str, Any] | None = None
     ) -> tuple[GroupState, bool]:
-        """Make the group, or change the settings that `patch` names; answers it, and whether it was made now. A group
-        that is made has the settings of `initial` too, one that exists keeps its own.
+        """Create the group, or change the settings that `patch` names. Return it, and True when this call created it.
+        `initial` has further settings for a group that is created.
 
         Raises GroupModeMismatch for another mode (a group keeps its own), InvalidRequest for wrong settings.
         """
@@ -309,7 +310,7 @@ class Catalog(ClusterNodes):
         return self._until_fitting(f"group {name!r}", put)
 
     def delete_group(self, name: str) -> None:
-        """Raises GroupNotFound."""
+        """Delete the group. Raises GroupNotFound."""
 
         def delete() -> None:
             held = self._read(state.group_path(wire.check_name(name, "group")), GroupState)
@@ -323,10 +324,10 @@ class Catalog(ClusterNodes):
     # --- producers ---
 
     def next_producer(self, name: str | None, *, instance: str = "", renews: bool = False) -> wire.ProducerIdentity:
-        """An identity for an idempotent producer: a fresh id; under a name, always the same id with the next epoch.
+        """Return an identity for an idempotent producer: a fresh id; with a name, always the same id, the next epoch.
 
-        `instance` is the process that asks. One that `renews` had the name before: raises Fenced when another instance
-        has it now.
+        `instance` is the calling process. With `renews` it had the name before: raises Fenced when another instance
+        has taken the name since.
         """
         if name is None:
             return wire.ProducerIdentity(id=self._next_producer_id(), epoch=0)
@@ -339,7 +340,7 @@ class Catalog(ClusterNodes):
                 self.plane.commit(Create(path, state.encode(identity)))
             else:
                 if renews and held.value.instance != instance:
-                    raise Fenced(f"another instance of producer {name!r} has taken over: this one is to end")
+                    raise Fenced(f"another instance of producer {name!r} has taken over: stop this one")
                 identity = state.ProducerState(held.value.id, held.value.epoch + 1, instance)
                 self.plane.commit(Set(path, state.encode(identity), held.version))
             return wire.ProducerIdentity(id=identity.id, epoch=identity.epoch)
@@ -350,7 +351,7 @@ class Catalog(ClusterNodes):
         return list(self._all(state.PRODUCERS, state.ProducerState).values())
 
     def reserve_producer_ids(self, below: int) -> None:
-        """Give away no id below this one any more."""
+        """Never issue an id below this one again."""
 
         def reserve() -> None:
             held = self._read(state.PRODUCER_IDS, state.ProducerIds)
@@ -363,7 +364,7 @@ class Catalog(ClusterNodes):
         self._until_fitting("producer ids", reserve)
 
     def producer_ids_below(self) -> int:
-        """No id from this one on was given away, after a sync."""
+        """Return, after a sync, a bound that every issued id is below."""
         self.confirm()
         held = self._read(state.PRODUCER_IDS, state.ProducerIds)
         return held.value.next if held else 1
@@ -384,11 +385,11 @@ class Catalog(ClusterNodes):
     # --- inside ---
 
     def topic_ids(self) -> set[str]:
-        """Of all topics there are; nothing else of their nodes is decoded, which would take ten times as long."""
+        """Return the ids of all topics. Decoding only the id is ten times as fast as decoding the topic."""
         return {state.topic_id_of(node.data) for node in self.plane.get_children(state.TOPICS)}
 
     def _new_partitions(self, topic: TopicState, brokers: Mapping[int, BrokerState], *, since: int) -> list[Op]:
-        """The partitions from `since` on that are not there yet; a growth that broke off may have left some."""
+        """Return the missing partitions from `since` on; an interrupted growth may have created some."""
         if topic.partitions == since:
             return []
         if not brokers:
@@ -403,8 +404,8 @@ class Catalog(ClusterNodes):
         ]
 
     def _commit_in_parts(self, ops: list[Op], *, guard: Sequence[Op] = (), last: Sequence[Op] = ()) -> None:
-        """Commit `ops` in as many commits as it takes: `guard` in each but the first, and in the final one `last`,
-        which makes them all count."""
+        """Commit `ops` in as many commits as needed: `guard` in each but the first, `last` in the final one, which
+        makes them all visible."""
         room = COMMIT_OPS_MAX - len(guard) - len(last)
         before: Sequence[Op] = ()
         while len(ops) > room:
@@ -432,7 +433,7 @@ def _patched(config: state.ConfigT, patch: dict[str, Any]) -> state.ConfigT:
 
 
 def _topic_config(config: wire.TopicConfig, patch: dict[str, Any]) -> wire.TopicConfig:
-    """A topic that keeps the last message of each key drops none for its age, unless that is asked for by name."""
+    """Return the patched config. A compacted topic drops no message for its age, unless the patch sets retention_ms."""
     patched = _patched(config, patch)
     if patched.cleanup == config.cleanup or "retention_ms" in patch:
         return patched
@@ -443,7 +444,7 @@ def _topic_config(config: wire.TopicConfig, patch: dict[str, Any]) -> wire.Topic
 
 
 def _check_alike(topic: TopicState, request: wire.CreateTopic) -> None:
-    """Raises TopicExists when a field that the request gives differs."""
+    """Raise TopicExists when a field of the request differs."""
     differing = [
         name
         for name in ("partitions", "replication_factor")
@@ -472,7 +473,7 @@ def _check_min_insync(config: wire.TopicConfig, replication_factor: int) -> None
 
 
 def _new_partition(replicas: list[int], brokers: Mapping[int, BrokerState]) -> PartitionState:
-    """An empty partition: all its replicas hold all of nothing, so all are in sync, and the first leads."""
+    """Return an empty partition: all its replicas are equally empty, so all are in sync, and the first leads."""
     return PartitionState(
         leader=replicas[0],
         leader_epoch=1,

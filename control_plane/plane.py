@@ -1,19 +1,19 @@
-"""The control plane as the rest of the house sees it: a small tree of versioned nodes, shared by all brokers.
+"""The control plane contract: a small tree of versioned nodes that all brokers share.
 
-The contract is what ZooKeeper gives, and no more, so that the one-process stand-in (`standalone`) and a real ensemble
-behave alike and pass one contract suite (tests/contract). Everything above it (`catalog`, `controller`) is shared.
+The contract promises no more than ZooKeeper does, so `standalone` (one process) and a real ensemble behave alike and
+pass one contract suite (tests/contract). The modules above it (`catalog`, `controller`) run on either.
 
-    node      a path ("/topics/temp_1"), some bytes, and a version: 0 when created, one more after each Set. A node that
-              was deleted and made again starts at 0 once more, so a path that is reused needs a unique id in its data
+    node      A path ("/topics/temp_1"), some bytes, and a version: 0 when created, one more after each Set. A node that
+              is deleted and created again starts at 0 again, so a path that is reused needs a unique id in its data
               or in its path for a compare-and-set to be safe.
-    commit    several operations, applied in order, all or none.
-    ephemeral a node that goes when the session of its maker ends. A hint, never proof of life. It has no children.
-    parents   are made implicitly: empty, persistent, version 0. They may stay when the commit they were made for fails.
-    watch     a doorbell: "this may have changed, look again". It may ring late, twice, and for nothing; while the
-              connection is down it is silent, and says "anything may have changed" once it is back.
+    commit    Several operations, applied in order, all or none.
+    ephemeral A node that is removed when the session of its creator ends. A hint, never proof of life. No children.
+    parents   Created implicitly: empty, persistent, version 0. They may remain when the commit that needed them fails.
+    watch     A change notification: "this may have changed, read it again". It may be late, repeated or spurious. It is
+              silent while the connection is down, and then reports "anything may have changed".
 
 Rejected: watches on single paths. They are dropped on a disconnect, coalesce, and miss a node that was deleted and
-made again; whoever hears the bell reads what it needs afresh.
+created again. A watcher reads the current state after each notification.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ _PATH = re.compile(r"(/[^/\x00-\x1f\x7f-\x9f]+)+\Z")
 
 
 class PlaneError(Exception):
-    """Base of what a control plane raises.
+    """The base class of errors of a control plane.
 
     PlaneError
     |-- Conflict             nothing was applied; read again and decide again
     |   |-- VersionMismatch  |-- NodeExists
     |   `-- NodeMissing      `-- NodeNotEmpty
     |-- PlaneUnavailable     nothing was applied; the plane does not answer
-    |-- PlaneRefused         nothing was applied; the credentials are not those of the tree, and will not become so
-    `-- OutcomeUnknown       the commit may have been applied, or may yet be: sync, read, and see
+    |-- PlaneRefused         nothing was applied; the credentials are wrong, and a retry does not help
+    `-- OutcomeUnknown       the commit may have been applied, or may be applied later: sync, then read
     """
 
 
 class Conflict(PlaneError):
-    """The tree is not as the commit expects it. Nothing was applied."""
+    """The tree differs from what the commit expects. Nothing was applied."""
 
     def __init__(self, path: str) -> None:
         super().__init__(f"{type(self).__name__}: {path}")
@@ -58,15 +58,15 @@ class Conflict(PlaneError):
 
 
 class VersionMismatch(Conflict):
-    """The node has another version than the one named."""
+    """The node has a version other than the expected one."""
 
 
 class NodeExists(Conflict):
-    """A node to be created is there already."""
+    """A node to be created exists."""
 
 
 class NodeMissing(Conflict):
-    """A node to be set, deleted or checked is not there."""
+    """A node to be set, deleted or checked does not exist."""
 
 
 class NodeNotEmpty(Conflict):
@@ -81,21 +81,22 @@ class PlaneUnavailable(PlaneError, Unavailable):
 
 
 class PlaneRefused(PlaneError, Unavailable):
-    """The plane does not take our credentials, or keeps this node for others. No repeat helps. Nothing was applied."""
+    """The plane rejects the credentials, or this node belongs to another user. A retry does not help. Nothing was
+    applied."""
 
     def __init__(self, detail: str) -> None:
         Unavailable.__init__(self, detail, retryable=False)
 
 
 class OutcomeUnknown(PlaneError, Unavailable):
-    """The answer to a commit was lost: it may have been applied, or may yet be."""
+    """The answer to a commit was lost: it may have been applied, or may be applied later."""
 
     def __init__(self, detail: str) -> None:
         Unavailable.__init__(self, detail, outcome="unknown", retry_after_s=1.0)
 
 
 class PlaneState(Enum):
-    """How the session stands. ZooKeeper tells of LOST only after it was reached again: hold a lease of your own."""
+    """The state of the session. ZooKeeper reports LOST only after a reconnect: callers need a lease of their own."""
 
     CONNECTED = "connected"
     SUSPENDED = "suspended"
@@ -104,7 +105,7 @@ class PlaneState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """`owner` is the session whose end takes an ephemeral node away; 0 for a lasting one."""
+    """A node as read. `owner` is the session whose end removes an ephemeral node; 0 for a persistent one."""
 
     path: str
     data: bytes
@@ -149,84 +150,85 @@ class ControlPlane(Protocol):
 
     @property
     def session_id(self) -> int:
-        """The session that ephemeral nodes made now belong to; 0 without one. A new one makes them anew."""
+        """The session that owns ephemeral nodes created now; 0 without one. A new session creates them again."""
         ...
 
     @property
     def session_timeout_s(self) -> float:
-        """How long the session outlives silence, as the plane granted it, which may differ from what was asked."""
+        """How long the session survives silence. The plane grants it; it may differ from the requested timeout."""
         ...
 
     @property
     def last_answered(self) -> float:
-        """`clock_s()` when the last request that was answered began, heartbeats included.
+        """`clock_s()` at the start of the last request that was answered, heartbeats included.
 
-        The session lasts until `session_timeout_s` after this at least, so a lease counted from here is never too long.
+        The session lasts at least `session_timeout_s` from here, so a lease counted from here is never too long.
         """
         ...
 
     @property
     def set_back(self) -> bool:
-        """Whether the tree is known to have lost commits: it was emptied, or restored from an older copy. Never false
-        alarm, and true for good; but if many commits were made since, it may stay unknown."""
+        """True when the tree is known to have lost commits: it was emptied, or restored from an older copy. Never a
+        false alarm, and permanent; but many commits since then can hide the loss."""
         ...
 
     def start(self) -> None:
-        """Open the session. Raises PlaneUnavailable when there is none to be had, PlaneRefused for credentials."""
+        """Open the session. Raises PlaneUnavailable when no session can be opened, PlaneRefused for credentials."""
         ...
 
     def close(self) -> None:
-        """End the session; its ephemeral nodes go. Closing twice is allowed."""
+        """End the session; its ephemeral nodes are removed. Closing twice is allowed."""
         ...
 
     def get(self, path: str) -> Node | None:
-        """The node, or None. May be older than another broker's latest commit, unless `sync` came before."""
+        """Return the node, or None. It may be older than another broker's latest commit, unless `sync` came before."""
         ...
 
     def children(self, path: str) -> list[str]:
-        """The names right below `path`, sorted; none when the node is missing."""
+        """Return the names directly below `path`, sorted; none when the node is missing."""
         ...
 
     def get_many(self, paths: Sequence[str]) -> list[Node | None]:
-        """As `get` for each path, in few round trips. The nodes need not be of one moment."""
+        """Return the result of `get` for each path, in few round trips. The nodes need not be of one moment."""
         ...
 
     def get_children(self, path: str) -> list[Node]:
-        """The nodes right below `path`, sorted by name, in few round trips; one that goes meanwhile is left out."""
+        """Return the nodes directly below `path`, sorted by name, in few round trips. A node that is deleted during
+        the call is left out."""
         ...
 
     def commit(self, *ops: Op) -> list[int]:
-        """Apply all operations in order, or none. Answers the version of each node after it, -1 for a Delete.
+        """Apply all operations in order, or none. Return the version of each node after it, -1 for a Delete.
 
-        It is sent in the session that stands when it is called, or not at all.
-        Raises Conflict's subclasses for the first operation that does not fit, PlaneUnavailable, PlaneRefused, and
+        The commit is sent in the session that exists at the call, or not at all.
+        Raises the Conflict subclass of the first operation that fails, PlaneUnavailable, PlaneRefused, and
         OutcomeUnknown.
         """
         ...
 
     def sync(self) -> None:
-        """What was committed anywhere before this call is seen by the reads after it."""
+        """Wait until reads see every commit that any broker made before this call."""
         ...
 
     def watch(self, callback: ChangeCallback) -> None:
-        """Call `callback` with the path of each node that may have been made, set or deleted, by anyone.
+        """Call `callback` with the path of each node that may have been created, set or deleted, by any broker.
 
-        None means that anything may have changed, the state of the session included. Changes of a time without
-        connection are told by one None after it. A node made or deleted changes the children of its parent, which is
-        not named as well. A callback only leaves a note for its owner: it never calls the plane, and never blocks.
+        None means that anything may have changed, the state of the session included. One None after a disconnect
+        covers all changes during it. A node that is created or deleted changes the children of its parent, which gets
+        no call of its own. A callback records the path and returns: it never calls the plane, and never blocks.
         """
         ...
 
 
 def check_path(path: str) -> str:
-    """`path`, when every plane can hold it. A bad one is a mistake of ours, so it raises ValueError."""
+    """Return `path` if every plane can hold it. Raises ValueError: a bad path is a programming error."""
     if len(path) > PATH_CHARACTERS_MAX or not _PATH.match(path) or any(part in {".", ".."} for part in path.split("/")):
         raise ValueError(f"not a path of the control plane: {path!r}")
     return path
 
 
 def check_commit(ops: tuple[Op, ...]) -> None:
-    """Refuse, with ValueError, what some plane could not take: too many operations, too much data, a bad path."""
+    """Raise ValueError for a commit that some plane cannot take: too many operations, too much data, a bad path."""
     if len(ops) > COMMIT_OPS_MAX:
         raise ValueError(f"a commit holds at most {COMMIT_OPS_MAX} operations, not {len(ops)}")
     total = 0
@@ -234,7 +236,7 @@ def check_commit(ops: tuple[Op, ...]) -> None:
     for op in ops:
         check_path(op.path)
         if isinstance(op, Create) and any(op.path.startswith(f"{path}/") for path in deleted):
-            # The parent could not be made before the commit, as implicit ones are, nor would it be there after it.
+            # The parent would be neither there before the commit, as implicit parents are, nor after it.
             raise ValueError(f"{op.path}: a commit that deletes a node makes none below it")
         (deleted.add if isinstance(op, Delete) else deleted.discard)(op.path)
         match op:
@@ -253,10 +255,10 @@ def check_commit(ops: tuple[Op, ...]) -> None:
 
 
 def clock_s() -> float:
-    """The clock of `last_answered`: seconds that never jump, and that go on while the machine is suspended."""
+    """Return the clock of `last_answered`: seconds that never jump, and that advance while the machine is suspended."""
     return steady_s()
 
 
 def parent_of(path: str) -> str:
-    """The path one level up; "" above the first level."""
+    """Return the path one level up; "" above the first level."""
     return path.rpartition("/")[0]

@@ -1,10 +1,10 @@
-"""What stands in the control plane: the tree, its paths, and what each node holds.
+"""The content of the control plane: the tree, its paths, and the state in each node.
 
     /
-    |-- cluster_id                    text, made once
-    |-- receipt_key                   32 random bytes, made once; receipts are signed with it
-    |-- cluster_secret                32 random bytes, made once; brokers show it to each other
-    |-- exposed_secrets               empty: others could read these two, which are made anew once no broker uses them
+    |-- cluster_id                    text, created once
+    |-- receipt_key                   32 random bytes, created once; receipts are signed with it
+    |-- cluster_secret                32 random bytes, created once; brokers show it to each other
+    |-- exposed_secrets               empty: other users could read these two; replaced once no broker uses them
     |-- brokers/ids/<broker id>       BrokerState, ephemeral
     |-- brokers/stores/<broker id>    StoreState: the data directory that has this id
     |-- controller                    ControllerState, ephemeral
@@ -12,19 +12,19 @@
     |-- topics/<topic>                TopicState
     |-- partitions/<topic id>         the topic's name
     |   `-- <partition>               PartitionState, changed only by compare-and-set of its version
-    |-- deleted/<topic id>            Tombstone: the authority to remove the topic's files
+    |-- deleted/<topic id>            Tombstone: the permission to remove the topic's files
     |   `-- <broker id>               empty: this broker has removed them
     |-- groups/<group>                GroupState
-    |-- streams/<group id>            of a stream group, in stream_groups.py: its membership, copies of its offsets
+    |-- streams/<group id>            a stream group's membership, and copies of its offsets: stream_groups.py
     |-- producer_ids                  ProducerIds: the first id no broker has taken yet
     |-- producers/<producer name>     ProducerState
-    |-- locks/<lock>                  LockState, in locks.py, which has the theory too
-    `-- lock_floor                    LockFloor: every fencing token up to this one has been given
+    |-- locks/<lock>                  LockState: locks.py
+    `-- lock_floor                    LockFloor: every fencing token up to this one has been issued
 
-Partitions stand under the topic's id and not under its name: versions start at 0 again when a topic is deleted and
-made anew, and a late compare-and-set meant for the old one must not fit the new one.
+Partitions are under the topic's id, not its name: versions restart at 0 when a topic is deleted and created again, and
+a late compare-and-set for the old topic must not match the new one.
 
-Never a message body. All is JSON that a person can read; fields that a newer broker added are ignored in decoding.
+No message body is stored here. All is readable JSON; decoding ignores fields that a newer broker added.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def producer_path(name: str) -> str:
 class BrokerState(msgspec.Struct, frozen=True):
     """A broker that has a session. `incarnation` rises at each start, `store_uuid` names its data directory.
 
-    `draining`: it is being stopped, and wants others to lead what it leads.
+    `draining`: the broker is stopping, and others should lead its partitions.
     """
 
     url: str
@@ -102,9 +102,9 @@ class BrokerState(msgspec.Struct, frozen=True):
 
 
 class StoreState(msgspec.Struct, frozen=True):
-    """The data directory that a broker id belongs to, and the incarnation that the broker began with last.
+    """The data directory that a broker id belongs to, and the broker's last incarnation.
 
-    It is kept here and not on the disk alone: an emptied disk must not begin to count anew.
+    It is kept here as well as on disk, so that an emptied disk does not restart the count.
     """
 
     store_uuid: str
@@ -120,7 +120,7 @@ class ControllerState(msgspec.Struct, frozen=True):
 
 
 class TopicState(msgspec.Struct, frozen=True):
-    """`first_partitions` is how many partitions the topic was made with: a retry by message id looks there first.
+    """A topic. `first_partitions` is its number of partitions at creation: a retry by message id looks there first.
 
     Invariant: 1 <= first_partitions <= partitions.
     """
@@ -134,10 +134,10 @@ class TopicState(msgspec.Struct, frozen=True):
 
 
 class PartitionState(msgspec.Struct, frozen=True):
-    """Who leads and who is in sync. The leader epoch rises at every election, one of the same broker included.
+    """The leader and the in-sync replicas. The leader epoch rises at every election, a re-election included.
 
-    `store_uuids` and `incarnations` hold what each replica had when it was counted in sync last; a replica that never
-    was is in neither. `unclean` are the leader epochs that an operator began with a replica that was not in sync.
+    `store_uuids` and `incarnations` hold each replica's values at the time it was last added to the ISR; a replica that
+    never was in sync is in neither. `unclean` are the leader epochs that an operator began with a replica out of sync.
 
     Invariant: the leader, if there is one, is in `isr`; `isr` is part of `replicas`.
     """
@@ -156,8 +156,8 @@ class PartitionState(msgspec.Struct, frozen=True):
 
 
 def min_insync(partition: PartitionState, configured: int | None) -> int:
-    """How many replicas have to hold a record before it is acknowledged: as configured, else a majority, of those that
-    were ever in sync. So a replica that is added raises the number when it has caught up, and not before."""
+    """Return how many replicas have to hold a record before it is acknowledged: as configured, else a majority, of
+    those that were ever in sync. So an added replica raises the number only when it has caught up."""
     members = max(1, sum(replica in partition.store_uuids for replica in partition.replicas))
     return min(members, configured or members // 2 + 1)
 
@@ -170,7 +170,7 @@ def with_isr(
     *,
     resigning: int | None = None,
 ) -> PartitionState:
-    """The partition with another ISR; the two maps tell of those who join. `resigning` leads no longer, if it did."""
+    """Return the partition with another ISR. The maps cover replicas that join. `resigning` no longer leads."""
     return msgspec.structs.replace(
         partition,
         leader=None if partition.leader == resigning else partition.leader,
@@ -181,7 +181,7 @@ def with_isr(
 
 
 class Tombstone(msgspec.Struct, frozen=True):
-    """A topic that was deleted, at `deleted_at_ms` (Unix) of the broker that did it."""
+    """A deleted topic. `deleted_at_ms` is Unix time of the broker that deleted it."""
 
     name: str
     topic_id: str
@@ -190,7 +190,7 @@ class Tombstone(msgspec.Struct, frozen=True):
 
 
 class GroupState(msgspec.Struct, frozen=True):
-    """`group_id` tells a group from an older one of the same name: a receipt of that one is worth nothing here."""
+    """A queue or stream group. `group_id` changes when a name is reused: receipts of the old group become invalid."""
 
     name: str
     config: GroupConfig
@@ -202,8 +202,8 @@ class ProducerIds(msgspec.Struct, frozen=True):
 
 
 class ProducerState(msgspec.Struct, frozen=True):
-    """A named producer keeps its id; each start of it raises the epoch, which fences its older self. `instance` is the
-    process that has the name now, as far as it named itself."""
+    """A named producer. It keeps its id; each start raises the epoch, which fences the earlier instance. `instance` is
+    the process that has the name now, if it gave an id."""
 
     id: int
     epoch: int
@@ -220,7 +220,7 @@ def encode(state: msgspec.Struct) -> bytes:
 
 
 def decode(data: bytes, kind: type[StateT]) -> StateT:
-    """The node's bytes as a `kind`. Raises msgspec.DecodeError when they are none."""
+    """Decode a node's bytes as a `kind`. Raises msgspec.DecodeError when they are not one."""
     value = msgspec.json.decode(data)
     known = _known_settings(kind)
     if known:
@@ -229,7 +229,7 @@ def decode(data: bytes, kind: type[StateT]) -> StateT:
 
 
 def topic_id_of(data: bytes) -> str:
-    """The id of the topic whose node has these bytes. Raises msgspec.DecodeError when it has none."""
+    """Return the id in a topic node's bytes. Raises msgspec.DecodeError when there is none."""
     return _decode_identified(data).topic_id
 
 
@@ -242,9 +242,9 @@ _decode_identified = msgspec.json.Decoder(_Identified).decode
 
 @cache
 def _known_settings(kind: type[msgspec.Struct]) -> frozenset[str]:
-    """The names in the state's `config`, if it has one.
+    """Return the names in the state's `config`, if it has one.
 
-    The config Structs are the HTTP contract's, which refuses unknown fields; here they may be a newer broker's.
+    The config Structs of the HTTP contract reject unknown fields; a newer broker may have written some here.
     """
     configs = (field.type for field in msgspec.structs.fields(kind) if field.name == "config")
     return frozenset(field.encode_name for config in configs for field in msgspec.structs.fields(config))
@@ -254,5 +254,5 @@ ConfigT = TypeVar("ConfigT", TopicConfig, GroupConfig)
 
 
 def patched(config: ConfigT, patch: dict[str, Any]) -> ConfigT:
-    """`config` with the settings of `patch` instead of its own. Raises msgspec.ValidationError for a wrong one."""
+    """Return `config` with the settings of `patch` replaced. Raises msgspec.ValidationError for a wrong one."""
     return msgspec.convert({**msgspec.to_builtins(config), **patch}, type(config))

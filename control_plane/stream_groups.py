@@ -1,13 +1,13 @@
-"""What the control plane holds of stream groups: who is in them, and how far they were.
+"""Stream groups in the control plane: their members and copies of their offsets.
 
     /streams/<group id>/membership           RosterState, changed only by compare-and-set of its version
-    /streams/<group id>/offsets/<topic id>   CheckpointState: what every broker answers when a leader is away
+    /streams/<group id>/offsets/<topic id>   CheckpointState: what every broker answers while a leader is away
 
-They stand under the group's id and not under its name: versions start at 0 again when a group is deleted and made anew,
-and a late compare-and-set of an old coordinator must not fit the new group. The truth about offsets is in the logs;
-a checkpoint is a copy, a second old or so.
+They are under the group's id, not its name: versions restart at 0 when a group is deleted and created again, and a late
+compare-and-set of an old coordinator must not match the new group. The log is authoritative for offsets; a checkpoint
+is a copy, about a second old.
 
-All is JSON that a person can read, until it grows large: then it is deflated.
+All is readable JSON up to a size limit, above which it is deflated.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def membership_path(group_id: str) -> str:
 
 
 def group_id_of(path: str) -> str | None:
-    """The id of the group whose membership stands at this path; None when it is another path."""
+    """Return the id of the group whose membership is at this path; None for another path."""
     match path.split("/"):
         case ["", "streams", group_id, "membership"]:
             return group_id
@@ -45,7 +45,7 @@ def checkpoint_path(group_id: str, topic_id: str) -> str:
 
 
 class MemberState(msgspec.Struct, frozen=True):
-    """`since`: the generation in which this client joined under its id."""
+    """A member. `since` is the generation in which this client joined under its id."""
 
     id: str
     topics: tuple[str, ...]
@@ -54,10 +54,10 @@ class MemberState(msgspec.Struct, frozen=True):
 
 
 class RosterState(msgspec.Struct, frozen=True):
-    """Who is in the group, and who has what. `coordinator` is (broker id, incarnation).
+    """The members of a group and their partitions. `coordinator` is (broker id, incarnation).
 
-    `places` are by topic, (partition, owner, since, leaving): numbers of `members`, -1 for nobody. What they mean is
-    told in broker/core/stream/membership.py.
+    `places` has, by topic, (partition, owner, since, leaving): indexes into `members`, -1 for none. Their meaning is
+    documented in broker/core/stream/membership.py.
     """
 
     generation: int
@@ -68,7 +68,7 @@ class RosterState(msgspec.Struct, frozen=True):
 
 
 class CheckpointState(msgspec.Struct, frozen=True):
-    """By partition: (committed offset, high watermark, messages between them), as they were at `at_ms` (Unix)."""
+    """A copy of a topic's offsets at `at_ms` (Unix): by partition (committed, high watermark, messages between)."""
 
     topic: str
     at_ms: int
@@ -76,26 +76,26 @@ class CheckpointState(msgspec.Struct, frozen=True):
 
 
 class StreamGroups(Tree):
-    """Each call reads or writes one node; nothing is kept."""
+    """Typed access to the nodes of stream groups. Each call reads or writes one node; nothing is cached."""
 
     # --- membership --------------------------------------------------------------------------------------------------
 
     def roster(self, group_id: str, *, sure: bool = False) -> Versioned[RosterState] | None:
-        """Who is in the group; after a sync when that is to be `sure`. Raises PlaneUnavailable."""
+        """Return the group's members; with `sure` after a sync. Raises PlaneUnavailable."""
         if sure:
             self.plane.sync()
         held = self.plane.get(membership_path(group_id))
         return Versioned(decode(held.data), held.version) if held else None
 
     def set_roster(self, name: str, group_id: str, roster: RosterState, version: int) -> int:
-        """Compare-and-set (-1: make it); answers the new version. Raises Conflict, OutcomeUnknown, PlaneUnavailable;
-        NodeMissing for a group that is gone, be there another one of its name."""
+        """Compare-and-set the members (version -1: create). Return the new version. Raises Conflict, OutcomeUnknown,
+        PlaneUnavailable; NodeMissing for a deleted group, even if another one has its name."""
         data = encode(roster)
         if version >= 0:
             return self.plane.commit(Set(membership_path(group_id), data, version))[0]
         group = self._group(name, group_id)
         if group is None:
-            self.plane.sync()  # what was read may be older than the group
+            self.plane.sync()  # the read may be older than the group
             group = self._group(name, group_id)
         if group is None:
             raise NodeMissing(state.group_path(name))
@@ -103,7 +103,7 @@ class StreamGroups(Tree):
         return 0
 
     def _group(self, name: str, group_id: str) -> Node | None:
-        """The group's own node, while it is this very group's."""
+        """Return the group's own node; None when the name belongs to another group."""
         node = self.plane.get(state.group_path(name))
         if node is None or state.decode(node.data, state.GroupState).group_id != group_id:
             return None
@@ -112,11 +112,11 @@ class StreamGroups(Tree):
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
     def checkpoints(self, group_id: str) -> dict[str, CheckpointState]:
-        """The checkpoints by topic id."""
+        """Return the checkpoints by topic id."""
         return self._all(checkpoints_path(group_id), CheckpointState)
 
     def save_checkpoint(self, name: str, group_id: str, topic_id: str, checkpoint: CheckpointState) -> None:
-        """The latest word counts. Nothing is written for a group that is gone."""
+        """Save the checkpoint; the last write wins. Nothing is written for a deleted group."""
         path = checkpoint_path(group_id, topic_id)
 
         def save() -> None:
@@ -131,7 +131,7 @@ class StreamGroups(Tree):
         self._until_fitting(f"offsets of group {name!r}", save)
 
     def removal(self, group_id: str) -> list[Op]:
-        """What takes away all that stands here of a group: a part of the commit that deletes it."""
+        """Return the operations that remove the group's nodes: a part of the commit that deletes it."""
         home, offsets = f"{STREAMS}/{group_id}", checkpoints_path(group_id)
         nodes = [
             *self.plane.get_children(offsets),
@@ -148,5 +148,5 @@ def encode(roster: RosterState) -> bytes:
 
 
 def decode(data: bytes) -> RosterState:
-    """Raises msgspec.DecodeError, zlib.error for what is none."""
+    """Decode a roster. Raises msgspec.DecodeError, zlib.error for malformed bytes."""
     return state.decode(data if data[:1] == b"{" else zlib.decompress(data), RosterState)

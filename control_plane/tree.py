@@ -1,8 +1,8 @@
-"""The control plane's tree, read as states and changed by compare-and-set: what the catalog is built on.
+"""The control plane's tree, read as typed states and changed by compare-and-set: the base of the catalog.
 
-A change is read, decided, committed against the version that was read; when someone else was faster it is decided
-again, at most ATTEMPTS times. After an unknown outcome the tree is read again (sync first), never assumed: each change
-is either recognised as done in what is then read, or harmless to repeat.
+A change reads, decides and commits against the version that was read. After a conflict it decides again, at most
+ATTEMPTS times. After an unknown outcome it reads the tree again (sync first) and assumes nothing: each change is either
+recognised as done in that read, or harmless to repeat.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ StateT = TypeVar("StateT", bound=msgspec.Struct)
 
 @dataclass(frozen=True, slots=True)
 class Versioned(Generic[T]):
-    """What a node held, and the version to compare with when it is set."""
+    """The content of a node, and the version for a compare-and-set."""
 
     value: T
     version: int
 
 
 class Tree:
-    """`random_bytes` makes ids and keys; a simulation passes its own."""
+    """Typed access to the nodes. `random_bytes` makes ids and keys; a simulation passes its own."""
 
     def __init__(self, plane: ControlPlane, *, random_bytes: Callable[[int], bytes] = os.urandom) -> None:
         self.plane = plane
@@ -44,7 +44,7 @@ class Tree:
         self._unconfirmed = ""
 
     def confirm(self) -> None:
-        """Sync. Callers that wait meanwhile share the next one, so any number of refusals costs one write at a time.
+        """Sync. Concurrent callers share the next one, so any number of refusals costs one write at a time.
 
         Raises PlaneUnavailable.
         """
@@ -80,7 +80,7 @@ class Tree:
         return Versioned(state.decode(held.data, kind), held.version) if held else None
 
     def _confirmed(self, path: str, kind: type[StateT]) -> Versioned[StateT] | None:
-        """The same; None only after a sync, as a server that lags does not know what was made a moment ago."""
+        """Read the node; None only after a sync, since a server that lags misses recent commits."""
         held = self._read(path, kind)
         if held is None:
             self.confirm()
@@ -92,8 +92,8 @@ class Tree:
         return {node.path.rpartition("/")[2]: state.decode(node.data, kind) for node in nodes}
 
     def _until_fitting(self, what: str, attempt: Callable[[], T]) -> T:
-        """Run `attempt` (read, decide, commit) until nobody changed in between what it had read. What it refuses by a
-        read that may be old, it decides once more after a sync."""
+        """Run `attempt` (read, decide, commit) until it meets no conflict. A refusal that a stale read may have caused
+        is decided once more after a sync."""
         unknown: OutcomeUnknown | None = None
         is_synced = False
         for _ in range(ATTEMPTS):
@@ -107,7 +107,7 @@ class Tree:
             except OutcomeUnknown as lost:
                 unknown = lost
             except PlaneUnavailable:
-                # Of this attempt nothing was applied; of an earlier one, who knows.
+                # This attempt applied nothing; an earlier one may have.
                 raise unknown or PlaneUnavailable(f"{what}: the control plane does not answer") from None
             except PortalMQError as refusal:
                 if is_synced or refusal.status >= 500:

@@ -1,35 +1,35 @@
-"""The control plane on ZooKeeper, through kazoo. Only this package knows kazoo.
+"""The control plane on ZooKeeper, through kazoo. Only this package imports kazoo.
 
 One session, one connection at a time. kazoo's connection routine (a thread, or a greenlet in a broker) sends requests
-in order and hears answers and watch events; everybody else waits for it, with a bound, and never longer than about a
-session. What kazoo does by itself and a cluster cannot bear is changed here:
+in order and receives answers and watch events. All other routines wait for it, at most for about one session. This
+package replaces the parts of kazoo that are unsafe for a cluster:
 
-    session   kazoo says LOST only after it reached a server again, so SUSPENDED may last for ever: `last_answered` is
-              what a lease counts from. Heartbeats count for it, and the timeout is the one that the server granted.
-    commits   kazoo sends what it has queued in whatever session comes next. A commit here carries the session it was
-              made in, and the connection drops it, unsent, in any other. So a commit that was never sent is told from
-              one whose answer was lost: PlaneUnavailable, nothing was applied; OutcomeUnknown, nobody knows.
-    results   a transaction that fails does not raise in kazoo: each result is looked at.
-    reads     are repeated until the bound, in any session, since they change nothing.
-    sync      ZooKeeper's own one waits for nothing at the server that leads, which tells the others to do a transaction
-              a moment before it has done it itself: a read there was stale once in some thousands.
-    watch     one persistent recursive watch over the tree, laid anew on each connection and then followed by a ring for
-              "anything": what happened in between is in no event. kazoo 2.11 does not know that request: `connection`.
-    connect   one silent server must not use up the session: each attempt gets a part of it. Afterwards the pause
-              between attempts stays short, so that a session outlives its servers' restart.
-    set back  a server that was emptied or restored from an older copy turns away whoever has seen more, without a word,
-              so SUSPENDED would last for ever: `connection` ends such a session, and `set_back` tells of it.
-    many      hundreds of nodes are read by one request (ZooKeeper 3.6's multi-read), not by hundreds.
-    closed    with credentials a node belongs to their user alone. ZooKeeper gives no node the ACL of the one above it,
-              so each is made with its own, and `close_to_others` mends those of a tree that was open. Clients find the
-              brokers in `/brokers/ids` without credentials: everybody may read there.
-    TLS       kazoo's own trusts more than it is told, and can leave an answer unread: `connection`.
+    session   kazoo reports LOST only after it reconnects, so SUSPENDED may last for ever: leases count from
+              `last_answered`. Heartbeats count for it. The timeout is the one that the server granted.
+    commits   kazoo sends its queued requests in whatever session comes next. Here a commit carries its session, and the
+              connection drops it, unsent, in any other. So a commit that was never sent (PlaneUnavailable: nothing was
+              applied) differs from one whose answer was lost (OutcomeUnknown).
+    results   A failed transaction does not raise in kazoo: each result is checked.
+    reads     Are repeated until the deadline, in any session, since they change nothing.
+    sync      ZooKeeper's own sync waits for nothing at the leader, which tells followers to apply a transaction a
+              moment before it applies it itself: a read there was stale about once in thousands.
+    watch     One persistent recursive watch over the tree, set again on each connection and followed by a notification
+              for "anything": no event covers the gap. kazoo 2.11 does not have that request: `connection`.
+    connect   One silent server must not use up the session: each attempt gets a part of it. Later pauses between
+              attempts stay short, so that a session survives a restart of its servers.
+    set back  A server that was emptied or restored from an older copy rejects, without an error, clients that have seen
+              more, so SUSPENDED would last for ever: `connection` ends such a session, and `set_back` becomes true.
+    many      One request reads hundreds of nodes (ZooKeeper 3.6's multi-read).
+    closed    With credentials a node belongs to their user alone. ZooKeeper nodes do not inherit ACLs, so each is
+              created with its own, and `close_to_others` repairs the nodes of a tree that was open. Clients find the
+              brokers in `/brokers/ids` without credentials: anybody may read there.
+    TLS       kazoo's own trusts more than it is configured to, and can leave an answer unread: `connection`.
 
-Callbacks of kazoo run on its connection routine, where any call to ZooKeeper would wait for itself. They leave a note;
-the bells ring from the callback worker.
+kazoo's callbacks run on its connection routine, where a call to ZooKeeper would wait for itself. They only record the
+change; the callback worker calls the watchers.
 
-Not used: kazoo's retry (crosses sessions), Lock, Election, Party, ChildrenWatch, DataWatch: each has an error that
-loses a change or keeps a lost leader in office.
+Not used: kazoo's retry (crosses sessions), Lock, Election, Party, ChildrenWatch, DataWatch: each has a bug that loses a
+change or keeps a leader whose session is lost.
 """
 
 from __future__ import annotations
@@ -106,19 +106,19 @@ _ZOOKEEPERS_OWN = "/zookeeper"
 
 
 class _UnansweredError(Exception):
-    """The request left, and no answer came in time."""
+    """The request was sent, and no answer came in time."""
 
 
-# A read that meets one of these is asked again. A commit was not applied after the last three: they are refusals.
+# A read that meets one of these is repeated. The last three mean that a commit was not applied: they are refusals.
 _REPEATABLE = (ConnectionLoss, SessionExpiredError, SessionMovedError, ThrottledOpError, NotSentError)
 
 
 class ZooKeeper:
-    """A `ControlPlane`. `hosts` is `host:port,host:port/chroot`; the chroot is made when it is missing.
+    """A `ControlPlane` on ZooKeeper 3.6 or newer.
 
-    `auth` is a user and a password: then all nodes, the chroot included, are theirs alone. With `owns_root` they may
-    own a server's root as well, which is then nobody else's. `closes` False leaves a chroot that is there as it is.
-    ZooKeeper 3.6 or newer.
+    `hosts` is `host:port,host:port/chroot`; a missing chroot is created. `auth` is a user and a password: then all
+    nodes, the chroot included, belong to that user alone. `owns_root` allows this on the root of a server, which then
+    excludes everybody else. `closes=False` leaves the ACL of an existing chroot unchanged.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class ZooKeeper:
         owns_root: bool = False,
         closes: bool = True,
     ) -> None:
-        """Raises ValueError for hosts that are none, and for credentials without a chroot to protect."""
+        """Raise ValueError for malformed hosts, and for credentials without a chroot to protect."""
         self._servers, slash, chroot = hosts.partition("/")
         if not all(self._servers.split(",")):
             raise ValueError(f"not ZooKeeper's hosts: {hosts!r}; write HOST:PORT,HOST:PORT/CHROOT")
@@ -197,7 +197,7 @@ class ZooKeeper:
             tls=self._tls,
         )
         client.add_listener(self._on_state)
-        # Set when there is something new to know: connected, refused, or closed.
+        # Set at each change of the connection: connected, refused, or closed.
         self._news = client.handler.event_object()
         self._watching = client.handler.event_object()
         self._client = client
@@ -209,7 +209,7 @@ class ZooKeeper:
             self._watching.wait(max(0.0, deadline - clock_s()))
             if not self._watching.is_set():
                 self._await_connection(clock_s())
-                raise PlaneUnavailable(f"ZooKeeper at {self._servers} lays no watch; is it older than 3.6?")
+                raise PlaneUnavailable(f"ZooKeeper at {self._servers} sets no watch; is it older than 3.6?")
         except BaseException:
             self.close()
             raise
@@ -227,10 +227,10 @@ class ZooKeeper:
             self._news.set()
 
     def _on_state(self, state: str) -> None:
-        """Runs on the connection's routine: no call to ZooKeeper may wait here."""
+        """Follow kazoo's state. Runs on the connection routine: no call to ZooKeeper may wait here."""
         client = self._client
         if client is None:
-            return  # it is being closed
+            return  # closing
         if state == KazooState.CONNECTED:
             same = self._session_id == client._session_id
             self._session_id = client._session_id
@@ -272,7 +272,7 @@ class ZooKeeper:
         self._set_back = True
 
     def _await_connection(self, deadline: float) -> int:
-        """The session, once there is a connection. Raises PlaneUnavailable after `deadline`, PlaneRefused."""
+        """Return the session once connected. Raises PlaneUnavailable after `deadline`, PlaneRefused."""
         while True:
             if self._client is None:
                 raise PlaneUnavailable(f"the session with ZooKeeper at {self._servers} is closed")
@@ -291,40 +291,40 @@ class ZooKeeper:
             for path in [*_ancestors(self._chroot), self._chroot]:
                 self._create_lasting(path, self._await_connection(deadline), deadline)
         if self._auth and self._closes and self.is_open:
-            # The chroot may have been made by hand, open to all.
+            # An operator may have created the chroot, open to all.
             self._read(lambda: jute.SetACL(self._root, self._acl, _ANY_VERSION))
         if self._chroot:
             self._read(lambda: jute.GetData(self._chroot, None))
 
-    # --- whose the nodes are ---
+    # --- access to the nodes ---
 
     @property
     def _root(self) -> str:
         return self._chroot or "/"
 
     def _acl_for(self, path: str) -> list[Any]:
-        """The ACL of a node, named as ZooKeeper knows it."""
+        """Return the ACL of a node; `path` includes the chroot."""
         shown = f"{self._chroot}{BROKERS}"
         return self._acl_of_brokers if path == shown or path.startswith(f"{shown}/") else self._acl
 
     @property
     def is_open(self) -> bool:
-        """Whether others than our user may do something at the topmost node."""
+        """True when other users have permissions on the topmost node."""
         acl, _ = self._read(lambda: jute.GetACL(self._root))
         return set(acl) != set(self._acl)
 
     def open_to_others(self, *paths: str) -> dict[str, int]:
-        """Those of the nodes that are not as we would make them, and the version of each."""
+        """Return the version of each of these nodes whose ACL differs from the one this class would set."""
         found = self._each([self._chroot + path for path in paths], jute.GetACL)
         return {
             path[len(self._chroot) :]: stat.version for path, (acl, stat) in found if not self._is_closed(path, acl)
         }
 
     def close_to_others(self) -> int:
-        """Give every node the ACL that we would make it with; answers how many had another.
+        """Give every node the ACL that this class creates it with. Return how many had another.
 
-        From the top: once a node is closed, nobody else makes another one below it. Raises PlaneRefused at a node that
-        another user keeps for himself.
+        It works from the top down: nobody else can create a node below a closed one. Raises PlaneRefused at a node
+        that belongs to another user.
         """
         assert self._auth, "only credentials close a tree"
         mended = 0
@@ -334,7 +334,7 @@ class ZooKeeper:
             wrong = [path for path, (acl, _) in found if not self._is_closed(path, acl)]
             self._each(wrong, lambda path: jute.SetACL(path, self._acl_for(path), _ANY_VERSION))
             mended += len(wrong)
-            # Below one that was open another may have been made since it was looked at.
+            # Another user may have added a child below an open node since it was read.
             parents = [path for path, (_, stat) in found if stat.numChildren or path in set(wrong)]
             level = [
                 f"{path.rstrip('/')}/{name}"
@@ -348,7 +348,7 @@ class ZooKeeper:
         return set(acl) == set(self._acl_for(path))
 
     def _each(self, paths: Sequence[str], make: Callable[[str], Any]) -> list[tuple[str, Any]]:
-        """The answer for each of the nodes that are there. Many requests are on their way at a time."""
+        """Return the answer for each node that exists. Many requests are in flight at a time."""
         answers = []
         for start in range(0, len(paths), READ_MANY_MAX):
             some = paths[start : start + READ_MANY_MAX]
@@ -370,18 +370,18 @@ class ZooKeeper:
             fault = result.exception if result.ready() else _UnansweredError()
             if fault is None:
                 answers.append((path, result.value))
-            elif not isinstance(fault, NoNodeError):  # one that is gone is no matter
+            elif not isinstance(fault, NoNodeError):  # a node that was deleted is left out
                 if isinstance(fault, ZookeeperError):
                     self._raise_refused(fault)
                 raise PlaneUnavailable(f"{path}: ZooKeeper answers {fault!r}")
         return answers
 
-    # --- the bell ---
+    # --- change notifications ---
 
     def _lay_watch(self, connection: int) -> None:
-        """Watch the whole tree for as long as this connection lasts, then tell that anything may have changed."""
-        # Each connection lays its own. A request given up unsent (this process may have been paused) says nothing of
-        # the connection, so only its state ends the attempts, or close(): until kazoo has ended, the state stays.
+        """Watch the whole tree while this connection lasts, then report that anything may have changed."""
+        # Each connection sets its own watch. A request given up unsent (a paused process) does not mean that the
+        # connection is gone, so only its state ends the attempts, or close(): until kazoo has ended, the state stays.
         while self._client is not None and self._state is PlaneState.CONNECTED and self._connections == connection:
             try:
                 self._ask(AddWatch(self._chroot or "/"), self._deadline())
@@ -397,7 +397,7 @@ class ZooKeeper:
                 return
 
     def _note(self, path: str | None) -> None:
-        """Leave word for the bells: from here nobody may be called."""
+        """Record a change for the watchers. No callback may run here."""
         client = self._client
         if client is None:
             return
@@ -422,7 +422,7 @@ class ZooKeeper:
                 try:
                     callback(path)
                 except Exception:
-                    log.exception("a bell of the control plane failed")
+                    log.exception("a watcher of the control plane failed")
 
     # --- reading ---
 
@@ -453,7 +453,7 @@ class ZooKeeper:
         return [node for node in found if node is not None]
 
     def sync(self) -> None:
-        """A transaction that changes nothing: when it is answered, all before it is done at the server that answers."""
+        """Commit a transaction that changes nothing. Its answer means that the answering server applied all before."""
         self._read(lambda: jute.Transaction([jute.CheckVersion(self._chroot or "/", -1)]))
 
     def _node(self, path: str, found: tuple[bytes | None, ZnodeStat] | ZookeeperError) -> Node | None:
@@ -466,14 +466,14 @@ class ZooKeeper:
         return Node(path, data or b"", stat.version, stat.ephemeralOwner != 0, stat.ephemeralOwner)
 
     def _read(self, make: Callable[[], Any]) -> Any:
-        """The answer to a request that may be repeated. Raises ZookeeperErrors about the node itself as they are."""
+        """Return the answer to a request that may be repeated. ZookeeperErrors about the node itself pass through."""
         deadline = self._deadline()
         while True:
             self._await_connection(deadline)
             try:
                 return self._ask(make(), deadline)
             except _REPEATABLE:
-                if clock_s() >= deadline:  # a connection that came back with the last moment leaves no time to ask
+                if clock_s() >= deadline:  # the connection came back too late to send a request
                     raise PlaneUnavailable(f"ZooKeeper at {self._servers} does not answer") from None
                 self._pause(RETRY_PAUSE_S)
             except _UnansweredError:
@@ -535,7 +535,7 @@ class ZooKeeper:
                 return jute.CheckVersion(path, op.version)
 
     def _make_parents_above(self, ops: Sequence[Op], session_id: int, deadline: float) -> None:
-        """What is made here is in no transaction: it may stay alone, or be there already, made by someone else."""
+        """Create the missing parents. They are in no transaction: one may remain alone, or exist already."""
         made_by_ops = {op.path for op in ops if isinstance(op, Create)}
         above = {path for op in ops if isinstance(op, Create) for path in _ancestors(op.path)}
         for path in sorted(above, key=lambda path: path.count("/")):
@@ -543,7 +543,7 @@ class ZooKeeper:
                 self._create_lasting(self._chroot + path, session_id, deadline)
 
     def _create_lasting(self, full_path: str, session_id: int, deadline: float) -> None:
-        """An empty node, which may be there already. A lost answer is no matter: nothing was promised yet."""
+        """Create an empty node, unless it exists. A lost answer is harmless: nothing depends on the node yet."""
         try:
             self._ask(jute.Create(full_path, b"", self._acl_for(full_path), 0), deadline, session_id=session_id)
         except NodeExistsError:
@@ -581,7 +581,7 @@ class ZooKeeper:
             client.handler.sleep_func(seconds)
 
     def _ask(self, inner: Any, deadline: float, *, session_id: int = 0) -> Any:
-        """The answer. Raises kazoo's errors, NotSentError when it never left, _UnansweredError after the deadline."""
+        """Return the answer. Raises kazoo's errors, NotSentError for one never sent, _UnansweredError if it is late."""
         client = self._client
         if client is None:
             raise NotSentError
@@ -606,14 +606,15 @@ _CONFLICTS = {
 
 
 def _first_failure(ops: Sequence[Op], results: Sequence[Any]) -> tuple[Op, ZookeeperError] | None:
-    """The operation that a transaction failed at. Those before it are said to be rolled back."""
+    """Return the operation that failed the transaction. ZooKeeper reports those before it as rolled back."""
     failures = [(op, result) for op, result in zip(ops, results, strict=True) if isinstance(result, ZookeeperError)]
     named = (failure for failure in failures if not isinstance(failure[1], RolledBackError))
     return next(named, failures[0] if failures else None)
 
 
 def _with_parents_between(ops: Sequence[Op]) -> list[tuple[Op, bool]]:
-    """The operations, and whether they were asked for: parents below a node that they make can only be made with it."""
+    """Return the operations, each with True, and with False the parents that must be created between them: the parents
+    below a node that the commit creates."""
     steps: list[tuple[Op, bool]] = []
     made: set[str] = set()
     for op in ops:
@@ -642,6 +643,6 @@ def _version_after(op: Op, result: Any) -> int:
 
 
 def _ancestors(path: str) -> list[str]:
-    """The paths above `path`, the topmost first."""
+    """Return the paths above `path`, the topmost first."""
     parts = path.split("/")[1:-1]
     return ["/" + "/".join(parts[: depth + 1]) for depth in range(len(parts))]

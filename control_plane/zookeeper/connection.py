@@ -1,7 +1,7 @@
-"""kazoo's connection, bent: what it sends, in which session, and whom it tells.
+"""kazoo's connection routine, changed: which requests it sends, in which session, and which events it reports.
 
-Of kazoo's own workings these are used, and the contract suite runs over them on a real server: the queue of requests,
-the routine that sends and hears, and the way it is told of a state. Nothing else in the house knows of them.
+It depends on these internals of kazoo: the queue of requests, the routine that sends and receives, and the state
+callback. The contract suite covers them on a real server. No other module depends on them.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from portalmq.control_plane.plane import clock_s
 from portalmq.network.tls import secure_handler
 
 log = logging.getLogger(__name__)
-# kazoo repeats itself at each attempt, and writes credentials at DEBUG.
+# kazoo logs the same error at each attempt, and credentials at DEBUG.
 _kazoo_log = logging.getLogger(f"{__name__}.kazoo")
 _kazoo_log.setLevel(logging.ERROR)
 
 RECONNECT_PAUSE_S = 0.1
 RECONNECT_PAUSE_MAX_S = 0.5
-# The part of a session that one server may take to answer who goes on with it.
+# The part of a session that one server may take to answer a client that resumes it.
 HANDSHAKE_PART = 1 / 4
 _ADD_WATCH_PERSISTENT_RECURSIVE = 1
 
@@ -41,42 +41,42 @@ Handler = Literal["auto", "gevent", "threads"]
 
 
 class Tls(NamedTuple):
-    """PEM files of the connection to ZooKeeper: whom to trust (None: the system's authorities), and who we are."""
+    """PEM files for the connection to ZooKeeper: trusted authorities (None: the system's), and our certificate."""
 
     ca: Path | None = None
     cert: Path | None = None
     key: Path | None = None
 
     def context(self) -> ssl.SSLContext:
-        """Raises ValueError for files that cannot be used."""
+        """Return the TLS context. Raises ValueError for files that cannot be used."""
         try:
             context = ssl.create_default_context(cafile=self.ca)
             if self.cert is not None:
                 context.load_cert_chain(self.cert, self.key)
-        except OSError as fault:  # ssl.SSLError is one
+        except OSError as fault:  # ssl.SSLError is a subclass
             named = ", ".join(str(file) for file in self if file is not None)
             raise ValueError(f"the files for TLS to ZooKeeper cannot be used ({named}): {fault}") from None
         return context
 
 
 class NotSentError(Exception):
-    """The request never left, and never will."""
+    """The request was never sent, and never will be."""
 
 
 class Owner(Protocol):
-    """Who is told, on the connection's routine: nothing here may wait for ZooKeeper."""
+    """The receiver of events, called on the connection routine: it must not wait for ZooKeeper."""
 
     def on_granted(self, timeout_s: float, began: float) -> None:
-        """The server takes the session, with this timeout."""
+        """The server accepted the session with this timeout."""
 
     def on_answered(self, began: float) -> None:
-        """A request that began then was answered."""
+        """A request that began at `began` was answered."""
 
     def on_changed(self, path: str) -> None:
-        """The node was made, set or deleted."""
+        """The node was created, set or deleted."""
 
     def on_set_back(self) -> None:
-        """What was committed was lost, and the session ends for it."""
+        """Commits were lost, and the session ends because of it."""
 
 
 def make_client(
@@ -88,7 +88,7 @@ def make_client(
     auth: tuple[str, str] | None,
     tls: Tls | None = None,
 ) -> Any:
-    """A kazoo client that is not started. Raises ValueError for files of `tls` that cannot be used."""
+    """Return a kazoo client that is not started. Raises ValueError for files of `tls` that cannot be used."""
     chosen = _handler(handler)
     if tls is not None:
         secure_handler(chosen, tls.context())
@@ -109,9 +109,9 @@ def make_client(
 
 
 class SessionRequest:
-    """A request as kazoo's connection wants it, sent in one session only (0: in any).
+    """A request in the form of kazoo's connection, sent in one session only (0: in any).
 
-    Whoever claims it first has it: the connection to send it, or the caller to take it back.
+    The first claim wins: the connection claims it to send it, the caller to cancel it.
     """
 
     def __init__(self, inner: Any, session_id: int) -> None:
@@ -126,7 +126,7 @@ class SessionRequest:
         return self._claim.acquire(blocking=False)
 
     def deserialize(self, buffer: bytes, offset: int) -> Any:
-        # Of some answers kazoo knows only that they came.
+        # kazoo does not decode some answers, only notes their arrival.
         read = getattr(self._inner, "deserialize", None)
         return read(buffer, offset) if read else True
 
@@ -144,7 +144,7 @@ class AddWatch:
 
 
 class ReadMany:
-    """Many nodes in one request (ZooKeeper 3.6); each is answered by (data, stat) or by its own error."""
+    """A read of many nodes in one request (ZooKeeper 3.6). The answer has (data, stat) or an error for each."""
 
     type = 22
 
@@ -176,19 +176,19 @@ class ReadMany:
 
 
 class SessionConnection(ConnectionHandler):  # type: ignore[misc]  # kazoo has no types
-    """kazoo's connection routine, which tells `owner` what it hears and sends no request in a session not its own.
+    """kazoo's connection routine. It reports events to `owner` and sends each request in its own session only.
 
-    A server closes the connection on a client that has seen a transaction beyond its own: for a moment when it lags,
-    for ever when it was emptied or set back, and then kazoo would stay SUSPENDED for ever. But so does one that does
-    not serve yet, or has no quorum, and its sessions live. A newcomer tells them apart: to give it a session, and to
-    end that, is a transaction, and a new one is beyond all that ever were, unless some of them were lost.
+    A server closes the connection of a client that has seen a transaction newer than its own: briefly when it lags,
+    for ever when it was emptied or set back, and then kazoo would stay SUSPENDED for ever. A server that does not
+    serve yet, or has no quorum, does the same, and its sessions live. A probe session tells the cases apart: to open
+    and to close one is a transaction, and a new transaction is newer than all before it, unless some were lost.
     """
 
     def __init__(self, client: Any, pauses: Any, owner: Owner) -> None:
         super().__init__(client, pauses, logger=_kazoo_log)
         self._owner = owner
         self._socket: Any = None
-        # When each heartbeat that is not answered yet began: a second one may follow before the answer to the first.
+        # The start time of each unanswered heartbeat: a second one may follow before the answer to the first.
         self._pings: deque[float] = deque()
         self._granted_s = client._session_timeout / 1000
 
@@ -197,13 +197,13 @@ class SessionConnection(ConnectionHandler):  # type: ignore[misc]  # kazoo has n
         try:
             return super()._connect_attempt(host, address, port, retry)
         except Exception:
-            # kazoo would end its routine here, and with it the session, over an answer that it cannot read.
+            # On an answer that it cannot read, kazoo would end its routine and with it the session.
             log.exception("the connection to ZooKeeper failed")
             self.client._session_callback(KeeperState.CONNECTING)
             return None
 
     def _connect(self, host: str, address: str, port: int) -> Any:
-        """Raises SessionExpiredError, as when the server says so, where it would never take this session again."""
+        """Connect. Raises SessionExpiredError, as for an expired session, when the server can never resume this one."""
         session_id = self.client._session_id
         try:
             return super()._connect(host, address, port)
@@ -223,10 +223,10 @@ class SessionConnection(ConnectionHandler):  # type: ignore[misc]  # kazoo has n
         raise SessionExpiredError
 
     def _transaction_of_newcomer(self, host: str, address: str, port: int) -> int:
-        """The transaction with which the server ends the session of somebody new; 0 when it does not serve."""
+        """Return the transaction with which the server closes a new session; 0 when it does not serve."""
         self._socket.close()
         timeout_s = self._granted_s / 4
-        # As short a session as the server allows, should it not hear of its end.
+        # The shortest session that the server allows, in case it misses the close.
         newcomer = jute.Connect(0, 0, 1, 0, b"\x00" * 16, False)
         try:
             with self._socket_error_handling():
@@ -241,8 +241,8 @@ class SessionConnection(ConnectionHandler):  # type: ignore[misc]  # kazoo has n
 
     def _invoke(self, timeout: float, request: Any, xid: int | None = None) -> Any:
         if isinstance(request, jute.Connect) and request.session_id:
-            # A server that is just starting may take a connection and never answer on it; kazoo would wait for all of
-            # the session. To go on with one changes nothing, so the next try may follow soon. A new one is waited for.
+            # A server that is starting may accept a connection and never answer on it; kazoo would wait for the whole
+            # session. Resuming a session changes nothing, so a quick retry is safe. For a new session it waits.
             timeout = min(timeout, self._granted_s * HANDSHAKE_PART)
         began = clock_s()
         answer = super()._invoke(timeout, request, xid)
@@ -285,8 +285,8 @@ class SessionConnection(ConnectionHandler):  # type: ignore[misc]  # kazoo has n
 
 
 def _handler(kind: Handler) -> Any:
-    """Greenlets when gevent has patched this process, as in a broker; threads otherwise. Mixing them hangs."""
-    # Looked up and not imported: a client without gevent needs none, and to import it costs a command its start.
+    """Return greenlets when gevent has patched this process, as in a broker, threads otherwise. Mixing them hangs."""
+    # Looked up, not imported: clients work without gevent, and the import slows down the start of a command.
     monkey = sys.modules.get("gevent.monkey")
     if kind == "gevent" or (kind == "auto" and monkey is not None and monkey.is_module_patched("threading")):
         from kazoo.handlers.gevent import SequentialGeventHandler
@@ -296,7 +296,7 @@ def _handler(kind: Handler) -> Any:
 
 
 def _cap_connect(handler: Any, limit_s: float) -> None:
-    """kazoo gives each server the whole session's time to answer a SYN: a single dead one would use it up."""
+    """Cap the time to connect. kazoo gives each server the whole session: one dead server would use it up."""
     connect = handler.create_connection
 
     def capped(*args: Any, timeout: float, **options: Any) -> Any:
