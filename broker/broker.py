@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cached_property
 
 from portalmq import wire
 from portalmq.broker.cluster.retry_budget import AT_ONCE, RetryBudget
 from portalmq.broker.cluster.routing import NoSuchPartition
 from portalmq.broker.messages.browsing import Page, Stored
-from portalmq.broker.messages.idempotency import Keyed
+from portalmq.broker.messages.produce import ProduceRequest
 from portalmq.broker.messages.scheduled import BEGINNING, Due, SchedulePage
 from portalmq.broker.partition.long_poll import LeasedMessage, Peer, Portion
 from portalmq.broker.partition.partition import Partition
@@ -25,7 +25,6 @@ from portalmq.broker.partition.shortages import refusal_of
 from portalmq.broker.partition.yielding import in_short_turns
 from portalmq.broker.peer_dispatch import PeerCall, peer_calls
 from portalmq.broker.queues.settle import SettleRequest, Verdict
-from portalmq.broker.storage.batch import Record
 from portalmq.broker.storage.errors import CorruptBatch, OffsetPurged, Shortage, StorageFault, WrongLog
 from portalmq.broker.wiring import Wiring
 from portalmq.errors import MessageNotFound, NotFound, OffsetOutOfRange, PortalMQError, TopicNotFound, Unavailable
@@ -153,50 +152,15 @@ class Broker(Wiring):
 
     # --- messages ----------------------------------------------------------------------------------------------------
 
-    def produce(
-        self,
-        topic: str,
-        records: list[Record],
-        partitions: list[int | None] | None,
-        *,
-        acks: wire.Acks,
-        partition: int | None = None,
-        producer: wire.ProducerStamp | None = None,
-        idempotency_key: str | None = None,
-        as_sent: tuple[int | str | None, ...] = (),
-        keys: Sequence[Keyed | None] | None = None,
-        forward: bool = True,
-    ) -> list[wire.Produced | PortalMQError]:
-        """Append messages; one result each, in order. Raises when the whole request was refused: nothing applied."""
-        self._check_producer(producer)
-        return self.producing.batch(
-            self.topics.get_or_create(topic),
-            records,
-            partitions,
-            acks=acks,
-            partition=partition,
-            producer=producer,
-            idempotency_key=idempotency_key,
-            as_sent=as_sent,
-            keys=keys,
-            forward=forward,
-        )
+    def produce(self, topic: str, request: ProduceRequest) -> list[wire.Produced | PortalMQError]:
+        """Append messages; one result each, in order. Raises when the whole request is refused: nothing is applied."""
+        self._check_producer(request.producer)
+        return self.producing.batch(self.topics.get_or_create(topic), request)
 
-    def produce_range(
-        self,
-        topic: str,
-        records: list[Record],
-        *,
-        acks: wire.Acks,
-        partition: int,
-        producer: wire.ProducerStamp | None,
-        forward: bool = True,
-    ) -> wire.ProducedRange:
-        """Append a batch to one partition, all or nothing."""
-        self._check_producer(producer)
-        return self.producing.range(
-            self.topics.get_or_create(topic), records, partition, acks=acks, producer=producer, forward=forward
-        )
+    def produce_range(self, topic: str, request: ProduceRequest) -> wire.ProducedRange:
+        """Append a batch to the partition of the request, all or nothing."""
+        self._check_producer(request.producer)
+        return self.producing.range(self.topics.get_or_create(topic), request)
 
     def new_producer(self, name: str | None, *, instance: str = "", renews: bool = False) -> wire.ProducerIdentity:
         """An identity for an idempotent producer; a named one gets its id again, with the next epoch, and from then on

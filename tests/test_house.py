@@ -38,7 +38,7 @@ FOLDERS = {
 TOWER = (
     *("fold", "core.replica", "core.queue", "core.stream"),
     *("storage", "partition", "replication", "cluster", "messages", "queues", "streams"),
-    *("api", "protocols", "broker", "server", "ops", "bench"),
+    *("broker", "api", "protocols", "server", "ops", "bench"),
 )
 
 # The longest prefix counts.

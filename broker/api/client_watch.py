@@ -24,7 +24,7 @@ _READ = 1  # libev's EV_READ
 
 
 class SocketPeer:
-    """A `domain.Peer` over the socket of a request."""
+    """A `long_poll.Peer` over the socket of a request."""
 
     def __init__(self, connection: Any) -> None:
         self._connection = connection

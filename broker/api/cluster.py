@@ -19,14 +19,14 @@ def ready(context: RequestContext) -> Response:
     """The broker takes calls. Its id is for known callers."""
     _check_ready(context)
     return answer(
-        {"status": "ready", "broker_id": context.domain.broker_id} if _is_known(context) else {"status": "ready"}
+        {"status": "ready", "broker_id": context.broker.broker_id} if _is_known(context) else {"status": "ready"}
     )
 
 
 def health(context: RequestContext) -> Response:
     """What `ready` says, with the single checks for known callers."""
     _check_ready(context)
-    return answer({"status": "ready", **context.domain.health()} if _is_known(context) else {"status": "ok"})
+    return answer({"status": "ready", **context.broker.health()} if _is_known(context) else {"status": "ok"})
 
 
 def _is_known(context: RequestContext) -> bool:
@@ -39,12 +39,12 @@ def _is_known(context: RequestContext) -> bool:
 
 
 def _check_ready(context: RequestContext) -> None:
-    if not context.domain.ready:
+    if not context.broker.ready:
         raise Unavailable("the broker is starting or draining: use another, or ask again", retry_after_s=1)
 
 
 def describe(context: RequestContext) -> Response:
-    return answer(context.domain.cluster())
+    return answer(context.broker.cluster())
 
 
 def metadata(context: RequestContext) -> Response:
@@ -52,7 +52,7 @@ def metadata(context: RequestContext) -> Response:
     names = None if topics is None else [name for name in topics.split(",") if name]
     for name in names or []:
         wire.check_name(name, "topic")
-    return answer(context.domain.metadata(names))
+    return answer(context.broker.metadata(names))
 
 
 def exposition(context: RequestContext) -> Response:

@@ -28,7 +28,7 @@ _encode_pack = msgspec.msgpack.Encoder().encode
 def commit(context: RequestContext, environ: Environ, group: str) -> ResponseParts:
     wire.check_name(group, "group")
     essence = environ.get("CONTENT_TYPE", "").partition(";")[0].strip().lower()
-    body, now_ms = context.body_of(environ), context.domain.wall_ms()
+    body, now_ms = context.body_of(environ), context.broker.wall_ms()
     wanted: wire.JsonCommit | wire.PackCommit
     if essence == wire.BATCH_MSGPACK:
         packed = wire.decode_msgpack(body, wire.PackCommit)
@@ -72,7 +72,7 @@ def _committed(
     if wanted.ack is not None:
         if any(each is not None for each in stream):
             raise InvalidRequest("a commit has `ack` (queue groups), or member_id, generation and offsets (streams)")
-        return context.domain.group_commits.commit_receipts(group, wanted.ack, publications, forward=forward)
+        return context.broker.group_commits.commit_receipts(group, wanted.ack, publications, forward=forward)
     if wanted.member_id is None or wanted.generation is None or wanted.offsets is None:
         raise InvalidRequest(
             "a commit needs what is done: `ack` with receipts, or, in a stream group, member_id, generation and offsets"
@@ -80,6 +80,6 @@ def _committed(
     place = wanted.offsets[0]
     wire.check_name(place.topic, "topic")
     shown = StreamPlace(wanted.member_id, wanted.generation, place.offset, place.committed)
-    return context.domain.group_commits.commit_offset(
+    return context.broker.group_commits.commit_offset(
         group, place.topic, place.partition, shown, publications, forward=forward
     )

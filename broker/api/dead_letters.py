@@ -19,7 +19,7 @@ def list_some(context: RequestContext, group: str) -> Response:
     wire.check_name(group, "group")
     parameters = query("topic", "limit", "after")
     limit = parameters.number("limit", least=1)
-    listed = context.domain.dead_letters.page(
+    listed = context.broker.dead_letters.page(
         group,
         _topic(parameters),
         limit=min(LIMIT if limit is None else limit, LIMIT_MAX),
@@ -34,7 +34,7 @@ def redrive(context: RequestContext, group: str) -> Response:
     wire.check_name(group, "group")
     wanted = wire.decode_json(context.body(), wire.RedriveRequest)
     wire.check_name(wanted.topic, "topic")
-    matched, redriven = context.domain.dead_letters.redrive(
+    matched, redriven = context.broker.dead_letters.redrive(
         group,
         wanted.topic,
         ids=wanted.ids,
@@ -55,7 +55,7 @@ def drop(context: RequestContext, group: str) -> Response:
     if ids == []:
         raise InvalidRequest("ids is empty: name dead letters as 0-17,0-18, or leave ids out to drop all")
     topic = _topic(parameters)
-    dropped = context.domain.dead_letters.drop(group, topic, ids=ids, forward=may_forward(request.environ))
+    dropped = context.broker.dead_letters.drop(group, topic, ids=ids, forward=may_forward(request.environ))
     return answer({"dropped": dropped})
 
 

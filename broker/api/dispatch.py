@@ -44,7 +44,7 @@ def check_caller(context: RequestContext, environ: Environ) -> None:
 
 def check_ready(context: RequestContext) -> None:
     """Raises Unavailable while the broker starts or drains."""
-    if not context.domain.ready:
+    if not context.broker.ready:
         raise Unavailable("the broker is starting or draining: use another, or repeat", retry_after_s=1)
 
 
@@ -54,7 +54,7 @@ class Dispatcher:
     def __init__(self, app: Flask, context: RequestContext, traffic: Mapping[str, View]) -> None:
         """`traffic` has the views by the paths of their routes, each for POST."""
         self._flask = app.wsgi_app
-        self._room = context
+        self._context = context
         self._views: dict[tuple[str, str], tuple[str, View]] = {}
         for path, view in traffic.items():
             match path.split("/"):
@@ -74,16 +74,18 @@ class Dispatcher:
                         return self._answer(route, environ, start_response, answer)
             if path.startswith(wire.INTERNAL_PATH):
                 name = path.removeprefix(wire.INTERNAL_PATH)
-                route = path if name in self._room.domain.calls else f"{wire.INTERNAL_PATH}<name>"
-                return self._answer(route, environ, start_response, partial(internal.serve, self._room, environ, name))
+                route = path if name in self._context.broker.calls else f"{wire.INTERNAL_PATH}<name>"
+                return self._answer(
+                    route, environ, start_response, partial(internal.serve, self._context, environ, name)
+                )
             return self._flask(environ, start_response)
         finally:
-            self._room.bodies.release(environ)
+            self._context.bodies.release(environ)
 
     def _traffic(self, view: View, name: str, environ: Environ) -> ResponseParts:
-        check_caller(self._room, environ)
-        check_ready(self._room)
-        answer: ResponseParts = view(self._room, environ, _text(name))
+        check_caller(self._context, environ)
+        check_ready(self._context)
+        answer: ResponseParts = view(self._context, environ, _text(name))
         return answer
 
     def _answer(
@@ -94,10 +96,10 @@ class Dispatcher:
         try:
             answer = view()
         except Exception as fault:  # noqa: BLE001 - the last one to catch it
-            answer = problems.of_fault(self._room.domain, fault, f"{method} {route}", environ)
+            answer = problems.of_fault(self._context.broker, fault, f"{method} {route}", environ)
         if leaves_bytes_unread(environ):
             close_after_answer(environ)
-        self._room.metrics.request(
+        self._context.metrics.request(
             route, method if method == "POST" else "any", answer.status, perf_counter() - started
         )
         headers = [
@@ -106,7 +108,7 @@ class Dispatcher:
             *answer.headers,
         ]
         start_response(_STATUS_LINES[answer.status], headers)
-        return [] if method == "HEAD" else self._room.answers.sent(environ, answer.body)
+        return [] if method == "HEAD" else self._context.answers.sent(environ, answer.body)
 
 
 def _text(name: str) -> str:

@@ -21,7 +21,7 @@ UNFINISHED_MAX = 1_000
 
 
 def list_all(context: RequestContext) -> Response:
-    return answer({"groups": context.domain.list_groups()})
+    return answer({"groups": context.broker.list_groups()})
 
 
 def put(context: RequestContext, group: str) -> Response:
@@ -32,12 +32,12 @@ def put(context: RequestContext, group: str) -> Response:
     if isinstance(start, dict) and isinstance(start.get("at"), str):
         patch["start"] = {**start, "at": instant_ms(start["at"], "start.at")}
     delivery = request.args.get("delivery")
-    description, created = context.domain.put_group(group, patch, {} if delivery is None else {"delivery": delivery})
+    description, created = context.broker.put_group(group, patch, {} if delivery is None else {"delivery": delivery})
     return answer(description, 201 if created else 200)
 
 
 def show(context: RequestContext, group: str) -> Response:
-    return answer(context.domain.describe_group(wire.check_name(group, "group")))
+    return answer(context.broker.describe_group(wire.check_name(group, "group")))
 
 
 def list_unfinished(context: RequestContext, group: str) -> Response:
@@ -51,8 +51,8 @@ def list_unfinished(context: RequestContext, group: str) -> Response:
     wire.check_name(topic, "topic")
     limit = min(parameters.number("limit", least=1) or UNFINISHED, UNFINISHED_MAX)
     after, forward = _place(parameters.text("after")), may_forward(request.environ)
-    counts = context.domain.sizing.look(group, topic, forward=forward) if after is None else None
-    found = context.domain.unfinished.messages(group, topic, after=after, forward=forward)
+    counts = context.broker.sizing.look(group, topic, forward=forward) if after is None else None
+    found = context.broker.unfinished.messages(group, topic, after=after, forward=forward)
     first, more = first_of(found, attrgetter("stored.record"), limit)
     context.make_room([each.stored.record for each in first])
     messages = [
@@ -81,6 +81,6 @@ def _place(after: str | None) -> tuple[int, int] | None:
 
 
 def delete(context: RequestContext, group: str) -> Response:
-    context.domain.delete_group(wire.check_name(group, "group"))
+    context.broker.delete_group(wire.check_name(group, "group"))
     context.metrics.forget_group(group)
     return no_content()

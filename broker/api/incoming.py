@@ -14,7 +14,6 @@ from __future__ import annotations
 import gc
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from operator import attrgetter
 from typing import Annotated, Any, TypeVar
 
@@ -22,7 +21,8 @@ import msgspec
 
 from portalmq import wire
 from portalmq.broker.api import schedule
-from portalmq.broker.messages.idempotency import AsSent, Keyed
+from portalmq.broker.messages.idempotency import Keyed
+from portalmq.broker.messages.produce import ProduceRequest
 from portalmq.broker.partition.yielding import give_way, in_turns
 from portalmq.broker.storage.batch import Record
 from portalmq.errors import InvalidRequest, MessageTooLarge
@@ -52,23 +52,6 @@ _OF_A_SINGLE = frozenset(
         wire.HEADER_PRIORITY,
     )
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Incoming:
-    """What one produce request brings. `partitions` has one entry a record, or is None when no message names one.
-
-    `as_sent` are the options of a single message in the sender's words: a repeat under the same Idempotency-Key has the
-    same ones, while the moments that they come to differ."""
-
-    records: list[Record]
-    partitions: list[int | None] | None = None
-    producer: wire.ProducerStamp | None = None
-    idempotency_key: str | None = None
-    single: bool = False
-    as_sent: AsSent = ()
-    # Of a batch: one entry a record, or None when no message has an idempotency_key.
-    keys: list[Keyed | None] | None = None
 
 
 class _PlainMessage(msgspec.Struct, gc=False, forbid_unknown_fields=True):
@@ -135,7 +118,7 @@ _decode_raw_json = msgspec.json.Decoder(msgspec.Raw).decode
 _decode_text = msgspec.json.Decoder(str).decode
 
 
-def decode_messages(content_type: str | None, body: bytes, environ: dict[str, Any], now_ms: int) -> Incoming:
+def decode_messages(content_type: str | None, body: bytes, environ: dict[str, Any], now_ms: int) -> ProduceRequest:
     """The messages of a request with this content type and body; `environ` holds its headers, `now_ms` is the time of
     day from which delays and times to live count.
 
@@ -155,7 +138,7 @@ def decode_messages(content_type: str | None, body: bytes, environ: dict[str, An
 # --- batches ---------------------------------------------------------------------------------------------------------
 
 
-def _from_msgpack(body: bytes, now_ms: int) -> Incoming:
+def _from_msgpack(body: bytes, now_ms: int) -> ProduceRequest:
     try:
         plain = _decode_plain(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -180,10 +163,10 @@ def _from_msgpack(body: bytes, now_ms: int) -> Incoming:
     keys: list[Keyed | None] | None = None
     if given:
         keys = [None if key is None else (key, ()) for key in named]
-    return Incoming(records, producer=plain.producer, keys=keys)
+    return ProduceRequest(records, producer=plain.producer, keys=keys)
 
 
-def _from_any_msgpack(body: bytes, now_ms: int) -> Incoming:
+def _from_any_msgpack(body: bytes, now_ms: int) -> ProduceRequest:
     _pause_in(body)
     _check_few(body, _count_pack)
     if len(body) < DENSE_BYTES:
@@ -193,7 +176,7 @@ def _from_any_msgpack(body: bytes, now_ms: int) -> Incoming:
     return _from_batch(messages, producer, len(body), record_of_pack, now_ms)
 
 
-def _from_json(body: bytes, now_ms: int) -> Incoming:
+def _from_json(body: bytes, now_ms: int) -> ProduceRequest:
     _check_utf8(body)
     _pause_in(body)
     _check_few(body, _count_json)
@@ -247,13 +230,13 @@ def _from_batch(
     size: int,
     record_of: Callable[..., Record],
     now_ms: int,
-) -> Incoming:
+) -> ProduceRequest:
     _check_count(len(messages))
     if size >= DENSE_BYTES:
         give_way()
     paced = in_turns(messages, a_turn(messages, size))
     records = [record_of(message, f"message {index}", now_ms) for index, message in enumerate(paced)]
-    return Incoming(records, _partitions(messages), producer, keys=_keys(messages))
+    return ProduceRequest(records, _partitions(messages), producer=producer, keys=_keys(messages))
 
 
 def record_of_pack(message: wire.PackMessage, where: str, now_ms: int) -> Record:
@@ -287,7 +270,7 @@ def record_of_json(message: wire.JsonMessage, where: str, now_ms: int) -> Record
     return _record(message, value, kind, where, now_ms)
 
 
-def _from_lines(body: bytes) -> Incoming:
+def _from_lines(body: bytes) -> ProduceRequest:
     _check_utf8(body)
     records: list[Record] = []
     for line in in_turns(_a_line.finditer(body), MESSAGES_A_TURN):
@@ -298,7 +281,7 @@ def _from_lines(body: bytes) -> Incoming:
         except (msgspec.DecodeError, RecursionError) as fault:
             number = body.count(b"\n", 0, line.start()) + 1
             raise InvalidRequest(f"line {number} is not JSON: {fault}") from None
-    return Incoming(records)
+    return ProduceRequest(records)
 
 
 def _unwrapped(message: wire.JsonMessage | wire.PackMessage, where: str) -> bytes:
@@ -360,7 +343,7 @@ def _no_value(where: str) -> InvalidRequest:
 # --- one message, as it is -------------------------------------------------------------------------------------------
 
 
-def _from_raw(content_type: str | None, body: bytes, environ: dict[str, Any], now_ms: int) -> Incoming:
+def _from_raw(content_type: str | None, body: bytes, environ: dict[str, Any], now_ms: int) -> ProduceRequest:
     kind = _checked_type(content_type, "the request") if content_type else wire.BYTES
     if body and wire.is_json_type(kind):
         try:
@@ -379,7 +362,9 @@ def _from_raw(content_type: str | None, body: bytes, environ: dict[str, Any], no
         options.expires_at_ms,
         options.priority,
     )
-    return Incoming([record], idempotency_key=idempotency_key_of(environ), single=True, as_sent=options.as_sent)
+    return ProduceRequest(
+        [record], idempotency_key=idempotency_key_of(environ), is_single=True, as_sent=options.as_sent
+    )
 
 
 def _message_headers(environ: dict[str, Any]) -> dict[str, str] | None:
@@ -450,7 +435,7 @@ def _keys(messages: Sequence[wire.JsonMessage | wire.PackMessage]) -> list[Keyed
     return keys if any(keys) else None
 
 
-def _alone(incoming: Incoming, environ: dict[str, Any]) -> Incoming:
+def _alone(request: ProduceRequest, environ: dict[str, Any]) -> ProduceRequest:
     """A batch that no header says anything of: a delay that is passed over in silence would come too early."""
     if "HTTP_IDEMPOTENCY_KEY" in environ:
         raise InvalidRequest(
@@ -463,7 +448,7 @@ def _alone(incoming: Incoming, environ: dict[str, Any]) -> Incoming:
                 f"the header {_lower(name.removeprefix('HTTP_'))!r} belongs to a single message: in a JSON or"
                 " MessagePack batch each message says it itself"
             )
-    return incoming
+    return request
 
 
 # --- limits ----------------------------------------------------------------------------------------------------------

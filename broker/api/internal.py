@@ -23,14 +23,14 @@ BODY_BYTES_MAX = 64 * 1024 * 1024
 
 
 def serve(context: RequestContext, environ: dict[str, Any], name: str) -> ResponseParts:
-    check_credential(environ.get("HTTP_AUTHORIZATION"), context.domain.cluster_secret)
+    check_credential(environ.get("HTTP_AUTHORIZATION"), context.broker.cluster_secret)
     note_peer(environ)
     if environ["REQUEST_METHOD"] != "POST":
         refused = problems.of(MethodNotAllowed(f"{environ['REQUEST_METHOD'][:20]} is not supported here"))
         return refused._replace(headers=(("Allow", "POST"),))
     body = read_body(environ, BODY_BYTES_MAX, pause_s=context.config.body_timeout_s)
     try:
-        return ResponseParts(context.domain.serve_peer(name, body, peer_of(environ)), 200, wire.MSGPACK)
+        return ResponseParts(context.broker.serve_peer(name, body, peer_of(environ)), 200, wire.MSGPACK)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as fault:
         if not _is_broken(body):
             raise  # it is not the body that could not be read

@@ -13,23 +13,23 @@ from portalmq.errors import InvalidRequest
 
 
 def list_all(context: RequestContext) -> Response:
-    return answer({"locks": context.domain.locks.list_all()})
+    return answer({"locks": context.broker.locks.list_all()})
 
 
 def show(context: RequestContext, lock: str) -> Response:
-    return answer(context.domain.locks.describe(wire.check_name(lock, "lock")))
+    return answer(context.broker.locks.describe(wire.check_name(lock, "lock")))
 
 
 def acquire(context: RequestContext, lock: str) -> Response:
     wire.check_name(lock, "lock")
     wanted = wire.decode_json(context.body(), wire.LockRequest)
     with context.parked(wanted.wait_ms):
-        return answer(context.domain.locks.acquire(lock, wanted, peer_of(request.environ)))
+        return answer(context.broker.locks.acquire(lock, wanted, peer_of(request.environ)))
 
 
 def renew(context: RequestContext, lock: str) -> Response:
     wire.check_name(lock, "lock")
-    return answer(context.domain.locks.renew(lock, wire.decode_json(context.body(), wire.LockRenewal)))
+    return answer(context.broker.locks.renew(lock, wire.decode_json(context.body(), wire.LockRenewal)))
 
 
 def release(context: RequestContext, lock: str) -> Response:
@@ -47,5 +47,5 @@ def release(context: RequestContext, lock: str) -> Response:
         if len(owner) > 190:
             raise InvalidRequest("owner has at most 190 characters")
         wanted = wire.LockRelease(owner, whole_number(token, "fencing_token"))
-    context.domain.locks.release(lock, wanted)
+    context.broker.locks.release(lock, wanted)
     return no_content()

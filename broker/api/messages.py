@@ -51,7 +51,7 @@ def browse(context: RequestContext, topic: str, partition: str) -> Response:
         return _tail(context, topic, number, start, forward)
     with context.parked(wait_ms):
         peer = peer_of(request.environ)
-        page = context.domain.browse(topic, number, **start, limit=limit, wait_ms=wait_ms, peer=peer, forward=forward)
+        page = context.broker.browse(topic, number, **start, limit=limit, wait_ms=wait_ms, peer=peer, forward=forward)
     context.make_room(map(_record_of, page.messages))
     if accepts(wire.NDJSON):
         response = Response(b"".join(map(outgoing.json_line, page.messages)), content_type=wire.NDJSON)
@@ -76,7 +76,7 @@ def _tail(context: RequestContext, topic: str, partition: int, start: dict[str, 
         start = {"offset": whole_number(last_id, "Last-Event-ID") + 1, "position": None, "at_ms": None}
     peer = peer_of(request.environ)
     # The first page is read here, so that a wrong topic or offset is still answered with a problem.
-    page = context.domain.browse(
+    page = context.broker.browse(
         topic, partition, **start, limit=BROWSE_MESSAGES, wait_ms=0, peer=peer, forward=forward
     )
 
@@ -85,12 +85,12 @@ def _tail(context: RequestContext, topic: str, partition: int, start: dict[str, 
         while True:
             if page.messages:
                 yield b"".join(map(outgoing.server_sent_event, page.messages))
-            elif not context.domain.ready or (peer is not None and peer.gone()):
+            elif not context.broker.ready or (peer is not None and peer.gone()):
                 return
             else:
                 yield b": still here\n\n"
             try:
-                page = context.domain.browse(
+                page = context.broker.browse(
                     topic,
                     partition,
                     offset=page.next_offset,
@@ -102,7 +102,7 @@ def _tail(context: RequestContext, topic: str, partition: int, start: dict[str, 
                     forward=forward,
                 )
             except Exception as fault:
-                error = context.domain.explain(fault)
+                error = context.broker.explain(fault)
                 if error is None:
                     raise
                 if not isinstance(error, Unavailable):  # else draining: the client resumes from its last event's id
@@ -126,10 +126,10 @@ def read_all(context: RequestContext, topic: str) -> Response:
     limit = query("limit").number("limit", least=1)
     forward = may_forward(request.environ)
     if accepts(wire.NDJSON):
-        lines = _lines(context.domain.read_all(topic, limit, forward=forward))
+        lines = _lines(context.broker.read_all(topic, limit, forward=forward))
         return Response(b"" if request.method == "HEAD" else context.streamed(lines), content_type=wire.NDJSON)
     size = min(limit or wire.BROWSE_MESSAGES_MAX, wire.BROWSE_MESSAGES_MAX)
-    stored, more = first_of(context.domain.read_all(topic, size + 1, forward=forward), _record_of, size)
+    stored, more = first_of(context.broker.read_all(topic, size + 1, forward=forward), _record_of, size)
     context.make_room(map(_record_of, stored))
     return answer({"messages": [outgoing.json_message(each) for each in stored], "more": more})
 
@@ -151,7 +151,7 @@ def list_scheduled(context: RequestContext, topic: str) -> Response:
     parameters = query("limit", "after")
     limit = min(parameters.number("limit", least=1) or BROWSE_MESSAGES, wire.BROWSE_MESSAGES_MAX)
     after = _due(parameters.text("after"))
-    page = context.domain.scheduled(topic, after=after, limit=limit, forward=may_forward(request.environ))
+    page = context.broker.scheduled(topic, after=after, limit=limit, forward=may_forward(request.environ))
     context.make_room(map(_record_of, page.messages))
     shown: dict[str, Any] = {"messages": [outgoing.json_message(stored) for stored in page.messages]}
     if page.after is not None:
@@ -172,7 +172,7 @@ def cancel_scheduled(context: RequestContext, topic: str, message_id: str) -> Re
     wire.check_name(topic, "topic")
     query()
     number, _, offset = message_id.partition("-")
-    context.domain.cancel_scheduled(
+    context.broker.cancel_scheduled(
         topic,
         whole_number(number, "the partition of a message's id (<partition>-<offset>)"),
         whole_number(offset, "the offset of a message's id (<partition>-<offset>)"),
@@ -190,4 +190,4 @@ def new_producer(context: RequestContext) -> Response:
         wire.check_name(named.name, "producer")
     elif named.instance or named.renews:
         raise InvalidRequest("instance and renews belong to a named producer: give its name")
-    return answer(context.domain.new_producer(named.name, instance=named.instance, renews=named.renews))
+    return answer(context.broker.new_producer(named.name, instance=named.instance, renews=named.renews))

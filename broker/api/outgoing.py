@@ -8,7 +8,8 @@ from collections.abc import Iterable
 import msgspec
 
 from portalmq import wire
-from portalmq.broker.api.domain import LeasedMessage, Page, Stored
+from portalmq.broker.messages.browsing import Page, Stored
+from portalmq.broker.partition.long_poll import LeasedMessage
 from portalmq.broker.partition.yielding import in_turns
 from portalmq.broker.storage.batch import Record
 

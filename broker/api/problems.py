@@ -14,8 +14,8 @@ from werkzeug.routing import RequestRedirect
 
 from portalmq import wire
 from portalmq.broker.api.body import close_after_answer
-from portalmq.broker.api.domain import Domain
 from portalmq.broker.api.request_context import ResponseParts
+from portalmq.broker.broker import Broker
 from portalmq.errors import (
     PROBLEM_TYPE_BASE,
     InvalidRequest,
@@ -50,12 +50,12 @@ class InternalError(PortalMQError):
     code, status, title = "internal", 500, "The broker made a mistake"
 
 
-def install(app: Flask, domain: Domain) -> None:
-    """Let Flask answer errors of the framework, and those that `domain` explains."""
+def install(app: Flask, broker: Broker) -> None:
+    """Let Flask answer errors of the framework, and those that `broker` explains."""
 
     def answer_fault(fault: Exception) -> Response:
         call = f"{request.method} {request.url_rule or '?'}"
-        return of_fault(domain, fault, call, request.environ).response()
+        return of_fault(broker, fault, call, request.environ).response()
 
     app.register_error_handler(HTTPException, answer_http)
     app.register_error_handler(Exception, answer_fault)
@@ -96,9 +96,9 @@ def answer_http(fault: HTTPException) -> Response:
     return response
 
 
-def of_fault(domain: Domain, fault: Exception, call: str, environ: dict[str, Any]) -> ResponseParts:
+def of_fault(broker: Broker, fault: Exception, call: str, environ: dict[str, Any]) -> ResponseParts:
     """The answer to a call that raised `fault`. Of a mistake of ours the log gets the trace, the client none of it."""
-    error = domain.explain(fault)
+    error = broker.explain(fault)
     if error is not None:
         return of(error)
     log.error("%s failed", call, exc_info=fault)

@@ -1,4 +1,4 @@
-"""What every route is given: the domain, the settings, the counters, and the bounded room for calls that wait."""
+"""The context of every request: the broker, the settings, the counters, and the bounded room for calls that wait."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from werkzeug.datastructures import MultiDict
 from portalmq import wire
 from portalmq.broker.api.answers_in_flight import AnswersInFlight
 from portalmq.broker.api.body import BodiesInFlight, read_body
-from portalmq.broker.api.domain import Domain
 from portalmq.broker.api.query import Query
 from portalmq.broker.api.visitors import Names, Visitors
+from portalmq.broker.broker import Broker
 from portalmq.broker.storage.batch import Record
 from portalmq.errors import Backpressure
 
@@ -77,8 +77,8 @@ class Authorizer(Protocol):
 class RequestContext:
     """Invariant: 0 <= waiting <= config.parked_receives_max."""
 
-    def __init__(self, domain: Domain, config: HttpSettings, metrics: RequestMetrics, auth: Authorizer) -> None:
-        self.domain = domain
+    def __init__(self, broker: Broker, config: HttpSettings, metrics: RequestMetrics, auth: Authorizer) -> None:
+        self.broker = broker
         self.config = config
         self.metrics = metrics
         self.auth = auth
@@ -104,7 +104,7 @@ class RequestContext:
         try:
             yield from parts
         except Exception as fault:
-            self.domain.explain(fault)
+            self.broker.explain(fault)
             raise
 
     @contextmanager

@@ -18,32 +18,32 @@ def join(context: RequestContext, group: str) -> Response:
     wire.check_name(group, "group")
     wanted = wire.decode_json(context.body(), contract.JoinRequest)
     peer, forward = peer_of(request.environ), may_forward(request.environ)
-    return answer(context.domain.streams.join(group, wanted, peer, forward=forward))
+    return answer(context.broker.streams.join(group, wanted, peer, forward=forward))
 
 
 def heartbeat(context: RequestContext, group: str, member: str) -> Response:
     wanted = wire.decode_json(context.body(), contract.HeartbeatRequest)
     forward = may_forward(request.environ)
-    return answer(context.domain.streams.heartbeat(group, member, wanted.generation, forward=forward))
+    return answer(context.broker.streams.heartbeat(group, member, wanted.generation, forward=forward))
 
 
 def leave(context: RequestContext, group: str, member: str) -> Response:
-    context.domain.streams.leave(group, member, forward=may_forward(request.environ))
+    context.broker.streams.leave(group, member, forward=may_forward(request.environ))
     return no_content()
 
 
 def commit(context: RequestContext, group: str) -> Response:
     wanted = wire.decode_json(context.body(), contract.CommitOffsetsRequest)
-    return answer(context.domain.offsets.commit(group, wanted, forward=may_forward(request.environ)))
+    return answer(context.broker.offsets.commit(group, wanted, forward=may_forward(request.environ)))
 
 
 def offsets(context: RequestContext, group: str) -> Response:
-    return answer(context.domain.offsets.of(group))
+    return answer(context.broker.offsets.of(group))
 
 
 def seek(context: RequestContext, group: str) -> Response:
     wanted = wire.decode_json(context.body(), contract.SeekRequest)
-    sought = context.domain.streams.seek(
+    sought = context.broker.streams.seek(
         group,
         wanted.topic,
         target_of(wanted.to),

@@ -11,7 +11,7 @@ from portalmq.errors import InvalidRequest
 
 
 def list_all(context: RequestContext) -> Response:
-    return answer({"topics": context.domain.list_topics()})
+    return answer({"topics": context.broker.list_topics()})
 
 
 def create(context: RequestContext, topic: str) -> Response:
@@ -21,24 +21,24 @@ def create(context: RequestContext, topic: str) -> Response:
     if request.args.get("first_use") == "true":
         if wanted != wire.CreateTopic():
             raise InvalidRequest("a topic that is made at its first use has no settings of its own: leave them out")
-        context.domain.use_topic(topic)
-        return answer(context.domain.describe_topic(topic))
-    description, created = context.domain.create_topic(topic, wanted)
+        context.broker.use_topic(topic)
+        return answer(context.broker.describe_topic(topic))
+    description, created = context.broker.create_topic(topic, wanted)
     return answer(description, 201 if created else 200)
 
 
 def show(context: RequestContext, topic: str) -> Response:
-    return answer(context.domain.describe_topic(wire.check_name(topic, "topic")))
+    return answer(context.broker.describe_topic(wire.check_name(topic, "topic")))
 
 
 def alter(context: RequestContext, topic: str) -> Response:
     wire.check_name(topic, "topic")
     forces = query("force").choice("force", "false", "true", "false") == "true"
-    return answer(context.domain.alter_topic(topic, wire.decode_json(context.body(), wire.AlterTopic), force=forces))
+    return answer(context.broker.alter_topic(topic, wire.decode_json(context.body(), wire.AlterTopic), force=forces))
 
 
 def delete(context: RequestContext, topic: str) -> Response:
-    context.domain.delete_topic(wire.check_name(topic, "topic"))
+    context.broker.delete_topic(wire.check_name(topic, "topic"))
     context.metrics.forget_topic(topic)
     return no_content()
 
@@ -46,7 +46,7 @@ def delete(context: RequestContext, topic: str) -> Response:
 def purge(context: RequestContext, topic: str) -> Response:
     wire.check_name(topic, "topic")
     parameters = query("partition", "before_offset")
-    context.domain.purge(
+    context.broker.purge(
         topic,
         partition=parameters.number("partition"),
         before_offset=parameters.number("before_offset"),

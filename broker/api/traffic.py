@@ -17,10 +17,10 @@ from portalmq import wire
 from portalmq.broker.api import outgoing
 from portalmq.broker.api.answers_in_flight import Portion
 from portalmq.broker.api.client_watch import peer_of
-from portalmq.broker.api.domain import Verdict
-from portalmq.broker.api.incoming import Incoming, decode_messages
+from portalmq.broker.api.incoming import decode_messages
 from portalmq.broker.api.query import Query
 from portalmq.broker.api.request_context import RequestContext, ResponseParts
+from portalmq.broker.queues.settle import Verdict
 from portalmq.errors import InvalidRequest, PortalMQError, StaleReceipt, Unavailable
 
 Environ = dict[str, Any]
@@ -37,44 +37,26 @@ def produce(context: RequestContext, environ: Environ, topic: str) -> ResponsePa
     parameters = Query(MultiDict(parse_qsl(text, keep_blank_values=True)) if text else _NOTHING, "partition", "acks")
     partition = parameters.number("partition")
     acks: wire.Acks = parameters.choice("acks", "all", "all", "leader", "none")
-    incoming = decode_messages(environ.get("CONTENT_TYPE"), context.body_of(environ), environ, context.domain.wall_ms())
+    wanted = decode_messages(environ.get("CONTENT_TYPE"), context.body_of(environ), environ, context.broker.wall_ms())
     packed = _accepts_packed(environ)
-    if not incoming.records:
+    if not wanted.records:
         return _answer({"results": []}, packed=False, status=202 if acks == "none" else 200)
-    partition = _one_partition(incoming, partition)
-    if _wants_minimal(environ) and partition is not None and not incoming.single and incoming.keys is None:
-        produced = context.domain.produce_range(
-            topic,
-            incoming.records,
-            acks=acks,
-            partition=partition,
-            producer=incoming.producer,
-            forward=may_forward(environ),
-        )
+    _check_one_partition(wanted.partitions, partition)
+    wanted.acks, wanted.partition, wanted.forward = acks, partition, may_forward(environ)
+    if partition is not None and not wanted.is_single and wanted.keys is None and _wants_minimal(environ):
+        produced = context.broker.produce_range(topic, wanted)
         return _answer(produced, packed=packed, status=202 if acks == "none" else 200)._replace(headers=_MINIMAL)
-    results = context.domain.produce(
-        topic,
-        incoming.records,
-        incoming.partitions,
-        acks=acks,
-        partition=partition,
-        producer=incoming.producer,
-        idempotency_key=incoming.idempotency_key,
-        as_sent=incoming.as_sent,
-        keys=incoming.keys,
-        forward=may_forward(environ),
-    )
-    return _single_answer(topic, results[0]) if incoming.single else _batch_answer(results, acks, packed=packed)
+    results = context.broker.produce(topic, wanted)
+    return _single_answer(topic, results[0]) if wanted.is_single else _batch_answer(results, acks, packed=packed)
 
 
-def _one_partition(incoming: Incoming, partition: int | None) -> int | None:
-    """The partition of the query, which no message may contradict."""
-    if partition is None or incoming.partitions is None:
-        return partition
-    for index, named in enumerate(incoming.partitions):
+def _check_one_partition(partitions: list[int | None] | None, partition: int | None) -> None:
+    """Raise InvalidRequest when a message contradicts the partition of the query."""
+    if partition is None or partitions is None:
+        return
+    for index, named in enumerate(partitions):
         if named is not None and named != partition:
             raise InvalidRequest(f"message {index} names partition {named}, the query names {partition}")
-    return partition
 
 
 def _wants_minimal(environ: Environ) -> bool:
@@ -147,12 +129,12 @@ def receive(context: RequestContext, environ: Environ, group: str) -> ResponsePa
     try:
         with context.parked(wanted.wait_ms):
             if wanted.ack:
-                delivered, verdicts = context.domain.ack_and_receive(group, wanted, peer_of(environ), **how)
+                delivered, verdicts = context.broker.ack_and_receive(group, wanted, peer_of(environ), **how)
                 _check_settled(wanted.ack, verdicts)
                 if not all(verdicts):
                     stale = [receipt for receipt, ok in zip(wanted.ack, verdicts, strict=True) if not ok]
             else:
-                delivered = context.domain.receive(group, wanted, peer_of(environ), **how)
+                delivered = context.broker.receive(group, wanted, peer_of(environ), **how)
         body = outgoing.encode_received(delivered, stale, packed=packed)
         context.answers.note(environ, len(body))
     finally:
@@ -163,13 +145,13 @@ def receive(context: RequestContext, environ: Environ, group: str) -> ResponsePa
 def ack(context: RequestContext, environ: Environ, group: str) -> ResponseParts:
     wire.check_name(group, "group")
     wanted = wire.decode_json(context.body_of(environ), wire.AckRequest)
-    return _settled(wanted.receipts, context.domain.ack(group, wanted.receipts, forward=may_forward(environ)))
+    return _settled(wanted.receipts, context.broker.ack(group, wanted.receipts, forward=may_forward(environ)))
 
 
 def nack(context: RequestContext, environ: Environ, group: str) -> ResponseParts:
     wire.check_name(group, "group")
     wanted = wire.decode_json(context.body_of(environ), wire.NackRequest)
-    verdicts = context.domain.nack(
+    verdicts = context.broker.nack(
         group,
         wanted.receipts,
         wanted.delay_ms,
@@ -183,7 +165,7 @@ def nack(context: RequestContext, environ: Environ, group: str) -> ResponseParts
 def extend(context: RequestContext, environ: Environ, group: str) -> ResponseParts:
     wire.check_name(group, "group")
     wanted = wire.decode_json(context.body_of(environ), wire.ExtendRequest)
-    verdicts = context.domain.extend(group, wanted.receipts, wanted.visibility_timeout_ms, forward=may_forward(environ))
+    verdicts = context.broker.extend(group, wanted.receipts, wanted.visibility_timeout_ms, forward=may_forward(environ))
     return _settled(wanted.receipts, verdicts)
 
 

@@ -37,6 +37,26 @@ _encode = msgspec.msgpack.Encoder().encode
 _Results = list[Result[AppendResult]]
 
 
+class ProduceRequest(msgspec.Struct):
+    """Messages to append to one topic, and how. `partitions` has one entry a record, or is None when no message names
+    one. `partition` is that of the request, for the messages that name none."""
+
+    records: list[Record]
+    partitions: list[int | None] | None = None
+    acks: Acks = "all"
+    partition: int | None = None
+    producer: ProducerStamp | None = None
+    # One message rather than a batch. Only such a request has an idempotency key and `as_sent`: the options of the
+    # message as the client wrote them. A retry repeats them, while the times that follow from them differ.
+    is_single: bool = False
+    idempotency_key: str | None = None
+    as_sent: AsSent = ()
+    # Of a batch: one entry a record, or None when no message has an idempotency_key.
+    keys: Sequence[Keyed | None] | None = None
+    # False when the client goes to the leader itself: the call raises NotLeader rather than being forwarded.
+    forward: bool = True
+
+
 class Finder(Protocol):
     """Finds a topic by name and id; raises Unavailable for one that this broker does not know (yet, or any more)."""
 
@@ -234,19 +254,12 @@ class Producing:
         self._gate = gate
         self._repeats = repeats
 
-    def range(
-        self,
-        topic: Topic,
-        records: list[Record],
-        number: int,
-        *,
-        acks: Acks,
-        producer: ProducerStamp | None,
-        forward: bool,
-    ) -> ProducedRange:
-        """Append a batch to one partition, all or nothing."""
-        size = size_of(topic, records)
-        records = with_default_ttl(topic, records, self._clock.wall_ms())
+    def range(self, topic: Topic, request: ProduceRequest) -> ProducedRange:
+        """Append a batch to the partition of the request, all or nothing."""
+        number, acks, producer, forward = request.partition, request.acks, request.producer, request.forward
+        assert number is not None
+        size = size_of(topic, request.records)
+        records = with_default_ttl(topic, request.records, self._clock.wall_ms())
         place = place_of(topic.state, number)
         is_doubtful = False
         stamp = _stamp(producer)
@@ -274,22 +287,12 @@ class Producing:
         self._count(work)
         return ProducedRange(number, appended.base_offset, len(records), appended.timestamp_ms, topic.state.topic_id)
 
-    def batch(
-        self,
-        topic: Topic,
-        records: list[Record],
-        partitions: list[int | None] | None,
-        *,
-        acks: Acks,
-        partition: int | None,
-        producer: ProducerStamp | None,
-        idempotency_key: str | None,
-        as_sent: AsSent = (),
-        keys: Sequence[Keyed | None] | None = None,
-        forward: bool,
-    ) -> list[Produced | PortalMQError]:
+    def batch(self, topic: Topic, request: ProduceRequest) -> list[Produced | PortalMQError]:
         """Append messages to their partitions; one result each, in order. Raises when the whole request is refused.
-        `keys` are those of the messages of a batch, and not looked for beyond the partition that each goes to."""
+        Each of the request's `keys` is looked for in the partition of its message only."""
+        records, partitions, partition = request.records, request.partitions, request.partition
+        producer, keys, forward = request.producer, request.keys, request.forward
+        idempotency_key = request.idempotency_key
         size_of(topic, records)
         at_of: Sequence[int] | None = None
         all_are_keyed = False
@@ -305,7 +308,7 @@ class Producing:
         if idempotency_key is not None:
             if len(records) != 1:
                 raise InvalidRequest("an Idempotency-Key belongs to a single message")
-            options = (partition, *as_sent) if as_sent or partition is not None else ()
+            options = (partition, *request.as_sent) if request.as_sent or partition is not None else ()
             records = [identified(records[0], idempotency_key, options)]
         records = with_default_ttl(topic, records, self._clock.wall_ms())
         indexes: dict[int, list[int]] = {}
@@ -318,10 +321,10 @@ class Producing:
         if not forward:
             self._leaders.check_led_here(places.values())
         if idempotency_key is not None and topic.state.partitions > 1:
-            first = self._repeats.find(topic, records[0], next(iter(places)), acks)
+            first = self._repeats.find(topic, records[0], next(iter(places)), request.acks)
             if first is not None:
                 return [first]
-        work = _Producing(topic, shares, _Order(_stamp(producer), acks), self._gate, self._peers)
+        work = _Producing(topic, shares, _Order(_stamp(producer), request.acks), self._gate, self._peers)
         repeatable = producer is not None or idempotency_key is not None or all_are_keyed
         outcomes = self._leaders.run(list(places.values()), work, forward=forward, repeatable=repeatable)
         self._count(work)

@@ -21,6 +21,7 @@ from flask import Response, request
 from portalmq import wire
 from portalmq.broker.api.client_watch import peer_of
 from portalmq.broker.api.request_context import RequestContext, answer, query
+from portalmq.broker.messages.produce import ProduceRequest
 from portalmq.broker.partition.answer_size import first_of
 from portalmq.broker.protocols import DEFAULT
 from portalmq.broker.protocols.payload import NO_JSON, RECORD_OF, Key, finish, read_key, record_of, shown
@@ -42,7 +43,7 @@ def post(context: RequestContext) -> Response:
     queue = _queue()
     # Asked before: should the queue be deleted and made again on the way, the key is of the one that is gone.
     mark = _mark(context, queue)
-    (produced,) = context.domain.produce(queue, [_posted(context.body())], None, acks="all")
+    (produced,) = context.broker.produce(queue, ProduceRequest([_posted(context.body())]))
     if isinstance(produced, PortalMQError):
         raise produced
     key = Key(mark or _mark(context, queue), produced.partition, produced.offset)
@@ -52,7 +53,7 @@ def post(context: RequestContext) -> Response:
 def _mark(context: RequestContext, queue: str) -> str:
     """ "" for a queue that is not there."""
     try:
-        return context.domain.completion.mark(queue)
+        return context.broker.completion.mark(queue)
     except TopicNotFound:
         return ""
 
@@ -75,15 +76,15 @@ def get(context: RequestContext) -> Response:
     wait_ms = min(parameters.number("wait_ms") or 0, wire.WAIT_MS_MAX)
     wanted = wire.ReceiveRequest([queue], max_messages=1, wait_ms=wait_ms, attempt_id=uuid.uuid4().hex)
     with context.parked(wait_ms):
-        messages = context.domain.receive(DEFAULT, wanted, peer_of(request.environ), is_first=True)
+        messages = context.broker.receive(DEFAULT, wanted, peer_of(request.environ), is_first=True)
     if not messages:
         raise MessageNotFound(f"queue {queue!r} has no message to be had now")
     (message,) = messages
     if context.config.no_confirm:
-        (verdict,) = context.domain.ack(DEFAULT, [message.receipt])
+        (verdict,) = context.broker.ack(DEFAULT, [message.receipt])
         if isinstance(verdict, PortalMQError):
             raise verdict
-    key = Key(context.domain.completion.mark_in(message.receipt), message.partition, message.offset)
+    key = Key(context.broker.completion.mark_in(message.receipt), message.partition, message.offset)
     return answer({**shown(message.record), "timestamp": message.timestamp_ms, "key": str(key)})
 
 
@@ -104,8 +105,8 @@ def confirm(context: RequestContext) -> Response:
 def read_all(context: RequestContext) -> Response:
     """All that is not confirmed yet, at most LIST_MAX, and 16 MiB; `more` says whether that is not all."""
     queue = _queue()
-    mark = context.domain.completion.mark(queue)
-    found, more = first_of(context.domain.unfinished.messages(DEFAULT, queue), RECORD_OF, LIST_MAX)
+    mark = context.broker.completion.mark(queue)
+    found, more = first_of(context.broker.unfinished.messages(DEFAULT, queue), RECORD_OF, LIST_MAX)
     context.make_room(map(RECORD_OF, found))
     messages = [
         {

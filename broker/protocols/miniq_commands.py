@@ -55,12 +55,12 @@ def command(context: RequestContext) -> Response:
 
 
 def _create(context: RequestContext, queue: str, payload: Payload) -> dict[str, Any]:
-    _, created = context.domain.create_topic(queue, wire.CreateTopic())
+    _, created = context.broker.create_topic(queue, wire.CreateTopic())
     return {"created": created}
 
 
 def _size(context: RequestContext, queue: str, payload: Payload) -> dict[str, Any]:
-    size = context.domain.sizing.size(DEFAULT, queue)
+    size = context.broker.sizing.size(DEFAULT, queue)
     return {"size": size.size, "ready": size.ready, "in_flight": size.in_flight, "scheduled": size.scheduled}
 
 
@@ -99,7 +99,7 @@ def _open(context: RequestContext, queue: str, payload: Payload) -> dict[str, An
     if payload.message is not msgspec.UNSET:
         # To drop it in silence would be to lose it.
         raise InvalidRequest("this command opens the queue's door; the message itself goes to the producers' port")
-    context.domain.use_topic(queue)
+    context.broker.use_topic(queue)
     return {}
 
 

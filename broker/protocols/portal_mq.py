@@ -25,6 +25,7 @@ from portalmq import wire
 from portalmq.broker.api.client_watch import peer_of
 from portalmq.broker.api.request_context import RequestContext, answer, no_content
 from portalmq.broker.messages.browsing import Stored
+from portalmq.broker.messages.produce import ProduceRequest
 from portalmq.broker.protocols import PORTAL_GROUP
 from portalmq.broker.protocols.payload import Carried, number_of, place_of_number, shown
 from portalmq.errors import InvalidRequest, NotFound, PartitionNotFound, PortalMQError, TopicNotFound
@@ -74,8 +75,7 @@ def publish(context: RequestContext) -> Response:
         if len(key) > KEY_LENGTH_MAX:
             raise InvalidRequest(f"`id` and `sequence` have {len(key)} characters together, {KEY_LENGTH_MAX} at most")
     topic = wire.check_name(wanted.name, "topic")
-    records = [wanted.record()]
-    (produced,) = context.domain.produce(topic, records, None, acks="all", idempotency_key=key)
+    (produced,) = context.broker.produce(topic, ProduceRequest([wanted.record()], idempotency_key=key))
     if isinstance(produced, PortalMQError):
         raise produced
     return answer({"partition": produced.partition, "offset": number_of(produced.partition, produced.offset)})
@@ -86,7 +86,7 @@ def read(context: RequestContext) -> Response:
     topic = wire.check_name(wanted.name, "topic")
     with context.parked(wanted.wait_ms):
         partitions = (
-            context.domain.use_topic(topic) if wanted.first_use else context.domain.shared_offsets.partitions(topic)
+            context.broker.use_topic(topic) if wanted.first_use else context.broker.shared_offsets.partitions(topic)
         )
         stored = _front(context, topic, partitions, wanted.wait_ms)
     if stored is None:
@@ -100,13 +100,13 @@ def _front(context: RequestContext, topic: str, size: int, wait_ms: int) -> Stor
     turn = next(_turns)
     while True:
         numbers = [(turn + step) % size for step in range(size)]
-        front = context.domain.shared_offsets.first_front(PORTAL_GROUP, topic, numbers)
+        front = context.broker.shared_offsets.first_front(PORTAL_GROUP, topic, numbers)
         if front.message is not None:
             return front.message
         if wait_ms <= 0:
             return None
         look_ms = wait_ms if size == 1 else min(wait_ms, LOOK_MS)
-        context.domain.browse(
+        context.broker.browse(
             topic,
             numbers[0],
             offset=front.offset,
@@ -124,7 +124,7 @@ def consume(context: RequestContext) -> Response:
     wanted = wire.decode_json(context.body(), Consume)
     partition, offset = place_of_number(wanted.offset)
     try:
-        advanced = context.domain.shared_offsets.advance(
+        advanced = context.broker.shared_offsets.advance(
             PORTAL_GROUP, wire.check_name(wanted.name, "topic"), partition, offset
         )
     except PartitionNotFound:
@@ -137,20 +137,20 @@ def consume(context: RequestContext) -> Response:
 
 def create_topic(context: RequestContext) -> Response:
     topic = _topic(context)
-    context.domain.create_topic(topic, wire.CreateTopic())
+    context.broker.create_topic(topic, wire.CreateTopic())
     return answer({"name": topic})
 
 
 def delete_topic(context: RequestContext) -> Response:
     topic = _topic(context)
-    context.domain.delete_topic(topic)
+    context.broker.delete_topic(topic)
     return answer({"name": topic})
 
 
 def topic_exists(context: RequestContext) -> Response:
     topic = _topic(context)
     try:
-        context.domain.shared_offsets.partitions(topic)
+        context.broker.shared_offsets.partitions(topic)
     except TopicNotFound as error:
         error.extra["exists"] = False
         raise
@@ -163,20 +163,20 @@ def _topic(context: RequestContext) -> str:
 
 def create_program(context: RequestContext, kind: str) -> Response:
     name = _program(context, kind)
-    context.domain.registry.create(kind, name)
+    context.broker.registry.create(kind, name)
     return answer({"id": name})
 
 
 def delete_program(context: RequestContext, kind: str) -> Response:
     name = _program(context, kind)
-    if not context.domain.registry.delete(kind, name):
+    if not context.broker.registry.delete(kind, name):
         raise NotFound(f"there is no {kind} {name!r}")
     return answer({"id": name})
 
 
 def program_exists(context: RequestContext, kind: str) -> Response:
     name = _program(context, kind)
-    if not context.domain.registry.has(kind, name):
+    if not context.broker.registry.has(kind, name):
         raise NotFound(f"there is no {kind} {name!r}", exists=False)
     return answer({"id": name, "exists": True})
 

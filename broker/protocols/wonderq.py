@@ -22,6 +22,7 @@ from flask import Response, request
 from portalmq import wire
 from portalmq.broker.api.client_watch import peer_of
 from portalmq.broker.api.request_context import RequestContext, answer, query
+from portalmq.broker.messages.produce import ProduceRequest
 from portalmq.broker.partition.answer_size import first_of
 from portalmq.broker.protocols import DEFAULT
 from portalmq.broker.protocols.payload import RECORD_OF, Carried, number_of, place_of_number, shown
@@ -35,7 +36,7 @@ SHOWN_MAX = 1_000
 
 def publish(context: RequestContext) -> Response:
     wanted = wire.decode_json(context.body(), Carried)
-    (produced,) = context.domain.produce(DEFAULT, [wanted.record()], None, acks="all")
+    (produced,) = context.broker.produce(DEFAULT, ProduceRequest([wanted.record()]))
     if isinstance(produced, PortalMQError):
         raise produced
     return answer({"id": number_of(produced.partition, produced.offset)})
@@ -52,7 +53,7 @@ def consume(context: RequestContext) -> Response:
         [DEFAULT], max_messages=limit, wait_ms=wait_ms, attempt_id=f"{holder}:{uuid.uuid4().hex}", consumer=holder
     )
     with context.parked(wait_ms):
-        messages = context.domain.receive(DEFAULT, wanted, peer_of(request.environ), is_first=True)
+        messages = context.broker.receive(DEFAULT, wanted, peer_of(request.environ), is_first=True)
     return answer(
         {"messages": [{"id": number_of(each.partition, each.offset), **shown(each.record)} for each in messages]}
     )
@@ -64,7 +65,7 @@ def delete(context: RequestContext) -> Response:
     if number is None:
         raise InvalidRequest("name the message that was processed: ?cid=7&id=12")
     try:
-        (verdict,) = context.domain.completion.finish(DEFAULT, DEFAULT, [place_of_number(number)], holder=holder)
+        (verdict,) = context.broker.completion.finish(DEFAULT, DEFAULT, [place_of_number(number)], holder=holder)
     except (PartitionNotFound, TopicNotFound):
         verdict = False
     if isinstance(verdict, PortalMQError):
@@ -86,8 +87,8 @@ def state(context: RequestContext) -> Response:
     more = False
     with suppress(TopicNotFound):
         # The size first: with it the group begins, and what nobody has asked for yet is counted as well.
-        size = context.domain.sizing.size(DEFAULT, DEFAULT)
-        found, more = first_of(context.domain.unfinished.messages(DEFAULT, DEFAULT), RECORD_OF, limit)
+        size = context.broker.sizing.size(DEFAULT, DEFAULT)
+        found, more = first_of(context.broker.unfinished.messages(DEFAULT, DEFAULT), RECORD_OF, limit)
     context.make_room(map(RECORD_OF, found))
     messages = [
         {

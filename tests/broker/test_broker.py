@@ -12,6 +12,7 @@ from support.domain import Fixture, HandClock, records, running
 from support.replicas import eventually
 
 from portalmq import wire
+from portalmq.broker.messages.produce import ProduceRequest
 from portalmq.broker.storage.errors import DiskFull, StorageFault
 from portalmq.errors import (
     Fenced,
@@ -34,7 +35,9 @@ def fixture(tmp_path: Path):
 
 
 def send(fixture: Fixture, *values: str, topic: str = "t", key: bytes | None = None, **more):
-    return fixture.broker.produce(topic, records(*values, key=key), None, acks=more.pop("acks", "all"), **more)
+    return fixture.broker.produce(
+        topic, ProduceRequest(records(*values, key=key), acks=more.pop("acks", "all"), **more)
+    )
 
 
 def page(fixture: Fixture, topic: str = "t", partition: int = 0, **more):
@@ -136,10 +139,10 @@ def test_messages_without_a_key_are_spread_batch_by_batch(fixture):
 
 def test_each_message_of_a_batch_may_name_its_partition(fixture):
     fixture.broker.create_topic("t", wire.CreateTopic(partitions=3))
-    results = fixture.broker.produce("t", records("a", "b", "c"), [2, None, 0], acks="all")
+    results = fixture.broker.produce("t", ProduceRequest(records("a", "b", "c"), [2, None, 0]))
     assert (results[0].partition, results[2].partition) == (2, 0)
     with pytest.raises(PartitionNotFound):
-        fixture.broker.produce("t", records("a", "b"), [0, 3], acks="all")
+        fixture.broker.produce("t", ProduceRequest(records("a", "b"), [0, 3]))
     assert len(list(fixture.broker.read_all("t", None))) == 3, "a batch is checked whole before anything is appended"
 
 

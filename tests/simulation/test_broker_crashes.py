@@ -16,6 +16,7 @@ import pytest
 from support.domain import Fixture, HandClock, records
 
 from portalmq import wire
+from portalmq.broker.messages.produce import ProduceRequest
 from portalmq.errors import PortalMQError
 
 SEEDS = 40
@@ -74,7 +75,7 @@ class Run:
         results = None
         for _ in range(self.random.choice([1, 1, 2])):  # a retry after a lost answer
             answer = self.fixture.broker.produce(
-                TOPIC, records(*values), None, acks="all", partition=partition, producer=stamp
+                TOPIC, ProduceRequest(records(*values), partition=partition, producer=stamp)
             )
             assert results in (None, answer), "a repeat is answered with the first place"
             results = answer

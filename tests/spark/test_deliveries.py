@@ -20,6 +20,7 @@ from support.story import busy
 
 from portalmq import stream_wire, wire
 from portalmq.broker.core.queue import records as written_bodies
+from portalmq.broker.messages.produce import ProduceRequest
 from portalmq.broker.storage.batch import BatchKind, Record
 from portalmq.spark import batches, bodies, deliveries, groups, options, segment
 from portalmq.spark.errors import BadOption, DamagedFile, NothingThere, SourceError
@@ -59,7 +60,7 @@ def test_a_batch_is_a_row_with_its_messages_sizes_and_producer(tmp_path: Path) -
         who = data.fixture.broker.new_producer(None)
         stamp = wire.ProducerStamp(who.id, who.epoch, 0)
         sent = [Record(b"abc", key=b"k"), Record(b""), Record(b"xyz")]
-        data.fixture.broker.produce("t", sent, None, acks="all", partition=0, producer=stamp)
+        data.fixture.broker.produce("t", ProduceRequest(sent, partition=0, producer=stamp))
     epoch, batch = rows("batches", tmp_path / "data")
     assert (epoch["kind"], epoch["messages"], epoch["sizes"]) == ("epoch", 0, [])
     assert batch["kind"] == "messages"

@@ -12,6 +12,7 @@ from support.data_directory import DataDirectory, written
 
 from portalmq import stream_wire as contract
 from portalmq import wire
+from portalmq.broker.messages.produce import ProduceRequest
 from portalmq.broker.partition import compaction
 from portalmq.broker.storage.batch import Record
 from portalmq.spark import frames as frames_module
@@ -121,11 +122,11 @@ def _all_kinds_of_messages(data: DataDirectory, topic: str) -> None:
     for sequence in (0, 10, 20):
         data.fixture.broker.produce(
             topic,
-            [Record(b"%d" % number, "text/plain", b"%d" % (number % 4)) for number in range(10)],
-            None,
-            acks="all",
-            partition=0,
-            producer=wire.ProducerStamp(identity.id, identity.epoch, sequence),
+            ProduceRequest(
+                [Record(b"%d" % number, "text/plain", b"%d" % (number % 4)) for number in range(10)],
+                partition=0,
+                producer=wire.ProducerStamp(identity.id, identity.epoch, sequence),
+            ),
         )
     data.roll(topic)
 

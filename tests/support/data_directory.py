@@ -23,6 +23,7 @@ from typing import Any
 from support.domain import Fixture, HandClock, running
 
 from portalmq import wire
+from portalmq.broker.messages.produce import ProduceRequest
 from portalmq.broker.partition.partition import Partition
 from portalmq.broker.storage.batch import Record
 
@@ -41,7 +42,7 @@ class DataDirectory:
     def put(self, topic: str, *records: Record | bytes, partition: int = 0) -> list[int]:
         """One batch. The offsets."""
         rows = [record if isinstance(record, Record) else Record(record) for record in records]
-        return [each.offset for each in self.fixture.broker.produce(topic, rows, None, acks="all", partition=partition)]
+        return [each.offset for each in self.fixture.broker.produce(topic, ProduceRequest(rows, partition=partition))]
 
     def later(self, ms: int) -> None:
         self.fixture.clock.advance(ms)

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
+from msgspec import structs
+
 from portalmq import wire
 from portalmq.broker.messages.browsing import Page, Stored
+from portalmq.broker.messages.produce import ProduceRequest
 from portalmq.broker.messages.scheduled import Due, SchedulePage
 from portalmq.broker.partition.long_poll import LeasedMessage
 from portalmq.errors import (
@@ -107,27 +110,28 @@ class FakeBroker:
 
     # messages
 
-    def produce(self, topic: str, records: list[Any], partitions: Any, **options: Any) -> list[Any]:
-        self._called("produce", topic=topic, records=records, partitions=partitions, **options)
+    def produce(self, topic: str, request: ProduceRequest) -> list[Any]:
+        self._called("produce", topic=topic, **structs.asdict(request))
         logs = self.logs.setdefault(topic, [[]])
         results: list[Any] = []
-        for index, record in enumerate(records):
+        for index, record in enumerate(request.records):
             if index in self.refuse_records:
                 results.append(self.refuse_records[index])
                 continue
-            number = options["partition"] or (partitions[index] if partitions else None) or 0
+            number = request.partition or (request.partitions[index] if request.partitions else None) or 0
             if number >= len(logs):
                 raise PartitionNotFound(f"topic {topic!r} has no partition {number}")
             logs[number].append(record)
-            offset = -1 if options["acks"] == "none" else len(logs[number]) - 1
+            offset = -1 if request.acks == "none" else len(logs[number]) - 1
             results.append(wire.Produced(number, offset, NOW_MS))
         return results
 
-    def produce_range(self, topic: str, records: list[Any], **options: Any) -> wire.ProducedRange:
-        self._called("produce_range", topic=topic, records=records, **options)
-        log = self.logs.setdefault(topic, [[]])[options["partition"]]
-        log.extend(records)
-        return wire.ProducedRange(options["partition"], len(log) - len(records), len(records), NOW_MS)
+    def produce_range(self, topic: str, request: ProduceRequest) -> wire.ProducedRange:
+        self._called("produce_range", topic=topic, **structs.asdict(request))
+        assert request.partition is not None
+        log = self.logs.setdefault(topic, [[]])[request.partition]
+        log.extend(request.records)
+        return wire.ProducedRange(request.partition, len(log) - len(request.records), len(request.records), NOW_MS)
 
     def new_producer(self, name: str | None, *, instance: str = "", renews: bool = False) -> wire.ProducerIdentity:
         self._called("new_producer", name=name, instance=instance, renews=renews)

@@ -9,13 +9,14 @@ from support.replicas import eventually
 
 from portalmq import wire
 from portalmq.broker.core.queue.records import Dead
+from portalmq.broker.messages.produce import ProduceRequest
 from portalmq.broker.partition.partition import Partition
 from portalmq.broker.queues.commit import Publication
 from portalmq.broker.storage.batch import Record
 
 
 def send(fixture: Fixture, *values: str, topic: str = "in", partition: int = 0, **more: object) -> None:
-    fixture.broker.produce(topic, records(*values, **more), None, acks="all", partition=partition)
+    fixture.broker.produce(topic, ProduceRequest(records(*values, **more), partition=partition))
 
 
 def receive(fixture: Fixture, count: int = 10, topic: str = "in", group: str = "g"):

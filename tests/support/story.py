@@ -12,6 +12,7 @@ from support.domain import HandClock
 from support.outputs import give_up
 
 from portalmq import stream_wire, wire
+from portalmq.broker.messages.produce import ProduceRequest
 from portalmq.broker.storage.batch import Record
 
 WITHIN_S = 60
@@ -62,7 +63,7 @@ def _put(
         sequence = seen.get((who.id, partition), 0)
         seen[who.id, partition] = sequence + len(records)
         producer = wire.ProducerStamp(who.id, who.epoch, sequence)
-    data.fixture.broker.produce(topic, records, None, acks="all", partition=partition, producer=producer)
+    data.fixture.broker.produce(topic, ProduceRequest(records, partition=partition, producer=producer))
 
 
 def _take(data: DataDirectory, group: str, topic: str, count: int, **more: object) -> list:
@@ -97,7 +98,7 @@ def _queue(data: DataDirectory) -> None:
         *(Record(b"urgent", priority=3 + number) for number in range(4)),
         *(Record(b"later", deliver_at_ms=now + 1_000 * number) for number in range(1, 7)),
     ]
-    data.fixture.broker.produce("jobs", rows, None, acks="all", partition=0)
+    data.fixture.broker.produce("jobs", ProduceRequest(rows, partition=0))
     (scheduled,) = [each for each in range(100) if _is_last_delayed(data, each)][-1:]
     broker.cancel_scheduled("jobs", 0, scheduled)
     broker.ack("workers", _receipts(_take(data, "workers", "jobs", 6)))

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from portalmq.broker.api import outgoing
-from portalmq.broker.api.domain import Stored
+from portalmq.broker.messages.browsing import Stored
 from portalmq.broker.protocols.payload import shown
 from portalmq.broker.storage.batch import Record
 

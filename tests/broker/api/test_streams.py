@@ -15,6 +15,7 @@ from support.domain import Fixture, records, running
 from portalmq import stream_wire as contract
 from portalmq import wire
 from portalmq.broker.api.app import create_app
+from portalmq.broker.messages.produce import ProduceRequest
 from portalmq.broker.server.auth import Auth
 from portalmq.broker.server.config import BrokerConfig
 from portalmq.broker.server.metrics import Metrics
@@ -26,7 +27,7 @@ Problem = Callable[..., dict[str, Any]]
 def fixture(tmp_path: Path) -> Iterator[Fixture]:
     with running(tmp_path) as started:
         started.broker.create_topic("t", wire.CreateTopic(partitions=2))
-        started.broker.produce("t", records("0", "1", "2"), None, acks="all", partition=0)
+        started.broker.produce("t", ProduceRequest(records("0", "1", "2"), partition=0))
         yield started
 
 

@@ -10,6 +10,7 @@ from support.domain import records, running
 
 from portalmq import wire
 from portalmq.broker.cluster.capacity import Capacity
+from portalmq.broker.messages.produce import ProduceRequest
 from portalmq.broker.server.config import BrokerConfig
 from portalmq.control_plane.plane import PlaneUnavailable
 from portalmq.errors import Backpressure, InvalidRequest
@@ -31,10 +32,10 @@ def bounded(fixture, **limits):
 def test_topics_are_as_many_as_the_cluster_may_have(fixture):
     broker = bounded(fixture, topics_max=2)
     broker.create_topic("a", wire.CreateTopic())
-    broker.produce("b", records("first use"), None, acks="all")
+    broker.produce("b", ProduceRequest(records("first use")))
     for make in (
         lambda: broker.create_topic("c", wire.CreateTopic()),
-        lambda: broker.produce("c", records("x"), None, acks="all"),
+        lambda: broker.produce("c", ProduceRequest(records("x"))),
         lambda: broker.receive("g", wire.ReceiveRequest(topics=["c"]), None),
     ):
         with pytest.raises(Backpressure, match="topics_max") as caught:
@@ -54,7 +55,7 @@ def test_partitions_are_as_many_as_the_brokers_may_hold(fixture):
         broker.alter_topic("a", wire.AlterTopic(partitions=6))
     assert len(broker.alter_topic("a", wire.AlterTopic(partitions=5)).partitions) == 5
     with pytest.raises(Backpressure):
-        broker.produce("c", records("x"), None, acks="all")
+        broker.produce("c", ProduceRequest(records("x")))
 
 
 def test_groups_are_as_many_as_the_cluster_may_have(fixture):
@@ -95,7 +96,7 @@ def test_a_segment_with_very_many_content_types_is_followed_by_another(fixture, 
     monkeypatch.setattr("portalmq.broker.storage.log.CONTENT_TYPES_MAX", 20)
     for number in range(10):
         batch = [records("x", content_type=f"text/x{number}-{each}")[0] for each in range(8)]
-        fixture.broker.produce("t", batch, None, acks="all")
+        fixture.broker.produce("t", ProduceRequest(batch))
     log = fixture.broker.topics.get("t").led()[0].log
     assert len(log._segments) >= 4
     assert max(segment.content_types for segment in log._segments) < 20 + 8 + 10
@@ -106,13 +107,13 @@ def test_a_segment_with_very_many_content_types_is_followed_by_another(fixture, 
 def test_an_id_that_nobody_was_given_is_no_producers(fixture):
     made_up, given = 1 << 40, fixture.broker.new_producer(None).id
     for call in (
-        lambda stamp: fixture.broker.produce("t", records("x"), None, acks="all", partition=0, producer=stamp),
-        lambda stamp: fixture.broker.produce_range("t", records("y"), acks="all", partition=0, producer=stamp),
+        lambda stamp: fixture.broker.produce("t", ProduceRequest(records("x"), partition=0, producer=stamp)),
+        lambda stamp: fixture.broker.produce_range("t", ProduceRequest(records("y"), partition=0, producer=stamp)),
     ):
         with pytest.raises(InvalidRequest, match="given to nobody"):
             call(wire.ProducerStamp(made_up, 0, 0))
     assert fixture.broker.produce(
-        "t", records("x"), None, acks="all", partition=0, producer=wire.ProducerStamp(given, 0, 0)
+        "t", ProduceRequest(records("x"), partition=0, producer=wire.ProducerStamp(given, 0, 0))
     )
 
 

@@ -14,6 +14,7 @@ from portalmq import wire
 from portalmq.broker.cluster.lookup import Lookup
 from portalmq.broker.cluster.routing import NoSuchPartition
 from portalmq.broker.cluster.rpc import TopicPartition
+from portalmq.broker.messages.produce import ProduceRequest
 from portalmq.broker.queues.commit import Publication, StreamPlace
 from portalmq.broker.streams.coordination import Coordinate
 from portalmq.control_plane.state import GroupState, TopicState
@@ -96,7 +97,7 @@ def test_a_partition_is_missing_only_if_the_control_plane_has_none(fixture, know
     number = 1 if known == 1 else 2
     broker = fixture.broker
     for use in (
-        lambda: broker.produce("t", records("a"), None, partition=number, acks="all"),
+        lambda: broker.produce("t", ProduceRequest(records("a"), partition=number)),
         lambda: broker.purge("t", partition=number, before_offset=None),
     ):
         with pytest.raises(PartitionNotFound) as found:

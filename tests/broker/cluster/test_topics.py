@@ -15,6 +15,7 @@ from support.replicas import eventually
 from portalmq import wire
 from portalmq.broker.cluster.replicas import Files
 from portalmq.broker.cluster.unclean_election import LogEndRequest, ReplicaLogEnd, serve_log_end
+from portalmq.broker.messages.produce import ProduceRequest
 from portalmq.broker.storage.log import Log
 from portalmq.control_plane import state
 from portalmq.control_plane.catalog import Versioned
@@ -32,7 +33,7 @@ def fixture(tmp_path: Path):
 
 
 def send(fixture: Fixture, *values: str, topic: str = "t"):
-    return fixture.broker.produce(topic, records(*values), None, acks="all")
+    return fixture.broker.produce(topic, ProduceRequest(records(*values)))
 
 
 def folder_of(tmp_path: Path, name: str = "t") -> Path:

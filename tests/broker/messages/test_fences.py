@@ -14,6 +14,7 @@ from support.domain import HandClock, records, running
 from portalmq import wire
 from portalmq.broker.cluster.peers import NotAnswered
 from portalmq.broker.core.replica.stamp import Stamp
+from portalmq.broker.messages.produce import ProduceRequest
 from portalmq.broker.messages.producer_fencing import ASK_AGAIN_MS, Fence, ProducerFencing
 from portalmq.control_plane.catalog import Catalog
 from portalmq.control_plane.plane import PlaneState, PlaneUnavailable
@@ -215,8 +216,8 @@ def test_a_zombie_is_fenced_on_a_partition_that_its_successor_has_not_reached(tm
         def send(identity, sequence, partition):
             producer = wire.ProducerStamp(identity.id, identity.epoch, sequence)
             if way == "range":
-                return broker.produce_range("t", records("x"), acks="all", partition=partition, producer=producer)
-            return broker.produce("t", records("x"), None, acks="all", partition=partition, producer=producer)
+                return broker.produce_range("t", ProduceRequest(records("x"), partition=partition, producer=producer))
+            return broker.produce("t", ProduceRequest(records("x"), partition=partition, producer=producer))
 
         send(zombie, 0, 0)
         heir = broker.new_producer("billing")
@@ -228,4 +229,4 @@ def test_a_zombie_is_fenced_on_a_partition_that_its_successor_has_not_reached(tm
     with running(tmp_path) as again:
         producer = wire.ProducerStamp(zombie.id, zombie.epoch, 1)
         with pytest.raises(Fenced):
-            again.broker.produce_range("t", records("x"), acks="all", partition=0, producer=producer)
+            again.broker.produce_range("t", ProduceRequest(records("x"), partition=0, producer=producer))

@@ -6,6 +6,7 @@ import pytest
 from support.domain import running
 
 from portalmq import wire
+from portalmq.broker.messages.produce import ProduceRequest
 from portalmq.broker.storage.batch import Record
 from portalmq.errors import KeyOrder
 
@@ -14,7 +15,7 @@ from portalmq.errors import KeyOrder
 def fixture(tmp_path):
     with running(tmp_path) as fixture:
         fixture.broker.create_topic("t", wire.CreateTopic(partitions=2))
-        fixture.broker.produce("t", [Record(b"x", key=b"k")], None, acks="all")
+        fixture.broker.produce("t", ProduceRequest([Record(b"x", key=b"k")]))
         yield fixture
 
 

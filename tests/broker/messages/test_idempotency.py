@@ -10,6 +10,7 @@ from support.domain import HandClock, running
 
 from portalmq import wire
 from portalmq.broker.messages.idempotency import check_done
+from portalmq.broker.messages.produce import ProduceRequest
 from portalmq.broker.storage.batch import Record
 from portalmq.errors import IdempotencyKeyReused, InvalidRequest, RequestInProgress
 
@@ -22,7 +23,7 @@ def fixture(tmp_path):
 
 def send(fixture, value: str, *, key: str | None = None, idempotency_key="k", acks="all", **more):
     record = Record(value.encode(), "text/plain", None if key is None else key.encode())
-    return fixture.broker.produce("t", [record], None, acks=acks, idempotency_key=idempotency_key, **more)
+    return fixture.broker.produce("t", ProduceRequest([record], acks=acks, idempotency_key=idempotency_key, **more))
 
 
 def stored(fixture) -> list[str]:
@@ -142,10 +143,10 @@ def test_another_request_under_the_same_key_is_refused_wherever_it_goes(fixture,
 def test_content_type_and_headers_belong_to_the_request(fixture):
     fixture.broker.create_topic("t", wire.CreateTopic(partitions=3))
     how = {"acks": "all", "idempotency_key": "k"}
-    fixture.broker.produce("t", [Record(b"a", "text/plain")], None, **how)
+    fixture.broker.produce("t", ProduceRequest([Record(b"a", "text/plain")], **how))
     for other in (Record(b"a", "text/html"), Record(b"a", "text/plain", headers={"h": "1"})):
         with pytest.raises(IdempotencyKeyReused):
-            fixture.broker.produce("t", [other], None, **how)
+            fixture.broker.produce("t", ProduceRequest([other], **how))
 
 
 def test_a_repeat_may_be_traced_anew_and_bring_its_headers_in_another_order(fixture):
@@ -156,7 +157,7 @@ def test_a_repeat_may_be_traced_anew_and_bring_its_headers_in_another_order(fixt
         {"a": "1", "b": "2"},
     ]
     answers = [
-        fixture.broker.produce("t", [Record(b"a", headers=headers)], None, acks="all", idempotency_key="k")
+        fixture.broker.produce("t", ProduceRequest([Record(b"a", headers=headers)], idempotency_key="k"))
         for headers in sent
     ]
     assert answers[1] == answers[2] == answers[0]
@@ -166,7 +167,7 @@ def test_a_delay_that_is_sent_again_is_the_same_request_though_it_comes_to_anoth
     def send_later():
         record = Record(b"a", deliver_at_ms=fixture.clock.wall_ms() + 500)
         as_sent = (500, None, None, 0)
-        return fixture.broker.produce("t", [record], None, acks="all", idempotency_key="k", as_sent=as_sent)
+        return fixture.broker.produce("t", ProduceRequest([record], idempotency_key="k", as_sent=as_sent))
 
     first = send_later()
     fixture.clock.advance(100)
@@ -191,7 +192,7 @@ def test_a_default_time_to_live_is_no_part_of_the_request(fixture):
 
 def test_a_key_belongs_to_one_message(fixture):
     with pytest.raises(InvalidRequest):
-        fixture.broker.produce("t", [Record(b"a"), Record(b"b")], None, acks="all", idempotency_key="k")
+        fixture.broker.produce("t", ProduceRequest([Record(b"a"), Record(b"b")], idempotency_key="k"))
 
 
 def test_a_thousand_keys_leave_nothing_in_memory(fixture):

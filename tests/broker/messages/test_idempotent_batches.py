@@ -13,6 +13,7 @@ from support.replicas import eventually, replicas
 
 from portalmq import wire
 from portalmq.broker.messages.idempotency import SOUGHT_HERE_MAX, identified, known_in
+from portalmq.broker.messages.produce import ProduceRequest
 from portalmq.broker.partition.readable import IDS_SOUGHT_AT_ONCE
 from portalmq.broker.storage.batch import Record
 from portalmq.broker.storage.errors import DiskFull, StorageFault
@@ -41,11 +42,13 @@ def send(fixture, names, *, value=lambda name: name, acks="all", partition=None,
     """A batch in which each message's key is its name, and its value too."""
     return fixture.broker.produce(
         "t",
-        [Record(value(name).encode(), "text/plain", **record) for name in names],
-        partitions,
-        acks=acks,
-        partition=partition,
-        keys=[(name, ()) for name in names],
+        ProduceRequest(
+            [Record(value(name).encode(), "text/plain", **record) for name in names],
+            partitions,
+            acks=acks,
+            partition=partition,
+            keys=[(name, ()) for name in names],
+        ),
     )
 
 
@@ -104,7 +107,7 @@ def test_each_goes_to_the_partition_of_its_id_and_is_found_there_after_growth_an
 
 def test_a_key_is_the_same_in_a_batch_and_in_the_header(fixture):
     fixture.broker.create_topic("t", wire.CreateTopic(partitions=3))
-    (single,) = fixture.broker.produce("t", [Record(b"a", "text/plain")], None, acks="all", idempotency_key="a")
+    (single,) = fixture.broker.produce("t", ProduceRequest([Record(b"a", "text/plain")], idempotency_key="a"))
     assert send(fixture, ["a", "b"])[0] == single
 
 
@@ -119,7 +122,7 @@ def test_two_messages_of_one_key_in_a_batch_are_refused_and_nothing_is_appended(
     fixture.broker.create_topic("t", wire.CreateTopic(partitions=5))
     records = [Record(b"other"), Record(b"one"), Record(b"two")]
     with pytest.raises(IdempotencyKeyReused, match="messages 1 and 2"):
-        fixture.broker.produce("t", records, None, acks="all", keys=[None, ("k", ()), ("k", ())])
+        fixture.broker.produce("t", ProduceRequest(records, keys=[None, ("k", ()), ("k", ())]))
     assert stored(fixture) == []
 
 
@@ -137,10 +140,11 @@ def test_a_batch_over_several_partitions_is_refused_share_by_share(fixture):
     send(fixture, ["a"], partitions=[0])
     results = fixture.broker.produce(
         "t",
-        [Record(b"other", "text/plain"), Record(b"with it"), Record(b"elsewhere")],
-        [0, 0, 1],
-        acks="all",
-        keys=[("a", ()), ("b", ()), ("c", ())],
+        ProduceRequest(
+            [Record(b"other", "text/plain"), Record(b"with it"), Record(b"elsewhere")],
+            [0, 0, 1],
+            keys=[("a", ()), ("b", ()), ("c", ())],
+        ),
     )
     assert [isinstance(result, IdempotencyKeyReused) for result in results] == [True, True, False]
     assert stored(fixture) == ["a", "elsewhere"]
@@ -167,7 +171,7 @@ def wait_for(condition) -> None:
 def test_messages_without_a_key_are_appended_each_time(fixture):
     fixture.broker.create_topic("t", wire.CreateTopic())
     for _ in range(2):
-        fixture.broker.produce("t", [Record(b"keyed"), Record(b"plain")], None, acks="all", keys=[("k", ()), None])
+        fixture.broker.produce("t", ProduceRequest([Record(b"keyed"), Record(b"plain")], keys=[("k", ()), None]))
     assert stored(fixture) == ["keyed", "plain", "plain"]
 
 
@@ -179,7 +183,7 @@ def test_the_same_content_under_two_keys_is_two_messages(fixture):
 def test_a_producers_stamp_and_keys_are_two_identities_and_refused(fixture):
     stamp = wire.ProducerStamp(1, 0, 0)
     with pytest.raises(InvalidRequest, match="stamp"):
-        fixture.broker.produce("t", [Record(b"a")], None, acks="all", partition=0, producer=stamp, keys=[("a", ())])
+        fixture.broker.produce("t", ProduceRequest([Record(b"a")], partition=0, producer=stamp, keys=[("a", ())]))
 
 
 def test_a_key_may_be_used_again_after_the_window(fixture):
@@ -305,7 +309,7 @@ def test_nobody_appends_what_somebody_else_is_looking_for(fixture, monkeypatch):
 def attempt_single(fixture, name):
     try:
         record = Record(name.encode(), "text/plain")
-        return fixture.broker.produce("t", [record], None, acks="all", idempotency_key=name)
+        return fixture.broker.produce("t", ProduceRequest([record], idempotency_key=name))
     except PortalMQError as error:
         return error
 

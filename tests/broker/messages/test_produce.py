@@ -6,6 +6,7 @@ import pytest
 from support.domain import running
 
 from portalmq import wire
+from portalmq.broker.messages.produce import ProduceRequest
 from portalmq.broker.storage.batch import Record
 from portalmq.errors import InvalidRequest
 
@@ -18,9 +19,9 @@ def fixture(tmp_path):
 
 def send(fixture, *records: Record, way: str) -> None:
     if way == "range":
-        fixture.broker.produce_range("t", list(records), acks="all", partition=0, producer=None)
+        fixture.broker.produce_range("t", ProduceRequest(list(records), partition=0))
     else:
-        fixture.broker.produce("t", list(records), None, acks="all")
+        fixture.broker.produce("t", ProduceRequest(list(records)))
 
 
 def stored(fixture) -> list[Record]:

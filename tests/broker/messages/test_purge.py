@@ -11,6 +11,7 @@ from portalmq import wire
 from portalmq.broker.core.queue.records import Claim
 from portalmq.broker.core.replica.events import Tick
 from portalmq.broker.core.replica.replica import PartitionReplica
+from portalmq.broker.messages.produce import ProduceRequest
 from portalmq.broker.storage.batch import Record
 from portalmq.errors import InvalidRequest, OffsetOutOfRange, PartitionNotFound, Unavailable
 
@@ -30,7 +31,7 @@ def fixture(tmp_path, clock):
 
 
 def send(fixture, *records: Record, partition: int = 0) -> list[int]:
-    return [each.offset for each in fixture.broker.produce("t", list(records), None, acks="all", partition=partition)]
+    return [each.offset for each in fixture.broker.produce("t", ProduceRequest(list(records), partition=partition))]
 
 
 def one_of_each(fixture, name: str, partition: int = 0) -> list[int]:

@@ -9,6 +9,7 @@ from support.domain import HandClock, running
 
 from portalmq import wire
 from portalmq.broker.core.replica.replica import PartitionReplica
+from portalmq.broker.messages.produce import ProduceRequest
 from portalmq.broker.messages.scheduled import BEGINNING
 from portalmq.broker.storage.batch import Record
 from portalmq.errors import MessageNotFound, TopicNotFound, Unavailable
@@ -24,7 +25,7 @@ def fixture(tmp_path):
 def schedule(fixture, *delays_ms: int, partition: int = 0, priority: int = 0) -> list[int]:
     now_ms = fixture.clock.wall_ms()
     sent = [Record(b"%d" % delay, deliver_at_ms=now_ms + delay, priority=priority) for delay in delays_ms]
-    return [each.offset for each in fixture.broker.produce("t", sent, None, acks="all", partition=partition)]
+    return [each.offset for each in fixture.broker.produce("t", ProduceRequest(sent, partition=partition))]
 
 
 def listed(fixture, **how) -> list[tuple[int, str]]:
@@ -41,7 +42,7 @@ def test_they_are_listed_by_when_they_are_due_over_all_partitions_and_priorities
     schedule(fixture, 500, 100, partition=0)
     schedule(fixture, 400, 200, partition=1, priority=9)
     schedule(fixture, 300, partition=2)
-    fixture.broker.produce("t", [Record(b"plain"), Record(b"late", deliver_at_ms=5)], None, acks="all")
+    fixture.broker.produce("t", ProduceRequest([Record(b"plain"), Record(b"late", deliver_at_ms=5)]))
     assert listed(fixture) == [(0, "100"), (1, "200"), (2, "300"), (1, "400"), (0, "500")]
 
 
@@ -102,7 +103,7 @@ def test_taken_back_is_taken_back_after_a_restart(tmp_path):
 def test_what_is_not_to_come_cannot_be_taken_back(fixture):
     (due,) = schedule(fixture, 50)
     (kept,) = schedule(fixture, 500)
-    (plain,) = fixture.broker.produce("t", [Record(b"x")], None, acks="all", partition=0)
+    (plain,) = fixture.broker.produce("t", ProduceRequest([Record(b"x")], partition=0))
     fixture.clock.advance(50)
     fixture.broker.cancel_scheduled("t", 0, kept)
     for number, offset in [(0, due), (0, plain.offset), (0, kept), (0, 10_000), (1, 0), (9, 0)]:

@@ -8,6 +8,7 @@ import pytest
 from support.domain import records, running
 
 from portalmq import wire
+from portalmq.broker.messages.produce import ProduceRequest
 from portalmq.broker.partition.answer_size import ANSWER_BYTES_MAX, size_of
 from portalmq.broker.storage.batch import Record
 
@@ -25,7 +26,7 @@ def fixture(tmp_path):
 
 def send(fixture, **more):
     for start in range(0, COUNT, 6):
-        fixture.broker.produce("t", records(*VALUES[start : start + 6], **more), None, acks="all")
+        fixture.broker.produce("t", ProduceRequest(records(*VALUES[start : start + 6], **more)))
 
 
 def receive(fixture, group="g", count=10_000):
@@ -80,7 +81,7 @@ def test_of_what_came_back_a_receive_brings_what_fits(fixture, ordering):
 def test_over_several_partitions_an_answer_is_one(fixture):
     fixture.broker.create_topic("t", wire.CreateTopic(partitions=3))
     for number in range(3):
-        fixture.broker.produce("t", records(*VALUES[:7]), None, acks="all", partition=number)
+        fixture.broker.produce("t", ProduceRequest(records(*VALUES[:7]), partition=number))
     first = receive(fixture)
     assert 8 <= len(first) <= 16
     assert len(first) + len(receive(fixture)) == 21

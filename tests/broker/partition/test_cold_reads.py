@@ -8,6 +8,7 @@ from support.domain import Fixture, running
 
 from portalmq import stream_wire as contract
 from portalmq import wire
+from portalmq.broker.messages.produce import ProduceRequest
 from portalmq.broker.partition import serving
 from portalmq.broker.storage.batch import Record
 from portalmq.broker.streams import reader_fetch as fetching
@@ -24,7 +25,7 @@ def cold(tmp_path, monkeypatch):
     with running(tmp_path) as fixture:
         fixture.broker.create_topic("t", wire.CreateTopic(partitions=2))
         for number in range(2 * PIECES):
-            fixture.broker.produce("t", [Record(b"%d" % number)], None, acks="all", partition=number % 2)
+            fixture.broker.produce("t", ProduceRequest([Record(b"%d" % number)], partition=number % 2))
         for number in range(2):
             fixture.broker.topics.get("t").partition(number).forget_read()
         yield fixture

@@ -14,6 +14,7 @@ from support.stretches import Stretches
 from portalmq import stream_wire, wire
 from portalmq.broker.core.fold import DeadFold, GroupFold, SpanFold
 from portalmq.broker.core.queue.delivery import GroupDelivery
+from portalmq.broker.messages.produce import ProduceRequest
 from portalmq.broker.partition.long_poll import ReceiveOptions, Waiter, _park, receive
 from portalmq.broker.partition.yielding import TURN_S, give_way, in_short_turns, in_turns
 from portalmq.broker.queues.partition_counts import SPANS_A_TURN, tallied
@@ -85,7 +86,7 @@ def test_others_have_their_turn_while_what_a_group_has_is_added_up(tmp_path, mon
     pauses = []
     monkeypatch.setattr("portalmq.broker.partition.yielding.give_way", lambda: pauses.append(None))
     with running(tmp_path) as fixture:
-        fixture.broker.produce("t", records("a"), None, acks="all")
+        fixture.broker.produce("t", ProduceRequest(records("a")))
         (partition,) = fixture.broker.topics.known("t").led()
         now_ms = fixture.clock.now_ms()
         spans = [
@@ -118,10 +119,10 @@ def redriven(fixture: Fixture) -> None:
 
 CALLS: dict[str, Callable[[Fixture], object]] = {
     "produce": lambda fixture: fixture.broker.produce(
-        "t", records(*["a"] * PARTITIONS), list(range(PARTITIONS)), acks="none"
+        "t", ProduceRequest(records(*["a"] * PARTITIONS), list(range(PARTITIONS)), acks="none")
     ),
     "produce under a key": lambda fixture: fixture.broker.produce(
-        "t", records("a"), None, acks="all", idempotency_key="k"
+        "t", ProduceRequest(records("a"), idempotency_key="k")
     ),
     "receive": received,
     "ack": lambda fixture: fixture.broker.ack("g", fixture.receipts),
@@ -153,7 +154,7 @@ def spread(tmp_path):
     """A topic of several partitions with a message in each, all of them leased by a group."""
     with running(tmp_path) as fixture:
         fixture.broker.create_topic("t", wire.CreateTopic(partitions=PARTITIONS))
-        fixture.broker.produce("t", records(*["a"] * PARTITIONS), list(range(PARTITIONS)), acks="all")
+        fixture.broker.produce("t", ProduceRequest(records(*["a"] * PARTITIONS), list(range(PARTITIONS))))
         fixture.receipts = received(fixture)
         group = fixture.broker.groups.known("g")
         fixture.sources = fixture.broker.receiving._plan(group, ["t"], forward=False)
@@ -230,7 +231,7 @@ def meanwhile(monkeypatch):
 
 def test_a_message_that_comes_while_a_consumer_parks_wakes_it(spread, meanwhile):
     waiter = Waiter(["t"])
-    meanwhile(lambda: spread.broker.produce("t", records("b"), [0], acks="all"))
+    meanwhile(lambda: spread.broker.produce("t", ProduceRequest(records("b"), [0])))
     first = next(source for source in spread.sources if source.partition.number == 0)
     _park([first, *(source for source in spread.sources if source is not first)], waiter)
     assert waiter.woken

@@ -17,6 +17,7 @@ from support.replicas import eventually
 
 from portalmq import wire
 from portalmq.broker.core.replica.events import SessionLost
+from portalmq.broker.messages.produce import ProduceRequest
 from portalmq.broker.storage.errors import DiskFull, OffsetPurged, StorageFault, WrongLog
 from portalmq.broker.storage.log import Log
 from portalmq.broker.storage.segment import Segment
@@ -30,7 +31,7 @@ def fixture(tmp_path: Path) -> Iterator[Fixture]:
 
 
 def send(fixture: Fixture, *values: str, **more):
-    return fixture.broker.produce("t", records(*values), None, acks=more.pop("acks", "all"), **more)
+    return fixture.broker.produce("t", ProduceRequest(records(*values), acks=more.pop("acks", "all"), **more))
 
 
 def receive(fixture: Fixture, **more):
@@ -280,7 +281,7 @@ def test_a_file_that_another_took_the_place_of_is_damage_and_no_mistake_of_ours(
 
 def test_a_purge_under_a_compaction_does_not_end_the_broker(fixture, monkeypatch):
     fixture.broker.create_topic("t", wire.CreateTopic(config={"cleanup": "compact"}))
-    fixture.broker.produce("t", records("a", key=b"k"), None, acks="all")
+    fixture.broker.produce("t", ProduceRequest(records("a", key=b"k")))
     partition = fixture.broker.topics.get("t").partition(0)
     asked: list[int] = []
 
@@ -360,7 +361,7 @@ def test_a_delayed_message_that_nobody_waits_for_is_not_passed_over_before_it_is
     receive(fixture)
     partition = fixture.broker.topics.get("t").partition(0)
     due_ms = fixture.clock.wall_ms() + 1_000
-    fixture.broker.produce("t", records("later", deliver_at_ms=due_ms), None, acks="all")
+    fixture.broker.produce("t", ProduceRequest(records("later", deliver_at_ms=due_ms)))
     with held(monkeypatch, partition.log, "append") as release:
         partition.submit(tuple(records("sooner", deliver_at_ms=due_ms - 500)), 6)
         gevent.sleep(0.02)

@@ -7,6 +7,7 @@ from support.domain import HandClock, records, running
 
 from portalmq import wire
 from portalmq.broker.core.queue.records import Ack
+from portalmq.broker.messages.produce import ProduceRequest
 from portalmq.broker.queues.backlog import COUNT_EVERY_MS, COUNT_FULL_EVERY_MS, Backlog
 from portalmq.broker.storage.batch import Record
 from portalmq.broker.storage.errors import DiskFull
@@ -27,7 +28,7 @@ def limit(fixture, messages: int | None, *, partitions: int = 1) -> None:
 def send(fixture, count: int, *, partition: int = 0, **more):
     fixture.clock.advance(COUNT_FULL_EVERY_MS)
     return fixture.broker.produce_range(
-        "t", records(*["x"] * count), acks="all", partition=partition, producer=more.get("producer")
+        "t", ProduceRequest(records(*["x"] * count), partition=partition, producer=more.get("producer"))
     )
 
 
@@ -120,7 +121,7 @@ def test_scheduled_messages_count_and_what_was_taken_back_does_not(fixture):
     limit(fixture, 2)
     begin(fixture)
     due_ms = fixture.clock.wall_ms() + 60_000
-    sent = fixture.broker.produce("t", [Record(b"x", deliver_at_ms=due_ms)] * 2, None, acks="all")
+    sent = fixture.broker.produce("t", ProduceRequest([Record(b"x", deliver_at_ms=due_ms)] * 2))
     assert is_full(fixture)
     fixture.broker.cancel_scheduled("t", 0, sent[0].offset)
     fixture.clock.advance(COUNT_EVERY_MS)
@@ -147,10 +148,10 @@ def test_a_repeat_of_what_is_in_the_log_gets_its_first_answer_though_there_is_no
     assert send(fixture, 2, producer=stamp) == first
     keyed = {"acks": "all", "idempotency_key": "k"}
     ack(fixture, receive(fixture, 2))
-    answer = fixture.broker.produce("t", records("y", "z")[:1], None, **keyed)
+    answer = fixture.broker.produce("t", ProduceRequest(records("y", "z")[:1], **keyed))
     send(fixture, 1)
     assert is_full(fixture)
-    assert fixture.broker.produce("t", records("y"), None, **keyed) == answer
+    assert fixture.broker.produce("t", ProduceRequest(records("y"), **keyed)) == answer
 
 
 def test_copies_and_outputs_are_not_held_up_and_count_for_what_comes_after(fixture):
@@ -187,7 +188,7 @@ def test_a_batch_of_several_partitions_tells_which_were_full(fixture):
     ack(fixture, receive(fixture, 10))
     send(fixture, 1, partition=0)
     fixture.clock.advance(COUNT_FULL_EVERY_MS)
-    results = fixture.broker.produce("t", records("x", "y"), [0, 1], acks="all")
+    results = fixture.broker.produce("t", ProduceRequest(records("x", "y"), [0, 1]))
     assert isinstance(results[0], Backpressure)
     assert results[1].partition == 1
 

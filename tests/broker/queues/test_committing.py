@@ -15,6 +15,7 @@ from support.replicas import eventually
 from portalmq import wire
 from portalmq.broker.core.queue.records import Claim, Seek
 from portalmq.broker.core.replica.replica import PartitionReplica
+from portalmq.broker.messages.produce import ProduceRequest
 from portalmq.broker.queues import commit as committing
 from portalmq.broker.queues import outbox
 from portalmq.broker.queues.commit import Publication, StreamPlace
@@ -222,7 +223,7 @@ def test_outputs_keep_their_order_key_and_options_and_go_where_their_key_points(
         assert len({each.partition for each in own}) == 1
         values = [int(each.record.value) for each in own]
         assert values == sorted(values)
-    produced = fixture.broker.produce("out", records("x", key=b"k1"), None, acks="all")
+    produced = fixture.broker.produce("out", ProduceRequest(records("x", key=b"k1")))
     assert produced[0].partition == next(each.partition for each in stored if each.record.key == b"k1")
     assert {(each.record.headers["h"], each.record.priority) for each in stored} == {("1", 7)}
 

@@ -24,6 +24,7 @@ from support.replicas import eventually
 from portalmq import wire
 from portalmq.broker.core.queue.delivery import GroupDelivery
 from portalmq.broker.core.queue.records import Drop
+from portalmq.broker.messages.produce import ProduceRequest
 from portalmq.broker.queues import dead_letters, outbox
 from portalmq.broker.queues.settle import SettleRequest
 from portalmq.broker.storage.batch import Record
@@ -70,7 +71,7 @@ def dead(fixture, *values: str, **more) -> list[str]:
 
 def test_the_copy_carries_the_message_and_where_it_comes_from(fixture):
     record = Record(b'{"a":1}', wire.JSON, b"key", {"trace": "x"}, None, None, 3)
-    fixture.broker.produce("in", [record], None, acks="all")
+    fixture.broker.produce("in", ProduceRequest([record]))
     (message,) = receive(fixture)
     give_up(fixture, [message], reason="poison")
     settled(fixture)
@@ -286,7 +287,7 @@ def test_a_dry_run_only_counts(fixture):
 def test_a_predicate_says_which(fixture):
     for number in range(10):
         record = Record(msgspec.json.encode({"sensor": number % 2}), wire.JSON, b"k%d" % number, {"n": str(number)})
-        fixture.broker.produce("in", [record], None, acks="all")
+        fixture.broker.produce("in", ProduceRequest([record]))
     messages = receive(fixture, 10)
     give_up(fixture, messages[:5], reason="a timeout")
     give_up(fixture, messages[5:], reason="max_deliveries")

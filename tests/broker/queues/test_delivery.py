@@ -16,6 +16,7 @@ from portalmq.broker.core.queue.delivery import GroupDelivery
 from portalmq.broker.core.queue.receipts import nth_text
 from portalmq.broker.core.queue.records import Grant
 from portalmq.broker.core.replica.replica import PartitionReplica
+from portalmq.broker.messages.produce import ProduceRequest
 from portalmq.broker.partition.readable import VOUCHED_WITHIN_MS
 from portalmq.errors import Backpressure, GroupNotFound, InvalidRequest, Unavailable
 
@@ -29,7 +30,7 @@ def fixture(tmp_path: Path):
 
 
 def send(fixture: Fixture, *values: str, topic: str = "t", **more) -> None:
-    fixture.broker.produce(topic, records(*values), None, acks="all", **more)
+    fixture.broker.produce(topic, ProduceRequest(records(*values), **more))
 
 
 def receive(fixture: Fixture, *topics: str, group: str = "g", peer=None, **more):

@@ -11,6 +11,7 @@ from support.domain import Fixture, HandClock, records, running
 from portalmq import wire
 from portalmq.broker.core.queue import delivery as core_delivery
 from portalmq.broker.core.queue.receipts import topic_mark
+from portalmq.broker.messages.produce import ProduceRequest
 from portalmq.broker.queues import group_delivery as delivery
 from portalmq.control_plane.state import TopicState
 from portalmq.errors import Backpressure, GroupModeMismatch, PartitionNotFound, TopicNotFound, Unavailable
@@ -24,7 +25,7 @@ def fixture(tmp_path: Path) -> Iterator[Fixture]:
 
 
 def produce(fixture: Fixture, *values: str, partition: int = 0) -> list[int]:
-    produced = fixture.broker.produce("t", records(*values), None, acks="all", partition=partition)
+    produced = fixture.broker.produce("t", ProduceRequest(records(*values), partition=partition))
     return [each.offset for each in produced]  # type: ignore[union-attr]
 
 

@@ -7,6 +7,7 @@ import pytest
 from support.domain import records, running
 
 from portalmq import wire
+from portalmq.broker.messages.produce import ProduceRequest
 from portalmq.broker.partition import reader
 from portalmq.broker.partition.cache import BatchCache
 from portalmq.broker.queues import groups as groups_module
@@ -19,7 +20,7 @@ GROUPS = 120
 def broker(tmp_path):
     with running(tmp_path) as fixture:
         fixture.broker.create_topic("t", wire.CreateTopic(partitions=1))
-        fixture.broker.produce("t", records("first"), None, acks="all")
+        fixture.broker.produce("t", ProduceRequest(records("first")))
         yield fixture.broker
 
 
@@ -59,7 +60,7 @@ def test_groups_that_have_all_there_is_do_not_read_each_others_records(broker, l
 def test_a_message_behind_the_records_of_many_groups_is_found_without_reading_them(broker, looks, monkeypatch):
     monkeypatch.setattr(reader, "CONTROL_RECORDS_MAX", 4)
     with_groups(broker, GROUPS)
-    broker.produce("t", records("last"), None, acks="all")
+    broker.produce("t", ProduceRequest(records("last")))
     looks.clear()
     assert {each.ready for each in broker.list_groups()} == {1}
     assert len(looks) <= 10 * GROUPS
@@ -70,12 +71,12 @@ def test_a_message_behind_the_records_of_many_groups_is_found_without_reading_th
 
 def test_the_age_of_a_message_behind_the_records_of_others_is_its_own(tmp_path):
     with running(tmp_path) as fixture:
-        fixture.broker.produce("t", records("first"), None, acks="all")
+        fixture.broker.produce("t", ProduceRequest(records("first")))
         for number in range(40):
             (message,) = receive(fixture.broker, f"g{number}")
             assert fixture.broker.ack(f"g{number}", [message.receipt]) == [True]
         fixture.clock.advance(7_000)
-        fixture.broker.produce("t", records("last"), None, acks="all")
+        fixture.broker.produce("t", ProduceRequest(records("last")))
         fixture.clock.advance(2_000)
         assert {each.oldest_unacked_ms for each in fixture.broker.list_groups()} == {2_000}
 

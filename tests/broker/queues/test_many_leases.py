@@ -8,6 +8,7 @@ import pytest
 from support.domain import Fixture, records, running
 
 from portalmq import wire
+from portalmq.broker.messages.produce import ProduceRequest
 from portalmq.errors import GroupNotFound
 
 
@@ -43,7 +44,7 @@ def received(fixture: Fixture, max_messages: int = 100) -> list[str]:
 
 def leased_one_by_one(fixture: Fixture, count: int, **config) -> None:
     fixture.broker.put_group("g", config)
-    fixture.broker.produce("t", records(*map(str, range(count))), None, acks="all")
+    fixture.broker.produce("t", ProduceRequest(records(*map(str, range(count)))))
     for _ in range(count):
         received(fixture, 1)
     fixture.clock.advance(30_001)

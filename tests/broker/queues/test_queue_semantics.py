@@ -12,6 +12,7 @@ from portalmq import wire
 from portalmq.broker.core.queue.delivery import GroupDelivery
 from portalmq.broker.core.queue.lanes import DELAYED
 from portalmq.broker.core.queue.selection import KEYS_A_STEP
+from portalmq.broker.messages.produce import ProduceRequest
 from portalmq.broker.queues.group_delivery import FOUND_MAX
 from portalmq.errors import GroupModeMismatch, InvalidRequest
 
@@ -28,7 +29,7 @@ def fixture(tmp_path):
 
 
 def send(fixture, *values, **more):
-    return fixture.broker.produce("t", records(*values, **more), None, acks="all")
+    return fixture.broker.produce("t", ProduceRequest(records(*values, **more)))
 
 
 def receive(fixture, max_messages=100, *, wait_ms=0, **more):
@@ -212,7 +213,7 @@ def test_messages_that_are_due_here_and_there_are_read_one_by_one_from_batches_t
     batch = [
         each for number in range(500) for each in records(f"m{number}", deliver_at_ms=now + 1_000 + (number * 37) % 500)
     ]
-    fixture.broker.produce("t", batch, None, acks="all")
+    fixture.broker.produce("t", ProduceRequest(batch))
     partition = partition_of(fixture)
     got = []
     for _ in range(50):
@@ -616,7 +617,7 @@ def test_after_a_restart_the_keys_of_a_backlog_are_read_in_steps_and_acks_betwee
     with running(tmp_path, clock) as before:
         before.broker.put_group("g", {"ordering": "key"})
         values = [f"{number}" for number in range(3 * KEYS_A_STEP)]
-        before.broker.produce("t", records(*values, key=b"k"), None, acks="all")
+        before.broker.produce("t", ProduceRequest(records(*values, key=b"k")))
         (first,) = receive(before)
     with running(tmp_path, clock) as after:
 

@@ -4,6 +4,7 @@ import pytest
 from support.domain import records, running
 
 from portalmq import wire
+from portalmq.broker.messages.produce import ProduceRequest
 from portalmq.broker.queues import settle as settling
 from portalmq.errors import PortalMQError
 
@@ -15,7 +16,7 @@ MESSAGES = 2 * PART + 100
 def fixture(tmp_path):
     with running(tmp_path) as started:
         started.broker.create_topic("t", wire.CreateTopic(partitions=1))
-        started.broker.produce("t", records(*["x"] * MESSAGES), None, acks="all")
+        started.broker.produce("t", ProduceRequest(records(*["x"] * MESSAGES)))
         yield started
 
 

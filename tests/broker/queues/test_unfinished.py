@@ -9,6 +9,7 @@ import pytest
 from support.domain import Fixture, records, running
 
 from portalmq import wire
+from portalmq.broker.messages.produce import ProduceRequest
 from portalmq.errors import GroupModeMismatch, PartitionNotFound, TopicNotFound
 
 
@@ -20,7 +21,7 @@ def fixture(tmp_path: Path) -> Iterator[Fixture]:
 
 
 def produce(fixture: Fixture, *values: str, partition: int = 0, **more: object) -> None:
-    fixture.broker.produce("t", records(*values, **more), None, acks="all", partition=partition)
+    fixture.broker.produce("t", ProduceRequest(records(*values, **more), partition=partition))
 
 
 def receive(fixture: Fixture, most: int = 1) -> list[str]:

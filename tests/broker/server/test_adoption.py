@@ -13,6 +13,7 @@ from support.domain import records, running
 from portalmq import wire
 from portalmq.broker.cluster.exits import StartupError
 from portalmq.broker.cluster.unclean_election import NotElected, ReplicaLogEnd, choose
+from portalmq.broker.messages.produce import ProduceRequest
 from portalmq.broker.server.adoption import (
     BROKERS_FILE,
     PRODUCER_IDS_APART,
@@ -164,7 +165,7 @@ class TestWritingBack:
             fixture.broker.create_topic("t", wire.CreateTopic(partitions=2))
             identity = fixture.broker.new_producer(None)
             stamp = wire.ProducerStamp(identity.id, identity.epoch, 0)
-            fixture.broker.produce_range("t", records("a", "b"), acks="all", partition=0, producer=stamp)
+            fixture.broker.produce_range("t", ProduceRequest(records("a", "b"), partition=0, producer=stamp))
             fixture.broker.receive("g", wire.ReceiveRequest(topics=["t"]), None)
         (data / "identity.json").write_text(f'{{"cluster_id": "{cluster_id}", "broker_id": 1, "store_uuid": "store"}}')
         return look_into([data])

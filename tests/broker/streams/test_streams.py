@@ -14,6 +14,7 @@ from support.domain import FakePeer, Fixture, HandClock, records, running
 from portalmq import stream_wire as contract
 from portalmq import wire
 from portalmq.broker.cluster.rpc import TopicPartition
+from portalmq.broker.messages.produce import ProduceRequest
 from portalmq.broker.storage.batch import Record, head_of
 from portalmq.broker.streams.checkpoints import Checkpoints
 from portalmq.broker.streams.coordination import Coordinate
@@ -37,7 +38,7 @@ def fixture(tmp_path: Path) -> Iterator[Fixture]:
 
 
 def produce(fixture: Fixture, *values: str, partition: int = 0) -> None:
-    fixture.broker.produce("t", records(*values), None, acks="all", partition=partition)
+    fixture.broker.produce("t", ProduceRequest(records(*values), partition=partition))
 
 
 def join(fixture: Fixture, member: str | None = "a", group: str = "g", **more: object) -> contract.MemberAnswer:
@@ -427,7 +428,7 @@ def test_a_fetch_of_what_is_not_there_says_so(fixture: Fixture) -> None:
 def test_frames_are_made_from_memory_and_from_disk_alike(tmp_path: Path) -> None:
     with running(tmp_path) as fixture:
         fixture.broker.create_topic("t", wire.CreateTopic())
-        fixture.broker.produce("t", [Record(b"\x00", "image/png", b"k", {"h": "1"})], None, acks="all", partition=0)
+        fixture.broker.produce("t", ProduceRequest([Record(b"\x00", "image/png", b"k", {"h": "1"})], partition=0))
         from_memory = fetched(fixture, 0)
     with running(tmp_path) as fixture:
         from_disk = fetched(fixture, 0)

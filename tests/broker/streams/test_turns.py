@@ -14,6 +14,7 @@ from portalmq import stream_wire as contract
 from portalmq import wire
 from portalmq.broker.cluster.rpc import TopicPartition
 from portalmq.broker.core.replica.replica import PartitionReplica
+from portalmq.broker.messages.produce import ProduceRequest
 from portalmq.errors import GroupModeMismatch, IllegalGeneration, PartitionNotFound, TopicNotFound, Unavailable
 
 
@@ -25,7 +26,7 @@ def fixture(tmp_path: Path) -> Iterator[Fixture]:
 
 
 def produce(fixture: Fixture, *values: str, partition: int = 0) -> list[int]:
-    produced = fixture.broker.produce("t", records(*values), None, acks="all", partition=partition)
+    produced = fixture.broker.produce("t", ProduceRequest(records(*values), partition=partition))
     return [each.offset for each in produced]  # type: ignore[union-attr]
 
 
@@ -134,7 +135,7 @@ def test_a_message_is_found_though_another_partition_cannot_be_asked(
     with pytest.raises(Unavailable):
         turns.first_front("g", "wide", [0, 1, 2])
     monkeypatch.setattr(turns._leaders, "_patience_s", 60)
-    produced = fixture.broker.produce("wide", records("x"), None, acks="all", partition=2)
+    produced = fixture.broker.produce("wide", ProduceRequest(records("x"), partition=2))
     message = turns.first_front("g", "wide", [0, 1, 2]).message
     assert message is not None
     assert (message.partition, message.offset) == (2, produced[0].offset)  # type: ignore[union-attr]
@@ -146,7 +147,7 @@ def test_partitions_whose_followers_are_silent_are_waited_for_together(
     fixture.broker.create_topic("wide", wire.CreateTopic(partitions=6))
     turns = fixture.broker.shared_offsets
     assert turns.first_front("g", "wide", range(6)).message is None
-    (produced,) = fixture.broker.produce("wide", records("x"), None, acks="all", partition=3)
+    (produced,) = fixture.broker.produce("wide", ProduceRequest(records("x"), partition=3))
     silent = set(range(6))
     slept: list[float] = []
 
