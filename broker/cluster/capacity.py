@@ -1,7 +1,7 @@
-"""How many topics, replicas and groups a cluster is let have: each takes memory and files on its brokers for good.
+"""Limits on topics, replicas and groups of a cluster: each takes memory and files on its brokers permanently.
 
-The broker that is asked for a new one looks at what its mirror shows, and at what it is making itself. Two brokers that
-are asked at the same moment may each make their last one; nothing depends on the exact number.
+The broker that creates a new one counts what its mirror shows and what it is creating itself. Two brokers at the same
+moment may each create the last one; nothing depends on the exact number.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from portalmq.errors import Backpressure
 
 
 class Limits(Protocol):
-    """The settings that say how many are too many; `partitions_max` is the share of one broker."""
+    """The settings with the limits; `partitions_max` is the share of one broker."""
 
     @property
     def topics_max(self) -> int: ...
@@ -27,7 +27,7 @@ class Limits(Protocol):
 
 
 class Capacity:
-    """Invariant: `_making` is what is on its way into the control plane, and not in the mirror yet."""
+    """Invariant: `_making` counts what is being created and may not be in the mirror yet."""
 
     def __init__(self, config: Limits, mirror: Mirror) -> None:
         self._config = config
@@ -36,14 +36,14 @@ class Capacity:
 
     @contextmanager
     def topic(self, replicas: int) -> Iterator[None]:
-        """While a topic is made with so many replicas over all its partitions. Raises Backpressure."""
+        """Reserve room for a topic with so many replicas over all its partitions. Raises Backpressure."""
         self._check("topics_max", len(self._mirror.topics), 1, self._config.topics_max)
         with self.replicas(replicas), self._under_way("topics_max", 1):
             yield
 
     @contextmanager
     def replicas(self, count: int) -> Iterator[None]:
-        """While so many replicas are added. Raises Backpressure."""
+        """Reserve room for so many new replicas. Raises Backpressure."""
         brokers = max(1, len(self._mirror.brokers))
         there = sum([len(held.value.replicas) for held in tuple(self._mirror.partitions.values())])
         self._check("partitions_max", there, count, self._config.partitions_max * brokers)
@@ -52,8 +52,8 @@ class Capacity:
 
     @contextmanager
     def group(self, names: Callable[[], Collection[str]]) -> Iterator[None]:
-        """While a group is made. `names` are those of all groups, with what was deleted from here just now left out:
-        asked for where the mirror has too many. Raises Backpressure."""
+        """Reserve room for a group. `names` lists all groups without those just deleted by this broker; it is called
+        only where the mirror has too many. Raises Backpressure."""
         there = len(self._mirror.groups)
         if there >= self._config.groups_max:
             there = len(names())

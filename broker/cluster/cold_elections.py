@@ -1,10 +1,10 @@
-"""Elections among replicas that have all started anew: the controller asks how far their logs go before it chooses.
+"""Elections among replicas that have all restarted: the controller compares their logs before it chooses a leader.
 
-After a power cut of all brokers nobody is left who saw what was committed, and a disk may have forgotten what it had
-fsynced. A record that was acknowledged is on every member of the ISR of that time: of two members that answer, one
-holds it although the disk of the other lied, and that is the longer one. Members that are away, or are still opening
-their files, are waited for, within bounds: a leader that forgot is a loss, and waiting is a delay. When the time is
-over the longest of those that answered leads. Where only one did, there is nothing to compare it with.
+After a power cut of all brokers no process remembers what was committed, and a disk may have forgotten what it fsynced.
+An acknowledged record is on every member of the last ISR. So of two members that answer one holds it even if the disk
+of the other lied, and that one has the longer log. The controller waits a bounded time for members that are away or
+still opening their files: a leader that forgot is a loss, waiting is a delay. When the time is over the longest log of
+those that answered leads. A single answer has nothing to be compared with.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from portalmq.errors import PortalMQError
 log = logging.getLogger(__name__)
 
 WAIT_FOR_ABSENT_MS = 10_000
-# Partitions whose standing is asked for in one call.
+# How many partitions one call asks for.
 ASKED_AT_ONCE = 500
 
-# Ask a broker for its standing in these partitions; None for what is not open there yet. Raises PortalMQError.
+# Asks a broker for its log ends in these partitions; None for one that is not open there yet. Raises PortalMQError.
 Ask = Callable[[int, Sequence[PartitionKey]], Sequence[ReplicaLogEnd | None]]
 
 
 class ColdElections:
-    """Invariant: `_since_ms` holds the partitions that were cold when they were looked at last, and since when."""
+    """Invariant: `_since_ms` holds the partitions that were cold in the last pass, and since when."""
 
     def __init__(self, ask: Ask, clock: Clock) -> None:
         self._ask = ask
@@ -47,7 +47,7 @@ class ColdElections:
     def log_ends(
         self, cold: Mapping[PartitionKey, PartitionState], live: Mapping[int, BrokerState]
     ) -> dict[PartitionKey, dict[int, LogEnd]]:
-        """What the live members of the ISR told of the partitions that can be decided; the others wait."""
+        """Return the log ends of the live ISR members for the partitions that can be decided; the others wait."""
         now_ms = self._clock.now_ms()
         for key in self._since_ms.keys() - cold.keys():
             del self._since_ms[key]
@@ -77,7 +77,7 @@ class ColdElections:
                         is_whole = log_end.is_whole(cold[key], broker_id)
                         told[key][broker_id] = (log_end.last_epoch, log_end.end) if is_whole else None
         except (PortalMQError, ValueError) as error:
-            log.info("broker %d does not say yet how far its logs go: %s", broker_id, error)
+            log.info("broker %d does not report its log ends yet: %s", broker_id, error)
 
     def _is_decided(self, key: PartitionKey, held: PartitionState, ends: dict[int, LogEnd], now_ms: int) -> bool:
         waited_ms = now_ms - self._since_ms[key]
@@ -87,8 +87,8 @@ class ColdElections:
         if silent and key not in self._waited_out:
             self._waited_out.add(key)
             log.warning(
-                "partition %d of topic id %s: brokers %s of the ISR did not say within %d ms how far their logs go, and"
-                " are waited for no longer",
+                "partition %d of topic id %s: brokers %s of the ISR reported no log end within %d ms, and the election"
+                " waits for them no longer",
                 *(key[1], key[0], silent, waited_ms),
             )
         return True

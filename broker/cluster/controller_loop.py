@@ -1,18 +1,18 @@
-"""The controller: the one broker that decides, elected by compare-and-set, and what it does while in office.
+"""The controller: the one broker that decides, elected by compare-and-set, and its work.
 
-Every broker has a ControllerLoop and runs it; one at a time holds it. What is to be done is decided in
-control_plane/controller.py, over what the mirror shows and the vigil found; here it is applied, in commits that check
-/controller_epoch, so that nothing of an older controller fits any more once a newer one is elected. For that reason
-losing the office unnoticed, or two who believe to hold it, cost time and never a message.
+Every broker runs a ControllerLoop; one at a time is the controller. control_plane/controller.py decides, given the
+mirror and what the failure detector found. This module applies the decisions in commits that check /controller_epoch.
+So no commit of an older controller fits once a newer one is elected. Therefore two brokers that both believe to be
+controller, or one that has lost the role unnoticed, cost time and never a message.
 
-    nobody in office              elect: at once when alone, after a jitter of up to 500 ms when others compete
-    the controller is gone        refused or silent twice in the incarnation it was elected in, and no other broker
-                                  reaches it: depose, elect at once; where there is no other to be asked, no second
-                                  time within half a minute
-    in office                     plan, commit; now and then sweep what crashed creations left, forget tombstones
-    others miss a leader          that this broker reaches: ask who reaches it, and when too few do thrice in a row, who
-                                  reaches the others, of whom one may lead instead
-    the plane was away            for one session it proves nothing that a broker is not registered
+    no controller                 elect: at once when alone, after a jitter of up to 500 ms when others compete
+    the controller is gone        it refused or was silent twice in the incarnation it was elected in, and no other
+                                  broker reaches it: remove it, elect at once; where no other broker can be asked, not
+                                  again within half a minute
+    this broker is controller     plan, commit; regularly sweep what crashed creations left, forget tombstones
+    others miss a leader          that this broker reaches: ask which brokers reach it; after too few did three times in
+                                  a row, ask the same of the other ISR members, of which one may lead instead
+    the plane was unavailable     for one session a missing registration proves nothing
 """
 
 from __future__ import annotations
@@ -48,20 +48,20 @@ log = logging.getLogger(__name__)
 
 JITTER_S = 0.5
 MAINTENANCE_EVERY_MS = 30_000
-# Changes that come one by one are decided on together.
+# Changes that follow each other closely are decided on in one pass.
 PASS_PAUSE_S = 0.02
 PASS_PAUSE_MIN_S = 0.2
 RETRY_PAUSE_S = 0.2
-# How often replicas that have all started anew are asked again how far they go, while one of them is silent.
+# How often replicas that have all restarted are asked again for their log ends, while one of them is silent.
 COLD_AGAIN_MS = 300
 REFUSALS_OF_A_CONTROLLER = 2
-# Two who cannot hear each other would depose each other for ever: others decide, and where there are none, time does.
+# Two brokers that cannot reach each other would remove each other for ever: others decide, or else time does.
 ASK_OTHERS_AGAIN_MS = 500
 DEPOSE_AGAIN_MS = 30_000
-# How long a doubt whether others reach a broker is looked into, how often, and how often in a row it has to come true:
-# a broker that is slow under load must not be taken for one that is cut off.
+# How long a suspicion is followed up, how often, and how often in a row it must be confirmed: a broker that is slow
+# under load is not cut off.
 DOUBT_MS = 3_000
-# A probe of this broker's own is on its way meanwhile: a port that refuses needs no vote.
+# A probe of this broker's own runs during this time: a port that refuses needs no vote.
 DOUBT_SETTLES_S = 0.1
 ASK_REACH_AGAIN_MS = 1_000
 CUT_OFF_MIN = 3
@@ -69,7 +69,7 @@ TOLD_MAX = 20
 
 
 class ControllerHost(Protocol):
-    """The broker whose office it is."""
+    """What ControllerLoop needs of the broker that runs it."""
 
     broker_id: int
 
@@ -78,20 +78,20 @@ class ControllerHost(Protocol):
 
     @property
     def registered(self) -> bool:
-        """Whether the broker is registered in the session that stands now."""
+        """Whether the broker is registered in the present session."""
         ...
 
     def others_reach(self, broker_id: int, incarnation: int) -> bool:
-        """Whether another broker has an answer of this one, or this broker is cut off from all others itself."""
+        """Whether another broker reaches this one, or this broker is itself cut off from all others."""
         ...
 
     def reach_of(self, brokers: Collection[int]) -> Reach:
-        """Who has an answer of each of these now, as far as that can be told. Blocks for a second at most."""
+        """Return which brokers reach each of these now, as far as known. Blocks for at most a second."""
         ...
 
 
 class ControllerLoop:
-    """Invariant: `held`, while it is not None, is what this broker was elected to in the present session."""
+    """Invariant: `held`, while not None, is the election that this broker won in the present session."""
 
     def __init__(
         self,
@@ -115,29 +115,29 @@ class ControllerLoop:
         self._grace_until_ms = 0
         self._maintenance_at_ms = 0
         self._ask_others_ms = 0
-        # Who was deposed by this broker's word alone, and when.
+        # The controller that this broker last removed without asking others, and when.
         self._resignation_forced = (-1, 0)
-        # (broker id, incarnation): when another broker had no answer of it last.
+        # (broker id, incarnation): when another broker last reported that it gets no answer.
         self._doubted_ms: dict[tuple[int, int], int] = {}
         self._ask_reach_ms = 0
-        # How often in a row the leader of a partition was found cut off.
+        # How often in a row the leader of a partition was found to be cut off.
         self._cut_off: dict[PartitionKey, int] = {}
         self._first_seen_ms: dict[str, int] = {}
         self._closing = Event()
         self._cold = ColdElections(ask, clock)
 
-    # --- who counts as there -----------------------------------------------------------------------------------------
+    # --- live brokers ------------------------------------------------------------------------------------------------
 
     def live(self) -> dict[int, BrokerState]:
-        """The brokers that count as there, as far as this one can tell."""
+        """Return the brokers that count as live, as far as this one knows."""
         return live_brokers(self._mirror.brokers, self._known, self._failure_detector.gone(), in_grace=self._in_grace())
 
     def begin_grace(self, session_timeout_s: float) -> None:
-        """The plane is back after it was away. Who was known before keeps counting as there for one session."""
+        """Count all brokers known before as live for one session: the control plane was unavailable until now."""
         self._grace_until_ms = self._clock.now_ms() + round(1_000 * session_timeout_s)
 
     def look_around(self) -> None:
-        """After the mirror or the office has changed: know and watch the right brokers."""
+        """Remember and probe the right brokers, after the mirror or the controller has changed."""
         before = self._known if self._in_grace() else {}
         self._known = {**before, **self._mirror.brokers}
         others = {number: broker for number, broker in self._known.items() if number != self._holder.broker_id}
@@ -160,7 +160,7 @@ class ControllerLoop:
                 self._closing.wait(self.attend_safely())
 
     def attend_safely(self) -> float:
-        """One pass, which the next one makes up for when it fails; answers the seconds to pause before that."""
+        """Run one pass; the next one makes up for a failure. Return how many seconds to pause before it."""
         try:
             self.attend()
             return PASS_PAUSE_S
@@ -168,7 +168,7 @@ class ControllerLoop:
             log.warning("%s", fenced)
             self.lose()
         except (PlaneUnavailable, OutcomeUnknown) as away:
-            log.warning("the controller's work waits: %s", away)
+            log.warning("the controller's work is delayed: %s", away)
         except PlaneError as refused:
             log.error("the controller's work failed: %s", refused)
         except Exception:
@@ -191,10 +191,10 @@ class ControllerLoop:
         self._closing.set()
         self.wake.set()
 
-    # --- in office, or not -------------------------------------------------------------------------------------------
+    # --- being controller --------------------------------------------------------------------------------------------
 
     def attend(self) -> None:
-        """One pass: elect a controller if there is none, and if it is this broker, do its work."""
+        """Run one pass: elect a controller if there is none, and do the controller's work if it is this broker."""
         if not self._holder.registered or self._catalog.plane.state is not PlaneState.CONNECTED:
             return
         self.look_around()
@@ -210,19 +210,19 @@ class ControllerLoop:
             self._keep_up()
 
     def lose(self) -> None:
-        """The session has ended, or somebody else was elected."""
+        """Stop being controller: the session has ended, or another broker was elected."""
         if self.held is not None:
             log.warning("broker %d is controller no longer", self._holder.broker_id)
         self.held = None
 
     def resign(self) -> None:
-        """Let somebody else be elected at once. Raises PlaneUnavailable, OutcomeUnknown."""
+        """Let another broker be elected at once. Raises PlaneUnavailable, OutcomeUnknown."""
         held, self.held = self.held, None
         if held is not None:
             self._catalog.depose(held)
 
     def _check_held(self) -> None:
-        """The mirror may still show the time before the own election; a later epoch is never mistaken."""
+        """Step down if another broker was elected. The mirror may still show an earlier time; a later epoch decides."""
         held, shown = self.held, self._mirror.controller
         if held is None:
             return
@@ -232,7 +232,7 @@ class ControllerLoop:
             self.lose()
 
     def _is_elected(self) -> bool:
-        """Whether this broker is controller now."""
+        """Whether this broker is controller now. Elect it if there is no controller."""
         if self._holder.me.draining:
             return False
         shown = self._mirror.controller
@@ -260,7 +260,7 @@ class ControllerLoop:
     def _is_gone(self, controller: ControllerState) -> bool:
         registered = self._mirror.brokers.get(controller.broker_id)
         if registered is not None and registered.incarnation > controller.incarnation:
-            return True  # it has started anew: the session that holds the office is of its earlier life
+            return True  # it has restarted: the election belongs to its earlier incarnation
         if (controller.broker_id, controller.incarnation) not in self._failure_detector.gone(
             refusals=REFUSALS_OF_A_CONTROLLER
         ):
@@ -280,7 +280,7 @@ class ControllerLoop:
     # --- the work ----------------------------------------------------------------------------------------------------
 
     def _elect_leaders(self, held: Versioned[ControllerState]) -> None:
-        # A copy: the mirror goes on in the pauses, and a commit of what has changed meanwhile does not fit.
+        # A copy: the mirror changes during the pauses, and a commit on what has changed does not fit.
         view = View(dict(self._mirror.topics), dict(self._mirror.partitions), self.live())
         cold = cold_elections(view, paced=in_short_turns)
         give_way()
@@ -291,7 +291,7 @@ class ControllerLoop:
             self._commit(held, plan(dataclasses.replace(view, partitions=partitions, log_ends=log_ends)))
 
     def doubt(self, broker_id: int, incarnation: int) -> None:
-        """Another broker has no answer of this one, or hears nothing of it. That it answers here proves little then."""
+        """Note that another broker gets no answer of this one. That it answers here then proves little."""
         if self.held is not None:
             if (broker_id, incarnation) not in self._doubted_ms:
                 gevent.spawn_later(DOUBT_SETTLES_S, self.wake.set)

@@ -10,7 +10,7 @@ EX_STORAGE = 74
 
 
 class StartupError(Exception):
-    """The broker cannot start. The sentence says what to do, the exit code who is at fault."""
+    """The broker cannot start. The message says what to do; the exit code says what kind of fault it is."""
 
     def __init__(self, sentence: str, exit_code: int) -> None:
         super().__init__(sentence)

@@ -1,16 +1,16 @@
-"""Watching over brokers: who answers, who refuses, who is silent.
+"""Failure detection between brokers, by probes of /livez.
 
-A session with ZooKeeper outlives its broker by seconds. So the controller asks each broker for /livez, twice a second
-over a kept connection, and the others ask the controller. What is concluded from the answers is decided by
-`ProbeHistory` and `gone`; that it is safe to be wrong here is the business of leader epochs, and of the controller's.
+A ZooKeeper session outlives its broker by seconds. So the controller probes each broker twice a second over a kept
+connection, and the others probe the controller. `ProbeHistory` and `gone` decide what the answers mean. A wrong verdict
+is safe: leader epochs and controller epochs make sure of that.
 
-    refused    nobody listens at the port any more: the process has ended
-    silent     it takes connections (the kernel does that) and does not answer within a second: paused, or cut off. Two
-               in a row count, since a broker under load may well be late once
-    unsure     this process itself was paused meanwhile, so nothing is known
+    refused    nothing listens at the port any more: the process has ended
+    silent     the port accepts connections (the kernel does that), and no answer comes within a second: paused, or cut
+               off. Two in a row count, since a broker under load may be late once
+    unsure     this process was itself paused during the probe, so nothing is known
 
-If none of at least two others answers, it is as likely this broker that is cut off, by a firewall that rejects as well
-as by one that drops: then nothing counts, and the sessions decide.
+If none of at least two others answers, this broker is as likely the one that is cut off, by a firewall that rejects as
+well as by one that drops. Then no verdict is given, and the sessions decide.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ log = logging.getLogger(__name__)
 
 PROBE_EVERY_S = 0.5
 PROBE_TIMEOUT_S = 1.0
-# After a refusal the next question follows soon: it is what decides over a controller.
+# After a refusal the next probe follows soon: it decides whether a controller is removed.
 PROBE_AGAIN_S = 0.1
 SILENT_MAX = 2
-# A probe that took this much longer than it may was timed by a process that stood still.
+# A probe that took this much longer than its timeout was timed by a process that was paused.
 STALL_S = 0.3
 ANSWER_BYTES_MAX = 64 * 1024
 
@@ -47,7 +47,7 @@ BrokerKey = tuple[int, int]
 
 
 class Probe(Enum):
-    """What became of one question."""
+    """The result of one probe."""
 
     ANSWERED = "answered"
     REFUSED = "refused"
@@ -57,7 +57,7 @@ class Probe(Enum):
 
 @dataclass(slots=True)
 class ProbeHistory:
-    """What the probes of one incarnation of a broker found since it answered last."""
+    """The failed probes of one incarnation of a broker since its last answer."""
 
     incarnation: int
     refused: int = 0
@@ -76,7 +76,7 @@ class ProbeHistory:
 
 
 def gone(histories: Mapping[int, ProbeHistory], *, refusals: int) -> set[BrokerKey]:
-    """(id, incarnation) of those that do not live: their port refused that many times, or they were silent twice."""
+    """Return (id, incarnation) of the dead: their port refused that many times, or they were silent twice."""
     found = {
         broker_id
         for broker_id, history in histories.items()
@@ -88,7 +88,7 @@ def gone(histories: Mapping[int, ProbeHistory], *, refusals: int) -> set[BrokerK
 
 
 class FailureDetector:
-    """A greenlet for each broker that is probed. `on_news` is called when a probe changed what is known of one."""
+    """Probes brokers, each in a greenlet. `on_change` is called when a probe changes what is known of one."""
 
     def __init__(self, probe: Callable[[str], Probe], on_news: Callable[[], None]) -> None:
         self._probe = probe
@@ -100,7 +100,7 @@ class FailureDetector:
         self._hurry: dict[int, Event] = {}
 
     def watch(self, known: Mapping[int, BrokerState], probed: Collection[int]) -> None:
-        """From now on ask those in `probed`, and remember what was found of those in `known`, until they register with
+        """Probe the brokers in `probed` from now on. Keep the history of those in `known` until they register with
         another incarnation."""
         self._known = dict(known)
         self._probed = frozenset(probed) & known.keys()
@@ -115,7 +115,7 @@ class FailureDetector:
             self._rounds[broker_id] = gevent.spawn(self._ask_on, broker_id)
 
     def hurry(self, broker_id: int) -> None:
-        """Somebody suspects it: ask it at once."""
+        """Probe a suspected broker at once."""
         event = self._hurry.get(broker_id)
         if event is not None:
             event.set()
@@ -124,7 +124,7 @@ class FailureDetector:
         return gone(self._histories, refusals=refusals)
 
     def misses(self, broker_id: int) -> bool:
-        """It is probed from here, and did not answer the last time."""
+        """Whether this broker probes that one and its last probe failed."""
         history = self._histories.get(broker_id)
         return broker_id in self._probed and history is not None and history.refused + history.silent > 0
 
@@ -171,8 +171,8 @@ CertificatePaths = tuple[Path, Path]
 
 
 class Prober:
-    """Asks brokers for /livez over kept connections; one question at a time to each. Works on greenlets in any process:
-    its sockets are gevent's own."""
+    """Requests /livez over kept connections, one request at a time for each broker. It works on greenlets in any
+    process, since its sockets are gevent's own."""
 
     def __init__(self, timeout_s: float = PROBE_TIMEOUT_S, shown: CertificatePaths | None = None) -> None:
         self._timeout_s = timeout_s
@@ -189,7 +189,7 @@ class Prober:
         except gevent.Timeout as over:
             if over is not limit:
                 raise
-            # An answer that lies unread in the socket came in time: it was this process that had none for it.
+            # An answer that lies unread in the socket came in time: this process was too slow to read it.
             heard = self._hears_something(url)
             self._drop(url)
             stalled = clock_s() - began > self._timeout_s + STALL_S
@@ -215,7 +215,7 @@ class Prober:
             if not kept:
                 raise
             self._drop(url)
-            self._exchange(url)  # the other side had closed the kept connection: that tells nothing
+            self._exchange(url)  # the other side had closed the kept connection, which proves nothing
 
     def _exchange(self, url: str) -> None:
         connection = self._connections.get(url)
@@ -242,7 +242,7 @@ class Prober:
 
 
 def probe_once(url: str, shown: CertificatePaths | None = None) -> Probe:
-    """One question, beside those of a Prober. Its time is that of whoever waits for the answer."""
+    """Send one probe, beside those of a Prober."""
     prober = Prober(PROBE_TIMEOUT_S / 2, shown)
     try:
         return prober.probe(url)
@@ -255,7 +255,7 @@ def _connection_to(url: str, timeout_s: float, shown: CertificatePaths | None) -
     host = parts.hostname or ""
     connection: HTTPConnection
     if parts.scheme == "https":
-        # Whoever completes a handshake lives. No secret is sent, so nobody has to prove who he is.
+        # A completed handshake proves that the broker is alive. No secret is sent, so no certificate is verified.
         context = gevent.ssl.SSLContext(gevent.ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname = False
         context.verify_mode = gevent.ssl.CERT_NONE

@@ -1,12 +1,12 @@
-"""Locks as a broker serves them: it watches all of them, and keeps the clients that wait here.
+"""Locks as a broker serves them: it watches all of them, and holds the requests that wait here.
 
-    bell --> note --> keeper: reads what changed, notes when it saw it first (a Sighting)
-                         |--> wakes the first of those that wait here, when it is his turn
-                         `--> frees what was not renewed for its ttl, removes what nobody used for long
+    change -> note --> keeper: reads what changed, and when it saw it first (a Sighting)
+                         |--> wakes the first of the waiters here when it is that owner's turn
+                         `--> frees locks that were not renewed for their ttl, removes locks unused for long
 
-What is decided, and why no clock is compared with another, stands in `control_plane.locks`. Any broker serves any lock:
-there is no leader, and nothing is forwarded. What is known here may be old; whoever acts on it does so by
-compare-and-set, and nobody is refused before a sync.
+control_plane/locks.py decides, and says why no clock is compared with another. Any broker serves any lock: there is no
+leader, and nothing is forwarded. What is known here may be old. So every action is a compare-and-set, and no request is
+refused before a sync.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ log = logging.getLogger(__name__)
 
 LOCKS_MAX = 10_000
 NOTES_MAX = 2_000
-# So many are read at once when there is something new about many.
+# How many locks one read covers when many have changed.
 LOCKS_A_READ = 500
-# A lock that nobody holds is kept for so long, in case it is used again.
+# How long a lock without a holder is kept, in case it is used again.
 KEEP_UNUSED_MS = 60_000
 SWEEP_EVERY_S = 10.0
 AGAIN_S = 1.0
@@ -58,7 +58,7 @@ GATE_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Sighting:
-    """A lock as it was read last, and when, on this broker's clock, its mark was seen first."""
+    """A lock as it was last read, and when, on this broker's clock, its mark was first seen."""
 
     state: LockState
     version: int
@@ -66,13 +66,13 @@ class Sighting:
 
     @property
     def order(self) -> tuple[int, int]:
-        """Rises with each change: a lock that is made anew has a greater token, but version 0 again."""
+        """Rises with each change: a lock that is created again has a greater token, and version 0 again."""
         return (self.state.token, self.version)
 
 
 class LockWaiter:
-    """A client that waits here. `joined`: its place is in the queue. `away`: its wait is over, its place is kept for
-    the moment. `displaced`: the same owner waits elsewhere now."""
+    """A request that waits here. `joined`: its ticket is in the queue. `away`: its wait is over, and its ticket is kept
+    for a moment. `displaced`: the same owner waits elsewhere now."""
 
     __slots__ = ("away", "displaced", "event", "gone", "joined", "place")
 
@@ -94,7 +94,7 @@ class LockWaiter:
 
 
 class Locks:
-    """`brokers` are those that are registered, by id; `me` is this broker's id and incarnation."""
+    """`brokers` are the registered ones, by id; `me` is this broker's id and incarnation."""
 
     def __init__(
         self,
@@ -110,9 +110,9 @@ class Locks:
         self._clock = clock
         self._sightings: dict[str, Sighting] = {}
         self._waiters: dict[str, dict[str, LockWaiter]] = {}
-        # When, on the clock, a lock with waiters is to be looked at again if nothing changes.
+        # When, on the clock, a lock with waiters is checked again if nothing changes.
         self._due: dict[str, int] = {}
-        # Places that are to be given up, while somebody is doing so.
+        # Tickets that are about to be given up, while a greenlet does so.
         self._leaving: dict[str, set[LockTicket]] = {}
         self._noted: set[str | None] = {None}
         self._wakeup = Event()
@@ -129,7 +129,7 @@ class Locks:
         self._keeper = gevent.spawn(self._keep)
 
     def drain(self) -> None:
-        """End every wait: its client goes to another broker, where the same owner finds its place again."""
+        """End every wait. The client goes to another broker, where the same owner finds its place in the queue."""
         self._closed = True
         for waiters in self._waiters.values():
             for waiter in waiters.values():
@@ -141,7 +141,7 @@ class Locks:
             self._keeper.kill()
 
     def note(self, path: str | None) -> None:
-        """The plane's bell: leaves a note for the keeper."""
+        """Note a change in the control plane for the keeper."""
         name = None if path is None else name_of(path)
         if path is not None and name is None:
             return
@@ -152,7 +152,7 @@ class Locks:
         self._wakeup.set()
 
     def brokers_changed(self) -> None:
-        """Places of brokers that are gone count no more."""
+        """Check all waits again: tickets of brokers that are gone no longer count."""
         for name in self._waiters:
             self._due[name] = 0
         self._wakeup.set()
@@ -160,17 +160,17 @@ class Locks:
     # --- calls -------------------------------------------------------------------------------------------------------
 
     def acquire(self, name: str, request: wire.LockRequest, peer: Peer | None) -> wire.LockGrant:
-        """The lock, as soon as it is this owner's turn. Raises LockHeld when that is not within `wait_ms`, Unavailable,
-        Backpressure."""
+        """Return the lock as soon as it is this owner's turn. Raises LockHeld when that is not within `wait_ms`;
+        Unavailable, Backpressure."""
         self._check_open()
         if peer is not None and peer.gone():
-            # This broker may have been paused: the client went elsewhere, and must not be given a second lock here.
+            # This broker may have been paused: the client went elsewhere, and must not get a second lock here.
             raise Unavailable("the client has gone")
         if request.wait_ms > 0:
             return self._wait(name, request, peer)
         asked = self._ask(name, request, None)
         if not asked.granted:
-            # What was read may be older than what another broker did a moment ago.
+            # What was read may be older than what another broker has just done.
             self._plane.sync()
             asked = self._ask(name, request, None)
         if not asked.granted:
@@ -178,15 +178,15 @@ class Locks:
         return _grant(asked.state)
 
     def renew(self, name: str, request: wire.LockRenewal) -> wire.LockGrant:
-        """The holder lives: its ttl begins anew. Raises Fenced, LockNotFound."""
+        """Renew the lock: its ttl begins again. Raises Fenced, LockNotFound."""
         return _grant(self._table.renew(name, request.owner, request.fencing_token, request.ttl_ms, self._witness))
 
     def release(self, name: str, request: wire.LockRelease) -> None:
-        """Raises Fenced, LockNotFound."""
+        """Release the lock. Raises Fenced, LockNotFound."""
         self._table.release(name, request.owner, request.fencing_token, self._witness)
 
     def describe(self, name: str) -> wire.LockDescription:
-        """Raises LockNotFound."""
+        """Describe the lock, after a sync. Raises LockNotFound."""
         self._plane.sync()
         held = self._table.read(name)
         self._witness(name, held)
@@ -195,7 +195,7 @@ class Locks:
         return self._described(name, self._sightings[name])
 
     def list_all(self) -> list[wire.LockDescription]:
-        """As this broker saw them last."""
+        """Describe all locks as this broker last saw them."""
         names = in_short_turns(sorted(self._sightings))
         return [self._described(name, seen) for name in names if (seen := self._sightings.get(name)) is not None]
 
@@ -240,7 +240,7 @@ class Locks:
                 if waiter.displaced:
                     raise LockHeld(f"another request of {request.owner!r} waits for lock {name!r} now")
                 if self._closed:
-                    keeps_place = True  # it is gone with this broker, unless the client takes it along
+                    keeps_place = True  # it ends with this broker, unless the client asks elsewhere
                     self._check_open()
                 waiter.event.clear()
                 asked = self._ask(name, request, waiter.place)
@@ -264,7 +264,7 @@ class Locks:
         here[waiter.place.who] = waiter
 
     def _part(self, name: str, waiter: LockWaiter, keep_ms: int) -> None:
-        """The wait is over: its place is given up, at once or after `keep_ms`, unless the owner waits anew by then."""
+        """End a wait: give up its ticket, at once or after `keep_ms`, unless the owner waits again by then."""
         if self._waiters.get(name, {}).get(waiter.place.who) is not waiter:
             return
         if keep_ms and not self._closed:
@@ -277,8 +277,8 @@ class Locks:
             self._leave(name, waiter.place)
 
     def _leave(self, name: str, place: LockTicket) -> None:
-        """Give up a place, together with all that are given up meanwhile: a thousand clients may go at once, and one
-        commit for each would stand in the way of all others."""
+        """Give up a ticket, together with all others given up during the commit before: a thousand clients may leave
+        at once, and a commit for each would delay all others."""
         leaving = self._leaving.get(name)
         if leaving is not None:
             leaving.add(place)
@@ -291,7 +291,7 @@ class Locks:
             while leaving := self._leaving[name]:
                 self._leaving[name] = set()
                 here = self._waiters.get(name, {})
-                # Who has come back stands where he stood.
+                # An owner that has come back keeps its place in the queue.
                 gone = {place for place in leaving if place.who not in here}
                 self._quietly(self._table.leave, name, gone, self._witness)
         finally:
@@ -309,7 +309,7 @@ class Locks:
 
     @contextlib.contextmanager
     def _gate(self, name: str) -> Iterator[None]:
-        """One at a time of those who ask here for one lock: all at once, most would have to try again and again."""
+        """Let one request a time ask for a lock here: most of many at once would have to retry again and again."""
         gate, users = self._gates.get(name, (Semaphore(), 0))
         self._gates[name] = (gate, users + 1)
         try:
@@ -326,7 +326,7 @@ class Locks:
             else:
                 self._gates[name] = (gate, users - 1)
 
-    # --- what is seen ------------------------------------------------------------------------------------------------
+    # --- observed states ---------------------------------------------------------------------------------------------
 
     def _live(self) -> dict[int, int]:
         live = {broker_id: broker.incarnation for broker_id, broker in self._brokers().items()}
@@ -334,7 +334,7 @@ class Locks:
         return live
 
     def _witness(self, name: str, held: Held | None) -> int:
-        """Note a state that was read or written; answers for how long its mark has been seen."""
+        """Note a state that was read or written. Return for how many milliseconds its mark has been seen."""
         now_ms = self._clock.now_ms()
         known = self._sightings.get(name)
         if held is None:
@@ -346,7 +346,7 @@ class Locks:
             self._sightings[name] = fresh
             if name in self._waiters:
                 self._look_again(name)
-        # An answer that was on its way while a newer one came is old: nothing is concluded from it.
+        # An answer that was overtaken by a newer one is old: nothing follows from it.
         return now_ms - since_ms if known is None or fresh.order >= known.order else 0
 
     def _look_again(self, name: str) -> None:
@@ -368,11 +368,11 @@ class Locks:
                     self._rouse(name, now_ms)
                 self._sweep()
             except PortalMQError as error:
-                log.info("locks will be looked at again: %s", error)
+                log.info("locks will be checked again: %s", error)
                 gevent.sleep(AGAIN_S)
                 self._wakeup.set()
             except Exception:  # a node that cannot be decoded, say: the other locks go on
-                log.exception("the keeper of the locks failed, and goes on")
+                log.exception("the keeper of the locks failed, and continues")
                 gevent.sleep(AGAIN_S)
 
     def _read_noted(self) -> None:
@@ -387,7 +387,7 @@ class Locks:
             turn = TimeSlice()
             for first in range(0, len(names), LOCKS_A_READ):
                 turn.pause_if_over()
-                # Nobody has his turn in between: what was read is older then than what he does.
+                # No other greenlet runs between the read and this loop, so what was read is not outdated here.
                 for name, held in self._table.read_many(names[first : first + LOCKS_A_READ]).items():
                     self._witness(name, held)
         except PortalMQError:
@@ -398,7 +398,7 @@ class Locks:
                 self._due[name] = 0
 
     def _rouse(self, name: str, now_ms: int) -> None:
-        """Wake who has his turn here, or has to look; note when to do so again."""
+        """Wake the waiters here that have their turn or must ask again; note when to check next."""
         here = self._waiters.get(name)
         if here is None:
             self._due.pop(name, None)
@@ -411,7 +411,7 @@ class Locks:
         places = {place.who: place for place in lock.queue}
         for who, waiter in here.items():
             if waiter.joined and not waiter.away and places.get(who) != waiter.place:
-                # Passed over while this broker was silent: it asks anew. Or the same owner waits at another broker.
+                # Passed over while this broker was silent: it asks again. Or the same owner waits at another broker.
                 waiter.displace() if who in places else waiter.event.set()
         first = next((place.who for place in lock.queue if (w := here.get(place.who)) and not w.away), None)
         wait_ms = None if first is None else turn_ms(lock, first, age_ms, self._live())
@@ -426,15 +426,15 @@ class Locks:
         self._due[name] = now_ms + due_in_ms
 
     def _wake_all(self, name: str) -> None:
-        """The lock is not there: each asks for it anew."""
+        """Wake all waiters of a missing lock: each asks for it again."""
         self._due.pop(name, None)
         for waiter in self._waiters.get(name, {}).values():
             if waiter.joined:
                 waiter.event.set()
 
     def _sweep(self) -> None:
-        """Remove what is not used, and places in queues that nobody here waits at. The broker with the least id does
-        the first; who does it does not matter for being right."""
+        """Remove unused locks, and tickets without a waiter on this broker. Unused locks are removed by the broker with
+        the least id; correctness does not depend on which one it is."""
         now_ms = self._clock.now_ms()
         if now_ms < self._sweep_at_ms:
             return
@@ -453,11 +453,11 @@ class Locks:
             self._sightings.pop(name, None)
 
     def _quietly(self, do: Callable[..., object], *arguments: object) -> None:
-        """What will be tried again by somebody if it fails."""
+        """Do what will be tried again if it fails."""
         try:
             do(*arguments)
         except PortalMQError as error:
-            log.info("a lock's upkeep will be tried again: %s", error)
+            log.info("maintenance of a lock will be tried again: %s", error)
 
 
 def _grant(lock: LockState) -> wire.LockGrant:

@@ -1,7 +1,7 @@
-"""What a broker does beside its traffic, now and again, for each replica that stands here: the folds are saved, old
-messages dropped, superseded ones compacted, idle files closed; and groups are swept.
+"""Periodic maintenance of the replicas on this broker: folds are saved, old messages dropped, superseded ones
+compacted, idle files closed; and groups are swept.
 
-A replica that cannot be seen to now does not keep the others from it: it is tried again the next time.
+A replica whose maintenance fails does not delay the others, and is tried again the next time.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
-"""This broker as a member of the cluster: registered, informed, and heard.
+"""The membership of this broker in the cluster: its session, its registration, and what it knows of the others.
 
-    mirror greenlet      the plane's bell -> session kept, registration kept, mirror refreshed -> everyone below woken
-    sessions'            tells the end of one at once
-    subscribers'         told what is different (`on_changed`), all that came since they were told last at once
-    office greenlet      the controller's work, or looking for a controller (broker/cluster/controller_loop.py)
-    vigil                probes of the controller, or, in office, of everybody (broker/cluster/failure_detector.py)
+    mirror greenlet       change in the control plane -> session, registration, mirror brought up to date
+    sessions greenlet     reports the end of a session at once
+    subscribers greenlet  calls `on_changed` with all changes since its last call
+    controller loop       does the controller's work, or watches for a missing controller (controller_loop.py)
+    failure detector      probes the controller; on the controller, every broker (failure_detector.py)
 
-A session that ends takes the registration with it. Then `on_session_lost` is told first (leaders step down), this
-broker registers anew, as the same incarnation, everything is read again, and `on_changed` says so. Whether others were
-elected meanwhile stands in what is read.
+The registration ends with its session. Then `on_session_lost` is called first (leaders step down), the broker registers
+again as the same incarnation, the mirror reads everything, and `on_changed` is called. What is read shows whether other
+leaders were elected in between.
 
-All this runs over the one-process plane too: there is nobody else to wait for, so this broker is elected, and elects
-itself for all of its partitions, before `start` returns.
+The same code runs over the one-process control plane. No other broker exists there, so this broker becomes controller
+and elects itself for all its partitions before `start` returns.
 """
 
 from __future__ import annotations
@@ -58,19 +58,21 @@ DRAIN_WITHIN_S = 5.0
 POLL_S = 0.02
 SUSPECT_AGAIN_MS = 300
 TELL_TIMEOUT_S = 1.0
-# What a leader may go without hearing from the control plane, as a part of the session.
+# How long a leader serves without an answer of the control plane, as a fraction of the session timeout.
 LEASE_PART = 2 / 3
 
 T = TypeVar("T")
 
 
 class ClusterGone(PlaneError):
-    """The control plane is another cluster's now, was emptied, or set back: what it does not know of must not be given
-    up, and what it says of who is in sync not believed."""
+    """The control plane belongs to another cluster, was emptied, or was restored from an older copy.
+
+    The broker keeps topics that such a plane does not know, and trusts none of its ISRs.
+    """
 
 
 class Suspicion(msgspec.Struct, frozen=True):
-    """What a broker tells the controller: I get no answer from this one."""
+    """A report to the controller: the sender gets no answer from this broker."""
 
     broker_id: int
     incarnation: int
@@ -78,11 +80,12 @@ class Suspicion(msgspec.Struct, frozen=True):
 
 
 class SuspicionNoted(msgspec.Struct, frozen=True):
-    """The controller will look for itself."""
+    """The acknowledgement of a report. The controller then verifies with a probe of its own."""
 
 
 class ReachRequest(msgspec.Struct, frozen=True):
-    """What a broker asks the others before it deposes a controller, or a leader that they may miss: do you reach it?"""
+    """A question to the other brokers: do you reach this one? It is asked before a controller is removed, and before a
+    leader is replaced that its followers miss."""
 
     broker_id: int
     incarnation: int
@@ -93,15 +96,18 @@ class Reached(msgspec.Struct, frozen=True):
 
 
 class PeerCalls(Protocol):
-    """What is needed of broker/cluster/peers.py."""
+    """The part of broker/cluster/peers.py that Membership needs."""
 
     def call(self, broker_id: int, name: str, request: msgspec.Struct, kind: type[T], *, timeout_s: float) -> T: ...
 
 
 class Membership:
-    """`on_fatal` is called when this broker must not go on: its id has passed to another, or its credentials are
-    refused. `has_files(topic_id)` says whether anything of a topic is on this broker's disk. `probe` asks the broker at
-    a URL; `chance` is random.random."""
+    """This broker as a member of the cluster.
+
+    `on_fatal` is called when the broker must end: its id belongs to another broker now, or its credentials are refused.
+    `has_files(topic_id)` says whether any file of a topic is on this broker's disk. `probe` requests /livez at a URL;
+    `chance` is random.random.
+    """
 
     def __init__(
         self,
@@ -123,7 +129,7 @@ class Membership:
         self.on_changed: list[Callable[[Changes], None]] = []
         self.on_session_lost: list[Callable[[], None]] = []
         self.peers: PeerCalls | None = None
-        # The standing of this broker's own replicas.
+        # Returns the log ends of this broker's own replicas.
         self.standings: Callable[[Sequence[PartitionKey]], Sequence[ReplicaLogEnd | None]] = lambda keys: (
             [None] * len(keys)
         )
@@ -149,7 +155,7 @@ class Membership:
             self, catalog, self.mirror, self.failure_detector, clock, chance, self._ask_log_ends
         )
         self._cluster_id = cluster_id
-        # The session that this broker is registered in; 0 while it is in none.
+        # The session in which this broker is registered; 0 for none.
         self._session = 0
         self._answered_s = 0.0
         self._away = False
@@ -171,16 +177,16 @@ class Membership:
 
     @property
     def lease_ms(self) -> int:
-        """How long a leader serves without an answer of the control plane: less than its session lasts."""
+        """How long a leader serves without an answer of the control plane: shorter than its session."""
         return int(1_000 * self._plane.session_timeout_s * LEASE_PART)
 
     # --- life --------------------------------------------------------------------------------------------------------
 
     def start(self, patience: RetryBudget = AT_ONCE) -> None:
-        """Register, read everything, look after the controller, and tell the subscribers. While the plane is away it is
-        waited for.
+        """Register, read everything, run the controller loop once, and notify the subscribers. Wait for an unavailable
+        control plane as long as `patience` allows.
 
-        Raises BrokerIdTaken when another data directory's broker of this id is there, and stays; PlaneError.
+        Raises BrokerIdTaken when a broker with another data directory holds this id and stays; PlaneError.
         """
         self._cluster_id = self._cluster_id or patience(self._catalog.cluster_id)
         self._plane.watch(self._ring)
@@ -193,7 +199,7 @@ class Membership:
         self._wake_controller_loop()
 
     def _enter(self) -> None:
-        """Register, and read everything. What an attempt that broke off has done is found done."""
+        """Register, and read everything. Repeat a broken attempt safely: each step finds what is done already."""
         self._register_patiently()
         self._untold.add(self.mirror.refresh())
         self.controller_loop.look_around()
@@ -202,7 +208,7 @@ class Membership:
             self._untold.add(self.mirror.refresh())
 
     def drain(self) -> None:
-        """Ask for other leaders, and wait for them, within bounds: as far as somebody else can lead."""
+        """Ask for other leaders, and wait for them within DRAIN_WITHIN_S, as long as another broker can lead."""
         if not self.registered:
             return
         self.me = msgspec.structs.replace(self.me, draining=True)
@@ -216,8 +222,7 @@ class Membership:
             log.warning("leadership is not handed over: %s", fault)
 
     def close(self) -> None:
-        """Leave the cluster, once nothing is fetched here any more. What is led still is for the controller to give to
-        others."""
+        """Leave the cluster, after fetching has stopped. The controller finds other leaders for what is still led."""
         self._closing.set()
         self.controller_loop.close()
         self.failure_detector.close()
@@ -227,7 +232,7 @@ class Membership:
             return
         try:
             self.controller_loop.resign()
-            # In this order: nobody lets in again who is not registered.
+            # In this order: nobody lets a broker back into an ISR that is not registered.
             self._catalog.unregister_broker(self.broker_id)
             view = View(self.mirror.topics, self.mirror.partitions, {})
             self._catalog.commit_fitting(departures(view, self.broker_id))
@@ -236,7 +241,7 @@ class Membership:
         self._session = 0
 
     def _could_hand_over(self) -> bool:
-        """Whether a partition is led here that another broker can lead."""
+        """Whether this broker leads a partition that another one can lead."""
         others = {number: broker for number, broker in self.controller_loop.live().items() if not broker.draining}
         others.pop(self.broker_id, None)
         return any(
@@ -247,13 +252,13 @@ class Membership:
     # --- the session and the registration ----------------------------------------------------------------------------
 
     def _register_patiently(self) -> None:
-        """A broker that was killed leaves its entry until its session ends: wait for that, if it is not ours."""
+        """Register. Wait for the entry of a killed broker to end with its session, unless that broker is alive."""
         deadline = clock_s() + REGISTER_WITHIN_SESSIONS * self._plane.session_timeout_s
         while True:
             try:
                 return self._register()
             except BrokerIdTaken as taken:
-                # At this broker's own URL nobody else can listen.
+                # No other broker can listen at this broker's own URL.
                 lives = taken.url not in ("", self.me.url) and self._probe(taken.url) is Probe.ANSWERED
                 if lives or clock_s() > deadline:
                     raise
@@ -265,7 +270,7 @@ class Membership:
         self._check_cluster("ZooKeeper has lost what was committed in it" if self._plane.set_back else "")
         self._catalog.register_broker(self.broker_id, self.me)
         if self._session != session:
-            # The first time, "is ready" follows, which is all that a person waits for.
+            # At the first registration "is ready" follows, and is enough for a person.
             level = logging.INFO if self._away else logging.DEBUG
             log.log(
                 level, "broker %d is registered at %s, incarnation %d", self.broker_id, self.me.url, self.incarnation
@@ -273,7 +278,8 @@ class Membership:
         self._session = session
 
     def _check_cluster(self, set_back: str = "") -> None:
-        """Raises ClusterGone. `set_back` is how the control plane was seen to know less than before, if it was."""
+        """Raise ClusterGone if the cluster has changed. `set_back` describes how the control plane knows less than
+        before; it is empty when it does not."""
         found = self._catalog.find_cluster_id()
         if found != self._cluster_id:
             raise ClusterGone(
@@ -287,13 +293,13 @@ class Membership:
             )
 
     def _ring(self, path: str | None) -> None:
-        """The plane's bell: it leaves notes, and never blocks."""
+        """Note a change in the control plane. Called by the plane; never blocks."""
         self.mirror.note(path)
         if path is None:
             self._session_noted.set()
 
     def _run_sessions(self) -> None:
-        """That a session has ended is told at once, while the mirror's greenlet may wait for the next one to begin."""
+        """Report the end of a session at once: the mirror's greenlet may be waiting for the next session."""
         while not self._closing.is_set():
             self._session_noted.wait()
             self._session_noted.clear()
@@ -310,7 +316,7 @@ class Membership:
             _safely(lost)
 
     def _keep_session(self) -> None:
-        """Register anew in a new session."""
+        """Register in a new session."""
         self._check_session()
         self._away |= self._plane.state is not PlaneState.CONNECTED
         if self._session == 0 and self._plane.session_id != 0:
@@ -349,10 +355,10 @@ class Membership:
             raise
         self._untold.add(changes)
         if not self.registered:
-            self._noted.set()  # the session has ended meanwhile, which is told first
+            self._noted.set()  # the session ended during the refresh, which is reported first
             return
         if self.mirror.brokers.get(self.broker_id) != self.me:
-            self._register()  # somebody took the entry away, or it is about to be read
+            self._register()  # the entry was removed, or is not read yet
         if self._away:
             self._away = False
             self.controller_loop.begin_grace(self._plane.session_timeout_s)
@@ -379,7 +385,7 @@ class Membership:
         return [topic_id for topic_id in self.mirror.tombstones if topic_id not in self._confirmed]
 
     def _confirm_removed(self) -> None:
-        """Tell that nothing of a deleted topic is here, once the files are gone."""
+        """Confirm for each deleted topic that none of its files are left on this broker."""
         has_files = self._has_files
         if has_files is None:
             return
@@ -394,8 +400,11 @@ class Membership:
     # --- suspicions --------------------------------------------------------------------------------------------------
 
     def suspect(self, broker_id: int, incarnation: int, *, refused: bool) -> None:
-        """A broker does not answer this one. Never blocks: the controller is told, who looks for himself; if it is the
-        controller that is suspected, or this broker is it, it is this one who looks."""
+        """Note that a broker does not answer this one. Never blocks.
+
+        The controller receives the report and verifies it with a probe of its own. This broker probes instead when it
+        is the controller, or when the controller is the one that does not answer.
+        """
         now_ms = self._clock.now_ms()
         again_ms = self._suspected_ms.get((broker_id, incarnation), 0) + SUSPECT_AGAIN_MS
         if broker_id == self.broker_id or now_ms < again_ms:
@@ -415,12 +424,12 @@ class Membership:
         try:
             self.peers.call(controller, "suspect", suspicion, SuspicionNoted, timeout_s=TELL_TIMEOUT_S)
         except PortalMQError as fault:
-            log.info("the controller could not be told of broker %d: %s", suspicion.broker_id, fault)
+            log.info("the controller cannot be notified about broker %d: %s", suspicion.broker_id, fault)
         finally:
             self._telling.discard(suspicion.broker_id)
 
     def _ask_log_ends(self, broker_id: int, keys: Sequence[PartitionKey]) -> Sequence[ReplicaLogEnd | None]:
-        """How far the logs of these partitions go on a broker. Raises PortalMQError."""
+        """Return how far the logs of these partitions go on a broker. Raises PortalMQError."""
         if broker_id == self.broker_id:
             return self.standings(keys)
         if self.peers is None:
@@ -428,7 +437,7 @@ class Membership:
         asked = LogEndsRequest([LogEndRequest(*key) for key in keys])
         try:
             return self.peers.call(broker_id, "standings", asked, ReplicaLogEnds, timeout_s=TELL_TIMEOUT_S).standings
-        except NotFound:  # a broker of the version before tells of one at a time
+        except NotFound:  # a broker of the previous version answers for one partition a call
             return [self._ask_log_end(broker_id, each) for each in asked.partitions]
 
     def _ask_log_end(self, broker_id: int, asked: LogEndRequest) -> ReplicaLogEnd | None:
@@ -451,14 +460,14 @@ class Membership:
         return msgspec.msgpack.encode(SuspicionNoted())
 
     def others_reach(self, broker_id: int, incarnation: int) -> bool:
-        """Whether another broker has an answer of this one, or none is there to be asked, though some are registered:
-        then it is this broker that is cut off. Blocks for a second at most."""
+        """Whether another broker reaches this one. True also when others are registered and none of them answers: then
+        this broker is the one that is cut off. Blocks for at most a second."""
         others = self.mirror.brokers.keys() - {self.broker_id, broker_id}
         votes = self._votes(broker_id, incarnation, of_older=False).values()
         return any(votes) or (bool(others) and not votes)
 
     def reach_of(self, brokers: Collection[int]) -> dict[int, dict[int, bool]]:
-        """By broker: who has an answer of it now, this one included; those who cannot be asked are left out."""
+        """Return by broker which brokers reach it now, this one included. Brokers that cannot be asked are left out."""
         known = {id: broker for id in brokers if (broker := self.mirror.brokers.get(id)) is not None}
         asked = {id: gevent.spawn(self._votes, id, broker.incarnation) for id, broker in known.items()}
         gevent.joinall(list(asked.values()))
@@ -468,8 +477,8 @@ class Membership:
         return reach
 
     def _votes(self, broker_id: int, incarnation: int, *, of_older: bool | None = None) -> dict[int, bool]:
-        """Whether each of the others that can be asked has an answer of this one. `of_older` counts for brokers of the
-        version before, which do not know the question; None: they are left out as well."""
+        """Return by broker whether it reaches this one, for each other broker that can be asked. `of_older` is the vote
+        of a broker of the previous version, which does not know the question; None leaves it out as well."""
         others = self.mirror.brokers.keys() - {self.broker_id, broker_id}
         asked = {id: gevent.spawn(self._ask_reach, id, ReachRequest(broker_id, incarnation), of_older) for id in others}
         gevent.joinall(list(asked.values()))
@@ -491,16 +500,16 @@ class Membership:
             return msgspec.msgpack.encode(Reached(False))
         found = self._probe_once(broker.url)
         if found is Probe.UNSURE:
-            raise Unavailable("this broker was paused while it asked, and cannot tell")
+            raise Unavailable("this broker was paused during its probe, and knows nothing")
         return msgspec.msgpack.encode(Reached(found is Probe.ANSWERED))
 
     # --- what partitions need ----------------------------------------------------------------------------------------
 
     def answered_ms(self) -> int:
-        """When the last request that the control plane answered was begun, on the clock that times leases.
+        """Return when the last request that the control plane answered was begun, on the clock that times leases.
 
-        What is answered in a session that nobody here has been told of renews nothing: the one before it has ended,
-        and whoever led in it has to hear of that first.
+        An answer in a session that this broker has not reported yet renews nothing: the previous session has ended, and
+        its leaders must step down first.
         """
         if self.registered:
             self._answered_s = self._plane.last_answered
@@ -509,13 +518,13 @@ class Membership:
     def change_isr(
         self, topic_id: str, number: int, proposal: ProposeIsr, configured_min_insync: int | None
     ) -> IsrAnswered:
-        """Compare-and-set what a replica proposes. Blocks until it is answered, or nobody can tell; never raises."""
+        """Compare-and-set what a replica proposes. Blocks until the outcome is known, or unknowable; never raises."""
         try:
             return self._change_isr(topic_id, number, proposal, configured_min_insync)
         except Conflict:
             return IsrAnswered(proposal.version, Outcome.CONFLICT)
         except Exception as fault:
-            # An unavailable plane applied nothing of this attempt; it is not for this place to vouch for it.
+            # An unavailable plane applied nothing of this attempt; an earlier attempt may still apply.
             if not isinstance(fault, Unavailable):
                 log.exception("the ISR of %s/%d could not be changed", topic_id, number)
             return IsrAnswered(proposal.version, Outcome.UNKNOWN)
@@ -543,8 +552,8 @@ class Membership:
     def reread(
         self, topic_id: str, number: int, refresh: int, configured_min_insync: int | None
     ) -> PartitionStateChanged | None:
-        """The partition's word as it stands now, after a sync; None when it is gone, or the plane does not answer:
-        then it is for the caller to ask again. Never raises."""
+        """Return the state of a partition after a sync; None when it is gone or the control plane does not answer, in
+        which case the caller asks again. Never raises."""
         try:
             held: Versioned[PartitionState] | None = self.mirror.reread(topic_id, number)
         except Exception as fault:
@@ -559,7 +568,7 @@ class Membership:
 
 
 def _safely(call: Callable[[], None]) -> None:
-    """A subscriber that fails does not keep the others from hearing."""
+    """Call a subscriber. If it fails, the others are still called."""
     try:
         call()
     except Exception:

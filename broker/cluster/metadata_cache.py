@@ -1,4 +1,4 @@
-"""Where everything is: topics by name and id, and the leader of each partition, as the mirror has it."""
+"""Where everything is: topics by name and id, and the leader of each partition, as the mirror has them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The cluster as any broker tells of it: who is there, who leads what, how it stands with this broker.
+"""The cluster as any broker describes it: its brokers, leaders and topics.
 
-All of it is from the mirror, and so a moment old; only offsets and sizes are asked of the leaders, and for one that
-does not answer the last ones known stand.
+All of it comes from the mirror, and is a moment old. Only offsets and sizes come from the leaders; for a leader that
+does not answer the last known values are used.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _Sizes = list[Result[PartitionSize]]
 
 @dataclass(slots=True)
 class _SizeRequest:
-    """The work of asking the leaders for offsets and sizes."""
+    """Asks the leaders for offsets and sizes."""
 
     metadata_cache: MetadataCache
     peers: Peers
@@ -120,7 +120,7 @@ class Overview:
         )
 
     def metadata(self, names: list[str] | None) -> wire.Metadata:
-        """Who leads what. Topics that do not exist are left out."""
+        """Return the leader of every partition. Topics that do not exist are left out."""
         states = [topic.state for topic in self._topics]
         if names is not None:
             wanted = set(names)
@@ -145,7 +145,7 @@ class Overview:
         return wire.PartitionLeader(number, held.leader, held.leader_epoch, url)
 
     def _brokers(self) -> list[wire.BrokerDescription]:
-        """Those that are registered, and those that ought to be: they hold replicas, or were seen by this broker."""
+        """Return the registered brokers, and those that should be: they hold replicas, or were registered before."""
         live = {broker_id: broker.url for broker_id, broker in self._mirror.brokers.items()}
         self._urls |= live
         holders = {replica for held in list(self._mirror.partitions.values()) for replica in held.value.replicas}
@@ -159,5 +159,5 @@ class Overview:
         return held.value if held else None
 
     def offline_partitions(self) -> int:
-        """Partitions without a leader, all over the cluster."""
+        """Return how many partitions of the cluster have no leader."""
         return sum(held.value.leader is None for held in list(self._mirror.partitions.values()))

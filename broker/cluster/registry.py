@@ -1,7 +1,6 @@
-"""The names that programs register under, kept in the control plane. Nothing depends on them: they are there to be
-looked up.
+"""Names that programs register, kept in the control plane for others to look up. No broker depends on them.
 
-    /registry/<kind>/<name>    empty nodes
+/registry/<kind>/<name>    empty nodes
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ class Registry:
         self._plane = plane
 
     def create(self, kind: str, name: str) -> bool:
-        """Whether the name is new. Raises Backpressure when there are too many, and what the plane raises."""
+        """Register a name; return whether it is new. Raises Backpressure when there are too many, and PlaneError."""
         names = self._plane.children(f"/registry/{kind}")
         if len(names) >= NAMES_MAX and name not in names:
             raise Backpressure(f"{NAMES_MAX} of the kind {kind!r} are registered: delete some first", retryable=False)
@@ -28,7 +27,7 @@ class Registry:
         return True
 
     def delete(self, kind: str, name: str) -> bool:
-        """Whether it was there."""
+        """Remove a name; return whether it was registered."""
         try:
             self._plane.commit(Delete(_path(kind, name), 0))
         except (NodeMissing, VersionMismatch):

@@ -1,9 +1,10 @@
-"""The replicas' files on this broker: where they stand, which life of a replica they are, and how one is opened.
+"""The files of the replicas on this broker: where they are, how often each was rebuilt, and how one is opened.
 
-A replica has a store uuid, which the control plane records with its place in the ISR: that of the data directory, and
-"/1", "/2", ... behind it for each time that it had to begin anew with an empty log on the same disk. It stands in
-`store.id` in the partition's folder, written before anything else. A folder without a log takes the next number after
-those of its predecessors in lost+found, so that no crash between the two makes an emptied replica look complete.
+A replica has a store uuid, which the control plane records with its place in the ISR: that of the data directory,
+followed by "/1", "/2", ... for each time that the replica was begun again with an empty log on the same disk. This
+number is in `store.id` in the partition's folder, which is written before anything else. A folder without a log takes
+the next number after those of its predecessors in lost+found. So no crash between the two makes an emptied replica look
+complete.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ Opened = tuple[Log, StateFile, Recovered, str]
 
 
 class Files:
-    """The folders. Every method reads and writes files: for native threads."""
+    """The folders of the replicas. Every method reads and writes files, so it runs on native threads."""
 
     def __init__(self, data_dir: Path, cluster_id: str, store_uuid: str) -> None:
         self.root = data_dir / "partitions"
@@ -51,7 +52,7 @@ class Files:
         return self.root / f"{topic.name}@{topic.topic_id}"
 
     def describe(self, topic: TopicState) -> None:
-        """Leave word of the topic beside its partitions, for whoever finds them without a control plane."""
+        """Write the topic's state beside its partitions, for use without a control plane."""
         folder = self.folder(topic)
         content = encode(topic) + b"\n"
         path = folder / TOPIC_FILE
@@ -60,7 +61,7 @@ class Files:
             write_atomically(path, content)
 
     def open(self, topic: TopicState, number: int) -> Opened:
-        """The log of a replica with all that it adds up to, and its store uuid. Raises StorageError."""
+        """Return the log of a replica, its state file, what was recovered, and its store uuid. Raises StorageError."""
         self.describe(topic)
         directory = self.folder(topic) / str(number)
         store_uuid = self._store_uuid_of(directory)
@@ -94,7 +95,7 @@ class Files:
             return 0
 
     def _predecessors(self, directory: Path) -> list[Path]:
-        """What stands of the same partition in lost+found: moved there alone, or with its topic."""
+        """Return what lost+found has of the same partition: moved there alone, or with its topic."""
         if not self.lost.exists():
             return []
         topic, number = directory.parent.name, directory.name
@@ -102,7 +103,7 @@ class Files:
         return [place for home in topics for pattern in (number, f"{number}.*") for place in home.glob(pattern)]
 
     def set_aside(self, topic: TopicState, number: int) -> Path:
-        """Move one partition to lost+found, whole."""
+        """Move one partition to lost+found."""
         return self._move(self.folder(topic) / str(number), self.lost / self.folder(topic).name)
 
     def _move(self, place: Path, home: Path) -> Path:
@@ -117,7 +118,7 @@ class Files:
         return target
 
     def aside(self, topic: TopicState, number: int) -> tuple[str, ...]:
-        """What lies of a partition in lost+found, in words."""
+        """Describe what lost+found has of a partition."""
         return tuple(map(_described, sorted(self._predecessors(self.folder(topic) / str(number)))))
 
     def exist(self, topic_id: str) -> bool:
@@ -129,19 +130,19 @@ class Files:
         return [place for place in self.root.iterdir() if place.name.rpartition("@")[2] == topic_id]
 
     def remove(self, topic_id: str) -> None:
-        """The topic was deleted, by name and id."""
+        """Remove the files of a deleted topic."""
         for folder in self._folders_of(topic_id):
             shutil.rmtree(folder)
 
     def folders(self) -> list[Path]:
-        """Those of topics, whether anybody knows them or not."""
+        """Return the folders of all topics, known or not."""
         make_directory(self.root)
         return sorted(self.root.iterdir())
 
     def tidy(self, folders: Iterable[Path], explained: set[str], deleted: set[str]) -> None:
-        """Remove what belongs to deleted topics, and set aside what belongs to none that anybody knows.
+        """Remove folders of deleted topics, and move those of unknown topics to lost+found.
 
-        The folders were listed before the control plane was read: one that has come since is not among them.
+        `folders` was listed before the control plane was read, so it has no folder of a newer topic.
         """
         for folder in folders:
             topic_id = folder.name.rpartition("@")[2]
@@ -155,7 +156,7 @@ class Files:
 
 
 class Replicas:
-    """Opens them, off the hub's thread."""
+    """Opens the replicas, on native threads."""
 
     def __init__(self, host: PartitionHost, files: Files) -> None:
         self._host = host
@@ -169,11 +170,11 @@ class Replicas:
     def open(
         self, topic: TopicState, number: int, is_whole_elsewhere: Callable[[], bool | None]
     ) -> Partition | ReplicaLogEnd | None:
-        """The replica, made when there is none; None while the disk has no room for it.
+        """Return the replica, created when there is none; None while the disk has no room for it.
 
-        One whose files are damaged, or that lacks what it knew to be committed, is set aside and begins anew when
-        another member of the ISR says that it is whole. Else its files stay as they are, and it stays closed: its
-        standing says why. The only member of the ISR goes on with what it has, if that can be read.
+        A replica with damaged files, or without records that it knew to be committed, is set aside and begun again
+        when another ISR member says that it is whole. Otherwise its files stay, it stays closed, and its log end is
+        returned, which says why. The only member of the ISR opens with what it has, if that can be read.
         """
         opened = self._host.pool.apply(_tried, (self.files, self.files.open, topic, number))
         closed = self._unusable(opened)
@@ -210,7 +211,7 @@ class Replicas:
         )
 
     def _unusable(self, opened: Opened | Exception) -> ReplicaLogEnd | None:
-        """The standing of a replica that is not to take part; None of one that is."""
+        """Return the log end of a replica that must not take part; None for one that may."""
         incarnation = self._host.incarnation
         if isinstance(opened, CorruptBatch | CorruptFile):
             return ReplicaLogEnd("", incarnation, 0, 0, 0, fault=str(opened))
@@ -248,7 +249,7 @@ def _described(place: Path) -> str:
 
 
 def _tried(files: Files, work: Callable[..., T], *arguments: object) -> T | Exception:
-    """On a native thread. An error is answered and not raised, as gevent would print it."""
+    """Run work on a native thread. Return an error instead of raising it, since gevent would print it."""
     try:
         with faults_of(files.root):
             return work(*arguments)

@@ -1,14 +1,14 @@
-"""The time of day that the brokers of a cluster agree on: one machine's wrong clock stamps nothing.
+"""The time of day that the brokers of a cluster agree on, so that one wrong clock stamps no record.
 
-Every broker asks the others for their machines' time of day, and places it between the moments at which it asked and
-was answered, by its own steady clock. So a slow answer widens what is known, and makes nobody wrong.
+Every broker asks the others for the time of day of their machines. It places each answer between its own request and
+the answer's arrival, on its own steady clock. So a slow answer only widens the range of what is known.
 
-    its own clock agrees with that of most      it goes by its machine
-    most agree with each other, not with it     it goes by them, and says so: log, metric, health
-    there is no majority                        it goes by what was agreed on before, and says so
-    nobody else is registered                   it goes by its machine
+    its own clock agrees with the majority      the broker uses the clock of its machine
+    a majority agrees, without its own clock    the broker uses theirs, and reports it: log, metric, health
+    there is no majority                        the broker keeps the last agreed time, and reports it
+    no other broker is registered               the broker uses the clock of its machine
 
-A jump is not followed before others confirm it: in between the clock goes on from what was agreed on
+A jump is not followed before others confirm it: until then the clock continues from the agreed time
 (partition/clock.py).
 """
 
@@ -33,12 +33,12 @@ ASK_EVERY_S = 2.0
 ASK_WITHIN_S = 1.0
 
 T = TypeVar("T")
-# A time of day, as an offset from the steady clock of who asked: the least and the most that it can be.
+# A time of day as an offset from the steady clock of this broker: its least and its greatest possible value.
 Span = tuple[int, int]
 
 
 class TimeAsked(msgspec.Struct, frozen=True):
-    """What is your machine's time of day?"""
+    """A question for the time of day of a broker's machine."""
 
 
 class TimeTold(msgspec.Struct, frozen=True):
@@ -54,10 +54,10 @@ def agreed_with(one: Span, other: Span) -> bool:
 
 
 def agreement(own: Span, others: Collection[Span]) -> int | None:
-    """The offset of the time of day that most of these agree on; the own one if it is among them. None: there is no
+    """Return the offset of the time of day that a majority agrees on; the own one if it is among them; None without a
     majority."""
     clocks = [own, *others]
-    for clock in clocks:  # the own one comes first
+    for clock in clocks:  # the own one is first
         alike = [other for other in clocks if agreed_with(clock, other)]
         if 2 * len(alike) > len(clocks):
             return own[0] if clock is own else median_low([(least + most) // 2 for least, most in alike])
@@ -65,7 +65,7 @@ def agreement(own: Span, others: Collection[Span]) -> int | None:
 
 
 class Timekeeping:
-    """`off_ms` is how far the machine's time of day is ahead of the agreed one; `differs` that brokers do not agree."""
+    """`off_ms` is how far the machine's clock is ahead of the agreed time; `differs` says that brokers disagree."""
 
     def __init__(
         self, clock: Clock, broker_id: int, brokers: Callable[[], Mapping[int, BrokerState]], peers: PeerClocks
@@ -90,7 +90,7 @@ class Timekeeping:
             self._greenlet.kill()
 
     def serve(self, body: bytes) -> bytes:
-        """Another broker asks."""
+        """Answer another broker's question."""
         return msgspec.msgpack.encode(TimeTold(self._clock.machine_ms()))
 
     def _run(self) -> None:
@@ -101,7 +101,7 @@ class Timekeeping:
                 log.exception("the clocks could not be compared")
 
     def compare(self) -> None:
-        """Ask all that are registered, and go by what most of those that answer agree on."""
+        """Ask all registered brokers, and set the clock to the time that a majority of those that answer agree on."""
         others = [broker_id for broker_id in self._brokers() if broker_id != self._broker_id]
         asked = [gevent.spawn(self._ask, broker_id) for broker_id in others]
         gevent.joinall(asked)
@@ -109,7 +109,7 @@ class Timekeeping:
         own = self._own()
         if own is not None and (told or not others):
             agreed = agreement(own, told)
-            # None: what was agreed on before goes on.
+            # Without an agreement the last agreed time is kept.
             self._clock.agreed_ms = agreed if agreed is not None else self._before(own)
             self._note(own, is_split=agreed is None)
 
@@ -121,12 +121,12 @@ class Timekeeping:
         try:
             told = self._peers.call(broker_id, "time", TimeAsked(), TimeTold, timeout_s=ASK_WITHIN_S)
         except PortalMQError:
-            return None  # away, or of a version that cannot tell
+            return None  # unavailable, or of a version without this call
         least, most = told.machine_ms - self._clock.now_ms(), told.machine_ms - asked_ms
-        return (least, most) if most - least <= TOLERANCE_MS else None  # so slow an answer tells too little
+        return (least, most) if most - least <= TOLERANCE_MS else None  # so slow an answer says too little
 
     def _own(self) -> Span | None:
-        """None when this process stood still in between."""
+        """Return the range of the own clock; None when this process was paused between the readings."""
         asked_ms = self._clock.now_ms()
         machine_ms = self._clock.machine_ms()
         least, most = machine_ms - self._clock.now_ms(), machine_ms - asked_ms
@@ -138,8 +138,8 @@ class Timekeeping:
         differs = is_split or not agreed_with(own, (self._clock.agreed_ms, self._clock.agreed_ms))
         if differs and not self.differs:
             log.critical(
-                "the clocks of the brokers do not agree: this machine's is %+.1f s from the time that this broker goes"
-                " by%s. Is NTP running on all of them?",
+                "the clocks of the brokers do not agree: this machine's is %+.1f s from the time that this broker"
+                " uses%s. Is NTP running on all of them?",
                 *(off_ms / 1_000, ", and no majority says which one is right" if is_split else ""),
             )
         elif self.differs and not differs:

@@ -1,14 +1,14 @@
-"""All topics of the cluster, as the mirror has them, and the replicas that stand on this broker.
+"""All topics of the cluster as the mirror has them, and the replicas on this broker.
 
-    mirror changed -> sync() -> words to the replicas that are open     at once
-                             -> replicas to open, close, remove         in greenlets, a few at a time, on native threads
+    mirror changed -> sync() -> states of open replicas           at once
+                             -> replicas to open, close, remove   in greenlets, a few at a time, on native threads
 
     <data>/partitions/<topic>@<topic id>/topic.json       the topic's state, for `portalmq adopt`
-    <data>/partitions/<topic>@<topic id>/<partition>/     see storage; store.id: which life of this replica it is
-    <data>/lost+found/                                    what no topic and no tombstone explains, and damaged replicas
+    <data>/partitions/<topic>@<topic id>/<partition>/     see storage; store.id counts how often the replica was rebuilt
+    <data>/lost+found/                                    files of unknown topics, and damaged replicas
 
-Nothing is destroyed without authority: a folder goes only when the control plane says by name and id that its topic was
-deleted; one that nobody can explain is moved aside and kept. Nobody sees a replica before it is open as a whole.
+Nothing is destroyed without authority: a folder is removed only when the control plane says by name and id that its
+topic was deleted. A folder of an unknown topic is moved aside and kept. A replica is visible once fully open.
 """
 
 from __future__ import annotations
@@ -51,16 +51,16 @@ from portalmq.errors import (
 
 log = logging.getLogger(__name__)
 
-# How long a change of a topic waits until it is seen here, and its partitions have leaders.
+# How long a change of a topic waits until this broker sees it and its partitions have leaders.
 SETTLE_WITHIN_S = 5.0
-# How long a topic that another broker made just now is waited for.
+# How long this broker waits to see a topic that another one has just created.
 KNOWN_WITHIN_S = 3.0
 OPENING_AT_A_TIME = 16
 OPEN_AGAIN_S = 1.0
 # How often a damaged replica looks for another one that is whole.
 ASK_AGAIN_S = 5.0
 ASK_WITHIN_S = 2.0
-# How often files that no topic explains are looked for while the control plane cannot be read.
+# How often the search for files of unknown topics is repeated while the control plane is unavailable.
 TIDY_AGAIN_S = 5.0
 
 
@@ -80,8 +80,8 @@ class TopicsHost(PartitionHost, Protocol):
 
 
 class Topic:
-    """A topic of the cluster. `local` are the replicas that are open on this broker, by number. `confirm` raises
-    Unavailable for a missing partition that the control plane may have."""
+    """A topic of the cluster. `local` are the replicas open on this broker, by number. `confirm` raises Unavailable for
+    a partition that is missing here and that the control plane may have."""
 
     def __init__(self, state: TopicState, host: TopicsHost, confirm: Callable[[NoSuchPartition], None]) -> None:
         self.state = state
@@ -95,8 +95,8 @@ class Topic:
         return self.state.name
 
     def place(self, number: int) -> TopicPartition:
-        """The place of a partition that a caller names. Raises PartitionNotFound only if the control plane has none
-        such; Unavailable where the topic has grown, and this broker has not heard of it."""
+        """Return the address of a partition that a caller names. Raises PartitionNotFound only if the control plane has
+        no such partition; Unavailable where the topic has grown and this broker does not know it yet."""
         try:
             return place_of(self.state, number)
         except NoSuchPartition as missing:
@@ -104,8 +104,8 @@ class Topic:
             raise
 
     def partition(self, number: int) -> Partition:
-        """The replica here, which leads and knows all that is committed. Raises PartitionNotFound, NotLeader, and
-        NotEnoughReplicas or Unavailable for what passes."""
+        """Return the replica here, which leads and knows all that is committed. Raises PartitionNotFound and NotLeader;
+        NotEnoughReplicas and Unavailable for conditions that pass."""
         partition = self.local.get(number)
         if partition is not None:
             now_ms = self._host.clock.now_ms()
@@ -136,14 +136,14 @@ class Topic:
         raise Unavailable("this broker was elected, and has not begun to lead yet", retry_after_s=0.1)
 
     def leader_of(self, number: int) -> int | None:
-        """Who leads, as far as this broker knows. Raises PartitionNotFound."""
+        """Return the leader, as far as this broker knows. Raises PartitionNotFound."""
         if not 0 <= number < self.state.partitions:
             raise NoSuchPartition(self.state, number)
         held = self._host.membership.mirror.partitions.get((self.state.topic_id, number))
         return held.value.leader if held is not None else None
 
     def led(self) -> list[Partition]:
-        """The partitions that this broker leads, and has begun to serve."""
+        """Return the partitions that this broker leads and serves."""
         now_ms = self._host.clock.now_ms()
         for partition in tuple(self.local.values()):
             partition.note_pause(now_ms)
@@ -155,8 +155,11 @@ def _how_to_create(name: str) -> str:
 
 
 class Topics:
-    """`on_opened`, `on_leading` and `on_stepped_down` hear of each partition; `on_removed` of a topic that is gone from
-    the cluster, before its files go; `on_grown` of one with more partitions than before."""
+    """The topics by name and id.
+
+    `on_opened`, `on_leading` and `on_stepped_down` are called for each partition; `on_removed` for a topic that is gone
+    from the cluster, before its files are removed; `on_grown` for a topic with more partitions than before.
+    """
 
     def __init__(
         self,
@@ -178,7 +181,7 @@ class Topics:
         self._brokers: Mapping[int, tuple[int, str]] = {}
         self._replicas = Replicas(host, Files(data_dir, cluster_id, host.store_uuid))
         self._opening: set[tuple[str, int]] = set()
-        # Replicas that stay closed: their files are damaged, and no other is known to be whole.
+        # Replicas that stay closed: their files are damaged, and no other replica is known to be whole.
         self._unusable: dict[tuple[str, int], ReplicaLogEnd] = {}
         self._ending: set[str] = set()
         self._removing: set[str] = set()
@@ -199,7 +202,7 @@ class Topics:
         return iter(tuple(self._topics.values()))
 
     def partitions(self) -> list[Partition]:
-        """All replicas that are open here, leading or not."""
+        """Return all replicas that are open here, leading or not."""
         return [partition for topic in self for partition in tuple(topic.local.values())]
 
     def local(self, topic_id: str, number: int) -> Partition | None:
@@ -207,18 +210,18 @@ class Topics:
         return topic.local.get(number) if topic is not None else None
 
     def closed_log_end(self, topic_id: str, number: int) -> ReplicaLogEnd | None:
-        """Of a replica that stays closed because its files are damaged."""
+        """Return the log end of a replica that stays closed because its files are damaged."""
         return self._unusable.get((topic_id, number))
 
     def set_aside(self, topic_id: str, number: int) -> tuple[str, ...]:
-        """What lies of the partition in this broker's lost+found."""
+        """Describe what this broker's lost+found has of the partition."""
         topic = self._by_id.get(topic_id)
         return self._host.pool.apply(self._replicas.files.aside, (topic.state, number)) if topic is not None else ()
 
     # --- the mirror --------------------------------------------------------------------------------------------------
 
     def sync(self, changes: Changes) -> None:
-        """Take what is different in the mirror. Files are opened and removed behind this."""
+        """Apply changes of the mirror. Files are opened and removed afterwards, in greenlets."""
         if self._closed:
             return
         mirror = self._host.membership.mirror
@@ -236,7 +239,7 @@ class Topics:
         self._note_moved()
 
     def session_lost(self) -> None:
-        """Others may have been elected: leaders step down, and go on when a synced word says so."""
+        """Make the leaders step down, since others may have been elected. A synced state lets them lead again."""
         for partition in self.partitions():
             partition.tell(SessionLost())
 
@@ -269,7 +272,7 @@ class Topics:
             self.on_grown(topic)
 
     def _describe(self, topic: Topic) -> None:
-        """One at a time, so that what is written last is what is known last."""
+        """Write topic.json. One write at a time, so that the last state known is the last one written."""
         with self._describing:
             self._replicas.describe(topic.state)
 
@@ -285,7 +288,7 @@ class Topics:
             self._open_soon(topic, number)
 
     def _forget(self, topic: Topic) -> None:
-        """The topic is gone from the cluster. Its files stay until a tombstone says that they may go."""
+        """Drop a topic that is gone from the cluster. Its files stay until a tombstone allows their removal."""
         del self._topics[topic.name]
         self._by_id.pop(topic.state.topic_id, None)
         self._ending.add(topic.state.topic_id)
@@ -313,7 +316,7 @@ class Topics:
             gevent.spawn(self._open, topic, number)
 
     def _open(self, topic: Topic, number: int) -> None:
-        """Open a replica; again and again, when the disk has no room, or its files are damaged and no other replica is
+        """Open a replica. Repeat this when the disk has no room, or when its files are damaged and no other replica is
         known to be whole. A fault of the disk ends the broker."""
         key = (topic.state.topic_id, number)
         try:
@@ -357,17 +360,17 @@ class Topics:
         return None
 
     def _is_alone(self, key: tuple[str, int]) -> bool:
-        """Whether the mirror names nobody else in sync: nobody is to be asked then, and the sync spared is a write."""
+        """Whether the mirror shows no other ISR member. There is no broker to ask then, and no need for a sync."""
         held = self._host.membership.mirror.partitions.get(key)
         return held is not None and not set(held.value.isr) - {self._host.broker_id}
 
     def _is_whole_elsewhere(self, key: tuple[str, int]) -> bool | None:
-        """See unclean_election.py. By the ISR as it stands now; False when that cannot be read."""
+        """See unclean_election.py. Reads the present ISR; False when it cannot be read."""
         try:
             self._catalog.plane.sync()
             held = self._catalog.partition(*key)
         except (PlaneError, PortalMQError) as error:
-            log.info("who else is in sync cannot be read now: %s", error)
+            log.info("the ISR cannot be read now: %s", error)
             return False
         if held is None:
             return False
@@ -398,7 +401,7 @@ class Topics:
         self._note_moved()
 
     def _mend(self, topic: Topic, partition: Partition) -> None:
-        """A damaged replica goes on with what can be read until another one is known to be whole."""
+        """Rebuild a damaged replica once another one is known to be whole. Until then it serves what can be read."""
         key = (topic.state.topic_id, partition.number)
         while not self._closed and topic.local.get(partition.number) is partition:
             if not self._is_alone(key) and self._is_whole_elsewhere(key):
@@ -407,11 +410,11 @@ class Topics:
             gevent.sleep(ASK_AGAIN_S)
 
     def _rebuild(self, topic: Topic, partition: Partition) -> None:
-        """A damaged replica is set aside whole; an empty one, of another store, resigns and copies the leader's log."""
+        """Set a damaged replica aside. An empty one, of another store, resigns and copies the leader's log."""
         key = (topic.state.topic_id, partition.number)
         log.critical("%s is damaged, and will be rebuilt from another replica: %s", partition, partition.flaw)
         partition.damage = partition.flaw
-        self._opening.add(key)  # nobody else opens what is about to be moved away
+        self._opening.add(key)  # no other greenlet opens what is about to be moved
         try:
             if topic.local.get(partition.number) is partition:
                 del topic.local[partition.number]
@@ -424,8 +427,8 @@ class Topics:
 
     @property
     def is_settled(self) -> bool:
-        """Whether every replica that this broker is to have is open, and serves where that takes nobody else. One that
-        stays closed because it is damaged keeps the others from nothing."""
+        """Whether every replica assigned to this broker is open, and serves where no other broker is needed for that.
+        A replica that stays closed because it is damaged does not count."""
         mine = self._host.broker_id
         for key, held in tuple(self._host.membership.mirror.partitions.items()):
             if mine in held.value.replicas:
@@ -451,21 +454,20 @@ class Topics:
             return True
         return is_so()
 
-    # --- files that nobody needs --------------------------------------------------------------------------------------
+    # --- files of no topic --------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Begin to keep time. What is on disk and in no topic is looked at once, as soon as the control plane
-        can be read."""
+        """Start the ticker. Look for files of unknown topics once, as soon as the control plane can be read."""
         self.ticker.start()
         gevent.spawn(self._tidy)
 
     def has_files(self, topic_id: str) -> bool:
-        """Whether anything of the topic is on this broker's disk."""
+        """Whether any file of the topic is on this broker's disk."""
         known = topic_id in self._by_id or topic_id in self._ending or topic_id in self._removing
         return known or self._replicas.files.exist(topic_id)
 
     def _remove_files(self, topic_id: str) -> None:
-        """By the authority of a tombstone. A topic that is still being closed comes here again when it is."""
+        """Remove the files of a topic with a tombstone. For a topic that is still closing this runs again later."""
         if topic_id in self._by_id or topic_id in self._ending or topic_id in self._removing or self._closed:
             return
         self._removing.add(topic_id)
@@ -483,8 +485,8 @@ class Topics:
             gevent.sleep(TIDY_AGAIN_S)
 
     def set_aside_strays(self) -> bool:
-        """Move to lost+found what neither a topic nor a tombstone explains. The authority is the control plane, read
-        after a sync; while it cannot be read nothing is touched, and False answered."""
+        """Move files of unknown topics to lost+found. A topic is known by the control plane, read after a sync, or by
+        a tombstone. Return False, and touch nothing, while the control plane cannot be read."""
         with self._tidying:
             folders = self._host.pool.apply(self._replicas.files.folders)
             try:
@@ -492,7 +494,7 @@ class Topics:
                 explained = self._catalog.topic_ids()
                 deleted = set(self._catalog.tombstones())
             except (PlaneError, PortalMQError) as error:
-                log.info("the files are not looked through now: %s", error)
+                log.info("files of unknown topics cannot be looked for now: %s", error)
                 return False
             explained |= {*self._by_id, *self._removing, *self._ending}
             self._host.pool.apply(self._replicas.files.tidy, (folders, explained, deleted))
@@ -501,12 +503,12 @@ class Topics:
     # --- finding -----------------------------------------------------------------------------------------------------
 
     def get(self, name: str) -> Topic | None:
-        """The topic, as far as this broker knows."""
+        """Return the topic, as far as this broker knows it."""
         return self._topics.get(name)
 
     def known(self, name: str) -> Topic:
-        """The topic. Where this broker knows none the control plane has the last word, and the mirror is waited for.
-        Raises TopicNotFound, InvalidRequest for what cannot be a name, Unavailable."""
+        """Return the topic. For one that this broker does not know, ask the control plane and wait for the mirror.
+        Raises TopicNotFound, InvalidRequest for an invalid name, Unavailable."""
         topic = self._topics.get(name)
         if topic is not None:
             return topic
@@ -518,7 +520,7 @@ class Topics:
         return self._topics[name]
 
     def confirm_missing(self, missing: NoSuchPartition) -> None:
-        """Raises Unavailable when the topic has grown, and this broker has not heard of it."""
+        """Raise Unavailable when the topic has grown and this broker does not know it yet."""
         known = missing.topic
         self._catalog.confirm()
         now = self._catalog.find_topic(known.name)
@@ -527,11 +529,11 @@ class Topics:
             raise Unavailable(f"this broker does not know topic {known.name!r} as it is yet", retry_after_s=0.1)
 
     def holds(self, topic: Topic) -> bool:
-        """Whether this very topic is still there, and not another one of its name."""
+        """Whether this topic still exists, and not another one of its name."""
         return self._topics.get(topic.name) is topic
 
     def get_or_create(self, name: str) -> Topic:
-        """The topic; made with one partition when it is missing and the cluster allows that."""
+        """Return the topic. Create it with one partition when it is missing and the cluster allows that."""
         topic = self._topics.get(name)
         if topic is not None:
             return topic
@@ -543,12 +545,12 @@ class Topics:
                     f"there is no topic {name!r}, and this cluster makes none at its first use "
                     f"(auto_create_topics=false): {_how_to_create(name)}"
                 ) from None
-        with self._turn(name):  # those who wait meanwhile go on in the order in which they came
+        with self._turn(name):  # waiting calls continue in the order of their arrival
             topic = self._topics.get(name)
             return topic or self._create(name, wire.CreateTopic())[0]
 
     def _turn(self, name: str) -> BoundedSemaphore:
-        """One change of a topic at a time."""
+        """Return the lock under which one change of a topic runs at a time."""
         turn = self._turns.get(name)
         if turn is None:
             turn = self._turns[name] = BoundedSemaphore()
@@ -557,7 +559,7 @@ class Topics:
     # --- changing ----------------------------------------------------------------------------------------------------
 
     def create(self, name: str, request: wire.CreateTopic) -> tuple[Topic, bool]:
-        """The topic, and whether it is new. Raises TopicExists when it exists with other settings."""
+        """Return the topic, and whether it is new. Raises TopicExists when it exists with other settings."""
         with self._turn(name):
             return self._create(name, request)
 
@@ -582,14 +584,14 @@ class Topics:
             return self._settled(state)
 
     def delete(self, name: str) -> None:
-        """Remove the topic: first its name, with a tombstone, then, on every broker, its files."""
+        """Delete the topic: first its name, leaving a tombstone, then its files on every broker."""
         with self._turn(name):
             state = self._catalog.delete_topic(name, now_ms=self._host.clock.wall_ms())
             self._wait_for(lambda: not self.has_files(state.topic_id), SETTLE_WITHIN_S)
 
     def _settled(self, state: TopicState) -> Topic:
-        """The topic as it is known here, once it is as `state` says, and led. Raises Unavailable (unknown) when that
-        takes too long: it is made, and will be there."""
+        """Return the topic once this broker sees it as `state` has it, with leaders. Raises Unavailable (unknown) when
+        that takes too long: the topic exists, and this broker will know it."""
         if not self._wait_for(lambda: self._is_as(state), SETTLE_WITHIN_S):
             topic = self._by_id.get(state.topic_id)
             if topic is None:
@@ -613,7 +615,7 @@ class Topics:
         return partition is not None and partition.serves
 
     def close(self) -> None:
-        """Write what waits, save the folds, close the files."""
+        """Write pending records, save the folds, close the files."""
         self._closed = True
         self.ticker.close()
         gevent.joinall([gevent.spawn(partition.close) for partition in self.partitions()])

@@ -1,9 +1,9 @@
-"""An unclean election: what an operator asks for by name when no replica that is in sync will come back.
+"""An unclean election, which an operator requests when no in-sync replica will come back.
 
-The replica that holds most leads with what it has; what only the others had is lost. The controller never does this by
-itself, and no setting makes it. Each broker with a replica is asked how far its log goes (`standing` among the calls
-between brokers); who leads is the one with the highest (epoch of the last record, end), or the one that is named. The
-new epoch is marked as unclean, which allows the others to cut back even what they knew to be committed.
+The replica with the most records leads; records that only the others had are lost. The controller never does this by
+itself, and no setting makes it. Each broker with a replica is asked for its log end (the call `standing`). The replica
+with the highest (epoch of the last record, end) becomes leader, or the one that the operator names. The new epoch is
+marked as unclean, which allows the others to truncate even what they knew to be committed.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ T = TypeVar("T")
 
 
 class LogEndRequest(msgspec.Struct, frozen=True):
-    """What is your replica's standing?"""
+    """A question for the log end of one replica."""
 
     topic_id: str
     number: int
 
 
 class LogEndsRequest(msgspec.Struct, frozen=True):
-    """The same of many partitions."""
+    """A question for the log ends of many replicas."""
 
     partitions: list[LogEndRequest]
 
 
 class ReplicaLogEnd(msgspec.Struct, frozen=True):
-    """The records that a replica holds: up to `end`, the last of them of `last_epoch`.
+    """The records that a replica holds: up to `end`, the last of them in `last_epoch`.
 
-    `fault`: it is damaged. `lossy`: it can be read, and lacks records that it knew to be committed. `set_aside` names
-    what lies in lost+found of the partition.
+    `fault` says why it is damaged. `lossy` says which committed records a readable replica lacks. `set_aside` lists
+    what is in lost+found of the partition.
     """
 
     store_uuid: str
@@ -58,19 +58,19 @@ class ReplicaLogEnd(msgspec.Struct, frozen=True):
     set_aside: tuple[str, ...] = ()
 
     def is_whole(self, held: PartitionState, broker_id: int) -> bool:
-        """Whether this replica of `broker_id` is the one that was counted in sync, and can be trusted."""
+        """Whether this replica of `broker_id` is the one that was counted in sync, and is undamaged."""
         counted = broker_id in held.isr and held.store_uuids.get(broker_id) == self.store_uuid
         return counted and not self.fault and not self.lossy
 
 
 class ReplicaLogEnds(msgspec.Struct, frozen=True):
-    """In the order of the question; None for a replica that is not open yet."""
+    """The log ends in the order of the request; None for a replica that is not open yet."""
 
     standings: list[ReplicaLogEnd | None]
 
 
 class LocalPartition(Protocol):
-    """What is needed of a partition; `flaw` says why its files are no good, if they are not, `lost` what they lack."""
+    """The part of a partition that is needed here. `flaw` says why its files are damaged, `lost` what they lack."""
 
     flaw: str
     lost: str
@@ -78,7 +78,7 @@ class LocalPartition(Protocol):
 
 
 class LocalTopics(Protocol):
-    """The replicas on this broker: open, or kept closed; and what lies in lost+found."""
+    """The replicas on this broker, open or kept closed, and what is in lost+found."""
 
     def local(self, topic_id: str, number: int) -> LocalPartition | None: ...
     def closed_log_end(self, topic_id: str, number: int) -> ReplicaLogEnd | None: ...
@@ -90,7 +90,7 @@ class ElectionPeers(Protocol):
 
 
 def serve_log_end(topics: LocalTopics, body: bytes) -> bytes:
-    """The broker's side of the question."""
+    """Serve the call `standing`."""
     asked = msgspec.msgpack.decode(body, type=LogEndRequest)
     log_end = own_log_end(topics, asked.topic_id, asked.number)
     if log_end is None:
@@ -100,7 +100,7 @@ def serve_log_end(topics: LocalTopics, body: bytes) -> bytes:
 
 
 def own_log_end(topics: LocalTopics, topic_id: str, number: int) -> ReplicaLogEnd | None:
-    """Of this broker's replica; None while it is not open."""
+    """Return the log end of this broker's replica; None while it is not open."""
     partition = topics.local(topic_id, number)
     return log_end_of(partition) if partition is not None else topics.closed_log_end(topic_id, number)
 
@@ -119,8 +119,8 @@ def log_end_of(partition: LocalPartition) -> ReplicaLogEnd:
 
 
 def is_whole_elsewhere(held: PartitionState, broker_id: int, ask: Callable[[int], ReplicaLogEnd]) -> bool | None:
-    """Whether another member of the ISR has just said that its replica is whole; None when there is no other member.
-    That the ISR names it is not enough: the same cause may have damaged them all."""
+    """Whether another member of the ISR says now that its replica is whole; None when there is no other member. Being
+    in the ISR is not enough: the same cause may have damaged all members."""
     others = [member for member in held.isr if member != broker_id]
     for other in others:
         try:
@@ -132,12 +132,12 @@ def is_whole_elsewhere(held: PartitionState, broker_id: int, ask: Callable[[int]
 
 
 class NotElected(StartupError):
-    """Nothing was changed. The sentence says why."""
+    """The election was not held, for the reason given. Nothing has changed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Elected:
-    """Who leads now, and what the others that were reached hold."""
+    """The new leader, and what the other replicas hold that answered."""
 
     broker_id: int
     leader_epoch: int
@@ -146,7 +146,7 @@ class Elected:
 
 
 def choose(held: PartitionState, standings: Mapping[int, ReplicaLogEnd], wanted: int | None = None) -> int:
-    """Who is to lead. Raises NotElected when an ordinary election will do, or nobody can."""
+    """Return the new leader. Raises NotElected when an ordinary election is enough, or no broker can lead."""
     for broker_id in held.isr:
         log_end = standings.get(broker_id)
         if log_end is not None and log_end.is_whole(held, broker_id):
@@ -178,7 +178,7 @@ def choose(held: PartitionState, standings: Mapping[int, ReplicaLogEnd], wanted:
 
 
 def _aside_of(standings: Mapping[int, ReplicaLogEnd]) -> str:
-    """Where records lie that no replica may hold."""
+    """Say where records of the partition may be that no replica holds."""
     places = [
         f"broker {broker_id}: {place}" for broker_id, held in sorted(standings.items()) for place in held.set_aside
     ]
@@ -200,7 +200,7 @@ def elect(catalog: Catalog, peers: ElectionPeers, topic: str, number: int, *, wa
         try:
             catalog.set_partition(state.topic_id, number, elected, held.version)
         except Conflict:
-            continue  # somebody changed it meanwhile: perhaps it has a leader now
+            continue  # it has changed: perhaps it has a leader now
         return Elected(chosen, elected.leader_epoch, standings, silent)
     raise NotElected("the partition keeps changing: look who leads it, and repeat if need be", EX_UNAVAILABLE)
 
