@@ -79,15 +79,16 @@ class Changes:
 
 
 class Mirror:
-    """`on_noted` is called after each note, from wherever the plane's bell rang: it must not block. `paced` is passed
-    each long list; it may let others run between two items, and they find the invariants kept there."""
+    """`on_noted` is called after each note, from wherever the plane's bell rang: it must not block. `new_pace` is
+    called at the beginning of each refresh. Its answer is passed each long list; it may let others run between two
+    items, and they find the invariants kept there."""
 
     def __init__(
         self,
         plane: ControlPlane,
         *,
         on_noted: Callable[[], None] = lambda: None,
-        paced: Callable[[Iterable[Any]], Iterable[Any]] = iter,
+        new_pace: Callable[[], Callable[[Iterable[Any]], Iterable[Any]]] = lambda: iter,
     ) -> None:
         self.brokers: dict[int, BrokerState] = {}
         self.controller: Versioned[ControllerState] | None = None
@@ -96,7 +97,8 @@ class Mirror:
         self.tombstones: dict[str, Tombstone] = {}
         self.partitions: dict[PartitionKey, Versioned[PartitionState]] = {}
         self.on_noted = on_noted
-        self._paced = paced
+        self._new_pace = new_pace
+        self._paced = new_pace()
         self._plane = plane
         self._noted: set[str | None] = {None}
         self._topics_by_id: dict[str, TopicState] = {}
@@ -124,6 +126,7 @@ class Mirror:
             raise self._set_back
         noted, self._noted = self._noted, set()
         changes = self._untold
+        self._paced = self._new_pace()
         try:
             if None in noted:
                 self._read_everything(changes)
@@ -210,7 +213,7 @@ class Mirror:
         read: Mapping[str, Node | None],
     ) -> str:
         """What the control plane knew before, as `topics` and `partitions` tell, and does not know any more."""
-        for topic_id, topic in topics.items():
+        for topic_id, topic in self._paced(topics.items()):
             if topic_id not in self._topics_by_id and topic_id not in self.tombstones:
                 return f"topic {topic.name!r} is gone from ZooKeeper, and nothing says that it was deleted"
         for (topic_id, number), known in self._paced(partitions.items()):
@@ -225,9 +228,9 @@ class Mirror:
     def _known(self) -> list[str]:
         return [
             *map(state.broker_path, self.brokers),
-            *map(state.topic_path, self.topics),
-            *map(state.group_path, self.groups),
-            *map(state.tombstone_path, self.tombstones),
+            *map(state.topic_path, self._paced(list(self.topics))),
+            *map(state.group_path, self._paced(list(self.groups))),
+            *map(state.tombstone_path, self._paced(list(self.tombstones))),
         ]
 
     def _read_beside(self, partitions: Mapping[str, Node | None], gone: list[str], changes: Changes) -> None:

@@ -54,6 +54,8 @@ _HEADER = struct.Struct(">4sII")
 _COMPACT_BYTES_MIN = 1024 * 1024
 # A commit of so many operations, which may be one of many, takes a while.
 _LONG_OPS = 50
+# So many nodes are looked up between two pauses.
+_NODES_A_TURN = 5_000
 # The one session there is. It cannot run out while the process lives, so its timeout is a number to compute with.
 _SESSION_ID = 1
 _SESSION_TIMEOUT_S = 6.0
@@ -75,7 +77,8 @@ class Standalone:
     """A `ControlPlane` for one broker; `directory` is made when it is missing.
 
     It belongs to one thread: every method does its work without yielding, a commit's fsync included. After a long
-    commit, and between the parts of a rewrite of the journal, it calls `give_way`, which may let others run.
+    commit, and between the parts of a rewrite of the journal or of the answer to `get_children`, it calls `give_way`,
+    which may let others run.
     """
 
     def __init__(self, directory: Path, *, give_way: Callable[[], None] = lambda: None) -> None:
@@ -148,7 +151,15 @@ class Standalone:
         return [self.get(path) for path in paths]
 
     def get_children(self, path: str) -> list[Node]:
-        return [self._nodes[f"{path}/{name}"] for name in self.children(path)]
+        found: list[Node] = []
+        for index, name in enumerate(self.children(path)):
+            if index % _NODES_A_TURN == _NODES_A_TURN - 1:
+                self._give_way()
+                self._check_connected()
+            node = self._nodes.get(f"{path}/{name}")
+            if node is not None:  # it was not deleted during a pause
+                found.append(node)
+        return found
 
     def sync(self) -> None:
         self._check_connected()

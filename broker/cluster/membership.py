@@ -34,7 +34,7 @@ from portalmq.broker.cluster.unclean_election import LogEndRequest, LogEndsReque
 from portalmq.broker.core.replica.events import IsrAnswered, Outcome, PartitionStateChanged, ProposeIsr
 from portalmq.broker.partition.clock import Clock
 from portalmq.broker.partition.partition_state import partition_state_of
-from portalmq.broker.partition.yielding import in_short_turns
+from portalmq.broker.partition.yielding import TimeSlice
 from portalmq.control_plane.catalog import BrokerIdTaken, Catalog, Versioned
 from portalmq.control_plane.controller import View, departures, elect
 from portalmq.control_plane.mirror import Changes, Mirror, PartitionKey, SetBack
@@ -146,7 +146,7 @@ class Membership:
         self._read_all_every_s = READ_ALL_EVERY_S * (0.75 + chance() / 2)
         self._noted = Event()
         self._session_noted = Event()
-        self.mirror = Mirror(self._plane, on_noted=self._noted.set, paced=in_short_turns)
+        self.mirror = Mirror(self._plane, on_noted=self._noted.set, new_pace=lambda: TimeSlice().paced)
         self._prober = Prober(shown=shown)
         self._probe = probe or self._prober.probe
         self._probe_once = probe or partial(probe_once, shown=shown)

@@ -40,13 +40,16 @@ class TimeSlice:
         self._ends = perf_counter() + TURN_S
         return True
 
+    def paced(self, items: Iterable[T]) -> Iterator[T]:
+        """The items; a pause comes before an item when the turn is over. Many loops may share one turn."""
+        for item in items:
+            self.pause_if_over()
+            yield item
+
 
 def in_short_turns(items: Iterable[T]) -> Iterator[T]:
     """The items; others have their turn before the next one when these have taken a while."""
-    turn = TimeSlice()
-    for item in items:
-        turn.pause_if_over()
-        yield item
+    return TimeSlice().paced(items)
 
 
 def in_turns(items: Iterable[T], at_a_time: int) -> Iterator[T]:

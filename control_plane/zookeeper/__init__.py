@@ -430,15 +430,13 @@ class ZooKeeper:
         return self.get_many([path])[0]
 
     def get_many(self, paths: Sequence[str]) -> list[Node | None]:
-        for path in paths:
-            check_path(path)
         nodes: list[Node | None] = []
         for start in range(0, len(paths), READ_MANY_MAX):
             nodes += self._get_some(paths[start : start + READ_MANY_MAX])
         return nodes
 
     def _get_some(self, paths: Sequence[str]) -> list[Node | None]:
-        found = self._read(lambda: ReadMany([self._chroot + path for path in paths]))
+        found = self._read(lambda: ReadMany([self._chroot + check_path(path) for path in paths]))
         return list(map(self._node, paths, found))
 
     def children(self, path: str) -> list[str]:

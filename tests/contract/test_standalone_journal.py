@@ -37,6 +37,18 @@ def test_others_may_run_after_each_long_commit_and_find_it_done(tmp_path: Path) 
     assert found == [100, 200, 300]
 
 
+def test_others_may_run_while_many_children_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what they delete is left out."""
+    monkeypatch.setattr(standalone, "_NODES_A_TURN", 3)
+    doomed = ["/n/0", "/n/8"]
+    plane = Standalone(tmp_path, give_way=lambda: doomed and plane.commit(Delete(doomed.pop(), 0)))
+    plane.start()
+    for number in range(9):
+        plane.commit(Create(f"/n/{number}"))
+    assert [node.path for node in plane.get_children("/n")] == [f"/n/{number}" for number in range(8)]
+    plane.close()
+
+
 def test_a_journal_cut_at_any_byte_holds_exactly_the_commits_that_are_whole(tmp_path: Path) -> None:
     plane = opened(tmp_path / "whole")
     journal = tmp_path / "whole" / "journal"

@@ -114,7 +114,7 @@ def test_others_may_run_after_each_node_that_is_taken(
         return mirror.refresh()
 
     monkeypatch.setattr(state, "decode", counted)
-    mirror = Mirror(plane, paced=paced)
+    mirror = Mirror(plane, new_pace=lambda: paced)
     plane.watch(mirror.note)
     for name in ("gone", "a", "b"):
         create(catalog, name, partitions=9)
@@ -421,3 +421,31 @@ def test_a_topic_that_is_gone_was_deleted_or_forgotten(plane: CountingPlane, cat
     with pytest.raises(SetBack, match="'forgotten' is gone"):
         mirror.refresh()
     assert mirror.topic_by_id(forgotten.topic_id) is None
+
+
+def test_the_lists_of_one_refresh_share_a_pace(plane: CountingPlane, catalog: Catalog) -> None:
+    """So that many short loops are not one long turn together."""
+    paces: list[int] = []
+
+    def new_pace() -> Any:
+        paces.append(0)
+        number = len(paces) - 1
+
+        def paced(items: Iterable[Any]) -> Iterator[Any]:
+            for item in items:
+                paces[number] += 1
+                yield item
+
+        return paced
+
+    mirror = Mirror(plane, new_pace=new_pace)
+    for name in ("a", "b", "c"):
+        create(catalog, name, partitions=2)
+    paces.clear()
+    mirror.refresh()
+    mirror.note(None)
+    mirror.refresh()
+    first, second = paces
+    # Topics and partitions: read, taken, read beside. The second compares them with what was known.
+    assert first >= 3 * 2 + 6
+    assert second >= 3 * 5 + 2 * 6

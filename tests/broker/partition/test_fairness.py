@@ -16,7 +16,7 @@ from portalmq.broker.core.fold import DeadFold, GroupFold, SpanFold
 from portalmq.broker.core.queue.delivery import GroupDelivery
 from portalmq.broker.messages.produce import ProduceRequest
 from portalmq.broker.partition.long_poll import ReceiveOptions, Waiter, _park, receive
-from portalmq.broker.partition.yielding import TURN_S, give_way, in_short_turns, in_turns
+from portalmq.broker.partition.yielding import TURN_S, TimeSlice, give_way, in_short_turns, in_turns
 from portalmq.broker.queues.partition_counts import SPANS_A_TURN, tallied
 from portalmq.control_plane.mirror import Changes
 from portalmq.errors import Unavailable
@@ -55,6 +55,19 @@ def test_a_turn_by_the_clock_ends_when_the_items_have_taken_a_while(monkeypatch)
         seconds[0] += cost * TURN_S
         done.append(cost)
     assert (done, pauses) == ([0.4, 0.4, 0.4, 3.0, 0.0, 2.0], [3, 4])
+
+
+def test_loops_may_share_one_turn(monkeypatch):
+    done, pauses = [], []
+    seconds = [0.0]
+    monkeypatch.setattr("portalmq.broker.partition.yielding.perf_counter", lambda: seconds[0])
+    monkeypatch.setattr("portalmq.broker.partition.yielding.give_way", lambda: pauses.append(len(done)))
+    turn = TimeSlice()
+    for _ in range(3):
+        for cost in turn.paced([0.4, 0.4]):
+            seconds[0] += cost * TURN_S
+            done.append(cost)
+    assert pauses == [3]
 
 
 def test_a_stretch_ends_where_the_loop_looks_at_its_sockets():
