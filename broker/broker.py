@@ -3,7 +3,7 @@
 Broker -> wiring.py                what it is made of, and who hears of what
        -> cluster/maintenance.py   what it does beside its traffic, now and again
        -> peer_dispatch.py         what other brokers may ask of it
-       -> Producing, Browsing, Receiving, Settlement, GroupCounter, Overview, ...   one for each kind of call
+       -> ProduceHandler, MessageBrowser, ReceiveHandler, Settlement, GroupAdmin, ...   one for each kind of call
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from functools import cached_property
 from portalmq import wire
 from portalmq.broker.cluster.retry_budget import AT_ONCE, RetryBudget
 from portalmq.broker.cluster.routing import NoSuchPartition
-from portalmq.broker.messages.browsing import Page, Stored
+from portalmq.broker.messages.browse import StoredMessage, StoredPage
 from portalmq.broker.messages.produce import ProduceRequest
-from portalmq.broker.messages.scheduled import BEGINNING, Due, SchedulePage
+from portalmq.broker.messages.scheduled import BEGINNING, SchedulePage, SchedulePosition
 from portalmq.broker.partition.long_poll import LeasedMessage, Peer, Portion
 from portalmq.broker.partition.partition import Partition
 from portalmq.broker.partition.shortages import refusal_of
@@ -50,16 +50,16 @@ class Broker(Wiring):
         if not self.topics.wait_settled(OPEN_WITHIN_S):
             log.warning("not all replicas are open after %.0f s: the broker serves without them", OPEN_WITHIN_S)
         self.maintenance.start()
-        self.streams.start()
+        self.group_coordinators.start()
         self.ready = True
 
     def drain(self) -> None:
         """Take no new waits, end those there are, and hand the leadership over."""
         self.ready = False
         self._draining.set()
-        self.groups.lot.close()
+        self.groups.long_polls.close()
         self.locks.drain()
-        self.streams.drain()
+        self.group_coordinators.drain()
         self.membership.drain()
 
     def close(self) -> None:
@@ -68,7 +68,7 @@ class Broker(Wiring):
             self.drain()
         self.maintenance.close()
         self.timekeeping.close()
-        self.streams.close()
+        self.group_coordinators.close()
         self.producer_fencing.close()
         self.locks.close()
         self.fetchers.close()
@@ -139,7 +139,7 @@ class Broker(Wiring):
         """Change settings, add partitions. Raises KeyOrder, unless by `force`, where that breaks a group's order."""
         topic = self.topics.known(name)
         if not force:
-            self.growth.check(topic, request.partitions)
+            self.partition_growth.check(topic, request.partitions)
         return self.overview.describe_topic(self.topics.alter(name, request))
 
     def delete_topic(self, name: str) -> None:
@@ -148,19 +148,19 @@ class Broker(Wiring):
 
     def purge(self, name: str, *, partition: int | None, before_offset: int | None, forward: bool = True) -> None:
         """Remove messages below `before_offset`, or all that can be read."""
-        self.browsing.purge(self.topics.known(name), partition=partition, before_offset=before_offset, forward=forward)
+        self.browser.purge(self.topics.known(name), partition=partition, before_offset=before_offset, forward=forward)
 
     # --- messages ----------------------------------------------------------------------------------------------------
 
     def produce(self, topic: str, request: ProduceRequest) -> list[wire.Produced | PortalMQError]:
         """Append messages; one result each, in order. Raises when the whole request is refused: nothing is applied."""
         self._check_producer(request.producer)
-        return self.producing.batch(self.topics.get_or_create(topic), request)
+        return self.produce_handler.batch(self.topics.get_or_create(topic), request)
 
     def produce_range(self, topic: str, request: ProduceRequest) -> wire.ProducedRange:
         """Append a batch to the partition of the request, all or nothing."""
         self._check_producer(request.producer)
-        return self.producing.range(self.topics.get_or_create(topic), request)
+        return self.produce_handler.range(self.topics.get_or_create(topic), request)
 
     def new_producer(self, name: str | None, *, instance: str = "", renews: bool = False) -> wire.ProducerIdentity:
         """An identity for an idempotent producer; a named one gets its id again, with the next epoch, and from then on
@@ -181,9 +181,9 @@ class Broker(Wiring):
         wait_ms: int,
         peer: Peer | None,
         forward: bool = True,
-    ) -> Page:
+    ) -> StoredPage:
         """Read on from a place, consuming nothing; waits up to `wait_ms` for the first message."""
-        return self.browsing.browse(
+        return self.browser.browse(
             self.topics.known(name),
             number,
             offset=offset,
@@ -195,18 +195,20 @@ class Broker(Wiring):
             forward=forward,
         )
 
-    def read_all(self, name: str, limit: int | None, *, forward: bool = True) -> Iterator[Stored]:
+    def read_all(self, name: str, limit: int | None, *, forward: bool = True) -> Iterator[StoredMessage]:
         """The whole queue as it stands now, partition by partition."""
-        return self.browsing.read_all(self.topics.known(name), limit, forward=forward)
+        return self.browser.read_all(self.topics.known(name), limit, forward=forward)
 
-    def scheduled(self, name: str, *, after: Due = BEGINNING, limit: int, forward: bool = True) -> SchedulePage:
+    def scheduled(
+        self, name: str, *, after: SchedulePosition = BEGINNING, limit: int, forward: bool = True
+    ) -> SchedulePage:
         """The messages that are still to come, by the time at which they are due."""
-        return self.schedule.page(self.topics.known(name), after=after, limit=limit, forward=forward)
+        return self.scheduled_messages.page(self.topics.known(name), after=after, limit=limit, forward=forward)
 
     def cancel_scheduled(self, name: str, partition: int, offset: int, *, forward: bool = True) -> None:
         """Take back a message whose time is still to come. Raises MessageNotFound."""
         try:
-            self.schedule.cancel(self.topics.known(name), partition, offset, forward=forward)
+            self.scheduled_messages.cancel(self.topics.known(name), partition, offset, forward=forward)
         except NoSuchPartition as missing:
             self.topics.confirm_missing(missing)
             raise MessageNotFound(f"topic {name!r} has no partition {partition}") from None
@@ -217,21 +219,21 @@ class Broker(Wiring):
         self, name: str, patch: dict[str, object], initial: dict[str, object] | None = None
     ) -> tuple[wire.GroupDescription, bool]:
         created = self.groups.put(name, patch, initial)
-        counted = self.group_counter.describe(name, leave_out=True)
+        counted = self.group_admin.describe(name, leave_out=True)
         return self.offsets.describe_or(counted) if counted.mode == "stream" else counted, created
 
     def describe_group(self, name: str) -> wire.GroupDescription:
-        is_stream = self.groups.known(name).config.mode == "stream"
-        return self.offsets.describe(name) if is_stream else self.group_counter.describe(name)
+        is_stream = self.groups.get(name).config.mode == "stream"
+        return self.offsets.describe(name) if is_stream else self.group_admin.describe(name)
 
     def list_groups(self) -> list[wire.GroupDescription]:
         return [
             self.offsets.describe_or(each) if each.mode == "stream" else each
-            for each in in_short_turns(self.group_counter.describe_all())
+            for each in in_short_turns(self.group_admin.describe_all())
         ]
 
     def delete_group(self, name: str) -> None:
-        self.group_counter.delete(name)
+        self.group_admin.delete(name)
 
     def receive(
         self,
@@ -245,7 +247,7 @@ class Broker(Wiring):
     ) -> list[LeasedMessage]:
         """Lease messages, waiting for the first one up to the request's `wait_ms`."""
         self._check_open()
-        return self.receiving.receive(group, request, peer, forward=forward, is_first=is_first, portion=portion)
+        return self.receive_handler.receive(group, request, peer, forward=forward, is_first=is_first, portion=portion)
 
     def ack_and_receive(
         self,
@@ -259,7 +261,9 @@ class Broker(Wiring):
     ) -> tuple[list[LeasedMessage], list[Verdict]]:
         """Ack the request's receipts, then receive; also answers which receipts counted."""
         self._check_open()
-        return self.receiving.ack_and_receive(group, request, peer, forward=forward, is_first=is_first, portion=portion)
+        return self.receive_handler.ack_and_receive(
+            group, request, peer, forward=forward, is_first=is_first, portion=portion
+        )
 
     def ack(self, group: str, receipts: list[str], *, forward: bool = True) -> list[Verdict]:
         """Which receipts count (done, durably); False for a stale one, an error for one whose leader cannot be asked.
@@ -304,7 +308,7 @@ class Broker(Wiring):
             followed += not partition.replica.leading
             under_replicated += partition.replica.leading and is_under_replicated(partition)
             quarantined += bool(partition.quarantined)
-        controller, lot = self.mirror.controller, self.groups.lot
+        controller, long_polls = self.mirror.controller, self.groups.long_polls
         return {
             "status": "ok" if self.ready else "not_ready",
             "broker_id": self.broker_id,
@@ -318,8 +322,8 @@ class Broker(Wiring):
             "followed": followed,
             "under_replicated": under_replicated,
             "quarantined": quarantined,
-            "parked_receives": len(lot.waiters) - lot.interests,
-            "parked_interests": lot.interests,
+            "parked_receives": len(long_polls.waiters) - long_polls.interests,
+            "parked_interests": long_polls.interests,
             "disk_full": self.disk_is_full(),
             "clocks_differ": self.timekeeping.differs,
         }

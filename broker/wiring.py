@@ -31,12 +31,12 @@ from portalmq.broker.cluster.routing import LeaderRouter
 from portalmq.broker.cluster.timekeeping import Timekeeping
 from portalmq.broker.cluster.topics import Topic, Topics
 from portalmq.broker.cluster.unclean_election import own_log_end
-from portalmq.broker.messages.browsing import Browsing
-from portalmq.broker.messages.idempotency import Repeats
-from portalmq.broker.messages.partition_growth import Growth
-from portalmq.broker.messages.produce import Gate, Producing
+from portalmq.broker.messages.browse import MessageBrowser
+from portalmq.broker.messages.idempotency import RepeatFinder
+from portalmq.broker.messages.partition_growth import PartitionGrowth
+from portalmq.broker.messages.produce import Admission, ProduceHandler
 from portalmq.broker.messages.producer_fencing import ProducerFencing
-from portalmq.broker.messages.scheduled import Scheduled
+from portalmq.broker.messages.scheduled import ScheduledMessages
 from portalmq.broker.partition.cache import BatchCache
 from portalmq.broker.partition.clock import Clock
 from portalmq.broker.partition.compaction import Compacting
@@ -44,22 +44,22 @@ from portalmq.broker.partition.partition import Partition
 from portalmq.broker.queues.backlog import Backlog
 from portalmq.broker.queues.commit import GroupCommits
 from portalmq.broker.queues.dead_letters import DeadLetters
-from portalmq.broker.queues.finish import Completion
-from portalmq.broker.queues.group_counts import GroupCounter
+from portalmq.broker.queues.group_admin import GroupAdmin
 from portalmq.broker.queues.groups import Groups
+from portalmq.broker.queues.offset_acks import OffsetAcks
 from portalmq.broker.queues.outbox import Outboxes, OutputTopics
-from portalmq.broker.queues.receive import Receiving
+from portalmq.broker.queues.queue_sizes import QueueSizes
+from portalmq.broker.queues.receive import ReceiveHandler
 from portalmq.broker.queues.settle import Settlement
 from portalmq.broker.queues.unfinished import UnfinishedMessages
-from portalmq.broker.queues.unfinished_counts import Sizing
 from portalmq.broker.replication.fetch_server import Replication
 from portalmq.broker.replication.fetcher import Fetchers
 from portalmq.broker.storage.disk import DiskGuard
-from portalmq.broker.streams.coordination import Coordinating
+from portalmq.broker.streams.group_coordinators import GroupCoordinators
 from portalmq.broker.streams.offsets import Offsets
-from portalmq.broker.streams.partition_groups import StreamPartitions
 from portalmq.broker.streams.reader_fetch import ReaderFetch
 from portalmq.broker.streams.shared_offset import SharedOffsets
+from portalmq.broker.streams.stream_partitions import StreamPartitions
 from portalmq.control_plane.catalog import Catalog
 from portalmq.control_plane.mirror import Changes
 from portalmq.control_plane.state import BrokerState
@@ -210,37 +210,39 @@ class Wiring:
         )
         groups.capacity = self.capacity
         self.settlement = Settlement(groups, leaders, peers)
-        self.receiving = Receiving(groups, self.settlement, peers)
-        self.completion = Completion(groups, self.topics.known, self._catalog.find_topic, leaders, peers)
-        self.sizing = Sizing(groups, self.topics.known, leaders, peers, clock)
+        self.receive_handler = ReceiveHandler(groups, self.settlement, peers)
+        self.offset_acks = OffsetAcks(groups, self.topics.known, self._catalog.find_topic, leaders, peers)
+        self.queue_sizes = QueueSizes(groups, self.topics.known, leaders, peers, clock)
         self.shared_offsets = SharedOffsets(groups, self.topics.known, metadata_cache, leaders, peers, clock)
         self.unfinished = UnfinishedMessages(groups, self.topics.known, metadata_cache, leaders, peers, clock)
         self.dead_letters = DeadLetters(groups, self.topics.known, leaders, peers, clock)
-        self.group_counter = GroupCounter(self.broker_id, groups, self.mirror, peers)
+        self.group_admin = GroupAdmin(self.broker_id, groups, self.mirror, peers)
 
     def _take_messages(self) -> None:
         """What producers and readers ask for."""
         metadata_cache, leaders, peers = self.metadata_cache, self.leaders, self.peers
         self.producer_fencing = ProducerFencing(self.broker_id, self._catalog, self.membership, peers, self.clock)
-        self.repeats = Repeats(metadata_cache, leaders, peers)
-        gate = Gate(self.producer_fencing.check, Backlog(self.clock).check)
-        self.producing = Producing(
-            leaders, peers, metadata_cache.topic, self.metrics.published, self.clock, gate, self.repeats
+        self.repeat_finder = RepeatFinder(metadata_cache, leaders, peers)
+        admission = Admission(self.producer_fencing.check, Backlog(self.clock).check)
+        self.produce_handler = ProduceHandler(
+            leaders, peers, metadata_cache.topic, self.metrics.published, self.clock, admission, self.repeat_finder
         )
-        self.browsing = Browsing(metadata_cache, leaders, peers, self.groups.lot)
-        self.growth = Growth(self.mirror, metadata_cache, leaders, peers)
-        self.schedule = Scheduled(metadata_cache, leaders, peers, self.clock)
-        self.fetching = ReaderFetch(self.topics.known, metadata_cache.partition, leaders, self.groups.lot)
+        self.browser = MessageBrowser(metadata_cache, leaders, peers, self.groups.long_polls)
+        self.partition_growth = PartitionGrowth(self.mirror, metadata_cache, leaders, peers)
+        self.scheduled_messages = ScheduledMessages(metadata_cache, leaders, peers, self.clock)
+        self.reader_fetch = ReaderFetch(self.topics.known, metadata_cache.partition, leaders, self.groups.long_polls)
 
     def _share_streams(self) -> None:
         """What members of stream groups ask for."""
         store = StreamGroups(self._catalog.plane)
-        self.streaming = StreamPartitions(self.groups, self.metadata_cache, self.leaders, self.peers, self.clock)
-        self.streams = Coordinating(
+        self.stream_partitions = StreamPartitions(
+            self.groups, self.metadata_cache, self.leaders, self.peers, self.clock
+        )
+        self.group_coordinators = GroupCoordinators(
             (self.broker_id, self.incarnation),
             store,
             self.groups,
-            self.streaming,
+            self.stream_partitions,
             self.topics.known,
             self.topics.get_or_create,
             self.mirror,
@@ -248,12 +250,18 @@ class Wiring:
             self.clock,
         )
         self.offsets = Offsets(
-            store, self.groups, self.streaming, self.topics.known, self.streams.roster_here, self.mirror, self.clock
+            store,
+            self.groups,
+            self.stream_partitions,
+            self.topics.known,
+            self.group_coordinators.roster_here,
+            self.mirror,
+            self.clock,
         )
 
     def _commit_and_order(self) -> None:
         """Acks and outputs as one; what the log orders to be appended elsewhere."""
-        outputs = OutputTopics(self.topics, self._catalog, self.topics.known, self.producing.copies)
+        outputs = OutputTopics(self.topics, self._catalog, self.topics.known, self.produce_handler.copies)
         self.outboxes = Outboxes(outputs)
         self.group_commits = GroupCommits(
             self.groups, self.settlement, outputs, self.leaders, self.peers, self.outboxes, self.clock
@@ -294,7 +302,7 @@ class Wiring:
     def _listen(self) -> None:
         """Who hears of what."""
         self.topics.on_removed = self._topic_removed
-        self.topics.on_grown = lambda topic: self.groups.lot.move({topic.name})
+        self.topics.on_grown = lambda topic: self.groups.long_polls.move({topic.name})
         self.topics.on_leading = self._leading
         self.topics.on_stepped_down = self._stepped_down
         self.groups.on_acked = self.metrics.acked
@@ -307,8 +315,8 @@ class Wiring:
             self.groups.sync,
             self._changed,
         ]
-        self.membership.on_changed.append(self.streams.sync)
-        self.membership.on_session_lost += [self.topics.session_lost, self.streams.session_lost]
+        self.membership.on_changed.append(self.group_coordinators.sync)
+        self.membership.on_session_lost += [self.topics.session_lost, self.group_coordinators.session_lost]
 
     def _changed(self, changes: Changes) -> None:
         if changes.brokers:
@@ -336,7 +344,7 @@ class Wiring:
 
     def _stepped_down(self, topic: Topic, partition: Partition) -> None:
         self.groups.on_stepped_down(topic, partition)
-        self.fetching.moved(partition)
+        self.reader_fetch.moved(partition)
         self.outboxes.on_stepped_down(partition)
 
     def _topic_removed(self, topic: Topic) -> None:

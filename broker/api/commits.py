@@ -16,7 +16,7 @@ from portalmq.broker.api.incoming import a_turn, record_of_json, record_of_pack
 from portalmq.broker.api.request_context import RequestContext, ResponseParts
 from portalmq.broker.api.traffic import may_forward
 from portalmq.broker.partition.yielding import in_turns
-from portalmq.broker.queues.commit import Publication, StreamPlace
+from portalmq.broker.queues.commit import MemberOffset, OutputMessage
 from portalmq.errors import InvalidRequest
 
 Environ = dict[str, Any]
@@ -54,17 +54,17 @@ def _where(index: int) -> str:
     return f"message {index} to publish"
 
 
-def _publication(message: wire.JsonOutput | wire.PackOutput, record: Any) -> Publication:
+def _publication(message: wire.JsonOutput | wire.PackOutput, record: Any) -> OutputMessage:
     if message.idempotency_key is not None:
         raise InvalidRequest("what a commit publishes is appended once by itself: give it no idempotency_key")
-    return Publication(wire.check_name(message.topic, "topic"), record, message.partition)
+    return OutputMessage(wire.check_name(message.topic, "topic"), record, message.partition)
 
 
 def _committed(
     context: RequestContext,
     group: str,
     wanted: wire.JsonCommit | wire.PackCommit,
-    publications: list[Publication],
+    publications: list[OutputMessage],
     *,
     forward: bool,
 ) -> wire.Committed:
@@ -79,7 +79,7 @@ def _committed(
         )
     place = wanted.offsets[0]
     wire.check_name(place.topic, "topic")
-    shown = StreamPlace(wanted.member_id, wanted.generation, place.offset, place.committed)
+    shown = MemberOffset(wanted.member_id, wanted.generation, place.offset, place.committed)
     return context.broker.group_commits.commit_offset(
         group, place.topic, place.partition, shown, publications, forward=forward
     )

@@ -18,6 +18,6 @@ def fetch(context: RequestContext, environ: dict[str, Any]) -> ResponseParts:
     wanted = wire.decode_json(context.body_of(environ), contract.FetchRequest)
     context.answers.check()
     with context.parked(wanted.wait_ms):
-        fetched = context.broker.fetching.fetch(wanted, peer_of(environ))
+        fetched = context.broker.reader_fetch.fetch(wanted, peer_of(environ))
     context.answers.hold_bytes(environ, sum([frame.size_bytes for each in fetched for frame in each.frames]))
     return ResponseParts(_encode({"partitions": fetched}), 200, contract.FRAMES_MSGPACK)

@@ -51,7 +51,7 @@ def list_unfinished(context: RequestContext, group: str) -> Response:
     wire.check_name(topic, "topic")
     limit = min(parameters.number("limit", least=1) or UNFINISHED, UNFINISHED_MAX)
     after, forward = _place(parameters.text("after")), may_forward(request.environ)
-    counts = context.broker.sizing.look(group, topic, forward=forward) if after is None else None
+    counts = context.broker.queue_sizes.look(group, topic, forward=forward) if after is None else None
     found = context.broker.unfinished.messages(group, topic, after=after, forward=forward)
     first, more = first_of(found, attrgetter("stored.record"), limit)
     context.make_room([each.stored.record for each in first])

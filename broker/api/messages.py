@@ -17,7 +17,7 @@ from portalmq.broker.api.client_watch import peer_of
 from portalmq.broker.api.query import whole_number
 from portalmq.broker.api.request_context import RequestContext, accepts, answer, answer_packed, no_content, query
 from portalmq.broker.api.traffic import may_forward
-from portalmq.broker.messages.scheduled import BEGINNING, Due
+from portalmq.broker.messages.scheduled import BEGINNING, SchedulePosition
 from portalmq.broker.partition.answer_size import blocks_of, first_of
 from portalmq.errors import InvalidRequest, Unavailable
 
@@ -159,13 +159,13 @@ def list_scheduled(context: RequestContext, topic: str) -> Response:
     return answer(shown)
 
 
-def _due(text: str | None) -> Due:
+def _due(text: str | None) -> SchedulePosition:
     if text is None:
         return BEGINNING
     parts = text.split("-")
     if len(parts) != 3:
         raise InvalidRequest(f"after is {text[:100]!r}, but must be the `next` of an earlier page")
-    return Due(*[whole_number(part, "each number of after") for part in parts])
+    return SchedulePosition(*[whole_number(part, "each number of after") for part in parts])
 
 
 def cancel_scheduled(context: RequestContext, topic: str, message_id: str) -> Response:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import msgspec
 
 from portalmq import wire
-from portalmq.broker.messages.browsing import Page, Stored
+from portalmq.broker.messages.browse import StoredMessage, StoredPage
 from portalmq.broker.partition.long_poll import LeasedMessage
 from portalmq.broker.partition.yielding import in_turns
 from portalmq.broker.storage.batch import Record
@@ -27,7 +27,7 @@ _LARGE = (b"e000", b"e+000", b"0" * 100)
 _decode_json = msgspec.json.Decoder().decode
 
 
-def json_message(stored: Stored | LeasedMessage) -> wire.JsonMessageOut:
+def json_message(stored: StoredMessage | LeasedMessage) -> wire.JsonMessageOut:
     """The message as JSON answers show it."""
     record = stored.record
     message = wire.JsonMessageOut(
@@ -96,7 +96,7 @@ def _has_large_number(value: bytes) -> bool:
     return False
 
 
-def pack_page_messages(messages: Iterable[Stored]) -> list[wire.PackMessageOut]:
+def pack_page_messages(messages: Iterable[StoredMessage]) -> list[wire.PackMessageOut]:
     out = []
     for stored in messages:
         record = stored.record
@@ -152,7 +152,7 @@ def encode_received(messages: Iterable[LeasedMessage], stale_receipts: list[str]
     return _json.encode(answer) + b"\n"
 
 
-def encode_page(page: Page, *, packed: bool) -> bytes:
+def encode_page(page: StoredPage, *, packed: bool) -> bytes:
     if packed:
         return _pack.encode(
             wire.PackBrowsePage(
@@ -163,10 +163,10 @@ def encode_page(page: Page, *, packed: bool) -> bytes:
     return _json.encode(wire.BrowsePage(shown, page.next_offset, page.log_start_offset, page.high_watermark)) + b"\n"
 
 
-def json_line(stored: Stored) -> bytes:
+def json_line(stored: StoredMessage) -> bytes:
     return _json.encode(json_message(stored)) + b"\n"
 
 
-def server_sent_event(stored: Stored) -> bytes:
+def server_sent_event(stored: StoredMessage) -> bytes:
     """One message as a server-sent event (WHATWG HTML, 9.2); its id is the offset, so that a client can resume."""
     return b"id: %d\ndata: %s\n\n" % (stored.offset, _json.encode(json_message(stored)))

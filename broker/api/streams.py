@@ -18,17 +18,17 @@ def join(context: RequestContext, group: str) -> Response:
     wire.check_name(group, "group")
     wanted = wire.decode_json(context.body(), contract.JoinRequest)
     peer, forward = peer_of(request.environ), may_forward(request.environ)
-    return answer(context.broker.streams.join(group, wanted, peer, forward=forward))
+    return answer(context.broker.group_coordinators.join(group, wanted, peer, forward=forward))
 
 
 def heartbeat(context: RequestContext, group: str, member: str) -> Response:
     wanted = wire.decode_json(context.body(), contract.HeartbeatRequest)
     forward = may_forward(request.environ)
-    return answer(context.broker.streams.heartbeat(group, member, wanted.generation, forward=forward))
+    return answer(context.broker.group_coordinators.heartbeat(group, member, wanted.generation, forward=forward))
 
 
 def leave(context: RequestContext, group: str, member: str) -> Response:
-    context.broker.streams.leave(group, member, forward=may_forward(request.environ))
+    context.broker.group_coordinators.leave(group, member, forward=may_forward(request.environ))
     return no_content()
 
 
@@ -43,7 +43,7 @@ def offsets(context: RequestContext, group: str) -> Response:
 
 def seek(context: RequestContext, group: str) -> Response:
     wanted = wire.decode_json(context.body(), contract.SeekRequest)
-    sought = context.broker.streams.seek(
+    sought = context.broker.group_coordinators.seek(
         group,
         wanted.topic,
         target_of(wanted.to),

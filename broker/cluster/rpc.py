@@ -6,8 +6,8 @@
     purge       Purge      -> [Result[bool]]              settle      Settle      -> [Result[list[bool]]]
     known       Known      -> [Result[bool]]              groups      CountGroups -> GroupCounts
     start       Start      -> [Result[bool]]              end_group   EndGroup    -> EndedGroup
-    finish      Finish     -> [Result[list[bool]]]        turn        Turn        -> Turned
-    sizes       SizeOf     -> [Result[QueueSize]]         (its Structs are in queues/unfinished_counts.py)
+    finish      Finish     -> [Result[list[bool]]]        turn        Turn        -> SharedOffsetResult
+    sizes       SizeOf     -> [Result[QueueSize]]         (its Structs are in queues/queue_sizes.py)
 
 Results come in the order of the shares, or numbers, that were asked for. A topic goes by its id as well as its name:
 one that was deleted and made again is another topic. All are arrays in MessagePack; a field that is added comes last
@@ -189,7 +189,7 @@ class SharedOffsetCall(msgspec.Struct, array_like=True):
     done: int | None = None
 
 
-class Turned(msgspec.Struct, array_like=True):
+class SharedOffsetResult(msgspec.Struct, array_like=True):
     """`advanced`: the offset has moved. `message` is (offset, timestamp_ms, record) of the one whose turn it is, None
     when there is none, and when it was not asked for; `offset` is where the queue goes on."""
 

@@ -211,7 +211,7 @@ def check_done(partition: Partition, offset: int, acks: Acks) -> None:
 
 @dataclass(slots=True)
 class _Finding:
-    repeats: Repeats
+    repeat_finder: RepeatFinder
     record: Record
     acks: Acks
 
@@ -219,7 +219,7 @@ class _Finding:
         outcomes: Outcomes[list[int]] = {}
         for place in in_short_turns(places):
             try:
-                partition = self.repeats.metadata_cache.partition(place)
+                partition = self.repeat_finder.metadata_cache.partition(place)
                 found = first_in(partition, self.record.message_id or b"", self.record.body_hash)
                 if found is not None:
                     check_done(partition, found[0], self.acks)
@@ -237,11 +237,11 @@ class _Finding:
             self.record.body_hash or b"",
             self.acks,
         )
-        results = self.repeats.peers.call(broker_id, "first", call, _Firsts, timeout_s=FIND_TIMEOUT_S)
+        results = self.repeat_finder.peers.call(broker_id, "first", call, _Firsts, timeout_s=FIND_TIMEOUT_S)
         return {place: result.outcome() for place, result in zip(places, results, strict=True)}
 
 
-class Repeats:
+class RepeatFinder:
     """Finds the first of a key on every partition of its topic."""
 
     def __init__(self, metadata_cache: MetadataCache, leaders: LeaderRouter, peers: Peers) -> None:

@@ -27,25 +27,25 @@ _Bools = list[Result[bool]]
 class _Reading:
     """The work of asking on which partitions a group has begun."""
 
-    growth: Growth
+    partition_growth: PartitionGrowth
     group: str
 
     def here(self, places: Sequence[TopicPartition]) -> Outcomes[bool]:
         outcomes: Outcomes[bool] = {}
         for place in places:
             try:
-                outcomes[place] = self.group in self.growth.metadata_cache.partition(place).delivery
+                outcomes[place] = self.group in self.partition_growth.metadata_cache.partition(place).delivery
             except PortalMQError as error:
                 outcomes[place] = error
         return outcomes
 
     def there(self, broker_id: int, places: Sequence[TopicPartition]) -> Outcomes[bool]:
         call = GroupBegunCall(self.group, places[0].topic, places[0].topic_id, [place.number for place in places])
-        results = self.growth.peers.call(broker_id, "known", call, _Bools, timeout_s=KNOWN_TIMEOUT_S)
+        results = self.partition_growth.peers.call(broker_id, "known", call, _Bools, timeout_s=KNOWN_TIMEOUT_S)
         return {place: result.outcome() for place, result in zip(places, results, strict=True)}
 
 
-class Growth:
+class PartitionGrowth:
     def __init__(self, mirror: Mirror, metadata_cache: MetadataCache, leaders: LeaderRouter, peers: Peers) -> None:
         self._mirror = mirror
         self.metadata_cache = metadata_cache

@@ -20,7 +20,7 @@ from portalmq.broker.cluster.routing import LeaderRouter, as_unavailable, place_
 from portalmq.broker.cluster.rpc import AppendResult, Produce, Result, Share, TopicPartition, result_of
 from portalmq.broker.cluster.topics import Topic
 from portalmq.broker.core.replica.events import Stamp
-from portalmq.broker.messages.idempotency import AsSent, Keyed, Repeats, are_many, each_once, identified, known_in
+from portalmq.broker.messages.idempotency import AsSent, Keyed, RepeatFinder, are_many, each_once, identified, known_in
 from portalmq.broker.partition.partition import Partition
 from portalmq.broker.partition.writer import NotCommittedYet, Pending
 from portalmq.broker.partition.yielding import in_short_turns
@@ -126,7 +126,7 @@ class _Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Gate:
+class Admission:
     """Who may append. Asked right before offsets are allotted; neither call switches greenlets."""
 
     # Raises Fenced for the stamp of a named producer that has been succeeded, Unavailable when nobody can tell.
@@ -136,7 +136,13 @@ class Gate:
 
 
 def _entered(
-    topic: Topic, partition: Partition, records: Sequence[Record], order: _Order, gate: Gate, *, are_many_keyed: bool
+    topic: Topic,
+    partition: Partition,
+    records: Sequence[Record],
+    order: _Order,
+    admission: Admission,
+    *,
+    are_many_keyed: bool,
 ) -> _Entry:
     """Allot offsets to what is new. Raises what the partition refuses with; nothing is applied then."""
     entry = _Entry(partition)
@@ -144,7 +150,7 @@ def _entered(
     acks: Acks = "none" if order.is_copies else order.acks
     with known_in(partition, records, acks, are_many=are_many_keyed) as known:
         if order.stamp is not None:
-            gate.check_fence(order.stamp)
+            admission.check_fence(order.stamp)
         if not known:
             entry.ranks, entry.records = list(range(len(records))), list(records)
         for rank, record in enumerate(records if known else ()):
@@ -156,7 +162,7 @@ def _entered(
                 entry.known.append((rank, *place))
         if entry.records:
             if not order.is_copies:
-                gate.check_room(topic, partition, len(entry.records), order.stamp)
+                admission.check_room(topic, partition, len(entry.records), order.stamp)
             size = sum([len(record.value) for record in entry.records])
             entry.pending = partition.submit(tuple(entry.records), size, stamp=order.stamp, acks=order.acks)
             partition.remember_ids(entry.pending)
@@ -187,7 +193,7 @@ class _Producing:
     topic: Topic
     shares: dict[int, list[Record]]
     order: _Order
-    gate: Gate
+    admission: Admission
     peers: Peers | None = None
     published: int = 0
     published_bytes: int = 0
@@ -201,7 +207,7 @@ class _Producing:
             try:
                 partition = self.topic.partition(place.number)
                 entries[place] = _entered(
-                    self.topic, partition, share, self.order, self.gate, are_many_keyed=are_many_keyed
+                    self.topic, partition, share, self.order, self.admission, are_many_keyed=are_many_keyed
                 )
             except PortalMQError as error:
                 outcomes[place] = error
@@ -233,7 +239,7 @@ class _Producing:
         return {place: result.outcome() for place, result in zip(places, results, strict=True)}
 
 
-class Producing:
+class ProduceHandler:
     """Produce calls of clients, and the shares that other brokers bring."""
 
     def __init__(
@@ -243,16 +249,16 @@ class Producing:
         find: Finder,
         published: Published,
         clock: WallClock,
-        gate: Gate,
-        repeats: Repeats,
+        admission: Admission,
+        repeat_finder: RepeatFinder,
     ) -> None:
         self._leaders = leaders
         self._peers = peers
         self._find = find
         self._published = published
         self._clock = clock
-        self._gate = gate
-        self._repeats = repeats
+        self._admission = admission
+        self._repeat_finder = repeat_finder
 
     def range(self, topic: Topic, request: ProduceRequest) -> ProducedRange:
         """Append a batch to the partition of the request, all or nothing."""
@@ -267,8 +273,8 @@ class Producing:
             try:
                 partition = topic.partition(number)
                 if stamp is not None:
-                    self._gate.check_fence(stamp)
-                self._gate.check_room(topic, partition, len(records), stamp)
+                    self._admission.check_fence(stamp)
+                self._admission.check_room(topic, partition, len(records), stamp)
                 base_offset, timestamp_ms = partition.append(tuple(records), size, stamp=stamp, acks=acks)
             except (NotLeader, Unavailable) as error:
                 is_doubtful = error.outcome != "not_applied"
@@ -277,7 +283,7 @@ class Producing:
             else:
                 self._published(topic.name, len(records), size)
                 return ProducedRange(number, base_offset, len(records), timestamp_ms, topic.state.topic_id)
-        work = _Producing(topic, {number: records}, _Order(stamp, acks), self._gate, self._peers)
+        work = _Producing(topic, {number: records}, _Order(stamp, acks), self._admission, self._peers)
         try:
             appended = self._leaders.one(place, work, forward=forward, repeatable=producer is not None)
         except PortalMQError as error:
@@ -321,10 +327,10 @@ class Producing:
         if not forward:
             self._leaders.check_led_here(places.values())
         if idempotency_key is not None and topic.state.partitions > 1:
-            first = self._repeats.find(topic, records[0], next(iter(places)), request.acks)
+            first = self._repeat_finder.find(topic, records[0], next(iter(places)), request.acks)
             if first is not None:
                 return [first]
-        work = _Producing(topic, shares, _Order(_stamp(producer), request.acks), self._gate, self._peers)
+        work = _Producing(topic, shares, _Order(_stamp(producer), request.acks), self._admission, self._peers)
         repeatable = producer is not None or idempotency_key is not None or all_are_keyed
         outcomes = self._leaders.run(list(places.values()), work, forward=forward, repeatable=repeatable)
         self._count(work)
@@ -339,7 +345,7 @@ class Producing:
         """Append what was ordered elsewhere, by partition: records with a message id, so that a repeat finds its first.
         What a topic takes was checked when it was ordered. The errors of those that did not take their share."""
         places = [place_of(topic.state, number) for number in shares]
-        work = _Producing(topic, shares, _Order(None, "all", is_copies=True), self._gate, self._peers)
+        work = _Producing(topic, shares, _Order(None, "all", is_copies=True), self._admission, self._peers)
         outcomes = self._leaders.run(places, work, repeatable=True)
         self._count(work)
         return {place.number: outcome for place, outcome in outcomes.items() if isinstance(outcome, PortalMQError)}
@@ -349,7 +355,7 @@ class Producing:
         call = _decode_produce(body)
         topic = self._find(call.topic, call.topic_id)
         order = _Order(_stamp(call.stamp), call.acks, call.is_copies)
-        work = _Producing(topic, {share.number: share.records for share in call.shares}, order, self._gate)
+        work = _Producing(topic, {share.number: share.records for share in call.shares}, order, self._admission)
         places = [TopicPartition(call.topic, call.topic_id, share.number) for share in call.shares]
         outcomes = self._leaders.run(places, work, forward=False)
         self._count(work)

@@ -26,7 +26,7 @@ from portalmq.broker.cluster.rpc import Result, TopicPartition, result_of
 from portalmq.broker.cluster.topics import Topic
 from portalmq.broker.core.queue.lanes import DELAYED
 from portalmq.broker.core.queue.records import Cancel
-from portalmq.broker.messages.browsing import Stored
+from portalmq.broker.messages.browse import StoredMessage
 from portalmq.broker.partition.clock import Clock
 from portalmq.broker.partition.partition import Partition
 from portalmq.broker.partition.yielding import TimeSlice, in_short_turns
@@ -41,7 +41,7 @@ PAGE_BYTES = 8 * 1024 * 1024
 _encode = msgspec.msgpack.Encoder().encode
 
 
-class Due(NamedTuple):
+class SchedulePosition(NamedTuple):
     """A place among the scheduled messages of a topic; they are listed in this order."""
 
     due_ms: int
@@ -52,7 +52,7 @@ class Due(NamedTuple):
         return f"{self.due_ms}-{self.number}-{self.offset}"
 
 
-BEGINNING = Due(0, 0, -1)
+BEGINNING = SchedulePosition(0, 0, -1)
 
 # (due_ms, offset, timestamp_ms, record)
 Row = tuple[int, int, int, Record]
@@ -64,7 +64,7 @@ class ListScheduled(msgspec.Struct, array_like=True):
     topic: str
     topic_id: str
     numbers: list[int]
-    after: Due
+    after: SchedulePosition
     limit: int
 
 
@@ -80,7 +80,7 @@ class Rows(msgspec.Struct, array_like=True):
     one answer: what comes behind that is for the next page."""
 
     rows: list[Row]
-    cut_at: Due | None = None
+    cut_at: SchedulePosition | None = None
 
 
 _Pages = list[Result[Rows]]
@@ -90,14 +90,14 @@ class SchedulePage(NamedTuple):
     """Messages in the order in which they are due; `after` is where the next page begins, None at the end. A page may
     be short of its limit where messages are large."""
 
-    messages: list[Stored]
-    after: Due | None
+    messages: list[StoredMessage]
+    after: SchedulePosition | None
 
 
 @dataclass(slots=True)
 class _Listing:
-    scheduled: Scheduled
-    after: Due
+    scheduled: ScheduledMessages
+    after: SchedulePosition
     limit: int
 
     def here(self, places: Sequence[TopicPartition]) -> Outcomes[Rows]:
@@ -123,7 +123,9 @@ class _Listing:
             turn.pause_if_over()  # they may stand far apart, and each costs a read then
         return outcomes
 
-    def _to_come(self, place: TopicPartition, partition: Partition) -> Iterator[tuple[Due, TopicPartition]]:
+    def _to_come(
+        self, place: TopicPartition, partition: Partition
+    ) -> Iterator[tuple[SchedulePosition, TopicPartition]]:
         """What is to come on the partition, in the order of the list."""
         number = place.number
         since_ms = self.scheduled.due_by_ms(partition) + 1
@@ -135,7 +137,7 @@ class _Listing:
         lanes = partition.log.lanes
         for row in merge(*(lanes.after(lane, due_ms, offset, end) for lane in lanes.present if lane >= DELAYED)):
             if row[1] >= start and row[1] not in cancelled:
-                yield Due(row[0], number, row[1]), place
+                yield SchedulePosition(row[0], number, row[1]), place
 
     def there(self, broker_id: int, places: Sequence[TopicPartition]) -> Outcomes[Rows]:
         numbers = [place.number for place in places]
@@ -146,7 +148,7 @@ class _Listing:
 
 @dataclass(slots=True)
 class _Cancelling:
-    scheduled: Scheduled
+    scheduled: ScheduledMessages
     offset: int
 
     def here(self, places: Sequence[TopicPartition]) -> Outcomes[bool]:
@@ -164,7 +166,7 @@ class _Cancelling:
         return {place: result.outcome()}
 
 
-class Scheduled:
+class ScheduledMessages:
     def __init__(self, metadata_cache: MetadataCache, leaders: LeaderRouter, peers: Peers, clock: Clock) -> None:
         self.metadata_cache = metadata_cache
         self.peers = peers
@@ -177,21 +179,21 @@ class Scheduled:
 
     # --- listing -----------------------------------------------------------------------------------------------------
 
-    def page(self, topic: Topic, *, after: Due, limit: int, forward: bool) -> SchedulePage:
+    def page(self, topic: Topic, *, after: SchedulePosition, limit: int, forward: bool) -> SchedulePage:
         """At most `limit` messages that are still to come, from behind `after` on. Raises what a leader answers."""
         places = [place_of(topic.state, number) for number in range(topic.state.partitions)]
         if not forward:
             self._leaders.check_led_here(places)
         outcomes = self._leaders.run(places, _Listing(self, after, limit + 1), forward=forward, repeatable=True)
-        found: list[tuple[Due, Stored]] = []
-        cuts: list[Due] = []
+        found: list[tuple[SchedulePosition, StoredMessage]] = []
+        cuts: list[SchedulePosition] = []
         for place, each in outcomes.items():
             if isinstance(each, PortalMQError):
                 raise each
             cuts += [each.cut_at] if each.cut_at is not None else []
             for due_ms, offset, timestamp_ms, record in each.rows:
-                stored = Stored(place.topic, place.number, offset, timestamp_ms, record)
-                found.append((Due(due_ms, place.number, offset), stored))
+                stored = StoredMessage(place.topic, place.number, offset, timestamp_ms, record)
+                found.append((SchedulePosition(due_ms, place.number, offset), stored))
         found.sort(key=lambda row: row[0])
         page = [row for row in found[:limit] if not cuts or row[0] <= min(cuts)]
         return SchedulePage([stored for _, stored in page], page[-1][0] if len(found) > limit or cuts else None)

@@ -186,7 +186,7 @@ def receive(
     options: ReceiveOptions,
     wait_s: float,
     peer: Peer | None,
-    lot: LongPolls,
+    long_polls: LongPolls,
 ) -> list[LeasedMessage]:
     """Messages from any of the sources that `plan` names, in its order; waits for the first one up to `wait_s`.
 
@@ -198,10 +198,10 @@ def receive(
         if replayed is not None:
             return replayed
     taken = take(sources, options, ask=True, insist=wait_s <= 0)
-    if taken or wait_s <= 0 or lot.closed:
+    if taken or wait_s <= 0 or long_polls.closed:
         return taken
     waiter = Waiter(topics)
-    lot.enter(waiter)
+    long_polls.enter(waiter)
     unwatch = peer.watch(waiter.cancel) if peer is not None else lambda: None
     deadline = time.monotonic() + wait_s
     try:
@@ -220,7 +220,7 @@ def receive(
                 return taken
     finally:
         unwatch()
-        lot.leave(waiter)
+        long_polls.leave(waiter)
         for source in sources:
             source.leave(waiter)
             source.notify()

@@ -53,7 +53,7 @@ def post(context: RequestContext) -> Response:
 def _mark(context: RequestContext, queue: str) -> str:
     """ "" for a queue that is not there."""
     try:
-        return context.broker.completion.mark(queue)
+        return context.broker.offset_acks.mark(queue)
     except TopicNotFound:
         return ""
 
@@ -84,7 +84,7 @@ def get(context: RequestContext) -> Response:
         (verdict,) = context.broker.ack(DEFAULT, [message.receipt])
         if isinstance(verdict, PortalMQError):
             raise verdict
-    key = Key(context.broker.completion.mark_in(message.receipt), message.partition, message.offset)
+    key = Key(context.broker.offset_acks.mark_in(message.receipt), message.partition, message.offset)
     return answer({**shown(message.record), "timestamp": message.timestamp_ms, "key": str(key)})
 
 
@@ -105,7 +105,7 @@ def confirm(context: RequestContext) -> Response:
 def read_all(context: RequestContext) -> Response:
     """All that is not confirmed yet, at most LIST_MAX, and 16 MiB; `more` says whether that is not all."""
     queue = _queue()
-    mark = context.broker.completion.mark(queue)
+    mark = context.broker.offset_acks.mark(queue)
     found, more = first_of(context.broker.unfinished.messages(DEFAULT, queue), RECORD_OF, LIST_MAX)
     context.make_room(map(RECORD_OF, found))
     messages = [

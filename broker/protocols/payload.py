@@ -98,7 +98,7 @@ def read_key(text: str) -> Key:
 def finish(context: RequestContext, queue: str, keys: Sequence[Key]) -> list[Verdict]:
     """Which messages are done for the group of the older queues. Raises TopicNotFound, PartitionNotFound."""
     places = [(key.partition, key.offset) for key in keys]
-    return context.broker.completion.finish(DEFAULT, queue, places, marks=[key.mark for key in keys])
+    return context.broker.offset_acks.finish(DEFAULT, queue, places, marks=[key.mark for key in keys])
 
 
 # A message as one integer: the offset itself in partition 0, where all messages of a queue with one partition are.

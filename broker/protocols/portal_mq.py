@@ -24,7 +24,7 @@ from flask import Response, request
 from portalmq import wire
 from portalmq.broker.api.client_watch import peer_of
 from portalmq.broker.api.request_context import RequestContext, answer, no_content
-from portalmq.broker.messages.browsing import Stored
+from portalmq.broker.messages.browse import StoredMessage
 from portalmq.broker.messages.produce import ProduceRequest
 from portalmq.broker.protocols import PORTAL_GROUP
 from portalmq.broker.protocols.payload import Carried, number_of, place_of_number, shown
@@ -95,7 +95,7 @@ def read(context: RequestContext) -> Response:
     return answer({**shown(stored.record), "offset": offset, "timestamp_ms": stored.timestamp_ms})
 
 
-def _front(context: RequestContext, topic: str, size: int, wait_ms: int) -> Stored | None:
+def _front(context: RequestContext, topic: str, size: int, wait_ms: int) -> StoredMessage | None:
     """The first message of any of `size` partitions; another is asked first each time."""
     turn = next(_turns)
     while True:

@@ -26,8 +26,8 @@ from portalmq.broker.messages.produce import ProduceRequest
 from portalmq.broker.partition.answer_size import first_of
 from portalmq.broker.protocols import DEFAULT
 from portalmq.broker.protocols.payload import RECORD_OF, Carried, number_of, place_of_number, shown
+from portalmq.broker.queues.queue_sizes import QueueSize
 from portalmq.broker.queues.unfinished import PendingMessage
-from portalmq.broker.queues.unfinished_counts import QueueSize
 from portalmq.errors import InvalidRequest, PartitionNotFound, PortalMQError, TopicNotFound
 
 LIMIT = 10
@@ -65,7 +65,7 @@ def delete(context: RequestContext) -> Response:
     if number is None:
         raise InvalidRequest("name the message that was processed: ?cid=7&id=12")
     try:
-        (verdict,) = context.broker.completion.finish(DEFAULT, DEFAULT, [place_of_number(number)], holder=holder)
+        (verdict,) = context.broker.offset_acks.finish(DEFAULT, DEFAULT, [place_of_number(number)], holder=holder)
     except (PartitionNotFound, TopicNotFound):
         verdict = False
     if isinstance(verdict, PortalMQError):
@@ -87,7 +87,7 @@ def state(context: RequestContext) -> Response:
     more = False
     with suppress(TopicNotFound):
         # The size first: with it the group begins, and what nobody has asked for yet is counted as well.
-        size = context.broker.sizing.size(DEFAULT, DEFAULT)
+        size = context.broker.queue_sizes.size(DEFAULT, DEFAULT)
         found, more = first_of(context.broker.unfinished.messages(DEFAULT, DEFAULT), RECORD_OF, limit)
     context.make_room(map(RECORD_OF, found))
     messages = [

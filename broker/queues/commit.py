@@ -62,7 +62,7 @@ _encode = msgspec.msgpack.Encoder().encode
 _decode_commit = msgspec.msgpack.Decoder(Commit).decode
 
 
-class StreamPlace(msgspec.Struct, array_like=True, frozen=True):
+class MemberOffset(msgspec.Struct, array_like=True, frozen=True):
     """The next offset to read, committed by `member` in `generation`. `committed` is where the input begins: the
     group's committed offset, as the member knows it. Older clients and brokers do not send it."""
 
@@ -83,7 +83,7 @@ class CommitCall(msgspec.Struct, array_like=True):
     number: int
     outputs: list[Output]
     shown: list[tuple[int, int, list[int]]] = []
-    stream: StreamPlace | None = None
+    stream: MemberOffset | None = None
 
 
 class CommitResult(msgspec.Struct, array_like=True):
@@ -113,7 +113,7 @@ class _Weighed(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Publication:
+class OutputMessage:
     """A message to be appended to `topic`, in `partition` if that is named."""
 
     topic: str
@@ -124,7 +124,7 @@ class Publication:
 class CommitGroupLookup(Protocol):
     """What committing needs of the groups."""
 
-    def known(self, name: str, *, mode: str = "", group_id: str = "") -> GroupState: ...
+    def get(self, name: str, *, mode: str = "", group_id: str = "") -> GroupState: ...
     def book(self, group: GroupState, topic_id: str) -> ReceiptBook: ...
     def at(self, group: GroupState, place: TopicPartition) -> GroupPartition: ...
     def partition(self, place: TopicPartition) -> Partition: ...
@@ -137,7 +137,7 @@ class Receipts(Protocol):
         ...
 
 
-class TopicBook(Protocol):
+class TopicLookup(Protocol):
     def known(self, name: str) -> Topic:
         """Raises TopicNotFound, Unavailable."""
         ...
@@ -175,7 +175,7 @@ class GroupCommits:
         self,
         groups: CommitGroupLookup,
         receipts: Receipts,
-        topics: TopicBook,
+        topics: TopicLookup,
         leaders: LeaderRouter,
         peers: Peers,
         outboxes: Outboxes,
@@ -194,7 +194,7 @@ class GroupCommits:
     # --- the broker that is asked ------------------------------------------------------------------------------------
 
     def commit_receipts(
-        self, name: str, receipts: list[str], publications: list[Publication], *, forward: bool
+        self, name: str, receipts: list[str], publications: list[OutputMessage], *, forward: bool
     ) -> wire.Committed:
         """Ack messages of one partition and order outputs. Raises InvalidRequest, GroupModeMismatch, StaleReceipt; then
         nothing was done."""
@@ -225,8 +225,8 @@ class GroupCommits:
         name: str,
         topic: str,
         number: int,
-        stream: StreamPlace,
-        publications: list[Publication],
+        stream: MemberOffset,
+        publications: list[OutputMessage],
         *,
         forward: bool,
     ) -> wire.Committed:
@@ -240,7 +240,7 @@ class GroupCommits:
         return self._brought(call, place, forward)
 
     def _of_mode(self, name: str, mode: str) -> GroupState:
-        group = self._groups.known(name, mode=mode)
+        group = self._groups.get(name, mode=mode)
         if group.config.mode != mode:
             raise GroupModeMismatch(
                 f"group {name!r} is a {group.config.mode} group: its commits have {_shape(group.config.mode)}, and no"
@@ -260,7 +260,7 @@ class GroupCommits:
             raise
         return wire.Committed(done.acked, done.published, f"{place.number}-{done.offset}")
 
-    def _outputs(self, publications: list[Publication]) -> list[Output]:
+    def _outputs(self, publications: list[OutputMessage]) -> list[Output]:
         """The outputs as they stand in the record. Topics that are missing are made. Raises what one of them would be
         refused with, named by its place."""
         if len(publications) > OUTPUTS_MAX:
@@ -302,7 +302,7 @@ class GroupCommits:
 
     def _group_of(self, call: CommitCall) -> GroupState:
         """Raises InvalidRequest where another group has the name by now: its receipts have the same numbers."""
-        group = self._groups.known(call.group, group_id=call.group_id)
+        group = self._groups.get(call.group, group_id=call.group_id)
         if group.group_id != call.group_id:
             raise InvalidRequest(f"the commit is of an earlier group {call.group!r}")
         return group
@@ -373,7 +373,7 @@ class GroupCommits:
         at.wait_refused()
         at.partition.wait_led()
 
-    def _apply_stream(self, partition: Partition, call: CommitCall, shown: StreamPlace) -> CommitResult:
+    def _apply_stream(self, partition: Partition, call: CommitCall, shown: MemberOffset) -> CommitResult:
         stream = partition.streams.get(call.group)
         if stream is None:
             partition.wait_led()
@@ -403,7 +403,7 @@ class GroupCommits:
         )
         return CommitResult(0, len(call.outputs), self._append(partition, call.group, record))
 
-    def _check_stream(self, stream: StreamOffsets, partition: Partition, shown: StreamPlace) -> None:
+    def _check_stream(self, stream: StreamOffsets, partition: Partition, shown: MemberOffset) -> None:
         stream.check_owner(shown.member, shown.generation)
         if shown.committed is not None:
             stream.check_begin(shown.committed, partition.log.log_start_offset)
@@ -485,7 +485,7 @@ def _numbered(shown: list[_Shown]) -> list[ReceiptSpan]:
     return numbered
 
 
-def _partition_of(topic: Topic, publication: Publication) -> int | None:
+def _partition_of(topic: Topic, publication: OutputMessage) -> int | None:
     """Where the output goes: fixed here when it has a key, so that partitions that are added later move none of a
     commit's outputs. Raises PartitionNotFound."""
     if publication.partition is not None:

@@ -28,7 +28,7 @@ from portalmq.broker.core.fold import DeadFold
 from portalmq.broker.core.queue.delivery import OUTSTANDING_MAX, GroupDelivery
 from portalmq.broker.core.queue.predicate import Candidate, Predicate, parse
 from portalmq.broker.core.queue.records import Drop, Range, Redrive, ranges_of
-from portalmq.broker.messages.browsing import Stored
+from portalmq.broker.messages.browse import StoredMessage
 from portalmq.broker.partition.clock import Clock
 from portalmq.broker.partition.partition import Partition
 from portalmq.broker.partition.writer import Pending
@@ -90,14 +90,14 @@ class DeadPage(msgspec.Struct, array_like=True):
 class Listed:
     """`next_after` is where the next page begins, None when there is none."""
 
-    messages: list[Stored]
+    messages: list[StoredMessage]
     next_after: str | None
 
 
 class DeadLetterGroupLookup(Protocol):
     """What dead letters need of the groups."""
 
-    def known(self, name: str, *, mode: str = "", group_id: str = "") -> GroupState: ...
+    def get(self, name: str, *, mode: str = "", group_id: str = "") -> GroupState: ...
     def partition(self, place: TopicPartition) -> Partition: ...
     def attach(self, group: GroupState, partition: Partition, topic_id: str) -> GroupPartition: ...
 
@@ -160,12 +160,12 @@ class DeadLetters:
         ]
         call = DeadCall(name, group.group_id, topic.name, topic.state.topic_id, shares, limit=limit)
         outcomes = self._run("dead_letters", call, topic, DeadPage, self._listing(call), forward=forward)
-        messages: list[Stored] = []
+        messages: list[StoredMessage] = []
         for share in shares:
             page = outcomes[share.number]
             room = limit - len(messages)
             messages += [
-                Stored(topic.name, share.number, offset, timestamp_ms, record)
+                StoredMessage(topic.name, share.number, offset, timestamp_ms, record)
                 for offset, timestamp_ms, record in page.messages[:room]
             ]
             is_last = share.number == topic.state.partitions - 1
@@ -226,7 +226,7 @@ class DeadLetters:
         return group, topic, [DeadShare(number, ranges=ranges) for number, ranges in sorted(found.items()) if ranges]
 
     def _of_queue(self, name: str) -> GroupState:
-        group = self._groups.known(name, mode="queue")
+        group = self._groups.get(name, mode="queue")
         if group.config.mode != "queue":
             raise GroupModeMismatch(f"group {name!r} is a stream group: only queue groups give messages up")
         return group
@@ -286,7 +286,7 @@ class DeadLetters:
 
     def _delivery(self, call: DeadCall, place: TopicPartition) -> tuple[Partition, GroupDelivery | None]:
         """The partition, and the group on it if it has begun there. What was appended is committed on return."""
-        group = self._groups.known(call.group, group_id=call.group_id)
+        group = self._groups.get(call.group, group_id=call.group_id)
         if group.group_id != call.group_id:
             raise Unavailable(f"group {call.group!r} was deleted meanwhile", retry_after_s=0.1)
         partition = self._groups.partition(place)
@@ -345,7 +345,7 @@ class DeadLetters:
             ranges = _timed(offsets, now_ms + share.first_ms, share.step_ms)
             _check_same(partition, call.group, delivery)
             redriven = _written(partition, call.group, ranges, lambda part: Redrive(part, now_ms))
-            self._groups.attach(self._groups.known(call.group), partition, place.topic_id).notify()
+            self._groups.attach(self._groups.get(call.group), partition, place.topic_id).notify()
             return redriven
 
         return do

@@ -87,7 +87,7 @@ class _Beginning:
 
 
 class Groups:
-    """Settings and places. Receiving is in receive.py, settling in settle.py, counting and ending in group_counts.py.
+    """Settings and places. Receiving is in receive.py, settling in settle.py, counting and ending in group_admin.py.
 
     Invariant: `attached` holds a group exactly on partitions that this broker leads and where it has begun.
     """
@@ -108,7 +108,7 @@ class Groups:
         self.capacity: Capacity | None = None
         self.topics = topics
         self.leaders = leaders
-        self.lot = LongPolls(parked_receives_max)
+        self.long_polls = LongPolls(parked_receives_max)
         self.on_acked: Callable[[str, str, int], None] = lambda topic, group, messages: None
         self.on_delivered: Callable[[str, str, int, int], None] = lambda topic, group, messages, again: None
         self.on_dead: Callable[[str, str, int], None] = lambda topic, group, messages: None
@@ -168,7 +168,7 @@ class Groups:
             self._remember(name, group)
         return group
 
-    def known(self, name: str, *, mode: str = "", group_id: str = "") -> GroupState:
+    def get(self, name: str, *, mode: str = "", group_id: str = "") -> GroupState:
         """Raises GroupNotFound, and Unavailable for one that is just being deleted. Where this broker knows none, or
         one of another `mode` or `group_id` than the caller can use, the control plane has the last word."""
         group = self.find(name)
@@ -256,7 +256,7 @@ class Groups:
     def deleting(self, name: str) -> Iterator[GroupState]:
         """While the group is ended everywhere, and forgotten if that succeeds, nobody finds it here or makes it anew.
         Raises GroupNotFound."""
-        group = self.known(name)
+        group = self.get(name)
         self._deleting.add(name)
         try:
             yield group
@@ -321,7 +321,7 @@ class Groups:
             group = self.find(name)
             if group is not None:
                 self.attach(group, partition, topic.state.topic_id)
-        self.lot.move({topic.name})
+        self.long_polls.move({topic.name})
 
     def on_stepped_down(self, topic: Topic, partition: Partition) -> None:
         """Another broker leads it, or will: who sleeps here looks anew."""
@@ -353,7 +353,7 @@ class Groups:
             else:
                 self._leads[key] = leads
         if moved:
-            self.lot.move(moved)
+            self.long_polls.move(moved)
 
     def _drop(self, name: str) -> None:
         """Forget what was kept of a group that is gone, or is another one of the name."""
@@ -458,7 +458,7 @@ class Groups:
     def unbegun(self, group: GroupState, topics: Sequence[str]) -> None:
         """A leader says that the group has not begun: an unclean election may have lost that."""
         self._begun = {mark for mark in self._begun if mark[0] != group.group_id}
-        self.lot.move(topics)
+        self.long_polls.move(topics)
 
     def begin_here(self, group: GroupState, place: TopicPartition, start: wire.GroupStart) -> bool:
         """Whether the group has begun just now; it is durable on return."""
@@ -475,7 +475,7 @@ class Groups:
 
     def serve_start(self, body: bytes) -> bytes:
         call = msgspec.msgpack.decode(body, type=Start)
-        group = self.known(call.group, group_id=call.group_id)
+        group = self.get(call.group, group_id=call.group_id)
         if group.group_id != call.group_id:
             raise Unavailable(f"group {call.group!r} was deleted meanwhile", retry_after_s=0.1)
         return self._serve(_Beginning(self, group, call.start), call)

@@ -45,7 +45,7 @@ _decode_interest = msgspec.msgpack.Decoder(Interest).decode
 _encode = msgspec.msgpack.Encoder().encode
 
 
-class Receiving:
+class ReceiveHandler:
     """Receives of clients, and those that other brokers ask for."""
 
     def __init__(self, groups: Groups, settlement: Settlement, peers: Peers, *, patience_s: float = PATIENCE_S) -> None:
@@ -86,13 +86,18 @@ class Receiving:
             topics = self._as_they_are(topics)
             try:
                 self._begin(group, topics, forward)
-                messages = receive(plan, request.topics, options, wait_s, peer, self._groups.lot)
+                messages = receive(plan, request.topics, options, wait_s, peer, self._groups.long_polls)
                 if messages or self._answered(self._as_they_are(topics), forward, waited=wait_s > 0):
                     return messages
                 raise Unavailable("a partition has no leader just now, and the others are empty", retry_after_s=0.1)
             except (NotLeader, Unavailable) as error:
                 left_s = deadline - time.monotonic()
-                if error.outcome != "not_applied" or not error.retryable or left_s <= 0 or self._groups.lot.closed:
+                if (
+                    error.outcome != "not_applied"
+                    or not error.retryable
+                    or left_s <= 0
+                    or self._groups.long_polls.closed
+                ):
                     raise
                 wait_s = left_s if wait_s else 0.0
                 gevent.sleep(min(pause_s, left_s))
@@ -121,14 +126,14 @@ class Receiving:
         plan = partial(self._plan, group, [topic.name for topic in topics], forward)
         messages: list[LeasedMessage] = []
         try:
-            messages = receive(plan, request.topics, options, 0, peer, self._groups.lot)
+            messages = receive(plan, request.topics, options, 0, peer, self._groups.long_polls)
         except PortalMQError as error:
             if error.outcome == "unknown":
                 raise
         verdicts = finish()
         if not messages and request.wait_ms:
             try:
-                messages = receive(plan, request.topics, options, request.wait_ms / 1000, peer, self._groups.lot)
+                messages = receive(plan, request.topics, options, request.wait_ms / 1000, peer, self._groups.long_polls)
             except (Backpressure, NotLeader, Unavailable):
                 messages = []
         return messages, verdicts
@@ -286,8 +291,8 @@ class Receiving:
         if not has_begun or any(source.has_messages() for source in sources):
             return _encode(Interested(True))
         waiter = Waiter(call.topics, is_interest=True)
-        lot = self._groups.lot
-        lot.enter(waiter)
+        long_polls = self._groups.long_polls
+        long_polls.enter(waiter)
         unwatch = peer.watch(waiter.cancel) if peer is not None else lambda: None
         for source in sources:
             source.park(waiter)
@@ -295,7 +300,7 @@ class Receiving:
             waiter.sleep(call.wait_ms / 1000)
         finally:
             unwatch()
-            lot.leave(waiter)
+            long_polls.leave(waiter)
             for source in sources:
                 source.leave(waiter)
         is_ready = not waiter.cancelled and any(source.has_messages() for source in sources)

@@ -38,7 +38,7 @@ _Results = list[Result[list[bool]]]
 class SettleGroupLookup(Protocol):
     """What settling needs of the groups."""
 
-    def known(self, name: str, *, mode: str = "", group_id: str = "") -> GroupState:
+    def get(self, name: str, *, mode: str = "", group_id: str = "") -> GroupState:
         """Raises GroupNotFound."""
         ...
 
@@ -236,7 +236,7 @@ class Settlement:
     def serve(self, body: bytes) -> bytes:
         """Receipts that another broker has checked, for partitions that this one leads."""
         call = _decode_settle(body)
-        group = self._groups.known(call.group, group_id=call.group_id)
+        group = self._groups.get(call.group, group_id=call.group_id)
         if group.group_id != call.group_id:
             raise InvalidRequest(f"the receipts are of an earlier group {call.group!r}")
         shares = {
@@ -250,7 +250,7 @@ class Settlement:
         return _encode([result_of(outcomes[place]) for place in shares])
 
     def _queue_group(self, name: str) -> GroupState:
-        group = self._groups.known(name, mode="queue")
+        group = self._groups.get(name, mode="queue")
         if group.config.mode != "queue":
             raise GroupModeMismatch(f"group {name!r} works in stream mode: it commits offsets and has no receipts")
         return group

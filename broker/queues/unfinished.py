@@ -23,7 +23,7 @@ from portalmq.broker.cluster.rpc import TopicPartition
 from portalmq.broker.cluster.topics import Topic
 from portalmq.broker.core.queue.delivery import HELD_MS, GroupDelivery
 from portalmq.broker.core.queue.lanes import spot_of
-from portalmq.broker.messages.browsing import Stored
+from portalmq.broker.messages.browse import StoredMessage
 from portalmq.broker.partition.clock import Clock
 from portalmq.broker.partition.partition import Partition
 from portalmq.broker.partition.yielding import TimeSlice, in_short_turns
@@ -62,7 +62,7 @@ class PendingMessage(NamedTuple):
     """A message that is not done. `available_at_ms` is when it may be handed out (again); None where that is now, and
     where it waits for an earlier message of its key."""
 
-    stored: Stored
+    stored: StoredMessage
     state: State
     deliveries: int
     available_at_ms: int | None
@@ -106,7 +106,7 @@ class UnfinishedMessages:
                 call = ListUnfinished(name, *place, offset, 1_000)
                 found = self._leaders.one(place, self._lookup(call), forward=forward, repeatable=True)
                 for at, timestamp_ms, record, state, deliveries, available_at_ms in found.rows:
-                    stored = Stored(topic_name, number, at, timestamp_ms, record)
+                    stored = StoredMessage(topic_name, number, at, timestamp_ms, record)
                     yield PendingMessage(stored, state, deliveries, available_at_ms or None)
                 offset = found.next_offset
 

@@ -8,7 +8,7 @@ import logging
 from portalmq.broker.cluster.routing import place_of
 from portalmq.broker.partition.clock import Clock
 from portalmq.broker.streams.coordinator import Coordinator
-from portalmq.broker.streams.partition_groups import StreamPartitions
+from portalmq.broker.streams.stream_partitions import StreamPartitions
 from portalmq.control_plane.mirror import Mirror
 from portalmq.control_plane.stream_groups import CheckpointState, StreamGroups
 from portalmq.errors import PortalMQError

@@ -17,7 +17,7 @@ from portalmq.broker.cluster.rpc import TopicPartition
 from portalmq.broker.cluster.topics import Topic
 from portalmq.broker.partition.clock import Clock
 from portalmq.broker.queues.groups import Groups
-from portalmq.broker.streams.partition_groups import (
+from portalmq.broker.streams.stream_partitions import (
     CommitShare,
     GroupPosition,
     StreamPartitions,

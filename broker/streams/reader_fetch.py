@@ -42,7 +42,7 @@ GATHER_S = 1.0
 _decode_head = msgspec.msgpack.Decoder(Head).decode
 
 
-class Fetched(msgspec.Struct, omit_defaults=True):
+class PartitionFrames(msgspec.Struct, omit_defaults=True):
     """As stream_wire.FetchedPartition, with frames as the storage has them."""
 
     topic: str
@@ -71,16 +71,16 @@ class ReaderFetch:
         topic: Callable[[str], Topic],
         partition: Callable[[TopicPartition], Partition],
         leaders: LeaderRouter,
-        lot: LongPolls,
+        long_polls: LongPolls,
     ) -> None:
         self._topic = topic
         self._partition = partition
         self._leaders = leaders
-        self._lot = lot
+        self._long_polls = long_polls
         self._parked: dict[Partition, set[Event]] = {}
         self._turn = BoundedSemaphore()
 
-    def fetch(self, request: contract.FetchRequest, peer: Peer | None) -> list[Fetched]:
+    def fetch(self, request: contract.FetchRequest, peer: Peer | None) -> list[PartitionFrames]:
         """One answer for each partition, in order."""
         event = Event()
         answers = self._answers(request)
@@ -94,11 +94,11 @@ class ReaderFetch:
         for event in self._parked.get(partition, ()):
             event.set()
 
-    def _answers(self, request: contract.FetchRequest) -> list[Fetched]:
+    def _answers(self, request: contract.FetchRequest) -> list[PartitionFrames]:
         left = request.max_bytes
         until_s = monotonic() + GATHER_S
         share = max(SHARE_BYTES_MIN, left // len(request.partitions))
-        answers: list[Fetched] = []
+        answers: list[PartitionFrames] = []
         for asked in in_short_turns(request.partitions):
             topic_id = ""
             try:
@@ -109,11 +109,11 @@ class ReaderFetch:
                 frames, next_offset = ([], asked.offset) if is_over else self._frames(read, min(left, share), until_s)
             except PortalMQError as error:
                 problem = msgspec.to_builtins(error.problem())
-                answers.append(Fetched(asked.topic, asked.partition, error=problem, topic_id=topic_id))
+                answers.append(PartitionFrames(asked.topic, asked.partition, error=problem, topic_id=topic_id))
                 continue
             left -= sum([frame.size_bytes for frame in frames])
             answers.append(
-                Fetched(
+                PartitionFrames(
                     asked.topic,
                     asked.partition,
                     next_offset,
@@ -170,7 +170,7 @@ class ReaderFetch:
             except PortalMQError:
                 return
         unwatch = peer.watch(event.set) if peer is not None else None
-        let_go = self._lot.hold(event)
+        let_go = self._long_polls.hold(event)
         self._park(reads, event)
         try:
             if not any(read.partition.readable_end > read.offset for read in reads):

@@ -20,15 +20,15 @@ from portalmq.broker.cluster.lookup import Lookup
 from portalmq.broker.cluster.metadata_cache import MetadataCache
 from portalmq.broker.cluster.peers import Peers
 from portalmq.broker.cluster.routing import LeaderRouter, Outcomes
-from portalmq.broker.cluster.rpc import Result, SharedOffsetCall, TopicPartition, Turned, result_of
+from portalmq.broker.cluster.rpc import Result, SharedOffsetCall, SharedOffsetResult, TopicPartition, result_of
 from portalmq.broker.cluster.topics import Topic
 from portalmq.broker.core.queue.records import Claim, CommitOffset
-from portalmq.broker.messages.browsing import Stored
+from portalmq.broker.messages.browse import StoredMessage
 from portalmq.broker.partition.clock import Clock
 from portalmq.broker.partition.partition import Partition
 from portalmq.broker.queues.groups import Groups
 from portalmq.broker.storage.batch import Record
-from portalmq.broker.streams.partition_groups import target
+from portalmq.broker.streams.stream_partitions import target
 from portalmq.control_plane.state import GroupState
 from portalmq.errors import GroupModeMismatch, PortalMQError, Unavailable
 
@@ -46,16 +46,16 @@ class Fronts(msgspec.Struct, array_like=True):
     numbers: list[int]
 
 
-_Fronts = list[Result[Turned]]
+_Fronts = list[Result[SharedOffsetResult]]
 _decode_turn = msgspec.msgpack.Decoder(SharedOffsetCall).decode
 _decode_fronts = msgspec.msgpack.Decoder(Fronts).decode
 _encode = msgspec.msgpack.Encoder().encode
 
 
-class Front(NamedTuple):
+class QueueHead(NamedTuple):
     """`message` is None when there is none: the next one will stand at `offset` or above."""
 
-    message: Stored | None
+    message: StoredMessage | None
     offset: int
 
 
@@ -64,10 +64,10 @@ class _Looking:
     shared_offsets: SharedOffsets
     group: GroupState
 
-    def here(self, places: Sequence[TopicPartition]) -> Outcomes[Turned]:
+    def here(self, places: Sequence[TopicPartition]) -> Outcomes[SharedOffsetResult]:
         """Waits for nobody's followers: the partitions that need a wait are tried again together, within one bound,
         and not at all once another one has a message."""
-        outcomes: Outcomes[Turned] = {}
+        outcomes: Outcomes[SharedOffsetResult] = {}
         for place in places:
             try:
                 outcomes[place] = turned = self.shared_offsets.here(self.group, place, None, patient=False)
@@ -75,12 +75,12 @@ class _Looking:
                 outcomes[place] = error
             else:
                 if turned.message is not None:
-                    outcomes = {each: Turned(False) for each in places}
+                    outcomes = {each: SharedOffsetResult(False) for each in places}
                     outcomes[place] = turned
                     break
         return outcomes
 
-    def there(self, broker_id: int, places: Sequence[TopicPartition]) -> Outcomes[Turned]:
+    def there(self, broker_id: int, places: Sequence[TopicPartition]) -> Outcomes[SharedOffsetResult]:
         numbers = [place.number for place in places]
         call = Fronts(self.group.name, self.group.group_id, places[0].topic, places[0].topic_id, numbers)
         results = self.shared_offsets.peers.call(broker_id, "fronts", call, _Fronts, timeout_s=TURN_TIMEOUT_S)
@@ -110,18 +110,18 @@ class SharedOffsets:
         """How many there are: nobody has to be asked. Raises TopicNotFound."""
         return self._topic(topic).state.partitions
 
-    def front(self, name: str, topic: str, number: int, *, forward: bool = True) -> Front:
+    def front(self, name: str, topic: str, number: int, *, forward: bool = True) -> QueueHead:
         """The message whose turn it is, and the offset. Raises TopicNotFound, PartitionNotFound."""
         turned = self._turn(name, topic, number, None, forward)
-        stored = Stored(topic, number, *turned.message) if turned.message is not None else None
-        return Front(stored, turned.offset)
+        stored = StoredMessage(topic, number, *turned.message) if turned.message is not None else None
+        return QueueHead(stored, turned.offset)
 
-    def first_front(self, name: str, topic: str, numbers: Sequence[int]) -> Front:
+    def first_front(self, name: str, topic: str, numbers: Sequence[int]) -> QueueHead:
         """The first of these partitions' fronts that has a message, or else that of the first partition. Most often
         that one has; only if not are the others' leaders asked, all at once, each for all that it leads."""
         known, work = self._topic(topic), _Looking(self, self._group(name))
         places = [known.place(number) for number in numbers]
-        outcomes: Outcomes[Turned] = {}
+        outcomes: Outcomes[SharedOffsetResult] = {}
         # A message of one partition does not wait for the leader of another.
         for asked, patience_s in ((places[:1], 0.0), (places[1:], 0.0), (places, None)):
             left = [place for place in asked if isinstance(outcomes.get(place), PortalMQError | None)]
@@ -130,20 +130,20 @@ class SharedOffsets:
             for place in left:
                 outcome = outcomes[place]
                 if not isinstance(outcome, PortalMQError) and outcome.message is not None:
-                    return Front(Stored(topic, place.number, *outcome.message), outcome.offset)
+                    return QueueHead(StoredMessage(topic, place.number, *outcome.message), outcome.offset)
         for outcome in outcomes.values():
             if isinstance(outcome, PortalMQError):
                 raise outcome
         first = outcomes[places[0]]
-        assert isinstance(first, Turned)
-        return Front(None, first.offset)
+        assert isinstance(first, SharedOffsetResult)
+        return QueueHead(None, first.offset)
 
     def advance(self, name: str, topic: str, number: int, offset: int, *, forward: bool = True) -> bool:
         """Whether it was the turn of the message at `offset`; it is done then, durably. Raises with the outcome unknown
         when that is so: a repeat answers False for a message that the first call ended."""
         return self._turn(name, topic, number, offset, forward).advanced
 
-    def _turn(self, name: str, topic: str, number: int, done: int | None, forward: bool) -> Turned:
+    def _turn(self, name: str, topic: str, number: int, done: int | None, forward: bool) -> SharedOffsetResult:
         place = self._topic(topic).place(number)
         group = self._group(name)
         call = SharedOffsetCall(name, group.group_id, *place, done)
@@ -154,12 +154,14 @@ class SharedOffsets:
         group = self._groups.find_of(name, "stream")
         if group is None:
             self._groups.put(name, {"mode": "stream"})
-            group = self._groups.known(name)
+            group = self._groups.get(name)
         if group.config.mode != "stream":
             raise GroupModeMismatch(f"group {name!r} works in queue mode: its messages are leased, and have no turns")
         return group
 
-    def here(self, group: GroupState, place: TopicPartition, done: int | None, *, patient: bool = True) -> Turned:
+    def here(
+        self, group: GroupState, place: TopicPartition, done: int | None, *, patient: bool = True
+    ) -> SharedOffsetResult:
         """On a partition that is led here. Raises Unavailable while its followers do not vouch; if not `patient`, at
         once."""
         partition = self._metadata_cache.partition(place)
@@ -171,16 +173,16 @@ class SharedOffsets:
         offset = max(stream.committed, partition.log.log_start_offset)
         message = _first_message(partition, offset)
         if done is None:
-            return Turned(False, message, offset)
+            return SharedOffsetResult(False, message, offset)
         if message is None or message[0] != done:
             # It may have been ended by a commit that is not committed yet: say so when it is.
             partition.wait_settled(partition.replica.next_offset - 1)
-            return Turned(False)
+            return SharedOffsetResult(False)
         stream.check_commit(NOBODY, stream.generation, done + 1, partition.high_watermark)
         record = CommitOffset(done + 1, NOBODY, stream.generation, self._clock.now_ms())
         pending = partition.append_group_record(group.name, record)
         partition.wait_settled(pending.base_offset)
-        return Turned(True)
+        return SharedOffsetResult(True)
 
     def _claim(self, group: GroupState, partition: Partition) -> None:
         configured = group.config.start
@@ -195,7 +197,7 @@ class SharedOffsets:
         return _encode([result_of(outcomes[place]) for place in places])
 
     def _same_group(self, name: str, group_id: str) -> GroupState:
-        group = self._groups.known(name, group_id=group_id)
+        group = self._groups.get(name, group_id=group_id)
         if group.group_id != group_id:
             raise Unavailable(f"group {name!r} was deleted meanwhile", retry_after_s=0.1)
         return group
@@ -206,11 +208,11 @@ class SharedOffsets:
         place = TopicPartition(call.topic, call.topic_id, call.number)
         return _encode(self._leaders.one(place, self._lookup(group, call), forward=False))
 
-    def _lookup(self, group: GroupState, call: SharedOffsetCall) -> Lookup[Turned]:
+    def _lookup(self, group: GroupState, call: SharedOffsetCall) -> Lookup[SharedOffsetResult]:
         return Lookup(
             "turn",
             call,
-            Turned,
+            SharedOffsetResult,
             lambda place: self.here(group, place, call.done),
             self.peers,
             timeout_s=TURN_TIMEOUT_S,

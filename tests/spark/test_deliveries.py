@@ -243,7 +243,7 @@ def test_a_stream_group_commits_what_lies_between(tmp_path: Path) -> None:
         data.later(100)
         data.put("t", b"d")
         data.later(100)
-        streams, offsets = data.fixture.broker.streams, data.fixture.broker.offsets
+        streams, offsets = data.fixture.broker.group_coordinators, data.fixture.broker.offsets
         member = streams.join("g", stream_wire.JoinRequest(["t"], "m"))
         for offset in (first[0] + 2, data.partition("t").high_watermark):
             asked = stream_wire.PartitionOffset("t", 0, offset)
@@ -267,20 +267,20 @@ def test_what_a_seek_passed_over_is_committed_for_the_first_time_later(tmp_path:
         first, *_, last = data.put("t", *numbered(10))
         broker = data.fixture.broker
         broker.put_group("g", {"mode": "stream", "start": start})
-        member = broker.streams.join("g", stream_wire.JoinRequest(["t"], "m"))
+        member = broker.group_coordinators.join("g", stream_wire.JoinRequest(["t"], "m"))
 
         def commit(offset: int) -> None:
             nonlocal member
             with gevent.Timeout(60):
-                member = broker.streams.heartbeat("g", "m", member.generation)
+                member = broker.group_coordinators.heartbeat("g", "m", member.generation)
                 while not member.assignment:
                     gevent.sleep(0.01)
-                    member = broker.streams.heartbeat("g", "m", member.generation)
+                    member = broker.group_coordinators.heartbeat("g", "m", member.generation)
             asked = stream_wire.PartitionOffset("t", 0, offset)
             broker.offsets.commit("g", stream_wire.CommitOffsetsRequest("m", member.generation, [asked]))
 
         for goal, upto in (({"offset": first + 6}, first + 8), ("earliest", first + 7), ("earliest", last + 1)):
-            broker.streams.seek("g", "t", goal, partition=None, dry_run=False)
+            broker.group_coordinators.seek("g", "t", goal, partition=None, dry_run=False)
             commit(upto)
     found = [row for row in rows("deliveries", tmp_path / "data") if row["event"] == "committed"]
     told_of = [(row["first_offset"] - first, row["messages"], row["delivery"]) for row in found]
@@ -294,7 +294,7 @@ def test_a_group_that_was_deleted_ended_and_its_name_begins_anew(tmp_path: Path)
         receive(data)
         data.fixture.broker.delete_group("g")
         ack(data, receive(data))
-        streams, offsets = data.fixture.broker.streams, data.fixture.broker.offsets
+        streams, offsets = data.fixture.broker.group_coordinators, data.fixture.broker.offsets
         member = streams.join("s", stream_wire.JoinRequest(["t"], "m"))
         asked = stream_wire.PartitionOffset("t", 0, data.partition("t").high_watermark)
         offsets.commit("s", stream_wire.CommitOffsetsRequest("m", member.generation, [asked]))

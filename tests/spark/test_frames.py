@@ -137,7 +137,7 @@ def _by_frames(data: DataDirectory, topic: str) -> list[dict[str, object]]:
     position = 0
     while position < log.end_offset:
         request = contract.FetchRequest([contract.PartitionOffset(topic, 0, position)], max_bytes=500)
-        (answer,) = data.fixture.broker.fetching.fetch(request, None)
+        (answer,) = data.fixture.broker.reader_fetch.fetch(request, None)
         fetched = msgspec.msgpack.decode(msgspec.msgpack.encode(answer), type=contract.FetchedPartition)
         assert fetched.error is None
         found += batches_of(fetched.frames, log, position, log.end_offset, tuple(COLUMNS))

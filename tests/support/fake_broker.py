@@ -8,9 +8,9 @@ from typing import Any
 from msgspec import structs
 
 from portalmq import wire
-from portalmq.broker.messages.browsing import Page, Stored
+from portalmq.broker.messages.browse import StoredMessage, StoredPage
 from portalmq.broker.messages.produce import ProduceRequest
-from portalmq.broker.messages.scheduled import Due, SchedulePage
+from portalmq.broker.messages.scheduled import SchedulePage, SchedulePosition
 from portalmq.broker.partition.long_poll import LeasedMessage
 from portalmq.errors import (
     GroupNotFound,
@@ -137,7 +137,7 @@ class FakeBroker:
         self._called("new_producer", name=name, instance=instance, renews=renews)
         return wire.ProducerIdentity(5, 2)
 
-    def browse(self, topic: str, partition: int, **options: Any) -> Page:
+    def browse(self, topic: str, partition: int, **options: Any) -> StoredPage:
         self._called("browse", topic=topic, partition=partition, **options)
         logs = self._log(topic)
         if partition >= len(logs):
@@ -148,18 +148,18 @@ class FakeBroker:
             raise OffsetOutOfRange(f"offset {start} is beyond {end}")
         stop = min(end, start + options["limit"])
         messages = [self._stored(topic, partition, offset) for offset in range(start, stop)]
-        return Page(messages, stop, 0, end)
+        return StoredPage(messages, stop, 0, end)
 
-    def scheduled(self, topic: str, *, after: Due, limit: int, forward: bool = True) -> SchedulePage:
+    def scheduled(self, topic: str, *, after: SchedulePosition, limit: int, forward: bool = True) -> SchedulePage:
         self._called("scheduled", topic=topic, after=after, limit=limit)
         messages = [self._stored(topic, 0, offset) for offset in range(len(self._log(topic)[0]))]
-        return SchedulePage(messages[:limit], Due(9, 0, limit) if len(messages) > limit else None)
+        return SchedulePage(messages[:limit], SchedulePosition(9, 0, limit) if len(messages) > limit else None)
 
     def cancel_scheduled(self, topic: str, partition: int, offset: int, *, forward: bool = True) -> None:
         self._called("cancel_scheduled", topic=topic, partition=partition, offset=offset)
 
-    def _stored(self, topic: str, partition: int, offset: int) -> Stored:
-        return Stored(topic, partition, offset, NOW_MS, self.logs[topic][partition][offset])
+    def _stored(self, topic: str, partition: int, offset: int) -> StoredMessage:
+        return StoredMessage(topic, partition, offset, NOW_MS, self.logs[topic][partition][offset])
 
     def read_all(self, topic: str, limit: int | None, *, forward: bool = True) -> Any:
         self._called("read_all", topic=topic, limit=limit)

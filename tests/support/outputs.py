@@ -11,7 +11,7 @@ from portalmq import wire
 from portalmq.broker.core.queue.records import Dead
 from portalmq.broker.messages.produce import ProduceRequest
 from portalmq.broker.partition.partition import Partition
-from portalmq.broker.queues.commit import Publication
+from portalmq.broker.queues.commit import OutputMessage
 from portalmq.broker.storage.batch import Record
 
 
@@ -23,13 +23,13 @@ def receive(fixture: Fixture, count: int = 10, topic: str = "in", group: str = "
     return fixture.broker.receive(group, wire.ReceiveRequest([topic], max_messages=count), None)
 
 
-def commit(fixture: Fixture, messages, publish: Sequence[Publication] = (), group: str = "g") -> wire.Committed:
+def commit(fixture: Fixture, messages, publish: Sequence[OutputMessage] = (), group: str = "g") -> wire.Committed:
     receipts = [message.receipt for message in messages]
     return fixture.broker.group_commits.commit_receipts(group, receipts, list(publish), forward=True)
 
 
-def outputs(*values: str, topic: str = "out", partition: int | None = None, **more: object) -> list[Publication]:
-    return [Publication(topic, record, partition) for record in records(*values, **more)]
+def outputs(*values: str, topic: str = "out", partition: int | None = None, **more: object) -> list[OutputMessage]:
+    return [OutputMessage(topic, record, partition) for record in records(*values, **more)]
 
 
 def there(fixture: Fixture, topic: str = "out") -> list[str]:

@@ -11,7 +11,7 @@ import pytest
 from portalmq import wire
 from portalmq.broker.api import incoming, outgoing
 from portalmq.broker.api.incoming import decode_messages
-from portalmq.broker.messages.browsing import Page, Stored
+from portalmq.broker.messages.browse import StoredMessage, StoredPage
 from portalmq.broker.partition.long_poll import LeasedMessage
 from portalmq.broker.storage.batch import Record
 from portalmq.errors import InvalidRequest, MessageTooLarge
@@ -80,8 +80,8 @@ def test_others_have_their_turn_while_very_many_messages_are_shown(monkeypatch):
     assert [each["offset"] for each in answer["messages"]] == list(range(MAX))
     assert len(turns) >= MAX // outgoing.MESSAGES_A_TURN - 1
     turns.clear()
-    stored = [Stored("t", 0, offset, 1, record) for offset in range(MAX)]
-    answer = msgspec.json.decode(outgoing.encode_page(Page(stored, MAX, 0, MAX), packed=False))
+    stored = [StoredMessage("t", 0, offset, 1, record) for offset in range(MAX)]
+    answer = msgspec.json.decode(outgoing.encode_page(StoredPage(stored, MAX, 0, MAX), packed=False))
     assert [each["offset"] for each in answer["messages"]] == list(range(MAX))
     assert len(turns) >= MAX // outgoing.MESSAGES_A_TURN - 1
 

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from portalmq.broker.api import outgoing
-from portalmq.broker.messages.browsing import Stored
+from portalmq.broker.messages.browse import StoredMessage
 from portalmq.broker.protocols.payload import shown
 from portalmq.broker.storage.batch import Record
 
@@ -17,7 +17,7 @@ SOUND = [b"1e99", b"1" + b"0" * 30, b'"1e999 and 1e400"', b'{"id": 1234567890123
 
 def line_of(value: bytes) -> dict:
     record = Record(value, "application/json")
-    return json.loads(outgoing.json_line(Stored("t", 0, 0, 0, record)))
+    return json.loads(outgoing.json_line(StoredMessage("t", 0, 0, 0, record)))
 
 
 @pytest.mark.parametrize("value", POISON, ids=lambda value: value[:12].decode())

@@ -15,7 +15,7 @@ from support.seeds import client_of
 
 from portalmq import wire
 from portalmq.broker.cluster.peers import credential
-from portalmq.broker.queues.unfinished_counts import SizeOf
+from portalmq.broker.queues.queue_sizes import SizeOf
 from portalmq.broker.storage.errors import CorruptBatch, DiskFull, StorageFault, TooManyOpenFiles
 from portalmq.broker.storage.lanes import Lanes
 from portalmq.broker.storage.log import Log
@@ -55,7 +55,7 @@ def http(fixture: Fixture) -> FlaskClient:
 
 
 def ask_as_a_broker(http: FlaskClient, fixture: Fixture) -> Any:
-    group, topic = fixture.broker.groups.known("q"), fixture.broker.topics.known("t")
+    group, topic = fixture.broker.groups.get("q"), fixture.broker.topics.known("t")
     body = msgspec.msgpack.encode(SizeOf("q", group.group_id, "t", topic.state.topic_id, [0]))
     headers = {"Authorization": credential(fixture.broker.cluster_secret)}
     return http.post("/internal/v1/sizes", data=body, headers=headers)
@@ -125,6 +125,6 @@ def test_a_tail_that_meets_a_fault_ends_and_so_does_the_broker(
     def failing(*_: Any, **__: Any) -> None:
         raise fault
 
-    monkeypatch.setattr(fixture.broker.browsing, "browse", failing)
+    monkeypatch.setattr(fixture.broker.browser, "browse", failing)
     assert answer.data.count(b"id:") == 1
     assert fixture.faults == [fault]

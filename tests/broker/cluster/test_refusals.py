@@ -15,8 +15,8 @@ from portalmq.broker.cluster.lookup import Lookup
 from portalmq.broker.cluster.routing import NoSuchPartition
 from portalmq.broker.cluster.rpc import TopicPartition
 from portalmq.broker.messages.produce import ProduceRequest
-from portalmq.broker.queues.commit import Publication, StreamPlace
-from portalmq.broker.streams.coordination import Coordinate
+from portalmq.broker.queues.commit import MemberOffset, OutputMessage
+from portalmq.broker.streams.group_coordinators import Coordinate
 from portalmq.control_plane.state import GroupState, TopicState
 from portalmq.errors import (
     ERRORS_BY_CODE,
@@ -109,7 +109,7 @@ def test_a_partition_is_missing_only_if_the_control_plane_has_none(fixture, know
 
 def fetched(fixture: Fixture, number: int) -> None:
     request = contract.FetchRequest([contract.PartitionOffset("t", number, 0)])
-    (answer,) = fixture.broker.fetching.fetch(request, None)
+    (answer,) = fixture.broker.reader_fetch.fetch(request, None)
     assert answer.error is not None
     raise ERRORS_BY_CODE[answer.error["code"]](answer.error["detail"])
 
@@ -120,19 +120,19 @@ def committed(fixture: Fixture, number: int) -> None:
 
 
 def committed_with_outputs(fixture: Fixture, number: int) -> None:
-    fixture.broker.group_commits.commit_offset("s", "t", number, StreamPlace("a", 1, 0, 0), [], forward=True)
+    fixture.broker.group_commits.commit_offset("s", "t", number, MemberOffset("a", 1, 0, 0), [], forward=True)
 
 
 def published_by_a_commit(fixture: Fixture, number: int) -> None:
-    published = [Publication("t", *records("a"), partition=number)]
-    fixture.broker.group_commits.commit_offset("s", "t", 0, StreamPlace("a", 1, 0, 0), published, forward=True)
+    published = [OutputMessage("t", *records("a"), partition=number)]
+    fixture.broker.group_commits.commit_offset("s", "t", 0, MemberOffset("a", 1, 0, 0), published, forward=True)
 
 
 def coordinated(fixture: Fixture, number: int) -> None:
     """Another broker, which knows more, takes this one for the coordinator."""
-    group = fixture.broker.groups.known("s")
+    group = fixture.broker.groups.get("s")
     call = Coordinate("s", group.group_id, "seek", topics=("t",), to="earliest", numbers=(number,))
-    fixture.broker.streams.serve(msgspec.msgpack.encode(call))
+    fixture.broker.group_coordinators.serve(msgspec.msgpack.encode(call))
 
 
 @pytest.mark.parametrize("known", [1, 2])
@@ -144,11 +144,11 @@ def coordinated(fixture: Fixture, number: int) -> None:
         committed_with_outputs,
         published_by_a_commit,
         coordinated,
-        lambda it, number: it.broker.streams.seek("s", "t", "earliest", partition=number, dry_run=False),
+        lambda it, number: it.broker.group_coordinators.seek("s", "t", "earliest", partition=number, dry_run=False),
         lambda it, number: it.broker.shared_offsets.front("s", "t", number),
         lambda it, number: it.broker.shared_offsets.advance("s", "t", number, 0),
         lambda it, number: it.broker.shared_offsets.first_front("s", "t", [0, number]),
-        lambda it, number: it.broker.completion.finish("q", "t", [(number, 0)]),
+        lambda it, number: it.broker.offset_acks.finish("q", "t", [(number, 0)]),
         lambda it, number: list(it.broker.unfinished.messages("q", "t", after=(number, 0))),
         lambda it, number: it.broker.dead_letters.page("q", "t", limit=1, after=f"{number}-0"),
         lambda it, number: it.broker.dead_letters.drop("q", "t", ids=[f"{number}-0"]),
@@ -157,7 +157,7 @@ def coordinated(fixture: Fixture, number: int) -> None:
 def test_a_partition_that_may_have_been_added_just_now_is_not_denied(fixture, use, known):
     fixture.broker.put_group("s", {"mode": "stream"})
     fixture.broker.groups.ensure("q")
-    fixture.broker.streams.join("s", contract.JoinRequest(["t"], "a"))
+    fixture.broker.group_coordinators.join("s", contract.JoinRequest(["t"], "a"))
     knows_older(fixture, partitions=known)
     with pytest.raises(PartitionNotFound if known == 2 else Unavailable) as error:
         use(fixture, known)
@@ -182,9 +182,9 @@ def test_a_group_of_another_mode_may_be_an_earlier_one_of_the_name(fixture):
     groups._remember("g", earlier)
     assert groups.ensure("g") == group
     groups._remember("g", earlier)
-    assert groups.known("g", mode="queue") == group
+    assert groups.get("g", mode="queue") == group
     groups._remember("g", earlier)
-    assert groups.known("g", group_id=group.group_id) == group
+    assert groups.get("g", group_id=group.group_id) == group
     fixture.broker.put_group("s", {"mode": "stream"})
     with pytest.raises(GroupModeMismatch):
         groups.ensure("s")
@@ -195,10 +195,10 @@ def test_a_group_that_was_deleted_here_and_made_anew_elsewhere_is_there(fixture)
     broker.groups.ensure("g")
     broker.delete_group("g")
     with pytest.raises(GroupNotFound):
-        broker.groups.known("g")
+        broker.groups.get("g")
     made, _ = broker._catalog.put_group("g", {})
     broker.groups._remember("g", None)  # its own word is younger than what the mirror shows
-    assert broker.groups.known("g") == made
+    assert broker.groups.get("g") == made
 
 
 def test_what_the_mirror_shows_later_is_newer_than_what_this_broker_wrote(fixture):

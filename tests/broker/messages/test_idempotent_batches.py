@@ -239,7 +239,7 @@ def test_what_is_ordered_elsewhere_is_looked_for_as_a_batch_is(fixture, monkeypa
     fixture.broker.create_topic("t", wire.CreateTopic())
     copies = [Record(name.encode(), "text/plain", message_id=wire.message_id_of(name)) for name in names(size)]
     for _ in range(2):
-        assert fixture.broker.producing.copies(fixture.broker.topics.get("t"), {0: copies}) == {}
+        assert fixture.broker.produce_handler.copies(fixture.broker.topics.get("t"), {0: copies}) == {}
     assert stored(fixture) == names(size)
     assert len(on_the_hub) <= 2 * SOUGHT_HERE_MAX
 

@@ -119,7 +119,7 @@ def test_a_message_that_a_successor_may_have_taken_is_not_denied(fixture, monkey
 
     monkeypatch.setattr("portalmq.broker.partition.readable.gevent", SimpleNamespace(sleep=pass_by))
     monkeypatch.setattr(PartitionReplica, "led_at", lambda replica, then_ms: False)
-    monkeypatch.setattr(fixture.broker.schedule._leaders, "_patience_s", 0.0)  # a refusal is not tried again
+    monkeypatch.setattr(fixture.broker.scheduled_messages._leaders, "_patience_s", 0.0)  # a refusal is not tried again
     with pytest.raises(Unavailable, match="do not vouch"):
         fixture.broker.cancel_scheduled("t", 0, 10_000)
 

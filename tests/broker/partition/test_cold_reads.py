@@ -31,9 +31,9 @@ def cold(tmp_path, monkeypatch):
         yield fixture
 
 
-def fetch(fixture: Fixture, *partitions: int) -> list[fetching.Fetched]:
+def fetch(fixture: Fixture, *partitions: int) -> list[fetching.PartitionFrames]:
     asked = [contract.PartitionOffset("t", partition, 0) for partition in partitions]
-    return fixture.broker.fetching.fetch(contract.FetchRequest(asked, 1 << 20, 0), None)
+    return fixture.broker.reader_fetch.fetch(contract.FetchRequest(asked, 1 << 20, 0), None)
 
 
 def test_of_many_who_read_what_is_on_disk_one_reads_at_a_time_and_all_get_it(cold, monkeypatch):
@@ -70,5 +70,5 @@ def test_an_answer_that_takes_a_while_goes_out_with_a_piece_of_what_was_asked(co
 
 def test_what_is_in_memory_waits_for_nobody_who_reads_from_disk(cold):
     fetch(cold, 1)
-    with cold.broker.fetching._turn, gevent.Timeout(60):
+    with cold.broker.reader_fetch._turn, gevent.Timeout(60):
         assert len(fetch(cold, 1)[0].frames) == PIECES

@@ -123,7 +123,7 @@ def received(fixture: Fixture, group: str = "g", *, wait_ms: int = 0) -> list[st
 
 def fetched(fixture: Fixture) -> None:
     places = [stream_wire.PartitionOffset("t", number, 0) for number in range(PARTITIONS)]
-    fixture.broker.fetching.fetch(stream_wire.FetchRequest(places), None)
+    fixture.broker.reader_fetch.fetch(stream_wire.FetchRequest(places), None)
 
 
 def redriven(fixture: Fixture) -> None:
@@ -148,10 +148,10 @@ CALLS: dict[str, Callable[[Fixture], object]] = {
     "read all": lambda fixture: list(fixture.broker.read_all("t", None)),
     "list what is scheduled": lambda fixture: fixture.broker.scheduled("t", limit=10),
     "list what is unfinished": lambda fixture: list(fixture.broker.unfinished.messages("g", "t")),
-    "count what is unfinished": lambda fixture: fixture.broker.sizing.look("g", "t"),
-    "count a queue": lambda fixture: fixture.broker.sizing.size("g", "t"),
+    "count what is unfinished": lambda fixture: fixture.broker.queue_sizes.look("g", "t"),
+    "count a queue": lambda fixture: fixture.broker.queue_sizes.size("g", "t"),
     "look for dead letters": redriven,
-    "tell offsets": lambda fixture: fixture.broker.streaming.positions(
+    "tell offsets": lambda fixture: fixture.broker.stream_partitions.positions(
         "s", [fixture.broker.topics.known("t").place(number) for number in range(PARTITIONS)]
     ),
     "health": lambda fixture: fixture.broker.health(),
@@ -169,8 +169,8 @@ def spread(tmp_path):
         fixture.broker.create_topic("t", wire.CreateTopic(partitions=PARTITIONS))
         fixture.broker.produce("t", ProduceRequest(records(*["a"] * PARTITIONS), list(range(PARTITIONS))))
         fixture.receipts = received(fixture)
-        group = fixture.broker.groups.known("g")
-        fixture.sources = fixture.broker.receiving._plan(group, ["t"], forward=False)
+        group = fixture.broker.groups.get("g")
+        fixture.sources = fixture.broker.receive_handler._plan(group, ["t"], forward=False)
         yield fixture
 
 
@@ -204,7 +204,7 @@ LISTS: dict[str, Callable[[Fixture], object]] = {
     "metadata": lambda fixture: fixture.broker.metadata(None),
     "groups": lambda fixture: fixture.broker.list_groups(),
     "locks": lambda fixture: fixture.broker.locks.list_all(),
-    "a group": lambda fixture: fixture.broker.group_counter.describe("a"),
+    "a group": lambda fixture: fixture.broker.group_admin.describe("a"),
     "the topic of a receipt": lambda fixture: fixture.broker.groups.by_tag(b"no topic"),
     "locks, swept": lambda fixture: fixture.broker.locks._sweep(),
     "locks, read anew": lambda fixture: (fixture.broker.locks.note(None), fixture.broker.locks._read_noted()),
@@ -259,13 +259,13 @@ def test_a_consumer_that_ends_while_it_parks_sleeps_nowhere(spread, monkeypatch)
         if sleepers() and gevent.getcurrent() is consumer:
             raise gevent.GreenletExit
 
-    seconds, lot = count(), spread.broker.groups.lot
+    seconds, long_polls = count(), spread.broker.groups.long_polls
     monkeypatch.setattr("portalmq.broker.partition.yielding.perf_counter", lambda: next(seconds))
     monkeypatch.setattr("portalmq.broker.partition.yielding.give_way", end)
     options = ReceiveOptions(1, 1_000, "", None)
-    consumer = gevent.spawn(receive, lambda: spread.sources, ["t"], options, 60.0, None, lot)
+    consumer = gevent.spawn(receive, lambda: spread.sources, ["t"], options, 60.0, None, long_polls)
     assert isinstance(consumer.get(), gevent.GreenletExit)
-    assert (sleepers(), list(lot.waiters)) == ([], [])
+    assert (sleepers(), list(long_polls.waiters)) == ([], [])
 
 
 def test_receipts_settle_nothing_of_a_group_that_was_made_anew_between_two_partitions(spread, monkeypatch):

@@ -158,7 +158,7 @@ def test_copies_and_outputs_are_not_held_up_and_count_for_what_comes_after(fixtu
     limit(fixture, 2)
     begin(fixture)
     send(fixture, 1)
-    producing, topic = fixture.broker.producing, fixture.broker.topics.get("t")
+    producing, topic = fixture.broker.produce_handler, fixture.broker.topics.get("t")
     copies = {0: [Record(b"copy", message_id=bytes([number]) * 16) for number in range(3)]}
     producing.copies(topic, copies)
     producing.copies(topic, copies)

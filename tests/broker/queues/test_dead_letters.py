@@ -394,7 +394,7 @@ def test_the_calls_between_brokers_carry_all_of_it(fixture):
     """What another broker asks of the leader is the same work, by way of the wire."""
     known = dead(fixture, "a", "b")
     broker = fixture.broker
-    group, topic = broker.groups.known("g"), broker.topics.get("in").state
+    group, topic = broker.groups.get("g"), broker.topics.get("in").state
     share = dead_letters.DeadShare(0)
 
     def ask(name, **more):
@@ -491,7 +491,7 @@ def test_a_pause_after_which_the_group_has_another_fold_refuses_the_call(fixture
     monkeypatch.setattr(dead_letters, "RANGES_IN_A_RECORD", 10)
     offsets = tuple(int(each.partition("-")[2]) for each in scattered(fixture, 20))
     ranges = tuple((offset, offset + 1) for offset in offsets)
-    partition, group, topic = partition_of(fixture), fixture.broker.groups.known("g"), fixture.broker.topics.known("in")
+    partition, group, topic = partition_of(fixture), fixture.broker.groups.get("g"), fixture.broker.topics.known("in")
     call = dead_letters.DeadCall("g", group.group_id, "in", topic.state.topic_id, [])
 
     def anew() -> None:

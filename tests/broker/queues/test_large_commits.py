@@ -8,7 +8,7 @@ from support.outputs import commit, outputs, receive, send, settled, there
 
 from portalmq import wire
 from portalmq.broker.queues import commit as committing
-from portalmq.broker.queues.commit import Publication
+from portalmq.broker.queues.commit import OutputMessage
 from portalmq.errors import InvalidRequest, MessageTooLarge, StaleReceipt
 
 
@@ -115,7 +115,7 @@ def test_a_large_commit_does_nothing_to_a_group_that_is_made_anew_meanwhile(fixt
     assert fixture.broker.describe_group("g").in_flight == 10
 
 
-class Walked(list[Publication]):
+class Walked(list[OutputMessage]):
     """Publications that count how often they are walked through."""
 
     walks = 0

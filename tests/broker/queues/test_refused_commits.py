@@ -14,7 +14,7 @@ from support.outputs import commit, outputs, partition_of, receive, send
 
 from portalmq.broker.core.queue.records import Claim
 from portalmq.broker.core.replica.replica import PartitionReplica
-from portalmq.broker.queues.commit import StreamPlace
+from portalmq.broker.queues.commit import MemberOffset
 from portalmq.broker.storage.errors import DiskFull
 from portalmq.errors import StorageFull
 
@@ -36,7 +36,7 @@ def test_what_the_disk_refuses_meanwhile_refuses_no_commit(
         else:
             fixture.broker.put_group("s", {"mode": "stream"})
             partition.append_group_record("s", Claim("m", 3, 0, 1)).wait()
-            place = StreamPlace("m", 3, 3)
+            place = MemberOffset("m", 3, 3)
 
             def try_it() -> Any:
                 return fixture.broker.group_commits.commit_offset("s", "in", 0, place, outputs("A"), forward=True)

@@ -67,7 +67,7 @@ def test_what_was_done_by_its_place_or_has_expired_is_not_in_it(fixture: Fixture
     produce(fixture, "over", expires_at_ms=fixture.clock.wall_ms() + 1_000)
     receive(fixture)
     waiting = {each.stored.record.value: each.stored.offset for each in fixture.broker.unfinished.messages("g", "t")}
-    fixture.broker.completion.finish("g", "t", [(0, waiting[b"b"])])
+    fixture.broker.offset_acks.finish("g", "t", [(0, waiting[b"b"])])
     fixture.clock.advance(1_000)
     assert states(fixture) == [("a", "in_flight", 1)]
 

@@ -17,8 +17,8 @@ from portalmq.broker.cluster.rpc import TopicPartition
 from portalmq.broker.messages.produce import ProduceRequest
 from portalmq.broker.storage.batch import Record, head_of
 from portalmq.broker.streams.checkpoints import Checkpoints
-from portalmq.broker.streams.coordination import Coordinate
 from portalmq.broker.streams.coordinator import Coordinator
+from portalmq.broker.streams.group_coordinators import Coordinate
 from portalmq.errors import (
     Fenced,
     GroupModeMismatch,
@@ -42,7 +42,7 @@ def produce(fixture: Fixture, *values: str, partition: int = 0) -> None:
 
 
 def join(fixture: Fixture, member: str | None = "a", group: str = "g", **more: object) -> contract.MemberAnswer:
-    return fixture.broker.streams.join(group, contract.JoinRequest(["t"], member, **more))  # type: ignore[arg-type]
+    return fixture.broker.group_coordinators.join(group, contract.JoinRequest(["t"], member, **more))  # type: ignore[arg-type]
 
 
 def commit(fixture: Fixture, answer: contract.MemberAnswer, partition: int, offset: int) -> None:
@@ -68,7 +68,7 @@ def test_a_member_without_an_id_is_given_one(fixture: Fixture) -> None:
 
 
 def test_a_topic_that_is_missing_is_made_by_the_first_join(fixture: Fixture) -> None:
-    answer = fixture.broker.streams.join("g", contract.JoinRequest(["new"], "a"))
+    answer = fixture.broker.group_coordinators.join("g", contract.JoinRequest(["new"], "a"))
     assert [(each.topic, each.partition) for each in answer.assignment] == [("new", 0)]
 
 
@@ -82,7 +82,7 @@ def test_commits_rise_and_the_next_owner_goes_on_there(fixture: Fixture) -> None
         commit(fixture, answer, 0, offset - 1)
     with pytest.raises(OffsetOutOfRange, match="can be read up to"):
         commit(fixture, answer, 0, 1_000)
-    fixture.broker.streams.leave("g", "a")
+    fixture.broker.group_coordinators.leave("g", "a")
     assert join(fixture, "b").assignment[0].offset == offset
 
 
@@ -103,11 +103,11 @@ def test_nobody_joins_for_a_client_that_is_gone(fixture: Fixture) -> None:
     late.leave()
     request = contract.JoinRequest(["t"], "a")
     with pytest.raises(Unavailable, match="has gone"):
-        fixture.broker.streams.join("g", request, late)
-    brought = Coordinate("g", fixture.broker.groups.known("g").group_id, "join", "a", ("t",))
+        fixture.broker.group_coordinators.join("g", request, late)
+    brought = Coordinate("g", fixture.broker.groups.get("g").group_id, "join", "a", ("t",))
     with pytest.raises(Unavailable, match="has gone"):
-        fixture.broker.streams.serve(msgspec.msgpack.encode(brought), late)
-    again = fixture.broker.streams.heartbeat("g", "a", member.generation)
+        fixture.broker.group_coordinators.serve(msgspec.msgpack.encode(brought), late)
+    again = fixture.broker.group_coordinators.heartbeat("g", "a", member.generation)
     assert again.generation == member.generation, "it is not fenced by its own request"
 
 
@@ -118,7 +118,7 @@ def test_a_zombie_may_not_commit(fixture: Fixture) -> None:
     with pytest.raises(IllegalGeneration, match="does not own"):
         commit(fixture, zombie, 0, 1)
     with pytest.raises(Fenced):
-        fixture.broker.streams.heartbeat("g", "a", zombie.generation)
+        fixture.broker.group_coordinators.heartbeat("g", "a", zombie.generation)
     commit(fixture, newer, 0, 1)
 
 
@@ -127,7 +127,7 @@ def test_who_is_not_in_the_group_may_not_commit(fixture: Fixture) -> None:
     with pytest.raises(IllegalGeneration):
         commit(fixture, contract.MemberAnswer("stranger", answer.generation, [], 1), 0, 0)
     with pytest.raises(GroupNotFound):
-        fixture.broker.streams.heartbeat("nothing", "a", 1)
+        fixture.broker.group_coordinators.heartbeat("nothing", "a", 1)
 
 
 def test_of_several_commits_each_is_told(fixture: Fixture) -> None:
@@ -152,7 +152,7 @@ def test_new_partitions_are_given_out_and_read_from_their_beginning(fixture: Fix
     with gevent.Timeout(60):
         while len(answer.assignment) < 3:
             gevent.sleep(0.01)
-            answer = fixture.broker.streams.heartbeat("g", "a", answer.generation)
+            answer = fixture.broker.group_coordinators.heartbeat("g", "a", answer.generation)
     assert answer.assignment[2].offset == 0
 
 
@@ -170,7 +170,7 @@ def test_a_group_begins_at_a_time(fixture: Fixture) -> None:
     at_ms = fixture.clock.wall_ms()
     produce(fixture, "new")
     answer = join(fixture)
-    sought = fixture.broker.streams.seek("g", "t", {"at": at_ms}, partition=None, dry_run=False)
+    sought = fixture.broker.group_coordinators.seek("g", "t", {"at": at_ms}, partition=None, dry_run=False)
     first = sought.offsets[0]
     assert (first.partition, first.to - answer.assignment[0].offset) == (0, 2)
 
@@ -179,39 +179,39 @@ def test_a_seek_moves_members_and_fences_what_is_under_way(fixture: Fixture) -> 
     produce(fixture, "0", "1", "2")
     answer = join(fixture)
     commit(fixture, answer, 0, 3)
-    look = fixture.broker.streams.seek("g", "t", "earliest", partition=None, dry_run=True)
+    look = fixture.broker.group_coordinators.seek("g", "t", "earliest", partition=None, dry_run=True)
     assert look.dry_run
     assert [(each.before, each.to) for each in look.offsets] == [(3, 0), (0, 0)]
     assert standing(fixture).committed == 3
-    sought = fixture.broker.streams.seek("g", "t", "earliest", partition=None, dry_run=False)
+    sought = fixture.broker.group_coordinators.seek("g", "t", "earliest", partition=None, dry_run=False)
     assert sought.generation > answer.generation
     assert standing(fixture).committed == 0
     with pytest.raises(IllegalGeneration):
         commit(fixture, answer, 0, 3)
-    again = fixture.broker.streams.heartbeat("g", "a", answer.generation)
+    again = fixture.broker.group_coordinators.heartbeat("g", "a", answer.generation)
     with gevent.Timeout(60):
         while len(again.assignment) < 2:
             gevent.sleep(0.01)
-            again = fixture.broker.streams.heartbeat("g", "a", again.generation)
+            again = fixture.broker.group_coordinators.heartbeat("g", "a", again.generation)
     assert [(each.offset, each.since) for each in again.assignment] == [(0, sought.generation)] * 2
     commit(fixture, again, 0, 2)
-    group = fixture.broker.groups.known("g")
+    group = fixture.broker.groups.get("g")
     place = TopicPartition("t", fixture.broker.topics.get("t").state.topic_id, 0)
-    late = fixture.broker.streams._partitions.seek(group, "earliest", sought.generation - 1, [place])
+    late = fixture.broker.group_coordinators._partitions.seek(group, "earliest", sought.generation - 1, [place])
     assert all(isinstance(refused, IllegalGeneration) for refused in late.values()), "a late copy of the seek"
     assert standing(fixture).committed == 2
 
 
 def seek(fixture: Fixture, to: str | dict[str, int], key: str, **more: int) -> contract.SeekAnswer:
     given = {"partition": None, "dry_run": False} | more
-    return fixture.broker.streams.seek("g", "t", to, idempotency_key=key, **given)  # type: ignore[arg-type]
+    return fixture.broker.group_coordinators.seek("g", "t", to, idempotency_key=key, **given)  # type: ignore[arg-type]
 
 
 def test_a_copy_of_a_seek_that_arrives_after_others_have_committed_moves_and_fences_nobody(fixture: Fixture) -> None:
     produce(fixture, "0", "1", "2")
     commit(fixture, join(fixture), 0, 3)
     sought = seek(fixture, "earliest", "once")
-    answer = fixture.broker.streams.heartbeat("g", "a", sought.generation)
+    answer = fixture.broker.group_coordinators.heartbeat("g", "a", sought.generation)
     commit(fixture, answer, 0, 2)
     late = seek(fixture, "earliest", "once")
     assert (standing(fixture).committed, [(each.before, each.to) for each in late.offsets]) == (2, [(2, 2), (0, 0)])
@@ -227,7 +227,7 @@ def test_a_seek_that_was_done_on_a_part_of_the_partitions_is_done_on_the_others(
     commit(fixture, answer, 0, 3)
     commit(fixture, answer, 1, 3)
     first = seek(fixture, "earliest", "once", partition=0)
-    answer = fixture.broker.streams.heartbeat("g", "a", first.generation)
+    answer = fixture.broker.group_coordinators.heartbeat("g", "a", first.generation)
     commit(fixture, answer, 0, 2)
     again = seek(fixture, "earliest", "once")
     assert [(each.before, each.to) for each in again.offsets] == [(2, 2), (3, 0)]
@@ -261,16 +261,16 @@ def test_a_seek_to_nowhere_changes_nothing(fixture: Fixture) -> None:
     produce(fixture, "0")
     answer = join(fixture)
     with pytest.raises(OffsetOutOfRange):
-        fixture.broker.streams.seek("g", "t", {"offset": 999}, partition=0, dry_run=False)
+        fixture.broker.group_coordinators.seek("g", "t", {"offset": 999}, partition=0, dry_run=False)
     with pytest.raises(InvalidRequest, match="name the one"):
-        fixture.broker.streams.seek("g", "t", {"offset": 0}, partition=None, dry_run=False)
+        fixture.broker.group_coordinators.seek("g", "t", {"offset": 0}, partition=None, dry_run=False)
     commit(fixture, answer, 0, 1)
 
 
 def test_a_group_without_members_can_be_sought(fixture: Fixture) -> None:
     produce(fixture, "0", "1")
     fixture.broker.put_group("g", {"mode": "stream"})
-    fixture.broker.streams.seek("g", "t", {"offset": 1}, partition=0, dry_run=False)
+    fixture.broker.group_coordinators.seek("g", "t", {"offset": 1}, partition=0, dry_run=False)
     assert join(fixture).assignment[0].offset == 1
 
 
@@ -292,9 +292,9 @@ def test_a_group_that_was_deleted_begins_anew(fixture: Fixture) -> None:
     commit(fixture, join(fixture), 0, 1)
     fixture.broker.delete_group("g")
     with pytest.raises(GroupNotFound):
-        fixture.broker.streams.heartbeat("g", "a", 2)
+        fixture.broker.group_coordinators.heartbeat("g", "a", 2)
     assert join(fixture).assignment[0].offset == 0
-    assert fixture.plane.children("/streams") == [fixture.broker.groups.known("g").group_id]
+    assert fixture.plane.children("/streams") == [fixture.broker.groups.get("g").group_id]
 
 
 def test_a_restart_loses_neither_members_nor_offsets(tmp_path: Path) -> None:
@@ -305,11 +305,11 @@ def test_a_restart_loses_neither_members_nor_offsets(tmp_path: Path) -> None:
         before = join(fixture)
         commit(fixture, before, 0, 1)
     with running(tmp_path, clock) as fixture:
-        after = fixture.broker.streams.heartbeat("g", "a", before.generation)
+        after = fixture.broker.group_coordinators.heartbeat("g", "a", before.generation)
         with gevent.Timeout(60):
             while len(after.assignment) < 2:
                 gevent.sleep(0.01)
-                after = fixture.broker.streams.heartbeat("g", "a", before.generation)
+                after = fixture.broker.group_coordinators.heartbeat("g", "a", before.generation)
         assert [each.since for each in after.assignment] == [each.since for each in before.assignment]
         assert standing(fixture).committed == 1
         commit(fixture, before, 0, 2)
@@ -318,7 +318,7 @@ def test_a_restart_loses_neither_members_nor_offsets(tmp_path: Path) -> None:
 def test_offsets_are_checkpointed_to_the_control_plane(fixture: Fixture) -> None:
     produce(fixture, "0", "1")
     commit(fixture, join(fixture), 0, 1)
-    group_id = fixture.broker.groups.known("g").group_id
+    group_id = fixture.broker.groups.get("g").group_id
     with gevent.Timeout(60):
         while kept_offset(fixture, group_id) != 1:
             gevent.sleep(0.02)
@@ -363,7 +363,7 @@ def test_what_was_purged_is_not_waited_for(fixture: Fixture) -> None:
 
 def fetched(fixture: Fixture, offset: int, partition: int = 0, **more: int) -> contract.FetchedPartition:
     request = contract.FetchRequest([contract.PartitionOffset("t", partition, offset)], **more)
-    (answer,) = fixture.broker.fetching.fetch(request, None)
+    (answer,) = fixture.broker.reader_fetch.fetch(request, None)
     return msgspec.msgpack.decode(msgspec.msgpack.encode(answer), type=contract.FetchedPartition)
 
 
@@ -440,13 +440,13 @@ def test_lag_is_told_from_the_checkpoint_while_a_leader_is_away(
 ) -> None:
     produce(fixture, "0", "1", "2")
     commit(fixture, join(fixture), 0, 2)
-    group_id = fixture.broker.groups.known("g").group_id
+    group_id = fixture.broker.groups.get("g").group_id
     with gevent.Timeout(60):
         while kept_offset(fixture, group_id) != 2:
             gevent.sleep(0.02)
     before = standing(fixture)
     away = {"standings": lambda group, places, **_: {place: Unavailable("no leader") for place in places}}
-    monkeypatch.setattr(fixture.broker.streams, "_partitions", type("Away", (), away))
+    monkeypatch.setattr(fixture.broker.group_coordinators, "_partitions", type("Away", (), away))
     fixture.clock.advance(1_000)
     after = standing(fixture)
     assert (after.committed, after.lag) == (before.committed, before.lag) == (2, 2)
@@ -457,7 +457,7 @@ def test_who_has_left_may_not_commit_though_nobody_comes_after_him(fixture: Fixt
     produce(fixture, "0", "1")
     answer = join(fixture)
     commit(fixture, answer, 0, 1)
-    fixture.broker.streams.leave("g", "a")
+    fixture.broker.group_coordinators.leave("g", "a")
     with pytest.raises(IllegalGeneration, match="nobody does"):
         commit(fixture, answer, 0, 2)
     again = join(fixture)
@@ -487,7 +487,7 @@ def test_who_has_timed_out_may_not_commit_though_nobody_comes_after_him(fixture:
 def test_a_seek_tells_of_the_partitions_in_their_order(fixture: Fixture) -> None:
     join(fixture)
     fixture.broker.alter_topic("t", wire.AlterTopic(partitions=12))
-    sought = fixture.broker.streams.seek("g", "t", "latest", partition=None, dry_run=True)
+    sought = fixture.broker.group_coordinators.seek("g", "t", "latest", partition=None, dry_run=True)
     assert [each.partition for each in sought.offsets] == list(range(12))
 
 

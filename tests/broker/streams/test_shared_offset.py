@@ -98,7 +98,7 @@ def test_the_offset_survives_a_restart(tmp_path: Path) -> None:
 def test_who_joins_the_group_moves_the_offset_alone(fixture: Fixture) -> None:
     (first,) = produce(fixture, "a")
     assert front(fixture) == (first, "a")
-    fixture.broker.streams.join("g", contract.JoinRequest(["t"], "m"))
+    fixture.broker.group_coordinators.join("g", contract.JoinRequest(["t"], "m"))
     with pytest.raises(IllegalGeneration):
         advance(fixture, first)
 
@@ -189,7 +189,7 @@ def test_a_group_that_is_deleted_while_followers_are_waited_for_is_not_brought_b
     """Else another group of the name would begin where that one was."""
     produce(fixture, "a")
     fixture.broker.put_group("g", {"mode": "stream"})
-    group = fixture.broker.groups.known("g")
+    group = fixture.broker.groups.get("g")
     topic = fixture.broker.topics.known("t")
     is_deleted: list[bool] = []
 

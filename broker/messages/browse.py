@@ -31,7 +31,7 @@ _encode = msgspec.msgpack.Encoder().encode
 _Bools = list[Result[bool]]
 
 
-class Stored(msgspec.Struct, gc=False, frozen=True):
+class StoredMessage(msgspec.Struct, gc=False, frozen=True):
     """A message in the log."""
 
     topic: str
@@ -41,10 +41,10 @@ class Stored(msgspec.Struct, gc=False, frozen=True):
     record: Record
 
 
-class Page(NamedTuple):
+class StoredPage(NamedTuple):
     """A page of a partition; `next_offset` is where to go on."""
 
-    messages: list[Stored]
+    messages: list[StoredMessage]
     next_offset: int
     log_start_offset: int
     high_watermark: int
@@ -56,17 +56,17 @@ _record_of: Callable[[tuple[int, int, Record]], Record] = itemgetter(2)
 class _Client:
     """The client of a call and the broker's end, as one thing to wait with: whichever comes first ends the wait."""
 
-    def __init__(self, peer: Peer | None, lot: LongPolls) -> None:
+    def __init__(self, peer: Peer | None, long_polls: LongPolls) -> None:
         self._peer = peer
-        self._lot = lot
+        self._long_polls = long_polls
 
     def gone(self) -> bool:
-        return self._lot.closed or (self._peer is not None and self._peer.gone())
+        return self._long_polls.closed or (self._peer is not None and self._peer.gone())
 
     def watch(self, on_gone: Callable[[], None]) -> Callable[[], None]:
         event = Event()
         event.rawlink(lambda _: on_gone())
-        let_go = self._lot.hold(event)
+        let_go = self._long_polls.hold(event)
         unwatch = self._peer.watch(event.set) if self._peer is not None else lambda: None
 
         def stop() -> None:
@@ -80,20 +80,20 @@ class _Client:
 class _Browsing:
     """The work of one page."""
 
-    browsing: Browsing
+    browser: MessageBrowser
     call: Browse
     peer: Peer | None
 
     def here(self, places: Sequence[TopicPartition]) -> Outcomes[Browsed]:
         (place,) = places
         try:
-            return {place: self.browsing.page_here(place, self.call, self.peer)}
+            return {place: self.browser.page_here(place, self.call, self.peer)}
         except PortalMQError as error:
             return {place: error}
 
     def there(self, broker_id: int, places: Sequence[TopicPartition]) -> Outcomes[Browsed]:
         (place,) = places
-        return {place: self.browsing.page_there(broker_id, self.call)}
+        return {place: self.browser.page_there(broker_id, self.call)}
 
 
 @dataclass(slots=True)
@@ -120,12 +120,14 @@ class _Purging:
         return {place: result.outcome() for place, result in zip(places, results, strict=True)}
 
 
-class Browsing:
-    def __init__(self, metadata_cache: MetadataCache, leaders: LeaderRouter, peers: Peers, lot: LongPolls) -> None:
+class MessageBrowser:
+    def __init__(
+        self, metadata_cache: MetadataCache, leaders: LeaderRouter, peers: Peers, long_polls: LongPolls
+    ) -> None:
         self._metadata_cache = metadata_cache
         self._leaders = leaders
         self._peers = peers
-        self._lot = lot
+        self._long_polls = long_polls
 
     # --- a page ------------------------------------------------------------------------------------------------------
 
@@ -141,15 +143,15 @@ class Browsing:
         wait_ms: int,
         peer: Peer | None,
         forward: bool,
-    ) -> Page:
+    ) -> StoredPage:
         """Read on from a place; waits up to `wait_ms` for the first message."""
         place = place_of(topic.state, number)
         call = Browse(place.topic, place.topic_id, number, offset, position, at_ms, limit, wait_ms)
-        client = _Client(peer, self._lot) if wait_ms else None
+        client = _Client(peer, self._long_polls) if wait_ms else None
         work = _Browsing(self, call, peer)
         browsed = self._leaders.one(place, work, forward=forward, repeatable=True, waiting=client)
-        messages = [Stored(place.topic, number, *message) for message in browsed.messages]
-        return Page(messages, browsed.next_offset, browsed.log_start_offset, browsed.high_watermark)
+        messages = [StoredMessage(place.topic, number, *message) for message in browsed.messages]
+        return StoredPage(messages, browsed.next_offset, browsed.log_start_offset, browsed.high_watermark)
 
     def page_here(self, place: TopicPartition, call: Browse, peer: Peer | None) -> Browsed:
         partition = self._metadata_cache.partition(place)
@@ -186,7 +188,7 @@ class Browsing:
     def _wait_readable(self, partition: Partition, offset: int, wait_ms: int, peer: Peer | None) -> None:
         event = Event()
         unwatch = peer.watch(event.set) if peer is not None else None
-        let_go = self._lot.hold(event)
+        let_go = self._long_polls.hold(event)
         try:
             partition.wait_readable(offset, event, wait_ms / 1000)
         finally:
@@ -201,7 +203,7 @@ class Browsing:
 
     # --- the whole queue ---------------------------------------------------------------------------------------------
 
-    def read_all(self, topic: Topic, limit: int | None, *, forward: bool) -> Iterator[Stored]:
+    def read_all(self, topic: Topic, limit: int | None, *, forward: bool) -> Iterator[StoredMessage]:
         """The whole queue as it stands now, partition by partition, a page at a time from each leader."""
         places = [place_of(topic.state, number) for number in range(topic.state.partitions)]
         if not forward:
@@ -210,7 +212,7 @@ class Browsing:
         ends = [page.high_watermark for page in first]
         return self._read_all(topic, ends, limit, forward)
 
-    def _read_all(self, topic: Topic, ends: list[int], limit: int | None, forward: bool) -> Iterator[Stored]:
+    def _read_all(self, topic: Topic, ends: list[int], limit: int | None, forward: bool) -> Iterator[StoredMessage]:
         left = limit if limit is not None else 1 << 62
         for number, end in in_short_turns(enumerate(ends)):
             offset: int | None = None
@@ -227,7 +229,7 @@ class Browsing:
                     break
                 offset = max(page.next_offset, page.log_start_offset)
 
-    def _page(self, topic: Topic, number: int, offset: int | None, limit: int, forward: bool) -> Page:
+    def _page(self, topic: Topic, number: int, offset: int | None, limit: int, forward: bool) -> StoredPage:
         return self.browse(
             topic,
             number,

@@ -68,7 +68,7 @@ class _CompletionWork:
         return {place: result.outcome() for place, result in zip(places, results, strict=True)}
 
 
-class Completion:
+class OffsetAcks:
     """`known` finds a topic by its name, and waits for one that was made a moment ago; `stands` is what the control
     plane says of a name."""
 
@@ -150,7 +150,7 @@ class Completion:
 
     def serve(self, body: bytes) -> bytes:
         call = _decode_finish(body)
-        group = self._groups.known(call.group, mode="queue", group_id=call.group_id)
+        group = self._groups.get(call.group, mode="queue", group_id=call.group_id)
         if group.group_id != call.group_id:
             raise InvalidRequest(f"this was asked of an earlier group {call.group!r}")
         if group.config.mode != "queue":

@@ -35,7 +35,7 @@ def receive(fixture: Fixture, attempt_id: str | None = None, most: int = 10) -> 
 
 
 def finish(fixture: Fixture, *places: tuple[int, int], holder: str | None = None) -> list[object]:
-    return list(fixture.broker.completion.finish("g", "t", places, holder=holder))
+    return list(fixture.broker.offset_acks.finish("g", "t", places, holder=holder))
 
 
 def test_what_was_handed_out_is_done(fixture: Fixture) -> None:
@@ -122,23 +122,23 @@ def test_a_holder_is_known_as_long_as_his_lease_lasts_whatever_others_receive_me
 
 def test_a_place_with_the_mark_of_an_earlier_topic_is_none_of_this_one(fixture: Fixture) -> None:
     (first,) = produce(fixture, "a")
-    old = fixture.broker.completion.mark("t")
+    old = fixture.broker.offset_acks.mark("t")
     fixture.broker.delete_topic("t")
     fixture.broker.create_topic("t", wire.CreateTopic(partitions=2))
     assert produce(fixture, "b") == [first]
-    mark = fixture.broker.completion.mark("t")
+    mark = fixture.broker.offset_acks.mark("t")
     places = [(0, first), (9, 0), (0, first)]
-    assert list(fixture.broker.completion.finish("g", "t", places[:2], marks=[old, old])) == [False, False]
-    assert list(fixture.broker.completion.finish("g", "t", places, marks=[old, old, mark])) == [False, False, True]
+    assert list(fixture.broker.offset_acks.finish("g", "t", places[:2], marks=[old, old])) == [False, False]
+    assert list(fixture.broker.offset_acks.finish("g", "t", places, marks=[old, old, mark])) == [False, False, True]
     assert receive(fixture) == []
 
 
 def test_a_broker_that_knows_the_earlier_topic_only_says_so(fixture: Fixture, monkeypatch: pytest.MonkeyPatch) -> None:
     (first,) = produce(fixture, "a")
     stands = TopicState("t", "another id", 2, 2, 1, wire.TopicConfig())
-    monkeypatch.setattr(fixture.broker.completion, "_stands", lambda name: stands)
+    monkeypatch.setattr(fixture.broker.offset_acks, "_stands", lambda name: stands)
     with pytest.raises(Unavailable) as refused:
-        fixture.broker.completion.finish("g", "t", [(0, first)], marks=[topic_mark("another id")])
+        fixture.broker.offset_acks.finish("g", "t", [(0, first)], marks=[topic_mark("another id")])
     assert (refused.value.retryable, refused.value.outcome) == (True, "not_applied")
     assert receive(fixture) == ["a"]
 
@@ -176,10 +176,10 @@ def test_bad_requests_are_told(fixture: Fixture) -> None:
     with pytest.raises(PartitionNotFound):
         finish(fixture, (9, 0))
     with pytest.raises(TopicNotFound):
-        fixture.broker.completion.finish("g", "nowhere", [(0, 0)])
+        fixture.broker.offset_acks.finish("g", "nowhere", [(0, 0)])
     fixture.broker.put_group("s", {"mode": "stream"})
     with pytest.raises(GroupModeMismatch):
-        fixture.broker.completion.finish("s", "t", [(0, 0)])
+        fixture.broker.offset_acks.finish("s", "t", [(0, 0)])
 
 
 def test_a_holder_has_nothing_that_was_handed_out_anew_without_an_attempt(fixture: Fixture) -> None:

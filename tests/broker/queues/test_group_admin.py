@@ -12,7 +12,7 @@ import pytest
 from portalmq import wire
 from portalmq.broker.cluster.peers import NotReached
 from portalmq.broker.cluster.rpc import EndedGroup, GroupCount, GroupCounts
-from portalmq.broker.queues.group_counts import GroupCounter
+from portalmq.broker.queues.group_admin import GroupAdmin
 from portalmq.control_plane.state import GroupState
 from portalmq.errors import Unavailable
 
@@ -45,7 +45,7 @@ class World:
         self.ended += here
         return EndedGroup(here, self.led(broker_id))
 
-    # what the census needs of the groups, the mirror and the peers
+    # what the admin needs of the groups, the mirror and the peers
 
     @property
     def topics(self) -> list[Any]:
@@ -60,10 +60,10 @@ class World:
     def brokers(self) -> tuple[int, ...]:
         return (1, 2, 3)
 
-    def known(self, name: str) -> GroupState:
+    def get(self, name: str) -> GroupState:
         return GROUP
 
-    find = known
+    find = get
 
     def names(self) -> list[str]:
         return ["g"]
@@ -78,51 +78,51 @@ class World:
             raise NotReached("away", refused=True)
         return self.counts(broker_id) if name == "groups" else self.end(broker_id)
 
-    def group_counter(self) -> GroupCounter:
+    def group_admin(self) -> GroupAdmin:
         """Patient as long as everybody can be asked in the end."""
         is_whole = not self.away and None not in self.leaders.values()
-        census = GroupCounter(1, self, self, self, patience_s=60.0 if is_whole else 0.05)  # type: ignore[arg-type]
-        census._count_here = lambda names: self.counts(1)  # type: ignore[method-assign]
-        census._end_here = lambda name, group_id: self.end(1)  # type: ignore[method-assign]
-        return census
+        admin = GroupAdmin(1, self, self, self, patience_s=60.0 if is_whole else 0.05)  # type: ignore[arg-type]
+        admin._count_here = lambda names: self.counts(1)  # type: ignore[method-assign]
+        admin._end_here = lambda name, group_id: self.end(1)  # type: ignore[method-assign]
+        return admin
 
 
 def test_counts_are_summed_over_the_leaders() -> None:
     world = World({("t", 0): 1, ("t", 1): 2, ("t", 2): 3}, {("t", 0): 1, ("t", 1): 2, ("t", 2): 4})
-    described = world.group_counter().describe("g")
+    described = world.group_admin().describe("g")
     assert (described.lag, described.ready, described.oldest_unacked_ms) == (7, 7, 40)
 
 
 def test_a_lag_that_leaves_a_partition_out_is_not_given() -> None:
     world = World({("t", 0): 1, ("t", 1): 2}, {("t", 0): 1, ("t", 1): 2}, away={2})
     with pytest.raises(Unavailable, match="partition 1 of topic 't'") as caught:
-        world.group_counter().describe("g")
+        world.group_admin().describe("g")
     assert caught.value.retryable
-    assert world.group_counter().describe("g", leave_out=True).lag == 1
-    assert [described.lag for described in world.group_counter().describe_all()] == [1]
+    assert world.group_admin().describe("g", leave_out=True).lag == 1
+    assert [described.lag for described in world.group_admin().describe_all()] == [1]
 
 
 def test_a_partition_without_a_leader_matters_not_where_the_group_is_not() -> None:
     """A group begins on all partitions of a topic: where those that can be asked do not know it, none does."""
     world = World({("t", 0): 1, ("other", 0): 2, ("other", 1): None}, {("t", 0): 5})
-    assert world.group_counter().describe("g").lag == 5
+    assert world.group_admin().describe("g").lag == 5
 
 
 def test_a_topic_that_nobody_can_be_asked_about_may_have_the_group() -> None:
     world = World({("t", 0): 1, ("other", 0): None}, {("t", 0): 5})
     with pytest.raises(Unavailable, match="topic 'other'"):
-        world.group_counter().describe("g")
+        world.group_admin().describe("g")
 
 
 def test_while_a_leader_is_replaced_two_that_speak_for_a_partition_count_once() -> None:
     world = World({("t", 0): 2}, {("t", 0): 5})
     world.counts = lambda broker_id: GroupCounts([count("t", 0, 5)], [("t", 0)])  # type: ignore[method-assign]
-    assert world.group_counter().describe("g").lag == 5
+    assert world.group_admin().describe("g").lag == 5
 
 
 def test_a_group_ends_at_every_leader_before_it_is_forgotten() -> None:
     world = World({("t", 0): 1, ("t", 1): 2, ("u", 0): 3}, {("t", 0): 0, ("t", 1): 0})
-    world.group_counter().delete("g")
+    world.group_admin().delete("g")
     assert sorted(world.ended) == [("t", 0), ("t", 1)]
     assert world.forgotten
 
@@ -130,10 +130,10 @@ def test_a_group_ends_at_every_leader_before_it_is_forgotten() -> None:
 def test_a_group_stays_when_a_leader_cannot_be_asked_to_end_it() -> None:
     world = World({("t", 0): 1, ("t", 1): 2}, {("t", 0): 0, ("t", 1): 0}, away={2})
     with pytest.raises(Unavailable):
-        world.group_counter().delete("g")
+        world.group_admin().delete("g")
     assert not world.forgotten
     world.away = set()
-    world.group_counter().delete("g")
+    world.group_admin().delete("g")
     assert world.forgotten
 
 
@@ -141,7 +141,7 @@ def test_an_end_that_stopped_half_way_is_not_told_as_none_at_all() -> None:
     """What was acknowledged on the partitions where it has ended is forgotten there."""
     world = World({("t", 0): 1, ("t", 1): 2}, {("t", 0): 0, ("t", 1): 0}, away={2})
     with pytest.raises(Unavailable) as caught:
-        world.group_counter().delete("g")
+        world.group_admin().delete("g")
     assert world.ended
     assert caught.value.outcome == "unknown"
     assert caught.value.retryable
@@ -157,5 +157,5 @@ def test_a_group_that_has_ended_and_could_not_be_forgotten_is_not_told_as_untouc
 
     world.deleting = deleting  # type: ignore[method-assign]
     with pytest.raises(Unavailable) as caught:
-        world.group_counter().delete("g")
+        world.group_admin().delete("g")
     assert caught.value.outcome == "unknown"

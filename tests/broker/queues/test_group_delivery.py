@@ -217,7 +217,7 @@ def test_a_wrong_ack_that_comes_with_a_receive_refuses_both(fixture):
 def test_acks_count_even_where_there_is_no_room_to_wait_in(fixture):
     send(fixture, "a")
     (message,) = receive(fixture)
-    fixture.broker.groups.lot.parked_max = 0
+    fixture.broker.groups.long_polls.parked_max = 0
     request = wire.ReceiveRequest(["t"], wait_ms=1_000, ack=[message.receipt])
     assert fixture.broker.ack_and_receive("g", request, None) == ([], [True])
 
@@ -227,9 +227,9 @@ def test_acks_count_even_where_there_is_no_room_to_wait_in(fixture):
 
 def park(fixture: Fixture, *topics: str, **more):
     greenlet = gevent.spawn(receive, fixture, *topics, wait_ms=60_000, **more)
-    before = len(fixture.broker.groups.lot.waiters)
+    before = len(fixture.broker.groups.long_polls.waiters)
     with gevent.Timeout(60):
-        while len(fixture.broker.groups.lot.waiters) == before:
+        while len(fixture.broker.groups.long_polls.waiters) == before:
             gevent.sleep(0.001)
     return greenlet
 
@@ -252,7 +252,7 @@ def test_one_message_wakes_one_sleeper(fixture):
     send(fixture, "a")
     (awake,) = finished(*sleepers)
     assert texts(awake.get()) == ["a"]
-    assert len(fixture.broker.groups.lot.waiters) == 4
+    assert len(fixture.broker.groups.long_polls.waiters) == 4
 
 
 def test_sleepers_are_served_in_the_order_they_came(fixture):
@@ -310,7 +310,7 @@ def test_a_wait_that_ends_gives_an_empty_list(fixture):
     fixture_clock_moves = gevent.spawn_later(0.02, fixture.clock.advance, 1_000)
     assert receive(fixture, wait_ms=10) == []
     fixture_clock_moves.join()
-    assert fixture.broker.groups.lot.waiters == {}
+    assert fixture.broker.groups.long_polls.waiters == {}
 
 
 def test_drain_ends_every_wait(fixture):
@@ -320,7 +320,7 @@ def test_drain_ends_every_wait(fixture):
 
 
 def test_more_sleepers_than_the_bound_are_told_to_come_back(fixture):
-    fixture.broker.groups.lot.parked_max = 1
+    fixture.broker.groups.long_polls.parked_max = 1
     park(fixture)
     with pytest.raises(Backpressure):
         receive(fixture, wait_ms=1_000)
@@ -478,7 +478,7 @@ def test_a_sleeper_does_not_oversleep_a_message_in_a_partition_that_was_added(fi
 
 def older_receipt(fixture: Fixture, message, epochs_ago: int = 1) -> str:
     """The receipt that an earlier leader gave for the same delivery of a message."""
-    group = fixture.broker.groups.known("g")
+    group = fixture.broker.groups.get("g")
     topic = fixture.broker.topics.get("t")
     book = fixture.broker.groups.book(group, topic.state.topic_id)
     epoch = topic.partition(message.partition).replica.leader_epoch
@@ -544,7 +544,7 @@ def test_groups_that_came_and_went_are_not_remembered_for_ever(fixture, monkeypa
     fixture.broker.put_group("last", {})
     assert len(fixture.broker.groups._own) <= 5
     assert len(fixture.broker.groups._begun) <= 5
-    assert len(fixture.broker.receiving._turn) <= 5
+    assert len(fixture.broker.receive_handler._turn) <= 5
 
 
 @pytest.mark.parametrize("is_by_name", [True, False])
@@ -553,7 +553,7 @@ def test_a_group_that_another_broker_deleted_is_made_anew_at_once(fixture, is_by
     groups = fixture.broker.groups
     send(fixture, "a")
     receive(fixture)
-    old = groups.known("g")
+    old = groups.get("g")
     groups.end_here("g", old.group_id)
     with pytest.raises(Unavailable):
         fixture.broker.put_group("g", {})
@@ -564,7 +564,7 @@ def test_a_group_that_another_broker_deleted_is_made_anew_at_once(fixture, is_by
     if is_by_name:
         assert fixture.broker.put_group("g", {})
     assert texts(receive(fixture)) == ["a"]
-    assert groups.known("g").group_id != old.group_id
+    assert groups.get("g").group_id != old.group_id
 
 
 @pytest.mark.parametrize("comes", [True, False])
@@ -591,7 +591,7 @@ def waits(fixture, monkeypatch):
     for number in range(12):
         send(fixture, "x", partition=number)
     assert receive(fixture, group="g", max_messages=1), "the group has begun"
-    monkeypatch.setattr(fixture.broker.receiving, "_patience_s", 0.0)  # a refusal is not tried again
+    monkeypatch.setattr(fixture.broker.receive_handler, "_patience_s", 0.0)  # a refusal is not tried again
     waits: list[int] = []
 
     def pass_by(seconds: float) -> None:
@@ -633,7 +633,7 @@ def test_a_group_that_ends_while_its_followers_are_waited_for_hands_nothing_out(
             fixture.broker.delete_group("g")
             fixture.broker.put_group("g", {})
             topic = fixture.broker.topics.known("t")
-            fixture.broker.groups.begin(fixture.broker.groups.known("g"), topic, forward=True)
+            fixture.broker.groups.begin(fixture.broker.groups.get("g"), topic, forward=True)
 
     monkeypatch.setattr("portalmq.broker.partition.readable.gevent", SimpleNamespace(sleep=end))
     with pytest.raises(Unavailable, match="ended"):

@@ -31,7 +31,7 @@ _Where = tuple[str, int]
 _encode = msgspec.msgpack.Encoder().encode
 
 
-class GroupCounter:
+class GroupAdmin:
     def __init__(
         self, broker_id: int, groups: Groups, mirror: Mirror, peers: Peers, *, patience_s: float = PATIENCE_S
     ) -> None:
@@ -46,7 +46,7 @@ class GroupCounter:
     def describe(self, name: str, *, leave_out: bool = False) -> wire.GroupDescription:
         """The group over all its partitions. Raises GroupNotFound; Unavailable when one of them has no leader to ask
         (unless that is to be left out), since such a lag would be taken for the whole."""
-        group = self._groups.known(name)
+        group = self._groups.get(name)
         deadline = time.monotonic() + self._patience_s
         while True:
             answers = self._counts([name])

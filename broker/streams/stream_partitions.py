@@ -376,7 +376,7 @@ class StreamPartitions:
     # --- inside ------------------------------------------------------------------------------------------------------
 
     def _group(self, name: str, group_id: str) -> GroupState:
-        group: GroupState = self._groups.known(name, group_id=group_id)
+        group: GroupState = self._groups.get(name, group_id=group_id)
         if group.group_id != group_id:
             raise Unavailable(f"group {name!r} was deleted meanwhile", retry_after_s=0.1)
         return group
@@ -414,7 +414,7 @@ def _settled(partition: Partition, end: int, value: T) -> T:
 
 def stream_group(groups: Groups, name: str) -> GroupState:
     """The group, as it is asked for. Raises GroupNotFound, GroupModeMismatch."""
-    group: GroupState = groups.known(wire.check_name(name, "group"), mode="stream")
+    group: GroupState = groups.get(wire.check_name(name, "group"), mode="stream")
     check_mode(group)
     return group
 

@@ -98,25 +98,25 @@ class _Sizing:
 
 @dataclass(slots=True)
 class _CountScan:
-    sizing: Sizing
+    queue_sizes: QueueSizes
     group: str
 
     def here(self, places: Sequence[TopicPartition]) -> Outcomes[QueueSize]:
         outcomes: Outcomes[QueueSize] = {}
         for place in in_short_turns(places):
             try:
-                outcomes[place] = self.sizing.look_here(self.group, place)
+                outcomes[place] = self.queue_sizes.look_here(self.group, place)
             except PortalMQError as error:
                 outcomes[place] = error
         return outcomes
 
     def there(self, broker_id: int, places: Sequence[TopicPartition]) -> Outcomes[QueueSize]:
         call = LookAt(self.group, places[0].topic, places[0].topic_id, [place.number for place in places])
-        results = self.sizing.peers.call(broker_id, "look", call, _Sizes, timeout_s=TIMEOUT_S)
+        results = self.queue_sizes.peers.call(broker_id, "look", call, _Sizes, timeout_s=TIMEOUT_S)
         return {place: result.outcome() for place, result in zip(places, results, strict=True)}
 
 
-class Sizing:
+class QueueSizes:
     """`known` finds a topic by its name, and waits for one that was made a moment ago."""
 
     def __init__(
@@ -162,7 +162,7 @@ class Sizing:
 
     def serve(self, body: bytes) -> bytes:
         call = _decode(body)
-        group = self._groups.known(call.group, group_id=call.group_id)
+        group = self._groups.get(call.group, group_id=call.group_id)
         if group.group_id != call.group_id:
             raise InvalidRequest(f"this was asked of an earlier group {call.group!r}")
         places = [TopicPartition(call.topic, call.topic_id, number) for number in call.numbers]

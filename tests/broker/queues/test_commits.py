@@ -18,7 +18,7 @@ from portalmq.broker.core.replica.replica import PartitionReplica
 from portalmq.broker.messages.produce import ProduceRequest
 from portalmq.broker.queues import commit as committing
 from portalmq.broker.queues import outbox
-from portalmq.broker.queues.commit import Publication, StreamPlace
+from portalmq.broker.queues.commit import MemberOffset, OutputMessage
 from portalmq.broker.storage.batch import BatchKind, Record
 from portalmq.broker.storage.errors import DiskFull
 from portalmq.errors import (
@@ -214,7 +214,7 @@ def test_outputs_keep_their_order_key_and_options_and_go_where_their_key_points(
     for message in receive(fixture, 20):
         key = b"k%d" % (message.offset % 3)
         record = Record(b"%d" % message.offset, wire.TEXT, key, {"h": "1"}, None, None, 7)
-        commit(fixture, [message], [Publication("out", record)])
+        commit(fixture, [message], [OutputMessage("out", record)])
     settled(fixture)
     stored = stored_in(fixture, "out")
     assert len(stored) == 20
@@ -264,7 +264,7 @@ def test_at_most_once_groups_have_nothing_to_commit(fixture):
     send(fixture, "a")
     fixture.broker.groups.put("g", {})
     messages = receive(fixture)
-    group = fixture.broker.groups.known("g")
+    group = fixture.broker.groups.get("g")
     config = msgspec.structs.replace(group.config, delivery="at_most_once")
     fixture.broker.groups._remember("g", msgspec.structs.replace(group, config=config))
     with pytest.raises(InvalidRequest, match="at_most_once"):
@@ -278,7 +278,7 @@ def test_too_many_open_outputs_are_refused_and_taken_later(fixture, monkeypatch)
     monkeypatch.setattr(outbox, "OPEN_COMMITS_MAX", 3)
     send(fixture, *"abcdefgh")
     messages = receive(fixture)
-    real, blocked = fixture.broker.producing.copies, [True]
+    real, blocked = fixture.broker.produce_handler.copies, [True]
 
     def copies(topic, shares):
         if blocked:
@@ -469,7 +469,7 @@ def stream(fixture):
 def commit_offset(
     fixture, offset: int, publish=(), *, member: str = "m", generation: int = 3, committed=None, group: str = "s"
 ):
-    place = StreamPlace(member, generation, offset, committed)
+    place = MemberOffset(member, generation, offset, committed)
     return fixture.broker.group_commits.commit_offset(group, "in", 0, place, list(publish), forward=True)
 
 

@@ -37,7 +37,7 @@ from portalmq.broker.partition.long_poll import Peer
 from portalmq.broker.queues.groups import Groups
 from portalmq.broker.streams.checkpoints import Checkpoints
 from portalmq.broker.streams.coordinator import Coordinator, roster_of
-from portalmq.broker.streams.partition_groups import (
+from portalmq.broker.streams.stream_partitions import (
     SOUGHT,
     ClaimShare,
     Start,
@@ -89,7 +89,7 @@ class Coordinate(msgspec.Struct, array_like=True):
     seek_id: bytes = b""
 
 
-class Coordinating:
+class GroupCoordinators:
     """`me` is (broker id, incarnation). `known` finds a topic, and waits for one that was made a moment ago; `made`
     makes it if it is missing."""
 
@@ -211,7 +211,7 @@ class Coordinating:
         group = self._groups.find_of(name, "stream")
         if group is None:
             self._groups.put(name, {"mode": "stream"})
-            group = self._groups.known(name)
+            group = self._groups.get(name)
         member_id = request.member_id if request.member_id is not None else f"member-{uuid.uuid4().hex}"
         if request.member_id is not None:
             wire.check_name(member_id, "member")
@@ -369,7 +369,7 @@ class Coordinating:
         call = msgspec.msgpack.decode(body, type=Coordinate)
         if call.verb == "join":
             _check_there(peer)
-        group: GroupState = self._groups.known(call.group, group_id=call.group_id)
+        group: GroupState = self._groups.get(call.group, group_id=call.group_id)
         if group.group_id != call.group_id:
             raise Unavailable(f"group {call.group!r} was deleted meanwhile", retry_after_s=0.1)
         own = self._own.get(group.group_id)
