@@ -108,7 +108,7 @@ class Catalog(ClusterNodes):
             )
             return topic, True
 
-        return self._until_fitting(f"topic {name!r}", create)
+        return self._retry_conflicts(f"topic {name!r}", create)
 
     def restore_topic(self, topic: TopicState, partitions: Sequence[PartitionState]) -> bool:
         """Write a topic back as it was, with these partitions. Return False when it exists already.
@@ -135,7 +135,7 @@ class Catalog(ClusterNodes):
             )
             return True
 
-        return self._until_fitting(f"topic {topic.name!r}", restore)
+        return self._retry_conflicts(f"topic {topic.name!r}", restore)
 
     def alter_topic(self, name: str, request: wire.AlterTopic, *, brokers: Mapping[int, BrokerState]) -> TopicState:
         """Change settings, add partitions. Raises TopicNotFound, and InvalidRequest for fewer partitions."""
@@ -162,7 +162,7 @@ class Catalog(ClusterNodes):
                 )
             return altered
 
-        return self._until_fitting(f"topic {name!r}", alter)
+        return self._retry_conflicts(f"topic {name!r}", alter)
 
     def delete_topic(self, name: str, *, now_ms: int) -> TopicState:
         """Remove the topic and leave a tombstone, the permission to remove its files. Raises TopicNotFound."""
@@ -183,7 +183,7 @@ class Catalog(ClusterNodes):
             )
             return doomed
 
-        topic = self._until_fitting(f"topic {name!r}", delete)
+        topic = self._retry_conflicts(f"topic {name!r}", delete)
         self._remove_partitions(topic.topic_id)
         return topic
 
@@ -210,7 +210,7 @@ class Catalog(ClusterNodes):
             doomed = [*self.plane.get_children(path), self.plane.get(path)]
             self._commit_in_parts([Delete(node.path, node.version) for node in doomed if node is not None])
 
-        self._until_fitting(f"tombstone {topic_id}", forget)
+        self._retry_conflicts(f"tombstone {topic_id}", forget)
 
     def strays(self) -> set[str]:
         """Return ids whose partitions no topic owns: a creation in progress, or what a crash left."""
@@ -307,7 +307,7 @@ class Catalog(ClusterNodes):
                 self.plane.commit(Set(path, state.encode(group), held.version))
             return group, False
 
-        return self._until_fitting(f"group {name!r}", put)
+        return self._retry_conflicts(f"group {name!r}", put)
 
     def delete_group(self, name: str) -> None:
         """Delete the group. Raises GroupNotFound."""
@@ -319,7 +319,7 @@ class Catalog(ClusterNodes):
             streams = StreamGroups(self.plane).removal(held.value.group_id) if held.value.group_id else []
             self._commit_in_parts(streams, last=[Delete(state.group_path(name), held.version)])
 
-        self._until_fitting(f"group {name!r}", delete)
+        self._retry_conflicts(f"group {name!r}", delete)
 
     # --- producers ---
 
@@ -345,7 +345,7 @@ class Catalog(ClusterNodes):
                 self.plane.commit(Set(path, state.encode(identity), held.version))
             return wire.ProducerIdentity(id=identity.id, epoch=identity.epoch)
 
-        return self._until_fitting(f"producer {name!r}", take_over)
+        return self._retry_conflicts(f"producer {name!r}", take_over)
 
     def named_producers(self) -> list[state.ProducerState]:
         return list(self._all(state.PRODUCERS, state.ProducerState).values())
@@ -361,7 +361,7 @@ class Catalog(ClusterNodes):
             elif held.value.next < below:
                 self.plane.commit(Set(state.PRODUCER_IDS, data, held.version))
 
-        self._until_fitting("producer ids", reserve)
+        self._retry_conflicts("producer ids", reserve)
 
     def producer_ids_below(self) -> int:
         """Return, after a sync, a bound that every issued id is below."""
@@ -371,7 +371,7 @@ class Catalog(ClusterNodes):
 
     def _next_producer_id(self) -> int:
         if not self._producer_ids:
-            self._producer_ids = self._until_fitting("producer ids", self._take_producer_ids)
+            self._producer_ids = self._retry_conflicts("producer ids", self._take_producer_ids)
         taken, self._producer_ids = self._producer_ids[0], self._producer_ids[1:]
         return taken
 
@@ -420,7 +420,7 @@ class Catalog(ClusterNodes):
             doomed = [*self.plane.get_children(home), self.plane.get(home)]
             self._commit_in_parts([Delete(node.path, node.version) for node in doomed if node is not None])
 
-        self._until_fitting(f"partitions of {topic_id}", remove)
+        self._retry_conflicts(f"partitions of {topic_id}", remove)
 
 
 def _patched(config: state.ConfigT, patch: dict[str, Any]) -> state.ConfigT:

@@ -78,7 +78,7 @@ class ClusterNodes(Tree):
             elif held.data.decode() != wanted:
                 self.plane.commit(Set(state.CLUSTER_ID, wanted.encode(), held.version))
 
-        self._until_fitting(state.CLUSTER_ID, replace)
+        self._retry_conflicts(state.CLUSTER_ID, replace)
 
     def find_cluster_id(self) -> str | None:
         """Return the cluster's id, or None."""
@@ -115,7 +115,7 @@ class ClusterNodes(Tree):
             self.plane.commit(Delete(state.EXPOSED_SECRETS, noted.version), *fresh)
             return True
 
-        return self._until_fitting(state.EXPOSED_SECRETS, renew)
+        return self._retry_conflicts(state.EXPOSED_SECRETS, renew)
 
     def claim_broker_id(self, store_uuid: str, wanted: int | None = None) -> int:
         """Return the id of the broker with this data directory: the one it has, or the smallest free one.
@@ -139,7 +139,7 @@ class ClusterNodes(Tree):
                 self.plane.commit(Create(nobody), Delete(nobody, 0), Set(path, state.encode(passed_on), held.version))
             return wanted
 
-        return self._until_fitting("a broker id", claim)
+        return self._retry_conflicts("a broker id", claim)
 
     def _claim_any(self, store_uuid: str, claims: Mapping[int, Versioned[StoreState]]) -> int:
         own = next((broker_id for broker_id, held in claims.items() if held.value.store_uuid == store_uuid), None)
@@ -176,7 +176,7 @@ class ClusterNodes(Tree):
             self.plane.commit(Set(path, state.encode(claim), held.version))
             return claim.incarnation
 
-        return self._until_fitting(f"broker {broker_id}", start)
+        return self._retry_conflicts(f"broker {broker_id}", start)
 
     def _check_unregistered(self, broker_id: int) -> None:
         self.plane.sync()
@@ -212,7 +212,7 @@ class ClusterNodes(Tree):
             elif other != broker:
                 self.plane.commit(Set(path, create.data, held.version))
 
-        self._until_fitting(f"broker {broker_id}", register)
+        self._retry_conflicts(f"broker {broker_id}", register)
 
     def unregister_broker(self, broker_id: int) -> None:
         """Remove this session's own entry, so that no other broker has to wait for the session's end."""
@@ -261,7 +261,7 @@ class ClusterNodes(Tree):
             )
             return Versioned(elected, 0)
 
-        return self._until_fitting("the controller", elect)
+        return self._retry_conflicts("the controller", elect)
 
     def depose(self, held: Versioned[ControllerState]) -> bool:
         """End the term of the controller `held`, and no later one's. Return False when it had ended already.

@@ -70,7 +70,7 @@ class ZooKeeperMissing(EmbeddedError):
         super().__init__(f"{what}. {INSTALLATION}")
 
 
-class PlaceTaken(EmbeddedError):
+class AlreadyInUse(EmbeddedError):
     """Another process uses the port or the data directory."""
 
     exit_code = 73
@@ -130,7 +130,7 @@ class EmbeddedZooKeeper:
     def start(self) -> None:
         """Start the servers that do not run, and wait until each one serves.
 
-        Raises ZooKeeperMissing, PlaceTaken, and EmbeddedError when a server ends or does not serve in time.
+        Raises ZooKeeperMissing, AlreadyInUse, and EmbeddedError when a server ends or does not serve in time.
         """
         command = [find_java(), *JAVA_FLAGS, "-cp", find_classpath()]
         if self._lock == -1:
@@ -153,12 +153,12 @@ class EmbeddedZooKeeper:
             raise
 
     def _check_number(self) -> None:
-        """Raise PlaceTaken when another number of servers has run here: outdated servers could be a majority over the
+        """Raise AlreadyInUse when another number of servers has run here: outdated servers could be a majority over the
         one that has all commits, which would then lose them."""
         kept = sum((self.directory / str(number) / "data" / "version-2").exists() for number in (1, 2, 3))
         ran = 1 if kept == 1 else 3
         if kept and ran != self._number_of_servers:
-            raise PlaceTaken(
+            raise AlreadyInUse(
                 f"{self.directory} is of {ran} ZooKeeper server{'s' if ran > 1 else ''}: start as many with "
                 f"--servers {ran} (`portalmq up`: --zookeepers {ran}), or name another with --data-dir"
             )
@@ -384,7 +384,7 @@ def _check_free(ports: list[int]) -> None:
             try:
                 tried.bind(("127.0.0.1", port))
             except OSError as fault:
-                raise PlaceTaken(f"port {port} cannot be had ({fault.strerror}): name another with --port") from None
+                raise AlreadyInUse(f"port {port} cannot be had ({fault.strerror}): name another with --port") from None
 
 
 def _locked(path: Path) -> int:
@@ -393,5 +393,5 @@ def _locked(path: Path) -> int:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(descriptor)
-        raise PlaceTaken(f"another ZooKeeper uses {path.parent}: stop it, or name another with --data-dir") from None
+        raise AlreadyInUse(f"another ZooKeeper uses {path.parent}: stop it, or name another with --data-dir") from None
     return descriptor

@@ -56,7 +56,7 @@ Mark = tuple[int, int, bool]
 class LockTicket(msgspec.Struct, frozen=True, array_like=True):
     """A client's position in the queue: its owner (see `digest_of`), and the broker and incarnation where it waits."""
 
-    who: str
+    owner_digest: str
     broker_id: int
     incarnation: int
 
@@ -77,8 +77,8 @@ class LockState(msgspec.Struct, frozen=True):
     def mark(self) -> Mark:
         return (self.token, self.beat, self.owner is not None)
 
-    def place_of(self, who: str) -> LockTicket | None:
-        return next((place for place in self.queue if place.who == who), None)
+    def ticket_of(self, owner_digest: str) -> LockTicket | None:
+        return next((ticket for ticket in self.queue if ticket.owner_digest == owner_digest), None)
 
 
 class LockFloor(msgspec.Struct, frozen=True):
@@ -104,61 +104,61 @@ def digest_of(owner: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class LockOutcome:
-    """The state of a lock after a client asked for it, and whether the client holds it now."""
+    """The state of a lock after a client requests it, and whether the client holds it now."""
 
     state: LockState
     granted: bool
 
 
-def lasts_ms(lock: LockState, age_ms: int) -> int:
+def remaining_ms(lock: LockState, age_ms: int) -> int:
     """Return how much longer the holder has the lock at most, `age_ms` after its mark was first seen; 0 when free."""
     return 0 if lock.owner is None else max(0, lock.ttl_ms - age_ms)
 
 
-def turn_ms(lock: LockState, who: str, age_ms: int, live: Mapping[int, int]) -> int:
+def until_turn_ms(lock: LockState, owner_digest: str, age_ms: int, live: Mapping[int, int]) -> int:
     """Return the time until this client may take the lock if nothing changes, at the latest; 0 means now.
 
     `live` has the incarnation of each registered broker. A client without a ticket comes last.
     """
     ahead = []
-    for place in lock.queue:
-        if place.who == who:
+    for ticket in lock.queue:
+        if ticket.owner_digest == owner_digest:
             break
-        ahead.append(place)
-    answering = {place.broker_id for place in ahead if live.get(place.broker_id) == place.incarnation}
+        ahead.append(ticket)
+    answering = {ticket.broker_id for ticket in ahead if live.get(ticket.broker_id) == ticket.incarnation}
     free_for_ms = age_ms if lock.owner is None else age_ms - lock.ttl_ms
     return max(0, PATIENCE_MS * len(answering) - free_for_ms)
 
 
-def asked(
-    lock: LockState, owner: str, ttl_ms: int, age_ms: int, live: Mapping[int, int], place: LockTicket | None
+def requested(
+    lock: LockState, owner: str, ttl_ms: int, age_ms: int, live: Mapping[int, int], ticket: LockTicket | None
 ) -> LockOutcome:
-    """Return the lock after `owner` asked for it. With a `place` the owner queues when it cannot have the lock now; the
+    """Return the lock after `owner` requests it. With a `ticket` the owner queues when it cannot have the lock now; the
     ticket replaces the owner's earlier one, at whichever broker that waited. A holder that asks again (its answer was
     lost) keeps its token.
 
     Raises Backpressure when the queue is full.
     """
-    who = digest_of(owner)
-    if lock.owner == owner and lasts_ms(lock, age_ms) > 0:
+    owner_digest = digest_of(owner)
+    if lock.owner == owner and remaining_ms(lock, age_ms) > 0:
         return LockOutcome(msgspec.structs.replace(lock, ttl_ms=ttl_ms, beat=lock.beat + 1), granted=True)
-    if turn_ms(lock, who, age_ms, live) == 0:
-        return LockOutcome(LockState(lock.token + 1, owner, ttl_ms, 0, _behind(lock, who)), granted=True)
-    if place is None:
+    if until_turn_ms(lock, owner_digest, age_ms, live) == 0:
+        return LockOutcome(LockState(lock.token + 1, owner, ttl_ms, 0, _behind(lock, owner_digest)), granted=True)
+    if ticket is None:
         return LockOutcome(lock, granted=False)
-    if lock.place_of(who) is None:
+    if lock.ticket_of(owner_digest) is None:
         if len(lock.queue) >= QUEUE_MAX:
             raise Backpressure(f"{QUEUE_MAX} wait for this lock already: ask again later", retry_after_s=1)
-        queue = (*lock.queue, place)
+        queue = (*lock.queue, ticket)
     else:
-        queue = tuple(place if held.who == who else held for held in lock.queue)
+        queue = tuple(ticket if held.owner_digest == owner_digest else held for held in lock.queue)
     return LockOutcome(msgspec.structs.replace(lock, queue=queue), granted=False)
 
 
-def _behind(lock: LockState, who: str) -> tuple[LockTicket, ...]:
+def _behind(lock: LockState, owner_digest: str) -> tuple[LockTicket, ...]:
     """Return the queue behind a client's ticket. Those ahead of it did not take their turn: they are gone."""
-    for index, place in enumerate(lock.queue):
-        if place.who == who:
+    for index, ticket in enumerate(lock.queue):
+        if ticket.owner_digest == owner_digest:
             return lock.queue[index + 1 :]
     return ()
 
@@ -191,9 +191,9 @@ def _check_holder(lock: LockState, owner: str, token: int) -> None:
 
 # --- the tree --------------------------------------------------------------------------------------------------------
 
-Held = Versioned[LockState]
+VersionedLock = Versioned[LockState]
 # Called with each state that is read or written. Returns how long ago, in milliseconds, its mark was first seen.
-Witness = Callable[[str, Held | None], int]
+Observe = Callable[[str, VersionedLock | None], int]
 
 
 class LockTable(Tree):
@@ -203,15 +203,15 @@ class LockTable(Tree):
     # The last version read of the floor. A stale one only makes a commit conflict, after which it is read again.
     _floor_seen: int | None = None
 
-    def read(self, name: str) -> Held | None:
+    def read(self, name: str) -> VersionedLock | None:
         return self._read(lock_path(wire.check_name(name, "lock")), LockState)
 
     def names(self) -> list[str]:
         return self.plane.children(LOCKS)
 
-    def read_many(self, names: list[str]) -> dict[str, Held | None]:
+    def read_many(self, names: list[str]) -> dict[str, VersionedLock | None]:
         """Return the locks that can be read, None for a missing one."""
-        found: dict[str, Held | None] = {}
+        found: dict[str, VersionedLock | None] = {}
         for name, node in zip(names, self.plane.get_many([lock_path(name) for name in names]), strict=True):
             try:
                 found[name] = Versioned(state.decode(node.data, LockState), node.version) if node else None
@@ -224,84 +224,84 @@ class LockTable(Tree):
         name: str,
         owner: str,
         ttl_ms: int,
-        witness: Witness,
+        observe: Observe,
         live: Mapping[int, int],
         *,
-        place: LockTicket | None = None,
-        may_make: bool = True,
+        ticket: LockTicket | None = None,
+        may_create: bool = True,
     ) -> LockOutcome:
-        """Commit the result of `asked`. Without `may_make` a missing lock raises Backpressure."""
+        """Commit the result of `requested`. Without `may_create` a missing lock raises Backpressure."""
 
         def attempt() -> LockOutcome:
             floor_version = self._floor_version()
             held = self.read(name)
-            age_ms = witness(name, held)
+            age_ms = observe(name, held)
             if held is None:
-                if not may_make:
+                if not may_create:
                     raise Backpressure(
                         "there are as many locks as the cluster keeps: use fewer names", retry_after_s=10
                     )
                 floor = self._floor()
                 made = LockState(floor.value.token + 1, owner, ttl_ms)
                 self.plane.commit(Check(LOCK_FLOOR, floor.version), Create(lock_path(name), state.encode(made)))
-                witness(name, Versioned(made, 0))
+                observe(name, Versioned(made, 0))
                 return LockOutcome(made, granted=True)
-            outcome = asked(held.value, owner, ttl_ms, age_ms, live, place)
-            self._set(name, held, outcome.state, witness, floor_version)
+            outcome = requested(held.value, owner, ttl_ms, age_ms, live, ticket)
+            self._set(name, held, outcome.state, observe, floor_version)
             return outcome
 
-        return self._until_fitting(f"lock {name!r}", attempt)
+        return self._retry_conflicts(f"lock {name!r}", attempt)
 
-    def renew(self, name: str, owner: str, token: int, ttl_ms: int | None, witness: Witness) -> LockState:
+    def renew(self, name: str, owner: str, token: int, ttl_ms: int | None, observe: Observe) -> LockState:
         """Renew the lease. Raises Fenced, LockNotFound."""
-        return self._change(name, token, lambda lock: renewed(lock, owner, token, ttl_ms), witness)
+        return self._change(name, token, lambda lock: renewed(lock, owner, token, ttl_ms), observe)
 
-    def release(self, name: str, owner: str, token: int, witness: Witness) -> LockState:
+    def release(self, name: str, owner: str, token: int, observe: Observe) -> LockState:
         """Free the lock. Raises Fenced, LockNotFound."""
-        return self._change(name, token, lambda lock: released(lock, owner, token), witness)
+        return self._change(name, token, lambda lock: released(lock, owner, token), observe)
 
-    def _change(self, name: str, token: int, change: Callable[[LockState], LockState], witness: Witness) -> LockState:
+    def _change(self, name: str, token: int, change: Callable[[LockState], LockState], observe: Observe) -> LockState:
         path = lock_path(wire.check_name(name, "lock"))
 
         def attempt() -> LockState:
             floor_version = self._floor_version()
             held = self._read(path, LockState)
-            witness(name, held)
+            observe(name, held)
             if held is None:
                 newest = self._floor().value.token
                 if token <= newest:
                     raise Fenced(f"nobody holds the lock {name!r} any more", newest_token=newest)
                 raise LockNotFound(f"there is no lock {name!r}")
             after = change(held.value)
-            self._set(name, held, after, witness, floor_version)
+            self._set(name, held, after, observe, floor_version)
             return after
 
-        return self._until_fitting(f"lock {name!r}", attempt)
+        return self._retry_conflicts(f"lock {name!r}", attempt)
 
-    def free(self, name: str, mark: Mark, witness: Witness) -> None:
+    def free(self, name: str, mark: Mark, observe: Observe) -> None:
         """Free a lock whose ttl is over by its observer's clock, so that every waiting client can take it."""
 
         def attempt() -> None:
             floor_version = self._floor_version()
             held = self.read(name)
-            witness(name, held)
+            observe(name, held)
             if held is not None and held.value.mark == mark and held.value.owner is not None:
-                self._set(name, held, msgspec.structs.replace(held.value, owner=None), witness, floor_version)
+                self._set(name, held, msgspec.structs.replace(held.value, owner=None), observe, floor_version)
 
-        self._until_fitting(f"lock {name!r}", attempt)
+        self._retry_conflicts(f"lock {name!r}", attempt)
 
-    def leave(self, name: str, places: AbstractSet[LockTicket], witness: Witness) -> None:
+    def leave(self, name: str, tickets: AbstractSet[LockTicket], observe: Observe) -> None:
         """Remove these tickets from the queue, those that are still in it."""
 
         def attempt() -> None:
             floor_version = self._floor_version()
             held = self.read(name)
-            witness(name, held)
-            if held is not None and not places.isdisjoint(held.value.queue):
-                queue = tuple(each for each in held.value.queue if each not in places)
-                self._set(name, held, msgspec.structs.replace(held.value, queue=queue), witness, floor_version)
+            observe(name, held)
+            if held is not None and not tickets.isdisjoint(held.value.queue):
+                queue = tuple(each for each in held.value.queue if each not in tickets)
+                self._set(name, held, msgspec.structs.replace(held.value, queue=queue), observe, floor_version)
 
-        self._until_fitting(f"lock {name!r}", attempt)
+        self._retry_conflicts(f"lock {name!r}", attempt)
 
     def remove(self, name: str, mark: Mark) -> bool:
         """Remove a lock that is free and has an empty queue; False when that is no longer so."""
@@ -330,9 +330,9 @@ class LockTable(Tree):
                 )
             return list(unused)
 
-        return self._until_fitting("unused locks", attempt)
+        return self._retry_conflicts("unused locks", attempt)
 
-    def _set(self, name: str, held: Held, after: LockState, witness: Witness, floor_version: int) -> None:
+    def _set(self, name: str, held: VersionedLock, after: LockState, observe: Observe, floor_version: int) -> None:
         """Commit the new state. `floor_version` was read before `held` was."""
         if after == held.value:
             return
@@ -343,7 +343,7 @@ class LockTable(Tree):
         except Conflict:
             self._floor_seen = None
             raise
-        witness(name, Versioned(after, versions[-1]))
+        observe(name, Versioned(after, versions[-1]))
 
     def _floor_version(self) -> int:
         if self._floor_seen is None:

@@ -128,7 +128,7 @@ class StreamGroups(Tree):
             if group is not None:
                 self.plane.commit(Check(group.path, group.version), Create(path, state.encode(checkpoint)))
 
-        self._until_fitting(f"offsets of group {name!r}", save)
+        self._retry_conflicts(f"offsets of group {name!r}", save)
 
     def removal(self, group_id: str) -> list[Op]:
         """Return the operations that remove the group's nodes: a part of the commit that deletes it."""

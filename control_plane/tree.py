@@ -73,7 +73,7 @@ class Tree:
             assert held is not None, path
             return held.data
 
-        return self._until_fitting(path, load)
+        return self._retry_conflicts(path, load)
 
     def _read(self, path: str, kind: type[StateT]) -> Versioned[StateT] | None:
         held = self.plane.get(path)
@@ -91,7 +91,7 @@ class Tree:
         nodes = self.plane.get_children(parent)
         return {node.path.rpartition("/")[2]: state.decode(node.data, kind) for node in nodes}
 
-    def _until_fitting(self, what: str, attempt: Callable[[], T]) -> T:
+    def _retry_conflicts(self, what: str, attempt: Callable[[], T]) -> T:
         """Run `attempt` (read, decide, commit) until it meets no conflict. A refusal that a stale read may have caused
         is decided once more after a sync."""
         unknown: OutcomeUnknown | None = None

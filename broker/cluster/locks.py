@@ -28,16 +28,16 @@ from portalmq.broker.partition.long_poll import Peer
 from portalmq.broker.partition.yielding import TimeSlice, in_short_turns
 from portalmq.control_plane.locks import (
     REMOVE_AT_ONCE_MAX,
-    Held,
     LockOutcome,
     LockState,
     LockTable,
     LockTicket,
     Mark,
+    VersionedLock,
     digest_of,
-    lasts_ms,
     name_of,
-    turn_ms,
+    remaining_ms,
+    until_turn_ms,
 )
 from portalmq.control_plane.plane import ControlPlane
 from portalmq.control_plane.state import BrokerState
@@ -200,13 +200,13 @@ class Locks:
         return [self._described(name, seen) for name in names if (seen := self._sightings.get(name)) is not None]
 
     def _described(self, name: str, seen: Sighting) -> wire.LockDescription:
-        left_ms = lasts_ms(seen.state, self._clock.now_ms() - seen.since_ms)
+        left_ms = remaining_ms(seen.state, self._clock.now_ms() - seen.since_ms)
         lock = seen.state
         return wire.LockDescription(name, lock.owner, lock.token, lock.ttl_ms, left_ms, len(lock.queue))
 
     def _held(self, name: str, lock: LockState) -> LockHeld:
         seen = self._sightings.get(name)
-        left_ms = lasts_ms(seen.state, self._clock.now_ms() - seen.since_ms) if seen else 0
+        left_ms = remaining_ms(seen.state, self._clock.now_ms() - seen.since_ms) if seen else 0
         return LockHeld(
             f"lock {name!r} is held by {lock.owner!r}" if lock.owner is not None else f"others wait for lock {name!r}",
             owner=lock.owner,
@@ -221,10 +221,10 @@ class Locks:
     # --- waiting -----------------------------------------------------------------------------------------------------
 
     def _ask(self, name: str, request: wire.LockRequest, place: LockTicket | None) -> LockOutcome:
-        may_make = len(self._sightings) < LOCKS_MAX
+        may_create = len(self._sightings) < LOCKS_MAX
         with self._gate(name):
             return self._table.ask(
-                name, request.owner, request.ttl_ms, self._witness, self._live(), place=place, may_make=may_make
+                name, request.owner, request.ttl_ms, self._witness, self._live(), ticket=place, may_create=may_create
             )
 
     def _wait(self, name: str, request: wire.LockRequest, peer: Peer | None) -> wire.LockGrant:
@@ -258,14 +258,14 @@ class Locks:
 
     def _register(self, name: str, waiter: LockWaiter) -> None:
         here = self._waiters.setdefault(name, {})
-        earlier = here.get(waiter.place.who)
+        earlier = here.get(waiter.place.owner_digest)
         if earlier is not None:
             earlier.displace()
-        here[waiter.place.who] = waiter
+        here[waiter.place.owner_digest] = waiter
 
     def _part(self, name: str, waiter: LockWaiter, keep_ms: int) -> None:
         """End a wait: give up its ticket, at once or after `keep_ms`, unless the owner waits again by then."""
-        if self._waiters.get(name, {}).get(waiter.place.who) is not waiter:
+        if self._waiters.get(name, {}).get(waiter.place.owner_digest) is not waiter:
             return
         if keep_ms and not self._closed:
             waiter.away = True
@@ -292,15 +292,15 @@ class Locks:
                 self._leaving[name] = set()
                 here = self._waiters.get(name, {})
                 # An owner that has come back keeps its place in the queue.
-                gone = {place for place in leaving if place.who not in here}
+                gone = {place for place in leaving if place.owner_digest not in here}
                 self._quietly(self._table.leave, name, gone, self._witness)
         finally:
             del self._leaving[name]
 
     def _forget(self, name: str, waiter: LockWaiter) -> None:
         here = self._waiters.get(name, {})
-        if here.get(waiter.place.who) is waiter:
-            del here[waiter.place.who]
+        if here.get(waiter.place.owner_digest) is waiter:
+            del here[waiter.place.owner_digest]
         if not here:
             self._waiters.pop(name, None)
             self._due.pop(name, None)
@@ -333,7 +333,7 @@ class Locks:
         live[self._me[0]] = self._me[1]
         return live
 
-    def _witness(self, name: str, held: Held | None) -> int:
+    def _witness(self, name: str, held: VersionedLock | None) -> int:
         """Note a state that was read or written. Return for how many milliseconds its mark has been seen."""
         now_ms = self._clock.now_ms()
         known = self._sightings.get(name)
@@ -408,14 +408,15 @@ class Locks:
             self._wake_all(name)
             return
         age_ms, lock = now_ms - seen.since_ms, seen.state
-        places = {place.who: place for place in lock.queue}
+        places = {place.owner_digest: place for place in lock.queue}
         for who, waiter in here.items():
             if waiter.joined and not waiter.away and places.get(who) != waiter.place:
                 # Passed over while this broker was silent: it asks again. Or the same owner waits at another broker.
                 waiter.displace() if who in places else waiter.event.set()
-        first = next((place.who for place in lock.queue if (w := here.get(place.who)) and not w.away), None)
-        wait_ms = None if first is None else turn_ms(lock, first, age_ms, self._live())
-        left_ms = None if lock.owner is None else lasts_ms(lock, age_ms)
+        waiting = (place.owner_digest for place in lock.queue)
+        first = next((digest for digest in waiting if (w := here.get(digest)) and not w.away), None)
+        wait_ms = None if first is None else until_turn_ms(lock, first, age_ms, self._live())
+        left_ms = None if lock.owner is None else remaining_ms(lock, age_ms)
         due_in_ms = min((ms for ms in (wait_ms, left_ms) if ms), default=round(SWEEP_EVERY_S * 1_000))
         if first is not None and wait_ms == 0:
             here[first].event.set()
@@ -444,7 +445,8 @@ class Locks:
         for name, seen in in_short_turns(list(self._sightings.items())):
             lock, age_ms = seen.state, now_ms - seen.since_ms
             for place in lock.queue:
-                if (place.broker_id, place.incarnation) == self._me and place.who not in self._waiters.get(name, {}):
+                is_ours = (place.broker_id, place.incarnation) == self._me
+                if is_ours and place.owner_digest not in self._waiters.get(name, {}):
                     self._leave(name, place)
             over_for_ms = age_ms - (lock.ttl_ms if lock.owner is not None else 0)
             if is_least and not lock.queue and over_for_ms >= KEEP_UNUSED_MS:

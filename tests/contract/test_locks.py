@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from support.zookeeper import fresh_chroot
 
-from portalmq.control_plane.locks import Held, LockTable, LockTicket, digest_of
+from portalmq.control_plane.locks import LockTable, LockTicket, VersionedLock, digest_of
 from portalmq.control_plane.plane import ControlPlane
 from portalmq.control_plane.standalone import Standalone
 from portalmq.control_plane.zookeeper import ZooKeeper
@@ -36,26 +36,26 @@ def plane(make_plane: Callable[[Path], ControlPlane], tmp_path: Path) -> Iterato
     made.close()
 
 
-def just_seen(name: str, held: Held | None) -> int:
+def just_seen(name: str, held: VersionedLock | None) -> int:
     return 0
 
 
-def long_ago(name: str, held: Held | None) -> int:
+def long_ago(name: str, held: VersionedLock | None) -> int:
     return TTL
 
 
-def place(owner: str) -> LockTicket:
+def ticket(owner: str) -> LockTicket:
     return LockTicket(digest_of(owner), 1, 1)
 
 
 def test_one_holds_the_next_waits_and_follows(plane: ControlPlane) -> None:
     table = LockTable(plane)
     assert table.ask("l", "a", TTL, just_seen, LIVE).state.token == 1
-    waiting = table.ask("l", "b", TTL, just_seen, LIVE, place=place("b"))
+    waiting = table.ask("l", "b", TTL, just_seen, LIVE, ticket=ticket("b"))
     assert not waiting.granted
     table.release("l", "a", 1, just_seen)
     assert not table.ask("l", "c", TTL, just_seen, LIVE).granted
-    assert table.ask("l", "b", TTL, just_seen, LIVE, place=place("b")).state.token == 2
+    assert table.ask("l", "b", TTL, just_seen, LIVE, ticket=ticket("b")).state.token == 2
     with pytest.raises(Fenced):
         table.renew("l", "a", 1, None, just_seen)
 
@@ -98,10 +98,10 @@ def test_of_many_who_ask_at_once_over_many_sessions_each_token_has_one_holder(
             table, won = LockTable(plane), 0
             while won < 5:
                 try:
-                    asked = table.ask("l", name, TTL, just_seen, LIVE, place=place(name))
-                    if asked.granted:
-                        assert holders.setdefault(asked.state.token, name) == name
-                        table.release("l", name, asked.state.token, just_seen)
+                    requested = table.ask("l", name, TTL, just_seen, LIVE, ticket=ticket(name))
+                    if requested.granted:
+                        assert holders.setdefault(requested.state.token, name) == name
+                        table.release("l", name, requested.state.token, just_seen)
                         won += 1
                 except Unavailable:
                     continue  # others were faster too often

@@ -18,7 +18,7 @@ from support.broker_process import wait_until_gone
 from support.zookeeper import until
 
 from portalmq.control_plane import embedded
-from portalmq.control_plane.embedded import EmbeddedError, EmbeddedZooKeeper, PlaceTaken, ZooKeeperMissing
+from portalmq.control_plane.embedded import AlreadyInUse, EmbeddedError, EmbeddedZooKeeper, ZooKeeperMissing
 from portalmq.control_plane.plane import Create, Node, Set
 from portalmq.control_plane.zookeeper import ZooKeeper
 
@@ -181,7 +181,7 @@ class TestRunning:
         assert "ClassNotFoundException" in (tmp_path / "data" / "1" / "output").read_text()
 
     def test_two_on_one_data_directory_are_refused(self, tmp_path: Path) -> None:
-        with EmbeddedZooKeeper(tmp_path), pytest.raises(PlaceTaken, match="--data-dir"):
+        with EmbeddedZooKeeper(tmp_path), pytest.raises(AlreadyInUse, match="--data-dir"):
             EmbeddedZooKeeper(tmp_path).start()
 
     def test_a_stopped_server_is_ended_too(self, tmp_path: Path) -> None:
@@ -195,7 +195,7 @@ class TestRunning:
         """Two servers that know nothing, or an older state, are a majority over the one that knows more."""
         with EmbeddedZooKeeper(tmp_path, servers=first):
             pass
-        with pytest.raises(PlaceTaken, match=f"--servers {first}"):
+        with pytest.raises(AlreadyInUse, match=f"--servers {first}"):
             EmbeddedZooKeeper(tmp_path, servers=then).start()
         with EmbeddedZooKeeper(tmp_path, servers=first) as again:
             assert len(again.pids) == first

@@ -12,18 +12,18 @@ from portalmq.control_plane.locks import (
     LOCK_FLOOR,
     PATIENCE_MS,
     QUEUE_MAX,
-    Held,
     LockOutcome,
     LockState,
     LockTable,
     LockTicket,
-    asked,
+    VersionedLock,
     digest_of,
-    lasts_ms,
     lock_path,
     released,
+    remaining_ms,
     renewed,
-    turn_ms,
+    requested,
+    until_turn_ms,
 )
 from portalmq.control_plane.plane import DATA_BYTES_MAX, Delete
 from portalmq.control_plane.state import encode
@@ -33,7 +33,7 @@ LIVE = {1: 10, 2: 20, 3: 30}
 TTL = 5_000
 
 
-def place(owner: str, broker_id: int = 1) -> LockTicket:
+def ticket(owner: str, broker_id: int = 1) -> LockTicket:
     return LockTicket(digest_of(owner), broker_id, broker_id * 10)
 
 
@@ -43,40 +43,40 @@ def held_by(owner: str | None, *queue: LockTicket, token: int = 7) -> LockState:
 
 class TestWhoGetsIt:
     def test_a_free_lock_goes_to_who_asks_under_the_next_token(self) -> None:
-        outcome = asked(held_by(None), "a", TTL, 0, LIVE, None)
+        outcome = requested(held_by(None), "a", TTL, 0, LIVE, None)
         assert outcome == LockOutcome(LockState(8, "a", TTL), granted=True)
 
     def test_a_held_lock_is_not_given(self) -> None:
-        assert not asked(held_by("a"), "b", TTL, TTL - 1, LIVE, None).granted
+        assert not requested(held_by("a"), "b", TTL, TTL - 1, LIVE, None).granted
 
     def test_a_lock_whose_holder_let_the_ttl_pass_is_given_on(self) -> None:
-        outcome = asked(held_by("a"), "b", TTL, TTL, LIVE, None)
+        outcome = requested(held_by("a"), "b", TTL, TTL, LIVE, None)
         assert outcome.granted
         assert (outcome.state.owner, outcome.state.token) == ("b", 8)
 
     def test_the_holder_who_asks_again_keeps_his_token_and_begins_his_ttl_anew(self) -> None:
-        outcome = asked(held_by("a"), "a", 9_000, 100, LIVE, None)
+        outcome = requested(held_by("a"), "a", 9_000, 100, LIVE, None)
         assert outcome.granted
         assert (outcome.state.token, outcome.state.ttl_ms, outcome.state.beat) == (7, 9_000, 1)
 
     def test_a_holder_who_comes_back_too_late_gets_a_new_token(self) -> None:
-        assert asked(held_by("a"), "a", TTL, TTL, LIVE, None).state.token == 8
+        assert requested(held_by("a"), "a", TTL, TTL, LIVE, None).state.token == 8
 
     def test_who_waits_gets_a_place_at_the_end_once(self) -> None:
-        lock = asked(held_by("a", place("b")), "c", TTL, 0, LIVE, place("c")).state
-        assert [each.who for each in lock.queue] == [digest_of("b"), digest_of("c")]
-        assert asked(lock, "c", TTL, 0, LIVE, place("c")).state == lock
+        lock = requested(held_by("a", ticket("b")), "c", TTL, 0, LIVE, ticket("c")).state
+        assert [each.owner_digest for each in lock.queue] == [digest_of("b"), digest_of("c")]
+        assert requested(lock, "c", TTL, 0, LIVE, ticket("c")).state == lock
 
     def test_an_owner_who_waits_at_another_broker_now_keeps_his_place(self) -> None:
-        lock = held_by("a", place("b", 1), place("c", 1))
-        moved = asked(lock, "b", TTL, 0, LIVE, place("b", 2)).state
-        assert moved.queue == (place("b", 2), place("c", 1))
+        lock = held_by("a", ticket("b", 1), ticket("c", 1))
+        moved = requested(lock, "b", TTL, 0, LIVE, ticket("b", 2)).state
+        assert moved.queue == (ticket("b", 2), ticket("c", 1))
 
     def test_no_room_to_wait_is_told(self) -> None:
-        lock = held_by("a", *(place(f"w{number}") for number in range(QUEUE_MAX)))
+        lock = held_by("a", *(ticket(f"w{number}") for number in range(QUEUE_MAX)))
         with pytest.raises(Backpressure):
-            asked(lock, "late", TTL, 0, LIVE, place("late"))
-        assert asked(lock, "w5", TTL, 0, LIVE, place("w5", 2)).state.queue[5] == place("w5", 2)
+            requested(lock, "late", TTL, 0, LIVE, ticket("late"))
+        assert requested(lock, "w5", TTL, 0, LIVE, ticket("w5", 2)).state.queue[5] == ticket("w5", 2)
 
     def test_a_full_queue_fits_into_a_node(self) -> None:
         queue = [LockTicket(digest_of(str(number)), 2**31, 2**31) for number in range(QUEUE_MAX)]
@@ -85,39 +85,39 @@ class TestWhoGetsIt:
 
 class TestTurns:
     def test_the_first_in_the_queue_takes_a_free_lock_at_once_the_second_waits(self) -> None:
-        lock = held_by(None, place("a", 1), place("b", 2))
-        assert turn_ms(lock, digest_of("a"), 0, LIVE) == 0
-        assert turn_ms(lock, digest_of("b"), 0, LIVE) == PATIENCE_MS
+        lock = held_by(None, ticket("a", 1), ticket("b", 2))
+        assert until_turn_ms(lock, digest_of("a"), 0, LIVE) == 0
+        assert until_turn_ms(lock, digest_of("b"), 0, LIVE) == PATIENCE_MS
 
     def test_who_comes_new_does_not_overtake_those_who_wait(self) -> None:
-        assert not asked(held_by(None, place("a", 2)), "new", TTL, 0, LIVE, None).granted
+        assert not requested(held_by(None, ticket("a", 2)), "new", TTL, 0, LIVE, None).granted
 
     def test_places_of_brokers_that_are_gone_or_were_started_anew_do_not_count(self) -> None:
         gone, older = LockTicket(digest_of("x"), 9, 1), LockTicket(digest_of("y"), 2, 19)
-        lock = held_by(None, gone, older, place("b", 3))
-        outcome = asked(lock, "b", TTL, 0, LIVE, place("b", 3))
+        lock = held_by(None, gone, older, ticket("b", 3))
+        outcome = requested(lock, "b", TTL, 0, LIVE, ticket("b", 3))
         assert outcome.granted
         assert outcome.state.queue == ()
 
     def test_a_silent_broker_holds_the_others_up_for_a_moment_only(self) -> None:
-        lock = held_by(None, place("a", 2), place("b", 2), place("c", 3))
-        assert turn_ms(lock, digest_of("c"), 0, LIVE) == PATIENCE_MS  # once for a broker, not for each place
-        assert turn_ms(lock, digest_of("c"), PATIENCE_MS, LIVE) == 0
+        lock = held_by(None, ticket("a", 2), ticket("b", 2), ticket("c", 3))
+        assert until_turn_ms(lock, digest_of("c"), 0, LIVE) == PATIENCE_MS  # once for a broker, not for each ticket
+        assert until_turn_ms(lock, digest_of("c"), PATIENCE_MS, LIVE) == 0
 
     def test_the_turn_after_a_ttl_that_runs_counts_from_its_end(self) -> None:
-        lock = held_by("h", place("a", 1), place("b", 2))
-        assert turn_ms(lock, digest_of("a"), 1_000, LIVE) == TTL - 1_000
-        assert turn_ms(lock, digest_of("b"), TTL + 400, LIVE) == PATIENCE_MS - 400
+        lock = held_by("h", ticket("a", 1), ticket("b", 2))
+        assert until_turn_ms(lock, digest_of("a"), 1_000, LIVE) == TTL - 1_000
+        assert until_turn_ms(lock, digest_of("b"), TTL + 400, LIVE) == PATIENCE_MS - 400
 
     def test_taking_it_drops_those_who_were_passed_over_and_keeps_those_behind(self) -> None:
-        lock = held_by(None, place("a", 2), place("b", 1), place("c", 2))
-        outcome = asked(lock, "b", TTL, PATIENCE_MS, LIVE, place("b", 1))
-        assert outcome.state.queue == (place("c", 2),)
+        lock = held_by(None, ticket("a", 2), ticket("b", 1), ticket("c", 2))
+        outcome = requested(lock, "b", TTL, PATIENCE_MS, LIVE, ticket("b", 1))
+        assert outcome.state.queue == (ticket("c", 2),)
 
 
 class TestTheHolder:
     def test_renewing_raises_the_beat_and_nothing_else(self) -> None:
-        lock = held_by("a", place("b"))
+        lock = held_by("a", ticket("b"))
         assert renewed(lock, "a", 7, None) == msgspec.structs.replace(lock, beat=1)
 
     @pytest.mark.parametrize(("owner", "token"), [("a", 6), ("b", 7), ("a", 8)])
@@ -132,7 +132,7 @@ class TestTheHolder:
         assert free.owner is None
         assert released(free, "a", 7) == free
         with pytest.raises(Fenced):
-            released(asked(free, "b", TTL, 0, LIVE, None).state, "a", 7)
+            released(requested(free, "b", TTL, 0, LIVE, None).state, "a", 7)
         with pytest.raises(Fenced):
             renewed(free, "a", 7, None)
 
@@ -153,7 +153,7 @@ def test_tokens_rise_with_holders_and_two_never_hold_at_once(steps: list[tuple[s
         age, before = now - since, lock
         try:
             if verb in {"ask", "wait"}:
-                outcome = asked(lock, owner, TTL, age, LIVE, place(owner) if verb == "wait" else None)
+                outcome = requested(lock, owner, TTL, age, LIVE, ticket(owner) if verb == "wait" else None)
                 lock = outcome.state
                 if outcome.granted:
                     others = [end for name, (_, end) in until.items() if name != owner]
@@ -172,7 +172,7 @@ def test_tokens_rise_with_holders_and_two_never_hold_at_once(steps: list[tuple[s
         except Fenced:
             assert until.pop(owner)[1] <= now  # whoever is fenced knew already that his ttl is over
         assert lock.token >= before.token
-        assert len({each.who for each in lock.queue}) == len(lock.queue)
+        assert len({each.owner_digest for each in lock.queue}) == len(lock.queue)
         if lock.mark != before.mark:
             since = now
 
@@ -200,7 +200,7 @@ def test_brokers_that_look_rarely_and_hold_up_requests_never_shorten_a_lease(dat
             case "restart":
                 sightings.pop(broker, None)
             case "free":
-                if lock.owner is not None and lasts_ms(lock, age(broker)) == 0:
+                if lock.owner is not None and remaining_ms(lock, age(broker)) == 0:
                     lock = msgspec.structs.replace(lock, owner=None)
             case "renew" | "release" as verb if ends:
                 owner = data.draw(st.sampled_from(sorted(ends)))
@@ -224,7 +224,9 @@ def test_brokers_that_look_rarely_and_hold_up_requests_never_shorten_a_lease(dat
                 sent_at = now
                 now += data.draw(st.sampled_from([0, 50, TTL // 2, 2 * TTL]))
                 before = lock
-                outcome = asked(lock, owner, TTL, age(broker), LIVE, place(owner, broker) if verb == "wait" else None)
+                outcome = requested(
+                    lock, owner, TTL, age(broker), LIVE, ticket(owner, broker) if verb == "wait" else None
+                )
                 lock = outcome.state
                 if outcome.granted and lock.token != before.token:
                     assert lock.token == before.token + 1
@@ -235,13 +237,13 @@ def test_brokers_that_look_rarely_and_hold_up_requests_never_shorten_a_lease(dat
 
 
 class Seen:
-    """A witness that saw every mark just now, but for what a test says."""
+    """A observe that saw every mark just now, but for what a test says."""
 
     def __init__(self) -> None:
         self.age_ms = 0
-        self.states: list[Held | None] = []
+        self.states: list[VersionedLock | None] = []
 
-    def __call__(self, name: str, held: Held | None) -> int:
+    def __call__(self, name: str, held: VersionedLock | None) -> int:
         self.states.append(held)
         return self.age_ms
 
@@ -270,12 +272,12 @@ class TestTheTable:
         setattr(plane, lost, 1)
         assert table.renew("l", "a", 1, None, seen).token == 1
         setattr(plane, lost, 1)
-        table.ask("l", "b", TTL, seen, LIVE, place=place("b"))
+        table.ask("l", "b", TTL, seen, LIVE, ticket=ticket("b"))
         setattr(plane, lost, 1)
         free = table.release("l", "a", 1, seen)
         assert (free.owner, free.token, len(free.queue)) == (None, 1, 1)
         setattr(plane, lost, 1)
-        taken = table.ask("l", "b", TTL, seen, LIVE, place=place("b")).state
+        taken = table.ask("l", "b", TTL, seen, LIVE, ticket=ticket("b")).state
         assert (taken.owner, taken.token, taken.queue) == ("b", 2, ())
 
     def test_a_renewal_that_comes_in_between_wins_over_who_thought_it_expired(
@@ -284,11 +286,11 @@ class TestTheTable:
         table.ask("l", "a", TTL, seen, LIVE)
         ages = iter([TTL, 0])
 
-        def witness(name: str, held: Held | None) -> int:
+        def observe(name: str, held: VersionedLock | None) -> int:
             return next(ages)  # the first look saw the mark long ago, the second one a new mark
 
         plane.meanwhile.append(lambda: table.renew("l", "a", 1, None, seen))
-        assert not table.ask("l", "b", TTL, witness, LIVE).granted
+        assert not table.ask("l", "b", TTL, observe, LIVE).granted
         assert table.read("l").value.owner == "a"  # type: ignore[union-attr]
 
     def test_of_two_who_take_a_free_lock_at_once_one_gets_it(
@@ -356,10 +358,10 @@ class TestTheTable:
         mark = table.ask("l", "a", TTL, seen, LIVE).state.mark
         table.renew("l", "a", 1, None, seen)
         assert not table.remove("l", mark)
-        table.ask("l", "b", TTL, seen, LIVE, place=place("b"))
+        table.ask("l", "b", TTL, seen, LIVE, ticket=ticket("b"))
         free = table.release("l", "a", 1, seen)
         assert not table.remove("l", free.mark)
-        table.leave("l", {place("b")}, seen)
+        table.leave("l", {ticket("b")}, seen)
         plane.meanwhile.append(lambda: table.ask("l", "c", TTL, seen, LIVE))
         assert not table.remove("l", free.mark)
 
@@ -371,10 +373,10 @@ class TestTheTable:
 
     def test_only_this_very_place_is_left(self, table: LockTable, seen: Seen) -> None:
         table.ask("l", "a", TTL, seen, LIVE)
-        table.ask("l", "b", TTL, seen, LIVE, place=place("b", 2))
-        table.leave("l", {place("b", 1)}, seen)
+        table.ask("l", "b", TTL, seen, LIVE, ticket=ticket("b", 2))
+        table.leave("l", {ticket("b", 1)}, seen)
         assert len(table.read("l").value.queue) == 1  # type: ignore[union-attr]
-        table.leave("l", {place("b", 2)}, seen)
+        table.leave("l", {ticket("b", 2)}, seen)
         assert table.read("l").value.queue == ()  # type: ignore[union-attr]
 
     def test_an_end_of_ttl_is_told_to_all_unless_it_was_renewed(self, table: LockTable, seen: Seen) -> None:
@@ -383,13 +385,13 @@ class TestTheTable:
         table.free("l", mark, seen)
         assert table.read("l").value.owner == "a"  # type: ignore[union-attr]
         table.free("l", again.mark, seen)
-        assert lasts_ms(table.read("l").value, 0) == 0  # type: ignore[union-attr]
+        assert remaining_ms(table.read("l").value, 0) == 0  # type: ignore[union-attr]
 
     def test_without_room_for_more_locks_those_there_are_served(self, table: LockTable, seen: Seen) -> None:
         table.ask("l", "a", TTL, seen, LIVE)
-        assert table.ask("l", "a", TTL, seen, LIVE, may_make=False).granted
+        assert table.ask("l", "a", TTL, seen, LIVE, may_create=False).granted
         with pytest.raises(Backpressure):
-            table.ask("more", "a", TTL, seen, LIVE, may_make=False)
+            table.ask("more", "a", TTL, seen, LIVE, may_create=False)
 
     def test_every_state_is_told_to_the_witness(self, plane: Interrupted, table: LockTable, seen: Seen) -> None:
         table.ask("l", "a", TTL, seen, LIVE)
