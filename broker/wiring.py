@@ -37,6 +37,7 @@ from portalmq.broker.messages.partition_growth import PartitionGrowth
 from portalmq.broker.messages.produce import Admission, ProduceHandler
 from portalmq.broker.messages.producer_fencing import ProducerFencing
 from portalmq.broker.messages.scheduled import ScheduledMessages
+from portalmq.broker.metrics import Metrics
 from portalmq.broker.partition.cache import BatchCache
 from portalmq.broker.partition.clock import Clock
 from portalmq.broker.partition.compaction import Compacting
@@ -91,21 +92,6 @@ class BrokerSettings(Limits, TLSFiles, Protocol):
     def storage_threads(self) -> int: ...
 
 
-class Counters(Protocol):
-    """Counts what happens in the broker."""
-
-    def published(self, topic: str, messages: int, size_bytes: int) -> None: ...
-    def delivered(self, topic: str, group: str, messages: int, redelivered: int = 0) -> None: ...
-    def acked(self, topic: str, group: str, messages: int) -> None: ...
-    def dead(self, topic: str, group: str, messages: int) -> None: ...
-    def expired(self, topic: str, group: str, messages: int) -> None: ...
-    def committed(self, seconds: float) -> None: ...
-    def compacted(self, messages: int) -> None: ...
-    def elected(self) -> None: ...
-    def in_sync_changed(self, left: int, joined: int) -> None: ...
-    def forget_topic(self, topic: str) -> None: ...
-
-
 class Wiring:
     """What a Broker is made of; also what partitions need of their host (partition/host.py). `on_fatal` is called once
     with a fault after which the process must end."""
@@ -118,7 +104,7 @@ class Wiring:
         broker_id: int,
         me: BrokerState,
         disk: DiskGuard,
-        metrics: Counters,
+        metrics: Metrics,
         on_fatal: Callable[[BaseException], None],
         clock: Clock | None = None,
         cluster_secret: str | None = None,

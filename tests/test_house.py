@@ -37,7 +37,7 @@ FOLDERS = {
 # The rooms of the broker, ground floor first.
 TOWER = (
     *("fold", "core.replica", "core.queue", "core.stream"),
-    *("storage", "partition", "replication", "cluster", "messages", "queues", "streams"),
+    *("storage", "partition", "metrics", "replication", "cluster", "messages", "queues", "streams"),
     *("broker", "api", "protocols", "server", "ops", "bench"),
 )
 
@@ -66,6 +66,7 @@ ROOM_OF = {
     "portalmq.broker.core.queue.lanes": "fold",
     "portalmq.broker.storage": "storage",
     "portalmq.broker.partition": "partition",
+    "portalmq.broker.metrics": "metrics",
     "portalmq.broker.replication": "replication",
     "portalmq.broker.cluster": "cluster",
     "portalmq.broker.messages": "messages",
@@ -109,6 +110,7 @@ MAY_IMPORT = {
     "core.stream": {"contract", "fold", "core.replica", "core.queue"},
     "storage": {"contract", "fold"},
     "partition": {"contract", "fold", *CORE, "storage", "tree"},
+    "metrics": set(),
     "replication": {"contract", "fold", *CORE, "storage", "tree"},
     "cluster": {"contract", "network", "fold", *CORE, "storage", "tree", "control_plane"},
     "messages": {"contract", "fold", *CORE, "storage", "tree", "control_plane"},

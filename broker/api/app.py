@@ -11,13 +11,14 @@ from flask import Flask, Response, g, request
 from portalmq.broker.api import problems
 from portalmq.broker.api.body import close_after_answer, leaves_bytes_unread
 from portalmq.broker.api.dispatch import Dispatcher, check_caller, check_ready
-from portalmq.broker.api.request_context import Authorizer, HttpSettings, RequestContext, RequestMetrics, ResponseParts
+from portalmq.broker.api.request_context import Authorizer, HttpSettings, RequestContext, ResponseParts
 from portalmq.broker.api.routes import ROUTES, Route
 from portalmq.broker.broker import Broker
+from portalmq.broker.metrics import Metrics
 
 
 def create_app(
-    broker: Broker, config: HttpSettings, metrics: RequestMetrics, auth: Authorizer, *, more: Sequence[Route] = ()
+    broker: Broker, config: HttpSettings, metrics: Metrics, auth: Authorizer, *, more: Sequence[Route] = ()
 ) -> Flask:
     """The WSGI application of one broker: the routes of the table, and those of other rooms."""
     context = RequestContext(broker, config, metrics, auth)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
@@ -16,6 +16,7 @@ from portalmq.broker.api.body import BodiesInFlight, read_body
 from portalmq.broker.api.query import Query
 from portalmq.broker.api.visitors import Names, Visitors
 from portalmq.broker.broker import Broker
+from portalmq.broker.metrics import Metrics
 from portalmq.broker.storage.batch import Record
 from portalmq.errors import Backpressure
 
@@ -54,18 +55,6 @@ class HttpSettings(Names, Protocol):
     def no_confirm(self) -> bool: ...
 
 
-class RequestMetrics(Protocol):
-    """Counts requests, and shows all that the broker counts. `waiting` tells how many calls wait."""
-
-    content_type: str
-    waiting: Callable[[], int]
-
-    def request(self, route: str, method: str, status: int, seconds: float) -> None: ...
-    def forget_topic(self, topic: str) -> None: ...
-    def forget_group(self, group: str) -> None: ...
-    def exposition(self) -> bytes: ...
-
-
 class Authorizer(Protocol):
     """Checks the `Authorization` header, where secrets are `needed`."""
 
@@ -77,7 +66,7 @@ class Authorizer(Protocol):
 class RequestContext:
     """Invariant: 0 <= waiting <= config.parked_receives_max."""
 
-    def __init__(self, broker: Broker, config: HttpSettings, metrics: RequestMetrics, auth: Authorizer) -> None:
+    def __init__(self, broker: Broker, config: HttpSettings, metrics: Metrics, auth: Authorizer) -> None:
         self.broker = broker
         self.config = config
         self.metrics = metrics

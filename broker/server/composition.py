@@ -249,9 +249,9 @@ class BrokerProcess:
     def _build(self) -> Flask:
         from portalmq.broker.api.app import create_app
         from portalmq.broker.broker import Broker
+        from portalmq.broker.metrics import Metrics
         from portalmq.broker.protocols.routes import SEED_ROUTES
-        from portalmq.broker.server.gauges import gauges_of
-        from portalmq.broker.server.metrics import Metrics
+        from portalmq.broker.server.gauges import GaugeCollector, gauges_of
         from portalmq.control_plane.catalog import Catalog
         from portalmq.control_plane.state import BrokerState
 
@@ -277,7 +277,9 @@ class BrokerProcess:
                 cluster_secret=cluster_secret_in(self.config),
             )
         )
-        metrics.observe(lambda: gauges_of(broker, disk, connected=plane.state is PlaneState.CONNECTED))
+        metrics.registry.register(
+            GaugeCollector(lambda: gauges_of(broker, disk, connected=plane.state is PlaneState.CONNECTED))
+        )
         if self.config.is_clustered:
             broker.membership.on_changed.append(lambda changes: self._remember_brokers())
         self._broker, self._plane = broker, plane

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from portalmq.broker.broker import Broker
+from portalmq.broker.metrics import Metrics
 from portalmq.broker.partition.yielding import give_way
 from portalmq.broker.server.config import BrokerConfig
-from portalmq.broker.server.metrics import Metrics
 from portalmq.broker.storage.batch import Record
 from portalmq.control_plane.catalog import Catalog
 from portalmq.control_plane.standalone import Standalone

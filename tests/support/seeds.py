@@ -6,10 +6,10 @@ from flask.testing import FlaskClient
 from support.domain import Fixture
 
 from portalmq.broker.api.app import create_app
+from portalmq.broker.metrics import Metrics
 from portalmq.broker.protocols.routes import SEED_ROUTES
 from portalmq.broker.server.auth import Auth
 from portalmq.broker.server.config import BrokerConfig
-from portalmq.broker.server.metrics import Metrics
 
 
 def client_of(fixture: Fixture, *secrets: str, **settings: object) -> FlaskClient:

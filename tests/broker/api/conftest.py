@@ -10,9 +10,9 @@ from support.fake_broker import FakeBroker
 from support.stretches import Stretch, Stretches
 
 from portalmq.broker.api.app import create_app
+from portalmq.broker.metrics import Metrics
 from portalmq.broker.server.auth import Auth
 from portalmq.broker.server.config import BrokerConfig
-from portalmq.broker.server.metrics import Metrics
 
 # Shorter stretches of the event loop are nobody's concern.
 SHOWN_MS = 2.0

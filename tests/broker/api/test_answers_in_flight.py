@@ -14,10 +14,10 @@ from werkzeug.test import EnvironBuilder
 
 from portalmq.broker.api.answers_in_flight import AnswersInFlight, Portion
 from portalmq.broker.api.app import create_app
+from portalmq.broker.metrics import Metrics
 from portalmq.broker.protocols.routes import SEED_ROUTES
 from portalmq.broker.server.auth import Auth
 from portalmq.broker.server.config import BrokerConfig
-from portalmq.broker.server.metrics import Metrics
 from portalmq.errors import Backpressure
 
 MANY, FEW = 40_000, 1_000

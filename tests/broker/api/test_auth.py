@@ -7,10 +7,10 @@ import pytest
 from portalmq.broker.api.app import create_app
 from portalmq.broker.api.routes import ROUTES
 from portalmq.broker.cluster.exits import UsageError
+from portalmq.broker.metrics import Metrics
 from portalmq.broker.protocols.routes import SEED_ROUTES
 from portalmq.broker.server.auth import Auth, auth_from
 from portalmq.broker.server.config import BrokerConfig
-from portalmq.broker.server.metrics import Metrics
 
 OPEN = {"/livez", "/readyz", "/healthz"}
 

@@ -8,10 +8,10 @@ from portalmq import wire
 from portalmq.broker.api.app import create_app
 from portalmq.broker.api.routes import ROUTES
 from portalmq.broker.api.visitors import READING_METHODS, TAKING_PATHS
+from portalmq.broker.metrics import Metrics
 from portalmq.broker.protocols.routes import SEED_ROUTES
 from portalmq.broker.server.auth import Auth
 from portalmq.broker.server.config import BrokerConfig
-from portalmq.broker.server.metrics import Metrics
 
 PAGE = {"Origin": "http://evil.example"}
 PROBES = {"/livez", "/readyz", "/healthz"}

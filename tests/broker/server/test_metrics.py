@@ -5,7 +5,8 @@ from __future__ import annotations
 import gevent
 from prometheus_client.parser import text_string_to_metric_families
 
-from portalmq.broker.server.metrics import KEPT_S, MANY_LAGS, SAMPLES_A_TURN, Gauges, GroupLag, Metrics, PartitionGauge
+from portalmq.broker.metrics import SAMPLES_A_TURN, Metrics
+from portalmq.broker.server.gauges import KEPT_S, MANY_LAGS, GaugeCollector, Gauges, GroupLag, PartitionGauge
 
 
 def samples(metrics: Metrics) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
@@ -56,7 +57,7 @@ def test_the_state_is_read_when_it_is_asked_for():
     lags = [GroupLag("t", 0, "g", 5, 1.5)]
     state = Gauges(lags, [PartitionGauge("t", 0, True, 2, 9)], {"log": 100}, True, open_orders=7)
     asked = []
-    metrics.observe(lambda: asked.append(1) or state)
+    metrics.registry.register(GaugeCollector(lambda: asked.append(1) or state))
     assert not asked
     found = samples(metrics)
     place = (("partition", "0"), ("topic", "t"))
@@ -83,7 +84,9 @@ def test_replication_is_told_by_a_few_numbers():
         PartitionGauge("t", 1, True, 0, 9),
         PartitionGauge("t", 2, False, 0, 9, under_replicated=True, quarantined=True),
     ]
-    metrics.observe(lambda: Gauges([], partitions, {}, True, is_controller=True, offline_partitions=2))
+    metrics.registry.register(
+        GaugeCollector(lambda: Gauges([], partitions, {}, True, is_controller=True, offline_partitions=2))
+    )
     metrics.elected()
     metrics.in_sync_changed(1, 0)
     metrics.in_sync_changed(0, 2)
@@ -103,7 +106,9 @@ def test_replication_is_told_by_a_few_numbers():
 
 def test_every_series_says_what_it_is():
     metrics = Metrics("0")
-    metrics.observe(lambda: Gauges([], [PartitionGauge("t", 0, True, 0, 9)], {"log": 1}, True))
+    metrics.registry.register(
+        GaugeCollector(lambda: Gauges([], [PartitionGauge("t", 0, True, 0, 9)], {"log": 1}, True))
+    )
     text = metrics.exposition().decode()
     families = {line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")}
     explained = {line.split()[2] for line in text.splitlines() if line.startswith("# HELP") and len(line.split()) > 3}
@@ -114,7 +119,7 @@ def test_every_series_says_what_it_is():
 def test_memory_and_disk_are_told_where_the_system_tells_them():
     metrics = Metrics("0")
     state = [Gauges(memory_bytes=5, memory_limit_bytes=10, disk_free_bytes=3, disk_low_water_bytes=2), Gauges()]
-    metrics.observe(lambda: state[0])
+    metrics.registry.register(GaugeCollector(lambda: state[0]))
     found = samples(metrics)
     names = ("memory_bytes", "memory_limit_bytes", "disk_free_bytes", "disk_low_water_bytes")
     assert [found[f"portalmq_{name}", ()] for name in names] == [5, 10, 3, 2]
@@ -130,7 +135,7 @@ def test_the_state_of_very_many_groups_is_read_once_a_second():
         return Gauges([GroupLag("t", 0, f"g{number}", 1, 0.0) for number in range(count)])
 
     many = Metrics("0")
-    many.observe(lambda: gauges(MANY_LAGS + 1), clock=lambda: now[0])
+    many.registry.register(GaugeCollector(lambda: gauges(MANY_LAGS + 1), clock=lambda: now[0]))
     many.exposition()
     many.exposition()
     assert len(read) == 1
@@ -138,7 +143,7 @@ def test_the_state_of_very_many_groups_is_read_once_a_second():
     many.exposition()
     assert len(read) == 2
     few = Metrics("0")
-    few.observe(lambda: gauges(1), clock=lambda: now[0])
+    few.registry.register(GaugeCollector(lambda: gauges(1), clock=lambda: now[0]))
     few.exposition()
     few.exposition()
     assert len(read) == 4
