@@ -1,1 +1,1 @@
-"""Messages on their way in, and looked at: produce, idempotency, producer fencing, schedules, browsing."""
+"""Produce, idempotency, producer fencing, scheduled messages, browsing."""

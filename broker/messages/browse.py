@@ -1,4 +1,4 @@
-"""Looking at messages, and purging them, wherever their partitions are led. Nothing is consumed by looking."""
+"""Browsing and purging messages on the leaders of their partitions. Browsing consumes nothing."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class StoredMessage(msgspec.Struct, gc=False, frozen=True):
 
 
 class StoredPage(NamedTuple):
-    """A page of a partition; `next_offset` is where to go on."""
+    """A page of a partition; the next page begins at `next_offset`."""
 
     messages: list[StoredMessage]
     next_offset: int
@@ -54,7 +54,7 @@ _record_of: Callable[[tuple[int, int, Record]], Record] = itemgetter(2)
 
 
 class _Client:
-    """The client of a call and the broker's end, as one thing to wait with: whichever comes first ends the wait."""
+    """Ends a wait when the client disconnects or the broker closes, whichever comes first."""
 
     def __init__(self, peer: Peer | None, long_polls: LongPolls) -> None:
         self._peer = peer
@@ -144,7 +144,7 @@ class MessageBrowser:
         peer: Peer | None,
         forward: bool,
     ) -> StoredPage:
-        """Read on from a place; waits up to `wait_ms` for the first message."""
+        """Return messages from an offset, a position or a time on; wait up to `wait_ms` for the first one."""
         place = place_of(topic.state, number)
         call = Browse(place.topic, place.topic_id, number, offset, position, at_ms, limit, wait_ms)
         client = _Client(peer, self._long_polls) if wait_ms else None
@@ -158,7 +158,7 @@ class MessageBrowser:
         start = self._start(partition, call)
         if call.wait_ms:
             self._wait_readable(partition, start, call.wait_ms, peer)
-            partition = self._metadata_cache.partition(place)  # it may have been deleted, or led elsewhere, meanwhile
+            partition = self._metadata_cache.partition(place)  # the wait may have seen it deleted or led elsewhere
         there = (
             (at, piece.batch.appended_at_ms, record)
             for piece in partition.pieces(start, partition.high_watermark, call.limit)
@@ -204,7 +204,7 @@ class MessageBrowser:
     # --- the whole queue ---------------------------------------------------------------------------------------------
 
     def read_all(self, topic: Topic, limit: int | None, *, forward: bool) -> Iterator[StoredMessage]:
-        """The whole queue as it stands now, partition by partition, a page at a time from each leader."""
+        """Yield all messages that are in the queue now, partition by partition, a page at a time from each leader."""
         places = [place_of(topic.state, number) for number in range(topic.state.partitions)]
         if not forward:
             self._leaders.check_led_here(places)
@@ -220,7 +220,7 @@ class MessageBrowser:
                 try:
                     page = self._page(topic, number, offset, min(left, PAGE_MESSAGES), forward)
                 except NotFound as gone:
-                    raise Unavailable(f"the topic was deleted while it was read: {gone}", outcome="unknown") from gone
+                    raise Unavailable(f"the topic was deleted during the read: {gone}", outcome="unknown") from gone
                 for message in page.messages:
                     if message.offset < end:
                         left -= 1
@@ -245,7 +245,7 @@ class MessageBrowser:
     # --- purging -----------------------------------------------------------------------------------------------------
 
     def purge(self, topic: Topic, *, partition: int | None, before_offset: int | None, forward: bool) -> None:
-        """Remove messages below `before_offset`, or all that can be read."""
+        """Remove messages below `before_offset`, or all readable ones."""
         if before_offset is not None and partition is None and topic.state.partitions > 1:
             raise InvalidRequest("before_offset is an offset of one partition: name it with partition=")
         numbers = range(topic.state.partitions) if partition is None else [partition]
@@ -258,7 +258,7 @@ class MessageBrowser:
         if errors:
             error = next((error for error in errors if error.outcome == "unknown"), errors[0])
             if len(errors) < len(outcomes):
-                error.outcome = "unknown"  # in a part of the partitions it is done
+                error.outcome = "unknown"  # some partitions were purged
             raise error
 
     def serve_purge(self, body: bytes) -> bytes:

@@ -1,15 +1,16 @@
-"""Requests under an Idempotency-Key: what such a message is known by, and where the first one of a key stands.
+"""Deduplication by Idempotency-Key: the identity of a message, and the search for the first message of a key.
 
-    id      128 bits of the key: messages of one id are one message, within the topic's dedup window
-    hash     64 bits of what was sent under it: another hash is another message, and refused (422)
+    id      128-bit hash of the key: messages with the same id are one message, within the topic's dedup window
+    hash     64-bit hash of the request: a different hash under the same key is refused (422)
 
-A message without a key or a partition goes to its id's own partition, so that a repeat meets its first there. One that
-was sent to another place, or before the topic grew, stands elsewhere: so in a topic with several partitions all their
-leaders are asked first. Ids stand in an index of the log's files, of which nothing is kept in memory.
+A message without a partition or a message key goes to the partition that its id selects, so a repeat meets the first
+message there. A first message that was sent to a named partition, or before the topic grew, is in another partition.
+So in a topic with several partitions all leaders are asked first. The index of ids is in the log's files, not in
+memory.
 
-In a batch each message may have a key of its own. Then every one of them is looked for in the partition that it goes
-to, and there alone: asking all leaders for each of a thousand would cost more than the messages. Few are looked for on
-the hub. Many on native threads, during which their ids are marked as sought: nobody else appends them meanwhile.
+In a batch each message may have a key of its own. Each key is searched only in the partition of its message: asking
+all leaders for each of a thousand keys would cost more than the messages. A few keys are searched on the event loop.
+Many are searched on native threads, and marked as in progress, so that no other request appends them.
 """
 
 from __future__ import annotations
@@ -35,25 +36,25 @@ from portalmq.wire import Acks, Produced, message_id_of, message_ids_of
 FIND_TIMEOUT_S = 10.0
 IN_PROGRESS_RETRY_S = 0.2
 
-# Headers that tell of the request and not of the message: who traces his requests sends others with each repeat.
+# Headers of the request, not of the message: tracing sends other values with each repeat.
 _OF_THE_REQUEST = frozenset({"traceparent", "tracestate"})
 
 _encode = msgspec.msgpack.Encoder().encode
-# The options of a message, as they were sent.
+# The options of a message as the client sent them.
 AsSent = tuple[int | str | None, ...]
 # The key of a message in a batch, and its options.
 Keyed = tuple[str, AsSent]
 # (offset, body hash, timestamp_ms) of the first message of an id.
 First = tuple[int, bytes | None, int]
-# An index looks for so many in less time than it takes to hand them to another thread.
+# An index finds this many ids in less time than a switch to another thread takes.
 SOUGHT_HERE_MAX = 8
-# That takes 3 ms or so.
+# About 3 ms of hashing.
 HASHED_AT_ONCE = 1_000
 
 
 class FindFirst(msgspec.Struct, array_like=True):
-    """Does a message of this id stand in one of these partitions? Refused when it does with another hash, or when it is
-    not as safe yet as `acks` asks."""
+    """Asks for the message of this id in these partitions. Refused when the hash differs, or when the message is not
+    yet as durable as `acks` asks."""
 
     topic: str
     topic_id: str
@@ -67,9 +68,9 @@ _Firsts = list[Result[list[int]]]
 
 
 def identified(record: Record, key: str, as_sent: AsSent) -> Record:
-    """The record with the identity that an Idempotency-Key gives it. The hash is of its body and the options that came
-    with it, in the sender's words: a delay comes to another moment each time it is sent. A proxy may have put the
-    headers into another order."""
+    """Return the record with the id and the hash that an Idempotency-Key gives it. The hash covers the body and the
+    options as the client sent them: a delay in ms is the same in each repeat, the due time is not. Headers are sorted,
+    since a proxy may reorder them."""
     return _identified(record, message_id_of(key), as_sent)
 
 
@@ -92,9 +93,9 @@ def _identified(record: Record, message_id: bytes, as_sent: AsSent) -> Record:
 def each_once(
     records: Sequence[Record], keys: Sequence[Keyed | None], numbers: Sequence[int | None]
 ) -> tuple[list[Record], list[int], list[int]]:
-    """A batch in which messages have keys of their own: its records with their identities, each once; which of the
-    batch these are; and for each message of the batch which of them is its own. `numbers` are the partitions that were
-    named. Raises IdempotencyKeyReused for two messages under one key."""
+    """Deduplicate a batch whose messages have keys of their own. Return the distinct records with their identities,
+    their indexes in the batch, and for each message of the batch the index of its record. `numbers` are the partitions
+    that the request names. Raises IdempotencyKeyReused for two different messages under one key."""
     identities: list[Record] = []
     for start in range(0, len(records), HASHED_AT_ONCE):
         if start:
@@ -135,8 +136,8 @@ def _all_identified(
 
 
 def first_in(partition: Partition, message_id: bytes, body_hash: bytes | None) -> tuple[int, int] | None:
-    """(offset, timestamp_ms) of the message of this id, if the partition has it. Raises IdempotencyKeyReused for
-    another message, RequestInProgress while it is looked for by somebody else, who appends it then."""
+    """Return (offset, timestamp_ms) of the message of this id, None if the partition does not have it. Raises
+    IdempotencyKeyReused for a different message, RequestInProgress while another request searches for the id."""
     if partition.is_sought(message_id):
         raise _in_progress(partition, "")
     place = partition.place_of_id(message_id)
@@ -162,7 +163,7 @@ def _in_progress(partition: Partition, where: str) -> RequestInProgress:
 
 
 def are_many(shares: Iterable[Sequence[Record]]) -> bool:
-    """Whether more ids are to be looked for than the hub has the time for, over all partitions of a request."""
+    """Return True for a request with more ids, over all its partitions, than may be searched on the event loop."""
     return sum([1 for records in shares for record in records if record.message_id is not None]) > SOUGHT_HERE_MAX
 
 
@@ -170,8 +171,8 @@ def are_many(shares: Iterable[Sequence[Record]]) -> bool:
 def known_in(
     partition: Partition, records: Sequence[Record], acks: Acks, *, are_many: bool
 ) -> Iterator[dict[bytes, tuple[int, int]]]:
-    """Which of these, all with different ids if any, the partition has: id -> (offset, timestamp_ms). What it has not
-    is to be appended within the block. Raises IdempotencyKeyReused, RequestInProgress, Unavailable."""
+    """Yield the records that the partition has already: id -> (offset, timestamp_ms). The caller appends the others
+    within the block. The ids are distinct. Raises IdempotencyKeyReused, RequestInProgress, Unavailable."""
     keyed = [record for record in records if record.message_id is not None]
     known: dict[bytes, tuple[int, int]] = {}
     sought: dict[bytes, Record] = {}
@@ -202,8 +203,7 @@ def known_in(
 
 
 def check_done(partition: Partition, offset: int, acks: Acks) -> None:
-    """Raises RequestInProgress while the first request, whose message stands at `offset`, is not as safe as its repeat
-    asks to be told."""
+    """Raise RequestInProgress while the first message, at `offset`, is less durable than the `acks` of its repeat."""
     safe_end = {"all": partition.high_watermark, "leader": partition.log.end_offset, "none": offset + 1}[acks]
     if offset >= safe_end:
         raise _in_progress(partition, f", offset {offset}")
@@ -242,7 +242,7 @@ class _Finding:
 
 
 class RepeatFinder:
-    """Finds the first of a key on every partition of its topic."""
+    """Finds the first message of a key on all partitions of its topic."""
 
     def __init__(self, metadata_cache: MetadataCache, leaders: LeaderRouter, peers: Peers) -> None:
         self.metadata_cache = metadata_cache
@@ -250,9 +250,9 @@ class RepeatFinder:
         self._leaders = leaders
 
     def find(self, topic: Topic, record: Record, besides: int, acks: Acks) -> Produced | None:
-        """Where the first message of the record's id stands, on any partition besides that one, which is for the
-        append itself to look through. Raises IdempotencyKeyReused, RequestInProgress, and what a leader answers that
-        cannot be asked: nothing is appended before it is known."""
+        """Return the first message of the record's id on any partition besides `besides`, which the append itself
+        searches; None if there is none. Raises IdempotencyKeyReused, RequestInProgress, and the error of a leader that
+        cannot be asked."""
         numbers = [number for number in range(topic.state.partitions) if number != besides]
         places = [place_of(topic.state, number) for number in numbers]
         if not places:
@@ -265,7 +265,7 @@ class RepeatFinder:
         errors = [error for error in outcomes.values() if isinstance(error, PortalMQError)]
         decided = [error for error in errors if isinstance(error, IdempotencyKeyReused | RequestInProgress)]
         for error in decided or errors:
-            error.outcome = "not_applied"  # this was a question; the message is appended after it
+            error.outcome = "not_applied"  # the append comes after this search
             raise error
         return None
 

@@ -1,8 +1,7 @@
-"""Whether a topic may grow: with other partitions a key goes to another one, and its order there begins anew.
+"""The check before a topic grows: more partitions move keys to other partitions and break the order by key.
 
-A group that is ordered by key relies on one partition for each key. Messages of a key that wait in the old partition
-and those that come to the new one are handed out side by side, so growing such a topic is for somebody to decide who
-knows that: `force`.
+A group that is ordered by key relies on one partition for each key. After growth, messages of a key that wait in the
+old partition and messages in the new one are delivered concurrently. So growing such a topic needs `force`.
 """
 
 from __future__ import annotations
@@ -53,8 +52,8 @@ class PartitionGrowth:
         self._leaders = leaders
 
     def check(self, topic: Topic, partitions: int | None) -> None:
-        """Raises KeyOrder when a group that is ordered by key reads the topic, and partitions would be added; and what
-        a leader answers that cannot be asked."""
+        """Raise KeyOrder when partitions would be added to a topic that a group reads in the order of keys; also raises
+        the error of a leader that cannot be asked."""
         if partitions is None or partitions <= topic.state.partitions:
             return
         places = [place_of(topic.state, number) for number in range(topic.state.partitions)]
@@ -65,10 +64,10 @@ class PartitionGrowth:
             errors = [outcome for outcome in outcomes.values() if isinstance(outcome, PortalMQError)]
             if True in outcomes.values():
                 raise KeyOrder(
-                    f"group {name!r} reads topic {topic.name!r} in the order of keys, and with more partitions a key"
-                    f" goes to another one while older messages of it wait in this: let the group finish first, or say"
+                    f"group {name!r} reads topic {topic.name!r} in the order of keys: with more partitions a key moves"
+                    f" to another one while its older messages wait in the old one. Let the group finish first, or use"
                     f" ?force=true"
                 )
             for error in errors:
-                error.outcome = "not_applied"  # so far it was asked for, and nothing was changed
+                error.outcome = "not_applied"  # nothing has changed yet
                 raise error

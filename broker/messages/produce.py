@@ -1,8 +1,9 @@
-"""The way of new messages into partitions: which partition each goes to, who leads it, and whether it is in the log.
+"""Produce: select the partition of each message, bring it to the partition's leader, append it there.
 
-A message goes where it was sent by name, else where its key's CRC-32 points, else (with an Idempotency-Key) where its
-id's does, so that a retry meets its first; the rest of a batch goes to one partition, another for each batch. Each
-partition's share is appended by its leader, all or nothing, and there it is decided whether it is new.
+A message goes to the partition that the request names, else to the one that the CRC-32 of its key selects, else (with
+an Idempotency-Key) to the one that the CRC-32 of its id selects, so that a retry meets the first message. The rest of a
+batch goes to one partition, round robin by batch. The leader appends the share of its partition all or nothing, and
+drops what it has already.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from portalmq.broker.storage.batch import Record
 from portalmq.errors import InvalidRequest, MessageTooLarge, NotLeader, PortalMQError, Unavailable
 from portalmq.wire import INTEGER_MAX, Acks, Produced, ProducedRange, ProducerStamp
 
-# Longer than a client waits for one try: its own time ends first.
+# Longer than a client's timeout for one try, which ends first.
 PRODUCE_TIMEOUT_S = 20.0
 
 _turns = count()
@@ -58,14 +59,14 @@ class ProduceRequest(msgspec.Struct):
 
 
 class Finder(Protocol):
-    """Finds a topic by name and id; raises Unavailable for one that this broker does not know (yet, or any more)."""
+    """Finds a topic by name and id. Raises Unavailable for a topic that this broker does not know."""
 
     def __call__(self, name: str, topic_id: str) -> Topic: ...
 
 
 def size_of(topic: Topic, records: list[Record]) -> int:
-    """Bytes of all payloads together. Raises what the topic does not take: MessageTooLarge for one over its limit,
-    InvalidRequest for one without a key where only the last message of each key is to stay."""
+    """Return the bytes of all payloads. Raises MessageTooLarge for a message over the topic's limit, InvalidRequest for
+    one without a key in a compacted topic."""
     limit = topic.state.config.max_message_bytes
     lengths = [len(record.value) for record in records]
     if max(lengths) > limit:
@@ -84,12 +85,12 @@ def size_of(topic: Topic, records: list[Record]) -> int:
 
 
 def expiry(ttl_ms: int, deliver_at_ms: int | None, wall_ms: int) -> int:
-    """When a message is over: its time to live counts from when it can be delivered."""
+    """Return the time at which a message expires: its time to live begins when it can be delivered."""
     return min(max(wall_ms, deliver_at_ms or 0) + ttl_ms, INTEGER_MAX)
 
 
 def with_default_ttl(topic: Topic, records: list[Record], wall_ms: int) -> list[Record]:
-    """The records, those without an expiry with that of their topic's default_ttl_ms, if it has one."""
+    """Return the records; those without an expiry get one from the topic's default_ttl_ms, if it has one."""
     ttl_ms = topic.state.config.default_ttl_ms
     if ttl_ms is None:
         return records
@@ -106,8 +107,8 @@ def with_default_ttl(topic: Topic, records: list[Record], wall_ms: int) -> list[
 
 @dataclass(frozen=True, slots=True)
 class _Order:
-    """How the messages of a call are to be appended. Copies are what the outbox appends: they were counted where they
-    come from, so no backlog keeps them out, and a repeat of them waits for its first."""
+    """The options of an append. Copies are messages from an outbox: the backlog limit does not apply to them, since
+    their input counted already, and a repeat waits for the first one."""
 
     stamp: Stamp | None
     acks: Acks
@@ -116,7 +117,7 @@ class _Order:
 
 @dataclass(slots=True)
 class _Entry:
-    """A share on its way into a partition: what is new of it, and what is in the log already."""
+    """The messages of a call for one partition: the new ones, and those that the log has already (`known`)."""
 
     partition: Partition
     ranks: list[int] = field(default_factory=list)
@@ -127,9 +128,9 @@ class _Entry:
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """Who may append. Asked right before offsets are allotted; neither call switches greenlets."""
+    """The checks right before offsets are assigned. Neither switches greenlets."""
 
-    # Raises Fenced for the stamp of a named producer that has been succeeded, Unavailable when nobody can tell.
+    # Raises Fenced for the stamp of a named producer with a newer epoch, Unavailable when the epoch is not known.
     check_fence: Callable[[Stamp], None]
     # Raises Backpressure when too many messages wait in the partition already.
     check_room: Callable[[Topic, Partition, int, Stamp | None], None]
@@ -144,9 +145,9 @@ def _entered(
     *,
     are_many_keyed: bool,
 ) -> _Entry:
-    """Allot offsets to what is new. Raises what the partition refuses with; nothing is applied then."""
+    """Assign offsets to the new records. Raises the partition's refusal; nothing is applied then."""
     entry = _Entry(partition)
-    # Copies wait for their firsts afterwards, however safe those are.
+    # Repeats of copies wait for their firsts later, in _appended.
     acks: Acks = "none" if order.is_copies else order.acks
     with known_in(partition, records, acks, are_many=are_many_keyed) as known:
         if order.stamp is not None:
@@ -170,9 +171,9 @@ def _entered(
 
 
 def _appended(entry: _Entry, order: _Order) -> AppendResult:
-    """Wait until the share is as safe as its acks ask. Raises its error."""
+    """Wait until the share is as durable as its acks ask. Raises its error."""
     for _, offset, _ in entry.known if order.is_copies else ():
-        entry.partition.wait_committed(offset)  # any other repeat was refused while its first was on its way
+        entry.partition.wait_committed(offset)  # other repeats are refused while their first is not committed
     base_offset, timestamp_ms = entry.partition.outcome(entry.pending) if entry.pending is not None else (-1, 0)
     if not entry.known:
         return AppendResult(base_offset, timestamp_ms)
@@ -294,7 +295,7 @@ class ProduceHandler:
         return ProducedRange(number, appended.base_offset, len(records), appended.timestamp_ms, topic.state.topic_id)
 
     def batch(self, topic: Topic, request: ProduceRequest) -> list[Produced | PortalMQError]:
-        """Append messages to their partitions; one result each, in order. Raises when the whole request is refused.
+        """Append messages to their partitions; return one result each, in order. Raises when all of them are refused.
         Each of the request's `keys` is looked for in the partition of its message only."""
         records, partitions, partition = request.records, request.partitions, request.partition
         producer, keys, forward = request.producer, request.keys, request.forward
@@ -305,7 +306,7 @@ class ProduceHandler:
         if keys is not None:
             if producer is not None:
                 raise InvalidRequest(
-                    "a batch with a producer's stamp is known by that: give its messages no idempotency_key"
+                    "a batch with a producer's stamp is deduplicated by it: give its messages no idempotency_key"
                 )
             named = [partition if number is None else number for number in partitions or [None] * len(records)]
             records, firsts, at_of = each_once(records, keys, named)
@@ -342,8 +343,8 @@ class ProduceHandler:
         return _unless_all_failed([result for result in answers if result is not None])
 
     def copies(self, topic: Topic, shares: dict[int, list[Record]]) -> dict[int, PortalMQError]:
-        """Append what was ordered elsewhere, by partition: records with a message id, so that a repeat finds its first.
-        What a topic takes was checked when it was ordered. The errors of those that did not take their share."""
+        """Append the messages of an outbox, by partition; return the errors of the partitions that failed. The records
+        have message ids, so a repeat finds its first, and were checked against the topic's limits when ordered."""
         places = [place_of(topic.state, number) for number in shares]
         work = _Producing(topic, shares, _Order(None, "all", is_copies=True), self._admission, self._peers)
         outcomes = self._leaders.run(places, work, repeatable=True)
@@ -351,7 +352,7 @@ class ProduceHandler:
         return {place.number: outcome for place, outcome in outcomes.items() if isinstance(outcome, PortalMQError)}
 
     def serve(self, body: bytes) -> bytes:
-        """Shares that another broker brings, for partitions that this one leads."""
+        """Append shares that another broker forwards to the leader."""
         call = _decode_produce(body)
         topic = self._find(call.topic, call.topic_id)
         order = _Order(_stamp(call.stamp), call.acks, call.is_copies)
@@ -371,7 +372,7 @@ class WallClock(Protocol):
 
 
 class Published(Protocol):
-    """Counts messages that were appended here, and the bytes of their payloads."""
+    """Counts messages appended here, and the bytes of their payloads."""
 
     def __call__(self, topic: str, messages: int, size_bytes: int) -> None: ...
 
@@ -386,7 +387,7 @@ def _produced(number: int, size: int, outcome: AppendResult | PortalMQError) -> 
 
 
 def _unless_all_failed(results: list[Produced | PortalMQError]) -> list[Produced | PortalMQError]:
-    """The results; raised instead, when nothing of the request went in: unknown when that holds for any of it."""
+    """Return the results. Raises an error when all failed: one with an unknown outcome if there is one."""
     errors = [result for result in results if isinstance(result, PortalMQError)]
     if errors and len(errors) == len(results):
         raise next((error for error in errors if error.outcome == "unknown"), errors[0])

@@ -1,12 +1,12 @@
-"""Messages whose time is still to come: listed by the time at which they are due, and taken back.
+"""Delayed messages that are not due yet: list them by due time, and cancel them.
 
-    list      every leader looks into the delayed lanes of its partitions, and gives the first of them all together;
-              the broker that was asked merges what the leaders gave
-    cancel    one CANCEL record in the message's partition: from then on no group is given it, of those there are and
-              those to come. The message stays in the log, where browsing finds it
+    list      every leader returns the first delayed messages of its partitions; the broker that serves the request
+              merges them
+    cancel    one CANCEL record in the message's partition: from then on no group receives the message. It stays in the
+              log, where browsing finds it
 
-Whether a message is due is judged by its leader's time of day, and by the log's time, if that is further: a group that
-was handed out a delayed message has moved it to when that was due, so nothing is ever taken back that somebody has.
+A message is due by the leader's wall clock or by the time of the log, whichever is later. Delivery of a delayed message
+moves the log's time to its due time, so a delivered message is never cancelled.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from portalmq.errors import MessageNotFound, PortalMQError
 
 SCHEDULED_TIMEOUT_S = 10.0
 CANCEL_TIMEOUT_S = 30.0
-# A page ends when the payloads in it are so large together.
+# The payloads of a page: it ends above this.
 PAGE_BYTES = 8 * 1024 * 1024
 
 _encode = msgspec.msgpack.Encoder().encode
 
 
 class SchedulePosition(NamedTuple):
-    """A place among the scheduled messages of a topic; they are listed in this order."""
+    """A position in the list of a topic's scheduled messages, which has this order."""
 
     due_ms: int
     number: int
@@ -59,7 +59,7 @@ Row = tuple[int, int, int, Record]
 
 
 class ListScheduled(msgspec.Struct, array_like=True):
-    """The first `limit` of all these partitions together that come after `after`."""
+    """Asks for the first `limit` messages after `after`, over all these partitions."""
 
     topic: str
     topic_id: str
@@ -76,8 +76,8 @@ class CancelScheduled(msgspec.Struct, array_like=True):
 
 
 class Rows(msgspec.Struct, array_like=True):
-    """What is to come on a partition. With `cut_at` a leader has given no more than up to there, as it was enough for
-    one answer: what comes behind that is for the next page."""
+    """The scheduled messages of a partition. `cut_at` is set when the leader's answer was full: it covers the list up
+    to there."""
 
     rows: list[Row]
     cut_at: SchedulePosition | None = None
@@ -87,8 +87,8 @@ _Pages = list[Result[Rows]]
 
 
 class SchedulePage(NamedTuple):
-    """Messages in the order in which they are due; `after` is where the next page begins, None at the end. A page may
-    be short of its limit where messages are large."""
+    """Messages in the order of their due times; the next page begins after `after`, None at the end. A page of large
+    messages may have fewer than its limit."""
 
     messages: list[StoredMessage]
     after: SchedulePosition | None
@@ -120,13 +120,13 @@ class _Listing:
                 for page in pages.values():
                     page.cut_at = due
                 break
-            turn.pause_if_over()  # they may stand far apart, and each costs a read then
+            turn.pause_if_over()  # each message may cost a read
         return outcomes
 
     def _to_come(
         self, place: TopicPartition, partition: Partition
     ) -> Iterator[tuple[SchedulePosition, TopicPartition]]:
-        """What is to come on the partition, in the order of the list."""
+        """Yield the scheduled messages of the partition, in the order of the list."""
         number = place.number
         since_ms = self.scheduled.due_by_ms(partition) + 1
         due_ms, offset = since_ms, 0
@@ -174,13 +174,13 @@ class ScheduledMessages:
         self._clock = clock
 
     def due_by_ms(self, partition: Partition) -> int:
-        """What is due at this time or before may be with a consumer already."""
+        """Return the time up to which messages are due, and may be delivered already."""
         return max(self._clock.wall_ms(), partition.replica.last_timestamp_ms)
 
     # --- listing -----------------------------------------------------------------------------------------------------
 
     def page(self, topic: Topic, *, after: SchedulePosition, limit: int, forward: bool) -> SchedulePage:
-        """At most `limit` messages that are still to come, from behind `after` on. Raises what a leader answers."""
+        """Return at most `limit` scheduled messages after `after`. Raises the error of a leader."""
         places = [place_of(topic.state, number) for number in range(topic.state.partitions)]
         if not forward:
             self._leaders.check_led_here(places)
@@ -204,10 +204,11 @@ class ScheduledMessages:
         outcomes = self._leaders.run(places, _Listing(self, call.after, call.limit), forward=False)
         return _encode([result_of(outcomes[place]) for place in places])
 
-    # --- taking back -------------------------------------------------------------------------------------------------
+    # --- cancelling --------------------------------------------------------------------------------------------------
 
     def cancel(self, topic: Topic, number: int, offset: int, *, forward: bool) -> None:
-        """Take a message back, durably on return. Raises NoSuchPartition, MessageNotFound for what is not to come."""
+        """Cancel a message, durably on return. Raises PartitionNotFound; MessageNotFound for one that is due or was
+        never delayed."""
         self._leaders.one(place_of(topic.state, number), _Cancelling(self, offset), forward=forward)
 
     def cancel_here(self, partition: Partition, offset: int) -> None:
@@ -223,7 +224,7 @@ class ScheduledMessages:
             raise MessageNotFound(f"message {partition.number}-{offset} is due already, or was never delayed")
         if offset in groups.cancelled:
             partition.wait_settled(partition.replica.next_offset - 1)
-            raise MessageNotFound(f"message {partition.number}-{offset} was taken back already")
+            raise MessageNotFound(f"message {partition.number}-{offset} was cancelled already")
         cancel = Cancel(((offset, offset + 1),))
         pending = partition.append_control(BatchKind.CANCEL, _encode(cancel))
         groups.cancel(cancel)

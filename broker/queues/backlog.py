@@ -1,12 +1,12 @@
-"""How much may wait in a topic: `max_backlog_messages`, after which producing is refused with 429.
+"""The backlog limit of a topic, `max_backlog_messages`: above it producing is refused with 429.
 
-A partition has its share of the topic's limit. What counts is what the slowest queue group has not done: unacked and
-dead messages, and those that are still to come. Without a queue group nobody is late, and there is no limit.
+Each partition has its share of the topic's limit. The backlog is that of the slowest queue group: unacked, dead and
+delayed messages. Without a queue group there is no limit.
 
-Counting looks into the files, so it is not done for each batch. A count says with which message the partition is full;
-until then messages only have to be numbered. It is made again when a group has moved since, which stands in the log as
-a record: at most once a second while there is room, each 50 ms when there is none, and seldom enough that counting
-takes no more than a twentieth of the time.
+Counting reads the files, so it is not done for each batch. A count determines the message number at which the partition
+is full; until then a comparison of numbers is enough. It is repeated after a group has progressed, which adds a record
+to the log: at most once a second while there is room, every 50 ms while there is none, and so rarely that it takes
+at most a twentieth of the time.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from portalmq.errors import Backpressure, MessageTooLarge
 
 COUNT_EVERY_MS = 1_000
 COUNT_FULL_EVERY_MS = 50
-# The pause after a count is so many times as long as the count took.
+# The pause after a count, as a multiple of the time that the count took.
 PAUSE_FACTOR = 20
 RETRY_AFTER_S = 0.25
 
 
 class _Count:
-    """What was counted last: with the partition's message of number `full_at` it is full. `records` is how many control
-    records it had then."""
+    """The last count of a partition: it is full at message number `full_at`. `records` is the number of control records
+    at that time."""
 
     __slots__ = ("at_ms", "full_at", "pause_ms", "records", "share")
 
@@ -44,8 +44,8 @@ class _Count:
 
 
 class Backlog:
-    """The room that is left on the partitions which this broker leads. `count(partition)` is what the slowest group
-    has not done."""
+    """The room left on the partitions that this broker leads. `count(partition)` returns the backlog of the slowest
+    group."""
 
     def __init__(self, clock: Clock, count: Callable[[Partition], int] | None = None) -> None:
         self._clock = clock
@@ -53,8 +53,8 @@ class Backlog:
         self._counts: WeakKeyDictionary[Partition, _Count] = WeakKeyDictionary()
 
     def check(self, topic: Topic, partition: Partition, messages: int, stamp: Stamp | None) -> None:
-        """Whether there is room for messages that are about to be appended. Raises Backpressure when there is none, and
-        MessageTooLarge for more than there could ever be room for. Does not switch greenlets."""
+        """Raise Backpressure when there is no room for `messages` more messages, MessageTooLarge for more than the
+        limit. Does not switch greenlets."""
         limit = topic.state.config.max_backlog_messages
         if limit is None or not partition.delivery:
             return
@@ -67,7 +67,7 @@ class Backlog:
         if messages <= room:
             return
         if stamp is not None and partition.replica.producers.first_place(stamp, messages) is not None:
-            return  # it is in the log already, and gets its first answer
+            return  # a repeat of a batch that is in the log: it gets the first answer
         if messages > share:
             raise MessageTooLarge(
                 f"the batch has {messages} messages, and at most {share} may wait in a partition of topic"
@@ -94,7 +94,7 @@ class Backlog:
 
 
 def slowest(partition: Partition, clock: Clock) -> int:
-    """What the slowest queue group has not done, with what is on its way to the disk; 0 without a group."""
+    """Return the backlog of the slowest queue group, including messages not yet written; 0 without a group."""
     kept = [kept_for(partition, group, clock) for group in partition.delivery]
     unread = partition.messages_next - partition.log.messages_before(partition.high_watermark)
     return max([unread + messages for messages in kept], default=0)

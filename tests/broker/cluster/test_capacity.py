@@ -110,7 +110,7 @@ def test_an_id_that_nobody_was_given_is_no_producers(fixture):
         lambda stamp: fixture.broker.produce("t", ProduceRequest(records("x"), partition=0, producer=stamp)),
         lambda stamp: fixture.broker.produce_range("t", ProduceRequest(records("y"), partition=0, producer=stamp)),
     ):
-        with pytest.raises(InvalidRequest, match="given to nobody"):
+        with pytest.raises(InvalidRequest, match="never allocated"):
             call(wire.ProducerStamp(made_up, 0, 0))
     assert fixture.broker.produce(
         "t", ProduceRequest(records("x"), partition=0, producer=wire.ProducerStamp(given, 0, 0))

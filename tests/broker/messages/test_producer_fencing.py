@@ -129,7 +129,7 @@ def test_a_silent_broker_is_waited_for_until_it_is_given_up(brokers):
 
 def test_a_silent_broker_that_stays_is_told_as_unknown(brokers, monkeypatch):
     monkeypatch.setattr("portalmq.broker.messages.producer_fencing.FENCE_TIMEOUT_S", 0.1)
-    monkeypatch.setattr("portalmq.broker.messages.producer_fencing.HEARD_WITHIN_SESSIONS", 0)
+    monkeypatch.setattr("portalmq.broker.messages.producer_fencing.CONFIRM_WITHIN_SESSIONS", 0)
     first = brokers.start(1)
     brokers.start(2)
     brokers.wires.cut.add(2)
@@ -171,7 +171,7 @@ def test_nobody_waits_to_hear_of_an_id_from_a_plane_that_is_not_connected(broker
     fences.check_given(1 << 40)
     assert catalog.asked == 0
     catalog.plane.state = PlaneState.CONNECTED
-    with pytest.raises(InvalidRequest, match="given to nobody"):
+    with pytest.raises(InvalidRequest, match="never allocated"):
         fences.check_given(1 << 40)
 
 
@@ -184,7 +184,7 @@ def test_a_plane_that_gave_no_answer_is_not_asked_again_for_each_batch(brokers):
     assert catalog.asked == 1
     catalog.away = False
     brokers.clock.advance(ASK_AGAIN_MS)
-    with pytest.raises(InvalidRequest, match="given to nobody"):
+    with pytest.raises(InvalidRequest, match="never allocated"):
         fences.check_given(1 << 40)
 
 
