@@ -100,28 +100,28 @@ class AppendingPartition(ReadablePartition, ABC):
         *,
         is_soft: bool = False,
         not_before_ms: int = 0,
-        hands_out: bool = False,
+        delivers: bool = False,
     ) -> Pending:
         """Append a control record. A soft one is not hurried to the disk, as nobody is going to `settle` it. Raises
         Backpressure while too many are not committed: leases come and go though no follower is there."""
         if self._uncommitted.records >= UNCOMMITTED_RECORDS_MAX:
             raise Backpressure(f"{self._uncommitted.records} records wait for the followers already", retry_after_s=0.5)
         pending = Pending(Batch(0, 1, 0, kind, 0, 0, group=group, body=body), len(body), is_soft=is_soft)
-        return self._submit(pending, 1, is_control=True, not_before_ms=not_before_ms, hands_out=hands_out)
+        return self._submit(pending, 1, is_control=True, not_before_ms=not_before_ms, delivers=delivers)
 
     def append_group_record(
         self, group: str, record: GroupRecord | StreamRecord, *, is_soft: bool = False, not_before_ms: int = 0
     ) -> Pending:
         """Fold a group's record and append it: from here on the group's state has it. The log's time is
         `not_before_ms` at the least from then on."""
-        hands_out = isinstance(record, Grant) and bool(record.ranges)
+        delivers = isinstance(record, Grant) and bool(record.ranges)
         pending = self.append_control(
             KIND_OF[type(record)],
             _encode(record),
             group,
             is_soft=is_soft,
             not_before_ms=not_before_ms,
-            hands_out=hands_out,
+            delivers=delivers,
         )
         self.groups.apply(group, record, pending.base_offset, pending.batch.leader_epoch)
         return pending
@@ -135,13 +135,13 @@ class AppendingPartition(ReadablePartition, ABC):
         return pending
 
     def _submit(
-        self, pending: Pending, size: int, *, is_control: bool, not_before_ms: int = 0, hands_out: bool = False
+        self, pending: Pending, size: int, *, is_control: bool, not_before_ms: int = 0, delivers: bool = False
     ) -> Pending:
         if self.closed:
             raise Unavailable("the partition is being closed", retry_after_s=0.5)
         if self.action_queue.remembering is not None:
             raise Unavailable("the partition's leadership is just changing", retry_after_s=0.1)
-        self.tell(AppendRequested(pending, size, pending.stamp, is_control, not_before_ms, hands_out))
+        self.tell(AppendRequested(pending, size, pending.stamp, is_control, not_before_ms, delivers))
         if pending.error is not None:
             raise self.located(pending.error)
         return pending

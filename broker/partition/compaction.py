@@ -32,7 +32,7 @@ from portalmq.broker.core.queue.records import Compact, ranges_of
 from portalmq.broker.partition.clock import Clock
 from portalmq.broker.partition.partition import Partition
 from portalmq.broker.storage.batch import BatchKind
-from portalmq.broker.storage.compaction import Compaction, Order
+from portalmq.broker.storage.compaction import Compaction, CompactionOrder
 from portalmq.broker.storage.errors import DAMAGE, OffsetPurged, Shortage
 from portalmq.broker.storage.log import Log
 from portalmq.errors import Unavailable
@@ -85,7 +85,7 @@ class Compacting:
         self._pauses = PAUSES_A_STEP
         self._first: WeakKeyDictionary[Partition, _First] = WeakKeyDictionary()
         # The newest order of each partition that is known to be committed.
-        self._orders: WeakKeyDictionary[Partition, Order] = WeakKeyDictionary()
+        self._orders: WeakKeyDictionary[Partition, CompactionOrder] = WeakKeyDictionary()
 
     def look_after(self, partition: Partition, *, keeps_last: bool) -> None:
         """Order a compaction, where the partition `keeps_last` messages, is led here, and needs one; carry out what is
@@ -179,7 +179,7 @@ class Compacting:
         gevent.sleep(max(PAUSE_S_MIN, self._pauses * (time.monotonic() - began)))
         return bool(more)
 
-    def _newest_order(self, partition: Partition) -> Order | None:
+    def _newest_order(self, partition: Partition) -> CompactionOrder | None:
         """The newest order that is committed."""
         upto = partition.groups.compacted
         known = self._orders.get(partition)
@@ -187,7 +187,7 @@ class Compacting:
             return known if upto else None
         taken_back = ranges_of([offset for offset in partition.groups.cancelled if offset < upto])
         found = self._done(partition, _newest_order, partition.log, partition.high_watermark, taken_back)
-        if not isinstance(found, Order):
+        if not isinstance(found, CompactionOrder):
             return None
         self._orders[partition] = found
         return found
@@ -247,14 +247,14 @@ def _first_message_ms(files: Log, offset: int) -> int | None:
     return files.read(runs[0][0], max_messages=1)[0].appended_at_ms if runs else None
 
 
-def _newest_order(files: Log, high_watermark: int, taken_back: tuple[tuple[int, int], ...]) -> Order | None:
+def _newest_order(files: Log, high_watermark: int, taken_back: tuple[tuple[int, int], ...]) -> CompactionOrder | None:
     record = files.newest_control(BatchKind.COMPACT, high_watermark)
     if record is None:
         return None
     compact = _decode(record.body)
     state = files.newest_control(BatchKind.STATE, record.base_offset)
     blanks = state is not None and state.base_offset >= compact.upto
-    return Order(compact.upto, compact.tombstones_before_ms, record.appended_at_ms, taken_back, blanks)
+    return CompactionOrder(compact.upto, compact.tombstones_before_ms, record.appended_at_ms, taken_back, blanks)
 
 
 def _tombstones_before_ms(files: Log, kept_ms: int) -> int:

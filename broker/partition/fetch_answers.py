@@ -8,7 +8,7 @@ import msgspec
 
 from portalmq.broker.core.fold import ProducerFold, decode_fold
 from portalmq.broker.core.replica.events import BatchHead, Fetch, Stamp
-from portalmq.broker.storage.batch import BadFrame, BatchFrame, BatchKind, Head
+from portalmq.broker.storage.batch import BadFrame, BatchFrame, BatchKind, FrameHeader
 
 PartitionKey = tuple[str, int]
 
@@ -64,7 +64,7 @@ def echo_of(fetch: Fetch) -> Echo:
     return Echo(fetch.leader_epoch, fetch.fetch_offset, fetch.last_epoch, fetch.number)
 
 
-def batch_head(head: Head, frame: BatchFrame) -> BatchHead:
+def batch_head(head: FrameHeader, frame: BatchFrame) -> BatchHead:
     """What the core has to know of a batch. Raises BadFrame for a STATE record that is none."""
     producers: tuple[ProducerFold, ...] | None = None
     if head.kind == BatchKind.STATE:

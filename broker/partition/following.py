@@ -42,7 +42,7 @@ from portalmq.broker.partition.fetch_answers import (
 from portalmq.broker.partition.folding import Recovered, recover
 from portalmq.broker.partition.host import FollowedPartition, Replica
 from portalmq.broker.partition.writer import Replicated
-from portalmq.broker.storage.batch import BadFrame, BatchFrame, BatchKind, Head, head_of
+from portalmq.broker.storage.batch import BadFrame, BatchFrame, BatchKind, FrameHeader, verified_header
 from portalmq.broker.storage.errors import CorruptBatch, CorruptFile, Shortage
 from portalmq.broker.storage.log import Log
 from portalmq.broker.storage.reading import ReplicaStart
@@ -71,7 +71,7 @@ class Following:
         self._asked: Fetch | None = None
         self._waiting: SendFetch | None = None
         self._pause: gevent.Greenlet | None = None
-        self._received: tuple[Sequence[BatchFrame], Sequence[Head]] = ((), ())
+        self._received: tuple[Sequence[BatchFrame], Sequence[FrameHeader]] = ((), ())
         self._start = ReplicaStart(0, 0, 0)
 
     # --- asking ------------------------------------------------------------------------------------------------------
@@ -146,14 +146,14 @@ class Following:
             case _:
                 return Rejected(answer.leader_epoch)
 
-    def _checked(self, fetch: Fetch, frames: Sequence[BatchFrame]) -> list[Head]:
+    def _checked(self, fetch: Fetch, frames: Sequence[BatchFrame]) -> list[FrameHeader]:
         """The heads of frames whose checksums fit and that carry this log on. Raises BadFrame."""
         partition = self._partition
         offset, messages, at_ms = fetch.fetch_offset, partition.messages_next, partition.log.last_timestamp_ms
         epoch = partition.replica.last_epoch
-        heads: list[Head] = []
+        heads: list[FrameHeader] = []
         for frame in frames:
-            head = head_of(frame)
+            head = verified_header(frame)
             if head.kind == BatchKind.EPOCH_START and epoch < head.leader_epoch <= fetch.leader_epoch:
                 epoch = head.leader_epoch
             if (head.base_offset, head.messages_before, head.leader_epoch) != (offset, messages, epoch):
@@ -217,7 +217,7 @@ def _truncated(files: Log, state_file: StateFile, to_offset: int, high_watermark
     """On a native thread: the log without what stands at `to_offset` and above, and its fold. A batch that holds
     `to_offset` goes as a whole: had the leader any of it, it would have all."""
     try:
-        border = files.border_at(to_offset)
+        border = files.batch_boundary_at(to_offset)
         if border < high_watermark <= to_offset:
             raise ValueError(f"the batch at offset {border} cannot be committed up to {high_watermark} alone")
         to_offset = border

@@ -32,7 +32,7 @@ from portalmq.broker.core.replica.events import (
     Append,
     BrokersChanged,
     HighWatermarkAdvanced,
-    LeaderHeard,
+    LeaderAnswered,
     LeaseRenewed,
     PartitionStateChanged,
     ProposeIsr,
@@ -234,7 +234,7 @@ class Partition(AppendingPartition):
             return
         self._writer.keeps_frames = len(partition_state.replicas) > 1 or self._is_streamed
         self.tell(LeaseRenewed(self.host.membership.answered_ms()))
-        self.tell(LeaderHeard(self.host.fetchers.heard_ms(self)))
+        self.tell(LeaderAnswered(self.host.fetchers.heard_ms(self)))
         self.tell(partition_state)
 
     def keep_frames(self) -> None:

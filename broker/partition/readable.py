@@ -12,8 +12,8 @@ from contextlib import contextmanager
 import gevent
 from gevent.event import Event
 
-from portalmq.broker.core.queue.lanes import spot_of
-from portalmq.broker.core.queue.records import Spot
+from portalmq.broker.core.queue.lanes import lane_position
+from portalmq.broker.core.queue.records import LanePosition
 from portalmq.broker.core.replica.replica import PartitionReplica
 from portalmq.broker.partition.host import PartitionHost
 from portalmq.broker.partition.reader import BatchSlice, Reader
@@ -126,7 +126,7 @@ class ReadablePartition:
         now_ms = self.host.clock.now_ms
         at_ms = now_ms()
         until_ms = at_ms + (VOUCHED_WITHIN_MS if patient else 0)
-        while not self.replica.may_hand_out(at_ms):
+        while not self.replica.may_deliver(at_ms):
             if not self.replica.leading or now_ms() >= until_ms:
                 raise Unavailable("its followers do not vouch for the partition's leader just now", retry_after_s=0.2)
             gevent.sleep(VOUCHED_EVERY_S)
@@ -152,11 +152,11 @@ class ReadablePartition:
         """The control record at `offset`; None when it is gone. Raises Unavailable for a damaged one."""
         return self._reader.control_at(offset)
 
-    def spots(self, start: int, end: int) -> Iterator[Spot]:
+    def lane_positions(self, start: int, end: int) -> Iterator[LanePosition]:
         """Where the messages in [start, end) stand in their lanes."""
         for piece in self.pieces(start, end, end - start):
             for offset, record in enumerate(piece.records(), piece.start):
-                yield spot_of(offset, record.priority, record.deliver_at_ms, piece.batch.appended_at_ms)
+                yield lane_position(offset, record.priority, record.deliver_at_ms, piece.batch.appended_at_ms)
 
     def readable_by_ms(self, wall_ms: int) -> int:
         """All messages that are due by that time are readable: one that is not yet is due after it was appended."""

@@ -29,7 +29,7 @@ class Asking(Protocol):
     def fetch(self) -> Fetch: ...
 
     @property
-    def said_after_ms(self) -> int | None:
+    def sent_after_ms(self) -> int | None:
         """As FetchReceived has it."""
         ...
 
@@ -59,7 +59,7 @@ class Serving:
 
     def received(self, ask: Asking) -> None:
         """A follower's fetch came, or it says that it stands."""
-        self._partition.tell(FetchReceived(ask, ask.fetch, ask.said_after_ms))
+        self._partition.tell(FetchReceived(ask, ask.fetch, ask.sent_after_ms))
 
     def withdrawn(self, ask: Asking) -> None:
         if self.parked.get(ask.fetch.broker_id) is ask:

@@ -22,7 +22,7 @@ from gevent.event import Event
 from gevent.threadpool import ThreadPool
 
 from portalmq.broker.core.replica.events import Stamp
-from portalmq.broker.storage.batch import BadFrame, Batch, BatchFrame, Head, batch_of_frame, frame_of
+from portalmq.broker.storage.batch import BadFrame, Batch, BatchFrame, FrameHeader, batch_of_frame, frame_of
 from portalmq.broker.storage.errors import LogClosed, Shortage, StorageError
 from portalmq.broker.storage.log import Log
 from portalmq.errors import PortalMQError, Unavailable
@@ -114,7 +114,7 @@ class Replicated:
 
     is_soft = False
 
-    def __init__(self, frames: Sequence[BatchFrame], heads: Sequence[Head]) -> None:
+    def __init__(self, frames: Sequence[BatchFrame], heads: Sequence[FrameHeader]) -> None:
         self.frames = frames
         self.heads = heads
         self.batches: list[Batch] = []

@@ -66,7 +66,7 @@ class Backlog:
         room = count.full_at - partition.messages_next
         if messages <= room:
             return
-        if stamp is not None and partition.replica.producers.first_place(stamp, messages) is not None:
+        if stamp is not None and partition.replica.producers.find_duplicate(stamp, messages) is not None:
             return  # a repeat of a batch that is in the log: it gets the first answer
         if messages > share:
             raise MessageTooLarge(

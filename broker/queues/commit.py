@@ -27,8 +27,8 @@ from portalmq.broker.cluster.rpc import Result, TopicPartition, result_of
 from portalmq.broker.cluster.topics import Topic
 from portalmq.broker.core.fold import SpanFold
 from portalmq.broker.core.queue.delivery import GroupDelivery
-from portalmq.broker.core.queue.receipts import ReceiptBook
-from portalmq.broker.core.queue.records import Commit, Output, Range, Spot
+from portalmq.broker.core.queue.receipts import ReceiptSigner
+from portalmq.broker.core.queue.records import Commit, LanePosition, Output, Range
 from portalmq.broker.core.stream.offsets import StreamOffsets
 from portalmq.broker.messages.produce import size_of, with_default_ttl
 from portalmq.broker.partition.clock import Clock
@@ -107,7 +107,7 @@ class _Weighed(NamedTuple):
 
     refused: int
     ranges: tuple[Range, ...]
-    ahead: tuple[Spot, ...]
+    ahead: tuple[LanePosition, ...]
     open: set[int]
     spans: Sequence[SpanFold] = ()
 
@@ -125,7 +125,7 @@ class CommitGroupLookup(Protocol):
     """What committing needs of the groups."""
 
     def get(self, name: str, *, mode: str = "", group_id: str = "") -> GroupState: ...
-    def book(self, group: GroupState, topic_id: str) -> ReceiptBook: ...
+    def book(self, group: GroupState, topic_id: str) -> ReceiptSigner: ...
     def at(self, group: GroupState, place: TopicPartition) -> GroupPartition: ...
     def partition(self, place: TopicPartition) -> Partition: ...
     def acked(self, topic: str, group: str, messages: int) -> None: ...
@@ -319,7 +319,7 @@ class GroupCommits:
         first = at.delivery.commits.get(commit_id)
         if first is not None:
             return self._first_answer(at.partition, first, call, len(offsets))
-        if weighed is None or not at.delivery.has_still(weighed.spans):
+        if weighed is None or not at.delivery.are_unchanged(weighed.spans):
             weighed = _weighed(at, shown)
         if weighed.refused:
             self._may_refuse(at)

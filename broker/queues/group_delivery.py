@@ -16,9 +16,19 @@ import gevent
 from portalmq import wire
 from portalmq.broker.core.fold import SpanFold
 from portalmq.broker.core.queue.delivery import OUTSTANDING_MAX, GroupDelivery
-from portalmq.broker.core.queue.receipts import ReceiptBook, nth_text
-from portalmq.broker.core.queue.records import Ack, Dead, Extend, Grant, GroupStart, Nack, Range, Spot, ranges_of
-from portalmq.broker.core.queue.selection import NEVER_MS, DeliveryRange, Selection, choose, note, read_keys
+from portalmq.broker.core.queue.receipts import ReceiptSigner, nth_text
+from portalmq.broker.core.queue.records import (
+    Ack,
+    Dead,
+    Extend,
+    Grant,
+    GroupStart,
+    LanePosition,
+    Nack,
+    Range,
+    ranges_of,
+)
+from portalmq.broker.core.queue.selection import NEVER_MS, DeliveryRange, Selection, read_keys, select, update_keys
 from portalmq.broker.partition.answer_size import fitting, sizes_of
 from portalmq.broker.partition.clock import Clock
 from portalmq.broker.partition.long_poll import LeasedMessage, Peer, ReceiveOptions, Waiter
@@ -63,7 +73,7 @@ class GroupPartition:
     is_remote = False
 
     def __init__(
-        self, partition: Partition, group: str, book: ReceiptBook, clock: Clock, *, group_id: str = ""
+        self, partition: Partition, group: str, book: ReceiptSigner, clock: Clock, *, group_id: str = ""
     ) -> None:
         self.partition = partition
         self.group = group
@@ -171,7 +181,7 @@ class GroupPartition:
             options.consumer,
             options.attempt_id,
             lanes,
-            selection.spots(),
+            selection.lane_positions(),
             tuple(selection.gone),
             tuple(selection.held),
             self.partition.groups.leases_above,
@@ -212,7 +222,7 @@ class GroupPartition:
     def _select(self, now_ms: int, max_messages: int, max_bytes: int = NEVER_MS) -> Selection:
         config, wall_ms = self.settings(), self._clock.wall_ms()
         self._ready_messages.by_key = config.ordering == "key"
-        return choose(
+        return select(
             self.delivery,
             self._ready_messages,
             now_ms=now_ms,
@@ -227,7 +237,7 @@ class GroupPartition:
         )
 
     def _pieces(self, selection: Selection) -> list[tuple[BatchSlice, int, int]]:
-        return [(piece, each.deliveries, each.lane) for each in selection.handed for piece in self._pieces_of(each)]
+        return [(piece, each.deliveries, each.lane) for each in selection.delivered for piece in self._pieces_of(each)]
 
     def _pieces_of(self, handed: DeliveryRange) -> Iterable[BatchSlice]:
         start, end, _, _, piece = handed
@@ -247,7 +257,7 @@ class GroupPartition:
     def _fitting(self, selection: Selection, max_bytes: int) -> int:
         """Return how many of the first messages have no more bytes, or one."""
         messages = 0
-        for handed in selection.handed:
+        for handed in selection.delivered:
             for piece in self._pieces_of(handed):
                 records = piece.records()
                 size = sizes_of(records)
@@ -260,7 +270,7 @@ class GroupPartition:
     def _append_grant(self, grant: Grant, selection: Selection) -> Pending:
         not_before_ms = selection.not_before_ms
         pending = self.partition.append_group_record(self.group, grant, is_soft=True, not_before_ms=not_before_ms)
-        note(self.delivery, selection)
+        update_keys(self.delivery, selection)
         if selection.expired:
             self.on_expired(selection.expired)
         return pending
@@ -285,7 +295,7 @@ class GroupPartition:
             # The group itself was not active by this.
             at_ms = delivery.last_active_ms
             gone, held = tuple(selection.gone), tuple(selection.held)
-            grant = Grant((), upto, at_ms, at_ms, cursors=selection.spots(), gone=gone, held=held)
+            grant = Grant((), upto, at_ms, at_ms, cursors=selection.lane_positions(), gone=gone, held=held)
             self._append_grant(grant, selection)
         self._wakeup.arm()
         return upto > before or bool(selection.gone or selection.held or selection.cursors)
@@ -410,9 +420,9 @@ class GroupPartition:
     def _may_finish(self, offset: int, holder: str | None, now_ms: int) -> bool:
         if self.delivery.is_dead(offset) or not 0 <= offset < self.partition.high_watermark:
             return False
-        if holder is not None and not self.delivery.is_given_to(offset, holder, now_ms):
+        if holder is not None and not self.delivery.is_delivered_to(offset, holder, now_ms):
             return False
-        return self.delivery.has_span(offset) or any(self.partition.spots(offset, offset + 1))
+        return self.delivery.has_span(offset) or any(self.partition.lane_positions(offset, offset + 1))
 
     def _finish(self, offsets: list[int]) -> Callable[[], None]:
         """Append that these messages are done, as far as they are not; what to call to wait for it."""
@@ -460,13 +470,13 @@ class GroupPartition:
             unfinished += more
         return verdicts, unfinished
 
-    def finished(self, offsets: list[int]) -> tuple[tuple[Range, ...], tuple[Spot, ...]]:
+    def finished(self, offsets: list[int]) -> tuple[tuple[Range, ...], tuple[LanePosition, ...]]:
         """The offsets that are in spans, and those that this log never saw granted: a kill took the record."""
         held = self.delivery.with_span(offsets)
         if len(held) == len(offsets):
             return ranges_of(held), ()
         unseen = sorted(set(offsets).difference(held))
-        spots = [spot for offset in unseen for spot in self.partition.spots(offset, offset + 1)]
+        spots = [spot for offset in unseen for spot in self.partition.lane_positions(offset, offset + 1)]
         return ranges_of(held), tuple(spot for spot in spots if not self.delivery.has_passed(spot))
 
     def _wait_for_appended(self) -> Callable[[], None]:

@@ -26,7 +26,7 @@ from portalmq.broker.cluster.peers import Peers
 from portalmq.broker.cluster.routing import LeaderRouter, Outcomes, place_of
 from portalmq.broker.cluster.rpc import GroupBegunCall, Result, Start, TopicPartition, result_of
 from portalmq.broker.cluster.topics import Topic, Topics
-from portalmq.broker.core.queue.receipts import ReceiptBook, topic_tag
+from portalmq.broker.core.queue.receipts import ReceiptSigner, topic_tag
 from portalmq.broker.partition.clock import Clock
 from portalmq.broker.partition.long_poll import LongPolls
 from portalmq.broker.partition.partition import Partition
@@ -125,7 +125,7 @@ class Groups:
         self._deleting: set[str] = set()
         self._ending: dict[str, float] = {}
         self._attached: dict[tuple[str, str, int], GroupPartition] = {}
-        self._books: dict[tuple[str, str, str], ReceiptBook] = {}
+        self._books: dict[tuple[str, str, str], ReceiptSigner] = {}
         self._tags: dict[bytes, Topic] = {}
         # Tags that the control plane does not know either: until when it is not asked again.
         self._unheard: dict[bytes, float] = {}
@@ -389,11 +389,11 @@ class Groups:
 
     # --- receipts ----------------------------------------------------------------------------------------------------
 
-    def book(self, group: GroupState, topic_id: str) -> ReceiptBook:
+    def book(self, group: GroupState, topic_id: str) -> ReceiptSigner:
         key = (group.name, group.group_id, topic_id)
         book = self._books.get(key)
         if book is None:
-            book = self._books[key] = ReceiptBook(self._key, topic_id, group.name, group.group_id)
+            book = self._books[key] = ReceiptSigner(self._key, topic_id, group.name, group.group_id)
         return book
 
     def by_tag(self, tag: bytes) -> Topic | None:

@@ -146,7 +146,7 @@ def _taken_back(partition: Partition) -> dict[int, list[tuple[int, int]]]:
     if found is None or found.cancelled is not groups.cancelled:
         found = _taken_back_of[groups] = _TakenBack(groups.cancelled, set(), {})
     if len(found.known) < len(groups.cancelled):
-        for lane, due_ms, offset in partition.log.lanes.spots(groups.cancelled - found.known):
+        for lane, due_ms, offset in partition.log.lanes.lane_positions(groups.cancelled - found.known):
             found.places.setdefault(lane, []).append((due_ms, offset))
         for places in found.places.values():
             places.sort()

@@ -17,7 +17,7 @@ from portalmq.broker.cluster.peers import Peers
 from portalmq.broker.cluster.routing import LeaderRouter, Outcomes
 from portalmq.broker.cluster.rpc import Result, Settle, SettleShare, TopicPartition, Verb, result_of
 from portalmq.broker.cluster.topics import Topic
-from portalmq.broker.core.queue.receipts import HEAD_LENGTH, Lease, ReceiptBook, offset_of, tag_of
+from portalmq.broker.core.queue.receipts import HEAD_LENGTH, Lease, ReceiptSigner, offset_of, tag_of
 from portalmq.broker.partition.yielding import give_way, in_short_turns, in_turns
 from portalmq.broker.queues.group_delivery import GroupPartition, ReceiptSpan, Verdicts
 from portalmq.control_plane.state import GroupState
@@ -47,7 +47,7 @@ class SettleGroupLookup(Protocol):
         ...
 
     def by_tag(self, tag: bytes) -> Topic | None: ...
-    def book(self, group: GroupState, topic_id: str) -> ReceiptBook: ...
+    def book(self, group: GroupState, topic_id: str) -> ReceiptSigner: ...
 
     def at(self, group: GroupState, place: TopicPartition) -> GroupPartition:
         """The group on a partition that is led here. Raises NotLeader, Unavailable, and InvalidRequest when the group

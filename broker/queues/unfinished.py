@@ -22,7 +22,7 @@ from portalmq.broker.cluster.routing import LeaderRouter, place_of
 from portalmq.broker.cluster.rpc import TopicPartition
 from portalmq.broker.cluster.topics import Topic
 from portalmq.broker.core.queue.delivery import HELD_MS, GroupDelivery
-from portalmq.broker.core.queue.lanes import spot_of
+from portalmq.broker.core.queue.lanes import lane_position
 from portalmq.broker.messages.browse import StoredMessage
 from portalmq.broker.partition.clock import Clock
 from portalmq.broker.partition.partition import Partition
@@ -155,7 +155,7 @@ class UnfinishedMessages:
                 return offset, timestamp_ms, record, "ready", span.deliveries, 0
             state: State = "in_flight" if span.leased else "scheduled"
             return offset, timestamp_ms, record, state, span.deliveries, span.available_at_ms
-        spot = spot_of(offset, record.priority, record.deliver_at_ms, timestamp_ms)
+        spot = lane_position(offset, record.priority, record.deliver_at_ms, timestamp_ms)
         if delivery.is_dead(offset) or delivery.is_ahead(offset) or delivery.has_passed(spot):
             return None
         if record.expires_at_ms is not None and record.expires_at_ms <= self._clock.wall_ms():

@@ -89,8 +89,8 @@ class Ask:
         return echo_of(self.fetch)
 
     @property
-    def said_after_ms(self) -> int | None:
-        return self.session.said_after_ms
+    def sent_after_ms(self) -> int | None:
+        return self.session.sent_after_ms
 
     def reply(self, reply: Reply) -> None:
         self.answer = reply
@@ -119,7 +119,7 @@ class FetchSession:
         self.number = number
         self.turn = 0
         # What the last request says was said after this time; None for a broker that does not tell.
-        self.said_after_ms: int | None = NEVER_MS
+        self.sent_after_ms: int | None = NEVER_MS
         self.asks: dict[PartitionKey, Ask] = {}
         self.ready: dict[Ask, None] = {}
         self.moved: dict[Ask, None] = {}
@@ -193,7 +193,7 @@ class Replication:
         if request.turn <= session.turn:
             return self._said(True)
         session.turn = request.turn
-        session.said_after_ms = request.answered_ms or (None if request.answered_ms is None else NEVER_MS)
+        session.sent_after_ms = request.answered_ms or (None if request.answered_ms is None else NEVER_MS)
         session.wakeup.set()  # ends the poll of the turn before
         for key in request.left:
             session.forget(key)

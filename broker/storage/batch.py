@@ -130,7 +130,7 @@ class BatchFrame(msgspec.Struct, array_like=True, gc=False, frozen=True):
         return len(self.header) + len(self.body)
 
 
-class Head(msgspec.Struct, array_like=True, gc=False, frozen=True):
+class FrameHeader(msgspec.Struct, array_like=True, gc=False, frozen=True):
     """A frame's header, decoded: the fields of the batch, in the order in which the checksum covers them."""
 
     base_offset: int
@@ -158,7 +158,7 @@ class BadFrame(ValueError):
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode_head = msgspec.msgpack.Decoder(Head).decode
+_decode_head = msgspec.msgpack.Decoder(FrameHeader).decode
 _decode_records = msgspec.msgpack.Decoder(tuple[Record, ...]).decode
 _decode_records_with_holes = msgspec.msgpack.Decoder(tuple[Record | None, ...]).decode
 
@@ -186,7 +186,7 @@ def frame_of(batch: Batch) -> BatchFrame:
     return BatchFrame(header, zlib.crc32(body, zlib.crc32(header)), body)
 
 
-def head_of(frame: BatchFrame) -> Head:
+def verified_header(frame: BatchFrame) -> FrameHeader:
     """The header of a frame whose checksum fits. Raises BadFrame for any other."""
     found = zlib.crc32(frame.body, zlib.crc32(frame.header))
     if found != frame.crc:
@@ -200,13 +200,13 @@ def head_of(frame: BatchFrame) -> Head:
     return head
 
 
-def is_hollow(frame: BatchFrame, head: Head) -> bool:
+def is_all_holes(frame: BatchFrame, head: FrameHeader) -> bool:
     """Whether compaction has left nothing of a batch of messages: a list takes 5 bytes at the most, and one for each
     nil; a message takes more."""
     return head.kind == BatchKind.MESSAGES and len(frame.body) <= head.count + 5
 
 
-def batch_of_frame(frame: BatchFrame, head: Head) -> Batch:
+def batch_of_frame(frame: BatchFrame, head: FrameHeader) -> Batch:
     """The batch of a frame that was checked. Raises BadFrame."""
     records: tuple[Record, ...] = ()
     holes = 0

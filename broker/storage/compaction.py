@@ -39,6 +39,7 @@ import msgspec
 
 from portalmq.broker.storage.batch import HOLE, Batch, BatchKind, Record, checksum
 from portalmq.broker.storage.errors import CorruptBatch, StorageFault, faults_of
+from portalmq.broker.storage.fair_lock import FairLock
 from portalmq.broker.storage.files import sha256_of
 from portalmq.broker.storage.holes import HOLES_DDL, insert_holes
 from portalmq.broker.storage.log import Log
@@ -46,7 +47,6 @@ from portalmq.broker.storage.manifest import SealedSegment
 from portalmq.broker.storage.rows import BATCH_COLUMNS, MESSAGE_COLUMNS, batch_of, record_of
 from portalmq.broker.storage.schema import PAGE_BYTES
 from portalmq.broker.storage.segment import KEYS_NAME
-from portalmq.broker.storage.turn import FairLock
 from portalmq.system import sync
 
 STEP_BYTES = 512 * 1024
@@ -86,7 +86,7 @@ _SUPERFLUOUS = (
 )
 
 
-class Order(msgspec.Struct, frozen=True):
+class CompactionOrder(msgspec.Struct, frozen=True):
     """A Compact record as it is carried out: with its own time, and the messages that had been taken back. `blanks`
     says that between `upto` and the record there stands a STATE."""
 
@@ -101,7 +101,7 @@ class Compaction:
     """One order carried out on one log, whose segments below `order.upto` are sealed. `step` until it says False, then
     `close`; on any threads, one at a time. `removed` counts messages, `freed_bytes` what the files are smaller by."""
 
-    def __init__(self, log: Log, order: Order) -> None:
+    def __init__(self, log: Log, order: CompactionOrder) -> None:
         self.removed = 0
         self.freed_bytes = 0
         self._log = log
@@ -230,7 +230,7 @@ class Compaction:
 
     def _rewrite(self, entry: SealedSegment) -> Iterator[bool]:
         """A new file in the place of the segment's."""
-        draft = self._log.draft_of(entry)
+        draft = self._log.draft_path(entry)
         draft.unlink(missing_ok=True)
         try:
             yield from self._fill(draft, entry)

@@ -119,7 +119,7 @@ def faults_of(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def opening() -> Iterator[None]:
+def opening_errors() -> Iterator[None]:
     """Tells a full disk by its name while a file is opened: SQLite reports shared memory that finds no room as an I/O
     error. Nothing was written yet, where the same error from a COMMIT leaves its outcome open."""
     try:

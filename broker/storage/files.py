@@ -15,7 +15,7 @@ _drafts = count()
 
 
 @contextlib.contextmanager
-def opened(directory: Path) -> Iterator[int]:
+def open_directory(directory: Path) -> Iterator[int]:
     """A descriptor of `directory`, to sync it by."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -25,7 +25,7 @@ def opened(directory: Path) -> Iterator[int]:
 
 
 def sync_directory(directory: Path) -> None:
-    with opened(directory) as descriptor:
+    with open_directory(directory) as descriptor:
         sync(descriptor)
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import apsw
 
-from portalmq.broker.core.queue.lanes import DELAYED, LANES, PRIORITY_MAX, spot_of
+from portalmq.broker.core.queue.lanes import DELAYED, LANES, PRIORITY_MAX, lane_position
 
 if TYPE_CHECKING:
     from portalmq.broker.storage.batch import Batch
@@ -33,7 +33,7 @@ def lanes_of(batches: Sequence[Batch]) -> int:
     for batch in batches:
         for record in batch.records:
             if record.priority or record.deliver_at_ms is not None:
-                lane, _, _ = spot_of(0, record.priority, record.deliver_at_ms, batch.appended_at_ms)
+                lane, _, _ = lane_position(0, record.priority, record.deliver_at_ms, batch.appended_at_ms)
                 bits |= 1 << lane if 0 < lane < LANES else 0
             if record.expires_at_ms is not None:
                 bits |= EXPIRING

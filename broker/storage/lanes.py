@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import apsw
 
-from portalmq.broker.core.queue.lanes import DELAYED, LANES, spot_of
+from portalmq.broker.core.queue.lanes import DELAYED, LANES, lane_position
 from portalmq.broker.storage.lane_indexes import DELAYED_MESSAGES, EXPIRING, PRIORITY_MESSAGES, lanes_in
 from portalmq.broker.storage.segment import Segment
 
@@ -126,7 +126,7 @@ class Lanes:
                         total += found
         return total
 
-    def spots(self, offsets: Iterable[int]) -> list[tuple[int, int, int]]:
+    def lane_positions(self, offsets: Iterable[int]) -> list[tuple[int, int, int]]:
         """The places, (lane, due_ms, offset), of those of the messages that are there."""
         wanted = sorted(offsets)
         found: list[tuple[int, int, int]] = []
@@ -141,7 +141,7 @@ class Lanes:
                         " WHERE offset IN (SELECT value FROM carray(?))",
                         (apsw.carray(array("q", own), flags=apsw.SQLITE_CARRAY_INT64),),
                     )
-                    found += [spot_of(*row) for row in rows]
+                    found += [lane_position(*row) for row in rows]
         return found
 
     def message(self, offset: int) -> tuple[int, int, Record] | None:

@@ -30,14 +30,14 @@ from msgspec.structs import replace
 
 from portalmq.broker.storage.batch import Batch, BatchKind
 from portalmq.broker.storage.errors import CorruptBatch, LogClosed, Shortage, StorageError, StorageFault, faults_of
+from portalmq.broker.storage.fair_lock import FairLock
 from portalmq.broker.storage.files import make_directory, sha256_of, sync_directory
 from portalmq.broker.storage.manifest import SealedSegment, entry_of, write_manifest
-from portalmq.broker.storage.open_files import OpenFiles, uses
+from portalmq.broker.storage.open_files import OpenFiles, use_counter
 from portalmq.broker.storage.reading import ReadableLog
 from portalmq.broker.storage.recovery import open_log_files
 from portalmq.broker.storage.schema import PAGE_BYTES, LogIdentity
 from portalmq.broker.storage.segment import COMPACTING, Segment
-from portalmq.broker.storage.turn import FairLock
 
 SEGMENT_BYTES = 256 * 1024 * 1024
 # A segment that has so many content types is followed by one that has none yet: their names are kept in memory.
@@ -118,7 +118,7 @@ class Log(ReadableLog):
         `in_steps`: a shortage may interrupt the change between two steps. What is on disk then is a valid log, which a
         kill could leave as well, and it is read anew before the next use.
         """
-        self.last_used = next(uses)
+        self.last_used = next(use_counter)
         with self._writing:
             self._check_usable()
             if self._parked:
@@ -243,7 +243,7 @@ class Log(ReadableLog):
             with self._reading:
                 position = self._position(to_offset)
                 last, later = self._segments[position], self._segments[position + 1 :]
-                if not last.is_border(to_offset):
+                if not last.is_batch_boundary(to_offset):
                     raise ValueError(f"offset {to_offset} is within a batch, and a batch is whole or not at all")
             self._unseal(segment.base_offset for segment in (last, *later))
             self._uncompact(to_offset)
@@ -347,7 +347,7 @@ class Log(ReadableLog):
         """Whether that very file still stands."""
         return self._sealed.get(entry.base_offset) is entry and entry.base_offset >= self.base_offset
 
-    def draft_of(self, entry: SealedSegment) -> Path:
+    def draft_path(self, entry: SealedSegment) -> Path:
         """Where the file that is to take the place of a segment is written."""
         return self.directory / f"{entry.file}{COMPACTING}"
 
@@ -361,7 +361,7 @@ class Log(ReadableLog):
             self._unseal(iter((old.base_offset,)))
             with self._reading:
                 self._close_reader(segment)
-                segment.replace(self.draft_of(old), new.removed, new.bytes)
+                segment.replace(self.draft_path(old), new.removed, new.bytes)
             sync_directory(self.directory)
             self._put_sealed([new])
             return True
@@ -483,12 +483,12 @@ class Log(ReadableLog):
         """How many it holds while it is open: the active segment's writer and reader, and the sealed ones' readers."""
         return 5 + len(self._open_sealed)
 
-    def rest(self) -> bool:
+    def try_park(self) -> bool:
         """As `park`, unless somebody uses the log now; whether it rests. A fault is met at the next use."""
-        if not self._writing.enter_at_once():
+        if not self._writing.try_acquire():
             return False
         try:
-            if not self._reading.enter_at_once():
+            if not self._reading.try_acquire():
                 return False
             try:
                 self._park()
@@ -542,7 +542,7 @@ class Log(ReadableLog):
     @contextmanager
     def _read(self) -> Iterator[None]:
         """The turn to read."""
-        self.last_used = next(uses)
+        self.last_used = next(use_counter)
         while True:
             if self._closed:
                 raise LogClosed

@@ -16,7 +16,7 @@ SHARE = 3
 ENDLESS = 1_000_000
 
 # The order of all uses, for `last_used`.
-uses = count(1)
+use_counter = count(1)
 
 
 class Holder(Protocol):
@@ -29,7 +29,7 @@ class Holder(Protocol):
         """How many it holds, about, while it is open."""
         ...
 
-    def rest(self) -> bool:
+    def try_park(self) -> bool:
         """Close the files until the next use, unless they are in use now; whether they are closed. Never waits."""
         ...
 
@@ -57,7 +57,7 @@ class OpenFiles:
         if excess <= 0:
             return
         for other in sorted(others, key=lambda other: other.last_used):
-            if other.rest():
+            if other.try_park():
                 excess -= other.descriptors
                 if excess <= 0:
                     return

@@ -198,7 +198,7 @@ class ReadableLog(ABC):
             segment = self._segments[self._position(offset)]
             return ReplicaStart(*self._used(segment).batch_start(offset))
 
-    def border_at(self, offset: int) -> int:
+    def batch_boundary_at(self, offset: int) -> int:
         """The base offset of the batch that holds `offset`; `offset` itself where none does."""
         with self._read():
             return self._used(self._segments[self._position(offset)]).batch_start(offset)[0]

@@ -17,8 +17,8 @@ from urllib.parse import quote
 import apsw
 
 from portalmq.broker.storage.batch import Batch, BatchKind, Record
-from portalmq.broker.storage.errors import StorageFault, WrongLog, opening
-from portalmq.broker.storage.files import opened
+from portalmq.broker.storage.errors import StorageFault, WrongLog, opening_errors
+from portalmq.broker.storage.files import open_directory
 from portalmq.broker.storage.holes import HOLES_DDL, insert_holes, removed_in
 from portalmq.broker.storage.lane_indexes import LANES_DDL, lanes_of
 from portalmq.broker.storage.rows import ContentTypes, insert_batches, insert_messages, preset_content_types
@@ -114,7 +114,7 @@ class Segment(ReadableSegment):
             image = draft.serialize("main")
         path = segment_path(directory, base_offset)
         creating = path.with_name(path.name + CREATING)
-        with opened(directory) as folder:  # first of all: what follows can be taken back without another descriptor
+        with open_directory(directory) as folder:  # first: undoing the rest needs no other descriptor
             try:
                 with open(creating, "wb", opener=lambda name, flags: os.open(name, flags, 0o640)) as file:
                     file.write(image)
@@ -143,7 +143,7 @@ class Segment(ReadableSegment):
         self.wal_pages = 0
 
     def _set_up(self, writer: apsw.Connection) -> None:
-        with opening():
+        with opening_errors():
             writer.set_busy_timeout(BUSY_TIMEOUT_MS)
             mode = writer.execute("PRAGMA journal_mode = WAL").get
             writer.execute("PRAGMA synchronous = FULL")

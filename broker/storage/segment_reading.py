@@ -210,7 +210,7 @@ class ReadableSegment(ABC):
             before_ms = self.reader.execute("SELECT value FROM meta WHERE key = 'timestamp_before_ms'").get
         return base_offset, messages_before, before_ms
 
-    def is_border(self, offset: int) -> bool:
+    def is_batch_boundary(self, offset: int) -> bool:
         """Whether no batch of this segment straddles `offset`."""
         end = self.reader.execute(
             "SELECT base_offset + count FROM batches WHERE base_offset < ? ORDER BY base_offset DESC LIMIT 1", (offset,)

@@ -41,12 +41,12 @@ from typing import Any
 import apsw
 
 from portalmq.broker.core.fold import PartitionFold, encode_fold
-from portalmq.broker.storage.errors import faults_of, opening
+from portalmq.broker.storage.errors import faults_of, opening_errors
+from portalmq.broker.storage.fair_lock import FairLock
 from portalmq.broker.storage.files import make_directory, sync_directory
 from portalmq.broker.storage.fold_tables import STATE_DDL, FoldTables, hash_of_bytes, read_fold
-from portalmq.broker.storage.open_files import OpenFiles, uses
+from portalmq.broker.storage.open_files import OpenFiles, use_counter
 from portalmq.broker.storage.schema import LogIdentity
-from portalmq.broker.storage.turn import FairLock
 from portalmq.broker.storage.wal import BUSY_TIMEOUT_MS, make_durable, set_full_sync
 
 STATE_NAME = "state.sqlite"
@@ -181,9 +181,9 @@ class StateFile:
         with self._turn:
             self._close()
 
-    def rest(self) -> bool:
+    def try_park(self) -> bool:
         """As `park`, unless somebody uses the file now; whether it rests."""
-        if not self._turn.enter_at_once():
+        if not self._turn.try_acquire():
             return False
         try:
             self._close()
@@ -228,7 +228,7 @@ class StateFile:
 
     def _open(self) -> apsw.Connection:
         """The connection to a file of this log; raises _Damaged for any other."""
-        self.last_used = next(uses)
+        self.last_used = next(use_counter)
         if self._connection is not None:
             return self._connection
         self._open_files.opening(self)
@@ -236,7 +236,7 @@ class StateFile:
         connection = apsw.Connection(str(self.path))
         try:
             connection.set_busy_timeout(BUSY_TIMEOUT_MS)
-            with opening():
+            with opening_errors():
                 connection.execute("PRAGMA journal_mode = WAL")
             connection.execute("PRAGMA trusted_schema = OFF")
             set_full_sync(connection)

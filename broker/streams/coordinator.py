@@ -246,7 +246,7 @@ def left_behind(before: GroupMembers, after: GroupMembers) -> list[ClaimPartitio
     """What was held by members that are gone, to be claimed for nobody: so they can commit no more, whether or not
     somebody comes after them. A claim of `after` is of a later generation, and goes before these in any order."""
     claims = []
-    for partition, place in before.places.items():
+    for partition, place in before.owners.items():
         holder = place.leaving or place.owner
         topic_id = before.topic_ids.get(partition[0])
         if holder not in after.members and after.topic_ids.get(partition[0], topic_id) == topic_id:
@@ -259,7 +259,7 @@ def roster_of(membership: GroupMembers) -> RosterState:
     numbers = {member_id: number for number, member_id in enumerate(membership.members)}
     numbers[""] = -1
     places: dict[str, list[tuple[int, int, int, int]]] = {}
-    for (topic, partition), place in membership.places.items():
+    for (topic, partition), place in membership.owners.items():
         places.setdefault(topic, []).append((partition, numbers[place.owner], place.since, numbers[place.leaving]))
     return RosterState(
         membership.generation,

@@ -32,14 +32,14 @@ from portalmq.broker.cluster.topics import Topic
 from portalmq.broker.partition.long_poll import LongPolls, Peer
 from portalmq.broker.partition.partition import Partition
 from portalmq.broker.partition.yielding import in_short_turns
-from portalmq.broker.storage.batch import BatchFrame, BatchKind, Head, is_hollow
+from portalmq.broker.storage.batch import BatchFrame, BatchKind, FrameHeader, is_all_holes
 from portalmq.errors import PortalMQError
 
 SHARE_BYTES_MIN = 64 * 1024
 # By then an answer is on its way, with one piece at the least: its client waits for ten seconds.
 GATHER_S = 1.0
 
-_decode_head = msgspec.msgpack.Decoder(Head).decode
+_decode_head = msgspec.msgpack.Decoder(FrameHeader).decode
 
 
 class PartitionFrames(msgspec.Struct, omit_defaults=True):
@@ -151,7 +151,7 @@ class ReaderFetch:
             for frame in frames:
                 head = _decode_head(frame.header)
                 offset = head.end_offset
-                if head.kind == BatchKind.MESSAGES and not is_hollow(frame, head):
+                if head.kind == BatchKind.MESSAGES and not is_all_holes(frame, head):
                     found.append(frame)
                     size += frame.size_bytes
         return found, offset

@@ -210,8 +210,8 @@ class Checker:
             return
         if upto > said:
             self.fail("I8", "{} drops all below {}, and the log says {}", shell.node.id, upto, said)
-        if shell.desk is not None:
-            self.groups.drops(shell.desk, upto)
+        if shell.host is not None:
+            self.groups.drops(shell.host, upto)
 
     def appends(self, shell: ReplicaShell, batches: list[Batch]) -> None:
         """These batches are about to stand, durably, at the end of that disk's log."""

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from portalmq.broker.core.queue.lanes import spot_of
-from portalmq.broker.core.queue.records import Cancel, GroupEnd, GroupRecord, Output, Spot, StreamRecord
+from portalmq.broker.core.queue.lanes import lane_position
+from portalmq.broker.core.queue.records import Cancel, GroupEnd, GroupRecord, LanePosition, Output, StreamRecord
 
 
 class Mail(NamedTuple):
@@ -21,8 +21,8 @@ class Mail(NamedTuple):
     expires_at_ms: int | None = None
     key: int = 0
 
-    def spot(self, offset: int, appended_at_ms: int) -> Spot:
-        return spot_of(offset, self.priority, self.deliver_at_ms, appended_at_ms)
+    def spot(self, offset: int, appended_at_ms: int) -> LanePosition:
+        return lane_position(offset, self.priority, self.deliver_at_ms, appended_at_ms)
 
     def has_expired(self, wall_ms: int) -> bool:
         return self.expires_at_ms is not None and self.expires_at_ms <= wall_ms

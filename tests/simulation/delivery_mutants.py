@@ -7,18 +7,18 @@ from functools import partial
 from typing import Any
 
 import msgspec
-from simulation import queue_desk
-from simulation.coordinating import Coordinating
-from simulation.desk import Desk
+from simulation import queue_groups
+from simulation.coordinator import GroupCoordinator
+from simulation.group_host import GroupHost
 from simulation.mutants import mutant as any_mutant
 from simulation.outbox import Outbox
-from simulation.queue_desk import QueueDesk
-from simulation.stream_desk import StreamDesk
+from simulation.queue_groups import QueueGroups
+from simulation.stream_groups import StreamGroups
 
 from portalmq.broker.core.fold import SpanFold
 from portalmq.broker.core.queue import delivery
 from portalmq.broker.core.queue.delivery import GroupDelivery
-from portalmq.broker.core.queue.key_order import KeyBook
+from portalmq.broker.core.queue.key_order import KeyQueues
 from portalmq.broker.core.queue.records import Claim, CommitOffset, Grant
 from portalmq.broker.core.queue.selection import NEVER_MS
 from portalmq.broker.core.stream import offsets as streams
@@ -56,7 +56,7 @@ def _(original: Any, self: Any, offset: int) -> bool:
     return False
 
 
-@mutant("hands out before the grant is folded", 3, (Desk, "fold"))
+@mutant("hands out before the grant is folded", 3, (GroupHost, "fold"))
 def _(original: Any, self: Any, batch: Any) -> None:
     if batch.control is None or not isinstance(batch.control.record, Grant):
         original(self, batch)
@@ -89,7 +89,7 @@ def _(original: Any, self: Any, offsets: Any, *more: Any) -> Any:
     return verdicts, [offset for offset in unfinished if offset >= self.next or self.cursors or self.has_span(offset)]
 
 
-@mutant("answers an ack before it is committed", 3, (QueueDesk, "_when_committed"))
+@mutant("answers an ack before it is committed", 3, (QueueGroups, "_when_committed"))
 def _(original: Any, self: Any, back: Any, result: object) -> Any:
     if isinstance(result, list) and result:
         back(result)
@@ -106,7 +106,7 @@ def _(original: Any, self: Any, now_ms: int) -> None:
         self._insert(span)
 
 
-@mutant("delivers once too often", 3, (queue_desk, "choose"))
+@mutant("delivers once too often", 3, (queue_groups, "select"))
 def _(original: Any, *arguments: Any, max_deliveries: int, **named: Any) -> Any:
     return original(*arguments, max_deliveries=max_deliveries + 1, **named)
 
@@ -114,22 +114,22 @@ def _(original: Any, *arguments: Any, max_deliveries: int, **named: Any) -> Any:
 # --- lanes -----------------------------------------------------------------------------------------------------------
 
 
-@mutant("hands out a little early", 51, (queue_desk, "choose"))
+@mutant("hands out a little early", 51, (queue_groups, "select"))
 def _(original: Any, *arguments: Any, due_by_ms: int, **named: Any) -> Any:
     return original(*arguments, due_by_ms=due_by_ms + 100, **named)
 
 
-@mutant("passes a time of which not all is readable", 107, (Desk, "readable_by_ms"))
+@mutant("passes a time of which not all is readable", 107, (GroupHost, "readable_by_ms"))
 def _(original: Any, self: Any) -> int:
     return NEVER_MS
 
 
-@mutant("hands out what has expired", 7, (queue_desk, "choose"))
+@mutant("hands out what has expired", 7, (queue_groups, "select"))
 def _(original: Any, *arguments: Any, wall_ms: int, **named: Any) -> Any:
     return original(*arguments, wall_ms=wall_ms - 300, **named)
 
 
-@mutant("hands out what was taken back", 51, (queue_desk, "choose"))
+@mutant("hands out what was taken back", 51, (queue_groups, "select"))
 def _(original: Any, *arguments: Any, cancelled: Any, **named: Any) -> Any:
     return original(*arguments, cancelled=(), **named)
 
@@ -152,17 +152,17 @@ def _(original: Any, self: Any) -> Any:
 # --- order by key ----------------------------------------------------------------------------------------------------
 
 
-@mutant("loses the order of a key at redelivery", 7, (KeyBook, "is_first"))
+@mutant("loses the order of a key at redelivery", 7, (KeyQueues, "is_first"))
 def _(original: Any, self: Any, offset: int) -> bool:
     return True
 
 
-@mutant("hands out two of a key", 3, (KeyBook, "is_busy"))
+@mutant("hands out two of a key", 3, (KeyQueues, "is_busy"))
 def _(original: Any, self: Any, key: int) -> bool:
     return False
 
 
-@mutant("goes on with a key before the ack is committed", 3, (KeyBook, "finish"))
+@mutant("goes on with a key before the ack is committed", 3, (KeyQueues, "finish"))
 def _(original: Any, self: Any, start: int, end: int, record: int) -> None:
     self.done(start, end)
 
@@ -174,29 +174,29 @@ def _(original: Any, self: Any, upto: int, record: int = -1) -> None:
     original(self, upto, record)
 
 
-@mutant("does not look again at one that comes first", 135, (KeyBook, "add"))
+@mutant("does not look again at one that comes first", 135, (KeyQueues, "add"))
 def _(original: Any, self: Any, offset: int, key: int) -> None:
     freed = list(self._freed)
     original(self, offset, key)
     self._freed = freed
 
 
-@mutant("tells whose turn it is before all keys are read", 3, (KeyBook, "is_whole"))
+@mutant("tells whose turn it is before all keys are read", 3, (KeyQueues, "is_whole"))
 def _(original: Any, self: Any) -> bool:
     return True
 
 
-@mutant("forgets what is finished while keys are read", 107, (KeyBook, "finish_unseen"))
+@mutant("forgets what is finished while keys are read", 107, (KeyQueues, "finish_unseen"))
 def _(original: Any, self: Any, record: int) -> None:
     pass
 
 
-@mutant("does not read the keys of what was redriven", 95, (KeyBook, "read_later"))
+@mutant("does not read the keys of what was redriven", 95, (KeyQueues, "read_later"))
 def _(original: Any, self: Any, start: int, end: int) -> None:
     pass
 
 
-@mutant("takes what was redriven out of the book again", 307, (KeyBook, "read_later"))
+@mutant("takes what was redriven out of the book again", 307, (KeyQueues, "read_later"))
 def _(original: Any, self: Any, start: int, end: int) -> None:
     self._unread.append((start, end))
 
@@ -218,7 +218,7 @@ def _(original: Any, self: Any, offset: int, number: int, now_ms: int, *more: An
 
 @mutant("gives outputs an id of its own epoch", 7, (Outbox, "id_of"))
 def _(original: Any, self: Any, offset: int, number: int) -> Any:
-    return (*original(self, offset, number), self.desk.epoch)
+    return (*original(self, offset, number), self.host.epoch)
 
 
 @mutant("sends what is not committed", 7, (Outbox, "is_committed"))
@@ -237,7 +237,7 @@ def _(original: Any, *arguments: Any) -> None:
     pass
 
 
-@mutant("acks the input and forgets the output", 7, (QueueDesk, "commit"))
+@mutant("acks the input and forgets the output", 7, (QueueGroups, "commit"))
 def _(original: Any, self: Any, group: str, receipts: Any, call: str, outputs: int, back: Any) -> None:
     original(self, group, receipts, call, 0, back)
 
@@ -260,13 +260,13 @@ def _(original: Any, self: Any, member: str, generation: int, *more: Any) -> boo
     return original(self, self.member, self.generation, *more)
 
 
-@mutant("names a partition before its claim stands", 7, (StreamDesk, "claim"))
+@mutant("names a partition before its claim stands", 7, (StreamGroups, "claim"))
 def _(original: Any, self: Any, name: str, member: str, generation: int, back: Any) -> None:
     def at_once(result: Any) -> None:
         pass
 
     original(self, name, member, generation, at_once)
-    back(self.desk.groups.streams[name].committed)
+    back(self.host.groups.streams[name].committed)
 
 
 @mutant("claims for an older generation", 103, (StreamOffsets, "check_claim"), (StreamOffsets, "apply"))
@@ -295,6 +295,6 @@ def _(original: Any, self: Any, *more: Any) -> None:
     pass
 
 
-@mutant("seeks in the generation of the claims after it", 103, (Coordinating, "_seek"))
+@mutant("seeks in the generation of the claims after it", 103, (GroupCoordinator, "_seek"))
 def _(original: Any, self: Any, of: Any, seeking: Any, generation: int) -> None:
     original(self, of, seeking, generation + 1)

@@ -15,9 +15,9 @@ from portalmq.broker.core.queue.records import Ack, Cancel, Claim, Commit, Dead,
 if TYPE_CHECKING:
     from simulation.checker import Checker
     from simulation.content import Control
-    from simulation.desk import Desk
     from simulation.disk import Batch
-    from simulation.queue_desk import Receipt
+    from simulation.group_host import GroupHost
+    from simulation.queue_groups import Receipt
 
     from portalmq.broker.core.stream.events import GroupMembers
 
@@ -82,12 +82,12 @@ class GroupChecker:
                 copies = {(record.topic, f"{at} by {batch.base}") for at in range(start, end) if at in self.letters}
                 self.ordered.update(dict.fromkeys(copies, batch.base))
 
-    def drops(self, desk: Desk, upto: int) -> None:
+    def drops(self, host: GroupHost, upto: int) -> None:
         """A replica lets its log begin at `upto`."""
         for name, queue in self.queues.items():
             for offset in self.letters:
                 if queue.has_begun and queue.start <= offset < upto and not queue.is_done(offset):
-                    self.fail("I12", "{} drops message {}, which is {} for {}", desk.node.id, offset,
+                    self.fail("I12", "{} drops message {}, which is {} for {}", host.node.id, offset,
                               queue.state.get(offset, "fresh"), name)  # fmt: skip
 
     def _take(self, queue: QueueModel, control: Control, batch: Batch, leader_epoch: int) -> None:
@@ -96,34 +96,41 @@ class GroupChecker:
 
     # --- what a leader decides ---------------------------------------------------------------------------------------
 
-    def appended(self, desk: Desk, control: Control) -> None:
+    def appended(self, host: GroupHost, control: Control) -> None:
         """A leader ends leases by what it appends, committed or not."""
         record: Any = control.record
         if isinstance(record, Ack | Nack | Dead | Commit):
-            live = self._live[control.group, desk.epoch]
+            live = self._live[control.group, host.epoch]
             for start, end, *_ in record.ranges:
                 for offset in range(start, end):
                     live.pop(offset, None)
 
-    def forgets(self, desk: Desk) -> None:
+    def forgets(self, host: GroupHost) -> None:
         """A transaction was refused, or a log cut: grants that were in it are gone, within their epoch too."""
         for (_, epoch), live in self._live.items():
-            if epoch == desk.epoch:
+            if epoch == host.epoch:
                 live.clear()
 
     def handed(
-        self, desk: Desk, group: str, receipts: list[Receipt], deadline_ms: int, attempt: str | None, *, alone: bool
+        self,
+        host: GroupHost,
+        group: str,
+        receipts: list[Receipt],
+        deadline_ms: int,
+        attempt: str | None,
+        *,
+        alone: bool,
     ) -> None:
         """A leader hands these out."""
         if attempt is not None:
             self._attempts[group, attempt].update(receipts)
-        model, now_ms, wall_ms = self.queues[group], desk.node.now_ms, desk.node.wall_ms
-        live = self._live[group, desk.epoch]
+        model, now_ms, wall_ms = self.queues[group], host.node.now_ms, host.node.wall_ms
+        live = self._live[group, host.epoch]
         if alone and len(receipts) != 1:
             self.fail("I12", "{}: {} are to be delivered alone", group, receipts)
         for receipt in receipts:
             offset = receipt.offset
-            self._check_unanswered(desk, group, offset)
+            self._check_unanswered(host, group, offset)
             letter = self.letters.get(offset)
             if letter is None:
                 self.fail("I12", "{}: {} is handed out and not committed", group, offset)
@@ -134,17 +141,17 @@ class GroupChecker:
                 self.fail("I12", "{}: message {} is handed out {} ms early", group, offset, due_ms - wall_ms)
             if letter.mail.has_expired(wall_ms):
                 self.fail("I12", "{}: message {} is handed out, and has expired", group, offset)
-            if self._finals[group].get(offset, desk.epoch + 1) <= desk.epoch:
-                self.fail("I12", "{}: message {} is handed out in epoch {}, and is {}", group, offset, desk.epoch,
+            if self._finals[group].get(offset, host.epoch + 1) <= host.epoch:
+                self.fail("I12", "{}: message {} is handed out in epoch {}, and is {}", group, offset, host.epoch,
                           model.state.get(offset))  # fmt: skip
             if offset in live and live[offset][0] > now_ms:
                 self.fail("I12", "{}: message {} is handed out under the live lease {}", group, offset, live[offset])
             if receipt.delivery > model.config.max_deliveries:
                 self.fail("I12", "{}: {} is one delivery too many", group, receipt)
             if model.config.by_key and letter.mail.key and model.has_begun:
-                self._check_key(desk, model, offset, live)
+                self._check_key(host, model, offset, live)
             live[offset] = (deadline_ms, receipt)
-            model.handed.add(offset)
+            model.delivered.add(offset)
             if receipt in model.receipts:
                 self.fail("I12", "{}: {} is handed out a second time", group, receipt)
             model.receipts.add(receipt)
@@ -152,7 +159,7 @@ class GroupChecker:
             if receipt.delivery > 1:
                 self.world.count("redelivery")
 
-    def _check_key(self, desk: Desk, model: QueueModel, offset: int, live: dict[int, Held]) -> None:
+    def _check_key(self, host: GroupHost, model: QueueModel, offset: int, live: dict[int, Held]) -> None:
         """One of a key at a time, and the earlier ones are done; a delayed one is in the order once it was handed
         out, or held."""
         letter = self.letters[offset]
@@ -160,49 +167,49 @@ class GroupChecker:
         for other, its in self.letters.items():
             if its.mail.key != letter.mail.key or other == offset or other < max(model.start, self.dropped_below()):
                 continue
-            if other in live and live[other][0] > desk.node.now_ms:
+            if other in live and live[other][0] > host.node.now_ms:
                 self.fail(
                     "I12", "{}: message {} is handed out while {} of its key is", model.config.name, offset, other
                 )
-            if desk.epoch < self.world.checker.committed_epoch:
+            if host.epoch < self.world.checker.committed_epoch:
                 continue  # it knows nothing of what was committed since
-            if other > offset or model.is_done(other) or its.mail.has_expired(desk.node.wall_ms):
+            if other > offset or model.is_done(other) or its.mail.has_expired(host.node.wall_ms):
                 continue
             waits_for = model.state.get(other) == "out" or not (is_delayed or model.spot(other, its)[0] >= DELAYED)
             if waits_for:
                 self.fail("I12", "{}: message {} is handed out before {} of its key, which is {}", model.config.name,
                           offset, other, model.state.get(other, "fresh"))  # fmt: skip
 
-    def repeated(self, desk: Desk, group: str, attempt: str, receipts: list[Receipt]) -> None:
+    def repeated(self, host: GroupHost, group: str, attempt: str, receipts: list[Receipt]) -> None:
         """A leader hands these out once more, to who has them."""
         if not self._attempts[group, attempt].issuperset(receipts):
             self.fail("I12", "{}: {} of {} are handed out again to {!r}", group, receipts,
                       self._attempts[group, attempt], attempt)  # fmt: skip
-        live = self._live[group, desk.epoch]
+        live = self._live[group, host.epoch]
         for receipt in receipts:
-            self._check_unanswered(desk, group, receipt.offset)
+            self._check_unanswered(host, group, receipt.offset)
             lease = live.get(receipt.offset)
-            if lease is not None and lease[0] > desk.node.now_ms and lease[1].lease != receipt.lease:
+            if lease is not None and lease[0] > host.node.now_ms and lease[1].lease != receipt.lease:
                 self.fail("I12", "{}: {} is handed out again, {} is another's", group, receipt, lease)
 
-    def _check_unanswered(self, desk: Desk, group: str, offset: int) -> None:
+    def _check_unanswered(self, host: GroupHost, group: str, offset: int) -> None:
         """Whoever was told that his ack stands sees nobody receive the message afterwards, at whichever leader."""
         if offset in self._answered[group]:
             self.fail("I16", "{}: message {} is handed out in epoch {}, and its ack was answered at {}", group, offset,
-                      desk.epoch, self._answered[group][offset])  # fmt: skip
+                      host.epoch, self._answered[group][offset])  # fmt: skip
 
-    def extended(self, desk: Desk, group: str, offsets: list[int], deadline_ms: int) -> None:
-        live = self._live[group, desk.epoch]
+    def extended(self, host: GroupHost, group: str, offsets: list[int], deadline_ms: int) -> None:
+        live = self._live[group, host.epoch]
         for offset in offsets:
             if offset in live:
                 live[offset] = (deadline_ms, live[offset][1])
 
-    def accepted(self, desk: Desk, group: str, receipts: list[Receipt], verdicts: list[bool]) -> None:
+    def accepted(self, host: GroupHost, group: str, receipts: list[Receipt], verdicts: list[bool]) -> None:
         """A leader is about to use these receipts, or refuses them."""
-        live = self._live[group, desk.epoch]
-        knows_all = desk.epoch >= self.world.checker.committed_epoch
+        live = self._live[group, host.epoch]
+        knows_all = host.epoch >= self.world.checker.committed_epoch
         for receipt, good in zip(receipts, verdicts, strict=True):
-            is_open = desk.groups.delivery[group].has_span(receipt.offset)
+            is_open = host.groups.delivery[group].has_span(receipt.offset)
             granted = self.queues[group].leases.get(receipt.offset)
             if good and is_open and knows_all and granted and receipt.leader_epoch < granted.leader_epoch:
                 self.fail("I12", "{}: {} is accepted, and was granted anew in epoch {}", group, receipt,
@@ -211,7 +218,7 @@ class GroupChecker:
             if good and is_open and knows_all and (group, receipt) in self._refused:
                 self.fail("I15", "{}: {} was refused, and is accepted now", group, receipt)
             lease = live.get(receipt.offset)
-            if not good or lease is None or lease[0] <= desk.node.now_ms:
+            if not good or lease is None or lease[0] <= host.node.now_ms:
                 continue
             if (receipt.leader_epoch, receipt.lease) < (lease[1].leader_epoch, lease[1].lease):
                 self.fail("I12", "{}: stale {} is accepted, {} is live", group, receipt, lease)
@@ -284,13 +291,13 @@ class GroupChecker:
 
     # --- what a leader knows -----------------------------------------------------------------------------------------
 
-    def agrees(self, desk: Desk) -> None:
+    def agrees(self, host: GroupHost) -> None:
         """The fold of a leader that has appended nothing beyond what is committed says what the models say."""
         checker = self.world.checker
-        if desk.shell.replica.next_offset != checker.high_watermark or desk.epoch < checker.committed_epoch:
+        if host.shell.replica.next_offset != checker.high_watermark or host.epoch < checker.committed_epoch:
             return
         self.world.count("folds compared")
-        for group, delivery in desk.groups.delivery.items():
+        for group, delivery in host.groups.delivery.items():
             model = self.queues[group]
             for offset, letter in self.letters.items():
                 if offset < max(model.start, self.dropped_below()):
@@ -307,26 +314,26 @@ class GroupChecker:
                 known = "done" if known in ("acked", "expired", "dropped") else known
                 if known != folded and offset not in self.cancelled:
                     self.fail("I12", "{}: message {} is {}, in the fold of {} it is {}", group, offset,
-                              model.state.get(offset, "fresh"), desk.node.id, folded)  # fmt: skip
+                              model.state.get(offset, "fresh"), host.node.id, folded)  # fmt: skip
                 span, lease = delivery.at(offset), model.leases.get(offset)
                 holder = lease.holder if lease is not None else ""
                 if span is not None and span.holder != holder:
                     self.fail("I12", "{}: message {} is held by {!r}, in the fold of {} by {!r}", group, offset, holder,
-                              desk.node.id, span.holder)  # fmt: skip
-        for name, stream in desk.groups.streams.items():
+                              host.node.id, span.holder)  # fmt: skip
+        for name, stream in host.groups.streams.items():
             known_stream = self.streams[name]
             least, most = known_stream.committed, max(known_stream.committed, self.dropped_below())
             owner = (known_stream.generation, known_stream.member)
             if not least <= stream.committed <= most or (stream.generation, stream.member) != owner:
-                self.fail("I11", "{}: the fold of {} has {}", name, desk.node.id, stream.snapshot())
+                self.fail("I11", "{}: the fold of {} has {}", name, host.node.id, stream.snapshot())
 
     # --- at the end --------------------------------------------------------------------------------------------------
 
-    def missing(self, desk: Desk, upto: int) -> str | None:
+    def missing(self, host: GroupHost, upto: int) -> str | None:
         """What of the messages and orders below `upto` is not yet as it is to be; None when all is."""
-        if not desk.serves():
+        if not host.serves():
             return "the groups are not served"
-        wall_ms = desk.node.wall_ms
+        wall_ms = host.node.wall_ms
         for name, queue in self.queues.items():
             if not queue.has_begun:
                 return f"{name} has not begun"
@@ -338,11 +345,11 @@ class GroupChecker:
         late = [name for name, stream in self.streams.items() if stream.committed <= last]
         if late and self.world.members:
             return f"streams {late} are not read to {upto}"
-        opened = [offset for offset in desk.groups.outbox if offset < upto]
+        opened = [offset for offset in host.groups.outbox if offset < upto]
         if opened:
             return f"the outbox has {opened}"
         for output, record in self.ordered.items():
             if record < upto and output not in self.arrived_outputs:
                 self.fail("I13", "output {} was ordered and never arrived", output)
-        self.agrees(desk)
+        self.agrees(host)
         return None

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from simulation.network import CLIENTS
-from simulation.queue_desk import Receipt
+from simulation.queue_groups import Receipt
 
 from portalmq.errors import PortalMQError, StaleReceipt
 

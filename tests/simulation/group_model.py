@@ -29,15 +29,15 @@ from portalmq.broker.core.queue.records import (
     Drop,
     Extend,
     Grant,
+    LanePosition,
     Nack,
     Redrive,
     Seek,
-    Spot,
 )
 
 if TYPE_CHECKING:
     from simulation.disk import Batch
-    from simulation.queue_desk import Receipt
+    from simulation.queue_groups import Receipt
 
 Fail = Callable[..., None]
 
@@ -71,7 +71,7 @@ class QueueModel:
         self.start = -1
         self.state: dict[int, str] = {}
         self.leases: dict[int, Lease] = {}
-        self.handed: set[int] = set()  # by whatever leader, committed or not
+        self.delivered: set[int] = set()  # by whatever leader, committed or not
         self.receipts: set[Receipt] = set()
         self.calls: set[str] = set()
         self.refused_calls: set[str] = set()
@@ -92,7 +92,7 @@ class QueueModel:
         for offset, letter in self.letters.items():
             self.born(offset, letter)
 
-    def spot(self, offset: int, letter: Letter) -> Spot:
+    def spot(self, offset: int, letter: Letter) -> LanePosition:
         return letter.mail.spot(offset, letter.appended_at_ms)
 
     def born(self, offset: int, letter: Letter) -> None:
@@ -229,7 +229,7 @@ class QueueModel:
 
     def _acked(self, offset: int) -> None:
         self.finals.add(offset)
-        if offset not in self.handed:
+        if offset not in self.delivered:
             self.fail("I12", "{}: message {} is acked, and was never handed out", self.config.name, offset)
         self.state[offset] = "acked"
         self.leases.pop(offset, None)

@@ -165,7 +165,7 @@ class Membership:
             older = partition_state_of(tree.partition, tree.version, self.world.options.min_insync)
             self.node.soon(self.world.random.randint(1, 500), self._tell_late, older)
         if self.world.options.groups is not None:
-            self.node.coordinating.rang(tree)
+            self.node.coordinator.rang(tree)
         self._campaign()
         self._decide()
 

@@ -292,13 +292,13 @@ def _(original: Any, self: Any, word: core.PartitionStateChanged) -> bool:
     return False
 
 
-@mutant("hands out as long as the control plane answers", 1891, (ReplicaState, "may_hand_out"), has_groups=True)
+@mutant("hands out as long as the control plane answers", 1891, (ReplicaState, "may_deliver"), has_groups=True)
 def _(original: Any, self: Any, now_ms: int) -> bool:
     return self.may_serve(now_ms)
 
 
 @mutant("takes a fetch that lay on the way for news", 9115, (IsrTracker, "fetched"), has_groups=True)
-def _(original: Any, self: Any, fetch: core.Fetch, leader_end: int, now_ms: int, said_after_ms: Any = None) -> bool:
+def _(original: Any, self: Any, fetch: core.Fetch, leader_end: int, now_ms: int, sent_after_ms: Any = None) -> bool:
     return original(self, fetch, leader_end, now_ms, now_ms)
 
 
@@ -321,7 +321,7 @@ def _(original: Any, self: Any) -> Producers:
     return Producers([])
 
 
-@mutant("does not fence producers", 0, (Producers, "first_place"))
+@mutant("does not fence producers", 0, (Producers, "find_duplicate"))
 def _(original: Any, self: Any, stamp: core.Stamp, count: int) -> Any:
     known = self._by_id.get(stamp.producer_id)
     if known is not None and stamp.producer_epoch < known.epoch:

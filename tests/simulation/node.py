@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from simulation.coordinating import Coordinating
+from simulation.coordinator import GroupCoordinator
 from simulation.disk import Disk
 from simulation.membership import Membership
 from simulation.replica_shell import ReplicaShell
@@ -35,7 +35,7 @@ class Node:
         self.anchor_ms = 0
         self.shell: ReplicaShell
         self.membership: Membership
-        self.coordinating: Coordinating
+        self.coordinator: GroupCoordinator
         self.brokers: Mapping[int, tuple[int, str]] = {}
         self._answered_ms: int | None = None
         self._inbox: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
@@ -62,7 +62,7 @@ class Node:
         self.world.note(self.id, "starts as {} with store {}, log to {}", self.incarnation, self.store, self.disk.end)
         self.shell = ReplicaShell(self, self.disk.saved_high_watermark)
         if self.world.options.groups is not None:
-            self.coordinating = Coordinating(self)
+            self.coordinator = GroupCoordinator(self)
         self.membership = Membership(self)
 
     def crash(self, *, cleanly: bool = False) -> None:
@@ -168,8 +168,8 @@ class Node:
         """Another replica object over the same disk, within this life, told what is known. It may lead on in its epoch,
         so it goes on with the numbers of leases; a broker makes no new one before it leads on."""
         before, self.shell = self.shell, ReplicaShell(self, high_watermark)
-        if before is not None and before.desk is not None and self.shell.desk is not None:
-            self.shell.desk.groups.go_on_after(before.desk.groups)
+        if before is not None and before.host is not None and self.shell.host is not None:
+            self.shell.host.groups.go_on_after(before.host.groups)
         if self._answered_ms is not None:
             self._tell(LeaseRenewed(self._answered_ms))
         self._tell(BrokersChanged(self.brokers))

@@ -15,7 +15,7 @@ from portalmq.broker.core.queue.records import Commit, Dead, Done
 from portalmq.errors import PortalMQError
 
 if TYPE_CHECKING:
-    from simulation.desk import Desk
+    from simulation.group_host import GroupHost
     from simulation.node import Node
     from simulation.world import World
 
@@ -48,9 +48,9 @@ class Destination:
 class Outbox:
     """Of one replica. It keeps nothing that a new leader would miss: what is open is in the fold."""
 
-    def __init__(self, desk: Desk) -> None:
-        self.desk = desk
-        self.world = desk.world
+    def __init__(self, host: GroupHost) -> None:
+        self.host = host
+        self.world = host.world
         self._left: dict[int, dict[int, tuple[str, str]]] = {}  # record -> number -> (topic, content), unanswered
         self._sent_ms: dict[int, int] = {}
 
@@ -60,20 +60,20 @@ class Outbox:
 
     def needed(self) -> list[int]:
         """Offsets that the log must keep for it."""
-        needed = list(self.desk.groups.outbox)
-        for offset in self.desk.groups.outbox:
-            record = self.desk.record_at(offset)
+        needed = list(self.host.groups.outbox)
+        for offset in self.host.groups.outbox:
+            record = self.host.record_at(offset)
             if isinstance(record, Dead):
                 needed += [start for start, _, _ in record.ranges]
         return needed
 
     def committed(self, high_watermark: int) -> None:
-        if any(offset < high_watermark and offset not in self._sent_ms for offset in self.desk.groups.outbox):
-            self.desk.shell.soon(0, self.desk.tick)
+        if any(offset < high_watermark and offset not in self._sent_ms for offset in self.host.groups.outbox):
+            self.host.shell.soon(0, self.host.tick)
 
     def work(self) -> None:
         """Send what is committed and not answered, now and then again."""
-        for offset, group in list(self.desk.groups.outbox.items()):
+        for offset, group in list(self.host.groups.outbox.items()):
             if not self.is_committed(offset):
                 continue
             if self.world.now - self._sent_ms.get(offset, -AGAIN_MS) < AGAIN_MS:
@@ -86,35 +86,35 @@ class Outbox:
             self._finish(offset, group)
 
     def is_committed(self, offset: int) -> bool:
-        return offset < self.desk.high_watermark
+        return offset < self.host.high_watermark
 
     def id_of(self, offset: int, number: int) -> Id:
         return offset, number
 
     def _ordered(self, offset: int) -> dict[int, tuple[str, str]]:
-        record = self.desk.record_at(offset)
+        record = self.host.record_at(offset)
         if isinstance(record, Commit):
             return {number: (output.topic, output.record) for number, output in enumerate(record.outputs)}
         assert isinstance(record, Dead), (offset, record)
-        dead = [at for start, end, _ in record.ranges for at in range(start, end) if at in self.desk.lanes.mail]
+        dead = [at for start, end, _ in record.ranges for at in range(start, end) if at in self.host.lanes.mail]
         return {number: (record.topic, f"{at} by {offset}") for number, at in enumerate(dead)}
 
     def _send(self, id: Id, topic: str, content: str) -> None:
         self.world.network.send(
-            self.desk.node.id, CLIENTS, self.world.destination.append, self.desk.node, id, topic, content
+            self.host.node.id, CLIENTS, self.world.destination.append, self.host.node, id, topic, content
         )
 
     def arrived(self, id: Id) -> None:
         """The destination has it."""
         offset, number = id[:2]
         self._left.get(offset, {}).pop(number, None)
-        if self.desk.serves() and offset in self.desk.groups.outbox:
-            self._finish(offset, self.desk.groups.outbox[offset])
+        if self.host.serves() and offset in self.host.groups.outbox:
+            self._finish(offset, self.host.groups.outbox[offset])
 
     def _finish(self, offset: int, group: str) -> None:
         if offset in self._left and not self._left[offset]:
             try:
-                self.desk.append(group, Done(offset))
+                self.host.append(group, Done(offset))
             except PortalMQError:
                 return  # next time, or the next leader
             del self._left[offset]

@@ -10,9 +10,9 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from simulation.desk import Desk
 from simulation.disk import Batch
 from simulation.fetches import Fetches
+from simulation.group_host import GroupHost
 from simulation.network import CLIENTS
 from simulation.submission import Submission
 from simulation.trace import is_worth_telling, told
@@ -30,7 +30,7 @@ from portalmq.broker.core.replica.events import (
     FetchReplied,
     FollowerRefused,
     HighWatermarkAdvanced,
-    LeaderHeard,
+    LeaderAnswered,
     LogReset,
     ProposeIsr,
     Quarantine,
@@ -96,7 +96,7 @@ class ReplicaShell:
         self._duplicates: list[Submission] = []
         self._waiters: list[tuple[int, Callable[[PortalMQError | None], None]]] = []
         self._saved_ms = self.world.now
-        self.desk = Desk(self) if options.groups is not None else None
+        self.host = GroupHost(self) if options.groups is not None else None
         self._every(options.tick_ms, self._tick)
 
     # --- one event, its actions --------------------------------------------------------------------------------------
@@ -212,11 +212,11 @@ class ReplicaShell:
         batch = Batch(head, submission.uid if submission else self.world.next_uid(), self._tail)
         if submission is not None:
             batch.log_start = submission.log_start
-        if self.desk is not None and submission is not None:
+        if self.host is not None and submission is not None:
             batch.mail, batch.control = submission.mail, submission.control
             if submission.is_state:
-                batch.state, batch.log_start = self.desk.state(batch.base)
-            self.desk.fold(batch)
+                batch.state, batch.log_start = self.host.state(batch.base)
+            self.host.fold(batch)
         self.world.checker.writes(self, batch)
         self._enqueue([(batch, submission)])
 
@@ -238,8 +238,8 @@ class ReplicaShell:
         batches = [batch for batch, _ in taken]
         self.world.checker.appends(self, batches)
         self.disk.append(batches)
-        if self.desk is not None:
-            self.desk.written(batches)
+        if self.host is not None:
+            self.host.written(batches)
         submissions = [submission for _, submission in taken if submission is not None]
         self._uncommitted += [submission for submission in submissions if not submission.done]
         self.tell(Appended(self.disk.end))
@@ -258,8 +258,8 @@ class ReplicaShell:
         self._writing, self._queue = [], []
         full = StorageFull("full")
         if self.world.chance(0.5):
-            if self.desk is not None:
-                self.desk.rebuild()
+            if self.host is not None:
+                self.host.rebuild()
             self._actions = deque(a for a in self._actions if not isinstance(a, Append | Replicate))
             self._to_replicate.clear()
             self._tail = self.disk.batches[-1].uid if self.disk.batches else (-1 if self.disk.start else 0)
@@ -304,8 +304,8 @@ class ReplicaShell:
         self._shrank()
 
     def _shrank(self) -> None:
-        if self.desk is not None:
-            self.desk.rebuild()
+        if self.host is not None:
+            self.host.rebuild()
         self.world.checker.shrank(self.node)
 
     def _was_reset(self, action: ResetLog) -> None:
@@ -322,7 +322,7 @@ class ReplicaShell:
                 submission.stamp,
                 is_control,
                 submission.not_before_ms,
-                submission.hands_out,
+                submission.delivers,
             )
         )
 
@@ -359,8 +359,8 @@ class ReplicaShell:
             for end, then in waiters:
                 self.wait_for(end, then)
         self.fetches.high_watermark_moved()
-        if self.desk is not None:
-            self.desk.committed(high_watermark)
+        if self.host is not None:
+            self.host.committed(high_watermark)
 
     def _on_step_down(self, leader: int | None) -> None:
         """Those on their way to the disk as well: what stands at their place later may be another's."""
@@ -381,13 +381,13 @@ class ReplicaShell:
 
     def request(self, name: str, content: tuple[Any, ...], answer: Callable[[Any], None]) -> None:
         """A client of a group asks."""
-        assert self.desk is not None
-        self.desk.request(name, content, answer)
+        assert self.host is not None
+        self.host.request(name, content, answer)
 
     def arrived(self, id: tuple[int, ...]) -> None:
         """An output of the outbox stands where it belongs."""
-        assert self.desk is not None
-        self.desk.outbox.arrived(id)
+        assert self.host is not None
+        self.host.outbox.arrived(id)
 
     def wait_for(self, end: int, then: Callable[[PortalMQError | None], None]) -> None:
         """`then` hears when everything below `end` is committed, or that nobody knows whether it will be."""
@@ -401,14 +401,14 @@ class ReplicaShell:
         for _, then in waiters:
             then(error)
 
-    def fetch(self, fetch: Fetch, said_after_ms: int = NEVER_MS) -> None:
-        """A follower asks, `said_after_ms` after this broker has answered it last."""
-        self.tell(FetchReceived(fetch, fetch, said_after_ms))
+    def fetch(self, fetch: Fetch, sent_after_ms: int = NEVER_MS) -> None:
+        """A follower asks, `sent_after_ms` after this broker has answered it last."""
+        self.tell(FetchReceived(fetch, fetch, sent_after_ms))
 
     def replied(self, answer: FetchReplied, batches: list[Batch], answered_ms: int) -> None:
         """A leader has answered, at `answered_ms` of its clock."""
         self.fetches.heard(answer.fetch, answered_ms)
-        self.tell(LeaderHeard(self.world.now))
+        self.tell(LeaderAnswered(self.world.now))
         self.tell(answer, batches)
 
     # --- time --------------------------------------------------------------------------------------------------------
@@ -422,8 +422,8 @@ class ReplicaShell:
                 if (is_open and not self.world.nodes[member].alive) or self.world.refuses(member):
                     self.tell(FollowerRefused(member))
         self.fetches.tick()
-        if self.desk is not None:
-            self.desk.tick()
+        if self.host is not None:
+            self.host.tick()
         if now - self._saved_ms >= SAVE_MS:
             self._saved_ms = now
             self.disk.saved_high_watermark = min(self.replica.high_watermark, self.disk.end)
@@ -433,8 +433,8 @@ class ReplicaShell:
         else: no replica's log begins where the log itself does not say so."""
         if self.replica.leading:
             upto = self.world.random.randint(self.disk.start, max(self.disk.start, self.replica.high_watermark))
-            if self.desk is not None:
-                self.desk.purge(upto)
+            if self.host is not None:
+                self.host.purge(upto)
             index = self.disk.index_from(upto + 1) - 1
             log_start = self.disk.batches[index].base if index >= 0 else self.disk.start
             self.submit(Submission(self.world.next_uid(), 1, is_state=True, log_start=log_start))
@@ -442,8 +442,8 @@ class ReplicaShell:
         if self._reshape is None and upto > self.disk.start:
             self.world.checker.drops(self, upto)
             self.disk.drop_below(upto)
-            if self.desk is not None:
-                self.desk.lanes.drop_below(upto)
+            if self.host is not None:
+                self.host.lanes.drop_below(upto)
             self.replica.log_start_offset = self.disk.start
             self.world.count("retained")
             self.world.note(self.node.id, "drops all below {}", self.disk.start)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-from simulation.coordinating import Elsewhere, name_of
+from simulation.coordinator import Elsewhere, name_of
 from simulation.group_clients import Caller
 
 from portalmq.errors import Fenced, IllegalGeneration, OffsetMoved, OffsetOutOfRange, PortalMQError

@@ -31,7 +31,7 @@ class Submission:
     mail: tuple[Mail, ...] = ()
     control: Control | None = None
     not_before_ms: int = 0
-    hands_out: bool = False
+    delivers: bool = False
     then: Callable[[PortalMQError | None], None] | None = None
 
     @property

@@ -18,7 +18,7 @@ from simulation.network import Network
 from simulation.node import Node
 from simulation.options import draw
 from simulation.outbox import Destination
-from simulation.queue_desk import Receipt
+from simulation.queue_groups import Receipt
 from simulation.stream_clients import Member
 from simulation.zookeeper import Tree, ZooKeeper
 
@@ -284,9 +284,9 @@ class World:
 
     def _unsettled(self, node: Node) -> str | None:
         """Of the groups, all that was there when the faults ended."""
-        if node.shell.desk is None:
+        if node.shell.host is None:
             return None
-        return self.checker.groups.missing(node.shell.desk, self.healed_at)
+        return self.checker.groups.missing(node.shell.host, self.healed_at)
 
     def _unreadable(self, node: Node) -> str | None:
         """Every acknowledged record is readable, but for those that retention dropped."""

@@ -18,7 +18,7 @@ from support.data_directory import locked_by_another
 from support.log_files import IDENTITY, Writer, everything, numbered, open_log
 
 from portalmq.broker.storage.batch import HOLE, BatchKind, Record
-from portalmq.broker.storage.compaction import Compaction, Order
+from portalmq.broker.storage.compaction import Compaction, CompactionOrder
 from portalmq.broker.storage.log import Log as BrokerLog
 from portalmq.spark import segment
 from portalmq.spark.columns import COLUMNS, arrow_schema
@@ -138,7 +138,7 @@ def test_any_columns_of_any_range_are_what_the_broker_reads(steps, compacted, co
         if compacted:
             log.roll()
             log.seal(log.end_offset)
-            work = Compaction(log, Order(log.end_offset, 0, 1_000_000, ()))
+            work = Compaction(log, CompactionOrder(log.end_offset, 0, 1_000_000, ()))
             while work.step():
                 pass
             work.close()

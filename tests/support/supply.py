@@ -6,9 +6,9 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from portalmq.broker.core.queue.delivery import GroupDelivery
-from portalmq.broker.core.queue.lanes import DELAYED, spot_of
+from portalmq.broker.core.queue.lanes import DELAYED, lane_position
 from portalmq.broker.core.queue.records import Grant
-from portalmq.broker.core.queue.selection import NEVER_MS, Run, Selection, choose, note, read_keys
+from portalmq.broker.core.queue.selection import NEVER_MS, Run, Selection, read_keys, select, update_keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Message:
 
     @property
     def spot(self) -> tuple[int, int, int]:
-        return spot_of(self.offset, self.priority, self.deliver_at_ms, self.appended_at_ms)
+        return lane_position(self.offset, self.priority, self.deliver_at_ms, self.appended_at_ms)
 
 
 class ListSupply:
@@ -84,7 +84,7 @@ def _joined(runs: list[Run]) -> list[Run]:
 
 
 def offsets_of(choice: Selection) -> list[int]:
-    return [offset for handed in choice.handed for offset in range(handed.start, handed.end)]
+    return [offset for handed in choice.delivered for offset in range(handed.start, handed.end)]
 
 
 def chosen(
@@ -101,7 +101,7 @@ def chosen(
     """One clock for leases and for the time of day."""
     while supply.by_key and not read_keys(group, supply, now_ms):
         pass
-    return choose(
+    return select(
         group,
         supply,
         now_ms=now_ms,
@@ -120,14 +120,14 @@ def granted(group: GroupDelivery, choice: Selection, now_ms: int, deadline_ms: i
     """Apply the choice as the shell does."""
     group.apply(
         Grant(
-            tuple((start, end, deliveries) for start, end, deliveries, _, _ in choice.handed),
+            tuple((start, end, deliveries) for start, end, deliveries, _, _ in choice.delivered),
             choice.next,
             now_ms,
             deadline_ms,
-            lanes=tuple(lane for _, _, _, lane, _ in choice.handed),
-            cursors=choice.spots(),
+            lanes=tuple(lane for _, _, _, lane, _ in choice.delivered),
+            cursors=choice.lane_positions(),
             gone=tuple(choice.gone),
             held=tuple(choice.held),
         )
     )
-    note(group, choice)
+    update_keys(group, choice)

@@ -27,7 +27,7 @@ from sys import intern
 import msgspec
 
 from portalmq.broker.core.fold import DeadFold, GroupFold, SpanFold
-from portalmq.broker.core.queue.key_order import KeyBook
+from portalmq.broker.core.queue.key_order import KeyQueues
 from portalmq.broker.core.queue.lanes import priority_of
 from portalmq.broker.core.queue.records import (
     Ack,
@@ -38,10 +38,10 @@ from portalmq.broker.core.queue.records import (
     Grant,
     GroupRecord,
     GroupStart,
+    LanePosition,
     Nack,
     Range,
     Redrive,
-    Spot,
     remember_commit,
 )
 from portalmq.broker.core.queue.spans import length_of, take_out
@@ -86,7 +86,7 @@ class GroupDelivery:
         self.commits: dict[bytes, int] = dict(fold.commits)
         self.dead: list[DeadFold] = list(fold.dead)
         # In a group ordered by key: whose turn it is. None until somebody builds it.
-        self.keys: KeyBook | None = None
+        self.keys: KeyQueues | None = None
         # Of the leases that were granted here since it was folded.
         self.highest_lease = 0
         # The record that finished messages last.
@@ -234,7 +234,7 @@ class GroupDelivery:
             del self.attempts[oldest]
             self.attempt_leases.pop(oldest, None)
 
-    def _finish(self, ranges: Sequence[Range], ahead: Iterable[Spot], record: int) -> None:
+    def _finish(self, ranges: Sequence[Range], ahead: Iterable[LanePosition], record: int) -> None:
         self._cut_out(ranges)
         self._done(ranges, record)
         for spot in ahead:
@@ -253,7 +253,7 @@ class GroupDelivery:
 
     # --- done before the cursor has come ----------------------------------------------------------------------------
 
-    def has_passed(self, spot: Spot) -> bool:
+    def has_passed(self, spot: LanePosition) -> bool:
         """Whether the cursor of its lane is beyond the message, or the group began behind it."""
         lane, due_ms, offset = spot
         if lane == 0:
@@ -272,7 +272,7 @@ class GroupDelivery:
     def has_ahead(self) -> bool:
         return bool(self._ahead_offsets)
 
-    def _put_ahead(self, spot: Spot) -> None:
+    def _put_ahead(self, spot: LanePosition) -> None:
         lane, due_ms, offset = spot
         if offset not in self._ahead_offsets and not self.has_passed(spot):
             self._ahead_offsets.add(offset)
@@ -396,8 +396,8 @@ class GroupDelivery:
         """A new leader's clock may differ from the one that granted: no lease lasts longer from now than it was
         granted for, and no back-off longer than it was to be. Its book of keys is of another time that it led."""
         self.keys = None
-        of_the_future = [span for span in self._spans.values() if span.granted_at_ms > now_ms]
-        for span in of_the_future:
+        granted_later = [span for span in self._spans.values() if span.granted_at_ms > now_ms]
+        for span in granted_later:
             latest_ms = now_ms + max(0, span.available_at_ms - span.granted_at_ms)
             if latest_ms < span.available_at_ms < HELD_MS:
                 sooner = msgspec.structs.replace(span, granted_at_ms=now_ms, available_at_ms=latest_ms)
@@ -450,7 +450,7 @@ class GroupDelivery:
             ]
         return found
 
-    def is_given_to(self, offset: int, holder: str, now_ms: int) -> bool:
+    def is_delivered_to(self, offset: int, holder: str, now_ms: int) -> bool:
         """Whether the message was handed out last to that holder, whose lease runs or who finished it. What is done is
         in no span any more: that is known for as long as the attempt is, so that a repeat is told the same."""
         span = self.at(offset)
@@ -534,7 +534,7 @@ class GroupDelivery:
                 end = span.end
         return found
 
-    def has_still(self, spans: Iterable[SpanFold]) -> bool:
+    def are_unchanged(self, spans: Iterable[SpanFold]) -> bool:
         """Whether nothing has become of the messages of these spans since they were looked up."""
         return all(self._spans.get(span.start) is span for span in spans)
 

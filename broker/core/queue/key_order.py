@@ -21,7 +21,7 @@ from portalmq.broker.core.queue.records import Range
 HELD_MAX = 10_000
 
 
-class KeyBook:
+class KeyQueues:
     """The unfinished messages of a group by their key.
 
     Invariants: a key's queue is sorted and not empty; `_keys` has exactly the offsets of all queues; while anything is

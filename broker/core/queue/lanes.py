@@ -18,7 +18,7 @@ DELAYED = 32
 LANES = 2 * DELAYED
 
 
-def spot_of(offset: int, priority: int, deliver_at_ms: int | None, appended_at_ms: int) -> tuple[int, int, int]:
+def lane_position(offset: int, priority: int, deliver_at_ms: int | None, appended_at_ms: int) -> tuple[int, int, int]:
     """Where a message stands, (lane, due_ms, offset)."""
     if deliver_at_ms is not None and deliver_at_ms > appended_at_ms:
         return DELAYED + priority, deliver_at_ms, offset

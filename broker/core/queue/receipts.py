@@ -65,7 +65,7 @@ def _mark(tag: bytes) -> str:
     return tag[:4].hex()
 
 
-class ReceiptBook:
+class ReceiptSigner:
     """Writes and checks the receipts of one group on one topic."""
 
     def __init__(self, key: bytes, topic_id: str, group: str, group_id: str = "") -> None:

@@ -16,7 +16,7 @@ import msgspec
 
 Range = tuple[int, int]
 # (lane, due_ms, offset)
-Spot = tuple[int, int, int]
+LanePosition = tuple[int, int, int]
 
 
 # --- queue groups ----------------------------------------------------------------------------------------------------
@@ -51,7 +51,7 @@ class Grant(msgspec.Struct, array_like=True, frozen=True):
     consumer: str = ""
     attempt_id: str | None = None
     lanes: tuple[int, ...] = ()
-    cursors: tuple[Spot, ...] = ()
+    cursors: tuple[LanePosition, ...] = ()
     gone: tuple[Range, ...] = ()
     held: tuple[tuple[int, int, int], ...] = ()
     leases_above: int = 0
@@ -68,7 +68,7 @@ class Ack(msgspec.Struct, array_like=True, frozen=True):
 
     ranges: tuple[Range, ...]
     at_ms: int
-    ahead: tuple[Spot, ...] = ()
+    ahead: tuple[LanePosition, ...] = ()
 
 
 class Nack(msgspec.Struct, array_like=True, frozen=True):
@@ -133,7 +133,7 @@ class Commit(msgspec.Struct, array_like=True, frozen=True):
     at_ms: int
     outputs: tuple[Output, ...]
     ranges: tuple[Range, ...] = ()
-    ahead: tuple[Spot, ...] = ()
+    ahead: tuple[LanePosition, ...] = ()
     offset: int = -1
     member: str = ""
     generation: int = 0

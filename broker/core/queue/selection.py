@@ -12,8 +12,8 @@ its consumer takes no batch-mates with it, and so is one on its last delivery wh
 In a group ordered by key (key_order.py) priority is not looked at: lane 0 holds all messages that were not delayed. One
 of a key that is busy is held; its turn comes when the earlier ones are done.
 
-`choose` reads and decides. The shell makes a Grant of the choice, applies and appends it, and calls `note`, without any
-pause between. Of a group ordered by key it calls `read_keys` before, until that is done, with a pause after each call.
+`select` reads and decides. The shell makes a Grant of the choice, applies and appends it, and calls `update_keys`, all
+without a pause. In a group ordered by key it first calls `read_keys` until all is read, with a pause after each call.
 Messages are numbers here; `MessageSource` is where the shell keeps them.
 """
 
@@ -27,20 +27,20 @@ import msgspec
 
 from portalmq.broker.core.fold import SpanFold
 from portalmq.broker.core.queue.delivery import EXPIRIES_BEFORE_ALONE, HELD_MS, OUTSTANDING_MAX, GroupDelivery
-from portalmq.broker.core.queue.key_order import HELD_MAX, KeyBook
+from portalmq.broker.core.queue.key_order import HELD_MAX, KeyQueues
 from portalmq.broker.core.queue.lanes import DELAYED, PRIORITY_MAX
-from portalmq.broker.core.queue.records import Range, Spot
+from portalmq.broker.core.queue.records import LanePosition, Range
 
 # `expires_at_ms` of a message that does not.
 NEVER_MS = 1 << 62
 # The keys of so many messages are read at a time; or of fewer, as large ones and those that stand far from the one
 # before take longer to read.
-KEYS_A_STEP = 500
+KEYS_PER_STEP = 500
 BYTES_AS_A_MESSAGE = 2_048
 FAR_APART = 1_000
 FAR_AS_MESSAGES = 100
 # Of so many spans that came back a choice hands out: the next one goes on.
-SPANS_A_CHOICE = 500
+SPANS_PER_SELECTION = 500
 
 
 class Run(msgspec.Struct, frozen=True, gc=False):
@@ -90,7 +90,7 @@ class Selection(msgspec.Struct):
     """`next` and `cursors` are where the lanes go on, those that moved. `expired` counts what was left out for its age,
     `keys` are those of what is handed out or held, where the group is ordered by key."""
 
-    handed: list[DeliveryRange]
+    delivered: list[DeliveryRange]
     next: int
     cursors: dict[int, tuple[int, int]]
     gone: list[Range]
@@ -101,19 +101,19 @@ class Selection(msgspec.Struct):
 
     @property
     def messages(self) -> int:
-        return sum([end - start for start, end, _, _, _ in self.handed])
+        return sum([end - start for start, end, _, _, _ in self.delivered])
 
     @property
     def not_before_ms(self) -> int:
         """The log's time must be this at the least, so that nothing can be appended behind a cursor."""
         return max([due_ms for due_ms, _ in self.cursors.values()], default=0)
 
-    def spots(self) -> tuple[Spot, ...]:
+    def lane_positions(self) -> tuple[LanePosition, ...]:
         """The cursors that moved, as a Grant has them."""
         return tuple([(lane, *place) for lane, place in sorted(self.cursors.items())])
 
 
-def choose(
+def select(
     delivery: GroupDelivery,
     source: MessageSource,
     *,
@@ -135,28 +135,28 @@ def choose(
     the high watermark: a message whose end is not committed keeps the others of its key back. Of a group ordered by key
     nothing is handed out before `read_keys` has read all.
     """
-    kind = _ChoosingByKey if by_key else _Choosing
-    choosing = kind(delivery, source, now_ms, wall_ms, due_by_ms, max_messages, max_deliveries, cancelled, max_bytes)
+    kind = _KeyOrderSelector if by_key else _Selector
+    selector = kind(delivery, source, now_ms, wall_ms, due_by_ms, max_messages, max_deliveries, cancelled, max_bytes)
     if not by_key or max_messages == 0 or _knows_turns(delivery, committed):
-        choosing.run()
-    return choosing.selection
+        selector.run()
+    return selector.selection
 
 
-def note(delivery: GroupDelivery, selection: Selection) -> None:
+def update_keys(delivery: GroupDelivery, selection: Selection) -> None:
     """The Grant of a choice was applied: whose turn it is has changed."""
     if delivery.keys is not None:
         for offset, key in selection.keys:
             delivery.keys.add(offset, key)
-        for start, end, _, _, _ in selection.handed:
+        for start, end, _, _, _ in selection.delivered:
             for offset in range(start, end):
                 delivery.keys.handed_out(offset)
 
 
-def read_keys(delivery: GroupDelivery, source: MessageSource, now_ms: int, at_most: int = KEYS_A_STEP) -> bool:
+def read_keys(delivery: GroupDelivery, source: MessageSource, now_ms: int, at_most: int = KEYS_PER_STEP) -> bool:
     """Of a group ordered by key: read the keys of some messages that are unfinished and not in its book; whether all
     are in it now. What changes between two calls finds its way into it."""
     if delivery.keys is None:
-        delivery.keys = KeyBook([(0, NEVER_MS)], delivery.finished_at)
+        delivery.keys = KeyQueues([(0, NEVER_MS)], delivery.finished_at)
     book = delivery.keys
     while not book.is_whole and at_most > 0:
         first, end = book.unread
@@ -176,7 +176,7 @@ def read_keys(delivery: GroupDelivery, source: MessageSource, now_ms: int, at_mo
 
 
 def _read(
-    book: KeyBook, source: MessageSource, span: SpanFold, start: int, end: int, now_ms: int, at_most: int
+    book: KeyQueues, source: MessageSource, span: SpanFold, start: int, end: int, now_ms: int, at_most: int
 ) -> tuple[int, int]:
     """Put what a span has in [start, end) into the book; up to where that was done, and how many messages it was worth:
     at least one, and no more than `at_most` but for the last one's size."""
@@ -203,7 +203,7 @@ def has_turn(delivery: GroupDelivery, now_ms: int, committed: int) -> bool:
         return delivery.held > 0 or delivery.has_returned(now_ms)
     if not _knows_turns(delivery, committed):
         return False
-    return next(_turns(delivery, book, now_ms), None) is not None or delivery.has_unnoted(now_ms)
+    return next(_spans_in_turn(delivery, book, now_ms), None) is not None or delivery.has_unnoted(now_ms)
 
 
 def _knows_turns(delivery: GroupDelivery, committed: int) -> bool:
@@ -213,7 +213,7 @@ def _knows_turns(delivery: GroupDelivery, committed: int) -> bool:
     return delivery.keys.knows_turns
 
 
-def _turns(delivery: GroupDelivery, book: KeyBook, now_ms: int) -> Iterator[SpanFold]:
+def _spans_in_turn(delivery: GroupDelivery, book: KeyQueues, now_ms: int) -> Iterator[SpanFold]:
     """The messages, one by one and by offset, that came back or were held and whose turn it is."""
     available = (
         msgspec.structs.replace(span, start=offset, end=offset + 1)
@@ -222,12 +222,12 @@ def _turns(delivery: GroupDelivery, book: KeyBook, now_ms: int) -> Iterator[Span
     )
     last = -1
     for span in merge(available, _freed(delivery, book, now_ms), key=_start_of):
-        if span.start > last and _may_go(delivery, book, span.start, now_ms):
+        if span.start > last and _is_in_turn(delivery, book, span.start, now_ms):
             yield span
         last = span.start
 
 
-def _freed(delivery: GroupDelivery, book: KeyBook, now_ms: int) -> Iterator[SpanFold]:
+def _freed(delivery: GroupDelivery, book: KeyQueues, now_ms: int) -> Iterator[SpanFold]:
     for offset in tuple(book.freed):
         span = delivery.at(offset)
         if span is not None and delivery.is_free(span, now_ms):
@@ -236,7 +236,7 @@ def _freed(delivery: GroupDelivery, book: KeyBook, now_ms: int) -> Iterator[Span
             book.forget_freed(offset)
 
 
-def _may_go(delivery: GroupDelivery, book: KeyBook, offset: int, now_ms: int) -> bool:
+def _is_in_turn(delivery: GroupDelivery, book: KeyQueues, offset: int, now_ms: int) -> bool:
     key = book.key_of(offset)
     if key == 0:
         return True
@@ -247,7 +247,7 @@ def _may_go(delivery: GroupDelivery, book: KeyBook, offset: int, now_ms: int) ->
     return span is None or not (span.leased and span.available_at_ms > now_ms)
 
 
-class _Choosing:
+class _Selector:
     """One choice under way. `left` is how many messages may still be handed out, `room` how many fresh ones, and
     `bytes_left` how large they may be."""
 
@@ -273,7 +273,7 @@ class _Choosing:
         self.max_deliveries = max_deliveries
         self.cancelled = cancelled
         self.bytes_left = max_bytes
-        self.spans_left = SPANS_A_CHOICE
+        self.spans_left = SPANS_PER_SELECTION
         self.room = OUTSTANDING_MAX - delivery.outstanding
         self.selection = Selection([], delivery.next, {}, [], [], [])
 
@@ -299,7 +299,7 @@ class _Choosing:
 
     def _take_returned(self, spans: Iterable[SpanFold]) -> None:
         for span in spans:
-            if self.spans_left <= 0 and self.selection.handed:
+            if self.spans_left <= 0 and self.selection.delivered:
                 self.left = 0
             if self.left <= 0:
                 return
@@ -307,37 +307,37 @@ class _Choosing:
             if span.deliveries >= self.max_deliveries:
                 continue  # its turn is to be given up
             if self._is_suspect(span):
-                if self.selection.handed:
+                if self.selection.delivered:
                     continue
-                self._hand_again(span, span.start, span.start + 1)
-                if self.selection.handed:
+                self._deliver_again(span, span.start, span.start + 1)
+                if self.selection.delivered:
                     self.left, self.selection.alone = 0, True
                     return
                 continue  # it has expired: one a turn
-            self._hand_again(span, span.start, min(span.end, span.start + self.left))
+            self._deliver_again(span, span.start, min(span.end, span.start + self.left))
 
     def _is_suspect(self, span: SpanFold) -> bool:
         """Whether it may be what ended the leases that it was in."""
         expiries = span.expiries + span.leased
         return expiries >= EXPIRIES_BEFORE_ALONE or (expiries > 0 and span.deliveries + 1 >= self.max_deliveries)
 
-    def _hand_again(self, span: SpanFold, start: int, end: int) -> None:
+    def _deliver_again(self, span: SpanFold, start: int, end: int) -> None:
         at = start
         for run in self.source.returned(start, end):
             if self.left <= 0:  # of what the answer has no room for nothing is known
                 return
             if run.start > at:
-                self._gone(at, run.start)
+                self._add_gone(at, run.start)
             at = run.end
             if run.expires_at_ms <= self.wall_ms:
                 self.selection.expired += run.end - run.start
-                self._gone(run.start, run.end)
+                self._add_gone(run.start, run.end)
             else:
-                self._hand(run, run.start, run.end, span.deliveries + 1, span.lane)
+                self._deliver(run, run.start, run.end, span.deliveries + 1, span.lane)
         if at < end:
-            self._gone(at, end)
+            self._add_gone(at, end)
 
-    def _gone(self, start: int, end: int) -> None:
+    def _add_gone(self, start: int, end: int) -> None:
         if self.selection.gone and self.selection.gone[-1][1] == start:
             self.selection.gone[-1] = (self.selection.gone[-1][0], end)
         else:
@@ -349,21 +349,21 @@ class _Choosing:
         limit = min(self.left, self.room)
         if limit <= 0 and not self.looks_only:
             return
-        due_ms, offset = self._place(lane)
+        due_ms, offset = self._cursor(lane)
         for run in self.source.fresh(lane, due_ms, offset):
             if run.due_ms > self.due_by_ms:
                 return
             if run.start == run.end:
-                self._move(lane, run.due_ms, run.end)
+                self._move_cursor(lane, run.due_ms, run.end)
                 continue
             for start, end, is_done in self._parts(run):
                 if is_done:
-                    self._move(lane, run.due_ms, end)
+                    self._move_cursor(lane, run.due_ms, end)
                     continue
-                if not self._give(run, start, end, lane):
+                if not self._take(run, start, end, lane):
                     return
 
-    def _place(self, lane: int) -> tuple[int, int]:
+    def _cursor(self, lane: int) -> tuple[int, int]:
         if lane == 0:
             return 0, self.delivery.next
         place = self.delivery.cursors.get(lane, (0, 0))
@@ -389,39 +389,39 @@ class _Choosing:
                 start, was_done = offset, is_done
         yield start, run.end, was_done
 
-    def _give(self, run: Run, start: int, end: int, lane: int) -> bool:
+    def _take(self, run: Run, start: int, end: int, lane: int) -> bool:
         """Hand out what fits; whether more does."""
         end = min(end, start + min(self.left, self.room))
         if end <= start:
             return False
-        self._hand(run, start, end, 1, lane)
+        self._deliver(run, start, end, 1, lane)
         self.room -= end - start
-        self._move(lane, run.due_ms, end)
+        self._move_cursor(lane, run.due_ms, end)
         return self.left > 0 and self.room > 0
 
-    def _hand(self, run: Run, start: int, end: int, deliveries: int, lane: int) -> None:
-        self.selection.handed.append(DeliveryRange(start, end, deliveries, lane, run.token))
+    def _deliver(self, run: Run, start: int, end: int, deliveries: int, lane: int) -> None:
+        self.selection.delivered.append(DeliveryRange(start, end, deliveries, lane, run.token))
         self.left -= end - start
         self.bytes_left -= run.size * (end - start) // (run.end - run.start)
         if self.bytes_left <= 0:
             self.left = 0
 
-    def _move(self, lane: int, due_ms: int, offset: int) -> None:
+    def _move_cursor(self, lane: int, due_ms: int, offset: int) -> None:
         if lane == 0:
             self.selection.next = max(self.selection.next, offset)
         else:
             self.selection.cursors[lane] = max(
-                self._place(lane), self.selection.cursors.get(lane, (0, 0)), (due_ms, offset)
+                self._cursor(lane), self.selection.cursors.get(lane, (0, 0)), (due_ms, offset)
             )
 
 
-class _ChoosingByKey(_Choosing):
+class _KeyOrderSelector(_Selector):
     """As above, but of a key one message at a time. Runs of messages with keys are of one message each."""
 
     def run(self) -> None:
         lanes = self.source.lanes()
         # Where nothing is handed out nobody asks it.
-        self.book = KeyBook() if self.delivery.keys is None else self.delivery.keys
+        self.book = KeyQueues() if self.delivery.keys is None else self.delivery.keys
         self.chosen: set[int] = set()  # keys that this choice hands out a message of
         self.held = 0
         if not self.looks_only:
@@ -434,20 +434,20 @@ class _ChoosingByKey(_Choosing):
             # What has a priority is read in lane 0 here, and so passed with it.
             for lane in lanes:
                 if lane < DELAYED:
-                    self._move(lane, 0, self.selection.next)
+                    self._move_cursor(lane, 0, self.selection.next)
 
     def _take_turns(self) -> None:
-        for span in _turns(self.delivery, self.book, self.now_ms):
+        for span in _spans_in_turn(self.delivery, self.book, self.now_ms):
             if self.left <= 0:
                 return
-            before = len(self.selection.handed)
+            before = len(self.selection.delivered)
             self._take_returned([span])
-            if len(self.selection.handed) > before:
+            if len(self.selection.delivered) > before:
                 self.chosen.add(self.book.key_of(span.start))
 
-    def _give(self, run: Run, start: int, end: int, lane: int) -> bool:
+    def _take(self, run: Run, start: int, end: int, lane: int) -> bool:
         if run.key == 0:
-            return super()._give(run, start, end, lane)
+            return super()._take(run, start, end, lane)
         if self.looks_only or self.room <= 0:
             return False
         if run.key in self.chosen or self.book.is_busy(run.key):
@@ -461,11 +461,11 @@ class _ChoosingByKey(_Choosing):
             self.selection.keys.append((start, run.key))
             self.held += 1
             self.room -= 1
-            self._move(lane, run.due_ms, end)
+            self._move_cursor(lane, run.due_ms, end)
             return True
         self.chosen.add(run.key)
         self.selection.keys.append((start, run.key))
-        return super()._give(run, start, end, lane)
+        return super()._take(run, start, end, lane)
 
 
 def _start_of(span: SpanFold) -> int:

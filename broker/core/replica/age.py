@@ -21,13 +21,13 @@ class Age:
         self._log_ms = log_ms
         self._appended_ms = now_ms
         self._time_ms = log_ms
-        self._told_ms = now_ms
+        self._asked_ms = now_ms
 
     def time_ms(self, log_ms: int, now_ms: int, wall_ms: int) -> int:
         """`log_ms`: the stamp of the last append, 0 without any; `now_ms` never jumps, `wall_ms` is the time of day."""
         if log_ms != self._log_ms:
             self._log_ms, self._appended_ms = log_ms, now_ms
-        limit_ms = self._time_ms + DAYS_AN_HOUR * (now_ms - self._told_ms) if self._time_ms else log_ms
+        limit_ms = self._time_ms + DAYS_AN_HOUR * (now_ms - self._asked_ms) if self._time_ms else log_ms
         self._time_ms = min(log_ms + now_ms - self._appended_ms, limit_ms)
-        self._told_ms = now_ms
+        self._asked_ms = now_ms
         return min(self._time_ms, wall_ms)

@@ -135,7 +135,7 @@ class LeaseRenewed:
 
 
 @dataclass(frozen=True, slots=True)
-class LeaderHeard:
+class LeaderAnswered:
     """The broker of a leader that this replica followed answered here at `at_ms`, and not later as far as is known."""
 
     at_ms: int
@@ -154,7 +154,7 @@ class Tick:
 @dataclass(frozen=True, slots=True)
 class AppendRequested:
     """Someone wants `count` offsets. `token` comes back in the answer; `is_control` marks our own records, which are
-    taken as long as this replica leads, and those that hand messages out (`hands_out`) only while its followers vouch
+    taken as long as this replica leads, and those that hand messages out (`delivers`) only while its followers vouch
     for that. The batch's time is `not_before_ms` at the least."""
 
     token: object
@@ -162,7 +162,7 @@ class AppendRequested:
     stamp: Stamp | None = None
     is_control: bool = False
     not_before_ms: int = 0
-    hands_out: bool = False
+    delivers: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,11 +193,11 @@ class LogReset:
 @dataclass(frozen=True, slots=True)
 class FetchReceived:
     """A follower's fetch, or word that it still stands. `token` comes back in ReplyFetch. It was said after
-    `said_after_ms` of this broker's clock; None where that is not known: then it counts as said just now."""
+    `sent_after_ms` of this broker's clock; None where that is not known: then it counts as said just now."""
 
     token: object
     fetch: Fetch
-    said_after_ms: int | None = None
+    sent_after_ms: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +236,7 @@ Event = (
     PartitionStateChanged
     | BrokersChanged
     | LeaseRenewed
-    | LeaderHeard
+    | LeaderAnswered
     | SessionLost
     | Tick
     | AppendRequested

@@ -77,9 +77,9 @@ class FollowingReplica(ReplicaState):
                 return [ResetLog(event.reply.offset, event.reply.epochs)]
             case Rejected():
                 if event.reply.leader_epoch > self.highest_epoch:
-                    return [*self._learn_epoch(event.reply.leader_epoch), *self._ask_again(now_ms)]
+                    return [*self._learn_epoch(event.reply.leader_epoch), *self._refresh_now(now_ms)]
                 self._rejected = True  # until the next tick: the leader may not have heard of its election yet
-                return self._ask_sometimes(now_ms)
+                return self._refresh_sparingly(now_ms)
 
     def _on_records(self, fetch: Fetch, reply: Records) -> list[Action]:
         self._leader_high_watermark = reply.high_watermark

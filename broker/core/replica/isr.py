@@ -57,7 +57,7 @@ class Follower:
 
 
 @dataclass(frozen=True, slots=True)
-class _Sides:
+class _ReplicaSets:
     """What follows from one word and one proposal alone: the other members of the maximal ISR, and the replicas that
     are in none. Nearly every call of a partition asks for them, and they change with elections only."""
 
@@ -81,7 +81,7 @@ class IsrTracker:
         self.began_ms = now_ms
         self._followers: dict[int, Follower] = {}
         self._ticked_ms = now_ms
-        self._known_sides: _Sides | None = None
+        self._cached_sets: _ReplicaSets | None = None
 
     # --- what is told ------------------------------------------------------------------------------------------------
 
@@ -90,7 +90,7 @@ class IsrTracker:
         self.state = state
         self.proposed = None
 
-    def fetched(self, fetch: Fetch, leader_end: int, now_ms: int, said_after_ms: int | None = None) -> bool:
+    def fetched(self, fetch: Fetch, leader_end: int, now_ms: int, sent_after_ms: int | None = None) -> bool:
         """A fetch of this epoch whose log matches ours. False for one of a life before the one known: it is late, and
         says nothing of the replica as it is now."""
         known = self._followers.get(fetch.broker_id)
@@ -111,7 +111,7 @@ class IsrTracker:
         known.durable_end = max(known.durable_end, fetch.durable_offset)
         known.leader_end_then = leader_end
         known.fetched_ms = known.heard_ms = now_ms
-        known.vouched_ms = max(known.vouched_ms, now_ms if said_after_ms is None else said_after_ms)
+        known.vouched_ms = max(known.vouched_ms, now_ms if sent_after_ms is None else sent_after_ms)
         known.refused = False
         return True
 
@@ -145,13 +145,13 @@ class IsrTracker:
         """Every set of members that the control plane may hold now lies in this one."""
         return self.state.isr if self.proposed is None else self.state.isr | self.proposed
 
-    def _sides(self) -> _Sides:
-        sides = self._known_sides
+    def _replica_sets(self) -> _ReplicaSets:
+        sides = self._cached_sets
         if sides is None or sides.state is not self.state or sides.proposed is not self.proposed:
             maximal = self.maximal
             others = tuple(sorted(maximal - {self.broker_id}))
             outside = tuple([replica for replica in self.state.replicas if replica not in maximal])
-            sides = self._known_sides = _Sides(self.state, self.proposed, others, outside)
+            sides = self._cached_sets = _ReplicaSets(self.state, self.proposed, others, outside)
         return sides
 
     def committed_end(self, own_durable_end: int, brokers: Mapping[int, tuple[int, str]], now_ms: int) -> int:
@@ -162,7 +162,7 @@ class IsrTracker:
         """
         if len(self.state.isr) < self.state.min_insync_replicas:
             return -1
-        end, sides = own_durable_end, self._sides()
+        end, sides = own_durable_end, self._replica_sets()
         for member in sides.others:
             known = self._followers.get(member)
             end = min(end, known.durable_end if known else -1)
@@ -177,16 +177,16 @@ class IsrTracker:
             [member == self.broker_id or now_ms - self._fetched_ms(member) <= self.lag_ms for member in self.state.isr]
         )
 
-    def heard_of_all_ms(self) -> int | None:
+    def heard_from_all_ms(self) -> int | None:
         """When the member heard of longest ago fetched last, in this epoch; None when there is no other member."""
-        others = self._sides().others
+        others = self._replica_sets().others
         if not others:
             return None
         return min([known.heard_ms if (known := self._followers.get(member)) else NEVER_MS for member in others])
 
     def vouched_by_all_ms(self) -> int | None:
         """A time at which every other member surely followed this leader; None when there is no other member."""
-        others = self._sides().others
+        others = self._replica_sets().others
         if not others:
             return None
         return min([known.vouched_ms if (known := self._followers.get(member)) else NEVER_MS for member in others])
@@ -210,7 +210,7 @@ class IsrTracker:
     def is_settled(self, now_ms: int) -> bool:
         """Whether the ISR that stands is the one to propose, as can be seen at a glance: all replicas are in it, are
         what was counted, and keep step. Then `wanted` is the ISR, and nobody is `renewed`."""
-        sides = self._sides()
+        sides = self._replica_sets()
         if sides.outside or self.proposed is not None:
             return False
         stores, incarnations = self.state.store_uuids or {}, self.state.incarnations or {}

@@ -39,13 +39,13 @@ class LeadingReplica(ReplicaState):
         if (partition_state.incarnations or {}).get(self.broker_id, self.incarnation) != self.incarnation:
             return []  # what an earlier life of this broker was elected to: the controller elects anew
         if self._resigned:
-            return [] if self._refresh_wanted else self._ask_again(now_ms)
+            return [] if self._refresh_wanted else self._refresh_now(now_ms)
         if self._reshaping:
             return []  # the end of the truncation that is under way comes first
         start = self._epochs.start_of(partition_state.leader_epoch)
         epoch_start = self.next_offset if start is None else start
         self._leading = IsrTracker(self.broker_id, partition_state, epoch_start, now_ms, self.lag_ms)
-        heard_ms = self._heard_leader_ms
+        heard_ms = self._leader_answered_ms
         if len(partition_state.replicas) > 1:
             heard_ms = max(heard_ms, self._began_ms)  # an earlier life of this broker may have vouched until then
         self._settles_from_ms = heard_ms + SUCCESSOR_WAITS_MS
@@ -76,7 +76,7 @@ class LeadingReplica(ReplicaState):
         if leading is None:
             leader = self.state.leader if self.state else None
             raise NotLeader("another broker leads this partition, or none does yet", leader=leader)
-        if not (self.may_hand_out(now_ms) if event.hands_out else self.may_serve(now_ms)):
+        if not (self.may_deliver(now_ms) if event.delivers else self.may_serve(now_ms)):
             if not self.may_serve(now_ms):
                 raise Unavailable("this broker cannot know whether it still leads the partition", retry_after_s=0.2)
             raise Unavailable("its followers do not vouch for the partition's leader just now", retry_after_s=0.2)
@@ -87,9 +87,9 @@ class LeadingReplica(ReplicaState):
             if self.next_offset - self.high_watermark > UNCOMMITTED_MAX:
                 raise NotEnoughReplicas("the followers are far behind", retry_after_s=1.0)
         try:
-            return self.producers.first_place(event.stamp, event.count) if event.stamp else None
+            return self.producers.find_duplicate(event.stamp, event.count) if event.stamp else None
         except OutOfOrderSequence as gap:
-            if self.may_hand_out(now_ms):
+            if self.may_deliver(now_ms):
                 raise
             # What is missing may stand with a successor of whom this leader has not heard.
             why = "its followers do not vouch for the partition's leader just now"
@@ -126,7 +126,7 @@ class LeadingReplica(ReplicaState):
             return [
                 *self._learn_epoch(fetch.leader_epoch),
                 *self._step_down(None),
-                *self._ask_again(now_ms),
+                *self._refresh_now(now_ms),
                 ReplyFetch(event.token, fetch.fetch_offset, Rejected(self.highest_epoch)),
             ]
         leading = self._leading
@@ -134,14 +134,14 @@ class LeadingReplica(ReplicaState):
             return [ReplyFetch(event.token, fetch.fetch_offset, Rejected(self.highest_epoch))]
         if fetch.broker_id not in leading.state.replicas:
             rejected = ReplyFetch(event.token, fetch.fetch_offset, Rejected(self.highest_epoch))
-            return [*self._ask_sometimes(now_ms), rejected]
+            return [*self._refresh_sparingly(now_ms), rejected]
         if fetch.fetch_offset < self.log_start_offset:
             gone = BelowStart(self.log_start_offset, tuple(self._epochs.entries))
             return [ReplyFetch(event.token, fetch.fetch_offset, gone)]
         epoch, end = self._epochs.end_of(fetch.last_epoch, self.durable_end)
         if epoch < fetch.last_epoch or end < fetch.fetch_offset:
             return [ReplyFetch(event.token, fetch.fetch_offset, Diverging(epoch, end))]
-        if not leading.fetched(fetch, self.durable_end, now_ms, event.said_after_ms):
+        if not leading.fetched(fetch, self.durable_end, now_ms, event.sent_after_ms):
             return [ReplyFetch(event.token, fetch.fetch_offset, Rejected(self.highest_epoch))]
         advanced = self._advance_high_watermark(now_ms)
         return [*advanced, *self._propose(now_ms), ReplyFetch(event.token, fetch.fetch_offset, None)]

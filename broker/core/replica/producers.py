@@ -31,7 +31,7 @@ class Producers:
     def snapshot(self) -> list[ProducerFold]:
         return [ProducerFold(fold.producer_id, fold.epoch, list(fold.batches)) for fold in self._by_id.values()]
 
-    def first_place(self, stamp: Stamp, count: int) -> tuple[int, int] | None:
+    def find_duplicate(self, stamp: Stamp, count: int) -> tuple[int, int] | None:
         """(base_offset, appended_at_ms) of a batch that is in the log already, None for the next new one.
 
         Raises Fenced and OutOfOrderSequence; then nothing is applied.
@@ -81,13 +81,13 @@ class Producers:
     def expire(self, before_ms: int) -> None:
         """Forget producers whose last batch is older than `before_ms`, a time taken from the log; of very many also
         those that were heard of least lately."""
-        self._by_id = {key: fold for key, fold in self._by_id.items() if _heard_ms(fold) >= before_ms}
+        self._by_id = {key: fold for key, fold in self._by_id.items() if _last_batch_ms(fold) >= before_ms}
         if len(self._by_id) > PRODUCERS_MAX:
-            folds = sorted(self._by_id.values(), key=_heard_ms, reverse=True)
-            recent_ms = _heard_ms(folds[0]) - RECENT_MS
-            kept = [fold for at, fold in enumerate(folds) if at < PRODUCERS_MAX or _heard_ms(fold) > recent_ms]
+            folds = sorted(self._by_id.values(), key=_last_batch_ms, reverse=True)
+            recent_ms = _last_batch_ms(folds[0]) - RECENT_MS
+            kept = [fold for at, fold in enumerate(folds) if at < PRODUCERS_MAX or _last_batch_ms(fold) > recent_ms]
             self._by_id = {fold.producer_id: fold for fold in kept}
 
 
-def _heard_ms(fold: ProducerFold) -> int:
+def _last_batch_ms(fold: ProducerFold) -> int:
     return fold.batches[-1][3]

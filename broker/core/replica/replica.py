@@ -29,7 +29,7 @@ from portalmq.broker.core.replica.events import (
     FetchReplied,
     FollowerRefused,
     IsrAnswered,
-    LeaderHeard,
+    LeaderAnswered,
     LeaseRenewed,
     LogReset,
     Outcome,
@@ -69,8 +69,8 @@ class PartitionReplica(LeadingReplica, FollowingReplica):
             case LeaseRenewed():
                 self._answered_ms = max(self._answered_ms, event.answered_ms)
                 actions = []
-            case LeaderHeard():
-                self._heard_leader_ms = max(self._heard_leader_ms, event.at_ms)
+            case LeaderAnswered():
+                self._leader_answered_ms = max(self._leader_answered_ms, event.at_ms)
                 actions = []
             case PartitionStateChanged():
                 actions = self._on_state_changed(event, now_ms, wall_ms)
@@ -86,7 +86,7 @@ class PartitionReplica(LeadingReplica, FollowingReplica):
             case SessionLost():
                 self._answered_ms = NEVER_MS
                 self._resigned = True
-                actions = [*self._step_down(None), *self._ask_again(now_ms)]
+                actions = [*self._step_down(None), *self._refresh_now(now_ms)]
             case Truncated():
                 actions = self._on_truncated(event, now_ms, wall_ms)
             case LogReset():
@@ -142,7 +142,7 @@ class PartitionReplica(LeadingReplica, FollowingReplica):
             return self._on_state_changed(event.partition_state, now_ms, wall_ms)
         # Somebody else was faster, or nobody knows. Until a word settles it the maximal ISR stands.
         self._proposal_unknown = True
-        return self._ask_again(now_ms)
+        return self._refresh_now(now_ms)
 
     # --- what passes for both ----------------------------------------------------------------------------------------
 
@@ -175,12 +175,12 @@ class PartitionReplica(LeadingReplica, FollowingReplica):
         self._epochs.truncate(event.end_offset)
         self.producers = event.producers
         if self._leading is None:
-            return self._go_on(now_ms, wall_ms)
+            return self._resume(now_ms, wall_ms)
         if self._epochs.start_of(self._leading.state.leader_epoch) is None:
             return [self._start_epoch(wall_ms)]
         return []
 
-    def _go_on(self, now_ms: int, wall_ms: int) -> list[Action]:
+    def _resume(self, now_ms: int, wall_ms: int) -> list[Action]:
         """The log is what it will be for now: lead, when elected meanwhile, or ask for more."""
         partition_state = self.state
         if (
@@ -197,4 +197,4 @@ class PartitionReplica(LeadingReplica, FollowingReplica):
         self._leader_high_watermark = event.offset
         self._epochs = Epochs(entry for entry in event.epochs if entry[1] < event.offset)
         self.producers = event.producers
-        return self._go_on(now_ms, wall_ms)
+        return self._resume(now_ms, wall_ms)

@@ -73,7 +73,7 @@ class ReplicaState:
         self._brokers: Mapping[int, tuple[int, str]] = {}
         self._answered_ms = NEVER_MS
         self._began_ms = began_ms
-        self._heard_leader_ms = NEVER_MS
+        self._leader_answered_ms = NEVER_MS
         self._settles_from_ms = NEVER_MS
         self._proposal: ProposeIsr | None = None
         self._proposal_unknown = False
@@ -114,10 +114,10 @@ class ReplicaState:
         """Whether this replica leads and its lease has not run out (rule 7)."""
         if self._leading is None:
             return False
-        heard_ms = self._leading.heard_of_all_ms()
+        heard_ms = self._leading.heard_from_all_ms()
         return heard_ms is None or now_ms - max(self._answered_ms, heard_ms) <= self.lease_ms
 
-    def may_hand_out(self, now_ms: int) -> bool:
+    def may_deliver(self, now_ms: int) -> bool:
         """Whether messages may be handed out: no successor has answered an ack (rule 14). Its own word of the control
         plane would not do, as another one may have been elected since; the successor is one of the ISR."""
         if self._leading is None or not self.may_serve(now_ms):
@@ -156,7 +156,7 @@ class ReplicaState:
             self._proposal = None
         return [StepDown(leader)]
 
-    def _ask_again(self, now_ms: int) -> list[Action]:
+    def _refresh_now(self, now_ms: int) -> list[Action]:
         """Only what is read from now on will do."""
         action = self._refresh(now_ms)
         self._refresh_wanted = self._refreshes
@@ -167,5 +167,5 @@ class ReplicaState:
         self._refreshed_ms = now_ms
         return Refresh(self._refreshes)
 
-    def _ask_sometimes(self, now_ms: int) -> list[Action]:
-        return self._ask_again(now_ms) if now_ms - self._refreshed_ms >= REFRESH_PAUSE_MS else []
+    def _refresh_sparingly(self, now_ms: int) -> list[Action]:
+        return self._refresh_now(now_ms) if now_ms - self._refreshed_ms >= REFRESH_PAUSE_MS else []

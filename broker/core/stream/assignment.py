@@ -17,44 +17,44 @@ from heapq import heapify, heappop, heappush, heapreplace
 Partition = tuple[str, int]
 
 
-def share(
+def assign(
     members: Mapping[str, Collection[str]],
     topics: Mapping[str, int],
     current: Mapping[Partition, str],
-    light: Collection[Partition] = (),
+    moving: Collection[Partition] = (),
 ) -> dict[Partition, str]:
     """The member of each partition of `topics` (name -> partitions) that a member reads (name -> topics).
 
-    `current` is who has what now. `light` are partitions that are on their way anyway: of two that would serve alike,
+    `current` is who has what now. `moving` are partitions that are on their way anyway: of two that would serve alike,
     one of these moves.
     """
     readers = {
         topic: sorted(member for member, subscribed in members.items() if topic in subscribed) for topic in topics
     }
-    shares = _Shares(members, frozenset(light))
+    assignment = _Assignment(members, frozenset(moving))
     vacant: dict[str, list[Partition]] = {}
     for topic, partitions in topics.items():
         for number in range(partitions):
             member = current.get((topic, number))
             if member is not None and topic in members.get(member, ()):
-                shares.give((topic, number), member)
+                assignment.give((topic, number), member)
             elif readers[topic]:
                 vacant.setdefault(topic, []).append((topic, number))
     for topic in sorted(vacant, key=lambda topic: (len(readers[topic]), topic)):
-        _fill(topic, vacant[topic], readers[topic], shares)
+        _fill(topic, vacant[topic], readers[topic], assignment)
     moved = True
     while moved:
-        moved = sum(_balance(topic, readers[topic], shares) for topic in topics) > 0
-    return {partition: member for member, held in shares.held.items() for of in held.values() for partition in of}
+        moved = sum(_balance(topic, readers[topic], assignment) for topic in topics) > 0
+    return {partition: member for member, held in assignment.held.items() for of in held.values() for partition in of}
 
 
-class _Shares:
+class _Assignment:
     """What each member has, by topic. `load` is how much that is."""
 
-    def __init__(self, members: Collection[str], light: frozenset[Partition]) -> None:
+    def __init__(self, members: Collection[str], moving: frozenset[Partition]) -> None:
         self.load = dict.fromkeys(members, 0)
         self.held: dict[str, dict[str, list[Partition]]] = {member: {} for member in members}
-        self._light = light
+        self._moving = moving
 
     def count(self, member: str, topic: str) -> int:
         return len(self.held[member].get(topic, ()))
@@ -68,44 +68,44 @@ class _Shares:
         self.load[member] -= 1
         return self.held[member][topic].pop()
 
-    def line_up(self, member: str, topic: str) -> None:
+    def sort_for_moves(self, member: str, topic: str) -> None:
         """What `member` misses least comes last."""
-        self.held[member][topic].sort(key=lambda partition: (partition in self._light, partition))
+        self.held[member][topic].sort(key=lambda partition: (partition in self._moving, partition))
 
 
-def _fill(topic: str, vacant: list[Partition], readers: list[str], shares: _Shares) -> None:
+def _fill(topic: str, vacant: list[Partition], readers: list[str], assignment: _Assignment) -> None:
     """Give each to the emptiest of the readers then."""
-    emptiest = [(shares.load[member], shares.count(member, topic), member) for member in readers]
+    emptiest = [(assignment.load[member], assignment.count(member, topic), member) for member in readers]
     heapify(emptiest)
     for partition in vacant:
         _, _, member = emptiest[0]
-        shares.give(partition, member)
-        heapreplace(emptiest, (shares.load[member], shares.count(member, topic), member))
+        assignment.give(partition, member)
+        heapreplace(emptiest, (assignment.load[member], assignment.count(member, topic), member))
 
 
-def _balance(topic: str, readers: list[str], shares: _Shares) -> bool:
+def _balance(topic: str, readers: list[str], assignment: _Assignment) -> bool:
     """Move partitions of `topic` from the fullest of its readers to the emptiest; whether any was moved."""
-    emptiest = [(shares.load[member], member) for member in readers]
-    fullest = [(-shares.load[member], member) for member in readers if shares.count(member, topic)]
+    emptiest = [(assignment.load[member], member) for member in readers]
+    fullest = [(-assignment.load[member], member) for member in readers if assignment.count(member, topic)]
     heapify(emptiest)
     heapify(fullest)
     for _, member in fullest:
-        shares.line_up(member, topic)
+        assignment.sort_for_moves(member, topic)
     moved = False
     while emptiest and fullest:
         load, to = emptiest[0]
-        if load != shares.load[to]:
+        if load != assignment.load[to]:
             heappop(emptiest)
             continue
         negative, holder = fullest[0]
-        if -negative != shares.load[holder] or not shares.count(holder, topic):
+        if -negative != assignment.load[holder] or not assignment.count(holder, topic):
             heappop(fullest)
             continue
-        if shares.load[holder] - load < 2:
+        if assignment.load[holder] - load < 2:
             break
-        shares.give(shares.take(holder, topic), to)
+        assignment.give(assignment.take(holder, topic), to)
         moved = True
         for member in (holder, to):
-            heappush(emptiest, (shares.load[member], member))
-            heappush(fullest, (-shares.load[member], member))
+            heappush(emptiest, (assignment.load[member], member))
+            heappush(fullest, (-assignment.load[member], member))
     return moved

@@ -52,11 +52,11 @@ class GroupMembers:
     generation: int
     coordinator: tuple[int, int]
     members: Mapping[str, Member] = field(default_factory=dict)
-    places: Mapping[Partition, PartitionOwner] = field(default_factory=dict)
+    owners: Mapping[Partition, PartitionOwner] = field(default_factory=dict)
     topic_ids: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for partition, place in self.places.items():
+        for partition, place in self.owners.items():
             assert place.owner in self.members, (partition, place)
             assert not place.leaving or place.leaving in self.members, (partition, place)
             assert place.owner != place.leaving, (partition, place)
@@ -64,7 +64,7 @@ class GroupMembers:
 
     def holders(self) -> dict[Partition, str]:
         """Who may read each partition in this generation."""
-        return {partition: place.leaving or place.owner for partition, place in self.places.items()}
+        return {partition: place.leaving or place.owner for partition, place in self.owners.items()}
 
 
 # --- told ------------------------------------------------------------------------------------------------------------

@@ -110,7 +110,7 @@ class GroupMembership:
         # How many of them, from the first on, the proposal holds.
         self._included = 0
         self._waiting: list[_WaitingCall] = []
-        self._doubted: list[Heartbeat] = []
+        self._unverified: list[Heartbeat] = []
         self._deadlines: dict[str, int] = {}
         self._heard: dict[str, int] = {}
         self._claimed: dict[Partition, tuple[str, int, int]] = {}
@@ -124,7 +124,7 @@ class GroupMembership:
         self._is_dirty = False
         # Derived from `known`: the places of each member, those that give something up, and what is not claimed yet,
         # with how much of that each member waits for.
-        self._places_of: dict[str, list[tuple[Partition, PartitionOwner]]] = {}
+        self._partitions_of: dict[str, list[tuple[Partition, PartitionOwner]]] = {}
         self._leaving: set[str] = set()
         self._unclaimed: dict[Partition, PartitionOwner] = {}
         # Those of them that an older coordinator had given out.
@@ -142,7 +142,7 @@ class GroupMembership:
     @property
     def is_idle(self) -> bool:
         """Nobody is in the group, and nobody waits."""
-        waits = self._intents or self._waiting or self._doubted or self._seeking or self._proposed is not None
+        waits = self._intents or self._waiting or self._unverified or self._seeking or self._proposed is not None
         return self.coordinates and self.known is not None and not self.known.members and not waits
 
     def step(self, event: Event, now_ms: int) -> list[Action]:
@@ -150,7 +150,7 @@ class GroupMembership:
         if not self.resigned:
             self._take(event, now_ms)
         elif isinstance(event, Join | Heartbeat | Leave | SeekRequested):
-            self._actions.append(RefuseMember(event.token, _moved(self.group)))
+            self._actions.append(RefuseMember(event.token, _coordinator_changed(self.group)))
         if not self.resigned:
             self._propose(now_ms)
             self._claim(now_ms)
@@ -185,7 +185,7 @@ class GroupMembership:
                     del self._seeking[event.topic]
                     self._claims_due = True
             case SessionLost():
-                self._doubt()
+                self._reread()
             case Tick():
                 self._tick(now_ms)
 
@@ -197,21 +197,21 @@ class GroupMembership:
         found = event.membership
         if not self._loaded:
             self._loaded = True
-            self._know(found, event.version)
+            self._adopt(found, event.version)
         elif event.version == self.version:
             self._included = 0  # not applied, or not yet: what is wanted is proposed again
             self._is_dirty = True
         elif found is None or found.coordinator != self.me:
-            self._depose(found.coordinator if found else None)
+            self._resign(found.coordinator if found else None)
             return
         elif found == proposed:
             self._confirm(found, event.version, now_ms)
         else:
             # An older proposal of ours came to pass late. What is still wanted is proposed again on top of it.
             self._included = 0
-            self._know(found, event.version)
+            self._adopt(found, event.version)
             self._begin_sessions(now_ms)
-        self._settle_doubts(now_ms)
+        self._take_unverified(now_ms)
 
     def _take_answered(self, event: Answered, now_ms: int) -> None:
         if self._proposed is None or self._reading:
@@ -219,11 +219,11 @@ class GroupMembership:
         if event.outcome == Outcome.APPLIED:
             proposed, self._proposed = self._proposed, None
             self._confirm(proposed, event.version, now_ms)
-            self._settle_doubts(now_ms)
+            self._take_unverified(now_ms)
         else:
             self._read()
 
-    def _doubt(self) -> None:
+    def _reread(self) -> None:
         """See whether somebody else has written. The answer to a proposal tells that too."""
         if self._loaded and self._proposed is None:
             self._read()
@@ -233,31 +233,31 @@ class GroupMembership:
             self._reading = True
             self._actions.append(ReadState())
 
-    def _settle_doubts(self, now_ms: int) -> None:
+    def _take_unverified(self, now_ms: int) -> None:
         """What the control plane holds is known for sure now."""
         if self.coordinates:
-            doubted, self._doubted = self._doubted, []
+            doubted, self._unverified = self._unverified, []
             for heartbeat in doubted:
                 self._take_heartbeat(heartbeat, now_ms, is_sure=True)
 
-    def _depose(self, coordinator: tuple[int, int] | None) -> None:
+    def _resign(self, coordinator: tuple[int, int] | None) -> None:
         self.resigned = True
-        moved = _moved(self.group)
-        waiting = [*self._intents, *self._waiting, *self._doubted]
+        moved = _coordinator_changed(self.group)
+        waiting = [*self._intents, *self._waiting, *self._unverified]
         self._actions += [RefuseMember(waiter.token, moved) for waiter in waiting]
         self._actions.append(Resigned(coordinator))
-        self._intents, self._waiting, self._doubted = [], [], []
+        self._intents, self._waiting, self._unverified = [], [], []
 
     def _confirm(self, membership: GroupMembers, version: int, now_ms: int) -> None:
         """The control plane holds `membership` as we proposed it."""
         before = self.known
         began = before is None or before.coordinator != self.me
-        self._know(membership, version)
+        self._adopt(membership, version)
         if began and before is not None:
             self._inherited = {
                 partition: place
                 for partition, place in self._unclaimed.items()
-                if before.places.get(partition) == place
+                if before.owners.get(partition) == place
             }
         if began:
             self._begin_sessions(now_ms)
@@ -269,7 +269,7 @@ class GroupMembership:
                     if intent.member_id in membership.members:
                         self._deadlines[intent.member_id] = now_ms + intent.session_timeout_ms
                         self._heard[intent.member_id] = membership.generation
-                    until_ms = now_ms + _patience_ms(intent.session_timeout_ms)
+                    until_ms = now_ms + _wait_max_ms(intent.session_timeout_ms)
                     self._waiting.append(_WaitingCall(intent.token, intent.member_id, until_ms, is_join=True))
                 case Leave():
                     self._actions.append(AnswerMember(intent.token, intent.member_id, membership.generation))
@@ -282,23 +282,23 @@ class GroupMembership:
             for member_id in [member_id for member_id in known if member_id not in membership.members]:
                 del known[member_id]
         for claims in (self._claimed, self._claiming, self._claim_again_ms):
-            for partition in [partition for partition in claims if partition not in membership.places]:
+            for partition in [partition for partition in claims if partition not in membership.owners]:
                 del claims[partition]
         self._refused = {
             partition: generation
             for partition, generation in self._refused.items()
-            if partition in membership.places and membership.places[partition].since <= generation
+            if partition in membership.owners and membership.owners[partition].since <= generation
         }
 
-    def _know(self, membership: GroupMembers | None, version: int) -> None:
+    def _adopt(self, membership: GroupMembers | None, version: int) -> None:
         """This is what the control plane holds."""
         self.known, self.version, self._is_dirty = membership, version, True
-        self._places_of, self._leaving, self._unclaimed, self._claims_due = {}, set(), {}, True
-        for partition, place in membership.places.items() if membership else ():
-            self._places_of.setdefault(place.owner, []).append((partition, place))
+        self._partitions_of, self._leaving, self._unclaimed, self._claims_due = {}, set(), {}, True
+        for partition, place in membership.owners.items() if membership else ():
+            self._partitions_of.setdefault(place.owner, []).append((partition, place))
             if place.leaving:
                 self._leaving.add(place.leaving)
-                self._places_of.setdefault(place.leaving, []).append((partition, place))
+                self._partitions_of.setdefault(place.leaving, []).append((partition, place))
             elif self._claimed.get(partition, ("", 0, 0))[:2] != (place.owner, place.since):
                 self._unclaimed[partition] = place
         self._waited_for = Counter(place.owner for place in self._unclaimed.values())
@@ -332,13 +332,13 @@ class GroupMembership:
 
     def _take_heartbeat(self, heartbeat: Heartbeat, now_ms: int, *, is_sure: bool = False) -> None:
         if not self.coordinates:
-            self._doubted.append(heartbeat)
+            self._unverified.append(heartbeat)
             return
         assert self.known is not None
         member = self.known.members.get(heartbeat.member_id)
         if heartbeat.generation > self.known.generation and not is_sure:
             # Somebody else may be the coordinator by now, and have told it.
-            self._doubted.append(heartbeat)
+            self._unverified.append(heartbeat)
             if self._proposed is None:
                 self._read()
         elif member is None or heartbeat.generation > self.known.generation or heartbeat.generation < 0:
@@ -358,14 +358,14 @@ class GroupMembership:
             if heartbeat.generation > self._heard.get(member.member_id, 0):
                 self._heard[member.member_id] = heartbeat.generation
                 self._is_dirty = self._is_dirty or member.member_id in self._leaving
-            until_ms = now_ms + _patience_ms(member.session_timeout_ms)
+            until_ms = now_ms + _wait_max_ms(member.session_timeout_ms)
             self._waiting.append(_WaitingCall(heartbeat.token, member.member_id, until_ms, is_join=False))
 
     def _assignment(self, token: object, member: Member) -> AnswerMember:
         assert self.known is not None
         held: list[Assigned] = []
         is_moving = False
-        for partition, place in self._places_of.get(member.member_id, ()):
+        for partition, place in self._partitions_of.get(member.member_id, ()):
             if place.leaving or partition in self._unclaimed:
                 is_moving = True
             else:
@@ -397,7 +397,7 @@ class GroupMembership:
             return self._waited_for[waiting.member_id] > 0
         if not self._inherited:
             return False
-        return any(partition in self._inherited for partition, _ in self._places_of.get(waiting.member_id, ()))
+        return any(partition in self._inherited for partition, _ in self._partitions_of.get(waiting.member_id, ()))
 
     def _tick(self, now_ms: int) -> None:
         """Nobody could heartbeat while this process was paused: that is not the members' silence. And others may have
@@ -407,7 +407,7 @@ class GroupMembership:
             if paused_ms > 0:
                 for member_id in self._deadlines:
                     self._deadlines[member_id] += paused_ms
-                self._doubt()
+                self._reread()
         self._ticked_ms = now_ms
         self._claims_due = self._claims_due or bool(self._unclaimed)
         self._is_dirty = self._is_dirty or any(deadline <= now_ms for deadline in self._deadlines.values())
@@ -440,10 +440,10 @@ class GroupMembership:
                 case Leave():
                     draft.drop([intent.member_id])
                 case SeekRequested():
-                    draft.renew(partition for partition in known.places if partition[0] == intent.topic)
+                    draft.renew(partition for partition in known.owners if partition[0] == intent.topic)
         draft.renew(self._refused)
         draft.release(self._heard)
-        draft.share()
+        draft.assign()
         if not self._intents and self.coordinates and draft.changed_nothing():
             return None
         return draft.membership(self.me)
@@ -484,9 +484,9 @@ class GroupMembership:
             self._claim_again_ms.pop(event.partition, None)
 
 
-def _patience_ms(session_timeout_ms: int) -> int:
+def _wait_max_ms(session_timeout_ms: int) -> int:
     return min(JOIN_WAIT_MS, session_timeout_ms // 4)
 
 
-def _moved(group: str) -> PortalMQError:
+def _coordinator_changed(group: str) -> PortalMQError:
     return Unavailable(f"the coordinator of group {group!r} is just changing", outcome="unknown", retry_after_s=0.2)

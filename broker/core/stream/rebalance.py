@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 
-from portalmq.broker.core.stream.assignment import share
+from portalmq.broker.core.stream.assignment import assign
 from portalmq.broker.core.stream.events import GroupMembers, Member, Partition, PartitionOwner, SubscribedTopic
 
 
@@ -22,9 +22,9 @@ class Draft:
         self._members = dict(known.members)
         # Clients that joined just now hold nothing yet, whatever an older one of their name held.
         self._fresh: set[str] = set()
-        self._places = {
+        self._owners = {
             partition: place
-            for partition, place in known.places.items()
+            for partition, place in known.owners.items()
             if self._is_there(partition, known.topic_ids.get(partition[0]))
         }
 
@@ -44,37 +44,37 @@ class Draft:
     def renew(self, partitions: Iterable[Partition]) -> None:
         """All that is under way in these is void: who is to have them has them from now on."""
         for partition in partitions:
-            place = self._places.get(partition)
+            place = self._owners.get(partition)
             if place is not None:
-                self._places[partition] = PartitionOwner(place.owner, self.generation)
+                self._owners[partition] = PartitionOwner(place.owner, self.generation)
 
     def release(self, heard: Mapping[str, int]) -> None:
         """Renew what a client holds that joined just now, and partitions whose last owner has let go, or is gone, or is
         another client by now."""
-        for partition, place in self._places.items():
+        for partition, place in self._owners.items():
             leaving = place.leaving
             if leaving:
                 is_free = leaving not in self._members or leaving in self._fresh or heard.get(leaving, 0) >= place.since
             else:
                 is_free = place.owner in self._fresh
             if is_free:
-                self._places[partition] = PartitionOwner(place.owner, self.generation)
+                self._owners[partition] = PartitionOwner(place.owner, self.generation)
 
-    def share(self) -> None:
+    def assign(self) -> None:
         current = {
             partition: place.owner if place.owner in self._members else place.leaving
-            for partition, place in self._places.items()
+            for partition, place in self._owners.items()
         }
-        shares = share(
+        shares = assign(
             {member.member_id: member.topics for member in self._members.values()},
             {name: topic.partitions for name, topic in self._topics.items()},
             current,
-            [partition for partition, place in self._places.items() if place.leaving],
+            [partition for partition, place in self._owners.items() if place.leaving],
         )
-        self._places = {partition: self._place(partition, owner) for partition, owner in sorted(shares.items())}
+        self._owners = {partition: self._place(partition, owner) for partition, owner in sorted(shares.items())}
 
     def _place(self, partition: Partition, owner: str) -> PartitionOwner:
-        place = self._places.get(partition)
+        place = self._owners.get(partition)
         if place is None:
             return PartitionOwner(owner, self.generation)
         if place.owner == owner:
@@ -85,9 +85,9 @@ class Draft:
         return PartitionOwner(owner, place.since if place.leaving else self.generation, holder)
 
     def changed_nothing(self) -> bool:
-        return self._members == self._known.members and self._places == self._known.places
+        return self._members == self._known.members and self._owners == self._known.owners
 
     def membership(self, coordinator: tuple[int, int]) -> GroupMembers:
-        read = {topic for topic, _ in self._places}
+        read = {topic for topic, _ in self._owners}
         topic_ids = {name: self._topics[name].topic_id for name in sorted(read)}
-        return GroupMembers(self.generation, coordinator, self._members, self._places, topic_ids)
+        return GroupMembers(self.generation, coordinator, self._members, self._owners, topic_ids)

@@ -156,9 +156,9 @@ def test_what_was_taken_back_is_counted_for_nobody_and_looked_up_once(tmp_path, 
         receive(fixture, "late")
         more = schedule(fixture, 150, 350, priority=7)
         lanes = next(iter(fixture.broker.topics.get("t").led())).log.lanes
-        looked_up, spots = [], lanes.spots
+        looked_up, spots = [], lanes.lane_positions
         monkeypatch.setattr(
-            lanes, "spots", lambda offsets: spots(looked_up.extend(offsets) or looked_up[-len(offsets) :])
+            lanes, "lane_positions", lambda offsets: spots(looked_up.extend(offsets) or looked_up[-len(offsets) :])
         )
 
         def counts(group: str) -> tuple[int, int]:

@@ -14,7 +14,7 @@ from portalmq import wire
 from portalmq.broker.core.queue.records import Ack, Grant, GroupStart
 from portalmq.broker.partition import compaction as compaction_module
 from portalmq.broker.partition.compaction import Compacting
-from portalmq.broker.storage.batch import HOLE, BatchKind, Record, frame_of, head_of
+from portalmq.broker.storage.batch import HOLE, BatchKind, Record, frame_of, verified_header
 from portalmq.errors import Unavailable
 from portalmq.streams.fetch_buffer import _numbered
 
@@ -408,7 +408,7 @@ def test_a_stream_reader_is_given_what_is_left(fixture):
     put(partition, (b"a", b"2"), (b"c", b"2"))
     compact(fixture)
     frames = [frame_of(batch) for batch in partition.log.read(0) if batch.kind == BatchKind.MESSAGES]
-    bases = [head_of(frame).base_offset for frame in frames]
+    bases = [verified_header(frame).base_offset for frame in frames]
     read = [_numbered(frame.body, 0, base) for frame, base in zip(frames, bases, strict=True)]
     assert [[(offset - bases[0], record.key) for offset, record in batch] for batch in read] == [
         [(1, b"b")],

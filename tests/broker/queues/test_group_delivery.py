@@ -604,7 +604,7 @@ def waits(fixture, monkeypatch):
 
 
 def test_a_receive_waits_once_for_followers_however_many_partitions_they_follow(fixture, waits, monkeypatch):
-    monkeypatch.setattr(PartitionReplica, "may_hand_out", lambda replica, now_ms: False)
+    monkeypatch.setattr(PartitionReplica, "may_deliver", lambda replica, now_ms: False)
     with pytest.raises(Unavailable, match="do not vouch"):
         receive(fixture)
     assert sum(waits) == VOUCHED_WITHIN_MS
@@ -617,7 +617,7 @@ def test_a_receive_with_messages_in_hand_waits_for_no_followers(fixture, waits, 
         asked.append(replica)
         return replica is asked[0]
 
-    monkeypatch.setattr(PartitionReplica, "may_hand_out", first_alone)
+    monkeypatch.setattr(PartitionReplica, "may_deliver", first_alone)
     assert texts(receive(fixture)) == ["x"]
     assert len({id(replica) for replica in asked}) > 1, "the others were asked too"
     assert not waits
@@ -625,7 +625,7 @@ def test_a_receive_with_messages_in_hand_waits_for_no_followers(fixture, waits, 
 
 def test_a_group_that_ends_while_its_followers_are_waited_for_hands_nothing_out(fixture, waits, monkeypatch):
     """Nor does another group of its name: it would not take these receipts back."""
-    monkeypatch.setattr(PartitionReplica, "may_hand_out", lambda replica, now_ms: bool(waits))
+    monkeypatch.setattr(PartitionReplica, "may_deliver", lambda replica, now_ms: bool(waits))
 
     def end(seconds: float) -> None:
         if not waits:

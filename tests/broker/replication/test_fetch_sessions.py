@@ -327,7 +327,7 @@ def said_after(group: Group, monkeypatch) -> list[int | None]:
 
     def telling(event) -> None:
         if isinstance(event, FetchReceived):
-            told.append(event.said_after_ms)
+            told.append(event.sent_after_ms)
         tell(event)
 
     monkeypatch.setattr(group.leader, "tell", telling)
@@ -353,12 +353,12 @@ def test_a_broker_that_does_not_send_the_time_back_counts_as_heard_now(group, mo
 def test_followers_vouch_for_their_leader_as_long_as_they_poll(tmp_path):
     with replicas(tmp_path, 2, lag_ms=1_000_000) as group:  # the silent one stays in the ISR: alone, a leader hands out
         eventually(lambda: group.leader.serves)
-        eventually(lambda: group.leader.replica.may_hand_out(group.clock.now_ms()))
+        eventually(lambda: group.leader.replica.may_deliver(group.clock.now_ms()))
         group.cut(2)
-        eventually(lambda: not group.leader.replica.may_hand_out(group.clock.now_ms()))
+        eventually(lambda: not group.leader.replica.may_deliver(group.clock.now_ms()))
         assert group.leader.replica.may_serve(group.clock.now_ms()), "by the lease of the control plane"
         group.mend(2)
-        eventually(lambda: group.leader.replica.may_hand_out(group.clock.now_ms()))
+        eventually(lambda: group.leader.replica.may_deliver(group.clock.now_ms()))
 
 
 def test_a_successor_knows_how_long_the_leader_before_was_vouched_for(tmp_path):

@@ -160,7 +160,7 @@ def test_a_batch_within_which_the_logs_part_is_cut_back_as_a_whole(tmp_path):
         stores = dict(group.state.store_uuids)
         for broker_id in (2, 3, 2, 3, 2):
             begins_an_epoch_alone(group, broker_id)
-        assert group.partition(2).log.end_offset < group.partition(3).log.border_at(
+        assert group.partition(2).log.end_offset < group.partition(3).log.batch_boundary_at(
             group.partition(3).log.end_offset - 2
         )
         group.severed = set()

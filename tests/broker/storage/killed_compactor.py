@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from support.log_files import Writer, open_log
 
 from portalmq.broker.storage.batch import Record
-from portalmq.broker.storage.compaction import Compaction, Order
+from portalmq.broker.storage.compaction import Compaction, CompactionOrder
 
 KEYS = 50
 NEVER_MS = 1 << 50
@@ -40,7 +40,7 @@ def main(directory: Path, seed: int) -> None:
         if work is None:
             log.roll()
             log.seal(log.end_offset)
-            work = Compaction(log, Order(log.sealed_upto, 0, NEVER_MS))
+            work = Compaction(log, CompactionOrder(log.sealed_upto, 0, NEVER_MS))
         for _ in range(chance.randint(1, 4)):
             if work is not None and not work.step():
                 work = None

@@ -24,10 +24,10 @@ from portalmq.broker.storage.batch import (
     batch_of_frame,
     checksum,
     frame_of,
-    head_of,
-    is_hollow,
+    is_all_holes,
+    verified_header,
 )
-from portalmq.broker.storage.compaction import Compaction, Order
+from portalmq.broker.storage.compaction import Compaction, CompactionOrder
 from portalmq.broker.storage.errors import CorruptBatch, CorruptFile, DiskFull, LogClosed
 from portalmq.broker.storage.log import Log
 
@@ -35,7 +35,7 @@ NOW_MS = 1_000_000
 
 
 def order(upto, tombstones_before_ms=0, at_ms=NOW_MS, cancelled=()):
-    return Order(upto, tombstones_before_ms, at_ms, cancelled)
+    return CompactionOrder(upto, tombstones_before_ms, at_ms, cancelled)
 
 
 def run(work):
@@ -228,7 +228,7 @@ def test_records_of_groups_lose_their_content_and_keep_their_offsets(tmp_path):
         ]
         assert each.newest_state() is None
     frames = [frame_of(batch) for batch in everything(log)]
-    assert [batch_of_frame(frame, head_of(frame)) for frame in frames] == everything(copy)
+    assert [batch_of_frame(frame, verified_header(frame)) for frame in frames] == everything(copy)
 
 
 # --- what readers see -------------------------------------------------------------------------------------------------
@@ -255,7 +255,7 @@ def test_what_is_copied_to_a_replica_is_alike(tmp_path):
     compact(log, order(8))
     late = open_log(tmp_path / "late")
     frames = [frame_of(batch) for batch in log.read_to_copy(0, max_bytes=1 << 20, below=9)]
-    late.append([batch_of_frame(frame, head_of(frame)) for frame in frames])
+    late.append([batch_of_frame(frame, verified_header(frame)) for frame in frames])
     for replica in (late, complete):
         replica.roll()
         put(replica, (None, b"active"))
@@ -384,7 +384,7 @@ def test_batches_that_are_empty_are_not_read_without_a_bound(tmp_path):
     assert len(log.read(0, max_messages=100)) == 100
     assert log.message_runs(0, 501, 10) == [(500, 501)]
     frames = [frame_of(batch) for batch in log.read(0)]
-    assert [is_hollow(frame, head_of(frame)) for frame in frames] == [True] * 500 + [False]
+    assert [is_all_holes(frame, verified_header(frame)) for frame in frames] == [True] * 500 + [False]
 
 
 @pytest.mark.parametrize("count", [1, 2, 15, 16, 200, 70_000])
@@ -394,7 +394,7 @@ def test_a_batch_is_hollow_when_nothing_is_left_of_it(tmp_path, count):
     almost = msgspec.structs.replace(batch, records=(*hollow.records[1:], Record(b"", "")), holes=count - 1)
     for each, expected in ((batch, False), (almost, False), (hollow, True)):
         frame = frame_of(each)
-        assert is_hollow(frame, head_of(frame)) is expected
+        assert is_all_holes(frame, verified_header(frame)) is expected
 
 
 def test_sealing_goes_on_meanwhile_and_the_manifest_tells_the_files_that_are_there(tmp_path):

@@ -12,7 +12,7 @@ from pathlib import Path
 from support.log_files import everything, open_log
 
 from portalmq.broker.storage.batch import HOLE
-from portalmq.broker.storage.compaction import Compaction, Order
+from portalmq.broker.storage.compaction import Compaction, CompactionOrder
 
 CHILD = Path(__file__).with_name("killed_compactor.py")
 KILLS = 10
@@ -72,7 +72,7 @@ def test_what_compaction_leaves_survives_kill_9(tmp_path):
     log = open_log(directory, segment_bytes=60_000)
     log.roll()
     log.seal(log.end_offset)
-    work = Compaction(log, Order(log.sealed_upto, 0, NEVER_MS))
+    work = Compaction(log, CompactionOrder(log.sealed_upto, 0, NEVER_MS))
     while work.step():
         pass
     log.close()

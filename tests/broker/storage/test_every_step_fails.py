@@ -12,7 +12,7 @@ import pytest
 from support.failing_disk import KINDS, unsynced_disk
 from support.log_files import IDENTITY, Writer, everything, open_log, three_segments
 
-from portalmq.broker.storage.compaction import Compaction, Order
+from portalmq.broker.storage.compaction import Compaction, CompactionOrder
 from portalmq.broker.storage.errors import Shortage, StorageFault
 from portalmq.broker.storage.segment import Segment
 
@@ -31,7 +31,7 @@ def appended_to_a_new_segment(log):
 def compacted(log):
     log.roll_below(90)
     log.seal(90)
-    work = Compaction(log, Order(90, LATER_MS, LATER_MS))
+    work = Compaction(log, CompactionOrder(90, LATER_MS, LATER_MS))
     try:
         while work.step():
             pass
@@ -115,7 +115,7 @@ def test_whoever_reads_waits_for_no_file_that_a_cut_syncs_or_removes(tmp_path, m
         everything(log)  # their files are open
 
         def read(code=None):
-            if not log._reading.enter_at_once():
+            if not log._reading.try_acquire():
                 waited.append(code)
                 return
             log._reading.__exit__()

@@ -17,7 +17,7 @@ from portalmq.broker.storage.batch import (
     batch_of_frame,
     checksum,
     frame_of,
-    head_of,
+    verified_header,
 )
 
 RECORDS = [
@@ -45,7 +45,7 @@ def test_a_batch_comes_back_as_it_was(tmp_path):
     for batch in [*built, *everything(log)]:
         frame = frame_of(batch)
         assert frame.crc == batch.crc == checksum(batch)
-        assert batch_of_frame(frame, head_of(frame)) == batch
+        assert batch_of_frame(frame, verified_header(frame)) == batch
 
 
 def test_what_was_read_from_a_file_has_the_frame_it_was_written_from(tmp_path):
@@ -62,7 +62,7 @@ def test_a_frame_with_any_bit_flipped_is_refused(tmp_path):
             flipped = bytearray(content)
             flipped[at // 8] ^= 1 << at % 8
             with pytest.raises(BadFrame):
-                head_of(msgspec.structs.replace(frame, **{part: bytes(flipped)}))
+                verified_header(msgspec.structs.replace(frame, **{part: bytes(flipped)}))
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_a_frame_with_any_bit_flipped_is_refused(tmp_path):
 )
 def test_a_frame_that_fits_its_checksum_and_says_nothing_is_refused(header):
     with pytest.raises(BadFrame):
-        head_of(BatchFrame(header, zlib.crc32(b"", zlib.crc32(header)), b""))
+        verified_header(BatchFrame(header, zlib.crc32(b"", zlib.crc32(header)), b""))
 
 
 def test_records_that_are_not_what_the_header_counts_are_refused():
@@ -78,10 +78,10 @@ def test_records_that_are_not_what_the_header_counts_are_refused():
     frame = frame_of(_batch(2))
     wrong = BatchFrame(frame.header, zlib.crc32(body, zlib.crc32(frame.header)), body)
     with pytest.raises(BadFrame, match="1 records"):
-        batch_of_frame(wrong, head_of(wrong))
+        batch_of_frame(wrong, verified_header(wrong))
     garbage = BatchFrame(frame.header, zlib.crc32(b"\xc1", zlib.crc32(frame.header)), b"\xc1")
     with pytest.raises(BadFrame):
-        batch_of_frame(garbage, head_of(garbage))
+        batch_of_frame(garbage, verified_header(garbage))
 
 
 def _batch(count: int):

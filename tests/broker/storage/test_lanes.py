@@ -94,7 +94,7 @@ def test_a_reopened_a_sealed_and_a_cut_log_know_their_lanes(tmp_path):
     log = open_log(tmp_path)
     assert log.lanes.present == {4, DELAYED}
     assert log.lanes.has_expiring
-    assert log.lanes.spots([99, 0]) == [(DELAYED, 5_000, 0)]
+    assert log.lanes.lane_positions([99, 0]) == [(DELAYED, 5_000, 0)]
     log.truncate(2)
     assert offsets(log.lanes, 4) == []
 

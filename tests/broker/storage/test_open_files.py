@@ -60,10 +60,10 @@ def test_a_log_in_use_is_not_closed_under_its_user(tmp_path):
     log = open_log(tmp_path)
     Writer(log).put(b"1")
     with log._read():
-        assert not log.rest()
+        assert not log.try_park()
     with log._change():
-        assert not log.rest()
-    assert log.rest()
+        assert not log.try_park()
+    assert log.try_park()
     assert len(everything(log)) == 1
 
 

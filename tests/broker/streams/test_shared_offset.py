@@ -151,7 +151,7 @@ def test_partitions_whose_followers_are_silent_are_waited_for_together(
     silent = set(range(6))
     slept: list[float] = []
 
-    def may_hand_out(replica: PartitionReplica, now_ms: int) -> bool:
+    def may_deliver(replica: PartitionReplica, now_ms: int) -> bool:
         return by_replica[replica] not in silent
 
     def sleep(seconds: float) -> None:
@@ -160,7 +160,7 @@ def test_partitions_whose_followers_are_silent_are_waited_for_together(
 
     local = fixture.broker.topics.known("wide").local
     by_replica = {partition.replica: number for number, partition in local.items()}
-    monkeypatch.setattr(PartitionReplica, "may_hand_out", may_hand_out)
+    monkeypatch.setattr(PartitionReplica, "may_deliver", may_deliver)
     monkeypatch.setattr("portalmq.broker.partition.readable.gevent", SimpleNamespace(sleep=sleep))
     monkeypatch.setattr(turns._leaders, "_patience_s", 0.1)
     with pytest.raises(Unavailable, match="do not vouch"):
@@ -197,7 +197,7 @@ def test_a_group_that_is_deleted_while_followers_are_waited_for_is_not_brought_b
         fixture.broker.delete_group("g")
         is_deleted.append(True)
 
-    monkeypatch.setattr(PartitionReplica, "may_hand_out", lambda replica, now_ms: bool(is_deleted))
+    monkeypatch.setattr(PartitionReplica, "may_deliver", lambda replica, now_ms: bool(is_deleted))
     monkeypatch.setattr("portalmq.broker.partition.readable.gevent", SimpleNamespace(sleep=delete))
     with pytest.raises(Unavailable, match="deleted"):
         fixture.broker.shared_offsets.here(group, topic.place(0), None)

@@ -15,7 +15,7 @@ from portalmq import stream_wire as contract
 from portalmq import wire
 from portalmq.broker.cluster.rpc import TopicPartition
 from portalmq.broker.messages.produce import ProduceRequest
-from portalmq.broker.storage.batch import Record, head_of
+from portalmq.broker.storage.batch import Record, verified_header
 from portalmq.broker.streams.checkpoints import Checkpoints
 from portalmq.broker.streams.coordinator import Coordinator
 from portalmq.broker.streams.group_coordinators import Coordinate
@@ -380,7 +380,7 @@ def test_a_fetch_brings_whole_batches_and_no_control_records(fixture: Fixture) -
     assert values_of(answer) == [b"0", b"1", b"2"]
     assert answer.next_offset == answer.high_watermark
     assert values_of(fetched(fixture, 1)) == [b"0", b"1", b"2"]
-    assert all(head_of(frame).count for frame in answer.frames)  # type: ignore[arg-type]
+    assert all(verified_header(frame).count for frame in answer.frames)  # type: ignore[arg-type]
 
 
 def test_a_fetch_tells_the_id_of_the_topic_that_answers_also_when_it_refuses(fixture: Fixture) -> None:

@@ -18,7 +18,7 @@ from portalmq.broker.core.queue.delivery import (
     SWEPT_AT_ONCE,
     GroupDelivery,
 )
-from portalmq.broker.core.queue.key_order import KeyBook
+from portalmq.broker.core.queue.key_order import KeyQueues
 from portalmq.broker.core.queue.records import Ack, Dead, Extend, Grant, GroupStart, Nack, Redrive, ranges_of
 from portalmq.broker.partition.folding import GroupsFold
 
@@ -320,8 +320,8 @@ def test_the_fold_knows_who_holds_a_message_however_many_receives_come_after_his
         grant(group, (number, number + 1, 1), lease=100, attempt_id=f"8:{number}")
     assert "7:one" not in group.attempts
     group = GroupDelivery(group.snapshot())
-    assert [group.is_given_to(1, holder, 99) for holder in ("7", "8", "70", "7:one", "")] == [True, *[False] * 4]
-    assert not group.is_given_to(1, "7", 100), "his lease has ended"
+    assert [group.is_delivered_to(1, holder, 99) for holder in ("7", "8", "70", "7:one", "")] == [True, *[False] * 4]
+    assert not group.is_delivered_to(1, "7", 100), "his lease has ended"
 
 
 def test_a_holder_keeps_what_he_extends_and_loses_what_comes_back():
@@ -329,12 +329,12 @@ def test_a_holder_keeps_what_he_extends_and_loses_what_comes_back():
     grant(group, (0, 4, 1), lease=100, attempt_id="7:one")
     group.apply(Extend(((0, 1),), 200, 50))
     group.apply(Nack(((1, 2, 60),), 50))
-    assert [group.is_given_to(offset, "7", 60) for offset in range(4)] == [True, False, True, True]
-    assert group.is_given_to(0, "7", 150), "his lease was prolonged"
+    assert [group.is_delivered_to(offset, "7", 60) for offset in range(4)] == [True, False, True, True]
+    assert group.is_delivered_to(0, "7", 150), "his lease was prolonged"
     grant(group, (2, 3, 2), now=110, lease=100, attempt_id="8:two")
     grant(group, (3, 4, 2), now=110, lease=100)
-    assert [group.is_given_to(2, holder, 120) for holder in "78"] == [False, True]
-    assert not group.is_given_to(3, "7", 120), "it is nobody's by name"
+    assert [group.is_delivered_to(2, holder, 120) for holder in "78"] == [False, True]
+    assert not group.is_delivered_to(3, "7", 120), "it is nobody's by name"
     assert [span.holder for span in group.spans()] == ["7", "", "8", ""]
 
 
@@ -408,7 +408,7 @@ def test_a_lease_that_has_ended_is_not_prolonged_where_keys_are_in_order():
 def test_a_leader_that_leads_again_finds_out_anew_whose_turn_it_is():
     """Found by the simulator: records that came by replication meanwhile are in no book."""
     group = new_group()
-    group.keys = KeyBook()
+    group.keys = KeyQueues()
     group.take_over(now_ms=500)
     assert group.keys is None
 

@@ -10,7 +10,7 @@ from portalmq.broker.core.queue.receipts import (
     COUNT_MAX,
     HEAD_LENGTH,
     TEXT_LENGTH,
-    ReceiptBook,
+    ReceiptSigner,
     nth_text,
     offset_of,
     tag_of,
@@ -19,10 +19,10 @@ from portalmq.broker.core.queue.receipts import (
 from portalmq.errors import InvalidRequest
 
 KEY = bytes(range(32))
-BOOK = ReceiptBook(KEY, "topic-id", "group")
+BOOK = ReceiptSigner(KEY, "topic-id", "group")
 
 
-def read(book: ReceiptBook, text: str) -> tuple[int, int, int, int]:
+def read(book: ReceiptSigner, text: str) -> tuple[int, int, int, int]:
     lease = book.check(text[:HEAD_LENGTH])
     return lease.partition, offset_of(text, lease), lease.delivery, lease.leader_epoch
 
@@ -44,9 +44,9 @@ def test_a_receipt_says_what_was_written(partition, first, nth, delivery, epoch)
 @pytest.mark.parametrize(
     "other",
     [
-        ReceiptBook(KEY, "topic-id", "other"),
-        ReceiptBook(KEY, "other", "group"),
-        ReceiptBook(KEY[::-1], "topic-id", "group"),
+        ReceiptSigner(KEY, "topic-id", "other"),
+        ReceiptSigner(KEY, "other", "group"),
+        ReceiptSigner(KEY[::-1], "topic-id", "group"),
     ],
     ids=["another group", "another topic", "another cluster"],
 )

@@ -17,66 +17,66 @@ def with_batches(*batches: tuple[int, int]) -> Producers:
 
 
 def test_the_first_batch_of_a_producer_begins_at_zero():
-    assert Producers([]).first_place(Stamp(1, 0, 0), 5) is None
+    assert Producers([]).find_duplicate(Stamp(1, 0, 0), 5) is None
     with pytest.raises(OutOfOrderSequence, match="first sequence must be 0"):
-        Producers([]).first_place(Stamp(1, 0, 5), 5)
+        Producers([]).find_duplicate(Stamp(1, 0, 5), 5)
 
 
 def test_the_next_batch_continues_the_last():
     producers = with_batches((0, 5))
-    assert producers.first_place(Stamp(1, 0, 5), 2) is None
+    assert producers.find_duplicate(Stamp(1, 0, 5), 2) is None
     with pytest.raises(OutOfOrderSequence) as caught:
-        producers.first_place(Stamp(1, 0, 6), 2)
+        producers.find_duplicate(Stamp(1, 0, 6), 2)
     assert caught.value.extra["expected_sequence"] == 5
 
 
 def test_a_repeated_batch_is_answered_with_its_first_place():
     producers = with_batches((0, 5), (5, 5), (10, 1))
-    assert producers.first_place(Stamp(1, 0, 5), 5) == (101, 1_001)
-    assert producers.first_place(Stamp(1, 0, 0), 5) == (100, 1_000)
+    assert producers.find_duplicate(Stamp(1, 0, 5), 5) == (101, 1_001)
+    assert producers.find_duplicate(Stamp(1, 0, 0), 5) == (100, 1_000)
 
 
 def test_a_repeat_with_another_length_is_refused():
     with pytest.raises(OutOfOrderSequence):
-        with_batches((0, 5), (5, 5)).first_place(Stamp(1, 0, 5), 4)
+        with_batches((0, 5), (5, 5)).find_duplicate(Stamp(1, 0, 5), 4)
 
 
 def test_a_repeat_older_than_the_memory_is_refused():
     producers = with_batches(*((n, 1) for n in range(BATCHES_REMEMBERED + 1)))
     with pytest.raises(OutOfOrderSequence):
-        producers.first_place(Stamp(1, 0, 0), 1)
-    assert producers.first_place(Stamp(1, 0, 1), 1) is not None
+        producers.find_duplicate(Stamp(1, 0, 0), 1)
+    assert producers.find_duplicate(Stamp(1, 0, 1), 1) is not None
 
 
 def test_a_lower_epoch_is_fenced_and_a_higher_one_begins_anew():
     producers = with_batches((0, 5))
     producers.add(Stamp(1, 3, 0), 1, 200, 2_000)
     with pytest.raises(Fenced):
-        producers.first_place(Stamp(1, 2, 5), 1)
+        producers.find_duplicate(Stamp(1, 2, 5), 1)
     with pytest.raises(OutOfOrderSequence):
-        producers.first_place(Stamp(1, 4, 5), 1)
-    assert producers.first_place(Stamp(1, 4, 0), 1) is None
+        producers.find_duplicate(Stamp(1, 4, 5), 1)
+    assert producers.find_duplicate(Stamp(1, 4, 0), 1) is None
 
 
 def test_producers_do_not_mix():
-    assert with_batches((0, 5)).first_place(Stamp(2, 0, 0), 5) is None
+    assert with_batches((0, 5)).find_duplicate(Stamp(2, 0, 0), 5) is None
 
 
 def test_idle_producers_are_forgotten_by_the_time_of_the_log():
     producers = with_batches((0, 5))
     producers.expire(before_ms=1_000)
-    assert producers.first_place(Stamp(1, 0, 0), 5) is not None
+    assert producers.find_duplicate(Stamp(1, 0, 0), 5) is not None
     producers.expire(before_ms=1_001)
     with pytest.raises(OutOfOrderSequence):
-        producers.first_place(Stamp(1, 0, 5), 5)
+        producers.find_duplicate(Stamp(1, 0, 5), 5)
 
 
 def test_a_snapshot_restores_everything_and_shares_nothing():
     producers = with_batches((0, 5), (5, 1))
     twin = Producers(producers.snapshot())
     twin.add(Stamp(1, 0, 6), 1, 300, 3_000)
-    assert producers.first_place(Stamp(1, 0, 6), 1) is None
-    assert twin.first_place(Stamp(1, 0, 6), 1) == (300, 3_000)
+    assert producers.find_duplicate(Stamp(1, 0, 6), 1) is None
+    assert twin.find_duplicate(Stamp(1, 0, 6), 1) == (300, 3_000)
 
 
 def test_of_very_many_producers_those_are_forgotten_that_were_heard_of_least_lately(monkeypatch):
@@ -98,5 +98,5 @@ def test_a_new_producer_is_refused_where_far_too_many_are_known(monkeypatch):
     for number in range(2):
         known.add(Stamp(number, 0, 0), 1, number, 0)
     with pytest.raises(Backpressure):
-        known.first_place(Stamp(7, 0, 0), 1)
-    assert known.first_place(Stamp(1, 1, 0), 1) is None, "one that is known goes on, in its next epoch too"
+        known.find_duplicate(Stamp(7, 0, 0), 1)
+    assert known.find_duplicate(Stamp(1, 1, 0), 1) is None, "one that is known goes on, in its next epoch too"

@@ -180,8 +180,8 @@ def test_a_state_record_tells_of_producers_whose_batches_were_dropped():
     known = ProducerFold(9, 2, [(0, 3, 4, 20)])
     state = BatchHead(11, 1, 3, 60, producers=(known,))
     answered(replica, Records((start(10, 3), state, BatchHead(12, 2, 3, 70, stamp=Stamp(9, 2, 3))), 6))
-    assert replica.producers.first_place(Stamp(9, 2, 0), 3) == (4, 20)
-    assert replica.producers.first_place(Stamp(9, 2, 3), 2) == (12, 70)
+    assert replica.producers.find_duplicate(Stamp(9, 2, 0), 3) == (4, 20)
+    assert replica.producers.find_duplicate(Stamp(9, 2, 3), 2) == (12, 70)
 
 
 def test_who_is_rejected_asks_the_control_plane_and_waits_a_tick():

@@ -16,7 +16,7 @@ from portalmq.broker.core.replica.events import (
     FollowerRefused,
     HighWatermarkAdvanced,
     IsrAnswered,
-    LeaderHeard,
+    LeaderAnswered,
     LeaseRenewed,
     Outcome,
     PartitionStateChanged,
@@ -268,28 +268,28 @@ def test_it_serves_as_long_as_the_control_plane_or_all_others_are_heard_of():
 
 def test_a_leader_that_nobody_else_is_in_sync_with_serves_alone():
     assert leader(isr=(1,)).may_serve(1 << 40)
-    assert leader(isr=(1,)).may_hand_out(1 << 40)
+    assert leader(isr=(1,)).may_deliver(1 << 40)
 
 
 # --- handing out, and the answers of a successor ---------------------------------------------------------------------
 
 
-def vouched(replica: PartitionReplica, broker_id: int, said_after_ms: int | None, now_ms: int) -> None:
+def vouched(replica: PartitionReplica, broker_id: int, sent_after_ms: int | None, now_ms: int) -> None:
     fetch = Fetch(broker_id, 1, STORES[broker_id], 3, 11, 11, 3)
-    replica.step(FetchReceived("t", fetch, said_after_ms), now_ms)
+    replica.step(FetchReceived("t", fetch, sent_after_ms), now_ms)
 
 
 def test_messages_are_handed_out_while_all_who_could_succeed_have_vouched_a_moment_ago():
     replica = leader(isr=(1, 2, 3))
     replica.step(LeaseRenewed(1 << 40), 0)
-    assert not replica.may_hand_out(0), "the control plane's word alone does not do"
+    assert not replica.may_deliver(0), "the control plane's word alone does not do"
     vouched(replica, 2, 100, 150)
-    assert not replica.may_hand_out(150)
+    assert not replica.may_deliver(150)
     vouched(replica, 3, 200, 250)
-    assert replica.may_hand_out(100 + VOUCHED_FOR_MS)
-    assert not replica.may_hand_out(101 + VOUCHED_FOR_MS)
+    assert replica.may_deliver(100 + VOUCHED_FOR_MS)
+    assert not replica.may_deliver(101 + VOUCHED_FOR_MS)
     now_ms = 101 + VOUCHED_FOR_MS
-    (refusal,) = replica.step(AppendRequested("a", 1, is_control=True, hands_out=True), now_ms)
+    (refusal,) = replica.step(AppendRequested("a", 1, is_control=True, delivers=True), now_ms)
     assert isinstance(refusal.error, Unavailable)
     (own,) = replica.step(AppendRequested("b", 1, is_control=True), now_ms)
     assert isinstance(own, Append), "an ack is taken all the same"
@@ -322,25 +322,25 @@ def test_a_fetch_that_lay_on_the_way_vouches_for_the_time_after_which_it_was_sen
     replica = leader()
     vouched(replica, 2, 100, 5_000)
     assert replica.may_serve(5_000)
-    assert not replica.may_hand_out(5_000)
+    assert not replica.may_deliver(5_000)
     vouched(replica, 2, 50, 5_001)
     vouched(replica, 2, 4_900, 5_002)
     vouched(replica, 2, 4_800, 5_003)
-    assert replica.may_hand_out(4_900 + VOUCHED_FOR_MS), "an older copy takes nothing away"
+    assert replica.may_deliver(4_900 + VOUCHED_FOR_MS), "an older copy takes nothing away"
 
 
 def test_a_follower_that_does_not_say_when_vouches_as_it_is_heard():
     replica = leader()
     vouched(replica, 2, None, 500)
-    assert replica.may_hand_out(500 + VOUCHED_FOR_MS)
-    assert not replica.may_hand_out(501 + VOUCHED_FOR_MS)
+    assert replica.may_deliver(500 + VOUCHED_FOR_MS)
+    assert not replica.may_deliver(501 + VOUCHED_FOR_MS)
 
 
 def test_a_successor_answers_no_ack_before_the_one_before_hands_nothing_out_any_more():
     replica = leader()
     replica.step(word(leader=2, epoch=4, version=1), 100)
-    replica.step(LeaderHeard(700), 700)
-    replica.step(LeaderHeard(600), 700)
+    replica.step(LeaderAnswered(700), 700)
+    replica.step(LeaderAnswered(600), 700)
     replica.step(word(leader=1, epoch=5, version=2), 800)
     assert replica.leading
     assert not replica.may_settle(700 + VOUCHED_FOR_MS)

@@ -546,7 +546,7 @@ def test_through_lost_answers_and_rival_coordinators_each_partition_has_one_owne
 
 
 class Counted(dict[Partition, PartitionOwner]):
-    """Places that count how often they are walked through."""
+    """Owners that count how often they are iterated."""
 
     walks = 0
 
@@ -555,13 +555,13 @@ class Counted(dict[Partition, PartitionOwner]):
         return super().items()
 
 
-def test_many_who_join_again_are_found_in_one_pass_over_the_places():
+def test_many_who_join_again_are_found_in_one_pass_over_the_owners():
     members = {name: Member(name, ("t",), SESSION_MS, 1) for name in ("a", "b", "c", "d")}
-    places = {("t", number): PartitionOwner(name, 1) for number, name in enumerate(members)}
-    draft = Draft(GroupMembers(1, (1, 1), members, places, {"t": "id"}), 2, {"t": SubscribedTopic("id", 4)})
-    draft._places = counted = Counted(draft._places)
+    owners = {("t", number): PartitionOwner(name, 1) for number, name in enumerate(members)}
+    draft = Draft(GroupMembers(1, (1, 1), members, owners, {"t": "id"}), 2, {"t": SubscribedTopic("id", 4)})
+    draft._owners = counted = Counted(draft._owners)
     for name in ("a", "b", "c"):
         draft.join(Member(name, ("t",), SESSION_MS, 2))
     draft.release({})
     assert counted.walks == 1
-    assert [place.since for place in counted.values()] == [2, 2, 2, 1]
+    assert [owner.since for owner in counted.values()] == [2, 2, 2, 1]

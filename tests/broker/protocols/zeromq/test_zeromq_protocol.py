@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from portalmq import wire
-from portalmq.broker.core.queue.receipts import ReceiptBook, mark_in, nth_text, topic_mark
+from portalmq.broker.core.queue.receipts import ReceiptSigner, mark_in, nth_text, topic_mark
 from portalmq.broker.protocols.zeromq import protocol
 from portalmq.broker.protocols.zeromq.access import TokenAccess, access_from, is_loopback
 from portalmq.broker.protocols.zeromq.protocol import (
@@ -138,7 +138,7 @@ def test_a_command_that_is_none_is_refused(body: bytes):
 
 def test_ids_carry_the_mark_that_the_brokers_give_a_queue():
     topic_id = "5f0c7c5e6a7d4b0f8f5d3d1f6c2b9a10"
-    receipt = ReceiptBook(b"k" * 32, topic_id, "default").head(3, 17, 1, 1, 1) + nth_text(0)
+    receipt = ReceiptSigner(b"k" * 32, topic_id, "default").head(3, 17, 1, 1, 1) + nth_text(0)
     assert protocol.mark_of_topic(topic_id) == protocol.mark_in(receipt) == topic_mark(topic_id) == mark_in(receipt)
     assert protocol.marked("", 3, 17) == "3-17"
     assert (

@@ -10,47 +10,47 @@ from __future__ import annotations
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
-from simulation.coordinating import Behind
+from simulation.coordinator import Behind
 
 from portalmq.broker.core.queue.records import Claim, Commit, CommitOffset, Output, Seek
 from portalmq.broker.core.stream.offsets import StreamOffsets
 from portalmq.errors import IllegalGeneration, OffsetMoved, OffsetOutOfRange
 
 if TYPE_CHECKING:
-    from simulation.desk import Answer, Desk
+    from simulation.group_host import Answer, GroupHost
 
 FETCHED_MAX = 10
 
 
-class StreamDesk:
-    def __init__(self, desk: Desk) -> None:
-        self.desk = desk
-        self.node = desk.node
-        self.world = desk.world
+class StreamGroups:
+    def __init__(self, host: GroupHost) -> None:
+        self.host = host
+        self.node = host.node
+        self.world = host.world
 
     def _stream(self, name: str) -> StreamOffsets:
-        stream = self.desk.groups.streams.get(name)
+        stream = self.host.groups.streams.get(name)
         if stream is None:
             raise IllegalGeneration("nobody has claimed it")
         return stream
 
     def claim(self, name: str, member: str, generation: int, back: Answer) -> None:
         """The member owns it from this generation on; answered with the offset at which it goes on."""
-        stream = self.desk.groups.streams.get(name)
+        stream = self.host.groups.streams.get(name)
         if stream is not None:
             try:
                 stream.check_claim(generation)
             except IllegalGeneration:
                 back(Behind(stream.generation))
                 return
-        self.desk.append(name, Claim(member, generation, self.desk.shell.disk.start, self.node.now_ms))
+        self.host.append(name, Claim(member, generation, self.host.shell.disk.start, self.node.now_ms))
         claimed = self._stream(name).committed
-        self.desk.wait_appended(lambda error: back(error or claimed))
+        self.host.wait_appended(lambda error: back(error or claimed))
 
     def commit(self, name: str, member: str, generation: int, offset: int, back: Answer) -> None:
-        if self._stream(name).check_commit(member, generation, offset, self.desk.high_watermark):
-            self.desk.append(name, CommitOffset(offset, member, generation, self.node.now_ms))
-        self.desk.wait_appended(lambda error: back(error or offset))
+        if self._stream(name).check_commit(member, generation, offset, self.host.high_watermark):
+            self.host.append(name, CommitOffset(offset, member, generation, self.node.now_ms))
+        self.host.wait_appended(lambda error: back(error or offset))
 
     def transform(
         self,
@@ -70,32 +70,32 @@ class StreamDesk:
         if commit_id not in stream.commits:
             try:
                 stream.check_owner(member, generation)
-                stream.check_begin(committed, self.desk.shell.disk.start)
-                is_news = stream.check_commit(member, generation, offset, self.desk.high_watermark)
+                stream.check_begin(committed, self.host.shell.disk.start)
+                is_news = stream.check_commit(member, generation, offset, self.host.high_watermark)
             except (IllegalGeneration, OffsetMoved, OffsetOutOfRange) as refused:
-                self.desk.refuse(refused, back)
+                self.host.refuse(refused, back)
                 return
             if is_news:
                 ordered = tuple(Output("output", f"{call}/{number}") for number in range(outputs))
                 record = Commit(
                     commit_id, self.node.now_ms, ordered, offset=offset, member=member, generation=generation
                 )
-                self.desk.append(name, record)
-        self.desk.wait_appended(lambda error: back(error or offset))
+                self.host.append(name, record)
+        self.host.wait_appended(lambda error: back(error or offset))
 
     def seek(self, name: str, generation: int, offset: int, back: Answer) -> None:
         """To there, as far as the log goes; older generations are fenced."""
         self._stream(name).check_claim(generation)
-        offset = max(self.desk.shell.disk.start, min(offset, self.desk.high_watermark))
-        self.desk.append(name, Seek(offset, generation, self.node.now_ms))
-        self.desk.wait_appended(lambda error: back(error or offset))
+        offset = max(self.host.shell.disk.start, min(offset, self.host.high_watermark))
+        self.host.append(name, Seek(offset, generation, self.node.now_ms))
+        self.host.wait_appended(lambda error: back(error or offset))
 
     def fetch(self, name: str, offset: int, back: Answer) -> None:
         """Messages from `offset` on, and where to go on."""
-        disk = self.desk.shell.disk
+        disk = self.host.shell.disk
         first = disk.index_from(offset + 1) - 1
         at = disk.batches[first].base if first >= 0 and disk.batches else disk.start
-        batches: list[Any] = self.desk.shell.read(at) or []
+        batches: list[Any] = self.host.shell.read(at) or []
         batches = batches[:FETCHED_MAX]
         found = [at for batch in batches for at in range(batch.base, batch.end) if batch.mail and at >= offset]
         end = batches[-1].end if batches else max(offset, disk.start)

@@ -18,7 +18,7 @@ from portalmq.broker.core.stream.membership import GroupMembership
 from portalmq.errors import PortalMQError, Unavailable
 
 if TYPE_CHECKING:
-    from simulation.desk import Answer
+    from simulation.group_host import Answer
     from simulation.node import Node
 
 TICK_MS = 250
@@ -52,7 +52,7 @@ class Seeking:
         self.left = left
 
 
-class Coordinating:
+class GroupCoordinator:
     """One life of a broker."""
 
     def __init__(self, node: Node) -> None:
@@ -232,7 +232,7 @@ def _told(action: core.Action) -> str:
         case core.Propose():
             places = " ".join(
                 f"{name_of(partition)}:{place.owner}@{place.since}" + (f"<-{place.leaving}" if place.leaving else "")
-                for partition, place in action.membership.places.items()
+                for partition, place in action.membership.owners.items()
             )
             return f"propose g{action.membership.generation} at v{action.version}: {places}"
         case core.ClaimPartition():

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from simulation.content import Control, Mail
 from simulation.network import CLIENTS
 from simulation.outbox import Outbox
-from simulation.queue_desk import QueueDesk
-from simulation.stream_desk import StreamDesk
+from simulation.queue_groups import QueueGroups
+from simulation.stream_groups import StreamGroups
 from simulation.submission import Submission
 
 from portalmq.broker.core.fold import PartitionFold, decode_fold, encode_fold
@@ -57,7 +57,7 @@ class Lanes:
         return places[bisect_left(places, place) :]
 
 
-class Desk:
+class GroupHost:
     def __init__(self, shell: ReplicaShell) -> None:
         self.shell = shell
         self.node = shell.node
@@ -68,8 +68,8 @@ class Desk:
         self._own: set[int] = set()  # folded when they were appended, and not written yet
         self._book: object = None
         self._took_over = False
-        self.queue = QueueDesk(self)
-        self.stream = StreamDesk(self)
+        self.queue = QueueGroups(self)
+        self.stream = StreamGroups(self)
         self.outbox = Outbox(self)
         self.rebuild()
 
@@ -198,7 +198,7 @@ class Desk:
 
         place, _, verb = name.partition(".")
         if place == "coordinator":
-            self.node.coordinating.request(verb, content, back)
+            self.node.coordinator.request(verb, content, back)
             return
         try:
             if not self.serves():
@@ -215,7 +215,7 @@ class Desk:
         then: Callable[[PortalMQError | None], None] | None = None,
         *,
         not_before_ms: int = 0,
-        hands_out: bool = False,
+        delivers: bool = False,
     ) -> int:
         """Append and fold a record; `then` hears when it is committed, or that nobody knows. Returns its offset."""
         control = Control(group, record, self.node.now_ms, self.node.wall_ms, self.high_watermark)
@@ -225,7 +225,7 @@ class Desk:
             control=control,
             then=self._when_settled(then),
             not_before_ms=not_before_ms,
-            hands_out=hands_out,
+            delivers=delivers,
         )
         self.shell.submit(submission)
         if submission.base < 0:

@@ -31,7 +31,7 @@ class FairLock:
         finally:
             self._entry.put(None)
 
-    def enter_at_once(self) -> bool:
+    def try_acquire(self) -> bool:
         """Take the turn if nobody has it, or waits for it. Who was answered True calls `__exit__`."""
         try:
             self._entry.get_nowait()

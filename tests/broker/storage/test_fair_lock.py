@@ -4,7 +4,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
-from portalmq.broker.storage.turn import FairLock
+from portalmq.broker.storage.fair_lock import FairLock
 
 
 def test_only_one_thread_has_the_turn():
@@ -37,7 +37,7 @@ def test_waiting_for_a_turn_runs_no_other_greenlet():
 from gevent import monkey
 monkey.patch_all()
 import gevent, gevent.threadpool, time
-from portalmq.broker.storage.turn import FairLock
+from portalmq.broker.storage.fair_lock import FairLock
 native_sleep = monkey.get_original("time", "sleep")
 turn, ran = FairLock(), []
 held = gevent.threadpool.ThreadPool(1)

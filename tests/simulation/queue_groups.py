@@ -21,22 +21,22 @@ from portalmq.broker.core.queue.records import (
     Extend,
     Grant,
     GroupStart,
+    LanePosition,
     Nack,
     Output,
     Range,
     Redrive,
-    Spot,
     ranges_of,
 )
-from portalmq.broker.core.queue.selection import NEVER_MS, Run, Selection, choose, note, read_keys
+from portalmq.broker.core.queue.selection import NEVER_MS, Run, Selection, read_keys, select, update_keys
 from portalmq.errors import InvalidRequest, PortalMQError, StaleReceipt, Unavailable
 
 if TYPE_CHECKING:
-    from simulation.desk import Answer, Desk
+    from simulation.group_host import Answer, GroupHost
 
 GIVEN_UP_MAX = 3
 # A book is built of so many messages at a time, and anything may happen between.
-KEYS_A_STEP = 2
+KEYS_PER_STEP = 2
 
 
 class Receipt(NamedTuple):
@@ -55,11 +55,11 @@ class Receipt(NamedTuple):
 class Shelf:
     """The readable messages of a log, as the core's choice wants to see them."""
 
-    def __init__(self, desk: Desk, *, by_key: bool) -> None:
-        self._desk = desk
-        self._lanes = desk.lanes
+    def __init__(self, host: GroupHost, *, by_key: bool) -> None:
+        self._host = host
+        self._lanes = host.lanes
         self._by_key = by_key
-        self._end = desk.high_watermark
+        self._end = host.high_watermark
 
     def lanes(self) -> Collection[int]:
         return [lane for lane in self._lanes.places if lane > 0]
@@ -75,7 +75,7 @@ class Shelf:
             lanes = [lane for lane in self._lanes.places if 0 < lane < DELAYED]
             places = sorted([*places, *(place for lane in lanes for place in self._lanes.after(lane, (0, offset)))])
         yield from self._runs([at for _, at in places if at < self._end])
-        if self._desk.world.chance(0.5):
+        if self._host.world.chance(0.5):
             yield Run(self._end, self._end)  # nothing more below the high watermark
 
     def returned(self, start: int, end: int) -> Iterator[Run]:
@@ -101,14 +101,14 @@ class Shelf:
         return Run(start, end, None, due_ms, expires_at_ms, mail.key if self._by_key else 0)
 
 
-class QueueDesk:
-    def __init__(self, desk: Desk) -> None:
-        self.desk = desk
-        self.world = desk.world
-        self.node = desk.node
+class QueueGroups:
+    def __init__(self, host: GroupHost) -> None:
+        self.host = host
+        self.world = host.world
+        self.node = host.node
 
     def _delivery(self, group: str) -> GroupDelivery:
-        delivery = self.desk.groups.delivery.get(group)
+        delivery = self.host.groups.delivery.get(group)
         if delivery is None:
             raise Unavailable("the group has not begun here")
         return delivery
@@ -120,66 +120,66 @@ class QueueDesk:
 
     def receive(self, group: str, max_messages: int, visibility_ms: int, attempt: str | None, back: Answer) -> None:
         config = self.world.queue_groups[group]
-        delivery = self.desk.groups.delivery.get(group)
+        delivery = self.host.groups.delivery.get(group)
         if delivery is None:
-            first = max(self.desk.shell.disk.start, self.desk.groups.purged_upto)
-            start = self.desk.high_watermark if config.latest else first
-            self.desk.append(group, GroupStart(start, self.node.now_ms), self._when_committed(back, []))
+            first = max(self.host.shell.disk.start, self.host.groups.purged_upto)
+            start = self.host.high_watermark if config.latest else first
+            self.host.append(group, GroupStart(start, self.node.now_ms), self._when_committed(back, []))
             return
         now_ms = self.node.now_ms
-        if not self.desk.shell.replica.may_hand_out(self.world.now):
+        if not self.host.shell.replica.may_deliver(self.world.now):
             raise Unavailable("nobody vouches for this leader")
         if attempt is not None and (spans := delivery.replay(attempt, now_ms)) is not None:
             again = [
                 Receipt(offset, span.deliveries, span.leader_epoch, span.lease)
                 for span in spans
                 for offset in range(span.start, span.end)
-                if offset in self.desk.lanes.mail
+                if offset in self.host.lanes.mail
             ]
-            self.world.checker.groups.repeated(self.desk, group, attempt, again)
+            self.world.checker.groups.repeated(self.host, group, attempt, again)
             back(again)
             return
         choice = self._chosen(group, max_messages)
-        if not choice.handed:
+        if not choice.delivered:
             back([])
             return
         deadline_ms = now_ms + visibility_ms
         self._grant(group, choice, deadline_ms, attempt)
         receipts = [
-            Receipt(offset, handed.deliveries, self.desk.epoch, delivery.earlier(offset) + handed.deliveries)
-            for handed in choice.handed
+            Receipt(offset, handed.deliveries, self.host.epoch, delivery.earlier(offset) + handed.deliveries)
+            for handed in choice.delivered
             for offset in range(handed.start, handed.end)
         ]
         self.world.note(self.node.id, "{}: hands out {} until {}", group, receipts, deadline_ms)
-        self.world.checker.groups.handed(self.desk, group, receipts, deadline_ms, attempt, alone=choice.alone)
+        self.world.checker.groups.handed(self.host, group, receipts, deadline_ms, attempt, alone=choice.alone)
         if config.at_most_once:
             ranges = ranges_of([receipt.offset for receipt in receipts])
-            self.desk.append(group, Ack(ranges, now_ms), self._when_committed(back, receipts))
+            self.host.append(group, Ack(ranges, now_ms), self._when_committed(back, receipts))
         else:
             back(receipts)
 
     def _chosen(self, group: str, max_messages: int) -> Selection:
         config = self.world.queue_groups[group]
         wall_ms = self.node.wall_ms
-        shelf = Shelf(self.desk, by_key=config.by_key)
+        shelf = Shelf(self.host, by_key=config.by_key)
         if config.by_key:
-            read_keys(self._delivery(group), shelf, self.node.now_ms, KEYS_A_STEP)
-        return choose(
+            read_keys(self._delivery(group), shelf, self.node.now_ms, KEYS_PER_STEP)
+        return select(
             self._delivery(group),
             shelf,
             now_ms=self.node.now_ms,
             wall_ms=wall_ms,
-            due_by_ms=min(wall_ms, self.desk.readable_by_ms()),
+            due_by_ms=min(wall_ms, self.host.readable_by_ms()),
             max_messages=max_messages,
             max_deliveries=config.max_deliveries,
             by_key=config.by_key,
-            committed=self.desk.high_watermark,
-            cancelled=self.desk.groups.cancelled,
+            committed=self.host.high_watermark,
+            cancelled=self.host.groups.cancelled,
         )
 
     def _grant(self, group: str, choice: Selection, deadline_ms: int, attempt: str | None = None) -> None:
-        ranges = tuple((handed.start, handed.end, handed.deliveries) for handed in choice.handed)
-        lanes = tuple(handed.lane for handed in choice.handed)
+        ranges = tuple((handed.start, handed.end, handed.deliveries) for handed in choice.delivered)
+        lanes = tuple(handed.lane for handed in choice.delivered)
         record = Grant(
             ranges,
             choice.next,
@@ -188,13 +188,13 @@ class QueueDesk:
             "",
             attempt,
             lanes if any(lanes) else (),
-            choice.spots(),
+            choice.lane_positions(),
             tuple(choice.gone),
             tuple(choice.held),
-            self.desk.groups.leases_above,
+            self.host.groups.leases_above,
         )
-        self.desk.append(group, record, not_before_ms=choice.not_before_ms, hands_out=bool(ranges))
-        note(self._delivery(group), choice)
+        self.host.append(group, record, not_before_ms=choice.not_before_ms, delivers=bool(ranges))
+        update_keys(self._delivery(group), choice)
 
     # --- settle ------------------------------------------------------------------------------------------------------
 
@@ -207,20 +207,20 @@ class QueueDesk:
             good, more = delivery.ackable([receipt.offset], receipt.lease, receipt.leader_epoch)
             verdicts += good
             unfinished += more
-        self.world.checker.groups.accepted(self.desk, group, receipts, verdicts)
+        self.world.checker.groups.accepted(self.host, group, receipts, verdicts)
         return verdicts, sorted(set(unfinished))
 
-    def _finished(self, group: str, offsets: list[int]) -> tuple[tuple[Range, ...], tuple[Spot, ...]]:
+    def _finished(self, group: str, offsets: list[int]) -> tuple[tuple[Range, ...], tuple[LanePosition, ...]]:
         delivery = self._delivery(group)
         held = delivery.with_span(offsets)
         spots = [self._spot(offset) for offset in offsets if offset not in held and self._is_there(offset)]
         return ranges_of(held), tuple(spot for spot in spots if not delivery.has_passed(spot))
 
     def _is_there(self, offset: int) -> bool:
-        return offset in self.desk.lanes.mail
+        return offset in self.host.lanes.mail
 
-    def _spot(self, offset: int) -> Spot:
-        mail, appended_at_ms, _ = self.desk.lanes.mail[offset]
+    def _spot(self, offset: int) -> LanePosition:
+        mail, appended_at_ms, _ = self.host.lanes.mail[offset]
         return mail.spot(offset, appended_at_ms)
 
     def ack(self, group: str, receipts: list[Receipt], back: Answer) -> None:
@@ -228,11 +228,11 @@ class QueueDesk:
         ranges, ahead = self._finished(group, unfinished)
         done = self._when_committed(back, verdicts)
         if not all(verdicts):  # what is refused is to stay so
-            then, done = done, lambda error: back(error) if error else self.desk.wait_appended(then)
+            then, done = done, lambda error: back(error) if error else self.host.wait_appended(then)
         if ranges or ahead:
-            self.desk.append(group, Ack(ranges, self.node.now_ms, ahead), done)
+            self.host.append(group, Ack(ranges, self.node.now_ms, ahead), done)
         else:
-            self.desk.wait_appended(done)
+            self.host.wait_appended(done)
 
     def _held(self, group: str, receipts: list[Receipt], *, extends: bool = False) -> list[bool]:
         delivery, now_ms = self._delivery(group), self.node.now_ms
@@ -243,7 +243,7 @@ class QueueDesk:
             else delivery.holds(receipt.offset, receipt.lease, receipt.leader_epoch)
             for receipt in receipts
         ]
-        self.world.checker.groups.accepted(self.desk, group, receipts, verdicts)
+        self.world.checker.groups.accepted(self.host, group, receipts, verdicts)
         return verdicts
 
     def nack(self, group: str, receipts: list[Receipt], delay_ms: int, back: Answer) -> None:
@@ -258,7 +258,7 @@ class QueueDesk:
         done = self._when_committed(back, verdicts)
         if returned:
             nack = Nack(tuple((start, end, now_ms + delay_ms) for start, end in returned), now_ms)
-            self.desk.append(group, nack, None if up else done)
+            self.host.append(group, nack, None if up else done)
         if up:
             self._give_up(group, [(offset, offset + 1, spans[offset].deliveries) for offset in up], done)
         if not held:
@@ -269,8 +269,8 @@ class QueueDesk:
         held = [receipt.offset for receipt, holds in zip(receipts, verdicts, strict=True) if holds]
         if held:
             now_ms = self.node.now_ms
-            self.desk.append(group, Extend(ranges_of(held), now_ms + visibility_ms, now_ms))
-            self.world.checker.groups.extended(self.desk, group, held, now_ms + visibility_ms)
+            self.host.append(group, Extend(ranges_of(held), now_ms + visibility_ms, now_ms))
+            self.world.checker.groups.extended(self.host, group, held, now_ms + visibility_ms)
         back(verdicts)
 
     def commit(self, group: str, receipts: list[Receipt], call: str, outputs: int, back: Answer) -> None:
@@ -278,18 +278,18 @@ class QueueDesk:
         delivery = self._delivery(group)
         commit_id = blake2b(repr((group, sorted(receipts))).encode(), digest_size=16).digest()
         if commit_id in delivery.commits:
-            self.desk.wait_appended(self._when_committed(back, delivery.commits[commit_id]))
+            self.host.wait_appended(self._when_committed(back, delivery.commits[commit_id]))
             return
         verdicts, unfinished = self._weigh(group, receipts)
         ranges, ahead = self._finished(group, unfinished)
         found = {offset for start, end in ranges for offset in range(start, end)}
         found |= {offset for _, _, offset in ahead if not delivery.is_ahead(offset)}
         if not all(verdicts) or found != {receipt.offset for receipt in receipts}:
-            self.desk.refuse(StaleReceipt("somebody else has it, or it is done"), back)
+            self.host.refuse(StaleReceipt("somebody else has it, or it is done"), back)
             return
         ordered = tuple(Output("output", f"{call}/{number}") for number in range(outputs))
         record = Commit(commit_id, self.node.now_ms, ordered, ranges, ahead)
-        offset = self.desk.append(group, record, lambda error: back(error or offset))
+        offset = self.host.append(group, record, lambda error: back(error or offset))
 
     # --- what is given up --------------------------------------------------------------------------------------------
 
@@ -300,21 +300,21 @@ class QueueDesk:
         then: Callable[[PortalMQError | None], None] | None = None,
     ) -> None:
         topic = DEAD_LETTERS if self.world.queue_groups[group].has_dead_letters else ""
-        self.desk.append(group, Dead(tuple(ranges), self.node.now_ms, "often enough", topic), then)
+        self.host.append(group, Dead(tuple(ranges), self.node.now_ms, "often enough", topic), then)
 
     def redrive(self, group: str, back: Answer) -> None:
         dead = self._some_dead(group)
         now_ms = self.node.now_ms
         if dead:
             ranges = tuple((start, end, now_ms + self.world.random.randint(0, 500)) for start, end in dead)
-            self.desk.append(group, Redrive(ranges, now_ms), self._when_committed(back, len(dead)))
+            self.host.append(group, Redrive(ranges, now_ms), self._when_committed(back, len(dead)))
         else:
             back(0)
 
     def drop(self, group: str, back: Answer) -> None:
         dead = self._some_dead(group)
         if dead:
-            self.desk.append(group, Drop(tuple(dead), self.node.now_ms), self._when_committed(back, len(dead)))
+            self.host.append(group, Drop(tuple(dead), self.node.now_ms), self._when_committed(back, len(dead)))
         else:
             back(0)
 
@@ -327,18 +327,18 @@ class QueueDesk:
         wall_ms = self.node.wall_ms
         scheduled = [
             offset
-            for lane, places in self.desk.lanes.places.items()
+            for lane, places in self.host.lanes.places.items()
             for due_ms, offset in places
-            if lane >= DELAYED and due_ms > wall_ms and offset < self.desk.high_watermark
+            if lane >= DELAYED and due_ms > wall_ms and offset < self.host.high_watermark
         ]
         if not scheduled:
             raise InvalidRequest("nothing is scheduled")
         offset = self.world.random.choice(scheduled)
-        self.desk.append("", Cancel(((offset, offset + 1),)), self._when_committed(back, offset))
+        self.host.append("", Cancel(((offset, offset + 1),)), self._when_committed(back, offset))
 
     def sweep(self) -> None:
         """What was delivered often enough is given up, what has expired unseen is passed over."""
-        for group, delivery in self.desk.groups.delivery.items():
+        for group, delivery in self.host.groups.delivery.items():
             config = self.world.queue_groups[group]
             overdue = delivery.overdue(self.node.now_ms, config.max_deliveries, GIVEN_UP_MAX)
             if overdue:
@@ -350,7 +350,7 @@ class QueueDesk:
     def first_unpassed(self) -> list[int]:
         """Of each group, the first message that its cursors have not reached."""
         found = []
-        for delivery in self.desk.groups.delivery.values():
-            fresh = (offset for offset in self.desk.lanes.mail if not delivery.has_passed(self._spot(offset)))
+        for delivery in self.host.groups.delivery.values():
+            fresh = (offset for offset in self.host.lanes.mail if not delivery.has_passed(self._spot(offset)))
             found += [first for first in (min(fresh, default=None),) if first is not None]
         return found

@@ -7,7 +7,7 @@ import time
 from hypothesis import given
 from hypothesis import strategies as st
 
-from portalmq.broker.core.stream.assignment import Partition, share
+from portalmq.broker.core.stream.assignment import Partition, assign
 
 TOPICS = st.dictionaries(st.sampled_from("abcd"), st.integers(0, 12), max_size=4)
 MEMBERS = st.dictionaries(
@@ -24,32 +24,32 @@ def all_of(topics: dict[str, int]) -> set[Partition]:
 
 
 def test_partitions_are_dealt_out_evenly() -> None:
-    shares = share({"a": {"t"}, "b": {"t"}, "c": {"t"}}, {"t": 8}, {})
+    shares = assign({"a": {"t"}, "b": {"t"}, "c": {"t"}}, {"t": 8}, {})
     assert sorted(loads({"a": set(), "b": set(), "c": set()}, shares).values()) == [2, 3, 3]
 
 
 def test_a_newcomer_takes_his_share_and_the_others_keep_the_rest() -> None:
-    before = share({"a": {"t"}, "b": {"t"}}, {"t": 9}, {})
-    after = share({"a": {"t"}, "b": {"t"}, "c": {"t"}}, {"t": 9}, before)
+    before = assign({"a": {"t"}, "b": {"t"}}, {"t": 9}, {})
+    after = assign({"a": {"t"}, "b": {"t"}, "c": {"t"}}, {"t": 9}, before)
     assert sum(after[partition] != before[partition] for partition in before) == 3
     assert set(loads({"a": set(), "b": set(), "c": set()}, after).values()) == {3}
 
 
 def test_what_a_member_leaves_behind_is_all_that_moves() -> None:
-    before = share({"a": {"t"}, "b": {"t"}, "c": {"t"}}, {"t": 9}, {})
-    after = share({"a": {"t"}, "b": {"t"}}, {"t": 9}, before)
+    before = assign({"a": {"t"}, "b": {"t"}, "c": {"t"}}, {"t": 9}, {})
+    after = assign({"a": {"t"}, "b": {"t"}}, {"t": 9}, before)
     assert all(after[partition] == owner for partition, owner in before.items() if owner != "c")
 
 
 def test_topics_are_spread_over_the_members_too() -> None:
-    shares = share({"a": {"t", "u"}, "b": {"t", "u"}}, {"t": 2, "u": 2}, {})
+    shares = assign({"a": {"t", "u"}, "b": {"t", "u"}}, {"t": 2, "u": 2}, {})
     for member in "ab":
         assert {topic for (topic, _), owner in shares.items() if owner == member} == {"t", "u"}
 
 
 def test_a_partition_that_is_on_its_way_moves_rather_than_one_that_is_read() -> None:
     before: dict[Partition, str] = {("t", number): "a" for number in range(4)}
-    after = share({"a": {"t"}, "b": {"t"}}, {"t": 4}, before, light=[("t", 0), ("t", 2)])
+    after = assign({"a": {"t"}, "b": {"t"}}, {"t": 4}, before, moving=[("t", 0), ("t", 2)])
     assert {partition for partition, owner in after.items() if owner == "b"} == {("t", 0), ("t", 2)}
 
 
@@ -59,7 +59,7 @@ def test_every_partition_has_one_eligible_member_and_no_move_would_make_it_more_
 ) -> None:
     anybody = st.sampled_from([*members, "gone"])
     current = data.draw(st.dictionaries(st.sampled_from(sorted(all_of({**topics, "a": 15}))), anybody, max_size=40))
-    shares = share(members, topics, current)
+    shares = assign(members, topics, current)
     readable = {partition for partition in all_of(topics) if any(partition[0] in read for read in members.values())}
     assert set(shares) == readable
     load = loads(members, shares)
@@ -68,7 +68,7 @@ def test_every_partition_has_one_eligible_member_and_no_move_would_make_it_more_
         for other, read in members.items():
             if topic in read:
                 assert load[owner] <= load[other] + 1
-    assert share(members, topics, shares) == shares
+    assert assign(members, topics, shares) == shares
 
 
 @given(st.integers(1, 8), st.integers(0, 40), st.data())
@@ -76,7 +76,7 @@ def test_with_equal_subscriptions_no_more_moves_than_it_takes(count: int, partit
     members = {f"m{number}": {"t"} for number in range(count)}
     holders = data.draw(st.lists(st.sampled_from(sorted(members)), min_size=partitions, max_size=partitions))
     current: dict[Partition, str] = {("t", number): holder for number, holder in enumerate(holders)}
-    after = share(members, {"t": partitions}, current)
+    after = assign(members, {"t": partitions}, current)
     before = sorted(loads(members, current).values(), reverse=True)
     least, rest = divmod(partitions, count)
     quotas = [least + 1] * rest + [least] * (count - rest)
@@ -87,6 +87,6 @@ def test_with_equal_subscriptions_no_more_moves_than_it_takes(count: int, partit
 def test_a_thousand_members_and_ten_thousand_partitions_are_shared_in_a_moment() -> None:
     members = {f"m{number}": {"t", "u"} for number in range(1_000)}
     began = time.process_time()
-    shares = share(members, {"t": 5_000, "u": 5_000}, {("t", number): "m1" for number in range(5_000)})
+    shares = assign(members, {"t": 5_000, "u": 5_000}, {("t", number): "m1" for number in range(5_000)})
     assert set(loads(members, shares).values()) == {10}
     assert time.process_time() - began < 5

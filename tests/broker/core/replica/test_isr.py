@@ -162,9 +162,9 @@ def test_a_pause_of_the_leader_is_not_its_followers_lag():
     insync.ticked(20_100)  # stopped for twenty seconds
     assert insync.wanted(0, BROKERS, 20_100) == {1, 2, 3}
     assert insync.live_members(20_100) == 3
-    assert insync.heard_of_all_ms() < 0  # the lease is not fooled
+    assert insync.heard_from_all_ms() < 0  # the lease is not fooled
     insync.fetched(fetch(3, 10), 10, 20_200)
-    assert insync.heard_of_all_ms() == 100
+    assert insync.heard_from_all_ms() == 100
 
 
 def test_who_would_leave_at_once_does_not_join():
@@ -196,7 +196,7 @@ def test_live_members_are_those_that_fetch():
 
 
 def test_a_sole_member_waits_for_nobody():
-    assert book(1, least=1).heard_of_all_ms() is None
+    assert book(1, least=1).heard_from_all_ms() is None
     assert book(1, least=1).committed_end(7, {}, 0) == 7
 
 

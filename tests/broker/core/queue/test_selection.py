@@ -7,10 +7,10 @@ from support.supply import ListSupply, Message, chosen, granted, offsets_of
 
 from portalmq.broker.core.fold import GroupFold
 from portalmq.broker.core.queue.delivery import GroupDelivery
-from portalmq.broker.core.queue.key_order import HELD_MAX, KeyBook
+from portalmq.broker.core.queue.key_order import HELD_MAX, KeyQueues
 from portalmq.broker.core.queue.lanes import DELAYED
 from portalmq.broker.core.queue.records import Ack, Dead, Grant, Nack, Redrive
-from portalmq.broker.core.queue.selection import KEYS_A_STEP, choose, has_turn, read_keys
+from portalmq.broker.core.queue.selection import KEYS_PER_STEP, has_turn, read_keys, select
 
 
 def new_group(start: int = 0) -> GroupDelivery:
@@ -25,7 +25,7 @@ def receive(group: GroupDelivery, supply: ListSupply, now: int, max_messages: in
 
 def choose_now(group: GroupDelivery, supply: ListSupply, now: int):
     """Without a look at what is unread."""
-    return choose(group, supply, now_ms=now, wall_ms=now, due_by_ms=now, max_messages=10, max_deliveries=5, by_key=True)
+    return select(group, supply, now_ms=now, wall_ms=now, due_by_ms=now, max_messages=10, max_deliveries=5, by_key=True)
 
 
 def test_a_cursor_that_passes_a_time_asks_for_a_later_record():
@@ -35,14 +35,14 @@ def test_a_cursor_that_passes_a_time_asks_for_a_later_record():
     choice = chosen(group, supply, 600)
     assert offsets_of(choice) == [0, 1]
     assert choice.not_before_ms == 500
-    assert choice.spots() == ((DELAYED, 500, 1),)
+    assert choice.lane_positions() == ((DELAYED, 500, 1),)
 
 
 def test_what_is_due_but_not_all_readable_is_left_alone():
     """A message that is due earlier may be on its way to the disk: passing its time would lose it."""
     group, supply = new_group(), ListSupply()
     supply.add(deliver_at_ms=500)
-    choice = choose(
+    choice = select(
         group, supply, now_ms=600, wall_ms=600, due_by_ms=499, max_messages=10, max_deliveries=5, by_key=False
     )
     assert offsets_of(choice) == []
@@ -153,7 +153,7 @@ def test_a_book_is_built_a_few_messages_at_a_time():
         assert offsets_of(choose_now(group, supply, 1)) == [], "it tells nobody's turn before it is whole"
         steps.append(0)
     assert sum(steps) == 1_200
-    assert max(steps) == KEYS_A_STEP
+    assert max(steps) == KEYS_PER_STEP
     assert receive(group, supply, 1) == []
     group.apply(Ack(((0, 1),), 1), offset=1_300)
     assert receive(group, supply, 1) == [1]
@@ -182,7 +182,7 @@ def test_a_span_of_very_many_messages_is_read_in_parts():
     receive(group, supply, 0, 1_200)
     supply.by_key = True
     assert not read_keys(group, supply, 1)
-    assert len(group.keys) == KEYS_A_STEP
+    assert len(group.keys) == KEYS_PER_STEP
 
 
 def test_what_is_redriven_takes_its_place_in_a_book_that_is_kept():
@@ -220,7 +220,7 @@ def test_a_back_off_keeps_the_key_and_not_the_others():
 
 
 def test_a_book_forgets_what_is_done():
-    book = KeyBook()
+    book = KeyQueues()
     for offset in range(10):
         book.add(offset, 1 + offset % 2)
     book.done(0, 9)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from portalmq.broker.core.fold import GroupFold
 from portalmq.broker.core.queue.delivery import GroupDelivery
-from portalmq.broker.core.queue.key_order import KeyBook
+from portalmq.broker.core.queue.key_order import KeyQueues
 from portalmq.broker.core.queue.records import Ack
 
 
 def test_a_delayed_message_that_comes_before_one_that_is_out_is_looked_at_again():
     """Else it waited for the later one, whose lease had ended, and that one waited for it."""
-    book = KeyBook()
+    book = KeyQueues()
     book.add(32, key=2)
     book.handed_out(32)
     assert book.freed == []
@@ -20,7 +20,7 @@ def test_a_delayed_message_that_comes_before_one_that_is_out_is_looked_at_again(
 
 
 def test_a_message_behind_others_of_its_key_is_not_looked_at():
-    book = KeyBook()
+    book = KeyQueues()
     book.add(17, key=2)
     book.add(32, key=2)
     assert book.freed == []
@@ -29,7 +29,7 @@ def test_a_message_behind_others_of_its_key_is_not_looked_at():
 def test_an_ack_whose_grant_was_lost_holds_all_keys_back_until_it_is_committed():
     """The message is in no queue of its key: what comes after it must not go while the ack may yet be lost."""
     group = GroupDelivery(GroupFold("g", 0, 0, []))
-    group.keys = book = KeyBook()
+    group.keys = book = KeyQueues()
     group.apply(Ack((), 1, ahead=((0, 0, 5),)), offset=9)
     book.settle(committed=9)
     assert not book.knows_turns
@@ -40,7 +40,7 @@ def test_an_ack_whose_grant_was_lost_holds_all_keys_back_until_it_is_committed()
 def test_a_book_that_is_being_built_counts_what_is_finished_meanwhile():
     """Whether it has read the message already or will find it gone: the next of the key waits for the end's commit."""
     for finished in (0, 7):
-        book = KeyBook([(0, 100)])
+        book = KeyQueues([(0, 100)])
         book.add(0, key=1)
         book.add(1, key=1)
         book.read_to(5)
@@ -55,7 +55,7 @@ def test_a_book_that_is_being_built_counts_what_is_finished_meanwhile():
 
 
 def test_what_is_unfinished_again_is_not_taken_out_by_the_end_that_it_had_before():
-    book = KeyBook()
+    book = KeyQueues()
     book.add(3, key=1)
     book.finish(3, 4, record=50)
     book.read_later(3, 4)
