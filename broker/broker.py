@@ -16,9 +16,10 @@ from functools import cached_property
 from portalmq import wire
 from portalmq.broker.cluster.retry_budget import AT_ONCE, RetryBudget
 from portalmq.broker.cluster.routing import NoSuchPartition
+from portalmq.broker.cluster.rpc.messages import SchedulePosition
 from portalmq.broker.messages.browse import StoredMessage, StoredPage
 from portalmq.broker.messages.produce import ProduceRequest
-from portalmq.broker.messages.scheduled import BEGINNING, SchedulePage, SchedulePosition
+from portalmq.broker.messages.scheduled import BEGINNING, SchedulePage
 from portalmq.broker.partition.long_poll import LeasedMessage, Peer, Portion
 from portalmq.broker.partition.partition import Partition
 from portalmq.broker.partition.shortages import refusal_of

@@ -1,6 +1,6 @@
 """What other brokers may ask of this one: every call's name, and the room that answers it.
 
-Each call's question and answer are msgspec Structs beside the room that uses them (or in cluster/rpc.py), encoded as
+Each call's question and answer are msgspec Structs of cluster/rpc, encoded as
 MessagePack. An answer is given here or refused: nothing is forwarded a second time.
 """
 

@@ -15,8 +15,9 @@ from portalmq import wire
 from portalmq.broker.api.incoming import a_turn, record_of_json, record_of_pack
 from portalmq.broker.api.request_context import RequestContext, ResponseParts
 from portalmq.broker.api.traffic import may_forward
+from portalmq.broker.cluster.rpc.queues import MemberOffset
 from portalmq.broker.partition.yielding import in_turns
-from portalmq.broker.queues.commit import MemberOffset, OutputMessage
+from portalmq.broker.queues.commit import OutputMessage
 from portalmq.errors import InvalidRequest
 
 Environ = dict[str, Any]

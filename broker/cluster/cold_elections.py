@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import gevent
 
-from portalmq.broker.cluster.unclean_election import ReplicaLogEnd
+from portalmq.broker.cluster.rpc.brokers import ReplicaLogEnd
 from portalmq.broker.partition.clock import Clock
 from portalmq.control_plane.controller import LogEnd
 from portalmq.control_plane.mirror import PartitionKey

@@ -9,8 +9,7 @@ from typing import Generic, TypeVar
 import msgspec
 
 from portalmq.broker.cluster.peers import Peers
-from portalmq.broker.cluster.routing import Outcomes
-from portalmq.broker.cluster.rpc import TopicPartition
+from portalmq.broker.cluster.rpc import Outcomes, TopicPartition
 from portalmq.errors import PortalMQError
 
 T = TypeVar("T")

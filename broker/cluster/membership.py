@@ -30,7 +30,16 @@ from gevent.event import Event
 from portalmq.broker.cluster.controller_loop import ControllerLoop
 from portalmq.broker.cluster.failure_detector import CertificatePaths, FailureDetector, Probe, Prober, probe_once
 from portalmq.broker.cluster.retry_budget import AT_ONCE, RetryBudget
-from portalmq.broker.cluster.unclean_election import LogEndRequest, LogEndsRequest, ReplicaLogEnd, ReplicaLogEnds
+from portalmq.broker.cluster.rpc.brokers import (
+    LogEndRequest,
+    LogEndsRequest,
+    Reached,
+    ReachRequest,
+    ReplicaLogEnd,
+    ReplicaLogEnds,
+    Suspicion,
+    SuspicionNoted,
+)
 from portalmq.broker.core.replica.events import IsrAnswered, Outcome, PartitionStateChanged, ProposeIsr
 from portalmq.broker.partition.clock import Clock
 from portalmq.broker.partition.partition_state import partition_state_of
@@ -69,30 +78,6 @@ class ClusterGone(PlaneError):
 
     The broker keeps topics that such a plane does not know, and trusts none of its ISRs.
     """
-
-
-class Suspicion(msgspec.Struct, frozen=True):
-    """A report to the controller: the sender gets no answer from this broker."""
-
-    broker_id: int
-    incarnation: int
-    refused: bool
-
-
-class SuspicionNoted(msgspec.Struct, frozen=True):
-    """The acknowledgement of a report. The controller then verifies with a probe of its own."""
-
-
-class ReachRequest(msgspec.Struct, frozen=True):
-    """A question to the other brokers: do you reach this one? It is asked before a controller is removed, and before a
-    leader is replaced that its followers miss."""
-
-    broker_id: int
-    incarnation: int
-
-
-class Reached(msgspec.Struct, frozen=True):
-    answers: bool
 
 
 class PeerCalls(Protocol):

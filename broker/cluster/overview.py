@@ -14,8 +14,9 @@ import msgspec
 from portalmq import wire
 from portalmq.broker.cluster.metadata_cache import MetadataCache
 from portalmq.broker.cluster.peers import Peers
-from portalmq.broker.cluster.routing import LeaderRouter, Outcomes, place_of
-from portalmq.broker.cluster.rpc import Partitions, PartitionSize, Result, TopicPartition, result_of
+from portalmq.broker.cluster.routing import LeaderRouter, place_of
+from portalmq.broker.cluster.rpc import Outcomes, Result, TopicPartition, result_of
+from portalmq.broker.cluster.rpc.messages import Partitions, PartitionSize
 from portalmq.broker.cluster.topics import Topic, Topics
 from portalmq.broker.partition.yielding import in_short_turns
 from portalmq.control_plane.mirror import Mirror

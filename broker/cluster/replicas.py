@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TypeVar
 
-from portalmq.broker.cluster.unclean_election import ReplicaLogEnd
+from portalmq.broker.cluster.rpc.brokers import ReplicaLogEnd
 from portalmq.broker.partition.folding import Recovered, recover
 from portalmq.broker.partition.host import PartitionHost
 from portalmq.broker.partition.partition import Partition

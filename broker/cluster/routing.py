@@ -23,7 +23,7 @@ import gevent
 from gevent.event import Event
 
 from portalmq.broker.cluster.peers import NotAnswered
-from portalmq.broker.cluster.rpc import TopicPartition
+from portalmq.broker.cluster.rpc import Outcomes, TopicPartition
 from portalmq.broker.partition.writer import NotCommittedYet
 from portalmq.control_plane.state import TopicState
 from portalmq.errors import NotLeader, PartitionNotFound, PortalMQError, Unavailable
@@ -37,7 +37,6 @@ PAUSE_MAX_S = 0.2
 ABANDON_AFTER_S = 0.3
 
 T = TypeVar("T")
-Outcomes = dict[TopicPartition, T | PortalMQError]
 
 
 class NoSuchPartition(PartitionNotFound):

@@ -23,6 +23,7 @@ import gevent
 import msgspec
 from gevent.event import Event
 
+from portalmq.broker.cluster.rpc.brokers import TimeAsked, TimeTold
 from portalmq.broker.partition.clock import TOLERANCE_MS, Clock
 from portalmq.control_plane.state import BrokerState
 from portalmq.errors import PortalMQError
@@ -35,14 +36,6 @@ ASK_WITHIN_S = 1.0
 T = TypeVar("T")
 # A time of day as an offset from the steady clock of this broker: its least and its greatest possible value.
 Span = tuple[int, int]
-
-
-class TimeAsked(msgspec.Struct, frozen=True):
-    """A question for the time of day of a broker's machine."""
-
-
-class TimeTold(msgspec.Struct, frozen=True):
-    machine_ms: int
 
 
 class PeerClocks(Protocol):

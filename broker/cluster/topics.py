@@ -29,7 +29,8 @@ from portalmq.broker.cluster.capacity import Capacity
 from portalmq.broker.cluster.replicas import Files, Replicas
 from portalmq.broker.cluster.routing import NoSuchPartition, place_of
 from portalmq.broker.cluster.rpc import TopicPartition
-from portalmq.broker.cluster.unclean_election import ElectionPeers, LogEndRequest, ReplicaLogEnd, is_whole_elsewhere
+from portalmq.broker.cluster.rpc.brokers import LogEndRequest, ReplicaLogEnd
+from portalmq.broker.cluster.unclean_election import ElectionPeers, is_whole_elsewhere
 from portalmq.broker.core.queue.receipts import topic_tag
 from portalmq.broker.core.replica.events import PartitionStateChanged, SessionLost
 from portalmq.broker.partition.host import PartitionHost, PartitionMembership

@@ -15,6 +15,7 @@ from typing import Protocol, TypeVar
 import msgspec
 
 from portalmq.broker.cluster.exits import EX_CANTCREAT, EX_UNAVAILABLE, EX_USAGE, StartupError
+from portalmq.broker.cluster.rpc.brokers import LogEndRequest, ReplicaLogEnd
 from portalmq.broker.core.replica.replica import PartitionReplica
 from portalmq.control_plane.catalog import Catalog
 from portalmq.control_plane.controller import elect_unclean
@@ -26,47 +27,6 @@ ASK_WITHIN_S = 5.0
 ATTEMPTS = 5
 
 T = TypeVar("T")
-
-
-class LogEndRequest(msgspec.Struct, frozen=True):
-    """A question for the log end of one replica."""
-
-    topic_id: str
-    number: int
-
-
-class LogEndsRequest(msgspec.Struct, frozen=True):
-    """A question for the log ends of many replicas."""
-
-    partitions: list[LogEndRequest]
-
-
-class ReplicaLogEnd(msgspec.Struct, frozen=True):
-    """The records that a replica holds: up to `end`, the last of them in `last_epoch`.
-
-    `fault` says why it is damaged. `lossy` says which committed records a readable replica lacks. `set_aside` lists
-    what is in lost+found of the partition.
-    """
-
-    store_uuid: str
-    incarnation: int
-    last_epoch: int
-    end: int
-    high_watermark: int
-    fault: str = ""
-    lossy: str = ""
-    set_aside: tuple[str, ...] = ()
-
-    def is_whole(self, held: PartitionState, broker_id: int) -> bool:
-        """Whether this replica of `broker_id` is the one that was counted in sync, and is undamaged."""
-        counted = broker_id in held.isr and held.store_uuids.get(broker_id) == self.store_uuid
-        return counted and not self.fault and not self.lossy
-
-
-class ReplicaLogEnds(msgspec.Struct, frozen=True):
-    """The log ends in the order of the request; None for a replica that is not open yet."""
-
-    standings: list[ReplicaLogEnd | None]
 
 
 class LocalPartition(Protocol):

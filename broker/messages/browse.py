@@ -12,8 +12,9 @@ from gevent.event import Event
 
 from portalmq.broker.cluster.metadata_cache import MetadataCache
 from portalmq.broker.cluster.peers import Peers
-from portalmq.broker.cluster.routing import LeaderRouter, Outcomes, place_of
-from portalmq.broker.cluster.rpc import Browse, Browsed, PurgeCall, Result, TopicPartition, result_of
+from portalmq.broker.cluster.routing import LeaderRouter, place_of
+from portalmq.broker.cluster.rpc import Outcomes, Result, TopicPartition, result_of
+from portalmq.broker.cluster.rpc.messages import Browse, Browsed, PurgeCall
 from portalmq.broker.cluster.topics import Topic
 from portalmq.broker.partition.answer_size import first_of
 from portalmq.broker.partition.long_poll import LongPolls, Peer

@@ -24,8 +24,9 @@ import msgspec
 
 from portalmq.broker.cluster.metadata_cache import MetadataCache
 from portalmq.broker.cluster.peers import Peers
-from portalmq.broker.cluster.routing import LeaderRouter, Outcomes, place_of
-from portalmq.broker.cluster.rpc import Result, TopicPartition, result_of
+from portalmq.broker.cluster.routing import LeaderRouter, place_of
+from portalmq.broker.cluster.rpc import Outcomes, Result, TopicPartition, result_of
+from portalmq.broker.cluster.rpc.messages import FindFirst
 from portalmq.broker.cluster.topics import Topic
 from portalmq.broker.partition.partition import Partition
 from portalmq.broker.partition.yielding import give_way, in_short_turns
@@ -50,18 +51,6 @@ First = tuple[int, bytes | None, int]
 SOUGHT_HERE_MAX = 8
 # About 3 ms of hashing.
 HASHED_AT_ONCE = 1_000
-
-
-class FindFirst(msgspec.Struct, array_like=True):
-    """Asks for the message of this id in these partitions. Refused when the hash differs, or when the message is not
-    yet as durable as `acks` asks."""
-
-    topic: str
-    topic_id: str
-    numbers: list[int]
-    message_id: bytes
-    body_hash: bytes
-    acks: Acks
 
 
 _Firsts = list[Result[list[int]]]

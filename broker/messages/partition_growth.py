@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 from portalmq.broker.cluster.metadata_cache import MetadataCache
 from portalmq.broker.cluster.peers import Peers
-from portalmq.broker.cluster.routing import LeaderRouter, Outcomes, place_of
-from portalmq.broker.cluster.rpc import GroupBegunCall, Result, TopicPartition
+from portalmq.broker.cluster.routing import LeaderRouter, place_of
+from portalmq.broker.cluster.rpc import Outcomes, Result, TopicPartition
+from portalmq.broker.cluster.rpc.queues import GroupBegunCall
 from portalmq.broker.cluster.topics import Topic
 from portalmq.control_plane.mirror import Mirror
 from portalmq.errors import KeyOrder, PortalMQError

@@ -18,7 +18,8 @@ import msgspec
 
 from portalmq.broker.cluster.peers import Peers
 from portalmq.broker.cluster.routing import LeaderRouter, as_unavailable, place_of
-from portalmq.broker.cluster.rpc import AppendResult, Produce, Result, Share, TopicPartition, result_of
+from portalmq.broker.cluster.rpc import Result, TopicPartition, result_of
+from portalmq.broker.cluster.rpc.messages import AppendResult, Produce, Share
 from portalmq.broker.cluster.topics import Topic
 from portalmq.broker.core.replica.events import Stamp
 from portalmq.broker.messages.idempotency import AsSent, Keyed, RepeatFinder, are_many, each_once, identified, known_in

@@ -27,6 +27,7 @@ import gevent
 import msgspec
 
 from portalmq.broker.cluster.peers import Peers
+from portalmq.broker.cluster.rpc.messages import Fence, FencingConfirmed
 from portalmq.broker.core.replica.stamp import Stamp
 from portalmq.broker.partition.clock import Clock
 from portalmq.control_plane.catalog import PRODUCER_ID_BLOCK, Catalog
@@ -43,17 +44,6 @@ CONFIRM_PAUSE_S = 0.05
 READ_AGAIN_S = 0.2
 # The pause after a failed question, which took a session timeout: the next batches do not wait for another one.
 ASK_AGAIN_MS = 5_000
-
-
-class Fence(msgspec.Struct, array_like=True, frozen=True):
-    """Announces the newest epoch of a named producer."""
-
-    producer_id: int
-    epoch: int
-
-
-class FencingConfirmed(msgspec.Struct, array_like=True, frozen=True):
-    """Confirms that this broker refuses older epochs."""
 
 
 _decode = msgspec.msgpack.Decoder(Fence).decode

@@ -21,8 +21,9 @@ import msgspec
 
 from portalmq.broker.cluster.metadata_cache import MetadataCache
 from portalmq.broker.cluster.peers import Peers
-from portalmq.broker.cluster.routing import LeaderRouter, Outcomes, place_of
-from portalmq.broker.cluster.rpc import Result, TopicPartition, result_of
+from portalmq.broker.cluster.routing import LeaderRouter, place_of
+from portalmq.broker.cluster.rpc import Outcomes, Result, TopicPartition, result_of
+from portalmq.broker.cluster.rpc.messages import CancelScheduled, ListScheduled, Rows, SchedulePosition
 from portalmq.broker.cluster.topics import Topic
 from portalmq.broker.core.queue.lanes import DELAYED
 from portalmq.broker.core.queue.records import Cancel
@@ -41,46 +42,7 @@ PAGE_BYTES = 8 * 1024 * 1024
 _encode = msgspec.msgpack.Encoder().encode
 
 
-class SchedulePosition(NamedTuple):
-    """A position in the list of a topic's scheduled messages, which has this order."""
-
-    due_ms: int
-    number: int
-    offset: int
-
-    def __str__(self) -> str:
-        return f"{self.due_ms}-{self.number}-{self.offset}"
-
-
 BEGINNING = SchedulePosition(0, 0, -1)
-
-# (due_ms, offset, timestamp_ms, record)
-Row = tuple[int, int, int, Record]
-
-
-class ListScheduled(msgspec.Struct, array_like=True):
-    """Asks for the first `limit` messages after `after`, over all these partitions."""
-
-    topic: str
-    topic_id: str
-    numbers: list[int]
-    after: SchedulePosition
-    limit: int
-
-
-class CancelScheduled(msgspec.Struct, array_like=True):
-    topic: str
-    topic_id: str
-    number: int
-    offset: int
-
-
-class Rows(msgspec.Struct, array_like=True):
-    """The scheduled messages of a partition. `cut_at` is set when the leader's answer was full: it covers the list up
-    to there."""
-
-    rows: list[Row]
-    cut_at: SchedulePosition | None = None
 
 
 _Pages = list[Result[Rows]]

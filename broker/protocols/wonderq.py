@@ -22,11 +22,11 @@ from flask import Response, request
 from portalmq import wire
 from portalmq.broker.api.client_watch import peer_of
 from portalmq.broker.api.request_context import RequestContext, answer, query
+from portalmq.broker.cluster.rpc.queues import QueueSize
 from portalmq.broker.messages.produce import ProduceRequest
 from portalmq.broker.partition.answer_size import first_of
 from portalmq.broker.protocols import DEFAULT
 from portalmq.broker.protocols.payload import RECORD_OF, Carried, number_of, place_of_number, shown
-from portalmq.broker.queues.queue_sizes import QueueSize
 from portalmq.broker.queues.unfinished import PendingMessage
 from portalmq.errors import InvalidRequest, PartitionNotFound, PortalMQError, TopicNotFound
 

@@ -22,8 +22,9 @@ import msgspec
 
 from portalmq import wire
 from portalmq.broker.cluster.peers import Peers
-from portalmq.broker.cluster.routing import LeaderRouter, Outcomes
-from portalmq.broker.cluster.rpc import Result, TopicPartition, result_of
+from portalmq.broker.cluster.routing import LeaderRouter
+from portalmq.broker.cluster.rpc import Outcomes, Result, TopicPartition, result_of
+from portalmq.broker.cluster.rpc.queues import CommitCall, CommitResult, MemberOffset
 from portalmq.broker.cluster.topics import Topic
 from portalmq.broker.core.fold import SpanFold
 from portalmq.broker.core.queue.delivery import GroupDelivery
@@ -60,38 +61,6 @@ OUTPUTS_A_TURN = 1_000
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode_commit = msgspec.msgpack.Decoder(Commit).decode
-
-
-class MemberOffset(msgspec.Struct, array_like=True, frozen=True):
-    """The next offset to read, committed by `member` in `generation`. `committed` is where the input begins: the
-    group's committed offset, as the member knows it. Older clients and brokers do not send it."""
-
-    member: str
-    generation: int
-    offset: int
-    committed: int | None = None
-
-
-class CommitCall(msgspec.Struct, array_like=True):
-    """A commit whose receipts and outputs were checked: of a queue group `shown`, (delivery number, leader epoch,
-    offsets) a lease; of a stream group `stream`."""
-
-    group: str
-    group_id: str
-    topic: str
-    topic_id: str
-    number: int
-    outputs: list[Output]
-    shown: list[tuple[int, int, list[int]]] = []
-    stream: MemberOffset | None = None
-
-
-class CommitResult(msgspec.Struct, array_like=True):
-    """How many receipts were acked and outputs ordered, by the record at `offset`."""
-
-    acked: int
-    published: int
-    offset: int
 
 
 # (delivery number, leader epoch, offsets) of a lease

@@ -15,14 +15,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
 from portalmq import wire
 from portalmq.broker.cluster.peers import Peers
-from portalmq.broker.cluster.routing import LeaderRouter, Outcomes, place_of
-from portalmq.broker.cluster.rpc import Result, TopicPartition, result_of
+from portalmq.broker.cluster.routing import LeaderRouter, place_of
+from portalmq.broker.cluster.rpc import Outcomes, Result, TopicPartition, result_of
+from portalmq.broker.cluster.rpc.queues import DeadCall, DeadPage, DeadShare
 from portalmq.broker.cluster.topics import Topic
 from portalmq.broker.core.fold import DeadFold
 from portalmq.broker.core.queue.delivery import OUTSTANDING_MAX, GroupDelivery
@@ -55,35 +56,6 @@ REDRIVEN_MAX = OUTSTANDING_MAX // 2
 
 T = TypeVar("T")
 _encode = msgspec.msgpack.Encoder().encode
-
-
-class DeadShare(msgspec.Struct, array_like=True, frozen=True):
-    """What is asked of one partition. `after` and `limit` are for a list; `offsets` name single messages; `ranges` are
-    redriven or dropped, in a redrive one message each `step_ms` from `first_ms` on (counted from now)."""
-
-    number: int
-    after: int = -1
-    offsets: tuple[int, ...] | None = None
-    ranges: tuple[Range, ...] = ()
-    first_ms: float = 0.0
-    step_ms: float = 0.0
-
-
-class DeadCall(msgspec.Struct, array_like=True, frozen=True):
-    group: str
-    group_id: str
-    topic: str
-    topic_id: str
-    shares: list[DeadShare]
-    limit: int = 0
-    where: Any = None
-
-
-class DeadPage(msgspec.Struct, array_like=True):
-    """Messages as (offset, timestamp_ms, record). `complete`: there are no more of this partition."""
-
-    messages: list[tuple[int, int, Record]]
-    complete: bool
 
 
 @dataclass(frozen=True, slots=True)

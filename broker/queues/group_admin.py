@@ -16,7 +16,7 @@ import msgspec
 from portalmq import wire
 from portalmq.broker.cluster.peers import Peers
 from portalmq.broker.cluster.routing import PATIENCE_S, PAUSE_MAX_S
-from portalmq.broker.cluster.rpc import CountGroups, EndedGroup, EndGroup, GroupCount, GroupCounts
+from portalmq.broker.cluster.rpc.queues import CountGroups, EndedGroup, EndGroup, GroupCount, GroupCounts
 from portalmq.broker.partition.yielding import in_short_turns, in_turns
 from portalmq.broker.queues.groups import GROUPS_A_TURN, Groups
 from portalmq.control_plane.mirror import Mirror

@@ -23,8 +23,9 @@ from portalmq import wire
 from portalmq.broker.cluster.capacity import Capacity
 from portalmq.broker.cluster.metadata_cache import MetadataCache
 from portalmq.broker.cluster.peers import Peers
-from portalmq.broker.cluster.routing import LeaderRouter, Outcomes, place_of
-from portalmq.broker.cluster.rpc import GroupBegunCall, Result, Start, TopicPartition, result_of
+from portalmq.broker.cluster.routing import LeaderRouter, place_of
+from portalmq.broker.cluster.rpc import Outcomes, Result, TopicPartition, result_of
+from portalmq.broker.cluster.rpc.queues import BeginGroup, GroupBegunCall
 from portalmq.broker.cluster.topics import Topic, Topics
 from portalmq.broker.core.queue.receipts import ReceiptSigner, topic_tag
 from portalmq.broker.partition.clock import Clock
@@ -82,7 +83,7 @@ class _Beginning:
 
     def there(self, broker_id: int, places: Sequence[TopicPartition]) -> Outcomes[bool]:
         topic, topic_id, numbers = places[0].topic, places[0].topic_id, [place.number for place in places]
-        call = Start(self.group.name, self.group.group_id, topic, topic_id, numbers, self.start)
+        call = BeginGroup(self.group.name, self.group.group_id, topic, topic_id, numbers, self.start)
         return self.groups.ask(broker_id, "start", call, places)
 
 
@@ -474,13 +475,13 @@ class Groups:
         return self._serve(_Knowing(self, GroupState(call.group, wire.GroupConfig())), call)
 
     def serve_start(self, body: bytes) -> bytes:
-        call = msgspec.msgpack.decode(body, type=Start)
+        call = msgspec.msgpack.decode(body, type=BeginGroup)
         group = self.get(call.group, group_id=call.group_id)
         if group.group_id != call.group_id:
             raise Unavailable(f"group {call.group!r} was deleted meanwhile", retry_after_s=0.1)
         return self._serve(_Beginning(self, group, call.start), call)
 
-    def _serve(self, work: _Knowing | _Beginning, call: GroupBegunCall | Start) -> bytes:
+    def _serve(self, work: _Knowing | _Beginning, call: GroupBegunCall | BeginGroup) -> bytes:
         places = [TopicPartition(call.topic, call.topic_id, number) for number in call.numbers]
         outcomes = self.leaders.run(places, work, forward=False)
         return _encode([result_of(outcomes[place]) for place in places])

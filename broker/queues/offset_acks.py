@@ -15,8 +15,9 @@ from itertools import compress, repeat
 import msgspec
 
 from portalmq.broker.cluster.peers import Peers
-from portalmq.broker.cluster.routing import LeaderRouter, Outcomes, place_of
-from portalmq.broker.cluster.rpc import Finish, FinishShare, Result, TopicPartition, result_of
+from portalmq.broker.cluster.routing import LeaderRouter, place_of
+from portalmq.broker.cluster.rpc import Outcomes, Result, TopicPartition, result_of
+from portalmq.broker.cluster.rpc.queues import Finish, FinishShare
 from portalmq.broker.cluster.topics import Topic
 from portalmq.broker.core.queue.receipts import mark_in, topic_mark
 from portalmq.broker.queues.groups import Groups

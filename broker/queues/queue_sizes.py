@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import msgspec
 
 from portalmq.broker.cluster.peers import Peers
-from portalmq.broker.cluster.routing import LeaderRouter, Outcomes, place_of
-from portalmq.broker.cluster.rpc import Result, TopicPartition, result_of
+from portalmq.broker.cluster.routing import LeaderRouter, place_of
+from portalmq.broker.cluster.rpc import Outcomes, Result, TopicPartition, result_of
+from portalmq.broker.cluster.rpc.queues import LookAt, QueueSize, SizeOf
 from portalmq.broker.cluster.topics import Topic
 from portalmq.broker.partition.clock import Clock
 from portalmq.broker.partition.yielding import in_short_turns
@@ -24,39 +25,6 @@ from portalmq.control_plane.state import GroupState
 from portalmq.errors import GroupModeMismatch, InvalidRequest, PortalMQError
 
 TIMEOUT_S = 5.0
-
-
-class SizeOf(msgspec.Struct, array_like=True):
-    """Of these partitions of one topic."""
-
-    group: str
-    group_id: str
-    topic: str
-    topic_id: str
-    numbers: list[int]
-
-
-class QueueSize(msgspec.Struct, array_like=True, frozen=True):
-    """Messages that are not done: `size` is the sum of the first three. Dead ones the group has given up."""
-
-    ready: int
-    in_flight: int
-    scheduled: int
-    dead: int = 0
-    oldest_unacked_ms: int = 0
-
-    @property
-    def size(self) -> int:
-        return self.ready + self.in_flight + self.scheduled
-
-
-class LookAt(msgspec.Struct, array_like=True):
-    """As SizeOf, and nothing begins."""
-
-    group: str
-    topic: str
-    topic_id: str
-    numbers: list[int]
 
 
 _Sizes = list[Result[QueueSize]]

@@ -17,7 +17,7 @@ import gevent
 from gevent.event import Event
 
 from portalmq.broker.cluster.peers import Peers
-from portalmq.broker.cluster.rpc import Interest, Interested, Receive, ReceiveResult
+from portalmq.broker.cluster.rpc.queues import Interest, Interested, Receive, ReceiveResult
 from portalmq.broker.partition.long_poll import LeasedMessage, ReceiveOptions, Waiter
 from portalmq.control_plane.state import GroupState
 from portalmq.errors import PortalMQError

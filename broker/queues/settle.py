@@ -14,8 +14,9 @@ from typing import Protocol
 import msgspec
 
 from portalmq.broker.cluster.peers import Peers
-from portalmq.broker.cluster.routing import LeaderRouter, Outcomes
-from portalmq.broker.cluster.rpc import Result, Settle, SettleShare, TopicPartition, Verb, result_of
+from portalmq.broker.cluster.routing import LeaderRouter
+from portalmq.broker.cluster.rpc import Outcomes, Result, TopicPartition, result_of
+from portalmq.broker.cluster.rpc.queues import Settle, SettleShare, Verb
 from portalmq.broker.cluster.topics import Topic
 from portalmq.broker.core.queue.receipts import HEAD_LENGTH, Lease, ReceiptSigner, offset_of, tag_of
 from portalmq.broker.partition.yielding import give_way, in_short_turns, in_turns

@@ -11,7 +11,7 @@ of the log may have to be looked through, in turns that let the broker's other w
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -20,6 +20,7 @@ from portalmq.broker.cluster.metadata_cache import MetadataCache
 from portalmq.broker.cluster.peers import Peers
 from portalmq.broker.cluster.routing import LeaderRouter, place_of
 from portalmq.broker.cluster.rpc import TopicPartition
+from portalmq.broker.cluster.rpc.queues import ListUnfinished, MessageState, UnfinishedRow, UnfinishedRows
 from portalmq.broker.cluster.topics import Topic
 from portalmq.broker.core.queue.delivery import HELD_MS, GroupDelivery
 from portalmq.broker.core.queue.lanes import lane_position
@@ -36,26 +37,7 @@ PAGE_BYTES = 4 * 1024 * 1024
 # An answer comes after so many messages that were looked at, found or not.
 LOOK_MAX = 100_000
 
-State = Literal["ready", "in_flight", "scheduled"]
-# (offset, timestamp_ms, record, state, deliveries, available_at_ms or 0)
-Row = tuple[int, int, Record, State, int, int]
 _encode = msgspec.msgpack.Encoder().encode
-
-
-class ListUnfinished(msgspec.Struct, array_like=True):
-    group: str
-    topic: str
-    topic_id: str
-    number: int
-    offset: int
-    limit: int
-
-
-class UnfinishedRows(msgspec.Struct, array_like=True):
-    """`next_offset` is where to go on, None at the end."""
-
-    rows: list[Row]
-    next_offset: int | None
 
 
 class PendingMessage(NamedTuple):
@@ -63,7 +45,7 @@ class PendingMessage(NamedTuple):
     where it waits for an earlier message of its key."""
 
     stored: StoredMessage
-    state: State
+    state: MessageState
     deliveries: int
     available_at_ms: int | None
 
@@ -118,7 +100,7 @@ class UnfinishedMessages:
         if delivery is not None and not partition.log.lanes.present:
             offset = max(offset, delivery.floor())
         end = partition.high_watermark
-        rows: list[Row] = []
+        rows: list[UnfinishedRow] = []
         turn, room, looks = TimeSlice(), PAGE_BYTES, LOOK_MAX
         while offset < end:
             piece = next(partition.pieces(offset, end, 1_000), None)
@@ -141,19 +123,19 @@ class UnfinishedMessages:
 
     def _row(
         self, partition: Partition, delivery: GroupDelivery | None, offset: int, timestamp_ms: int, record: Record
-    ) -> Row | None:
+    ) -> UnfinishedRow | None:
         """What is becoming of the message; None when it is done."""
         if offset in partition.groups.cancelled:
             return None
         due_ms = record.deliver_at_ms or 0
-        fresh: tuple[State, int] = ("scheduled", due_ms) if due_ms > self._clock.wall_ms() else ("ready", 0)
+        fresh: tuple[MessageState, int] = ("scheduled", due_ms) if due_ms > self._clock.wall_ms() else ("ready", 0)
         if delivery is None:
             return offset, timestamp_ms, record, fresh[0], 0, fresh[1]
         span = delivery.at(offset)
         if span is not None:
             if span.available_at_ms <= self._clock.now_ms() or span.available_at_ms >= HELD_MS:
                 return offset, timestamp_ms, record, "ready", span.deliveries, 0
-            state: State = "in_flight" if span.leased else "scheduled"
+            state: MessageState = "in_flight" if span.leased else "scheduled"
             return offset, timestamp_ms, record, state, span.deliveries, span.available_at_ms
         spot = lane_position(offset, record.priority, record.deliver_at_ms, timestamp_ms)
         if delivery.is_dead(offset) or delivery.is_ahead(offset) or delivery.has_passed(spot):

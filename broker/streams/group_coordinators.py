@@ -29,6 +29,7 @@ from portalmq import stream_wire as contract
 from portalmq import wire
 from portalmq.broker.cluster.peers import NotAnswered, NotReached, Peers
 from portalmq.broker.cluster.rpc import TopicPartition
+from portalmq.broker.cluster.rpc.streams import ClaimShare, Coordinate, Start
 from portalmq.broker.cluster.topics import Topic
 from portalmq.broker.core.stream import events as core
 from portalmq.broker.core.stream.membership import TICK_MS
@@ -37,15 +38,7 @@ from portalmq.broker.partition.long_poll import Peer
 from portalmq.broker.queues.groups import Groups
 from portalmq.broker.streams.checkpoints import Checkpoints
 from portalmq.broker.streams.coordinator import Coordinator, roster_of
-from portalmq.broker.streams.stream_partitions import (
-    SOUGHT,
-    ClaimShare,
-    Start,
-    StreamPartitions,
-    check_mode,
-    first_error,
-    stream_group,
-)
+from portalmq.broker.streams.stream_partitions import SOUGHT, StreamPartitions, check_mode, first_error, stream_group
 from portalmq.control_plane.mirror import Changes, Mirror
 from portalmq.control_plane.plane import PlaneUnavailable
 from portalmq.control_plane.state import GroupState
@@ -72,21 +65,6 @@ KEPT_MAX = 10_000
 
 T = TypeVar("T")
 _encode = msgspec.msgpack.Encoder().encode
-
-
-class Coordinate(msgspec.Struct, array_like=True):
-    """What is asked of a group's coordinator. `verb` is join, heartbeat, leave or seek."""
-
-    group: str
-    group_id: str
-    verb: str
-    member_id: str = ""
-    topics: tuple[str, ...] = ()
-    session_timeout_ms: int = 0
-    generation: int = 0
-    to: Start = ""
-    numbers: tuple[int, ...] = ()
-    seek_id: bytes = b""
 
 
 class GroupCoordinators:

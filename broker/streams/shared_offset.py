@@ -19,8 +19,9 @@ import msgspec
 from portalmq.broker.cluster.lookup import Lookup
 from portalmq.broker.cluster.metadata_cache import MetadataCache
 from portalmq.broker.cluster.peers import Peers
-from portalmq.broker.cluster.routing import LeaderRouter, Outcomes
-from portalmq.broker.cluster.rpc import Result, SharedOffsetCall, SharedOffsetResult, TopicPartition, result_of
+from portalmq.broker.cluster.routing import LeaderRouter
+from portalmq.broker.cluster.rpc import Outcomes, Result, TopicPartition, result_of
+from portalmq.broker.cluster.rpc.streams import Fronts, SharedOffsetCall, SharedOffsetResult
 from portalmq.broker.cluster.topics import Topic
 from portalmq.broker.core.queue.records import Claim, CommitOffset
 from portalmq.broker.messages.browse import StoredMessage
@@ -34,16 +35,6 @@ from portalmq.errors import GroupModeMismatch, PortalMQError, Unavailable
 
 TURN_TIMEOUT_S = 15.0
 NOBODY = ""
-
-
-class Fronts(msgspec.Struct, array_like=True):
-    """Whose turn is it on these partitions? Behind the first with a message nobody looks."""
-
-    group: str
-    group_id: str
-    topic: str
-    topic_id: str
-    numbers: list[int]
 
 
 _Fronts = list[Result[SharedOffsetResult]]

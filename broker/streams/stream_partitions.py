@@ -16,8 +16,18 @@ import msgspec
 from portalmq import wire
 from portalmq.broker.cluster.metadata_cache import MetadataCache
 from portalmq.broker.cluster.peers import Peers
-from portalmq.broker.cluster.routing import LeaderRouter, Outcomes
-from portalmq.broker.cluster.rpc import Result, TopicPartition, result_of
+from portalmq.broker.cluster.routing import LeaderRouter
+from portalmq.broker.cluster.rpc import Outcomes, Result, TopicPartition, result_of
+from portalmq.broker.cluster.rpc.streams import (
+    ClaimCall,
+    ClaimShare,
+    CommitShare,
+    GroupPosition,
+    GroupPositionsCall,
+    SeekCall,
+    Start,
+    StreamCommitCall,
+)
 from portalmq.broker.core.queue.records import Claim, CommitOffset, Seek
 from portalmq.broker.partition.clock import Clock
 from portalmq.broker.partition.partition import Partition
@@ -31,78 +41,8 @@ BEGUN_MAX = 10_000
 SOUGHT = -1
 
 T = TypeVar("T")
-Start = str | dict[str, int]
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.decode
-
-
-class ClaimShare(msgspec.Struct, array_like=True):
-    topic: str
-    topic_id: str
-    number: int
-    member_id: str
-    since: int
-
-    @property
-    def place(self) -> TopicPartition:
-        return TopicPartition(self.topic, self.topic_id, self.number)
-
-
-class ClaimCall(msgspec.Struct, array_like=True):
-    """`start`: where a group begins on partitions that it has never met."""
-
-    group: str
-    group_id: str
-    start: Start
-    shares: list[ClaimShare]
-
-
-class CommitShare(msgspec.Struct, array_like=True):
-    topic: str
-    topic_id: str
-    number: int
-    offset: int
-
-    @property
-    def place(self) -> TopicPartition:
-        return TopicPartition(self.topic, self.topic_id, self.number)
-
-
-class StreamCommitCall(msgspec.Struct, array_like=True):
-    group: str
-    group_id: str
-    member_id: str
-    generation: int
-    shares: list[CommitShare]
-
-
-class SeekCall(msgspec.Struct, array_like=True):
-    """`generation` 0: only say what would be done. A partition that has done the seek of this `seek_id` answers
-    (committed, SOUGHT)."""
-
-    group: str
-    group_id: str
-    to: Start
-    generation: int
-    places: list[TopicPartition]
-    seek_id: bytes = b""
-
-
-class GroupPositionsCall(msgspec.Struct, array_like=True):
-    """`ages`: look up how old the first unread message is, which may mean to read it."""
-
-    group: str
-    places: list[TopicPartition]
-    ages: bool = True
-
-
-class GroupPosition(msgspec.Struct, array_like=True):
-    """Where a group stands on a partition; `committed` is -1 where it has not begun."""
-
-    committed: int
-    high_watermark: int
-    lag: int
-    lag_ms: int
 
 
 @dataclass(slots=True)

@@ -8,9 +8,10 @@ from typing import Any
 from msgspec import structs
 
 from portalmq import wire
+from portalmq.broker.cluster.rpc.messages import SchedulePosition
 from portalmq.broker.messages.browse import StoredMessage, StoredPage
 from portalmq.broker.messages.produce import ProduceRequest
-from portalmq.broker.messages.scheduled import SchedulePage, SchedulePosition
+from portalmq.broker.messages.scheduled import SchedulePage
 from portalmq.broker.partition.long_poll import LeasedMessage
 from portalmq.errors import (
     GroupNotFound,

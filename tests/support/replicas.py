@@ -18,7 +18,8 @@ import msgspec
 from gevent.threadpool import ThreadPool
 
 from portalmq.broker.cluster.replicas import Files, Replicas
-from portalmq.broker.cluster.unclean_election import ReplicaLogEnd, is_whole_elsewhere, log_end_of
+from portalmq.broker.cluster.rpc.brokers import ReplicaLogEnd
+from portalmq.broker.cluster.unclean_election import is_whole_elsewhere, log_end_of
 from portalmq.broker.core.replica.events import (
     IsrAnswered,
     LeaseRenewed,

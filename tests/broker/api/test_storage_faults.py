@@ -15,7 +15,7 @@ from support.seeds import client_of
 
 from portalmq import wire
 from portalmq.broker.cluster.peers import credential
-from portalmq.broker.queues.queue_sizes import SizeOf
+from portalmq.broker.cluster.rpc.queues import SizeOf
 from portalmq.broker.storage.errors import CorruptBatch, DiskFull, StorageFault, TooManyOpenFiles
 from portalmq.broker.storage.lanes import Lanes
 from portalmq.broker.storage.log import Log

@@ -8,7 +8,7 @@ import msgspec
 from support.domain import HandClock
 
 from portalmq.broker.cluster.cold_elections import ASKED_AT_ONCE, WAIT_FOR_ABSENT_MS, ColdElections
-from portalmq.broker.cluster.unclean_election import ReplicaLogEnd
+from portalmq.broker.cluster.rpc.brokers import ReplicaLogEnd
 from portalmq.control_plane.state import BrokerState, PartitionState
 from portalmq.errors import Unavailable
 

@@ -15,8 +15,8 @@ from support.zookeeper import Wire, fresh_chroot
 
 from portalmq import wire
 from portalmq.broker.cluster.failure_detector import Probe
-from portalmq.broker.cluster.membership import ClusterGone, Membership, Suspicion
-from portalmq.broker.cluster.unclean_election import LogEndRequest, ReplicaLogEnd
+from portalmq.broker.cluster.membership import ClusterGone, Membership
+from portalmq.broker.cluster.rpc.brokers import LogEndRequest, ReplicaLogEnd, Suspicion
 from portalmq.broker.core.replica.events import IsrAnswered, Outcome, ProposeIsr
 from portalmq.broker.partition.clock import Clock
 from portalmq.control_plane import state

@@ -10,7 +10,7 @@ from support.ports import kept_ports
 from support.scripted_broker import Call, Reply, ScriptedBroker, hang_up, hold, problem
 
 from portalmq.broker.cluster.peers import NotAnswered, NotReached, Peers, credential
-from portalmq.broker.cluster.rpc import EndGroup, GroupBegunCall
+from portalmq.broker.cluster.rpc.queues import EndGroup, GroupBegunCall
 from portalmq.control_plane.state import BrokerState
 from portalmq.errors import NotLeader
 

@@ -14,9 +14,10 @@ from portalmq import wire
 from portalmq.broker.cluster.lookup import Lookup
 from portalmq.broker.cluster.routing import NoSuchPartition
 from portalmq.broker.cluster.rpc import TopicPartition
+from portalmq.broker.cluster.rpc.queues import MemberOffset
+from portalmq.broker.cluster.rpc.streams import Coordinate
 from portalmq.broker.messages.produce import ProduceRequest
-from portalmq.broker.queues.commit import MemberOffset, OutputMessage
-from portalmq.broker.streams.group_coordinators import Coordinate
+from portalmq.broker.queues.commit import OutputMessage
 from portalmq.control_plane.state import GroupState, TopicState
 from portalmq.errors import (
     ERRORS_BY_CODE,

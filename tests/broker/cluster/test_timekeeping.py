@@ -5,7 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from portalmq.broker.cluster.timekeeping import Timekeeping, TimeTold, agreement
+from portalmq.broker.cluster.rpc.brokers import TimeTold
+from portalmq.broker.cluster.timekeeping import Timekeeping, agreement
 from portalmq.broker.partition.clock import TOLERANCE_MS, Clock
 from portalmq.control_plane.state import BrokerState
 from portalmq.errors import Unavailable

@@ -14,7 +14,8 @@ from support.replicas import eventually
 
 from portalmq import wire
 from portalmq.broker.cluster.replicas import Files
-from portalmq.broker.cluster.unclean_election import LogEndRequest, ReplicaLogEnd, serve_log_end
+from portalmq.broker.cluster.rpc.brokers import LogEndRequest, ReplicaLogEnd
+from portalmq.broker.cluster.unclean_election import serve_log_end
 from portalmq.broker.messages.produce import ProduceRequest
 from portalmq.broker.storage.log import Log
 from portalmq.control_plane import state

@@ -9,7 +9,7 @@ import gevent
 import pytest
 from support.replicas import Group, contents, eventually, replicas, send, values
 
-from portalmq.broker.cluster.unclean_election import ReplicaLogEnd
+from portalmq.broker.cluster.rpc.brokers import ReplicaLogEnd
 from portalmq.broker.core.replica.events import Stamp
 from portalmq.broker.partition.fetch_answers import RecordsAnswer
 from portalmq.broker.replication.fetch_protocol import ReplicaFetchAnswer, decode_answer, encode

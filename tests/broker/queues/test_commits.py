@@ -13,12 +13,13 @@ from support.outputs import commit, outputs, partition_of, receive, send, settle
 from support.replicas import eventually
 
 from portalmq import wire
+from portalmq.broker.cluster.rpc.queues import MemberOffset
 from portalmq.broker.core.queue.records import Claim, Seek
 from portalmq.broker.core.replica.replica import PartitionReplica
 from portalmq.broker.messages.produce import ProduceRequest
 from portalmq.broker.queues import commit as committing
 from portalmq.broker.queues import outbox
-from portalmq.broker.queues.commit import MemberOffset, OutputMessage
+from portalmq.broker.queues.commit import OutputMessage
 from portalmq.broker.storage.batch import BatchKind, Record
 from portalmq.broker.storage.errors import DiskFull
 from portalmq.errors import (

@@ -11,7 +11,7 @@ import pytest
 
 from portalmq import wire
 from portalmq.broker.cluster.peers import NotReached
-from portalmq.broker.cluster.rpc import EndedGroup, GroupCount, GroupCounts
+from portalmq.broker.cluster.rpc.queues import EndedGroup, GroupCount, GroupCounts
 from portalmq.broker.queues.group_admin import GroupAdmin
 from portalmq.control_plane.state import GroupState
 from portalmq.errors import Unavailable

@@ -12,9 +12,9 @@ import pytest
 from support.domain import running
 from support.outputs import commit, outputs, partition_of, receive, send
 
+from portalmq.broker.cluster.rpc.queues import MemberOffset
 from portalmq.broker.core.queue.records import Claim
 from portalmq.broker.core.replica.replica import PartitionReplica
-from portalmq.broker.queues.commit import MemberOffset
 from portalmq.broker.storage.errors import DiskFull
 from portalmq.errors import StorageFull
 

@@ -12,7 +12,7 @@ from support.domain import FakePeer
 
 from portalmq import wire
 from portalmq.broker.cluster.peers import NotAnswered, NotReached
-from portalmq.broker.cluster.rpc import Interested, ReceiveResult
+from portalmq.broker.cluster.rpc.queues import Interested, ReceiveResult
 from portalmq.broker.partition.long_poll import LeasedMessage, LongPolls, ReceiveOptions, receive, take
 from portalmq.broker.queues import remote_interest as interest
 from portalmq.broker.queues.remote_interest import Ask, RemoteGroup

@@ -12,7 +12,8 @@ from support.domain import records, running
 
 from portalmq import wire
 from portalmq.broker.cluster.exits import StartupError
-from portalmq.broker.cluster.unclean_election import NotElected, ReplicaLogEnd, choose
+from portalmq.broker.cluster.rpc.brokers import ReplicaLogEnd
+from portalmq.broker.cluster.unclean_election import NotElected, choose
 from portalmq.broker.messages.produce import ProduceRequest
 from portalmq.broker.server.adoption import (
     BROKERS_FILE,

@@ -14,11 +14,11 @@ from support.domain import FakePeer, Fixture, HandClock, records, running
 from portalmq import stream_wire as contract
 from portalmq import wire
 from portalmq.broker.cluster.rpc import TopicPartition
+from portalmq.broker.cluster.rpc.streams import Coordinate
 from portalmq.broker.messages.produce import ProduceRequest
 from portalmq.broker.storage.batch import Record, verified_header
 from portalmq.broker.streams.checkpoints import Checkpoints
 from portalmq.broker.streams.coordinator import Coordinator
-from portalmq.broker.streams.group_coordinators import Coordinate
 from portalmq.errors import (
     Fenced,
     GroupModeMismatch,

@@ -1,0 +1,155 @@
+"""Calls about messages: appending, browsing, purging, schedules, and the epochs of producers."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import msgspec
+
+from portalmq.broker.cluster.rpc import (
+    BrokerCall,
+    ForNumbers,
+    ForOne,
+    ForShares,
+    OnePartitionCall,
+    OneResultCall,
+    PartitionCall,
+)
+from portalmq.broker.storage.batch import Record
+from portalmq.wire import Acks, ProducerStamp
+
+
+class Share(msgspec.Struct, array_like=True):
+    """The records of a produce call for one partition."""
+
+    number: int
+    records: list[Record]
+
+
+class Produce(ForShares, msgspec.Struct, array_like=True):
+    topic: str
+    topic_id: str
+    acks: Acks
+    stamp: ProducerStamp | None
+    shares: list[Share]
+    is_copies: bool = False
+
+
+class AppendResult(msgspec.Struct, array_like=True):
+    """Where the records of a share are: one after another from `base_offset`, or, when some were in the log already,
+    each at its own (offset, timestamp_ms) of `places`."""
+
+    base_offset: int
+    timestamp_ms: int
+    places: list[tuple[int, int]] | None = None
+
+
+class FindFirst(ForNumbers, msgspec.Struct, array_like=True):
+    """Find the message of this id in these partitions: (offset, timestamp_ms), or nothing. Refused where it has another
+    hash, and where it is not yet as safe as `acks` asks."""
+
+    topic: str
+    topic_id: str
+    numbers: list[int]
+    message_id: bytes
+    body_hash: bytes
+    acks: Acks
+
+
+class Browse(ForOne, msgspec.Struct, array_like=True):
+    topic: str
+    topic_id: str
+    number: int
+    offset: int | None
+    position: str | None
+    at_ms: int | None
+    limit: int
+    wait_ms: int
+
+
+class Browsed(msgspec.Struct, array_like=True):
+    """Messages as (offset, timestamp_ms, record)."""
+
+    messages: list[tuple[int, int, Record]]
+    next_offset: int
+    log_start_offset: int
+    high_watermark: int
+
+
+class PurgeCall(ForNumbers, msgspec.Struct, array_like=True):
+    topic: str
+    topic_id: str
+    numbers: list[int]
+    before_offset: int | None
+
+
+class SchedulePosition(NamedTuple):
+    """A position among the scheduled messages of a topic. They are listed in this order."""
+
+    due_ms: int
+    number: int
+    offset: int
+
+    def __str__(self) -> str:
+        return f"{self.due_ms}-{self.number}-{self.offset}"
+
+
+class ListScheduled(ForNumbers, msgspec.Struct, array_like=True):
+    """List the first `limit` scheduled messages behind `after`, of all these partitions together."""
+
+    topic: str
+    topic_id: str
+    numbers: list[int]
+    after: SchedulePosition
+    limit: int
+
+
+class Rows(msgspec.Struct, array_like=True):
+    """The scheduled messages of a partition, as (due_ms, offset, timestamp_ms, record). With `cut_at` the leader gave
+    nothing behind that position, since the answer was large enough: the rest is for the next page."""
+
+    rows: list[tuple[int, int, int, Record]]
+    cut_at: SchedulePosition | None = None
+
+
+class CancelScheduled(ForOne, msgspec.Struct, array_like=True):
+    topic: str
+    topic_id: str
+    number: int
+    offset: int
+
+
+class Partitions(ForNumbers, msgspec.Struct, array_like=True):
+    topic: str
+    topic_id: str
+    numbers: list[int]
+
+
+class PartitionSize(msgspec.Struct, array_like=True, frozen=True):
+    """Figures that only the leader of a partition has."""
+
+    log_start_offset: int
+    high_watermark: int
+    size_bytes: int
+
+
+class Fence(msgspec.Struct, array_like=True, frozen=True):
+    """The named producer of this id has this epoch now."""
+
+    producer_id: int
+    epoch: int
+
+
+class FencingConfirmed(msgspec.Struct, array_like=True, frozen=True):
+    """The broker accepts no older epoch any more."""
+
+
+# Longer than a client waits for one attempt: its own time-out comes first.
+PRODUCE = PartitionCall("produce", Produce, AppendResult, timeout_s=20.0)
+FIRST = PartitionCall("first", FindFirst, list[int], timeout_s=10.0)
+BROWSE = OnePartitionCall("browse", Browse, Browsed, timeout_s=10.0)
+PURGE = PartitionCall("purge", PurgeCall, bool, timeout_s=30.0)
+SCHEDULED = PartitionCall("scheduled", ListScheduled, Rows, timeout_s=10.0)
+CANCEL = OneResultCall("cancel", CancelScheduled, bool, timeout_s=30.0)
+PARTITIONS = PartitionCall("partitions", Partitions, PartitionSize, timeout_s=1.0)
+FENCE = BrokerCall("fence", Fence, FencingConfirmed, timeout_s=2.0)
