@@ -1,7 +1,7 @@
-"""The fold over a partition's log: everything that the log's records add up to, as plain numbers.
+"""The fold over a partition's log: the state that all its records add up to, as plain numbers.
 
-A STATE record in the log is this, encoded; `state.sqlite` is this, in tables. Both are snapshots: whoever loads one
-goes on by applying the records from `applied` on.
+A STATE record in the log holds this fold encoded; `state.sqlite` holds it in tables. Both are snapshots: after loading
+one, apply the records from `applied` on.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import msgspec
 
 
 class ProducerFold(msgspec.Struct, array_like=True):
-    """An idempotent producer: the highest epoch seen, and its last batches, oldest first."""
+    """An idempotent producer: its highest epoch, and its last batches, oldest first."""
 
     producer_id: int
     epoch: int
@@ -19,14 +19,14 @@ class ProducerFold(msgspec.Struct, array_like=True):
 
 
 class SpanFold(msgspec.Struct, array_like=True, gc=False):
-    """Messages [start, end) of a group that were handed out and are not done, all in the same state.
+    """Messages [start, end) of a group that were delivered and are not finished, all in the same state.
 
-    `available_at_ms` ends the lease, or the back-off after a nack, that began at `granted_at_ms`; HELD_MS says that
-    the message waits for an earlier one of its key. `earlier` counts the leases that are no deliveries any more
-    (before a redrive, given back unseen, or lost with their grants): the number of a lease never comes again, so no
-    receipt from before counts.
-    `holder` is who has the lease, where the receive gave his name. `leader_epoch` is that of the last lease, or of the
-    redrive after it: 0 where there was none, or where a version before this one has not kept it.
+    `available_at_ms` ends the lease, or the back-off after a nack, that began at `granted_at_ms`. HELD_MS means that
+    the message waits for an earlier one of its key. `earlier` counts leases that no longer count as deliveries: those
+    before a redrive, those given back unseen, and those lost with their grants. So a lease number is never used twice,
+    and no older receipt counts. `holder` is the name of the lease's holder, if the receive gave one. `leader_epoch` is
+    that of the last lease, or of the redrive after it; 0 if there was none, or an earlier version did not store it.
+
     Invariant: start < end, deliveries >= 0; a holder has a lease.
     """
 
@@ -44,24 +44,26 @@ class SpanFold(msgspec.Struct, array_like=True, gc=False):
 
     @property
     def lease(self) -> int:
-        """The number of the last lease, as its receipts have it."""
+        """The number of the last lease, as in its receipts."""
         return self.earlier + self.deliveries
 
     @property
     def is_unleased_since(self) -> bool:
-        """Whether nobody has had it since it was redriven, or since its only lease was given back unseen, as far as
-        this log knows."""
+        """True if it has had no lease since a redrive, or since its only lease was given back unseen, as far as this
+        log knows."""
         return self.deliveries == 0 and self.earlier > 0
 
     def is_later(self, leader_epoch: int, lease: int) -> bool:
-        """Whether the last lease is a later one than that. Numbers begin again where a fail-over has lost a grant."""
+        """True if the last lease is later than this one. Numbers start again where a fail-over lost a grant, so epochs
+        count first."""
         if self.leader_epoch in (0, leader_epoch):
             return self.lease > lease
         return self.leader_epoch > leader_epoch
 
 
 class DeadFold(msgspec.Struct, array_like=True, gc=False):
-    """Messages [start, end) that a group gave up at `at_ms`, after so many deliveries, all for the same reason."""
+    """Messages [start, end) that a group gave up at `at_ms`, all after `deliveries` deliveries and for the same
+    reason."""
 
     start: int
     end: int
@@ -73,11 +75,14 @@ class DeadFold(msgspec.Struct, array_like=True, gc=False):
 
 
 class GroupFold(msgspec.Struct, array_like=True):
-    """A queue group on this partition. Offsets of lane 0 below `next` and in no span are done; from `next` on none was
-    handed out. `spans` and `dead` are sorted and disjoint. `cursors` are those of the other lanes, and `ahead` messages
-    that are done before their lane's cursor has reached them, both as (lane, due_ms, offset). `commits` are the last
-    commits by their id: (id, offset of the record). `attempt_leases` has the leader epoch of an attempt and the number
-    of the lease of each of its ranges, where they are known."""
+    """A queue group on this partition.
+
+    Offsets of lane 0 below `next` that are in no span are finished; from `next` on none was delivered. `spans` and
+    `dead` are sorted and disjoint. `cursors` are the cursors of the other lanes, and `ahead` the messages finished
+    before their lane's cursor reached them, both as (lane, due_ms, offset). `commits` are the last commits: (id, offset
+    of the record). `attempt_leases` holds an attempt's leader epoch and the lease number of each of its ranges, where
+    they are known.
+    """
 
     group: str
     start: int
@@ -94,8 +99,8 @@ class GroupFold(msgspec.Struct, array_like=True):
 
 
 class StreamFold(msgspec.Struct, array_like=True):
-    """A stream group on this partition: the next offset to read, and who may say so. `commits` as in GroupFold; seeks
-    that have an id are among them."""
+    """A stream group on this partition: the next offset to read, and the member that may commit. `commits` is as in
+    GroupFold, and includes seeks that have an id."""
 
     group: str
     committed: int
@@ -106,9 +111,12 @@ class StreamFold(msgspec.Struct, array_like=True):
 
 
 class PartitionFold(msgspec.Struct):
-    """Everything below `applied` folded. `epochs` are (leader epoch, its first offset), rising in both. `outbox` are
-    the offsets of Dead and Commit records whose output is still to be appended, with their group; `cancelled` ranges of
-    scheduled messages that were taken back; `compacted` what a Compact record last reached."""
+    """The fold of everything below `applied`.
+
+    `epochs` are (leader epoch, its first offset), rising in both. `outbox` holds the offsets of Dead and Commit records
+    whose output is not appended yet, with their group. `cancelled` holds ranges of cancelled scheduled messages.
+    `compacted` is the offset that the last Compact record reached.
+    """
 
     applied: int = 0
     log_start_offset: int = 0

@@ -1,4 +1,4 @@
-"""Which leader epoch began at which offset: what two logs are compared by (KIP-101, KIP-279).
+"""The table of leader epochs and their first offsets, by which two logs are compared (KIP-101, KIP-279).
 
 epochs   (1, 0)      (3, 57)          (4, 90)
 log      |---- 1 ----|------- 3 ------|--- 4 --> end
@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 
 class Epochs:
-    """Invariant: strictly rising in both columns."""
+    """(leader epoch, first offset) of each epoch. Invariant: both columns rise strictly."""
 
     def __init__(self, entries: Iterable[tuple[int, int]] = ()) -> None:
         self.entries = [(epoch, start) for epoch, start in entries]
@@ -18,7 +18,7 @@ class Epochs:
 
     @property
     def last(self) -> int:
-        """The epoch of the last record, 0 in an empty log."""
+        """The epoch of the last record; 0 in an empty log."""
         return self.entries[-1][0] if self.entries else 0
 
     def add(self, epoch: int, start: int) -> None:
@@ -29,9 +29,9 @@ class Epochs:
         return next((start for known, start in reversed(self.entries) if known == epoch), None)
 
     def end_of(self, epoch: int, log_end: int) -> tuple[int, int]:
-        """The largest epoch known that is not above `epoch`, and where its records end.
+        """Return the largest known epoch that is not above `epoch`, and the end of its records.
 
-        (0, the first epoch's start) when all are above; the last epoch ends with the log.
+        Return (0, the first epoch's start) if all are above. The last epoch ends with the log.
         """
         found, end = 0, log_end
         for known, start in self.entries:
@@ -42,7 +42,7 @@ class Epochs:
         return found, end
 
     def truncate(self, end: int) -> None:
-        """Forget the epochs that began at or above `end`."""
+        """Drop the epochs that began at or above `end`."""
         self.entries = [(epoch, start) for epoch, start in self.entries if start < end]
 
     def _check(self) -> None:

@@ -1,14 +1,14 @@
-"""What a partition replica is told, and what it asks for. Numbers only: payload bytes never enter the core.
+"""The events of a partition replica, and the actions it returns. Numbers only: payload bytes never enter the core.
 
-Told    PartitionStateChanged, BrokersChanged, LeaseRenewed, SessionLost, Tick     by the control plane and the clock
-        AppendRequested, Appended, Truncated, LogReset                              by producers and the local disk
-        FetchReceived, FollowerRefused, IsrAnswered                                 to a leader
-        FetchReplied                                                                to a follower
-Asked   Append, Refuse, AnswerDuplicate, ReplyFetch, ProposeIsr                     of a leader's shell
-        Replicate, Truncate, ResetLog, SendFetch, Quarantine                        of a follower's
-        RememberEpoch, HighWatermarkAdvanced, StepDown, Refresh                     of either
+Events   PartitionStateChanged, BrokersChanged, LeaseRenewed, SessionLost, Tick     from the control plane and the clock
+         AppendRequested, Appended, Truncated, LogReset                              from producers and the local disk
+         FetchReceived, FollowerRefused, IsrAnswered                                 to a leader
+         FetchReplied, LeaderAnswered                                                to a follower
+Actions  Append, Refuse, AnswerDuplicate, ReplyFetch, ProposeIsr                     of a leader
+         Replicate, Truncate, ResetLog, SendFetch, Quarantine                        of a follower
+         RememberEpoch, HighWatermarkAdvanced, StepDown, Refresh                     of either
 
-Actions are performed in their order. RememberEpoch is durable before the next one is begun.
+Actions are performed in order. RememberEpoch is durable before the next one begins.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from portalmq.errors import PortalMQError
 
 __all__ = ["Stamp"]
 
-# --- what travels between a follower and its leader ------------------------------------------------------------------
+# --- between a follower and its leader -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """A follower asks for what follows its log.
+    """A follower's request for the records after its log.
 
-    `durable_offset`: everything below is fsynced there, which is the acknowledgement. `last_epoch` is the leader epoch
-    of the last record below `fetch_offset`, 0 without any. `number` rises with each new fetch of a replica; a reply
-    echoes the whole fetch, and one that does not equal the current fetch is dropped.
+    Everything below `durable_offset` is fsynced on the follower: that is the acknowledgement. `last_epoch` is the
+    leader epoch of the last record below `fetch_offset`, 0 without any. `number` rises with each new fetch of a
+    replica. A reply echoes the fetch; one that does not equal the current fetch is dropped.
     """
 
     broker_id: int
@@ -48,8 +48,8 @@ class Fetch:
 
 @dataclass(frozen=True, slots=True)
 class BatchHead:
-    """What the core has to know of a batch that is replicated. `producers`: those of a STATE record, which replace what
-    a replica that began above their batches could not know."""
+    """The properties of a replicated batch that the core needs. `producers` are those of a STATE record; they replace
+    what a replica that began above their batches cannot know."""
 
     base_offset: int
     count: int
@@ -66,7 +66,8 @@ class BatchHead:
 
 @dataclass(frozen=True, slots=True)
 class Records:
-    """The logs match up to the fetch offset; what follows there, perhaps nothing, and the leader's high watermark."""
+    """The logs match up to the fetch offset: the batches that follow there, possibly none, and the leader's high
+    watermark."""
 
     batches: tuple[BatchHead, ...]
     high_watermark: int
@@ -82,7 +83,8 @@ class Diverging:
 
 @dataclass(frozen=True, slots=True)
 class BelowStart:
-    """What is asked for is gone at the leader. Its log can be had from `offset` on, with the epochs begun below it."""
+    """The leader no longer has the requested records. Its log is available from `offset` on, with the epochs begun
+    below it."""
 
     offset: int
     epochs: tuple[tuple[int, int], ...]
@@ -90,21 +92,22 @@ class BelowStart:
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """No answer in this epoch: the follower (a lower one than `leader_epoch`) or this broker has to learn."""
+    """No answer in this epoch: the follower is in a lower epoch than `leader_epoch`, or this broker has to learn of a
+    higher one."""
 
     leader_epoch: int
 
 
 Reply = Records | Diverging | BelowStart | Rejected
 
-# --- told ------------------------------------------------------------------------------------------------------------
+# --- events ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class PartitionStateChanged:
-    """The control plane's word on the partition, as it stood at `version`. `leader` is None while there is none.
+    """The partition's state in the control plane at `version`. `leader` is None while there is none.
 
-    `refresh` is the number of the Refresh that this answers (read after a sync), 0 for what a watch brought.
+    `refresh` is the number of the Refresh that this answers (read after a sync), 0 if a watch delivered it.
     `unclean_epochs` are those that an operator began with a replica that was not in sync.
     """
 
@@ -122,40 +125,43 @@ class PartitionStateChanged:
 
 @dataclass(frozen=True, slots=True)
 class BrokersChanged:
-    """(incarnation, store uuid) of each broker that is registered now."""
+    """(incarnation, store uuid) of each registered broker."""
 
     brokers: Mapping[int, tuple[int, str]]
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseRenewed:
-    """The control plane answered a request that was begun at `answered_ms`: the lease counts from there."""
+    """The control plane answered a request sent at `answered_ms`: the lease counts from there."""
 
     answered_ms: int
 
 
 @dataclass(frozen=True, slots=True)
 class LeaderAnswered:
-    """The broker of a leader that this replica followed answered here at `at_ms`, and not later as far as is known."""
+    """The broker of a leader that this replica followed last answered at `at_ms`, as far as this broker knows."""
 
     at_ms: int
 
 
 @dataclass(frozen=True, slots=True)
 class SessionLost:
-    """The session with the control plane has ended: others may have been elected meanwhile."""
+    """The session with the control plane ended: another broker may have been elected."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time has passed. Comes a few times a second."""
+    """Time passed. Sent a few times a second."""
 
 
 @dataclass(frozen=True, slots=True)
 class AppendRequested:
-    """Someone wants `count` offsets. `token` comes back in the answer; `is_control` marks our own records, which are
-    taken as long as this replica leads, and those that hand messages out (`delivers`) only while its followers vouch
-    for that. The batch's time is `not_before_ms` at the least."""
+    """A request for `count` offsets. `token` comes back in the answer.
+
+    `is_control` marks records of the broker itself, which are accepted as long as this replica leads. Those that
+    deliver messages (`delivers`) are accepted only while the followers vouch for this leader. The batch's timestamp is
+    at least `not_before_ms`.
+    """
 
     token: object
     count: int
@@ -167,15 +173,18 @@ class AppendRequested:
 
 @dataclass(frozen=True, slots=True)
 class Appended:
-    """The local COMMIT returned: everything below `end_offset` is fsynced here."""
+    """The local COMMIT returned: everything below `end_offset` is fsynced on this replica."""
 
     end_offset: int
 
 
 @dataclass(frozen=True, slots=True)
 class Truncated:
-    """The log ends at `end_offset` now; `producers` is the fold over what is left. Told when a Truncate is done, and
-    when the disk had no room for a transaction: nothing of it, nor of what was allotted after it, is in the log."""
+    """The log now ends at `end_offset`; `producers` is the fold over the rest.
+
+    Sent when a Truncate is done, and when the disk had no room for a transaction: then neither its batches nor those
+    allotted after it are in the log.
+    """
 
     end_offset: int
     producers: Producers
@@ -183,7 +192,7 @@ class Truncated:
 
 @dataclass(frozen=True, slots=True)
 class LogReset:
-    """The log is empty now and begins at `offset`; `epochs` were begun below it."""
+    """The log is empty and begins at `offset`; `epochs` began below it."""
 
     offset: int
     epochs: tuple[tuple[int, int], ...]
@@ -192,8 +201,11 @@ class LogReset:
 
 @dataclass(frozen=True, slots=True)
 class FetchReceived:
-    """A follower's fetch, or word that it still stands. `token` comes back in ReplyFetch. It was said after
-    `sent_after_ms` of this broker's clock; None where that is not known: then it counts as said just now."""
+    """A follower's fetch, or a notice that its waiting fetch is still current. `token` comes back in ReplyFetch.
+
+    The follower sent it after `sent_after_ms` of this broker's clock. None means that this is not known, and it counts
+    as sent now.
+    """
 
     token: object
     fetch: Fetch
@@ -208,7 +220,7 @@ class FollowerRefused:
 
 
 class Outcome(Enum):
-    """What became of a compare-and-set."""
+    """The result of a compare-and-set."""
 
     APPLIED = "applied"
     CONFLICT = "conflict"
@@ -217,7 +229,7 @@ class Outcome(Enum):
 
 @dataclass(frozen=True, slots=True)
 class IsrAnswered:
-    """The answer to a ProposeIsr against `version`; with APPLIED the `partition_state` as it stands now."""
+    """The answer to a ProposeIsr at `version`; with APPLIED, the new `partition_state`."""
 
     version: int
     outcome: Outcome
@@ -249,19 +261,19 @@ Event = (
     | FetchReplied
 )
 
-# --- asked -----------------------------------------------------------------------------------------------------------
+# --- actions ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class RememberEpoch:
-    """Make it durable that this leader epoch was seen; only then go on."""
+    """Store durably that this leader epoch was seen, before the next action."""
 
     leader_epoch: int
 
 
 @dataclass(frozen=True, slots=True)
 class Append:
-    """Write the batch of `token` at `base_offset` under `leader_epoch`; a token of None is EPOCH_START."""
+    """Write the batch of `token` at `base_offset` under `leader_epoch`. A token of None means EPOCH_START."""
 
     token: object
     base_offset: int
@@ -271,7 +283,7 @@ class Append:
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """Nothing of `token` was or will be applied; `error` says why."""
+    """Nothing of `token` was or will be applied; `error` is the reason."""
 
     token: object
     error: PortalMQError
@@ -279,7 +291,8 @@ class Refuse:
 
 @dataclass(frozen=True, slots=True)
 class AnswerDuplicate:
-    """The batch of `token` is in the log already: answer its first place, once that is below the high watermark."""
+    """The batch of `token` is in the log already: answer with its first offset, once that is below the high
+    watermark."""
 
     token: object
     base_offset: int
@@ -288,8 +301,8 @@ class AnswerDuplicate:
 
 @dataclass(frozen=True, slots=True)
 class ReplyFetch:
-    """Answer the fetch of `token`. With a `reply` of None the logs match: send what follows `offset`, all of it
-    durable here, when there is something; it may wait for that as long as this epoch lasts."""
+    """Answer the fetch of `token`. A `reply` of None means that the logs match: send the durable batches from `offset`
+    on. The answer may wait for some as long as this epoch lasts."""
 
     token: object
     offset: int
@@ -298,9 +311,10 @@ class ReplyFetch:
 
 @dataclass(frozen=True, slots=True)
 class ProposeIsr:
-    """Compare-and-set the partition's state at `version`: `isr`, and store uuid and incarnation of who joins.
+    """Compare-and-set the partition's state at `version`: `isr`, and the store uuid and incarnation of joining
+    replicas.
 
-    `resigns`: a replica that has lost records takes itself out, and the leadership if it has that.
+    `resigns`: a replica that lost records removes itself, and gives up leadership if it has it.
     """
 
     isr: frozenset[int]
@@ -312,21 +326,21 @@ class ProposeIsr:
 
 @dataclass(frozen=True, slots=True)
 class Replicate:
-    """Append the batches of the reply to `fetch`, all of them, in one transaction."""
+    """Append all batches of the reply to `fetch` in one transaction."""
 
     fetch: Fetch
 
 
 @dataclass(frozen=True, slots=True)
 class Truncate:
-    """Drop everything from `to_offset` on, durably, and tell Truncated."""
+    """Remove everything from `to_offset` on, durably, then send Truncated."""
 
     to_offset: int
 
 
 @dataclass(frozen=True, slots=True)
 class ResetLog:
-    """All that this log holds is gone at the leader: begin anew at `offset`, and tell LogReset."""
+    """The leader no longer has any of this log: start again at `offset`, then send LogReset."""
 
     offset: int
     epochs: tuple[tuple[int, int], ...]
@@ -334,7 +348,7 @@ class ResetLog:
 
 @dataclass(frozen=True, slots=True)
 class SendFetch:
-    """Ask the leader, now and until it is answered or replaced."""
+    """Send the fetch to the leader, and repeat it until it is answered or replaced."""
 
     leader: int
     fetch: Fetch
@@ -342,7 +356,7 @@ class SendFetch:
 
 @dataclass(frozen=True, slots=True)
 class Quarantine:
-    """This replica and its leader contradict each other below the high watermark: nothing more is done here."""
+    """This replica and its leader contradict each other below the high watermark: this replica stops."""
 
     reason: str
 
@@ -356,14 +370,14 @@ class HighWatermarkAdvanced:
 
 @dataclass(frozen=True, slots=True)
 class StepDown:
-    """This replica leads no longer: whoever waits gets an unknown outcome."""
+    """This replica no longer leads: waiting requests get an unknown outcome."""
 
     leader: int | None
 
 
 @dataclass(frozen=True, slots=True)
 class Refresh:
-    """Read the partition's state again, after a sync, and tell it with this number."""
+    """Read the partition's state again after a sync, and send it with this number."""
 
     number: int
 

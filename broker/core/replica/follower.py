@@ -1,7 +1,8 @@
-"""A replica that follows: it asks on when all it asked for is on disk, and cuts back what contradicts its leader.
+"""The follower's half of a replica: it fetches when its log is on disk, and truncates records that contradict the
+leader.
 
-It acts in no epoch below the highest that it has seen, and cuts nothing below its high watermark: it is quarantined
-instead, and resigns. The other half is leader.py; neither half calls the other.
+It acts in no epoch below the highest that it has seen, and truncates nothing below its high watermark: it is
+quarantined instead, and resigns. The other half is leader.py; neither half calls the other.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ from portalmq.broker.core.replica.state import ReplicaState
 class FollowingReplica(ReplicaState):
     """The follower's half of a PartitionReplica."""
 
-    # --- its leader's answers ----------------------------------------------------------------------------------------
+    # --- fetching ----------------------------------------------------------------------------------------------------
 
     def _next_fetch(self) -> list[Action]:
-        """Ask on, once all that was asked for is on disk."""
+        """Send the next fetch, once all fetched records are on disk."""
         state = self.state
         if (
             state is None
@@ -78,7 +79,7 @@ class FollowingReplica(ReplicaState):
             case Rejected():
                 if event.reply.leader_epoch > self.highest_epoch:
                     return [*self._learn_epoch(event.reply.leader_epoch), *self._refresh_now(now_ms)]
-                self._rejected = True  # until the next tick: the leader may not have heard of its election yet
+                self._rejected = True  # until the next tick: the leader may not know of its election yet
                 return self._refresh_sparingly(now_ms)
 
     def _on_records(self, fetch: Fetch, reply: Records) -> list[Action]:
@@ -109,15 +110,15 @@ class FollowingReplica(ReplicaState):
         self.high_watermark = high_watermark
         return [HighWatermarkAdvanced(high_watermark)]
 
-    # --- contradiction -----------------------------------------------------------------------------------------------
+    # --- diverging logs ----------------------------------------------------------------------------------------------
 
     def _on_diverging(self, reply: Diverging) -> list[Action]:
-        """Cut back to what both logs may share, and ask again: one step may not be enough (KIP-279)."""
+        """Truncate to the end of what both logs may share, and fetch again: one step may not suffice (KIP-279)."""
         _, own_end = self._epochs.end_of(reply.epoch, self.next_offset)
         to_offset = min(reply.end, own_end)
         if to_offset < self.high_watermark and not self._unclean_since():
             self.quarantined = (
-                f"the leader of epoch {self.highest_epoch} would have it cut to {to_offset}, below its high watermark"
+                f"the leader of epoch {self.highest_epoch} asks to truncate to {to_offset}, below the high watermark"
                 f" {self.high_watermark}"
             )
             assert self.state is not None
@@ -127,14 +128,15 @@ class FollowingReplica(ReplicaState):
         return [Truncate(to_offset)]
 
     def _unclean_since(self) -> bool:
-        """Whether an operator began an epoch that this log does not hold with a replica that was not in sync."""
+        """Return whether an operator began an epoch that this log does not hold with a replica that was not in sync."""
         return self.state is not None and any(epoch > self._epochs.last for epoch in self.state.unclean_epochs)
 
-    def _may_forget(self, partition_state: PartitionStateChanged) -> bool:
+    def _allows_loss(self, partition_state: PartitionStateChanged) -> bool:
         return any(epoch > self._epochs.last for epoch in partition_state.unclean_epochs)
 
     def _must_resign(self, partition_state: PartitionStateChanged) -> bool:
-        """In sync on paper, and not the store that was counted, or in contradiction to what others hold (rule 6)."""
+        """Return whether this replica must leave the ISR: its store is not the one recorded there, or it is quarantined
+        (rule 6)."""
         if self.broker_id not in partition_state.isr:
             return False
         return (

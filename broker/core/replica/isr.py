@@ -1,15 +1,17 @@
-"""Who is in sync: a leader's book on its followers, for one leader epoch.
+"""The in-sync replicas: a leader's tracker of its followers, for one leader epoch.
 
-Two decisions are made here. How far the high watermark may go: to what is fsynced on every member of the *maximal* ISR
-(the known one and a proposed one together, while a compare-and-set is on its way). And which ISR to propose:
+Two decisions are made here. The first is the high watermark: it advances to what is fsynced on every member of the
+*maximal* ISR (the recorded ISR and a proposed one together, while a compare-and-set is in flight). The second is the
+ISR to propose:
 
-- a member leaves when it has not been caught up for `replica_lag_ms`, or its fetch is overdue and its port refuses;
-- a replica joins when it fetches in this epoch, as the incarnation and with the store that are registered now, holds
-  all that is committed and the start of this epoch;
-- the ISR is never made smaller than `min_insync_replicas`: below that nothing could be committed anyway, so a dead
-  member stays, complete and electable, until another one takes its place in one compare-and-set (in the place of
-  KIP-966's eligible leader replicas);
-- only a replica that has lost records (its store is another one) leaves below that floor.
+- a member leaves when it has not been caught up for `replica_lag_ms`, or its fetch is overdue and its port refuses
+  connections;
+- a replica joins when it fetches in this epoch with the registered incarnation and store, and holds everything
+  committed and the start of this epoch;
+- the ISR never shrinks below `min_insync_replicas`: below that nothing could be committed anyway, so a dead member
+  stays, complete and electable, until another takes its place in one compare-and-set (instead of KIP-966's eligible
+  leader replicas);
+- only a replica that lost records (its store changed) leaves below that floor.
 """
 
 from __future__ import annotations
@@ -25,23 +27,24 @@ NEVER_MS = -(1 << 62)
 
 
 def store_of(store_uuid: str) -> str:
-    """The data directory's part of a replica's store uuid: one that was rebuilt there has "/" and a number behind."""
+    """Return the data directory's part of a replica's store uuid. A replica that was rebuilt there has "/" and a number
+    appended."""
     return store_uuid.partition("/")[0]
 
 
 @lru_cache(1_024)
 def life_of(incarnation: int, store_uuid: str) -> tuple[int, int]:
-    """Rises whenever a replica may have lost what it told of itself before."""
+    """Return a number pair that rises whenever a replica may have lost what it acknowledged before."""
     return incarnation, int(store_uuid.partition("/")[2] or 0)
 
 
 @dataclass(slots=True)
 class Follower:
-    """What is known of a replica in this epoch. `durable_end` is -1 before its first matching fetch.
+    """The state of a follower in this epoch. `durable_end` is -1 before its first matching fetch.
 
-    `heard_ms` is when it fetched last, which the lease counts from; `vouched_ms` a time at which it surely followed
-    this leader still. `fetched_ms` and `caught_up_ms` measure its lag, and leave out the time in which this process was
-    paused. `in_step`: it has what the log had when it fetched before.
+    `heard_ms` is the time of its last fetch, from which the lease counts; `vouched_ms` a time at which it certainly
+    still followed this leader. `fetched_ms` and `caught_up_ms` measure its lag, and exclude the time in which this
+    process was paused. `in_step`: it has what the log had at its previous fetch.
     """
 
     incarnation: int
@@ -58,8 +61,8 @@ class Follower:
 
 @dataclass(frozen=True, slots=True)
 class _ReplicaSets:
-    """What follows from one word and one proposal alone: the other members of the maximal ISR, and the replicas that
-    are in none. Nearly every call of a partition asks for them, and they change with elections only."""
+    """Sets derived from one partition state and one proposal: the other members of the maximal ISR, and the replicas
+    outside it. Cached, since nearly every call reads them and they change with elections only."""
 
     state: PartitionStateChanged
     proposed: frozenset[int] | None
@@ -68,7 +71,7 @@ class _ReplicaSets:
 
 
 class IsrTracker:
-    """The leader's side. Invariant: the leader itself is in every ISR it proposes."""
+    """The followers of one leader in one epoch. Invariant: the leader itself is in every ISR it proposes."""
 
     def __init__(
         self, broker_id: int, state: PartitionStateChanged, epoch_start: int, now_ms: int, lag_ms: int
@@ -83,16 +86,17 @@ class IsrTracker:
         self._ticked_ms = now_ms
         self._cached_sets: _ReplicaSets | None = None
 
-    # --- what is told ------------------------------------------------------------------------------------------------
+    # --- inputs ------------------------------------------------------------------------------------------------------
 
     def on_partition_state(self, state: PartitionStateChanged) -> None:
-        """The control plane's word at a later version, or after a compare-and-set that was resolved: it stands."""
+        """Take the control plane's state at a later version, or after a compare-and-set was resolved; no proposal is in
+        flight then."""
         self.state = state
         self.proposed = None
 
     def fetched(self, fetch: Fetch, leader_end: int, now_ms: int, sent_after_ms: int | None = None) -> bool:
-        """A fetch of this epoch whose log matches ours. False for one of a life before the one known: it is late, and
-        says nothing of the replica as it is now."""
+        """Take a fetch of this epoch whose log matches ours. Return False for one from an earlier life of the replica:
+        it is late, and says nothing of the replica as it is now."""
         known = self._followers.get(fetch.broker_id)
         life = life_of(fetch.incarnation, fetch.store_uuid)
         if known is not None and life < life_of(known.incarnation, known.store_uuid):
@@ -116,12 +120,12 @@ class IsrTracker:
         return True
 
     def _life_in_sync(self, broker_id: int) -> tuple[int, int]:
-        """The life in which the replica was counted in sync last."""
+        """Return the life in which the replica was last recorded in sync."""
         incarnation = (self.state.incarnations or {}).get(broker_id, -1)
         return life_of(incarnation, (self.state.store_uuids or {}).get(broker_id, ""))
 
     def refused(self, broker_id: int, now_ms: int) -> None:
-        """Its port refuses connections."""
+        """Take the news that a broker's port refuses connections."""
         known = self._followers.get(broker_id)
         if known is None:
             known = self._followers[broker_id] = Follower(-1, "", self.began_ms, self.began_ms)
@@ -129,7 +133,7 @@ class IsrTracker:
             known.refused = True
 
     def ticked(self, now_ms: int) -> None:
-        """After a pause of this process nobody could fetch: that is not the followers' lag."""
+        """Exclude a pause of this process from the followers' lag: no fetch could arrive during it."""
         paused_ms = now_ms - self._ticked_ms - 2 * OVERDUE_MS
         if paused_ms > 0:
             self.began_ms += paused_ms
@@ -138,61 +142,62 @@ class IsrTracker:
                 known.caught_up_ms = min(now_ms, known.caught_up_ms + paused_ms)
         self._ticked_ms = now_ms
 
-    # --- what follows ------------------------------------------------------------------------------------------------
+    # --- queries -----------------------------------------------------------------------------------------------------
 
     @property
     def maximal(self) -> frozenset[int]:
-        """Every set of members that the control plane may hold now lies in this one."""
+        """The recorded and the proposed ISR: any ISR that the control plane may hold now is a subset."""
         return self.state.isr if self.proposed is None else self.state.isr | self.proposed
 
     def _replica_sets(self) -> _ReplicaSets:
-        sides = self._cached_sets
-        if sides is None or sides.state is not self.state or sides.proposed is not self.proposed:
+        sets = self._cached_sets
+        if sets is None or sets.state is not self.state or sets.proposed is not self.proposed:
             maximal = self.maximal
             others = tuple(sorted(maximal - {self.broker_id}))
             outside = tuple([replica for replica in self.state.replicas if replica not in maximal])
-            sides = self._cached_sets = _ReplicaSets(self.state, self.proposed, others, outside)
-        return sides
+            sets = self._cached_sets = _ReplicaSets(self.state, self.proposed, others, outside)
+        return sets
 
     def committed_end(self, own_durable_end: int, brokers: Mapping[int, tuple[int, str]], now_ms: int) -> int:
-        """What is fsynced on the whole maximal ISR; -1 while that is not known, or too few are in sync.
+        """Return the end of what is fsynced on the whole maximal ISR; -1 while that is not known, or too few are in
+        sync.
 
-        A replica that keeps step and may join is waited for as well: a leader alone, whose high watermark is wherever
-        its disk is, would be one batch ahead of it for ever (Kafka's leaders wait likewise).
+        A replica that keeps in step and may join is waited for as well. A leader alone, whose high watermark follows
+        its own disk, would otherwise stay one batch ahead of it for ever (Kafka's leaders wait likewise).
         """
         if len(self.state.isr) < self.state.min_insync_replicas:
             return -1
-        end, sides = own_durable_end, self._replica_sets()
-        for member in sides.others:
+        end, sets = own_durable_end, self._replica_sets()
+        for member in sets.others:
             known = self._followers.get(member)
             end = min(end, known.durable_end if known else -1)
-        for replica in sides.outside:
+        for replica in sets.outside:
             if self._joins(replica, brokers, now_ms):
                 end = min(end, self._followers[replica].durable_end)
         return end
 
     def live_members(self, now_ms: int) -> int:
-        """Members of the ISR that fetched within the lag, ourselves included."""
+        """Return how many members of the ISR fetched within the lag, the leader included."""
         return sum(
             [member == self.broker_id or now_ms - self._fetched_ms(member) <= self.lag_ms for member in self.state.isr]
         )
 
     def heard_from_all_ms(self) -> int | None:
-        """When the member heard of longest ago fetched last, in this epoch; None when there is no other member."""
+        """Return the earliest of the other members' last fetches in this epoch; None without another member."""
         others = self._replica_sets().others
         if not others:
             return None
         return min([known.heard_ms if (known := self._followers.get(member)) else NEVER_MS for member in others])
 
     def vouched_by_all_ms(self) -> int | None:
-        """A time at which every other member surely followed this leader; None when there is no other member."""
+        """Return a time at which every other member certainly followed this leader; None without another member."""
         others = self._replica_sets().others
         if not others:
             return None
         return min([known.vouched_ms if (known := self._followers.get(member)) else NEVER_MS for member in others])
 
     def overdue(self, now_ms: int) -> list[int]:
-        """Members whose fetch should have come: is their port still open?"""
+        """Return the members whose fetch is overdue: their ports are probed."""
         return sorted(
             [
                 member
@@ -208,13 +213,13 @@ class IsrTracker:
     # --- the ISR to propose ------------------------------------------------------------------------------------------
 
     def is_settled(self, now_ms: int) -> bool:
-        """Whether the ISR that stands is the one to propose, as can be seen at a glance: all replicas are in it, are
-        what was counted, and keep step. Then `wanted` is the ISR, and nobody is `renewed`."""
-        sides = self._replica_sets()
-        if sides.outside or self.proposed is not None:
+        """Return whether a quick check shows that the recorded ISR needs no change: it holds all replicas, with their
+        recorded lives and in step. Then `wanted` equals the ISR and `renewed` is empty."""
+        sets = self._replica_sets()
+        if sets.outside or self.proposed is not None:
             return False
         stores, incarnations = self.state.store_uuids or {}, self.state.incarnations or {}
-        for member in sides.others:
+        for member in sets.others:
             known = self._followers.get(member)
             if (
                 known is None
@@ -227,7 +232,7 @@ class IsrTracker:
         return True
 
     def wanted(self, high_watermark: int, brokers: Mapping[int, tuple[int, str]], now_ms: int) -> frozenset[int]:
-        """The ISR as it should be; the one that stands when nothing is to be changed."""
+        """Return the ISR to propose; the recorded one if nothing changes."""
         lossy = {member for member in self.state.isr if self._is_lossy(member)}
         wanted = set(self.state.isr) - lossy
         wanted |= {
@@ -241,8 +246,8 @@ class IsrTracker:
         return frozenset(wanted)
 
     def renewed(self, high_watermark: int, brokers: Mapping[int, tuple[int, str]], now_ms: int) -> frozenset[int]:
-        """Members that have started anew since they were counted, and hold all that is committed: that is told, so that
-        an election knows of it."""
+        """Return the members that restarted since they were recorded and hold everything committed. Recording their new
+        incarnation makes them electable."""
         counted = self.state.incarnations or {}
         return frozenset(
             member
@@ -254,7 +259,7 @@ class IsrTracker:
         )
 
     def joiner(self, broker_id: int) -> tuple[int, str]:
-        """(incarnation, store uuid) that a replica fetched with."""
+        """Return the (incarnation, store uuid) that a replica fetched with."""
         known = self._followers[broker_id]
         return known.incarnation, known.store_uuid
 
@@ -275,7 +280,7 @@ class IsrTracker:
         known = self._followers.get(replica)
         return (
             known is not None
-            and not self._is_out(replica, now_ms)  # or it would come and go for ever
+            and not self._is_out(replica, now_ms)  # else it would join and leave for ever
             and brokers.get(replica) == (known.incarnation, store_of(known.store_uuid))
             and known.durable_end >= high_watermark
             and known.durable_end > self.epoch_start

@@ -1,7 +1,7 @@
-"""A replica that leads: it allots offsets, moves the high watermark, answers its followers, proposes the ISR.
+"""The leader's half of a replica: it allots offsets, advances the high watermark, answers followers, proposes the ISR.
 
-It commits what every member of its maximal ISR holds, each of which says so in this epoch (isr.py), and nothing
-before EPOCH_START is committed. The other half is follower.py; neither half calls the other.
+It commits what every member of its maximal ISR has acknowledged in this epoch (isr.py), and nothing before EPOCH_START
+is committed. The other half is follower.py; neither half calls the other.
 """
 
 from __future__ import annotations
@@ -26,28 +26,32 @@ from portalmq.broker.core.replica.state import SUCCESSOR_WAITS_MS, ReplicaState
 from portalmq.errors import NotEnoughReplicas, NotLeader, OutOfOrderSequence, PortalMQError, Unavailable
 
 UNCOMMITTED_MAX = 500_000
+_NOT_VOUCHED = "the followers do not vouch for the partition's leader at the moment"
 
 
 class LeadingReplica(ReplicaState):
     """The leader's half of a PartitionReplica."""
 
-    # --- an epoch begins ---------------------------------------------------------------------------------------------
+    # --- the start of an epoch ---------------------------------------------------------------------------------------
 
     def _begin_leading(self, partition_state: PartitionStateChanged, now_ms: int, wall_ms: int) -> list[Action]:
-        """A leader first writes EPOCH_START. It is in the log already when this replica goes on within its epoch: after
-        a session that was lost and nobody else elected, or when its log was opened anew."""
+        """Begin to lead, with EPOCH_START as the first record.
+
+        That record is in the log already if this replica continues in its own epoch: after a lost session without
+        another election, or after its log was opened again.
+        """
         if (partition_state.incarnations or {}).get(self.broker_id, self.incarnation) != self.incarnation:
-            return []  # what an earlier life of this broker was elected to: the controller elects anew
+            return []  # an earlier incarnation was elected: the controller elects again
         if self._resigned:
             return [] if self._refresh_wanted else self._refresh_now(now_ms)
         if self._reshaping:
-            return []  # the end of the truncation that is under way comes first
+            return []  # a truncation is in progress
         start = self._epochs.start_of(partition_state.leader_epoch)
         epoch_start = self.next_offset if start is None else start
         self._leading = IsrTracker(self.broker_id, partition_state, epoch_start, now_ms, self.lag_ms)
         heard_ms = self._leader_answered_ms
         if len(partition_state.replicas) > 1:
-            heard_ms = max(heard_ms, self._began_ms)  # an earlier life of this broker may have vouched until then
+            heard_ms = max(heard_ms, self._began_ms)  # an earlier incarnation may have vouched until then
         self._settles_from_ms = heard_ms + SUCCESSOR_WAITS_MS
         return self._advance_high_watermark(now_ms) if start is not None else [self._start_epoch(wall_ms)]
 
@@ -78,8 +82,8 @@ class LeadingReplica(ReplicaState):
             raise NotLeader("another broker leads this partition, or none does yet", leader=leader)
         if not (self.may_deliver(now_ms) if event.delivers else self.may_serve(now_ms)):
             if not self.may_serve(now_ms):
-                raise Unavailable("this broker cannot know whether it still leads the partition", retry_after_s=0.2)
-            raise Unavailable("its followers do not vouch for the partition's leader just now", retry_after_s=0.2)
+                raise Unavailable("this broker does not know whether it still leads the partition", retry_after_s=0.2)
+            raise Unavailable(_NOT_VOUCHED, retry_after_s=0.2)
         if not event.is_control:
             live, needed = leading.live_members(now_ms), leading.state.min_insync_replicas
             if live < needed:
@@ -91,12 +95,11 @@ class LeadingReplica(ReplicaState):
         except OutOfOrderSequence as gap:
             if self.may_deliver(now_ms):
                 raise
-            # What is missing may stand with a successor of whom this leader has not heard.
-            why = "its followers do not vouch for the partition's leader just now"
-            raise Unavailable(why, retry_after_s=0.2) from gap
+            # The missing batch may be with a successor that this leader does not know of.
+            raise Unavailable(_NOT_VOUCHED, retry_after_s=0.2) from gap
 
     def _allot(self, token: object, count: int, wall_ms: int) -> Append:
-        """Offsets and a time: timestamps never fall, whatever the clock does."""
+        """Allot offsets and a timestamp. Timestamps never fall, whatever the clock does."""
         assert self.state is not None
         assert count >= 1
         self.last_timestamp_ms = max(self.last_timestamp_ms, wall_ms)
@@ -105,11 +108,11 @@ class LeadingReplica(ReplicaState):
         return append
 
     def _advance_high_watermark(self, now_ms: int) -> list[Action]:
-        """Nothing of an epoch counts as committed before the epoch's start does (rule 4)."""
+        """Raise the high watermark. Nothing of an epoch is committed before its EPOCH_START is (rule 4)."""
         leading = self._leading
         assert leading is not None
         at_least = max(leading.epoch_start, self.high_watermark)
-        if self.durable_end <= at_least:  # what is not on disk here is not committed
+        if self.durable_end <= at_least:  # not on disk here, so not committed
             return []
         end = leading.committed_end(self.durable_end, self._brokers, now_ms)
         if end <= at_least:
@@ -117,12 +120,12 @@ class LeadingReplica(ReplicaState):
         self.high_watermark = end
         return [HighWatermarkAdvanced(end)]
 
-    # --- its followers -----------------------------------------------------------------------------------------------
+    # --- followers ---------------------------------------------------------------------------------------------------
 
     def _on_fetch_received(self, event: FetchReceived, now_ms: int) -> list[Action]:
         fetch = event.fetch
         if fetch.leader_epoch > self.highest_epoch:
-            # There is a later epoch. Whoever leads it, what was led here is over.
+            # There is a later epoch, so this leadership is over, whichever broker leads now.
             return [
                 *self._learn_epoch(fetch.leader_epoch),
                 *self._step_down(None),
@@ -147,7 +150,10 @@ class LeadingReplica(ReplicaState):
         return [*advanced, *self._propose(now_ms), ReplyFetch(event.token, fetch.fetch_offset, None)]
 
     def _propose(self, now_ms: int) -> list[Action]:
-        """One compare-and-set at a time. Who joins counts from here on, who leaves until it is known to have gone."""
+        """Propose a change of the ISR, one compare-and-set at a time.
+
+        A joining member counts from the proposal on, a leaving one until the change is confirmed.
+        """
         leading = self._leading
         if leading is None or self._proposal is not None or not self._holds_epoch_start(leading):
             return []
@@ -157,8 +163,8 @@ class LeadingReplica(ReplicaState):
         renewed = leading.renewed(self.high_watermark, self._brokers, now_ms) & wanted
         if wanted == leading.state.isr and not renewed:
             return []
-        told = sorted(wanted - leading.state.isr | renewed)
-        joiners = {broker_id: leading.joiner(broker_id) for broker_id in told}
+        recorded = sorted(wanted - leading.state.isr | renewed)
+        joiners = {broker_id: leading.joiner(broker_id) for broker_id in recorded}
         self._proposal = ProposeIsr(
             wanted,
             leading.state.version,

@@ -1,9 +1,9 @@
-"""Idempotent producers (KIP-98): which batches of which producer the partition has.
+"""Idempotent producers (KIP-98): the batches of each producer that the partition holds.
 
-Sequences of one (producer id, epoch) are contiguous. A batch whose sequence stands in the memory of the producer is a
-duplicate and is answered with its first place; a gap, an unknown producer that does not begin at 0, and a sequence
-older than the memory are refused, definitely; a lower epoch is fenced. The state is a fold over the log's batch
-headers, so it replicates, survives and truncates with the log.
+The sequences of one (producer id, epoch) are contiguous. A batch whose sequence is still remembered is a duplicate, and
+is answered with its first offset. A gap, an unknown producer that does not begin at 0, and a sequence older than those
+remembered are refused for good; a lower epoch is fenced. The state is a fold over the log's batch headers, so it is
+replicated, recovered and truncated with the log.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from portalmq.broker.core.replica.stamp import Stamp
 from portalmq.errors import Backpressure, Fenced, OutOfOrderSequence
 
 BATCHES_REMEMBERED = 16
-# Of more producers only those are remembered whose last batch is younger than RECENT_MS: a retry comes sooner.
+# Beyond this number only producers whose last batch is younger than RECENT_MS are remembered: a retry comes sooner.
 PRODUCERS_MAX = 10_000
 RECENT_MS = 600_000
-# A new one is refused while so many are remembered.
+# New producers are refused while this many are remembered.
 PRODUCERS_FULL = 50_000
 
 
 class Producers:
-    """The producers of one partition. `expire` forgets by the log's time, never by the wall clock."""
+    """The producers of one partition. `expire` works by the log's time, never by the wall clock."""
 
     def __init__(self, folds: list[ProducerFold]) -> None:
         self._by_id = {
@@ -32,14 +32,14 @@ class Producers:
         return [ProducerFold(fold.producer_id, fold.epoch, list(fold.batches)) for fold in self._by_id.values()]
 
     def find_duplicate(self, stamp: Stamp, count: int) -> tuple[int, int] | None:
-        """(base_offset, appended_at_ms) of a batch that is in the log already, None for the next new one.
+        """Return (base_offset, appended_at_ms) of a batch that is in the log already, None for the next new one.
 
-        Raises Fenced and OutOfOrderSequence; then nothing is applied.
+        Raise Fenced or OutOfOrderSequence; nothing is applied then.
         """
         known = self._by_id.get(stamp.producer_id)
         if known is not None and stamp.producer_epoch < known.epoch:
             raise Fenced(
-                f"producer {stamp.producer_id} has moved on to epoch {known.epoch}, this batch is of epoch"
+                f"producer {stamp.producer_id} is in epoch {known.epoch} now, this batch is of epoch"
                 f" {stamp.producer_epoch}: another instance of the producer has taken over"
             )
         if known is None or stamp.producer_epoch > known.epoch:
@@ -60,7 +60,7 @@ class Producers:
     def _check_begins(self, stamp: Stamp) -> None:
         if len(self._by_id) >= PRODUCERS_FULL and stamp.producer_id not in self._by_id:
             raise Backpressure(
-                f"the partition has heard of {PRODUCERS_FULL} producers lately: use one producer for more messages",
+                f"the partition has seen {PRODUCERS_FULL} producers recently: use one producer for more messages",
                 retry_after_s=60,
             )
         if stamp.sequence != 0:
@@ -71,7 +71,7 @@ class Producers:
             )
 
     def add(self, stamp: Stamp, count: int, base_offset: int, appended_at_ms: int) -> None:
-        """Fold a batch that is in the log."""
+        """Fold a batch of the log."""
         known = self._by_id.get(stamp.producer_id)
         if known is None or stamp.producer_epoch > known.epoch:
             known = self._by_id[stamp.producer_id] = ProducerFold(stamp.producer_id, stamp.producer_epoch, [])
@@ -79,8 +79,8 @@ class Producers:
         del known.batches[:-BATCHES_REMEMBERED]
 
     def expire(self, before_ms: int) -> None:
-        """Forget producers whose last batch is older than `before_ms`, a time taken from the log; of very many also
-        those that were heard of least lately."""
+        """Forget producers whose last batch is older than `before_ms`, a time of the log. Beyond PRODUCERS_MAX, also
+        forget the least recent ones."""
         self._by_id = {key: fold for key, fold in self._by_id.items() if _last_batch_ms(fold) >= before_ms}
         if len(self._by_id) > PRODUCERS_MAX:
             folds = sorted(self._by_id.values(), key=_last_batch_ms, reverse=True)

@@ -1,19 +1,19 @@
 """One replica of a partition as a state machine: `step(event, now_ms, wall_ms) -> actions`.
 
-It hears of an offset only after SQLite has committed it (`Appended`), so persist-before-send holds by construction.
-The shell gives it events one at a time and performs the actions in order; performing may lead to new events.
+It learns of an offset only after SQLite committed it (`Appended`), so persist-before-send holds by construction. The
+caller passes events one at a time and performs the actions in order; performing them may cause new events.
 
-    PartitionReplica     here: the one door, the control plane's word, what passes for leader and follower alike
-      LeadingReplica     leader.py: offsets, the high watermark, fetches of followers; isr.py is its book on them
-      FollowingReplica   follower.py: fetching, and cutting back what contradicts the leader
-        ReplicaState     state.py: what both know
+    PartitionReplica     here: step, the control plane's state, events common to leader and follower
+      LeadingReplica     leader.py: offsets, the high watermark, fetches of followers; isr.py tracks them
+      FollowingReplica   follower.py: fetching, and truncating records that contradict the leader
+        ReplicaState     state.py: the state of both
 
 A replica leads, follows, or does neither (it knows no leader, or contradicts it and is quarantined). Safety rests on
-the leader epoch alone: a leader commits what every member of its maximal ISR holds, each of which says so in this
-epoch, and a member that has seen a higher epoch says nothing any more in a lower one. Clocks decide only when to stop
-serving early, whom to propose for removal, and what to stamp messages with.
+the leader epoch alone: a leader commits what every member of its maximal ISR holds and has acknowledged in this epoch,
+and a member that has seen a higher epoch acknowledges nothing in a lower one. Clocks decide only when to stop serving
+early, which replica to propose for removal, and the timestamps of messages.
 
-The rules, with their numbers, are those of broker/core/DESIGN.md.
+The numbered rules are in broker/core/DESIGN.md.
 """
 
 from __future__ import annotations
@@ -46,14 +46,19 @@ REFRESH_AGAIN_MS = 1_000
 
 
 class PartitionReplica(LeadingReplica, FollowingReplica):
-    """Invariants, checked on leaving `step`: 0 <= high_watermark <= durable_end <= next_offset; the leader epoch never
+    """One replica of a partition.
+
+    Invariants, checked at the end of `step`: 0 <= high_watermark <= durable_end <= next_offset; the leader epoch never
     falls; epochs rise strictly in both columns; the high watermark falls only in an unclean election's truncation.
     """
 
-    # --- the one door ------------------------------------------------------------------------------------------------
+    # --- events ------------------------------------------------------------------------------------------------------
 
     def step(self, event: Event, now_ms: int, wall_ms: int | None = None) -> list[Action]:
-        """`now_ms` never jumps and measures; `wall_ms` (Unix time) stamps batches, and is `now_ms` when left out."""
+        """Take one event and return the actions to perform.
+
+        `now_ms` never jumps and measures durations. `wall_ms` (Unix time) stamps batches; it defaults to `now_ms`.
+        """
         wall_ms = now_ms if wall_ms is None else wall_ms
         match event:
             case AppendRequested():
@@ -116,7 +121,7 @@ class PartitionReplica(LeadingReplica, FollowingReplica):
             actions += self._learn_epoch(partition_state.leader_epoch)
         if newer or is_synced:
             self._resigned = False
-        if self.quarantined and self._may_forget(partition_state):
+        if self.quarantined and self._allows_loss(partition_state):
             self.quarantined = ""
         if self._leading is not None and not newer and partition_state.leader == self.broker_id:
             self._leading.on_partition_state(partition_state)
@@ -144,7 +149,7 @@ class PartitionReplica(LeadingReplica, FollowingReplica):
         self._proposal_unknown = True
         return self._refresh_now(now_ms)
 
-    # --- what passes for both ----------------------------------------------------------------------------------------
+    # --- leader and follower -----------------------------------------------------------------------------------------
 
     def _on_appended(self, event: Appended, now_ms: int) -> list[Action]:
         assert self.durable_end <= event.end_offset <= self.next_offset, (self.durable_end, event, self.next_offset)
@@ -166,7 +171,7 @@ class PartitionReplica(LeadingReplica, FollowingReplica):
         return actions
 
     def _on_truncated(self, event: Truncated, now_ms: int, wall_ms: int) -> list[Action]:
-        """Cut as the leader asked; or by the disk, which refused a transaction and all that was to follow it."""
+        """Take the new end of a log that was truncated for the leader, or by a disk that refused a transaction."""
         self._reshaping = False
         self.next_offset = self.durable_end = event.end_offset
         self.high_watermark = min(self.high_watermark, event.end_offset)
@@ -181,7 +186,7 @@ class PartitionReplica(LeadingReplica, FollowingReplica):
         return []
 
     def _resume(self, now_ms: int, wall_ms: int) -> list[Action]:
-        """The log is what it will be for now: lead, when elected meanwhile, or ask for more."""
+        """Continue after a change of the log: lead if this replica was elected, else fetch."""
         partition_state = self.state
         if (
             partition_state is not None

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Stamp:
-    """Sequence identity of a batch (KIP-98): sequence is that of its first message."""
+    """Sequence identity of a batch (KIP-98). `sequence` is that of its first message."""
 
     producer_id: int
     producer_epoch: int

@@ -1,10 +1,10 @@
-"""What one replica of a partition knows: its log's ends, the control plane's word, the epochs, whether it leads.
+"""The state of one replica of a partition: the ends of its log, its epochs, the control plane's state, its leadership.
 
-    log start ......... high watermark ......... durable end ......... next offset
-                readable               fsynced here        asked for, on its way to the disk
+log start ......... high watermark ......... durable end ......... next offset
+              readable               fsynced here         allotted, being written
 
-Beside it stands what a leader and a follower do alike: they learn of a higher epoch, ask the control plane for its word
-anew, and stop leading.
+It also holds what leader and follower have in common: learning of a higher epoch, refreshing the control plane's state,
+and stepping down.
 """
 
 from __future__ import annotations
@@ -25,16 +25,19 @@ from portalmq.broker.core.replica.isr import NEVER_MS, IsrTracker
 from portalmq.broker.core.replica.producers import Producers
 
 REFRESH_PAUSE_MS = 300
-# All brokers of a cluster have to agree on this one: a leader hands messages out for so long after its followers have
-# vouched for it, and its successor answers no ack before that is over, with some room for clocks that run apart.
+# All brokers of a cluster must agree on this one. A leader delivers messages for this long after its followers vouched
+# for it. Its successor answers no ack before that time is over, plus a margin for clocks that drift.
 VOUCHED_FOR_MS = 1_000
 SUCCESSOR_WAITS_MS = VOUCHED_FOR_MS + 100
 
 
 class ReplicaState:
-    """`lease_ms`: how long a leader serves without hearing from the control plane or from every other ISR member.
-    `began_ms`: when this process, or this replica in it, began. `in_sync` is there while this replica leads, `fetch`
-    while it waits for its leader's answer."""
+    """The state of one replica.
+
+    `lease_ms` is the time a leader serves without an answer from the control plane or a fetch of every other ISR
+    member. `began_ms` is the start of this process, or of this replica in it. `in_sync` is set while this replica
+    leads, `fetch` while it waits for its leader's answer.
+    """
 
     def __init__(
         self,
@@ -80,14 +83,15 @@ class ReplicaState:
         self._refreshes = 0
         self._refresh_wanted = 0
         self._refreshed_ms = NEVER_MS
-        # Who opens a log knows nothing of what was proposed in its epoch before: a synced word comes first.
+        # A replica that opens its log does not know what was proposed in its epoch before, so it waits for a synced
+        # state.
         self._resigned = True
         self._reshaping = False
         self._rejected = False
         self._leader_high_watermark = 0
         self._fetches = 0
 
-    # --- what others may ask -----------------------------------------------------------------------------------------
+    # --- queries -----------------------------------------------------------------------------------------------------
 
     @property
     def leading(self) -> bool:
@@ -107,39 +111,43 @@ class ReplicaState:
 
     @property
     def in_sync(self) -> IsrTracker | None:
-        """The book on the followers, while this replica leads."""
+        """The tracker of the followers while this replica leads, else None."""
         return self._leading
 
     def may_serve(self, now_ms: int) -> bool:
-        """Whether this replica leads and its lease has not run out (rule 7)."""
+        """Return whether this replica leads and its lease has not run out (rule 7)."""
         if self._leading is None:
             return False
         heard_ms = self._leading.heard_from_all_ms()
         return heard_ms is None or now_ms - max(self._answered_ms, heard_ms) <= self.lease_ms
 
     def may_deliver(self, now_ms: int) -> bool:
-        """Whether messages may be handed out: no successor has answered an ack (rule 14). Its own word of the control
-        plane would not do, as another one may have been elected since; the successor is one of the ISR."""
+        """Return whether messages may be delivered: no successor has answered an ack (rule 14).
+
+        An answer of the control plane does not prove that, as another leader may have been elected since. The successor
+        is a member of the ISR, so the followers' fetches do.
+        """
         if self._leading is None or not self.may_serve(now_ms):
             return False
         vouched_ms = self._leading.vouched_by_all_ms()
         return vouched_ms is None or now_ms - vouched_ms <= VOUCHED_FOR_MS
 
     def led_at(self, then_ms: int) -> bool:
-        """Whether it is sure by now that nobody else led then: what was not here was not committed (rule 10)."""
+        """Return whether no other broker can have led at `then_ms`: records that are not in this log were not committed
+        then (rule 10)."""
         if self._leading is None:
             return False
         vouched_ms = self._leading.vouched_by_all_ms()
         return vouched_ms is None or vouched_ms >= then_ms
 
     def may_settle(self, now_ms: int) -> bool:
-        """Whether an ack may be answered: a leader before this one hands nothing out any more (rule 14)."""
+        """Return whether acks may be answered: an earlier leader no longer delivers messages (rule 14)."""
         return now_ms >= self._settles_from_ms
 
-    # --- what leader and follower do alike ---------------------------------------------------------------------------
+    # --- leader and follower alike -----------------------------------------------------------------------------------
 
     def _learn_epoch(self, epoch: int) -> list[Action]:
-        """What was asked for in a lower epoch is not waited for any more: its answer has no authority."""
+        """Enter a higher epoch. The pending fetch of a lower epoch is abandoned: its answer has no authority."""
         self.highest_epoch = epoch
         self.fetch = None
         self._rejected = False
@@ -157,7 +165,7 @@ class ReplicaState:
         return [StepDown(leader)]
 
     def _refresh_now(self, now_ms: int) -> list[Action]:
-        """Only what is read from now on will do."""
+        """Request a state that is read from now on; earlier readings do not count."""
         action = self._refresh(now_ms)
         self._refresh_wanted = self._refreshes
         return [action]
