@@ -7,10 +7,10 @@
     portalmq.spark.register(spark)
     messages = spark.read.format("portalmq").option("path", "data/5000").option("topic", "temp_1").load()
 
-Two doors lead to the same rows: the brokers' data directories (option `path`), read as they stand while the brokers
-write, and their HTTP interface (option `bootstrap`). Only committed messages are shown, each once, whatever the number
-of replicas. The room reads the storage by its public description alone (broker/storage/SCHEMA.md) and imports nothing
-of the broker.
+The rows come from the brokers' data directories (option `path`), read while the brokers write to them, or from their
+HTTP interface (option `bootstrap`). Only committed messages appear, each once, whatever the number of replicas. This
+package depends on the public description of the files alone (broker/storage/SCHEMA.md) and imports nothing of the
+broker.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["register"]
 
 
 def register(spark: SparkSession) -> None:
-    """Make the format "portalmq" known to this session, and let Spark hand its filters down to it."""
+    """Register the format "portalmq" in this session, and allow Spark to push filters down to it."""
     from portalmq.spark.source import PortalMQ
 
     spark.dataSource.register(PortalMQ)

@@ -1,8 +1,8 @@
-"""How many rows each log gives to a micro-batch that may hold only so many: in proportion to what waits in it.
+"""Shares a limited micro-batch among the logs, in proportion to the unread offsets of each.
 
-A log that waits is never passed over for ever: each gets one offset before any gets its share, and where there are not
-enough for that, they take turns in the order of their names. Offsets have gaps (control records), so that a batch
-holds at most as many rows as it was given offsets, and a log of many control records goes on nevertheless.
+No log starves: each gets one offset before any gets its share, and when there are fewer offsets than logs, the logs
+take turns in the order of their names. Offsets have gaps (control records), so a batch may hold fewer rows than
+offsets, and a log of many control records still advances.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ from collections.abc import Mapping
 
 
 def shares(waiting: Mapping[str, int], rows_max: int, last_served: str = "") -> dict[str, int]:
-    """Offsets each log gives, of those that wait in it; together at most `rows_max`, and as many as can be had.
+    """Return the number of offsets to read from each log: in all `rows_max`, or fewer when fewer are waiting.
 
-    `last_served` is the name that came last when there were fewer rows than logs: the turn goes on behind it."""
+    `last_served` is the last name of the previous batch when there were fewer rows than logs: the turn continues after
+    it.
+    """
     assert rows_max > 0, rows_max
     logs = {name: count for name, count in sorted(waiting.items()) if count > 0}
     total = sum(logs.values())
@@ -24,7 +26,7 @@ def shares(waiting: Mapping[str, int], rows_max: int, last_served: str = "") -> 
         return dict.fromkeys(_in_turn(list(logs), last_served)[:rows_max], 1)
     spare, left = rows_max - len(logs), total - len(logs)
     given = {name: 1 + (count - 1) * spare // left for name, count in logs.items()}
-    # What rounding down left over, at most one offset a log: to those that were cut off most.
+    # Rounding down leaves at most one offset a log: those go to the logs that were cut most.
     cut = sorted(logs, key=lambda name: ((logs[name] - 1) * spare % left, logs[name]), reverse=True)
     for name in cut[: rows_max - sum(given.values())]:
         given[name] += 1

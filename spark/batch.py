@@ -1,10 +1,10 @@
-"""A batch read: the offsets between two bounds, as the logs stood when it was planned, that can pass its filters.
+"""A batch read: the offsets between two bounds, as the logs were at planning time, that can pass its filters.
 
-Spark plans by `pushFilters` and then `partitions`, in a process of its own; `read` runs in its workers. It keeps what
-was planned beside the DataFrame that `load` made, whatever queries are built on that. Up to Spark 4.3 at least, a query
-that has no filter to push down is therefore given what was planned for an earlier one with its filters, and so are both
-sides of a union or join of two filters on one DataFrame: silently, the wrong rows. So only `FilteringReader`, which has
-to be asked for, takes filters. The bounds in the options are the DataFrame's own, and always safe.
+Spark plans by `pushFilters` and then `partitions`, in a process of its own; `read` runs in its workers. Spark keeps the
+plan beside the DataFrame that `load` returned, for all queries built on it. Up to Spark 4.3 at least, a query without a
+filter to push down therefore gets the plan of an earlier query with its filters, and so do both sides of a union or
+join of two filters on one DataFrame: silently the wrong rows. So filters are only pushed down on request
+(`FilteringReader`). The bounds in the options belong to the DataFrame, and are always safe.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ class MessagesReader(DataSourceReader):
         self.bounds = Bounds()
 
     def partitions(self) -> list[InputPartition]:
-        """Raises SourceError."""
+        """Plan the tasks. Raises SourceError."""
         origin = origin_of(self.reading)
         spans = [span for log, start, end in self.ranges(origin) for span in origin.spans(log, start, end)]
         return packed(spans, self.reading.span_offsets)
 
     def ranges(self, origin: Origin) -> Iterator[tuple[PartitionLog, int, int]]:
-        """What is to be read, as ranges of offsets."""
+        """Yield the ranges of offsets to read."""
         logs = origin.logs()
         check_named("startingOffsets", self.reading.starting, logs)
         check_named("endingOffsets", self.reading.ending, logs)
@@ -55,7 +55,7 @@ class MessagesReader(DataSourceReader):
 
 
 class FilteringReader(MessagesReader):
-    """Option pushdown=true: only what the filters can let through is planned."""
+    """A reader with option pushdown=true: it plans only what the filters can pass."""
 
     def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:
         self.bounds, left = bounds_of(filters)
@@ -63,7 +63,7 @@ class FilteringReader(MessagesReader):
 
 
 def check_named(option: str, bound: Bound, logs: Sequence[PartitionLog]) -> None:
-    """Raises NothingThere for a partition that the option names and that is not read."""
+    """Raise NothingThere for a partition that the option names and that is not read."""
     read = {(log.topic, log.partition) for log in logs}
     for topic, partitions in bound.offsets.items():
         for number in partitions:
@@ -74,8 +74,8 @@ def check_named(option: str, bound: Bound, logs: Sequence[PartitionLog]) -> None
 
 
 def range_of(reading: ReadOptions, log: PartitionLog, offset_at: Callable[[int], int]) -> tuple[int, int]:
-    """The offsets [start, end) of a log that a batch read asks for; start == end when there are none. Raises BadOption
-    for those beyond its end, DataLoss for those that are there no more."""
+    """Return the offsets [start, end) that a batch read selects; start == end when there are none. Raises BadOption for
+    offsets beyond the log's end, DataLoss for removed ones."""
     start, end = _start(reading, log, offset_at), _end(reading, log, offset_at)
     asked = min(start, end)
     if asked < log.start_offset:
@@ -112,7 +112,7 @@ def _end(reading: ReadOptions, log: PartitionLog, offset_at: Callable[[int], int
 
 
 def _checked(option: str, asked: int, log: PartitionLog) -> int:
-    """The offset, when it is not beyond the log's end."""
+    """Return the offset if it is not beyond the log's end."""
     if asked > log.end_offset:
         raise BadOption(
             f"{option}: {asked} for {log.topic!r}, partition {log.partition}, which is committed up to"

@@ -1,17 +1,17 @@
-"""The brokers' HTTP interface as an origin: for a Spark cluster that does not see their disks.
+"""The brokers' HTTP interface as an origin, for a Spark cluster without access to their disks.
 
-Planning asks any broker who leads what, and each leader once where its logs begin and end. Each task then fetches its
-offsets from the leader of its partition, batches as they are stored, checksums included, one answer ahead of what Spark
-takes; at most two answers are in memory. It follows the leader wherever it goes: what was given away is never asked for
-again, and what a new leader does not show yet is waited for.
+Planning asks any broker for the leaders, and each leader once for the start and end of its logs. Each task then fetches
+its offsets from the leader of its partition: stored batches, checksums included, one answer ahead of Spark; at most two
+answers are in memory. It follows the leader when that changes: it never fetches delivered offsets again, and waits for
+those that a new leader does not show yet.
 
-    logs      GET /v1/metadata, then POST /v1/fetch of an offset that no log reaches: the refusal tells where the log
-              begins and ends, as its leader knows it, and the topic's id, and costs no reading
+    logs      GET /v1/metadata, then POST /v1/fetch of an offset that no log reaches: the leader's refusal has the
+              topic's id and the start and end of the log, and costs no reading
     offset_at GET .../messages?at=
     batches   POST /v1/fetch
 
-Every answer names the topic's id, so that a topic that was deleted and made again is not taken for the one it was.
-Every wait is bounded by `patience_s` without progress, and ends in a sentence that says where was looked.
+Every answer names the topic's id, so a topic that was created again is not taken for the planned one. Every wait is
+bounded by `patience_s` without progress, and ends in an error that names the addresses.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ from portalmq.transport.transport import (
 )
 
 PATIENCE_S = 30.0
-# Nobody has answered yet: more likely the address is wrong than that all brokers are away for a moment.
+# Before the first answer a wrong address is more likely than that all brokers are away for a moment.
 FIRST_CONTACT_S = 10.0
 NAMES_MAX = 10
 FETCH_BYTES = 8 * 1024 * 1024
 FETCH_WAIT_MS = 500
-FETCH_TIMEOUT_S = 10.0  # a leader that is silent for so long may be paused: another one leads by then
+FETCH_TIMEOUT_S = 10.0  # a leader that is silent for so long may be paused, and another one leads by then
 NEVER = wire.INTEGER_MAX  # an offset that no log reaches
 
 Place = tuple[str, int]
@@ -65,7 +65,7 @@ _decode_answer = msgspec.msgpack.Decoder(contract.FetchAnswer).decode
 
 @dataclass(frozen=True, slots=True)
 class BrokerAccess:
-    """How the brokers are reached. Travels to the workers by pickle."""
+    """Address and credentials of the brokers. Pickled for the workers."""
 
     bootstrap: str
     token: str | None = field(default=None, repr=False)
@@ -74,10 +74,10 @@ class BrokerAccess:
 
 
 class ClusterApi:
-    """The brokers, as this room asks them: each question bounded, each refusal a sentence of ours. Thread-safe."""
+    """The requests of this package to the brokers: each bounded, each failure a SourceError. Thread-safe."""
 
     def __init__(self, access: BrokerAccess) -> None:
-        """Raises BadOption for what is no address or token, and files for TLS that cannot be used."""
+        """Raise BadOption for a malformed address or token, and for TLS files that cannot be used."""
         self.access = access
         self._met = False
         try:
@@ -91,7 +91,7 @@ class ClusterApi:
         self.transport.close()
 
     def patiently(self, ask: Callable[[float], Any]) -> Any:
-        """The answer to a question that is asked with a deadline, again while that may help. Raises SourceError."""
+        """Call `ask` with a deadline, and retry while that may help. Raises SourceError."""
         patience_s = self.access.patience_s if self._met else min(self.access.patience_s, FIRST_CONTACT_S)
         deadline = time.monotonic() + patience_s
         backoff = Backoff()
@@ -111,13 +111,13 @@ class ClusterApi:
                 return answer
 
     def metadata(self, topics: Collection[str] | None) -> wire.Metadata:
-        """Of all topics, where so many are asked for that their names would make too long a URL."""
+        """Return the metadata of these topics, or of all when their names would make the URL too long."""
         names = topics if topics is not None and len(topics) <= NAMES_MAX else None
         metadata: wire.Metadata = self.patiently(lambda deadline: self.transport.metadata(names, deadline=deadline))
         return metadata
 
     def get(self, path: str, kind: type[Any], leader_of: Place | None = None, **query: object) -> Any:
-        """Raises PortalMQError's of kind NotFound and OffsetOutOfRange as they are."""
+        """Return the decoded answer. NotFound and OffsetOutOfRange pass through."""
         request = Request("GET", with_query(path, query), repeatable=True, leader_of=leader_of)
 
         def ask(deadline: float) -> Any:
@@ -134,7 +134,7 @@ class ClusterApi:
     def fetch(
         self, asked: list[contract.PartitionOffset], *, max_bytes: int, wait_ms: int, deadline: float
     ) -> list[contract.FetchedPartition]:
-        """One try at the leader of the first partition. Raises PortalMQError."""
+        """Fetch once from the leader of the first partition. Raises PortalMQError."""
         request = Request(
             "POST",
             contract.FETCH_PATH,
@@ -170,7 +170,7 @@ class ClusterApi:
 
 
 class Brokers:
-    """A cluster by its HTTP interface. Implements Origin."""
+    """A cluster through its HTTP interface. Implements Origin."""
 
     def __init__(
         self,
@@ -182,7 +182,7 @@ class Brokers:
         patience_s: float = PATIENCE_S,
         tls: TlsFiles = NO_FILES,
     ) -> None:
-        """`topics`: see topics.py."""
+        """Select `topics` as topics.py describes."""
         self._access = BrokerAccess(",".join(bootstrap), token, patience_s, tls)
         self._topics = None if topics is None else tuple(topics)
         self._span_offsets = span_offsets
@@ -230,7 +230,7 @@ class Brokers:
         metadata = self._cluster.metadata(names)
         found = {topic.name: len(topic.partitions) for topic in metadata.topics if is_wanted(topic.name, self._topics)}
         for name in not_found(self._topics, found):
-            if not is_pattern(name):  # made a moment ago, perhaps: this call asks further
+            if not is_pattern(name):  # created a moment ago, perhaps: this call asks the control plane
                 try:
                     found[name] = len(self._cluster.get(wire.topic_path(name), wire.TopicDescription).partitions)
                 except NotFound:
@@ -248,7 +248,7 @@ class Brokers:
 
 
 class _Ends:
-    """Where logs begin and end, as their leaders know it: asked of all leaders, until each has answered."""
+    """The start and end of logs. It asks all leaders until each has answered."""
 
     def __init__(self, cluster: ClusterApi, patience_s: float) -> None:
         self._cluster = cluster
@@ -258,7 +258,7 @@ class _Ends:
         self._said = ""
 
     def of(self, places: Sequence[Place]) -> list[PartitionLog]:
-        """Those of topics that were deleted meanwhile are left out. Raises SourceError."""
+        """Return the logs, without those of topics deleted during the call. Raises SourceError."""
         deadline = time.monotonic() + self._patience_s
         backoff = Backoff()
         while waiting := self._waiting(places):
@@ -310,7 +310,7 @@ class _Ends:
             self._said = str(problem.get("detail"))
 
     def _drop_mixed(self) -> None:
-        """Partitions of two lives of one topic: it was made again while we asked. The older are asked again."""
+        """Drop partitions of a topic's earlier life, when it was created again during the call, and ask again."""
         ids = {log.topic: log.topic_id for log in self._found.values()}
         self._found = {place: log for place, log in self._found.items() if log.topic_id == ids[log.topic]}
 
@@ -327,7 +327,7 @@ class _Ends:
 
 
 class BrokerSpan(Span):
-    """Offsets that are fetched from whoever leads the partition."""
+    """Offsets that a task fetches from the partition's leader."""
 
     def __init__(self, log: PartitionLog, start: int, end: int, access: BrokerAccess) -> None:
         super().__init__(log, start, end)
@@ -350,7 +350,7 @@ class BrokerSpan(Span):
 
 
 class _Fetching:
-    """Fetches of one partition, each with progress or an end."""
+    """Fetches of one partition. Each makes progress or fails."""
 
     def __init__(self, cluster: ClusterApi, log: PartitionLog, end: int) -> None:
         self._cluster = cluster
@@ -360,12 +360,12 @@ class _Fetching:
         self._ended = threading.Event()
 
     def end(self) -> None:
-        """Nobody takes what comes: a fetch that is under way is aborted."""
+        """Abort a fetch in flight, whose result nothing reads."""
         self._ended.set()
         self._cluster.close()
 
     def read(self, position: int) -> contract.FetchedPartition:
-        """What follows `position`: whole batches, checksums verified, and `next_offset` > `position`.
+        """Return what follows `position`: whole batches, checksums verified, and `next_offset` > `position`.
 
         Raises DataLoss, SourceError.
         """
@@ -402,7 +402,7 @@ class _Fetching:
         return fetched
 
     def _fault(self, fetched: contract.FetchedPartition, position: int) -> str | None:
-        """Why it has to be asked again; None when it is good. Raises DataLoss, SourceError when that does not help."""
+        """Return the reason to fetch again; None for a good answer. Raises DataLoss, SourceError for a final one."""
         if fetched.topic_id and fetched.topic_id != self._log.topic_id:
             raise DataLoss(
                 f"topic {self._log.topic!r} was deleted and made again (its id was {self._log.topic_id}, and is"

@@ -1,13 +1,13 @@
 """The columns of a message, in Spark's types and in Arrow's. INTERFACE: names and their order are final.
 
-topic, partition, offset     where it stands; offsets rise, with gaps
+topic, partition, offset     the position; offsets rise, with gaps
 key, value                   the bytes as they were sent
 content_type, headers        headers are null when there are none
-timestamp, appended_at       when it was appended (both the same today: the broker's clock, never falling in a log)
-deliver_at, expires_at       null when it has none
+timestamp, appended_at       the append time (both the same today: the broker's clock, never falling in a log)
+deliver_at, expires_at       null when not set
 priority                     0 by default
 leader_epoch                 of the leader that appended it
-producer_id, sequence        the idempotent producer's, of this very message; null without one
+producer_id, sequence        of the idempotent producer, for this message; null without one
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ COLUMNS: dict[str, tuple[DataType, pa.DataType]] = {
 
 
 def schema_of(names: Sequence[str]) -> StructType:
-    """What Spark is told. Raises BadOption for a name that is no column."""
+    """Return the schema for Spark. Raises BadOption for an unknown column."""
     unknown = [name for name in names if name not in COLUMNS]
     if unknown:
         raise BadOption(f"no column {', '.join(map(repr, unknown))}: the columns are {', '.join(COLUMNS)}")
@@ -62,7 +62,7 @@ def schema_of(names: Sequence[str]) -> StructType:
 
 
 def columns_of(schema: StructType) -> tuple[str, ...]:
-    """The columns that a schema asks for. Raises BadOption when it differs from ours in more than leaving some out."""
+    """Return the columns of a schema. Raises BadOption when it differs from ours other than by leaving columns out."""
     ours = schema_of(schema.names)
     for asked, own in zip(schema.fields, ours.fields, strict=True):
         if asked.dataType != own.dataType:

@@ -1,12 +1,12 @@
-"""Brokers' data directories as a source: which partitions stand in them, which offsets are committed, in which files.
+"""Brokers' data directories as an origin: their partitions, committed offsets and files.
 
-    <data>/identity.json                                          whose directory it is
-    <data>/partitions/<topic>@<topic id>/topic.json               how many partitions the topic has
+    <data>/identity.json                                          the cluster and broker of the directory
+    <data>/partitions/<topic>@<topic id>/topic.json               the topic's number of partitions
     <data>/partitions/<topic>@<topic id>/<partition>/*.sqlite     its segments, and state.sqlite
-    <data>/partitions/<topic>@<topic id>/<partition>/manifest.json   which of them are sealed, and their times
+    <data>/partitions/<topic>@<topic id>/<partition>/manifest.json   the sealed segments, and their times
 
-Of several replicas the one is read that knows of the most committed messages: what another one has above its own high
-watermark may yet be taken back. Where a file of it cannot be read, the others' copies are.
+Of several replicas it reads the one that knows the most committed messages: messages of another one above its own high
+watermark may yet be truncated. When a file of it cannot be read, the copies of other replicas are used.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _TopicFile(msgspec.Struct):
 
 
 class FileSpan(Span):
-    """Offsets that lie in one file. `elsewhere` are other replicas' directories of the partition."""
+    """Offsets within one file. `elsewhere` has the partition's directories in other replicas."""
 
     def __init__(self, log: PartitionLog, start: int, end: int, path: Path, elsewhere: tuple[Path, ...]) -> None:
         super().__init__(log, start, end)
@@ -71,8 +71,8 @@ class FileSpan(Span):
 
 
 def not_there(path: Path, log: PartitionLog, start: int, end: int) -> SourceError:
-    """Why a file that was planned is not there when its offsets are read: its messages were removed. Or this machine of
-    a Spark cluster does not see the data directory at all, which is no loss that may be passed over."""
+    """Return the error for a planned file that is missing at reading time. Its messages were removed; or this machine
+    of a Spark cluster does not see the data directory at all, which failOnDataLoss=false must not hide."""
     root = path.parents[3]
     if not (root / "partitions").is_dir():
         return NothingThere(
@@ -91,7 +91,7 @@ class Directories:
     def __init__(
         self, paths: Sequence[str], topics: Sequence[str] | None = None, span_offsets: int = SPAN_OFFSETS
     ) -> None:
-        """`topics` None means all, but for those whose names begin with two underscores."""
+        """Select `topics`; None selects all but internal ones."""
         self._span_offsets = span_offsets
         self._roots = [Path(path).absolute() for path in paths]
         self._topics = None if topics is None else tuple(topics)
@@ -105,7 +105,7 @@ class Directories:
         return [log for log, _ in self._seen.values()]
 
     def offset_at(self, log: PartitionLog, timestamp_ms: int) -> int:
-        """Only files are opened whose times the manifest does not settle."""
+        """Return the offset. Opens only files whose times the manifest does not settle."""
         reached = log.start_offset
         for replica, segment, upto in self._pieces(log, log.start_offset, log.end_offset):
             if segment.last_ms is None or segment.last_ms >= timestamp_ms:
@@ -124,7 +124,7 @@ class Directories:
         end: int,
         timestamp_ms: int,
     ) -> int | None:
-        """As `_first_at`, by another replica's files where this one's cannot be read."""
+        """Run `first_at` on the segment, or on another replica's files where this one cannot be read."""
         try:
             return first_at(segment, start, end, timestamp_ms)
         except (FileNotFoundError, DamagedFile) as fault:
@@ -143,7 +143,7 @@ class Directories:
             raise
 
     def _others(self, log: PartitionLog, replica: DirectoryReplica, end: int) -> list[DirectoryReplica]:
-        """Who else knows all below `end` to be committed."""
+        """Return the other replicas that know all below `end` to be committed."""
         return [other for other in self._replicas_of(log) if other is not replica and other.high_watermark >= end]
 
     def spans(self, log: PartitionLog, start: int, end: int) -> list[Span]:
@@ -152,7 +152,7 @@ class Directories:
         for replica, segment, upto in self._pieces(log, start, end):
             elsewhere = tuple(other.directory for other in self._others(log, replica, upto))
             tasks = -(-(upto - reached) // self._span_offsets)
-            size = -(-(upto - reached) // tasks)  # as equal as can be: the longest task decides when all are done
+            size = -(-(upto - reached) // tasks)  # of equal size, since the longest task decides the duration
             found += [
                 FileSpan(log, low, min(low + size, upto), segment.path, elsewhere) for low in range(reached, upto, size)
             ]
@@ -160,10 +160,10 @@ class Directories:
         return found
 
     def _pieces(self, log: PartitionLog, start: int, end: int) -> Iterator[tuple[DirectoryReplica, SegmentFile, int]]:
-        """[start, end) by files: each with the replica it is of, and the offset up to which it is to be read. A file
-        that the best replica lacks is taken from another one that knows it to be committed."""
+        """Yield [start, end) by files: the replica, its file, and the end of the piece. A file that the best replica
+        lacks comes from another one that knows it to be committed."""
         replicas = self._replicas_of(log)
-        if replicas[0].high_watermark < end:  # committed since we looked
+        if replicas[0].high_watermark < end:  # committed since the last look
             self.logs()
             replicas = self._replicas_of(log)
         reached = start
@@ -186,11 +186,11 @@ class Directories:
             reached = upto
 
     def homes(self, log: PartitionLog) -> list[Path]:
-        """Where the partition stands, the best copy first."""
+        """Return the partition's directories, the best copy first."""
         return [replica.directory for replica in self._replicas_of(log)]
 
     def _replicas_of(self, log: PartitionLog) -> list[DirectoryReplica]:
-        """Best first."""
+        """Return the partition's replicas, best first."""
         if log.name not in self._seen:
             self.logs()
         if log.name not in self._seen:
@@ -211,7 +211,7 @@ class Directories:
                     continue
                 try:
                     found = [place for place in directory.iterdir() if place.name.isdecimal() and place.is_dir()]
-                except (FileNotFoundError, NotADirectoryError):  # deleted just now; or no topic's
+                except (FileNotFoundError, NotADirectoryError):  # just deleted, or not a topic
                     continue
                 name = (match["topic"], match["topic_id"])
                 sizes[name] = max(sizes.get(name, 0), _size_of(directory))
@@ -252,7 +252,7 @@ class Directories:
         if len(clusters) > 1:
             one, other, *_ = clusters.values()
             raise SourceError(f"{one} and {other} are of two clusters: read each cluster by itself")
-        # Each once, by the name it was given: other machines of a cluster may have it behind that name elsewhere.
+        # Each once, under its given name: other machines of a cluster may mount it under that name elsewhere.
         return list({root.resolve(): root for root in reversed(self._roots)}.values())[::-1]
 
     def _check_topics(self, sizes: dict[tuple[str, str], int]) -> None:
@@ -282,7 +282,7 @@ class Directories:
 
 
 def _size_of(directory: Path) -> int:
-    """How many partitions the topic has, as far as this broker was told."""
+    """Return the topic's number of partitions as far as this broker knows it."""
     path = directory / "topic.json"
     try:
         return msgspec.json.decode(path.read_bytes(), type=_TopicFile).partitions
@@ -293,8 +293,8 @@ def _size_of(directory: Path) -> int:
 
 
 def _readable(replicas: Sequence[DirectoryReplica]) -> tuple[list[DirectoryReplica], DamagedFile | None]:
-    """Those that tell what is committed, best first, and why another one does not. None when all went away with their
-    topic."""
+    """Return the replicas that know what is committed, best first, and the fault of another one. Both are empty when
+    all were removed with their topic."""
     found: list[tuple[int, DirectoryReplica]] = []
     fault: DamagedFile | None = None
     for replica in replicas:
@@ -309,7 +309,7 @@ def _readable(replicas: Sequence[DirectoryReplica]) -> tuple[list[DirectoryRepli
 
 
 def _start_of(replicas: Sequence[DirectoryReplica]) -> int:
-    """Where the log begins, by the best replica that can tell. Raises DamagedFile."""
+    """Return the start of the log by the best replica that knows it. Raises DamagedFile."""
     fault: DamagedFile | None = None
     for replica in replicas:
         try:
@@ -320,4 +320,4 @@ def _start_of(replicas: Sequence[DirectoryReplica]) -> int:
             fault = fault or error
     if fault is not None:
         raise fault
-    return replicas[0].high_watermark  # all went away just now
+    return replicas[0].high_watermark  # all were just removed

@@ -1,24 +1,24 @@
-"""What can be wrong with what Spark is asked to read or write. Each sentence says what to do.
+"""Errors of reading and writing. Each text says what to do.
 
     SourceError
     +-- BadOption       an option that is unknown, missing, or makes no sense
     +-- NothingThere    no such directory, topic or partition
-    |   +-- NoTopic     the place is there and can be read, a topic that was asked for is not in it
+    |   +-- NoTopic     the directory or cluster is readable, and lacks a selected topic
     +-- DamagedFile     a file that is torn, foreign, or lacks messages
-    +-- NotReadable     a file or directory that this user may not read
-    +-- DataLoss        messages that were to be read are gone (retention, purge, a topic made again)
-    +-- Unreachable     no broker answers, or none does as it should
+    +-- NotReadable     a file or directory without read permission
+    +-- DataLoss        messages to be read are gone (retention, purge, a topic created again)
+    +-- Unreachable     no broker answers, or none answers properly
     +-- BadRow          a row that cannot be a message
-    +-- NotWritten      rows that the brokers did not take
+    +-- NotWritten      rows that the brokers refused
 
-They reach the user inside Spark's own exceptions, as text.
+They reach the user as text inside Spark's own exceptions.
 """
 
 from __future__ import annotations
 
 
 class SourceError(Exception):
-    """What was asked for cannot be read or written."""
+    """The request cannot be read or written."""
 
 
 class BadOption(SourceError, ValueError):
@@ -30,7 +30,7 @@ class NothingThere(SourceError):
 
 
 class NoTopic(NothingThere):
-    """The place is there and can be read, a topic that was asked for is not in it. To a stream it says: deleted."""
+    """The directory or cluster is readable, and lacks a selected topic. For a stream this means: deleted."""
 
 
 class DamagedFile(SourceError):
@@ -50,7 +50,7 @@ class DamagedFile(SourceError):
 
 
 class NotReadable(SourceError):
-    """A file or directory that this user may not read."""
+    """A file or directory without read permission."""
 
     def __init__(self, path: object) -> None:
         super().__init__(
@@ -64,11 +64,11 @@ class NotReadable(SourceError):
 
 
 class Unreachable(SourceError):
-    """No broker answers, or none does as it should."""
+    """No broker answers, or none answers properly."""
 
 
 class DataLoss(SourceError):
-    """Messages that were to be read are gone. `resume_at` is the offset at which there may be some again."""
+    """Messages to be read are gone. `resume_at` is the offset where messages may exist again."""
 
     def __init__(self, what: str, resume_at: int | None = None) -> None:
         super().__init__(f"{what}. With failOnDataLoss=false the query goes on with what is there")
@@ -84,7 +84,7 @@ class BadRow(SourceError, ValueError):
 
 
 class NotWritten(SourceError):
-    """Rows that the brokers did not take."""
+    """Rows that the brokers refused."""
 
     def __init__(self, where: str, why: str) -> None:
         super().__init__(

@@ -1,16 +1,16 @@
-"""Which partitions and offsets can hold rows that Spark's filters let through.
+"""Derives from Spark's filters the partitions and offsets that can hold matching rows.
 
-    topic, partition           decided for each log by itself, exactly as Spark would
+    topic, partition           decided for each log, exactly as Spark would
     offset                     ranges of offsets
     timestamp, appended_at     ranges of ms, which the logs turn into ranges of offsets: append times never fall
     never null                 `is not null` is always true for these columns, and `is null` never
 
-A filter on these columns is settled here: what is planned are the rows that it lets through, and no others, so Spark
-need not look at them again. It is handed back where it is on another column, where a value has a type that we do not
-expect, and where it would cut the log into more pieces than are worth a task each: then the pieces from the first to
-the last are planned, and Spark chooses among the rows.
+A filter on these columns is applied here in full: the plan has exactly the matching rows, so Spark need not check them.
+It is returned to Spark when it is on another column, when a value has an unexpected type, and when it would cut the log
+into more pieces than are worth a task each: then the plan covers the first piece to the last, and Spark filters the
+rows.
 
-SQL's logic has three values. A comparison with NULL is never true, nor is its negation; `<=>` alone takes NULL as a
+SQL's logic has three values. A comparison with NULL is never true, nor is its negation; only `<=>` treats NULL as a
 value.
 """
 
@@ -50,7 +50,7 @@ _NEVER_NULL = frozenset(
 )
 _TIMES = frozenset({"timestamp", "appended_at"})
 
-# Disjoint ranges [low, high) of whole numbers, rising, none empty, no two touching.
+# Disjoint ranges [low, high) of integers, ascending, none empty, no two adjacent.
 Ranges = tuple[tuple[int, int], ...]
 ALL: Final[Ranges] = ((_BEGIN, _END),)
 NONE: Final[Ranges] = ()
@@ -71,7 +71,7 @@ _TEXTS: dict[type[Filter], Callable[[str, str], bool]] = {
 
 
 class _NotOurs(Exception):
-    """Spark has to see to this filter."""
+    """Spark has to apply this filter."""
 
 
 def union(ranges: Iterable[tuple[int, int]]) -> Ranges:
@@ -91,14 +91,14 @@ def both(one: Ranges, other: Ranges) -> Ranges:
 
 
 def without(ranges: Ranges) -> Ranges:
-    """All that is not in them."""
+    """Return the complement of the ranges."""
     borders = [_BEGIN, *(border for pair in ranges for border in pair), _END]
     return union(zip(borders[::2], borders[1::2], strict=True))
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What rows may be: in logs that `logs` let through, at these offsets, appended in these ms."""
+    """Bounds of matching rows: in logs that pass `logs`, at these offsets, appended in these ms."""
 
     logs: tuple[Filter, ...] = ()
     offsets: Ranges = ALL
@@ -106,7 +106,7 @@ class Bounds:
 
     @property
     def nothing(self) -> bool:
-        """No row of any log can pass."""
+        """True when no row of any log can match."""
         return not self.offsets or not self.times_ms
 
     def wants(self, log: PartitionLog) -> bool:
@@ -115,7 +115,7 @@ class Bounds:
         )
 
     def within(self, start: int, end: int, offset_at: Callable[[int], int]) -> Ranges:
-        """The offsets of [start, end) that may pass. `offset_at(ms)` is the first offset appended then or later."""
+        """Return the offsets of [start, end) that may match. `offset_at(ms)` is the first offset from then on."""
         found = both(self.offsets, ((start, end),) if start < end else ())
         if self.times_ms != ALL and found:
             found = both(
@@ -129,7 +129,7 @@ class Bounds:
 
 
 def bounds_of(filters: Sequence[Filter]) -> tuple[Bounds, list[Filter]]:
-    """What the filters, all together, let through, and those that Spark has to apply to the rows itself."""
+    """Return the bounds of all filters together, and the filters that Spark has to apply itself."""
     bounds, left = Bounds(), []
     for each in filters:
         try:
@@ -142,14 +142,14 @@ def bounds_of(filters: Sequence[Filter]) -> tuple[Bounds, list[Filter]]:
 
 
 def _narrowed(bounds: Bounds, each: Filter) -> tuple[Bounds, bool]:
-    """The bounds with one filter more, and whether they hold exactly what it lets through. Raises _NotOurs."""
+    """Return the bounds with one more filter, and True if they match it exactly. Raises _NotOurs."""
     column = _column(each)
     plain, is_negated = (each.child, True) if isinstance(each, Not) else (each, False)
     if column in _NEVER_NULL and isinstance(plain, IsNull | IsNotNull):
         is_always = isinstance(plain, IsNotNull) != is_negated
         return (bounds if is_always else replace(bounds, offsets=NONE)), True
     if column in {"topic", "partition"}:
-        _is_true(each, "" if column == "topic" else 0)  # sees whether it can be decided
+        _is_true(each, "" if column == "topic" else 0)  # raises _NotOurs for a filter that cannot be decided
         return replace(bounds, logs=(*bounds.logs, each)), True
     if column == "offset":
         offsets, is_exact = _cut(bounds.offsets, _ranges(each, 1, _whole))
@@ -161,8 +161,8 @@ def _narrowed(bounds: Bounds, each: Filter) -> tuple[Bounds, bool]:
 
 
 def _cut(ranges: Ranges, wanted: Ranges) -> tuple[Ranges, bool]:
-    """What of the ranges is wanted, and whether that is said exactly. Each range is a task at least, so that a few
-    long ones are better than many short ones; what was exact before stays so."""
+    """Return the wanted part of the ranges, and True if it is exact. Each range is at least a task, so a few long ones
+    are better than many short ones; ranges that were exact before remain so."""
     found = both(ranges, wanted)
     if len(found) <= RANGES_MAX:
         return found, True
@@ -178,18 +178,18 @@ def _column_path(each: Any) -> tuple[str, ...]:
     return tuple(getattr(each, "attribute", ()))
 
 
-# --- a column that is the same in a whole log -------------------------------------------------------------------------
+# --- columns with one value in a log ----------------------------------------------------------------------------------
 
 
 def _is_true(each: Filter, own: str | int) -> bool:
-    """Whether the filter lets rows through whose column is `own`. Raises _NotOurs."""
+    """True when the filter matches rows whose column is `own`. Raises _NotOurs."""
     if isinstance(each, Not):
         return _holds(each.child, own) is False
     return _holds(each, own) is True
 
 
 def _holds(each: Filter, own: str | int) -> bool | None:
-    """True, False, or None: unknown, as SQL has it. `own` is never NULL."""
+    """Return True, False, or None for SQL's unknown. `own` is never NULL."""
     if isinstance(each, In):
         equal = [_holds(EqualTo(each.attribute, value), own) for value in each.value]
         return True if True in equal else None if None in equal else False
@@ -208,11 +208,11 @@ def _holds(each: Filter, own: str | int) -> bool | None:
     return compare(own, value)
 
 
-# --- a column that rises along a log ----------------------------------------------------------------------------------
+# --- columns that rise along a log ------------------------------------------------------------------------------------
 
 
 def _ranges(each: Filter, unit: int, number_of: Callable[[Any], int]) -> Ranges:
-    """Which whole numbers k pass, where the column is k * unit. Raises _NotOurs."""
+    """Return the integers k that match, where the column is k * unit. Raises _NotOurs."""
     if isinstance(each, Not):
         return _ranges_not(each.child, unit, number_of)
     if isinstance(each, In):

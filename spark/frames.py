@@ -1,8 +1,8 @@
-"""Fetched batches, as the wire has them, into Arrow: the same columns as the files give.
+"""Converts fetched batches from the wire format to Arrow, with the same columns as the files.
 
     frames --decode--> records, a list --column by column--> Arrow batches of bounded size
 
-One Python object a message is made here (MessagePack has no columns), and no more: a column is one list of one field.
+It creates one Python object a message (MessagePack has no columns); a column is one list of one field.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _decode_records_with_holes = msgspec.msgpack.Decoder(list[FrameRecord | None]).d
 def batches_of(
     frames: Iterable[Frame], log: PartitionLog, start: int, end: int, columns: Sequence[str]
 ) -> Iterator[pa.RecordBatch]:
-    """The messages of the frames at offsets [start, end), in order. Raises msgspec.MsgspecError for bytes that are no
-    frame's: their checksums are to be looked at before."""
+    """Yield the messages of the frames at offsets [start, end), in order. Callers verify the checksums first. Raises
+    msgspec.MsgspecError for malformed frames."""
     rows = _Rows(log, columns)
     for frame in frames:
         rows.add(frame, start, end)
@@ -43,7 +43,7 @@ def batches_of(
 
 
 class _Rows:
-    """What is to become the next Arrow batch. `heads` and `counts` are of the frames that the records came in."""
+    """The content of the next Arrow batch. `heads` and `counts` belong to the frames of the records."""
 
     def __init__(self, log: PartitionLog, columns: Sequence[str]) -> None:
         self._log = log
@@ -66,7 +66,7 @@ class _Rows:
         try:
             records = _decode_records(frame.body)[low - head.base_offset : high - head.base_offset]
         except msgspec.ValidationError:
-            # Where compaction has removed a message nil stands.
+            # nil marks a message that compaction has removed.
             found = _decode_records_with_holes(frame.body)[low - head.base_offset : high - head.base_offset]
             offsets = offsets[[record is not None for record in found]]
             records = [record for record in found if record is not None]
@@ -110,7 +110,7 @@ class _Rows:
         return self._of_batch(name, kind, offsets)
 
     def _of_batch(self, name: str, kind: pa.DataType, offsets: Any) -> pa.Array:
-        """A column that is one value a batch."""
+        """Return a column that has one value a batch."""
         if name in {"timestamp", "appended_at"}:
             return pa.array(self._repeated([head.appended_at_ms * 1000 for head in self._heads]), kind)
         if name == "leader_epoch":
@@ -119,7 +119,7 @@ class _Rows:
         if name == "producer_id":
             return pa.array(self._repeated([head.producer_id for head in self._heads]), kind, mask=nothing)
         assert name == "sequence", name
-        # The head has the sequence of the first message; those behind it count on, removed ones included.
+        # The head has the sequence of the first message; those after it count on, removed ones included.
         first = self._repeated([head.sequence - head.base_offset for head in self._heads])
         return pa.array(first + offsets, kind, mask=nothing)
 

@@ -1,13 +1,12 @@
-"""What a row is known by, so that it is written once however often Spark runs the task that writes it.
+"""Identities of rows, so that each is written once however often Spark runs its task.
 
     <query, batch, Spark partition>/<content>[.<how often this content came before in this partition of this batch>]
 
-Not the row's number: a task that is run again may be given its rows in another order (they come out of a shuffle as
-they arrive), and only what is in them is the same. Two rows that are alike are two messages, told apart by the count;
-which of the two is which does not matter, as they are alike.
+The row's number is no identity: a task that runs again may get its rows in another order (a shuffle yields them as they
+arrive), and only their content is the same. Two equal rows are two messages, told apart by the count; which is which
+does not matter.
 
-The part before the slash is common to all rows of a task, which the broker's index is grateful for: they stand side by
-side in it (wire.message_id_of).
+All rows of a task share the part before the slash, so they are neighbours in the broker's index (wire.message_id_of).
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class Identities:
         self._counts = Counts()
 
     def keys_of(self, contents: Sequence[bytes]) -> list[str]:
-        """The keys of rows, in their order; `contents` are those of the rows."""
+        """Return the keys of the rows with these contents, in order."""
         digests = [blake2b(content, digest_size=16) for content in contents]
         numbers = array("Q", b"".join([digest.digest()[:8] for digest in digests]))
         if byteorder == "big":
@@ -43,10 +42,10 @@ class Identities:
 
 
 class Counts:
-    """How often each of many 64-bit numbers came, which are hashes themselves, in a table with linear probing.
+    """Counts of 64-bit hashes, in a table with linear probing.
 
-    A dict of ints takes six times as much. Two contents of one number (once in 3e12 pairs of ten million rows) are
-    counted as one, which makes their keys depend on the order of the rows, and does no other harm.
+    A dict of ints takes six times the memory. Two contents with one hash (once in 3e12 pairs of ten million rows) are
+    counted as one, which makes their keys depend on the order of the rows, and is harmless otherwise.
     """
 
     def __init__(self) -> None:
@@ -56,7 +55,7 @@ class Counts:
         self._room = _SLOTS_FIRST * 2 // 3
 
     def add_all(self, all_numbers: Iterable[int]) -> list[int]:
-        """Count them, one after the other; how often each came before."""
+        """Count the hashes in order. Return how often each came before."""
         befores: list[int] = []
         table, counts, mask = self._numbers, self._counts, self._mask
         for each in all_numbers:

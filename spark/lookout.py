@@ -1,8 +1,8 @@
-"""Looks at the logs for a streaming query, which asks a hundred times a second while nothing is new.
+"""Polls the logs for a streaming query; Spark asks a hundred times a second while nothing is new.
 
-A look is as old as four times what it cost, at least 50 ms and at most 5 s, so that looking takes a fifth of one core
-whatever the number of partitions. A look that fails (a broker that is restarted, a file that is locked, a directory
-that is mounted again) is repeated for `PATIENCE_S` before it ends the query.
+A result is reused for four times the duration of its poll, at least 50 ms and at most 5 s, so that polling takes a
+fifth of one core at any number of partitions. A poll that fails (a broker restarts, a file is locked, a directory is
+being mounted) is repeated for `PATIENCE_S` before it ends the query.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ PATIENCE_S = 20.0
 _REST_MIN_S, _REST_MAX_S = 0.05, 5.0
 _RESTS_PER_LOOK = 4
 
-# What may be over in a moment. What the user has to change, and what is gone for good, is not.
+# PASSING faults may resolve themselves. LASTING ones do not: the user must act, or the data is gone.
 PASSING = (SourceError, PortalMQError, OSError, sqlite3.Error)
 LASTING = (BadOption, DataLoss)
 
 
 class FaultDuration:
-    """How long something has been wrong without a break."""
+    """The duration of a fault that persists without a break."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, patience_s: float = PATIENCE_S) -> None:
         self._clock = clock
@@ -33,7 +33,7 @@ class FaultDuration:
         self._since: float | None = None
 
     def ended(self, fault: BaseException, began: float) -> Exception | None:
-        """Note one more fault, of a try that began then. What to raise once all have failed for so long."""
+        """Record a fault of an attempt that began then. Return the error to raise once it has lasted too long."""
         if self._since is None:
             self._since = began
         waited_s = self._clock() - self._since
@@ -53,10 +53,11 @@ class Lookout:
         self._rests_until_s = float("-inf")
 
     def logs(self, *, fresh: bool = False) -> list[PartitionLog] | None:
-        """As they stand now or stood a moment ago (`fresh`: now); None while they cannot be seen.
+        """Return the logs now or as of a recent poll (`fresh`: now); None while they cannot be read.
 
-        Raises SourceError when they could not be seen for PATIENCE_S, BadOption and DataLoss at once, and at the first
-        look NothingThere."""
+        Raises SourceError after PATIENCE_S of failures, BadOption and DataLoss at once, and NothingThere in the first
+        poll.
+        """
         began = self._clock()
         if began < self._rests_until_s and not fresh:
             return self._seen
@@ -66,7 +67,7 @@ class Lookout:
             raise
         except PASSING as fault:
             if not self._has_seen and isinstance(fault, NothingThere):
-                raise  # more likely the name is wrong than that it comes in a moment
+                raise  # a wrong name is more likely than a topic about to be created
             self._seen = None
             final = self._patience.ended(fault, began)
             if final is not None:

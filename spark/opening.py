@@ -1,4 +1,4 @@
-"""Opens the origin that the options name: data directories, or brokers."""
+"""Opens the origin that the options name: data directories or brokers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from portalmq.spark.origin import Origin
 
 
 def origin_of(reading: ReadOptions) -> Origin:
-    """The door that the options name. Raises SourceError."""
+    """Return the origin that the options name. Raises SourceError."""
     if reading.paths:
         from portalmq.spark.directories import Directories
 

@@ -1,8 +1,7 @@
-"""Every option of the format "portalmq", once: its name, whose it is, and what its text may be.
+"""The options of the format "portalmq": the name, the operations that take it, and the accepted values of each.
 
-Spark hands option names over without regard to case, and values as text. Each operation takes the options that mean
-something to it, and refuses the others by a sentence that names the near ones: an option that does nothing hides a
-mistake.
+Spark passes option names in any case, and values as text. Each operation accepts the options that it uses, and rejects
+the others with an error that suggests similar names: an option without effect hides a mistake.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _BATCH = (*_READING, *_STARTS, "endingOffsets", "endingTimestamp", "pushdown")
 _STREAM = (*_READING, *_STARTS, "maxRowsPerTrigger")
 _WRITING = (*_CALLING, "topic", "query", "checkpointLocation")
 
-# What comes to the fingers of who has used Spark's Kafka source.
+# Options of Spark's Kafka source, and ours.
 _KAFKA = {
     "subscribe": "topic",
     "subscribepattern": "topic",
@@ -48,10 +47,10 @@ _KAFKA = {
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """Where to begin or to end, before it is looked up in the logs.
+    """A starting or ending point, before it is resolved in the logs.
 
-    `offsets` names single partitions, topic -> partition -> offset, EARLIEST or LATEST; `otherwise`, EARLIEST or
-    LATEST, is for all that it does not name. `timestamp_ms` wins over both.
+    `offsets` has single partitions, topic -> partition -> offset, EARLIEST or LATEST; `otherwise`, EARLIEST or LATEST,
+    is for all others. `timestamp_ms` wins over both.
     """
 
     otherwise: int
@@ -59,13 +58,13 @@ class Bound:
     timestamp_ms: int | None = None
 
     def of(self, log: PartitionLog) -> int:
-        """The offset asked for in this log, EARLIEST, or LATEST. Does not know of `timestamp_ms`."""
+        """Return the offset in this log, EARLIEST, or LATEST. Ignores `timestamp_ms`."""
         return self.offsets.get(log.topic, {}).get(log.partition, self.otherwise)
 
 
 @dataclass(frozen=True, slots=True)
 class ReadOptions:
-    """What is read. Exactly one of `paths` and `bootstrap` is not empty; `topics` None means all but internal ones."""
+    """Options of a read. Exactly one of `paths` and `bootstrap` is not empty; `topics` None: all but internal ones."""
 
     paths: tuple[str, ...]
     bootstrap: tuple[str, ...]
@@ -84,7 +83,7 @@ class ReadOptions:
 
 @dataclass(frozen=True, slots=True)
 class Writing:
-    """Where rows go. `topic` None means that a column says it, `query` None that the writer makes up a new one."""
+    """Options of a write. `topic` None: a column has it. `query` None: the writer generates a new one."""
 
     bootstrap: tuple[str, ...]
     token: str | None = field(repr=False)
@@ -94,22 +93,22 @@ class Writing:
 
 
 def described(options: Mapping[str, str]) -> ReadOptions:
-    """What a schema depends on: asked before it is known whether a batch or a stream is read. Raises BadOption."""
+    """Return the options for a schema, before batch or stream is known. Raises BadOption."""
     return _reading(_Options(options, (*_BATCH, "maxRowsPerTrigger"), "reading"), Bound(EARLIEST))
 
 
 def batch_reading(options: Mapping[str, str]) -> ReadOptions:
-    """Raises BadOption."""
+    """Return the options of a batch read. Raises BadOption."""
     return _reading(_Options(options, _BATCH, "a batch read"), Bound(EARLIEST))
 
 
 def stream_reading(options: Mapping[str, str]) -> ReadOptions:
-    """Raises BadOption."""
+    """Return the options of a streaming read. Raises BadOption."""
     return _reading(_Options(options, _STREAM, "a stream that is read"), Bound(LATEST))
 
 
 def writing(options: Mapping[str, str]) -> Writing:
-    """Raises BadOption."""
+    """Return the options of a write. Raises BadOption."""
     given = _Options(options, _WRITING, "writing")
     bootstrap = given.names("bootstrap")
     if not bootstrap:
@@ -121,7 +120,7 @@ def writing(options: Mapping[str, str]) -> Writing:
 
 
 class _Options:
-    """The options as they came, looked up by their names in any case."""
+    """The options as given, looked up by name in any case."""
 
     def __init__(self, options: Mapping[str, str], known: tuple[str, ...], operation: str) -> None:
         names = {name.lower(): name for name in known}
@@ -141,7 +140,7 @@ class _Options:
         return TlsFiles(*map(self.text, TLS_NAMES))
 
     def names(self, name: str) -> tuple[str, ...]:
-        """A list, separated by commas; empty when the option is not there."""
+        """Return a list separated by commas; empty when the option is absent."""
         text = self.text(name)
         if text is None:
             return ()
@@ -165,7 +164,7 @@ class _Options:
         return text == "true"
 
     def paths(self) -> tuple[str, ...]:
-        """`load(["a", "b"])` arrives as JSON in an option of Spark's own, `paths`."""
+        """Return the paths. `load(["a", "b"])` arrives as JSON in Spark's own option `paths`."""
         several = self.text("paths")
         if several is None:
             return self.names("path")
@@ -221,7 +220,7 @@ def _reading(given: _Options, starting: Bound) -> ReadOptions:
 
 
 def _bound(given: _Options, name: str, by_time: str, otherwise: Bound) -> Bound:
-    """Of a partition that the JSON leaves out the whole is meant: more is read rather than less."""
+    """Parse a bound. A partition that the JSON leaves out is read whole: more rather than less."""
     moment = given.text(by_time)
     if moment is not None:
         return Bound(otherwise.otherwise, timestamp_ms=_unix_ms(by_time, moment))
@@ -259,7 +258,7 @@ _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 def _unix_ms(name: str, text: str) -> int:
-    """The first ms that is not before the moment, so that a range of times begins and ends exactly."""
+    """Return the first ms that is not before the moment, so that a range of times begins and ends exactly."""
     if text.isascii() and text.isdecimal() and int(text) <= OFFSET_MAX // 1000:
         return int(text)
     try:

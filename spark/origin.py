@@ -1,7 +1,7 @@
-"""Where rows come from: what the readers ask of data directories and of brokers alike.
+"""The interface through which readers get rows, from data directories and from brokers.
 
-    Origin.logs()          which partitions there are, and which offsets of each are committed
-    Origin.offset_at()     where in a log a moment is
+    Origin.logs()          the partitions, and the committed offsets of each
+    Origin.offset_at()     the offset for a point in time
     Origin.spans()         a range of offsets, cut into pieces that one task each can read
     Span.batches()         the rows of one piece, as Arrow batches; runs in a Spark worker
 
@@ -20,10 +20,10 @@ from pyspark.sql.datasource import InputPartition
 
 from portalmq.spark.errors import DataLoss
 
-# A task reads so many offsets at most: enough to pay for its start, few enough to keep all cores busy.
+# The most offsets that one task reads: enough to pay for its start, few enough to keep all cores busy.
 SPAN_OFFSETS = 1_000_000
-# Up to so many tasks each piece is one. Where there are more, a task takes several: to start one costs Spark as much as
-# to read tens of thousands of messages. It then reads no more than so many offsets in all.
+# Up to this many tasks each span is a task. Beyond it a task takes several spans: to start a task costs Spark as much
+# as to read tens of thousands of messages. Such a task reads at most PACKED_OFFSETS in all.
 TASKS_FEW = 128
 PACKED_OFFSETS = 65_536
 
@@ -40,12 +40,12 @@ class PartitionLog:
 
     @property
     def name(self) -> str:
-        """Names it for good: a topic that was made again has another id."""
+        """A permanent name: a topic that was deleted and created again has another id."""
         return f"{self.topic}@{self.topic_id}/{self.partition}"
 
 
 class Span(InputPartition):
-    """Offsets [start, end) of one log, read by one task. Travels to the worker by pickle."""
+    """Offsets [start, end) of one log, read by one task. Pickled for the worker."""
 
     def __init__(self, log: PartitionLog, start: int, end: int) -> None:
         super().__init__(None)
@@ -55,13 +55,13 @@ class Span(InputPartition):
 
     @abstractmethod
     def batches(self, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
-        """The rows, in order, with these columns in this order. Bounded: no batch holds more than a few tens of MB
-        unless a single message does. Raises DamagedFile, DataLoss, SourceError."""
+        """Yield the rows in order, with these columns in this order. Bounded: no batch exceeds a few tens of MB unless
+        a single message does. Raises DamagedFile, DataLoss, SourceError."""
         raise NotImplementedError
 
 
 class Packed(InputPartition):
-    """Small spans, of any logs, that one task reads one after the other."""
+    """Small spans, of any logs, that one task reads one after another."""
 
     def __init__(self, spans: Sequence[Span]) -> None:
         super().__init__(None)
@@ -69,8 +69,8 @@ class Packed(InputPartition):
 
 
 def packed(spans: Sequence[Span], span_offsets: int = SPAN_OFFSETS) -> list[InputPartition]:
-    """The tasks for these spans, in their order. Thousands of small segments, or partitions, are some hundred tasks.
-    None reads more than `span_offsets`, as none of the spans does."""
+    """Return tasks for these spans, in order. Thousands of small segments or partitions become some hundred tasks. No
+    task reads more than `span_offsets`; no span is longer."""
     most = -(-len(spans) // TASKS_FEW)
     tasks: list[list[Span]] = []
     offsets = 0
@@ -85,30 +85,30 @@ def packed(spans: Sequence[Span], span_offsets: int = SPAN_OFFSETS) -> list[Inpu
 
 
 def spans_of(task: InputPartition) -> tuple[Span, ...]:
-    """What a task reads. Spark makes up a task of its own where none was planned: that one reads nothing."""
+    """Return the spans of a task. Spark adds an empty task of its own to an empty plan; it has none."""
     if isinstance(task, Packed):
         return task.spans
     return (task,) if isinstance(task, Span) else ()
 
 
 class Origin(Protocol):
-    """Data directories, or brokers. Cheap to make. `logs` looks anew; the others may go by what it saw last."""
+    """Data directories, or brokers. Cheap to create. `logs` reads afresh; the others may use what it saw last."""
 
     def logs(self) -> list[PartitionLog]:
-        """The partitions of the topics that were asked for, sorted. Raises NothingThere, SourceError."""
+        """Return the partitions of the selected topics, sorted. Raises NothingThere, SourceError."""
         ...
 
     def offset_at(self, log: PartitionLog, timestamp_ms: int) -> int:
-        """The first offset appended at that time (Unix ms) or later; `log.end_offset` when there is none."""
+        """Return the first offset appended at that time (Unix ms) or later; `log.end_offset` when there is none."""
         ...
 
     def spans(self, log: PartitionLog, start: int, end: int) -> list[Span]:
-        """Pieces that cover [start, end) once. The range lies within the log's."""
+        """Return pieces that cover [start, end) once. The range lies within the log's."""
         ...
 
 
 def rows_of(span: Span, columns: Sequence[str], fails_on_data_loss: bool) -> Iterator[pa.RecordBatch]:
-    """The rows of a span; where they were removed meanwhile and the user does not mind, those that were left."""
+    """Yield the rows of a span. With `fails_on_data_loss` False it skips rows that were removed in the meantime."""
     while True:
         try:
             yield from span.batches(columns)

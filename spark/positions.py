@@ -1,18 +1,18 @@
-"""Where a streaming query stands in each log, and what became of the logs since.
+"""The positions of a streaming query in each log, compared with the state of the logs.
 
-Positions are {"<topic>@<topic id>/<partition>": the next offset to read}: what Spark keeps in the checkpoint, the same
-by files and by HTTP. A look at the logs says of each position one of these:
+Positions are {"<topic>@<topic id>/<partition>": the next offset to read}: the content of Spark's checkpoint, the same
+for files and HTTP. A poll of the logs finds each position in one of these states:
 
     good       start_offset <= position <= end_offset
-    behind     the log ends below the position. Seen while a broker fails over (what a replica knows to be committed is
-               up to a second old), or for good, when a broker's directory was restored from an older copy
-    missing    there is no such log. Seen for a moment, or for good when the topic was deleted
+    behind     the log ends below the position. Temporary while a broker fails over (a replica learns of commits up to
+               a second late), or permanent after a broker's directory was restored from an older copy
+    missing    the log does not exist. Temporary, or permanent when the topic was deleted
     removed    the log begins above the position: retention or a purge was faster than the query
-    remade     the topic is there with another id: it was deleted and made again
+    remade     the topic exists with another id: it was deleted and created again
 
-The last two are certain at once; behind and missing are doubts that may pass, and are losses only when they stay.
-A log that is new enters the positions with the offset where it begins, and is read from there by the next batch: so
-that the beginning stands in the checkpoint, and a batch that is read again begins where it did.
+The last two are certain at once; behind and missing are doubts, which become losses only when they persist.
+A new log enters the positions with its first offset, and the next batch reads from there: so the checkpoint has its
+start, and a batch that is read again begins at the same offset.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ Positions = dict[str, int]
 
 @dataclass
 class LogPositions:
-    """What one look at the logs says of the positions."""
+    """The positions after a comparison with the logs."""
 
-    floors: Positions = field(default_factory=dict)  # where reading goes on: the position, or higher after a loss
+    floors: Positions = field(default_factory=dict)  # where reading continues: the position, or higher after a loss
     ends: Positions = field(default_factory=dict)  # how far it may be read; floors[name] <= ends[name], same names
-    doubts: dict[str, str] = field(default_factory=dict)  # by log: what may pass
-    losses: list[str] = field(default_factory=list)  # what is certain
+    doubts: dict[str, str] = field(default_factory=dict)  # by log: losses that may be temporary
+    losses: list[str] = field(default_factory=list)  # certain losses
 
     @property
     def waiting(self) -> dict[str, int]:
@@ -82,8 +82,8 @@ def _judge(now: LogPositions, log: PartitionLog, position: int) -> None:
 
 
 def accepted(now: LogPositions, gone: Iterable[str], logs: Iterable[PartitionLog]) -> None:
-    """Those doubts have not passed, and the user wants to go on: without what is missing, and at the end of what ends
-    below its position. Never further back than that: what was read is not read again."""
+    """Accept doubts that persist: drop missing logs, and continue at the end of those that end below their position.
+    Never continue below that end, so that nothing is read twice."""
     found = {log.name: log for log in logs}
     for name in gone:
         del now.doubts[name]
@@ -98,5 +98,5 @@ def topic_of(name: str) -> str:
 
 
 def as_sorted(positions: Mapping[str, int]) -> Positions:
-    """Spark compares offsets as text, so that the order of names has to be the same each time."""
+    """Return the positions sorted by name: Spark compares offsets as text."""
     return dict(sorted(positions.items()))

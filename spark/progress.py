@@ -1,4 +1,4 @@
-"""A line on stderr while Spark works: which part it is at, and how far. Quick runs say nothing."""
+"""A progress line on stderr while Spark works: the stage and its tasks. Quick runs print nothing."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 SILENT_S = 3.0
 EVERY_S = 1.0
-# Where lines stay (a log), they are few.
+# Where lines stay (in a log), they are few.
 EVERY_IN_A_LOG_S = 15.0
-# Java may take its time to say how far it is: nobody waits for that longer, and what it says later is not shown.
+# Java may be slow to report; the end of the block waits this long, and drops later reports.
 END_WITHIN_S = 5.0
 
 
 class Progress:
-    """Watches a session's jobs from a thread of its own, until its block ends."""
+    """Watches a session's jobs in a thread of its own, until its block ends."""
 
     def __init__(self, spark: SparkSession, to: TextIO | None = None) -> None:
         self._context = spark.sparkContext
@@ -56,7 +56,7 @@ class Progress:
             wait_s = EVERY_S if self._is_terminal else EVERY_IN_A_LOG_S
 
     def _line(self) -> str:
-        """Tasks of the stages that run now, and of those before; empty while none runs."""
+        """Return the tasks of the running stages; empty while none runs."""
         running = total = 0
         for number in self._tracker.getActiveStageIds():
             stage = self._tracker.getStageInfo(number)
@@ -71,8 +71,8 @@ class Progress:
         return f"portalmq report: {running} of {total} tasks, {seconds}"
 
     def _has_no_executor(self) -> bool:
-        """Spark itself waits for ever where a cluster has no worker, or none with the memory and cores that are asked
-        for. The driver counts as one executor; on this machine alone it is all there is."""
+        """True while the cluster has given no executor. Spark waits for ever for a cluster without a worker, or without
+        one with enough memory and cores. The driver counts as one executor; a local session has no other."""
         if str(self._context.master).startswith("local"):
             return False
         infos = self._context._jsc.sc().statusTracker().getExecutorInfos()

@@ -1,6 +1,6 @@
-"""One broker's copy of a partition, by its files: what is committed, where the log begins, which file holds what.
+"""One broker's copy of a partition, through its files: committed offsets, the start of the log, and its segments.
 
-Small questions to a file are asked of SQLite directly; messages are read by segment.py.
+Small queries go to SQLite directly; segment.py reads messages.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 _SEGMENT = re.compile(r"\d{20}\.sqlite\Z")
 STATE_NAME: Final = "state.sqlite"
-SCHEMA_VERSION: Final = 1  # of segment files; of the state its meta is read, which stays
+SCHEMA_VERSION: Final = 1  # of segment files; the meta table of the state file does not change
 OFFSET_END: Final = 1 << 63
 
 
@@ -40,8 +40,8 @@ class _SegmentManifest(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class SegmentFile:
-    """One file. `last_ms`, the Unix time of its last batch, is None while it is not sealed; the last one then ends at
-    OFFSET_END."""
+    """A segment file. `last_ms`, the Unix time of its last batch, is None before it is sealed; the last one then ends
+    at OFFSET_END."""
 
     path: Path
     base_offset: int
@@ -50,15 +50,15 @@ class SegmentFile:
 
 
 class DirectoryReplica:
-    """One broker's copy of a partition, as it stood when it was first asked. Its directory may go meanwhile, with its
-    topic: all of it raises FileNotFoundError then."""
+    """One broker's copy of a partition, as of the first query. Its directory may be removed with its topic: all methods
+    raise FileNotFoundError then."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
     @cached_property
     def _state(self) -> dict[str, Any] | None:
-        """None where there is no snapshot."""
+        """The meta table of the snapshot; None without one."""
         path = self.directory / STATE_NAME
         try:
             return self._meta_of(path)
@@ -66,7 +66,7 @@ class DirectoryReplica:
             return None
 
     def _meta_of(self, path: Path) -> dict[str, Any]:
-        """Raises FileNotFoundError, DamagedFile, SourceError."""
+        """Return the meta table. Raises FileNotFoundError, DamagedFile, SourceError."""
         meta = dict(_asked(path, _rows("SELECT key, value FROM meta")))
         try:
             if path.name != STATE_NAME and int(meta.get("schema_version", SCHEMA_VERSION)) > SCHEMA_VERSION:
@@ -99,9 +99,9 @@ class DirectoryReplica:
 
     @cached_property
     def high_watermark(self) -> int:
-        """All below is committed. What is sealed is, even where the snapshot of the state is older, or was not copied
-        along. A broker writes the snapshot before the first message, so it is missing beside a live file by a fault
-        alone."""
+        """The end of the committed offsets. Sealed segments are committed, even when the snapshot of the state is
+        older, or was not copied. A broker writes the snapshot before the first message, so beside a live file it can
+        only be missing by a fault."""
         sealed_end = max((segment.end_offset for segment in self._sealed.values()), default=0)
         if self._state is None and self._has_unsealed():
             raise DamagedFile(
@@ -116,8 +116,8 @@ class DirectoryReplica:
 
     @cached_property
     def start_offset(self) -> int:
-        """The first offset that is there and not purged. It moves before files are removed: so where the first file
-        begins behind it, a file is missing."""
+        """The first offset that is present and not purged. It rises before files are removed: a first file that begins
+        above it means that a file is missing."""
         if not self.paths:
             if self.high_watermark:
                 raise DamagedFile(self.directory, "holds no segment any more")
@@ -132,8 +132,8 @@ class DirectoryReplica:
         return start
 
     def segment_at(self, offset: int) -> SegmentFile | None:
-        """The file that holds the offset; None when it is missing. Only the manifest tells where a file ends that is
-        not the last: of others it is found out by reading."""
+        """Return the file with this offset; None when it is missing. Only the manifest has the end of a file that is
+        not the last; reading finds the end of others."""
         index = bisect_right(self._bases, offset) - 1
         if index < 0:
             return None
@@ -149,7 +149,7 @@ class DirectoryReplica:
         return SegmentFile(path, base, following, None)
 
     def segments(self, start: int, end: int) -> list[SegmentFile]:
-        """The files that hold [start, end). Raises DamagedFile when one of them is missing."""
+        """Return the files that hold [start, end). Raises DamagedFile when one is missing."""
         found: list[SegmentFile] = []
         reached = start
         while reached < end:
@@ -162,8 +162,8 @@ class DirectoryReplica:
 
 
 def first_at(segment: SegmentFile, start: int, end: int, timestamp_ms: int) -> int | None:
-    """The first offset of [start, end), all of it in the file, of a batch that was appended at that time or later.
-    Times never fall: bisect."""
+    """Return the first offset in [start, end), all within the file, of a batch appended at that time or later. Bisects,
+    since times never fall."""
 
     def ask(connection: sqlite3.Connection) -> int | None:
         low, high = start, end
@@ -187,7 +187,7 @@ SELECT base_offset, count, appended_at_ms FROM batches WHERE base_offset <= ? OR
 
 
 def _asked(path: Path, ask: Callable[[sqlite3.Connection], T]) -> T:
-    """The answer to a small question. Where a broker has begun to write to the file meanwhile, it is asked again.
+    """Return the answer to a small query. Repeats it when a broker has begun to write to the file in the meantime.
     Raises FileNotFoundError, DamagedFile, SourceError."""
     for attempt in range(1, ATTEMPTS + 1):
         before = _quiet_state(path)
@@ -218,7 +218,7 @@ def _may_not_recover(path: Path) -> bool:
 
 
 def _quiet_state(path: Path) -> tuple[int, int, int] | None:
-    """Changes when the file does; None while somebody may be writing to it, and SQLite sees to the order."""
+    """Return a value that changes with the file; None while a process may write to it, and SQLite's locks apply."""
     if not is_at_rest(path):
         return None
     state = path.stat()

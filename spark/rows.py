@@ -1,16 +1,16 @@
-"""Rows on their way out: which columns a sink takes, and what a row of them is as a message.
+"""The columns that the sink takes, and the conversion of rows to messages.
 
-    value              binary or string; the one column that has to be there, and never null
+    value              binary or string; the only required column, never null
     key, headers       binary or string; map<string,string>
-    topic, partition   where to; the option `topic` wins over the column
-    content_type       else application/octet-stream, or text/plain for a string
+    topic, partition   the destination; the option `topic` wins over the column
+    content_type       default application/octet-stream, or text/plain for a string
     deliver_at         timestamp: not delivered before
-    ttl_ms             whole number: not delivered so long after it could be
+    ttl_ms             whole number: not delivered later than this after it was due
     priority           0 to 31
-    idempotency_key    the row's own identity, where there is one
+    idempotency_key    the row's own identity, if it has one
 
-Null in any column but value is as if the column were not there. Names and types are checked before the job starts, and
-what a value may be where it is read.
+Null in any column but value means that the column is absent. Names and types are checked before the job starts, values
+when they are read.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ _encode = msgspec.msgpack.Encoder(order="sorted").encode
 
 
 class Row(msgspec.Struct, omit_defaults=True):
-    """One message as it travels; encodes as a wire.PackMessage."""
+    """One message for the wire; encodes as a wire.PackMessage."""
 
     value: bytes
     idempotency_key: str = ""
@@ -81,7 +81,7 @@ class Row(msgspec.Struct, omit_defaults=True):
 
 
 class Placed(msgspec.Struct):
-    """A row, where it is to go as far as it says that itself, and what is in it, for its identity."""
+    """A row with its destination, as far as the row gives it, and its content, for its identity."""
 
     row: Row
     topic: str
@@ -90,7 +90,7 @@ class Placed(msgspec.Struct):
 
 
 def check_columns(schema: StructType, topic: str | None) -> None:
-    """Raises BadOption for columns that the sink does not take, or cannot do without."""
+    """Raise BadOption for unknown columns, and for missing or wrongly typed ones."""
     unknown = [name for name in schema.names if name not in TAKEN]
     if unknown:
         raise BadOption(
@@ -130,7 +130,7 @@ def checked_topic(name: str, what: str) -> str:
 
 
 def placed_rows(batch: pa.RecordBatch, topic: str | None) -> Iterator[Placed]:
-    """The rows, in order. Raises BadRow."""
+    """Yield the rows in order. Raises BadRow."""
     names = batch.schema.names
     given = {name: _values(name, batch.column(index)) for index, name in enumerate(names)}
     is_text = _is_text(batch.schema.field("value").type)
@@ -169,7 +169,7 @@ def placed_rows(batch: pa.RecordBatch, topic: str | None) -> Iterator[Placed]:
         yield Placed(row, to, number, _encode((row, to, number)))
 
 
-# In the order in which placed_rows takes them.
+# In the order of the loop in placed_rows.
 _READ = (
     "topic",
     "partition",
@@ -182,7 +182,7 @@ _READ = (
     "priority",
     "idempotency_key",
 )
-# Of a request's body, for all that is no value: a key and headers of the largest.
+# Reserved in a request's body for everything but the value: a key and headers of maximum size.
 _ROOM_BYTES = 64 * 1024
 
 

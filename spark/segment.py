@@ -1,21 +1,22 @@
-"""One segment file, read into Arrow: straight from SQLite's rows by ADBC, no Python object a message.
+"""Reads one segment file into Arrow: from SQLite's rows by ADBC, without a Python object a message.
 
-A chunk of offsets at a time, each on a connection of its own that is closed before the rows are given away: a broker
-that wants to checkpoint or seal the file waits for a chunk at most (tens of milliseconds), however slowly Spark takes
-the rows. What is read twice because the file changed meanwhile was given to nobody. A chunk is two or three queries:
+It reads a chunk of offsets at a time, each on a connection of its own that is closed before the rows are returned: a
+broker that wants to checkpoint or seal the file waits for one chunk at most (tens of milliseconds), however slowly
+Spark takes the rows. A chunk is read again when the file changed, before any row of it is returned. It takes two or
+three queries:
 
-    batches    the headers, which are contiguous, so that a missing row is noticed
-    messages   offset, value, and what else the chunk before used; only of rows that use nothing beyond that, and are
-               small. They are all there is, nearly always: the headers say how many have to come.
-    look       else: what the messages here use and weigh. Then they are read again, or a smaller chunk of them.
+    batches    the headers, which are contiguous, so that a missing row is detected
+    messages   offset, value, and the columns that the previous chunk used; only rows that use no other column, and are
+               small. These are nearly always all rows: the headers say how many to expect.
+    look       otherwise: which columns the messages use, and their size. Then they are read again, or a smaller chunk.
 
 How to open a file that a broker may have open, without writing a byte beside it:
 
-    no -wal beside it   sealed, or not open anywhere: immutable=1, and looked at again afterwards
+    no -wal beside it   sealed, or not open anywhere: immutable=1, and checked again afterwards
     else                SQLite's own rules for readers of a live file
-    always              mode=ro: else a file that is removed in this very moment would be made again, empty
+    always              mode=ro: otherwise a file that is removed at this moment would be created again, empty
 
-Nothing else may open the file in this process meanwhile: whoever closes it drops the locks of all (POSIX).
+Nothing else in this process may open the file at the same time: a close drops the locks of all its users (POSIX).
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from portalmq.spark.origin import PartitionLog
 CHUNK_OFFSETS = 65_536
 CHUNK_BYTES = 16 * 1024 * 1024
 BUSY_TIMEOUT_MS = 5_000
-# A broker opens a file that nobody used, and closes it, now and then: hardly twice while a chunk of it is read.
+# A broker rarely opens and closes an unused file: hardly twice while a chunk of it is read.
 ATTEMPTS = 20
 
 _OF_BATCHES = {
@@ -52,7 +53,7 @@ _OF_BATCHES = {
     "producer_id": "producer_id",
     "sequence": "sequence",
 }
-# Hardly used: what to read, and what is true of a row that does not use it.
+# Rarely used columns: the expression to read, and the condition of a row that does not use the column.
 _RARE = {
     "key": ("CAST(key AS BLOB) AS key", "key IS NULL"),
     "headers": ("headers", "headers IS NULL"),
@@ -63,14 +64,14 @@ _RARE = {
 _HEAVY = ("value", "key", "headers")
 _MIXED = -1
 
-# How a torn or foreign file shows: by SQLite, or by a column that holds something else than it should.
+# How a torn or foreign file shows: an error of SQLite, or a column with a wrong type.
 _FAULTS = (adbc.Error, DamagedFile, pa.ArrowException, msgspec.MsgspecError, ValueError, TypeError)
 
 _decode_header_lines = msgspec.json.Decoder(dict[str, str]).decode_lines
 
 
 class _TooHeavy(Exception):
-    """The chunk weighs more than is read at once."""
+    """The chunk is larger than the limit of one read."""
 
     def __init__(self, size_bytes: int) -> None:
         super().__init__(size_bytes)
@@ -82,20 +83,20 @@ def uri_of(path: Path, *, immutable: bool) -> str:
 
 
 def is_at_rest(path: Path) -> bool:
-    """Whether nobody can be writing to it: there is no write-ahead log beside it."""
+    """True when no process can be writing to the file: it has no write-ahead log."""
     return not os.path.exists(f"{path}-wal")
 
 
 def _rest(path: Path) -> tuple[int, int, int] | None:
-    """What stays the same as long as the file is at rest; None when it is live. Raises FileNotFoundError."""
+    """Return a fingerprint of the file at rest; None when it is live. Raises FileNotFoundError."""
     state = os.stat(path)
     return (state.st_ino, state.st_size, state.st_mtime_ns) if is_at_rest(path) else None
 
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[sqlite3.Connection]:
-    """A connection for small questions. Raises FileNotFoundError, DamagedFile, NotReadable, and SourceError when
-    another process kept the file locked for seconds."""
+    """Yield a connection for small queries. Raises FileNotFoundError, DamagedFile, NotReadable, and SourceError when
+    another process keeps the file locked for seconds."""
     if not path.is_file():
         raise FileNotFoundError(path)
     try:
@@ -111,7 +112,7 @@ def opened(path: Path) -> Iterator[sqlite3.Connection]:
 
 @contextlib.contextmanager
 def arrow_cursor(path: Path, *, immutable: bool) -> Iterator[Any]:
-    """For big questions, which are answered in Arrow's tables. Raises adbc.Error, of which `told_of` knows more."""
+    """Yield a cursor for large queries with Arrow results. Raises adbc.Error; `told_of` translates it."""
     with adbc.connect(uri_of(path, immutable=immutable)) as connection, connection.cursor() as cursor:
         if not immutable:
             cursor.execute(f"PRAGMA busy_timeout = {BUSY_TIMEOUT_MS}")
@@ -119,7 +120,7 @@ def arrow_cursor(path: Path, *, immutable: bool) -> Iterator[Any]:
 
 
 def told_of(path: Path, fault: Exception) -> Exception:
-    """What is to be raised when SQLite, or what it gave, is not as it should be. Raises NotReadable."""
+    """Return the error to raise for a fault of SQLite or of its data. Raises NotReadable."""
     if not path.is_file():
         return FileNotFoundError(path)
     check_readable(path)
@@ -129,7 +130,7 @@ def told_of(path: Path, fault: Exception) -> Exception:
 
 
 def check_readable(path: Path) -> None:
-    """SQLite says of a file that it may not read what it says of a torn one. Raises NotReadable."""
+    """Raise NotReadable. SQLite reports a missing permission like a torn file."""
     for each in (path, Path(f"{path}-wal"), Path(f"{path}-shm")):
         if each.exists() and not os.access(each, os.R_OK):
             raise NotReadable(each)
@@ -137,10 +138,10 @@ def check_readable(path: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """What the messages of a chunk have in common, as far as the columns that are read go."""
+    """The common properties of a chunk's messages, in the columns that are read."""
 
-    used: frozenset[str] = frozenset()  # of _RARE, those that a message may use
-    content_type: int = 0  # that all have, or _MIXED
+    used: frozenset[str] = frozenset()  # the columns of _RARE that a message may use
+    content_type: int = 0  # the one that all have, or _MIXED
     heaviest_bytes: int = 0
 
 
@@ -154,7 +155,7 @@ class _Batches:
         self._count: Any = self._columns["count"]
 
     def fault(self) -> str | None:
-        """What is missing: headers follow each other without a gap, and cover the chunk."""
+        """Return the fault, if any: headers follow each other without a gap, and cover the chunk."""
         if not len(self._base):
             return f"holds no offset from {self._start} to {self._end - 1}"
         ends = self._base + self._count
@@ -163,7 +164,7 @@ class _Batches:
         return None
 
     def per_batch(self) -> Any:
-        """How many messages of each batch stand in the chunk, where compaction has removed none."""
+        """Return the number of messages of each batch in the chunk, before compaction."""
         low, high = np.maximum(self._base, self._start), np.minimum(self._base + self._count, self._end)
         return np.where(self._columns["kind"] == 0, high - low, 0)
 
@@ -172,7 +173,7 @@ class _Batches:
         return int(self._base[0])
 
     def columns(self, names: Sequence[str], offsets: Any) -> dict[str, pa.Array]:
-        """What stands in the headers, for each message."""
+        """Return the headers' columns, one value for each message."""
         per_batch = self.per_batch()
         if per_batch.sum() == len(offsets):
             spread = _repeated(per_batch)
@@ -212,7 +213,7 @@ def _times(microseconds: Any) -> pa.Array:
 
 
 class SegmentRows:
-    """Reads rows of one file: of `log`, with these columns in this order."""
+    """Reads rows of one file that belongs to `log`, with these columns in this order."""
 
     def __init__(self, path: Path, log: PartitionLog, columns: Sequence[str]) -> None:
         self._path = path
@@ -227,8 +228,8 @@ class SegmentRows:
         self._constants: dict[str, tuple[Any, pa.Array]] = {}
 
     def batches(self, start: int, end: int) -> Iterator[pa.RecordBatch]:
-        """The rows of the offsets [start, end), all of which lie in the file, in order. Raises FileNotFoundError,
-        DamagedFile, and SourceError when others keep it from being read."""
+        """Yield the rows of the offsets [start, end), all of which are in the file, in order. Raises FileNotFoundError,
+        DamagedFile, and SourceError when other processes keep it from being read."""
         while start < end:
             upto = min(start + self._chunk_offsets, end)
             try:
@@ -244,14 +245,14 @@ class SegmentRows:
                 yield batch
 
     def _chunk(self, start: int, end: int) -> pa.RecordBatch | None:
-        """None: there is no message among these offsets."""
+        """Return the rows; None when there is no message among these offsets."""
         for _ in range(ATTEMPTS):
             rest = _rest(self._path)
             try:
                 batch = self._read(start, end, immutable=rest is not None)
             except _FAULTS as fault:
                 if rest is not None and _rest(self._path) != rest:
-                    continue  # a broker has opened it meanwhile, or compaction replaced it: none of this counts
+                    continue  # a broker has opened it, or compaction replaced it: discard the result
                 if isinstance(fault, DamagedFile):
                     raise
                 raise told_of(self._path, fault) from fault
@@ -289,7 +290,7 @@ class SegmentRows:
         return rows
 
     def _query(self, start: int, end: int, light_bytes: int | None) -> str:
-        """The rows; with `light_bytes` only those that are as the shape says, and no heavier."""
+        """Return the query; with `light_bytes` only for rows that fit the shape and are no larger."""
         wanted, as_expected = ["offset"], []
         if "value" in self._columns:
             wanted.append("CAST(value AS BLOB) AS value")
@@ -311,7 +312,7 @@ class SegmentRows:
         return f"SELECT {', '.join(wanted)} FROM messages WHERE {' AND '.join(conditions)} ORDER BY offset"
 
     def _look(self, cursor: Any, start: int, end: int) -> tuple[_Shape, int, int]:
-        """What the messages use, how many there are, and their weight."""
+        """Return the shape of the messages, their number, and their size."""
         rare = [name for name in _RARE if name in self._columns]
         asked = [f"coalesce(max(NOT ({_RARE[name][1]})), 0)" for name in rare]
         cursor.execute(
@@ -325,7 +326,7 @@ class SegmentRows:
         return _Shape(used, content_type, heaviest_bytes), count, size_bytes
 
     def _check_holes(self, cursor: Any, headers: _Batches, missing: int, start: int, end: int) -> None:
-        """Raises DamagedFile unless compaction can have removed the messages that are missing."""
+        """Raise DamagedFile unless compaction can have removed the missing messages."""
         if missing > 0 and _asked(cursor, "SELECT count(*) FROM sqlite_master WHERE name = 'holes'"):
             removed = _asked(
                 cursor,
@@ -367,7 +368,7 @@ class SegmentRows:
         return column.cast(field.type)
 
     def _constant(self, field: pa.Field, value: Any, size: int) -> pa.Array:
-        """Hardly a batch differs from the one before in these columns, so they are made once."""
+        """Return a constant column. These rarely differ from batch to batch, so they are cached."""
         before, array = self._constants.get(field.name, (None, None))
         if array is None or before != value or len(array) < size:
             array = pa.repeat(pa.scalar(value, field.type), size)
@@ -407,14 +408,14 @@ def _asked(cursor: Any, query: str) -> int:
 
 
 def _table(cursor: Any, query: str, rows: int = CHUNK_OFFSETS) -> pa.Table:
-    """All in one batch: ADBC settles a column's type by its first batch, and NULLs alone say nothing of it."""
+    """Fetch all rows in one batch: ADBC takes a column's type from its first batch, and NULLs alone have no type."""
     cursor.adbc_statement.set_options(**{"adbc.sqlite.query.batch_rows": str(rows + 1)})
     cursor.execute(query)
     return cursor.fetch_arrow_table()
 
 
 def _maps(texts: pa.Array, kind: pa.DataType) -> pa.Array:
-    """JSON objects as maps, all decoded at once: there is no raw newline in what the broker wrote."""
+    """Convert JSON objects to maps, all decoded at once: the broker writes no raw newline."""
     objects = _decode_header_lines("\n".join(texts.drop_null().to_pylist()))
     if len(objects) != len(texts) - texts.null_count:
         raise ValueError("headers are no JSON objects of one line each")

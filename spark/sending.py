@@ -1,14 +1,14 @@
-"""Bringing the rows of one task to the leaders of their partitions: in order, bounded, and until it is known.
+"""Sends the rows of one task to the leaders of their partitions: in order, bounded, until each outcome is known.
 
     put --> Lane.waiting --full--> a request, one at a time for each lane --> results
             (one lane a partition)
 
-A lane that has nothing on its way sends as soon as a request is worth it (REQUEST_ROWS_MIN), so that the leaders begin
-at once; while they are busy larger requests are gathered, which cost them less a row.
+A lane with no request in flight sends as soon as a request is worth it (REQUEST_ROWS_MIN), so that the leaders start at
+once; while they are busy it gathers larger requests, which cost them less a row.
 
-A request that ended unknown is simply sent again: each message in it carries its identity. A lane's next request leaves
-when the one before is answered, which keeps the order of its rows; meanwhile the next rows are gathered. So of any lane
-two requests are in memory at most, and of all together BYTES_WAITING_MAX and what REQUESTS_MAX requests hold.
+A request with an unknown outcome is sent again: each message in it carries its identity. A lane sends its next request
+after the answer to the last, which keeps the order of its rows; rows gather during that time. So memory holds at most
+two requests of a lane, and in all BYTES_WAITING_MAX plus the content of REQUESTS_MAX requests.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from portalmq.spark.rows import Placed, Row
 from portalmq.transport.transport import Request, Transport, decode_answer
 
 REQUEST_ROWS_MIN: Final = 1_000
-# As many as the broker takes: what its index of identities costs is a page each for the most of them, once a request.
+# The broker's maximum: its index of identities costs about a page for each identity and request.
 REQUEST_ROWS_MAX: Final = wire.BATCH_MESSAGES_MAX
 REQUEST_BYTES_MAX: Final = 2_500_000
 REQUESTS_MAX: Final = 8
 BYTES_WAITING_MAX: Final = 32 * 1024 * 1024
 DELIVERY_TIMEOUT_S: Final = 120.0
-# Beside its value, key and headers.
+# Overhead of a row beside its value, key and headers.
 ROW_BYTES: Final = 150
 
 _HEADERS = (("Content-Type", wire.BATCH_MSGPACK), ("Accept", wire.BATCH_MSGPACK))
@@ -48,7 +48,7 @@ class _Batch(msgspec.Struct):
 
 
 class _Result(msgspec.Struct):
-    """Of one row. Where it stands is of no interest here."""
+    """The result of one row. Its offset is not needed here."""
 
     error: dict[str, object] | None = None
 
@@ -76,7 +76,7 @@ class _Lane:
 
 
 class Sender:
-    """Rows in, messages in the log out: `flush` returns when all are there. For one thread."""
+    """Rows in, messages in the log out: `flush` returns when all are written. For one thread."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class Sender:
         self._waiting = 0
 
     def put_all(self, rows: Sequence[Placed]) -> None:
-        """Take rows, which have their keys. Waits while too much is on its way. Raises NotWritten, BadRow,
+        """Take rows, which have their keys. Blocks while too much is in flight. Raises NotWritten, BadRow,
         Unreachable."""
         for placed, message_id in zip(
             rows, wire.message_ids_of([each.row.idempotency_key for each in rows]), strict=True
@@ -121,7 +121,7 @@ class Sender:
             self._send(max(self._lanes.values(), key=lambda each: each.size))
 
     def flush(self) -> None:
-        """Return when every row is in the log, as safe as acks=all makes it. Raises NotWritten."""
+        """Return when every row is in the log, with the safety of acks=all. Raises NotWritten."""
         for lane in self._lanes.values():
             if lane.rows:
                 self._send(lane)
@@ -129,17 +129,17 @@ class Sender:
             self._wait_for_one()
 
     def close(self) -> None:
-        """End what is on its way. What has become of it nobody knows."""
+        """Abort requests in flight. Their outcome is unknown."""
         self._transport.close()
         self._pool.shutdown(wait=True, cancel_futures=True)
 
-    # --- where to ----------------------------------------------------------------------------------------------------
+    # --- partitions --------------------------------------------------------------------------------------------------
 
     def _lane(self, placed: Placed, message_id: bytes) -> _Lane:
         row, number = placed.row, placed.partition
         topic = self._topics.get(placed.topic) or self._meet(placed.topic)
         if number is None:
-            # A key's place is that of all its messages; else the identity's, which a repeat finds again.
+            # A key has one partition for all its messages; else the identity decides, so that a repeat finds it again.
             if row.key is not None:
                 number = zlib.crc32(row.key) % topic.partitions
             else:
@@ -160,7 +160,7 @@ class Sender:
         deadline = time.monotonic() + self._timeout_s
         found = partitions_of(self._transport, name)
         while found is None and time.monotonic() < deadline:
-            # Made as the first send of a Producer makes it; a moment later every broker knows it.
+            # Created as the first send of a Producer creates it; shortly after every broker knows it.
             found = _made(self._transport, name)
         if found is None:
             raise Unreachable(f"topic {name} was created, and no broker knows it after {self._timeout_s:g} s")
@@ -184,7 +184,7 @@ class Sender:
             future.result()
 
     def _brought(self, lane: _Lane, rows: Sequence[Row]) -> None:
-        """In a thread of the pool: until the leader has them all, or the time is over."""
+        """Send the rows, in a thread of the pool: until the leader has them all, or the time is over."""
         request = Request(
             "POST",
             f"{wire.messages_path(lane.topic)}?partition={lane.partition}",
@@ -210,7 +210,7 @@ class Sender:
 
 
 def transport_of(bootstrap: Sequence[str], token: str | None, tls: TlsFiles, timeout_s: float) -> Transport:
-    """Calls nobody yet. Raises BadOption."""
+    """Return a transport that has not connected yet. Raises BadOption."""
     try:
         return Transport(",".join(bootstrap), token=token, timeout_s=timeout_s, tls=tls)
     except ValueError as error:
@@ -218,7 +218,7 @@ def transport_of(bootstrap: Sequence[str], token: str | None, tls: TlsFiles, tim
 
 
 def partitions_of(transport: Transport, name: str) -> _Topic | None:
-    """None when there is no such topic. Raises Unreachable, NotWritten."""
+    """Return the topic's partitions; None when it does not exist. Raises Unreachable, NotWritten."""
     try:
         metadata = transport.metadata([name])
     except PortalMQError as error:
@@ -230,12 +230,12 @@ def partitions_of(transport: Transport, name: str) -> _Topic | None:
 
 
 def _made(transport: Transport, name: str) -> _Topic | None:
-    path = f"{wire.topic_path(name)}?first_use=true"  # refused where the cluster makes no topics by themselves
+    path = f"{wire.topic_path(name)}?first_use=true"  # refused by a cluster that does not create topics on first use
     request = Request("PUT", path, b"{}", (("Content-Type", wire.JSON),), repeatable=True)
     try:
         transport.call(request)
     except TopicExists:
-        pass  # somebody else was first, with settings of their own
+        pass  # another client was first, with settings of its own
     except PortalMQError as error:
         raise _unmet(transport, name, error) from error
     found = partitions_of(transport, name)

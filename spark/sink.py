@@ -1,12 +1,12 @@
-"""The sink: rows of a DataFrame become messages, each once, though Spark runs a task twice or begins a batch again.
+"""The sink: writes rows of a DataFrame as messages, each once, though Spark may run a task twice or restart a batch.
 
-There is nothing to commit: a row is a message as soon as its leader has it, whatever becomes of the task. What makes
-that once is the row's identity (see identity.py), which travels with it as `idempotency_key`: the broker finds it in
-the partition within the topic's dedup_window_ms, and answers with the first message's place. So the attempts of a task
-may run side by side (speculation), and a driver may die between write and commit.
+There is no commit step: a row is a message as soon as its leader has it, whatever happens to the task. The row's
+identity makes that exactly once (see identity.py). It travels as `idempotency_key`: the broker finds it in the
+partition within the topic's dedup_window_ms, and returns the first message's position. So attempts of a task may run
+side by side (speculation), and a driver may die between write and commit.
 
-The query of a stream is named by its checkpoint, and keeps that name as long as the checkpoint is kept; its batches are
-numbered. A batch write is a query of its own, named by the option `query` if it is to be repeatable.
+A streaming query is identified by its checkpoint, and its batches are numbered. A batch write is a query of its own;
+the option `query` names it if it must be repeatable.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from portalmq.spark.sending import Sender, partitions_of, transport_of
 if TYPE_CHECKING:
     import pyarrow as pa
 
-# Rows that are Python objects at one time, of the many in an Arrow batch.
+# Rows that exist as Python objects at one time, out of a larger Arrow batch.
 ROWS_AT_ONCE = 1_000
 BYTES_AT_ONCE = 8 * 1024 * 1024
-# The driver looks once, before any task starts, whether there is a broker.
+# The driver checks once, before any task starts, that a broker answers.
 PREFLIGHT_TIMEOUT_S = 15.0
 
 QUERY_ID = "sql.streaming.queryId"
@@ -39,14 +39,14 @@ BATCH_ID = "streaming.sql.batchId"
 
 
 class Written(WriterCommitMessage):
-    """What one task wrote."""
+    """The number of rows that one task wrote."""
 
     def __init__(self, rows: int) -> None:
         self.rows = rows
 
 
 class _RowWriter:
-    """What both writers do in a task."""
+    """The common part of both writers."""
 
     def __init__(self, writing: Writing, schema: StructType, overwrite: bool) -> None:
         if overwrite:
@@ -65,7 +65,7 @@ class _RowWriter:
 
 
 def write_rows(batches: Iterator[pa.RecordBatch], writing: Writing, identities: Identities) -> int:
-    """Write the rows of one task; how many they were. Raises BadRow, NotWritten, Unreachable."""
+    """Write the rows of one task. Return their number. Raises BadRow, NotWritten, Unreachable."""
     count = 0
     sender: Sender | None = None
     try:
@@ -92,7 +92,7 @@ def write_rows(batches: Iterator[pa.RecordBatch], writing: Writing, identities: 
 
 
 def _rows_at_once(batch: pa.RecordBatch) -> int:
-    """How many rows are made messages at a time: wide ones few, since each is there as an object and encoded, too."""
+    """Return how many rows to convert at a time: few wide ones, since each exists as an object and encoded."""
     row_bytes: int = batch.nbytes // max(1, batch.num_rows) + 1
     return max(1, min(ROWS_AT_ONCE, BYTES_AT_ONCE // row_bytes))
 

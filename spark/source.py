@@ -1,7 +1,7 @@
-"""The format "portalmq": what Spark asks for, answered by a reader or a writer of this room.
+"""The format "portalmq": maps Spark's requests to the readers and writers of this package.
 
-The modules are imported by the methods that use them: Spark makes an instance of this class, in a process of its own,
-for each question, and most of the questions need little.
+Each method imports what it needs: for each request Spark creates an instance of this class in a new process, and most
+requests need little.
 """
 
 from __future__ import annotations
@@ -65,10 +65,10 @@ class PortalMQ(DataSource):
 
 
 def _table(reading: ReadOptions) -> Any:
-    """The module of a table other than `messages`, by the option `table`: it has
+    """Return the module of a table other than `messages`, by the option `table`. It has
 
     schema_of(columns: Sequence[str] | None) -> StructType
-    reader(reading: Reading, schema: StructType) -> DataSourceReader
+    reader(reading: ReadOptions, schema: StructType) -> DataSourceReader
     """
     import importlib
 

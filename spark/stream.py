@@ -1,16 +1,16 @@
-"""A streaming query's source. Spark asks it, in this order, again and again:
+"""The source of a streaming query. Spark calls, in this order, again and again:
 
-    latestOffset   how far may the next micro-batch read?     positions, written to the checkpoint before they are read
-    partitions     which pieces is a micro-batch made of?     also of one that was begun before a crash
-    read           the rows of one piece                      in a Spark worker
+    latestOffset   how far may the next micro-batch read?     positions, checkpointed before they are read
+    partitions     which tasks does a micro-batch consist of? also for one that began before a crash
+    read           the rows of one task                       in a Spark worker
 
-The first two run in one Python process that lives as long as the query; `read` in many. Positions are in positions.py,
-sharing out `maxRowsPerTrigger` in admission.py, waiting out what passes in lookout.py.
+The first two run in one Python process that lives as long as the query; `read` in many. positions.py has the positions,
+admission.py the shares of `maxRowsPerTrigger`, lookout.py the retries.
 
-Exactly once rests on two things: a range of offsets below the high watermark holds the same messages whenever it is
-read, and no range is read whose beginning is not in the checkpoint. Spark writes down where a batch ends, and takes
-the end of the one before as its beginning; of the first batch it asks for the beginning anew after a crash, when
-"latest" is another place. So a beginning that would not be found again is first written down by an empty batch.
+Exactly-once rests on two properties: a range of offsets below the high watermark always holds the same messages, and no
+range is read whose start is not in the checkpoint. Spark records the end of each batch and takes it as the start of the
+next; for the first batch it asks again for the start after a crash, when "latest" is elsewhere. So a start that would
+not be found again is first recorded by an empty batch.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class MessagesStream(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._clock = clock
         self._sleep = sleep
         self._origins: dict[tuple[str, ...] | None, Origin] = {}
-        self._seen_by: dict[str, Origin] = {}  # topic -> who saw its logs last
+        self._seen_by: dict[str, Origin] = {}  # topic -> the origin that saw its logs last
         self._lookout = Lookout(self._look, clock)
         self._doubted: dict[str, float] = {}  # log -> since when
         self._initial: Positions | None = None
@@ -70,7 +70,7 @@ class MessagesStream(DataSourceStreamReader, SupportsTriggerAvailableNow):
     # --- where it begins ---------------------------------------------------------------------------------------------
 
     def initialOffset(self) -> Positions:
-        """Spark asks twice before the first batch and has to hear the same."""
+        """Return the starting positions. Spark asks twice before the first batch and expects the same answer."""
         if self._initial is None:
             beginnings = [(log.name, *self._beginning(log)) for log in self._first_logs()]
             self._initial = as_sorted({name: offset for name, offset, _ in beginnings})
@@ -84,7 +84,7 @@ class MessagesStream(DataSourceStreamReader, SupportsTriggerAvailableNow):
         except NoTopic:
             if not all(map(is_pattern, self.reading.topics or ())):
                 raise
-            logs = self._look()  # topics that come later are noticed
+            logs = self._look()  # finds topics that are created later
         named = {(topic, number) for topic, each in self.reading.starting.offsets.items() for number in each}
         unknown = named - {(log.topic, log.partition) for log in logs}
         if unknown:
@@ -93,7 +93,7 @@ class MessagesStream(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return logs
 
     def _beginning(self, log: PartitionLog) -> tuple[int, bool]:
-        """The offset, and whether the same options will lead to it again when the log has grown."""
+        """Return the offset, and True if the same options will yield it again after the log has grown."""
         bound = self.reading.starting
         if bound.timestamp_ms is not None:
             offset = self._seen_by[log.topic].offset_at(log, bound.timestamp_ms)
@@ -123,13 +123,13 @@ class MessagesStream(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._target = {log.name: log.end_offset for log in logs}
 
     def latestOffset(self, start: Positions, limit: ReadLimit) -> Positions:
-        """Never below `start`, but for a log that is found shorter for good and failOnDataLoss=false."""
+        """Return the end of the next batch. Never below `start`, but for a shortened log and failOnDataLoss=false."""
         to_be_written, self._to_be_written = self._to_be_written, None
         if to_be_written is not None and start == to_be_written:
             return start
         if self._target is None:
             now = self._position(start, fresh=False)
-        else:  # "nothing new" would end the query: what passes is waited for here
+        else:  # "nothing new" would end the query: wait until doubts are resolved
             now = self._patiently(lambda: self._without_doubts(start))
             _cut(now, start, self._target)
         if now is None:
@@ -142,7 +142,7 @@ class MessagesStream(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return None if now is None or now.doubts else now
 
     def _position(self, start: Positions, *, fresh: bool) -> LogPositions | None:
-        """None while the logs cannot be seen. Raises DataLoss."""
+        """Return the positions; None while the logs cannot be read. Raises DataLoss."""
         logs = self._lookout.logs(fresh=fresh)
         if logs is None:
             return None
@@ -169,8 +169,8 @@ class MessagesStream(DataSourceStreamReader, SupportsTriggerAvailableNow):
     # --- the pieces of a batch ---------------------------------------------------------------------------------------
 
     def partitions(self, start: Positions, end: Positions) -> list[InputPartition]:
-        """A log that `start` does not have is new: `end` says where it begins, and this batch reads nothing of it."""
-        self._to_be_written = None  # a batch that is in the checkpoint is read again
+        """Plan the tasks. A log missing in `start` is new: `end` has its first offset, and this batch skips it."""
+        self._to_be_written = None  # a checkpointed batch is read again
         wanted = {name: (start.get(name, high), high) for name, high in end.items() if start.get(name, high) < high}
         if not wanted:
             return []
@@ -182,14 +182,14 @@ class MessagesStream(DataSourceStreamReader, SupportsTriggerAvailableNow):
                 return packed(spans, self.reading.span_offsets)
             except LASTING:
                 raise
-            except PASSING as fault:  # a file went between the look and the plan, say: look again
+            except PASSING as fault:  # for example a file removed since the last poll: poll again
                 final = patience.ended(fault, began)
                 if final is not None:
                     raise final from fault
             self._sleep(POLL_S)
 
     def _ranges(self, wanted: Mapping[str, tuple[int, int]]) -> list[tuple[PartitionLog, int, int]]:
-        """What there is of what is wanted. Raises DataLoss, SourceError."""
+        """Return the part of the wanted ranges that exists. Raises DataLoss, SourceError."""
         logs = self._patiently(lambda: self._reaching(wanted))
         losses: list[str] = []
         ranges: list[tuple[PartitionLog, int, int]] = []
@@ -210,8 +210,8 @@ class MessagesStream(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return [(log, low, high) for log, low, high in ranges if low < high]
 
     def _reaching(self, wanted: Mapping[str, tuple[int, int]]) -> dict[str, PartitionLog] | None:
-        """The logs, once each of those wanted is there and known to be committed as far as it was when the batch was
-        made; None before. They are given as they are when that has not come about in time."""
+        """Return the logs once each wanted log exists and is committed as far as when the batch was created; None
+        before that. After the patience is over it returns them as they are."""
         seen = self._lookout.logs(fresh=True)
         if seen is None:
             return None
@@ -227,16 +227,16 @@ class MessagesStream(DataSourceStreamReader, SupportsTriggerAvailableNow):
             yield from rows_of(span, self.columns, self.reading.fails_on_data_loss)
 
     def commit(self, end: Positions) -> None:
-        """Nothing to do: what was read stays until retention takes it."""
+        """Do nothing: messages stay until retention removes them."""
 
     def stop(self) -> None:
         self._origins.clear()
         self._seen_by.clear()
 
-    # --- looking -----------------------------------------------------------------------------------------------------
+    # --- polling -----------------------------------------------------------------------------------------------------
 
     def _look(self) -> list[PartitionLog]:
-        """The logs of those topics that are there: of the others `standing` says that they are missing."""
+        """Return the logs of the topics that exist: `standing` reports the missing ones."""
         topics = self.reading.topics
         try:
             return self._logs_of(topics)
@@ -256,7 +256,7 @@ class MessagesStream(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return logs
 
     def _patiently(self, look: Callable[[], Found | None]) -> Found:
-        """What `look` finds at last. It ends its patience itself, by raising or by finding."""
+        """Return the first result of `look`, which ends the wait itself by a result or an error."""
         while (found := look()) is None:
             self._sleep(POLL_S)
         return found
@@ -269,13 +269,13 @@ class MessagesStream(DataSourceStreamReader, SupportsTriggerAvailableNow):
             told += f". And {len(losses) - _LOSSES_TOLD} more like these"
         if self.reading.fails_on_data_loss:
             raise DataLoss(told)
-        if not self._told.issuperset(losses):  # the plan of a batch finds again what the look before it has found
+        if not self._told.issuperset(losses):  # the plan of a batch finds the same losses again
             _log.warning("%s. The query goes on with what is there (failOnDataLoss=false)", told)
         self._told = set(losses)
 
 
 def _cut(now: LogPositions, start: Positions, target: Positions) -> None:
-    """No further than the target, and nothing of logs that came after it."""
+    """Limit the positions to the target, and drop logs that are newer than it."""
     for name in list(now.ends):
         if name not in target and name not in start:
             del now.floors[name], now.ends[name]

@@ -1,9 +1,9 @@
-"""The program of the throughput analysis (analysis.py), for spark-submit.
+"""The throughput analysis (analysis.py) as a program for spark-submit.
 
     portalmq report --data-dir data/5000 --out report
     spark-submit spark/throughput.py --data-dir data/5000 --out report
 
-Both are the same command; under spark-submit its session is used, whatever cluster that is of.
+Both run the same command; under spark-submit it uses the session of that cluster.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Which topics are read: those that are named, or match a name with `*` (any characters) or `?` (one); or all.
+"""Topic selection: by name, by a pattern with `*` (any characters) or `?` (one character), or all.
 
-Internal topics, whose names begin with two underscores, have to be named: no pattern matches them that does not begin
-so itself.
+Internal topics, whose names begin with two underscores, must be named: only a pattern that itself begins with two
+underscores matches them.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ INTERNAL = "__"
 
 
 def is_pattern(name: str) -> bool:
-    """No topic's own name has these characters."""
+    """True for a pattern; topic names cannot have these characters."""
     return "*" in name or "?" in name
 
 
 def is_wanted(topic: str, asked: Sequence[str] | None) -> bool:
-    """`asked` None means all but the internal ones."""
+    """True when the topic is selected; `asked` None selects all but the internal ones."""
     if asked is None:
         return not topic.startswith(INTERNAL)
     return any(_matches(topic, name) for name in asked)
 
 
 def not_found(asked: Sequence[str] | None, found: Collection[str]) -> list[str]:
-    """The names and patterns that none of the topics is."""
+    """Return the names and patterns that match no topic."""
     return [name for name in asked or () if not any(_matches(topic, name) for topic in found)]
 
 
