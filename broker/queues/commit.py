@@ -419,7 +419,7 @@ def _id_of(mode: str, shown: object) -> bytes:
 
 
 def _weighed(at: GroupPartition, shown: list[_Shown]) -> _Weighed:
-    verdicts, unfinished = at.weigh(_numbered(shown))
+    verdicts, unfinished = at.check_receipts(_numbered(shown))
     ranges, ahead = at.finished(unfinished)
     open_now = {offset for start, end in ranges for offset in range(start, end)}
     open_now |= {spot[2] for spot in ahead if not at.delivery.is_ahead(spot[2])}

@@ -260,7 +260,7 @@ class DeadLetters:
         """The partition, and the group on it if it has begun there. What was appended is committed on return."""
         group = self._groups.get(call.group, group_id=call.group_id)
         if group.group_id != call.group_id:
-            raise Unavailable(f"group {call.group!r} was deleted meanwhile", retry_after_s=0.1)
+            raise Unavailable(f"group {call.group!r} was just deleted", retry_after_s=0.1)
         partition = self._groups.partition(place)
         partition.wait_committed(partition.replica.next_offset - 1)
         return partition, partition.delivery.get(call.group)

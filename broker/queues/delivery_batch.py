@@ -1,16 +1,15 @@
-"""What is handed out and given up, in the pieces that records and receipts are made of."""
+"""Runs of delivered messages and parts of given-up ones, as records and receipts hold them."""
 
 from __future__ import annotations
 
 from portalmq.broker.partition.reader import BatchSlice
 from portalmq.wire import GroupConfig
 
-# Messages that are given up by one record.
+# The most messages of a DEAD record.
 DEAD_A_RECORD = 1_000
 NAMES_MAX = 190
 
-# Neighbouring pieces with their delivery number and lane, the same in all of a run: they share a range and a receipt's
-# head.
+# Adjacent pieces with one delivery number and one lane: they share a range and the head of their receipts.
 Run = list[tuple[BatchSlice, int, int]]
 
 
@@ -28,7 +27,7 @@ def runs_of(pieces: list[tuple[BatchSlice, int, int]]) -> list[Run]:
 
 
 def parts_of(ranges: list[tuple[int, int, int]]) -> list[tuple[tuple[int, int, int], ...]]:
-    """The ranges in parts of no more messages than a record gives up."""
+    """Split the ranges into parts of at most DEAD_A_RECORD messages."""
     parts: list[list[tuple[int, int, int]]] = [[]]
     room = DEAD_A_RECORD
     for start, end, deliveries in ranges:
@@ -44,11 +43,11 @@ def parts_of(ranges: list[tuple[int, int, int]]) -> list[tuple[tuple[int, int, i
 
 
 def backoff_ms(config: GroupConfig, delivery: int) -> int:
-    """What a message waits after its `delivery`-th delivery; after the last one named it stays the same."""
+    """Return the back-off after the `delivery`-th delivery; the last configured one applies to all further ones."""
     return config.retry_backoff_ms[min(max(1, delivery), len(config.retry_backoff_ms)) - 1]
 
 
 def dead_letter_topic(config: GroupConfig, topic: str) -> str:
-    """Where copies of what is given up go; "" for nowhere. A long topic name is cut so that the whole is a name."""
+    """Return the dead-letter topic, "" for none. A long topic name is cut so that the result is a valid name."""
     pattern = config.dead_letter_topic
     return pattern.replace("{topic}", topic[: max(1, NAMES_MAX - len(pattern) + len("{topic}"))])

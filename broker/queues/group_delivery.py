@@ -1,7 +1,7 @@
 """A queue group on a partition that this broker leads: receive, ack, nack, extend.
 
-Everything here runs on the hub's thread. A grant is applied before its record is on its way to the disk and before any
-payload is read, with no switch of greenlets in between, so no message is handed to two.
+Everything here runs on the event loop's thread. A grant is applied before its record goes to the disk and before any
+payload is read, without a switch of greenlets in between, so no message is delivered to two consumers.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ from portalmq.wire import GroupConfig
 
 __all__ = ["GroupPartition", "LeasedMessage", "Peer", "ReceiptSpan"]
 
-# A cursor that has passed so many places of other lanes is worth a record.
+# A cursor that has passed this many offsets of other lanes is written to the log.
 PASSED_MAX = 10_000
-# Where messages have a priority or were delayed, each is found and read by itself: a receive takes so many at most.
+# The most messages of a receive where some have a priority or a delay: each one is found and read separately.
 FOUND_MAX = 500
-# Messages that were done unseen are kept one by one until the cursor passes them. It is made to after so many more.
+# Messages that were acked ahead of the cursor are kept one by one. The cursor moves on after this many more.
 AHEAD_STEP = 1_000
 EXHAUSTED = "max_deliveries: the last lease ended without an ack"
 
 
 class ReceiptSpan(NamedTuple):
-    """Receipts of one lease: its delivery number and leader epoch, their places in the request, their offsets."""
+    """Receipts of one lease: its delivery number and leader epoch, their indexes in the request, their offsets."""
 
     delivery: int
     leader_epoch: int
@@ -63,12 +63,12 @@ class ReceiptSpan(NamedTuple):
     offsets: list[int]
 
 
-# Whether the receipt at an index of the request counts.
+# True for the index of each receipt that is valid.
 Verdicts = dict[int, bool]
 
 
 class GroupPartition:
-    """One group on one partition, as long as that is led here: its fold, and who sleeps here."""
+    """One group on one partition, while it is led here: its fold and its waiting receives."""
 
     is_remote = False
 
@@ -87,16 +87,16 @@ class GroupPartition:
             self._ready_messages,
             clock,
             settings=lambda: self.settings(),
-            on_ring=self._give_up_overdue,
+            on_timer=self._on_timer,
         )
         self._ahead_max = AHEAD_STEP
-        # The group's settings as they are now.
+        # Returns the group's current settings.
         self.settings: Callable[[], GroupConfig] = GroupConfig
-        # How many messages were handed out just now, and how many of them not for the first time.
+        # Called with the number of delivered messages, and how many of them were redeliveries.
         self.on_delivered: Callable[[int, int], None] = lambda messages, again: None
-        # How many were acked or done by their places, each counted once, when that is committed.
+        # Called with the number of acked messages when the acks are committed; each message counts once.
         self.on_acked: Callable[[int], None] = lambda messages: None
-        # How many were given up, and how many were left out since they have expired.
+        # Called with the number of dead messages, and with the number of expired ones.
         self.on_dead: Callable[[int], None] = lambda messages: None
         self.on_expired: Callable[[int], None] = lambda messages: None
 
@@ -104,12 +104,12 @@ class GroupPartition:
     def delivery(self) -> GroupDelivery:
         return self.partition.delivery[self.group]
 
-    # --- who sleeps here ---------------------------------------------------------------------------------------------
+    # --- waiting receives --------------------------------------------------------------------------------------------
 
     def detach(self) -> None:
-        """The group was deleted, or the partition, or it is led elsewhere: who sleeps here is to look anew."""
+        """Detach from the partition: it or the group was deleted, or it is led elsewhere. The waiters look again."""
         delivery = self._wakeup.delivery
-        if delivery is not None:  # nobody asks its book whose turn it is, and what is finished there would pile up
+        if delivery is not None:  # no receive reads the key order here any more, and finished keys would pile up
             delivery.keys = None
         self._wakeup.close()
 
@@ -131,9 +131,9 @@ class GroupPartition:
     # --- receive -----------------------------------------------------------------------------------------------------
 
     def start_at(self, start: wire.GroupStart) -> Pending:
-        """Begin on this partition: the place is fixed by the group's first use. What to wait on until it is durable."""
+        """Begin on this partition, at an offset that the group's first use fixes. Return the pending record."""
         offset, end = self.partition.log.log_start_offset, self.partition.high_watermark
-        # The log start moves some time after the purge; what goes then is nothing to begin with.
+        # The log start moves some time after a purge; the group must not begin with purged messages.
         offset = max(offset, self.partition.groups.purged_upto)
         if isinstance(start, dict):
             offset = min(max(offset, self.partition.log.offset_for_time(start["at"])), end)
@@ -143,14 +143,14 @@ class GroupPartition:
         return self.partition.append_group_record(self.group, record)
 
     def take(self, options: ReceiveOptions) -> list[LeasedMessage]:
-        """Lease what is there: at most `max_messages` and `max_bytes`, or one larger message. With at_most_once it
-        is acked before it is handed out. The next one goes on where that is more than one turn may take."""
+        """Lease available messages: at most `max_messages` and `max_bytes`, or one larger message. With at_most_once
+        they are acked before they are returned."""
         while True:
             config = self.settings()
             if config.ordering == "key":
                 self._read_keys()
             self._wait_vouched(patient=options.patient)
-            if not self._bury():
+            if not self._give_up_exhausted():
                 return []
             now_ms = self._clock.now_ms()
             most = min(options.max_messages, FOUND_MAX) if self._ready_messages.lanes() else options.max_messages
@@ -158,7 +158,7 @@ class GroupPartition:
             pieces = self._pieces(selection)
             if self._may_exceed(pieces, options.max_bytes):
                 fit = self._fitting(selection, options.max_bytes)
-                if fit < selection.messages:  # what a choice of fewer begins with is the same
+                if fit < selection.messages:  # a selection of fewer messages begins with the same ones
                     selection = self._select(now_ms, fit)
                     pieces = self._pieces(selection)
             runs = runs_of(pieces)
@@ -166,7 +166,7 @@ class GroupPartition:
                 break
             if not self._pass_over(selection):
                 return []
-            give_way()  # much was passed over, and there may be something behind it
+            give_way()  # much was passed over, and messages may follow
             if not self.has_messages():
                 return []
         at_most_once = config.delivery == "at_most_once"
@@ -201,18 +201,20 @@ class GroupPartition:
         return delivered
 
     def _wait_vouched(self, *, patient: bool = True) -> None:
-        """Raises Unavailable when that takes too long, or the group has ended here meanwhile."""
+        """Wait until the followers vouch for this leader. Raises Unavailable when that takes too long, or when the
+        group ends here during the wait."""
         try:
             self.partition.wait_vouched(patient=patient)
         except PortalMQError:
-            gevent.spawn_later(1, self.notify)  # whoever sleeps here was woken in vain
+            gevent.spawn_later(1, self.notify)  # a waiter was woken in vain
             raise
         if self._wakeup.delivery is None:
-            raise Unavailable(f"group {self.group!r} has just ended here, or moved on", retry_after_s=0.1)
+            raise Unavailable(
+                f"group {self.group!r} has just ended here, or moved to another leader", retry_after_s=0.1
+            )
 
     def _read_keys(self) -> None:
-        """Have the book of a group ordered by key whole, with a pause after each step, unless the group ends here
-        meanwhile."""
+        """Complete the key order of the group, with a pause after each step, unless the group ends here."""
         self._ready_messages.by_key = True
         while (delivery := self._wakeup.delivery) is not None:
             if read_keys(delivery, self._ready_messages, self._clock.now_ms()):
@@ -241,12 +243,12 @@ class GroupPartition:
 
     def _pieces_of(self, handed: DeliveryRange) -> Iterable[BatchSlice]:
         start, end, _, _, piece = handed
-        if piece is None:  # from another lane: known by number so far
+        if piece is None:  # from another lane: only its offset is known so far
             return self.partition.pieces(start, end, end - start)
         return (piece if piece.start == start and piece.end == end else BatchSlice(piece.batch, start, end),)
 
     def _may_exceed(self, pieces: list[tuple[BatchSlice, int, int]], max_bytes: int) -> bool:
-        """Return whether the messages may have more bytes. Mostly their batches as a whole have not."""
+        """Return True when the messages may exceed `max_bytes`. Usually their whole batches do not."""
         size, last = 0, None
         for piece, _, _ in pieces:
             if piece.batch is not last:
@@ -255,7 +257,7 @@ class GroupPartition:
         return size > max_bytes
 
     def _fitting(self, selection: Selection, max_bytes: int) -> int:
-        """Return how many of the first messages have no more bytes, or one."""
+        """Return how many of the first messages fit into `max_bytes`, at least one."""
         messages = 0
         for handed in selection.delivered:
             for piece in self._pieces_of(handed):
@@ -276,10 +278,10 @@ class GroupPartition:
         return pending
 
     def _pass_over(self, selection: Selection) -> bool:
-        """There was nothing to hand out; whether anything was passed over. That is written down when it counts for
-        something, or is much; else it is remembered here."""
+        """Pass over messages of a selection that delivers nothing; return False when there were none. The new cursor is
+        written to the log when it matters or is far; else it is only remembered."""
         delivery, before = self.delivery, self._ready_messages.place(self.delivery.next)
-        # What is held or done ahead is so by records that the disk may refuse: it is not to be forgotten here.
+        # Held messages, and those acked ahead, depend on records that the disk may refuse: keep them.
         has_left_out = bool(selection.held) or delivery.has_ahead
         if not has_left_out:
             self._ready_messages.note_looked(delivery.next, selection.next)
@@ -292,7 +294,7 @@ class GroupPartition:
             or (passed > 0 and (selection.expired or has_left_out))
             or passed > PASSED_MAX
         ):
-            # The group itself was not active by this.
+            # This is no activity of the group.
             at_ms = delivery.last_active_ms
             gone, held = tuple(selection.gone), tuple(selection.held)
             grant = Grant((), upto, at_ms, at_ms, cursors=selection.lane_positions(), gone=gone, held=held)
@@ -300,15 +302,15 @@ class GroupPartition:
         self._wakeup.arm()
         return upto > before or bool(selection.gone or selection.held or selection.cursors)
 
-    # --- what is given up --------------------------------------------------------------------------------------------
+    # --- dead letters ------------------------------------------------------------------------------------------------
 
-    def _give_up_overdue(self) -> None:
-        with suppress(PortalMQError):  # it is led elsewhere from now on, or the next bell is early enough
-            self._bury()
+    def _on_timer(self) -> None:
+        with suppress(PortalMQError):  # another broker leads it now, or the next timer does it
+            self._give_up_exhausted()
 
-    def _bury(self) -> bool:
-        """Give up what has been delivered often enough, in records that leave others their turn in between. False when
-        the group has ended here meanwhile."""
+    def _give_up_exhausted(self) -> bool:
+        """Give up messages that reached max_deliveries, in several records with pauses for other greenlets. Return
+        False when the group ended here during that."""
         while True:
             now_ms = self._clock.now_ms()
             ranges = self.delivery.overdue(now_ms, self.settings().max_deliveries, DEAD_A_RECORD)
@@ -327,8 +329,8 @@ class GroupPartition:
         return pending
 
     def sweep(self) -> None:
-        """Pass over what has expired before anybody asked for it, so that nobody counts it any more; and write down
-        what was looked over, so that retention need not wait for it."""
+        """Pass over messages that expired unread, so that they no longer count; and write the cursor to the log, so
+        that retention does not wait for it."""
         delivery = self.partition.delivery.get(self.group)
         if delivery is None or self._wakeup.closed:
             return
@@ -344,7 +346,7 @@ class GroupPartition:
             self.partition.append_group_record(self.group, Grant((), upto, at_ms, at_ms), is_soft=True)
 
     def replay(self, attempt_id: str) -> list[LeasedMessage] | None:
-        """What the first receive with this attempt id got and still holds; None for an unknown one."""
+        """Return the messages that the first receive with this attempt id still holds; None for an unknown id."""
         self._wait_vouched()
         delivery = self.partition.delivery.get(self.group)
         spans = delivery.replay(attempt_id, self._clock.now_ms()) if delivery is not None else None
@@ -375,9 +377,9 @@ class GroupPartition:
     # --- settle ------------------------------------------------------------------------------------------------------
 
     def ack(self, shown: list[ReceiptSpan]) -> tuple[Verdicts, Callable[[], None]]:
-        """Which receipts count, and what to call to wait until their record is committed; and so what others were
-        refused for, as it stays so only then."""
-        verdicts, unfinished = self.weigh(shown)
+        """Ack; return the verdicts, and a function that waits until they are committed: both the acks, and the records
+        for which other receipts were refused."""
+        verdicts, unfinished = self.check_receipts(shown)
         done = self._finish(unfinished)
         if all(verdicts.values()):
             return verdicts, done
@@ -390,13 +392,13 @@ class GroupPartition:
         return verdicts, wait_for_both
 
     def wait_refused(self) -> None:
-        """What is refused is so by the log as it stands, committed: on return no later copy of it can come true."""
+        """Wait until the records for which receipts were refused are committed, so that the refusal is final."""
         self._wait_for_appended()()
 
     def finish(self, offsets: Sequence[int], holder: str | None) -> tuple[list[bool], Callable[[], None]]:
-        """Done by their places, without receipts: which of them are or were messages of the group to be done, and what
-        to call to wait until they are. With `holder` only what is leased by an attempt of that name counts
-        (`<holder>:<anything>` is its id)."""
+        """Ack by offset, without receipts; return True for each offset that is or was an unfinished message of the
+        group, and a function that waits for the commit. With `holder` only messages count that are leased by an attempt
+        whose id is `<holder>:<anything>`."""
         now_ms = self._clock.now_ms()
         verdicts = [self._may_finish(offset, holder, now_ms) for offset in offsets]
         done = [offset for offset, good in zip(offsets, verdicts, strict=True) if good]
@@ -404,7 +406,7 @@ class GroupPartition:
         return verdicts, self._finish(done)
 
     def _check_ahead(self, offsets: list[int]) -> None:
-        """Raises Backpressure when too many messages would be done behind one that nobody takes."""
+        """Raise Backpressure when too many messages would be acked ahead of one that is never received."""
         if len(offsets) + self.delivery.ahead_count <= OUTSTANDING_MAX:
             return
         self._pass_done()
@@ -412,8 +414,8 @@ class GroupPartition:
         more = sum([not self.delivery.is_ahead(offset) for _, _, offset in ahead])
         if more and more + self.delivery.ahead_count > OUTSTANDING_MAX:
             raise Backpressure(
-                f"{self.delivery.ahead_count} messages are done already that were handed out to nobody, behind others: "
-                "receive those first",
+                f"{self.delivery.ahead_count} messages were acked ahead of others that were not received: receive those"
+                " first",
                 retry_after_s=1,
             )
 
@@ -425,7 +427,7 @@ class GroupPartition:
         return self.delivery.has_span(offset) or any(self.partition.lane_positions(offset, offset + 1))
 
     def _finish(self, offsets: list[int]) -> Callable[[], None]:
-        """Append that these messages are done, as far as they are not; what to call to wait for it."""
+        """Append an ack of those messages that are not done; return a function that waits for it."""
         ranges, ahead = self.finished(offsets)
         if not ranges and not ahead:
             return self._wait_for_appended()
@@ -439,18 +441,18 @@ class GroupPartition:
         return self._then_others(pending)
 
     def _pass_ahead(self) -> None:
-        """Nobody may ever receive here, where messages are read and done by their places alone: the cursor goes on."""
+        """Move the cursor on after many acks by offset: such a group may never receive."""
         if self.delivery.ahead_count < self._ahead_max:
             return
         self._pass_done()
         self._ahead_max = self.delivery.ahead_count + AHEAD_STEP
 
     def _pass_done(self) -> None:
-        with suppress(PortalMQError):  # what is done is so in any case; the next ones try again
+        with suppress(PortalMQError):  # the acks hold in any case; the next ones try again
             self._pass_over(self._select(self._clock.now_ms(), 0))
 
     def _then_others(self, pending: Pending) -> Callable[[], None]:
-        """Wait until messages are done; then it may be the turn of others of their keys."""
+        """Return a function that waits for the record, then notifies: other messages of the keys may be ready."""
         if self.delivery.keys is None:
             return pending.wait
 
@@ -460,8 +462,8 @@ class GroupPartition:
 
         return wait
 
-    def weigh(self, shown: list[ReceiptSpan]) -> tuple[Verdicts, list[int]]:
-        """Which receipts count, and the offsets of those whose message may still be unfinished."""
+    def check_receipts(self, shown: list[ReceiptSpan]) -> tuple[Verdicts, list[int]]:
+        """Return the verdicts, and the offsets of valid receipts whose message may still be unfinished."""
         verdicts: Verdicts = {}
         unfinished: list[int] = []
         for each in shown:
@@ -471,7 +473,7 @@ class GroupPartition:
         return verdicts, unfinished
 
     def finished(self, offsets: list[int]) -> tuple[tuple[Range, ...], tuple[LanePosition, ...]]:
-        """The offsets that are in spans, and those that this log never saw granted: a kill took the record."""
+        """Return the offsets that are in spans, and those without a grant in this log: a kill lost the record."""
         held = self.delivery.with_span(offsets)
         if len(held) == len(offsets):
             return ranges_of(held), ()
@@ -480,7 +482,7 @@ class GroupPartition:
         return ranges_of(held), tuple(spot for spot in spots if not self.delivery.has_passed(spot))
 
     def _wait_for_appended(self) -> Callable[[], None]:
-        """What is done already may be so by a record that is still on its way to the disk."""
+        """Return a function that waits for all appended records: one of them may be the ack of a finished message."""
         last = self.partition.replica.next_offset - 1
         return lambda: self.partition.wait_settled(last)
 
@@ -518,7 +520,7 @@ class GroupPartition:
     def release(
         self, shown: list[ReceiptSpan], delay_ms: int, reason: str | None
     ) -> tuple[Verdicts, Callable[[], None]]:
-        """Take back what nobody has looked at: that was no delivery."""
+        """Release messages that no consumer has seen: this was no delivery."""
         now_ms = self._clock.now_ms()
         verdicts, held = self._held(shown)
         ranges = ranges_of([offset for _, offsets in held for offset in offsets])
@@ -530,7 +532,7 @@ class GroupPartition:
         return verdicts, pending.wait
 
     def _by_deliveries(self, held: list[tuple[int, list[int]]]) -> list[tuple[int, list[int]]]:
-        """Leased offsets by their deliveries since they were redriven."""
+        """Group leased offsets by the number of deliveries since their last redrive."""
         found: dict[int, list[int]] = {}
         for _, offsets in held:
             for offset in offsets:
@@ -540,7 +542,7 @@ class GroupPartition:
         return list(found.items())
 
     def extend(self, shown: list[ReceiptSpan], visibility_timeout_ms: int) -> Verdicts:
-        """Leases are soft, so is their extension: it is logged, and not waited for."""
+        """Extend leases. The record is logged without a wait, since leases are soft."""
         now_ms = self._clock.now_ms()
         may_extend = partial(self.delivery.may_extend, now_ms=now_ms, by_key=self.settings().ordering == "key")
         verdicts, held = self._held(shown, may_extend)
@@ -556,7 +558,7 @@ class GroupPartition:
     def _held(
         self, shown: list[ReceiptSpan], counts: Callable[..., bool] | None = None
     ) -> tuple[Verdicts, list[tuple[int, list[int]]]]:
-        """Which receipts are of the latest lease of their message, and those offsets, by delivery number."""
+        """Return the verdicts (True for the latest lease of a message), and the valid offsets by delivery number."""
         counts = counts or self.delivery.holds
         verdicts: Verdicts = {}
         held: list[tuple[int, list[int]]] = []
@@ -569,5 +571,5 @@ class GroupPartition:
     # --- counting ----------------------------------------------------------------------------------------------------
 
     def counts(self) -> dict[str, int]:
-        """ready, in_flight, scheduled, dead, lag: messages; oldest_unacked_ms: the age of the oldest."""
+        """Return ready, in_flight, scheduled, dead, lag in messages, and oldest_unacked_ms, the age of the oldest."""
         return counted(self.partition, self.group, self._clock)

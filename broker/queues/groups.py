@@ -1,12 +1,12 @@
-"""All queue groups: their settings, where they have begun, and what is received and settled on whatever broker leads.
+"""All queue groups: settings, start positions, and the partitions of each group that this broker leads.
 
-A group's settings stand in the control plane; what it has received and acked stands in the log of each partition. This
-broker serves a group on the partitions that it leads, and brings what concerns others to their leaders.
+The control plane holds a group's settings; the log of each partition holds its leases and acks. This broker serves a
+group on the partitions that it leads, and forwards calls for other partitions to their leaders.
 
-A group begins on a topic with its first receive: on all partitions there are, at its `start`; partitions that are added
-later are read from their beginning. A leader lets a group that starts at the earliest begin by itself. Where it starts
-at the latest it matters who is first, so it begins on partition 0 last of all: a group that is known there has begun
-on all partitions there were, and the others were added since.
+A group begins on a topic with its first receive: on all existing partitions, at its `start`; partitions that are added
+later are read from their beginning. For a group that starts at the earliest each leader does this alone. For other
+groups the order matters: the group begins on partition 0 last. So a group that is known there has begun on all
+partitions that existed then, and the others were added since.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ from portalmq.control_plane.state import GroupState
 from portalmq.errors import GroupModeMismatch, GroupNotFound, InvalidRequest, PortalMQError, Unavailable
 
 BEGIN_TIMEOUT_S = 10.0
-# What was written from here counts at once; by then the mirror shows it.
-OWN_WORD_S = 2.0
-# A group that is being ended is let begin nowhere again for this long, unless it is gone before.
+# The settings that this broker wrote count for this long; by then the mirror shows them.
+OWN_WRITE_S = 2.0
+# A group that is being deleted begins nowhere again for this long, unless it is gone before.
 ENDING_S = 5.0
-UNHEARD_S = 5.0
-UNHEARD_MAX = 1_000
-# Groups may come and go for as long as a broker lives: what is kept to be quick is kept of so many.
+UNKNOWN_S = 5.0
+UNKNOWN_MAX = 1_000
+# Bound of the caches over groups, which come and go during a broker's life.
 REMEMBERED_MAX = 10_000
-# Whoever looks at all groups lets others have their turn after so many.
+# A loop over all groups yields to other greenlets after this many.
 GROUPS_A_TURN = 25
 
 _Bools = list[Result[bool]]
@@ -88,7 +88,8 @@ class _Beginning:
 
 
 class Groups:
-    """Settings and places. Receiving is in receive.py, settling in settle.py, counting and ending in group_admin.py.
+    """Settings, start positions and partitions of groups. See receive.py, settle.py, and group_admin.py for counts and
+    deletion.
 
     Invariant: `attached` holds a group exactly on partitions that this broker leads and where it has begun.
     """
@@ -120,23 +121,24 @@ class Groups:
         self._peers = peers
         self._clock = clock
         self._key = receipt_key
-        # What was written or asked for here, what the mirror showed then, and until when that may be late.
+        # The state that this broker wrote or read, what the mirror showed then, and until when the mirror may lag.
         self._own: dict[str, tuple[GroupState | None, GroupState | None, float]] = {}
-        # Groups that are deleted from here, and the ids of those that some broker is ending (until when).
+        # Groups that this broker is deleting, and the ids of groups that any broker is ending (until when).
         self._deleting: set[str] = set()
         self._ending: dict[str, float] = {}
         self._attached: dict[tuple[str, str, int], GroupPartition] = {}
         self._books: dict[tuple[str, str, str], ReceiptSigner] = {}
         self._tags: dict[bytes, Topic] = {}
-        # Tags that the control plane does not know either: until when it is not asked again.
-        self._unheard: dict[bytes, float] = {}
+        # Tags that the control plane does not know: until when it is not asked again.
+        self._unknown_tags: dict[bytes, float] = {}
         self._begun: set[tuple[str, str, int]] = set()
         self._leads: dict[tuple[str, int], tuple[int | None, int]] = {}
 
     # --- settings ----------------------------------------------------------------------------------------------------
 
     def put(self, name: str, patch: dict[str, object], initial: dict[str, object] | None = None) -> bool:
-        """Create the group, with the settings of `initial` too, or change those of `patch`; True when it is new."""
+        """Create the group with the settings of `patch` and `initial`, or change those of `patch`. Return True when it
+        is new."""
         held = self._catalog.find_group(wire.check_name(name, "group"))
         self._check_deletes_not(name)
         self._check_stays(held)
@@ -150,7 +152,7 @@ class Groups:
         return nullcontext() if self.capacity is None or held is not None else self.capacity.group(self.names)
 
     def find(self, name: str) -> GroupState | None:
-        """The group as this broker knows it: what it wrote itself, until the mirror shows something new."""
+        """Return the group from the mirror, or as this broker wrote it while the mirror lags; None for no group."""
         shown, own = self._mirror.groups.get(name), self._own.get(name)
         if own is not None:
             group, shown_then, until = own
@@ -160,7 +162,8 @@ class Groups:
         return shown
 
     def find_of(self, name: str, mode: str) -> GroupState | None:
-        """The same; one of another mode may be an earlier group of the name, so it is asked for."""
+        """Return the group as `find` does. A group of another mode may be an earlier one of the name: ask the control
+        plane then."""
         group = self.find(name)
         if group is None or group.config.mode == mode:
             return group
@@ -170,8 +173,8 @@ class Groups:
         return group
 
     def get(self, name: str, *, mode: str = "", group_id: str = "") -> GroupState:
-        """Raises GroupNotFound, and Unavailable for one that is just being deleted. Where this broker knows none, or
-        one of another `mode` or `group_id` than the caller can use, the control plane has the last word."""
+        """Return the group. When this broker knows none, or one of another `mode` or `group_id`, ask the control plane.
+        Raises GroupNotFound, and Unavailable for a group that is being deleted."""
         group = self.find(name)
         self._check_deletes_not(name)
         is_right = group is not None and mode in ("", group.config.mode) and group_id in ("", group.group_id)
@@ -185,10 +188,11 @@ class Groups:
         return group
 
     def ensure(self, name: str) -> GroupState:
-        """The group, made now if it is missing. Raises Unavailable for one that is just being deleted."""
+        """Return the queue group; create it if it is missing. Raises GroupModeMismatch, and Unavailable for a group
+        that is being deleted."""
         group = self.find_of(name, "queue")
         if group is None or self.is_ending(group):
-            # It may be gone already where another broker deleted it, though the mirror shows it still.
+            # Another broker may have deleted a group that the mirror still shows.
             wire.check_name(name, "group")
             self._check_deletes_not(name)
             with self._making(group):
@@ -196,16 +200,14 @@ class Groups:
             self._check_stays(group)
             self._remember(name, group)
         if group.config.mode != "queue":
-            raise GroupModeMismatch(
-                f"group {name!r} works in stream mode: join it, or take another name for a queue group"
-            )
+            raise GroupModeMismatch(f"group {name!r} is a stream group: join it, or use another name for a queue group")
         return group
 
     def check_same(self, group: GroupState) -> None:
-        """Raises Unavailable when the group was deleted since `group` was read."""
+        """Raise Unavailable when the group was deleted since `group` was read."""
         now = self.find(group.name)
         if now is None or now.group_id != group.group_id or self.is_ending(now):
-            raise Unavailable(f"group {group.name!r} was deleted meanwhile: repeat, to make it anew", retry_after_s=0.1)
+            raise Unavailable(f"group {group.name!r} was just deleted: repeat to create it again", retry_after_s=0.1)
 
     def names(self) -> list[str]:
         names = self._mirror.groups.keys() | self._own.keys()
@@ -215,7 +217,7 @@ class Groups:
         now = time.monotonic()
         if len(self._own) >= REMEMBERED_MAX:
             self._own = {known: own for known, own in self._own.items() if own[2] > now}
-        self._own[name] = (group, self._mirror.groups.get(name), now + OWN_WORD_S)
+        self._own[name] = (group, self._mirror.groups.get(name), now + OWN_WRITE_S)
 
     # --- the end of a group ------------------------------------------------------------------------------------------
 
@@ -231,8 +233,8 @@ class Groups:
             raise _is_being_deleted(name)
 
     def end_here(self, name: str, group_id: str) -> list[TopicPartition]:
-        """End the group on all partitions that are led here, durably; answers on which it had begun. Nobody may use it
-        or begin it anew meanwhile. Raises what a partition refuses with: where it has not ended the group stays."""
+        """End the group durably on all partitions led here; return those on which it had begun. The group cannot be
+        used or begin again during this. Raises the error of a partition: the group stays where it has not ended."""
         now = time.monotonic()
         self._ending = {known: until for known, until in self._ending.items() if until > now}
         self._ending[group_id] = now + ENDING_S
@@ -241,7 +243,7 @@ class Groups:
         for partition, topic_id in in_short_turns(begun):
             ends.append(partition.end_group(name))
             attached = self._attached.get((name, topic_id, partition.number))
-            if attached is not None:  # nobody is to wake up where it has ended
+            if attached is not None:  # no waiter wakes up on an ended group
                 attached.end_waits()
         keys = [key for key in self._attached if key[0] == name]
         for key in keys:
@@ -255,8 +257,8 @@ class Groups:
 
     @contextmanager
     def deleting(self, name: str) -> Iterator[GroupState]:
-        """While the group is ended everywhere, and forgotten if that succeeds, nobody finds it here or makes it anew.
-        Raises GroupNotFound."""
+        """Hide the group on this broker while the block ends it at all leaders; delete it if that succeeds. Raises
+        GroupNotFound."""
         group = self.get(name)
         self._deleting.add(name)
         try:
@@ -271,19 +273,19 @@ class Groups:
     # --- partitions --------------------------------------------------------------------------------------------------
 
     def partition(self, place: TopicPartition) -> Partition:
-        """The partition, when it is led here. Raises NotLeader, Unavailable."""
+        """Return a partition that is led here. Raises NotLeader, Unavailable."""
         return self._metadata_cache.partition(place)
 
     def attached(self, name: str) -> list[GroupPartition]:
-        """The group on the partitions that are led here, where it has begun."""
+        """Return the group on the partitions led here where it has begun."""
         group = self.find(name)
         if group is None:
             return [each for key, each in self._attached.items() if key[0] == name]
         return [self.attach(group, partition, topic_id) for partition, topic_id in self._begun_on(name)]
 
     def all_attached(self) -> Iterator[GroupPartition]:
-        """Every group on every partition that is led here, where it has begun; others have their turn in between. What
-        ends meanwhile may be left out, or come as it was."""
+        """Yield every group on every partition led here where it has begun, with pauses for other greenlets. A group
+        that ends during this may be missing or stale."""
         led = [(partition, topic.state.topic_id) for topic in self.topics for partition in topic.led()]
         begun = [(partition, topic_id, name) for partition, topic_id in led for name in tuple(partition.delivery)]
         for partition, topic_id, name in in_turns(begun, GROUPS_A_TURN):
@@ -292,7 +294,7 @@ class Groups:
                 yield self.attach(group, partition, topic_id)
 
     def _begun_on(self, name: str) -> list[tuple[Partition, str]]:
-        """The partitions that are led here and know the group, with their topic's id."""
+        """Return the partitions led here that know the queue group, with their topics' ids."""
         return [
             (partition, topic.state.topic_id)
             for topic in self.topics
@@ -301,7 +303,7 @@ class Groups:
         ]
 
     def _streamed_on(self, name: str) -> list[tuple[Partition, str]]:
-        """The partitions that are led here and know the stream group."""
+        """Return the partitions led here that know the stream group, with their topics' ids."""
         return [
             (partition, topic.state.topic_id)
             for topic in self.topics
@@ -310,14 +312,14 @@ class Groups:
         ]
 
     def at(self, group: GroupState, place: TopicPartition) -> GroupPartition:
-        """The group on a partition that is led here. Raises InvalidRequest when it has not begun there."""
+        """Return the group on a partition that is led here. Raises InvalidRequest when it has not begun there."""
         partition = self.partition(place)
         if group.name not in partition.delivery:
             raise InvalidRequest(f"group {group.name!r} has ended on partition {place.number} of topic {place.topic!r}")
         return self.attach(group, partition, place.topic_id)
 
     def on_leading(self, topic: Topic, partition: Partition) -> None:
-        """This broker leads the partition from now on: serve the groups that its log knows."""
+        """Serve the groups that the log of a newly led partition knows."""
         for name in tuple(partition.delivery):
             group = self.find(name)
             if group is not None:
@@ -325,12 +327,12 @@ class Groups:
         self.long_polls.move({topic.name})
 
     def on_stepped_down(self, topic: Topic, partition: Partition) -> None:
-        """Another broker leads it, or will: who sleeps here looks anew."""
+        """Detach the groups of a partition that this broker leads no more; their waiters look for the new leader."""
         for key in [key for key in self._attached if key[1:] == (topic.state.topic_id, partition.number)]:
             self._detach(key)
 
     def forget_topic(self, topic: Topic) -> None:
-        """The topic was deleted: waits for it end."""
+        """Detach the groups of a deleted topic, and end their waits."""
         topic_id = topic.state.topic_id
         for key in [key for key in self._attached if key[1] == topic_id]:
             self._attached[key].end_waits()
@@ -340,7 +342,7 @@ class Groups:
         self._tags.pop(topic.tag, None)
 
     def sync(self, changes: Changes) -> None:
-        """The mirror shows something new."""
+        """React to changes in the mirror: forget deleted groups, move waiters to new leaders."""
         for name in in_short_turns(tuple(changes.groups)):
             self._drop(name)
         moved = set(changes.topics)
@@ -357,7 +359,7 @@ class Groups:
             self.long_polls.move(moved)
 
     def _drop(self, name: str) -> None:
-        """Forget what was kept of a group that is gone, or is another one of the name."""
+        """Forget a group that was deleted, or replaced by another one of the name."""
         group = self.find(name)
         kept = group.group_id if group else None
         for key in [key for key, each in self._attached.items() if key[0] == name and each.group_id != kept]:
@@ -366,7 +368,7 @@ class Groups:
         self._books = {key: book for key, book in self._books.items() if key[0] != name or key[1] == kept}
 
     def attach(self, group: GroupState, partition: Partition, topic_id: str) -> GroupPartition:
-        """The group on a partition that is led here."""
+        """Return the group on a partition that is led here; attach it if it is not."""
         key = (group.name, topic_id, partition.number)
         attached = self._attached.get(key)
         if attached is not None and (attached.partition is not partition or attached.group_id != group.group_id):
@@ -398,28 +400,28 @@ class Groups:
         return book
 
     def by_tag(self, tag: bytes) -> Topic | None:
-        """The topic that a receipt is of. Raises Unavailable for one that this broker has not heard of yet."""
+        """Return the topic of a receipt, None for a deleted one. Raises Unavailable for one not in the mirror yet."""
         topic = self._tags.get(tag)
         if topic is None or not self.topics.holds(topic):
             self._tags = {topic.tag: topic for topic in self.topics}
             topic = self._tags.get(tag)
-        if topic is None and self._unheard.get(tag, 0.0) < time.monotonic():
+        if topic is None and self._unknown_tags.get(tag, 0.0) < time.monotonic():
             self._catalog.confirm()
             if any(topic_tag(topic_id) == tag for topic_id in in_short_turns(self._catalog.topic_ids())):
                 raise Unavailable("this broker does not know the topic of a receipt yet", retry_after_s=0.1)
-            self._unheard = {} if len(self._unheard) >= UNHEARD_MAX else self._unheard
-            self._unheard[tag] = time.monotonic() + UNHEARD_S
+            self._unknown_tags = {} if len(self._unknown_tags) >= UNKNOWN_MAX else self._unknown_tags
+            self._unknown_tags[tag] = time.monotonic() + UNKNOWN_S
         return topic
 
     def sweep(self) -> None:
-        """What has expired before anybody asked for it is counted no longer."""
+        """Remove messages that expired unread from the counts of all groups."""
         for key, attached in in_short_turns(tuple(self._attached.items())):
             if self._attached.get(key) is attached:
-                with suppress(PortalMQError):  # another broker leads it by now, or the next sweep does it
+                with suppress(PortalMQError):  # another broker may lead it now; else the next sweep repeats it
                     attached.sweep()
 
     def _settings(self, group: GroupState) -> wire.GroupConfig:
-        """The settings as they are now; those of `group` where the control plane knows it no longer."""
+        """Return the group's current settings; those of `group` when it is deleted."""
         now = self.find(group.name)
         return now.config if now is not None and now.group_id == group.group_id else group.config
 
@@ -438,8 +440,8 @@ class Groups:
     # --- beginning ---------------------------------------------------------------------------------------------------
 
     def begin(self, group: GroupState, topic: Topic, *, forward: bool = True) -> None:
-        """See to it that the group has begun on all partitions of the topic, where that is not for each leader alone
-        to do. Raises Unavailable when a leader cannot be asked."""
+        """Let the group begin on all partitions of the topic, unless each leader does that alone. Raises Unavailable
+        when a leader cannot be asked."""
         state = topic.state
         mark = (group.group_id, state.topic_id, state.partitions)
         if group.config.start == "earliest" or mark in self._begun or not forward:
@@ -453,16 +455,16 @@ class Groups:
                 if isinstance(outcome, PortalMQError):
                     raise outcome
         if len(self._begun) >= REMEMBERED_MAX:
-            self._begun.clear()  # whoever comes next asks once more
+            self._begun.clear()  # the next calls ask the leaders again
         self._begun.add(mark)
 
     def unbegun(self, group: GroupState, topics: Sequence[str]) -> None:
-        """A leader says that the group has not begun: an unclean election may have lost that."""
+        """Forget where the group has begun: a leader does not know it, as after an unclean election."""
         self._begun = {mark for mark in self._begun if mark[0] != group.group_id}
         self.long_polls.move(topics)
 
     def begin_here(self, group: GroupState, place: TopicPartition, start: wire.GroupStart) -> bool:
-        """Whether the group has begun just now; it is durable on return."""
+        """Let the group begin on a partition led here, durably; return False when it had begun already."""
         partition = self.partition(place)
         self.check_same(group)
         if group.name in partition.delivery:
@@ -478,7 +480,7 @@ class Groups:
         call = msgspec.msgpack.decode(body, type=BeginGroup)
         group = self.get(call.group, group_id=call.group_id)
         if group.group_id != call.group_id:
-            raise Unavailable(f"group {call.group!r} was deleted meanwhile", retry_after_s=0.1)
+            raise Unavailable(f"group {call.group!r} was just deleted", retry_after_s=0.1)
         return self._serve(_Beginning(self, group, call.start), call)
 
     def _serve(self, work: _Knowing | _Beginning, call: GroupBegunCall | BeginGroup) -> bytes:
@@ -501,27 +503,27 @@ class Groups:
 
 
 def _is_being_deleted(name: str) -> Unavailable:
-    return Unavailable(f"group {name!r} is being deleted: repeat, to make it anew", retry_after_s=0.1)
+    return Unavailable(f"group {name!r} is being deleted: repeat to create it again", retry_after_s=0.1)
 
 
 def check_settings(patch: dict[str, object], held: GroupState | None) -> None:
-    """Raises InvalidRequest for settings of a queue group that do not go together, or that it cannot change to."""
+    """Raise InvalidRequest for settings of a queue group that conflict, or that it cannot change to."""
     start = patch.get("start")
     if isinstance(start, dict) and set(start) != {"at"}:
-        raise InvalidRequest('start is "earliest", "latest" or {"at": a time}, and names nothing else')
+        raise InvalidRequest('start must be "earliest", "latest" or {"at": a time}')
     topic = patch.get("dead_letter_topic")
     if isinstance(topic, str) and topic:
         if topic == "{topic}":
-            raise InvalidRequest("dead_letter_topic is the topic itself, so what is given up would come again")
+            raise InvalidRequest("dead_letter_topic is the topic itself: its dead letters would be delivered again")
         wire.check_name(topic.replace("{topic}", "t"), "dead_letter_topic")
         if topic.startswith("__"):
-            raise InvalidRequest("dead_letter_topic begins with __, as internal topics do: take another name")
+            raise InvalidRequest("dead_letter_topic begins with __, which is reserved for internal topics")
     ordering = patch.get("ordering", held.config.ordering if held is not None else "none")
     mode = patch.get("mode", held.config.mode if held is not None else "queue")
     if mode == "stream" and ordering == "key":
-        raise InvalidRequest("ordering 'key' is of queue groups: a stream group reads a partition in order anyway")
+        raise InvalidRequest("ordering 'key' is for queue groups: a stream group always reads a partition in order")
     if held is not None and held.config.mode == mode and ordering != held.config.ordering:
         raise InvalidRequest(
-            f"group {held.name!r} keeps its ordering {held.config.ordering!r}: what it has passed over cannot be put in"
-            " another order; delete it first, or take another name"
+            f"group {held.name!r} keeps its ordering {held.config.ordering!r}: messages that it has passed cannot be"
+            " reordered. Delete the group first, or use another name"
         )

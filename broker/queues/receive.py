@@ -190,7 +190,7 @@ class ReceiveHandler:
         self._groups.check_same(group)
         topics = [topic for name in names if (topic := self._find(name)) is not None]
         if not topics:
-            raise Unavailable(f"topic {names[0]!r} was deleted meanwhile: repeat the request", retry_after_s=0.1)
+            raise Unavailable(f"topic {names[0]!r} was just deleted: repeat the request", retry_after_s=0.1)
         parts: list[Sequence[Source]] = []
         here, _ = self._here(group, topics)
         turn = self._turn.get(group.name, -1) + 1

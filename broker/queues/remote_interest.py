@@ -59,7 +59,7 @@ class RemoteGroup:
         self._topics = topics
         self._on_unbegun = on_unbegun
         self._ask = ask
-        self._sleepers: dict[Waiter, None] = {}
+        self._waiters: dict[Waiter, None] = {}
         self._ready = False
         self._was_empty = False
         self._taken = Event()
@@ -106,25 +106,25 @@ class RemoteGroup:
     # --- sleeping and waking -----------------------------------------------------------------------------------------
 
     def park(self, waiter: Waiter) -> None:
-        self._sleepers[waiter] = None
+        self._waiters[waiter] = None
         if self._watch is None or self._watch.dead:
             self._ready = False
             self._watch = gevent.spawn(self._run)
 
     def leave(self, waiter: Waiter) -> None:
-        self._sleepers.pop(waiter, None)
-        if not self._sleepers:
+        self._waiters.pop(waiter, None)
+        if not self._waiters:
             self._taken.set()
             gevent.spawn_later(LINGER_S, self._end_if_idle)
 
     def notify(self) -> None:
-        if self._ready and self._sleepers:
-            first = next(iter(self._sleepers))
+        if self._ready and self._waiters:
+            first = next(iter(self._waiters))
             if not first.woken:
                 first.wake()
 
     def _end_if_idle(self) -> None:
-        if not self._sleepers and self._watch is not None:
+        if not self._waiters and self._watch is not None:
             self._watch.kill(block=False)
             self._watch = None
 

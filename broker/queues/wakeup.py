@@ -1,10 +1,10 @@
-"""The bell of a queue group on a partition that is led here: who sleeps there, and what wakes him.
+"""Waiting receives of a queue group on a partition that is led here, and their wake-up.
 
-    something is readable, comes back, or is due  -->  notify  -->  one sleeper is woken, who takes what he can
-                                                                    and notifies again if something is left
+    a message becomes readable, returns, or is due  -->  notify  -->  wakes one waiter, which takes what it can
+                                                                      and notifies again if something is left
 
-A timer rings when the next lease or back-off ends, whether anybody sleeps or not: what has been delivered often enough
-is to be given up even if nobody asks.
+A timer fires when the next lease or back-off ends, with or without waiters: exhausted messages are given up even if no
+consumer asks.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ from portalmq.broker.partition.partition import Partition
 from portalmq.broker.queues.ready_messages import ReadyMessages
 from portalmq.wire import GroupConfig
 
-# Where nobody sleeps here, what is given up at the end of a lease waits for company this long.
+# The longest delay, without waiters, between the end of a lease and its processing: several are processed together.
 SWEEP_MS = 1_000
-# A wait for the wall clock is looked at again this often, as that clock may jump.
+# A wait for the wall clock is checked this often, as that clock may jump.
 LOOK_AGAIN_MS = 1_000
 SOON_MS = 20
 
 
 class Wakeup:
-    """`on_ring` is called when the timer rings, before anybody is woken. Invariant: no timer runs once it is closed."""
+    """Wakes waiters. `on_timer` is called when the timer fires, before a wake-up. Invariant: no timer runs after
+    close."""
 
     def __init__(
         self,
@@ -41,7 +42,7 @@ class Wakeup:
         clock: Clock,
         *,
         settings: Callable[[], GroupConfig],
-        on_ring: Callable[[], None],
+        on_timer: Callable[[], None],
     ) -> None:
         self.partition = partition
         self.group = group
@@ -49,49 +50,49 @@ class Wakeup:
         self.closed = False
         self._ready_messages = ready_messages
         self._clock = clock
-        self._on_ring = on_ring
-        self._sleepers: dict[Waiter, None] = {}
+        self._on_timer = on_timer
+        self._waiters: dict[Waiter, None] = {}
         self._timer: gevent.Greenlet | None = None
         self._timer_at_ms = 0
         partition.on_readable.append(self.notify)
 
     @property
     def delivery(self) -> GroupDelivery | None:
-        """The group's fold; None where the group has ended here."""
+        """Return the group's fold; None when the group has ended here."""
         return None if self.closed else self.partition.delivery.get(self.group)
 
     def close(self) -> None:
-        """Who sleeps here is to look anew."""
+        """Close; the waiters look for the partition again."""
         self.closed = True
         self.partition.on_readable.remove(self.notify)
         self._disarm()
-        for waiter in tuple(self._sleepers):
+        for waiter in tuple(self._waiters):
             waiter.move()
 
     def end_waits(self) -> None:
-        for waiter in tuple(self._sleepers):
+        for waiter in tuple(self._waiters):
             waiter.cancel()
 
-    # --- sleeping and waking -----------------------------------------------------------------------------------------
+    # --- waiters -----------------------------------------------------------------------------------------------------
 
     def park(self, waiter: Waiter) -> None:
-        if self.closed:  # on the way here: nobody would wake it
+        if self.closed:  # closed on the way here: nothing would wake it
             waiter.move()
             return
-        self._sleepers[waiter] = None
+        self._waiters[waiter] = None
         self.arm()
 
     def leave(self, waiter: Waiter) -> None:
-        self._sleepers.pop(waiter, None)
-        if not self._sleepers:
+        self._waiters.pop(waiter, None)
+        if not self._waiters:
             self._disarm()
 
     def notify(self) -> None:
-        """Something may be there to take: wake one sleeper that is not awake already."""
-        if not self._sleepers or not self.has_messages():
+        """Wake one waiter, unless it is awake already: messages may be available."""
+        if not self._waiters or not self.has_messages():
             self.arm()
             return
-        first = next(iter(self._sleepers))
+        first = next(iter(self._waiters))
         if not first.woken:
             first.wake()
 
@@ -107,7 +108,7 @@ class Wakeup:
         return delivery.has_returned(now_ms)
 
     def has_fresh(self, delivery: GroupDelivery) -> bool:
-        """Whether something may be handed out for the first time."""
+        """Return True when a message may be available for its first delivery."""
         if delivery.outstanding >= OUTSTANDING_MAX or delivery.held >= HELD_MAX:
             return False
         end = self.partition.readable_end
@@ -128,7 +129,7 @@ class Wakeup:
         return due_ms is not None and due_ms <= self.partition.readable_by_ms(self._clock.wall_ms())
 
     def _next_due_ms(self, delivery: GroupDelivery) -> int | None:
-        """When the next delayed message is due, by the wall clock."""
+        """Return the wall-clock time at which the next delayed message is due."""
         lanes = [lane for lane in self._ready_messages.lanes() if lane >= DELAYED]
         firsts = [next(self._ready_messages.fresh(lane, *delivery.cursors.get(lane, (0, 0))), None) for lane in lanes]
         return min([run.due_ms for run in firsts if run is not None], default=None)
@@ -136,7 +137,7 @@ class Wakeup:
     # --- the timer ---------------------------------------------------------------------------------------------------
 
     def arm(self) -> None:
-        """Ring when the next lease or back-off ends, and while someone sleeps, when the next delayed message is due."""
+        """Set the timer to the end of the next lease or back-off; with waiters, also to the next due message."""
         delivery = self.delivery
         if delivery is None:
             return
@@ -148,15 +149,15 @@ class Wakeup:
             return
         self._disarm()
         self._timer_at_ms = at_ms
-        self._timer = gevent.spawn_later(wait_ms / 1000, self._ring)
+        self._timer = gevent.spawn_later(wait_ms / 1000, self._fire)
 
     def _wait_ms(self, delivery: GroupDelivery) -> int | None:
         now_ms = self._clock.now_ms()
         waits: list[int] = []
         ends_ms = delivery.next_wakeup_ms()
         if ends_ms is not None:
-            waits.append(max(ends_ms - now_ms, 0 if self._sleepers else SWEEP_MS))
-        if self._sleepers:
+            waits.append(max(ends_ms - now_ms, 0 if self._waiters else SWEEP_MS))
+        if self._waiters:
             if self._ready_messages.lanes():
                 due_ms = self._next_due_ms(delivery)
                 if due_ms is not None:
@@ -171,9 +172,9 @@ class Wakeup:
             self._timer.kill(block=False)
             self._timer = None
 
-    def _ring(self) -> None:
+    def _fire(self) -> None:
         self._timer = None
         if self.delivery is None:
             return
-        self._on_ring()
+        self._on_timer()
         self.notify()

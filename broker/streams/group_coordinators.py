@@ -349,7 +349,7 @@ class GroupCoordinators:
             _check_there(peer)
         group: GroupState = self._groups.get(call.group, group_id=call.group_id)
         if group.group_id != call.group_id:
-            raise Unavailable(f"group {call.group!r} was deleted meanwhile", retry_after_s=0.1)
+            raise Unavailable(f"group {call.group!r} was just deleted", retry_after_s=0.1)
         own = self._own.get(group.group_id)
         if own is None:
             where = self._look_up(group, sure=True)

@@ -190,7 +190,7 @@ class SharedOffsets:
     def _same_group(self, name: str, group_id: str) -> GroupState:
         group = self._groups.get(name, group_id=group_id)
         if group.group_id != group_id:
-            raise Unavailable(f"group {name!r} was deleted meanwhile", retry_after_s=0.1)
+            raise Unavailable(f"group {name!r} was just deleted", retry_after_s=0.1)
         return group
 
     def serve(self, body: bytes) -> bytes:

@@ -318,7 +318,7 @@ class StreamPartitions:
     def _group(self, name: str, group_id: str) -> GroupState:
         group: GroupState = self._groups.get(name, group_id=group_id)
         if group.group_id != group_id:
-            raise Unavailable(f"group {name!r} was deleted meanwhile", retry_after_s=0.1)
+            raise Unavailable(f"group {name!r} was just deleted", retry_after_s=0.1)
         return group
 
     def _serve(self, places: Sequence[TopicPartition], work: _StreamWork[Any]) -> bytes:

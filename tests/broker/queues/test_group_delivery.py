@@ -1,4 +1,4 @@
-"""Queue groups over a real log: leases, receipts, sleepers, restarts."""
+"""Queue groups over a real log: leases, receipts, waiting receives, restarts."""
 
 from __future__ import annotations
 
@@ -242,31 +242,31 @@ def finished(*greenlets):
 
 
 def test_a_sleeper_wakes_when_a_message_comes(fixture):
-    sleeper = park(fixture)
+    waiter = park(fixture)
     send(fixture, "a")
-    assert texts(sleeper.get(timeout=50)) == ["a"]
+    assert texts(waiter.get(timeout=50)) == ["a"]
 
 
 def test_one_message_wakes_one_sleeper(fixture):
-    sleepers = [park(fixture) for _ in range(5)]
+    waiters = [park(fixture) for _ in range(5)]
     send(fixture, "a")
-    (awake,) = finished(*sleepers)
+    (awake,) = finished(*waiters)
     assert texts(awake.get()) == ["a"]
     assert len(fixture.broker.groups.long_polls.waiters) == 4
 
 
-def test_sleepers_are_served_in_the_order_they_came(fixture):
-    sleepers = [park(fixture, max_messages=1) for _ in range(3)]
+def test_waiters_are_served_in_the_order_they_came(fixture):
+    waiters = [park(fixture, max_messages=1) for _ in range(3)]
     send(fixture, "a", "b")
-    assert [texts(sleeper.get(timeout=50)) for sleeper in sleepers[:2]] == [["a"], ["b"]]
-    assert not sleepers[2].ready()
+    assert [texts(waiter.get(timeout=50)) for waiter in waiters[:2]] == [["a"], ["b"]]
+    assert not waiters[2].ready()
 
 
 def test_a_sleeper_watches_all_partitions_of_all_its_topics(fixture):
     fixture.broker.create_topic("t", wire.CreateTopic(partitions=3))
-    sleeper = park(fixture, "u", "t")
+    waiter = park(fixture, "u", "t")
     send(fixture, "a", partition=2)
-    assert texts(sleeper.get(timeout=50)) == ["a"]
+    assert texts(waiter.get(timeout=50)) == ["a"]
 
 
 def test_a_client_that_has_gone_gets_nothing(fixture):
@@ -291,18 +291,18 @@ def test_a_client_that_goes_just_as_a_message_comes_gets_nothing(fixture):
 def test_a_nack_wakes_a_sleeper(fixture):
     send(fixture, "a")
     (message,) = receive(fixture)
-    sleeper = park(fixture)
+    waiter = park(fixture)
     fixture.broker.nack("g", [message.receipt], None, None)
-    assert texts(sleeper.get(timeout=50)) == ["a"]
+    assert texts(waiter.get(timeout=50)) == ["a"]
 
 
 def test_a_lease_that_ends_wakes_a_sleeper(fixture):
     send(fixture, "a")
     receive(fixture, visibility_timeout_ms=50)
-    sleeper = park(fixture)
-    assert not sleeper.ready()
+    waiter = park(fixture)
+    assert not waiter.ready()
     fixture.clock.advance(50)
-    assert texts(sleeper.get(timeout=50)) == ["a"]
+    assert texts(waiter.get(timeout=50)) == ["a"]
 
 
 def test_a_wait_that_ends_gives_an_empty_list(fixture):
@@ -314,12 +314,12 @@ def test_a_wait_that_ends_gives_an_empty_list(fixture):
 
 
 def test_drain_ends_every_wait(fixture):
-    sleepers = [park(fixture) for _ in range(3)]
+    waiters = [park(fixture) for _ in range(3)]
     fixture.broker.drain()
-    assert [sleeper.get(timeout=50) for sleeper in sleepers] == [[], [], []]
+    assert [waiter.get(timeout=50) for waiter in waiters] == [[], [], []]
 
 
-def test_more_sleepers_than_the_bound_are_told_to_come_back(fixture):
+def test_more_waiters_than_the_bound_are_refused(fixture):
     fixture.broker.groups.long_polls.parked_max = 1
     park(fixture)
     with pytest.raises(Backpressure):
@@ -533,7 +533,7 @@ def test_a_receipt_of_an_earlier_leader_may_be_extended_and_acked_while_its_leas
 def test_groups_that_came_and_went_are_not_remembered_for_ever(fixture, monkeypatch):
     monkeypatch.setattr("portalmq.broker.queues.groups.REMEMBERED_MAX", 5)
     monkeypatch.setattr("portalmq.broker.queues.receive.TURNS_MAX", 5)
-    monkeypatch.setattr("portalmq.broker.queues.groups.OWN_WORD_S", 0.3)
+    monkeypatch.setattr("portalmq.broker.queues.groups.OWN_WRITE_S", 0.3)
     send(fixture, "a")
     for number in range(20):
         fixture.broker.put_group(f"g{number}", {"start": "latest"})
